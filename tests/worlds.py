@@ -1,0 +1,76 @@
+"""Worlds of gloo processes that tests share: spawned once per size, reused by every test of that size.
+
+def check(rank, world_size, argument): ...          # module-level, so that a child can import it
+results = worlds(4).run(check, argument)            # one result per rank; a failure raises here
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def free_port() -> int:
+    """A TCP port that was free a moment ago."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def _serve(rank: int, world_size: int, port: int, tasks: mp.Queue, results: mp.Queue) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
+                      WORLD_SIZE=str(world_size))  # fmt: skip
+    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    while (task := tasks.get()) is not None:
+        fn, args = task
+        try:
+            results.put((rank, fn(rank, world_size, *args), None))
+        except Exception:
+            results.put((rank, None, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class World:
+    """`world_size` gloo processes, waiting for functions to run."""
+
+    def __init__(self, world_size: int):
+        context = mp.get_context("spawn")
+        self.world_size, self.broken = world_size, False
+        self.results = context.Queue()
+        self.tasks = [context.Queue() for _ in range(world_size)]
+        port = free_port()
+        self.processes = [
+            context.Process(target=_serve, args=(r, world_size, port, self.tasks[r], self.results), daemon=True)
+            for r in range(world_size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def run(self, fn: Callable, *args: Any, timeout: float = 300) -> list[Any]:
+        """fn(rank, world_size, *args) on every rank; the results in rank order."""
+        for queue in self.tasks:
+            queue.put((fn, args))
+        outcomes: dict[int, Any] = {}
+        try:
+            for _ in range(self.world_size):
+                rank, value, error = self.results.get(timeout=timeout)
+                if error is not None:
+                    raise AssertionError(f"rank {rank} of {self.world_size} failed:\n{error}")
+                outcomes[rank] = value
+        except BaseException:
+            self.close()  # the other ranks may hang in a collective
+            raise
+        return [outcomes[r] for r in range(self.world_size)]
+
+    def close(self) -> None:
+        self.broken = True
+        for process in self.processes:
+            process.kill()
