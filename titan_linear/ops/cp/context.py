@@ -46,7 +46,7 @@ class Fragment:
         return self.enters and self.leaves and self.head == self.tail
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CPContext:
     """This rank's part of a packed stream (see `build_cp_context`)."""
 

@@ -1,0 +1,18 @@
+"""Document lists for context parallelism: where a cut can fall, and flash-linear-attention's own cases."""
+
+from __future__ import annotations
+
+# T = 512: with 2, 4 and 8 ranks the cuts are multiples of 256, 128 and 64 (of half that for zigzag).
+EDGES = {
+    "one": [512],
+    "on": [128, 128, 256],
+    "before": [127, 129, 255, 1],
+    "after": [129, 127, 257 - 256, 255],
+    "spanning": [30, 450, 32],
+    "short": [62, 1, 1, 1, 2, 61, 1, 127, 1, 254, 1],  # one-token documents around cuts, shorter than a convolution
+    "padding": [100, 156, 256],  # the last document is padding: ranks of nothing else
+}
+
+FLA_CP2 = [[3000, 4000, 3240], [5120, 5120], [1000, 1500, 2000, 2500, 1240, 1000, 1000]]
+FLA_CP4 = [[7000, 3240], [10240]]
+FLA_CONV = [[513, 511], [514, 510], [512, 1, 511], [257, 1, 253, 257, 1, 253, 2]]

@@ -1,0 +1,76 @@
+"""The table of who owns what, against the definition."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from tests.ops.cp.documents import EDGES
+from tests.ops.inputs import boundaries
+from titan_linear.ops import build_cp_context
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("world_size", [1, 2, 4, 8])
+@pytest.mark.parametrize("lengths", EDGES.values(), ids=EDGES)
+def test_fragments_positions_and_entries(lengths: list[int], world_size: int, layout: str) -> None:
+    cu = boundaries(lengths)
+    position = torch.cat([torch.arange(n) for n in lengths])
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+    size, seen = 512 // world_size, []
+    for rank in range(world_size):
+        ctx = build_cp_context(cu, rank=rank, world_size=world_size, layout=layout)
+        if layout == "contiguous":
+            assert ctx.fragments == ((rank * size, (rank + 1) * size),)
+        else:
+            a, b, half = rank, 2 * world_size - 1 - rank, size // 2
+            assert ctx.fragments == ((a * half, (a + 1) * half), (b * half, (b + 1) * half))
+        tokens = torch.cat([torch.arange(s, e) for s, e in ctx.fragments])
+        assert torch.equal(ctx.position_ids, position[tokens])
+        edges = {0, *(i for i in range(1, size) if document[tokens[i]] != document[tokens[i - 1]]), size}
+        edges |= set(ctx.offsets)
+        assert ctx.cu_seqlens.dtype == torch.int32 and ctx.cu_seqlens.tolist() == sorted(edges)
+        for (first, last), (start, end) in zip(ctx.entries, pairwise(ctx.offsets), strict=True):
+            assert (ctx.cu_seqlens[first], ctx.cu_seqlens[last + 1]) == (start, end)
+        for f in ctx.local:
+            assert f.enters == (f.start > 0 and document[f.start] == document[f.start - 1])
+            assert f.leaves == (f.end < 512 and document[f.end] == document[f.end - 1])
+            assert f.through == (f.enters and f.leaves and document[f.start] == document[f.end - 1])
+        if layout == "contiguous":
+            owners_first = {t // size for t in range(512) if document[t] == document[rank * size]}
+            owners_last = {t // size for t in range(512) if document[t] == document[(rank + 1) * size - 1]}
+            assert (ctx.is_first_rank, ctx.pre_num_ranks) == (rank == min(owners_first), rank - min(owners_first))
+            assert (ctx.is_last_rank, ctx.post_num_ranks) == (rank == max(owners_last), max(owners_last) - rank)
+            assert ctx.pre_num_conv_tokens == int(position[rank * size])
+        else:
+            assert ctx.is_first_rank is None and ctx.pre_num_ranks is None
+        seen += tokens.tolist()
+    assert sorted(seen) == list(range(512))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_each_stream_is_cut_by_itself(layout: str) -> None:
+    alone = [build_cp_context(torch.tensor([0, 10, 32]), rank=1, world_size=2, layout=layout)]
+    alone.append(build_cp_context(torch.tensor([0, 32]), rank=1, world_size=2, layout=layout))
+    both = build_cp_context(torch.tensor([0, 10, 32, 64]), rank=1, world_size=2, layout=layout, num_streams=2)
+    assert both.fragments == alone[0].fragments + tuple((s + 32, e + 32) for s, e in alone[1].fragments)
+    assert torch.equal(both.position_ids, torch.cat([c.position_ids for c in alone]))
+
+
+@pytest.mark.parametrize(
+    ("cu", "options", "message"),
+    [
+        ([0, 10], {"world_size": 4}, "multiple of 4"),
+        ([0, 12], {"world_size": 4, "layout": "zigzag"}, "multiple of 8"),
+        ([0, 12], {"layout": "striped"}, "layout"),
+        ([1, 12], {}, "start at 0"),
+        ([0, 8, 4], {}, "never decrease"),
+        ([0, 8], {"num_streams": 2}, "stream 1"),
+        ([0, 8], {"rank": 2}, "rank"),
+    ],
+)
+def test_what_does_not_fit_is_refused(cu: list[int], options: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build_cp_context(torch.tensor(cu), **({"rank": 0, "world_size": 2} | options))

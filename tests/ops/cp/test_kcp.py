@@ -1,0 +1,260 @@
+"""KCP and the convolution's halo: every rank's outputs and gradients against one process, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ops.cp.documents import EDGES, FLA_CONV, FLA_CP2, FLA_CP4
+from tests.ops.inputs import boundaries, call, gradients, leaves, make_inputs, raw_gate_inputs, relative_error
+from tests.worlds import World
+from titan_linear.ops import CPContext, build_cp_context, causal_conv1d
+from titan_linear.ops.cp import kcp
+from titan_linear.ops.torch import delta_rule
+
+TOLERANCE = 1e-9
+PARAMETERS = {"A_log", "dt_bias", "weight", "bias"}
+LAYOUTS = ["contiguous", "zigzag"]
+
+
+def inputs_of(op: str, lengths: list[int], streams: int = 1) -> dict[str, torch.Tensor]:
+    """Every rank and the reference draw the same tensors from the op's name and the documents."""
+    T = sum(lengths) * streams
+    if op == "conv":
+        rng = torch.Generator().manual_seed(0)
+        shapes = {"x": (1, T, 6), "weight": (6, 4), "bias": (6,)}
+        return {n: torch.randn(s, generator=rng, dtype=torch.float64) for n, s in shapes.items()}
+    if op == "kda-raw":
+        return raw_gate_inputs("kda", T, H=1, HV=2, K=8, V=6)
+    return make_inputs(op, T, H=1, HV=2, K=8, V=6, gate="slow")
+
+
+def run_op(op: str, x: dict[str, torch.Tensor], **options) -> torch.Tensor:
+    return causal_conv1d(**x, activation="silu", **options)[0] if op == "conv" else call(op[:3], x, **options)[0]
+
+
+def output_gradient(op: str, like: torch.Tensor) -> torch.Tensor:
+    return torch.randn(like.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+
+
+def tokens_of(ctx: CPContext) -> torch.Tensor:
+    return torch.cat([torch.arange(s, e) for s, e in ctx.fragments])
+
+
+def on_rank(rank: int, world_size: int, cases: list[tuple[str, list[int], str, int]]) -> list[list[torch.Tensor]]:
+    """For each (op, lengths, layout, streams): this rank's output and gradients of its tokens and of the parameters."""
+    results = []
+    for op, lengths, layout, streams in cases:
+        ctx = build_cp_context(boundaries(lengths * streams), dist.group.WORLD, layout=layout, num_streams=streams)
+        mine = tokens_of(ctx)
+        whole = inputs_of(op, lengths, streams)
+        x = leaves({n: t if n in PARAMETERS else t[:, mine] for n, t in whole.items()})
+        y = run_op(op, x, cp_context=ctx)
+        dy = output_gradient(op, whole["x" if op == "conv" else "v"])[:, mine]
+        results.append([y.detach(), *torch.autograd.grad(y, list(x.values()), dy)])
+    return results
+
+
+def check(world: World, cases: list[tuple[str, list[int], str, int]]) -> None:
+    ranks = world.run(on_rank, cases)
+    for i, (op, lengths, layout, streams) in enumerate(cases):
+        cu = boundaries(lengths * streams)
+        x = leaves(inputs_of(op, lengths, streams))
+        y = run_op(op, x, cu_seqlens=cu)
+        want = [y, *torch.autograd.grad(y, list(x.values()), output_gradient(op, y))]
+        for j, name in enumerate(["y", *x]):
+            if name in PARAMETERS:
+                assert relative_error(sum(r[i][j] for r in ranks), want[j]) < TOLERANCE, (cases[i], name)
+                continue
+            for rank, results in enumerate(ranks):
+                ctx = build_cp_context(cu, rank=rank, world_size=len(ranks), layout=layout, num_streams=streams)
+                error = (results[i][j] - want[j][:, tokens_of(ctx)]).norm() / want[j].norm()
+                assert error < TOLERANCE, (cases[i], name, rank, error)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_edges(worlds: Callable[[int], World], world_size: int) -> None:
+    ops = ["kda", "gdn", "kda-raw", "conv"]
+    check(worlds(world_size), [(op, d, layout, 1) for op in ops for d in EDGES.values() for layout in LAYOUTS])
+
+
+def test_streams_side_by_side(worlds: Callable[[int], World]) -> None:
+    check(worlds(2), [(op, [40, 24], layout, 3) for op in ("kda", "conv") for layout in LAYOUTS])
+
+
+@pytest.mark.parametrize(("world_size", "lists"), [(2, FLA_CP2), (4, FLA_CP4)])
+def test_the_cases_of_fla(worlds: Callable[[int], World], world_size: int, lists: list[list[int]]) -> None:
+    check(worlds(world_size), [(op, lengths, "contiguous", 1) for op in ("kda", "gdn") for lengths in lists])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_the_convolution_cases_of_fla(worlds: Callable[[int], World], world_size: int) -> None:
+    check(worlds(world_size), [("conv", lengths, layout, 1) for lengths in FLA_CONV for layout in LAYOUTS])
+
+
+def test_fragments_shorter_than_the_convolution(worlds: Callable[[int], World]) -> None:
+    check(worlds(4), [("conv", lengths, layout, 1) for lengths in ([8], [1, 7], [3, 5]) for layout in LAYOUTS])
+
+
+def perturbed(rank: int, world_size: int, op: str, lengths: list[int], layout: str) -> list[list[torch.Tensor]]:
+    """Output and gradients on this rank, as is, then with each document in turn replaced."""
+    cu = boundaries(lengths)
+    ctx = build_cp_context(cu, dist.group.WORLD, layout=layout)
+    mine = tokens_of(ctx)
+    base, other = inputs_of(op, lengths), make_inputs(op, sum(lengths), H=1, HV=2, K=8, V=6, gate="slow", seed=9)
+    results = []
+    for i in [None, *range(len(lengths))]:
+        x = {n: t.clone() for n, t in base.items()}
+        for n in x if i is not None else ():
+            x[n][:, cu[i] : cu[i + 1]] = other[n][:, cu[i] : cu[i + 1]]
+        x = leaves({n: t[:, mine] for n, t in x.items()})
+        results.append([t.detach() for t in gradients([run_op(op, x, cp_context=ctx)], x)])
+    return results
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_documents_do_not_touch_each_other(worlds: Callable[[int], World], layout: str) -> None:
+    lengths = [100, 28, 1, 200, 183]
+    cu = boundaries(lengths)
+    ranks = worlds(4).run(perturbed, "kda", lengths, layout)
+    for rank, (before, *after) in enumerate(ranks):
+        mine = tokens_of(build_cp_context(cu, rank=rank, world_size=4, layout=layout))
+        for i, changed in enumerate(after):
+            outside = (mine < cu[i]) | (mine >= cu[i + 1])
+            for a, b in zip(changed, before, strict=True):
+                assert torch.equal(a[:, outside], b[:, outside])
+            assert outside.all() or not torch.equal(changed[0], before[0])
+
+
+def counted(rank: int, world_size: int, lengths: list[int], layout: str) -> tuple[int, int, list[int]]:
+    """How many M this rank computes, how many elements it sends forward and backward, and what it keeps."""
+    computed, sent = [], []
+    boundary, all_to_all = delta_rule.boundary, kcp.all_to_all
+    try:
+        delta_rule.boundary = lambda p, c, e, need: computed.extend(need) or boundary(p, c, e, need)
+        kcp.all_to_all = lambda send, sizes, group: (
+            sent.append([s.numel() for s in send]) or all_to_all(send, sizes, group)
+        )
+        ctx = build_cp_context(boundaries(lengths), dist.group.WORLD, layout=layout)
+        x = leaves({n: t[:, tokens_of(ctx)] for n, t in inputs_of("kda", lengths).items()})
+        run_op("kda", x, cp_context=ctx).sum().backward()
+    finally:
+        delta_rule.boundary, kcp.all_to_all = boundary, all_to_all
+    return sum(computed), [sum(s) for s in sent]
+
+
+HV, K, V = 2, 8, 6
+STATE, M = HV * K * V, HV * K * K
+
+
+def test_m_is_neither_computed_nor_sent_where_no_document_passes_through(worlds: Callable[[int], World]) -> None:
+    assert worlds(2).run(counted, [512], "contiguous") == [(0, [STATE, 0]), (0, [0, STATE])]
+    # Four ranks, one document: ranks 1 and 2 are passed through, and give S_ext and M to those further on.
+    assert worlds(4).run(counted, [512], "contiguous") == [
+        (0, [3 * STATE, 0]),
+        (1, [2 * (STATE + M), STATE + M]),
+        (1, [STATE + M, 2 * (STATE + M)]),
+        (0, [0, 3 * STATE]),
+    ]
+    # A cut on every rank edge: nothing to say.
+    assert worlds(4).run(counted, [128] * 4, "contiguous") == [(0, [])] * 4
+    # A document on each side of the middle of rank 1: it comes in, ends, another begins and goes out: no M.
+    assert worlds(4).run(counted, [192, 192, 128], "contiguous") == [
+        (0, [STATE, 0]),
+        (0, [STATE, STATE]),
+        (0, [0, STATE]),
+        (0, [0, 0]),
+    ]
+
+
+def rwkv7(x: dict[str, torch.Tensor], S: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """S_t = (Diag(w_t) + a_t b_tᵀ) S_{t−1} + k_t v_tᵀ, o_t = S_tᵀ r_t, token by token: o [T,H,V] and the last state."""
+    outputs = []
+    for t in range(x["k"].shape[0]):
+        read = torch.einsum("hk,hkv->hv", x["b"][t], S)
+        S = (
+            x["w"][t, :, :, None] * S
+            + x["a"][t, :, :, None] * read[:, None]
+            + x["k"][t, :, :, None] * x["v"][t, :, None]
+        )
+        outputs.append(torch.einsum("hk,hkv->hv", x["r"][t], S))
+    return torch.stack(outputs), S
+
+
+def rwkv7_inputs(T: int) -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    x = {n: torch.randn(T, 2, d, generator=rng, dtype=torch.float64) / 4 for n, d in zip("rkabv", (5, 5, 5, 5, 3))}
+    return x | {"w": 1 - 0.1 * torch.rand(T, 2, 5, generator=rng, dtype=torch.float64)}
+
+
+def third_recurrence(rank: int, world_size: int, lengths: list[int], layout: str) -> list[torch.Tensor]:
+    """RWKV-7 through the same exchange and fold: each fragment scans its documents, KCP carries the states."""
+    ctx = build_cp_context(boundaries(lengths), dist.group.WORLD, layout=layout)
+    x = leaves({n: t[tokens_of(ctx)] for n, t in rwkv7_inputs(sum(lengths)).items()})
+    like, cu = torch.zeros(2, 5, 3, dtype=torch.float64), ctx.cu_seqlens.tolist()
+    entry = [{n: t[a:b] for n, t in x.items()} for a, b in pairwise(cu)]
+    silent = {"v": torch.zeros(1, 2, 5, dtype=torch.float64)}
+    S_ext, M = {}, {}
+    for slot, f in enumerate(ctx.local):
+        last = {n: t.detach() for n, t in entry[ctx.entries[slot][1]].items()}
+        if f.leaves:
+            S_ext[slot] = rwkv7(last, like)[1]
+        if f.through:
+            M[slot] = rwkv7(
+                last | {"v": silent["v"].expand(len(last["k"]), -1, -1)}, torch.eye(5).double().expand(2, 5, 5)
+            )[1]
+    S_in = kcp.incoming_states(ctx, S_ext, M, like).requires_grad_()
+    starts = {first: S_in[slot] for slot, (first, _) in enumerate(ctx.entries)}
+    results = [rwkv7(e, starts.get(n, like)) for n, e in enumerate(entry)]
+    o = torch.cat([r[0] for r in results])
+    do = torch.randn(sum(lengths), 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)[
+        tokens_of(ctx)
+    ]
+    d_in = torch.autograd.grad(o, S_in, do, retain_graph=True)[0]
+    d_ext = {slot: d_in[slot] for slot, f in enumerate(ctx.local) if f.enters}
+    d_out = kcp.incoming_states(ctx, d_ext, M, like, reverse=True)
+    ends = [results[last][1] for _, last in ctx.entries]
+    return [o.detach(), *torch.autograd.grad([o, *ends], list(x.values()), [do, *d_out])]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("lengths", [[64], [5, 50, 9], [16, 16, 32]])
+def test_another_recurrence_goes_through_the_same_fold(worlds: Callable, lengths: list[int], layout: str) -> None:
+    ranks = worlds(4).run(third_recurrence, lengths, layout)
+    x = leaves(rwkv7_inputs(64))
+    o = torch.cat([rwkv7(dict(zip(x, e, strict=True)), torch.zeros(2, 5, 3).double())[0]
+                   for e in zip(*(t.split(lengths) for t in x.values()), strict=True)])  # fmt: skip
+    do = torch.randn(64, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    want = [o, *torch.autograd.grad(o, list(x.values()), do)]
+    for rank, got in enumerate(ranks):
+        mine = tokens_of(build_cp_context(boundaries(lengths), rank=rank, world_size=4, layout=layout))
+        for a, b in zip(got, want, strict=True):
+            assert (a - b[mine]).norm() / b.norm() < TOLERANCE
+
+
+def test_the_state_kept_for_backward_is_one_per_fragment(worlds: Callable[[int], World]) -> None:
+    """Not one per document: a rank of many short documents keeps no more than a rank of one."""
+    assert worlds(2).run(kept_states, [1] * 256 + [256]) == [1, 1]
+
+
+def kept_states(rank: int, world_size: int, lengths: list[int]) -> int:
+    ctx = build_cp_context(boundaries(lengths), dist.group.WORLD)
+    saved: list[torch.Tensor] = []
+    x = leaves({n: t[:, tokens_of(ctx)] for n, t in inputs_of("kda", lengths).items()})
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        run_op("kda", x, cp_context=ctx)
+    return sum(t.shape[0] for t in saved if t.shape[1:] == (HV, K, V))
+
+
+def test_states_are_not_available_under_cp() -> None:
+    ctx = build_cp_context(torch.tensor([0, 16]), rank=0, world_size=2)
+    x = {n: t[:, :8] for n, t in inputs_of("kda", [16]).items()}
+    for options in ({"output_final_state": True}, {"initial_state": torch.zeros(1, HV, K, V)}):
+        with pytest.raises(ValueError, match="with cp_context"):
+            call("kda", x, cp_context=ctx, **options)
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        call("kda", x, cp_context=ctx, cu_seqlens=torch.tensor([0, 8]))

@@ -1,0 +1,90 @@
+"""Inputs and comparisons that the tests of the linear-attention ops share."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+
+import torch
+
+from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
+
+GATES = {"slow": 1e-3, "usual": 1.0, "safe": 5.0, "fast": 20.0}  # largest decay per token, −g
+
+
+def boundaries(lengths: list[int]) -> torch.Tensor:
+    return torch.tensor([0, *accumulate(lengths)])
+
+
+def make_inputs(
+    op: str,
+    T: int,
+    *,
+    H: int = 2,
+    HV: int = 4,
+    K: int = 16,
+    V: int = 24,
+    B: int = 1,
+    gate: str = "usual",
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Float64 inputs of chunk_kda ("kda") or chunk_gated_delta_rule ("gdn") with q, k normalised and log gates."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    g_shape = (B, T, HV, K) if op == "kda" else (B, T, HV)
+    x = {"q": l2norm(randn(B, T, H, K)), "k": l2norm(randn(B, T, H, K)), "v": randn(B, T, HV, V)}
+    x["g"] = -GATES[gate] * torch.rand(*g_shape, generator=rng, dtype=torch.float64)
+    x["beta"] = torch.rand(B, T, HV, generator=rng, dtype=torch.float64)
+    return x
+
+
+def raw_gate_inputs(op: str, T: int, **shape: int) -> dict[str, torch.Tensor]:
+    """As make_inputs, with q, k not normalised and g raw, and A_log and dt_bias that differ from head to head."""
+    x = make_inputs(op, T, **shape)
+    rng = torch.Generator().manual_seed(1)
+    HV = x["v"].shape[2]
+    for name in "qkg":
+        x[name] = torch.randn(x[name].shape, generator=rng, dtype=torch.float64)
+    x["A_log"] = torch.linspace(-1, 1.5, HV, dtype=torch.float64)
+    x["dt_bias"] = torch.randn(x["g"].shape[2:].numel(), generator=rng, dtype=torch.float64)
+    return x
+
+
+def call(op: str, x: dict[str, torch.Tensor], **options) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The op under test on make_inputs or raw_gate_inputs."""
+    if "A_log" in x:
+        options = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True} | options
+    return (chunk_kda if op == "kda" else chunk_gated_delta_rule)(**x, **options)
+
+
+def oracle(
+    op: str, x: dict[str, torch.Tensor], lower_bound: float | None = None, **options
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The token-by-token result for the same inputs."""
+    x = dict(x)
+    initial_state = x.pop("initial_state", None)
+    if "A_log" in x:
+        A_log, dt_bias = x.pop("A_log"), x.pop("dt_bias")
+        x["q"], x["k"] = l2norm(x["q"]), l2norm(x["k"])
+        x["g"] = kda_gate(x["g"], A_log, dt_bias, lower_bound) if op == "kda" else gdn_gate(x["g"], A_log, dt_bias)
+    return recurrent_delta_rule(**x, initial_state=initial_state, **options)
+
+
+def gradients(outputs: list[torch.Tensor], x: dict[str, torch.Tensor], seed: int = 2) -> list[torch.Tensor]:
+    """Outputs and the gradients of every input for fixed random output gradients."""
+    rng = torch.Generator().manual_seed(seed)
+    douts = [torch.randn(o.shape, generator=rng, dtype=torch.float64).to(o) for o in outputs]
+    return [*outputs, *torch.autograd.grad(outputs, list(x.values()), douts)]
+
+
+def leaves(x: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: t.detach().clone().requires_grad_() for name, t in x.items()}
+
+
+def relative_error(a: torch.Tensor, b: torch.Tensor) -> float:
+    """‖a − b‖ / ‖b‖; infinite where a is not finite."""
+    error = (a.double() - b.double()).norm() / b.double().norm().clamp(min=1e-300)
+    return error.item() if torch.isfinite(a).all() else float("inf")

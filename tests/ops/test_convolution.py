@@ -1,0 +1,62 @@
+"""The causal convolution against the tap-by-tap oracle in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.inputs import boundaries, gradients, leaves, relative_error
+from titan_linear.ops import causal_conv1d
+from titan_linear.ops.reference.convolution import direct_causal_conv1d
+
+LENGTHS = [1, 2, 3, 40, 1, 17]
+
+
+def make(T: int, B: int = 1, D: int = 6, W: int = 4, N: int | None = None) -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    shapes = {"x": (B, T, D), "weight": (D, W), "bias": (D,)} | ({"initial_state": (N, D, W - 1)} if N else {})
+    return leaves({n: torch.randn(s, generator=rng, dtype=torch.float64) for n, s in shapes.items()})
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("W", [1, 2, 4])
+def test_packed_documents_with_states(W: int, activation: str | None) -> None:
+    cu = boundaries(LENGTHS)
+    x = make(sum(LENGTHS), W=W, N=len(LENGTHS))
+    options = {"activation": activation, "cu_seqlens": cu}
+    got = gradients(list(causal_conv1d(**x, **options, output_final_state=True)), x)
+    want = gradients(list(direct_causal_conv1d(**x, **options)), x)
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and (b.numel() == 0 or relative_error(a, b) < 1e-12)
+
+
+def test_batch_and_no_bias() -> None:
+    x = make(9, B=3)
+    del x["bias"]
+    (got, none), (want, _) = causal_conv1d(**x), direct_causal_conv1d(**x)
+    assert none is None
+    assert relative_error(got, want) < 1e-12
+
+
+def test_documents_do_not_touch_each_other() -> None:
+    cu = boundaries(LENGTHS)
+    x = make(sum(LENGTHS))
+    y = causal_conv1d(**x, cu_seqlens=cu)[0]
+    for i in range(len(LENGTHS)):
+        inside = slice(int(cu[i]), int(cu[i + 1]))
+        changed = x["x"].detach().clone()
+        changed[:, inside] += 1
+        difference = (causal_conv1d(**(x | {"x": changed}), cu_seqlens=cu)[0] - y).abs()
+        assert difference[:, inside].max() > 0
+        difference[:, inside] = 0
+        assert difference.max() == 0.0
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    x = make(8)
+    with pytest.raises(ValueError, match="activation"):
+        causal_conv1d(**x, activation="gelu")
+    with pytest.raises(ValueError, match="weight"):
+        causal_conv1d(**(x | {"weight": x["weight"][:3]}))
+    with pytest.raises(ValueError, match="initial_state"):
+        causal_conv1d(**x, initial_state=torch.zeros(1, 6, 2))

@@ -1,0 +1,191 @@
+"""The driver of the chunked delta rule: stages of one implementation, with KCP between two of them.
+
+    forward    prepare → boundary → [exchange, fold] → scan, output
+    backward   prepare again → boundary_backward → [exchange, fold, reversed] → backward
+
+An implementation is a class such as `ops.torch.delta_rule.TorchDeltaRule`. Without a CPContext the two middle steps
+fall away and the state comes from the caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from titan_linear.ops.cp.context import CPContext
+from titan_linear.ops.cp.kcp import contributes, incoming_states
+from titan_linear.ops.options import DeltaRuleOptions
+from titan_linear.ops.torch.delta_rule import TorchDeltaRule
+
+IMPLEMENTATIONS = {"torch": TorchDeltaRule}
+
+
+class _DeltaRule(torch.autograd.Function):
+    """(q, k, v, g, beta, A_log, dt_bias [T, ...] or None, initial_state [N,HV,K,V] or None) -> (o, final states)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        implementation: type,
+        options: DeltaRuleOptions,
+        bounds: Sequence[int],
+        cp: CPContext | None,
+        initial_state: torch.Tensor | None,
+        *inputs: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        keep = options.disable_recompute and any(ctx.needs_input_grad)
+        rule = implementation(inputs, options, bounds, grad=keep)
+        transitions: dict[int, torch.Tensor] = {}
+        if cp is not None:
+            initial_state, transitions = _kcp_forward(rule, cp, _state_like(inputs))
+        o, final = rule.forward(_spread(initial_state, cp, bounds, _state_like(inputs), end=0))
+        ctx.call = (implementation, options, bounds, cp)
+        ctx.rule = rule if keep else None
+        ctx.slots = tuple(transitions)
+        ctx.save_for_backward(initial_state, *inputs, *transitions.values())
+        ctx.needs_state_grad = ctx.needs_input_grad[4]
+        return o.to(inputs[2].dtype), final
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor, d_final: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        implementation, options, bounds, cp = ctx.call
+        initial_state, *saved = ctx.saved_tensors
+        inputs, transitions = saved[:7], dict(zip(ctx.slots, saved[7:], strict=True))
+        rule = ctx.rule or implementation(inputs, options, bounds, grad=True)
+        like = _state_like(inputs)
+        if cp is not None:
+            d_slots = _kcp_backward(rule, cp, do, transitions, like)
+            d_final = _spread(d_slots, cp, bounds, like, end=1)
+        grads, d_initial = rule.backward(do, _spread(initial_state, cp, bounds, like, end=0), d_final.to(like.dtype))
+        return None, None, None, None, d_initial if ctx.needs_state_grad else None, *grads
+
+
+def _state_like(inputs: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """An unallocated state [HV, K, V] of the dtype that states have: float32, or float64 for float64 inputs."""
+    q, v = inputs[0], inputs[2]
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    return torch.empty(0, dtype=dtype, device=q.device).new_empty(()).expand(v.shape[1], q.shape[-1], v.shape[-1])
+
+
+def _spread(
+    states: torch.Tensor | None, cp: CPContext | None, bounds: Sequence[int], like: torch.Tensor, end: int
+) -> torch.Tensor:
+    """States of all entries [N,HV,K,V]; under CP from one per fragment: its first entry's, or (end=1) its last's."""
+    if states is not None and cp is None:
+        return states.to(like.dtype)
+    out = like.new_zeros(len(bounds) - 1, *like.shape)
+    if cp is not None:
+        out[[entry[end] for entry in cp.entries]] = states
+    return out
+
+
+def _kcp_forward(rule: Any, cp: CPContext, like: torch.Tensor) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """The state that enters each local fragment [slots,HV,K,V], and M by slot where a document passes through."""
+    slots = [s for s in range(len(cp.local)) if contributes(cp, s)]
+    need_m = [cp.local[s].through for s in slots]
+    pairs = rule.boundary([cp.entries[s][1] for s in slots], need_m)
+    states = {s: S_ext for s, (S_ext, _) in zip(slots, pairs, strict=True)}
+    transitions = {s: M for s, (_, M) in zip(slots, pairs, strict=True) if M is not None}
+    return incoming_states(cp, states, transitions, like), transitions
+
+
+def _kcp_backward(
+    rule: Any, cp: CPContext, do: torch.Tensor, transitions: dict[int, torch.Tensor], like: torch.Tensor
+) -> torch.Tensor:
+    """The gradient of the state that leaves each local fragment, [slots,HV,K,V]."""
+    slots = [s for s in range(len(cp.local)) if contributes(cp, s, reverse=True)]
+    states = rule.boundary_backward(do, [cp.entries[s][0] for s in slots])
+    return incoming_states(cp, dict(zip(slots, states, strict=True)), transitions, like, reverse=True)
+
+
+def chunk_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    *,
+    options: DeltaRuleOptions,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: torch.Tensor | None,
+    cp_context: CPContext | None,
+    impl: str,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What `chunk_kda` and `chunk_gated_delta_rule` share, once they have filled in `options`: checks, and the call."""
+    _check(q, k, v, g, beta, A_log, options, initial_state, cu_seqlens)
+    _check_cp(q, initial_state, output_final_state, cu_seqlens, cp_context)
+    implementation = IMPLEMENTATIONS[select(impl, q)]
+    bounds = _bounds(q, cu_seqlens, cp_context)
+    tokens = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
+    o, final = _DeltaRule.apply(
+        implementation, options, bounds, cp_context, initial_state, *tokens, A_log, dt_bias
+    )  # fmt: skip
+    return o.unflatten(0, q.shape[:2]), final if output_final_state else None
+
+
+def select(impl: str, x: torch.Tensor) -> str:
+    """The implementation that `impl` names for tensors like x."""
+    name = "torch" if impl == "auto" else impl
+    if name not in IMPLEMENTATIONS:
+        raise ValueError(f"impl = {impl!r} is not available here; use one of {', '.join(map(repr, IMPLEMENTATIONS))}")
+    return name
+
+
+def _bounds(q: torch.Tensor, cu_seqlens: torch.Tensor | None, cp: CPContext | None) -> list[int]:
+    if cp is not None:
+        return cp.cu_seqlens_cpu.tolist()
+    B, T = q.shape[:2]
+    return [i * T for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+
+
+def _check(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    options: DeltaRuleOptions,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor | None,
+) -> None:
+    """Shapes and switches that do not fit are a ValueError that says what would."""
+    if q.dim() != 4 or k.shape != q.shape:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must both be [B, T, H, K]")
+    B, T, H, K = q.shape
+    if v.dim() != 4 or v.shape[:2] != (B, T) or v.shape[2] % H:
+        raise ValueError(f"v {tuple(v.shape)} must be [B, T, HV, V] = [{B}, {T}, a multiple of H = {H}, V]")
+    HV, V = v.shape[2:]
+    if g.shape not in ((B, T, HV), (B, T, HV, K)) or beta.shape != (B, T, HV):
+        raise ValueError(f"g {tuple(g.shape)} and beta {tuple(beta.shape)} must be those of B, T, HV = {B}, {T}, {HV}")
+    if options.gate_in_kernel != (A_log is not None):
+        raise ValueError("use_gate_in_kernel = True and A_log [HV] go together: give both or neither")
+    if A_log is not None and A_log.numel() != HV:
+        raise ValueError(f"A_log {tuple(A_log.shape)} must be [HV] = [{HV}]")
+    if cu_seqlens is not None and B != 1:
+        raise ValueError(f"cu_seqlens describes one packed stream: B must be 1, not {B}")
+    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    if initial_state is not None and initial_state.shape != (N, HV, K, V):
+        raise ValueError(f"initial_state {tuple(initial_state.shape)} must be [N, HV, K, V] = [{N}, {HV}, {K}, {V}]")
+
+
+def _check_cp(
+    q: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: torch.Tensor | None,
+    cp: CPContext | None,
+) -> None:
+    if cp is None:
+        return
+    if cu_seqlens is not None:
+        raise ValueError("cu_seqlens must not be passed with cp_context, which holds this rank's own")
+    if initial_state is not None or output_final_state:
+        raise ValueError("initial_state and output_final_state are not available with cp_context: leave them out")
+    if q.shape[:2] != (1, cp.offsets[-1]):
+        raise ValueError(f"q has [B, T] = {list(q.shape[:2])}; cp_context gives this rank [1, {cp.offsets[-1]}]")

@@ -1,0 +1,49 @@
+"""Gated DeltaNet's recurrence, the public function."""
+
+from __future__ import annotations
+
+import torch
+
+from titan_linear.ops.cp.context import CPContext
+from titan_linear.ops.delta_rule import chunk_delta_rule
+from titan_linear.ops.options import DeltaRuleOptions
+
+
+def chunk_gated_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_context: CPContext | None = None,
+    disable_recompute: bool = False,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """S_t = exp(g_t) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ;  o_t = scale·S_tᵀ q_t  (Gated Delta Networks, eq. 10).
+
+    As `chunk_kda`, with one gate per head: g [B, T, HV], dt_bias [HV], and the gate in the kernel is
+    −exp(A_log)·softplus(g + dt_bias). Any g ≤ 0 is exact.
+    """
+    if g.dim() != 3:
+        raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV] for the gated delta rule")
+    if dt_bias is not None and dt_bias.numel() != g.shape[2]:
+        raise ValueError(f"dt_bias {tuple(dt_bias.shape)} must be [HV] = [{g.shape[2]}]")
+    options = DeltaRuleOptions(
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        l2norm=use_qk_l2norm_in_kernel,
+        gate_in_kernel=use_gate_in_kernel,
+        disable_recompute=disable_recompute,
+    )
+    return chunk_delta_rule(
+        q, k, v, g, beta, A_log, dt_bias, options=options, initial_state=initial_state, cu_seqlens=cu_seqlens,
+        output_final_state=output_final_state, cp_context=cp_context, impl=impl,
+    )  # fmt: skip

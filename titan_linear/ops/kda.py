@@ -1,0 +1,69 @@
+"""Kimi Delta Attention, the public function."""
+
+from __future__ import annotations
+
+import torch
+
+from titan_linear.ops.cp.context import CPContext
+from titan_linear.ops.delta_rule import chunk_delta_rule
+from titan_linear.ops.options import DeltaRuleOptions
+
+
+def chunk_kda(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    lower_bound: float | None = None,
+    safe_gate: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_context: CPContext | None = None,
+    disable_recompute: bool = False,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ;  o_t = scale·S_tᵀ q_t  (Kimi Linear, eq. 1).
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H; beta: [B, T, HV].
+        g: [B, T, HV, K], natural logs of the decay (≤ 0), or raw gates with use_gate_in_kernel.
+        scale: factor on o, K^−½ by default.
+        initial_state: [N, HV, K, V], one per sequence or packed document; zeros by default.
+        use_qk_l2norm_in_kernel: q, k ← x / sqrt(Σx² + 1e-6).
+        use_gate_in_kernel: the decay is −exp(A_log)·softplus(g + dt_bias), or with `lower_bound`
+            lower_bound·sigmoid(exp(A_log)·(g + dt_bias)); A_log [HV], dt_bias [HV·K].
+        lower_bound: in [−5, 0); implies safe_gate.
+        safe_gate: the caller promises g ≥ −5, which permits a faster way; without it any g ≤ 0 is exact.
+        cu_seqlens: [N + 1] int, boundaries of packed documents (B = 1).
+        cp_context: tensors are this rank's tokens; cu_seqlens and states must not be given.
+        disable_recompute: keep intermediates for backward: faster, more memory.
+        impl: "auto", "torch" or "triton".
+
+    Returns: o [B, T, HV, V] in v's dtype; final states [N, HV, K, V] float32 (float64 for float64 inputs) or None.
+    """
+    if g.dim() != 4:
+        raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV, K] for KDA")
+    if lower_bound is not None and not (use_gate_in_kernel and -5 <= lower_bound < 0):
+        raise ValueError(f"lower_bound = {lower_bound}: must lie in [-5, 0) and comes with use_gate_in_kernel = True")
+    if dt_bias is not None and dt_bias.numel() != g.shape[2] * g.shape[3]:
+        raise ValueError(f"dt_bias {tuple(dt_bias.shape)} must be [HV·K] = [{g.shape[2] * g.shape[3]}]")
+    options = DeltaRuleOptions(
+        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        l2norm=use_qk_l2norm_in_kernel,
+        gate_in_kernel=use_gate_in_kernel,
+        lower_bound=lower_bound,
+        safe_gate=safe_gate or lower_bound is not None,
+        disable_recompute=disable_recompute,
+    )
+    return chunk_delta_rule(
+        q, k, v, g, beta, A_log, dt_bias, options=options, initial_state=initial_state, cu_seqlens=cu_seqlens,
+        output_final_state=output_final_state, cp_context=cp_context, impl=impl,
+    )  # fmt: skip

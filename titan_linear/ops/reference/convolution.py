@@ -1,0 +1,33 @@
+"""Causal depthwise convolution, written out tap by tap in float64: the oracle of `causal_conv1d`."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+
+def direct_causal_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    activation: str | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [B,T,D], weight [D,W], bias [D], initial_state [N,D,W−1] -> y [B,T,D], final states [N,D,W−1], float64."""
+    B, T, D = x.shape
+    W = weight.shape[1]
+    flat, weight = x.double().flatten(0, 1), weight.double()
+    bounds = [i * T for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    outputs, states = [], []
+    for n, (start, end) in enumerate(pairwise(bounds)):
+        past = flat.new_zeros(D, W - 1) if initial_state is None else initial_state[n].double()
+        padded = torch.cat([past.T, flat[start:end]])  # [W−1+length, D]
+        taps = [padded[j : j + end - start] * weight[:, j] for j in range(W)]
+        outputs.append(sum(taps))
+        states.append(padded[padded.shape[0] - (W - 1) :].T)
+    y = torch.cat(outputs).unflatten(0, (B, T))
+    y = y if bias is None else y + bias.double()
+    return (y * torch.sigmoid(y) if activation in ("silu", "swish") else y), torch.stack(states)

@@ -1,0 +1,69 @@
+"""Token-by-token delta rules in float64: the oracle of every other implementation. Slow, and obviously right.
+
+S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ          (Kimi Linear, eq. 1; GDN has a scalar g)
+o_t = scale · S_tᵀ q_t
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+
+def recurrent_delta_rule(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """KDA (g [B,T,HV,K]) or GDN (g [B,T,HV]), with autograd, in float64.
+
+    q, k [B,T,H,K]; v [B,T,HV,V]; beta [B,T,HV]; initial_state [N,HV,K,V]; N is B, or the number of packed documents.
+    Returns o [B,T,HV,V] and the final states [N,HV,K,V], both float64.
+    """
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    q, k, v, g, beta = (x.double().flatten(0, 1) for x in (q, k, v, g, beta))  # [B·T, ...]
+    q, k = (x.repeat_interleave(HV // H, dim=1) for x in (q, k))  # [B·T, HV, K]
+    decay = g.exp() if g.dim() == 3 else g.exp()[..., None]  # [B·T, HV, K or 1]
+    bounds = [i * T for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    outputs, states = [], []
+    for n, (start, end) in enumerate(pairwise(bounds)):
+        S = q.new_zeros(HV, K, V) if initial_state is None else initial_state[n].double()
+        for t in range(start, end):
+            S = decay[t].unsqueeze(-1) * S
+            error = v[t] - (S * k[t].unsqueeze(-1)).sum(1)  # [HV, V] what the state says of k_t, corrected
+            S = S + (beta[t, :, None] * k[t]).unsqueeze(-1) * error.unsqueeze(1)
+            outputs.append((S * q[t].unsqueeze(-1)).sum(1))
+        states.append(S)
+    o = torch.stack(outputs) * (K**-0.5 if scale is None else scale)
+    return o.unflatten(0, (B, T)), torch.stack(states)
+
+
+def l2norm(x: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(Σ x² + 1e-6) over the last dimension, in float64."""
+    x = x.double()
+    return x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+
+
+def kda_gate(
+    g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None = None, lower_bound: float | None = None
+) -> torch.Tensor:
+    """KDA's log decay [B,T,HV,K] from the raw gate: −exp(A_log)·softplus(x), or lower_bound·sigmoid(exp(A_log)·x)."""
+    x = g.double() if dt_bias is None else g.double() + dt_bias.double().view(g.shape[-2:])
+    A = A_log.double().exp()[:, None]
+    if lower_bound is None:
+        return -A * torch.log1p(torch.exp(-x.abs())) - A * x.clamp(min=0)  # softplus(x) = max(x, 0) + log(1 + e^−|x|)
+    return lower_bound / (1 + torch.exp(-A * x))
+
+
+def gdn_gate(g: torch.Tensor, A_log: torch.Tensor, dt_bias: torch.Tensor | None = None) -> torch.Tensor:
+    """GDN's log decay [B,T,HV] from the raw gate: −exp(A_log)·softplus(g + dt_bias)."""
+    x = g.double() if dt_bias is None else g.double() + dt_bias.double()
+    return -A_log.double().exp() * (x.clamp(min=0) + torch.log1p(torch.exp(-x.abs())))
