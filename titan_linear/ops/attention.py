@@ -1,0 +1,119 @@
+"""Softmax attention: dense, packed, decoding, and under context parallelism."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from titan_linear.ops.cp.allgather import allgather_attention
+from titan_linear.ops.cp.context import CPContext
+from titan_linear.ops.cp.ring import ring_attention
+from titan_linear.ops.cp.ulysses import ulysses_attention
+from titan_linear.ops.torch.attention import Attention, Documents, accumulator_dtype
+
+METHODS = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ulysses_attention}
+IMPLS = ("auto", "torch")
+GATHER_LIMIT = 2 * 2**30  # bytes of gathered K|V and its gradient up to which "auto" takes the all-gather
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    cu_seqlens: torch.Tensor | None = None,
+    cp_context: CPContext | None = None,
+    method: str = "auto",
+    impl: str = "auto",
+) -> torch.Tensor:
+    """o = softmax(scale · q kᵀ + mask) v, with memory linear in T, in any float dtype.
+
+    Args:
+        q: [B, Tq, Hq, D]; Hq is a multiple of Hkv, and query head h reads key head h // (Hq/Hkv).
+        k: [B, Tk, Hkv, D]. With the causal mask Tq <= Tk, and the mask is aligned to the end (decoding).
+        v: [B, Tk, Hkv, Dv].
+        scale: of the scores; D^-½ by default.
+        cu_seqlens: [N+1] int boundaries of packed documents (B = 1, Tq = Tk). Attention stays inside a document.
+            It is read on the host: give it on the CPU to spare CUDA a synchronisation.
+        cp_context: the tensors are this rank's tokens (B = 1, Tq = Tk), the documents are the context's, and the
+            result is what one device would give for these tokens, gradients included. No copy from the device.
+        method: how ranks communicate; without a `cp_context` of several ranks there is nothing to communicate.
+            "ring", "allgather", "ulysses" (see `ops/cp/`), or "auto", see `choose_method`.
+        impl: "torch", or "auto", which is the same here.
+
+    Returns:
+        o [B, Tq, Hq, Dv] in q's dtype.
+
+    Raises:
+        ValueError: an argument that does not fit the others; the message names it.
+    """
+    _check_tensors(q, k, v, causal)
+    if impl not in IMPLS:
+        raise ValueError(f"impl = {impl!r}: attention offers {', '.join(map(repr, IMPLS))}")
+    if method != "auto" and method not in METHODS:
+        raise ValueError(f"method = {method!r} is unknown; use 'auto', {', '.join(map(repr, METHODS))}")
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if cp_context is None:
+        documents = None if cu_seqlens is None else _documents(cu_seqlens, q, k)
+        return Attention.apply(q, k, v, scale, causal, documents)
+    _check_context(cp_context, cu_seqlens, q, k)
+    if method == "auto":
+        method = choose_method(cp_context, k.shape[2], k.shape[-1] + v.shape[-1], k.dtype)
+    return METHODS[method](q, k, v, scale, causal, cp_context)
+
+
+def choose_method(cp: CPContext, Hkv: int, width: int, dtype: torch.dtype) -> str:
+    """ "allgather" while K|V of the whole stream and its fp32 gradient fit in `GATHER_LIMIT`, "ring" beyond.
+
+    The all-gather is faster at moderate lengths (one collective, largest blocks); on long streams the ring is as
+    fast and its memory does not grow. width = D + Dv. A function of shapes alone: every rank chooses the same.
+    """
+    size = dtype.itemsize + accumulator_dtype(dtype).itemsize
+    return "allgather" if cp.table[-1].end * Hkv * width * size <= GATHER_LIMIT else "ring"
+
+
+def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4 or 0 in x.shape:
+            raise ValueError(f"{name} has shape {tuple(x.shape)}; give [B, T, heads, dim], none of them 0")
+        if x.dtype != q.dtype or x.device != q.device or not x.is_floating_point():
+            raise ValueError(f"{name} is {x.dtype} on {x.device}; q, k and v need one float dtype and one device")
+    B, Tq, Hq, D = q.shape
+    if k.shape[0] != B or k.shape[3] != D:
+        raise ValueError(f"k has shape {tuple(k.shape)}; with q {tuple(q.shape)} it must be [{B}, Tk, Hkv, {D}]")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v has shape {tuple(v.shape)}; with k {tuple(k.shape)} it must be [B, Tk, Hkv, Dv]")
+    if Hq % k.shape[2]:
+        raise ValueError(f"q has {Hq} heads and k has {k.shape[2]}; the first must be a multiple of the second")
+    if causal and Tq > k.shape[1]:
+        raise ValueError(f"q has {Tq} tokens and k has {k.shape[1]}; a causal mask needs Tq <= Tk")
+
+
+def _check_one_stream(what: str, q: torch.Tensor, k: torch.Tensor) -> None:
+    if q.shape[0] != 1 or q.shape[1] != k.shape[1]:
+        raise ValueError(f"{what} needs B = 1 and Tq = Tk; q has shape {tuple(q.shape)}, k {tuple(k.shape)}")
+
+
+def _documents(cu_seqlens: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Documents:
+    """The documents of a packed stream on one device; empty ones are left out."""
+    _check_one_stream("cu_seqlens", q, k)
+    boundaries = cu_seqlens.tolist()
+    if boundaries[0] != 0 or boundaries[-1] != q.shape[1] or any(b < a for a, b in pairwise(boundaries)):
+        raise ValueError(f"cu_seqlens = {boundaries}: must rise from 0 to the {q.shape[1]} tokens of q")
+    kept = tuple(sorted(set(boundaries)))
+    return Documents(kept, torch.tensor(kept, dtype=torch.int32).to(q.device, non_blocking=True))
+
+
+def _check_context(cp: CPContext, cu_seqlens: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> None:
+    if cu_seqlens is not None:
+        raise ValueError("cu_seqlens must not be given with cp_context, which holds the documents")
+    _check_one_stream("cp_context", q, k)
+    if q.shape[1] != cp.offsets[-1]:
+        raise ValueError(f"q has {q.shape[1]} tokens; cp_context gives rank {cp.rank} {cp.offsets[-1]}")
+    if cp.group is None and cp.world_size > 1:
+        raise ValueError(
+            f"cp_context has {cp.world_size} ranks and no group to communicate with; build it with a group"
+        )

@@ -1,0 +1,145 @@
+"""Ring attention (Liu et al. 2023): keys and values travel around the ring of ranks, one hop at a time.
+
+At hop h a rank holds the keys of rank − h and computes the rectangles that its queries have with them, while the
+next keys arrive. In backward K and V travel again and the gradient of the keys in hand follows them in the same
+direction, one hop behind, in fp32; after the last hop it goes straight to its owner. A rank holds two packed
+buffers of K|V (and three of dK|dV in backward) of its own length, whatever the number of ranks.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from titan_linear.ops.cp.context import CPContext
+from titan_linear.ops.cp.segments import Rectangle, local_documents, ring_hops, with_owner
+from titan_linear.ops.torch.attention import (
+    accumulator_dtype,
+    attend,
+    attend_backward,
+    attend_documents,
+    attend_documents_backward,
+    merge_,
+)
+
+
+def ring_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, cp: CPContext
+) -> torch.Tensor:
+    """q [1, T_local, Hq, D], k [1, T_local, Hkv, D], v [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv]."""
+    return _RingAttention.apply(q, k, v, scale, causal, cp)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, scale: float, causal: bool, cp: CPContext) -> torch.Tensor:
+        documents = local_documents(cp, q.device)
+        kv = _Travelling(k, v, cp, ring_hops(cp, causal))
+        o, lse = attend_documents(q, k, v, scale, causal, documents)
+        o = o.to(accumulator_dtype(q.dtype))
+        for hop in range(kv.hops + 1):
+            k_hop, v_hop = kv.arrive(hop)
+            for (a, b), (c, d) in with_owner(cp, causal, (cp.rank - hop) % cp.world_size):
+                block = attend(q[:, a:b], k_hop[:, c:d], v_hop[:, c:d], scale, causal=False)
+                merge_(o[:, a:b], lse[:, :, a:b], *block)
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.scale, ctx.causal, ctx.cp, ctx.documents = scale, causal, cp, documents
+        return o
+
+    @staticmethod
+    def backward(ctx, do: torch.Tensor):
+        q, k, v, o, lse = ctx.saved_tensors
+        cp, scale, causal = ctx.cp, ctx.scale, ctx.causal
+        acc, D = accumulator_dtype(q.dtype), k.shape[-1]
+        kv = _Travelling(k, v, cp, ring_hops(cp, causal))
+        squares = attend_documents_backward(do, q, k, v, o, lse, scale, causal, ctx.documents)
+        dq, home = squares[0].to(acc), torch.cat(squares[1:], dim=-1).to(acc)  # home: dK|dV of this rank's keys
+        gradient = _FollowingGradient(home, cp, kv.hops)
+        for hop in range(kv.hops + 1):
+            k_hop, v_hop = kv.arrive(hop)
+            dkv = home if hop == 0 else gradient.blank(hop)
+            for rectangle in with_owner(cp, causal, (cp.rank - hop) % cp.world_size):
+                _add_rectangle(rectangle, do, q, k_hop, v_hop, o, lse, scale, dq, dkv)
+            if hop:
+                gradient.depart(hop)
+        gradient.come_home()
+        return dq.to(q.dtype), home[..., :D].to(k.dtype), home[..., D:].to(v.dtype), None, None, None
+
+
+def _add_rectangle(rectangle: Rectangle, do, q, k, v, o, lse, scale: float, dq, dkv) -> None:
+    """Add the gradients of one rectangle to dq [1, T, Hq, D] and dkv [1, T, Hkv, D + Dv]."""
+    (a, b), (c, d) = rectangle
+    rows = do[:, a:b], q[:, a:b], k[:, c:d], v[:, c:d], o[:, a:b], lse[:, :, a:b]
+    dq_block, dk_block, dv_block = attend_backward(*rows, scale, causal=False)
+    dq[:, a:b] += dq_block
+    dkv[:, c:d, :, : k.shape[-1]] += dk_block
+    dkv[:, c:d, :, k.shape[-1] :] += dv_block
+
+
+class _Travelling:
+    """K|V on their way around the ring, double-buffered: the next hop is in flight during this one's blocks."""
+
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, cp: CPContext, hops: int):
+        self.own, self.cp, self.hops, self.works = (k, v), cp, hops, []
+        if hops:
+            packed = torch.cat([k, v], dim=-1)  # [1, T, Hkv, D + Dv]
+            self.buffers = [packed, torch.empty_like(packed)]
+            self._send(0)
+
+    def arrive(self, hop: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The keys and values of rank − hop; sends them on where another hop follows."""
+        if hop == 0:
+            return self.own
+        _wait(self.works)
+        if hop < self.hops:
+            self._send(hop)
+        k, v = self.buffers[hop % 2].split([x.shape[-1] for x in self.own], dim=-1)
+        return k, v
+
+    def _send(self, hop: int) -> None:
+        self.works = _shift(self.buffers[hop % 2], self.buffers[(hop + 1) % 2], 1, self.cp)
+
+
+class _FollowingGradient:
+    """dK|dV of the keys in hand: computed while the other ranks' sum arrives, added to it, and sent on."""
+
+    def __init__(self, home: torch.Tensor, cp: CPContext, hops: int):
+        self.home, self.cp, self.hops, self.works = home, cp, hops, []
+        self.buffers = [torch.empty_like(home) for _ in range(min(hops, 2) + 1)] if hops else []
+
+    def blank(self, hop: int) -> torch.Tensor:
+        """Zeros for this rank's part of the gradient of the keys at `hop`."""
+        self.mine = self.buffers[0 if hop == 1 else 2].zero_()
+        return self.mine
+
+    def depart(self, hop: int) -> None:
+        """Add what arrived to this rank's part; pass it on, or home after the last hop."""
+        _wait(self.works)
+        here, next_ = self.buffers[(hop - 1) % 2], self.buffers[hop % 2]
+        if hop > 1:
+            here += self.mine
+        self.works = _shift(here, next_, 1 if hop < self.hops else -self.hops, self.cp)
+        self.arriving = next_
+
+    def come_home(self) -> None:
+        """Add what the other ranks computed for this rank's keys."""
+        _wait(self.works)
+        if self.hops:
+            self.home += self.arriving
+
+
+def _shift(send: torch.Tensor, receive: torch.Tensor, step: int, cp: CPContext) -> list[dist.Work]:
+    """Start sending to rank + step and receiving from rank − step."""
+    to, from_ = (cp.rank + step) % cp.world_size, (cp.rank - step) % cp.world_size
+    return dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, send, group=cp.group, group_peer=to),
+            dist.P2POp(dist.irecv, receive, group=cp.group, group_peer=from_),
+        ]
+    )
+
+
+def _wait(works: list[dist.Work]) -> None:
+    for work in works:
+        work.wait()

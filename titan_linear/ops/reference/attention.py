@@ -1,0 +1,38 @@
+"""Softmax attention as its definition reads: fp64 scores, a mask, a softmax. The oracle of the tests."""
+
+from __future__ import annotations
+
+import torch
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    scale: float | None = None,
+    causal: bool = True,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """o = softmax(scale · q kᵀ + mask) v, in fp64, with autograd and memory of order Tq·Tk.
+
+    Args and result are those of `titan_linear.ops.attention`: q [B, Tq, Hq, D], k [B, Tk, Hkv, D],
+    v [B, Tk, Hkv, Dv], o [B, Tq, Hq, Dv] (fp64).
+    """
+    q, k, v = (x.double() for x in (q, k, v))
+    groups = q.shape[2] // k.shape[2]
+    k, v = (x.repeat_interleave(groups, dim=2) for x in (k, v))
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    visible = _visible(q.shape[1], k.shape[1], causal, cu_seqlens).to(q.device)  # [Tq, Tk]
+    p = scores.masked_fill(~visible, -torch.inf).softmax(dim=-1)
+    return torch.einsum("bhqk,bkhd->bqhd", p, v)
+
+
+def _visible(Tq: int, Tk: int, causal: bool, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
+    """[Tq, Tk] bool: which keys a query sees. Queries are the last Tq of the Tk positions."""
+    i, j = torch.arange(Tk - Tq, Tk)[:, None], torch.arange(Tk)[None, :]
+    visible = (j <= i) if causal else torch.ones(Tq, Tk, dtype=torch.bool)
+    if cu_seqlens is not None:
+        document = torch.bucketize(torch.arange(Tk), cu_seqlens[1:].cpu(), right=True)
+        visible = visible & (document[Tk - Tq :, None] == document[None, :])
+    return visible

@@ -1,0 +1,334 @@
+"""Softmax attention over blocks: each a rectangle without a mask, or a causal square.
+
+The mask of packed, causal attention is never built. A packed stream is one causal square per document; under
+context parallelism (`ops/cp/segments.py`) rectangles join them; decoding (Tq < Tk) is a rectangle beside a
+square. A block gives its output and its log-sum-exp (LSE) over its own keys, and blocks over the same queries
+merge exactly (Milakov & Gimelshein 2018; Dao et al. 2022):
+
+    lse = log(exp lse_a + exp lse_b),   o = o_a · exp(lse_a − lse) + o_b · exp(lse_b − lse).
+
+In backward every block takes the *merged* o and lse, so that p = exp(scores − lse) and δ = rowsum(o · do) are
+those of the whole row, and dq, dk, dv of the blocks simply add.
+
+Which kernel computes a block is one function, `block_kernel`. Shapes here: q [B, Tq, Hq, D],
+k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse [B, Hq, Tq] in fp32 (fp64 for fp64).
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+aten = torch.ops.aten
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+TILE = 128  # query rows that the tiled kernel takes at a time
+CUDNN_MULTIPLE = 128  # see block_kernel
+
+
+class Documents(NamedTuple):
+    """The documents of a packed stream: boundaries on the host and the same [N+1] int32 on the device."""
+
+    boundaries: tuple[int, ...]
+    cu_seqlens: torch.Tensor
+
+    @property
+    def longest(self) -> int:
+        return max(b - a for a, b in pairwise(self.boundaries))
+
+
+def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Where blocks merge and gradients of blocks add up: fp32, or fp64 for fp64."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def block_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: int, Tk: int) -> str:
+    """The name of the kernel that computes a block of these shapes.
+
+    "cpu"    PyTorch's flash attention for the CPU.
+    "cudnn"  cuDNN's, the fastest on Hopper (bf16, fp16; D, Dv <= 128). It compiles a plan for every new pair of
+             lengths, so it takes lengths that come again in every batch, multiples of 128 (whole fragments, whole
+             streams), and not the lengths of documents. Its backward is not bitwise repeatable, so it is not
+             taken under torch.use_deterministic_algorithms.
+    "flash"  FlashAttention-2, by its entry for packed sequences (bf16, fp16; D, Dv <= 256).
+    "tiled"  matrix products by tiles of 128 queries: fp32 and fp64 on CUDA, and wider heads.
+    """
+    if device.type == "cpu":
+        return "cpu"
+    width = max(D, Dv)
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or width > 256:
+        return "tiled"
+    recurs = Tq % CUDNN_MULTIPLE == 0 and Tk % CUDNN_MULTIPLE == 0
+    if width <= 128 and recurs and not torch.are_deterministic_algorithms_enabled():
+        return "cudnn"
+    return "flash"
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> Pair:
+    """One block: (o, lse). `causal` needs Tq = Tk; every length is at least 1."""
+    assert q.shape[1] and k.shape[1] and (q.shape[1] == k.shape[1] or not causal)
+    kernel = block_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], q.shape[1], k.shape[1])
+    return FORWARD[kernel](q, k, v, scale, causal)
+
+
+def attend_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    causal: bool,
+) -> Triple:
+    """(dq, dk, dv) of one block, given the merged o [B, Tq, Hq, Dv] and lse [B, Hq, Tq]."""
+    kernel = block_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], q.shape[1], k.shape[1])
+    return BACKWARD[kernel](do, q, k, v, o, lse, scale, causal)
+
+
+def attend_documents(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, documents: Documents | None
+) -> Pair:
+    """The squares of a packed stream (B = 1), or of a whole batch where `documents` is None."""
+    if documents is None or len(documents.boundaries) == 2:
+        return attend(q, k, v, scale, causal)
+    if _packed_kernel(q, v) == "flash":
+        packing = (documents.cu_seqlens, documents.cu_seqlens, documents.longest, documents.longest)
+        return _flash_forward(q, k, v, scale, causal, packing)
+    parts = [attend(q[:, a:b], k[:, a:b], v[:, a:b], scale, causal) for a, b in pairwise(documents.boundaries)]
+    return torch.cat([o for o, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=2)
+
+
+def attend_documents_backward(
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    causal: bool,
+    documents: Documents | None,
+) -> Triple:
+    """(dq, dk, dv) of `attend_documents`, given the merged o and lse."""
+    if documents is None or len(documents.boundaries) == 2:
+        return attend_backward(do, q, k, v, o, lse, scale, causal)
+    if _packed_kernel(q, v) == "flash":
+        packing = (documents.cu_seqlens, documents.cu_seqlens, documents.longest, documents.longest)
+        return _flash_backward(do, q, k, v, o, lse, scale, causal, packing)
+    parts = [
+        attend_backward(*(x[:, a:b] for x in (do, q, k, v, o)), lse[:, :, a:b], scale, causal)
+        for a, b in pairwise(documents.boundaries)
+    ]
+    dq, dk, dv = (torch.cat(grads, dim=1) for grads in zip(*parts))
+    return dq, dk, dv
+
+
+def merge_(o: torch.Tensor, lse: torch.Tensor, o_block: torch.Tensor, lse_block: torch.Tensor) -> None:
+    """Merge a block into o [B, Tq, Hq, Dv] and lse [B, Hq, Tq] (both in `accumulator_dtype`), in place.
+
+    Every row of `lse` or of `lse_block` must have seen a key: callers begin with the squares, in which each
+    token sees itself, so no row is without keys and none is special.
+    """
+    weight = torch.sigmoid(lse_block - lse)  # exp(lse_block − merged lse), without overflow
+    o.lerp_(o_block.to(o.dtype), weight.transpose(1, 2).unsqueeze(-1))
+    lse.copy_(torch.logaddexp(lse, lse_block))
+
+
+class Attention(torch.autograd.Function):
+    """Attention on one device: squares (of a batch or of documents) beside a rectangle where Tq < Tk."""
+
+    @staticmethod
+    def forward(
+        ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, documents: Documents | None
+    ) -> torch.Tensor:
+        past = k.shape[1] - q.shape[1] if causal else 0  # keys that every query sees
+        o, lse = attend_documents(q, k[:, past:], v[:, past:], scale, causal, documents)
+        if past:
+            o = o.to(accumulator_dtype(q.dtype))
+            merge_(o, lse, *attend(q, k[:, :past], v[:, :past], scale, causal=False))
+            o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.scale, ctx.causal, ctx.documents, ctx.past = scale, causal, documents, past
+        return o
+
+    @staticmethod
+    def backward(ctx, do: torch.Tensor):
+        q, k, v, o, lse = ctx.saved_tensors
+        past, scale = ctx.past, ctx.scale
+        dq, dk, dv = attend_documents_backward(
+            do, q, k[:, past:], v[:, past:], o, lse, scale, ctx.causal, ctx.documents
+        )
+        if past:
+            dq_past, dk_past, dv_past = attend_backward(do, q, k[:, :past], v[:, :past], o, lse, scale, causal=False)
+            acc = accumulator_dtype(q.dtype)
+            dq = dq.to(acc) + dq_past.to(acc)
+            dk, dv = torch.cat([dk_past, dk], dim=1), torch.cat([dv_past, dv], dim=1)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
+
+
+def _packed_kernel(q: torch.Tensor, v: torch.Tensor) -> str:
+    """Documents have any length; only flash takes all of them in one call."""
+    return block_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], 1, 1)
+
+
+# --- cpu: aten's flash attention ------------------------------------------------------------------------------
+
+
+def _cpu_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> Pair:
+    Dv, (q, k, v) = v.shape[-1], _heads_first(*_equal_width(q, k, v))
+    o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return o.transpose(1, 2)[..., :Dv], lse
+
+
+def _cpu_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
+    D, Dv = q.shape[-1], v.shape[-1]
+    do, q, k, v, o = _heads_first(*_equal_width(do, q, k, v, o))
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        do, q, k, v, o, lse, 0.0, causal, scale=scale
+    )  # fmt: skip
+    dq, dk, dv = (g.transpose(1, 2) for g in grads)
+    return dq[..., :D], dk[..., :D], dv[..., :Dv]
+
+
+# --- cudnn: the same interface; grouped heads natively ----------------------------------------------------------
+
+
+def _cudnn_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> Pair:
+    Dv, (q, k, v) = v.shape[-1], _heads_first(*_equal_width(q, k, v, multiple=8))
+    o, lse = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal, False, scale=scale)[:2]
+    return o.transpose(1, 2)[..., :Dv], lse.reshape(q.shape[:3])
+
+
+def _cudnn_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
+    D, Dv, Tq, Tk = q.shape[-1], v.shape[-1], q.shape[1], k.shape[1]
+    do, q, k, v, o = _heads_first(*_equal_width(do, q, k, v, o, multiple=8))
+    lse = lse.contiguous().unsqueeze(-1)  # [B, Hq, Tq, 1]
+    unused = torch.empty(2, dtype=torch.int64, device=q.device)[0]  # no dropout: neither seed nor offset is read
+    grads = aten._scaled_dot_product_cudnn_attention_backward(
+        do, q, k, v, o, lse, unused, unused, None, None, None, Tq, Tk, 0.0, causal, scale=scale
+    )
+    dq, dk, dv = (g.transpose(1, 2) for g in grads)
+    return dq[..., :D], dk[..., :D], dv[..., :Dv]
+
+
+# --- flash: always by the packed entry, a batch being B documents of one length ---------------------------------
+
+Packing = tuple[torch.Tensor, torch.Tensor, int, int]  # cu_seqlens of q and of k, longest of q and of k
+
+
+def _flash_forward(q, k, v, scale: float, causal: bool, packing: Packing | None = None) -> Pair:
+    B, Tq, Hq, Dv = *q.shape[:3], v.shape[-1]
+    packing = packing or _batch_packing(q, k)
+    q, k, v = (x.flatten(0, 1) for x in _equal_width(q, k, v, multiple=8))  # [B·T, H, D]
+    o, lse = aten._flash_attention_forward(q, k, v, *packing, 0.0, causal, False, scale=scale)[:2]
+    return o.view(B, Tq, Hq, -1)[..., :Dv], lse.view(Hq, B, Tq).transpose(0, 1)
+
+
+def _flash_backward(do, q, k, v, o, lse, scale: float, causal: bool, packing: Packing | None = None) -> Triple:
+    B, Tk, D, Dv = q.shape[0], k.shape[1], q.shape[-1], v.shape[-1]
+    packing = packing or _batch_packing(q, k)
+    do, q, k, v, o = (x.flatten(0, 1) for x in _equal_width(do, q, k, v, o, multiple=8))
+    lse = lse.transpose(0, 1).flatten(1).contiguous()  # [Hq, B·Tq]
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # no dropout: the random state is not read
+    grads = aten._flash_attention_backward(
+        do, q, k, v, o, lse, *packing, 0.0, causal, unused, unused, scale=scale
+    )  # fmt: skip
+    dq, dk, dv = (g.unflatten(0, (B, -1)) for g in grads)
+    assert dk.shape[1] == Tk
+    return dq[..., :D], dk[..., :D], dv[..., :Dv]
+
+
+def _batch_packing(q: torch.Tensor, k: torch.Tensor) -> Packing:
+    """A batch as B documents of Tq queries and Tk keys; boundaries are made on the device, not copied to it."""
+    (B, Tq), Tk = q.shape[:2], k.shape[1]
+    cu_q, cu_k = (torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device) for T in (Tq, Tk))
+    return cu_q, cu_k, Tq, Tk
+
+
+# --- tiled: any dtype, any width, any device; memory is TILE rows of scores --------------------------------------
+
+
+def _tiled_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> Pair:
+    acc, Hkv = accumulator_dtype(q.dtype), k.shape[2]
+    k, v = (x.transpose(1, 2).to(acc) for x in (k, v))  # [B, Hkv, Tk, D]
+    outputs, lses = [], []
+    for i in range(0, q.shape[1], TILE):
+        rows = q[:, i : i + TILE]
+        scores = _tile_scores(rows, k, scale, i if causal else None)  # [B, Hkv, G·t, keys]
+        lse = scores.logsumexp(-1, keepdim=True)
+        o = (scores - lse).exp_() @ v[:, :, : scores.shape[-1]]
+        outputs.append(_unfold_groups(o, Hkv, rows).to(q.dtype))
+        lses.append(_unfold_groups(lse, Hkv, rows).squeeze(-1).transpose(1, 2))
+    return torch.cat(outputs, dim=1), torch.cat(lses, dim=2)
+
+
+def _tiled_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
+    acc, Hkv = accumulator_dtype(q.dtype), k.shape[2]
+    k, v = (x.transpose(1, 2).to(acc) for x in (k, v))
+    dk, dv, dqs = torch.zeros_like(k), torch.zeros_like(v), []
+    for i in range(0, q.shape[1], TILE):
+        rows, do_t, o_t = (x[:, i : i + TILE] for x in (q, do, o))
+        lse_t = _fold_groups(lse[:, :, i : i + TILE].transpose(1, 2).unsqueeze(-1), Hkv)
+        p = (_tile_scores(rows, k, scale, i if causal else None) - lse_t).exp_()  # [B, Hkv, G·t, keys]
+        keys, do_t, o_t = p.shape[-1], _fold_groups(do_t.to(acc), Hkv), _fold_groups(o_t.to(acc), Hkv)
+        delta = (do_t * o_t).sum(-1, keepdim=True)
+        ds = p * (do_t @ v[:, :, :keys].mT - delta) * scale
+        dv[:, :, :keys] += p.mT @ do_t
+        dk[:, :, :keys] += ds.mT @ _fold_groups(rows.to(acc), Hkv)
+        dqs.append(_unfold_groups(ds @ k[:, :, :keys], Hkv, rows))
+    return torch.cat(dqs, dim=1), dk.transpose(1, 2), dv.transpose(1, 2)
+
+
+def _tile_scores(q: torch.Tensor, k: torch.Tensor, scale: float, first: int | None) -> torch.Tensor:
+    """Scores of a tile q [B, t, Hq, D] against k [B, Hkv, Tk, D]; `first` is the tile's row in a causal square."""
+    t, Hkv = q.shape[1], k.shape[1]
+    if first is None:
+        return _fold_groups(q.to(k.dtype), Hkv) @ k.mT * scale
+    scores = _fold_groups(q.to(k.dtype), Hkv) @ k[:, :, : first + t].mT * scale
+    later = torch.ones(t, t, dtype=torch.bool, device=q.device).triu(1)
+    scores.unflatten(2, (-1, t))[..., first:].masked_fill_(later, -torch.inf)
+    return scores
+
+
+def _fold_groups(x: torch.Tensor, Hkv: int) -> torch.Tensor:
+    """[B, t, Hq, D] → [B, Hkv, G·t, D]: the queries of a key head are rows of one matrix."""
+    return x.unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
+
+
+def _unfold_groups(x: torch.Tensor, Hkv: int, like: torch.Tensor) -> torch.Tensor:
+    """[B, Hkv, G·t, D] → [B, t, Hq, D] with the t of `like`."""
+    return x.unflatten(2, (-1, like.shape[1])).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def _equal_width(*tensors: torch.Tensor, multiple: int = 1) -> list[torch.Tensor]:
+    """Pad the last dims with zeros to one width, which changes no score and no output.
+
+    With a `multiple`, the width and every stride are multiples of it: the alignment that CUDA kernels ask for.
+    """
+    width = max(x.shape[-1] for x in tensors)
+    width = -(-width // multiple) * multiple
+    return [x if _is_aligned(x, width, multiple) else _padded(x, width) for x in tensors]
+
+
+def _is_aligned(x: torch.Tensor, width: int, multiple: int) -> bool:
+    rows = (x.storage_offset(), *x.stride()[:-1])
+    return x.shape[-1] == width and (multiple == 1 or (x.stride(-1) == 1 and all(s % multiple == 0 for s in rows)))
+
+
+def _padded(x: torch.Tensor, width: int) -> torch.Tensor:
+    padded = x.new_zeros(*x.shape[:-1], width)
+    padded[..., : x.shape[-1]] = x
+    return padded
+
+
+def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [x.transpose(1, 2) for x in tensors]
+
+
+FORWARD = {"cpu": _cpu_forward, "cudnn": _cudnn_forward, "flash": _flash_forward, "tiled": _tiled_forward}
+BACKWARD = {"cpu": _cpu_backward, "cudnn": _cudnn_backward, "flash": _flash_backward, "tiled": _tiled_backward}
