@@ -1,8 +1,9 @@
 """Operations on packed documents, with names and shapes of flash-linear-attention. See each function's docstring."""
 
+from titan_linear.ops.attention import attention
 from titan_linear.ops.convolution import causal_conv1d
 from titan_linear.ops.cp.context import CPContext, build_cp_context
 from titan_linear.ops.gated_delta_rule import chunk_gated_delta_rule
 from titan_linear.ops.kda import chunk_kda
 
-__all__ = ["CPContext", "build_cp_context", "causal_conv1d", "chunk_gated_delta_rule", "chunk_kda"]
+__all__ = ["CPContext", "attention", "build_cp_context", "causal_conv1d", "chunk_gated_delta_rule", "chunk_kda"]

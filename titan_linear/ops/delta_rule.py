@@ -16,6 +16,7 @@ import torch
 
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.kcp import contributes, incoming_states
+from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.options import DeltaRuleOptions
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule
 
@@ -114,11 +115,19 @@ def chunk_delta_rule(
     output_final_state: bool,
     cu_seqlens: torch.Tensor | None,
     cp_context: CPContext | None,
+    cp_method: str,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `chunk_kda` and `chunk_gated_delta_rule` share, once they have filled in `options`: checks, and the call."""
     _check(q, k, v, g, beta, A_log, options, initial_state, cu_seqlens)
-    _check_cp(q, initial_state, output_final_state, cu_seqlens, cp_context)
+    _check_cp(q, initial_state, output_final_state, cu_seqlens, cp_context, cp_method)
+    if cp_context is not None and cp_method == "ulysses":
+        inputs = _to_heads(cp_context, q, k, v, g, beta, A_log, dt_bias)
+        o, _ = chunk_delta_rule(
+            *inputs, options=options, initial_state=None, output_final_state=False, cp_context=None,
+            cp_method=cp_method, cu_seqlens=torch.tensor(cp_context.documents), impl=impl,
+        )  # fmt: skip
+        return heads_to_tokens(o, cp_context), None
     implementation = IMPLEMENTATIONS[select(impl, q)]
     bounds = _bounds(q, cu_seqlens, cp_context)
     tokens = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
@@ -126,6 +135,13 @@ def chunk_delta_rule(
         implementation, options, bounds, cp_context, initial_state, *tokens, A_log, dt_bias
     )  # fmt: skip
     return o.unflatten(0, q.shape[:2]), final if output_final_state else None
+
+
+def _to_heads(cp: CPContext, *inputs: torch.Tensor | None) -> list[torch.Tensor | None]:
+    """All tokens of this rank's heads, and these heads' part of A_log and dt_bias: no recurrence crosses a rank."""
+    *tokens, A_log, dt_bias = inputs
+    part = [None if x is None else x.view(cp.world_size, -1)[cp.rank] for x in (A_log, dt_bias)]
+    return [*(tokens_to_heads(x, cp) for x in tokens), *part]
 
 
 def select(impl: str, x: torch.Tensor) -> str:
@@ -180,7 +196,10 @@ def _check_cp(
     output_final_state: bool,
     cu_seqlens: torch.Tensor | None,
     cp: CPContext | None,
+    cp_method: str,
 ) -> None:
+    if cp_method not in ("kcp", "ulysses"):
+        raise ValueError(f"cp_method = {cp_method!r} is unknown; use 'kcp' or 'ulysses'")
     if cp is None:
         return
     if cu_seqlens is not None:

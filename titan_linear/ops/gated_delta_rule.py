@@ -26,6 +26,7 @@ def chunk_gated_delta_rule(
     cu_seqlens: torch.Tensor | None = None,
     cp_context: CPContext | None = None,
     disable_recompute: bool = False,
+    cp_method: str = "kcp",
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """S_t = exp(g_t) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ;  o_t = scale·S_tᵀ q_t  (Gated Delta Networks, eq. 10).
@@ -45,5 +46,5 @@ def chunk_gated_delta_rule(
     )
     return chunk_delta_rule(
         q, k, v, g, beta, A_log, dt_bias, options=options, initial_state=initial_state, cu_seqlens=cu_seqlens,
-        output_final_state=output_final_state, cp_context=cp_context, impl=impl,
+        output_final_state=output_final_state, cp_context=cp_context, cp_method=cp_method, impl=impl,
     )  # fmt: skip

@@ -28,6 +28,7 @@ def chunk_kda(
     cu_seqlens: torch.Tensor | None = None,
     cp_context: CPContext | None = None,
     disable_recompute: bool = False,
+    cp_method: str = "kcp",
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ;  o_t = scale·S_tᵀ q_t  (Kimi Linear, eq. 1).
@@ -45,6 +46,8 @@ def chunk_kda(
         cu_seqlens: [N + 1] int, boundaries of packed documents (B = 1).
         cp_context: tensors are this rank's tokens; cu_seqlens and states must not be given.
         disable_recompute: keep intermediates for backward: faster, more memory.
+        cp_method: with cp_context, "kcp" (states cross the ranks) or "ulysses" (an all-to-all over heads, the method to
+            compare with; the ranks must divide H).
         impl: "auto", "torch" or "triton".
 
     Returns: o [B, T, HV, V] in v's dtype; final states [N, HV, K, V] float32 (float64 for float64 inputs) or None.
@@ -65,5 +68,5 @@ def chunk_kda(
     )
     return chunk_delta_rule(
         q, k, v, g, beta, A_log, dt_bias, options=options, initial_state=initial_state, cu_seqlens=cu_seqlens,
-        output_final_state=output_final_state, cp_context=cp_context, impl=impl,
+        output_final_state=output_final_state, cp_context=cp_context, cp_method=cp_method, impl=impl,
     )  # fmt: skip

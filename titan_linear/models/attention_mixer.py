@@ -1,0 +1,38 @@
+"""Softmax attention with grouped heads; optional QK-norm, rotary positions and output gate."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.layers import RMSNorm, rotate
+from titan_linear.models.packed import Packed
+from titan_linear.ops import attention
+
+
+class AttentionMixer(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
+        self.theta = config.rope_theta
+        self.q_proj = nn.Linear(config.dim, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
+        self.q_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(self.head_dim, config.norm_eps) if config.qk_norm else nn.Identity()
+        self.g_proj = nn.Linear(config.dim, self.heads * self.head_dim, bias=False) if config.output_gate else None
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
+
+    def forward(self, x: torch.Tensor, packed: Packed, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """x [B, T, dim] -> [B, T, dim]. A cache holds the keys and values of earlier tokens, and grows."""
+        q = self.q_norm(self.q_proj(x).unflatten(-1, (self.heads, self.head_dim)))
+        k = self.k_norm(self.k_proj(x).unflatten(-1, (self.kv_heads, self.head_dim)))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        if self.theta is not None:
+            q, k = (rotate(t, packed.position_ids, self.theta) for t in (q, k))
+        if cache is not None:
+            k, v = (torch.cat([cache[n], t], 1) if n in cache else t for n, t in (("k", k), ("v", v)))
+            cache.update(k=k, v=v)
+        o = attention(q, k, v, method=packed.softmax_method, **packed.documents).flatten(-2)
+        return self.o_proj(o if self.g_proj is None else o * self.g_proj(x).sigmoid())

@@ -1,0 +1,70 @@
+"""Layers that every mixer and block is made of. Reductions run in float32 or wider."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+def widen(x: torch.Tensor) -> torch.Tensor:
+    """x in float32, or in float64 if it is that already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(widen(x), self.weight.shape, widen(self.weight), self.eps).to(x.dtype)
+
+
+class GatedRMSNorm(RMSNorm):
+    """RMSNorm(x) · act(z), act sigmoid or silu."""
+
+    def __init__(self, dim: int, eps: float, activation: str):
+        super().__init__(dim, eps)
+        self.activation = {"sigmoid": torch.sigmoid, "silu": F.silu}[activation]
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        normed = F.rms_norm(widen(x), self.weight.shape, widen(self.weight), self.eps)
+        return (normed * self.activation(widen(z))).to(x.dtype)
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x)).  [.., dim] -> [.., dim]"""
+
+    def __init__(self, dim: int, hidden_dim: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, hidden_dim, bias=False)
+        self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
+        self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ConvWeight(nn.Module):
+    """The weight [D, W] of a short depthwise convolution."""
+
+    def __init__(self, dim: int, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim, width))
+
+
+def rotate(x: torch.Tensor, position_ids: torch.Tensor, theta: float) -> torch.Tensor:
+    """Rotary embedding of x [B, T, H, D], halves rotated against each other (RoFormer; the layout of Llama).
+
+    Angles are taken in float64: in float32 a position of a million is off by 0.03 rad.
+    """
+    half = x.shape[-1] // 2
+    inverse = theta ** -(torch.arange(half, device=x.device, dtype=torch.float64) / half)
+    angle = (position_ids.double().unsqueeze(-1) * inverse).unsqueeze(-2)  # [T, 1, D/2]
+    cos, sin = angle.cos().to(widen(x).dtype), angle.sin().to(widen(x).dtype)
+    a, b = widen(x).chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
