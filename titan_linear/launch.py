@@ -22,7 +22,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
 
 from titan_linear.config import check_config, load_config
@@ -128,7 +128,7 @@ class _Stop:
 
     number: int = 0  # of the first
     since: float = 0.0
-    at_once: bool = field(default=False)
+    at_once: bool = False
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
         if not self.number:

@@ -116,7 +116,7 @@ class MetricsLogger:
 def _tensorboard(folder: str, start_step: int) -> Any:
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
 
-    return SummaryWriter(str(Path(folder) / "tb"), purge_step=start_step + 1 if start_step else None)
+    return SummaryWriter(str(Path(folder) / "tb"), purge_step=start_step + 1)
 
 
 def _duration(seconds: float) -> str:

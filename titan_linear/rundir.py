@@ -57,7 +57,8 @@ def lock_folder(folder: str) -> TextIO:
         holder = file.read().strip()
         file.close()
         raise ValueError(
-            f"job.dump_folder = {folder!r} is in use by another run ({holder}); wait for it, stop it, or use another folder"
+            f"job.dump_folder = {folder!r} is in use by another run ({holder}); wait for it, stop it, or use another "
+            "folder"
         ) from None
     file.truncate(0)
     file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -77,16 +78,14 @@ def check_resume(config: Config) -> list[str]:
     if not _has_trained(folder):
         return []
     if not (folder / CONFIG).exists():
-        raise ValueError(f"job.dump_folder = '{folder}' holds {METRICS} but no {CONFIG}; use another folder")
+        raise ValueError(f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder")
     stored = _flat(load_config(["--job.config_file", str(folder / CONFIG)]))
     changes = {key: (stored[key], new) for key, new in _flat(config).items() if stored[key] != new}
     refused = {key: change for key, change in changes.items() if not key.startswith(MAY_CHANGE)}
     if refused:
-        lines = [f"  {key}: {old!r} → {new!r}" for key, (old, new) in refused.items()]
+        lines = "\n".join(f"  {key}: {old!r} → {new!r}" for key, (old, new) in refused.items())
         raise ValueError(
-            f"job.dump_folder = '{folder}' holds a run that cannot go on with other values of\n"
-            + "\n".join(lines)
-            + "\n"
+            f"job.dump_folder = '{folder}' holds a run that cannot go on with other values of\n{lines}\n"
             "restore them, or start a new run in another job.dump_folder"
         )
     return [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if not key.startswith("job.")]
@@ -94,7 +93,7 @@ def check_resume(config: Config) -> list[str]:
 
 def _has_trained(folder: Path) -> bool:
     metrics = folder / METRICS
-    return metrics.exists() and metrics.stat().st_size > 0
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(folder.rglob("step-*"))
 
 
 def _flat(config: Config) -> dict[str, Any]:
@@ -185,7 +184,7 @@ def cut_metrics(folder: str, step: int) -> None:
     path = Path(folder) / METRICS
     if not path.exists():
         return
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     *lines, _torn = text.split("\n")  # a whole line ends in \n
     kept = "".join(f"{line}\n" for number, line in enumerate(lines, 1) if _step(path, number, line) <= step)
     if kept != text:
@@ -202,7 +201,7 @@ def _step(path: Path, number: int, line: str) -> int:
 def _replace(path: Path, text: str) -> None:
     """Write a whole file at once: a reader sees the old one or the new one."""
     temporary = path.with_name(f".{path.name}.new")
-    with open(temporary, "w") as file:
+    with open(temporary, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
