@@ -364,7 +364,7 @@ def _explain(error: Any) -> str:
         return f"{key} = {value!r} must be a section, [{key}]"
     if error["type"] == "bool_type":
         return f"{key} = {value!r} must be true or false"
-    return f"{key} = {value!r}{error['msg'].replace('Input should', ' must', 1)}"
+    return f"{key} = {value!r} must {error['msg'].partition(' should ')[2] or error['msg']}"
 
 
 def _nearest(key: str) -> str:
