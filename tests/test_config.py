@@ -40,10 +40,9 @@ def test_the_command_line_overrides_the_file_overrides_the_defaults(toml):
 
 
 def test_command_line_values_have_the_types_of_their_keys():
-    config = load_config(
-        "--checkpoint.enable false --parallelism.data_parallel_shard_degree -1 --optimizer.lr .001 "
-        "--sample.prompt=--x --job.description true --metrics.enable_tensorboard=true".split()
-    )
+    argv = ["--checkpoint.enable", "false", "--parallelism.data_parallel_shard_degree", "-1", "--optimizer.lr", ".001"]
+    argv += ["--sample.prompt=--x", "--job.description", "true", "--metrics.enable_tensorboard=true"]
+    config = load_config(argv)
     assert config.checkpoint.enable is False and config.metrics.enable_tensorboard is True
     assert config.parallelism.data_parallel_shard_degree == -1 and config.optimizer.lr == 0.001
     assert config.sample.prompt == "--x" and config.job.description == "true"
