@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from titan_linear import config as config_module
+from titan_linear.config import KEYS, Config, check_config, config_to_toml, data_parallel_degrees, load_config
+
+
+@pytest.fixture(autouse=True)
+def cpu(monkeypatch):
+    monkeypatch.setattr(config_module, "_on_cuda", lambda: False)
+
+
+@pytest.fixture
+def toml(tmp_path):
+    """toml(text): arguments that read a file with this text."""
+
+    def write(text: str) -> list[str]:
+        path = tmp_path / "run.toml"
+        path.write_text(text)
+        return ["--job.config_file", str(path)]
+
+    return write
+
+
+def overrides(**keys: object) -> list[str]:
+    """overrides(training__steps=3): the command line that says so."""
+    text = {True: "true", False: "false"}
+    return [f"--{k.replace('__', '.')}={text[v] if isinstance(v, bool) else v}" for k, v in keys.items()]
+
+
+def test_the_command_line_overrides_the_file_overrides_the_defaults(toml):
+    config = load_config([*toml("[training]\nsteps = 5\nseq_len = 64\n[optimizer]\nlr = 1\n"), "--training.steps", "7"])
+    assert (config.training.steps, config.training.seq_len, config.optimizer.lr) == (7, 64, 1.0)
+    assert isinstance(config.optimizer.lr, float)
+    assert config.debug == Config().debug
+
+
+def test_command_line_values_have_the_types_of_their_keys():
+    argv = ["--checkpoint.enable", "false", "--parallelism.data_parallel_shard_degree", "-1", "--optimizer.lr", ".001"]
+    argv += ["--sample.prompt=--x", "--job.description", "true", "--metrics.enable_tensorboard=true"]
+    config = load_config(argv)
+    assert config.checkpoint.enable is False and config.metrics.enable_tensorboard is True
+    assert config.parallelism.data_parallel_shard_degree == -1 and config.optimizer.lr == 0.001
+    assert config.sample.prompt == "--x" and config.job.description == "true"
+
+
+@pytest.mark.parametrize("value", ['"3"', "true", "3.0", "[3]", "0", "-1"])
+def test_a_file_with_another_type_or_range_is_refused(toml, value):
+    with pytest.raises(ValueError, match=r"run.toml: training.steps = .* must be"):
+        load_config(toml(f"[training]\nsteps = {value}\n"))
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [("training.steps", v) for v in ("3.0", "true", "1e3", "", "x")]
+    + [("checkpoint.enable", v) for v in ("True", "1", "yes", "")]
+    + [("optimizer.lr", v) for v in ("nan", "inf", "true", "0")]
+    + [("training.dtype", "fp32"), ("job.dump_folder", "")],
+)
+def test_a_command_line_with_another_type_or_range_is_refused(key, value):
+    with pytest.raises(ValueError, match=f"command line: {key} = .* must "):
+        load_config([f"--{key}={value}"])
+
+
+@pytest.mark.parametrize("value", ["1", '"true"', "0.5"])
+def test_a_boolean_in_a_file_is_true_or_false(toml, value):
+    with pytest.raises(ValueError, match=r"checkpoint.enable = .* must be true or false"):
+        load_config(toml(f"[checkpoint]\nenable = {value}\n"))
+
+
+@pytest.mark.parametrize(
+    "text, unknown, nearest",
+    [
+        ("[training]\nsequence_len = 3", "training.sequence_len", "training.seq_len"),
+        ("[training]\nlr = 3", "training.lr", "optimizer.lr"),
+        ("[optimiser]\nlr = 3", "optimiser", "optimizer"),
+        ("steps = 3", "steps", "training.steps"),
+    ],
+)
+def test_an_unknown_key_names_its_file_and_the_nearest_key(toml, text, unknown, nearest):
+    with pytest.raises(ValueError, match=rf"run.toml: {unknown} is not a (key|section); did you mean {nearest}\?"):
+        load_config(toml(text))
+
+
+@pytest.mark.parametrize(
+    "argument, nearest",
+    [("--training.step=3", "training.steps"), ("--validaton.steps=3", "validation.steps"), ("--lr", "optimizer.lr")],
+)
+def test_an_unknown_option_names_the_nearest_key(argument, nearest):
+    with pytest.raises(ValueError, match=rf"command line: {argument} is not a key; did you mean {nearest}\?"):
+        load_config([argument])
+
+
+@pytest.mark.parametrize("argv", [["train.toml"], ["--training.steps"], ["--training.seq", "3"]])
+def test_other_arguments_are_refused(argv):
+    with pytest.raises(ValueError, match="command line"):
+        load_config(argv)
+
+
+def test_all_mistakes_are_named_at_once():
+    with pytest.raises(ValueError) as error:
+        load_config(["--training.steps=x", "--optimizer.lr=y"])
+    assert "training.steps" in str(error.value) and "optimizer.lr" in str(error.value)
+
+
+def test_an_unreadable_file_is_named(toml, tmp_path):
+    with pytest.raises(ValueError, match=r"none.toml' cannot be read: No such file"):
+        load_config(["--job.config_file", str(tmp_path / "none.toml")])
+    with pytest.raises(ValueError, match=r"cannot be read: Is a directory"):
+        load_config(["--job.config_file", str(tmp_path)])
+    with pytest.raises(ValueError, match=r"run.toml is not TOML: .*line 2"):
+        load_config(toml("[training]\nsteps 3\n"))
+    with pytest.raises(ValueError, match=r"run.toml: training = 3 must be a section, \[training\]"):
+        load_config(toml("training = 3\n"))
+    with pytest.raises(ValueError, match=r"job.config_file belongs on the command line"):
+        load_config(toml("[job]\nconfig_file = 'other.toml'\n"))
+
+
+def test_the_written_file_starts_the_same_run(toml):
+    hard = 'a "b" \\ \n\t\x7f\x01 é 😀 #'
+    config = load_config([f"--job.description={hard}", "--optimizer.lr=1.2345678901234567e-05", "--sample.prompt="])
+    written = config_to_toml(config)
+    assert load_config(toml(written)).model_dump(exclude={"job": {"config_file"}}) == config.model_dump(
+        exclude={"job": {"config_file"}}
+    )
+    assert all(f"\n{dotted.partition('.')[2]} = " in written for dotted in KEYS if dotted != "job.config_file")
+    assert "auto" not in (config.training.mixed_precision_param, config.training.mixed_precision_reduce)
+
+
+@pytest.mark.parametrize(
+    "cuda, dtype, param, reduce",
+    [
+        (False, "float32", "float32", "float32"),
+        (True, "float32", "bfloat16", "float32"),
+        (False, "float64", "float64", "float64"),
+        (True, "bfloat16", "bfloat16", "float32"),
+    ],
+)
+def test_automatic_types_are_resolved_once(monkeypatch, cuda, dtype, param, reduce):
+    monkeypatch.setattr(config_module, "_on_cuda", lambda: cuda)
+    training = load_config(overrides(training__dtype=dtype)).training
+    assert (training.mixed_precision_param, training.mixed_precision_reduce) == (param, reduce)
+
+
+def test_help_documents_every_key_quickly():
+    """--help needs no torch."""
+    code = "import sys; from titan_linear.config import load_config\ntry: load_config(['--help'])\n"
+    code += "finally: assert 'torch' not in sys.modules"
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert all(f"--{dotted} " in shown for dotted in KEYS)
+    assert all(field.description for field in KEYS.values())
+    assert '(default: "stdlib")' in " ".join(shown.split())
+
+
+def test_a_configuration_does_not_change():
+    with pytest.raises(ValueError, match="frozen"):
+        Config().training.steps = 3
+
+
+@pytest.mark.parametrize(
+    "world_size, keys, degrees",
+    [
+        (1, {}, (1, 1)),
+        (8, {}, (1, 8)),
+        (8, {"context_parallel_degree": 4}, (1, 2)),
+        (8, {"data_parallel_replicate_degree": 2, "context_parallel_degree": 2}, (2, 2)),
+        (2, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}, (2, 1)),
+    ],
+)
+def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
+    config = load_config(overrides(**{f"parallelism__{k}": v for k, v in keys.items()}))
+    assert data_parallel_degrees(config, world_size) == degrees
+    check_config(config, world_size)
+
+
+@pytest.mark.parametrize(
+    "world_size, keys, message",
+    [
+        (2, {"parallelism__context_parallel_degree": 4}, "context_parallel_degree = 4 need a multiple of 4 processes"),
+        (6, {"parallelism__context_parallel_degree": 4}, "need a multiple of 4 processes, and there are 6"),
+        (4, {"parallelism__data_parallel_shard_degree": 3}, "shard_degree = 3, .* need 3 processes"),
+        (2, {"parallelism__data_parallel_shard_degree": 0}, "shard_degree = 0"),
+        (2, {"parallelism__context_parallel_degree": 2, "training__seq_len": 63}, "seq_len = 63 .* for example 64"),
+        (
+            2,
+            {
+                "parallelism__context_parallel_degree": 2,
+                "parallelism__context_parallel_layout": "zigzag",
+                "training__seq_len": 66,
+            },
+            "seq_len = 66 .*'zigzag'.* multiple of 4, for example 68",
+        ),
+        (4, {"training__global_batch_size": 6}, "global_batch_size = 6 is not a multiple of .* 1 × 4 = 4"),
+        (2, {"training__local_batch_size": 3}, "global_batch_size = 8 is not a multiple of .* 3 × 2 = 6"),
+        (1, {"lr_scheduler__total_steps": 10}, "total_steps = 10 is less than training.steps = 1000"),
+        (1, {"training__dtype": "float64", "training__mixed_precision_param": "float32"}, "float64 is for all three"),
+        (1, {"training__mixed_precision_reduce": "float64"}, "float64 is for all three or for none"),
+        (1, {"training__dataset_path": "x"}, "dataset_path = 'x' is not used by training.dataset = 'stdlib'"),
+        (1, {"training__dataset": "jsonl"}, "training.dataset = 'jsonl' needs training.dataset_path"),
+        (1, {"validation__enable": True, "validation__dataset_path": "x"}, "validation.dataset_path = 'x' is not used"),
+        (1, {"validation__enable": True, "validation__holdout": 0.0}, "nothing to validate on"),
+        (1, {"validation__steps": 0}, "validation.steps = 0"),
+        (1, {"checkpoint__enable": False, "checkpoint__load_step": 5}, "checkpoint.load_step = 5 has no effect"),
+        (1, {"checkpoint__enable": False, "checkpoint__initial_load_path": "x"}, "initial_load_path = 'x' has no"),
+        (1, {"checkpoint__enable": False, "checkpoint__last_save_model_only": True}, "last_save_model_only = True has"),
+    ],
+)
+def test_contradictions_are_refused(world_size, keys, message):
+    config = load_config(overrides(**keys))
+    with pytest.raises(ValueError, match=message):
+        check_config(config, world_size)
+
+
+def test_float64_is_for_the_cpu(monkeypatch):
+    config = load_config(overrides(training__dtype="float64"))
+    check_config(config, 1)
+    monkeypatch.setattr(config_module, "_on_cuda", lambda: True)
+    with pytest.raises(ValueError, match=r"training.dtype = 'float64' runs on the CPU only"):
+        check_config(config, 1)

@@ -1,0 +1,283 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from titan_linear import launch
+from titan_linear.rundir import lock_folder
+
+ROOT = Path(__file__).parents[1]
+WORKER = """
+import os, signal, sys, time
+from pathlib import Path
+from titan_linear.launch import die_with_parent, under_launcher
+
+mode, folder = sys.argv[1], Path(sys.argv[2])
+rank, events = os.environ["RANK"], []
+launcher = os.getppid()
+
+def note(word):
+    events.append(word)
+    new = folder / f".{rank}"
+    new.write_text(" ".join(map(str, events)))
+    new.rename(folder / f"rank-{rank}")
+
+def on_term(number, frame):
+    note(signal.Signals(number).name)
+    if mode != "deaf":
+        time.sleep(0.5)  # a save
+        note("saved")
+        sys.exit(4 if mode == "unsaved" else 0)
+
+assert under_launcher()
+if mode == "late":
+    note(os.getpid())
+    while os.getppid() == launcher:
+        time.sleep(0.01)
+    note("orphaned")
+die_with_parent()
+if mode != "starting":
+    signal.signal(signal.SIGTERM, on_term)
+note(os.getpid())
+if mode == "done":
+    sys.exit(0)
+if mode in ("fails", "dies") and rank == "1":
+    while not (folder / "rank-0").exists():
+        time.sleep(0.01)
+    print("why rank 1 failed", file=sys.stderr, flush=True)
+    sys.exit(3) if mode == "fails" else os.kill(os.getpid(), signal.SIGSEGV)
+if mode == "joins":
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.ones(1) * (dist.get_rank() + 1)
+    dist.all_reduce(total)
+    note(int(total))
+    dist.destroy_process_group()
+    sys.exit(0)
+while True:
+    time.sleep(0.05)
+"""
+
+
+class Run:
+    """`run_workers` with two processes of WORKER in a given mode."""
+
+    def __init__(self, folder: Path, mode: str, grace: float):
+        (folder / "worker.py").write_text(WORKER)
+        self.folder = folder
+        code = f"import sys; from titan_linear import launch; launch.GRACE = {grace}\n"
+        code += "sys.exit(launch.run_workers('worker', sys.argv[1:], 2))"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, mode, str(folder)], stderr=subprocess.PIPE, text=True, cwd=ROOT,
+            env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}, start_new_session=True,
+        )  # fmt: skip
+
+    def events(self, rank: int) -> list[str]:
+        path = self.folder / f"rank-{rank}"
+        return path.read_text().split() if path.exists() else []
+
+    def wait_for(self, event: str) -> None:
+        """Until each worker has noted `event`, or with "ready" its process id."""
+        until(lambda: all(event in self.events(rank) or self.ready(rank, event) for rank in range(2)))
+
+    def ready(self, rank: int, event: str) -> bool:
+        return event == "ready" and bool(self.events(rank))
+
+    def end(self) -> tuple[int, str]:
+        """(exit code, stderr)"""
+        _, err = self.process.communicate(timeout=60)
+        assert not any(alive(self.events(rank)) for rank in range(2)), "a worker outlived its launcher"
+        assert "Traceback" not in err
+        return self.process.returncode, err
+
+
+def alive(events: list[str]) -> bool:
+    """The process whose id a worker noted first runs (a zombie does not)."""
+    try:
+        return bool(events) and Path(f"/proc/{events[0]}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def start(tmp_path) -> Iterator[Callable[..., Run]]:
+    runs = []
+
+    def start(mode: str, grace: float = 0.3) -> Run:
+        runs.append(Run(tmp_path, mode, grace))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.process.kill()  # the workers die with it
+        run.process.communicate()
+
+
+def test_a_run_ends_with_its_workers(start):
+    assert start("done").end() == (0, "")
+
+
+def test_workers_join_one_process_group(start):
+    run = start("joins")
+    assert run.end()[0] == 0
+    assert [run.events(rank)[-1] for rank in range(2)] == ["3", "3"]
+
+
+@pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_reaches_every_worker_once_and_lets_it_save(start, number, code):
+    run = start("works")
+    run.wait_for("ready")
+    os.killpg(run.process.pid, number)  # as a terminal does, and a wrapper that passes signals on
+    run.process.send_signal(number)
+    assert run.end()[0] == code
+    assert [run.events(rank)[1:] for rank in range(2)] == [["SIGTERM", "saved"]] * 2
+
+
+def test_a_second_interrupt_kills(start):
+    run = start("deaf")
+    run.wait_for("ready")
+    run.process.send_signal(signal.SIGINT)
+    run.wait_for("SIGTERM")
+    time.sleep(0.5)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+
+
+def test_a_stop_while_workers_start_is_a_stop(start):
+    run = start("starting")
+    run.wait_for("ready")
+    run.process.send_signal(signal.SIGTERM)
+    assert run.end()[0] == 143
+
+
+def test_a_failed_save_is_a_failure(start):
+    run = start("unsaved", grace=10)
+    run.wait_for("ready")
+    run.process.send_signal(signal.SIGTERM)
+    code, err = run.end()
+    assert code == 4 and "failed (exit code 4)" in err
+
+
+@pytest.mark.parametrize("mode, code, how", [("fails", 3, "exit code 3"), ("dies", 139, "killed by SIGSEGV")])
+def test_a_failed_worker_ends_the_run(start, mode, code, how):
+    run = start(mode)
+    assert run.end() == (code, f"why rank 1 failed\nerror: rank 1 failed ({how})\n")
+    assert "SIGTERM" not in run.events(0)  # it must not save without rank 1
+
+
+def test_workers_die_with_a_killed_launcher(start):
+    run = start("works")
+    run.wait_for("ready")
+    run.process.kill()
+    until(lambda: not any(alive(run.events(rank)) for rank in range(2)))
+    assert [len(run.events(rank)) for rank in range(2)] == [1, 1]  # no SIGTERM, no save
+
+
+def test_a_worker_whose_launcher_died_before_it_asked_ends_itself(start):
+    run = start("late")
+    run.wait_for("ready")
+    run.process.kill()
+    run.wait_for("orphaned")
+    until(lambda: not any(alive(run.events(rank)) for rank in range(2)))
+    assert [run.events(rank)[1:] for rank in range(2)] == [["orphaned"]] * 2
+
+
+# --- main ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calls(monkeypatch, tmp_path) -> Iterator[list]:
+    """What main calls, in a folder of its own, with no GPU and two processes."""
+    calls = []
+    train = SimpleNamespace(preflight=lambda config, world_size: calls.append(("preflight", world_size)))
+    monkeypatch.setitem(sys.modules, "titan_linear.train", train)
+    monkeypatch.setattr(launch, "run_workers", lambda *args: calls.append(args) or 0)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.delenv("NGPU", raising=False)
+    monkeypatch.chdir(tmp_path)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield calls
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def test_main_checks_then_starts_the_workers(calls):
+    argv = ["--parallelism.context_parallel_degree", "2"]
+    assert launch.main(argv) == 0
+    assert calls == [("preflight", 2), ("titan_linear.train", argv, 2)]
+
+
+@pytest.mark.parametrize(
+    "argv, message",
+    [
+        (["--training.step", "3"], "did you mean training.steps?"),
+        (["--parallelism.context_parallel_degree", "3"], "need a multiple of 3 processes, and there are 2"),
+        (["--job.dump_folder", "/dev/null/x"], "job.dump_folder = '/dev/null/x' cannot be written"),
+    ],
+)
+def test_a_mistake_is_a_short_message(calls, capsys, argv, message):
+    assert launch.main(argv) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ") and message in shown and shown.count("\n") == 1
+    assert calls == []
+
+
+def test_preflight_refuses_before_workers_start(calls, capsys, monkeypatch):
+    def refuse(config, world_size):
+        raise ValueError("training.dataset_path = 'x' holds no document")
+
+    monkeypatch.setattr(sys.modules["titan_linear.train"], "preflight", refuse)
+    assert launch.main([]) == 2
+    assert capsys.readouterr().err == "error: training.dataset_path = 'x' holds no document\n"
+    assert calls == []
+
+
+def test_a_folder_in_use_is_refused(calls, capsys):
+    code = "import sys; from titan_linear.rundir import lock_folder; lock = lock_folder('outputs')\n"
+    code += "print('locked', flush=True); sys.stdin.read()"
+    other = subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        assert other.stdout.readline() == b"locked\n"
+        assert launch.main([]) == 2
+        shown = capsys.readouterr().err
+        assert f"job.dump_folder = 'outputs' is in use by another run (process {other.pid} on " in shown
+        with pytest.raises(ValueError, match="in use"):
+            lock_folder("outputs")
+    finally:
+        other.kill()
+        other.communicate()
+    assert launch.main([]) == 0  # the lock went with its process
+    assert Path("outputs/.lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+@pytest.mark.parametrize("asked, gpus, count", [("", 0, 2), ("", 4, 4), ("3", 0, 3), ("2", 4, 2)])
+def test_ngpu(monkeypatch, asked, gpus, count):
+    monkeypatch.setenv("NGPU", asked)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    assert launch.process_count() == count
+
+
+@pytest.mark.parametrize("asked, gpus", [("0", 0), ("x", 0), ("-1", 4), ("1.5", 0), ("5", 4)])
+def test_a_wrong_ngpu_is_refused(monkeypatch, asked, gpus):
+    monkeypatch.setenv("NGPU", asked)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    with pytest.raises(ValueError, match="NGPU = "):
+        launch.process_count()

@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import io
+import json
+import math
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_linear import metrics
+from titan_linear.config import Config, load_config
+from titan_linear.metrics import MetricsLogger, is_logged, peak_memory_gib
+
+ROOT = Path(__file__).parents[1]
+VALUES = {"loss": 2.5, "grad_norm": 0.75, "lr": 1e-3, "memory_gib": 1.5}
+
+
+@pytest.fixture
+def config(tmp_path) -> Config:
+    return configured(tmp_path)
+
+
+def configured(folder: Path, *overrides: str) -> Config:
+    return load_config(
+        [f"--job.dump_folder={folder}", "--training.steps=25", "--metrics.enable_tensorboard=false", *overrides]
+    )
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """The time in seconds, which only a test moves."""
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    return now
+
+
+def lines(config: Config) -> list[dict]:
+    return [json.loads(line) for line in (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_first_every_tenth_and_the_last_step_are_logged(config):
+    assert [step for step in range(1, 26) if is_logged(config, step)] == [1, 10, 20, 25]
+
+
+def test_a_step_is_a_flat_line(config, clock):
+    logger = MetricsLogger(config, out=io.StringIO())
+    clock[0] += 2
+    logger.log(1, tokens=1000, skipped=0, **VALUES)
+    clock[0] += 3
+    logger.log(10, tokens=10000, **VALUES)
+    logger.close()
+    assert lines(config) == [
+        {"step": 1, "tokens": 1000, "tokens_per_second": 500.0, "skipped": 0, **VALUES},
+        {"step": 10, "tokens": 10000, "tokens_per_second": 3000.0, **VALUES},
+    ]
+
+
+def test_time_outside_training_counts_for_no_step(config, clock):
+    logger = MetricsLogger(config, out=io.StringIO())
+    with logger.untimed():
+        clock[0] += 50
+    clock[0] += 2
+    logger.log(1, tokens=1000, **VALUES)
+    assert lines(config)[0]["tokens_per_second"] == 500.0
+
+
+def test_the_console_line(config, clock):
+    out = io.StringIO()
+    logger = MetricsLogger(config, out=out)
+    clock[0] += 10
+    logger.log(1, tokens=123456, **VALUES)
+    logger.log_validation(1, 2.25)
+    first, second = out.getvalue().splitlines()
+    assert re.sub(" +", " ", first) == (
+        "step 1/25 loss 2.5000 grad 0.75 lr 1.00e-03 tok/s 12,346 mem 1.50 GiB eta 4m00s"
+    )
+    assert re.sub(" +", " ", second) == "step 1/25 validation loss 2.2500"
+
+
+@pytest.mark.parametrize("tty, no_colour, coloured", [(True, False, True), (True, True, False), (False, False, False)])
+def test_colours_are_for_terminals(config, monkeypatch, tty, no_colour, coloured):
+    out = io.StringIO()
+    out.isatty = lambda: tty
+    monkeypatch.setenv("NO_COLOR", "1") if no_colour else monkeypatch.delenv("NO_COLOR", raising=False)
+    MetricsLogger(config, out=out).log(1, tokens=1, **VALUES)
+    assert ("\033[" in out.getvalue()) is coloured
+
+
+def test_validation_lines_carry_the_loss(config):
+    MetricsLogger(config, out=io.StringIO()).log_validation(10, 2.25, validation_tokens=64)
+    assert lines(config) == [{"step": 10, "validation_loss": 2.25, "validation_tokens": 64}]
+
+
+@pytest.mark.parametrize("value, text", [(math.nan, "nan"), (math.inf, "inf"), (-math.inf, "-inf")])
+def test_lines_stay_json_when_numbers_are_not_finite(config, value, text):
+    out = io.StringIO()
+    MetricsLogger(config, out=out).log(1, tokens=1, **(VALUES | {"loss": value}))
+    (line,) = (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()
+    parsed = json.loads(line, parse_constant=pytest.fail)
+    assert parsed["loss"] is None and parsed["nonfinite"] == f"loss = {text}"
+    assert f"loss {text}" in out.getvalue()
+
+
+def test_a_resumed_run_cuts_and_appends(config, clock):
+    logger = MetricsLogger(config, out=io.StringIO())
+    for step in (1, 10, 20):
+        clock[0] += 1
+        logger.log(step, tokens=step * 100, **VALUES)
+    clock[0] += 7
+    logger = MetricsLogger(config, start_step=10, start_tokens=1000, out=io.StringIO())
+    clock[0] += 2
+    logger.log(20, tokens=2000, **VALUES)
+    assert [line["step"] for line in lines(config)] == [1, 10, 20]
+    assert lines(config)[-1]["tokens_per_second"] == 500.0
+
+
+def test_tensorboard_shows_each_step_once(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config = configured(tmp_path, "--metrics.enable_tensorboard=true")
+    for start, loss in ((0, 5.0), (10, 4.0)):
+        logger = MetricsLogger(config, start_step=start, out=io.StringIO())
+        for step in (1, 10, 20):
+            if step > start:
+                logger.log(step, tokens=step, **(VALUES | {"loss": loss}))
+        logger.log_validation(20, loss)
+        logger.close()
+    events = EventAccumulator(str(tmp_path / "tb"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 5.0), (10, 5.0), (20, 4.0)]
+    assert [(e.step, e.value) for e in events.Scalars("validation_loss")] == [(20, 4.0)]
+    assert not (tmp_path / "tb" / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_killed_run_keeps_every_line(config):
+    code = """if True:
+        import os, signal, sys
+        from titan_linear.config import load_config
+        from titan_linear.metrics import MetricsLogger
+        logger = MetricsLogger(load_config(sys.argv[1:]))
+        for step in range(1, 4):
+            logger.log(step, loss=1.0, grad_norm=1.0, lr=1.0, tokens=step, memory_gib=1.0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    argv = [f"--job.dump_folder={config.job.dump_folder}", "--metrics.enable_tensorboard=false"]
+    done = subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    assert [line["step"] for line in lines(config)] == [1, 2, 3]
+
+
+def test_durations():
+    shown = [metrics._duration(s) for s in (0, 59.6, 185, 7620, 273600)]
+    assert shown == ["0s", "1m00s", "3m05s", "2h07m", "3d04h"]
+
+
+def test_memory_is_what_this_process_has_had():
+    assert 0.05 < peak_memory_gib() < 100

@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from titan_linear import rundir
+from titan_linear.config import Config, load_config
+from titan_linear.rundir import check_resume, cut_metrics, lock_folder, write_config, write_manifest
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder that holds a run which has logged a step."""
+    folder = tmp_path / "a run"
+    lock_folder(str(folder)).close()
+    write_config(run(folder))
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n')
+    return folder
+
+
+def run(folder: Path, *overrides: str) -> Config:
+    return load_config([f"--job.dump_folder={folder}", *overrides])
+
+
+def test_the_same_run_goes_on(folder):
+    assert check_resume(run(folder)) == []
+
+
+@pytest.mark.parametrize(
+    "override, change",
+    [
+        ("parallelism.context_parallel_degree=2", "parallelism.context_parallel_degree: 1 → 2"),
+        ("training.steps=2000", "training.steps: 1000 → 2000"),
+        ("lr_scheduler.total_steps=2000", "lr_scheduler.total_steps: 0 → 2000"),
+        ("training.local_batch_size=2", "training.local_batch_size: 1 → 2"),
+        ("checkpoint.interval=7", "checkpoint.interval: 500 → 7"),
+        ("metrics.log_freq=1", "metrics.log_freq: 10 → 1"),
+        ("profiling.enable_profiling=true", "profiling.enable_profiling: False → True"),
+        ("comm.train_timeout_seconds=1", "comm.train_timeout_seconds: 100 → 1"),
+    ],
+)
+def test_how_a_run_is_computed_may_change(folder, override, change):
+    assert check_resume(run(folder, f"--{override}", "--job.description=again")) == [change]
+
+
+@pytest.mark.parametrize(
+    "override, change",
+    [
+        ("model.flavor=340M", "model.flavor: 'debug' → '340M'"),
+        ("model.name=kda", "model.name: 'hybrid' → 'kda'"),
+        ("model.tokenizer_path=t.json", "model.tokenizer_path: '' → 't.json'"),
+        ("training.dataset=text", "training.dataset: 'stdlib' → 'text'"),
+        ("training.dataset_path=x", "training.dataset_path: '' → 'x'"),
+        ("training.seq_len=64", "training.seq_len: 2048 → 64"),
+        ("training.global_batch_size=4", "training.global_batch_size: 8 → 4"),
+        ("training.dtype=float64", "training.dtype: 'float32' → 'float64'"),
+        ("optimizer.lr=1", "optimizer.lr: 0.0003 → 1.0"),
+        ("lr_scheduler.decay_type=linear", "lr_scheduler.decay_type: 'cosine' → 'linear'"),
+        ("validation.holdout=0.5", "validation.holdout: 0.01 → 0.5"),
+        ("debug.seed=1", "debug.seed: 0 → 1"),
+    ],
+)
+def test_what_a_run_computes_may_not_change(folder, override, change):
+    with pytest.raises(ValueError) as error:
+        check_resume(run(folder, f"--{override}", "--training.steps=2000"))
+    assert f"\n  {change}\n" in str(error.value) and "another job.dump_folder" in str(error.value)
+    assert "training.steps" not in str(error.value)
+
+
+def test_a_folder_without_a_trained_step_holds_no_run(folder):
+    (folder / "metrics.jsonl").write_text("")
+    assert check_resume(run(folder, "--model.name=kda")) == []
+    (folder / "metrics.jsonl").unlink()
+    assert check_resume(run(folder, "--model.name=kda")) == []
+    (folder / "checkpoint/step-1").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"model.name: 'hybrid' → 'kda'"):
+        check_resume(run(folder, "--model.name=kda"))
+
+
+def test_a_run_without_its_configuration_is_refused(folder):
+    (folder / "config.toml").unlink()
+    with pytest.raises(ValueError, match=r"holds a run without its config.toml"):
+        check_resume(run(folder))
+
+
+def test_checks_write_nothing(folder):
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(ValueError):
+        check_resume(run(folder, "--model.name=kda"))
+    check_resume(run(folder, "--training.steps=2"))
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_the_written_configuration_starts_the_same_run(folder):
+    config = run(folder, "--training.steps=7")
+    write_config(config)
+    again = load_config(["--job.config_file", str(folder / "config.toml")])
+    assert again.model_dump(exclude={"job": {"config_file"}}) == config.model_dump(exclude={"job": {"config_file"}})
+
+
+def test_manifest(folder):
+    write_manifest(
+        run(folder), world_size=2, degrees={"dp_shard": 1, "cp": 2}, implementations={"chunk_kda": "torch"}
+    )  # fmt: skip
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["world_size"] == 2 and manifest["degrees"] == {"dp_shard": 1, "cp": 2}
+    assert manifest["implementations"] == {"chunk_kda": "torch"}
+    assert {"titan_linear", "python", "torch", "triton", "cuda"} == manifest["versions"].keys()
+    assert manifest["hardware"]["cpu"] and isinstance(manifest["hardware"]["gpus"], list)
+    assert sorted(path.name for path in folder.iterdir()) == [".lock", "config.toml", "manifest.json", "metrics.jsonl"]
+
+
+def test_git_commit_of_the_sources_only(tmp_path, monkeypatch):
+    def git(*arguments: str) -> str:
+        identity = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    monkeypatch.setattr(rundir, "__file__", str(package / "rundir.py"))
+    assert rundir._git_commit() is None
+    git("init")
+    git("commit", "--allow-empty", "-m", "other work")
+    assert rundir._git_commit() is None  # a package installed inside another repository
+    git("add", ".")
+    git("commit", "-m", "package")
+    assert rundir._git_commit() == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    (package / "__init__.py").write_text("x = 1")
+    assert rundir._git_commit()["dirty"] is True
+
+
+@pytest.mark.parametrize("torn", ["", '{"step": 5, "los', '{"step": 4, "loss": 1}'])
+def test_metrics_after_the_step_are_cut(folder, torn):
+    lines = [f'{{"step": {step}, "loss": {step}.5}}\n' for step in (1, 2, 2, 3, 4)]
+    (folder / "metrics.jsonl").write_text("".join(lines) + torn)
+    cut_metrics(str(folder), 3)
+    assert (folder / "metrics.jsonl").read_text() == "".join(lines[:4])
+    cut_metrics(str(folder), 0)
+    assert (folder / "metrics.jsonl").read_text() == ""
+
+
+def test_a_torn_line_alone_is_dropped_whatever_its_step(folder):
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2')
+    cut_metrics(str(folder), 9)
+    assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n'
+
+
+def test_a_broken_line_of_metrics_is_named(folder):
+    text = '{"step": 1}\n{"loss": 2}\n{"step": 3}\n'
+    (folder / "metrics.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 2, is not a line of metrics: '{\"loss\": 2}'"):
+        cut_metrics(str(folder), 1)
+    assert (folder / "metrics.jsonl").read_text() == text

@@ -1,0 +1,506 @@
+"""What a run is: a TOML file, `--section.key value` on top, checked strictly.
+
+    config = load_config(["--job.config_file", "train_configs/debug.toml", "--training.steps", "100"])
+    check_config(config, world_size=2)
+
+Sections and keys are those of TorchTitan v0.2 wherever the same thing exists. TOML has no null: where a key
+may be absent, the empty string or the number named in its description stands for that. The descriptions below
+are what `--help` prints.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import math
+import sys
+from typing import Any, Literal, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Job(_Strict):
+    """The run and its folder."""
+
+    config_file: str = ""
+    """TOML file to read; command-line keys override it. Not a key of the file itself."""
+    dump_folder: str = Field("outputs", min_length=1)
+    """Folder of the run. The same command in the same folder goes on from its newest whole checkpoint."""
+    description: str = ""
+    """Free text, kept with the run."""
+
+
+class Model(_Strict):
+    """The network and its tokenizer."""
+
+    name: Literal["hybrid", "kda", "gdn"] = "hybrid"
+    """Family: linear layers of KDA or GDN only, or a pattern of both with softmax attention."""
+    flavor: str = Field("debug", min_length=1)
+    """Preset of the family: debug, 340M, 1.3B, ..."""
+    tokenizer_path: str = ""
+    """A Hugging Face tokenizer.json, or the folder that holds it; empty: bytes are tokens."""
+    impl: Literal["auto", "torch", "triton"] = "auto"
+    """Implementation of the ops; auto takes the fastest that supports the device, and says which."""
+
+
+class Training(_Strict):
+    """The data, the batch and the numbers."""
+
+    dataset: Literal["stdlib", "text", "jsonl", "parquet", "tokens"] = "stdlib"
+    """Source of the documents: Python's own standard library, text files, JSON lines, parquet, or token files."""
+    dataset_path: str = ""
+    """File, folder or glob of the corpus; every dataset but stdlib needs it."""
+    dataset_text_field: str = Field("text", min_length=1)
+    """Field (jsonl) or column (parquet) that holds a document's text."""
+    seq_len: int = Field(2048, ge=1)
+    """Tokens of one packed stream, over all context-parallel ranks."""
+    local_batch_size: int = Field(1, ge=1)
+    """Streams of one micro-step on one data-parallel rank."""
+    global_batch_size: int = Field(8, ge=1)
+    """Streams of one optimizer step; gradients are accumulated up to it."""
+    steps: int = Field(1000, ge=1)
+    """Optimizer steps of the run."""
+    max_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this global 2-norm."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Type of parameters and optimizer states. float64 is for proofs on the CPU."""
+    mixed_precision_param: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
+    """Type of compute. auto: float64 with training.dtype float64, else bfloat16 on CUDA and float32 on the CPU."""
+    mixed_precision_reduce: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
+    """Type of gradient reductions. auto: float64 with training.dtype float64, else float32."""
+    loss_chunk_size: int = Field(2048, ge=1)
+    """Tokens whose logits exist at once, in the head and the loss."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """A non-finite loss or gradient stops the run, or its step is skipped and counted. It never reaches the weights."""
+    num_workers: int = Field(0, ge=0)
+    """Processes that load data on each rank; 0 loads in the training process."""
+
+
+class Optimizer(_Strict):
+    """The optimizer."""
+
+    name: Literal["AdamW"] = "AdamW"
+    """Optimizer."""
+    lr: float = Field(3e-4, gt=0)
+    """Peak learning rate."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decay of weight matrices; norms, biases, A_log and dt_bias have none."""
+
+
+class LRScheduler(_Strict):
+    """The learning rate over the steps: warmup, then constant, then decay."""
+
+    warmup_steps: int = Field(100, ge=0)
+    """Steps over which the rate rises linearly from 0 to optimizer.lr; a shorter run ends while it rises."""
+    total_steps: int = Field(0, ge=0)
+    """Step at which the decay ends; 0: training.steps."""
+    decay_ratio: float = Field(1.0, ge=0, le=1)
+    """Share of the total steps that decay, at the end, but never more than warmup leaves. 1: all after warmup."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
+    """Shape of the decay."""
+    min_lr_factor: float = Field(0.1, ge=0, le=1)
+    """The rate at the end of the decay, as a share of optimizer.lr."""
+
+
+class Parallelism(_Strict):
+    """How the ranks share the work. The degrees multiply to the number of processes."""
+
+    data_parallel_replicate_degree: int = Field(1, ge=1)
+    """Replicas of the sharded model (HSDP)."""
+    data_parallel_shard_degree: int = Field(-1, ge=-1)
+    """Ranks that share parameters and take different streams (FSDP); -1: the ranks that are left."""
+    context_parallel_degree: int = Field(1, ge=1)
+    """Ranks that share one stream."""
+    context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
+    """One run of tokens per rank, or two mirrored ones, which balance causal attention."""
+    context_parallel_method: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
+    """Exchange of the softmax layers."""
+    context_parallel_linear_method: Literal["kcp", "ulysses"] = "kcp"
+    """Exchange of the linear layers: states of the recurrence (KCP), or all-to-all over heads."""
+
+
+class Checkpoint(_Strict):
+    """Saving and going on."""
+
+    enable: bool = True
+    """Save, and go on from what is saved."""
+    folder: str = Field("checkpoint", min_length=1)
+    """Folder of the checkpoints, inside job.dump_folder."""
+    interval: int = Field(500, ge=1)
+    """Steps between saves; the last step is always saved."""
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """Write while training goes on, or before it does."""
+    keep_latest_k: int = Field(10, ge=0)
+    """Older checkpoints than the latest k are removed; 0 keeps all."""
+    load_step: int = Field(-1, ge=-1)
+    """Step to go on from; -1: the newest whole checkpoint."""
+    initial_load_path: str = ""
+    """Checkpoint whose weights start a run that has none of its own."""
+    last_save_model_only: bool = False
+    """The last save holds the weights only: smaller, but the run cannot be continued from it."""
+
+
+class ActivationCheckpoint(_Strict):
+    """Memory against time."""
+
+    mode: Literal["none", "full"] = "none"
+    """full: keep only the input of each layer and compute the layer again in backward."""
+
+
+class Metrics(_Strict):
+    """What a run reports."""
+
+    log_freq: int = Field(10, ge=1)
+    """Steps between reports; the first step is always reported."""
+    enable_tensorboard: bool = True
+    """Write TensorBoard events to tb/ in job.dump_folder."""
+
+
+class Profiling(_Strict):
+    """Traces of the PyTorch profiler."""
+
+    enable_profiling: bool = False
+    """Record traces."""
+    save_traces_folder: str = Field("profile_traces", min_length=1)
+    """Folder of the traces, inside job.dump_folder."""
+    profile_freq: int = Field(10, ge=1)
+    """Steps between traces."""
+
+
+class Validation(_Strict):
+    """Loss on documents that are not trained on."""
+
+    enable: bool = False
+    """Validate during training."""
+    dataset_path: str = ""
+    """Corpus to validate on, of the kind training.dataset; empty: documents held out of the training corpus."""
+    holdout: float = Field(0.01, ge=0, lt=1)
+    """Share of the training corpus's documents to hold out when validating without validation.dataset_path."""
+    freq: int = Field(100, ge=1)
+    """Training steps between validations; the last step is always validated."""
+    steps: int = Field(-1, ge=-1)
+    """Batches of a validation; -1: all held-out documents."""
+    local_batch_size: int = Field(1, ge=1)
+    """Streams of one validation batch on one data-parallel rank."""
+
+
+class Sample(_Strict):
+    """Text generated by the trained weights when the run ends."""
+
+    prompt: str = "def "
+    """What the sample begins with."""
+    max_new_tokens: int = Field(0, ge=0)
+    """Length of the sample; 0: none."""
+    temperature: float = Field(0.8, ge=0)
+    """Temperature of sampling; 0: always the likeliest token."""
+
+
+class Comm(_Strict):
+    """Collective communication."""
+
+    init_timeout_seconds: int = Field(300, ge=1)
+    """Timeout until the first step is done."""
+    train_timeout_seconds: int = Field(100, ge=1)
+    """Timeout after the first step."""
+
+
+class Debug(_Strict):
+    """Randomness."""
+
+    seed: int = Field(0, ge=0)
+    """Seed of weights, data order and sampling."""
+    deterministic: bool = False
+    """Use deterministic algorithms only."""
+
+
+class Config(_Strict):
+    """A whole run."""
+
+    job: Job = Job()
+    model: Model = Model()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    parallelism: Parallelism = Parallelism()
+    checkpoint: Checkpoint = Checkpoint()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    metrics: Metrics = Metrics()
+    profiling: Profiling = Profiling()
+    validation: Validation = Validation()
+    sample: Sample = Sample()
+    comm: Comm = Comm()
+    debug: Debug = Debug()
+
+
+SECTIONS: dict[str, type[_Strict]] = {name: field.annotation for name, field in Config.model_fields.items()}
+KEYS = {f"{section}.{key}": field for section, cls in SECTIONS.items() for key, field in cls.model_fields.items()}
+
+
+# --- Reading ---------------------------------------------------------------------------------------------------------
+
+
+def load_config(argv: list[str]) -> Config:
+    """The run that `argv` (without the program's name) asks for, with every "auto" of its types resolved.
+
+    Raises:
+        ValueError: an unreadable file, an unknown key, a value of another type or out of range.
+        SystemExit: after `--help`.
+    """
+    overrides = _read_command_line(argv)
+    _validate(overrides, "command line")
+    tables: dict[str, Any] = {}
+    if path := overrides.get("job", {}).get("config_file"):
+        tables = _read_toml(path)
+        _validate(tables, path)
+        if "config_file" in tables.get("job", {}):
+            raise ValueError(f"{path}: job.config_file belongs on the command line; remove it from the file")
+    merged = {name: tables.get(name, {}) | overrides.get(name, {}) for name in SECTIONS}
+    return _resolve(_validate(merged, "configuration"))
+
+
+def config_to_toml(config: Config) -> str:
+    """TOML that starts the same run; `job.config_file` is left out, as it names where a run came from."""
+    tables = []
+    for section, values in config.model_dump(exclude={"job": {"config_file"}}).items():
+        lines = [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+        tables.append("\n".join([f"[{section}]", *lines]))
+    return "\n\n".join(tables) + "\n"
+
+
+def _toml_value(value: bool | int | float | str) -> str:
+    """bool, int, float and str are written in JSON as in TOML, but for the escape of DEL."""
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ValueError(f"job.config_file = {path!r} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # malformed TOML or UTF-8
+        raise ValueError(f"{path} is not TOML: {error}") from None
+
+
+def _read_command_line(argv: list[str]) -> dict[str, dict[str, Any]]:
+    """{section: {key: value}} of the keys given."""
+    try:
+        given, unknown = _parser().parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise ValueError(f"command line: {error.argument_name}: {error.message}") from None
+    if unknown:
+        key = unknown[0].partition("=")[0].removeprefix("--")
+        raise ValueError(f"command line: {unknown[0]} is not a key{_nearest(key)}")
+    tables: dict[str, dict[str, Any]] = {}
+    for dotted, text in vars(given).items():
+        section, key = dotted.split(".")
+        tables.setdefault(section, {})[key] = _typed(text, KEYS[dotted].annotation)
+    return tables
+
+
+def _typed(text: str, annotation: type) -> bool | int | float | str:
+    """The value that `text` spells, as strictly as TOML would; text that spells none stays for validation to refuse."""
+    if annotation is bool:
+        return {"true": True, "false": False}.get(text, text)
+    if annotation in (int, float):
+        try:
+            return annotation(text)
+        except ValueError:
+            return text
+    return text
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="run_train.sh", usage="%(prog)s [--section.key value ...]", argument_default=argparse.SUPPRESS,
+        description="Train a linear-attention or hybrid language model.", allow_abbrev=False, exit_on_error=False,
+    )  # fmt: skip
+    for section, cls in SECTIONS.items():
+        group = parser.add_argument_group(f"[{section}]", cls.__doc__)
+        for key, field in cls.model_fields.items():
+            text = f"{field.description} (default: {_toml_value(field.default)})".replace("%", "%%")
+            group.add_argument(f"--{section}.{key}", metavar=_type_name(field.annotation), help=text)
+    return parser
+
+
+def _type_name(annotation: type) -> str:
+    if annotation is bool:
+        return "{true,false}"
+    choices = get_args(annotation)
+    return f"{{{','.join(choices)}}}" if choices else annotation.__name__.upper()
+
+
+def _validate(tables: dict[str, Any], source: str) -> Config:
+    try:
+        return Config.model_validate(tables)
+    except ValidationError as invalid:
+        raise ValueError("\n".join(f"{source}: {_explain(error)}" for error in invalid.errors())) from None
+
+
+def _explain(error: Any) -> str:
+    """One pydantic error in our words: the key, the value, what would be right."""
+    key, value = ".".join(map(str, error["loc"])), error["input"]
+    if error["type"] == "extra_forbidden":
+        return f"{key} is not a {'key' if '.' in key else 'section'}{_nearest(key)}"
+    if error["type"] == "model_type":
+        return f"{key} = {value!r} must be a section, [{key}]"
+    if error["type"] == "bool_type":
+        return f"{key} = {value!r} must be true or false"
+    return f"{key} = {value!r} must {error['msg'].partition(' should ')[2] or error['msg']}"
+
+
+def _nearest(key: str) -> str:
+    """A suggestion for an unknown key or section: the same name elsewhere, or the most alike."""
+    namesakes = [dotted for dotted in KEYS if dotted.endswith("." + key.rpartition(".")[2])]
+    sure = len(namesakes) == 1 or (namesakes and "." not in key)
+    near = difflib.get_close_matches(key, namesakes or [*KEYS, *SECTIONS], n=1, cutoff=0.0 if sure else 0.6)
+    return f"; did you mean {near[0]}?" if near else "; --help lists all keys"
+
+
+# --- Meaning ---------------------------------------------------------------------------------------------------------
+
+
+def _resolve(config: Config) -> Config:
+    """Fill in the types that depend on the device, so that the saved configuration says what was computed."""
+    training, auto = config.training, {}
+    wide = training.dtype == "float64"
+    if training.mixed_precision_param == "auto":
+        auto["mixed_precision_param"] = "float64" if wide else "bfloat16" if _on_cuda() else "float32"
+    if training.mixed_precision_reduce == "auto":
+        auto["mixed_precision_reduce"] = "float64" if wide else "float32"
+    return config.model_copy(update={"training": training.model_copy(update=auto)})
+
+
+def _on_cuda() -> bool:
+    import torch  # slow to import; --help and typing errors do without
+
+    return torch.cuda.is_available()
+
+
+def data_parallel_degrees(config: Config, world_size: int) -> tuple[int, int]:
+    """(replicate, shard) with -1 replaced by the ranks that are left.
+
+    Raises:
+        ValueError: degrees that do not multiply to `world_size`.
+    """
+    p = config.parallelism
+    replicate, shard, cp = p.data_parallel_replicate_degree, p.data_parallel_shard_degree, p.context_parallel_degree
+    if shard == -1:
+        shard = world_size // (replicate * cp)
+    if shard < 1 or replicate * shard * cp != world_size:
+        fixed = replicate * cp * max(p.data_parallel_shard_degree, 1)
+        right = f"a multiple of {fixed}" if p.data_parallel_shard_degree == -1 else str(fixed)
+        raise ValueError(
+            f"parallelism: data_parallel_replicate_degree = {replicate}, data_parallel_shard_degree = "
+            f"{p.data_parallel_shard_degree}, context_parallel_degree = {cp} need {right} processes, and there are "
+            f"{world_size}; change a degree, or the number of processes (NGPU)"
+        )
+    return replicate, shard
+
+
+def check_config(config: Config, world_size: int) -> None:
+    """Refuse what cannot run on `world_size` processes, or what contradicts itself.
+
+    Raises:
+        ValueError: naming the keys, their values, and what would be right.
+    """
+    replicate, shard = data_parallel_degrees(config, world_size)
+    _check_batch(config, replicate * shard)
+    _check_schedule(config)
+    _check_types(config.training)
+    _check_data(config)
+    _check_checkpoint(config.checkpoint)
+
+
+def _check_batch(config: Config, dp: int) -> None:
+    t, p = config.training, config.parallelism
+    blocks = p.context_parallel_degree * (2 if p.context_parallel_layout == "zigzag" else 1)
+    if t.seq_len % blocks:
+        raise ValueError(
+            f"training.seq_len = {t.seq_len} cannot be cut into {blocks} equal blocks (context_parallel_degree = "
+            f"{p.context_parallel_degree}, context_parallel_layout = {p.context_parallel_layout!r}); use a multiple of "
+            f"{blocks}, for example {math.ceil(t.seq_len / blocks) * blocks}"
+        )
+    if t.global_batch_size % (dp * t.local_batch_size):
+        raise ValueError(
+            f"training.global_batch_size = {t.global_batch_size} is not a multiple of training.local_batch_size × "
+            f"data-parallel ranks = {t.local_batch_size} × {dp} = {t.local_batch_size * dp}; change one of them"
+        )
+
+
+def _check_schedule(config: Config) -> None:
+    s, steps = config.lr_scheduler, config.training.steps
+    if s.total_steps and s.total_steps < steps:
+        raise ValueError(
+            f"lr_scheduler.total_steps = {s.total_steps} is less than training.steps = {steps}; use at least {steps}, "
+            "or 0 to follow training.steps"
+        )
+
+
+def _check_types(t: Training) -> None:
+    types = (t.dtype, t.mixed_precision_param, t.mixed_precision_reduce)
+    if "float64" in types and set(types) - {"float64", "auto"}:
+        raise ValueError(
+            f"training.dtype = {types[0]!r}, mixed_precision_param = {types[1]!r}, mixed_precision_reduce = "
+            f"{types[2]!r}: float64 is for all three or for none"
+        )
+    if t.dtype == "float64" and _on_cuda():
+        raise ValueError(
+            "training.dtype = 'float64' runs on the CPU only; hide the GPUs with CUDA_VISIBLE_DEVICES= or use float32"
+        )
+
+
+def _check_data(config: Config) -> None:
+    t, v = config.training, config.validation
+    if t.dataset == "stdlib" and t.dataset_path:
+        raise ValueError(
+            f"training.dataset_path = {t.dataset_path!r} is not used by training.dataset = 'stdlib'; remove it, or set "
+            "training.dataset to its kind: text, jsonl, parquet or tokens"
+        )
+    if t.dataset != "stdlib" and not t.dataset_path:
+        raise ValueError(f"training.dataset = {t.dataset!r} needs training.dataset_path: a file, folder or glob")
+    if v.enable and v.dataset_path and t.dataset == "stdlib":
+        raise ValueError(
+            f"validation.dataset_path = {v.dataset_path!r} is not used by training.dataset = 'stdlib'; remove it to "
+            "validate on held-out documents"
+        )
+    if v.enable and not v.dataset_path and v.holdout == 0:
+        raise ValueError(
+            "validation.enable = true has nothing to validate on; set validation.holdout above 0, or "
+            "validation.dataset_path"
+        )
+    if v.steps == 0:
+        raise ValueError("validation.steps = 0 validates nothing; use -1 for all, or validation.enable = false")
+
+
+def _check_checkpoint(c: Checkpoint) -> None:
+    if c.enable:
+        return
+    for key, asked in (
+        ("load_step", c.load_step != -1),
+        ("initial_load_path", c.initial_load_path != ""),
+        ("last_save_model_only", c.last_save_model_only),
+    ):
+        if asked:
+            raise ValueError(
+                f"checkpoint.{key} = {getattr(c, key)!r} has no effect with checkpoint.enable = false; set "
+                f"checkpoint.enable = true, or remove checkpoint.{key}"
+            )

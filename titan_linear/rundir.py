@@ -1,0 +1,208 @@
+"""The folder of a run, `job.dump_folder`: its lock, its configuration, its manifest, its metrics.
+
+    config.toml      resolved; starts the same run again
+    manifest.json    what the run was made with: versions, commit, hardware, world, implementations
+    metrics.jsonl    a line per logged step
+    tb/              the same for TensorBoard
+    checkpoint/      step-N/
+
+Nothing is written but the lock before everything has been checked. Rank 0 alone writes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import socket
+import subprocess
+from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
+from typing import Any, TextIO
+
+from titan_linear import __version__
+from titan_linear.config import Config, config_to_toml, load_config
+
+CONFIG, MANIFEST, METRICS, LOCK = "config.toml", "manifest.json", "metrics.jsonl", ".lock"
+
+# What may change when a run goes on: how it is computed, saved and shown, and how long it is. The rest decides what
+# the steps so far have computed.
+MAY_CHANGE = (
+    "job.", "parallelism.", "checkpoint.", "activation_checkpoint.", "metrics.", "profiling.", "sample.", "comm.",
+    "model.impl", "training.steps", "training.local_batch_size", "training.loss_chunk_size", "training.on_nonfinite",
+    "training.num_workers", "lr_scheduler.total_steps", "validation.freq", "validation.steps",
+    "validation.local_batch_size", "debug.deterministic",
+)  # fmt: skip
+
+
+def lock_folder(folder: str) -> TextIO:
+    """Make the folder and lock it until the returned file is closed or this process ends, however it ends.
+
+    The lock is POSIX's: it belongs to the process, not to its children, and works on shared file systems.
+
+    Raises:
+        ValueError: another run holds the folder, or it cannot be written.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        file = open(Path(folder) / LOCK, "a+")  # noqa: SIM115 (the caller keeps it open)
+    except OSError as error:
+        raise ValueError(f"job.dump_folder = {folder!r} cannot be written: {error.strerror}") from None
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # POSIX allows either
+        file.seek(0)
+        holder = file.read().strip()
+        file.close()
+        raise ValueError(
+            f"job.dump_folder = {folder!r} is in use by another run ({holder}); wait for it, stop it, or use another "
+            "folder"
+        ) from None
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+    file.flush()
+    return file
+
+
+def check_resume(config: Config) -> list[str]:
+    """Compare with the run that the folder holds; the changes, "key: old → new", for saying them.
+
+    A folder in which nothing was trained yet holds no run.
+
+    Raises:
+        ValueError: a change of what the steps so far have computed, named with its old and new value.
+    """
+    folder = Path(config.job.dump_folder)
+    if not _has_trained(folder):
+        return []
+    if not (folder / CONFIG).exists():
+        raise ValueError(f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder")
+    stored = _flat(load_config(["--job.config_file", str(folder / CONFIG)]))
+    changes = {key: (stored[key], new) for key, new in _flat(config).items() if stored[key] != new}
+    refused = {key: change for key, change in changes.items() if not key.startswith(MAY_CHANGE)}
+    if refused:
+        lines = "\n".join(f"  {key}: {old!r} → {new!r}" for key, (old, new) in refused.items())
+        raise ValueError(
+            f"job.dump_folder = '{folder}' holds a run that cannot go on with other values of\n{lines}\n"
+            "restore them, or start a new run in another job.dump_folder"
+        )
+    return [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if not key.startswith("job.")]
+
+
+def _has_trained(folder: Path) -> bool:
+    metrics = folder / METRICS
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(folder.rglob("step-*"))
+
+
+def _flat(config: Config) -> dict[str, Any]:
+    return {f"{section}.{key}": v for section, keys in config.model_dump().items() for key, v in keys.items()}
+
+
+def write_config(config: Config) -> None:
+    """Write config.toml."""
+    _replace(Path(config.job.dump_folder) / CONFIG, config_to_toml(config))
+
+
+def write_manifest(
+    config: Config, *, world_size: int, degrees: Mapping[str, int], implementations: Mapping[str, str]
+) -> None:
+    """Write manifest.json: what this start of the run is made with.
+
+    Args:
+        degrees: sizes of the mesh's dimensions, {"dp_replicate": 1, "dp_shard": 2, ...}.
+        implementations: the implementation chosen for each op, {"chunk_kda": "triton", ...}.
+    """
+    manifest = {
+        "versions": _versions(),
+        "git": _git_commit(),
+        "hardware": _hardware(),
+        "world_size": world_size,
+        "degrees": dict(degrees),
+        "implementations": dict(implementations),
+    }
+    _replace(Path(config.job.dump_folder) / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+
+
+def _versions() -> dict[str, str | None]:
+    import torch
+
+    return {
+        "titan_linear": __version__,
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "triton": _version_of("triton"),
+        "cuda": torch.version.cuda,
+    }
+
+
+def _version_of(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _hardware() -> dict[str, Any]:
+    import torch
+
+    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+    return {"host": socket.gethostname(), "cpu": _cpu_name(), "cores": os.cpu_count(), "gpus": gpus}
+
+
+def _cpu_name() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def _git_commit() -> dict[str, Any] | None:
+    """The commit of this source tree, and whether it has changes; None for an installed package or without git."""
+    package = Path(__file__).parent
+    if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
+        return None
+    commit = _git(package, "rev-parse", "HEAD")
+    return commit and {"commit": commit, "dirty": bool(_git(package, "status", "--porcelain"))}
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):  # no git here, or no repository
+        return None
+    return done.stdout.strip()
+
+
+def cut_metrics(folder: str, step: int) -> None:
+    """Drop the lines of metrics.jsonl after `step`, and a last line that was torn while it was written.
+
+    Raises:
+        ValueError: a line before the last is not a line of metrics.
+    """
+    path = Path(folder) / METRICS
+    if not path.exists():
+        return
+    text = path.read_text(encoding="utf-8")
+    *lines, _torn = text.split("\n")  # a whole line ends in \n
+    kept = "".join(f"{line}\n" for number, line in enumerate(lines, 1) if _step(path, number, line) <= step)
+    if kept != text:
+        _replace(path, kept)
+
+
+def _step(path: Path, number: int, line: str) -> int:
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path}, line {number}, is not a line of metrics: {line[:80]!r}; repair or move it") from None
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a whole file at once: a reader sees the old one or the new one."""
+    temporary = path.with_name(f".{path.name}.new")
+    with open(temporary, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
