@@ -51,7 +51,7 @@ _FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
 _REMEDY = "If this is a token cache, delete its folder and the next start writes it again; else restore it from a copy"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Corpus:
     """An open corpus. Its arrays are memory-mapped; pickled, it travels as its path."""
 
@@ -133,18 +133,16 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "titan_linear"
 
 
-def write_corpus(
-    folder: Path, documents: Iterable[np.ndarray], tokenizer: Tokenizer, *, source: dict[str, Any] | None = None
-) -> None:
+def write_corpus(folder: Path, documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> None:
     """Writes a corpus from documents that are tokens, each [n] integers with its eos if it is to have one.
 
-    source: noted in corpus.json, as it is when the last document has been taken.
     ValueError: the folder exists, there is no document, a document is empty or has an id outside the vocabulary.
     """
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         if folder.exists():
             raise ValueError(f"{folder} exists already: choose another folder, or delete it first")
-        _write_corpus(folder, documents, tokenizer, source)
+        _write_corpus(folder, documents, tokenizer, source=None)
 
 
 def load_corpus(folder: Path) -> Corpus:
@@ -186,9 +184,12 @@ def verify_corpus(corpus: Corpus) -> None:
 
 
 def _cache_key(dataset: str, files: list[Path], text_field: str, tokenizer: Tokenizer) -> str:
-    stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+    try:
+        stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+    except OSError as error:
+        raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from error
     field = text_field if dataset in ("jsonl", "parquet") else None
-    key = json.dumps([FORMAT, dataset, field, tokenizer.fingerprint, tokenizer.eos_id, stats])
+    key = json.dumps([FORMAT, dataset, field, tokenizer.fingerprint, stats])
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
@@ -202,7 +203,6 @@ def _build_cache(
     with _locked(folder):
         if folder.exists():  # another process wrote it while this one waited
             return
-        shutil.rmtree(folder.with_name(folder.name + ".tmp"), ignore_errors=True)  # of a writer that was killed
         source = {"dataset": dataset, "files": len(files), "skipped_empty": 0}
         documents = _tokenised(dataset, files, text_field, tokenizer, source, show_progress)
         _write_corpus(folder, documents, tokenizer, source)
@@ -214,7 +214,7 @@ def _tokenised(
 ) -> Iterator[np.ndarray]:
     """Each document's tokens, [n] int64 with eos. Counts empty files in source["skipped_empty"]."""
     key, found = _cache_key(dataset, files, text_field, tokenizer), False
-    eos = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    eos = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype=np.int64)
     total = sum(file.stat().st_size for file in files)
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"tokenising {dataset}", disable=not show_progress) as bar:
         for batch in _batches(read_documents(dataset, files, text_field)):
@@ -222,13 +222,15 @@ def _tokenised(
                 bar.update(document.size)
                 if len(tokens):
                     found = True
-                    yield np.append(tokens, eos).astype(np.int64)
+                    yield np.concatenate([tokens, eos])
                 elif dataset in ("jsonl", "parquet"):
                     raise ValueError(f"{document.origin}: {text_field!r} has no tokens; drop it or give it text")
                 else:
                     source["skipped_empty"] += 1
     if not found:
-        raise ValueError(f"training.dataset = {dataset!r} has no text: {len(files)} files, all empty ({files[:1]} …)")
+        raise ValueError(
+            f"training.dataset = {dataset!r} has no text: {len(files)} files, all empty (first: {files[0]})"
+        )
     if key != _cache_key(dataset, files, text_field, tokenizer):
         raise ValueError(f"files of training.dataset = {dataset!r} changed while they were read; start again")
 
@@ -275,7 +277,9 @@ def _locked(folder: Path) -> Iterator[None]:
 def _write_corpus(
     folder: Path, documents: Iterable[np.ndarray], tokenizer: Tokenizer, source: dict[str, Any] | None
 ) -> None:
+    """Writes `<folder>.tmp` whole, then renames it. source: noted as it is once the last document has been taken."""
     temporary = folder.with_name(folder.name + ".tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a writer that was killed: the caller holds the lock
     temporary.mkdir(parents=True)
     try:
         content = _write_arrays(temporary, documents, tokenizer.vocab_size)
@@ -304,9 +308,7 @@ def _write_arrays(folder: Path, documents: Iterable[np.ndarray], vocab_size: int
             if not ids.size:
                 raise ValueError(f"document {num_documents} has no tokens")
             if ids.min() < 0 or ids.max() >= vocab_size:
-                raise ValueError(
-                    f"document {num_documents} has token {ids.max()} outside the vocabulary of {vocab_size}"
-                )
+                raise ValueError(f"document {num_documents} has tokens outside the vocabulary, 0 to {vocab_size - 1}")
             data = ids.astype(dtype).tobytes()
             digest = hashlib.blake2b(data, digest_size=8).digest()
             num_documents, num_tokens = num_documents + 1, num_tokens + ids.size

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,9 +16,9 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titan_linear.data.packing import PackedStreams, Stream
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Batch:
-    """L streams of one micro-step of one data-parallel rank, laid end to end; context parallelism has not cut it yet."""
+    """L streams of one micro-step of one data-parallel rank, end to end; context parallelism has not cut it yet."""
 
     tokens: torch.Tensor  # [1, L·T] int64
     labels: torch.Tensor  # [1, L·T] int64, −100 where there is nothing to predict
@@ -79,10 +80,13 @@ class StreamLoader(StatefulDataLoader):
         self._global_batch_size = global_batch_size
         self._micro_steps = global_batch_size // micro_batches.per_micro_step
         self._order = _From(0)
-        # A generator of its own: the base class would draw the workers' seeds from torch's global one.
-        super().__init__(
-            micro_batches, batch_size=None, sampler=self._order, num_workers=num_workers, generator=torch.Generator()
-        )
+        with warnings.catch_warnings():  # torchdata calls something that torch deprecates
+            warnings.filterwarnings("ignore", message=".*set_vital.*")
+            # A generator of its own: the base class would draw the workers' seeds from torch's global one.
+            generator = torch.Generator()
+            super().__init__(
+                micro_batches, batch_size=None, sampler=self._order, num_workers=num_workers, generator=generator
+            )
 
     @property
     def cursor(self) -> int:

@@ -20,7 +20,7 @@ from titan_linear.data.cache import Corpus
 IGNORE = -100  # the label that cross-entropy leaves out
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Stream:
     """T tokens of packed documents. A document cut by the stream's edge is, in the next stream, a document anew."""
 
