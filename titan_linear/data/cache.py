@@ -228,9 +228,7 @@ def _tokenised(
                 else:
                     source["skipped_empty"] += 1
     if not found:
-        raise ValueError(
-            f"training.dataset = {dataset!r} has no text: {len(files)} files, all empty (first: {files[0]})"
-        )
+        raise ValueError(f"training.dataset = {dataset!r} has no text: {len(files)} files, all empty ({files[0]}, …)")
     if key != _cache_key(dataset, files, text_field, tokenizer):
         raise ValueError(f"files of training.dataset = {dataset!r} changed while they were read; start again")
 
@@ -290,6 +288,7 @@ def _write_corpus(
         with (temporary / "corpus.json").open("w") as file:
             json.dump(info, file, indent=1)
             _sync(file)
+        _sync_folder(temporary)
         os.rename(temporary, folder)
         _sync_folder(folder.parent)
     except BaseException:  # a full disk or Ctrl-C: leave no half corpus to fill the disk
