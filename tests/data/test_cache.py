@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.data.conftest import random_documents
+from titan_linear.data import ByteTokenizer, load_corpus, open_corpus, verify_corpus, write_corpus
+
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def lines(tmp_path: Path) -> Path:
+    """3000 documents: three batches of the tokenizer."""
+    file = tmp_path / "lines.jsonl"
+    file.write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(3000)))
+    return file
+
+
+class SlowTokenizer(ByteTokenizer):
+    """Notes who tokenises, slowly enough that processes meet; dies at the batch `die_at`."""
+
+    def __init__(self, log: Path, delay: float = 0, die_at: int | None = None):
+        self.log, self.delay, self.die_at, self.batches = log, delay, die_at, 0
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        if self.batches == self.die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.batches += 1
+        with self.log.open("a") as log:
+            log.write(f"{os.getpid()}\n")
+        time.sleep(self.delay)
+        return super().encode_batch(texts)
+
+
+def _open(file: Path, cache_dir: Path, tokenizer: ByteTokenizer, results: multiprocessing.Queue) -> None:
+    corpus = open_corpus("jsonl", str(file), tokenizer, cache_dir=cache_dir)
+    verify_corpus(corpus)
+    results.put((corpus.fingerprint, corpus.num_documents))
+
+
+def test_processes_that_start_together_write_once(lines: Path, tmp_path: Path):
+    log, results = tmp_path / "log", FORK.Queue()
+    processes = [
+        FORK.Process(target=_open, args=(lines, tmp_path / "cache", SlowTokenizer(log, 0.1), results)) for _ in range(3)
+    ]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=60) for _ in processes]
+    assert len(set(found)) == 1 and found[0][1] == 3000
+    assert len(log.read_text().split()) == 3 and len(set(log.read_text().split())) == 1  # one process, three batches
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+
+
+def test_killed_while_writing(lines: Path, tmp_path: Path):
+    cache, results = tmp_path / "cache", FORK.Queue()
+    process = FORK.Process(target=_open, args=(lines, cache, SlowTokenizer(tmp_path / "log", die_at=2), results))
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
+    assert sorted(path.suffix for path in cache.iterdir()) == [".lock", ".tmp"]  # nothing that could be opened
+    corpus = open_corpus("jsonl", str(lines), ByteTokenizer(), cache_dir=cache)
+    verify_corpus(corpus)
+    assert corpus.num_documents == 3000
+    assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"]  # the remains are gone
+
+
+def test_reused_until_something_changes(lines: Path, tmp_path: Path):
+    log = tmp_path / "log"
+
+    def batches(path: Path = lines, fingerprint: str = "slow") -> int:
+        tokenizer = SlowTokenizer(log)
+        tokenizer.fingerprint = fingerprint
+        open_corpus("jsonl", str(path), tokenizer, cache_dir=tmp_path / "cache")
+        return tokenizer.batches
+
+    assert (batches(), batches()) == (3, 0)
+    assert (batches(fingerprint="other"), batches(fingerprint="other")) == (3, 0)
+    content = lines.read_text()
+    lines.write_text(content.replace("line 7", "LINE 7"))  # the same size
+    os.utime(lines, ns=(0, 1))
+    assert batches() == 3
+
+
+def test_content_identifies_a_corpus(lines: Path, tmp_path: Path):
+    def fingerprint(path: Path) -> str:
+        return open_corpus("jsonl", str(path), ByteTokenizer(), cache_dir=tmp_path / "cache").fingerprint
+
+    before = fingerprint(lines)
+    moved = lines.rename(tmp_path / "moved.jsonl")
+    assert fingerprint(moved) == before
+    text = moved.read_text().splitlines(keepends=True)
+    moved.write_text("".join([text[1], text[0], *text[2:]]))
+    assert fingerprint(moved) != before
+
+
+def test_changed_while_read(lines: Path, tmp_path: Path):
+    class Meddler(ByteTokenizer):
+        def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+            os.utime(lines, ns=(0, 0))
+            return super().encode_batch(texts)
+
+    with pytest.raises(ValueError, match="changed while they were read"):
+        open_corpus("jsonl", str(lines), Meddler(), cache_dir=tmp_path / "cache")
+    assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+
+
+def test_cache_folder(monkeypatch: pytest.MonkeyPatch, lines: Path, tmp_path: Path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    corpus = open_corpus("jsonl", str(lines), ByteTokenizer())
+    assert corpus.folder.parent == tmp_path / "xdg" / "titan_linear"
+    with pytest.raises(ValueError, match="set XDG_CACHE_HOME"):
+        open_corpus("jsonl", str(lines), ByteTokenizer(), cache_dir=lines / "below a file")
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])
+def test_dtype(tmp_path: Path, vocab_size: int, dtype: type):
+    tokenizer = ByteTokenizer()
+    tokenizer.vocab_size = vocab_size
+    write_corpus(tmp_path / "corpus", [np.array([vocab_size - 1, 0])], tokenizer)
+    tokens = load_corpus(tmp_path / "corpus").tokens
+    assert tokens.dtype == dtype and tokens.tolist() == [vocab_size - 1, 0]
+
+
+def test_nothing_is_overwritten(make_corpus: Callable):
+    corpus = make_corpus(random_documents([5]))
+    with pytest.raises(ValueError, match="exists already"):
+        write_corpus(corpus.folder, random_documents([6]), ByteTokenizer())
+    verify_corpus(load_corpus(corpus.folder))
+
+
+def test_pickled_as_a_path(make_corpus: Callable):
+    corpus = make_corpus(random_documents([50_000]))
+    data = pickle.dumps(corpus)
+    assert len(data) < 2000
+    assert np.array_equal(pickle.loads(data).tokens, corpus.tokens)
+
+
+# --- damage ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "offsets.bin", "hashes.bin", "corpus.json"])
+@pytest.mark.parametrize("damage", ["missing", "truncated", "longer", "zeroed", "flipped"])
+def test_damage_is_caught(make_corpus: Callable, name: str, damage: str):
+    folder = make_corpus(random_documents([3000, 1, 9000, *[7] * 700])).folder
+    path, data = folder / name, bytearray((folder / name).read_bytes())
+    block = min(4096, len(data))
+    if damage == "missing":
+        path.unlink()
+    else:
+        if damage == "truncated":
+            del data[-1:]
+        elif damage == "longer":
+            data += b"1"
+        elif damage == "zeroed":
+            data[-block:] = bytes(block)
+        else:
+            data[len(data) // 2] ^= 1
+        path.write_bytes(data)
+    with pytest.raises(ValueError, match=rf"{name}.*(delete its folder|restore)"):
+        verify_corpus(load_corpus(folder))
+
+
+def test_damage_beyond_the_first_block(make_corpus: Callable, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("titan_linear.data.cache.CRC_BLOCK", 1000)
+    corpus = make_corpus(random_documents([3000]))
+    with (corpus.folder / "tokens.bin").open("r+b") as file:
+        file.seek(4321)
+        file.write(b"\x55\x55")
+    with pytest.raises(ValueError, match=r"tokens\.bin was altered: bytes 4,000 to 5,000"):
+        verify_corpus(corpus)
+
+
+def test_a_document_without_tokens(make_corpus: Callable, monkeypatch: pytest.MonkeyPatch):
+    """Offsets that another program wrote, checksums and all."""
+    folder = make_corpus(random_documents([3, 4, 5])).folder
+    (folder / "offsets.bin").write_bytes(np.array([0, 3, 3, 12], dtype="<i8").tobytes())
+    with pytest.raises(ValueError, match=r"offsets\.bin: document 1 has no tokens"):
+        load_corpus(folder)
+
+
+def test_damaged_cache_is_not_rebuilt_silently(lines: Path, tmp_path: Path):
+    folder = open_corpus("jsonl", str(lines), ByteTokenizer(), cache_dir=tmp_path / "cache").folder
+    (folder / "tokens.bin").write_bytes(b"")
+    with pytest.raises(ValueError, match=r"tokens\.bin has 0 bytes instead of .*delete its folder"):
+        open_corpus("jsonl", str(lines), ByteTokenizer(), cache_dir=tmp_path / "cache")
+    assert (folder / "corpus.json").exists()

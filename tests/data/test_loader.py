@@ -1,0 +1,112 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain, islice
+
+import numpy as np
+import pytest
+import torch
+
+from tests.data.conftest import random_documents
+from titan_linear.data import IGNORE, Batch, PackedStreams, build_dataloader, validation_batches
+
+G, T = 8, 16
+SPLITS = [(1, 1), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)]  # (dp, L)
+
+
+@pytest.fixture
+def streams(make_corpus: Callable) -> PackedStreams:
+    return PackedStreams(make_corpus(random_documents([5, 40, 1, 17, 33, 8])), np.arange(6), seq_len=T, seed=0)
+
+
+def loader(streams: PackedStreams, dp: int, local: int, rank: int, **kwargs: int):
+    return build_dataloader(streams, global_batch_size=G, local_batch_size=local, dp_rank=rank, dp_degree=dp, **kwargs)
+
+
+def rank_by_rank(per_rank: list[list[Batch]]) -> list[int]:
+    """Global stream indices in the order micro-step, rank, position."""
+    return list(chain.from_iterable(batch.streams for step in zip(*per_rank) for batch in step))
+
+
+@pytest.mark.parametrize(("dp", "local"), SPLITS)
+def test_order(streams: PackedStreams, dp: int, local: int):
+    micro_steps = G // (dp * local)
+    per_rank = [list(islice(loader(streams, dp, local, rank), 3 * micro_steps)) for rank in range(dp)]
+    assert rank_by_rank(per_rank) == list(range(3 * G))
+
+
+def test_batch_is_its_streams(streams: PackedStreams):
+    batch = next(iter(loader(streams, 2, 4, 1)))
+    assert batch.streams == (4, 5, 6, 7) and batch.num_streams == 4
+    for name in ("tokens", "labels", "position_ids"):
+        value = getattr(batch, name)
+        assert value.shape == (1, 4 * T) and value.dtype == torch.int64
+        assert value[0].tolist() == list(chain.from_iterable(getattr(streams[i], name) for i in batch.streams))
+    edges = [edge + j * T for j, i in enumerate(batch.streams) for edge in streams[i].cu_seqlens.tolist()]
+    assert batch.cu_seqlens.dtype == torch.int32
+    assert batch.cu_seqlens.tolist() == sorted(set(edges))
+    assert {0, T, 2 * T, 3 * T, 4 * T} <= set(batch.cu_seqlens.tolist())
+
+
+def test_cursor_counts_whole_steps(streams: PackedStreams):
+    one = loader(streams, 2, 1, 0)  # four micro-steps a step
+    cursors = [one.state_dict()["cursor"]]
+    for _ in islice(one, 9):
+        cursors.append(one.state_dict()["cursor"])
+    assert cursors == [0, 0, 0, 0, 8, 8, 8, 8, 16, 16]
+    assert next(iter(one)).streams == (16,)  # the step that was begun is begun again
+
+
+@pytest.mark.parametrize(("dp", "local"), SPLITS)
+def test_goes_on_under_another_split(streams: PackedStreams, dp: int, local: int):
+    one = loader(streams, 2, 1, 1)
+    list(islice(one, 4 * 2 + 1))  # two steps and a part
+    state = one.state_dict()
+    assert state == {"cursor": 2 * G}
+    per_rank = []
+    for rank in range(dp):
+        other = loader(streams, dp, local, rank)
+        other.load_state_dict(state)
+        assert other.state_dict() == state
+        per_rank.append(list(islice(other, G // (dp * local))))
+    assert rank_by_rank(per_rank) == list(range(2 * G, 3 * G))
+    assert next(iter(loader(streams, dp, local, 0, cursor=5 * G))).streams[0] == 5 * G
+
+
+def test_workers_change_nothing(streams: PackedStreams):
+    alone, helped = loader(streams, 2, 2, 1), loader(streams, 2, 2, 1, num_workers=2)
+    state = torch.get_rng_state()
+    for batch, other in islice(zip(alone, helped), 7):
+        assert batch.streams == other.streams
+        assert torch.equal(batch.tokens, other.tokens) and torch.equal(batch.cu_seqlens, other.cu_seqlens)
+        assert alone.state_dict() == helped.state_dict()  # what workers read ahead is not counted
+    helped.load_state_dict({"cursor": 10 * G})
+    assert next(iter(helped)).streams == (10 * G + 2, 10 * G + 3)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_bad_sizes(streams: PackedStreams):
+    for dp, local in ((3, 1), (2, 3), (16, 1), (1, 0)):
+        with pytest.raises(ValueError, match=r"training\.global_batch_size = 8 must be a positive multiple"):
+            loader(streams, dp, local, 0)
+    with pytest.raises(ValueError, match=r"training\.global_batch_size = 8 does not divide the data cursor 12"):
+        loader(streams, 1, 1, 0).load_state_dict({"cursor": 12})
+
+
+@pytest.mark.parametrize(("dp", "local"), [(1, 1), (1, 4), (2, 2), (4, 3), (8, 1)])
+def test_validation_pass(make_corpus: Callable, dp: int, local: int):
+    lengths = [5, 40, 1, 17, 33, 8]  # 104 tokens: 7 streams
+    corpus = make_corpus(random_documents(lengths))
+    streams = PackedStreams(corpus, np.arange(6), seq_len=T, seed=0, repeat=False)
+    per_rank = [
+        list(validation_batches(streams, local_batch_size=local, dp_rank=rank, dp_degree=dp)) for rank in range(dp)
+    ]
+    assert len({len(batches) for batches in per_rank}) == 1  # no rank waits for another
+    indices = rank_by_rank(per_rank)
+    assert indices == list(range(len(indices))) and 7 <= len(indices) < 7 + dp * local
+    flat = [batch for step in zip(*per_rank) for batch in step]
+    assert torch.cat([batch.tokens[0] for batch in flat])[:104].tolist() == corpus.tokens.tolist()
+    labels = torch.cat([batch.labels[0] for batch in flat])
+    assert (labels != IGNORE).sum() == sum(lengths) - len(lengths)
+    assert (labels[104:] == IGNORE).all()
+    assert all(batch.cu_seqlens[-1] == local * T and batch.tokens.shape == (1, local * T) for batch in flat)

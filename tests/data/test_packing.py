@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from tests.data.conftest import random_documents
+from titan_linear.data import IGNORE, PackedStreams, split_documents
+
+LENGTHS = [1, 7, 30, 2, 1, 13, 64, 5]  # 123 tokens: streams end before, on and after documents' ends
+ALL = np.arange(len(LENGTHS))
+
+
+def brute_force_line(documents: list, chosen: np.ndarray, seed: int, epochs: int) -> tuple[list[int], list[int]]:
+    """The line token by token: its tokens, and for each the number of the document it lies in, counted on the line."""
+    tokens, owners, count = [], [], 0
+    for epoch in range(epochs):
+        draws = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(len(chosen))
+        for _, document in sorted(zip(draws.tolist(), chosen.tolist())):
+            tokens += documents[document].tolist()
+            owners += [count] * len(documents[document])
+            count += 1
+    return tokens, owners
+
+
+def check_stream(stream: object, tokens: list[int], owners: list[int], start: int, seq_len: int) -> None:
+    """Stream [start, start + seq_len) against the line, by definition."""
+    labels, positions, edges = [], [], [0]
+    for t in range(start, start + seq_len):
+        goes_on = t + 1 < len(owners) and owners[t + 1] == owners[t]
+        labels.append(tokens[t + 1] if goes_on else IGNORE)
+        new = t > start and owners[t] != owners[t - 1]
+        positions.append(0 if new or t == start else positions[-1] + 1)
+        if new:
+            edges.append(t - start)
+    assert stream.tokens.tolist() == tokens[start : start + seq_len]
+    assert stream.labels.tolist() == labels
+    assert stream.position_ids.tolist() == positions
+    assert stream.cu_seqlens.tolist() == [*edges, seq_len]
+    assert stream.tokens.dtype == stream.labels.dtype == stream.position_ids.dtype == np.int64
+    assert stream.cu_seqlens.dtype == np.int32
+
+
+@pytest.mark.parametrize("seed", [0, 1, 1234567])
+@pytest.mark.parametrize("seq_len", [1, 8, 41, 123, 400])  # 41 · 3 = one epoch; 400: three epochs in a stream
+def test_streams_are_slices_of_the_line(make_corpus: Callable, seed: int, seq_len: int):
+    documents = random_documents(LENGTHS)
+    streams = PackedStreams(make_corpus(documents), ALL, seq_len=seq_len, seed=seed)
+    count = max(3, 500 // seq_len)
+    tokens, owners = brute_force_line(documents, ALL, seed, epochs=count * seq_len // 123 + 2)
+    for i in np.random.default_rng(0).permutation(count):  # random access, in any order
+        check_stream(streams[i], tokens, owners, int(i) * seq_len, seq_len)
+
+
+def test_some_documents_only(make_corpus: Callable):
+    documents, chosen = random_documents(LENGTHS), np.array([1, 3, 6])
+    streams = PackedStreams(make_corpus(documents), chosen, seq_len=20, seed=3)
+    tokens, owners = brute_force_line(documents, chosen, 3, epochs=6)
+    for i in range(15):
+        check_stream(streams[i], tokens, owners, i * 20, 20)
+
+
+def test_one_document(make_corpus: Callable):
+    """It meets itself at the end of an epoch, and is another document there."""
+    documents = random_documents([5])
+    streams = PackedStreams(make_corpus(documents), np.array([0]), seq_len=12, seed=0)
+    assert streams[0].cu_seqlens.tolist() == [0, 5, 10, 12]
+    assert streams[0].labels[[4, 9, 11]].tolist() == [IGNORE, IGNORE, documents[0][2]]
+
+
+def test_far_away(make_corpus: Callable):
+    """Stream 10¹² comes as quickly as stream 0, and is the same wherever it is asked."""
+    corpus = make_corpus(random_documents(LENGTHS))
+    one, other = (PackedStreams(corpus, ALL, seq_len=41, seed=0) for _ in range(2))
+    far = one[3 * 10**12]  # three streams are an epoch
+    assert sorted(far.tokens.tolist() + one[3 * 10**12 + 1].tokens.tolist() + one[3 * 10**12 + 2].tokens.tolist()) == (
+        sorted(corpus.tokens.tolist())
+    )
+    assert np.array_equal(pickle.loads(pickle.dumps(other))[3 * 10**12].tokens, far.tokens)
+
+
+def test_order_is_pinned(make_corpus: Callable):
+    """The order of a seed may never change: runs would not go on as they began."""
+    streams = PackedStreams(make_corpus([[i] for i in range(10)]), np.arange(10), seq_len=10, seed=42)
+    assert [streams[i].tokens.tolist() for i in (0, 1)] == [
+        [7, 1, 6, 4, 3, 5, 9, 0, 2, 8],
+        [4, 9, 5, 3, 0, 2, 7, 1, 6, 8],
+    ]
+
+
+def test_seeds_and_epochs_differ(make_corpus: Callable):
+    corpus = make_corpus([[i] for i in range(50)])
+    orders = {
+        tuple(PackedStreams(corpus, np.arange(50), seq_len=50, seed=s)[i].tokens) for s in (0, 1, -1) for i in (0, 1)
+    }
+    assert len(orders) == 6
+
+
+def test_one_pass(make_corpus: Callable):
+    documents = random_documents(LENGTHS)
+    streams = PackedStreams(make_corpus(documents), ALL, seq_len=50, seed=0, repeat=False)
+    assert len(streams) == 3
+    tokens = np.concatenate(documents).tolist() + [0] * 27
+    owners = np.repeat(np.arange(9), [*LENGTHS, 27]).tolist()
+    for i in (0, 1):
+        check_stream(streams[i], tokens, owners, i * 50, 50)
+    last = streams[2]
+    assert last.tokens.tolist() == tokens[100:] and last.cu_seqlens.tolist() == [0, 18, 23, 50]
+    assert last.labels[22:].tolist() == [IGNORE] * 28
+    assert last.position_ids[23:].tolist() == list(range(27))
+    assert sum((streams[i].labels != IGNORE).sum() for i in range(3)) == sum(LENGTHS) - len(LENGTHS)
+    assert len(list(streams)) == 3  # IndexError ends it
+    padding = streams.padding()
+    assert padding.cu_seqlens.tolist() == [0, 50] and set(padding.labels) == {IGNORE} and not padding.tokens.any()
+
+
+def test_one_pass_that_fits(make_corpus: Callable):
+    streams = PackedStreams(make_corpus(random_documents([10, 10])), np.array([0, 1]), seq_len=10, seed=0, repeat=False)
+    assert len(streams) == 2
+    assert [streams[i].cu_seqlens.tolist() for i in (0, 1)] == [[0, 10], [0, 10]]
+
+
+def test_bad_seq_len(make_corpus: Callable):
+    with pytest.raises(ValueError, match=r"training\.seq_len = 0"):
+        PackedStreams(make_corpus(random_documents([3])), np.array([0]), seq_len=0, seed=0)
+
+
+def test_split_is_by_content(make_corpus: Callable):
+    documents = random_documents([20] * 1000)
+    documents += documents[:500]  # each of them twice
+    corpus, shuffled = make_corpus(documents), make_corpus(documents[::-1])
+    train, held_out = (split_documents(corpus, 0.1, split) for split in ("train", "validation"))
+    assert sorted([*train, *held_out]) == list(range(1500))
+    assert 50 < sum(held_out < 1000) < 150
+    texts = {split: {documents[i].tobytes() for i in side} for split, side in (("t", train), ("v", held_out))}
+    assert not texts["t"] & texts["v"]
+    assert {documents[::-1][i].tobytes() for i in split_documents(shuffled, 0.1, "validation")} == texts["v"]
+    assert set(held_out) < set(split_documents(corpus, 0.2, "validation"))
+    assert len(split_documents(corpus, 0, "train")) == 1500
+
+
+def test_split_empty_sides(make_corpus: Callable):
+    corpus = make_corpus(random_documents([20] * 3))
+    with pytest.raises(ValueError, match=r"validation\.holdout = 0 leaves no document for validation"):
+        split_documents(corpus, 0, "validation")
+    with pytest.raises(ValueError, match=r"validation\.holdout = 0\.999999 leaves no document for train"):
+        split_documents(corpus, 0.999999, "train")
+    for holdout in (-0.1, 1.0, float("nan")):
+        with pytest.raises(ValueError, match=r"validation\.holdout = "):
+            split_documents(corpus, holdout, "train")
+
+
+def test_documents_never_mix(make_corpus: Callable):
+    """Every label is the next token of a document of the corpus: each (token, label) run is found in one."""
+    documents = [np.full(length, i) for i, length in enumerate(LENGTHS)]  # a document's tokens are its index
+    streams = PackedStreams(make_corpus(documents), ALL, seq_len=32, seed=5)
+    for i in range(20):
+        stream = streams[i]
+        for start, end in pairwise(stream.cu_seqlens):
+            assert len(set(stream.tokens[start:end])) == 1
+            valid = stream.labels[start:end][stream.labels[start:end] != IGNORE]
+            assert set(valid) <= {stream.tokens[start]}

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from titan_linear.data import ByteTokenizer, build_tokenizer
+
+TEXT = "def f(x):\n    return 'naïve café', x  # 日本語 <|endoftext|>"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A byte-level BPE with one special token."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator([TEXT] * 20, trainer)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def test_bytes_round_trip():
+    tokenizer = build_tokenizer(None)
+    assert isinstance(tokenizer, ByteTokenizer) and isinstance(build_tokenizer(""), ByteTokenizer)
+    assert (tokenizer.vocab_size, tokenizer.eos_id) == (257, 256)
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
+    assert tokenizer.encode("é").tolist() == [0xC3, 0xA9]
+    assert tokenizer.encode("").tolist() == []
+
+
+def test_bytes_keep_invalid_utf8():
+    tokenizer, data = build_tokenizer(None), bytes(range(256)) + b"\xff\xfe\xc3("
+    ids = tokenizer.encode(data.decode("utf-8", "surrogateescape"))
+    assert ids.tolist() == list(data)
+    assert tokenizer.decode_bytes(ids) == data
+    tokenizer.decode(ids).encode("utf-8")  # printable: no surrogate is left
+    assert tokenizer.decode([72, 256, 105, 999]) == "Hi"  # ends of documents and a padded vocabulary's ids
+
+
+def test_hugging_face(file: Path):
+    tokenizer, reference = build_tokenizer(str(file)), tokenizers.Tokenizer.from_file(str(file))
+    plain = TEXT.replace("<|endoftext|>", "")
+    assert tokenizer.encode(plain).dtype == np.int64
+    assert tokenizer.encode(plain).tolist() == reference.encode(plain, add_special_tokens=False).ids
+    assert tokenizer.decode(tokenizer.encode(plain)) == plain
+    assert [ids.tolist() for ids in tokenizer.encode_batch(["a b", ""])] == [tokenizer.encode("a b").tolist(), []]
+    assert tokenizer.vocab_size == reference.get_vocab_size()
+    assert tokenizer.eos_id == reference.token_to_id("<|endoftext|>")
+    assert build_tokenizer(str(file.parent)).fingerprint == tokenizer.fingerprint
+    with pytest.raises(UnicodeEncodeError):
+        tokenizer.encode("\udcff")
+
+
+def test_hugging_face_ignores_truncation_and_padding(file: Path):
+    reference = tokenizers.Tokenizer.from_file(str(file))
+    whole = reference.encode(TEXT).ids
+    reference.enable_truncation(3)
+    reference.enable_padding(length=500)
+    reference.save(str(file))
+    assert build_tokenizer(str(file)).encode(TEXT).tolist() == whole
+
+
+def test_vocabulary_with_holes(file: Path):
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["far"] = 1000
+    file.write_text(json.dumps(content))
+    assert build_tokenizer(str(file)).vocab_size == 1001
+
+
+@pytest.mark.parametrize("eos", ["x", {"content": "x"}])
+@pytest.mark.parametrize("name", ["tokenizer_config.json", "special_tokens_map.json"])
+def test_eos_beside_the_file(file: Path, name: str, eos: object):
+    before = build_tokenizer(str(file)).fingerprint
+    file.with_name(name).write_text(json.dumps({"eos_token": eos}))
+    tokenizer = build_tokenizer(str(file))
+    assert tokenizer.eos_id == tokenizer.encode("x")[0]
+    assert tokenizer.fingerprint != before  # documents end in another token
+
+
+def test_eos_unknown(file: Path):
+    content = json.loads(file.read_text())
+    content["added_tokens"] = []
+    file.write_text(json.dumps(content))
+    assert build_tokenizer(str(file)).eos_id is None
+
+
+def test_unusable(file: Path, tmp_path: Path):
+    with pytest.raises(ValueError, match=r"model\.tokenizer_path = .*nowhere.* does not exist"):
+        build_tokenizer(str(tmp_path / "nowhere"))
+    file.with_name("tokenizer_config.json").write_text('{"eos_token": "<gone>"}')
+    with pytest.raises(ValueError, match=r"model\.tokenizer_path: eos_token '<gone>'"):
+        build_tokenizer(str(file))
+    file.with_name("tokenizer_config.json").write_text("{")
+    with pytest.raises(ValueError, match=r"model\.tokenizer_path: .*tokenizer_config\.json is not JSON"):
+        build_tokenizer(str(file))
+    for content in (b"", b"{", b"[]", b'{"model": 3}', b"\xff"):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"model\.tokenizer_path: .* is no Hugging Face tokenizer"):
+            build_tokenizer(str(file))

@@ -1,0 +1,147 @@
+"""Batches: which data-parallel rank computes which streams, and the one number that says how far a run has read."""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from titan_linear.data.packing import PackedStreams, Stream
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """L streams of one micro-step of one data-parallel rank, end to end; context parallelism has not cut it yet."""
+
+    tokens: torch.Tensor  # [1, L·T] int64
+    labels: torch.Tensor  # [1, L·T] int64, −100 where there is nothing to predict
+    cu_seqlens: torch.Tensor  # [N+1] int32, from 0 to L·T; every stream's edge is a boundary
+    position_ids: torch.Tensor  # [1, L·T] int64, from 0 in each document
+    num_streams: int  # L
+    streams: tuple[int, ...]  # their global indices, for error messages
+
+
+def build_dataloader(
+    streams: PackedStreams,
+    *,
+    global_batch_size: int,
+    local_batch_size: int,
+    dp_rank: int,
+    dp_degree: int,
+    cursor: int = 0,
+    num_workers: int = 0,
+) -> StreamLoader:
+    """A StatefulDataLoader of this rank's micro-batches, without end.
+
+    Step s takes streams [s·G, (s+1)·G); its micro-step m gives this rank d the L streams from s·G + m·(dp·L) + d·L.
+    cursor: streams that whole steps have consumed, over all ranks; a multiple of G.
+    ValueError (naming training.global_batch_size): dp·L does not divide G, or G the cursor.
+    """
+    per_micro_step = dp_degree * local_batch_size
+    if global_batch_size < 1 or local_batch_size < 1 or global_batch_size % per_micro_step:
+        raise ValueError(
+            f"training.global_batch_size = {global_batch_size} must be a positive multiple of data-parallel degree × "
+            f"training.local_batch_size = {dp_degree} × {local_batch_size} = {per_micro_step}"
+        )
+    assert 0 <= dp_rank < dp_degree, (dp_rank, dp_degree)
+    micro_batches = _MicroBatches(streams, local_batch_size, dp_rank, dp_degree)
+    loader = StreamLoader(micro_batches, global_batch_size, num_workers)
+    loader.load_state_dict({"cursor": cursor})
+    return loader
+
+
+def validation_batches(
+    streams: PackedStreams, *, local_batch_size: int, dp_rank: int, dp_degree: int
+) -> Iterator[Batch]:
+    """This rank's micro-batches of one pass over streams with repeat=False.
+
+    Every rank gets equally many; streams beyond the last (indices ≥ len(streams)) are all padding.
+    """
+    micro_batches = _MicroBatches(streams, local_batch_size, dp_rank, dp_degree)
+    return (micro_batches[n] for n in range(-(-len(streams) // (dp_degree * local_batch_size))))
+
+
+class StreamLoader(StatefulDataLoader):
+    """Yields `Batch`es; its whole state is {"cursor": streams consumed by whole steps}, the same on every rank.
+
+    torchdata's own state (positions of this rank's workers) is replaced by that number, so that a run goes on under
+    another data-parallel degree, local batch or number of workers. A step counts once its last micro-batch has been
+    taken: take the state between steps, with nothing fetched ahead.
+    """
+
+    def __init__(self, micro_batches: _MicroBatches, global_batch_size: int, num_workers: int):
+        self._global_batch_size = global_batch_size
+        self._micro_steps = global_batch_size // micro_batches.per_micro_step
+        self._order = _From(0)
+        with warnings.catch_warnings():  # torchdata calls something that torch deprecates
+            warnings.filterwarnings("ignore", message=".*set_vital.*")
+            # A generator of its own: the base class would draw the workers' seeds from torch's global one.
+            generator = torch.Generator()
+            super().__init__(
+                micro_batches, batch_size=None, sampler=self._order, num_workers=num_workers, generator=generator
+            )
+
+    @property
+    def cursor(self) -> int:
+        return self._order.start // self._micro_steps * self._global_batch_size
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._order.start = self.cursor // self._global_batch_size * self._micro_steps  # a step begun is begun again
+        for batch in super().__iter__():
+            self._order.start += 1
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"cursor": self.cursor}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        cursor = int(state_dict["cursor"])
+        if cursor < 0 or cursor % self._global_batch_size:
+            raise ValueError(
+                f"training.global_batch_size = {self._global_batch_size} does not divide the data cursor {cursor}: "
+                "a run goes on with the global batch that it began with"
+            )
+        self._iterator = None  # workers that read ahead from the old place
+        self._order.start = cursor // self._global_batch_size * self._micro_steps
+
+
+class _From(Sampler):
+    """start, start + 1, …: micro-batches of this rank. `start` is the next that the trainer will get."""
+
+    def __init__(self, start: int):
+        self.start = start
+
+    def __iter__(self) -> Iterator[int]:
+        return itertools.count(self.start)
+
+
+class _MicroBatches(Dataset):
+    """Item n is this rank's micro-batch n: streams [n·dp·L + d·L, … + L). Since G is a multiple of dp·L, step s begins
+    at n = s·G / (dp·L), and the number of micro-steps need not be known here."""
+
+    def __init__(self, streams: PackedStreams, local_batch_size: int, dp_rank: int, dp_degree: int):
+        self.streams, self.local_batch_size, self.dp_rank = streams, local_batch_size, dp_rank
+        self.per_micro_step = dp_degree * local_batch_size
+
+    def __getitem__(self, n: int) -> Batch:
+        first = n * self.per_micro_step + self.dp_rank * self.local_batch_size
+        indices = tuple(range(first, first + self.local_batch_size))
+        end = float("inf") if self.streams.repeat else len(self.streams)
+        return _collate([self.streams[i] if i < end else self.streams.padding() for i in indices], indices)
+
+
+def _collate(streams: list[Stream], indices: tuple[int, ...]) -> Batch:
+    def joined(name: str) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([getattr(stream, name) for stream in streams]))[None]
+
+    seq_len = len(streams[0].tokens)
+    edges = [stream.cu_seqlens[1:] + j * seq_len for j, stream in enumerate(streams)]
+    cu_seqlens = torch.from_numpy(np.concatenate([[0], *edges]).astype(np.int32))
+    return Batch(joined("tokens"), joined("labels"), cu_seqlens, joined("position_ids"), len(streams), indices)
