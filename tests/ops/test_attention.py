@@ -102,6 +102,16 @@ def test_blocks_of_a_row_merge_exactly():
         assert error(o, whole) <= 1e-14 and error(lse, lse_whole) <= 1e-14
 
 
+@pytest.mark.parametrize("kernel", ["cpu", "tiled"])
+def test_gradients_that_autograd_expanded(kernel, monkeypatch):
+    """sum() gives a gradient with strides of 0; only what needs a gradient gets one."""
+    monkeypatch.setattr(blocks, "block_kernel", lambda *shape: kernel)
+    q, k, v, do = make(2, 9, 33, 4, 2, 8, 12)
+    expected = run(attention, q, k, v, torch.ones_like(do))
+    attention(q, k.detach(), v).sum().backward()
+    assert torch.equal(q.grad, expected[1]) and torch.equal(v.grad, expected[3]) and k.grad is None
+
+
 def test_the_choice_of_the_kernel():
     def choose(device, dtype, *shape):
         return blocks.block_kernel(torch.device(device), dtype, *shape)
@@ -168,7 +178,7 @@ ON_CUDA = {
 @pytest.mark.parametrize("name", ON_CUDA)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kernels_on_cuda(name, dtype, monkeypatch):
-    """2 unit roundoffs for o and 4 for gradients (as on the CPU), plus what the key heads' sum over a group rounds."""
+    """2 unit roundoffs for o and 4 for gradients, as on the CPU; and no other kernel took a block."""
     kernel, case = ON_CUDA[name]
     chosen, choose = set(), blocks.block_kernel
     monkeypatch.setattr(blocks, "block_kernel", lambda *shape: chosen.add(choose(*shape)) or choose(*shape))

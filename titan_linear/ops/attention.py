@@ -69,10 +69,10 @@ def attention(
 
 
 def choose_method(cp: CPContext, Hkv: int, width: int, dtype: torch.dtype) -> str:
-    """ "allgather" while K|V of the whole stream and its fp32 gradient fit in `GATHER_LIMIT`, "ring" beyond.
+    """The rule of "auto": "allgather" while K|V of the whole stream and its fp32 gradient fit in `GATHER_LIMIT`.
 
-    The all-gather is faster at moderate lengths (one collective, largest blocks); on long streams the ring is as
-    fast and its memory does not grow. width = D + Dv. A function of shapes alone: every rank chooses the same.
+    It is faster at moderate lengths (one collective, the largest blocks); beyond, "ring" is as fast and its memory
+    does not grow with the stream. width = D + Dv. A function of shapes alone: every rank chooses the same.
     """
     size = dtype.itemsize + accumulator_dtype(dtype).itemsize
     return "allgather" if cp.table[-1].end * Hkv * width * size <= GATHER_LIMIT else "ring"
