@@ -9,6 +9,7 @@ import torch
 from titan_linear.ops.cp.allgather import allgather_attention
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.ring import ring_attention
+from titan_linear.ops.cp.segments import stream_documents
 from titan_linear.ops.cp.ulysses import ulysses_attention
 from titan_linear.ops.torch.attention import Attention, Documents, accumulator_dtype
 
@@ -60,16 +61,18 @@ def attention(
         documents = None if cu_seqlens is None else _documents(cu_seqlens, q, k)
         return Attention.apply(q, k, v, scale, causal, documents)
     _check_context(cp_context, cu_seqlens, q, k)
+    if cp_context.world_size == 1:
+        return Attention.apply(q, k, v, scale, causal, stream_documents(cp_context, q.device))
     if method == "auto":
         method = choose_method(cp_context, k.shape[2], k.shape[-1] + v.shape[-1], k.dtype)
     return METHODS[method](q, k, v, scale, causal, cp_context)
 
 
 def choose_method(cp: CPContext, Hkv: int, width: int, dtype: torch.dtype) -> str:
-    """ "allgather" while K|V of the whole stream and its fp32 gradient fit in `GATHER_LIMIT`, "ring" beyond.
+    """The rule of "auto": "allgather" while K|V of the whole stream and its fp32 gradient fit in `GATHER_LIMIT`.
 
-    The all-gather is faster at moderate lengths (one collective, largest blocks); on long streams the ring is as
-    fast and its memory does not grow. width = D + Dv. A function of shapes alone: every rank chooses the same.
+    It is faster at moderate lengths (one collective, the largest blocks); beyond, "ring" is as fast and its memory
+    does not grow with the stream. width = D + Dv. A function of shapes alone: every rank chooses the same.
     """
     size = dtype.itemsize + accumulator_dtype(dtype).itemsize
     return "allgather" if cp.table[-1].end * Hkv * width * size <= GATHER_LIMIT else "ring"

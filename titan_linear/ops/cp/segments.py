@@ -74,8 +74,14 @@ def ring_hops(cp: CPContext, causal: bool) -> int:
 
 
 def local_documents(cp: CPContext, device: torch.device) -> Documents:
-    """The entries of this rank's tokens as documents for the squares."""
+    """This rank's entries: the squares of its own tokens."""
     return Documents(tuple(cp.cu_seqlens_cpu.tolist()), cp.cu_seqlens.to(device, non_blocking=True))
+
+
+def stream_documents(cp: CPContext, device: torch.device) -> Documents:
+    """The documents of the whole stream, for a rank that holds all tokens in global order."""
+    boundaries = torch.tensor(cp.documents, dtype=torch.int32)
+    return Documents(cp.documents, boundaries.to(device, non_blocking=True))
 
 
 def to_global_order(x: torch.Tensor, cp: CPContext) -> torch.Tensor:

@@ -11,8 +11,8 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.ops.cp.context import CPContext
-from titan_linear.ops.cp.segments import to_global_order, to_rank_order
-from titan_linear.ops.torch.attention import Attention, Documents
+from titan_linear.ops.cp.segments import stream_documents, to_global_order, to_rank_order
+from titan_linear.ops.torch.attention import Attention
 
 
 def tokens_to_heads(x: torch.Tensor, cp: CPContext) -> torch.Tensor:
@@ -45,8 +45,7 @@ def ulysses_attention(
     if copies > 1:
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
     q, k, v = (tokens_to_heads(x, cp) for x in (q, k, v))
-    boundaries = torch.tensor(cp.documents, dtype=torch.int32).to(q.device, non_blocking=True)
-    o = Attention.apply(q, k, v, scale, causal, Documents(cp.documents, boundaries))
+    o = Attention.apply(q, k, v, scale, causal, stream_documents(cp, q.device))
     return heads_to_tokens(o, cp)
 
 

@@ -50,10 +50,11 @@ def block_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: 
     """The name of the kernel that computes a block of these shapes.
 
     "cpu"    PyTorch's flash attention for the CPU.
-    "cudnn"  cuDNN's, the fastest on Hopper (bf16, fp16; D, Dv <= 128). It compiles a plan for every new pair of
-             lengths, so it takes lengths that come again in every batch, multiples of 128 (whole fragments, whole
-             streams), and not the lengths of documents. Its backward is not bitwise repeatable, so it is not
-             taken under torch.use_deterministic_algorithms.
+    "cudnn"  cuDNN's, the fastest on Hopper (bf16, fp16; D, Dv <= 128): 54 ms for 32768 causal tokens of 32 heads of
+             128, forward and backward, where flash takes 97 (H100). But it compiles a plan for every new pair of
+             lengths (0.15 s), so it takes lengths that come again in every batch, multiples of 128 (whole
+             fragments, whole streams), and not the lengths of documents. Its dq is not bitwise repeatable, so it
+             is not taken under torch.use_deterministic_algorithms.
     "flash"  FlashAttention-2, by its entry for packed sequences (bf16, fp16; D, Dv <= 256).
     "tiled"  matrix products by tiles of 128 queries: fp32 and fp64 on CUDA, and wider heads.
     """
@@ -316,8 +317,10 @@ def _equal_width(*tensors: torch.Tensor, multiple: int = 1) -> list[torch.Tensor
 
 
 def _is_aligned(x: torch.Tensor, width: int, multiple: int) -> bool:
-    rows = (x.storage_offset(), *x.stride()[:-1])
-    return x.shape[-1] == width and (multiple == 1 or (x.stride(-1) == 1 and all(s % multiple == 0 for s in rows)))
+    if x.shape[-1] != width or multiple == 1:
+        return x.shape[-1] == width
+    rows = x.stride()[:-1]  # 0 where a gradient was expanded
+    return x.stride(-1) == 1 and x.storage_offset() % multiple == 0 and all(s and s % multiple == 0 for s in rows)
 
 
 def _padded(x: torch.Tensor, width: int) -> torch.Tensor:

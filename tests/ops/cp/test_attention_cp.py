@@ -1,0 +1,325 @@
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.ops.test_attention import error, make, run
+from titan_linear.ops.attention import attention, choose_method
+from titan_linear.ops.cp import segments
+from titan_linear.ops.cp.context import build_cp_context
+from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
+from titan_linear.ops.reference.attention import attention as reference
+
+HEADS = (4, 2, 6, 10)  # Hq, Hkv, D, Dv
+LAYOUTS = ("contiguous", "zigzag")
+METHODS = ("ring", "allgather", "ulysses")
+
+
+def lengths(*sizes):
+    return (0, *torch.tensor(sizes).cumsum(0).tolist())
+
+
+# name: boundaries, num_streams. Rank edges at T/W and T/2W; every T is a multiple of 8.
+STREAMS = {
+    "one document": (lengths(64), 1),
+    "before the edges": (lengths(15, 16, 16, 17), 1),
+    "on the edges": (lengths(16, 16, 16, 16), 1),
+    "after the edges": (lengths(17, 16, 16, 15), 1),
+    "over three and more ranks": (lengths(5, 54, 5), 1),
+    "one-token documents": (lengths(*[1] * 7, 20, *[1] * 10, 27), 1),
+    "only one-token documents": (lengths(*[1] * 16), 1),
+    "ranks of padding": (lengths(10, 4, 50), 1),
+    "seed 001": ((0, 23, 41, 74, 106, 136, 161, 184, 205, 248, 256), 1),
+    "FLA, three": (lengths(75, 100, 81), 1),
+    "FLA, two": (lengths(128, 128), 1),
+    "FLA, seven": (lengths(25, 38, 50, 62, 31, 25, 25), 1),
+    "FLA, cp 4": (lengths(175, 81), 1),
+    "two streams": (lengths(32, 9, 23), 2),
+    "two streams, packed": (lengths(3, 29, 7, 15, 10), 2),
+}  # fmt: skip
+
+
+def context(name, rank, world_size, layout, group=None):
+    boundaries, num_streams = STREAMS[name]
+    kwargs = {"group": group} if group is not None else {"rank": rank, "world_size": world_size}
+    return build_cp_context(torch.tensor(boundaries), layout=layout, num_streams=num_streams, **kwargs)
+
+
+def inputs(name, seed=0):
+    T = STREAMS[name][0][-1]
+    Hq, Hkv, D, Dv = HEADS
+    return make(1, T, T, Hq, Hkv, D, Dv, seed=seed)
+
+
+def shard(x, cp):
+    """This rank's tokens of x [1, T, ...]."""
+    return torch.cat([x[:, a:b] for a, b in cp.fragments], dim=1)
+
+
+def local_leaves(tensors, cp):
+    q, k, v, do = (shard(x.detach(), cp) for x in tensors)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do
+
+
+@cache
+def on_one_process(name, causal):
+    return run(reference, *inputs(name), causal=causal, cu_seqlens=torch.tensor(STREAMS[name][0]))
+
+
+def errors_on_rank(rank, world_size, name, layout, method, causal, expected):
+    """Relative errors of o, dq, dk, dv of this rank's tokens."""
+    cp = context(name, rank, world_size, layout, dist.group.WORLD)
+    ours = run(attention, *local_leaves(inputs(name), cp), causal=causal, cp_context=cp, method=method)
+    return [error(x, shard(y, cp)) for x, y in zip(ours, expected)]
+
+
+def all_errors(rank, world_size, layout, method, causal, expected):
+    return {
+        name: errors_on_rank(rank, world_size, name, layout, method, causal, result)
+        for name, result in expected.items()
+    }
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_every_rank_equals_one_process(worlds, world_size, layout, method, causal):
+    expected = {name: on_one_process(name, causal) for name in STREAMS}
+    for rank, errors in enumerate(worlds(world_size).run(all_errors, layout, method, causal, expected)):
+        wrong = {name: e for name, e in errors.items() if not max(e) <= 1e-12}
+        assert not wrong, f"rank {rank}: {wrong}"
+
+
+def poisoned_runs(rank, world_size, layout, method, name):
+    """The tokens outside document i, before and after document i becomes NaN, for each i."""
+    cp = context(name, rank, world_size, layout, dist.group.WORLD)
+    boundaries = STREAMS[name][0]
+    before = run(attention, *local_leaves(inputs(name), cp), cp_context=cp, method=method)
+    unchanged = []
+    for a, b in pairwise(boundaries):
+        tensors = [x.detach().clone() for x in inputs(name)]
+        for x in tensors:
+            x[:, a:b] = torch.nan
+        after = run(attention, *local_leaves(tensors, cp), cp_context=cp, method=method)
+        inside = torch.zeros(1, boundaries[-1], dtype=torch.bool)
+        inside[:, a:b] = True
+        others = ~shard(inside, cp)[0]
+        unchanged.append(all(torch.equal(x[:, others], y[:, others]) for x, y in zip(before, after)))
+        unchanged.append(not any(y[:, ~others].isfinite().any() for y in after))
+    return unchanged
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_documents_do_not_see_each_other(worlds, layout, method):
+    for name in ("over three and more ranks", "after the edges", "two streams, packed"):
+        for unchanged in worlds(4).run(poisoned_runs, layout, method, name):
+            assert all(unchanged), name
+
+
+# --- the segments ----------------------------------------------------------------------------------------------
+
+
+def pairs_of_rank(cp, causal, by_owner):
+    """How often this rank's blocks cover each (query, key), as a [T, T] count in global tokens."""
+    T = cp.table[-1].end
+    tokens = [torch.cat([torch.arange(f.start, f.end) for f in cp.fragments_of(r)]) for r in range(cp.world_size)]
+    count = torch.zeros(T, T, dtype=torch.int64)
+    cu_seqlens = segments.local_documents(cp, torch.device("cpu")).boundaries
+    for a, b in pairwise(cu_seqlens):
+        square = torch.ones(b - a, b - a, dtype=torch.int64)
+        rows = tokens[cp.rank][a:b]
+        count[rows[:, None], rows[None, :]] += square.tril() if causal else square
+    if by_owner:
+        pieces = [(q, tokens[r][c:d]) for r in range(cp.world_size) for q, (c, d) in segments.with_owner(cp, causal, r)]
+    else:
+        pieces = [(q, torch.arange(c, d)) for q, (c, d) in segments.remote(cp, causal)]
+    for (a, b), keys in pieces:
+        assert b > a and len(keys)
+        count[tokens[cp.rank][a:b][:, None], keys[None, :]] += 1
+    return count
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("by_owner", [True, False])
+def test_segments_cover_each_visible_pair_once(layout, causal, by_owner):
+    for name, (boundaries, num_streams) in STREAMS.items():
+        world_size = 8 if boundaries[-1] // num_streams % 16 == 0 else 4
+        ranks = [context(name, r, world_size, layout) for r in range(world_size)]
+        T = boundaries[-1]
+        document = torch.bucketize(torch.arange(T), torch.tensor(boundaries[1:]), right=True)
+        visible = (document[:, None] == document[None, :]).long()
+        visible = visible.tril() if causal else visible
+        assert torch.equal(sum(pairs_of_rank(cp, causal, by_owner) for cp in ranks), visible), name
+
+
+def test_the_ring_joins_rectangles():
+    """One document, zigzag: one block a hop, either all queries with half the keys or half with all."""
+    cp = context("one document", 1, 4, "zigzag")
+    assert segments.with_owner(cp, True, 0) == [((0, 16), (0, 8))]
+    assert segments.with_owner(cp, True, 1) == [((8, 16), (0, 8))]
+    assert segments.with_owner(cp, True, 3) == [((8, 16), (0, 16))]
+
+
+def test_hops_end_where_documents_do():
+    """Keys travel no farther than a query needs them; on the edges nothing travels."""
+    assert segments.ring_hops(context("on the edges", 0, 4, "contiguous"), True) == 0
+    assert segments.ring_hops(context("after the edges", 0, 4, "contiguous"), True) == 1
+    assert segments.ring_hops(context("over three and more ranks", 0, 4, "contiguous"), True) == 3
+    for layout in LAYOUTS:
+        for name in STREAMS:
+            ranks = [context(name, r, 4, layout) for r in range(4)]
+            needed = max(
+                h for cp in ranks for h in range(4) if h == 0 or segments.with_owner(cp, True, (cp.rank - h) % 4)
+            )
+            assert all(segments.ring_hops(cp, True) == needed for cp in ranks)
+
+
+# --- communication ----------------------------------------------------------------------------------------------
+
+
+class PeakBytes(TorchDispatchMode):
+    """The most bytes that tensors made inside held at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.peak = {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, (tuple, list)) else [out]:
+            if isinstance(x, torch.Tensor):
+                storage = x.untyped_storage()
+                self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
+        self.storages = {key: value for key, value in self.storages.items() if not value[0].expired()}
+        self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
+        return out
+
+
+def peak_bytes(rank, world_size, method):
+    """Forward and backward of 64 tokens a rank, all one document."""
+    cp = build_cp_context(torch.tensor([0, 64 * world_size]), dist.group.WORLD)
+    q, k, v, do = make(1, 64, 64, 4, 4, 16, 16, seed=rank)
+    with PeakBytes() as memory:
+        attention(q, k, v, cp_context=cp, method=method).backward(do)
+    return memory.peak
+
+
+def test_memory_of_the_ring_does_not_grow_with_the_ranks(worlds):
+    """At fixed T/W two ranks hold two buffers of dK|dV and more ranks three; the all-gather, to compare, grows."""
+    two, four = (max(worlds(n).run(peak_bytes, "ring")) for n in (2, 4))
+    buffer = 64 * 4 * (16 + 16) * 8
+    assert two > 4 * buffer  # it sees the buffers
+    assert four <= two + buffer
+    two, four = (max(worlds(n).run(peak_bytes, "allgather")) for n in (2, 4))
+    assert four >= two + 4 * buffer
+
+
+def sent_messages(rank, world_size, name, layout):
+    """Calls of batch_isend_irecv in forward, and in forward and backward."""
+    cp = context(name, rank, world_size, layout, dist.group.WORLD)
+    calls, original = [], dist.batch_isend_irecv
+    dist.batch_isend_irecv = lambda ops: calls.append(ops) or original(ops)
+    try:
+        q, k, v, do = local_leaves(inputs(name), cp)
+        o = attention(q, k, v, cp_context=cp, method="ring")
+        forward = len(calls)
+        o.backward(do)
+        return forward, len(calls)
+    finally:
+        dist.batch_isend_irecv = original
+
+
+def test_what_the_ring_sends(worlds):
+    """K|V: W − 1 hops in each direction. dK|dV: as many, the last one home. Nothing where nothing is needed."""
+    assert worlds(4).run(sent_messages, "one document", "zigzag") == [(3, 9)] * 4
+    assert worlds(4).run(sent_messages, "after the edges", "contiguous") == [(1, 3)] * 4
+    assert worlds(4).run(sent_messages, "on the edges", "contiguous") == [(0, 0)] * 4
+
+
+def heads_there_and_back(rank, world_size, layout, trailing):
+    """tokens_to_heads gives all tokens of my heads, heads_to_tokens undoes it, gradients follow."""
+    cp = context("two streams", rank, world_size, layout, dist.group.WORLD)
+    x = torch.arange(64.0 * 8 * 3).reshape(1, 64, 8, 3) if trailing else torch.arange(64.0 * 8).reshape(1, 64, 8)
+    mine = x[:, :, rank * 8 // world_size : (rank + 1) * 8 // world_size]
+    local = shard(x, cp).requires_grad_()
+    heads = tokens_to_heads(local, cp)
+    back = heads_to_tokens(heads, cp)
+    (gradient,) = torch.autograd.grad(back, local, 2 * local.detach())
+    return [torch.equal(heads, mine), torch.equal(back, local), torch.equal(gradient, 2 * local)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_tokens_to_heads(worlds, layout):
+    for trailing in (True, False):
+        assert all(all(ok) for ok in worlds(4).run(heads_there_and_back, layout, trailing))
+
+
+def bf16_errors(rank, world_size, layout, method, expected):
+    cp = context("FLA, three", rank, world_size, layout, dist.group.WORLD)
+    q, k, v, do = local_leaves([x.bfloat16() for x in inputs("FLA, three")], cp)
+    ours = run(attention, q, k, v, do, cp_context=cp, method=method)
+    return [error(x, shard(y, cp)) for x, y in zip(ours, expected)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_half_precision(worlds, method):
+    """One rounding more than on one device: each block's o is rounded to bf16 before the merge."""
+    q, k, v, do = (x.detach().bfloat16() for x in inputs("FLA, three"))
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    expected = run(reference, *leaves, do, cu_seqlens=torch.tensor(STREAMS["FLA, three"][0]))
+    for o, *gradients in worlds(4).run(bf16_errors, "zigzag", method, expected):
+        assert o <= 3 * 2**-9 and max(gradients) <= 5 * 2**-9
+
+
+# --- choices and errors -----------------------------------------------------------------------------------------
+
+
+def test_auto_depends_on_shapes_alone():
+    def choose(T, rank):
+        cp = build_cp_context(torch.tensor([0, T]), rank=rank, world_size=4)
+        return choose_method(cp, 32, 256, torch.bfloat16)
+
+    assert {choose(32768, r) for r in range(4)} == {"allgather"}
+    assert {choose(131072, r) for r in range(4)} == {"ring"}
+
+
+def errors_raised(rank, world_size):
+    cp = context("one document", rank, world_size, "contiguous", dist.group.WORLD)
+    T = cp.offsets[-1]
+    one, three = torch.zeros(1, T, 1, 8), torch.zeros(1, T, 3, 8)
+    attempts = {
+        "ulysses": lambda: attention(three, three, three, cp_context=cp, method="ulysses"),
+        "split 3 heads": lambda: tokens_to_heads(three, cp),
+        "cu_seqlens": lambda: attention(one, one, one, cp_context=cp, cu_seqlens=torch.tensor([0, T])),
+        "tokens": lambda: attention(one[:, 1:], one[:, 1:], one[:, 1:], cp_context=cp),
+        "cp_context": lambda: attention(one[:, 1:], one, one, cp_context=cp),
+        "group": lambda: attention(one, one, one, cp_context=context("one document", rank, world_size, "contiguous")),
+    }
+    missed = []
+    for word, attempt in attempts.items():
+        try:
+            attempt()
+            missed.append(word)
+        except ValueError as e:
+            missed += [] if word in str(e) else [(word, str(e))]
+    return missed
+
+
+def test_errors_name_the_argument(worlds):
+    assert worlds(2).run(errors_raised) == [[], []]
+
+
+def test_a_context_of_one_rank_needs_no_group():
+    cp = context("FLA, seven", 0, 1, "zigzag")
+    for method in METHODS:
+        ours = run(attention, *local_leaves(inputs("FLA, seven"), cp), cp_context=cp, method=method)
+        assert all(error(x, y) <= 1e-12 for x, y in zip(ours, on_one_process("FLA, seven", True)))

@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+
+from titan_linear.ops.attention import attention
+from titan_linear.ops.reference.attention import attention as reference
+from titan_linear.ops.torch import attention as blocks
+
+# name: B, Tq, Tk, Hq, Hkv, D, Dv, causal, boundaries
+CASES = {
+    "dense": (2, 33, 33, 2, 2, 8, 8, True, None),
+    "one token": (2, 1, 1, 2, 1, 8, 8, True, None),
+    "several tiles": (1, 300, 300, 2, 1, 8, 8, True, None),
+    "grouped": (2, 33, 33, 6, 2, 8, 8, True, None),
+    "wide values": (1, 33, 33, 4, 2, 8, 20, True, None),
+    "narrow values": (1, 33, 33, 4, 2, 12, 5, True, None),
+    "not causal": (2, 33, 33, 4, 2, 8, 8, False, None),
+    "cross": (2, 33, 7, 4, 2, 8, 8, False, None),
+    "decoding one": (2, 1, 33, 4, 2, 8, 12, True, None),
+    "decoding many": (2, 9, 33, 4, 2, 8, 12, True, None),
+    "packed": (1, 64, 64, 4, 2, 8, 12, True, [0, 1, 2, 17, 17, 40, 64]),
+    "packed, not causal": (1, 64, 64, 4, 2, 8, 12, False, [0, 1, 30, 64]),
+    "all of one token": (1, 5, 5, 2, 2, 8, 8, True, [0, 1, 2, 3, 4, 5]),
+}
+
+
+def make(B, Tq, Tk, Hq, Hkv, D, Dv, dtype=torch.float64, device="cpu", seed=0):
+    """q, k, v (leaves) and do."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = (B, Tq, Hq, D), (B, Tk, Hkv, D), (B, Tk, Hkv, Dv), (B, Tq, Hq, Dv)
+    q, k, v, do = (torch.randn(s, generator=generator, dtype=torch.float64).to(device, dtype) for s in shapes)
+    return q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), do
+
+
+def run(fn, q, k, v, do, **kwargs):
+    """(o, dq, dk, dv)"""
+    o = fn(q, k, v, **kwargs)
+    return o.detach(), *torch.autograd.grad(o, (q, k, v), do.to(o.dtype))
+
+
+def error(x, y):
+    """RMS error of x relative to y, absolute where y is as good as zero (a lone token's dq and dk)."""
+    return ((x.double() - y.double()).norm() / y.double().norm().clamp(min=1)).item()
+
+
+def against_reference(case, dtype=torch.float64, device="cpu", **kwargs):
+    *shape, causal, boundaries = case
+    cu_seqlens = None if boundaries is None else torch.tensor(boundaries)
+    tensors = make(*shape, dtype=dtype, device=device)
+    ours = run(attention, *tensors, causal=causal, cu_seqlens=cu_seqlens, **kwargs)
+    oracle = run(reference, *tensors, causal=causal, cu_seqlens=cu_seqlens, **kwargs)
+    assert ours[0].dtype == dtype and all(x.shape == y.shape for x, y in zip(ours, oracle))
+    return [error(x, y) for x, y in zip(ours, oracle)]
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kernel", ["cpu", "tiled"])
+def test_against_the_oracle(name, kernel, monkeypatch):
+    monkeypatch.setattr(blocks, "block_kernel", lambda *shape: kernel)
+    assert max(against_reference(CASES[name])) <= 1e-12
+    assert max(against_reference(CASES[name], scale=0.7)) <= 1e-12
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "tiled"])
+def test_half_precision(kernel, monkeypatch):
+    """bf16 rounds p and o (and ds, o, do in gradients): at most 2 and 4 unit roundoffs of 2^-9, in RMS."""
+    monkeypatch.setattr(blocks, "block_kernel", lambda *shape: kernel)
+    for name in ("dense", "grouped", "packed", "decoding many"):
+        o, *gradients = against_reference(CASES[name], dtype=torch.bfloat16)
+        assert o <= 2 * 2**-9 and max(gradients) <= 4 * 2**-9, name
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_documents_do_not_see_each_other(causal):
+    """NaN everywhere in document i: every other document's output and gradients stay bitwise the same."""
+    boundaries = [0, 1, 2, 17, 40, 64]
+    *tensors, do = make(1, 64, 64, 4, 2, 8, 12)
+    kwargs = {"causal": causal, "cu_seqlens": torch.tensor(boundaries)}
+    before = run(attention, *tensors, do, **kwargs)
+    for a, b in pairwise(boundaries):
+        others = torch.ones(64, dtype=torch.bool)
+        others[a:b] = False
+        poisoned = [x.detach().masked_fill(~others[None, :, None, None], torch.nan) for x in (*tensors, do)]
+        after = run(attention, *(x.requires_grad_() for x in poisoned[:3]), poisoned[3], **kwargs)
+        assert all(torch.equal(x[:, others], y[:, others]) for x, y in zip(before, after))
+        assert not any(y[:, a:b].isfinite().any() for y in after)
+
+
+def test_blocks_of_a_row_merge_exactly():
+    """Keys in three blocks, in any order, with scores so far apart that one block has all the weight."""
+    q, k, v, _ = make(2, 5, 30, 4, 2, 8, 12)
+    k = torch.cat([k[:, :10], 60 * k[:, 10:20], k[:, 20:]], dim=1).detach()
+    whole, lse_whole = blocks.attend(q, k, v, 1.0, False)
+    for order in ([0, 1, 2], [2, 0, 1], [1, 2, 0]):
+        o, lse = torch.zeros_like(whole), torch.full_like(lse_whole, -torch.inf)
+        for i in order:
+            rows = slice(10 * i, 10 * i + 10)
+            blocks.merge_(o, lse, *blocks.attend(q, k[:, rows], v[:, rows], 1.0, False))
+        assert error(o, whole) <= 1e-14 and error(lse, lse_whole) <= 1e-14
+
+
+@pytest.mark.parametrize("kernel", ["cpu", "tiled"])
+def test_gradients_that_autograd_expanded(kernel, monkeypatch):
+    """sum() gives a gradient with strides of 0; only what needs a gradient gets one."""
+    monkeypatch.setattr(blocks, "block_kernel", lambda *shape: kernel)
+    q, k, v, do = make(2, 9, 33, 4, 2, 8, 12)
+    expected = run(attention, q, k, v, torch.ones_like(do))
+    attention(q, k.detach(), v).sum().backward()
+    assert torch.equal(q.grad, expected[1]) and torch.equal(v.grad, expected[3]) and k.grad is None
+
+
+def test_the_choice_of_the_kernel():
+    def choose(device, dtype, *shape):
+        return blocks.block_kernel(torch.device(device), dtype, *shape)
+
+    bf16 = torch.bfloat16
+    assert choose("cpu", bf16, 64, 64, 7, 7) == "cpu"
+    assert choose("cuda", bf16, 128, 128, 4096, 8192) == "cudnn"
+    assert choose("cuda", bf16, 128, 128, 4096, 1000) == "flash"  # a document's length: no plan for each
+    assert choose("cuda", bf16, 192, 128, 4096, 4096) == "flash"
+    assert choose("cuda", bf16, 320, 128, 4096, 4096) == "tiled"
+    assert choose("cuda", torch.float32, 128, 128, 4096, 4096) == "tiled"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert choose("cuda", bf16, 128, 128, 4096, 8192) == "flash"
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    ("argument", "change"),
+    [
+        ("q", {"q": torch.zeros(1, 8, 4)}),
+        ("q", {"q": torch.zeros(1, 0, 4, 8)}),
+        ("k", {"k": torch.zeros(1, 8, 2, 6)}),
+        ("v", {"v": torch.zeros(1, 7, 2, 8)}),
+        ("k", {"k": torch.zeros(1, 8, 2, 8, dtype=torch.float64)}),
+        ("heads", {"q": torch.zeros(1, 8, 3, 8)}),
+        ("Tq", {"q": torch.zeros(1, 9, 4, 8)}),
+        ("cu_seqlens", {"cu_seqlens": torch.tensor([0, 7])}),
+        ("cu_seqlens", {"cu_seqlens": torch.tensor([1, 8])}),
+        ("cu_seqlens", {"cu_seqlens": torch.tensor([0, 5, 3, 8])}),
+        ("cu_seqlens", {"q": torch.zeros(1, 4, 4, 8), "cu_seqlens": torch.tensor([0, 8])}),
+        ("impl", {"impl": "triton"}),
+        ("method", {"method": "rings"}),
+    ],
+)
+def test_errors_name_the_argument(argument, change):
+    arguments = {"q": torch.zeros(1, 8, 4, 8), "k": torch.zeros(1, 8, 2, 8), "v": torch.zeros(1, 8, 2, 8), **change}
+    with pytest.raises(ValueError, match=argument):
+        attention(**arguments)
+
+
+# --- on a device ------------------------------------------------------------------------------------------------
+
+# kernel: a case in which it computes every block
+ON_CUDA = {
+    "cudnn, one stream": ("cudnn", (1, 1024, 1024, 4, 4, 128, 128, True, None)),
+    "cudnn, batch, grouped": ("cudnn", (2, 512, 512, 8, 2, 64, 64, True, None)),
+    "cudnn, narrow values": ("cudnn", (1, 512, 512, 4, 2, 128, 64, False, None)),
+    "cudnn, odd widths": ("cudnn", (1, 512, 512, 4, 2, 60, 36, True, None)),
+    "cudnn, cross": ("cudnn", (1, 256, 1024, 4, 2, 128, 128, False, None)),
+    "flash, any length": ("flash", (2, 333, 333, 8, 2, 128, 128, True, None)),
+    "flash, one query": ("flash", (2, 1, 333, 8, 2, 128, 128, True, None)),
+    "flash, decoding": ("flash", (2, 100, 333, 8, 2, 64, 64, True, None)),
+    "flash, MLA": ("flash", (1, 512, 512, 4, 4, 192, 128, True, None)),
+    "flash, width 256": ("flash", (1, 512, 512, 4, 2, 256, 256, True, None)),
+    "flash, packed": ("flash", (1, 640, 640, 8, 2, 128, 64, True, [0, 1, 2, 129, 256, 256, 257, 500, 640])),
+    "flash, packed, not causal": ("flash", (1, 640, 640, 8, 2, 128, 128, False, [0, 1, 300, 640])),
+    "tiled, wide": ("tiled", (1, 300, 300, 4, 2, 320, 320, True, None)),
+}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ON_CUDA)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_kernels_on_cuda(name, dtype, monkeypatch):
+    """2 unit roundoffs for o and 4 for gradients, as on the CPU; and no other kernel took a block."""
+    kernel, case = ON_CUDA[name]
+    chosen, choose = set(), blocks.block_kernel
+    monkeypatch.setattr(blocks, "block_kernel", lambda *shape: chosen.add(choose(*shape)) or choose(*shape))
+    o, *gradients = against_reference(case, dtype=dtype, device="cuda")
+    unit = torch.finfo(dtype).eps / 2
+    assert chosen == {kernel} and o <= 2 * unit and max(gradients) <= 4 * unit
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", CASES)
+def test_full_precision_on_cuda(name):
+    assert max(against_reference(CASES[name], torch.float64, "cuda")) <= 1e-12
+    assert max(against_reference(CASES[name], torch.float32, "cuda")) <= 2e-6
+
+
+@pytest.mark.cuda
+def test_memory_on_cuda_is_linear():
+    """Twice the tokens take at most 2.1 times the memory, forward and backward, in every kernel."""
+    for kernel, dtype, D, extra in (
+        ("cudnn", torch.bfloat16, 64, 0),
+        ("flash", torch.bfloat16, 64, 1),
+        ("tiled", torch.float32, 64, 0),
+    ):
+        peaks = []
+        for T in (8192 + extra, 16384 + extra):
+            assert blocks.block_kernel(torch.device("cuda"), dtype, D, D, T, T) == kernel
+            q, k, v = (torch.randn(1, T, 4, D, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            attention(q, k, v).sum().backward()
+            peaks.append(torch.cuda.max_memory_allocated() - before)
+        assert peaks[1] <= 2.1 * peaks[0], (kernel, peaks)
+
+
+@pytest.mark.cuda
+def test_repeatable_on_cuda_under_deterministic_algorithms():
+    torch.use_deterministic_algorithms(True)
+    try:
+        tensors = make(1, 1024, 1024, 8, 2, 128, 128, dtype=torch.bfloat16, device="cuda")
+        first, second = (run(attention, *tensors) for _ in range(2))
+        assert all(torch.equal(x, y) for x, y in zip(first, second))
+    finally:
+        torch.use_deterministic_algorithms(False)
