@@ -74,7 +74,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the content: the same tokens in the same documents in the same order. The tokenizer has its own."""
+        """Identifies the content: these tokens, as these documents, in this order. The tokenizer has its own."""
         return self.info["fingerprint"]
 
     @property
