@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tokenizers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from titan_linear.data import ByteTokenizer, build_tokenizer
 
@@ -60,9 +60,12 @@ def test_hugging_face(file: Path):
         tokenizer.encode("\udcff")
 
 
-def test_hugging_face_ignores_truncation_and_padding(file: Path):
+def test_hugging_face_adds_and_drops_nothing(file: Path):
     reference = tokenizers.Tokenizer.from_file(str(file))
     whole = reference.encode(TEXT).ids
+    reference.post_processor = processors.TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", reference.token_to_id("<|endoftext|>"))]
+    )
     reference.enable_truncation(3)
     reference.enable_padding(length=500)
     reference.save(str(file))

@@ -74,7 +74,7 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the content: equal if and only if the documents are the same tokens in the same order."""
+        """Identifies the content: these tokens, as these documents, in this order. The tokenizer has its own."""
         return self.info["fingerprint"]
 
     @property
@@ -198,14 +198,16 @@ def _build_cache(
 ) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"no token cache can be made in {folder.parent} ({error}); set XDG_CACHE_HOME") from error
-    with _locked(folder):
-        if folder.exists():  # another process wrote it while this one waited
-            return
-        source = {"dataset": dataset, "files": len(files), "skipped_empty": 0}
-        documents = _tokenised(dataset, files, text_field, tokenizer, source, show_progress)
-        _write_corpus(folder, documents, tokenizer, source)
+        with _locked(folder):
+            if folder.exists():  # another process wrote it while this one waited
+                return
+            source = {"dataset": dataset, "files": len(files), "skipped_empty": 0}
+            documents = _tokenised(dataset, files, text_field, tokenizer, source, show_progress)
+            _write_corpus(folder, documents, tokenizer, source)
+    except OSError as error:  # no permission, a full disk, no locks on this file system
+        raise ValueError(
+            f"the token cache {folder} cannot be written ({error}); set XDG_CACHE_HOME to a folder that can"
+        ) from error
     print(load_corpus(folder).summary, flush=True)
 
 
@@ -258,12 +260,7 @@ def _encode(tokenizer: Tokenizer, batch: list[Document]) -> list[np.ndarray]:
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Holds `<folder>.lock`, which stays behind: removing it would let two processes lock different files."""
-    path = folder.with_name(folder.name + ".lock")
-    try:
-        file = path.open("w")
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; for a token cache, set XDG_CACHE_HOME") from error
-    with file:
+    with folder.with_name(folder.name + ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -73,7 +73,7 @@ class StreamLoader(StatefulDataLoader):
 
     torchdata's own state (positions of this rank's workers) is replaced by that number, so that a run goes on under
     another data-parallel degree, local batch or number of workers. A step counts once its last micro-batch has been
-    taken: take the state between steps, with nothing fetched ahead.
+    taken: take the state between steps, with nothing fetched ahead. A state loaded holds from the next `iter()` on.
     """
 
     def __init__(self, micro_batches: _MicroBatches, global_batch_size: int, num_workers: int):
@@ -108,7 +108,6 @@ class StreamLoader(StatefulDataLoader):
                 f"training.global_batch_size = {self._global_batch_size} does not divide the data cursor {cursor}: "
                 "a run goes on with the global batch that it began with"
             )
-        self._iterator = None  # workers that read ahead from the old place
         self._order.start = cursor // self._global_batch_size * self._micro_steps
 
 

@@ -144,5 +144,5 @@ def _find_eos(file: Path, content: dict[str, Any], vocabulary: dict[str, int]) -
             if eos not in vocabulary:
                 raise ValueError(f"model.tokenizer_path: eos_token {eos!r} of {beside} is not in {file}'s vocabulary")
             return vocabulary[eos]
-    special = {token["content"] for token in content.get("added_tokens", []) if token.get("special")}
+    special = {token["content"] for token in content.get("added_tokens") or [] if token.get("special")}
     return next((vocabulary[name] for name in _USUAL_EOS if name in special and name in vocabulary), None)
