@@ -15,6 +15,10 @@ from titan_linear.models.packed import Packed
 MIXERS = {"kda": KDAMixer, "gdn": GDNMixer, "attention": AttentionMixer}
 
 
+class LayerCache(dict[str, torch.Tensor]):
+    """What a mixer keeps of earlier tokens. Not a plain dict: wrappers around a module copy those of its arguments."""
+
+
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, mixer: str):
         super().__init__()
@@ -23,7 +27,7 @@ class Block(nn.Module):
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
         self.mlp = SwiGLU(config.dim, config.hidden_dim)
 
-    def forward(self, x: torch.Tensor, packed: Packed, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, packed: Packed, cache: LayerCache | None = None) -> torch.Tensor:
         x = x + self.mixer(self.mixer_norm(x), packed, cache)
         return x + self.mlp(self.mlp_norm(x))
 
@@ -36,7 +40,7 @@ class Head(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 4096) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048) -> torch.Tensor:
         """x [B, T, dim] -> logits [B, T, vocab]; with labels [B, T] the sum of cross-entropies, in float32 or wider."""
         x = self.norm(x)
         if labels is None:
@@ -60,8 +64,8 @@ class Decoder(nn.Module):
         packed: Packed,
         labels: torch.Tensor | None = None,
         *,
-        loss_chunk: int = 4096,
-        caches: list[dict[str, torch.Tensor]] | None = None,
+        loss_chunk: int = 2048,
+        caches: list[LayerCache] | None = None,
     ) -> torch.Tensor:
         """tokens [B, T] int64 -> logits [B, T, vocab], or with labels [B, T] (−100: none) the summed loss."""
         x = self.embedding(tokens)

@@ -6,6 +6,7 @@ import torch
 
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.halo import conv_halo
+from titan_linear.ops.options import select
 from titan_linear.ops.torch import convolution as torch_convolution
 
 IMPLEMENTATIONS = {"torch": torch_convolution.causal_conv1d}
@@ -54,10 +55,7 @@ def causal_conv1d(
     else:
         bounds = [i * T for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
         past = x.new_zeros(N, W - 1, D) if initial_state is None else initial_state.transpose(1, 2)
-    name = "torch" if impl == "auto" else impl
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"impl = {impl!r} is not available here; use one of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    y, final = IMPLEMENTATIONS[name](flat, weight, bias, past, bounds, activation)
+    y, final = IMPLEMENTATIONS[select(impl, IMPLEMENTATIONS, x.device)](flat, weight, bias, past, bounds, activation)
     return y.unflatten(0, (B, T)), final.transpose(1, 2) if output_final_state else None
 
 

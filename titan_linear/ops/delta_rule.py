@@ -17,7 +17,7 @@ import torch
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.kcp import contributes, incoming_states
 from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
-from titan_linear.ops.options import DeltaRuleOptions
+from titan_linear.ops.options import DeltaRuleOptions, select
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule
 
 IMPLEMENTATIONS = {"torch": TorchDeltaRule}
@@ -128,7 +128,7 @@ def chunk_delta_rule(
             cp_method=cp_method, cu_seqlens=torch.tensor(cp_context.documents), impl=impl,
         )  # fmt: skip
         return heads_to_tokens(o, cp_context), None
-    implementation = IMPLEMENTATIONS[select(impl, q)]
+    implementation = IMPLEMENTATIONS[select(impl, IMPLEMENTATIONS, q.device)]
     bounds = _bounds(q, cu_seqlens, cp_context)
     tokens = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
     o, final = _DeltaRule.apply(
@@ -142,14 +142,6 @@ def _to_heads(cp: CPContext, *inputs: torch.Tensor | None) -> list[torch.Tensor 
     *tokens, A_log, dt_bias = inputs
     part = [None if x is None else x.view(cp.world_size, -1)[cp.rank] for x in (A_log, dt_bias)]
     return [*(tokens_to_heads(x, cp) for x in tokens), *part]
-
-
-def select(impl: str, x: torch.Tensor) -> str:
-    """The implementation that `impl` names for tensors like x."""
-    name = "torch" if impl == "auto" else impl
-    if name not in IMPLEMENTATIONS:
-        raise ValueError(f"impl = {impl!r} is not available here; use one of {', '.join(map(repr, IMPLEMENTATIONS))}")
-    return name
 
 
 def _bounds(q: torch.Tensor, cu_seqlens: torch.Tensor | None, cp: CPContext | None) -> list[int]:

@@ -1,8 +1,11 @@
-"""The numbers and switches of one delta-rule call, as every implementation reads them."""
+"""What a call asks for besides its tensors: which implementation, and a delta rule's numbers and switches."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+
+import torch
 
 
 @dataclass(frozen=True)
@@ -13,3 +16,12 @@ class DeltaRuleOptions:
     lower_bound: float | None = None  # the bounded gate, lower_bound·sigmoid(…); None: −exp(A_log)·softplus(…)
     safe_gate: bool = False  # the caller promises g ≥ −5 per token
     disable_recompute: bool = False  # keep the intermediates of forward for backward
+
+
+def select(impl: str, available: Iterable[str], device: torch.device) -> str:
+    """The implementation that `impl` names; "auto" is Triton's on CUDA, where the op has one."""
+    if impl == "auto":
+        return "triton" if device.type == "cuda" and "triton" in available else "torch"
+    if impl not in available:
+        raise ValueError(f"impl = {impl!r} is not available for this op; use 'auto' or one of {list(available)}")
+    return impl

@@ -1,0 +1,80 @@
+"""From a plain decoder to one that many ranks train: activation checkpointing, then FSDP2.
+
+Context parallelism is not here: it is in what a mixer is given (`Packed.cp_context`), not in the model.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.models.decoder import Decoder
+
+# Gate parameters, whose rounding to bfloat16 changes decays over a whole document. They are small: every rank keeps
+# them whole and in float32 or wider, out of FSDP and its casts.
+REPLICATED = ("A_log", "dt_bias")
+
+
+def parallelize(model: Decoder, dims: ParallelDims, *, ac_mode: str, policy: MixedPrecisionPolicy) -> None:
+    """Wrap a decoder (on the meta device) in place. Gradients become sums over all ranks, never means."""
+    if ac_mode == "full":
+        checkpoint_layers(model)
+    shard(model, dims, policy)
+
+
+def checkpoint_layers(model: Decoder) -> None:
+    """Keep each layer's input alone and compute the layer again in backward; no layer draws random numbers.
+
+    The layer's `forward` is replaced rather than the layer wrapped, so that parameters keep their names.
+    """
+    for layer in model.layers:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+
+
+def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy) -> None:
+    """FSDP2 by layer. Embedding and head are units of their own unless they share their weight."""
+    options = {"mesh": dims.fsdp_mesh, "mp_policy": policy, "ignored_params": set(replicated_parameters(model))}
+    for layer in model.layers:
+        fully_shard(layer, **options)
+    if not model.config.tie_embeddings:
+        fully_shard(model.embedding, **options)
+        fully_shard(model.head, reshard_after_forward=False, **options)  # backward begins with it
+    fully_shard(model, **options)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # a factor of 1 alone asks for a reduction gloo lacks
+
+
+def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that every rank keeps whole, in the order of their names."""
+    return [p for name, p in model.named_parameters() if name.rsplit(".", 1)[-1] in REPLICATED]
+
+
+def set_dtype(model: Decoder, dtype: torch.dtype) -> None:
+    """Parameters in `dtype`; gate parameters in float32 or wider."""
+    model.to(dtype)
+    for p in replicated_parameters(model):
+        p.data = p.data.to(torch.promote_types(dtype, torch.float32))
+
+
+def materialise(model: Decoder, device: torch.device) -> None:
+    """Allocate the parameters, of sharded ones this rank's shards only."""
+    model.to_empty(device=device)
+    if model.config.tie_embeddings:
+        model.head.weight = model.embedding.weight  # to_empty gave each its own
+
+
+def reduce_replicated(model: nn.Module) -> None:
+    """Sum the gradients of the replicated parameters over all ranks, in one collective."""
+    grads = [p.grad for p in replicated_parameters(model) if p.grad is not None]
+    if grads:
+        flat = torch.cat([g.flatten() for g in grads])
+        dist.all_reduce(flat)
+        torch._foreach_copy_(grads, [x.view_as(g) for x, g in zip(flat.split([g.numel() for g in grads]), grads)])

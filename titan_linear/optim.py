@@ -1,0 +1,64 @@
+"""The optimizer, its schedule, and clipping over sharded and replicated gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from titan_linear.config import LRScheduler, Optimizer
+
+
+def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
+    """AdamW; weight decay for matrices alone: not for norms, biases, A_log and dt_bias."""
+    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    for p in model.parameters():
+        decays, sharded = p.dim() > 1, isinstance(p, DTensor)  # one fused call takes only one kind of tensor
+        groups.setdefault((decays, sharded), []).append(p)
+    return torch.optim.AdamW(
+        [{"params": ps, "weight_decay": config.weight_decay * decays} for (decays, _), ps in groups.items()],
+        lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True,
+    )  # fmt: skip
+
+
+def learning_rate(step: int, peak: float, config: LRScheduler, steps: int) -> float:
+    """The rate of step `step` (from 1), a function of nothing else: warmup, constant, decay."""
+    total = config.total_steps or steps
+    if step <= config.warmup_steps:
+        return peak * step / config.warmup_steps
+    decay = min(round(total * config.decay_ratio), total - config.warmup_steps)
+    progress = (step - (total - decay)) / decay if decay > 0 else 0.0
+    if progress <= 0:
+        return peak
+    curve = {"linear": 1 - progress, "sqrt": 1 - math.sqrt(progress), "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return peak * (config.min_lr_factor + (1 - config.min_lr_factor) * curve[config.decay_type])
+
+
+def gradient_norm(parameters: Iterable[nn.Parameter], shard_group: dist.ProcessGroup) -> torch.Tensor:
+    """The 2-norm of all gradients, on every rank the same: shards are summed over their group, the rest counts once."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    shards = [g.to_local() for g in grads if isinstance(g, DTensor)]
+    whole = [g for g in grads if not isinstance(g, DTensor)]
+    total = _sum_of_squares(shards, like=grads[0])
+    dist.all_reduce(total, group=shard_group)
+    return (total + _sum_of_squares(whole, like=grads[0])).sqrt()
+
+
+def _sum_of_squares(tensors: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """A scalar in float64: one number per rank, so that its width costs nothing."""
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.promote_types(like.dtype, torch.float32)) if tensors else []
+    zero = torch.zeros((), dtype=torch.float64, device=like.device)
+    return sum((n.double().square() for n in norms), zero)
+
+
+def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
+    """Scale gradients so that their 2-norm is at most max_norm."""
+    coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for p in parameters:
+        if p.grad is not None:
+            local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
+            local.mul_(coefficient.to(local.dtype))
