@@ -23,13 +23,15 @@ MISSING = 3  # exit code of --check
 
 
 def main(extras: list[str]) -> None:
-    if not missing(extras):
+    if not (lacks := missing(extras)):
         print(sys.executable)
         return
-    with open(ROOT / "pyproject.toml", "r+") as file:  # locked, never written: two set-ups take turns
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if not ready(extras):
-            install(extras)
+    if not ready(extras):
+        with open(ROOT / "pyproject.toml", "r+") as file:  # locked, never written: two set-ups take turns
+            say(f"{sys.executable} lacks {lacks}; setting up {VENV}: this takes minutes, once")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not ready(extras):
+                install(extras)
     print(PYTHON)
 
 
@@ -78,8 +80,9 @@ def install(extras: list[str]) -> None:
         sys.exit(f"error: {sys.executable} has no venv module; install it (Debian, Ubuntu: apt install python3-venv), "
                  "or activate an environment with the dependencies of pyproject.toml")  # fmt: skip
     if not PYTHON.exists() or STATE.read_text() != "installed":
+        if Path(sys.prefix) == VENV:
+            sys.exit(f"error: {VENV} is incomplete, and active; deactivate it and start again")
         shutil.rmtree(VENV, ignore_errors=True)
-    say(f"setting up {VENV}: this takes minutes, once")
     VENV.mkdir(exist_ok=True)
     STATE.write_text("installing")
     if not PYTHON.exists():
