@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Train: NGPU=4 CONFIG_FILE=train_configs/x.toml ./run_train.sh --training.steps 100
+#
+# NGPU         processes; default: the GPUs present, else 2 on the CPU
+# CONFIG_FILE  default: train_configs/debug.toml
+# ./run_train.sh --help documents every key. The environment is made when it is needed (tools/env.sh).
+set -euo pipefail
+source "$(dirname "${BASH_SOURCE[0]}")/tools/env.sh"
+find_python
+exec "$PYTHON" -m titan_linear.launch --job.config_file "${CONFIG_FILE:-$ROOT/train_configs/debug.toml}" "$@"

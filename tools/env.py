@@ -1,0 +1,111 @@
+"""Print an interpreter that has titan_linear's dependencies: `python tools/env.py [extra]`.
+
+It is the one that runs this, when it has them in the versions of pyproject.toml; otherwise that of .venv beside
+pyproject.toml, which is made, or mended after an interruption. Everything else goes to stderr. Needs nothing but
+Python; pip takes packages from where it is configured to.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import importlib.util
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+VENV = ROOT / ".venv"
+PYTHON = VENV / "bin" / "python"
+STATE = VENV / ".titan_linear"  # only in a .venv made here: "installing", then "installed"
+MISSING = 3  # exit code of --check
+
+
+def main(extras: list[str]) -> None:
+    if not (lacks := missing(extras)):
+        print(sys.executable)
+        return
+    if not ready(extras):
+        with open(ROOT / "pyproject.toml", "r+") as file:  # locked, never written: two set-ups take turns
+            say(f"{sys.executable} lacks {lacks}; setting up {VENV}: this takes minutes, once")
+            fcntl.flock(file, fcntl.LOCK_EX)
+            if not ready(extras):
+                install(extras)
+    print(PYTHON)
+
+
+def missing(extras: list[str]) -> str:
+    """What this interpreter lacks: "torch>=2.11,<2.14", or "" when it has everything."""
+    try:
+        from packaging.requirements import Requirement
+
+        project = read_project()
+    except ImportError as error:  # both come with the dependencies
+        return str(error.name)
+    optional = project["optional-dependencies"]
+    for text in project["dependencies"] + [text for extra in extras for text in optional[extra]]:
+        requirement = Requirement(text)
+        if requirement.marker is None or requirement.marker.evaluate():
+            try:
+                version = importlib.metadata.version(requirement.name)
+            except importlib.metadata.PackageNotFoundError:
+                return text
+            if not requirement.specifier.contains(version, prereleases=True):
+                return text
+    return ""
+
+
+def read_project() -> dict:
+    if sys.version_info >= (3, 11):
+        import tomllib
+    else:
+        import tomli as tomllib
+    return tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+
+def ready(extras: list[str]) -> bool:
+    """.venv is there, was not left in the middle of an installation, and has everything."""
+    if not PYTHON.exists() or (STATE.exists() and STATE.read_text() != "installed"):
+        return False
+    return subprocess.run([PYTHON, __file__, "--check", *extras]).returncode == 0
+
+
+def install(extras: list[str]) -> None:
+    """Make .venv, or bring it up to date. One that an interruption left is made anew: its packages may be torn."""
+    if VENV.exists() and not STATE.exists():
+        sys.exit(f"error: {VENV} was not made by this script and lacks dependencies; activate it and install them "
+                 "(pip install -e .), or remove it")  # fmt: skip
+    if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
+        sys.exit(f"error: {sys.executable} has no venv module; install it (Debian, Ubuntu: apt install python3-venv), "
+                 "or activate an environment with the dependencies of pyproject.toml")  # fmt: skip
+    if not PYTHON.exists() or STATE.read_text() != "installed":
+        if Path(sys.prefix) == VENV:
+            sys.exit(f"error: {VENV} is incomplete, and active; deactivate it and start again")
+        shutil.rmtree(VENV, ignore_errors=True)
+    VENV.mkdir(exist_ok=True)
+    STATE.write_text("installing")
+    if not PYTHON.exists():
+        run(sys.executable, "-m", "venv", VENV)
+    target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
+    run(PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "-e", target)
+    STATE.write_text("installed")
+
+
+def run(*command: str | Path) -> None:
+    done = subprocess.run(command, stdout=sys.stderr)
+    if done.returncode:
+        sys.exit(f"error: set-up failed (exit code {done.returncode}); the same command tries again")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--check"]:
+        sys.exit(MISSING if missing(sys.argv[2:]) else 0)
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        sys.exit(130)
