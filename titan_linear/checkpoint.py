@@ -1,0 +1,375 @@
+"""Checkpoints: model, optimizer and progress, written with torch.distributed.checkpoint (DCP) and whole or absent.
+
+    checkpoint/
+      step-100/            whole: it got this name when everything in it was on disk
+        __R_0.distcp       what rank R wrote; any other number of ranks can read it
+        .metadata          DCP: which file holds which slice of which tensor
+        progress.json      the trainer's numbers: step, cursor, ...
+        manifest.json      size and CRC-32 of every file above
+      step-200.tmp/        a save in progress, or what a killed one or a killed removal left: the next save removes it
+      abandoned-DATE/      checkpoints of a future that the run left by going on from an earlier step
+
+A save fills step-N.tmp, every rank syncs its own files and reads them back for their checksums, rank 0 adds the
+manifest and renames. So SIGKILL costs at most the save in progress. DCP notices a truncated file but not an altered
+one: `verify` reads everything.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+import zlib
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+MANIFEST, PROGRESS = "manifest.json", "progress.json"
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # names are compared here, with better words
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
+BLOCK = 1 << 20  # bytes read at a time
+Progress = dict[str, int | float | str]  # what the trainer keeps beside tensors
+
+
+class Checkpointer:
+    """Saves and loads the checkpoints of one run. Every rank calls every method, in the same order.
+
+    Args:
+        folder: holds the step-N folders; on a file system that all ranks share.
+        async_mode: "disabled", or "async": `save` returns once the state is copied to host memory.
+        keep_latest_k: older checkpoints than the latest k are removed; 0 keeps all.
+        group: a gloo group of all ranks that nothing else uses; one is made by default. An async save talks in it
+            while training talks in the others.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        async_mode: str = "disabled",
+        keep_latest_k: int = 10,
+        group: dist.ProcessGroup | None = None,
+    ):
+        if async_mode not in ("disabled", "async"):
+            raise ValueError(f"checkpoint.async_mode = {async_mode!r} must be 'disabled' or 'async'")
+        self.folder, self.keep_latest_k = Path(folder), keep_latest_k
+        self.group = group or dist.new_group(backend="gloo")
+        self.rank = dist.get_rank(self.group)
+        self._saved: tuple[int, bool] | None = None  # the step that this run is at on disk; with its optimizer?
+        self._pending: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if async_mode == "async" else None
+        self._stager = DefaultStager(StagingOptions(False, False, False, False))  # a plain copy to host memory
+
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, progress: Progress) -> None:
+        """Save as step-N; without an optimizer the weights only. What this run has at this step already stays.
+
+        Raises:
+            OSError: on every rank, this save (async: or the one before) failed on any rank; earlier checkpoints stand.
+        """
+        self.wait()
+        if self._saved in ((step, True), (step, optimizer is not None)):
+            return
+        state = {"model": _weights(model)}
+        if optimizer is not None:
+            state["optimizer"] = _optimizer_state(model, optimizer)[0]
+        if self._thread is None:
+            self._write(step, state, progress)
+        else:
+            self._pending = self._thread.submit(self._write, step, self._stager.stage(state), dict(progress))
+
+    def wait(self) -> None:
+        """Finish an async save.
+
+        Raises:
+            OSError: it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+        """Load step-N in place, saved under any degrees of parallelism; returns the progress saved with it.
+
+        The optimizer's moments are loaded; its hyperparameters stay as this run has set them.
+
+        Raises:
+            ValueError: it is not there, holds weights only, or is of another model.
+        """
+        self.wait()
+        path = self.folder / f"step-{find_step(self.folder, step)}"
+        optimizer.zero_grad()  # with gradients around, DCP cannot make the state that it loads into
+        moments, rest = _optimizer_state(model, optimizer)
+        state = {"model": _weights(model), "optimizer": moments}
+        self._read(path, state)
+        set_model_state_dict(model, state["model"], options=FLAT)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"] | rest, options=FLAT)
+        self._saved = (step, True)
+        return json.loads((path / PROGRESS).read_text())
+
+    def load_weights(self, path: Path, model: nn.Module) -> None:
+        """Load another run's weights in place, from a step-N folder or the newest in a folder of them.
+
+        Raises:
+            ValueError: there is no whole checkpoint, or it is of another model.
+        """
+        state = {"model": _weights(model)}
+        self._read(weights_path(path), state)
+        set_model_state_dict(model, state["model"], options=FLAT)
+
+    def _read(self, path: Path, state: dict[str, dict[str, Any]]) -> None:
+        reader = dcp.FileSystemReader(path)
+        _compare_names(path, set(reader.read_metadata().state_dict_metadata), state)
+        try:
+            dcp.load(state, storage_reader=reader, process_group=self.group)
+        except dcp.CheckpointException as failure:  # a BaseException, the same on every rank
+            raise ValueError(f"'{path}' cannot be loaded: {_reasons(failure)}") from failure
+
+    def _write(self, step: int, state: dict[str, Any], progress: Progress) -> None:
+        """Everything that touches the disk; in async mode on a thread of its own."""
+        tmp = self.folder / f"step-{step}.tmp"
+        try:
+            self._together(lambda: self.rank == 0 and self._prepare(tmp, progress))
+            writer = dcp.FileSystemWriter(tmp, sync_files=False)  # it would sync before its last block is written
+            dcp.save(state, storage_writer=writer, process_group=self.group)
+            parts = self._together(lambda: self._sync_own_files(tmp))
+            files = {name: entry for part in parts for name, entry in part.items()}
+            self._together(lambda: self.rank == 0 and self._commit(step, tmp, files))
+            self._saved = (step, "optimizer" in state)
+            self._together(lambda: self.rank == 0 and self._prune(step))
+        except (OSError, dcp.CheckpointException) as failure:  # the same on every rank
+            if self.rank == 0:
+                shutil.rmtree(tmp, ignore_errors=True)  # the disk may be full
+            raise OSError(f"saving step-{step} in '{self.folder}' failed: {_reasons(failure)}") from failure
+
+    def _together(self, work: Callable[[], Any]) -> list[Any]:
+        """Each rank's result of `work`, in order; a disk error of any rank is raised on all of them."""
+        result, error = None, None
+        try:
+            result = work()
+        except OSError as failure:
+            error = f"rank {self.rank}: {failure}"
+        outcomes: list[Any] = [None] * dist.get_world_size(self.group)
+        dist.all_gather_object(outcomes, (result, error), group=self.group)
+        if errors := [error for _, error in outcomes if error]:
+            raise OSError("; ".join(errors))
+        return [result for result, _ in outcomes]
+
+    def _prepare(self, tmp: Path, progress: Progress) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for leftover in self.folder.glob("step-*.tmp"):
+            shutil.rmtree(leftover)
+        tmp.mkdir()
+        (tmp / PROGRESS).write_text(json.dumps(progress, indent=2) + "\n")
+
+    def _sync_own_files(self, tmp: Path) -> dict[str, list[int]]:
+        own = list(tmp.glob(f"__{self.rank}_*"))
+        return {file.name: _sync(file) for file in own + [tmp / ".metadata", tmp / PROGRESS] * (self.rank == 0)}
+
+    def _commit(self, step: int, tmp: Path, files: dict[str, list[int]]) -> None:
+        for name, (size, _) in files.items():
+            if not (tmp / name).exists() or (tmp / name).stat().st_size != size:
+                raise OSError(f"{name} of another node is not there: checkpoints need a file system that nodes share")
+        (tmp / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
+        _sync(tmp / MANIFEST)
+        _sync_folder(tmp)
+        self._set_aside(step)
+        tmp.rename(self.folder / f"step-{step}")
+        _sync_folder(self.folder)
+
+    def _set_aside(self, step: int) -> None:
+        """A run's steps ascend: checkpoints of this step and later ones are of a future that it has left."""
+        if left := [path for number, path in _step_folders(self.folder).items() if number >= step]:
+            aside = self.folder / time.strftime("abandoned-%Y%m%d-%H%M%S")
+            aside.mkdir(exist_ok=True)
+            for path in left:
+                path.rename(aside / path.name)
+            print(f"checkpoint: step {step} follows an earlier one; later checkpoints are now in '{aside}'", flush=True)
+
+    def _prune(self, step: int) -> None:
+        older = [old for old in whole_steps(self.folder) if old < step]
+        for old in older[: max(0, len(older) + 1 - self.keep_latest_k)] if self.keep_latest_k else []:
+            doomed = self.folder / f"step-{old}.tmp"  # a removal that is cut short leaves no broken step-N
+            (self.folder / f"step-{old}").rename(doomed)
+            shutil.rmtree(doomed)
+
+
+# --- What is on disk -------------------------------------------------------------------------------------------------
+
+
+def whole_steps(folder: Path) -> list[int]:
+    """The steps of the whole checkpoints in `folder`, ascending. Their contents are not read; see `verify`."""
+    return sorted(step for step, path in _step_folders(Path(folder)).items() if _is_whole(path))
+
+
+def find_step(folder: Path, load_step: int) -> int | None:
+    """The step to go on from: `load_step`, or for −1 the newest whole one, None if there is none.
+
+    Raises:
+        ValueError: there is no whole checkpoint of `load_step`.
+    """
+    steps = whole_steps(folder)
+    if load_step == -1:
+        return steps[-1] if steps else None
+    if load_step not in steps:
+        raise ValueError(
+            f"checkpoint.load_step = {load_step}: there is no whole checkpoint of this step in '{folder}'; "
+            + (f"use one of {_list(steps)}, or -1 for the newest" if steps else "it has none: use -1 for a new start")
+        )
+    return load_step
+
+
+def weights_path(path: Path) -> Path:
+    """The step-N folder that checkpoint.initial_load_path means: itself, or the newest whole one in it.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    path = Path(path)
+    if _is_whole(path):
+        return path
+    if steps := whole_steps(path):
+        return path / f"step-{steps[-1]}"
+    raise ValueError(
+        f"checkpoint.initial_load_path = '{path}' is neither a whole checkpoint (a step-N folder with its "
+        f"{MANIFEST}) nor a folder of them"
+    )
+
+
+def verify(path: Path) -> None:
+    """Read a whole checkpoint and compare every file with the manifest. CPU only; no process group.
+
+    Raises:
+        ValueError: a file is missing, or has another size or checksum.
+    """
+    path = Path(path)
+    others = [step for step in whole_steps(path.parent) if path.name != f"step-{step}"]
+    remedy = "restore it from a copy, or " + (
+        f"use another checkpoint: checkpoint.load_step = {_list(others)}" if others else f"remove '{path}'"
+    )
+    files = _read_manifest(path, remedy)
+    with ThreadPoolExecutor() as pool:
+        for name, found in zip(files, pool.map(lambda name: _inspect(path / name), files), strict=True):
+            if found != files[name]:
+                problem = found if isinstance(found, str) else "was altered since it was saved (size or checksum)"
+                raise ValueError(f"checkpoint file '{path / name}' {problem}; {remedy}")
+
+
+def holds_optimizer(path: Path) -> bool:
+    """Whether a run can go on from this checkpoint; otherwise it holds the weights only."""
+    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    return any(name.startswith("optimizer.") for name in names)
+
+
+def _step_folders(folder: Path) -> dict[int, Path]:
+    matches = [(re.fullmatch(r"step-(0|[1-9]\d*)", path.name), path) for path in folder.glob("step-*")]
+    return {int(match[1]): path for match, path in matches if match}
+
+
+def _is_whole(path: Path) -> bool:
+    return (path / MANIFEST).is_file()
+
+
+def _list(steps: list[int]) -> str:
+    return ", ".join(map(str, steps))
+
+
+def _read_manifest(path: Path, remedy: str) -> dict[str, list[int]]:
+    try:
+        return json.loads((path / MANIFEST).read_bytes())["files"]
+    except (OSError, ValueError, KeyError, TypeError):  # absent, or not what was written
+        raise ValueError(f"checkpoint file '{path / MANIFEST}' is missing or damaged; {remedy}") from None
+
+
+def _inspect(file: Path) -> list[int] | str:
+    """[size in bytes, CRC-32], or what is wrong."""
+    try:
+        with file.open("rb") as stream:
+            return _measure(stream)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+
+
+def _sync(file: Path) -> list[int]:
+    """Bring a written file to the disk; [size in bytes, CRC-32]."""
+    with file.open("rb") as stream:
+        os.fsync(stream.fileno())
+        return _measure(stream)
+
+
+def _measure(stream: Any) -> list[int]:
+    size = crc = 0
+    while block := stream.read(BLOCK):
+        size, crc = size + len(block), zlib.crc32(block, crc)
+    return [size, crc]
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+# --- What is saved ---------------------------------------------------------------------------------------------------
+
+
+def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Weights by name, with no trace of wrappers in it; a tied weight once, by its first name."""
+    state = get_model_state_dict(model)
+    first = {name for name, _ in model.named_parameters()}
+    for name, _ in model.named_parameters(remove_duplicate=False):
+        if name not in first:
+            for wrapper in WRAPPERS:
+                name = name.replace(wrapper, "")
+            del state[name]
+    return state
+
+
+def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Its state by weight, "state.layers.0.mlp.w1.weight.exp_avg"; and its hyperparameters, which are not saved."""
+    flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
+    state = {name: value for name, value in flat.items() if name.startswith("state.")}
+    return state, {name: value for name, value in flat.items() if name not in state}
+
+
+def _compare_names(path: Path, saved: set[str], state: dict[str, dict[str, Any]]) -> None:
+    """DCP would pass over what the checkpoint has and the model lacks."""
+    if "optimizer" in state and not any(name.startswith("optimizer.") for name in saved):
+        raise ValueError(
+            f"'{path}' holds weights only (checkpoint.last_save_model_only), from which a run cannot go on; choose an "
+            "earlier checkpoint.load_step, or start a new run with checkpoint.initial_load_path"
+        )
+    for part, values in state.items():
+        wanted = {f"{part}.{name}" for name in values}
+        there = {name for name in saved if name.startswith(f"{part}.")}
+        if wanted != there:
+            lacks, extra = sorted(wanted - there), sorted(there - wanted)
+            raise ValueError(
+                f"'{path}' is of another model: it lacks {len(lacks)} of this model's tensors {lacks[:3]} and has "
+                f"{len(extra)} others {extra[:3]}; use the configuration that it was saved with"
+            )
+
+
+def _reasons(failure: OSError | dcp.CheckpointException) -> str:
+    if isinstance(failure, OSError):
+        return str(failure)
+    return "; ".join(f"rank {rank}: {error!r}" for rank, (error, _) in sorted(failure.failures.items()))
