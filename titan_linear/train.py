@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from titan_linear.checkpoint import Checkpointer, find_step, verify, whole_steps
+from titan_linear.checkpoint import Checkpointer, find_step, holds_optimizer, verify, weights_path
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import (
     IGNORE,
@@ -293,16 +293,19 @@ def preflight(config: Config, world_size: int) -> None:
 def _check_checkpoint(config: Config) -> None:
     c, folder = config.checkpoint, _checkpoints(config)
     step = find_step(folder, c.load_step)
-    if step is None and c.initial_load_path:
-        source = Path(c.initial_load_path)
-        steps = whole_steps(source)
-        verify(source / f"step-{steps[-1]}" if steps else source)
     if step is None:
+        if c.initial_load_path:
+            verify(weights_path(Path(c.initial_load_path)))
         return
     verify(folder / f"step-{step}")
     if step >= config.training.steps and c.load_step == -1:
         print(f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}")
         raise SystemExit(0)
+    if not holds_optimizer(folder / f"step-{step}"):
+        raise ValueError(
+            f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only), from which a run cannot go on; "
+            "start a new run with checkpoint.initial_load_path, or go on from an earlier checkpoint.load_step"
+        )
 
 
 def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
