@@ -303,7 +303,7 @@ def _check_checkpoint(config: Config) -> None:
         raise SystemExit(0)
     if not holds_optimizer(folder / f"step-{step}"):
         raise ValueError(
-            f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only), from which a run cannot go on; "
+            f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can go on from it; "
             "start a new run with checkpoint.initial_load_path, or go on from an earlier checkpoint.load_step"
         )
 
