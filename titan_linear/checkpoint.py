@@ -52,20 +52,16 @@ class Checkpointer:
 
     Args:
         folder: holds the step-N folders; on a file system that all ranks share.
-        async_mode: "disabled", or "async": `save` returns once the state is copied to host memory.
+        async_mode: "disabled", or "async": `save` returns once the state is copied to host memory, which is kept.
         keep_latest_k: older checkpoints than the latest k are removed; 0 keeps all.
         group: a gloo group of all ranks that nothing else uses; one is made by default. An async save talks in it
             while training talks in the others.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        *,
-        async_mode: str = "disabled",
-        keep_latest_k: int = 10,
+        self, folder: Path, *, async_mode: str = "disabled", keep_latest_k: int = 10,
         group: dist.ProcessGroup | None = None,
-    ):
+    ):  # fmt: skip
         if async_mode not in ("disabled", "async"):
             raise ValueError(f"checkpoint.async_mode = {async_mode!r} must be 'disabled' or 'async'")
         self.folder, self.keep_latest_k = Path(folder), keep_latest_k
@@ -178,19 +174,19 @@ class Checkpointer:
         (tmp / PROGRESS).write_text(json.dumps(progress, indent=2) + "\n")
 
     def _sync_own_files(self, tmp: Path) -> dict[str, list[int]]:
-        own = list(tmp.glob(f"__{self.rank}_*"))
-        return {file.name: _sync(file) for file in own + [tmp / ".metadata", tmp / PROGRESS] * (self.rank == 0)}
+        own = [*tmp.glob(f"__{self.rank}_*"), *([tmp / ".metadata", tmp / PROGRESS] if self.rank == 0 else [])]
+        return {file.name: _measure(_sync(file)) for file in own}
 
     def _commit(self, step: int, tmp: Path, files: dict[str, list[int]]) -> None:
         for name, (size, _) in files.items():
             if not (tmp / name).exists() or (tmp / name).stat().st_size != size:
                 raise OSError(f"{name} of another node is not there: checkpoints need a file system that nodes share")
-        (tmp / MANIFEST).write_text(json.dumps({"files": files}, indent=2) + "\n")
+        (tmp / MANIFEST).write_text(json.dumps({"files": files}, indent=2))
         _sync(tmp / MANIFEST)
-        _sync_folder(tmp)
+        _sync(tmp)
         self._set_aside(step)
         tmp.rename(self.folder / f"step-{step}")
-        _sync_folder(self.folder)
+        _sync(self.folder)
 
     def _set_aside(self, step: int) -> None:
         """A run's steps ascend: checkpoints of this step and later ones are of a future that it has left."""
@@ -199,7 +195,8 @@ class Checkpointer:
             aside.mkdir(exist_ok=True)
             for path in left:
                 path.rename(aside / path.name)
-            print(f"checkpoint: step {step} follows an earlier one; later checkpoints are now in '{aside}'", flush=True)
+            names = ", ".join(sorted(path.name for path in left))
+            print(f"checkpoint: {names} moved to '{aside}': this run came to step {step} another way", flush=True)
 
     def _prune(self, step: int) -> None:
         older = [old for old in whole_steps(self.folder) if old < step]
@@ -260,7 +257,9 @@ def verify(path: Path) -> None:
     path = Path(path)
     others = [step for step in whole_steps(path.parent) if path.name != f"step-{step}"]
     remedy = "restore it from a copy, or " + (
-        f"use another checkpoint: checkpoint.load_step = {_list(others)}" if others else f"remove '{path}'"
+        f"use another step: checkpoint.load_step = {_list(others)} (for another run's: checkpoint.initial_load_path)"
+        if others
+        else f"remove '{path}' to start anew"
     )
     files = _read_manifest(path, remedy)
     with ThreadPoolExecutor() as pool:
@@ -299,34 +298,29 @@ def _read_manifest(path: Path, remedy: str) -> dict[str, list[int]]:
 def _inspect(file: Path) -> list[int] | str:
     """[size in bytes, CRC-32], or what is wrong."""
     try:
-        with file.open("rb") as stream:
-            return _measure(stream)
+        return _measure(file)
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
 
 
-def _sync(file: Path) -> list[int]:
-    """Bring a written file to the disk; [size in bytes, CRC-32]."""
-    with file.open("rb") as stream:
-        os.fsync(stream.fileno())
-        return _measure(stream)
-
-
-def _measure(stream: Any) -> list[int]:
+def _measure(file: Path) -> list[int]:
     size = crc = 0
-    while block := stream.read(BLOCK):
-        size, crc = size + len(block), zlib.crc32(block, crc)
+    with file.open("rb") as stream:
+        while block := stream.read(BLOCK):
+            size, crc = size + len(block), zlib.crc32(block, crc)
     return [size, crc]
 
 
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
+def _sync(path: Path) -> Path:
+    """Bring a written file, or the names in a folder, to the disk."""
+    fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
     finally:
         os.close(fd)
+    return path
 
 
 # --- What is saved ---------------------------------------------------------------------------------------------------

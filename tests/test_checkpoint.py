@@ -1,0 +1,477 @@
+"""Checkpoints: bitwise under any mesh, whole or absent, damage noticed."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import multiprocessing as mp
+import os
+import random
+import resource
+import shutil
+import threading
+import time
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from tests.worlds import free_port
+from titan_linear.checkpoint import Checkpointer, find_step, holds_optimizer, verify, weights_path, whole_steps
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.init import initialise
+
+CONFIG = dict(
+    vocab_size=17, dim=6, pattern=("kda", "attention"), num_layers=2, hidden_dim=10, linear_heads=1, linear_v_heads=2,
+    linear_head_dim=4, linear_v_head_dim=4, heads=2, kv_heads=1, head_dim=4, qk_norm=True,
+)  # fmt: skip
+LR = 1e-2
+WRAPS = {
+    "none": lambda layer: layer,
+    "ac": checkpoint_wrapper,
+    "ac, compile": lambda layer: torch.compile(checkpoint_wrapper(layer), backend="eager"),
+}
+
+
+# --- A sharded model, and gradients that depend on the weights alone -------------------------------------------------
+
+
+def build(mesh: tuple[int, ...], *, seed: int = 0, tied: bool = True, wrap: str = "ac", lr: float = LR, **changes):
+    """As the trainer builds it: blocks wrapped and sharded; A_log and dt_bias replicated and plain."""
+    model = Decoder(ModelConfig(**CONFIG | dict(tie_embeddings=tied) | changes))
+    for i, layer in enumerate(model.layers):
+        model.layers[i] = WRAPS[wrap](layer)
+    device_mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard")[-len(mesh) :])
+    plain = {p for name, p in model.named_parameters() if name.endswith(("A_log", "dt_bias"))}
+    for module in (*model.layers, model):
+        fully_shard(module, mesh=device_mesh, ignored_params=plain)
+    fill(model, seed)
+    rest = [p for p in model.parameters() if p not in plain]
+    groups = [{"params": rest}, {"params": list(plain), "weight_decay": 0.0}]
+    return model, torch.optim.AdamW(groups, lr=lr, weight_decay=0.1)
+
+
+def fill(model: nn.Module, seed: int) -> None:
+    initialise(model, seed)
+    with torch.no_grad():
+        for p in model.parameters():  # norms are ones: tell them apart
+            p.add_(torch.sin(seed + 3 * p) if p.numel() else p)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A real optimizer step, elementwise in the weights, so that it is the same under every mesh."""
+    for p in model.parameters():
+        p.grad = torch.sin(3 * p.detach()) + 0.1
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def digests(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, str]:
+    """A hash of each whole tensor: weights, and the optimizer's state."""
+    tensors = {}
+    for name, p in model.named_parameters():
+        name = name.replace("_checkpoint_wrapped_module.", "").replace("_orig_mod.", "")
+        tensors[name] = p
+        for key, value in (optimizer.state[p] if optimizer else {}).items():
+            tensors[f"{name}/{key}"] = value
+    whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in tensors.items()}
+    return {name: hashlib.sha256(t.detach().numpy().tobytes()).hexdigest() for name, t in whole.items()}
+
+
+def save_steps(rank, world_size, folder, mesh, steps, model_options=None):
+    """Save after each of `steps`; the digests at the last one, and after one more step."""
+    model, optimizer = build(mesh, **(model_options or {}))
+    checkpointer = Checkpointer(folder)
+    for number in range(1, max(steps) + 1):
+        step(model, optimizer)
+        if number in steps:
+            checkpointer.save(number, model, optimizer, {"step": number, "cursor": 8 * number, "loss": 0.1})
+    saved = digests(model, optimizer)
+    step(model, optimizer)
+    return saved, digests(model, optimizer)
+
+
+def load_step(rank, world_size, folder, mesh, number, model_options=None):
+    model, optimizer = build(mesh, seed=1, **(model_options or {}))
+    before = digests(model, None)
+    progress = Checkpointer(folder).load(number, model, optimizer)
+    loaded = digests(model, optimizer)
+    step(model, optimizer)
+    return before, progress, loaded, digests(model, optimizer)
+
+
+# --- Round trips -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("tied, meshes", [(True, [(2,), (1,), (2, 1), (4,), (2, 2)]), (False, [(1,)])])
+def test_bitwise_under_any_mesh(worlds, tmp_path, tied, meshes):
+    options = {"tied": tied}
+    saved, after = worlds(2).run(save_steps, tmp_path, (2,), [1, 2], options)[0]
+    assert any(name.endswith("A_log/exp_avg") for name in saved) and ("head.weight" in saved) != tied
+    for mesh in meshes:
+        wrap = ["none", "ac", "ac, compile"][len(mesh) + (mesh == (2, 2)) - 1]  # it may change too
+        for result in worlds(math.prod(mesh)).run(load_step, tmp_path, mesh, 2, options | {"wrap": wrap}):
+            before, progress, loaded, loaded_after = result
+            assert not set(before.values()) & set(saved.values())  # else nothing would need loading
+            assert progress == {"step": 2, "cursor": 16, "loss": 0.1}
+            assert (loaded, loaded_after) == (saved, after), mesh
+
+
+def test_saved_under_hsdp(worlds, tmp_path):
+    saved, after = worlds(4).run(save_steps, tmp_path, (2, 2), [1])[0]
+    assert worlds(1).run(load_step, tmp_path, (1,), 1)[0][2:] == (saved, after)
+    sizes = {file.name: file.stat().st_size for file in (tmp_path / "step-1").glob("*.distcp")}
+    assert len(sizes) == 4 and max(sizes.values()) < 2 * min(sizes.values()), sizes  # replicas share the writing
+
+
+def save_async_and_step(rank, world_size, folder):
+    """Nothing is written before the weights have changed twice."""
+    model, optimizer = build((world_size,))
+    checkpointer = Checkpointer(folder, async_mode="async")
+    saved = []
+    for number in (1, 2):
+        step(model, optimizer)
+        go, save = threading.Event(), dcp.save
+        with patch.object(dcp, "save", lambda *a, go=go, save=save, **k: (go.wait(), save(*a, **k))):
+            checkpointer.save(number, model, optimizer, {"step": number, "cursor": 8 * number, "loss": 0.1})
+            saved.append(digests(model, optimizer))
+            step(model, optimizer)
+            go.set()
+            checkpointer.wait()
+    return saved
+
+
+def test_async_equals_sync(worlds, tmp_path):
+    saved = worlds(2).run(save_async_and_step, tmp_path)[0]
+    for number in (1, 2):
+        verify(tmp_path / f"step-{number}")
+        _, progress, loaded, _ = worlds(2).run(load_step, tmp_path, (2,), number)[0]
+        assert progress["step"] == number and loaded == saved[number - 1]
+
+
+def load_keeps_hyperparameters(rank, world_size, folder):
+    model, optimizer = build((world_size,), seed=1, lr=0.5)
+    optimizer.param_groups[0]["weight_decay"] = 0.25
+    Checkpointer(folder).load(1, model, optimizer)
+    return [(group["lr"], group["weight_decay"], group["betas"]) for group in optimizer.param_groups]
+
+
+def test_hyperparameters_are_the_new_runs(worlds, tmp_path):
+    worlds(2).run(save_steps, tmp_path, (2,), [1])
+    groups = worlds(2).run(load_keeps_hyperparameters, tmp_path)[0]
+    assert groups == [(0.5, 0.25, (0.9, 0.999)), (0.5, 0.0, (0.9, 0.999))]
+
+
+# --- Weights only, other models --------------------------------------------------------------------------------------
+
+
+def save_weights_only(rank, world_size, folder):
+    model, optimizer = build((world_size,))
+    step(model, optimizer)
+    checkpointer = Checkpointer(folder)
+    checkpointer.save(1, model, optimizer, {"step": 1})
+    step(model, optimizer)
+    checkpointer.save(2, model, None, {"step": 2})
+    return digests(model, None)
+
+
+def load_weights(rank, world_size, path, options=None):
+    model, _ = build((world_size,), seed=1, **(options or {}))
+    Checkpointer(path / "unused").load_weights(path, model)
+    return digests(model, None)
+
+
+def load_error(rank, world_size, folder, number, options=None):
+    model, optimizer = build((world_size,), seed=1, **(options or {}))
+    with pytest.raises(ValueError) as error:
+        Checkpointer(folder).load(number, model, optimizer)
+    return str(error.value)
+
+
+def load_weights_error(rank, world_size, path, options):
+    with pytest.raises(ValueError) as error:
+        load_weights(rank, world_size, path, options)
+    return str(error.value)
+
+
+def test_weights_only(worlds, tmp_path):
+    saved = worlds(2).run(save_weights_only, tmp_path)[0]
+    assert holds_optimizer(tmp_path / "step-1") and not holds_optimizer(tmp_path / "step-2")
+    assert weights_path(tmp_path) == tmp_path / "step-2"
+    for path in (tmp_path, tmp_path / "step-2"):
+        assert worlds(4).run(load_weights, path)[0] == saved
+    assert worlds(2).run(load_weights, tmp_path / "step-1")[0].keys() == saved.keys()
+    for message in worlds(2).run(load_error, tmp_path, 2):
+        assert "step-2' holds weights only" in message and "checkpoint.load_step" in message
+    with pytest.raises(ValueError, match=r"checkpoint.initial_load_path = .*neither a whole checkpoint"):
+        weights_path(tmp_path / "nothing")
+
+
+def test_another_model_is_refused(worlds, tmp_path):
+    worlds(2).run(save_steps, tmp_path, (2,), [1])
+    for options, found in (
+        ({"num_layers": 3}, "lacks .* of this model's tensors .*layers.2"),
+        ({"num_layers": 1}, "others .*layers.1"),
+        ({"tied": False}, "lacks 1 of this model's tensors .*head.weight"),
+        ({"hidden_dim": 12}, "Size mismatch"),
+    ):
+        for message in worlds(2).run(load_weights_error, tmp_path, options):
+            with pytest.raises(ValueError, match=found):
+                raise ValueError(message)
+
+
+def test_missing_step(worlds, tmp_path):
+    assert find_step(tmp_path / "none", -1) is None
+    with pytest.raises(ValueError, match=r"checkpoint.load_step = 3.*it has none"):
+        find_step(tmp_path, 3)
+    worlds(2).run(save_steps, tmp_path, (2,), [1, 2])
+    assert (find_step(tmp_path, -1), find_step(tmp_path, 1)) == (2, 1)
+    with pytest.raises(ValueError, match=r"checkpoint.load_step = 3.*use one of 1, 2"):
+        find_step(tmp_path, 3)
+    assert "checkpoint.load_step = 3" in worlds(2).run(load_error, tmp_path, 3)[0]
+
+
+# --- Damage ----------------------------------------------------------------------------------------------------------
+
+
+def zero(file: Path) -> None:
+    """The first 4 KB, or what there is."""
+    with file.open("r+b") as stream:
+        stream.write(bytes(min(4096, file.stat().st_size)))
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[-2] ^= 1
+    file.write_bytes(data)
+
+
+DAMAGE = {
+    "truncated": lambda file: os.truncate(file, file.stat().st_size - 1),
+    "zeroed": zero,
+    "flipped": flip,
+    "deleted": lambda file: file.unlink(),
+    "a folder": lambda file: (file.unlink(), file.mkdir()),
+}
+
+
+def test_damage_is_noticed(worlds, tmp_path):
+    worlds(2).run(save_steps, tmp_path / "sound", (2,), [1, 2])
+    names = sorted(file.name for file in (tmp_path / "sound" / "step-2").iterdir())
+    assert names == [".metadata", "__0_0.distcp", "__1_0.distcp", "manifest.json", "progress.json"]
+    verify(tmp_path / "sound" / "step-2")
+    for name in names:
+        for kind, damage in DAMAGE.items():
+            folder = tmp_path / f"{name} {kind}"
+            shutil.copytree(tmp_path / "sound", folder)
+            damage(folder / "step-2" / name)
+            with pytest.raises(ValueError, match=rf"step-2/{name}' .*checkpoint.load_step = 1"):
+                verify(folder / "step-2")
+            verify(folder / "step-1")
+
+
+def test_half_written_is_passed_over_and_removed(worlds, tmp_path):
+    worlds(2).run(save_steps, tmp_path, (2,), [1])
+    shutil.copytree(tmp_path / "step-1", tmp_path / "step-9.tmp")  # all but renamed
+    shutil.copytree(tmp_path / "step-1", tmp_path / "step-8")
+    (tmp_path / "step-8" / "manifest.json").unlink()
+    (tmp_path / "step-7").mkdir()
+    assert whole_steps(tmp_path) == [1] and find_step(tmp_path, -1) == 1
+    with pytest.raises(ValueError, match=r"checkpoint.load_step = 8.*use one of 1"):
+        find_step(tmp_path, 8)
+    worlds(2).run(go_on, tmp_path, 1, [7, 8], {})
+    assert whole_steps(tmp_path) == [1, 7, 8] and not list(tmp_path.glob("*.tmp"))
+    verify(tmp_path / "step-8")
+
+
+# --- Going on, pruning -----------------------------------------------------------------------------------------------
+
+
+def go_on(rank, world_size, folder, start, steps, options):
+    model, optimizer = build((world_size,))
+    checkpointer = Checkpointer(folder, **options)
+    checkpointer.load(start, model, optimizer)
+    kept = []
+    for number in steps:
+        step(model, optimizer)
+        checkpointer.save(number, model, optimizer, {"step": number})
+        checkpointer.wait()
+        kept.append(whole_steps(folder))
+        dist.barrier()
+    return kept
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_keep_latest_k(worlds, tmp_path, async_mode):
+    worlds(2).run(save_steps, tmp_path, (2,), [1, 2])
+    kept = worlds(2).run(go_on, tmp_path, 2, [3, 4, 5], {"keep_latest_k": 2, "async_mode": async_mode})[0]
+    assert kept == [[2, 3], [3, 4], [4, 5]]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-5"]
+    assert worlds(2).run(go_on, tmp_path, 5, [6], {"keep_latest_k": 1})[0] == [[6]]
+    assert worlds(2).run(go_on, tmp_path, 6, [7, 8], {"keep_latest_k": 0})[0] == [[6, 7], [6, 7, 8]]
+
+
+def test_going_on_from_an_earlier_step(worlds, tmp_path):
+    """Nothing happens before the first save; then the future that was left is set aside, the same step included."""
+    worlds(2).run(save_steps, tmp_path, (2,), [1, 2, 3, 4])
+    old = {n: (tmp_path / f"step-{n}" / "__0_0.distcp").read_bytes() for n in (3, 4)}
+    worlds(2).run(go_on, tmp_path, 2, [], {})
+    assert whole_steps(tmp_path) == [1, 2, 3, 4]
+    assert worlds(2).run(go_on, tmp_path, 2, [3], {"keep_latest_k": 2})[0] == [[2, 3]]
+    assert json.loads((tmp_path / "step-3" / "progress.json").read_text()) == {"step": 3}
+    (aside,) = tmp_path.glob("abandoned-*")
+    assert {n: (aside / f"step-{n}" / "__0_0.distcp").read_bytes() for n in (3, 4)} == old
+    verify(aside / "step-4")
+
+
+def save_twice(rank, world_size, folder):
+    model, optimizer = build((world_size,))
+    checkpointer = Checkpointer(folder)
+    inodes = []
+    for state, number in ((None, 1), (optimizer, 1), (optimizer, 1), (None, 1)):
+        checkpointer.save(number, model, state, {"step": number})
+        inodes.append((folder / "step-1").stat().st_ino)
+        dist.barrier()
+    checkpointer.load(1, model, optimizer)
+    checkpointer.save(1, model, optimizer, {"step": 1})
+    return [*inodes, (folder / "step-1").stat().st_ino]
+
+
+def test_saving_a_step_again(worlds, tmp_path):
+    weights, full, *again = worlds(2).run(save_twice, tmp_path)[0]
+    assert weights != full  # more than was there
+    assert again == [full] * 3
+    assert holds_optimizer(tmp_path / "step-1")
+
+
+# --- Errors and kills ------------------------------------------------------------------------------------------------
+
+
+def save_with_broken_disk(rank, world_size, folder, broken_rank, fault, async_mode):
+    model, optimizer = build((world_size,))
+    checkpointer = Checkpointer(folder, async_mode=async_mode)
+    checkpointer.save(1, model, optimizer, {"step": 1})
+    checkpointer.wait()
+    step(model, optimizer)
+    with FAULTS[fault if rank == broken_rank else "none"]():
+        try:
+            checkpointer.save(2, model, optimizer, {"step": 2})
+            checkpointer.wait()
+            error = None
+        except OSError as failure:
+            error = str(failure)
+    dist.barrier()
+    left = whole_steps(folder), list(folder.glob("*.tmp"))
+    dist.barrier()
+    checkpointer.save(3, model, optimizer, {"step": 3})
+    checkpointer.wait()
+    return error, left, digests(model, optimizer)
+
+
+class SmallFiles:
+    """A real disk error inside DCP: this process cannot write files of more than 4 KB."""
+
+    def __enter__(self):
+        self.limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, self.limit[1]))
+
+    def __exit__(self, *_):
+        resource.setrlimit(resource.RLIMIT_FSIZE, self.limit)
+
+
+def full_disk(*_, **__):
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+FAULTS = {
+    "none": lambda: patch.dict({}),
+    "write": SmallFiles,
+    "sync": lambda: patch("titan_linear.checkpoint.os.fsync", full_disk),
+    "mkdir": lambda: patch("titan_linear.checkpoint.Path.mkdir", full_disk),
+    "rename": lambda: patch("titan_linear.checkpoint.Path.rename", full_disk),  # DCP's own of .metadata
+    "commit": lambda: patch.object(Checkpointer, "_set_aside", full_disk),
+}
+
+
+@pytest.mark.parametrize(
+    "fault, broken_rank, async_mode",
+    [(*at, "disabled") for at in (("mkdir", 0), ("write", 0), ("write", 1), ("rename", 0), ("sync", 1), ("commit", 0))]
+    + [("write", 1, "async"), ("commit", 0, "async")],
+)
+def test_an_error_on_one_rank_is_raised_on_all(worlds, tmp_path, fault, broken_rank, async_mode):
+    results = worlds(2).run(save_with_broken_disk, tmp_path, broken_rank, fault, async_mode, timeout=60)
+    for error, (whole, leftovers), _ in results:
+        assert error.startswith(f"saving step-2 in '{tmp_path}' failed: rank {broken_rank}: "), error
+        assert (whole, leftovers) == ([1], [])
+    assert whole_steps(tmp_path) == [1, 3]
+    assert worlds(2).run(load_step, tmp_path, (2,), 3)[0][2] == results[0][2]
+
+
+def save_for_ever(rank, port, folder, async_mode):
+    """The `step`-th save holds weights that are all `step`; a line per finished save goes to `folder`/done."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    number = find_step(folder, -1)
+    checkpointer = Checkpointer(folder, async_mode=async_mode, keep_latest_k=2)
+    if number is not None:
+        verify(folder / f"step-{number}")
+        assert checkpointer.load(number, model, optimizer) == {"step": number}
+        assert all((p.to_local() == number).all() for p in model.parameters()), number
+    number = number or 0
+    while True:
+        number += 1
+        with torch.no_grad():
+            for p in model.parameters():
+                p.fill_(number)
+                p.grad = torch.zeros_like(p)
+        optimizer.param_groups[0]["lr"] = 0.0
+        optimizer.step()
+        checkpointer.save(number, model, optimizer, {"step": number})
+        if rank == 0:
+            finished = number if async_mode == "disabled" else number - 1
+            with (folder / "done").open("a") as done:
+                done.write(f"{finished}\n")
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_kill_at_any_moment(tmp_path, async_mode):
+    """Both processes are killed again and again, each time somewhere in a save; every finished save is there."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["tests.test_checkpoint"])
+    rng = random.Random(async_mode)
+    (tmp_path / "done").touch()
+    in_progress = 0
+    for _ in range(4):
+        before, port = (tmp_path / "done").stat().st_size, free_port()
+        processes = [context.Process(target=save_for_ever, args=(r, port, tmp_path, async_mode)) for r in range(2)]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + 60
+        while (tmp_path / "done").stat().st_size < before + 6:  # a few saves
+            assert all(process.is_alive() for process in processes) and time.monotonic() < deadline
+            time.sleep(0.002)
+        time.sleep(rng.uniform(0, 0.1))
+        for process in rng.sample(processes, 2):
+            process.kill()
+            process.join()
+        finished = int((tmp_path / "done").read_text().split()[-1])
+        whole = whole_steps(tmp_path)
+        assert whole[-1] >= finished and len(whole) >= 2, (whole, finished)
+        for number in whole:
+            verify(tmp_path / f"step-{number}")
+        in_progress += any(tmp_path.glob("*.tmp"))
+    assert in_progress, "no kill hit a save: the test shows nothing"
