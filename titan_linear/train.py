@@ -282,6 +282,7 @@ def preflight(config: Config, world_size: int) -> None:
     check_config(config, world_size)
     tokenizer = build_tokenizer(config.model.tokenizer_path or None)
     check_heads(model_config(config, tokenizer), config)
+    chosen_implementations(config.model.impl, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     for corpus in _corpora(config, tokenizer, show_progress=True):
         verify_corpus(corpus)
         print(corpus.summary, flush=True)

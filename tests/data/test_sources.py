@@ -48,14 +48,15 @@ def test_stdlib(texts: Callable):
         texts("stdlib", "x")
 
 
-def test_text(texts: Callable, tmp_path: Path, capfd: pytest.CaptureFixture):
+def test_text(texts: Callable, tmp_path: Path):
     folder = tmp_path / "texts"
     (folder / "sub").mkdir(parents=True)
     contents = {"b.txt": b"second", "a.txt": b"first\r\nline", "sub/c.md": b"\xff\x00", "d.txt": b"", ".hidden": b"no"}
     for name, content in contents.items():
         (folder / name).write_bytes(content)
     assert texts("text", folder) == [b"first\r\nline", b"second", b"\xff\x00"]
-    assert "3 documents (1 empty files skipped)" in capfd.readouterr().out
+    corpus = open_corpus("text", str(folder), ByteTokenizer(), cache_dir=tmp_path / "cache")
+    assert "3 documents (1 empty files skipped)" in corpus.summary
     assert texts("text", folder / "b.txt") == [b"second"]
     assert texts("text", folder / "*.txt") == [b"first\r\nline", b"second"]
     assert texts("text", f"{folder}/sub/*, {folder}/a.txt,{folder}/*.txt") == [

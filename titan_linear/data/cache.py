@@ -101,7 +101,7 @@ def open_corpus(
     """Opens a corpus, tokenising its texts first if no cache of them exists.
 
     Each document ends in `tokenizer.eos_id` where there is one. An empty file of `stdlib` or `text` is skipped, and
-    the line that is printed after tokenising counts them; an empty text of `jsonl` or `parquet` is an error.
+    `Corpus.summary` counts them; an empty text of `jsonl` or `parquet` is an error.
     cache_dir: $XDG_CACHE_HOME/titan_linear, or ~/.cache/titan_linear. path_key: the key that errors name.
     ValueError: an unknown dataset, a bad path, a bad document (file and line named), a damaged corpus, a corpus of
     another tokenizer.
@@ -208,7 +208,6 @@ def _build_cache(
         raise ValueError(
             f"the token cache {folder} cannot be written ({error}); set XDG_CACHE_HOME to a folder that can"
         ) from error
-    print(load_corpus(folder).summary, flush=True)
 
 
 def _tokenised(

@@ -1,0 +1,169 @@
+"""The command itself: killed and restarted, stopped by a signal, resumed with other degrees, refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+STEPS = 12
+KEYS = {
+    "training.dataset": "jsonl",
+    "training.seq_len": 64,
+    "training.global_batch_size": 2,
+    "training.steps": STEPS,
+    "lr_scheduler.warmup_steps": 4,
+    "parallelism.context_parallel_degree": 2,
+    "checkpoint.interval": 3,
+    "checkpoint.keep_latest_k": 2,
+    "metrics.log_freq": 1,
+    "metrics.enable_tensorboard": "false",
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = torch.Generator().manual_seed(0)
+    with open(folder / "corpus.jsonl", "w") as file:
+        for _ in range(200):
+            text = bytes(
+                torch.randint(97, 105, (int(torch.randint(1, 150, (), generator=rng)),), generator=rng).tolist()
+            )
+            file.write(json.dumps({"text": text.decode()}) + "\n")
+    return folder / "corpus.jsonl"
+
+
+def start(corpus: Path, folder: Path, **overrides: object) -> subprocess.Popen:
+    """The launcher, as run_train.sh execs it; keywords stand for keys, "__" for the dot."""
+    keys = KEYS | {"training.dataset_path": corpus, "job.dump_folder": folder}
+    keys |= {name.replace("__", "."): value for name, value in overrides.items()}
+    argv = [text for key, value in keys.items() for text in (f"--{key}", str(value))]
+    environment = os.environ | {"NGPU": "2", "XDG_CACHE_HOME": str(corpus.parent), "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "titan_linear.launch", *argv], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen, code: int = 0) -> str:
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == code, output
+    return output
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == sorted({line["step"] for line in lines})  # each once, in order
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
+    """Until `step` is reported."""
+    while process.poll() is None:
+        metrics = folder / "metrics.jsonl"
+        if metrics.exists() and f'"step": {step},' in metrics.read_text():
+            return
+        time.sleep(0.01)
+    raise AssertionError(process.communicate()[0])
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    finish(start(corpus, folder))
+    assert set(losses(folder)) == set(range(1, STEPS + 1))
+    return losses(folder)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async"])
+def test_sigkill_and_restart(mode: str, corpus: Path, tmp_path: Path, uninterrupted: dict[int, float]) -> None:
+    process = start(corpus, tmp_path, checkpoint__async_mode=mode)
+    wait_for_step(process, tmp_path, 8)
+    process.kill()
+    process.wait()
+    time.sleep(0.5)  # the kernel ends the workers, which hold nothing that the restart needs
+    steps = [int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoint").glob("step-*[0-9]")]
+    assert max(steps) in (3, 6)  # the save before the last may be all there is when the kill meets a save
+    output = finish(start(corpus, tmp_path, checkpoint__async_mode=mode))
+    assert f"going on from step {max(steps)}" in output
+    assert losses(tmp_path) == uninterrupted
+    assert "is finished" in finish(start(corpus, tmp_path, checkpoint__async_mode=mode))
+
+
+def test_from_dp_2_to_cp_2(corpus: Path, tmp_path: Path, uninterrupted: dict[int, float]) -> None:
+    finish(
+        start(corpus, tmp_path, parallelism__context_parallel_degree=1, training__steps=6, lr_scheduler__total_steps=12)
+    )
+    output = finish(start(corpus, tmp_path, lr_scheduler__total_steps=12))
+    assert "going on from step 6" in output
+    resumed = losses(tmp_path)
+    assert set(resumed) == set(uninterrupted)
+    assert max(abs(resumed[s] / uninterrupted[s] - 1) for s in resumed) < 1e-5
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_a_signal_saves_and_stops(
+    number: int, code: int, corpus: Path, tmp_path: Path, uninterrupted: dict[int, float]
+) -> None:
+    process = start(corpus, tmp_path, checkpoint__interval=1000)
+    wait_for_step(process, tmp_path, 2)
+    process.send_signal(number)
+    output = finish(process, code)
+    assert "Traceback" not in output
+    reached = max(losses(tmp_path))
+    assert reached < STEPS and (tmp_path / "checkpoint" / f"step-{reached}").is_dir()
+    finish(start(corpus, tmp_path, checkpoint__interval=1000))
+    assert losses(tmp_path) == uninterrupted
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"training__seq_len": 65}, "training.seq_len = 65"),
+        ({"training__seq_len": "64.0"}, "training.seq_len"),
+        ({"training__sequence": 64}, "training.seq_len"),
+        ({"parallelism__context_parallel_degree": 3}, "context_parallel_degree = 3"),
+        ({"parallelism__context_parallel_method": "ulysses", "model__flavor": "nano"}, "model.flavor = 'nano'"),
+        ({"model__vocab_size": 100}, "model.vocab_size = 100"),
+        ({"training__dataset_path": "nowhere.jsonl"}, "training.dataset_path = 'nowhere.jsonl'"),
+        ({"checkpoint__load_step": 7}, "checkpoint.load_step = 7"),
+        ({"checkpoint__initial_load_path": "nowhere"}, "checkpoint.initial_load_path"),
+        ({"model__impl": "triton"}, "impl = 'triton'"),
+    ],
+)
+def test_what_cannot_run_is_refused_before_anything_starts(
+    keys: dict[str, object], message: str, corpus: Path, tmp_path: Path
+) -> None:
+    output = finish(start(corpus, tmp_path, **keys), 2)
+    assert message in output and "Traceback" not in output and "\nerror: " in f"\n{output}"
+    assert not (tmp_path / "metrics.jsonl").exists()
+
+
+def test_a_run_in_its_folder(corpus: Path, tmp_path: Path) -> None:
+    """Held by a live run; then damaged; then asked for another model: each is refused, and nothing is lost."""
+    process = start(corpus, tmp_path, training__steps=400)
+    wait_for_step(process, tmp_path, 4)
+    assert "in use by another run" in finish(start(corpus, tmp_path), 2)
+    process.send_signal(signal.SIGTERM)
+    finish(process, 143)
+    for keys, message in (
+        ({"training__seq_len": 128}, "training.seq_len: 64 → 128"),
+        ({"debug__seed": 1}, "debug.seed"),
+    ):
+        assert message in finish(start(corpus, tmp_path, training__steps=400, **keys), 2)
+    newest = max((tmp_path / "checkpoint").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
+    shard = newest / "__1_0.distcp"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:1000] + bytes(4096) + content[5096:])
+    assert "was altered since it was saved" in finish(start(corpus, tmp_path, training__steps=400), 2)
+    shard.unlink()
+    assert "is missing" in finish(start(corpus, tmp_path, training__steps=400), 2)
+    assert (tmp_path / "metrics.jsonl").exists()
