@@ -19,6 +19,7 @@ class Packed:
     position_ids: torch.Tensor  # [T] int64, positions within documents
     cu_seqlens: torch.Tensor | None = None  # [N+1] int32
     cp_context: CPContext | None = None
+    num_streams: int = 1  # of equal length, one after the other
     impl: str = "auto"  # "auto" | "triton" | "torch", the implementation of every op
     softmax_method: str = "auto"  # "auto" | "ring" | "allgather" | "ulysses", under context parallelism
     linear_method: str = "kcp"  # "kcp" | "ulysses", likewise
