@@ -45,10 +45,10 @@ class Job(_Strict):
 class Model(_Strict):
     """The network and its tokenizer."""
 
-    name: Literal["hybrid", "kda", "gdn"] = "hybrid"
-    """Family: linear layers of KDA or GDN only, or a pattern of both with softmax attention."""
+    name: Literal["hybrid", "kda", "gdn", "qwen3.5", "qwen3-next", "olmo-hybrid", "kimi-linear"] = "hybrid"
+    """Family: linear layers of KDA or GDN only, a pattern with softmax attention, or a published hybrid."""
     flavor: str = Field("debug", min_length=1)
-    """Preset of the family: debug, 340M, 1.3B, ..."""
+    """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ..."""
     vocab_size: int = Field(0, ge=0)
     """Rows of the embedding and the head, at least the tokenizer's vocabulary; 0: the preset's."""
     tokenizer_path: str = ""
