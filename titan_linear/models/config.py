@@ -68,5 +68,16 @@ class ModelConfig:
         """The mixer of every layer."""
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
 
+    @property
+    def unused(self) -> set[str]:
+        """Fields that no layer reads."""
+        readers = {
+            "kda": {"kda_lower_bound", "kda_gate_bias"},
+            "attention": {"kv_heads", "head_dim", "qk_norm", "rope_theta", "rotary_fraction", "output_gate", "heads"},
+            "mla": {"kv_rank", "nope_dim", "shared_k_dim", "mla_v_dim", "heads"},
+        }
+        used = set().union(*(fields for mixer, fields in readers.items() if mixer in self.layers))
+        return set().union(*readers.values()) - used
+
     def has_experts(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.dense_layers
