@@ -14,6 +14,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
@@ -320,7 +321,23 @@ def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
             f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; set "
             f"model.vocab_size to at least {tokenizer.vocab_size}"
         )
-    return model
+    return balance_experts(model, config)
+
+
+def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:
+    """How the experts' loads are balanced: by the configuration where it says so, else as the model does."""
+    t = config.training
+    asked = {"balance_coefficient": t.expert_balance_coefficient, "bias_update_rate": t.expert_bias_update_rate}
+    asked = {field: value for field, value in asked.items() if value >= 0}
+    if not asked:
+        return model
+    if model.moe is None or (t.expert_bias_update_rate > 0 and not model.moe.selection_bias):
+        key, what = (next(iter(asked)), "experts") if model.moe is None else ("bias_update_rate", "selection bias")
+        raise ValueError(
+            f"training.expert_{key} is set, but model.name = {config.model.name!r}, model.flavor = "
+            f"{config.model.flavor!r} has no {what}; leave it at -1"
+        )
+    return replace(model, moe=replace(model.moe, **asked))
 
 
 def check_heads(model: ModelConfig, config: Config) -> None:
