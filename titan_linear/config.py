@@ -213,6 +213,8 @@ class Sample(_Strict):
     """Length of the sample; 0: none."""
     temperature: float = Field(0.8, ge=0)
     """Temperature of sampling; 0: always the likeliest token."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Draw among the likeliest tokens whose probabilities reach this sum."""
 
 
 class Comm(_Strict):

@@ -40,7 +40,7 @@ from titan_linear.data import (
 from titan_linear.distributed.batch import BatchSharding
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, reduce_replicated, set_dtype
-from titan_linear.generate import generate
+from titan_linear.generate import Sampling, generate
 from titan_linear.launch import die_with_parent, under_launcher
 from titan_linear.metrics import MetricsLogger, is_logged, peak_memory_gib
 from titan_linear.models.config import ModelConfig
@@ -261,9 +261,9 @@ class Trainer:
         s = self.config.sample
         if not s.max_new_tokens:
             return
-        text = generate(
-            self.model, self.tokenizer, s.prompt, max_new_tokens=s.max_new_tokens, temperature=s.temperature,
-            seed=self.config.debug.seed, device=self.device, impl=self.config.model.impl,
+        (text,) = generate(
+            self.model, self.tokenizer, [s.prompt], max_new_tokens=s.max_new_tokens, device=self.device,
+            sampling=Sampling(s.temperature, s.top_p, self.config.debug.seed), impl=self.config.model.impl,
         )  # fmt: skip
         if dist.get_rank() == 0:
             print(f"--- sample\n{text}\n---", flush=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import torch
 from torch import nn
 
@@ -15,8 +17,11 @@ from titan_linear.models.packed import Packed
 MIXERS = {"kda": KDAMixer, "gdn": GDNMixer, "attention": AttentionMixer}
 
 
-class LayerCache(dict[str, torch.Tensor]):
-    """What a mixer keeps of earlier tokens. Not a plain dict: wrappers around a module copy those of its arguments."""
+class LayerCache(UserDict[str, torch.Tensor]):
+    """What a mixer keeps of earlier tokens. Not a dict: FSDP copies those (and their subclasses) among arguments.
+
+    "k" and "v" [B, tokens, ...] grow with the text; any other entry [B, ...] has one size.
+    """
 
 
 class Block(nn.Module):
@@ -66,9 +71,13 @@ class Decoder(nn.Module):
         *,
         loss_chunk: int = 2048,
         caches: list[LayerCache] | None = None,
+        logits_to_keep: int | None = None,
     ) -> torch.Tensor:
-        """tokens [B, T] int64 -> logits [B, T, vocab], or with labels [B, T] (−100: none) the summed loss."""
+        """tokens [B, T] int64 -> logits [B, T, vocab], or with labels [B, T] (−100: none) the summed loss.
+
+        With caches, the tokens go on from those; logits_to_keep: logits of the last tokens alone.
+        """
         x = self.embedding(tokens)
         for i, layer in enumerate(self.layers):
             x = layer(x, packed, None if caches is None else caches[i])
-        return self.head(x, labels, loss_chunk)
+        return self.head(x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk)
