@@ -34,7 +34,7 @@ from titan_linear.models.init import initialise
 
 CONFIG = dict(
     vocab_size=17, dim=6, pattern=("kda", "attention"), num_layers=2, hidden_dim=10, linear_heads=1, linear_v_heads=2,
-    linear_head_dim=4, linear_v_head_dim=4, heads=2, kv_heads=1, head_dim=4, qk_norm=True,
+    linear_head_dim=4, linear_v_head_dim=4, heads=2, kv_heads=1, head_dim=4, qk_norm="head",
 )  # fmt: skip
 LR = 1e-2
 WRAPS = {

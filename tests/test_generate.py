@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import pytest
@@ -14,7 +14,7 @@ from titan_linear.data import ByteTokenizer
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.generate import Sampling, choose, decode, generate, generate_tokens, prefill
-from titan_linear.models.config import ModelConfig
+from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.packed import Packed
@@ -23,10 +23,22 @@ from titan_linear.ops import attention, chunk_gated_delta_rule, chunk_kda
 
 CPU = torch.device("cpu")
 PROMPTS = [list(range(1, 1 + n)) for n in (5, 1, 70)]  # one token; longer than a chunk of the delta rule
+MLA = dict(pattern=("kda", "mla"), num_layers=2, kv_rank=16, nope_dim=16, shared_k_dim=8, mla_v_dim=16)
+MOE = MoEConfig(num_experts=8, top_k=2, hidden_dim=32, shared_hidden_dim=32, score="sigmoid", selection_bias=True)
 MODELS = {
     "bounded gates": preset("hybrid", "debug"),
     "softplus gates, no positions": replace(preset("hybrid", "debug"), kda_lower_bound=None, rope_theta=None),
+    "latent attention, experts": replace(preset("hybrid", "debug"), moe=MOE, **MLA),
 }
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small only wait for threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def build(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:

@@ -22,8 +22,6 @@ from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.init import generator
 from titan_linear.models.packed import Packed
 
-GROWING = ("k", "v")  # entries of a LayerCache that have a row per token
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -121,7 +119,7 @@ def _batched(caches: list[LayerCache]) -> LayerCache:
     batch = LayerCache()
     for name in caches[0]:
         parts = [cache[name] for cache in caches]
-        if name in GROWING:
+        if name in LayerCache.growing:
             longest = max(x.shape[1] for x in parts)
             parts = [F.pad(x, (0, 0) * (x.dim() - 2) + (longest - x.shape[1], 0)) for x in parts]
         batch[name] = torch.cat(parts)

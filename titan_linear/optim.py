@@ -16,7 +16,7 @@ from titan_linear.config import LRScheduler, Optimizer
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
     """AdamW; weight decay for matrices alone: not for norms, biases, A_log and dt_bias."""
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
-    for p in model.parameters():
+    for p in (p for p in model.parameters() if p.requires_grad):
         decays, sharded = p.dim() > 1, isinstance(p, DTensor)  # one fused call takes only one kind of tensor
         groups.setdefault((decays, sharded), []).append(p)
     return torch.optim.AdamW(

@@ -25,7 +25,8 @@ class BatchSharding:
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Packed]:
         """tokens [1, T_local], labels [1, T_local] and their documents. Labels were shifted before the cut."""
-        methods = {"impl": self.impl, "softmax_method": self.softmax_method, "linear_method": self.linear_method}
+        methods = {"impl": self.impl, "softmax_method": self.softmax_method, "linear_method": self.linear_method,
+                   "num_streams": batch.num_streams}  # fmt: skip
         if self.dims.cp == 1:
             tokens, labels, positions = (self._move(x) for x in (batch.tokens, batch.labels, batch.position_ids))
             return tokens, labels, Packed(positions[0], cu_seqlens=batch.cu_seqlens, **methods)

@@ -16,9 +16,10 @@ from torch.utils.checkpoint import checkpoint
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.decoder import Decoder
 
-# Gate parameters, whose rounding to bfloat16 changes decays over a whole document. They are small: every rank keeps
+# Gate parameters, whose rounding to bfloat16 changes decays over a whole document, and the bias that chooses experts.
+# They are small: every rank keeps
 # them whole and in float32 or wider, out of FSDP and its casts.
-REPLICATED = ("A_log", "dt_bias")
+REPLICATED = ("A_log", "dt_bias", "selection_bias")
 
 
 def parallelize(model: Decoder, dims: ParallelDims, *, ac_mode: str, policy: MixedPrecisionPolicy) -> None:

@@ -1,4 +1,4 @@
-"""The decoder: embedding, pre-norm blocks of a mixer and a SwiGLU, final norm, head. Plain single-device modules."""
+"""The decoder: embedding, blocks of a mixer and a SwiGLU or experts, final norm, head. Plain single-device modules."""
 
 from __future__ import annotations
 
@@ -12,29 +12,46 @@ from titan_linear.models.attention_mixer import AttentionMixer
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.delta_mixers import GDNMixer, KDAMixer
 from titan_linear.models.layers import RMSNorm, SwiGLU
+from titan_linear.models.mla import MLAMixer
+from titan_linear.models.moe import MoE
 from titan_linear.models.packed import Packed
 
-MIXERS = {"kda": KDAMixer, "gdn": GDNMixer, "attention": AttentionMixer}
+MIXERS = {"kda": KDAMixer, "gdn": GDNMixer, "attention": AttentionMixer, "mla": MLAMixer}
 
 
 class LayerCache(UserDict[str, torch.Tensor]):
     """What a mixer keeps of earlier tokens. Not a dict: FSDP copies those (and their subclasses) among arguments.
 
-    "k" and "v" [B, tokens, ...] grow with the text; any other entry [B, ...] has one size.
+    Entries named in `growing` are [B, tokens, ...] and grow with the text; any other [B, ...] has one size.
     """
+
+    growing = ("k", "v", "latent", "shared")
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, mixer: str):
-        super().__init__()
-        self.mixer_norm = RMSNorm(config.dim, config.norm_eps)
-        self.mixer = MIXERS[mixer](config)
-        self.mlp_norm = RMSNorm(config.dim, config.norm_eps)
-        self.mlp = SwiGLU(config.dim, config.hidden_dim)
+    """x + mixer(norm(x)), then x + mlp(norm(x)); post-norm: x + norm(mixer(x)), x + norm(mlp(x))."""
 
-    def forward(self, x: torch.Tensor, packed: Packed, cache: LayerCache | None = None) -> torch.Tensor:
-        x = x + self.mixer(self.mixer_norm(x), packed, cache)
-        return x + self.mlp(self.mlp_norm(x))
+    def __init__(self, config: ModelConfig, layer: int):
+        super().__init__()
+        mixer = config.layers[layer]
+        self.post_norm = mixer in config.post_norm
+        self.mixer_norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
+        self.mixer = MIXERS[mixer](config)
+        self.mlp_norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
+        experts = config.has_experts(layer)
+        self.mlp = MoE(config.dim, config.moe) if experts else SwiGLU(config.dim, config.hidden_dim)
+
+    def forward(
+        self, x: torch.Tensor, packed: Packed, cache: LayerCache | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x [B, T, dim] -> [B, T, dim], and the load-balance loss of the experts, if there is one."""
+        y = self.mixer(x if self.post_norm else self.mixer_norm(x), packed, cache)
+        x = x + (self.mixer_norm(y) if self.post_norm else y)
+        y, balance = self._mlp(x if self.post_norm else self.mlp_norm(x), packed)
+        return x + (self.mlp_norm(y) if self.post_norm else y), balance
+
+    def _mlp(self, x: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.mlp(x, packed) if isinstance(self.mlp, MoE) else (self.mlp(x), None)
 
 
 class Head(nn.Module):
@@ -42,7 +59,7 @@ class Head(nn.Module):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.norm = RMSNorm(config.dim, config.norm_eps)
+        self.norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048) -> torch.Tensor:
@@ -58,7 +75,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
-        self.layers = nn.ModuleList(Block(config, mixer) for mixer in config.layers)
+        self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.head = Head(config)
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
@@ -76,8 +93,13 @@ class Decoder(nn.Module):
         """tokens [B, T] int64 -> logits [B, T, vocab], or with labels [B, T] (−100: none) the summed loss.
 
         With caches, the tokens go on from those; logits_to_keep: logits of the last tokens alone.
+        The load-balance loss is in the loss's gradient, not in its value, which stays the sum of cross-entropies.
         """
-        x = self.embedding(tokens)
+        x, balances = self.embedding(tokens), []
         for i, layer in enumerate(self.layers):
-            x = layer(x, packed, None if caches is None else caches[i])
-        return self.head(x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk)
+            x, balance = layer(x, packed, None if caches is None else caches[i])
+            balances += [] if balance is None else [balance]
+        out = self.head(x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk)
+        for balance in balances if labels is not None else []:
+            out = out + (balance - balance.detach())
+        return out

@@ -25,13 +25,15 @@ class _DeltaMixer(nn.Module):
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.dim, w, bias=False) for w in self.widths)
         self.q_conv1d, self.k_conv1d, self.v_conv1d = (ConvWeight(w, config.conv_size) for w in self.widths)
         self.b_proj = nn.Linear(config.dim, self.v_heads, bias=False)
-        self.o_norm = GatedRMSNorm(self.v_head_dim, config.norm_eps, activation)
+        self.beta_range = config.beta_range
+        eps = config.norm_eps if config.o_norm_eps is None else config.o_norm_eps
+        self.o_norm = GatedRMSNorm(self.v_head_dim, eps, activation)
         self.o_proj = nn.Linear(value_dim, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor, packed: Packed, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left, and is brought up to date."""
         q, k, v = self._convolved(x, packed, cache)
-        beta = self.b_proj(x).sigmoid()  # [B, T, HV]
+        beta = self.b_proj(x).sigmoid() * self.beta_range  # [B, T, HV]
         states = {} if cache is None else {"initial_state": cache.get("state"), "output_final_state": True}
         o, state = self._delta_rule(
             q, k, v, self._raw_gate(x), beta, A_log=self.A_log, dt_bias=self.dt_bias, use_qk_l2norm_in_kernel=True,
@@ -69,10 +71,10 @@ class KDAMixer(_DeltaMixer):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config, activation="sigmoid")
-        self.lower_bound = config.kda_lower_bound
+        self.lower_bound, gate_bias = config.kda_lower_bound, config.kda_gate_bias
         rank, gate_dim, value_dim = self.v_head_dim, self.v_heads * self.head_dim, self.v_heads * self.v_head_dim
         self.f_proj = nn.Sequential(nn.Linear(config.dim, rank, bias=False), nn.Linear(rank, gate_dim, bias=False))
-        self.g_proj = nn.Sequential(nn.Linear(config.dim, rank, bias=False), nn.Linear(rank, value_dim))
+        self.g_proj = nn.Sequential(nn.Linear(config.dim, rank, bias=False), nn.Linear(rank, value_dim, gate_bias))
         self.A_log = nn.Parameter(torch.empty(self.v_heads))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim))
 

@@ -15,6 +15,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 
+NEVER_CENTRED = ("o_norm", "kv_norm")  # norms × weight in every model
+
 
 def generator(seed: int, *name: object) -> torch.Generator:
     """A CPU generator that depends on (seed, name) alone."""
@@ -45,10 +47,10 @@ def draw(name: str, shape: torch.Size, config: ModelConfig, rng: torch.Generator
     if leaf == "dt_bias":  # softplus(dt_bias) log-uniform on [1e-3, 0.1]
         dt = torch.exp(torch.rand(shape, generator=rng) * math.log(100) + math.log(1e-3))
         return dt + torch.log(-torch.expm1(-dt))
-    if leaf == "bias":
+    if leaf in ("bias", "selection_bias"):
         return torch.zeros(shape)
     if owner[-2].endswith("norm"):
-        return torch.ones(shape)
+        return torch.zeros(shape) if config.zero_centred_norm and owner[-2] not in NEVER_CENTRED else torch.ones(shape)
     return torch.randn(shape, generator=rng) * config.init_std
 
 

@@ -13,15 +13,16 @@ def widen(x: torch.Tensor) -> torch.Tensor:
 
 
 class RMSNorm(nn.Module):
-    """x / sqrt(mean(x²) + eps) · weight over the last dimension."""
+    """x / sqrt(mean(x²) + eps) · weight over the last dimension; zero-centred: · (1 + weight)."""
 
-    def __init__(self, dim: int, eps: float):
+    def __init__(self, dim: int, eps: float, zero_centred: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
-        self.eps = eps
+        self.eps, self.zero_centred = eps, zero_centred
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(widen(x), self.weight.shape, widen(self.weight), self.eps).to(x.dtype)
+        weight = 1 + widen(self.weight) if self.zero_centred else widen(self.weight)
+        return F.rms_norm(widen(x), self.weight.shape, weight, self.eps).to(x.dtype)
 
 
 class GatedRMSNorm(RMSNorm):
@@ -57,14 +58,16 @@ class ConvWeight(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim, width))
 
 
-def rotate(x: torch.Tensor, position_ids: torch.Tensor, theta: float) -> torch.Tensor:
+def rotate(x: torch.Tensor, position_ids: torch.Tensor, theta: float, fraction: float = 1.0) -> torch.Tensor:
     """Rotary embedding of x [B, T, H, D], halves rotated against each other (RoFormer; the layout of Llama).
+
+    With a fraction below 1 the first fraction·D channels of each head are rotated and the others stay.
 
     Angles are taken in float64: in float32 a position of a million is off by 0.03 rad.
     """
-    half = x.shape[-1] // 2
+    half = int(x.shape[-1] * fraction) // 2
     inverse = theta ** -(torch.arange(half, device=x.device, dtype=torch.float64) / half)
-    angle = (position_ids.double().unsqueeze(-1) * inverse).unsqueeze(-2)  # [T, 1, D/2]
+    angle = (position_ids.double().unsqueeze(-1) * inverse).unsqueeze(-2)  # [T, 1, half]
     cos, sin = angle.cos().to(widen(x).dtype), angle.sin().to(widen(x).dtype)
-    a, b = widen(x).chunk(2, dim=-1)
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
+    a, b, rest = widen(x).split([half, half, x.shape[-1] - 2 * half], dim=-1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(x.dtype)

@@ -20,6 +20,7 @@ class Packed:
     cu_seqlens: torch.Tensor | None = None  # [N+1] int32
     cp_context: CPContext | None = None
     first_key: torch.Tensor | None = None  # [B] int64, token by token: padding before a row's keys in the cache
+    num_streams: int = 1  # of equal length, one after the other
     impl: str = "auto"  # "auto" | "triton" | "torch", the implementation of every op
     softmax_method: str = "auto"  # "auto" | "ring" | "allgather" | "ulysses", under context parallelism
     linear_method: str = "kcp"  # "kcp" | "ulysses", likewise

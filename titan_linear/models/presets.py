@@ -12,13 +12,13 @@ PATTERNS = {"kda": ("kda",), "gdn": ("gdn",), "hybrid": ("kda", "kda", "kda", "a
 _DEBUG = ModelConfig(
     vocab_size=320, dim=128, pattern=("kda", "gdn", "attention"), num_layers=3, hidden_dim=256,
     linear_heads=2, linear_v_heads=4, linear_head_dim=32, linear_v_head_dim=32,
-    heads=4, kv_heads=2, head_dim=32, qk_norm=True, output_gate=True,
+    heads=4, kv_heads=2, head_dim=32, qk_norm="head", output_gate=True,
 )  # fmt: skip
 
 _340M = ModelConfig(
     vocab_size=32000, dim=1024, pattern=(), num_layers=24, hidden_dim=2816,
     linear_heads=8, linear_v_heads=8, linear_head_dim=128, linear_v_head_dim=128,
-    heads=16, kv_heads=8, head_dim=64, qk_norm=True, rope_theta=None, tie_embeddings=True,
+    heads=16, kv_heads=8, head_dim=64, qk_norm="head", rope_theta=None, tie_embeddings=True,
 )  # fmt: skip
 
 _1_3B = replace(

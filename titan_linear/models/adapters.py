@@ -1,0 +1,232 @@
+"""Between our parameters and the tensors of Hugging Face folders. An adapter is data: a table of names and layouts.
+
+Every tensor is read as a matrix of rows along its last dimension (a vector's elements are rows of one element), which
+leaves its bytes in place. A `Layout` says that some of our parameters, interleaved group by group, are some tensors on
+disk one after the other; from it come `Entry`s: which row of which tensor is which row of ours. So a rank can read
+just the rows that it owns, importing and exporting use the same table, and the table can be proved a bijection.
+
+    [q | k | v·r | z·r] per key head (Qwen3-Next)      Layout((q, k, v, g), ("in_proj_qkvz",), groups="linear_heads")
+    one tensor per expert and projection               Layout(("gate_up_proj",), ("{e}.gate_proj", "{e}.up_proj"))
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.families import FAMILIES, Layout
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A tensor on disk."""
+
+    name: str
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One of our parameters: its rows are runs of the rows of `sources`, concatenated."""
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[Source, ...]
+    rows: tuple[tuple[int, int], ...] | None  # runs (first, last + 1) of the concatenation; None: all of it, in order
+
+    @property
+    def width(self) -> int:
+        """Elements of a row, in ours and in every source."""
+        return self.shape[-1] if len(self.shape) > 1 else 1
+
+    @property
+    def num_rows(self) -> int:
+        return math.prod(self.shape) // self.width
+
+    def pieces(self, first: int = 0, last: int | None = None) -> Iterator[tuple[Source, int, int, int]]:
+        """What fills our rows [first, last): (source, its rows from, to, our row where they go), in our order.
+
+        A slice [a, b) of our first dimension is rows [a·n, b·n) with n = num_rows / shape[0].
+        """
+        last = self.num_rows if last is None else last
+        ends = list(accumulate(_rows(s.shape, self.width) for s in self.sources))
+        ours = 0
+        for start, stop in self.rows or ((0, ends[-1]),):
+            a, b = start + max(first - ours, 0), stop - max(ours + stop - start - last, 0)
+            for source, end in zip(self.sources, ends):
+                begin = end - _rows(source.shape, self.width)
+                low, high = max(a, begin), min(b, end)
+                if low < high:
+                    yield source, low - begin, high - begin, ours + low - start
+            ours += stop - start
+
+
+def entries(config: ModelConfig, family: str, on_disk: Shapes | None = None) -> list[Entry]:
+    """Every parameter of the model, in the order of its names.
+
+    Args:
+        family: a key of FAMILIES, the name of the Hugging Face class.
+        on_disk: names and shapes of a folder's tensors, to read them in the spelling that they have; by default the
+            spelling in which `transformers` writes them, for writing.
+
+    Raises:
+        ValueError: parameters of ours that no tensor gives, tensors of another shape, tensors that nothing uses; the
+            message lists them all.
+    """
+    with torch.device("meta"):
+        ours = {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
+    done, problems = {}, []
+    for spellings in _layouts(config, family, ours, on_disk):
+        found = _choose(spellings, on_disk)
+        if isinstance(found, str):
+            problems.append(found)
+        else:
+            done |= {entry.name: entry for entry in _entries(found, ours)}
+    uncovered = [] if problems else [name for name in ours if name not in done]
+    assert not uncovered, f"{family} has no layout for {uncovered}"
+    if on_disk is not None and not problems:
+        used = {s.name for entry in done.values() for s in entry.sources}
+        problems += [
+            f"{n} {list(s)}: not used" for n, s in on_disk.items() if n not in used | ignored(config, family, on_disk)
+        ]
+    if problems:
+        raise ValueError(f"the tensors are not those of this {family}:\n  " + "\n  ".join(problems))
+    return [done[name] for name in ours]
+
+
+def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
+    """Tensors of a folder that are not part of the language model: vision, multi-token prediction, a tied head."""
+    patterns = [*FAMILIES[family].ignored, *([r"lm_head\.weight"] if config.tie_embeddings else [])]
+    return {name for name in on_disk if any(re.fullmatch(p, name) for p in patterns)}
+
+
+def state_from_hf(tensors: Mapping[str, torch.Tensor], config: ModelConfig, family: str) -> dict[str, torch.Tensor]:
+    """Tensors of a folder -> our parameters by name, whole and each in its sources' dtype."""
+    table = entries(config, family, {name: tuple(t.shape) for name, t in tensors.items()})
+    state = {}
+    for entry in table:
+        out = torch.empty(entry.num_rows, entry.width, dtype=tensors[entry.sources[0].name].dtype)
+        for source, start, stop, row in entry.pieces():
+            out[row : row + stop - start] = tensors[source.name].reshape(-1, entry.width)[start:stop]
+        state[entry.name] = out.view(entry.shape)
+    return state
+
+
+def state_to_hf(
+    state: Mapping[str, torch.Tensor], config: ModelConfig, family: str, on_disk: Shapes | None = None
+) -> dict[str, torch.Tensor]:
+    """Our parameters by name -> tensors of a folder, in the spelling of `transformers` or of `on_disk`."""
+    tensors: dict[str, torch.Tensor] = {}
+    for entry in entries(config, family, on_disk):
+        ours = state[entry.name].reshape(-1, entry.width)
+        for source, start, stop, row in entry.pieces():
+            if source.name not in tensors:
+                tensors[source.name] = torch.empty(source.shape, dtype=ours.dtype)
+            tensors[source.name].view(-1, entry.width)[start:stop] = ours[row : row + stop - start]
+    return tensors
+
+
+def config_from_hf(config: Mapping[str, object]) -> tuple[str, ModelConfig]:
+    """The dict of a config.json -> (family, model). ValueError for an architecture or an option we do not have."""
+    architecture = (config.get("architectures") or [None])[0]
+    for name, family in FAMILIES.items():
+        if architecture in (name, *family.wrappers):
+            text = {**config, **config["text_config"]} if "text_config" in config else dict(config)
+            return name, family.config_from_hf(text)
+    raise ValueError(f"architectures = {config.get('architectures')}: unknown; known are {', '.join(FAMILIES)}")
+
+
+def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str, object]:
+    """The dict of a config.json; `extra` are keys that a model has no use for (dtype, eos_token_id, ...)."""
+    try:
+        written = FAMILIES[family].config_to_hf(config)
+    except KeyError as error:
+        raise ValueError(f"family = {family!r} is unknown; use one of {', '.join(FAMILIES)}") from error
+    if (back := FAMILIES[family].config_from_hf(written)) != config:
+        differing = [f for f in vars(config) if getattr(config, f) != getattr(back, f)]
+        raise ValueError(
+            f"{family} cannot hold this model: {', '.join(f'{f} = {getattr(config, f)!r}' for f in differing)}"
+        )
+    return {"architectures": [family], **written, **extra}
+
+
+# --- From the table to entries ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Resolved:
+    """A layout of one layer: our names, and the sources with their shapes."""
+
+    ours: tuple[str, ...]
+    sources: tuple[Source, ...]
+    groups: int
+
+
+def _layouts(config: ModelConfig, family: str, ours: Shapes, on_disk: Shapes | None) -> Iterator[list[_Resolved]]:
+    """For every part of the model the spellings that it may have."""
+    table = FAMILIES[family]
+    prefix = next((p for p in table.prefixes if on_disk and f"{p}embed_tokens.weight" in on_disk), table.prefixes[0])
+    for spellings in table.model:
+        if not (config.tie_embeddings and spellings[0].ours == ("head.weight",)):
+            yield [_resolve(layout, "", prefix, config, ours) for layout in spellings]
+    for i, mixer in enumerate(config.layers):
+        parts = table.layers[mixer] + (table.experts if config.has_experts(i) else table.mlp)
+        for spellings in parts:
+            fitting = [s for s in spellings if all(f"layers.{i}.{name}" in ours for name in s.ours)]
+            if fitting:
+                yield [_resolve(s, f"layers.{i}.", f"{prefix}layers.{i}.", config, ours) for s in fitting]
+
+
+def _resolve(layout: Layout, mine: str, theirs: str, config: ModelConfig, ours: Shapes) -> _Resolved:
+    names = tuple(mine + name for name in layout.ours)
+    width = ours[names[0]][-1] if len(ours[names[0]]) > 1 else 1
+    counts = [_rows(ours[name], width) for name in names]
+    experts = range(config.moe.num_experts) if any("{e}" in t for t in layout.theirs) else range(1)
+    on_disk = [
+        (t if t.startswith("lm_head") else theirs + t).replace("{e}", str(e)) for e in experts for t in layout.theirs
+    ]
+    if len(on_disk) == len(names) and not layout.equal:
+        rows = counts
+    else:
+        rows = [sum(counts) // len(on_disk)] * len(on_disk)
+    shapes = [layout.shape_on_disk(n, width, ours[names[0]]) for n in rows]
+    return _Resolved(names, tuple(map(Source, on_disk, shapes)), getattr(config, layout.groups) if layout.groups else 1)
+
+
+def _choose(spellings: list[_Resolved], on_disk: Shapes | None) -> _Resolved | str:
+    """The first spelling that is on disk, or what is wrong with the one of which most is there."""
+    if on_disk is None:
+        return spellings[0]
+    wrong = {s: [x for x in s.sources if on_disk.get(x.name) != x.shape] for s in spellings}
+    best = min(spellings, key=lambda s: len(wrong[s]) / len(s.sources))
+    if not wrong[best]:
+        return best
+    missing = [
+        f"{x.name}: "
+        + (f"shape {list(on_disk[x.name])}, not {list(x.shape)}" if x.name in on_disk else f"missing, {list(x.shape)}")
+        for x in wrong[best]
+    ]
+    return f"{', '.join(missing)} (for {', '.join(best.ours)})"
+
+
+def _entries(layout: _Resolved, ours: Shapes) -> Iterator[Entry]:
+    """Group g of the sources holds group g of each of our parameters in turn."""
+    width = ours[layout.ours[0]][-1] if len(ours[layout.ours[0]]) > 1 else 1
+    sizes = [_rows(ours[name], width) // layout.groups for name in layout.ours]
+    starts, group = [0, *accumulate(sizes)], sum(sizes)
+    for name, size, start in zip(layout.ours, sizes, starts):
+        runs = tuple((g * group + start, g * group + start + size) for g in range(layout.groups))
+        yield Entry(name, ours[name], layout.sources, None if len(layout.ours) == 1 else runs)
+
+
+def _rows(shape: tuple[int, ...], width: int) -> int:
+    return math.prod(shape) // width

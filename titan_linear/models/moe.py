@@ -1,0 +1,111 @@
+"""A mixture of experts: a router sends each token to `top_k` of many SwiGLUs, and one shared expert takes them all.
+
+Two ways to balance the experts' loads. The load-balance loss (Switch Transformers, section 2.2) is taken per stream,
+so that it does not depend on how streams are split among ranks and micro-steps. The selection bias (DeepSeek-V3,
+section 2.1.2) moves after each step: see `update_selection_biases` in distributed/experts.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titan_linear.models.config import MoEConfig
+from titan_linear.models.layers import SwiGLU, widen
+from titan_linear.models.packed import Packed
+from titan_linear.ops.experts import grouped_linear, stream_means
+
+
+class Router(nn.Module):
+    """The experts of each token and their weights. Scores are in float32 or wider."""
+
+    def __init__(self, dim: int, config: MoEConfig):
+        super().__init__()
+        self.config = config
+        self.weight = nn.Parameter(torch.empty(config.num_experts, dim))
+        self.selection_bias = None
+        if config.selection_bias:
+            self.selection_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """x [N, dim] -> experts [N, k] int64, weights [N, k], scores [N, E]."""
+        c = self.config
+        logits = widen(x) @ widen(self.weight).T
+        scores = logits.softmax(-1) if c.score == "softmax" else logits.sigmoid()
+        experts = self._choose(scores.detach())
+        weights = scores.gather(1, experts)
+        if c.normalise:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return experts, weights * c.scale, scores
+
+    def _choose(self, scores: torch.Tensor) -> torch.Tensor:
+        """The k experts of the best scores, bias included; with groups, of those whose two best experts are best."""
+        c = self.config
+        if self.selection_bias is not None:
+            scores = scores + self.selection_bias
+        if c.groups > 1:
+            grouped = scores.unflatten(1, (c.groups, -1))  # [N, groups, E/groups]
+            best = grouped.topk(2, -1).values.sum(-1).topk(c.top_groups, -1).indices
+            out = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
+            scores = grouped.masked_fill(out.unsqueeze(-1), float("-inf")).flatten(1)
+        return scores.topk(c.top_k, -1).indices
+
+
+class Experts(nn.Module):
+    """Many SwiGLUs of one shape, their weights stacked."""
+
+    def __init__(self, dim: int, config: MoEConfig):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.hidden_dim, dim))
+        self.down_proj = nn.Parameter(torch.empty(config.num_experts, dim, config.hidden_dim))
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """x [M, dim], rows in the order of their experts; counts [E] int64, the rows of each -> [M, dim]."""
+        gate, up = grouped_linear(x, self.gate_up_proj, counts).chunk(2, -1)
+        return grouped_linear(F.silu(gate) * up, self.down_proj, counts)
+
+
+class MoE(nn.Module):
+    def __init__(self, dim: int, config: MoEConfig):
+        super().__init__()
+        self.config = config
+        self.router = Router(dim, config)
+        self.experts = Experts(dim, config)
+        self.shared = SwiGLU(dim, config.shared_hidden_dim) if config.shared_hidden_dim else None
+        self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
+        self.loads: torch.Tensor | None = None  # [E] tokens sent to each expert since the bias was last moved
+
+    def forward(self, x: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x [B, T, dim] -> [B, T, dim], and this rank's part of the load-balance loss (None: not wanted)."""
+        flat = x.flatten(0, 1)
+        experts, weights, scores = self.router(flat)
+        if self.config.bias_update_rate and torch.is_grad_enabled():
+            loads = torch.bincount(experts.flatten(), minlength=self.config.num_experts)
+            self.loads = loads if self.loads is None else self.loads + loads
+        y = self._routed(flat, experts, weights)
+        if self.shared is not None:
+            shared = self.shared(flat)
+            y = y + (shared if self.shared_gate is None else shared * self.shared_gate(flat).sigmoid())
+        return y.view_as(x), self._balance_loss(experts, scores, packed)
+
+    def _routed(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """Σ weight · expert(x) over each token's experts: copies of x are sorted by expert, and sorted back."""
+        counts = torch.bincount(experts.flatten(), minlength=self.config.num_experts)
+        order = experts.flatten().argsort(stable=True)  # [N·k]
+        y = self.experts(x[order // self.config.top_k], counts)
+        y = y[order.argsort()].unflatten(0, (-1, self.config.top_k))  # [N, k, dim]
+        return (weights.to(y.dtype).unsqueeze(1) @ y).squeeze(1)
+
+    def _balance_loss(self, experts: torch.Tensor, scores: torch.Tensor, packed: Packed) -> torch.Tensor | None:
+        """coefficient · E · Σ_e f_e Σ_t p_te over the tokens here, f_e the share of the stream's tokens sent to e.
+
+        A sum over tokens, as the cross-entropy is. p are the scores, summing to 1.
+        """
+        c = self.config
+        if not (c.balance_coefficient and torch.is_grad_enabled()):
+            return None
+        chosen = torch.zeros_like(scores).scatter_(1, experts, 1.0)
+        share = stream_means(chosen, packed.num_streams, packed.cp_context)  # [streams, E]
+        p = (scores / scores.sum(-1, keepdim=True)).unflatten(0, (packed.num_streams, -1)).sum(1)
+        return c.balance_coefficient * c.num_experts * (share * p).sum()

@@ -1,0 +1,31 @@
+"""What a mixture of experts needs of the machine: a matrix per group of rows, and sums over whole streams."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from titan_linear.ops.cp.context import CPContext
+
+
+def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """y_i = W_e x_i for rows x_i of group e; rows of a group are adjacent, and groups are in order.
+
+    x [M, I], weight [E, O, I], counts [E] int64 that sum to M -> y [M, O]. Differentiable in x and weight.
+    In bfloat16 on CUDA it is one kernel; elsewhere a loop, for which CUDA waits for the counts.
+    """
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return torch._grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(torch.int32))
+    groups = zip(x.split(counts.tolist()), weight.unbind(0), strict=True)
+    return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
+
+
+@torch.no_grad()
+def stream_means(x: torch.Tensor, num_streams: int, cp_context: CPContext | None) -> torch.Tensor:
+    """x [T, E], this rank's tokens of each of its streams in turn -> [num_streams, E], means over whole streams."""
+    means = x.unflatten(0, (num_streams, -1)).mean(1)
+    if cp_context is not None and cp_context.world_size > 1:  # ranks have equal parts of every stream
+        dist.all_reduce(means, group=cp_context.group)
+        means /= cp_context.world_size
+    return means
