@@ -175,18 +175,18 @@ class Checkpointer:
 
     def _sync_own_files(self, tmp: Path) -> dict[str, list[int]]:
         own = [*tmp.glob(f"__{self.rank}_*"), *([tmp / ".metadata", tmp / PROGRESS] if self.rank == 0 else [])]
-        return {file.name: _measure(_sync(file)) for file in own}
+        return {file.name: _measure(sync(file)) for file in own}
 
     def _commit(self, step: int, tmp: Path, files: dict[str, list[int]]) -> None:
         for name, (size, _) in files.items():
             if not (tmp / name).exists() or (tmp / name).stat().st_size != size:
                 raise OSError(f"{name} of another node is not there: checkpoints need a file system that nodes share")
         (tmp / MANIFEST).write_text(json.dumps({"files": files}, indent=2))
-        _sync(tmp / MANIFEST)
-        _sync(tmp)
+        sync(tmp / MANIFEST)
+        sync(tmp)
         self._set_aside(step)
         tmp.rename(self.folder / f"step-{step}")
-        _sync(self.folder)
+        sync(self.folder)
 
     def _set_aside(self, step: int) -> None:
         """A run's steps ascend: checkpoints of this step and later ones are of a future that it has left."""
@@ -313,7 +313,7 @@ def _measure(file: Path) -> list[int]:
     return [size, crc]
 
 
-def _sync(path: Path) -> Path:
+def sync(path: Path) -> Path:
     """Bring a written file, or the names in a folder, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
