@@ -84,20 +84,19 @@ def entries(config: ModelConfig, family: str, on_disk: Shapes | None = None) -> 
     """
     with torch.device("meta"):
         ours = {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
-    done, problems = {}, []
+    done, problems, used = {}, [], set()
     for spellings in _layouts(config, family, ours, on_disk):
-        found = _choose(spellings, on_disk)
-        if isinstance(found, str):
-            problems.append(found)
-        else:
-            done |= {entry.name: entry for entry in _entries(found, ours)}
-    uncovered = [] if problems else [name for name in ours if name not in done]
+        layout = (
+            spellings[0] if on_disk is None else min(spellings, key=lambda s: len(_wrong(s, on_disk)) / len(s.sources))
+        )
+        problems += [] if on_disk is None else _wrong(layout, on_disk)
+        used |= {source.name for source in layout.sources}
+        done |= {entry.name: entry for entry in _entries(layout, ours)}
+    uncovered = [name for name in ours if name not in done]
     assert not uncovered, f"{family} has no layout for {uncovered}"
-    if on_disk is not None and not problems:
-        used = {s.name for entry in done.values() for s in entry.sources}
-        problems += [
-            f"{n} {list(s)}: not used" for n, s in on_disk.items() if n not in used | ignored(config, family, on_disk)
-        ]
+    if on_disk is not None:
+        used |= ignored(config, family, on_disk)
+        problems += [f"{name} {list(shape)}: not used" for name, shape in on_disk.items() if name not in used]
     if problems:
         raise ValueError(f"the tensors are not those of this {family}:\n  " + "\n  ".join(problems))
     return [done[name] for name in ours]
@@ -146,7 +145,8 @@ def config_from_hf(config: Mapping[str, object]) -> tuple[str, ModelConfig]:
 
 
 def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str, object]:
-    """The dict of a config.json; `extra` are keys that a model has no use for (dtype, eos_token_id, ...)."""
+    """The dict of a config.json. `extra` are keys that a model has no use for: dtype, eos_token_id (no tokens are
+    special by default), max_position_embeddings, ... ValueError for a model that is not of this family."""
     try:
         written = FAMILIES[family].config_to_hf(config)
     except KeyError as error:
@@ -156,7 +156,10 @@ def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str,
         raise ValueError(
             f"{family} cannot hold this model: {', '.join(f'{f} = {getattr(config, f)!r}' for f in differing)}"
         )
-    return {"architectures": [family], **written, **extra}
+    tokens = dict.fromkeys(
+        ("bos_token_id", "eos_token_id", "pad_token_id")
+    )  # defaults in transformers: its own model's
+    return {"architectures": [family], **written, **tokens, **extra}
 
 
 # --- From the table to entries ---------------------------------------------------------------------------------------
@@ -197,25 +200,21 @@ def _resolve(layout: Layout, mine: str, theirs: str, config: ModelConfig, ours: 
     if len(on_disk) == len(names) and not layout.equal:
         rows = counts
     else:
-        rows = [sum(counts) // len(on_disk)] * len(on_disk)
+        step = -(-sum(counts) // len(on_disk))
+        rows = [min(step, sum(counts) - i * step) for i in range(len(on_disk))]
     shapes = [layout.shape_on_disk(n, width, ours[names[0]]) for n in rows]
     return _Resolved(names, tuple(map(Source, on_disk, shapes)), getattr(config, layout.groups) if layout.groups else 1)
 
 
-def _choose(spellings: list[_Resolved], on_disk: Shapes | None) -> _Resolved | str:
-    """The first spelling that is on disk, or what is wrong with the one of which most is there."""
-    if on_disk is None:
-        return spellings[0]
-    wrong = {s: [x for x in s.sources if on_disk.get(x.name) != x.shape] for s in spellings}
-    best = min(spellings, key=lambda s: len(wrong[s]) / len(s.sources))
-    if not wrong[best]:
-        return best
-    missing = [
-        f"{x.name}: "
-        + (f"shape {list(on_disk[x.name])}, not {list(x.shape)}" if x.name in on_disk else f"missing, {list(x.shape)}")
-        for x in wrong[best]
-    ]
-    return f"{', '.join(missing)} (for {', '.join(best.ours)})"
+def _wrong(layout: _Resolved, on_disk: Shapes) -> list[str]:
+    """The sources that are missing or of another shape."""
+    problems = []
+    for name, shape in ((s.name, s.shape) for s in layout.sources):
+        if name not in on_disk:
+            problems.append(f"{name}: missing, {list(shape)} for {', '.join(layout.ours)}")
+        elif tuple(on_disk[name]) != shape:
+            problems.append(f"{name}: shape {list(on_disk[name])}, not {list(shape)}")
+    return problems
 
 
 def _entries(layout: _Resolved, ours: Shapes) -> Iterator[Entry]:

@@ -21,7 +21,7 @@ class Layout:
     theirs: tuple[str, ...]  # names with {e} stand for one tensor of every expert
     groups: str | None = None  # the field of ModelConfig that counts them; None: one group
     form: str = "matrix"  # the shape on disk: "matrix", "conv" [rows, 1, W], "heads" [1, 1, H, 1], "stacked" as ours
-    equal: bool = False  # `theirs` are of equal size whatever `ours` are
+    equal: bool = False  # `theirs` are of equal size (the last may be smaller) whatever `ours` are
 
     def shape_on_disk(self, rows: int, width: int, ours: tuple[int, ...]) -> tuple[int, ...]:
         matrix = (rows,) if len(ours) == 1 else (rows, width)
@@ -323,7 +323,7 @@ KIMI_KDA = (
     *NORMS,
     *same("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "b_proj", "o_norm", "o_proj"),
     convolutions("self_attn."),
-    _kimi_gate("A_log", "A_log", form="heads"),
+    (*_kimi_gate("A_log", "A_log", form="heads"), Layout(("mixer.A_log",), ("self_attn.A_log",))),
     _kimi_gate("dt_bias", "dt_bias"),
     _kimi_gate("f_proj.0.weight", "f_a_proj.weight"),
     _kimi_gate("f_proj.1.weight", "f_b_proj.weight"),

@@ -1,0 +1,100 @@
+"""Tiny random models of the families, made and saved by `transformers`: what ours are compared with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers import (
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
+    OlmoHybridConfig,
+    OlmoHybridForCausalLM,
+    PreTrainedModel,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+VOCAB = 97
+SIZES = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, initializer_range=0.05)
+HEADS = dict(num_attention_heads=4, num_key_value_heads=2)
+LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12)
+QWEN = SIZES | HEADS | LINEAR | dict(head_dim=16, layer_types=["linear_attention", "full_attention"])
+QWEN_MOE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, shared_expert_intermediate_size=24)
+OLMO = SIZES | HEADS | LINEAR | dict(layer_types=["linear_attention", "full_attention"], intermediate_size=48,
+                                     pad_token_id=0, eos_token_id=1)  # fmt: skip
+KIMI = SIZES | dict(
+    intermediate_size=48, num_attention_heads=4, num_key_value_heads=4, linear_head_dim=8, linear_num_heads=4,
+    kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12, pad_token_id=0, bos_token_id=1,
+    eos_token_id=2,
+)  # fmt: skip
+KIMI_MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=2, n_group=4,
+                topk_group=2)  # fmt: skip
+
+# name of the case -> how to build it; each uses what the others leave out
+MODELS: dict[str, Callable[[], PreTrainedModel]] = {
+    "Qwen3.5, tied": lambda: Qwen3_5ForCausalLM(
+        Qwen3_5TextConfig(**QWEN, intermediate_size=48, tie_word_embeddings=True)
+    ),
+    "Qwen3.5 MoE": lambda: Qwen3_5MoeForCausalLM(Qwen3_5MoeTextConfig(**QWEN, **QWEN_MOE)),
+    "Qwen3-Next": lambda: Qwen3NextForCausalLM(
+        Qwen3NextConfig(**QWEN, **QWEN_MOE, intermediate_size=48, mlp_only_layers=[1], norm_topk_prob=False)
+    ),
+    "OLMo-Hybrid": lambda: OlmoHybridForCausalLM(OlmoHybridConfig(**OLMO)),
+    "OLMo-Hybrid, no positions": lambda: OlmoHybridForCausalLM(
+        OlmoHybridConfig(**OLMO, rope_parameters={"rope_theta": None, "rope_type": "default"})
+    ),
+    "Kimi-Linear": lambda: KimiLinearForCausalLM(
+        KimiLinearConfig(**KIMI, **KIMI_MOE, layer_types=["linear_attention", "full_attention"])
+    ),
+}
+
+
+def build(name: str) -> PreTrainedModel:
+    """The model of a case in fp32, every weight random: also those that begin as zeros and ones."""
+    return randomise(MODELS[name]())
+
+
+@torch.no_grad()
+def randomise(model: PreTrainedModel) -> PreTrainedModel:
+    rng = torch.Generator().manual_seed(0)
+    for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("correction_bias"))]:
+        noise = torch.randn(tensor.shape, generator=rng)
+        tensor.copy_(tensor + 0.2 * noise if tensor.dim() < 2 else noise * tensor.shape[-1] ** -0.5)
+    return model.eval()
+
+
+def save(model: PreTrainedModel, folder: Path) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Saved by transformers: its config.json and its tensors."""
+    model.save_pretrained(folder)
+    return json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+
+def reference(
+    model: PreTrainedModel, tokens: torch.Tensor, bounds: list[int]
+) -> tuple[torch.Tensor, float, dict[str, torch.Tensor]]:
+    """Logits [T, vocab], the summed loss and every gradient, by the live names; each document on its own."""
+    model.zero_grad()
+    logits, total = [], 0.0
+    for start, end in pairwise(bounds):
+        document = tokens[start:end]
+        out = model(document.unsqueeze(0), use_cache=False).logits[0]
+        loss = torch.nn.functional.cross_entropy(out[:-1], document[1:], reduction="sum")
+        loss.backward()
+        logits.append(out.detach())
+        total += loss.item()
+    grads = {name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in model.named_parameters()}
+    grads |= {n: torch.zeros_like(b) for n, b in model.named_buffers() if n.endswith("correction_bias")}
+    return torch.cat(logits), total, grads

@@ -1,0 +1,327 @@
+"""The families of Hugging Face: our model is theirs, forward and backward, from their files and back to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import KimiLinearConfig, KimiLinearForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+from tests.models import hf_models
+from tests.worlds import World
+from titan_linear.loss import IGNORE
+from titan_linear.models.adapters import config_from_hf, config_to_hf, entries, state_from_hf, state_to_hf
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.packed import Packed
+from titan_linear.ops import build_cp_context
+
+T = 131
+DOCUMENTS = {"one document": [0, T], "packed": [0, 37, 38, 96, T]}
+State = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    config: ModelConfig
+    disk: State  # as saved by transformers
+    live: State  # as in its module
+    tokens: torch.Tensor  # [T]
+    references: dict[str, tuple[torch.Tensor, float, State]]  # documents -> logits, loss, gradients by our names
+
+    @property
+    def state(self) -> State:
+        return state_from_hf(self.disk, self.config, self.family)
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    """A family's model and what transformers computes with it, once."""
+    done: dict[str, Case] = {}
+
+    def get(name: str) -> Case:
+        if name not in done:
+            done[name] = _case(hf_models.build(name), tmp_path_factory.mktemp("model"))
+        return done[name]
+
+    return get
+
+
+def _case(model: torch.nn.Module, folder: Path) -> Case:
+    written, disk = hf_models.save(model, folder)
+    family, config = config_from_hf(written)
+    tokens = torch.randint(hf_models.VOCAB, (T,), generator=torch.Generator().manual_seed(1))
+    references = {}
+    for documents, bounds in DOCUMENTS.items():
+        logits, loss, grads = hf_models.reference(model, tokens, bounds)
+        references[documents] = logits, loss, state_from_hf(grads, config, family)
+    live = {n: t.detach() for n, t in model.state_dict().items() if not (config.tie_embeddings and "lm_head" in n)}
+    return Case(family, config, disk, live, tokens, references)
+
+
+def labels_of(tokens: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+    """The next token, none at the last of each document."""
+    labels = tokens.roll(-1)
+    labels[torch.tensor(bounds[1:]) - 1] = IGNORE
+    return labels
+
+
+def run(config: ModelConfig, state: State, tokens: torch.Tensor, labels: torch.Tensor, packed: Packed) -> tuple:
+    """Logits [T, vocab], summed loss and gradients of our model."""
+    model = Decoder(config)
+    model.load_state_dict(state, strict=not config.tie_embeddings)
+    loss = model(tokens.unsqueeze(0), packed, labels.unsqueeze(0), loss_chunk=48)
+    loss.backward()
+    with torch.no_grad():
+        logits = model(tokens.unsqueeze(0), packed)[0]
+    return (
+        logits,
+        loss.item(),
+        {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()},
+    )
+
+
+def positions(bounds: list[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(b - a) for a, b in pairwise(bounds)])
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm().clamp(min=1e-30)).item() if b.any() else float(a.abs().max())
+
+
+def check(ours: tuple[torch.Tensor, float, State], theirs: tuple[torch.Tensor, float, State]) -> None:
+    assert (ours[0] - theirs[0]).abs().max() < 1e-5 * theirs[0].abs().max()
+    assert relative(ours[0], theirs[0]) < 1e-5
+    assert abs(ours[1] - theirs[1]) < 1e-5 * theirs[1]
+    errors = {name: relative(ours[2][name], grad) for name, grad in theirs[2].items()}
+    assert ours[2].keys() == errors.keys() and max(errors.values()) < 1e-4, errors
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("name", hf_models.MODELS)
+def test_model_is_theirs(name: str, documents: str, case: Callable[[str], Case]) -> None:
+    c, bounds = case(name), DOCUMENTS[documents]
+    packed = Packed(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    check(run(c.config, c.state, c.tokens, labels_of(c.tokens, bounds), packed), c.references[documents])
+
+
+def run_on_rank(
+    rank: int, world_size: int, config: ModelConfig, state: State, tokens: torch.Tensor, bounds: list[int], layout: str
+) -> tuple:
+    """This rank's tokens (global indices), its logits and loss, and gradients summed over the ranks."""
+    import torch.distributed as dist
+
+    stream = torch.tensor([*bounds, len(tokens)], dtype=torch.int32)  # padding is a last document
+    context = build_cp_context(stream, dist.group.WORLD, layout=layout)
+    mine = torch.cat([torch.arange(a, b) for a, b in context.fragments])
+    labels = labels_of(tokens, stream.tolist())
+    packed = Packed(context.position_ids, cp_context=context)
+    logits, loss, grads = run(config, state, tokens[mine], labels[mine], packed)
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    return mine, logits, loss, grads
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("documents", DOCUMENTS)
+@pytest.mark.parametrize("name", hf_models.MODELS)
+def test_model_is_theirs_at_cp_2(
+    name: str, documents: str, layout: str, case: Callable[[str], Case], worlds: Callable[[int], World]
+) -> None:
+    c = case(name)
+    tokens = torch.cat([c.tokens, torch.zeros(1, dtype=torch.int64)])  # to a multiple of 4
+    ranks = worlds(2).run(run_on_rank, c.config, c.state, tokens, DOCUMENTS[documents], layout)
+    logits = torch.empty(T + 1, hf_models.VOCAB)
+    for mine, part, _, _ in ranks:
+        logits[mine] = part
+    for _, _, _, grads in ranks:
+        check((logits[:T], sum(r[2] for r in ranks), grads), c.references[documents])
+
+
+@pytest.mark.parametrize("name", hf_models.MODELS)
+def test_folders_go_in_and_out_unchanged(name: str, case: Callable[[str], Case]) -> None:
+    """In both spellings, each tensor in its own dtype, and config.json."""
+    c = case(name)
+    assert config_from_hf(config_to_hf(c.family, c.config)) == (c.family, c.config)
+    for tensors in (c.disk, c.live):
+        mixed = {n: t if "A_log" in n or "norm" in n else t.bfloat16() for n, t in tensors.items()}
+        state = state_from_hf(mixed, c.config, c.family)
+        back = state_to_hf(state, c.config, c.family, {n: tuple(t.shape) for n, t in tensors.items()})
+        assert back.keys() == mixed.keys()
+        assert all(back[n].dtype == t.dtype and torch.equal(back[n], t) for n, t in mixed.items())
+    one, other = c.state, state_from_hf(c.live, c.config, c.family)
+    assert one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+
+
+@pytest.mark.parametrize("name", hf_models.MODELS)
+def test_transformers_reads_what_we_write(name: str, case: Callable[[str], Case], tmp_path: Path) -> None:
+    """In the spelling that is written by default: no missing and no unexpected tensor, and the same weights."""
+    import json
+
+    from safetensors.torch import save_file
+    from transformers import AutoModelForCausalLM
+
+    c = case(name)
+    save_file(state_to_hf(c.state, c.config, c.family), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps(config_to_hf(c.family, c.config)))
+    model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert type(model).__name__ == c.family
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
+    again = model.state_dict()
+    assert all(torch.equal(again[n], t) for n, t in c.live.items())
+
+
+@pytest.mark.parametrize("name", hf_models.MODELS)
+def test_every_row_is_used_once(name: str, case: Callable[[str], Case]) -> None:
+    """The table is a bijection, and pieces of a slice are the slice of the pieces."""
+    c = case(name)
+    for on_disk in (None, *({n: tuple(t.shape) for n, t in x.items()} for x in (c.disk, c.live))):
+        used: dict[str, torch.Tensor] = {}
+        table = entries(c.config, c.family, on_disk)
+        assert [e.name for e in table] == [n for n, _ in Decoder(c.config).named_parameters()]
+        for entry in table:
+            filled = torch.zeros(entry.num_rows, dtype=torch.int64)
+            for source, start, stop, row in entry.pieces():
+                rows = torch.Size(source.shape).numel() // entry.width
+                used.setdefault(source.name, torch.zeros(rows, dtype=torch.int64))[start:stop] += 1
+                filled[row : row + stop - start] += 1
+            assert (filled == 1).all()
+            half = entry.num_rows // 2
+            parts = [*entry.pieces(0, half), *entry.pieces(half, entry.num_rows)]
+            assert [(s.name, i) for s, a, b, _ in parts for i in range(a, b)] == [
+                (s.name, i) for s, a, b, _ in entry.pieces() for i in range(a, b)
+            ]
+        assert all((rows == 1).all() for rows in used.values())
+        assert on_disk is None or used.keys() == on_disk.keys()
+
+
+def test_errors_list_every_tensor(case: Callable[[str], Case]) -> None:
+    c = case("Kimi-Linear")
+    broken = dict(c.disk)
+    del broken["model.norm.weight"], broken["model.layers.1.block_sparse_moe.experts.5.w2.weight"]
+    broken["model.layers.0.self_attn.q_proj.weight"] = torch.zeros(3, 32)
+    broken["model.layers.7.extra"] = torch.zeros(2)
+    with pytest.raises(ValueError) as error:
+        state_from_hf(broken, c.config, c.family)
+    message = str(error.value)
+    for part in ("model.norm.weight: missing", "experts.5.w2.weight: missing", "model.layers.7.extra [2]: not used",
+                 "q_proj.weight: shape [3, 32], not [32, 32]"):  # fmt: skip
+        assert part in message, message
+    assert message.count("\n") == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"architectures": ["LlamaForCausalLM"]}, "LlamaForCausalLM"),
+        ({"attention_bias": True}, "attention_bias = True"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type = 'yarn'"),
+    ],
+)
+def test_what_we_do_not_have_is_refused(change: dict, words: str, case: Callable[[str], Case]) -> None:
+    c = case("Qwen3.5, tied")
+    written = {k: v for k, v in (config_to_hf(c.family, c.config) | change).items() if v is not None}
+    with pytest.raises(ValueError, match=words.replace("[", r"\[")):
+        config_from_hf(written)
+
+
+def test_vision_language_folders(case: Callable[[str], Case]) -> None:
+    """The language model of a folder that holds a vision tower and multi-token prediction too."""
+    c = case("Qwen3.5, tied")
+    written = config_to_hf(c.family, c.config)
+    outer = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": {**written, "architectures": None}}
+    assert config_from_hf(outer) == (c.family, c.config)
+    named = {n.replace("model.", "model.language_model.", 1): t for n, t in c.disk.items()}
+    named |= {"model.visual.blocks.0.weight": torch.zeros(2), "mtp.fc.weight": torch.zeros(2)}
+    state = state_from_hf(named, c.config, c.family)
+    assert all(torch.equal(state[n], t) for n, t in c.state.items())
+
+
+# --- flash-linear-attention: what its modules compute, in models of transformers after renaming ----------------------
+
+
+def rename(tensors: State, table: dict[str, str]) -> State:
+    out = {}
+    for name, tensor in tensors.items():
+        for old, new in table.items():
+            name = name.replace(old, new)
+        out[name] = tensor
+    return out
+
+
+BLOCK = {"embed_tokens": "embeddings", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
+         "self_attn": "attn", "linear_attn": "attn"}  # fmt: skip
+
+
+def fla_kda(tmp_path: Path) -> tuple[Case, dict, State]:
+    """A Kimi-Linear of KDA and SwiGLUs alone."""
+    types = dict(layer_types=["linear_attention"] * 2, mlp_layer_types=["dense"] * 2)
+    c = _case(hf_models.randomise(KimiLinearForCausalLM(KimiLinearConfig(**hf_models.KIMI, **types))), tmp_path)
+    names = {"block_sparse_moe": "mlp", "f_a_proj": "f_proj.0", "f_b_proj": "f_proj.1", "g_a_proj": "g_proj.0",
+             "g_b_proj": "g_proj.1"}  # fmt: skip
+    tensors = rename(c.disk, BLOCK | names)
+    for i in range(2):
+        tensors[f"model.layers.{i}.attn.A_log"] = tensors[f"model.layers.{i}.attn.A_log"].flatten()
+        tensors[f"model.layers.{i}.attn.g_proj.1.bias"] = torch.zeros(32)
+    written = dict(architectures=["KDAForCausalLM"], num_heads=4, head_dim=8, expand_v=1.0, norm_eps=1e-5)
+    return c, written, tensors
+
+
+def fla_gdn(tmp_path: Path) -> tuple[Case, dict, State]:
+    """A Qwen3.5 of GDN alone, whose norms are zero-centred."""
+    config = Qwen3_5TextConfig(
+        **{**hf_models.QWEN, "layer_types": ["linear_attention"] * 2}, intermediate_size=48, linear_conv_kernel_dim=4
+    )
+    c = _case(hf_models.randomise(Qwen3_5ForCausalLM(config)), tmp_path)
+    names = {".norm.": ".o_norm.", "model.o_norm": "model.norm", "in_proj_z": "g_proj", "in_proj_a": "a_proj",
+             "in_proj_b": "b_proj", "out_proj": "o_proj"}  # fmt: skip
+    tensors = rename(c.disk, BLOCK | names)
+    for name in list(tensors):
+        if name.endswith(("attn_norm.weight", "mlp_norm.weight", "model.norm.weight")):
+            tensors[name] = tensors[name] + 1
+        if "in_proj_qkv" in name or ".conv1d" in name:
+            whole, new = tensors.pop(name), "{}_proj" if "in_proj" in name else "{}_conv1d"
+            for x, part in zip("qkv", whole.split([16, 16, 48])):
+                tensors[name.replace("in_proj_qkv" if "in_proj" in name else "conv1d", new.format(x))] = part
+    written = dict(architectures=["GatedDeltaNetForCausalLM"], num_heads=2, num_v_heads=4, head_dim=8, expand_v=1.5,
+                   norm_eps=1e-6)  # fmt: skip
+    return c, written, tensors
+
+
+@pytest.mark.parametrize("make", [fla_kda, fla_gdn])
+def test_fla_models(make: Callable[[Path], tuple[Case, dict, State]], tmp_path: Path) -> None:
+    c, written, tensors = make(tmp_path)
+    common = dict(vocab_size=hf_models.VOCAB, hidden_size=32, num_hidden_layers=2, intermediate_size=48, conv_size=4,
+                  initializer_range=0.05)  # fmt: skip
+    family, config = config_from_hf(common | written)
+    assert config_from_hf(config_to_hf(family, config)) == (family, config)
+    state = state_from_hf(tensors, config, family)
+    back = state_to_hf(state, config, family)
+    assert back.keys() == tensors.keys() and all(torch.equal(back[n], t) for n, t in tensors.items())
+    for documents, bounds in DOCUMENTS.items():
+        packed = Packed(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+        logits, loss, _ = run(config, state, c.tokens, labels_of(c.tokens, bounds), packed)
+        theirs = c.references[documents]
+        assert (logits - theirs[0]).abs().max() < 1e-5 * theirs[0].abs().max()
+        assert abs(loss - theirs[1]) < 1e-5 * theirs[1]
+
+
+def test_fla_hybrids() -> None:
+    """Softmax layers among linear ones: config.json and names, there and back."""
+    attn = dict(layers=[1, 3], num_heads=4, num_kv_heads=2, qkv_bias=False, window_size=None, rope_theta=5000.0)
+    written = dict(architectures=["KDAForCausalLM"], vocab_size=97, hidden_size=32, num_hidden_layers=4, num_heads=2,
+                   head_dim=8, hidden_ratio=4, lower_bound=-5.0, safe_gate=True, attn=attn)  # fmt: skip
+    family, config = config_from_hf(written)
+    assert config.layers == ("kda", "attention") * 2 and config.hidden_dim == 256 and config.rope_theta == 5000.0
+    names = {s.name for e in entries(config, family) for s in e.sources}
+    assert {"model.layers.1.attn.q_proj.weight", "model.layers.1.attn_norm.weight", "model.embeddings.weight"} <= names
+    assert "model.layers.1.attn.A_log" not in names and "model.layers.0.attn.g_proj.1.bias" in names
+    assert config_from_hf(config_to_hf(family, config)) == (family, config)
+    with pytest.raises(ValueError, match="window_size = 512"):
+        config_from_hf(written | {"attn": attn | {"window_size": 512}})
