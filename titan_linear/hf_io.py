@@ -41,6 +41,7 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+LISTED = 5  # of a folder's problems
 BLOCK = 64 << 20  # bytes moved at a time
 SHARD = 5 * 10**9  # bytes of a file
 
@@ -134,13 +135,21 @@ def table(folder: Folder, family: str, model: ModelConfig) -> list[Entry]:
     try:
         found = entries(model, family, folder.shapes)
     except ValueError as error:
-        raise ValueError(f"'{folder.path}': {error}") from None
+        head, *problems = str(error).split("\n  ")
+        said = [_with_file(problem, folder) for problem in problems[:LISTED]]
+        said += [f"and {len(problems) - LISTED} more"] if len(problems) > LISTED else []
+        raise ValueError(f"'{folder.path}': {head} " + "; ".join(said)) from None
     for tensor in (folder.tensors[source.name] for entry in found for source in entry.sources):
         if tensor.code not in DTYPES:
             raise ValueError(
                 f"'{tensor.file}': tensor {tensor.name!r} is {tensor.code}; {', '.join(DTYPES)} can be read: convert it"
             )
     return found
+
+
+def _with_file(problem: str, folder: Folder) -> str:
+    tensor = folder.tensors.get(problem.partition(": ")[0])
+    return problem if tensor is None else f"{problem} (in {tensor.file.name})"
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
