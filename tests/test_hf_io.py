@@ -5,6 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import struct
+import threading
+import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +28,7 @@ from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.generate import Sampling, generate_tokens
 from titan_linear.hf_io import gather, load_weights, open_folder, read_model, write_folder
-from titan_linear.models.adapters import state_from_hf
+from titan_linear.models.adapters import config_to_hf, entries, state_from_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
@@ -397,7 +401,74 @@ def test_a_full_disk_is_an_error_on_every_rank(
 # --- Memory ----------------------------------------------------------------------------------------------------------
 
 LARGE = replace(
-    preset("kda", "debug"), vocab_size=65536, dim=4096, hidden_dim=14336, num_layers=7, linear_heads=32,
-    linear_v_heads=32, linear_head_dim=128, linear_v_head_dim=128, norm_eps=1e-6,
+    KDA, vocab_size=65536, dim=4096, hidden_dim=14336, num_layers=6, linear_heads=32, linear_v_heads=32,
+    linear_head_dim=128, linear_v_head_dim=128,
 )  # fmt: skip
-MARK = 64  # a value is put into every MARK-th row
+EVERY = 100  # rows between the marks in a tensor
+GIB = 2**30
+
+
+def mark(name: str, row: int) -> float:
+    return 1.0 + zlib.crc32(f"{name} {row}".encode()) % 1000
+
+
+def make_large_folder(folder: Path) -> int:
+    """A folder of several shards, of which only marked values take up the disk; its tensors' bytes."""
+    folder.mkdir()
+    plan = {s.name: s.shape for entry in entries(LARGE, "KDAForCausalLM") for s in entry.sources}
+    plan = {name: ("F32", shape, 4 * torch.Size(shape).numel()) for name, shape in plan.items()}
+    writer = hf_io._Writer(folder, plan, 2 * 10**9)
+    writer.begin()
+    for tensor in writer.tensors.values():
+        with open(tensor.file, "r+b") as file:
+            for row in range(0, tensor.shape[0], EVERY):
+                file.seek(tensor.begin + row * (tensor.end - tensor.begin) // tensor.shape[0])
+                file.write(struct.pack("<f", mark(tensor.name, row)))
+    (folder / "config.json").write_text(json.dumps(config_to_hf("KDAForCausalLM", LARGE.canonical)))
+    return sum(tensor.end - tensor.begin for tensor in writer.tensors.values())
+
+
+def anonymous_memory() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def load_large(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]:
+    """(bytes that this rank owns, the most anonymous memory it had while loading, marks that it found in place)."""
+    peak, loading = [0], True
+
+    def watch() -> None:
+        while loading:
+            peak[0] = max(peak[0], anonymous_memory())
+            time.sleep(0.002)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = sharded(LARGE, world_size)
+    load_weights(folder, model)
+    loading = False
+    watcher.join()
+    names = {entry.name: next(entry.pieces())[0].name for entry in entries(LARGE, "KDAForCausalLM")}
+    owned_bytes = marks = 0
+    for name, p in model.named_parameters():
+        local, first = hf_io.owned(p)
+        owned_bytes += local.numel() * 4
+        rows = [row for row in range(first, first + len(local)) if row % EVERY == 0]
+        values = local.reshape(len(local), -1)
+        assert [values[row - first, 0].item() for row in rows] == [mark(names[name], row) for row in rows]
+        assert int(values.count_nonzero()) == len(rows)  # and nothing elsewhere
+        marks += len(rows)
+    return owned_bytes, peak[0], marks
+
+
+def test_a_large_folder_loads_in_the_memory_of_what_a_rank_owns(worlds: Callable[[int], World], tmp_path: Path) -> None:
+    """8 GB of shards on two processes: at most the bytes that each owns, and 1.5 GB, of anonymous memory."""
+    if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 10 * GIB:
+        pytest.skip("needs 10 GiB of free memory")
+    total = make_large_folder(tmp_path / "large")
+    assert total > 8e9 and len(list((tmp_path / "large").glob("*.safetensors"))) > 3
+    results = worlds(2).run(load_large, tmp_path / "large")
+    assert sum(owned for owned, _, _ in results) - total < 1e6  # gates' parameters are on both
+    for owned, peak, marks in results:
+        print(f"owned {owned / 1e9:.2f} GB, peak {peak / 1e9:.2f} GB, {marks} marks")
+        assert owned < peak < owned + 1.5e9 and marks > 1000
