@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -119,11 +119,18 @@ def check_folder(path: Path, model: ModelConfig) -> None:
         ValueError: naming file and tensor.
     """
     family, theirs = read_model(path)
-    theirs, ours = vars(theirs.canonical), vars(model.canonical)
+    theirs, ours = _identity(theirs), _identity(model)
     if theirs != ours:
         differing = ", ".join(f"{f} = {theirs[f]!r} (this run: {ours[f]!r})" for f in ours if theirs[f] != ours[f])
         raise ValueError(f"'{Path(path) / CONFIG}' is another model: {differing}; use model.flavor = 'hf'")
     table(open_folder(path), family, model)
+
+
+def _identity(model: ModelConfig) -> dict[str, Any]:
+    """What two models of the same function agree in."""
+    canonical = model.canonical
+    moe = canonical.moe and replace(canonical.moe, balance_coefficient=0.0)
+    return vars(replace(canonical, pattern=canonical.layers, moe=moe, init_std=0.0))
 
 
 def table(folder: Folder, family: str, model: ModelConfig) -> list[Entry]:

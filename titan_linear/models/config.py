@@ -83,7 +83,8 @@ class ModelConfig:
 
     @property
     def canonical(self) -> ModelConfig:
-        """The same model, with options that none of its mixers reads at their defaults: equal models are equal."""
+        """The same model, with options that none of its mixers reads at their defaults, and none of its training."""
         defaults = {field.name: field.default for field in fields(self)}
         idle = [names for mixers, names in OPTIONS.items() if not set(mixers) & set(self.layers)]
-        return replace(self, **{name: defaults[name] for names in idle for name in names})
+        moe = self.moe and replace(self.moe, bias_update_rate=0.0)
+        return replace(self, moe=moe, **{name: defaults[name] for names in idle for name in names})
