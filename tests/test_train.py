@@ -158,6 +158,22 @@ def test_tied_embeddings_and_other_presets(corpus: Path, worlds: Callable[[int],
         assert max(((got[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9
 
 
+@pytest.mark.parametrize("name", ["qwen3.5", "kimi-linear"])
+def test_mixtures_of_experts(
+    name: str, corpus: Path, worlds: Callable[[int], World], one_process: Callable[[dict], tuple]
+) -> None:
+    """A load-balance loss, a selection bias that moves, and latent attention, over FSDP and both layouts."""
+    keys = FLOAT64 | {"training.steps": 5, "model.name": name, "activation_checkpoint.mode": "full"}
+    losses, norms, weights = one_process(keys)
+    splits = ("accumulation", "dp 2", "dp 2 x cp 2", "cp 2 zig-zag")
+    for processes, split in (SPLITS[s] for s in splits):
+        got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split), str(corpus.parent))[0]
+        assert worst(got[0], losses) < 1e-9 and worst(got[1], norms) < 1e-9
+        assert max(((got[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9
+    bias = weights.get("layers.1.mlp.router.selection_bias")
+    assert (bias is not None and bool(bias.any())) == (name == "kimi-linear")
+
+
 def poisoned(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[str, bool, int]:
     """A NaN in what rank 1 computes at step 2: the message, whether weights stayed as they were, skipped steps."""
     import os

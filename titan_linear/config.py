@@ -45,10 +45,11 @@ class Job(_Strict):
 class Model(_Strict):
     """The network and its tokenizer."""
 
-    name: Literal["hybrid", "kda", "gdn"] = "hybrid"
-    """Family: linear layers of KDA or GDN only, or a pattern of both with softmax attention."""
+    name: Literal["hybrid", "kda", "gdn", "qwen3.5", "qwen3-next", "olmo-hybrid", "kimi-linear"] = "hybrid"
+    """Family: linear layers of KDA or GDN only, a pattern with softmax attention, or a published hybrid."""
     flavor: str = Field("debug", min_length=1)
-    """Preset of the family: debug, 340M, 1.3B, ...; hf: the model of a Hugging Face folder (model.name is not used)."""
+    """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ...; hf: the model of model.hf_assets_path, whatever
+    model.name is."""
     hf_assets_path: str = ""
     """Hugging Face folder: its config.json is flavor hf, and its tokenizer the default; empty: the folder of
     checkpoint.initial_load_in_hf."""

@@ -40,6 +40,7 @@ from titan_linear.data import (
     verify_corpus,
 )
 from titan_linear.distributed.batch import BatchSharding
+from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, reduce_replicated, set_dtype
 from titan_linear.generate import Sampling, generate
@@ -138,11 +139,12 @@ class Trainer:
         loss, self.stop_signal = self._sum_and_max(losses.double().sum(), self.stop_signal)
         self.step += 1
         lr = learning_rate(self.step, self.config.optimizer.lr, self.config.lr_scheduler, t.steps)
-        if self._is_finite(loss, norm.item(), losses, batches):
+        if finite := self._is_finite(loss, norm.item(), losses, batches):
             scale_gradients(self.model.parameters(), norm, t.max_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
+        move_selection_biases(self.model, apply=finite)
         self.optimizer.zero_grad(set_to_none=True)
         return {"loss": loss, "grad_norm": norm.item(), "lr": lr, "skipped_steps": self.skipped}
 
@@ -382,7 +384,7 @@ def check_heads(model: ModelConfig, config: Config) -> None:
     """Heads that an all-to-all over heads cannot split."""
     p = config.parallelism
     cp = p.context_parallel_degree
-    if p.context_parallel_method == "ulysses" and "attention" in model.layers:
+    if p.context_parallel_method == "ulysses" and {"attention", "mla"} & set(model.layers):
         for name, heads in (("query", model.heads), ("key", model.kv_heads)):
             if heads % cp and (name == "query" or cp % heads):
                 raise ValueError(

@@ -63,16 +63,27 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
 
 
 def build(name: str) -> PreTrainedModel:
-    """The model of a case in fp32, every weight random: also those that begin as zeros and ones."""
+    """The model of a case in fp32."""
+    torch.manual_seed(0)
     return randomise(MODELS[name]())
 
 
 @torch.no_grad()
 def randomise(model: PreTrainedModel) -> PreTrainedModel:
+    """Every weight random, also those that begin as zeros and ones.
+
+    Decay is slow: a leak between documents then does not fade, and an output is a sum of many tokens' values. With fast
+    decay it is one token's value times q·k, whose rounding error, where q·k is near zero, the output norm makes large.
+    """
     rng = torch.Generator().manual_seed(0)
-    for tensor in [*model.parameters(), *(b for n, b in model.named_buffers() if n.endswith("correction_bias"))]:
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         noise = torch.randn(tensor.shape, generator=rng)
-        tensor.copy_(tensor + 0.2 * noise if tensor.dim() < 2 else noise * tensor.shape[-1] ** -0.5)
+        if name.endswith("A_log"):
+            tensor.copy_(-3 + 0.5 * noise)
+        elif tensor.dim() > 1:
+            tensor.copy_(noise * tensor.shape[-1] ** -0.5)
+        elif "inv_freq" not in name:
+            tensor.add_(0.2 * noise)
     return model.eval()
 
 

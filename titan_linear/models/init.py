@@ -55,9 +55,9 @@ def draw(name: str, shape: torch.Size, config: ModelConfig, rng: torch.Generator
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """How many parameters a model has; nothing is allocated."""
+    """How many parameters training can change; nothing is allocated."""
     with torch.device("meta"):
-        return sum(p.numel() for p in Decoder(config).parameters())
+        return sum(p.numel() for p in Decoder(config).parameters() if p.requires_grad)
 
 
 def no_decay(model: nn.Module) -> set[str]:

@@ -1,0 +1,166 @@
+"""Experts: the routing formulas one token at a time, and loads that do not depend on how the work is split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
+
+from tests.worlds import World
+from titan_linear.models.config import MoEConfig
+from titan_linear.models.init import generator
+from titan_linear.models.moe import MoE
+from titan_linear.models.packed import Packed
+from titan_linear.ops import build_cp_context
+from titan_linear.ops.experts import grouped_linear
+
+DIM = 16
+SOFTMAX = MoEConfig(8, 3, 12, shared_hidden_dim=20, shared_gate=True)
+SIGMOID = MoEConfig(
+    8, 2, 12, shared_hidden_dim=12, score="sigmoid", scale=2.5, selection_bias=True, groups=4, top_groups=2
+)
+CONFIGS = {
+    "softmax": SOFTMAX,
+    "sigmoid": SIGMOID,
+    "neither normalised nor shared": MoEConfig(8, 3, 12, normalise=False),
+}
+
+
+def build(config: MoEConfig) -> MoE:
+    moe = MoE(DIM, config).double()
+    with torch.no_grad():
+        for name, p in moe.named_parameters():
+            p.copy_(torch.randn(p.shape, generator=generator(0, name), dtype=torch.float64) * 0.3)
+    return moe
+
+
+def token_by_token(moe: MoE, x: torch.Tensor) -> torch.Tensor:
+    """[T, dim] -> [T, dim], as the papers write it."""
+    c, out = moe.config, []
+    for x_t in x:
+        logits = moe.router.weight @ x_t
+        scores = logits.exp() / logits.exp().sum() if c.score == "softmax" else 1 / (1 + (-logits).exp())
+        choice = scores.detach() + (0 if moe.router.selection_bias is None else moe.router.selection_bias)
+        if c.groups > 1:
+            groups = choice.view(c.groups, -1).sort(descending=True).values[:, :2].sum(1)
+            kept = groups.sort(descending=True).indices[: c.top_groups].tolist()
+            size = c.num_experts // c.groups
+            choice = torch.tensor([v if i // size in kept else -9e9 for i, v in enumerate(choice.tolist())])
+        chosen = choice.sort(descending=True).indices[: c.top_k].tolist()
+        total = sum(scores[e] for e in chosen) if c.normalise else 1.0
+        y = torch.zeros(DIM, dtype=x.dtype)
+        for e in chosen:
+            gate, up = (moe.experts.gate_up_proj[e] @ x_t).chunk(2)
+            y = y + c.scale * scores[e] / total * (moe.experts.down_proj[e] @ (gate * gate.sigmoid() * up))
+        if moe.shared is not None:
+            shared = moe.shared(x_t)
+            y = y + (shared if moe.shared_gate is None else moe.shared_gate(x_t).sigmoid() * shared)
+        out.append(y)
+    return torch.stack(out)
+
+
+def inputs(T: int) -> torch.Tensor:
+    return torch.randn(T, DIM, generator=generator(1), dtype=torch.float64)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_token_by_token(name: str) -> None:
+    moe, x = build(CONFIGS[name]), inputs(37).requires_grad_()
+    grads = []
+    for forward in (lambda: moe(x.unsqueeze(0), Packed(torch.arange(37)))[0][0], lambda: token_by_token(moe, x)):
+        y = forward()
+        weights = [p for p in moe.parameters() if p.requires_grad]
+        grads.append((y, *torch.autograd.grad(y.square().sum(), [x, *weights])))
+    for a, b in zip(*grads):
+        assert (a - b).abs().max() < 1e-12 * max(1, b.abs().max())
+
+
+def test_an_expert_without_tokens() -> None:
+    weight = torch.randn(3, 5, DIM, dtype=torch.float64, requires_grad=True)
+    x = inputs(4).requires_grad_()
+    y = grouped_linear(x, weight, torch.tensor([1, 0, 3]))
+    assert torch.equal(y, torch.cat([x[:1] @ weight[0].T, x[1:] @ weight[2].T]))
+    y.sum().backward()
+    assert not weight.grad[1].any() and weight.grad[0].any() and x.grad.all()
+
+
+def test_load_balance_loss_is_that_of_transformers() -> None:
+    """Of one layer and one stream; ours is a sum over tokens."""
+    moe, x = build(replace(SOFTMAX, balance_coefficient=0.5)), inputs(37)
+    ours = moe(x.unsqueeze(0), Packed(torch.arange(37)))[1]
+    theirs = 0.5 * 37 * load_balancing_loss_func((x @ moe.router.weight.T,), 8, 3)
+    grads = [torch.autograd.grad(loss, moe.router.weight)[0] for loss in (ours, theirs)]
+    assert abs(ours - theirs) < 1e-5 * theirs  # theirs takes parts of it in float32
+    assert (grads[0] - grads[1]).norm() < 1e-5 * grads[1].norm()
+
+
+def balance_on_rank(rank: int, world_size: int, layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The load-balance loss of two streams over the ranks, and its gradient."""
+    import torch.distributed as dist
+
+    moe, x = build(replace(SOFTMAX, balance_coefficient=0.5)), inputs(64)
+    context = build_cp_context(torch.tensor([0, 20, 32, 64]), dist.group.WORLD, layout=layout, num_streams=2)
+    mine = torch.cat([torch.arange(a, b) for a, b in context.fragments])
+    packed = Packed(context.position_ids, cp_context=context, num_streams=2)
+    loss = moe(x[mine].unsqueeze(0), packed)[1]
+    (grad,) = torch.autograd.grad(loss, moe.router.weight)
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    dist.all_reduce(grad)
+    return total, grad
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_load_balance_loss_of_each_stream_under_cp(layout: str, worlds: Callable[[int], World]) -> None:
+    moe, x = build(replace(SOFTMAX, balance_coefficient=0.5)), inputs(64)
+    alone = sum(moe(part.unsqueeze(0), Packed(torch.arange(32)))[1] for part in x.split(32))
+    together = moe(x.unsqueeze(0), Packed(torch.arange(64), num_streams=2))[1]
+    (grad,) = torch.autograd.grad(alone, moe.router.weight)
+    assert abs(together - alone) < 1e-12
+    for loss, split_grad in worlds(2).run(balance_on_rank, layout):
+        assert abs(loss - alone) < 1e-12 and (split_grad - grad).abs().max() < 1e-12
+
+
+def loads_on_rank(rank: int, world_size: int) -> torch.Tensor:
+    from titan_linear.distributed.experts import move_selection_biases
+
+    moe, x = build(replace(SIGMOID, bias_update_rate=0.125)), inputs(64)
+    before = moe.router.selection_bias.clone()
+    for part in x.split(16)[rank::world_size]:  # two micro-steps
+        moe(part.unsqueeze(0), Packed(torch.arange(16)))
+    with torch.no_grad():
+        moe(x.unsqueeze(0), Packed(torch.arange(64)))  # validation does not count
+    move_selection_biases(moe)
+    assert moe.loads is None
+    return moe.router.selection_bias - before
+
+
+def test_selection_bias_moves_towards_equal_loads(worlds: Callable[[int], World]) -> None:
+    moe = build(SIGMOID)
+    loads = torch.bincount(moe.router(inputs(64))[0].flatten(), minlength=8)
+    expected = 0.125 * torch.sign(16 - loads)
+    assert loads.sum() == 128 and expected.unique().numel() > 1
+    for moved in worlds(2).run(loads_on_rank):
+        assert torch.allclose(moved, expected.double(), atol=1e-12)
+
+
+@pytest.mark.cuda
+def test_grouped_product_on_cuda() -> None:
+    """One kernel in bfloat16, against the loop in float64: errors of bfloat16's rounding."""
+    torch.manual_seed(0)
+    counts = torch.tensor([37, 0, 1, 200, 5, 13], device="cuda")
+    x = torch.randn(256, 64, device="cuda", dtype=torch.bfloat16)
+    weight = torch.randn(6, 96, 64, device="cuda", dtype=torch.bfloat16) / 8
+    dy = torch.randn(256, 96, device="cuda", dtype=torch.bfloat16)
+    results = []
+    for dtype in (torch.bfloat16, torch.float64):
+        a, w = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+        y = grouped_linear(a, w, counts)
+        y.backward(dy.to(dtype))
+        results.append((y, a.grad, w.grad))
+    for ours, exact in zip(*results):
+        assert (ours.double() - exact).norm() < 2**-8 * exact.norm()
+    assert not results[0][2][1].any()

@@ -1,0 +1,90 @@
+"""Published sizes: as many parameters as the same model of `transformers`, and the presets are their config.json."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from titan_linear.models.adapters import config_from_hf, config_to_hf, entries
+from titan_linear.models.init import count_parameters
+from titan_linear.models.presets import MODELS, preset
+
+FAMILY = {"qwen3.5": "Qwen3_5ForCausalLM", "qwen3-next": "Qwen3NextForCausalLM", "olmo-hybrid": "OlmoHybridForCausalLM",
+          "kimi-linear": "KimiLinearForCausalLM"}  # fmt: skip
+COUNTS = {
+    ("qwen3.5", "0.8B"): 752_393_024,
+    ("qwen3.5", "2B"): 1_881_825_088,
+    ("qwen3.5", "4B"): 4_205_751_296,
+    ("qwen3.5", "9B"): 8_953_803_264,
+    ("qwen3.5", "27B"): 26_895_998_464,
+    ("qwen3.5", "35B-A3B"): 34_660_610_688,
+    ("qwen3.5", "397B-A17B"): 396_346_350_336,
+    ("qwen3-next", "80B-A3B"): 79_674_391_296,
+    ("olmo-hybrid", "7B"): 7_430_870_688,  # as its authors count
+    ("kimi-linear", "48B-A3B"): 49_122_675_072,  # and 26 selection biases of 256
+}  # fmt: skip
+
+
+def family_of(name: str, flavor: str) -> str:
+    return "Qwen3_5MoeForCausalLM" if name == "qwen3.5" and preset(name, flavor).moe else FAMILY[name]
+
+
+def test_every_published_size_is_counted() -> None:
+    assert set(COUNTS) == {(n, f) for n in FAMILY for f in MODELS[n] if f != "debug"}
+
+
+@pytest.mark.parametrize(("name", "flavor"), COUNTS)
+def test_parameter_counts(name: str, flavor: str) -> None:
+    config = preset(name, flavor)
+    written = config_to_hf(family_of(name, flavor), config)
+    model_type = written.pop("model_type")
+    with torch.device("meta"):
+        theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **written))
+    assert type(theirs).__name__ == family_of(name, flavor)
+    assert count_parameters(config) == sum(p.numel() for p in theirs.parameters()) == COUNTS[name, flavor]
+
+
+@pytest.mark.parametrize(("name", "flavor"), [("qwen3-next", "80B-A3B"), ("kimi-linear", "48B-A3B")])
+def test_adapters_of_the_large_ones(name: str, flavor: str) -> None:
+    """The whole table, and that a rank of 64 asks for 1/64 of the elements."""
+    config = preset(name, flavor)
+    table = entries(config, family_of(name, flavor))
+    whole = sum(e.num_rows * e.width for e in table)
+    bias = 256 * 26 if name == "kimi-linear" else 0
+    assert whole == COUNTS[name, flavor] + bias
+    own = 0
+    for entry in table:
+        per = entry.num_rows // entry.shape[0]
+        rows = -(-entry.shape[0] // 64) * per
+        own += sum(stop - start for _, start, stop, _ in entry.pieces(0, min(rows, entry.num_rows))) * entry.width
+    assert own < whole / 64 * 1.05
+
+
+def test_presets_are_the_published_configurations() -> None:
+    kimi = dict(
+        architectures=["KimiLinearForCausalLM"], vocab_size=163840, hidden_size=2304, head_dim=72,
+        intermediate_size=9216, num_hidden_layers=27, num_attention_heads=32, num_key_value_heads=32,
+        hidden_act="silu", rms_norm_eps=1e-5, rope_theta=10000.0, rope_scaling=None, tie_word_embeddings=False,
+        first_k_dense_replace=1, moe_intermediate_size=1024, moe_layer_freq=1, moe_renormalize=True,
+        moe_router_activation_func="sigmoid", num_experts=256, num_experts_per_token=8, num_shared_experts=1,
+        routed_scaling_factor=2.446, use_grouped_topk=True, num_expert_group=1, topk_group=1, q_lora_rank=None,
+        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, mla_use_nope=True,
+        num_nextn_predict_layers=0,
+        linear_attn_config=dict(
+            full_attn_layers=[4, 8, 12, 16, 20, 24, 27], head_dim=128, num_heads=32, short_conv_kernel_size=4,
+            kda_layers=[i for i in range(1, 28) if i % 4 and i != 27],
+        ),
+    )  # fmt: skip
+    assert config_from_hf(kimi) == ("KimiLinearForCausalLM", preset("kimi-linear", "48B-A3B"))
+    qwen = dict(
+        architectures=["Qwen3NextForCausalLM"], attention_dropout=0.0, decoder_sparse_step=1, full_attention_interval=4,
+        head_dim=256, hidden_act="silu", hidden_size=2048, initializer_range=0.02, intermediate_size=5120,
+        linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,
+        linear_value_head_dim=128, mlp_only_layers=[], moe_intermediate_size=512, norm_topk_prob=True,
+        num_attention_heads=16, num_experts=512, num_experts_per_tok=10, num_hidden_layers=48, num_key_value_heads=2,
+        output_router_logits=False, partial_rotary_factor=0.25, rms_norm_eps=1e-6, rope_scaling=None,
+        rope_theta=10000000, router_aux_loss_coef=0.001, shared_expert_intermediate_size=512,
+        tie_word_embeddings=False, vocab_size=151936,
+    )  # fmt: skip
+    assert config_from_hf(qwen) == ("Qwen3NextForCausalLM", preset("qwen3-next", "80B-A3B"))
