@@ -32,7 +32,7 @@ from titan_linear.models.adapters import config_to_hf, entries, state_from_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.presets import preset
+from titan_linear.models.presets import MODELS, preset
 from titan_linear.train import Trainer, preflight
 from tools import convert, generate
 
@@ -366,6 +366,44 @@ def test_keys_that_do_not_fit_are_refused(
     keys = {key: folders(value) if value in CASES else value for key, value in keys.items()}
     with pytest.raises(ValueError, match=message):
         preflight(load_config(arguments(corpus, tmp_path / "run", **keys)), world_size=2)
+
+
+def test_presets_have_an_architecture_or_none() -> None:
+    """The first that holds the model, options that it does not read aside."""
+    found = {}
+    for name, flavors in MODELS.items():
+        for flavor, model in flavors.items():
+            try:
+                found[f"{name} {flavor}"] = hf_io.find_family(model)
+            except ValueError as error:
+                found[f"{name} {flavor}"] = str(error)
+    assert found["kda 340M"] == "KDAForCausalLM" and found["gdn 1.3B"] == "GatedDeltaNetForCausalLM"
+    assert found["qwen3.5 2B"] == "Qwen3_5ForCausalLM" and found["qwen3.5 35B-A3B"] == "Qwen3_5MoeForCausalLM"
+    assert found["kimi-linear 48B-A3B"] == found["kimi-linear debug"] == "KimiLinearForCausalLM"
+    assert (
+        "rope_theta = None" in found["hybrid 340M"] and "none has layers attention, gdn, kda" in found["hybrid debug"]
+    )
+
+
+def test_commands_say_what_is_wrong(
+    folders: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = str(folders("FLA KDA"))
+    assert convert.main(["from-hf", folder, str(tmp_path / "checkpoints")]) == 0
+    step = str(tmp_path / "checkpoints" / "step-0")
+    prompt = ["--prompt", "x"]
+    for main, argv, words in (
+        (convert.main, ["to-hf", step, folder], "is there already"),
+        (convert.main, ["to-hf", step, str(tmp_path / "out")], "has the config.toml of its run"),
+        (convert.main, ["to-hf", str(tmp_path), str(tmp_path / "out")], "neither a whole checkpoint"),
+        (convert.main, ["from-hf", str(tmp_path), str(tmp_path / "out")], "config.json': cannot be read"),
+        (generate.main, [str(tmp_path), *prompt], "neither a whole checkpoint"),
+        (generate.main, [folder, "--prompt", ""], "prompt '' has no tokens"),
+        (generate.main, [folder, *prompt, "--tokenizer", "none.json"], "none.json does not exist"),
+    ):
+        assert main(argv) == 2
+        assert words in (said := capsys.readouterr().err) and said.startswith("error: ") and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
 
 
 def full_disk(rank: int, world_size: int, folder: Path, target: Path) -> str:

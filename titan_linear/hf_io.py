@@ -290,7 +290,7 @@ def find_family(model: ModelConfig) -> str:
     for family, has in FAMILIES.items():
         if set(model.layers) <= set(has.layers) and bool(has.experts) == (model.moe is not None):
             try:
-                config_to_hf(family, model.canonical)
+                config_to_hf(family, model)
             except ValueError as error:
                 reasons.append(str(error))
             else:
@@ -317,6 +317,7 @@ def write_folder(
     get: Callable[[str], torch.Tensor],
     *,
     dtype: torch.dtype | None,
+    family: str | None = None,
     like: Path | None = None,
     tokenizer: Path | None = None,
     extra: Mapping[str, object] | None = None,
@@ -329,6 +330,7 @@ def write_folder(
     Args:
         get: name -> the whole parameter; see `gather`.
         dtype: of every tensor; None: of the tensor of that name in `like`.
+        family: the architecture to write; by default that of `like`, or the first that holds the model.
         like: a folder of the same model, whose names, config.json and tensors of no concern to us (vision, multi-token
             prediction) are taken over; by default the names and the config.json are those that `transformers` writes.
         tokenizer: a folder (or a tokenizer.json in one) whose tokenizer files are copied; by default `like`.
@@ -340,7 +342,7 @@ def write_folder(
     """
     path, temporary = Path(path), Path(path).with_name(f"{Path(path).name}.tmp")
     source = None if like is None else open_folder(like)
-    family = find_family(model) if like is None else read_model(like)[0]
+    family = family or (find_family(model) if like is None else read_model(like)[0])
     found = entries(model, family) if source is None else table(source, family, model)
     copied = [] if source is None else _not_ours(source, family, model)
     writer = _Writer(temporary, _plan(found, dtype, source, copied), shard_bytes)
@@ -396,7 +398,7 @@ def _config_json(
 ) -> dict[str, Any]:
     named = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
     if source is None:
-        return config_to_hf(family, model.canonical, **extra, **named)
+        return config_to_hf(family, model, **extra, **named)
     return {k: v for k, v in source.config.items() if k != "torch_dtype" or not named} | named
 
 

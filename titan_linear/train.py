@@ -58,7 +58,7 @@ from titan_linear.rundir import check_resume, lock_folder, write_config, write_m
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
-
+FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}  # of a model that several architectures hold
 T = TypeVar("T")
 
 
@@ -255,7 +255,8 @@ class Trainer:
         tokenizer = tokenizer_path(self.config)
         write_folder(
             path, self.model.config, gather(self.model), dtype=EXPORT_DTYPES[c.export_dtype],
-            like=Path(source) if source else None, tokenizer=Path(tokenizer) if tokenizer else None,
+            family=export_family(self.config, self.model.config), like=Path(source) if source else None,
+            tokenizer=Path(tokenizer) if tokenizer else None,
             extra={"eos_token_id": self.tokenizer.eos_id},
         )  # fmt: skip
         if dist.get_rank() == 0:
@@ -320,8 +321,8 @@ def preflight(config: Config, world_size: int) -> None:
 
 def _check_checkpoint(config: Config, model: ModelConfig) -> None:
     c, folder = config.checkpoint, _checkpoints(config)
-    if c.last_save_in_hf and not hf_weights(config):
-        _key("checkpoint.last_save_in_hf = true", find_family, model)
+    if c.last_save_in_hf:
+        _key("checkpoint.last_save_in_hf = true", export_family, config, model)
     step = find_step(folder, c.load_step)
     if hf_weights(config) and (step is None or c.last_save_in_hf):
         _key("checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model)
@@ -358,6 +359,13 @@ def tokenizer_path(config: Config) -> str | None:
     """model.tokenizer_path, else the Hugging Face folder that has a tokenizer.json, else None: bytes."""
     own = Path(hf_assets(config)) / "tokenizer.json"
     return config.model.tokenizer_path or (str(own) if hf_assets(config) and own.is_file() else None)
+
+
+def export_family(config: Config, model: ModelConfig) -> str:
+    """The architecture of the folder that holds a run's weights. ValueError: none does."""
+    if hf_assets(config):
+        return read_model(Path(hf_assets(config)))[0]
+    return FAMILY_OF.get(config.model.name) or find_family(model)
 
 
 def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:

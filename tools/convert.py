@@ -26,7 +26,7 @@ from titan_linear.config import hf_weights
 from titan_linear.data import build_tokenizer
 from titan_linear.hf_io import Reader, open_folder, read_model, table, write_folder
 from titan_linear.rundir import config_of
-from titan_linear.train import DTYPES, EXPORT_DTYPES, model_config, tokenizer_path
+from titan_linear.train import DTYPES, EXPORT_DTYPES, export_family, model_config, tokenizer_path
 
 
 def main(argv: list[str]) -> int:
@@ -52,12 +52,13 @@ def to_hf(checkpoint: Path, folder: Path, export_dtype: str, like: str | None) -
     run = config_of(checkpoint)
     path, like = tokenizer_path(run), like or hf_weights(run)
     tokenizer = build_tokenizer(path)
+    model = model_config(run, tokenizer)
     if export_dtype == "source" and not like:
         raise ValueError("--export-dtype source: this run did not begin from a Hugging Face folder; name one by --like")
     write_folder(
-        folder, model_config(run, tokenizer), stored_weights(checkpoint), dtype=EXPORT_DTYPES[export_dtype],
-        like=Path(like) if like else None, tokenizer=Path(path) if path else None,
-        extra={"eos_token_id": tokenizer.eos_id},
+        folder, model, stored_weights(checkpoint), dtype=EXPORT_DTYPES[export_dtype],
+        family=read_model(Path(like))[0] if like else export_family(run, model), like=Path(like) if like else None,
+        tokenizer=Path(path) if path else None, extra={"eos_token_id": tokenizer.eos_id},
     )  # fmt: skip
 
 

@@ -151,11 +151,9 @@ def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str,
         written = FAMILIES[family].config_to_hf(config)
     except KeyError as error:
         raise ValueError(f"family = {family!r} is unknown; use one of {', '.join(FAMILIES)}") from error
-    if (back := FAMILIES[family].config_from_hf(written)) != config:
-        differing = [f for f in vars(config) if getattr(config, f) != getattr(back, f)]
-        raise ValueError(
-            f"{family} cannot hold this model: {', '.join(f'{f} = {getattr(config, f)!r}' for f in differing)}"
-        )
+    ours, theirs = vars(config.canonical), vars(FAMILIES[family].config_from_hf(written).canonical)
+    if differing := [f"{f} = {ours[f]!r}" for f in ours if ours[f] != theirs[f]]:
+        raise ValueError(f"{family} cannot hold this model: {', '.join(differing)}")
     tokens = dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id")
     )  # defaults in transformers: its own model's

@@ -488,7 +488,7 @@ def _fla_attention(key: _Keys, dim: int) -> Json:
     spec.only("window_size", None)
     heads = spec("num_heads")
     options = dict(heads=heads, kv_heads=spec("num_kv_heads", None) or heads, head_dim=dim // heads,
-                   rope_theta=float(spec("rope_theta", 10000.0)))  # fmt: skip
+                   rope_theta=float(spec("rope_theta", None) or 10000.0))  # fmt: skip
     return {"layers": layers, "options": options}
 
 
