@@ -22,7 +22,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -112,7 +113,7 @@ class Checkpointer:
         optimizer.zero_grad()  # with gradients around, DCP cannot make the state that it loads into
         moments, rest = _optimizer_state(model, optimizer)
         state = {"model": _weights(model), "optimizer": moments}
-        self._read(path, state)
+        _read(path, state, self.group)
         set_model_state_dict(model, state["model"], options=FLAT)
         set_optimizer_state_dict(model, optimizer, state["optimizer"] | rest, options=FLAT)
         self._saved = (step, True)
@@ -124,25 +125,28 @@ class Checkpointer:
         Raises:
             ValueError: there is no whole checkpoint, or it is of another model.
         """
-        state = {"model": _weights(model)}
-        self._read(weights_path(path), state)
-        set_model_state_dict(model, state["model"], options=FLAT)
+        load_weights(path, model, self.group)
 
-    def _read(self, path: Path, state: dict[str, dict[str, Any]]) -> None:
-        reader = dcp.FileSystemReader(path)
-        _compare_names(path, set(reader.read_metadata().state_dict_metadata), state)
-        try:
-            dcp.load(state, storage_reader=reader, process_group=self.group)
-        except dcp.CheckpointException as failure:  # a BaseException, the same on every rank
-            raise ValueError(f"'{path}' cannot be loaded: {_reasons(failure)}") from failure
+    def save_lazily(
+        self,
+        step: int,
+        read: Mapping[str, Callable[[], torch.Tensor]],
+        shapes: Mapping[str, torch.Tensor],
+        progress: Progress,
+    ) -> None:
+        """Save weights that are read one by one: by name, how to read one, and the same on the meta device."""
+        self.wait()
+        self._write(step, {"model": dict(shapes)}, progress, _LazyPlanner(read))
 
-    def _write(self, step: int, state: dict[str, Any], progress: Progress) -> None:
+    def _write(
+        self, step: int, state: dict[str, Any], progress: Progress, planner: dcp.SavePlanner | None = None
+    ) -> None:
         """Everything that touches the disk; in async mode on a thread of its own."""
         tmp = self.folder / f"step-{step}.tmp"
         try:
             self._together(lambda: self.rank == 0 and self._prepare(tmp, progress))
             writer = dcp.FileSystemWriter(tmp, sync_files=False)  # it would sync before its last block is written
-            dcp.save(state, storage_writer=writer, process_group=self.group)
+            dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
             parts = self._together(lambda: self._sync_own_files(tmp))
             files = {name: entry for part in parts for name, entry in part.items()}
             self._together(lambda: self.rank == 0 and self._commit(step, tmp, files))
@@ -175,18 +179,18 @@ class Checkpointer:
 
     def _sync_own_files(self, tmp: Path) -> dict[str, list[int]]:
         own = [*tmp.glob(f"__{self.rank}_*"), *([tmp / ".metadata", tmp / PROGRESS] if self.rank == 0 else [])]
-        return {file.name: _measure(_sync(file)) for file in own}
+        return {file.name: _measure(sync(file)) for file in own}
 
     def _commit(self, step: int, tmp: Path, files: dict[str, list[int]]) -> None:
         for name, (size, _) in files.items():
             if not (tmp / name).exists() or (tmp / name).stat().st_size != size:
                 raise OSError(f"{name} of another node is not there: checkpoints need a file system that nodes share")
         (tmp / MANIFEST).write_text(json.dumps({"files": files}, indent=2))
-        _sync(tmp / MANIFEST)
-        _sync(tmp)
+        sync(tmp / MANIFEST)
+        sync(tmp)
         self._set_aside(step)
         tmp.rename(self.folder / f"step-{step}")
-        _sync(self.folder)
+        sync(self.folder)
 
     def _set_aside(self, step: int) -> None:
         """A run's steps ascend: checkpoints of this step and later ones are of a future that it has left."""
@@ -204,6 +208,50 @@ class Checkpointer:
             doomed = self.folder / f"step-{old}.tmp"  # a removal that is cut short leaves no broken step-N
             (self.folder / f"step-{old}").rename(doomed)
             shutil.rmtree(doomed)
+
+
+class _LazyPlanner(dcp.DefaultSavePlanner):
+    """Tensors are asked for one after the other, when each is written."""
+
+    def __init__(self, read: Mapping[str, Callable[[], torch.Tensor]]):
+        super().__init__()
+        self.read = {f"model.{name}": get for name, get in read.items()}
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self.read[index.fqn]()
+
+
+def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Load weights in place, from a step-N folder or the newest in a folder of them; without a group, in one process.
+
+    Raises:
+        ValueError: there is no whole checkpoint, or it is of another model.
+    """
+    state = {"model": _weights(model)}
+    _read(weights_path(path), state, group)
+    set_model_state_dict(model, state["model"], options=FLAT)
+
+
+def stored_weights(path: Path) -> Callable[[str], torch.Tensor]:
+    """name -> the whole tensor of a step-N folder, read when it is asked for. In one process."""
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+
+    def get(name: str) -> torch.Tensor:
+        stored = metadata[f"model.{name}"]
+        tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
+        dcp.load({"model": {name: tensor}}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        return tensor
+
+    return get
+
+
+def _read(path: Path, state: dict[str, dict[str, Any]], group: dist.ProcessGroup | None) -> None:
+    reader = dcp.FileSystemReader(path)
+    _compare_names(path, set(reader.read_metadata().state_dict_metadata), state)
+    try:
+        dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
+    except dcp.CheckpointException as failure:  # a BaseException, the same on every rank
+        raise ValueError(f"'{path}' cannot be loaded: {_reasons(failure)}") from failure
 
 
 # --- What is on disk -------------------------------------------------------------------------------------------------
@@ -313,7 +361,7 @@ def _measure(file: Path) -> list[int]:
     return [size, crc]
 
 
-def _sync(path: Path) -> Path:
+def sync(path: Path) -> Path:
     """Bring a written file, or the names in a folder, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:

@@ -48,11 +48,16 @@ class Model(_Strict):
     name: Literal["hybrid", "kda", "gdn", "qwen3.5", "qwen3-next", "olmo-hybrid", "kimi-linear"] = "hybrid"
     """Family: linear layers of KDA or GDN only, a pattern with softmax attention, or a published hybrid."""
     flavor: str = Field("debug", min_length=1)
-    """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ..."""
+    """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ...; hf: the model of model.hf_assets_path, whatever
+    model.name is."""
+    hf_assets_path: str = ""
+    """Hugging Face folder: its config.json is flavor hf, and its tokenizer the default; empty: the folder of
+    checkpoint.initial_load_in_hf."""
     vocab_size: int = Field(0, ge=0)
     """Rows of the embedding and the head, at least the tokenizer's vocabulary; 0: the preset's."""
     tokenizer_path: str = ""
-    """A Hugging Face tokenizer.json, or the folder that holds it; empty: bytes are tokens."""
+    """A Hugging Face tokenizer.json, or the folder that holds it; empty: that of the run's Hugging Face folder if it
+    has one, else bytes are tokens."""
     impl: Literal["auto", "torch", "triton"] = "auto"
     """Implementation of the ops; auto takes the fastest that supports the device, and says which."""
 
@@ -160,8 +165,15 @@ class Checkpoint(_Strict):
     """Step to go on from; -1: the newest whole checkpoint."""
     initial_load_path: str = ""
     """Checkpoint whose weights start a run that has none of its own."""
+    initial_load_in_hf: bool = False
+    """The weights that start a run are a Hugging Face folder's: checkpoint.initial_load_path, or if that is empty
+    model.hf_assets_path. Each rank reads what it owns of its safetensors files; the folder stays needed later."""
     last_save_model_only: bool = False
     """The last save holds the weights only: smaller, but the run cannot be continued from it."""
+    last_save_in_hf: bool = False
+    """When the run ends, write its weights as a Hugging Face folder too: step-N-hf, beside the checkpoints."""
+    export_dtype: Literal["float16", "bfloat16", "float32", "source"] = "float32"
+    """Type of the tensors in that folder; source: of each as in the folder that the run began from."""
 
 
 class ActivationCheckpoint(_Strict):
@@ -217,6 +229,8 @@ class Sample(_Strict):
     """Length of the sample; 0: none."""
     temperature: float = Field(0.8, ge=0)
     """Temperature of sampling; 0: always the likeliest token."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Draw among the likeliest tokens whose probabilities reach this sum."""
 
 
 class Comm(_Strict):
@@ -434,6 +448,7 @@ def check_config(config: Config, world_size: int) -> None:
     _check_types(config.training)
     _check_data(config)
     _check_checkpoint(config.checkpoint)
+    _check_hugging_face(config)
 
 
 def _check_batch(config: Config, dp: int) -> None:
@@ -503,10 +518,52 @@ def _check_checkpoint(c: Checkpoint) -> None:
     for key, asked in (
         ("load_step", c.load_step != -1),
         ("initial_load_path", c.initial_load_path != ""),
+        ("initial_load_in_hf", c.initial_load_in_hf),
         ("last_save_model_only", c.last_save_model_only),
+        ("last_save_in_hf", c.last_save_in_hf),
     ):
         if asked:
             raise ValueError(
                 f"checkpoint.{key} = {getattr(c, key)!r} has no effect with checkpoint.enable = false; set "
                 f"checkpoint.enable = true, or remove checkpoint.{key}"
             )
+
+
+def hf_assets(config: Config) -> str:
+    """The Hugging Face folder that says what the model is and brings its tokenizer; "" if the run has none."""
+    return config.model.hf_assets_path or (config.checkpoint.initial_load_path if starts_in_hf(config) else "")
+
+
+def hf_weights(config: Config) -> str:
+    """The Hugging Face folder whose weights start the run; "" if none do."""
+    return (config.checkpoint.initial_load_path or config.model.hf_assets_path) if starts_in_hf(config) else ""
+
+
+def starts_in_hf(config: Config) -> bool:
+    return config.checkpoint.enable and config.checkpoint.initial_load_in_hf
+
+
+def _check_hugging_face(config: Config) -> None:
+    c = config.checkpoint
+    if c.initial_load_in_hf and not hf_weights(config):
+        raise ValueError(
+            "checkpoint.initial_load_in_hf = true has nothing to load; set checkpoint.initial_load_path (or "
+            "model.hf_assets_path) to a Hugging Face folder"
+        )
+    if config.model.flavor == "hf" and not hf_assets(config):
+        raise ValueError("model.flavor = 'hf' needs model.hf_assets_path, a folder with the config.json of a model")
+    if config.model.hf_assets_path and config.model.flavor != "hf" and not c.initial_load_in_hf:
+        raise ValueError(
+            f"model.hf_assets_path = {config.model.hf_assets_path!r} is the model of model.flavor = 'hf', and this run "
+            f"has {config.model.flavor!r}; change one of them"
+        )
+    if c.export_dtype != "float32" and not c.last_save_in_hf:
+        raise ValueError(
+            f"checkpoint.export_dtype = {c.export_dtype!r} has no effect without checkpoint.last_save_in_hf = true; "
+            "set it, or remove checkpoint.export_dtype"
+        )
+    if c.export_dtype == "source" and not c.initial_load_in_hf:
+        raise ValueError(
+            "checkpoint.export_dtype = 'source' is for runs with checkpoint.initial_load_in_hf; use 'float32', "
+            "'bfloat16' or 'float16'"
+        )

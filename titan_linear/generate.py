@@ -1,8 +1,21 @@
-"""Text from a trained model: prefill, then token by token with recurrent states and a key-value cache."""
+"""Text from a model: prompts are prefilled in chunks, then all rows go on token by token.
+
+A row carries what its layers keep of earlier tokens (`LayerCache`): recurrent states, tails of convolutions, keys and
+values. Prompts are prefilled one by one, so memory is that of one chunk; then the rows become one batch. Keys and
+values of shorter rows get padding in front, which attention leaves out (`Packed.first_key`); nothing else has a length.
+
+Decoding equals one forward over the whole text, and a row's text depends on (seed, its index) and its own prompt alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
 import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
 
 from titan_linear.data import Tokenizer
 from titan_linear.models.decoder import Decoder, LayerCache
@@ -10,30 +23,121 @@ from titan_linear.models.init import generator
 from titan_linear.models.packed import Packed
 
 
-@torch.no_grad()
+@dataclass(frozen=True)
+class Sampling:
+    temperature: float = 0.0  # 0: the likeliest token
+    top_p: float = 1.0  # draw among the likeliest tokens whose probabilities reach top_p
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A batch of texts in progress: what was read of them, and the logits of what comes next."""
+
+    caches: list[LayerCache]  # one per layer
+    lengths: torch.Tensor  # [B] int64, tokens read
+    logits: torch.Tensor  # [B, vocab]
+
+
 def generate(
-    model: Decoder, tokenizer: Tokenizer, prompt: str, *, max_new_tokens: int, temperature: float, seed: int,
-    device: torch.device, impl: str = "auto",
-) -> str:  # fmt: skip
-    """The prompt and what follows it, up to the end of a document. Sharded models: every rank must call it alike."""
-    rng = generator(seed, "sample")
-    ids = tokenizer.encode(prompt).tolist()
+    model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling,
+    device: torch.device, prefill_chunk: int = 2048, impl: str = "auto",
+) -> list[str]:  # fmt: skip
+    """Each prompt and what follows it, up to the end of a document. Sharded models: every rank calls it alike.
+
+    Raises:
+        ValueError: a prompt without tokens.
+    """
+    ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
+    for prompt, row in zip(prompts, ids, strict=True):
+        if not row:
+            raise ValueError(f"prompt {prompt!r} has no tokens; give some text to go on from")
+    new = generate_tokens(
+        model, ids, max_new_tokens=max_new_tokens, sampling=sampling, device=device, eos_id=tokenizer.eos_id,
+        vocab_size=tokenizer.vocab_size, prefill_chunk=prefill_chunk, impl=impl,
+    )  # fmt: skip
+    return [tokenizer.decode(row + more) for row, more in zip(ids, new, strict=True)]
+
+
+@torch.no_grad()
+def generate_tokens(
+    model: Decoder, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, sampling: Sampling, device: torch.device,
+    eos_id: int | None = None, vocab_size: int | None = None, prefill_chunk: int = 2048, impl: str = "auto",
+) -> list[list[int]]:  # fmt: skip
+    """The tokens that follow each prompt, without `eos_id`, which ends a row; none is `vocab_size` or more."""
+    rngs = [generator(sampling.seed, "sample", i) for i in range(len(prompts))]
+    new: list[list[int]] = [[] for _ in prompts]
+    done = [max_new_tokens == 0] * len(prompts)
+    rows = None if all(done) else prefill(model, prompts, chunk=prefill_chunk, device=device, impl=impl)
+    while not all(done):
+        logits = rows.logits[:, :vocab_size].double().cpu()  # on the CPU draws are the same everywhere
+        chosen = [choose(row, sampling, rng) for row, rng in zip(logits, rngs, strict=True)]
+        tokens = _agreed(model, torch.tensor(chosen, device=device))
+        for i, token in enumerate(tokens.tolist()):
+            done[i] = done[i] or token == eos_id
+            if not done[i]:
+                new[i].append(token)
+                done[i] = len(new[i]) == max_new_tokens
+        rows = rows if all(done) else decode(model, rows, tokens, impl=impl)
+    return new
+
+
+@torch.no_grad()
+def prefill(
+    model: Decoder, prompts: Sequence[Sequence[int]], *, chunk: int, device: torch.device, impl: str = "auto"
+) -> Rows:
+    """Read the prompts (each of one token or more), `chunk` tokens at a time."""
+    read = [_prefill_one(model, prompt, chunk, device, impl) for prompt in prompts]
+    lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
+    caches = [_batched([caches[i] for caches, _ in read]) for i in range(len(model.layers))]
+    return Rows(caches, lengths, torch.cat([logits for _, logits in read]))
+
+
+@torch.no_grad()
+def decode(model: Decoder, rows: Rows, tokens: torch.Tensor, *, impl: str = "auto") -> Rows:
+    """Read one more token of each row, tokens [B]. The caches are brought up to date in place."""
+    longest = rows.lengths.max()
+    packed = Packed(rows.lengths.unsqueeze(1), first_key=longest - rows.lengths, impl=impl)
+    logits = model(tokens.unsqueeze(1), packed, caches=rows.caches, logits_to_keep=1)[:, -1]
+    return replace(rows, lengths=rows.lengths + 1, logits=logits)
+
+
+def _prefill_one(
+    model: Decoder, prompt: Sequence[int], chunk: int, device: torch.device, impl: str
+) -> tuple[list[LayerCache], torch.Tensor]:
     caches = [LayerCache() for _ in model.layers]
-    new, position = ids, 0
-    for _ in range(max_new_tokens):
-        positions = torch.arange(position, position + len(new), device=device)
-        tokens = torch.tensor([new], dtype=torch.int64, device=device)
-        logits = model(tokens, Packed(positions, impl=impl), caches=caches)[0, -1, : tokenizer.vocab_size]
-        position += len(new)
-        new = [_choose(logits.float().cpu(), temperature, rng)]
-        if new[0] == tokenizer.eos_id:
-            break
-        ids += new
-    return tokenizer.decode(ids)
+    tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
+    for start in range(0, len(prompt), chunk):
+        part = tokens[:, start : start + chunk]
+        packed = Packed(torch.arange(start, start + part.shape[1], device=device), impl=impl)
+        logits = model(part, packed, caches=caches, logits_to_keep=1)[:, -1]  # [1, vocab]
+    return caches, logits
 
 
-def _choose(logits: torch.Tensor, temperature: float, rng: torch.Generator) -> int:
-    """logits [vocab] on the CPU, where draws are the same on every rank; temperature 0 takes the likeliest token."""
-    if temperature == 0:
+def _batched(caches: list[LayerCache]) -> LayerCache:
+    """One layer's caches of single rows as the cache of a batch; what grows is padded in front to the longest."""
+    batch = LayerCache()
+    for name in caches[0]:
+        parts = [cache[name] for cache in caches]
+        if name in LayerCache.growing:
+            longest = max(x.shape[1] for x in parts)
+            parts = [F.pad(x, (0, 0) * (x.dim() - 2) + (longest - x.shape[1], 0)) for x in parts]
+        batch[name] = torch.cat(parts)
+    return batch
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> int:
+    """A token of logits [vocab]."""
+    if sampling.temperature == 0:
         return int(logits.argmax())
-    return int(torch.multinomial((logits / temperature).softmax(-1), 1, generator=rng))
+    probabilities, order = (logits / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
+    before = probabilities.cumsum(-1) - probabilities
+    kept = torch.where(before < sampling.top_p, probabilities, 0.0)  # the likeliest always
+    return int(order[torch.multinomial(kept, 1, generator=rng)])
+
+
+def _agreed(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
+    """Of a sharded model, the first rank's tokens: ranks that rounded differently would part ways and hang."""
+    if any(isinstance(p, DTensor) for p in model.parameters()):
+        dist.broadcast(tokens, 0)
+    return tokens

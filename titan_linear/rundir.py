@@ -91,6 +91,20 @@ def check_resume(config: Config) -> list[str]:
     return [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if not key.startswith("job.")]
 
 
+def config_of(checkpoint: Path) -> Config:
+    """The configuration of the run that a step-N folder belongs to.
+
+    Raises:
+        ValueError: no folder above it is a run's.
+    """
+    for folder in Path(checkpoint).resolve().parents:
+        if (folder / CONFIG).is_file():
+            return load_config(["--job.config_file", str(folder / CONFIG)])
+    raise ValueError(
+        f"no folder above '{checkpoint}' has the {CONFIG} of its run; keep checkpoints in their run's folder"
+    )
+
+
 def _has_trained(folder: Path) -> bool:
     metrics = folder / METRICS
     return (metrics.exists() and metrics.stat().st_size > 0) or any(folder.rglob("step-*"))

@@ -12,19 +12,20 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from types import FrameType
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from titan_linear.checkpoint import Checkpointer, find_step, holds_optimizer, verify, weights_path
-from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
+from titan_linear.checkpoint import Checkpointer, find_step, holds_optimizer, verify, weights_path, whole_steps
+from titan_linear.config import Config, check_config, data_parallel_degrees, hf_assets, hf_weights, load_config
 from titan_linear.data import (
     IGNORE,
     Batch,
@@ -42,7 +43,8 @@ from titan_linear.distributed.batch import BatchSharding
 from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, reduce_replicated, set_dtype
-from titan_linear.generate import generate
+from titan_linear.generate import Sampling, generate
+from titan_linear.hf_io import check_folder, find_family, gather, load_weights, read_model, write_folder
 from titan_linear.launch import die_with_parent, under_launcher
 from titan_linear.metrics import MetricsLogger, is_logged, peak_memory_gib
 from titan_linear.models.config import ModelConfig
@@ -55,6 +57,9 @@ from titan_linear.profiling import profiler
 from titan_linear.rundir import check_resume, lock_folder, write_config, write_manifest
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
+FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}  # of a model that several architectures hold
+T = TypeVar("T")
 
 
 class NonFinite(RuntimeError):
@@ -67,7 +72,7 @@ class Trainer:
         self.device = _device()
         replicate, shard = data_parallel_degrees(config, dist.get_world_size())
         self.dims = build_mesh(self.device.type, replicate, shard, config.parallelism.context_parallel_degree)
-        self.tokenizer = build_tokenizer(config.model.tokenizer_path or None)
+        self.tokenizer = build_tokenizer(tokenizer_path(config))
         self.streams, self.held_out = _streams(config, self.tokenizer)
         self.model = self._build_model(model_config(config, self.tokenizer))
         self.optimizer = build_optimizer(self.model, config.optimizer)
@@ -90,7 +95,8 @@ class Trainer:
         )
         parallelize(model, self.dims, ac_mode=self.config.activation_checkpoint.mode, policy=policy)
         materialise(model, self.device)
-        initialise(model, self.config.debug.seed)
+        if not _loads_weights(self.config):
+            initialise(model, self.config.debug.seed)
         return model
 
     def _build_checkpointer(self) -> Checkpointer | None:
@@ -103,6 +109,8 @@ class Trainer:
         if step is not None:
             progress = checkpointer.load(step, self.model, self.optimizer)
             self.step, self.skipped = int(progress["step"]), int(progress["skipped"])
+        elif hf_weights(self.config):
+            load_weights(Path(hf_weights(self.config)), self.model)
         elif c.initial_load_path:
             checkpointer.load_weights(Path(c.initial_load_path), self.model)
         return checkpointer
@@ -232,11 +240,27 @@ class Trainer:
         if self.checkpointer is None:
             return
         model_only = last and self.config.checkpoint.last_save_model_only
+        if last and self.config.checkpoint.last_save_in_hf:
+            self._export()  # before the checkpoint that finishes the run: a run that is killed here comes back to it
         cursor = self.step * self.config.training.global_batch_size
         self.checkpointer.save(
             self.step, self.model, None if model_only else self.optimizer,
             {"step": self.step, "cursor": cursor, "tokens": self._tokens(), "skipped": self.skipped},
         )  # fmt: skip
+
+    def _export(self) -> None:
+        """The weights as a Hugging Face folder, step-N-hf."""
+        c, source = self.config.checkpoint, hf_weights(self.config)
+        path = _checkpoints(self.config) / f"step-{self.step}-hf"
+        tokenizer = tokenizer_path(self.config)
+        write_folder(
+            path, self.model.config, gather(self.model), dtype=EXPORT_DTYPES[c.export_dtype],
+            family=export_family(self.config, self.model.config), like=Path(source) if source else None,
+            tokenizer=Path(tokenizer) if tokenizer else None,
+            extra={"eos_token_id": self.tokenizer.eos_id},
+        )  # fmt: skip
+        if dist.get_rank() == 0:
+            print(f"exported '{path}'", flush=True)
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -264,9 +288,9 @@ class Trainer:
         s = self.config.sample
         if not s.max_new_tokens:
             return
-        text = generate(
-            self.model, self.tokenizer, s.prompt, max_new_tokens=s.max_new_tokens, temperature=s.temperature,
-            seed=self.config.debug.seed, device=self.device, impl=self.config.model.impl,
+        (text,) = generate(
+            self.model, self.tokenizer, [s.prompt], max_new_tokens=s.max_new_tokens, device=self.device,
+            sampling=Sampling(s.temperature, s.top_p, self.config.debug.seed), impl=self.config.model.impl,
         )  # fmt: skip
         if dist.get_rank() == 0:
             print(f"--- sample\n{text}\n---", flush=True)
@@ -283,22 +307,27 @@ def preflight(config: Config, world_size: int) -> None:
         SystemExit: the run in this folder is finished.
     """
     check_config(config, world_size)
-    tokenizer = build_tokenizer(config.model.tokenizer_path or None)
-    check_heads(model_config(config, tokenizer), config)
+    tokenizer = build_tokenizer(tokenizer_path(config))
+    model = model_config(config, tokenizer)
+    check_heads(model, config)
     chosen_implementations(config.model.impl, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     for corpus in _corpora(config, tokenizer, show_progress=True):
         verify_corpus(corpus)
         print(corpus.summary, flush=True)
     _streams(config, tokenizer)
     if config.checkpoint.enable:
-        _check_checkpoint(config)
+        _check_checkpoint(config, model)
 
 
-def _check_checkpoint(config: Config) -> None:
+def _check_checkpoint(config: Config, model: ModelConfig) -> None:
     c, folder = config.checkpoint, _checkpoints(config)
+    if c.last_save_in_hf:
+        _key("checkpoint.last_save_in_hf = true", export_family, config, model)
     step = find_step(folder, c.load_step)
+    if hf_weights(config) and (step is None or c.last_save_in_hf):
+        _key("checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model)
     if step is None:
-        if c.initial_load_path:
+        if c.initial_load_path and not c.initial_load_in_hf:
             verify(weights_path(Path(c.initial_load_path)))
         return
     verify(folder / f"step-{step}")
@@ -312,14 +341,49 @@ def _check_checkpoint(config: Config) -> None:
         )
 
 
+def _key(key: str, check: Callable[..., T], *arguments: object) -> T:
+    """A check's result; what it refuses is said with the key that asked for it."""
+    try:
+        return check(*arguments)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
+
+
+def _loads_weights(config: Config) -> bool:
+    """Whether a checkpoint or a folder fills every parameter, so that none need be drawn."""
+    c = config.checkpoint
+    return c.enable and (bool(c.initial_load_path) or c.initial_load_in_hf or bool(whole_steps(_checkpoints(config))))
+
+
+def tokenizer_path(config: Config) -> str | None:
+    """model.tokenizer_path, else the Hugging Face folder that has a tokenizer.json, else None: bytes."""
+    own = Path(hf_assets(config)) / "tokenizer.json"
+    return config.model.tokenizer_path or (str(own) if hf_assets(config) and own.is_file() else None)
+
+
+def export_family(config: Config, model: ModelConfig) -> str:
+    """The architecture of the folder that holds a run's weights. ValueError: none does."""
+    if hf_assets(config):
+        return read_model(Path(hf_assets(config)))[0]
+    return FAMILY_OF.get(config.model.name) or find_family(model)
+
+
 def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
-    """The preset, checked against the tokenizer."""
+    """The preset, or the model of a Hugging Face folder, checked against the tokenizer."""
     vocab_size = config.model.vocab_size or None
-    model = preset(config.model.name, config.model.flavor, vocab_size)
+    if config.model.flavor == "hf":
+        _, model = _key("model.flavor = 'hf'", read_model, Path(hf_assets(config)))
+        model = model if vocab_size is None else replace(model, vocab_size=vocab_size)
+    else:
+        model = preset(config.model.name, config.model.flavor, vocab_size)
     if model.vocab_size < tokenizer.vocab_size:
+        what, remedy = f"model.vocab_size = {model.vocab_size}", f"model.vocab_size to at least {tokenizer.vocab_size}"
+        if config.model.flavor == "hf":
+            what = f"the vocabulary of '{hf_assets(config)}/config.json', {model.vocab_size},"
+            remedy = "model.tokenizer_path to the tokenizer of this model"
         raise ValueError(
-            f"model.vocab_size = {model.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; set "
-            f"model.vocab_size to at least {tokenizer.vocab_size}"
+            f"{what} is smaller than that of the tokenizer {tokenizer_path(config) or 'of bytes'!r}, "
+            f"{tokenizer.vocab_size}; set {remedy}"
         )
     return balance_experts(model, config)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
 
@@ -150,20 +150,11 @@ def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str,
     if family not in FAMILIES:
         raise ValueError(f"family = {family!r} is unknown; use one of {', '.join(FAMILIES)}")
     written = FAMILIES[family].config_to_hf(config)
-    back = FAMILIES[family].config_from_hf(written)
-    config, back = _without_training(config), _without_training(back)
-    lost = [f for f in vars(config) if f not in config.unused and getattr(config, f) != getattr(back, f)]
-    if lost:
-        raise ValueError(f"{family} cannot hold this model: {', '.join(f'{f} = {getattr(config, f)!r}' for f in lost)}")
+    ours, theirs = vars(config.canonical), vars(FAMILIES[family].config_from_hf(written).canonical)
+    if differing := [f"{f} = {ours[f]!r}" for f in ours if ours[f] != theirs[f]]:
+        raise ValueError(f"{family} cannot hold this model: {', '.join(differing)}")
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # transformers' defaults are one model's
     return {"architectures": [family], **written, **tokens, **extra}
-
-
-def _without_training(config: ModelConfig) -> ModelConfig:
-    """Without what experts are balanced by, which is no part of the function that a model is."""
-    if config.moe is None:
-        return config
-    return replace(config, moe=replace(config.moe, balance_coefficient=0.0, bias_update_rate=0.0))
 
 
 # --- From the table to entries ---------------------------------------------------------------------------------------

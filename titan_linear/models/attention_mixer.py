@@ -35,7 +35,7 @@ class AttentionMixer(nn.Module):
         if cache is not None:
             k, v = (torch.cat([cache[n], t], 1) if n in cache else t for n, t in (("k", k), ("v", v)))
             cache.update(k=k, v=v)
-        o = attention(q, k, v, method=packed.softmax_method, **packed.documents).flatten(-2)
+        o = attention(q, k, v, method=packed.softmax_method, first_key=packed.first_key, **packed.documents).flatten(-2)
         return self.o_proj(o if self.g_proj is None else o * self.g_proj(x).sigmoid())
 
     def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import UserDict
+
 import torch
 from torch import nn
 
@@ -17,8 +19,13 @@ from titan_linear.models.packed import Packed
 MIXERS = {"kda": KDAMixer, "gdn": GDNMixer, "attention": AttentionMixer, "mla": MLAMixer}
 
 
-class LayerCache(dict[str, torch.Tensor]):
-    """What a mixer keeps of earlier tokens. Not a plain dict: wrappers around a module copy those of its arguments."""
+class LayerCache(UserDict[str, torch.Tensor]):
+    """What a mixer keeps of earlier tokens. Not a dict: FSDP copies those (and their subclasses) among arguments.
+
+    Entries named in `growing` are [B, tokens, ...] and grow with the text; any other [B, ...] has one size.
+    """
+
+    growing = ("k", "v", "latent", "shared")
 
 
 class Block(nn.Module):
@@ -81,16 +88,18 @@ class Decoder(nn.Module):
         *,
         loss_chunk: int = 2048,
         caches: list[LayerCache] | None = None,
+        logits_to_keep: int | None = None,
     ) -> torch.Tensor:
         """tokens [B, T] int64 -> logits [B, T, vocab], or with labels [B, T] (−100: none) the summed loss.
 
+        With caches, the tokens go on from those; logits_to_keep: logits of the last tokens alone.
         The load-balance loss is in the loss's gradient, not in its value, which stays the sum of cross-entropies.
         """
         x, balances = self.embedding(tokens), []
         for i, layer in enumerate(self.layers):
             x, balance = layer(x, packed, None if caches is None else caches[i])
             balances += [] if balance is None else [balance]
-        out = self.head(x, labels, loss_chunk)
+        out = self.head(x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk)
         for balance in balances if labels is not None else []:
             out = out + (balance - balance.detach())
         return out

@@ -487,14 +487,14 @@ def _fla_attention(key: _Keys, dim: int) -> Json:
     spec.only("window_size", None)
     heads = spec("num_heads")
     options = dict(heads=heads, kv_heads=spec("num_kv_heads", None) or heads, head_dim=dim // heads,
-                   rope_theta=spec("rope_theta", 10000.0))  # fmt: skip
+                   rope_theta=float(spec("rope_theta", None) or 10000.0))  # fmt: skip
     return {"layers": layers, "options": options}
 
 
 def _fla_to_hf(config: ModelConfig, mixer: str) -> Json:
     softmax = [i for i, m in enumerate(config.layers) if m == "attention"]
     attn = dict(layers=softmax, num_heads=config.heads, num_kv_heads=config.kv_heads, qkv_bias=False, window_size=None,
-                rope_theta=config.rope_theta or 10000.0)  # fmt: skip  # None is refused: see config_to_hf
+                rope_theta=config.rope_theta)  # fmt: skip
     own = (
         dict(safe_gate=config.kda_lower_bound is not None, lower_bound=config.kda_lower_bound) if mixer == "kda" else {}
     )

@@ -38,5 +38,6 @@ class MLAMixer(nn.Module):
             cache.update(latent=latent, shared=shared)
         k, v = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).split(self.kv_dims, -1)
         k = torch.cat([k, shared.unsqueeze(2).expand(-1, -1, self.heads, -1)], -1)
-        o = attention(q, k, v.contiguous(), method=packed.softmax_method, **packed.documents)
+        documents = {"first_key": packed.first_key, **packed.documents}
+        o = attention(q, k, v.contiguous(), method=packed.softmax_method, **documents)
         return self.o_proj(o.flatten(-2))

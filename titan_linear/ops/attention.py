@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 import torch
+import torch.nn.functional as F
 
 from titan_linear.ops.cp.allgather import allgather_attention
 from titan_linear.ops.cp.context import CPContext
@@ -26,6 +27,7 @@ def attention(
     scale: float | None = None,
     causal: bool = True,
     cu_seqlens: torch.Tensor | None = None,
+    first_key: torch.Tensor | None = None,
     cp_context: CPContext | None = None,
     method: str = "auto",
     impl: str = "auto",
@@ -39,6 +41,8 @@ def attention(
         scale: of the scores; D^-½ by default.
         cu_seqlens: [N+1] int boundaries of packed documents (B = 1, Tq = Tk). Attention stays inside a document.
             It is read on the host: give it on the CPU to spare CUDA a synchronisation.
+        first_key: [B] int, decoding (Tq = 1) a batch of texts of different lengths, aligned to the end: the keys of row
+            b before first_key[b] are padding.
         cp_context: the tensors are this rank's tokens (B = 1, Tq = Tk), the documents are the context's, and the
             result is what one device would give for these tokens, gradients included. No copy from the device.
         method: how ranks communicate; without a `cp_context` of several ranks there is nothing to communicate.
@@ -57,6 +61,8 @@ def attention(
     if method != "auto" and method not in METHODS:
         raise ValueError(f"method = {method!r} is unknown; use 'auto', {', '.join(map(repr, METHODS))}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if first_key is not None:
+        return _decode(q, k, v, scale, first_key)
     if cp_context is None:
         documents = None if cu_seqlens is None else _documents(cu_seqlens, q, k)
         return Attention.apply(q, k, v, scale, causal, documents)
@@ -66,6 +72,17 @@ def attention(
     if method == "auto":
         method = choose_method(cp_context, k.shape[2], k.shape[-1] + v.shape[-1], k.dtype)
     return METHODS[method](q, k, v, scale, causal, cp_context)
+
+
+def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, first_key: torch.Tensor) -> torch.Tensor:
+    """One query of each row over its own keys, from first_key on: o [B, 1, Hq, Dv]."""
+    B, Tq, Tk = q.shape[0], q.shape[1], k.shape[1]
+    if Tq != 1 or first_key.shape != (B,):
+        raise ValueError(f"first_key {tuple(first_key.shape)} must be [B] = [{B}] and comes with Tq = 1, not {Tq}")
+    seen = torch.arange(Tk, device=q.device) >= first_key[:, None]  # [B, Tk]
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], scale=scale, enable_gqa=True)
+    return o.transpose(1, 2)
 
 
 def choose_method(cp: CPContext, Hkv: int, width: int, dtype: torch.dtype) -> str:

@@ -18,7 +18,7 @@ from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.kcp import contributes, incoming_states
 from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.options import DeltaRuleOptions, select
-from titan_linear.ops.torch.delta_rule import TorchDeltaRule
+from titan_linear.ops.torch.delta_rule import TorchDeltaRule, normalise, step
 
 IMPLEMENTATIONS = {"torch": TorchDeltaRule}
 
@@ -129,12 +129,25 @@ def chunk_delta_rule(
         )  # fmt: skip
         return heads_to_tokens(o, cp_context), None
     implementation = IMPLEMENTATIONS[select(impl, IMPLEMENTATIONS, q.device)]
-    bounds = _bounds(q, cu_seqlens, cp_context)
     tokens = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
+    if q.shape[1] == 1 and cu_seqlens is None and cp_context is None and not torch.is_grad_enabled():
+        o, final = _decode([*tokens, A_log, dt_bias], options, initial_state)
+        return o.to(v.dtype).unsqueeze(1), final if output_final_state else None
+    bounds = _bounds(q, cu_seqlens, cp_context)
     o, final = _DeltaRule.apply(
         implementation, options, bounds, cp_context, initial_state, *tokens, A_log, dt_bias
     )  # fmt: skip
     return o.unflatten(0, q.shape[:2]), final if output_final_state else None
+
+
+def _decode(
+    inputs: Sequence[torch.Tensor | None], options: DeltaRuleOptions, initial_state: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of every sequence: a step of the recurrence itself, where a chunk would be padding but for one row."""
+    like = _state_like(inputs)
+    S = like.new_zeros(len(inputs[0]), *like.shape) if initial_state is None else initial_state.to(like.dtype)
+    q, *others = normalise(*inputs, options)
+    return step(q * options.scale, *others, S)
 
 
 def _to_heads(cp: CPContext, *inputs: torch.Tensor | None) -> list[torch.Tensor | None]:

@@ -48,7 +48,8 @@ def chunk_kda(
         disable_recompute: keep intermediates for backward: faster, more memory.
         cp_method: with cp_context, "kcp" (states cross the ranks) or "ulysses" (an all-to-all over heads, the method to
             compare with; the ranks must divide H).
-        impl: "auto", "torch" or "triton".
+        impl: "auto", "torch" or "triton". One token per sequence without gradients (decoding) is a step of the
+            recurrence in PyTorch.
 
     Returns: o [B, T, HV, V] in v's dtype; final states [N, HV, K, V] float32 (float64 for float64 inputs) or None.
     """

@@ -164,6 +164,22 @@ def output(p: Prepared, s: Scanned) -> torch.Tensor:
     return p.qg @ s.states + p.aqk @ s.v_new
 
 
+def step(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, S: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of each of N sequences: (o [N, HV, V], the next states), with one pass to read S and one to write it.
+
+    q (scaled), k [N,H,K]; v [N,HV,V]; g [N,HV,K or 1] log gates; beta [N,HV]; S [N,HV,K,V]. With S' = e^g S:
+    u = β (v − S'ᵀk),  S ← S' + k uᵀ,  o = Sᵀq = S'ᵀq + (k·q) u.
+    """
+    q, k = (x.repeat_interleave(v.shape[1] // q.shape[1], dim=1) for x in (q, k))  # [N, HV, K]
+    decay = g.exp()
+    seen = torch.stack([k * decay, q * decay], -2) @ S  # [N, HV, 2, V]
+    u = beta.unsqueeze(-1) * (v - seen[:, :, 0])
+    o = seen[:, :, 1] + (k * q).sum(-1, keepdim=True) * u
+    return o, torch.addcmul(S * decay.unsqueeze(-1), k.unsqueeze(-1), u.unsqueeze(-2))
+
+
 def boundary(
     p: Prepared, chunks: Chunks, entries: Sequence[int], need_m: Sequence[bool]
 ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:

@@ -1,0 +1,77 @@
+"""The dry run's numbers against a real model's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.worlds import World
+from titan_linear.config import load_config
+from titan_linear.distributed.mesh import build_mesh
+from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
+from titan_linear.hf_io import owned
+from titan_linear.models.config import MoEConfig
+from titan_linear.models.decoder import Block, Decoder
+from titan_linear.models.packed import Packed
+from titan_linear.models.presets import preset
+from tools import dry_run
+
+MLA = dict(kv_rank=16, nope_dim=16, shared_k_dim=8, mla_v_dim=16)
+MOE = MoEConfig(num_experts=8, top_k=2, hidden_dim=32, shared_hidden_dim=32, score="sigmoid", selection_bias=True)
+MIXED = replace(preset("hybrid", "debug"), pattern=("kda", "gdn", "attention", "mla"), num_layers=4, **MLA)
+
+
+def owned_bytes(rank: int, world_size: int) -> int:
+    with torch.device("meta"):
+        model = Decoder(MIXED)
+    set_dtype(model, torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    parallelize(model, build_mesh("cpu", 1, world_size, 1), ac_mode="none", policy=policy)
+    materialise(model, torch.device("cpu"))
+    return sum(owned(p)[0].numel() * p.element_size() for p in model.parameters())
+
+
+def test_parameters_are_those_of_the_fullest_rank(worlds: Callable[[int], World]) -> None:
+    report = dry_run.memory(load_config([]), MIXED, gpus=4)
+    assert report["parameters"] == max(worlds(4).run(owned_bytes))
+    assert report["gradients"] == report["optimizer"] / 2 == report["parameters"]
+    assert set(report) == set(dry_run.PARTS)
+
+
+@pytest.mark.parametrize("layer", range(4))
+@pytest.mark.parametrize("moe", [None, MOE])
+def test_activations_are_those_that_autograd_keeps(layer: int, moe: MoEConfig | None) -> None:
+    config = replace(MIXED, moe=moe)
+    block, kept = Block(config, layer), {}
+    torch.nn.init.normal_(block.mlp_norm.weight)
+    for p in block.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage  # held: its address is not used again
+        return tensor
+
+    x = torch.randn(1, dry_run.SAMPLE, config.dim, requires_grad=True)
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(x, Packed(torch.arange(dry_run.SAMPLE)))
+    real = sum(storage.nbytes() for storage in kept.values()) / dry_run.SAMPLE
+    counted = dry_run._saved_per_token(config, layer, torch.float32)
+    padded = config.layers[layer] == "mla"  # the CPU's attention keeps an output as wide as the queries
+    assert counted == pytest.approx(real, rel=0.06 if padded else 0.01)
+
+
+def test_the_command(capsys: pytest.CaptureFixture) -> None:
+    run = ["--training.seq_len", "4096", "--parallelism.context_parallel_degree", "2"]
+    assert dry_run.main(["--gpus", "2", "8", "--", *run]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("hybrid/debug: 5") and [line[:5] for line in lines[-2:]] == ["| 2 |", "| 8 |"]
+    assert dry_run.main(["--gpus", "3", "--", *run]) == 2
+    assert "need a multiple of 2 processes" in capsys.readouterr().err

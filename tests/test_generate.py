@@ -1,0 +1,154 @@
+"""Generation: prefill and decoding give what one forward gives; sampling is a function of the seed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from tests.worlds import World
+from titan_linear.data import ByteTokenizer
+from titan_linear.distributed.mesh import build_mesh
+from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
+from titan_linear.generate import Sampling, choose, decode, generate, generate_tokens, prefill
+from titan_linear.models.config import ModelConfig, MoEConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.init import initialise
+from titan_linear.models.packed import Packed
+from titan_linear.models.presets import preset
+from titan_linear.ops import attention, chunk_gated_delta_rule, chunk_kda
+
+CPU = torch.device("cpu")
+PROMPTS = [list(range(1, 1 + n)) for n in (5, 1, 70)]  # one token; longer than a chunk of the delta rule
+MLA = dict(pattern=("kda", "mla"), num_layers=2, kv_rank=16, nope_dim=16, shared_k_dim=8, mla_v_dim=16)
+MOE = MoEConfig(num_experts=8, top_k=2, hidden_dim=32, shared_hidden_dim=32, score="sigmoid", selection_bias=True)
+MODELS = {
+    "bounded gates": preset("hybrid", "debug"),
+    "softplus gates, no positions": replace(preset("hybrid", "debug"), kda_lower_bound=None, rope_theta=None),
+    "latent attention, experts": replace(preset("hybrid", "debug"), moe=MOE, **MLA),
+}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small only wait for threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def build(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:
+    model = Decoder(config).to(dtype)
+    initialise(model, seed=1)
+    return model
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("chunk", [7, 64, 100])
+def test_prefill_and_decode_equal_one_forward(name: str, chunk: int) -> None:
+    """Every row's logits, at the end of its prompt and after each token that follows."""
+    model, steps = build(MODELS[name]), 4
+    new = torch.randint(256, (steps, len(PROMPTS)), generator=torch.Generator().manual_seed(0))
+    rows = prefill(model, PROMPTS, chunk=chunk, device=CPU)
+    logits = [rows.logits]
+    for tokens in new:
+        rows = decode(model, rows, tokens)
+        logits.append(rows.logits)
+    for i, prompt in enumerate(PROMPTS):
+        whole = torch.tensor([prompt + new[:, i].tolist()])
+        with torch.no_grad():
+            reference = model(whole, Packed(torch.arange(whole.shape[1])))[0, len(prompt) - 1 :]
+        got = torch.stack([step[i] for step in logits])
+        assert ((got - reference).norm() / reference.norm()).item() < 1e-9
+
+
+@pytest.mark.parametrize("op", [chunk_kda, chunk_gated_delta_rule])
+def test_one_token_equals_a_chunk(op: Callable) -> None:
+    """The step of the recurrence (no gradients) against the chunked way (gradients), with grouped value heads."""
+    B, H, HV, K, V = 3, 2, 4, 8, 6
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(B, 1, h, d, generator=draw).double() for h, d in ((H, K), (H, K), (HV, V)))
+    gates = (B, 1, HV, K) if op is chunk_kda else (B, 1, HV)
+    g, beta = torch.randn(gates, generator=draw).double(), torch.rand(B, 1, HV, generator=draw).double()
+    options = {
+        "initial_state": torch.randn(B, HV, K, V, generator=draw).double(), "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "scale": 0.3,
+        "A_log": torch.randn(HV, generator=draw).double(), "dt_bias": torch.randn(gates[2:], generator=draw).double(),
+    }  # fmt: skip
+    chunked = op(q, k, v, g, beta, **options)
+    with torch.no_grad():
+        step = op(q, k, v, g, beta, **options)
+    for a, b in zip(step, chunked, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_padding_of_keys_is_left_out() -> None:
+    q, k, v = (torch.randn(2, n, h, 8).double() for n, h in ((1, 4), (9, 2), (9, 2)))
+    first = torch.tensor([0, 5])
+    o = attention(q, k, v, first_key=first)
+    for b in range(2):
+        alone = attention(q[b : b + 1], k[b : b + 1, first[b] :], v[b : b + 1, first[b] :])
+        torch.testing.assert_close(o[b : b + 1], alone, rtol=1e-12, atol=1e-12)
+    with pytest.raises(ValueError, match="first_key"):
+        attention(k.repeat(1, 1, 2, 1), k, v, first_key=first)
+
+
+def test_a_row_depends_on_its_prompt_and_seed_alone() -> None:
+    model = build(MODELS["bounded gates"])
+    options = {"max_new_tokens": 6, "device": CPU}
+    for sampling in (Sampling(), Sampling(1.0, 0.9, seed=3)):
+        together = generate_tokens(model, PROMPTS, sampling=sampling, **options)
+        assert together == generate_tokens(model, PROMPTS, sampling=sampling, prefill_chunk=2, **options)
+        assert together[:1] == generate_tokens(model, PROMPTS[:1], sampling=sampling, **options)
+    other = generate_tokens(model, PROMPTS, sampling=Sampling(1.0, 0.9, seed=4), **options)
+    assert other != together and all(len(row) == 6 for row in other)
+
+
+def test_rows_end_at_eos_each_by_itself() -> None:
+    model = build(MODELS["bounded gates"])
+    free = generate_tokens(model, PROMPTS, max_new_tokens=8, sampling=Sampling(1.0), device=CPU)
+    eos = free[0][3]
+    ended = generate_tokens(model, PROMPTS, max_new_tokens=8, sampling=Sampling(1.0), device=CPU, eos_id=eos)
+    assert ended == [row[: row.index(eos)] if eos in row else row for row in free]
+    small = generate_tokens(model, PROMPTS, max_new_tokens=8, sampling=Sampling(5.0), device=CPU, vocab_size=10)
+    assert max(map(max, small)) < 10
+    assert generate_tokens(model, PROMPTS, max_new_tokens=0, sampling=Sampling(), device=CPU) == [[], [], []]
+
+
+def test_choice_among_the_likeliest() -> None:
+    logits = torch.tensor([0.1, 0.5, 0.15, 0.25]).log().double()
+    draws = {
+        top_p: {choose(logits, Sampling(1.0, top_p), torch.Generator().manual_seed(i)) for i in range(200)}
+        for top_p in (0.4, 0.6, 0.8, 1.0)
+    }
+    assert draws == {0.4: {1}, 0.6: {1, 3}, 0.8: {1, 2, 3}, 1.0: {0, 1, 2, 3}}
+    assert choose(logits, Sampling(0.0), torch.Generator()) == 1
+
+
+def test_text() -> None:
+    model, options = build(MODELS["bounded gates"]), {"max_new_tokens": 3, "sampling": Sampling(), "device": CPU}
+    texts = generate(model, ByteTokenizer(), ["def f", "x"], **options)
+    assert texts[0].startswith("def f") and texts[1].startswith("x")
+    with pytest.raises(ValueError, match="prompt ''"):
+        generate(model, ByteTokenizer(), [""], **options)
+
+
+def sharded(rank: int, world_size: int) -> list[list[int]]:
+    with torch.device("meta"):
+        model = Decoder(MODELS["bounded gates"])
+    set_dtype(model, torch.float64)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
+    parallelize(model, build_mesh("cpu", 1, world_size, 1), ac_mode="full", policy=policy)
+    materialise(model, CPU)
+    initialise(model, seed=1)
+    return generate_tokens(model, PROMPTS, max_new_tokens=6, sampling=Sampling(1.0, 0.9), device=CPU)
+
+
+def test_a_sharded_model_says_the_same(worlds: Callable[[int], World]) -> None:
+    model = build(MODELS["bounded gates"])
+    alone = generate_tokens(model, PROMPTS, max_new_tokens=6, sampling=Sampling(1.0, 0.9), device=CPU)
+    assert worlds(2).run(sharded) == [alone, alone]

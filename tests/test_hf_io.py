@@ -1,0 +1,512 @@
+"""Hugging Face folders in and out: by rows on several ranks, whole runs, conversion, and folders that are refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import AutoModelForCausalLM, KimiLinearConfig, KimiLinearForCausalLM
+
+from tests.models import hf_models
+from tests.worlds import World
+from titan_linear import hf_io
+from titan_linear.config import check_config, load_config
+from titan_linear.distributed.mesh import build_mesh
+from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
+from titan_linear.generate import Sampling, generate_tokens
+from titan_linear.hf_io import gather, load_weights, open_folder, read_model, write_folder
+from titan_linear.models.adapters import config_to_hf, entries, state_from_hf
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.init import initialise
+from titan_linear.models.presets import MODELS, preset
+from titan_linear.train import Trainer, preflight
+from tools import convert, generate
+
+KDA = replace(preset("kda", "debug"), norm_eps=1e-6)
+FLA = {"FLA KDA": KDA, "FLA GDN": replace(preset("gdn", "debug"), norm_eps=1e-6, tie_embeddings=True)}
+CASES = [*hf_models.MODELS, *FLA]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Models this small only wait for threads."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """A folder of each family, in bfloat16 but for the gates' parameters, as published models are."""
+    root, done = tmp_path_factory.mktemp("folders"), {}
+
+    def get(name: str) -> Path:
+        if name not in done:
+            done[name] = root / str(len(done))
+            if name in FLA:
+                model = Decoder(FLA[name])
+                initialise(model, seed=1)
+                write_folder(done[name], FLA[name], gather(model), dtype=torch.float32)
+            else:
+                hf_models.build(name).save_pretrained(done[name])
+            tensors = load_file(done[name] / "model.safetensors")
+            keep = ("A_log", "dt_bias", "correction_bias")
+            tensors = {n: t if n.endswith(keep) else t.bfloat16() for n, t in tensors.items()}
+            save_file(tensors, done[name] / "model.safetensors", {"format": "pt"})
+        return done[name]
+
+    return get
+
+
+def tensor_bytes(folder: Path) -> dict[str, tuple]:
+    return {
+        name: (t.code, t.shape, t.file.read_bytes()[t.begin : t.end]) for name, t in open_folder(folder).tensors.items()
+    }
+
+
+def sharded(config: ModelConfig, world_size: int) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(config)
+    set_dtype(model, torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    parallelize(model, build_mesh("cpu", 1, world_size, 1), ac_mode="full", policy=policy)
+    materialise(model, torch.device("cpu"))
+    return model
+
+
+# --- In and out ------------------------------------------------------------------------------------------------------
+
+
+def in_and_out(rank: int, world_size: int, paths: list[tuple[Path, Path]]) -> list[dict[str, torch.Tensor]]:
+    """Load each folder, write it again; the loaded parameters."""
+    states = []
+    for source, target in paths:
+        _, config = read_model(source)
+        model = sharded(config, world_size)
+        load_weights(source, model)
+        write_folder(target, config, gather(model), dtype=None, like=source, shard_bytes=20_000)
+        get = gather(model)
+        states.append({name: get(name) for name, _ in model.named_parameters()})
+    return states
+
+
+@pytest.fixture(scope="module")
+def rewritten(
+    folders: Callable[[str], Path], worlds: Callable[[int], World], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, tuple[Path, Path, list[dict]]]:
+    """case -> (folder, the same loaded on two ranks and written again in small files, parameters on each rank)."""
+    root = tmp_path_factory.mktemp("rewritten")
+    paths = [(folders(name), root / str(i)) for i, name in enumerate(CASES)]
+    states = worlds(2).run(in_and_out, paths)
+    return {name: (*paths[i], [state[i] for state in states]) for i, name in enumerate(CASES)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_in_and_out_on_two_ranks_gives_the_same_bytes(name: str, rewritten: dict) -> None:
+    source, target, states = rewritten[name]
+    assert tensor_bytes(target) == tensor_bytes(source)
+    assert len(list(target.glob("*.safetensors"))) > 1 and (target / hf_io.INDEX).is_file()
+    family, config = read_model(target)
+    whole = state_from_hf(load_file(source / "model.safetensors"), config, family)
+    for state in states:
+        assert state.keys() == whole.keys()
+        assert all(torch.equal(state[n], whole[n].float()) for n in whole)
+
+
+@pytest.mark.parametrize("name", hf_models.MODELS)
+def test_transformers_opens_it(name: str, rewritten: dict) -> None:
+    source, target, _ = rewritten[name]
+    model, report = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    theirs = AutoModelForCausalLM.from_pretrained(source).state_dict()
+    assert all(torch.equal(tensor, theirs[n]) for n, tensor in model.state_dict().items())
+
+
+def test_what_is_not_ours_is_kept(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """Vision and multi-token prediction come out as they went in; a copy of a tied embedding, stale, is left out."""
+    source = tmp_path / "source"
+    shutil.copytree(folders("Qwen3.5, tied"), source)
+    tensors = load_file(source / "model.safetensors")
+    extra = {"mtp.fc.weight": torch.randn(3, 5).half(), "model.visual.ids": torch.arange(4)}
+    copy = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+    save_file(tensors | extra | copy, source / "model.safetensors", {"format": "pt"})
+    _, config = read_model(source)
+    model = Decoder(config)
+    load_weights(source, model)
+    write_folder(tmp_path / "out", config, gather(model), dtype=torch.float32, like=source)
+    out = load_file(tmp_path / "out" / "model.safetensors")
+    assert out.keys() == {*tensors, *extra}
+    assert all(torch.equal(out[n], t) and out[n].dtype == t.dtype for n, t in extra.items())
+    assert all(torch.equal(out[n], t.float()) for n, t in tensors.items())
+
+
+# --- Whole runs ------------------------------------------------------------------------------------------------------
+
+
+def make_tokenizer(folder: Path) -> None:
+    """A byte-level tokenizer of 300 tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator(["def import class self return " * 9], trainer)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """KDA, latent attention and experts, with a tokenizer."""
+    folder = tmp_path_factory.mktemp("kimi")
+    sizes = hf_models.KIMI | hf_models.KIMI_MOE | {"vocab_size": 301}
+    config = KimiLinearConfig(**sizes, layer_types=["linear_attention", "full_attention"])
+    hf_models.randomise(KimiLinearForCausalLM(config)).bfloat16().save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("corpus")
+    lines = [json.dumps({"text": f"def f{i}(self): return {i * i}"}) for i in range(300)]
+    (folder / "corpus.jsonl").write_text("\n".join(lines))
+    patch = pytest.MonkeyPatch()
+    patch.setenv("XDG_CACHE_HOME", str(folder))
+    yield folder / "corpus.jsonl"
+    patch.undo()
+
+
+def arguments(corpus: Path, run: Path, **keys: object) -> list[str]:
+    """A run's command line; "__" stands for the dot."""
+    base = {
+        "job.dump_folder": run, "training.dataset": "jsonl", "training.dataset_path": corpus, "training.seq_len": 64,
+        "training.global_batch_size": 2, "training.steps": 5, "parallelism.context_parallel_degree": 2,
+        "lr_scheduler.warmup_steps": 1, "metrics.enable_tensorboard": "false", "model.flavor": "hf",
+        "checkpoint.initial_load_in_hf": "true",
+    }  # fmt: skip
+    base |= {name.replace("__", "."): value for name, value in keys.items()}
+    return [text for key, value in base.items() for text in (f"--{key}", str(value))]
+
+
+def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> None:
+    os.environ["XDG_CACHE_HOME"] = cache
+    Trainer(load_config(argv)).train()
+
+
+def test_a_run_from_a_folder_to_a_folder(
+    kimi: Path, corpus: Path, worlds: Callable[[int], World], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Two processes train five steps; the folder they leave, the checkpoint converted, and texts of both agree."""
+    run = tmp_path / "run"
+    argv = arguments(
+        corpus, run, checkpoint__initial_load_path=kimi, checkpoint__last_save_in_hf="true",
+        checkpoint__export_dtype="source", sample__max_new_tokens=4,
+    )  # fmt: skip
+    check_config(load_config(argv), world_size=2)
+    preflight(load_config(argv), world_size=2)
+    run.mkdir()
+    worlds(2).run(train_on_rank, argv, str(corpus.parent))
+
+    checkpoint, exported = run / "checkpoint" / "step-5", run / "checkpoint" / "step-5-hf"
+    losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert losses[-1] < losses[0]
+    assert convert.main(["to-hf", str(checkpoint), str(tmp_path / "out"), "--export-dtype", "source"]) == 0
+    before, after = tensor_bytes(kimi), tensor_bytes(exported)
+    assert after == tensor_bytes(tmp_path / "out")
+    assert {n: t[:2] for n, t in after.items()} == {n: t[:2] for n, t in before.items()}
+    assert sum(after[n] != before[n] for n in before) > len(before) / 2  # it trained
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (exported / name).read_bytes() == (kimi / name).read_bytes()
+    _, report = AutoModelForCausalLM.from_pretrained(exported, output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+
+    assert convert.main(["from-hf", str(exported), str(run / "again")]) == 0
+    texts = []
+    for path in (exported, run / "again" / "step-0"):
+        capsys.readouterr()
+        assert generate.main([str(path), "--prompt", "def f", "--prompt", "return", "--max-new-tokens", "6"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] and texts[0].startswith("def f") and "\n---\nreturn" in texts[0]
+
+
+def test_generation_equals_that_of_transformers(kimi: Path) -> None:
+    theirs = AutoModelForCausalLM.from_pretrained(kimi, dtype=torch.float32)
+    model, tokenizer = generate.load(kimi, "", torch.float32, torch.device("cpu"))
+    prompt = tokenizer.encode("def self return class").tolist()
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    expected = theirs.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist()
+    cpu = torch.device("cpu")
+    assert generate_tokens(model, [prompt], max_new_tokens=8, sampling=Sampling(), device=cpu) == [expected]
+
+
+# --- Folders and runs that are refused -------------------------------------------------------------------------------
+
+
+def drop_shard(folder: Path) -> str:
+    (folder / "model-00002-of-00005.safetensors").unlink()
+    return r"model-00002-of-00005.safetensors' is missing: .* it holds tensor 'model.layers"
+
+
+def cut_shard(folder: Path) -> str:
+    file = folder / "model-00003-of-00005.safetensors"
+    os.truncate(file, file.stat().st_size - 10)
+    return r"model-00003-of-00005.safetensors' is cut short: tensor 'model.layers.*' ends at byte"
+
+
+def cut_header(folder: Path) -> str:
+    os.truncate(folder / "model-00001-of-00005.safetensors", 40)
+    return r"model-00001-of-00005.safetensors' is cut short in its header"
+
+
+def reshape(folder: Path) -> str:
+    file = folder / "model-00001-of-00005.safetensors"
+    tensors = load_file(file)
+    name = next(n for n in tensors if n.endswith("b_proj.weight"))
+    save_file(tensors | {name: tensors[name].T.contiguous()}, file)
+    return rf"{folder}.*{name}: shape \[128, 4\], not \[4, 128\].*in model-00001-of-00005.safetensors"
+
+
+def retype(folder: Path) -> str:
+    file = folder / "model-00001-of-00005.safetensors"
+    tensors = load_file(file)
+    name = next(n for n in tensors if n.endswith("b_proj.weight"))
+    save_file(tensors | {name: tensors[name].to(torch.int64)}, file)
+    return rf"model-00001-of-00005.safetensors': tensor '{name}' is I64"
+
+
+def lose_tensor(folder: Path) -> str:
+    file = folder / "model-00001-of-00005.safetensors"
+    tensors = load_file(file)
+    name = sorted(tensors)[0]
+    save_file({n: t for n, t in tensors.items() if n != name}, file)
+    return rf"model-00001-of-00005.safetensors' lacks tensor '{name}'"
+
+
+def unknown_architecture(folder: Path) -> str:
+    (folder / "config.json").write_text(json.dumps({"architectures": ["GPT2LMHeadModel"]}))
+    return r"config.json': architectures = \['GPT2LMHeadModel'\]"
+
+
+def broken_config(folder: Path) -> str:
+    (folder / "config.json").write_text("{")
+    return r"config.json': is not JSON"
+
+
+def only_pickles(folder: Path) -> str:
+    for file in folder.glob("model*"):
+        file.unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"never read")
+    return r"pytorch_model.bin is a pickle file, which is never loaded"
+
+
+def large_tokenizer(folder: Path) -> str:
+    make_tokenizer(folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"]["zz"] = 400
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return r"vocabulary of .*config.json', 320, is smaller than that of the tokenizer '.*tokenizer.json', 401"
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [drop_shard, cut_shard, cut_header, reshape, retype, lose_tensor, unknown_architecture, broken_config, only_pickles,
+     large_tokenizer],
+)  # fmt: skip
+def test_a_bad_folder_is_refused_before_training(damage: Callable[[Path], str], corpus: Path, tmp_path: Path) -> None:
+    model, folder = Decoder(KDA), tmp_path / "folder"
+    initialise(model, seed=0)
+    write_folder(folder, KDA, gather(model), dtype=torch.float32, shard_bytes=600_000)
+    assert len(list(folder.glob("*.safetensors"))) == 5
+    argv = arguments(corpus, tmp_path / "run", checkpoint__initial_load_path=folder)
+    preflight(load_config(argv), world_size=2)
+    message = damage(folder)
+    with pytest.raises(ValueError, match=message):
+        preflight(load_config(argv), world_size=2)
+    assert not (tmp_path / "run").exists()
+
+
+OURS, NOT_HF = {"model__flavor": "debug"}, {"checkpoint__initial_load_in_hf": "false"}
+EXPORT = {"checkpoint__last_save_in_hf": "true"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (NOT_HF, "model.flavor = 'hf' needs model.hf_assets_path"),
+        ({}, "checkpoint.initial_load_in_hf = true has nothing to load"),
+        ({**OURS, "model__name": "kda", "checkpoint__initial_load_path": "FLA KDA"}, "norm_eps = 1e-06"),
+        ({"checkpoint__initial_load_path": "FLA KDA", "checkpoint__export_dtype": "source"}, "no effect without"),
+        ({**OURS, **NOT_HF, "model__hf_assets_path": "x"}, "is the model of model.flavor = 'hf'"),
+        ({**OURS, **NOT_HF, **EXPORT}, "checkpoint.last_save_in_hf = true: no Hugging Face architecture"),
+        ({**OURS, **NOT_HF, **EXPORT, "checkpoint__export_dtype": "source"}, "checkpoint.export_dtype = 'source'"),
+        ({"checkpoint__initial_load_path": "FLA KDA", "model__vocab_size": 400}, "vocab_size = 320 .this run: 400"),
+        ({"checkpoint__initial_load_path": "FLA KDA", "checkpoint__enable": "false"}, "initial_load"),
+    ],
+)  # fmt: skip
+def test_keys_that_do_not_fit_are_refused(
+    keys: dict, message: str, folders: Callable[[str], Path], corpus: Path, tmp_path: Path
+) -> None:
+    keys = {key: folders(value) if value in CASES else value for key, value in keys.items()}
+    with pytest.raises(ValueError, match=message):
+        preflight(load_config(arguments(corpus, tmp_path / "run", **keys)), world_size=2)
+
+
+def test_presets_have_an_architecture_or_none() -> None:
+    """The first that holds the model, options that it does not read aside."""
+    found = {}
+    for name, flavors in MODELS.items():
+        for flavor, model in flavors.items():
+            try:
+                found[f"{name} {flavor}"] = hf_io.find_family(model)
+            except ValueError as error:
+                found[f"{name} {flavor}"] = str(error)
+    assert found["kda 340M"] == "KDAForCausalLM" and found["gdn 1.3B"] == "GatedDeltaNetForCausalLM"
+    assert found["qwen3.5 2B"] == "Qwen3_5ForCausalLM" and found["qwen3.5 35B-A3B"] == "Qwen3_5MoeForCausalLM"
+    assert found["kimi-linear 48B-A3B"] == found["kimi-linear debug"] == "KimiLinearForCausalLM"
+    assert (
+        "rope_theta = None" in found["hybrid 340M"] and "none has layers attention, gdn, kda" in found["hybrid debug"]
+    )
+
+
+def test_commands_say_what_is_wrong(
+    folders: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    folder = str(folders("FLA KDA"))
+    assert convert.main(["from-hf", folder, str(tmp_path / "checkpoints")]) == 0
+    step = str(tmp_path / "checkpoints" / "step-0")
+    prompt = ["--prompt", "x"]
+    for main, argv, words in (
+        (convert.main, ["to-hf", step, folder], "is there already"),
+        (convert.main, ["to-hf", step, str(tmp_path / "out")], "has the config.toml of its run"),
+        (convert.main, ["to-hf", str(tmp_path), str(tmp_path / "out")], "neither a whole checkpoint"),
+        (convert.main, ["from-hf", str(tmp_path), str(tmp_path / "out")], "config.json': cannot be read"),
+        (generate.main, [str(tmp_path), *prompt], "neither a whole checkpoint"),
+        (generate.main, [folder, "--prompt", ""], "prompt '' has no tokens"),
+        (generate.main, [folder, *prompt, "--tokenizer", "none.json"], "none.json does not exist"),
+    ):
+        assert main(argv) == 2
+        assert words in (said := capsys.readouterr().err) and said.startswith("error: ") and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def full_disk(rank: int, world_size: int, folder: Path, target: Path) -> str:
+    _, config = read_model(folder)
+    model = sharded(config, world_size)
+    load_weights(folder, model)
+    whole, written = hf_io._Writer.write, []
+
+    def write(self: object, *arguments: object) -> None:
+        written.append(1)
+        if len(written) == 3:
+            raise OSError("No space left on device")
+        whole(self, *arguments)
+
+    hf_io._Writer.write = write
+    try:
+        write_folder(target, config, gather(model), dtype=None, like=folder)
+    except OSError as error:
+        return str(error)
+    finally:
+        hf_io._Writer.write = whole
+    return ""
+
+
+def test_a_full_disk_is_an_error_on_every_rank(
+    folders: Callable[[str], Path], worlds: Callable[[int], World], tmp_path: Path
+) -> None:
+    messages = worlds(2).run(full_disk, folders("FLA KDA"), tmp_path / "out")
+    assert len(set(messages)) == 1 and "No space left on device" in messages[0]
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- Memory ----------------------------------------------------------------------------------------------------------
+
+LARGE = replace(
+    KDA, vocab_size=65536, dim=4096, hidden_dim=14336, num_layers=6, linear_heads=32, linear_v_heads=32,
+    linear_head_dim=128, linear_v_head_dim=128,
+)  # fmt: skip
+EVERY = 100  # rows between the marks in a tensor
+GIB = 2**30
+
+
+def mark(name: str, row: int) -> float:
+    return 1.0 + zlib.crc32(f"{name} {row}".encode()) % 1000
+
+
+def make_large_folder(folder: Path) -> int:
+    """A folder of several shards, of which only marked values take up the disk; its tensors' bytes."""
+    folder.mkdir()
+    plan = {s.name: s.shape for entry in entries(LARGE, "KDAForCausalLM") for s in entry.sources}
+    plan = {name: ("F32", shape, 4 * torch.Size(shape).numel()) for name, shape in plan.items()}
+    writer = hf_io._Writer(folder, plan, 2 * 10**9)
+    writer.begin()
+    for tensor in writer.tensors.values():
+        with open(tensor.file, "r+b") as file:
+            for row in range(0, tensor.shape[0], EVERY):
+                file.seek(tensor.begin + row * (tensor.end - tensor.begin) // tensor.shape[0])
+                file.write(struct.pack("<f", mark(tensor.name, row)))
+    (folder / "config.json").write_text(json.dumps(config_to_hf("KDAForCausalLM", LARGE.canonical)))
+    return sum(tensor.end - tensor.begin for tensor in writer.tensors.values())
+
+
+def anonymous_memory() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def load_large(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]:
+    """(bytes that this rank owns, the most anonymous memory it had while loading, marks that it found in place)."""
+    peak, loading = [0], True
+
+    def watch() -> None:
+        while loading:
+            peak[0] = max(peak[0], anonymous_memory())
+            time.sleep(0.002)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = sharded(LARGE, world_size)
+    load_weights(folder, model)
+    loading = False
+    watcher.join()
+    names = {entry.name: next(entry.pieces())[0].name for entry in entries(LARGE, "KDAForCausalLM")}
+    owned_bytes = marks = 0
+    for name, p in model.named_parameters():
+        local, first = hf_io.owned(p)
+        owned_bytes += local.numel() * 4
+        rows = [row for row in range(first, first + len(local)) if row % EVERY == 0]
+        values = local.reshape(len(local), -1)
+        assert [values[row - first, 0].item() for row in rows] == [mark(names[name], row) for row in rows]
+        assert int(values.count_nonzero()) == len(rows)  # and nothing elsewhere
+        marks += len(rows)
+    return owned_bytes, peak[0], marks
+
+
+def test_a_large_folder_loads_in_the_memory_of_what_a_rank_owns(worlds: Callable[[int], World], tmp_path: Path) -> None:
+    """8 GB of shards on two processes: at most the bytes that each owns, and 1.5 GB, of anonymous memory."""
+    if os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") < 10 * GIB:
+        pytest.skip("needs 10 GiB of free memory")
+    total = make_large_folder(tmp_path / "large")
+    assert total > 8e9 and len(list((tmp_path / "large").glob("*.safetensors"))) > 3
+    results = worlds(2).run(load_large, tmp_path / "large")
+    assert sum(owned for owned, _, _ in results) - total < 1e6  # gates' parameters are on both
+    for owned, peak, marks in results:
+        print(f"owned {owned / 1e9:.2f} GB, peak {peak / 1e9:.2f} GB, {marks} marks")
+        assert owned < peak < owned + 1.5e9 and marks > 1000

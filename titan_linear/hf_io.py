@@ -1,0 +1,479 @@
+"""Hugging Face folders: read by the rows that a rank owns, written one tensor at a time.
+
+    config.json                      the model (models/families.py)
+    model-00001-of-00003.safetensors ...
+    model.safetensors.index.json     tensor -> file; a single file is model.safetensors, without an index
+    tokenizer.json, ...              copied
+
+Which rows of which tensors on disk are which rows of our parameters is `models/adapters.py`'s table; here bytes move.
+A folder is checked as a whole from its headers (`open_folder`, `check_folder`) before any tensor is read. Pickle files
+are never opened: they run code.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from titan_linear.checkpoint import sync
+from titan_linear.models.adapters import Entry, config_from_hf, config_to_hf, entries, ignored
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.families import FAMILIES
+
+CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
+    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+)  # fmt: skip
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+LISTED = 5  # of a folder's problems
+BLOCK = 64 << 20  # bytes moved at a time
+SHARD = 5 * 10**9  # bytes of a file
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A tensor in a safetensors file."""
+
+    name: str
+    file: Path
+    code: str  # its dtype: "BF16"
+    shape: tuple[int, ...]
+    begin: int  # its bytes in the file
+    end: int
+
+
+@dataclass(frozen=True)
+class Folder:
+    path: Path
+    config: dict[str, Any]  # config.json
+    tensors: dict[str, Tensor]
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+
+# --- Looking at a folder ---------------------------------------------------------------------------------------------
+
+
+def read_model(path: Path) -> tuple[str, ModelConfig]:
+    """(family, model) of a folder's config.json.
+
+    Raises:
+        ValueError: there is none, or it describes a model that we do not have.
+    """
+    try:
+        return config_from_hf(read_config(path))
+    except ValueError as error:
+        raise ValueError(f"'{Path(path) / CONFIG}': {error}") from None
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((Path(path) / CONFIG).read_bytes())
+    except OSError as error:
+        raise ValueError(f"cannot be read ({error.strerror}); give a Hugging Face folder") from None
+    except ValueError as error:
+        raise ValueError(f"is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError("is not a JSON object")
+    return config
+
+
+def open_folder(path: Path) -> Folder:
+    """A folder's tensors, from the headers of its files; every byte that they promise is there.
+
+    Raises:
+        ValueError: naming the file, and the tensor where it is one.
+    """
+    path = Path(path)
+    where = _index(path)
+    headers = {file: read_header(path / file) for file in sorted(set(where.values()))}
+    for name, file in where.items():
+        if name not in headers[file]:
+            raise ValueError(f"'{path / file}' lacks tensor {name!r}, which {INDEX} says it holds")
+    config = read_config(path) if (path / CONFIG).is_file() else {}
+    return Folder(path, config, {name: headers[file][name] for name, file in where.items()})
+
+
+def check_folder(path: Path, model: ModelConfig) -> None:
+    """Refuse a folder that does not hold exactly the tensors of `model`.
+
+    Raises:
+        ValueError: naming file and tensor.
+    """
+    family, theirs = read_model(path)
+    theirs, ours = _identity(theirs), _identity(model)
+    if theirs != ours:
+        differing = ", ".join(f"{f} = {theirs[f]!r} (this run: {ours[f]!r})" for f in ours if theirs[f] != ours[f])
+        raise ValueError(f"'{Path(path) / CONFIG}' is another model: {differing}; use model.flavor = 'hf'")
+    table(open_folder(path), family, model)
+
+
+def _identity(model: ModelConfig) -> dict[str, Any]:
+    """What two models of the same function agree in."""
+    canonical = model.canonical
+    moe = canonical.moe and replace(canonical.moe, balance_coefficient=0.0)
+    return vars(replace(canonical, pattern=canonical.layers, moe=moe, init_std=0.0))
+
+
+def table(folder: Folder, family: str, model: ModelConfig) -> list[Entry]:
+    """Where each of our parameters lies in the folder.
+
+    Raises:
+        ValueError: naming every tensor that is missing, of another shape or dtype, or not used.
+    """
+    try:
+        found = entries(model, family, folder.shapes)
+    except ValueError as error:
+        head, *problems = str(error).split("\n  ")
+        said = [_with_file(problem, folder) for problem in problems[:LISTED]]
+        said += [f"and {len(problems) - LISTED} more"] if len(problems) > LISTED else []
+        raise ValueError(f"'{folder.path}': {head} " + "; ".join(said)) from None
+    for tensor in (folder.tensors[source.name] for entry in found for source in entry.sources):
+        if tensor.code not in DTYPES:
+            raise ValueError(
+                f"'{tensor.file}': tensor {tensor.name!r} is {tensor.code}; {', '.join(DTYPES)} can be read: convert it"
+            )
+    return found
+
+
+def _with_file(problem: str, folder: Folder) -> str:
+    tensor = folder.tensors.get(problem.partition(": ")[0])
+    return problem if tensor is None else f"{problem} (in {tensor.file.name})"
+
+
+def read_header(file: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file (8 bytes of length, a JSON header, the tensors' bytes).
+
+    Raises:
+        ValueError: the file is missing, no safetensors, or cut short, and at which tensor.
+    """
+    try:
+        with open(file, "rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            size = os.fstat(stream.fileno()).st_size
+            header = json.loads(stream.read(length)) if 8 + length <= size else None
+    except OSError as error:
+        raise ValueError(f"'{file}' cannot be read: {error.strerror}") from None
+    except ValueError:
+        header = None
+    if not isinstance(header, dict):
+        raise ValueError(f"'{file}' is cut short in its header, or is no safetensors file; fetch it again")
+    tensors = {}
+    for name, entry in header.items():
+        if name != "__metadata__":
+            begin, end = (8 + length + offset for offset in entry["data_offsets"])
+            tensors[name] = Tensor(name, file, entry["dtype"], tuple(entry["shape"]), begin, end)
+            if end > size:
+                raise ValueError(
+                    f"'{file}' is cut short: tensor {name!r} ends at byte {end}, the file at {size}; fetch it again"
+                )
+    return tensors
+
+
+def _index(path: Path) -> dict[str, str]:
+    """tensor -> file name."""
+    if (path / INDEX).is_file():
+        try:
+            where = dict(json.loads((path / INDEX).read_bytes())["weight_map"])
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"'{path / INDEX}' is damaged: it has no weight_map; fetch it again") from None
+        for name, file in where.items():
+            if not (path / file).is_file():
+                raise ValueError(f"'{path / file}' is missing: {INDEX} says it holds tensor {name!r}; fetch it again")
+        return where
+    if (path / SINGLE).is_file():
+        return dict.fromkeys(read_header(path / SINGLE), SINGLE)
+    pickles = [file.name for pattern in PICKLES for file in sorted(path.glob(pattern))]
+    why = f"; {pickles[0]} is a pickle file, which is never loaded: convert it to safetensors" if pickles else ""
+    raise ValueError(f"'{path}' holds neither {INDEX} nor {SINGLE}{why}")
+
+
+# --- Reading ---------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Fill every parameter of a `Decoder` in place, in its own dtype. Of sharded ones a rank reads what it owns.
+
+    Raises:
+        ValueError: the folder does not hold the model.
+    """
+    folder, (family, _) = open_folder(path), read_model(path)
+    parameters = dict(model.named_parameters())
+    with ExitStack() as files:
+        reader = Reader(folder, files)
+        for entry in table(folder, family, model.config):
+            reader.fill(entry, *owned(parameters[entry.name]))
+
+
+def owned(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
+    """What this rank holds of a parameter: the local tensor, and where it begins in the first dimension."""
+    if not isinstance(parameter, DTensor):
+        return parameter.detach(), 0
+    local, first = parameter.to_local(), 0
+    for dim, placement in enumerate(parameter.placements):
+        if placement.is_shard():
+            assert placement.dim == 0 and first == 0, parameter.placements
+            chunk = -(-parameter.shape[0] // parameter.device_mesh.size(dim))
+            first = min(chunk * parameter.device_mesh.get_local_rank(dim), parameter.shape[0])
+    return local, first
+
+
+class Reader:
+    """Rows of a folder's tensors; a file is mapped into memory at its first use, until `files` closes."""
+
+    def __init__(self, folder: Folder, files: ExitStack):
+        self.folder, self.files, self.open = folder, files, {}
+
+    def fill(self, entry: Entry, local: torch.Tensor, first: int) -> None:
+        """Fill `local`, which is rows [first, first + n) of the first dimension of the entry's parameter."""
+        per_index = entry.num_rows // entry.shape[0]
+        begin, end = first * per_index, (first + local.shape[0]) * per_index
+        rows = local.view(-1, entry.width)
+        for source, start, stop, row in entry.pieces(begin, end):
+            for values in self._rows(self.folder.tensors[source.name], start, stop, entry.width):
+                rows[row - begin : row - begin + len(values)].copy_(values)
+                row += len(values)
+
+    def whole(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
+        """The entry's parameter."""
+        out = torch.empty(entry.shape, dtype=dtype)
+        self.fill(entry, out, 0)
+        return out
+
+    def _rows(self, tensor: Tensor, start: int, stop: int, width: int) -> Iterator[torch.Tensor]:
+        """Rows [start, stop) of a tensor taken as [-1, width], a block at a time."""
+        if tensor.file not in self.open:
+            self.open[tensor.file] = self.files.enter_context(safe_open(tensor.file, "pt"))
+        on_disk = self.open[tensor.file].get_slice(tensor.name)
+        rows = _count(tensor.shape) // width
+        per_index = rows // tensor.shape[0]  # rows of one index of the first dimension, along which slices are read
+        block = max(1, BLOCK // (per_index * width * 4)) * per_index
+        for a in range(start, stop, block):
+            b = min(a + block, stop)
+            low = a // per_index
+            yield on_disk[low : -(-b // per_index)].reshape(-1, width)[a - low * per_index : b - low * per_index]
+
+
+def _count(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+# --- Writing ---------------------------------------------------------------------------------------------------------
+
+
+def find_family(model: ModelConfig) -> str:
+    """The Hugging Face architecture that holds a model of ours.
+
+    Raises:
+        ValueError: none does.
+    """
+    reasons = []
+    for family, has in FAMILIES.items():
+        if set(model.layers) <= set(has.layers) and bool(has.experts) == (model.moe is not None):
+            try:
+                config_to_hf(family, model)
+            except ValueError as error:
+                reasons.append(str(error))
+            else:
+                return family
+    why = "; ".join(reasons) or f"none has layers {', '.join(sorted(set(model.layers)))}"
+    raise ValueError(f"no Hugging Face architecture holds this model: {why}")
+
+
+@torch.no_grad()
+def gather(model: nn.Module) -> Callable[[str], torch.Tensor]:
+    """name -> the whole parameter, on every rank; every rank asks for the same names in the same order."""
+    parameters = dict(model.named_parameters())
+
+    def get(name: str) -> torch.Tensor:
+        p = parameters[name].detach()
+        return p.full_tensor() if isinstance(p, DTensor) else p
+
+    return get
+
+
+def write_folder(
+    path: Path,
+    model: ModelConfig,
+    get: Callable[[str], torch.Tensor],
+    *,
+    dtype: torch.dtype | None,
+    family: str | None = None,
+    like: Path | None = None,
+    tokenizer: Path | None = None,
+    extra: Mapping[str, object] | None = None,
+    shard_bytes: int = SHARD,
+) -> None:
+    """Write a folder that `transformers` opens. It has its name when everything in it is on disk.
+
+    Every rank calls this and gets each parameter in turn, of which one is held at a time; rank 0 writes.
+
+    Args:
+        get: name -> the whole parameter; see `gather`.
+        dtype: of every tensor; None: of the tensor of that name in `like`.
+        family: the architecture to write; by default that of `like`, or the first that holds the model.
+        like: a folder of the same model, whose names, config.json and tensors of no concern to us (vision, multi-token
+            prediction) are taken over; by default the names and the config.json are those that `transformers` writes.
+        tokenizer: a folder (or a tokenizer.json in one) whose tokenizer files are copied; by default `like`.
+        extra: keys of config.json beside the model's; with `like` its own stay.
+
+    Raises:
+        ValueError: `like` is of another model; no architecture holds the model.
+        OSError: on every rank, the folder could not be written.
+    """
+    path, temporary = Path(path), Path(path).with_name(f"{Path(path).name}.tmp")
+    source = None if like is None else open_folder(like)
+    family = family or (find_family(model) if like is None else read_model(like)[0])
+    found = entries(model, family) if source is None else table(source, family, model)
+    copied = [] if source is None else _not_ours(source, family, model)
+    writer = _Writer(temporary, _plan(found, dtype, source, copied), shard_bytes)
+    failure: OSError | None = None
+
+    def attempt(work: Callable[..., None], *arguments: object) -> None:
+        """On rank 0, while all goes well. After a failure gathering goes on: the other ranks wait in it."""
+        nonlocal failure
+        if failure is None and (not dist.is_initialized() or dist.get_rank() == 0):
+            try:
+                work(*arguments)
+            except OSError as error:
+                failure = error
+
+    attempt(writer.begin)
+    for entry in found:
+        attempt(writer.write, entry, get(entry.name))
+    config = _config_json(model, family, dtype, source, extra or {})
+    attempt(writer.finish, copied, config, tokenizer or like)
+    attempt(_replace, temporary, path)
+    _raise_everywhere(path, temporary, failure)
+
+
+def _raise_everywhere(path: Path, temporary: Path, failure: OSError | None) -> None:
+    """What rank 0 met, on every rank."""
+    if failure is not None:
+        shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full
+    outcome = [None if failure is None else str(failure)]
+    if dist.is_initialized():
+        dist.broadcast_object_list(outcome, 0)
+    if outcome[0] is not None:
+        raise OSError(f"writing '{path}' failed: {outcome[0]}") from failure
+
+
+def _not_ours(source: Folder, family: str, model: ModelConfig) -> list[Tensor]:
+    """Tensors that are no part of the language model, to be copied; but not a copy of the embedding, now stale."""
+    return [source.tensors[name] for name in sorted(ignored(model, family, source.shapes) - {"lm_head.weight"})]
+
+
+def _plan(
+    found: list[Entry], dtype: torch.dtype | None, source: Folder | None, copied: list[Tensor]
+) -> dict[str, tuple[str, tuple[int, ...], int]]:
+    """tensor -> (dtype, shape, bytes) of all that is to be written, in order."""
+    plan = {}
+    for tensor in (s for entry in found for s in entry.sources):
+        code = CODES[dtype] if dtype else source.tensors[tensor.name].code
+        plan[tensor.name] = (code, tensor.shape, _count(tensor.shape) * DTYPES[code].itemsize)
+    return plan | {t.name: (t.code, t.shape, t.end - t.begin) for t in copied}
+
+
+def _config_json(
+    model: ModelConfig, family: str, dtype: torch.dtype | None, source: Folder | None, extra: Mapping[str, object]
+) -> dict[str, Any]:
+    named = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
+    if source is None:
+        return config_to_hf(family, model, **extra, **named)
+    return {k: v for k, v in source.config.items() if k != "torch_dtype" or not named} | named
+
+
+class _Writer:
+    """The files of a folder. Their headers come first, so that every row has its place and is written as it comes."""
+
+    def __init__(self, path: Path, plan: Mapping[str, tuple[str, tuple[int, ...], int]], shard_bytes: int):
+        groups: list[list[str]] = [[]]
+        for name, (_, _, size) in plan.items():
+            if groups[-1] and sum(plan[n][2] for n in groups[-1]) + size > shard_bytes:
+                groups.append([])
+            groups[-1].append(name)
+        names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+        self.path, self.plan, self.groups = path, plan, dict(zip(names if len(groups) > 1 else [SINGLE], groups))
+        self.tensors: dict[str, Tensor] = {}
+
+    def begin(self) -> None:
+        """Make the files in their full size, and the index."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        self.path.mkdir(parents=True)
+        for file, names in self.groups.items():
+            _write_header(self.path / file, {name: self.plan[name] for name in names})
+            self.tensors |= read_header(self.path / file)
+        if len(self.groups) > 1:
+            where = {name: tensor.file.name for name, tensor in self.tensors.items()}
+            total = sum(size for _, _, size in self.plan.values())
+            index = {"metadata": {"total_size": total}, "weight_map": where}
+            (self.path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+    def write(self, entry: Entry, parameter: torch.Tensor) -> None:
+        """The rows of one of our parameters, in the tensors that they belong to."""
+        rows = parameter.detach().reshape(-1, entry.width).cpu()
+        for source, start, stop, row in entry.pieces():
+            tensor = self.tensors[source.name]
+            values = rows[row : row + stop - start].to(DTYPES[tensor.code]).contiguous()
+            with open(tensor.file, "r+b") as file:
+                file.seek(tensor.begin + start * entry.width * values.element_size())
+                file.write(values.view(torch.uint8).numpy())
+
+    def finish(self, copied: list[Tensor], config: Mapping[str, Any], tokenizer: Path | None) -> None:
+        """All but the weights; then everything is brought to the disk."""
+        for tensor in copied:
+            _copy_bytes(tensor, self.tensors[tensor.name])
+        (self.path / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        folder = tokenizer if tokenizer is None or tokenizer.is_dir() else tokenizer.parent
+        for name in TOKENIZER_FILES if folder is not None else ():
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, self.path / name)
+        for file in [*self.path.iterdir(), self.path]:
+            sync(file)
+
+
+def _write_header(file: Path, plan: Mapping[str, tuple[str, tuple[int, ...], int]]) -> None:
+    """A safetensors file of its full size whose tensors are still holes."""
+    header, end = {"__metadata__": {"format": "pt"}}, 0
+    for name, (code, shape, size) in plan.items():
+        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
+    with open(file, "wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(8 + len(text) + end)
+
+
+def _copy_bytes(source: Tensor, target: Tensor) -> None:
+    with open(source.file, "rb") as read, open(target.file, "r+b") as write:
+        read.seek(source.begin)
+        write.seek(target.begin)
+        for at in range(source.begin, source.end, BLOCK):
+            write.write(read.read(min(BLOCK, source.end - at)))
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    if path.exists():
+        shutil.rmtree(path)
+    temporary.rename(path)
+    sync(path.parent)

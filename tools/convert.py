@@ -1,0 +1,100 @@
+"""Between checkpoints of ours and Hugging Face folders, in one process that holds one tensor at a time.
+
+python -m tools.convert to-hf outputs/run/checkpoint/step-1000 exported --export-dtype bfloat16
+python -m tools.convert from-hf Qwen3.5-2B converted
+
+to-hf     CHECKPOINT is a step-N folder, or the folder of them, below the config.toml of its run. A run that began from
+          a Hugging Face folder gives that folder's names, config.json and tokenizer; --like names another copy of it.
+from-hf   makes CHECKPOINTS/step-0, weights only, for checkpoint.initial_load_path; checkpoint.initial_load_in_hf
+          starts a run from the folder itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from titan_linear.checkpoint import Checkpointer, stored_weights, verify, weights_path
+from titan_linear.config import hf_weights
+from titan_linear.data import build_tokenizer
+from titan_linear.hf_io import Reader, open_folder, read_model, table, write_folder
+from titan_linear.rundir import config_of
+from titan_linear.train import DTYPES, EXPORT_DTYPES, export_family, model_config, tokenizer_path
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+    try:
+        if args.direction == "to-hf":
+            to_hf(Path(args.checkpoint), Path(args.folder), args.export_dtype, args.like)
+        else:
+            from_hf(Path(args.folder), Path(args.checkpoints), DTYPES[args.dtype])
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def to_hf(checkpoint: Path, folder: Path, export_dtype: str, like: str | None) -> None:
+    """Write a Hugging Face folder."""
+    if folder.exists():
+        raise ValueError(f"'{folder}' is there already; remove it, or choose another name")
+    checkpoint = weights_path(checkpoint)
+    verify(checkpoint)
+    run = config_of(checkpoint)
+    path, like = tokenizer_path(run), like or hf_weights(run)
+    tokenizer = build_tokenizer(path)
+    model = model_config(run, tokenizer)
+    if export_dtype == "source" and not like:
+        raise ValueError("--export-dtype source: this run did not begin from a Hugging Face folder; name one by --like")
+    write_folder(
+        folder, model, stored_weights(checkpoint), dtype=EXPORT_DTYPES[export_dtype],
+        family=read_model(Path(like))[0] if like else export_family(run, model), like=Path(like) if like else None,
+        tokenizer=Path(path) if path else None, extra={"eos_token_id": tokenizer.eos_id},
+    )  # fmt: skip
+
+
+def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
+    """Write CHECKPOINTS/step-0."""
+    family, model = read_model(folder)
+    source = open_folder(folder)
+    found = table(source, family, model)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with ExitStack() as files:
+        files.callback(dist.destroy_process_group)
+        reader = Reader(source, files)
+        Checkpointer(checkpoints).save_lazily(
+            0, {entry.name: partial(reader.whole, entry, dtype) for entry in found},
+            {entry.name: torch.empty(entry.shape, dtype=dtype, device="meta") for entry in found},
+            {"step": 0, "cursor": 0, "tokens": 0, "skipped": 0},
+        )  # fmt: skip
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    directions = parser.add_subparsers(dest="direction", required=True)
+    to = directions.add_parser("to-hf")
+    to.add_argument("checkpoint", metavar="CHECKPOINT")
+    to.add_argument("folder", metavar="FOLDER")
+    source = "source: of each tensor as in the folder that the run began from (default: float32)"
+    to.add_argument("--export-dtype", choices=EXPORT_DTYPES, default="float32", help=source)
+    to.add_argument("--like", help="a Hugging Face folder of the same model")
+    of = directions.add_parser("from-hf")
+    of.add_argument("folder", metavar="FOLDER")
+    of.add_argument("checkpoints", metavar="CHECKPOINTS")
+    of.add_argument("--dtype", choices=DTYPES, default="float32", help="of the parameters (default: float32)")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

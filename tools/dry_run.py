@@ -1,0 +1,182 @@
+"""Memory per GPU of a run, without a GPU: the model is built on the meta device, where nothing is allocated.
+
+python -m tools.dry_run --gpus 8 64 -- --model.name kda --model.flavor 1.3B --training.seq_len 32768
+python -m tools.dry_run --gpus 8 64 -- --model.flavor hf --model.hf_assets_path Qwen3-Next-80B-A3B \
+    --training.seq_len 131072 --parallelism.context_parallel_degree 8 --activation_checkpoint.mode full
+
+What follows `--` is the run, as for run_train.sh. The report is of the GPU that holds most, in GiB:
+
+    parameters, gradients, optimizer   exact: this GPU's shards, and what every GPU keeps whole
+    gathered                           FSDP: the two largest units whole (layers, embedding), one with its gradients
+    activations                        what autograd keeps of one micro-step, as counted while a layer of each kind
+                                       runs on the meta device with the PyTorch ops; with full activation checkpointing
+                                       each layer's input, and all of the layer that is being computed again
+    head                               its weight and gradient whole, and the logits of training.loss_chunk_size tokens
+
+It leaves out: workspaces of kernels and of NCCL, and fragmentation; keep a tenth of the GPU free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from titan_linear.config import Config, data_parallel_degrees, load_config
+from titan_linear.data import build_tokenizer
+from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.decoder import Block, Decoder
+from titan_linear.models.moe import MoE
+from titan_linear.models.packed import Packed
+from titan_linear.train import DTYPES, model_config, tokenizer_path
+
+GIB = 2**30
+SAMPLE = 512  # tokens of which activations are counted; they grow linearly
+PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "head")
+
+
+@dataclass(frozen=True)
+class Types:
+    """Bytes of an element."""
+
+    stored: int  # parameters, their gradients, each of AdamW's two moments
+    compute: int
+    reduce: int
+
+
+def main(argv: list[str]) -> int:
+    own, run = (argv[: argv.index("--")], argv[argv.index("--") + 1 :]) if "--" in argv else (argv, [])
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.dry_run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gpus", type=int, nargs="+", default=[8], help="numbers of GPUs (default: 8)")
+    args = parser.parse_args(own)
+    try:
+        config = load_config(run)
+        model = model_config(config, build_tokenizer(tokenizer_path(config)))
+        reports = {gpus: memory(config, model, gpus) for gpus in args.gpus}
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(describe(config, model), "", table(reports), sep="\n")
+    return 0
+
+
+def memory(config: Config, model_config: ModelConfig, gpus: int) -> dict[str, float]:
+    """Bytes on the GPU that holds most, by PARTS."""
+    t = config.training
+    replicas, _ = data_parallel_degrees(config, gpus)
+    types = Types(*(DTYPES[d].itemsize for d in (t.dtype, t.mixed_precision_param, t.mixed_precision_reduce)))
+    model = build(model_config, DTYPES[t.dtype])
+    trained = [(p, _owned(p, gpus // replicas)) for p in _sharded(model)]
+    whole = replicated_parameters(model)
+    stored = sum(n for _, n in trained) * types.stored + sum(p.numel() * p.element_size() for p in whole)
+    return {
+        "parameters": stored,
+        "gradients": stored,
+        "optimizer": 2 * stored,
+        "gathered": _gathered(model, types),
+        "activations": _activations(config, model_config, t.local_batch_size * t.seq_len),
+        "head": _head(config, model_config, types),
+    }
+
+
+def build(config: ModelConfig, dtype: torch.dtype) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(config)
+    set_dtype(model, dtype)
+    return model
+
+
+def _sharded(model: nn.Module) -> list[nn.Parameter]:
+    whole = set(replicated_parameters(model))
+    return [p for p in model.parameters() if p not in whole]
+
+
+def _owned(parameter: torch.Tensor, shards: int) -> int:
+    """Elements of the largest shard; FSDP pads the others to it."""
+    return -(-parameter.shape[0] // shards) * parameter[0].numel()
+
+
+def _gathered(model: Decoder, types: Types) -> float:
+    """Two units whole (the next is gathered while one computes), and one's gradients, before and in reduction."""
+    sizes = sorted(sum(p.numel() for p in _sharded(unit)) for unit in (*model.layers, model.embedding))
+    return sum(sizes[-2:]) * types.compute + sizes[-1] * (types.compute + types.reduce)
+
+
+def _head(config: Config, model: ModelConfig, types: Types) -> float:
+    """The loss accumulates the weight's gradient in float32, scales it, and has logits, their log and its gradient."""
+    weight, logits = model.vocab_size * model.dim, model.vocab_size * config.training.loss_chunk_size
+    return weight * (types.compute + 2 * 4) + logits * (2 * 4 + types.compute)
+
+
+def _activations(config: Config, model: ModelConfig, tokens: int) -> float:
+    dtype = DTYPES[config.training.mixed_precision_param]
+    tokens //= config.parallelism.context_parallel_degree
+    layers = list(zip(model.layers, map(model.has_experts, range(model.num_layers))))
+    each = {kind: _saved_per_token(model, layers.index(kind), dtype) for kind in set(layers)}
+    if config.activation_checkpoint.mode == "full":
+        return tokens * (len(layers) * model.dim * dtype.itemsize + max(each.values()))
+    return tokens * sum(each[kind] for kind in layers)
+
+
+def _saved_per_token(model: ModelConfig, layer: int, dtype: torch.dtype) -> float:
+    """Bytes that autograd keeps of a layer's forward, parameters aside."""
+    with torch.device("meta"):
+        block = Block(model, layer).to(dtype)
+        x = torch.empty(1, SAMPLE, model.dim, dtype=dtype, requires_grad=True)
+        packed = Packed(torch.arange(SAMPLE))
+    if isinstance(block.mlp, MoE):
+        block.mlp._routed = partial(_routed_by_one, block.mlp)
+    parameters = {p.untyped_storage()._cdata for p in block.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in parameters:
+            kept[storage._cdata] = storage
+        return tensor
+
+    with saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(x, packed)
+    return sum(storage.nbytes() for storage in kept.values()) / SAMPLE
+
+
+def _routed_by_one(moe: MoE, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """`MoE._routed` with the shapes of `top_k` experts and no counts, which the meta device cannot know."""
+    rows = x[torch.arange(len(x) * moe.config.top_k, device="meta") // moe.config.top_k]
+    gate, up = nn.functional.linear(rows, moe.experts.gate_up_proj[0]).chunk(2, -1)
+    y = nn.functional.linear(nn.functional.silu(gate) * up, moe.experts.down_proj[0])
+    y = y[experts.flatten()].unflatten(0, (-1, moe.config.top_k))  # sorted back
+    return (weights.to(y.dtype).unsqueeze(1) @ y).squeeze(1)
+
+
+def describe(config: Config, model: ModelConfig) -> str:
+    built = build(model, torch.float32)
+    total = sum(p.numel() for p in built.parameters())
+    t, cp = config.training, config.parallelism.context_parallel_degree
+    return (
+        f"{config.model.name}/{config.model.flavor}: {total:,} parameters, {model.num_layers} layers\n"
+        f"{t.local_batch_size} x {t.seq_len} tokens in a micro-step on {cp} GPU{'s' if cp > 1 else ''}; parameters "
+        f"{t.dtype}, compute {t.mixed_precision_param}, reductions {t.mixed_precision_reduce}; activation "
+        f"checkpointing {config.activation_checkpoint.mode}"
+    )
+
+
+def table(reports: dict[int, dict[str, float]]) -> str:
+    """A row for each number of GPUs, GiB."""
+    lines = ["| GPUs | " + " | ".join((*PARTS, "sum")) + " |", "|---" * (len(PARTS) + 2) + "|"]
+    for gpus, parts in reports.items():
+        cells = [f"{value / GIB:.2f}" for value in (*(parts[name] for name in PARTS), sum(parts.values()))]
+        lines.append(f"| {gpus} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

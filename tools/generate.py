@@ -1,0 +1,91 @@
+"""Text from trained weights.
+
+python -m tools.generate outputs/debug/checkpoint/step-150 --prompt "def " --max-new-tokens 200 --temperature 0.7
+python -m tools.generate Qwen3.5-2B --prompt "Once upon a time" --prompt "In the beginning" --top-p 0.9 --seed 1
+
+PATH is a checkpoint of ours (a step-N folder, or the folder of them, below the config.toml of its run) or a Hugging
+Face folder with its tokenizer.json. Prompts go as one batch; each text is printed with its prompt.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+
+from titan_linear.checkpoint import load_weights, verify, weights_path
+from titan_linear.config import Config
+from titan_linear.data import Tokenizer, build_tokenizer
+from titan_linear.distributed.parallelize import materialise, set_dtype
+from titan_linear.generate import Sampling, generate
+from titan_linear.hf_io import CONFIG, check_folder
+from titan_linear.hf_io import load_weights as load_hf_weights
+from titan_linear.models.decoder import Decoder
+from titan_linear.rundir import config_of
+from titan_linear.train import DTYPES, model_config, tokenizer_path
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+    try:
+        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        dtype = DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
+        model, tokenizer = load(Path(args.path), args.tokenizer, dtype, device)
+        texts = generate(
+            model, tokenizer, args.prompt, max_new_tokens=args.max_new_tokens, device=device, impl=args.impl,
+            sampling=Sampling(args.temperature, args.top_p, args.seed), prefill_chunk=args.prefill_chunk,
+        )  # fmt: skip
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n---\n".join(texts))
+    return 0
+
+
+def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -> tuple[Decoder, Tokenizer]:
+    """The model, on one device, and its tokenizer. ValueError: what is there cannot be used."""
+    in_hf = (path / CONFIG).is_file()
+    if in_hf:
+        run = Config(model={"flavor": "hf", "hf_assets_path": str(path)})
+    else:
+        path = weights_path(path)
+        verify(path)
+        run = config_of(path)
+    text = build_tokenizer(tokenizer or tokenizer_path(run))
+    config = model_config(run, text)
+    if in_hf:
+        check_folder(path, config)
+    with torch.device("meta"):
+        model = Decoder(config)
+    set_dtype(model, dtype)
+    materialise(model, device)
+    (load_hf_weights if in_hf else load_weights)(path, model)
+    return model, text
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("path", metavar="PATH", help="a checkpoint of ours, or a Hugging Face folder")
+    parser.add_argument("--prompt", action="append", required=True, help="may be given several times")
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest token (default: 0.8)")
+    parser.add_argument(
+        "--top-p", type=float, default=1.0, help="share of the likeliest tokens drawn from (default: 1)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="the same text for the same seed (default: 0)")
+    parser.add_argument("--tokenizer", default="", help="another tokenizer.json than the run's or the folder's")
+    parser.add_argument("--dtype", choices=DTYPES, help="of compute (default: bfloat16 on a GPU, float32 on the CPU)")
+    parser.add_argument("--device", help="default: cuda where there is one")
+    parser.add_argument("--impl", default="auto", help="implementation of the ops (default: auto)")
+    parser.add_argument("--prefill-chunk", type=int, default=2048, help="tokens of a prompt read at once")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
