@@ -188,6 +188,7 @@ def _common(key: _Keys) -> Json:
     """What every family but FLA's calls alike."""
     key.only("attention_bias", False)
     key.only("hidden_act", "silu", "swish")
+    key.only("quantization_config", None)
     return dict(
         vocab_size=key("vocab_size"), dim=key("hidden_size"), num_layers=key("num_hidden_layers"),
         heads=key("num_attention_heads"), norm_eps=key("rms_norm_eps"),
@@ -215,6 +216,7 @@ def _qwen_from_hf(config: Json, moe: bool) -> ModelConfig:
     every = key("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(key("num_hidden_layers"))]
     theta, fraction = key.rope(10000.0, 0.25)
+    moe = moe and key("num_experts") > 0
     return ModelConfig(
         **_common(key), **{ours: key(theirs) for ours, theirs in GDN_SIZES.items()},
         pattern=key.pattern("attention", "gdn", default),
@@ -254,7 +256,9 @@ def _qwen_to_hf(config: ModelConfig, model_type: str) -> Json:
             shared_expert_intermediate_size=moe.shared_hidden_dim, output_router_logits=moe.balance_coefficient > 0,
             router_aux_loss_coef=moe.balance_coefficient or 0.001,
         )  # fmt: skip
-    if model_type == "qwen3_next":
+    elif model_type != "qwen3_5_text":
+        written["num_experts"] = 0
+    if model_type == "qwen3_next" and moe is not None:
         written |= dict(norm_topk_prob=moe.normalise, mlp_only_layers=list(config.dense_layers), decoder_sparse_step=1)
     return written
 
