@@ -32,7 +32,7 @@ from titan_linear.models.adapters import config_to_hf, entries, state_from_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.presets import MODELS, preset
+from titan_linear.models.presets import hf_family, preset
 from titan_linear.train import Trainer, preflight
 from tools import convert, generate
 
@@ -61,7 +61,9 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             if name in FLA:
                 model = Decoder(FLA[name])
                 initialise(model, seed=1)
-                write_folder(done[name], FLA[name], gather(model), dtype=torch.float32)
+                write_folder(
+                    done[name], FLA[name], hf_family(name[4:].lower(), FLA[name]), gather(model), dtype=torch.float32
+                )
             else:
                 hf_models.build(name).save_pretrained(done[name])
             tensors = load_file(done[name] / "model.safetensors")
@@ -96,10 +98,10 @@ def in_and_out(rank: int, world_size: int, paths: list[tuple[Path, Path]]) -> li
     """Load each folder, write it again; the loaded parameters."""
     states = []
     for source, target in paths:
-        _, config = read_model(source)
+        family, config = read_model(source)
         model = sharded(config, world_size)
         load_weights(source, model)
-        write_folder(target, config, gather(model), dtype=None, like=source, shard_bytes=20_000)
+        write_folder(target, config, family, gather(model), dtype=None, like=source, shard_bytes=20_000)
         get = gather(model)
         states.append({name: get(name) for name, _ in model.named_parameters()})
     return states
@@ -145,10 +147,10 @@ def test_what_is_not_ours_is_kept(folders: Callable[[str], Path], tmp_path: Path
     extra = {"mtp.fc.weight": torch.randn(3, 5).half(), "model.visual.ids": torch.arange(4)}
     copy = {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
     save_file(tensors | extra | copy, source / "model.safetensors", {"format": "pt"})
-    _, config = read_model(source)
+    family, config = read_model(source)
     model = Decoder(config)
     load_weights(source, model)
-    write_folder(tmp_path / "out", config, gather(model), dtype=torch.float32, like=source)
+    write_folder(tmp_path / "out", config, family, gather(model), dtype=torch.float32, like=source)
     out = load_file(tmp_path / "out" / "model.safetensors")
     assert out.keys() == {*tensors, *extra}
     assert all(torch.equal(out[n], t) and out[n].dtype == t.dtype for n, t in extra.items())
@@ -332,7 +334,7 @@ def large_tokenizer(folder: Path) -> str:
 def test_a_bad_folder_is_refused_before_training(damage: Callable[[Path], str], corpus: Path, tmp_path: Path) -> None:
     model, folder = Decoder(KDA), tmp_path / "folder"
     initialise(model, seed=0)
-    write_folder(folder, KDA, gather(model), dtype=torch.float32, shard_bytes=600_000)
+    write_folder(folder, KDA, "KDAForCausalLM", gather(model), dtype=torch.float32, shard_bytes=600_000)
     assert len(list(folder.glob("*.safetensors"))) == 5
     argv = arguments(corpus, tmp_path / "run", checkpoint__initial_load_path=folder)
     preflight(load_config(argv), world_size=2)
@@ -354,7 +356,7 @@ EXPORT = {"checkpoint__last_save_in_hf": "true"}
         ({**OURS, "model__name": "kda", "checkpoint__initial_load_path": "FLA KDA"}, "norm_eps = 1e-06"),
         ({"checkpoint__initial_load_path": "FLA KDA", "checkpoint__export_dtype": "source"}, "no effect without"),
         ({**OURS, **NOT_HF, "model__hf_assets_path": "x"}, "is the model of model.flavor = 'hf'"),
-        ({**OURS, **NOT_HF, **EXPORT}, "checkpoint.last_save_in_hf = true: no Hugging Face architecture"),
+        ({**OURS, **NOT_HF, **EXPORT}, "checkpoint.last_save_in_hf = true: KDAForCausalLM cannot hold"),
         ({**OURS, **NOT_HF, **EXPORT, "checkpoint__export_dtype": "source"}, "checkpoint.export_dtype = 'source'"),
         ({"checkpoint__initial_load_path": "FLA KDA", "model__vocab_size": 400}, "vocab_size = 320 .this run: 400"),
         ({"checkpoint__initial_load_path": "FLA KDA", "checkpoint__enable": "false"}, "initial_load"),
@@ -366,23 +368,6 @@ def test_keys_that_do_not_fit_are_refused(
     keys = {key: folders(value) if value in CASES else value for key, value in keys.items()}
     with pytest.raises(ValueError, match=message):
         preflight(load_config(arguments(corpus, tmp_path / "run", **keys)), world_size=2)
-
-
-def test_presets_have_an_architecture_or_none() -> None:
-    """The first that holds the model, options that it does not read aside."""
-    found = {}
-    for name, flavors in MODELS.items():
-        for flavor, model in flavors.items():
-            try:
-                found[f"{name} {flavor}"] = hf_io.find_family(model)
-            except ValueError as error:
-                found[f"{name} {flavor}"] = str(error)
-    assert found["kda 340M"] == "KDAForCausalLM" and found["gdn 1.3B"] == "GatedDeltaNetForCausalLM"
-    assert found["qwen3.5 2B"] == "Qwen3_5ForCausalLM" and found["qwen3.5 35B-A3B"] == "Qwen3_5MoeForCausalLM"
-    assert found["kimi-linear 48B-A3B"] == found["kimi-linear debug"] == "KimiLinearForCausalLM"
-    assert (
-        "rope_theta = None" in found["hybrid 340M"] and "none has layers attention, gdn, kda" in found["hybrid debug"]
-    )
 
 
 def test_commands_say_what_is_wrong(
@@ -407,7 +392,7 @@ def test_commands_say_what_is_wrong(
 
 
 def full_disk(rank: int, world_size: int, folder: Path, target: Path) -> str:
-    _, config = read_model(folder)
+    family, config = read_model(folder)
     model = sharded(config, world_size)
     load_weights(folder, model)
     whole, written = hf_io._Writer.write, []
@@ -420,7 +405,7 @@ def full_disk(rank: int, world_size: int, folder: Path, target: Path) -> str:
 
     hf_io._Writer.write = write
     try:
-        write_folder(target, config, gather(model), dtype=None, like=folder)
+        write_folder(target, config, family, gather(model), dtype=None, like=folder)
     except OSError as error:
         return str(error)
     finally:
@@ -462,7 +447,7 @@ def make_large_folder(folder: Path) -> int:
             for row in range(0, tensor.shape[0], EVERY):
                 file.seek(tensor.begin + row * (tensor.end - tensor.begin) // tensor.shape[0])
                 file.write(struct.pack("<f", mark(tensor.name, row)))
-    (folder / "config.json").write_text(json.dumps(config_to_hf("KDAForCausalLM", LARGE.canonical)))
+    (folder / "config.json").write_text(json.dumps(config_to_hf("KDAForCausalLM", LARGE)))
     return sum(tensor.end - tensor.begin for tensor in writer.tensors.values())
 
 

@@ -29,9 +29,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from titan_linear.checkpoint import sync
-from titan_linear.models.adapters import Entry, config_from_hf, config_to_hf, entries, ignored
+from titan_linear.models.adapters import Entry, config_from_hf, config_to_hf, entries, ignored, without_training
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.families import FAMILIES
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -121,16 +120,16 @@ def check_folder(path: Path, model: ModelConfig) -> None:
     family, theirs = read_model(path)
     theirs, ours = _identity(theirs), _identity(model)
     if theirs != ours:
-        differing = ", ".join(f"{f} = {theirs[f]!r} (this run: {ours[f]!r})" for f in ours if theirs[f] != ours[f])
+        fields = [f for f in ours if f in theirs and theirs[f] != ours[f]]
+        differing = ", ".join(f"{f} = {theirs[f]!r} (this run: {ours[f]!r})" for f in fields)
         raise ValueError(f"'{Path(path) / CONFIG}' is another model: {differing}; use model.flavor = 'hf'")
     table(open_folder(path), family, model)
 
 
 def _identity(model: ModelConfig) -> dict[str, Any]:
     """What two models of the same function agree in."""
-    canonical = model.canonical
-    moe = canonical.moe and replace(canonical.moe, balance_coefficient=0.0)
-    return vars(replace(canonical, pattern=canonical.layers, moe=moe, init_std=0.0))
+    function = replace(without_training(model), pattern=model.layers, init_std=0.0)
+    return {field: value for field, value in vars(function).items() if field not in model.unused}
 
 
 def table(folder: Folder, family: str, model: ModelConfig) -> list[Entry]:
@@ -280,25 +279,6 @@ def _count(shape: tuple[int, ...]) -> int:
 # --- Writing ---------------------------------------------------------------------------------------------------------
 
 
-def find_family(model: ModelConfig) -> str:
-    """The Hugging Face architecture that holds a model of ours.
-
-    Raises:
-        ValueError: none does.
-    """
-    reasons = []
-    for family, has in FAMILIES.items():
-        if set(model.layers) <= set(has.layers) and bool(has.experts) == (model.moe is not None):
-            try:
-                config_to_hf(family, model)
-            except ValueError as error:
-                reasons.append(str(error))
-            else:
-                return family
-    why = "; ".join(reasons) or f"none has layers {', '.join(sorted(set(model.layers)))}"
-    raise ValueError(f"no Hugging Face architecture holds this model: {why}")
-
-
 @torch.no_grad()
 def gather(model: nn.Module) -> Callable[[str], torch.Tensor]:
     """name -> the whole parameter, on every rank; every rank asks for the same names in the same order."""
@@ -314,10 +294,10 @@ def gather(model: nn.Module) -> Callable[[str], torch.Tensor]:
 def write_folder(
     path: Path,
     model: ModelConfig,
+    family: str,
     get: Callable[[str], torch.Tensor],
     *,
     dtype: torch.dtype | None,
-    family: str | None = None,
     like: Path | None = None,
     tokenizer: Path | None = None,
     extra: Mapping[str, object] | None = None,
@@ -328,21 +308,20 @@ def write_folder(
     Every rank calls this and gets each parameter in turn, of which one is held at a time; rank 0 writes.
 
     Args:
+        family: the architecture (models/families.py); where there is a `like`, its own.
         get: name -> the whole parameter; see `gather`.
         dtype: of every tensor; None: of the tensor of that name in `like`.
-        family: the architecture to write; by default that of `like`, or the first that holds the model.
         like: a folder of the same model, whose names, config.json and tensors of no concern to us (vision, multi-token
             prediction) are taken over; by default the names and the config.json are those that `transformers` writes.
         tokenizer: a folder (or a tokenizer.json in one) whose tokenizer files are copied; by default `like`.
         extra: keys of config.json beside the model's; with `like` its own stay.
 
     Raises:
-        ValueError: `like` is of another model; no architecture holds the model.
+        ValueError: `like` is of another model; the architecture cannot hold the model.
         OSError: on every rank, the folder could not be written.
     """
     path, temporary = Path(path), Path(path).with_name(f"{Path(path).name}.tmp")
     source = None if like is None else open_folder(like)
-    family = family or (find_family(model) if like is None else read_model(like)[0])
     found = entries(model, family) if source is None else table(source, family, model)
     copied = [] if source is None else _not_ours(source, family, model)
     writer = _Writer(temporary, _plan(found, dtype, source, copied), shard_bytes)

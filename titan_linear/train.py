@@ -44,13 +44,14 @@ from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, reduce_replicated, set_dtype
 from titan_linear.generate import Sampling, generate
-from titan_linear.hf_io import check_folder, find_family, gather, load_weights, read_model, write_folder
+from titan_linear.hf_io import check_folder, gather, load_weights, read_model, write_folder
 from titan_linear.launch import die_with_parent, under_launcher
 from titan_linear.metrics import MetricsLogger, is_logged, peak_memory_gib
+from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.presets import preset
+from titan_linear.models.presets import hf_family, preset
 from titan_linear.ops.implementations import chosen_implementations
 from titan_linear.optim import build_optimizer, gradient_norm, learning_rate, scale_gradients
 from titan_linear.profiling import profiler
@@ -58,7 +59,7 @@ from titan_linear.rundir import check_resume, lock_folder, write_config, write_m
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
-FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}  # of a model that several architectures hold
+
 T = TypeVar("T")
 
 
@@ -254,10 +255,9 @@ class Trainer:
         path = _checkpoints(self.config) / f"step-{self.step}-hf"
         tokenizer = tokenizer_path(self.config)
         write_folder(
-            path, self.model.config, gather(self.model), dtype=EXPORT_DTYPES[c.export_dtype],
-            family=export_family(self.config, self.model.config), like=Path(source) if source else None,
-            tokenizer=Path(tokenizer) if tokenizer else None,
-            extra={"eos_token_id": self.tokenizer.eos_id},
+            path, self.model.config, export_family(self.config, self.model.config), gather(self.model),
+            dtype=EXPORT_DTYPES[c.export_dtype], like=Path(source) if source else None,
+            tokenizer=Path(tokenizer) if tokenizer else None, extra={"eos_token_id": self.tokenizer.eos_id},
         )  # fmt: skip
         if dist.get_rank() == 0:
             print(f"exported '{path}'", flush=True)
@@ -362,10 +362,10 @@ def tokenizer_path(config: Config) -> str | None:
 
 
 def export_family(config: Config, model: ModelConfig) -> str:
-    """The architecture of the folder that holds a run's weights. ValueError: none does."""
-    if hf_assets(config):
-        return read_model(Path(hf_assets(config)))[0]
-    return FAMILY_OF.get(config.model.name) or find_family(model)
+    """The architecture as which a run's model is saved. ValueError: it cannot hold the model."""
+    family = read_model(Path(hf_assets(config)))[0] if hf_assets(config) else hf_family(config.model.name, model)
+    config_to_hf(family, model)
+    return family
 
 
 def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from tests.worlds import World
 from titan_linear.models.config import MoEConfig
@@ -89,6 +88,8 @@ def test_an_expert_without_tokens() -> None:
 
 def test_load_balance_loss_is_that_of_transformers() -> None:
     """Of one layer and one stream; ours is a sum over tokens."""
+    from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # slow to import: not in workers
+
     moe, x = build(replace(SOFTMAX, balance_coefficient=0.5)), inputs(37)
     ours = moe(x.unsqueeze(0), Packed(torch.arange(37)))[1]
     theirs = 0.5 * 37 * load_balancing_loss_func((x @ moe.router.weight.T,), 8, 3)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -147,17 +147,25 @@ def config_from_hf(config: Mapping[str, object]) -> tuple[str, ModelConfig]:
 def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str, object]:
     """The dict of a config.json. `extra` are keys that a model has no use for: dtype, eos_token_id (no tokens are
     special by default), max_position_embeddings, ... ValueError for a model that is not of this family."""
-    try:
-        written = FAMILIES[family].config_to_hf(config)
-    except KeyError as error:
-        raise ValueError(f"family = {family!r} is unknown; use one of {', '.join(FAMILIES)}") from error
-    ours, theirs = vars(config.canonical), vars(FAMILIES[family].config_from_hf(written).canonical)
-    if differing := [f"{f} = {ours[f]!r}" for f in ours if ours[f] != theirs[f]]:
-        raise ValueError(f"{family} cannot hold this model: {', '.join(differing)}")
+    if family not in FAMILIES:
+        raise ValueError(f"family = {family!r} is unknown; use one of {', '.join(FAMILIES)}")
+    written = FAMILIES[family].config_to_hf(config)
+    back = FAMILIES[family].config_from_hf(written)
+    config, back = without_training(config), without_training(back)
+    lost = [f for f in vars(config) if f not in config.unused and getattr(config, f) != getattr(back, f)]
+    if lost:
+        raise ValueError(f"{family} cannot hold this model: {', '.join(f'{f} = {getattr(config, f)!r}' for f in lost)}")
     tokens = dict.fromkeys(
         ("bos_token_id", "eos_token_id", "pad_token_id")
     )  # defaults in transformers: its own model's
     return {"architectures": [family], **written, **tokens, **extra}
+
+
+def without_training(config: ModelConfig) -> ModelConfig:
+    """Without what experts are balanced by, which is no part of the function that a model is."""
+    if config.moe is None:
+        return config
+    return replace(config, moe=replace(config.moe, balance_coefficient=0.0, bias_update_rate=0.0))
 
 
 # --- From the table to entries ---------------------------------------------------------------------------------------

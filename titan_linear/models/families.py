@@ -209,13 +209,12 @@ GDN_SIZES = dict(
 )  # fmt: skip
 
 
-def _qwen_from_hf(config: Json) -> ModelConfig:
+def _qwen_from_hf(config: Json, moe: bool) -> ModelConfig:
     key = _Keys(config)
     key.only("attn_output_gate", True)
     every = key("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(key("num_hidden_layers"))]
     theta, fraction = key.rope(10000.0, 0.25)
-    moe = "moe_intermediate_size" in config
     return ModelConfig(
         **_common(key), **{ours: key(theirs) for ours, theirs in GDN_SIZES.items()},
         pattern=key.pattern("attention", "gdn", default),
@@ -488,14 +487,14 @@ def _fla_attention(key: _Keys, dim: int) -> Json:
     spec.only("window_size", None)
     heads = spec("num_heads")
     options = dict(heads=heads, kv_heads=spec("num_kv_heads", None) or heads, head_dim=dim // heads,
-                   rope_theta=float(spec("rope_theta", None) or 10000.0))  # fmt: skip
+                   rope_theta=spec("rope_theta", 10000.0))  # fmt: skip
     return {"layers": layers, "options": options}
 
 
 def _fla_to_hf(config: ModelConfig, mixer: str) -> Json:
     softmax = [i for i, m in enumerate(config.layers) if m == "attention"]
     attn = dict(layers=softmax, num_heads=config.heads, num_kv_heads=config.kv_heads, qkv_bias=False, window_size=None,
-                rope_theta=config.rope_theta)  # fmt: skip
+                rope_theta=config.rope_theta or 10000.0)  # fmt: skip  # None is refused: see config_to_hf
     own = (
         dict(safe_gate=config.kda_lower_bound is not None, lower_bound=config.kda_lower_bound) if mixer == "kda" else {}
     )
@@ -513,17 +512,19 @@ VISION = (r"model\.visual\..*", r"mtp\..*")  # and multi-token prediction
 
 FAMILIES = {
     "Qwen3_5ForCausalLM": Family(
-        MODEL, {"gdn": QWEN3_5_GDN, "attention": QWEN_ATTENTION}, MLP, (), _qwen_from_hf,
+        MODEL, {"gdn": QWEN3_5_GDN, "attention": QWEN_ATTENTION}, MLP, (), lambda c: _qwen_from_hf(c, moe=False),
         lambda c: _qwen_to_hf(c, "qwen3_5_text"), ("model.", "model.language_model."), VISION,
         ("Qwen3_5ForConditionalGeneration",),
     ),
     "Qwen3_5MoeForCausalLM": Family(
-        MODEL, {"gdn": QWEN3_5_GDN, "attention": QWEN_ATTENTION}, MLP, QWEN_EXPERTS, _qwen_from_hf,
+        MODEL, {"gdn": QWEN3_5_GDN, "attention": QWEN_ATTENTION}, MLP, QWEN_EXPERTS,
+        lambda c: _qwen_from_hf(c, moe=True),
         lambda c: _qwen_to_hf(c, "qwen3_5_moe_text"), ("model.", "model.language_model."), VISION,
         ("Qwen3_5MoeForConditionalGeneration",),
     ),
     "Qwen3NextForCausalLM": Family(
-        MODEL, {"gdn": QWEN3_NEXT_GDN, "attention": QWEN_ATTENTION}, MLP, QWEN_EXPERTS, _qwen_from_hf,
+        MODEL, {"gdn": QWEN3_NEXT_GDN, "attention": QWEN_ATTENTION}, MLP, QWEN_EXPERTS,
+        lambda c: _qwen_from_hf(c, moe=True),
         lambda c: _qwen_to_hf(c, "qwen3_next"), ignored=(r"mtp\..*",),
     ),
     "OlmoHybridForCausalLM": Family(

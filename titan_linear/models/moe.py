@@ -80,9 +80,6 @@ class MoE(nn.Module):
         """x [B, T, dim] -> [B, T, dim], and this rank's part of the load-balance loss (None: not wanted)."""
         flat = x.flatten(0, 1)
         experts, weights, scores = self.router(flat)
-        if self.config.bias_update_rate and torch.is_grad_enabled():
-            loads = torch.bincount(experts.flatten(), minlength=self.config.num_experts)
-            self.loads = loads if self.loads is None else self.loads + loads
         y = self._routed(flat, experts, weights)
         if self.shared is not None:
             shared = self.shared(flat)
@@ -91,11 +88,18 @@ class MoE(nn.Module):
 
     def _routed(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Σ weight · expert(x) over each token's experts: copies of x are sorted by expert, and sorted back."""
-        counts = torch.bincount(experts.flatten(), minlength=self.config.num_experts)
-        order = experts.flatten().argsort(stable=True)  # [N·k]
+        by_expert, order = experts.flatten().sort(stable=True)  # [N·k]
+        ends = torch.searchsorted(by_expert, torch.arange(self.config.num_experts, device=x.device), right=True)
+        counts = ends.diff(prepend=ends.new_zeros(1))  # [E]; not bincount, for which CUDA waits
+        self._count(counts)
         y = self.experts(x[order // self.config.top_k], counts)
         y = y[order.argsort()].unflatten(0, (-1, self.config.top_k))  # [N, k, dim]
         return (weights.to(y.dtype).unsqueeze(1) @ y).squeeze(1)
+
+    def _count(self, counts: torch.Tensor) -> None:
+        """Loads of training alone. Activation checkpointing counts all of them twice, which leaves their order."""
+        if self.config.bias_update_rate and torch.is_grad_enabled():
+            self.loads = counts if self.loads is None else self.loads + counts
 
     def _balance_loss(self, experts: torch.Tensor, scores: torch.Tensor, packed: Packed) -> torch.Tensor | None:
         """coefficient · E · Σ_e f_e Σ_t p_te over the tokens here, f_e the share of the stream's tokens sent to e.

@@ -1,0 +1,62 @@
+"""Our model on given tensors, on one process or as a rank of several. Worker processes need not import transformers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+
+from titan_linear.loss import IGNORE
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.packed import Packed
+from titan_linear.ops import build_cp_context
+
+State = dict[str, torch.Tensor]
+
+
+def labels_of(tokens: torch.Tensor, bounds: list[int]) -> torch.Tensor:
+    """The next token, none at the last of each document."""
+    labels = tokens.roll(-1)
+    labels[torch.tensor(bounds[1:]) - 1] = IGNORE
+    return labels
+
+
+def run(config: ModelConfig, state: State, tokens: torch.Tensor, labels: torch.Tensor, packed: Packed) -> tuple:
+    """Logits [T, vocab], summed loss and gradients of our model."""
+    model = Decoder(config)
+    model.load_state_dict(state, strict=not config.tie_embeddings)
+    loss = model(tokens.unsqueeze(0), packed, labels.unsqueeze(0), loss_chunk=48)
+    loss.backward()
+    with torch.no_grad():
+        logits = model(tokens.unsqueeze(0), packed)[0]
+    return (
+        logits,
+        loss.item(),
+        {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()},
+    )
+
+
+def positions(bounds: list[int]) -> torch.Tensor:
+    return torch.cat([torch.arange(b - a) for a, b in pairwise(bounds)])
+
+
+def relative(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm().clamp(min=1e-30)).item() if b.any() else float(a.abs().max())
+
+
+def run_on_rank(
+    rank: int, world_size: int, config: ModelConfig, state: State, tokens: torch.Tensor, bounds: list[int], layout: str
+) -> tuple:
+    """This rank's tokens (global indices), its logits and loss, and gradients summed over the ranks."""
+    import torch.distributed as dist
+
+    stream = torch.tensor([*bounds, len(tokens)], dtype=torch.int32)  # padding is a last document
+    context = build_cp_context(stream, dist.group.WORLD, layout=layout)
+    mine = torch.cat([torch.arange(a, b) for a, b in context.fragments])
+    labels = labels_of(tokens, stream.tolist())
+    packed = Packed(context.position_ids, cp_context=context)
+    logits, loss, grads = run(config, state, tokens[mine], labels[mine], packed)
+    for grad in grads.values():
+        dist.all_reduce(grad)
+    return mine, logits, loss, grads
