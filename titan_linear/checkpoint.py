@@ -116,7 +116,7 @@ class Checkpointer:
         set_model_state_dict(model, state["model"], options=FLAT)
         set_optimizer_state_dict(model, optimizer, state["optimizer"] | rest, options=FLAT)
         self._saved = (step, True)
-        return json.loads((path / PROGRESS).read_text())
+        return read_progress(path)
 
     def load_weights(self, path: Path, model: nn.Module) -> None:
         """Load another run's weights in place, from a step-N folder or the newest in a folder of them.
@@ -273,6 +273,11 @@ def holds_optimizer(path: Path) -> bool:
     """Whether a run can go on from this checkpoint; otherwise it holds the weights only."""
     names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     return any(name.startswith("optimizer.") for name in names)
+
+
+def read_progress(path: Path) -> Progress:
+    """The numbers that the trainer saved with a checkpoint."""
+    return json.loads((path / PROGRESS).read_text())
 
 
 def _step_folders(folder: Path) -> dict[int, Path]:

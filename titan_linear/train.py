@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from titan_linear.checkpoint import Checkpointer, find_step, holds_optimizer, verify, weights_path
+from titan_linear.checkpoint import Checkpointer, find_step, holds_optimizer, read_progress, verify, weights_path
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import (
     IGNORE,
@@ -230,10 +230,9 @@ class Trainer:
             return
         model_only = last and self.config.checkpoint.last_save_model_only
         cursor = self.step * self.config.training.global_batch_size
-        self.checkpointer.save(
-            self.step, self.model, None if model_only else self.optimizer,
-            {"step": self.step, "cursor": cursor, "tokens": self._tokens(), "skipped": self.skipped},
-        )  # fmt: skip
+        progress = {"step": self.step, "cursor": cursor, "tokens": self._tokens(), "skipped": self.skipped}
+        data = {"corpus": self.streams.corpus.fingerprint, "tokenizer": self.tokenizer.fingerprint}
+        self.checkpointer.save(self.step, self.model, None if model_only else self.optimizer, progress | data)
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -283,15 +282,17 @@ def preflight(config: Config, world_size: int) -> None:
     tokenizer = build_tokenizer(config.model.tokenizer_path or None)
     check_heads(model_config(config, tokenizer), config)
     chosen_implementations(config.model.impl, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    for corpus in _corpora(config, tokenizer, show_progress=True):
+    corpora = _corpora(config, tokenizer, show_progress=True)
+    for corpus in corpora:
         verify_corpus(corpus)
         print(corpus.summary, flush=True)
     _streams(config, tokenizer)
     if config.checkpoint.enable:
-        _check_checkpoint(config)
+        _check_checkpoint(config, {"corpus": corpora[0].fingerprint, "tokenizer": tokenizer.fingerprint})
 
 
-def _check_checkpoint(config: Config) -> None:
+def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
+    """The checkpoint that the run will go on from is whole, has all it needs, and was made with this data."""
     c, folder = config.checkpoint, _checkpoints(config)
     step = find_step(folder, c.load_step)
     if step is None:
@@ -307,6 +308,13 @@ def _check_checkpoint(config: Config) -> None:
             f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can go on from it; "
             "start a new run with checkpoint.initial_load_path, or go on from an earlier checkpoint.load_step"
         )
+    progress = read_progress(folder / f"step-{step}")
+    for key, what in (("corpus", "training.dataset_path"), ("tokenizer", "model.tokenizer_path")):
+        if progress[key] != data[key]:
+            raise ValueError(
+                f"{what} gives another {key} than the run in {config.job.dump_folder!r} was trained on (fingerprints "
+                f"{data[key]} and {progress[key]}): restore it, or start a new run in another job.dump_folder"
+            )
 
 
 def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
