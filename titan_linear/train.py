@@ -7,6 +7,7 @@ train      steps, validation, metrics, checkpoints, until the last step or a sig
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -425,19 +426,28 @@ def _run(config: Config) -> int:
         timeout=timedelta(seconds=config.comm.init_timeout_seconds),
     )
     try:
-        trainer = Trainer(config)
-
-        def stop(number: int, _: FrameType | None) -> None:
-            trainer.stop_signal = number
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, stop)
-        trainer.train()
+        stopped = _train(config)
     finally:
+        # Groups live as long as a mesh refers to them, and threads of a group that outlive the interpreter abort it.
+        gc.collect()
         dist.destroy_process_group()
     if lock is not None:
         lock.close()
-    return 128 + trainer.stop_signal if trainer.stop_signal and not under_launcher() else 0
+    return 128 + stopped if stopped and not under_launcher() else 0
+
+
+def _train(config: Config) -> int:
+    """Build and train; the signal that ended it, or 0."""
+    trainer = Trainer(config)
+
+    def stop(number: int, _: FrameType | None) -> None:
+        trainer.stop_signal = number
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    trainer.train()
+    for number, handler in previous.items():
+        signal.signal(number, signal.SIG_IGN if trainer.stop_signal else handler)
+    return trainer.stop_signal
 
 
 if __name__ == "__main__":
