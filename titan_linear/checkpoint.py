@@ -47,6 +47,10 @@ BLOCK = 1 << 20  # bytes read at a time
 Progress = dict[str, int | float | str]  # what the trainer keeps beside tensors
 
 
+class SaveFailed(OSError):
+    """A save came to nothing, on every rank; earlier checkpoints stand."""
+
+
 class Checkpointer:
     """Saves and loads the checkpoints of one run. Every rank calls every method, in the same order.
 
@@ -76,7 +80,7 @@ class Checkpointer:
         """Save as step-N; without an optimizer the weights only. What this run has at this step already stays.
 
         Raises:
-            OSError: on every rank, this save (async: or the one before) failed on any rank; earlier checkpoints stand.
+            SaveFailed: this save (async: or the one before) failed on any rank.
         """
         self.wait()
         if self._saved in ((step, True), (step, optimizer is not None)):
@@ -93,7 +97,7 @@ class Checkpointer:
         """Finish an async save.
 
         Raises:
-            OSError: it failed.
+            SaveFailed: it failed.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -151,7 +155,7 @@ class Checkpointer:
         except (OSError, dcp.CheckpointException) as failure:  # the same on every rank
             if self.rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)  # the disk may be full
-            raise OSError(f"saving step-{step} in '{self.folder}' failed: {_reasons(failure)}") from failure
+            raise SaveFailed(f"saving step-{step} in '{self.folder}' failed: {_reasons(failure)}") from failure
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
         """Each rank's result of `work`, in order; a disk error of any rank is raised on all of them."""

@@ -23,7 +23,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from titan_linear.checkpoint import Checkpointer, find_step, holds_optimizer, read_progress, verify, weights_path
+from titan_linear.checkpoint import (
+    Checkpointer,
+    SaveFailed,
+    find_step,
+    holds_optimizer,
+    read_progress,
+    verify,
+    weights_path,
+)
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import (
     IGNORE,
@@ -405,8 +413,8 @@ def main(argv: list[str]) -> int:
     try:
         config = load_config(argv)
         return _run(config)
-    except (ValueError, NonFinite) as error:
-        if int(os.environ.get("RANK", "0")) == 0 or isinstance(error, ValueError):
+    except (ValueError, NonFinite, SaveFailed) as error:
+        if int(os.environ.get("RANK", "0")) == 0 or isinstance(error, ValueError):  # the others are alike on all ranks
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ValueError) else 3
 
