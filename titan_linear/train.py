@@ -70,7 +70,9 @@ class NonFinite(RuntimeError):
 
 class Trainer:
     def __init__(self, config: Config):
-        self.config, self.stop_signal = config, 0
+        self.config = config
+        self.signal = 0  # that this process has received
+        self.stop_signal = 0  # that all ranks have agreed on
         self.device = _device()
         replicate, shard = data_parallel_degrees(config, dist.get_world_size())
         self.dims = build_mesh(self.device.type, replicate, shard, config.parallelism.context_parallel_degree)
@@ -135,7 +137,7 @@ class Trainer:
         reduce_replicated(self.model)
         norm = gradient_norm(self.model.parameters(), self.dims.shard_group)
         # One reduction brings the loss and a signal that any rank has received: all ranks stop at the same step.
-        loss, self.stop_signal = self._sum_and_max(losses.double().sum(), self.stop_signal)
+        loss, self.stop_signal = self._sum_and_max(losses.double().sum(), self.signal)
         self.step += 1
         lr = learning_rate(self.step, self.config.optimizer.lr, self.config.lr_scheduler, t.steps)
         if self._is_finite(loss, norm.item(), losses, batches):
@@ -158,9 +160,9 @@ class Trainer:
         dist.all_reduce(total)
         return total.item()
 
-    def _sum_and_max(self, loss: torch.Tensor, stop_signal: int) -> tuple[float, int]:
+    def _sum_and_max(self, loss: torch.Tensor, number: int) -> tuple[float, int]:
         """(sum of the losses, the highest signal number) over all ranks, in one collective."""
-        row = torch.stack([loss, loss.new_tensor(float(stop_signal))])
+        row = torch.stack([loss, loss.new_tensor(float(number))])
         rows = row.new_empty(2 * dist.get_world_size())
         dist.all_gather_into_tensor(rows, row)
         return rows[0::2].sum().item(), int(rows[1::2].max().item())
@@ -172,21 +174,20 @@ class Trainer:
         if self.config.training.on_nonfinite == "skip":
             self.skipped += 1
             return False
-        bad = [b.streams for b, value in zip(batches, losses.tolist(), strict=True) if not math.isfinite(value)]
-        reports: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(reports, bad)
-        where = "; ".join(f"rank {r}: streams {', '.join(map(str, x))}" for r, x in enumerate(reports) if x)
-        streams = (self.step - 1) * self.config.training.global_batch_size
         raise NonFinite(
-            f"step {self.step}: loss = {loss}, gradient norm = {norm}; "
-            + (
-                f"the loss is not finite on {where}"
-                if where
-                else "every loss is finite, a gradient is not; the step's "
-            )
-            + ("" if where else f"streams are {streams} to {streams + self.config.training.global_batch_size - 1}")
-            + ". The weights are those of the step before; training.on_nonfinite = 'skip' goes past such steps"
+            f"step {self.step}: loss = {loss}, gradient norm = {norm}; {self._blame(losses, batches)}. The weights are "
+            "those of the step before; training.on_nonfinite = 'skip' goes past such steps"
         )
+
+    def _blame(self, losses: torch.Tensor, batches: list[Batch]) -> str:
+        """Which ranks found a loss that is not finite, and on which streams. Every rank calls it."""
+        bad = [i for b, x in zip(batches, losses.tolist(), strict=True) if not math.isfinite(x) for i in b.streams]
+        reports: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(reports, bad)
+        if any(reports):
+            return "; ".join(f"rank {r}: streams {', '.join(map(str, x))}" for r, x in enumerate(reports) if x)
+        first, G = (self.step - 1) * self.config.training.global_batch_size, self.config.training.global_batch_size
+        return f"every loss is finite, a gradient is not; the step's streams are {first} to {first + G - 1}"
 
     # --- The loop ----------------------------------------------------------------------------------------------------
 
@@ -449,7 +450,7 @@ def _train(config: Config) -> int:
     trainer = Trainer(config)
 
     def stop(number: int, _: FrameType | None) -> None:
-        trainer.stop_signal = number
+        trainer.signal = number
 
     previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
     trainer.train()
