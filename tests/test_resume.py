@@ -120,8 +120,9 @@ def test_a_signal_saves_and_stops(
     assert "Traceback" not in output
     reached = max(losses(tmp_path))
     assert reached < STEPS and (tmp_path / "checkpoint" / f"step-{reached}").is_dir()
-    finish(start(corpus, tmp_path, checkpoint__interval=1000))
-    assert losses(tmp_path) == uninterrupted
+    if number == signal.SIGTERM:  # a Ctrl-C comes to the workers as that too
+        finish(start(corpus, tmp_path, checkpoint__interval=1000))
+        assert losses(tmp_path) == uninterrupted
 
 
 @pytest.mark.parametrize(
