@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, KimiLinearConfig, KimiLinearForCa
 from tests.models import hf_models
 from tests.worlds import World
 from titan_linear import hf_io
+from titan_linear.checkpoint import SaveFailed
 from titan_linear.config import check_config, load_config
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
@@ -229,6 +230,8 @@ def test_a_run_from_a_folder_to_a_folder(
     checkpoint, exported = run / "checkpoint" / "step-5", run / "checkpoint" / "step-5-hf"
     losses = [json.loads(line)["loss"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1] < losses[0]
+    with pytest.raises(SystemExit):
+        preflight(load_config(argv), world_size=2)  # the run is finished
     assert convert.main(["to-hf", str(checkpoint), str(tmp_path / "out"), "--export-dtype", "source"]) == 0
     before, after = tensor_bytes(kimi), tensor_bytes(exported)
     assert after == tensor_bytes(tmp_path / "out")
@@ -406,7 +409,7 @@ def full_disk(rank: int, world_size: int, folder: Path, target: Path) -> str:
     hf_io._Writer.write = write
     try:
         write_folder(target, config, family, gather(model), dtype=None, like=folder)
-    except OSError as error:
+    except SaveFailed as error:
         return str(error)
     finally:
         hf_io._Writer.write = whole

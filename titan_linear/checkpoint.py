@@ -48,6 +48,10 @@ BLOCK = 1 << 20  # bytes read at a time
 Progress = dict[str, int | float | str]  # what the trainer keeps beside tensors
 
 
+class SaveFailed(OSError):
+    """A save came to nothing, on every rank; earlier checkpoints stand."""
+
+
 class Checkpointer:
     """Saves and loads the checkpoints of one run. Every rank calls every method, in the same order.
 
@@ -77,7 +81,7 @@ class Checkpointer:
         """Save as step-N; without an optimizer the weights only. What this run has at this step already stays.
 
         Raises:
-            OSError: on every rank, this save (async: or the one before) failed on any rank; earlier checkpoints stand.
+            SaveFailed: this save (async: or the one before) failed on any rank.
         """
         self.wait()
         if self._saved in ((step, True), (step, optimizer is not None)):
@@ -94,7 +98,7 @@ class Checkpointer:
         """Finish an async save.
 
         Raises:
-            OSError: it failed.
+            SaveFailed: it failed.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -117,7 +121,7 @@ class Checkpointer:
         set_model_state_dict(model, state["model"], options=FLAT)
         set_optimizer_state_dict(model, optimizer, state["optimizer"] | rest, options=FLAT)
         self._saved = (step, True)
-        return json.loads((path / PROGRESS).read_text())
+        return read_progress(path)
 
     def load_weights(self, path: Path, model: nn.Module) -> None:
         """Load another run's weights in place, from a step-N folder or the newest in a folder of them.
@@ -155,7 +159,7 @@ class Checkpointer:
         except (OSError, dcp.CheckpointException) as failure:  # the same on every rank
             if self.rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)  # the disk may be full
-            raise OSError(f"saving step-{step} in '{self.folder}' failed: {_reasons(failure)}") from failure
+            raise SaveFailed(f"saving step-{step} in '{self.folder}' failed: {_reasons(failure)}") from failure
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
         """Each rank's result of `work`, in order; a disk error of any rank is raised on all of them."""
@@ -321,6 +325,11 @@ def holds_optimizer(path: Path) -> bool:
     """Whether a run can go on from this checkpoint; otherwise it holds the weights only."""
     names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     return any(name.startswith("optimizer.") for name in names)
+
+
+def read_progress(path: Path) -> Progress:
+    """The numbers that the trainer saved with a checkpoint."""
+    return json.loads((path / PROGRESS).read_text())
 
 
 def _step_folders(folder: Path) -> dict[int, Path]:

@@ -28,7 +28,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_linear.checkpoint import sync
+from titan_linear.checkpoint import SaveFailed, sync
 from titan_linear.models.adapters import Entry, config_from_hf, config_to_hf, entries, ignored, without_training
 from titan_linear.models.config import ModelConfig
 
@@ -318,7 +318,7 @@ def write_folder(
 
     Raises:
         ValueError: `like` is of another model; the architecture cannot hold the model.
-        OSError: on every rank, the folder could not be written.
+        SaveFailed: on every rank, the folder could not be written.
     """
     path, temporary = Path(path), Path(path).with_name(f"{Path(path).name}.tmp")
     source = None if like is None else open_folder(like)
@@ -353,7 +353,7 @@ def _raise_everywhere(path: Path, temporary: Path, failure: OSError | None) -> N
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, 0)
     if outcome[0] is not None:
-        raise OSError(f"writing '{path}' failed: {outcome[0]}") from failure
+        raise SaveFailed(f"writing '{path}' failed: {outcome[0]}") from failure
 
 
 def _not_ours(source: Folder, family: str, model: ModelConfig) -> list[Tensor]:
