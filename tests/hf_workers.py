@@ -30,29 +30,30 @@ LARGE = replace(
     linear_head_dim=128, linear_v_head_dim=128,
 )  # fmt: skip
 EVERY = 100  # rows between the marks in a tensor
-GIB = 2**30
 
 
 def mark(name: str, row: int) -> float:
     return 1.0 + zlib.crc32(f"{name} {row}".encode()) % 1000
 
 
-def sharded(config: ModelConfig, world_size: int) -> Decoder:
+def sharded(config: ModelConfig, world_size: int, replicas: int = 1) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config)
     set_dtype(model, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    parallelize(model, build_mesh("cpu", 1, world_size, 1), ac_mode="full", policy=policy)
+    parallelize(model, build_mesh("cpu", replicas, world_size // replicas, 1), ac_mode="full", policy=policy)
     materialise(model, torch.device("cpu"))
     return model
 
 
-def in_and_out(rank: int, world_size: int, paths: list[tuple[Path, Path]]) -> list[dict[str, torch.Tensor]]:
+def in_and_out(
+    rank: int, world_size: int, paths: list[tuple[Path, Path]], replicas: int = 1
+) -> list[dict[str, torch.Tensor]]:
     """Load each folder, write it again; the loaded parameters."""
     states = []
     for source, target in paths:
         family, config = read_model(source)
-        model = sharded(config, world_size)
+        model = sharded(config, world_size, replicas)
         load_weights(source, model)
         write_folder(target, config, family, gather(model), dtype=None, like=source, shard_bytes=20_000)
         get = gather(model)
@@ -63,6 +64,13 @@ def in_and_out(rank: int, world_size: int, paths: list[tuple[Path, Path]]) -> li
 def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> None:
     os.environ["XDG_CACHE_HOME"] = cache
     Trainer(load_config(argv)).train()
+
+
+def go_on(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[int, torch.Tensor]:
+    """The step that a run comes back to, and its embedding there."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    trainer = Trainer(load_config(argv))
+    return trainer.step, gather(trainer.model)("embedding.weight")
 
 
 def full_disk(rank: int, world_size: int, folder: Path, target: Path) -> str:

@@ -110,6 +110,14 @@ def test_transformers_opens_it(name: str, rewritten: dict) -> None:
     assert all(torch.equal(tensor, theirs[n]) for n, tensor in model.state_dict().items())
 
 
+def test_in_and_out_with_replicas(
+    folders: Callable[[str], Path], worlds: Callable[[int], World], tmp_path: Path
+) -> None:
+    source = folders("FLA GDN")
+    worlds(4).run(workers.in_and_out, [(source, tmp_path / "out")], 2)
+    assert tensor_bytes(tmp_path / "out") == tensor_bytes(source)
+
+
 def test_what_is_not_ours_is_kept(folders: Callable[[str], Path], tmp_path: Path) -> None:
     """Vision and multi-token prediction come out as they went in; a copy of a tied embedding, stale, is left out."""
     source = tmp_path / "source"
@@ -197,6 +205,10 @@ def test_a_run_from_a_folder_to_a_folder(
     assert losses[-1] < losses[0]
     with pytest.raises(SystemExit):
         preflight(load_config(argv), world_size=2)  # the run is finished
+    longer = [*argv, "--training.steps", "6"]
+    embedding = load_file(exported / "model.safetensors")["model.embed_tokens.weight"]
+    for step, found in worlds(2).run(workers.go_on, longer, str(corpus.parent)):
+        assert step == 5 and torch.equal(found.bfloat16(), embedding)
     assert convert.main(["to-hf", str(checkpoint), str(tmp_path / "out"), "--export-dtype", "source"]) == 0
     before, after = tensor_bytes(kimi), tensor_bytes(exported)
     assert after == tensor_bytes(tmp_path / "out")
