@@ -13,7 +13,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from titan_linear import hf_io
-from titan_linear.checkpoint import SaveFailed
+from titan_linear.checkpoint import SaveFailed, weights
 from titan_linear.config import load_config
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
@@ -21,6 +21,7 @@ from titan_linear.hf_io import gather, load_weights, read_model, write_folder
 from titan_linear.models.adapters import entries
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.packed import Packed
 from titan_linear.models.presets import preset
 from titan_linear.train import Trainer
 
@@ -36,11 +37,11 @@ def mark(name: str, row: int) -> float:
     return 1.0 + zlib.crc32(f"{name} {row}".encode()) % 1000
 
 
-def sharded(config: ModelConfig, world_size: int, replicas: int = 1) -> Decoder:
+def sharded(config: ModelConfig, world_size: int, replicas: int = 1, dtype: torch.dtype = torch.float32) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config)
     set_dtype(model, torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
     parallelize(model, build_mesh("cpu", replicas, world_size // replicas, 1), ac_mode="full", policy=policy)
     materialise(model, torch.device("cpu"))
     return model
@@ -71,6 +72,20 @@ def go_on(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[int,
     os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
     return trainer.step, gather(trainer.model)("embedding.weight")
+
+
+def gathered_after_a_forward(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Parameters whose gathered values are not those that were loaded, once a forward in bfloat16 has run."""
+    _, config = read_model(folder)
+    model = sharded(config, world_size, dtype=torch.bfloat16)
+    load_weights(folder, model)
+    before = {name: gather(model)(name) for name in weights(model)}
+    with torch.no_grad():
+        model(torch.arange(9).unsqueeze(0), Packed(torch.arange(9)))
+    get = gather(model)
+    return [
+        name for name, value in before.items() if get(name).dtype != value.dtype or not torch.equal(get(name), value)
+    ]
 
 
 def full_disk(rank: int, world_size: int, folder: Path, target: Path) -> str:
@@ -119,6 +134,7 @@ def load_large(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]
     owned_bytes = marks = 0
     for name, p in model.named_parameters():
         local, first = hf_io.owned(p)
+        local = local.detach()
         owned_bytes += local.numel() * 4
         rows = [row for row in range(first, first + len(local)) if row % EVERY == 0]
         values = local.reshape(len(local), -1)

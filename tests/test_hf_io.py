@@ -27,7 +27,7 @@ from titan_linear.hf_io import gather, load_weights, open_folder, read_model, wr
 from titan_linear.models.adapters import config_to_hf, entries, state_from_hf
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.presets import hf_family, preset
+from titan_linear.models.presets import MODELS, preset
 from titan_linear.train import preflight
 from tools import convert, generate
 
@@ -55,9 +55,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
             if name in FLA:
                 model = Decoder(FLA[name])
                 initialise(model, seed=1)
-                write_folder(
-                    done[name], FLA[name], hf_family(name[4:].lower(), FLA[name]), gather(model), dtype=torch.float32
-                )
+                write_folder(done[name], FLA[name], hf_io.find_family(FLA[name]), gather(model), dtype=torch.float32)
             else:
                 hf_models.build(name).save_pretrained(done[name])
             tensors = load_file(done[name] / "model.safetensors")
@@ -116,6 +114,13 @@ def test_in_and_out_with_replicas(
     source = folders("FLA GDN")
     worlds(4).run(workers.in_and_out, [(source, tmp_path / "out")], 2)
     assert tensor_bytes(tmp_path / "out") == tensor_bytes(source)
+
+
+def test_what_is_written_is_not_what_was_computed_with(
+    folders: Callable[[str], Path], worlds: Callable[[int], World]
+) -> None:
+    """After a forward FSDP leaves the head whole, in bfloat16."""
+    assert worlds(2).run(workers.gathered_after_a_forward, folders("FLA KDA")) == [[], []]
 
 
 def test_what_is_not_ours_is_kept(folders: Callable[[str], Path], tmp_path: Path) -> None:
@@ -336,7 +341,7 @@ EXPORT = {"checkpoint__last_save_in_hf": "true"}
         ({**OURS, "model__name": "kda", "checkpoint__initial_load_path": "FLA KDA"}, "norm_eps = 1e-06"),
         ({"checkpoint__initial_load_path": "FLA KDA", "checkpoint__export_dtype": "source"}, "no effect without"),
         ({**OURS, **NOT_HF, "model__hf_assets_path": "x"}, "is the model of model.flavor = 'hf'"),
-        ({**OURS, **NOT_HF, **EXPORT}, "checkpoint.last_save_in_hf = true: KDAForCausalLM cannot hold"),
+        ({**OURS, **NOT_HF, **EXPORT}, "checkpoint.last_save_in_hf = true: no Hugging Face architecture"),
         ({**OURS, **NOT_HF, **EXPORT, "checkpoint__export_dtype": "source"}, "checkpoint.export_dtype = 'source'"),
         ({"checkpoint__initial_load_path": "FLA KDA", "model__vocab_size": 400}, "vocab_size = 320 .this run: 400"),
         ({"checkpoint__initial_load_path": "FLA KDA", "checkpoint__enable": "false"}, "initial_load"),
@@ -348,6 +353,23 @@ def test_keys_that_do_not_fit_are_refused(
     keys = {key: folders(value) if value in CASES else value for key, value in keys.items()}
     with pytest.raises(ValueError, match=message):
         preflight(load_config(arguments(corpus, tmp_path / "run", **keys)), world_size=2)
+
+
+def test_presets_have_an_architecture_or_none() -> None:
+    """The first that holds the model, options that it does not read aside."""
+    found = {}
+    for name, flavors in MODELS.items():
+        for flavor, model in flavors.items():
+            try:
+                found[f"{name} {flavor}"] = hf_io.find_family(model)
+            except ValueError as error:
+                found[f"{name} {flavor}"] = str(error)
+    assert found["kda 340M"] == "KDAForCausalLM" and found["gdn 1.3B"] == "GatedDeltaNetForCausalLM"
+    assert found["qwen3.5 2B"] == "Qwen3_5ForCausalLM" and found["qwen3.5 35B-A3B"] == "Qwen3_5MoeForCausalLM"
+    assert found["kimi-linear 48B-A3B"] == found["kimi-linear debug"] == "KimiLinearForCausalLM"
+    assert (
+        "rope_theta = None" in found["hybrid 340M"] and "none has layers attention, gdn, kda" in found["hybrid debug"]
+    )
 
 
 def test_commands_say_what_is_wrong(

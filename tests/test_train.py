@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,9 @@ from torch.distributed.tensor import DTensor
 
 from tests.worlds import World
 from titan_linear.config import load_config
-from titan_linear.train import NonFinite, Trainer, preflight
+from titan_linear.data import build_tokenizer
+from titan_linear.models.config import MoEConfig
+from titan_linear.train import NonFinite, Trainer, model_config, preflight
 
 STEPS = 20
 BASE = {
@@ -172,12 +175,29 @@ def test_mixtures_of_experts(
     keys = FLOAT64 | {"training.steps": 5, "model.name": name, "activation_checkpoint.mode": "full"}
     losses, norms, weights = one_process(keys)
     splits = ("accumulation", "dp 2", "dp 2 x cp 2", "cp 2 zig-zag")
-    for processes, split in (SPLITS[s] for s in splits):
+    for processes, split in [*(SPLITS[s] for s in splits), (1, {"activation_checkpoint.mode": "none"})]:
         got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split), str(corpus.parent))[0]
         assert worst(got[0], losses) < 1e-9 and worst(got[1], norms) < 1e-9
         assert max(((got[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9
     bias = weights.get("layers.1.mlp.router.selection_bias")
     assert (bias is not None and bool(bias.any())) == (name == "kimi-linear")
+
+
+def test_how_experts_are_balanced(corpus: Path) -> None:
+    """The configuration's word comes before the model's, and is refused where it means nothing."""
+
+    def moe(name: str, **keys: float) -> MoEConfig | None:
+        argv = arguments(corpus, {"model.name": name} | {f"training.expert_{k}": v for k, v in keys.items()})
+        return model_config(load_config(argv), build_tokenizer(None)).moe
+
+    assert (moe("kimi-linear").bias_update_rate, moe("qwen3.5").balance_coefficient) == (1e-3, 1e-2)
+    assert moe("kimi-linear", bias_update_rate=0.0, balance_coefficient=0.5) == replace(
+        moe("kimi-linear"), bias_update_rate=0.0, balance_coefficient=0.5
+    )
+    with pytest.raises(ValueError, match=r"training.expert_balance_coefficient .* has no experts"):
+        moe("hybrid", balance_coefficient=0.1)
+    with pytest.raises(ValueError, match=r"training.expert_bias_update_rate .* has no selection bias"):
+        moe("qwen3.5", bias_update_rate=0.1)
 
 
 def poisoned(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[str, bool, int]:

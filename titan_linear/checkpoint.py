@@ -86,7 +86,7 @@ class Checkpointer:
         self.wait()
         if self._saved in ((step, True), (step, optimizer is not None)):
             return
-        state = {"model": _weights(model)}
+        state = {"model": weights(model)}
         if optimizer is not None:
             state["optimizer"] = _optimizer_state(model, optimizer)[0]
         if self._thread is None:
@@ -116,7 +116,7 @@ class Checkpointer:
         path = self.folder / f"step-{find_step(self.folder, step)}"
         optimizer.zero_grad()  # with gradients around, DCP cannot make the state that it loads into
         moments, rest = _optimizer_state(model, optimizer)
-        state = {"model": _weights(model), "optimizer": moments}
+        state = {"model": weights(model), "optimizer": moments}
         _read(path, state, self.group)
         set_model_state_dict(model, state["model"], options=FLAT)
         set_optimizer_state_dict(model, optimizer, state["optimizer"] | rest, options=FLAT)
@@ -231,7 +231,7 @@ def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None =
     Raises:
         ValueError: there is no whole checkpoint, or it is of another model.
     """
-    state = {"model": _weights(model)}
+    state = {"model": weights(model)}
     _read(weights_path(path), state, group)
     set_model_state_dict(model, state["model"], options=FLAT)
 
@@ -383,7 +383,7 @@ def sync(path: Path) -> Path:
 # --- What is saved ---------------------------------------------------------------------------------------------------
 
 
-def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Weights by name, with no trace of wrappers in it; a tied weight once, by its first name."""
     state = get_model_state_dict(model)
     first = {name for name, _ in model.named_parameters()}

@@ -89,6 +89,10 @@ class Training(_Strict):
     """Type of gradient reductions. auto: float64 with training.dtype float64, else float32."""
     loss_chunk_size: int = Field(2048, ge=1)
     """Tokens whose logits exist at once, in the head and the loss."""
+    expert_balance_coefficient: float = Field(-1.0, ge=-1)
+    """Coefficient of the experts' load-balance loss; 0: none; -1: the model's."""
+    expert_bias_update_rate: float = Field(-1.0, ge=-1)
+    """How far a step moves the biases that choose experts, towards equal loads; 0: they stay; -1: the model's."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """A non-finite loss or gradient stops the run, or its step is skipped and counted. It never reaches the weights."""
     num_workers: int = Field(0, ge=0)

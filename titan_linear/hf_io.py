@@ -28,9 +28,10 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_linear.checkpoint import SaveFailed, sync
-from titan_linear.models.adapters import Entry, config_from_hf, config_to_hf, entries, ignored, without_training
+from titan_linear.checkpoint import SaveFailed, sync, weights
+from titan_linear.models.adapters import Entry, config_from_hf, config_to_hf, entries, ignored
 from titan_linear.models.config import ModelConfig
+from titan_linear.models.families import FAMILIES
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -120,16 +121,14 @@ def check_folder(path: Path, model: ModelConfig) -> None:
     family, theirs = read_model(path)
     theirs, ours = _identity(theirs), _identity(model)
     if theirs != ours:
-        fields = [f for f in ours if f in theirs and theirs[f] != ours[f]]
-        differing = ", ".join(f"{f} = {theirs[f]!r} (this run: {ours[f]!r})" for f in fields)
+        differing = ", ".join(f"{f} = {theirs[f]!r} (this run: {ours[f]!r})" for f in ours if theirs[f] != ours[f])
         raise ValueError(f"'{Path(path) / CONFIG}' is another model: {differing}; use model.flavor = 'hf'")
     table(open_folder(path), family, model)
 
 
 def _identity(model: ModelConfig) -> dict[str, Any]:
     """What two models of the same function agree in."""
-    function = replace(without_training(model), pattern=model.layers, init_std=0.0)
-    return {field: value for field, value in vars(function).items() if field not in model.unused}
+    return vars(replace(model.canonical, pattern=model.layers, init_std=0.0))
 
 
 def table(folder: Folder, family: str, model: ModelConfig) -> list[Entry]:
@@ -216,7 +215,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
         ValueError: the folder does not hold the model.
     """
     folder, (family, _) = open_folder(path), read_model(path)
-    parameters = dict(model.named_parameters())
+    parameters = weights(model)
     with ExitStack() as files:
         reader = Reader(folder, files)
         for entry in table(folder, family, model.config):
@@ -226,7 +225,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
 def owned(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
     """What this rank holds of a parameter: the local tensor, and where it begins in the first dimension."""
     if not isinstance(parameter, DTensor):
-        return parameter.detach(), 0
+        return parameter, 0
     local, first = parameter.to_local(), 0
     for dim, placement in enumerate(parameter.placements):
         if placement.is_shard():
@@ -279,13 +278,32 @@ def _count(shape: tuple[int, ...]) -> int:
 # --- Writing ---------------------------------------------------------------------------------------------------------
 
 
+def find_family(model: ModelConfig) -> str:
+    """The Hugging Face architecture that holds a model of ours.
+
+    Raises:
+        ValueError: none does.
+    """
+    reasons = []
+    for family, has in FAMILIES.items():
+        if set(model.layers) <= set(has.layers) and bool(has.experts) == (model.moe is not None):
+            try:
+                config_to_hf(family, model)
+            except ValueError as error:
+                reasons.append(str(error))
+            else:
+                return family
+    why = "; ".join(reasons) or f"none has layers {', '.join(sorted(set(model.layers)))}"
+    raise ValueError(f"no Hugging Face architecture holds this model: {why}")
+
+
 @torch.no_grad()
 def gather(model: nn.Module) -> Callable[[str], torch.Tensor]:
     """name -> the whole parameter, on every rank; every rank asks for the same names in the same order."""
-    parameters = dict(model.named_parameters())
+    parameters = weights(model)  # not its parameters, which after a forward may be whole and in the type of compute
 
     def get(name: str) -> torch.Tensor:
-        p = parameters[name].detach()
+        p = parameters[name]
         return p.full_tensor() if isinstance(p, DTensor) else p
 
     return get
@@ -324,6 +342,7 @@ def write_folder(
     source = None if like is None else open_folder(like)
     found = entries(model, family) if source is None else table(source, family, model)
     copied = [] if source is None else _not_ours(source, family, model)
+    config = _config_json(model, family, dtype, source, extra or {})
     writer = _Writer(temporary, _plan(found, dtype, source, copied), shard_bytes)
     failure: OSError | None = None
 
@@ -339,7 +358,6 @@ def write_folder(
     attempt(writer.begin)
     for entry in found:
         attempt(writer.write, entry, get(entry.name))
-    config = _config_json(model, family, dtype, source, extra or {})
     attempt(writer.finish, copied, config, tokenizer or like)
     attempt(_replace, temporary, path)
     _raise_everywhere(path, temporary, failure)
@@ -385,11 +403,12 @@ class _Writer:
     """The files of a folder. Their headers come first, so that every row has its place and is written as it comes."""
 
     def __init__(self, path: Path, plan: Mapping[str, tuple[str, tuple[int, ...], int]], shard_bytes: int):
-        groups: list[list[str]] = [[]]
+        groups, filled = [[]], 0
         for name, (_, _, size) in plan.items():
-            if groups[-1] and sum(plan[n][2] for n in groups[-1]) + size > shard_bytes:
-                groups.append([])
+            if groups[-1] and filled + size > shard_bytes:
+                groups, filled = [*groups, []], 0
             groups[-1].append(name)
+            filled += size
         names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
         self.path, self.plan, self.groups = path, plan, dict(zip(names if len(groups) > 1 else [SINGLE], groups))
         self.tensors: dict[str, Tensor] = {}

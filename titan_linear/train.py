@@ -54,14 +54,13 @@ from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, reduce_replicated, set_dtype
 from titan_linear.generate import Sampling, generate
-from titan_linear.hf_io import check_folder, gather, load_weights, read_model, write_folder
+from titan_linear.hf_io import check_folder, find_family, gather, load_weights, read_model, write_folder
 from titan_linear.launch import die_with_parent, under_launcher
 from titan_linear.metrics import MetricsLogger, is_logged, peak_memory_gib
-from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.presets import hf_family, preset
+from titan_linear.models.presets import preset
 from titan_linear.ops.implementations import chosen_implementations
 from titan_linear.optim import build_optimizer, gradient_norm, learning_rate, scale_gradients
 from titan_linear.profiling import profiler
@@ -69,7 +68,7 @@ from titan_linear.rundir import check_resume, lock_folder, write_config, write_m
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
-
+FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}  # of a model that several architectures hold
 T = TypeVar("T")
 
 
@@ -389,10 +388,10 @@ def tokenizer_path(config: Config) -> str | None:
 
 
 def export_family(config: Config, model: ModelConfig) -> str:
-    """The architecture as which a run's model is saved. ValueError: it cannot hold the model."""
-    family = read_model(Path(hf_assets(config)))[0] if hf_assets(config) else hf_family(config.model.name, model)
-    config_to_hf(family, model)
-    return family
+    """The architecture as which a run's model is saved. ValueError: none can hold it."""
+    if hf_assets(config):
+        return read_model(Path(hf_assets(config)))[0]
+    return FAMILY_OF.get(config.model.name) or find_family(model)
 
 
 def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
@@ -412,7 +411,23 @@ def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
             f"{what} is smaller than that of the tokenizer {tokenizer_path(config) or 'of bytes'!r}, "
             f"{tokenizer.vocab_size}; set {remedy}"
         )
-    return model
+    return balance_experts(model, config)
+
+
+def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:
+    """How the experts' loads are balanced: by the configuration where it says so, else as the model does."""
+    t = config.training
+    asked = {"balance_coefficient": t.expert_balance_coefficient, "bias_update_rate": t.expert_bias_update_rate}
+    asked = {field: value for field, value in asked.items() if value >= 0}
+    if not asked:
+        return model
+    if model.moe is None or (t.expert_bias_update_rate > 0 and not model.moe.selection_bias):
+        key, what = (next(iter(asked)), "experts") if model.moe is None else ("bias_update_rate", "selection bias")
+        raise ValueError(
+            f"training.expert_{key} is set, but model.name = {config.model.name!r}, model.flavor = "
+            f"{config.model.flavor!r} has no {what}; leave it at -1"
+        )
+    return replace(model, moe=replace(model.moe, **asked))
 
 
 def check_heads(model: ModelConfig, config: Config) -> None:

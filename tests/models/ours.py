@@ -46,7 +46,14 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
 
 
 def run_on_rank(
-    rank: int, world_size: int, config: ModelConfig, state: State, tokens: torch.Tensor, bounds: list[int], layout: str
+    rank: int,
+    world_size: int,
+    config: ModelConfig,
+    state: State,
+    tokens: torch.Tensor,
+    bounds: list[int],
+    layout: str,
+    softmax_method: str = "auto",
 ) -> tuple:
     """This rank's tokens (global indices), its logits and loss, and gradients summed over the ranks."""
     import torch.distributed as dist
@@ -55,7 +62,7 @@ def run_on_rank(
     context = build_cp_context(stream, dist.group.WORLD, layout=layout)
     mine = torch.cat([torch.arange(a, b) for a, b in context.fragments])
     labels = labels_of(tokens, stream.tolist())
-    packed = Packed(context.position_ids, cp_context=context)
+    packed = Packed(context.position_ids, cp_context=context, softmax_method=softmax_method)
     logits, loss, grads = run(config, state, tokens[mine], labels[mine], packed)
     for grad in grads.values():
         dist.all_reduce(grad)

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import KimiLinearConfig, KimiLinearForCausalLM, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+from transformers import (
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5TextConfig,
+)
 
 from tests.models import hf_models
 from tests.models.ours import State, labels_of, positions, relative, run, run_on_rank
@@ -26,7 +33,7 @@ DOCUMENTS = {"one document": [0, T], "packed": [0, 37, 38, 96, T]}
 @dataclass(frozen=True)
 class Case:
     family: str
-    config: ModelConfig
+    config: ModelConfig | None
     disk: State  # as saved by transformers
     live: State  # as in its module
     tokens: torch.Tensor  # [T]
@@ -83,9 +90,20 @@ def test_model_is_theirs(name: str, documents: str, case: Callable[[str], Case])
 def test_model_is_theirs_at_cp_2(
     name: str, documents: str, layout: str, case: Callable[[str], Case], worlds: Callable[[int], World]
 ) -> None:
-    c = case(name)
+    check_at_cp_2(case(name), documents, layout, "auto", worlds)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("method", ["ring", "allgather", "ulysses"])
+def test_latent_attention_by_every_method(
+    method: str, layout: str, case: Callable[[str], Case], worlds: Callable[[int], World]
+) -> None:
+    check_at_cp_2(case("Kimi-Linear"), "packed", layout, method, worlds)
+
+
+def check_at_cp_2(c: Case, documents: str, layout: str, method: str, worlds: Callable[[int], World]) -> None:
     tokens = torch.cat([c.tokens, torch.zeros(1, dtype=torch.int64)])  # to a multiple of 4
-    ranks = worlds(2).run(run_on_rank, c.config, c.state, tokens, DOCUMENTS[documents], layout)
+    ranks = worlds(2).run(run_on_rank, c.config, c.state, tokens, DOCUMENTS[documents], layout, method)
     logits = torch.empty(T + 1, hf_models.VOCAB)
     for mine, part, _, _ in ranks:
         logits[mine] = part
@@ -260,7 +278,22 @@ def fla_gdn(tmp_path: Path) -> tuple[Case, dict, State]:
     return c, written, tensors
 
 
-@pytest.mark.parametrize("make", [fla_kda, fla_gdn])
+def fla_attention(tmp_path: Path) -> tuple[Case, dict, State]:
+    """A Llama: FLA's softmax layers alone."""
+    sizes = hf_models.SIZES | hf_models.HEADS | dict(intermediate_size=48, rms_norm_eps=1e-6)
+    rope = {"rope_theta": 5000.0, "rope_type": "default"}
+    model = hf_models.randomise(LlamaForCausalLM(LlamaConfig(**sizes, rope_parameters=rope)))
+    attn = dict(layers=[0, 1], num_heads=4, num_kv_heads=2, qkv_bias=False, window_size=None, rope_theta=5000.0)
+    written = dict(architectures=["KDAForCausalLM"], num_heads=4, head_dim=8, expand_v=1.0, norm_eps=1e-6, attn=attn)
+    tokens, references = torch.randint(hf_models.VOCAB, (T,), generator=torch.Generator().manual_seed(1)), {}
+    for documents, bounds in DOCUMENTS.items():
+        logits, loss, grads = hf_models.reference(model, tokens, bounds)
+        references[documents] = logits, loss, rename(grads, BLOCK)
+    tensors = rename({n: t.detach() for n, t in model.state_dict().items()}, BLOCK)
+    return Case("KDAForCausalLM", None, tensors, tensors, tokens, references), written, tensors
+
+
+@pytest.mark.parametrize("make", [fla_kda, fla_gdn, fla_attention])
 def test_fla_models(make: Callable[[Path], tuple[Case, dict, State]], tmp_path: Path) -> None:
     c, written, tensors = make(tmp_path)
     common = dict(vocab_size=hf_models.VOCAB, hidden_size=32, num_hidden_layers=2, intermediate_size=48, conv_size=4,

@@ -6,9 +6,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from titan_linear.hf_io import find_family
 from titan_linear.models.adapters import config_from_hf, config_to_hf, entries
+from titan_linear.models.config import ModelConfig
 from titan_linear.models.init import count_parameters
-from titan_linear.models.presets import MODELS, PATTERNS, hf_family, preset
+from titan_linear.models.presets import MODELS, PATTERNS, preset
+from titan_linear.train import FAMILY_OF
 
 COUNTS = {
     ("qwen3.5", "0.8B"): 752_393_024,
@@ -24,6 +27,10 @@ COUNTS = {
 }  # fmt: skip
 
 
+def family_of(name: str, config: ModelConfig) -> str:
+    return FAMILY_OF.get(name) or find_family(config)
+
+
 def test_every_published_size_is_counted() -> None:
     assert set(COUNTS) == {(n, f) for n in MODELS if n not in PATTERNS for f in MODELS[n] if f != "debug"}
 
@@ -31,11 +38,11 @@ def test_every_published_size_is_counted() -> None:
 @pytest.mark.parametrize(("name", "flavor"), COUNTS)
 def test_parameter_counts(name: str, flavor: str) -> None:
     config = preset(name, flavor)
-    written = config_to_hf(hf_family(name, config), config)
+    written = config_to_hf(family_of(name, config), config)
     model_type = written.pop("model_type")
     with torch.device("meta"):
         theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **written))
-    assert type(theirs).__name__ == hf_family(name, config)
+    assert type(theirs).__name__ == family_of(name, config)
     assert count_parameters(config) == sum(p.numel() for p in theirs.parameters()) == COUNTS[name, flavor]
 
 
@@ -43,7 +50,7 @@ def test_parameter_counts(name: str, flavor: str) -> None:
 def test_adapters_of_the_large_ones(name: str, flavor: str) -> None:
     """The whole table, and that a rank of 64 asks for 1/64 of the elements."""
     config = preset(name, flavor)
-    table = entries(config, hf_family(name, config))
+    table = entries(config, family_of(name, config))
     whole = sum(e.num_rows * e.width for e in table)
     bias = 256 * 26 if name == "kimi-linear" else 0
     assert whole == COUNTS[name, flavor] + bias
@@ -90,10 +97,10 @@ def test_presets_can_be_saved(name: str, flavor: str) -> None:
     config = preset(name, flavor)
     if name == "hybrid":
         with pytest.raises(ValueError, match=r"KDAForCausalLM cannot hold this model: .*qk_norm = 'head'"):
-            config_to_hf(hf_family(name, config), config)
+            config_to_hf("KDAForCausalLM", config)
         return
-    family, back = config_from_hf(config_to_hf(hf_family(name, config), config))
-    assert family == hf_family(name, config)
+    family, back = config_from_hf(config_to_hf(family_of(name, config), config))
+    assert family == family_of(name, config)
     assert [(e.name, e.shape) for e in entries(back, family)] == [(e.name, e.shape) for e in entries(config, family)]
     if flavor != "debug" and name not in PATTERNS:
         assert back == config

@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import reduce
 from itertools import accumulate
 
 import torch
@@ -46,7 +47,7 @@ class Entry:
     @property
     def width(self) -> int:
         """Elements of a row, in ours and in every source."""
-        return self.shape[-1] if len(self.shape) > 1 else 1
+        return _width(self.shape)
 
     @property
     def num_rows(self) -> int:
@@ -60,7 +61,7 @@ class Entry:
         last = self.num_rows if last is None else last
         ends = list(accumulate(_rows(s.shape, self.width) for s in self.sources))
         ours = 0
-        for start, stop in self.rows or ((0, ends[-1]),):
+        for start, stop in self.rows or ((0, ends[-1]),):  # ours: the row where this run goes
             a, b = start + max(first - ours, 0), stop - max(ours + stop - start - last, 0)
             for source, end in zip(self.sources, ends):
                 begin = end - _rows(source.shape, self.width)
@@ -86,9 +87,7 @@ def entries(config: ModelConfig, family: str, on_disk: Shapes | None = None) -> 
         ours = {name: tuple(p.shape) for name, p in Decoder(config).named_parameters()}
     done, problems, used = {}, [], set()
     for spellings in _layouts(config, family, ours, on_disk):
-        layout = (
-            spellings[0] if on_disk is None else min(spellings, key=lambda s: len(_wrong(s, on_disk)) / len(s.sources))
-        )
+        layout = _spelling(spellings, on_disk)
         problems += [] if on_disk is None else _wrong(layout, on_disk)
         used |= {source.name for source in layout.sources}
         done |= {entry.name: entry for entry in _entries(layout, ours)}
@@ -109,11 +108,12 @@ def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
 
 
 def state_from_hf(tensors: Mapping[str, torch.Tensor], config: ModelConfig, family: str) -> dict[str, torch.Tensor]:
-    """Tensors of a folder -> our parameters by name, whole and each in its sources' dtype."""
+    """Tensors of a folder -> our parameters by name, whole and each in its sources' dtype (the wider of several)."""
     table = entries(config, family, {name: tuple(t.shape) for name, t in tensors.items()})
     state = {}
     for entry in table:
-        out = torch.empty(entry.num_rows, entry.width, dtype=tensors[entry.sources[0].name].dtype)
+        dtypes = (tensors[source.name].dtype for source, *_ in entry.pieces())
+        out = torch.empty(entry.num_rows, entry.width, dtype=reduce(torch.promote_types, dtypes))
         for source, start, stop, row in entry.pieces():
             out[row : row + stop - start] = tensors[source.name].reshape(-1, entry.width)[start:stop]
         state[entry.name] = out.view(entry.shape)
@@ -150,22 +150,11 @@ def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str,
     if family not in FAMILIES:
         raise ValueError(f"family = {family!r} is unknown; use one of {', '.join(FAMILIES)}")
     written = FAMILIES[family].config_to_hf(config)
-    back = FAMILIES[family].config_from_hf(written)
-    config, back = without_training(config), without_training(back)
-    lost = [f for f in vars(config) if f not in config.unused and getattr(config, f) != getattr(back, f)]
-    if lost:
-        raise ValueError(f"{family} cannot hold this model: {', '.join(f'{f} = {getattr(config, f)!r}' for f in lost)}")
-    tokens = dict.fromkeys(
-        ("bos_token_id", "eos_token_id", "pad_token_id")
-    )  # defaults in transformers: its own model's
+    ours, theirs = vars(config.canonical), vars(FAMILIES[family].config_from_hf(written).canonical)
+    if differing := [f"{f} = {ours[f]!r}" for f in ours if ours[f] != theirs[f]]:
+        raise ValueError(f"{family} cannot hold this model: {', '.join(differing)}")
+    tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # transformers' defaults are one model's
     return {"architectures": [family], **written, **tokens, **extra}
-
-
-def without_training(config: ModelConfig) -> ModelConfig:
-    """Without what experts are balanced by, which is no part of the function that a model is."""
-    if config.moe is None:
-        return config
-    return replace(config, moe=replace(config.moe, balance_coefficient=0.0, bias_update_rate=0.0))
 
 
 # --- From the table to entries ---------------------------------------------------------------------------------------
@@ -197,12 +186,11 @@ def _layouts(config: ModelConfig, family: str, ours: Shapes, on_disk: Shapes | N
 
 def _resolve(layout: Layout, mine: str, theirs: str, config: ModelConfig, ours: Shapes) -> _Resolved:
     names = tuple(mine + name for name in layout.ours)
-    width = ours[names[0]][-1] if len(ours[names[0]]) > 1 else 1
+    width = _width(ours[names[0]])
     counts = [_rows(ours[name], width) for name in names]
-    experts = range(config.moe.num_experts) if any("{e}" in t for t in layout.theirs) else range(1)
-    on_disk = [
-        (t if t.startswith("lm_head") else theirs + t).replace("{e}", str(e)) for e in experts for t in layout.theirs
-    ]
+    experts = range(config.moe.num_experts) if "{e}" in layout.theirs[0] else (0,)
+    prefixed = [t if t.startswith("lm_head") else theirs + t for t in layout.theirs]
+    on_disk = [t.replace("{e}", str(e)) for e in experts for t in prefixed]
     if len(on_disk) == len(names) and not layout.equal:
         rows = counts
     else:
@@ -210,6 +198,13 @@ def _resolve(layout: Layout, mine: str, theirs: str, config: ModelConfig, ours: 
         rows = [min(step, sum(counts) - i * step) for i in range(len(on_disk))]
     shapes = [layout.shape_on_disk(n, width, ours[names[0]]) for n in rows]
     return _Resolved(names, tuple(map(Source, on_disk, shapes)), getattr(config, layout.groups) if layout.groups else 1)
+
+
+def _spelling(spellings: list[_Resolved], on_disk: Shapes | None) -> _Resolved:
+    """The first of which everything is on disk, or else the one of which most is."""
+    if on_disk is None:
+        return spellings[0]
+    return min(spellings, key=lambda s: len(_wrong(s, on_disk)) / len(s.sources))
 
 
 def _wrong(layout: _Resolved, on_disk: Shapes) -> list[str]:
@@ -225,12 +220,16 @@ def _wrong(layout: _Resolved, on_disk: Shapes) -> list[str]:
 
 def _entries(layout: _Resolved, ours: Shapes) -> Iterator[Entry]:
     """Group g of the sources holds group g of each of our parameters in turn."""
-    width = ours[layout.ours[0]][-1] if len(ours[layout.ours[0]]) > 1 else 1
+    width = _width(ours[layout.ours[0]])
     sizes = [_rows(ours[name], width) // layout.groups for name in layout.ours]
     starts, group = [0, *accumulate(sizes)], sum(sizes)
     for name, size, start in zip(layout.ours, sizes, starts):
         runs = tuple((g * group + start, g * group + start + size) for g in range(layout.groups))
         yield Entry(name, ours[name], layout.sources, None if len(layout.ours) == 1 else runs)
+
+
+def _width(shape: tuple[int, ...]) -> int:
+    return shape[-1] if len(shape) > 1 else 1
 
 
 def _rows(shape: tuple[int, ...], width: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,16 @@ class MoEConfig:
     top_groups: int = 1
     balance_coefficient: float = 0.0  # of the load-balance loss
     bias_update_rate: float = 0.0  # per step, towards equal loads; 0: the bias stays as it is
+
+
+# Options that only these mixers read.
+OPTIONS = {
+    ("kda",): ("kda_lower_bound", "kda_gate_bias"),
+    ("kda", "gdn"): ("conv_size", "beta_range", "o_norm_eps"),
+    ("attention", "mla"): ("heads",),
+    ("attention",): ("kv_heads", "head_dim", "qk_norm", "rope_theta", "rotary_fraction", "output_gate"),
+    ("mla",): ("kv_rank", "nope_dim", "shared_k_dim", "mla_v_dim"),
+}
 
 
 @dataclass(frozen=True)
@@ -68,16 +78,13 @@ class ModelConfig:
         """The mixer of every layer."""
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
 
-    @property
-    def unused(self) -> set[str]:
-        """Fields that no layer reads."""
-        readers = {
-            "kda": {"kda_lower_bound", "kda_gate_bias"},
-            "attention": {"kv_heads", "head_dim", "qk_norm", "rope_theta", "rotary_fraction", "output_gate", "heads"},
-            "mla": {"kv_rank", "nope_dim", "shared_k_dim", "mla_v_dim", "heads"},
-        }
-        used = set().union(*(fields for mixer, fields in readers.items() if mixer in self.layers))
-        return set().union(*readers.values()) - used
-
     def has_experts(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.dense_layers
+
+    @property
+    def canonical(self) -> ModelConfig:
+        """The same model, with options that none of its mixers reads at their defaults, and none of its training."""
+        defaults = {field.name: field.default for field in fields(self)}
+        idle = [names for mixers, names in OPTIONS.items() if not set(mixers) & set(self.layers)]
+        moe = self.moe and replace(self.moe, balance_coefficient=0.0, bias_update_rate=0.0)
+        return replace(self, moe=moe, **{name: defaults[name] for names in idle for name in names})

@@ -188,6 +188,7 @@ def _common(key: _Keys) -> Json:
     """What every family but FLA's calls alike."""
     key.only("attention_bias", False)
     key.only("hidden_act", "silu", "swish")
+    key.only("quantization_config", None)
     return dict(
         vocab_size=key("vocab_size"), dim=key("hidden_size"), num_layers=key("num_hidden_layers"),
         heads=key("num_attention_heads"), norm_eps=key("rms_norm_eps"),
@@ -215,6 +216,7 @@ def _qwen_from_hf(config: Json, moe: bool) -> ModelConfig:
     every = key("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(key("num_hidden_layers"))]
     theta, fraction = key.rope(10000.0, 0.25)
+    moe = moe and key("num_experts") > 0
     return ModelConfig(
         **_common(key), **{ours: key(theirs) for ours, theirs in GDN_SIZES.items()},
         pattern=key.pattern("attention", "gdn", default),
@@ -254,7 +256,9 @@ def _qwen_to_hf(config: ModelConfig, model_type: str) -> Json:
             shared_expert_intermediate_size=moe.shared_hidden_dim, output_router_logits=moe.balance_coefficient > 0,
             router_aux_loss_coef=moe.balance_coefficient or 0.001,
         )  # fmt: skip
-    if model_type == "qwen3_next":
+    elif model_type != "qwen3_5_text":
+        written["num_experts"] = 0
+    if model_type == "qwen3_next" and moe is not None:
         written |= dict(norm_topk_prob=moe.normalise, mlp_only_layers=list(config.dense_layers), decoder_sparse_step=1)
     return written
 
@@ -487,14 +491,14 @@ def _fla_attention(key: _Keys, dim: int) -> Json:
     spec.only("window_size", None)
     heads = spec("num_heads")
     options = dict(heads=heads, kv_heads=spec("num_kv_heads", None) or heads, head_dim=dim // heads,
-                   rope_theta=spec("rope_theta", 10000.0))  # fmt: skip
+                   rope_theta=float(spec("rope_theta", None) or 10000.0))  # fmt: skip
     return {"layers": layers, "options": options}
 
 
 def _fla_to_hf(config: ModelConfig, mixer: str) -> Json:
     softmax = [i for i, m in enumerate(config.layers) if m == "attention"]
     attn = dict(layers=softmax, num_heads=config.heads, num_kv_heads=config.kv_heads, qkv_bias=False, window_size=None,
-                rope_theta=config.rope_theta or 10000.0)  # fmt: skip  # None is refused: see config_to_hf
+                rope_theta=config.rope_theta)  # fmt: skip
     own = (
         dict(safe_gate=config.kda_lower_bound is not None, lower_bound=config.kda_lower_bound) if mixer == "kda" else {}
     )

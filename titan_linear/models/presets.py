@@ -114,12 +114,3 @@ def preset(name: str, flavor: str, vocab_size: int | None = None) -> ModelConfig
         raise ValueError(f"model.flavor = {flavor!r} is unknown for {name!r}; use one of {', '.join(MODELS[name])}")
     config = MODELS[name][flavor]
     return config if vocab_size is None else replace(config, vocab_size=vocab_size)
-
-
-def hf_family(name: str, config: ModelConfig) -> str:
-    """The Hugging Face class as which a model of `model.name` is saved; that it can be is checked when it is."""
-    families = {"gdn": "GatedDeltaNetForCausalLM", "qwen3-next": "Qwen3NextForCausalLM",
-                "olmo-hybrid": "OlmoHybridForCausalLM", "kimi-linear": "KimiLinearForCausalLM"}  # fmt: skip
-    if name == "qwen3.5":
-        return "Qwen3_5MoeForCausalLM" if config.moe else "Qwen3_5ForCausalLM"
-    return families.get(name, "KDAForCausalLM")
