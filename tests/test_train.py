@@ -55,6 +55,12 @@ SPLITS = {
                            "parallelism.context_parallel_linear_method": "ulysses"}),
 }  # fmt: skip
 
+FLOAT64_ONLY = [
+    "HSDP x cp",
+    "cp 2 all heads",
+    *(f"cp 2 {method} zigzag" for method in ("ring", "allgather", "ulysses")),
+]
+
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
@@ -142,7 +148,7 @@ def test_float64_runs_are_equal(name: str, corpus: Path, worlds: Callable[[int],
     assert losses[-1] < losses[0] - 1  # it learns
 
 
-@pytest.mark.parametrize("name", SPLITS)
+@pytest.mark.parametrize("name", [name for name in SPLITS if name not in FLOAT64_ONLY])
 def test_float32_runs_are_equal(name: str, corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
     processes, keys = SPLITS[name]
     losses, norms, _ = one_process({})
@@ -220,7 +226,7 @@ def _local(x: torch.Tensor) -> torch.Tensor:
 def test_a_non_finite_loss_never_reaches_the_weights(corpus: Path, worlds: Callable[[int], World]) -> None:
     keys = {"training.local_batch_size": 2}
     for message, same, _ in worlds(2).run(poisoned, arguments(corpus, keys), str(corpus.parent)):
-        assert "step 2" in message and "rank 1: streams (6, 7)" in message and same
+        assert "step 2" in message and "rank 1: streams 6, 7." in message and same
     for message, same, skipped in worlds(2).run(
         poisoned, arguments(corpus, keys, {"training.on_nonfinite": "skip"}), str(corpus.parent)
     ):

@@ -48,6 +48,10 @@ BLOCK = 1 << 20  # bytes read at a time
 Progress = dict[str, int | float | str]  # what the trainer keeps beside tensors
 
 
+class SaveFailed(OSError):
+    """A save came to nothing, on every rank; earlier checkpoints stand."""
+
+
 class Checkpointer:
     """Saves and loads the checkpoints of one run. Every rank calls every method, in the same order.
 
@@ -77,12 +81,12 @@ class Checkpointer:
         """Save as step-N; without an optimizer the weights only. What this run has at this step already stays.
 
         Raises:
-            OSError: on every rank, this save (async: or the one before) failed on any rank; earlier checkpoints stand.
+            SaveFailed: this save (async: or the one before) failed on any rank.
         """
         self.wait()
         if self._saved in ((step, True), (step, optimizer is not None)):
             return
-        state = {"model": _weights(model)}
+        state = {"model": weights(model)}
         if optimizer is not None:
             state["optimizer"] = _optimizer_state(model, optimizer)[0]
         if self._thread is None:
@@ -94,7 +98,7 @@ class Checkpointer:
         """Finish an async save.
 
         Raises:
-            OSError: it failed.
+            SaveFailed: it failed.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
@@ -112,12 +116,12 @@ class Checkpointer:
         path = self.folder / f"step-{find_step(self.folder, step)}"
         optimizer.zero_grad()  # with gradients around, DCP cannot make the state that it loads into
         moments, rest = _optimizer_state(model, optimizer)
-        state = {"model": _weights(model), "optimizer": moments}
+        state = {"model": weights(model), "optimizer": moments}
         _read(path, state, self.group)
         set_model_state_dict(model, state["model"], options=FLAT)
         set_optimizer_state_dict(model, optimizer, state["optimizer"] | rest, options=FLAT)
         self._saved = (step, True)
-        return json.loads((path / PROGRESS).read_text())
+        return read_progress(path)
 
     def load_weights(self, path: Path, model: nn.Module) -> None:
         """Load another run's weights in place, from a step-N folder or the newest in a folder of them.
@@ -155,7 +159,7 @@ class Checkpointer:
         except (OSError, dcp.CheckpointException) as failure:  # the same on every rank
             if self.rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)  # the disk may be full
-            raise OSError(f"saving step-{step} in '{self.folder}' failed: {_reasons(failure)}") from failure
+            raise SaveFailed(f"saving step-{step} in '{self.folder}' failed: {_reasons(failure)}") from failure
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
         """Each rank's result of `work`, in order; a disk error of any rank is raised on all of them."""
@@ -227,7 +231,7 @@ def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None =
     Raises:
         ValueError: there is no whole checkpoint, or it is of another model.
     """
-    state = {"model": _weights(model)}
+    state = {"model": weights(model)}
     _read(weights_path(path), state, group)
     set_model_state_dict(model, state["model"], options=FLAT)
 
@@ -323,6 +327,11 @@ def holds_optimizer(path: Path) -> bool:
     return any(name.startswith("optimizer.") for name in names)
 
 
+def read_progress(path: Path) -> Progress:
+    """The numbers that the trainer saved with a checkpoint."""
+    return json.loads((path / PROGRESS).read_text())
+
+
 def _step_folders(folder: Path) -> dict[int, Path]:
     matches = [(re.fullmatch(r"step-(0|[1-9]\d*)", path.name), path) for path in folder.glob("step-*")]
     return {int(match[1]): path for match, path in matches if match}
@@ -374,7 +383,7 @@ def sync(path: Path) -> Path:
 # --- What is saved ---------------------------------------------------------------------------------------------------
 
 
-def _weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def weights(model: nn.Module) -> dict[str, torch.Tensor]:
     """Weights by name, with no trace of wrappers in it; a tied weight once, by its first name."""
     state = get_model_state_dict(model)
     first = {name for name, _ in model.named_parameters()}

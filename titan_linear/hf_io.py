@@ -28,7 +28,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_linear.checkpoint import sync
+from titan_linear.checkpoint import SaveFailed, sync, weights
 from titan_linear.models.adapters import Entry, config_from_hf, config_to_hf, entries, ignored
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families import FAMILIES
@@ -128,9 +128,7 @@ def check_folder(path: Path, model: ModelConfig) -> None:
 
 def _identity(model: ModelConfig) -> dict[str, Any]:
     """What two models of the same function agree in."""
-    canonical = model.canonical
-    moe = canonical.moe and replace(canonical.moe, balance_coefficient=0.0)
-    return vars(replace(canonical, pattern=canonical.layers, moe=moe, init_std=0.0))
+    return vars(replace(model.canonical, pattern=model.layers, init_std=0.0))
 
 
 def table(folder: Folder, family: str, model: ModelConfig) -> list[Entry]:
@@ -217,7 +215,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
         ValueError: the folder does not hold the model.
     """
     folder, (family, _) = open_folder(path), read_model(path)
-    parameters = dict(model.named_parameters())
+    parameters = weights(model)
     with ExitStack() as files:
         reader = Reader(folder, files)
         for entry in table(folder, family, model.config):
@@ -227,7 +225,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
 def owned(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
     """What this rank holds of a parameter: the local tensor, and where it begins in the first dimension."""
     if not isinstance(parameter, DTensor):
-        return parameter.detach(), 0
+        return parameter, 0
     local, first = parameter.to_local(), 0
     for dim, placement in enumerate(parameter.placements):
         if placement.is_shard():
@@ -302,10 +300,10 @@ def find_family(model: ModelConfig) -> str:
 @torch.no_grad()
 def gather(model: nn.Module) -> Callable[[str], torch.Tensor]:
     """name -> the whole parameter, on every rank; every rank asks for the same names in the same order."""
-    parameters = dict(model.named_parameters())
+    parameters = weights(model)  # not its parameters, which after a forward may be whole and in the type of compute
 
     def get(name: str) -> torch.Tensor:
-        p = parameters[name].detach()
+        p = parameters[name]
         return p.full_tensor() if isinstance(p, DTensor) else p
 
     return get
@@ -314,10 +312,10 @@ def gather(model: nn.Module) -> Callable[[str], torch.Tensor]:
 def write_folder(
     path: Path,
     model: ModelConfig,
+    family: str,
     get: Callable[[str], torch.Tensor],
     *,
     dtype: torch.dtype | None,
-    family: str | None = None,
     like: Path | None = None,
     tokenizer: Path | None = None,
     extra: Mapping[str, object] | None = None,
@@ -328,23 +326,23 @@ def write_folder(
     Every rank calls this and gets each parameter in turn, of which one is held at a time; rank 0 writes.
 
     Args:
+        family: the architecture (models/families.py); where there is a `like`, its own.
         get: name -> the whole parameter; see `gather`.
         dtype: of every tensor; None: of the tensor of that name in `like`.
-        family: the architecture to write; by default that of `like`, or the first that holds the model.
         like: a folder of the same model, whose names, config.json and tensors of no concern to us (vision, multi-token
             prediction) are taken over; by default the names and the config.json are those that `transformers` writes.
         tokenizer: a folder (or a tokenizer.json in one) whose tokenizer files are copied; by default `like`.
         extra: keys of config.json beside the model's; with `like` its own stay.
 
     Raises:
-        ValueError: `like` is of another model; no architecture holds the model.
-        OSError: on every rank, the folder could not be written.
+        ValueError: `like` is of another model; the architecture cannot hold the model.
+        SaveFailed: on every rank, the folder could not be written.
     """
     path, temporary = Path(path), Path(path).with_name(f"{Path(path).name}.tmp")
     source = None if like is None else open_folder(like)
-    family = family or (find_family(model) if like is None else read_model(like)[0])
     found = entries(model, family) if source is None else table(source, family, model)
     copied = [] if source is None else _not_ours(source, family, model)
+    config = _config_json(model, family, dtype, source, extra or {})
     writer = _Writer(temporary, _plan(found, dtype, source, copied), shard_bytes)
     failure: OSError | None = None
 
@@ -360,7 +358,6 @@ def write_folder(
     attempt(writer.begin)
     for entry in found:
         attempt(writer.write, entry, get(entry.name))
-    config = _config_json(model, family, dtype, source, extra or {})
     attempt(writer.finish, copied, config, tokenizer or like)
     attempt(_replace, temporary, path)
     _raise_everywhere(path, temporary, failure)
@@ -374,7 +371,7 @@ def _raise_everywhere(path: Path, temporary: Path, failure: OSError | None) -> N
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, 0)
     if outcome[0] is not None:
-        raise OSError(f"writing '{path}' failed: {outcome[0]}") from failure
+        raise SaveFailed(f"writing '{path}' failed: {outcome[0]}") from failure
 
 
 def _not_ours(source: Folder, family: str, model: ModelConfig) -> list[Tensor]:
@@ -406,11 +403,12 @@ class _Writer:
     """The files of a folder. Their headers come first, so that every row has its place and is written as it comes."""
 
     def __init__(self, path: Path, plan: Mapping[str, tuple[str, tuple[int, ...], int]], shard_bytes: int):
-        groups: list[list[str]] = [[]]
+        groups, filled = [[]], 0
         for name, (_, _, size) in plan.items():
-            if groups[-1] and sum(plan[n][2] for n in groups[-1]) + size > shard_bytes:
-                groups.append([])
+            if groups[-1] and filled + size > shard_bytes:
+                groups, filled = [*groups, []], 0
             groups[-1].append(name)
+            filled += size
         names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
         self.path, self.plan, self.groups = path, plan, dict(zip(names if len(groups) > 1 else [SINGLE], groups))
         self.tensors: dict[str, Tensor] = {}

@@ -7,6 +7,7 @@ train      steps, validation, metrics, checkpoints, until the last step or a sig
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import signal
@@ -24,7 +25,16 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from titan_linear.checkpoint import Checkpointer, find_step, holds_optimizer, verify, weights_path, whole_steps
+from titan_linear.checkpoint import (
+    Checkpointer,
+    SaveFailed,
+    find_step,
+    holds_optimizer,
+    read_progress,
+    verify,
+    weights_path,
+    whole_steps,
+)
 from titan_linear.config import Config, check_config, data_parallel_degrees, hf_assets, hf_weights, load_config
 from titan_linear.data import (
     IGNORE,
@@ -68,7 +78,9 @@ class NonFinite(RuntimeError):
 
 class Trainer:
     def __init__(self, config: Config):
-        self.config, self.stop_signal = config, 0
+        self.config = config
+        self.signal = 0  # that this process has received
+        self.stop_signal = 0  # that all ranks have agreed on
         self.device = _device()
         replicate, shard = data_parallel_degrees(config, dist.get_world_size())
         self.dims = build_mesh(self.device.type, replicate, shard, config.parallelism.context_parallel_degree)
@@ -136,7 +148,7 @@ class Trainer:
         reduce_replicated(self.model)
         norm = gradient_norm(self.model.parameters(), self.dims.shard_group)
         # One reduction brings the loss and a signal that any rank has received: all ranks stop at the same step.
-        loss, self.stop_signal = self._sum_and_max(losses.double().sum(), self.stop_signal)
+        loss, self.stop_signal = self._sum_and_max(losses.double().sum(), self.signal)
         self.step += 1
         lr = learning_rate(self.step, self.config.optimizer.lr, self.config.lr_scheduler, t.steps)
         if finite := self._is_finite(loss, norm.item(), losses, batches):
@@ -160,9 +172,9 @@ class Trainer:
         dist.all_reduce(total)
         return total.item()
 
-    def _sum_and_max(self, loss: torch.Tensor, stop_signal: int) -> tuple[float, int]:
+    def _sum_and_max(self, loss: torch.Tensor, number: int) -> tuple[float, int]:
         """(sum of the losses, the highest signal number) over all ranks, in one collective."""
-        row = torch.stack([loss, loss.new_tensor(float(stop_signal))])
+        row = torch.stack([loss, loss.new_tensor(float(number))])
         rows = row.new_empty(2 * dist.get_world_size())
         dist.all_gather_into_tensor(rows, row)
         return rows[0::2].sum().item(), int(rows[1::2].max().item())
@@ -174,21 +186,20 @@ class Trainer:
         if self.config.training.on_nonfinite == "skip":
             self.skipped += 1
             return False
-        bad = [b.streams for b, value in zip(batches, losses.tolist(), strict=True) if not math.isfinite(value)]
-        reports: list[list[tuple[int, ...]]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(reports, bad)
-        where = "; ".join(f"rank {r}: streams {', '.join(map(str, x))}" for r, x in enumerate(reports) if x)
-        streams = (self.step - 1) * self.config.training.global_batch_size
         raise NonFinite(
-            f"step {self.step}: loss = {loss}, gradient norm = {norm}; "
-            + (
-                f"the loss is not finite on {where}"
-                if where
-                else "every loss is finite, a gradient is not; the step's "
-            )
-            + ("" if where else f"streams are {streams} to {streams + self.config.training.global_batch_size - 1}")
-            + ". The weights are those of the step before; training.on_nonfinite = 'skip' goes past such steps"
+            f"step {self.step}: loss = {loss}, gradient norm = {norm}; {self._blame(losses, batches)}. The weights are "
+            "those of the step before; training.on_nonfinite = 'skip' goes past such steps"
         )
+
+    def _blame(self, losses: torch.Tensor, batches: list[Batch]) -> str:
+        """Which ranks found a loss that is not finite, and on which streams. Every rank calls it."""
+        bad = [i for b, x in zip(batches, losses.tolist(), strict=True) if not math.isfinite(x) for i in b.streams]
+        reports: list[list[int]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(reports, bad)
+        if any(reports):
+            return "; ".join(f"rank {r}: streams {', '.join(map(str, x))}" for r, x in enumerate(reports) if x)
+        first, G = (self.step - 1) * self.config.training.global_batch_size, self.config.training.global_batch_size
+        return f"every loss is finite, a gradient is not; the step's streams are {first} to {first + G - 1}"
 
     # --- The loop ----------------------------------------------------------------------------------------------------
 
@@ -213,6 +224,8 @@ class Trainer:
         if self.checkpointer:
             self.checkpointer.wait()
         if not self.stop_signal:
+            if config.checkpoint.last_save_in_hf:
+                self._export()
             self._sample()
         if logger:
             logger.close()
@@ -240,24 +253,20 @@ class Trainer:
         if self.checkpointer is None:
             return
         model_only = last and self.config.checkpoint.last_save_model_only
-        if last and self.config.checkpoint.last_save_in_hf:
-            self._export()  # before the checkpoint that finishes the run: a run that is killed here comes back to it
         cursor = self.step * self.config.training.global_batch_size
-        self.checkpointer.save(
-            self.step, self.model, None if model_only else self.optimizer,
-            {"step": self.step, "cursor": cursor, "tokens": self._tokens(), "skipped": self.skipped},
-        )  # fmt: skip
+        progress = {"step": self.step, "cursor": cursor, "tokens": self._tokens(), "skipped": self.skipped}
+        data = {"corpus": self.streams.corpus.fingerprint, "tokenizer": self.tokenizer.fingerprint}
+        self.checkpointer.save(self.step, self.model, None if model_only else self.optimizer, progress | data)
 
     def _export(self) -> None:
         """The weights as a Hugging Face folder, step-N-hf."""
         c, source = self.config.checkpoint, hf_weights(self.config)
-        path = _checkpoints(self.config) / f"step-{self.step}-hf"
+        path = _exported(self.config)
         tokenizer = tokenizer_path(self.config)
         write_folder(
-            path, self.model.config, gather(self.model), dtype=EXPORT_DTYPES[c.export_dtype],
-            family=export_family(self.config, self.model.config), like=Path(source) if source else None,
-            tokenizer=Path(tokenizer) if tokenizer else None,
-            extra={"eos_token_id": self.tokenizer.eos_id},
+            path, self.model.config, export_family(self.config, self.model.config), gather(self.model),
+            dtype=EXPORT_DTYPES[c.export_dtype], like=Path(source) if source else None,
+            tokenizer=Path(tokenizer) if tokenizer else None, extra={"eos_token_id": self.tokenizer.eos_id},
         )  # fmt: skip
         if dist.get_rank() == 0:
             print(f"exported '{path}'", flush=True)
@@ -310,22 +319,30 @@ def preflight(config: Config, world_size: int) -> None:
     tokenizer = build_tokenizer(tokenizer_path(config))
     model = model_config(config, tokenizer)
     check_heads(model, config)
+    _check_hugging_face(config, model)
     chosen_implementations(config.model.impl, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    for corpus in _corpora(config, tokenizer, show_progress=True):
+    corpora = _corpora(config, tokenizer, show_progress=True)
+    for corpus in corpora:
         verify_corpus(corpus)
         print(corpus.summary, flush=True)
     _streams(config, tokenizer)
     if config.checkpoint.enable:
-        _check_checkpoint(config, model)
+        _check_checkpoint(config, {"corpus": corpora[0].fingerprint, "tokenizer": tokenizer.fingerprint})
 
 
-def _check_checkpoint(config: Config, model: ModelConfig) -> None:
-    c, folder = config.checkpoint, _checkpoints(config)
+def _check_hugging_face(config: Config, model: ModelConfig) -> None:
+    """The folder that the run begins from holds the model; the one that it ends in can."""
+    c = config.checkpoint
     if c.last_save_in_hf:
         _key("checkpoint.last_save_in_hf = true", export_family, config, model)
-    step = find_step(folder, c.load_step)
-    if hf_weights(config) and (step is None or c.last_save_in_hf):
+    if hf_weights(config) and (c.last_save_in_hf or find_step(_checkpoints(config), c.load_step) is None):
         _key("checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model)
+
+
+def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
+    """The checkpoint that the run will go on from is whole, has all it needs, and was made with this data."""
+    c, folder = config.checkpoint, _checkpoints(config)
+    step = find_step(folder, c.load_step)
     if step is None:
         if c.initial_load_path and not c.initial_load_in_hf:
             verify(weights_path(Path(c.initial_load_path)))
@@ -333,12 +350,21 @@ def _check_checkpoint(config: Config, model: ModelConfig) -> None:
     verify(folder / f"step-{step}")
     if step >= config.training.steps and c.load_step == -1:
         print(f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}")
+        if c.last_save_in_hf and not _exported(config).exists():
+            print(f"its Hugging Face folder is not there; python -m tools.convert to-hf '{folder}' FOLDER makes one")
         raise SystemExit(0)
     if not holds_optimizer(folder / f"step-{step}"):
         raise ValueError(
             f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can go on from it; "
             "start a new run with checkpoint.initial_load_path, or go on from an earlier checkpoint.load_step"
         )
+    progress = read_progress(folder / f"step-{step}")
+    for key, what in (("corpus", "training.dataset_path"), ("tokenizer", "model.tokenizer_path")):
+        if progress[key] != data[key]:
+            raise ValueError(
+                f"{what} gives another {key} than the run in {config.job.dump_folder!r} was trained on (fingerprints "
+                f"{data[key]} and {progress[key]}): restore it, or start a new run in another job.dump_folder"
+            )
 
 
 def _key(key: str, check: Callable[..., T], *arguments: object) -> T:
@@ -362,7 +388,7 @@ def tokenizer_path(config: Config) -> str | None:
 
 
 def export_family(config: Config, model: ModelConfig) -> str:
-    """The architecture of the folder that holds a run's weights. ValueError: none does."""
+    """The architecture as which a run's model is saved. ValueError: none can hold it."""
     if hf_assets(config):
         return read_model(Path(hf_assets(config)))[0]
     return FAMILY_OF.get(config.model.name) or find_family(model)
@@ -455,6 +481,11 @@ def _checkpoints(config: Config) -> Path:
     return Path(config.job.dump_folder) / config.checkpoint.folder
 
 
+def _exported(config: Config) -> Path:
+    """The Hugging Face folder that a run leaves."""
+    return _checkpoints(config) / f"step-{config.training.steps}-hf"
+
+
 def _device() -> torch.device:
     if not torch.cuda.is_available():
         return torch.device("cpu")
@@ -479,8 +510,8 @@ def main(argv: list[str]) -> int:
     try:
         config = load_config(argv)
         return _run(config)
-    except (ValueError, NonFinite) as error:
-        if int(os.environ.get("RANK", "0")) == 0 or isinstance(error, ValueError):
+    except (ValueError, NonFinite, SaveFailed) as error:
+        if int(os.environ.get("RANK", "0")) == 0 or isinstance(error, ValueError):  # the others are alike on all ranks
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ValueError) else 3
 
@@ -500,19 +531,28 @@ def _run(config: Config) -> int:
         timeout=timedelta(seconds=config.comm.init_timeout_seconds),
     )
     try:
-        trainer = Trainer(config)
-
-        def stop(number: int, _: FrameType | None) -> None:
-            trainer.stop_signal = number
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, stop)
-        trainer.train()
+        stopped = _train(config)
     finally:
+        # Groups live as long as a mesh refers to them, and threads of a group that outlive the interpreter abort it.
+        gc.collect()
         dist.destroy_process_group()
     if lock is not None:
         lock.close()
-    return 128 + trainer.stop_signal if trainer.stop_signal and not under_launcher() else 0
+    return 128 + stopped if stopped and not under_launcher() else 0
+
+
+def _train(config: Config) -> int:
+    """Build and train; the signal that ended it, or 0."""
+    trainer = Trainer(config)
+
+    def stop(number: int, _: FrameType | None) -> None:
+        trainer.signal = number
+
+    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    trainer.train()
+    for number, handler in previous.items():
+        signal.signal(number, signal.SIG_IGN if trainer.stop_signal else handler)
+    return trainer.stop_signal
 
 
 if __name__ == "__main__":

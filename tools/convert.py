@@ -56,8 +56,8 @@ def to_hf(checkpoint: Path, folder: Path, export_dtype: str, like: str | None) -
     if export_dtype == "source" and not like:
         raise ValueError("--export-dtype source: this run did not begin from a Hugging Face folder; name one by --like")
     write_folder(
-        folder, model, stored_weights(checkpoint), dtype=EXPORT_DTYPES[export_dtype],
-        family=read_model(Path(like))[0] if like else export_family(run, model), like=Path(like) if like else None,
+        folder, model, read_model(Path(like))[0] if like else export_family(run, model), stored_weights(checkpoint),
+        dtype=EXPORT_DTYPES[export_dtype], like=Path(like) if like else None,
         tokenizer=Path(path) if path else None, extra={"eos_token_id": tokenizer.eos_id},
     )  # fmt: skip
 

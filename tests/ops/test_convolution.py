@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ops.cp.documents import EDGES, FLA_CONV
 from tests.ops.inputs import boundaries, gradients, leaves, relative_error
 from titan_linear.ops import causal_conv1d
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
@@ -28,6 +29,15 @@ def test_packed_documents_with_states(W: int, activation: str | None) -> None:
     want = gradients(list(direct_causal_conv1d(**x, **options)), x)
     for a, b in zip(got, want, strict=True):
         assert a.shape == b.shape and (b.numel() == 0 or relative_error(a, b) < 1e-12)
+
+
+@pytest.mark.parametrize("lengths", [*EDGES.values(), *FLA_CONV], ids=str)
+def test_document_lists_of_context_parallelism(lengths: list[int]) -> None:
+    x, cu = make(sum(lengths)), boundaries(lengths)
+    got = gradients([causal_conv1d(**x, cu_seqlens=cu, activation="silu")[0]], x)
+    want = gradients([direct_causal_conv1d(**x, cu_seqlens=cu, activation="silu")[0]], x)
+    for a, b in zip(got, want, strict=True):
+        assert relative_error(a, b) < 1e-12
 
 
 def test_batch_and_no_bias() -> None:

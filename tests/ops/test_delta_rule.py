@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ops.cp.documents import EDGES, FLA_CP2, FLA_CP4
 from tests.ops.inputs import boundaries, call, gradients, leaves, make_inputs, oracle, raw_gate_inputs, relative_error
 
 TOLERANCE = 1e-9
@@ -27,6 +28,14 @@ def compare(op: str, x: dict[str, torch.Tensor], *, lower_bound: float | None = 
 @pytest.mark.parametrize("gate", ["slow", "usual", "fast"])
 def test_packed_documents(op: str, gate: str) -> None:
     compare(op, make_inputs(op, sum(LENGTHS), gate=gate), cu=boundaries(LENGTHS))
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+@pytest.mark.parametrize(
+    "lengths", [*EDGES.values(), *([n // 10 for n in list_] for list_ in FLA_CP2 + FLA_CP4)], ids=str
+)
+def test_document_lists_of_context_parallelism(op: str, lengths: list[int]) -> None:
+    compare(op, make_inputs(op, sum(lengths), H=1, HV=2, K=8, V=6, gate="slow"), cu=boundaries(lengths))
 
 
 @pytest.mark.parametrize("gate", ["slow", "safe"])

@@ -1,0 +1,144 @@
+"""What the processes of tests/test_hf_io.py run; here, so that they need not import transformers."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import zlib
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from titan_linear import hf_io
+from titan_linear.checkpoint import SaveFailed, weights
+from titan_linear.config import load_config
+from titan_linear.distributed.mesh import build_mesh
+from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
+from titan_linear.hf_io import gather, load_weights, read_model, write_folder
+from titan_linear.models.adapters import entries
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.packed import Packed
+from titan_linear.models.presets import preset
+from titan_linear.train import Trainer
+
+KDA = replace(preset("kda", "debug"), norm_eps=1e-6)
+LARGE = replace(
+    KDA, vocab_size=65536, dim=4096, hidden_dim=14336, num_layers=6, linear_heads=32, linear_v_heads=32,
+    linear_head_dim=128, linear_v_head_dim=128,
+)  # fmt: skip
+EVERY = 100  # rows between the marks in a tensor
+
+
+def mark(name: str, row: int) -> float:
+    return 1.0 + zlib.crc32(f"{name} {row}".encode()) % 1000
+
+
+def sharded(config: ModelConfig, world_size: int, replicas: int = 1, dtype: torch.dtype = torch.float32) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(config)
+    set_dtype(model, torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    parallelize(model, build_mesh("cpu", replicas, world_size // replicas, 1), ac_mode="full", policy=policy)
+    materialise(model, torch.device("cpu"))
+    return model
+
+
+def in_and_out(
+    rank: int, world_size: int, paths: list[tuple[Path, Path]], replicas: int = 1
+) -> list[dict[str, torch.Tensor]]:
+    """Load each folder, write it again; the loaded parameters."""
+    states = []
+    for source, target in paths:
+        family, config = read_model(source)
+        model = sharded(config, world_size, replicas)
+        load_weights(source, model)
+        write_folder(target, config, family, gather(model), dtype=None, like=source, shard_bytes=20_000)
+        get = gather(model)
+        states.append({name: get(name) for name, _ in model.named_parameters()})
+    return states
+
+
+def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> None:
+    os.environ["XDG_CACHE_HOME"] = cache
+    Trainer(load_config(argv)).train()
+
+
+def go_on(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[int, torch.Tensor]:
+    """The step that a run comes back to, and its embedding there."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    trainer = Trainer(load_config(argv))
+    return trainer.step, gather(trainer.model)("embedding.weight")
+
+
+def gathered_after_a_forward(rank: int, world_size: int, folder: Path) -> list[str]:
+    """Parameters whose gathered values are not those that were loaded, once a forward in bfloat16 has run."""
+    _, config = read_model(folder)
+    model = sharded(config, world_size, dtype=torch.bfloat16)
+    load_weights(folder, model)
+    before = {name: gather(model)(name) for name in weights(model)}
+    with torch.no_grad():
+        model(torch.arange(9).unsqueeze(0), Packed(torch.arange(9)))
+    get = gather(model)
+    return [
+        name for name, value in before.items() if get(name).dtype != value.dtype or not torch.equal(get(name), value)
+    ]
+
+
+def full_disk(rank: int, world_size: int, folder: Path, target: Path) -> str:
+    family, config = read_model(folder)
+    model = sharded(config, world_size)
+    load_weights(folder, model)
+    whole, written = hf_io._Writer.write, []
+
+    def write(self: object, *arguments: object) -> None:
+        written.append(1)
+        if len(written) == 3:
+            raise OSError("No space left on device")
+        whole(self, *arguments)
+
+    hf_io._Writer.write = write
+    try:
+        write_folder(target, config, family, gather(model), dtype=None, like=folder)
+    except SaveFailed as error:
+        return str(error)
+    finally:
+        hf_io._Writer.write = whole
+    return ""
+
+
+def anonymous_memory() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.partition("RssAnon:")[2].split()[0]) * 1024
+
+
+def load_large(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]:
+    """(bytes that this rank owns, the most anonymous memory it had while loading, marks that it found in place)."""
+    peak, loading = [0], True
+
+    def watch() -> None:
+        while loading:
+            peak[0] = max(peak[0], anonymous_memory())
+            time.sleep(0.002)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    model = sharded(LARGE, world_size)
+    load_weights(folder, model)
+    loading = False
+    watcher.join()
+    names = {entry.name: next(entry.pieces())[0].name for entry in entries(LARGE, "KDAForCausalLM")}
+    owned_bytes = marks = 0
+    for name, p in model.named_parameters():
+        local, first = hf_io.owned(p)
+        local = local.detach()
+        owned_bytes += local.numel() * 4
+        rows = [row for row in range(first, first + len(local)) if row % EVERY == 0]
+        values = local.reshape(len(local), -1)
+        assert [values[row - first, 0].item() for row in rows] == [mark(names[name], row) for row in rows]
+        assert int(values.count_nonzero()) == len(rows)  # and nothing elsewhere
+        marks += len(rows)
+    return owned_bytes, peak[0], marks

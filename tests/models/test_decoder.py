@@ -1,0 +1,88 @@
+"""The decoder: sizes, initial weights, documents that do not see each other, generation against one forward."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from titan_linear.models.decoder import Decoder, LayerCache
+from titan_linear.models.init import count_parameters, initialise
+from titan_linear.models.packed import Packed
+from titan_linear.models.presets import preset
+
+
+def build(seed: int = 0) -> Decoder:
+    model = Decoder(preset("hybrid", "debug")).double()
+    initialise(model, seed)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "millions"),
+    [("kda", "340M", 354.2), ("gdn", "340M", 367.0), ("hybrid", "340M", 344.7),
+     ("kda", "1.3B", 1325.4), ("gdn", "1.3B", 1401.6), ("hybrid", "1.3B", 1293.6), ("hybrid", "debug", 0.578)],
+)  # fmt: skip
+def test_parameter_counts(name: str, flavor: str, millions: float) -> None:
+    assert count_parameters(preset(name, flavor)) / 1e6 == pytest.approx(millions, rel=1e-3)
+
+
+def test_unknown_presets_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"model.name = 'mamba'.*hybrid"):
+        preset("mamba", "debug")
+    with pytest.raises(ValueError, match=r"model.flavor = '7B'.*340M"):
+        preset("hybrid", "7B")
+
+
+def test_initial_weights() -> None:
+    """As published: normal matrices, unit norms, decays within their ranges; a function of seed and name alone."""
+    model, again, other = build(), build(), build(seed=1)
+    for (name, p), q, r in zip(model.named_parameters(), again.parameters(), other.parameters(), strict=True):
+        assert torch.equal(p, q)
+        constant = "norm" in name or name.endswith(".bias") or name == "layers.0.mixer.A_log"
+        assert torch.equal(p, r) == constant, name
+        if p.dim() == 2:
+            assert p.std().item() == pytest.approx(0.02, rel=0.25) and abs(p.mean().item()) < 0.004, name
+    kda, gdn = model.layers[0].mixer, model.layers[1].mixer
+    assert not kda.A_log.any()  # the bounded gate
+    assert (gdn.A_log.exp() > 0).all() and (gdn.A_log.exp() <= 16).all()
+    for mixer in (kda, gdn):
+        dt = torch.nn.functional.softplus(mixer.dt_bias)
+        assert dt.min() >= 1e-3 * (1 - 1e-6) and dt.max() <= 0.1 * (1 + 1e-6)
+
+
+def test_documents_do_not_touch_each_other() -> None:
+    model, cu = build(), torch.tensor([0, 3, 70, 71, 100])
+    positions = torch.cat([torch.arange(n) for n in cu.diff().tolist()])
+    tokens = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(0))
+    before = model(tokens, Packed(positions, cu_seqlens=cu))
+    for a, b in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+        changed = tokens.clone()
+        changed[:, a:b] = (changed[:, a:b] + 1) % 256
+        difference = (model(changed, Packed(positions, cu_seqlens=cu)) - before).abs()
+        assert difference[:, a:b].max() > 0
+        difference[:, a:b] = 0
+        assert difference.max() == 0.0
+
+
+def test_the_head_of_labels_is_the_loss_of_the_logits() -> None:
+    model = build()
+    tokens = torch.randint(0, 256, (1, 40), generator=torch.Generator().manual_seed(0))
+    labels = tokens.roll(-1, 1)
+    packed = Packed(torch.arange(40))
+    want = torch.nn.functional.cross_entropy(model(tokens, packed)[0], labels[0], reduction="sum")
+    assert model(tokens, packed, labels, loss_chunk=16).item() == pytest.approx(want.item(), rel=1e-12)
+    assert want.item() / 40 == pytest.approx(math.log(320), rel=0.02)  # it knows nothing yet
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("cuts", [[1] * 20, [7, 13], [19, 1]])
+def test_steps_with_a_cache_equal_one_forward(cuts: list[int]) -> None:
+    model = build()
+    tokens = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
+    caches, outputs, start = [LayerCache() for _ in model.layers], [], 0
+    for n in cuts:
+        outputs.append(model(tokens[:, start : start + n], Packed(torch.arange(start, start + n)), caches=caches))
+        start += n
+    torch.testing.assert_close(torch.cat(outputs, 1), model(tokens, Packed(torch.arange(20))), rtol=1e-9, atol=1e-12)

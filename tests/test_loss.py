@@ -1,0 +1,49 @@
+"""The chunked loss against cross-entropy on whole logits, in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from titan_linear.loss import IGNORE, chunked_cross_entropy
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 20, 64])
+def test_value_and_gradients(chunk: int) -> None:
+    rng = torch.Generator().manual_seed(0)
+    x = torch.randn(20, 8, generator=rng, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(11, 8, generator=rng, dtype=torch.float64, requires_grad=True)
+    labels = torch.randint(0, 11, (20,), generator=rng)
+    labels[::3] = IGNORE
+    want = F.cross_entropy(x @ weight.T, labels, ignore_index=IGNORE, reduction="sum")
+    got = chunked_cross_entropy(x, weight, labels, chunk)
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=0)
+    gradients = [torch.autograd.grad(loss / 3, [x, weight]) for loss in (got, want)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-14)
+
+
+def test_nothing_to_predict_is_zero() -> None:
+    x, weight = torch.randn(5, 4, requires_grad=True), torch.randn(6, 4, requires_grad=True)
+    loss = chunked_cross_entropy(x, weight, torch.full((5,), IGNORE), 2)
+    loss.backward()
+    assert loss == 0 and not x.grad.any() and not weight.grad.any()
+
+
+def test_logits_of_the_stream_never_exist_at_once() -> None:
+    """The largest tensor made in forward and backward is the weight's gradient, not [T, vocab]."""
+    T, D, vocab, chunk = 512, 4, 64, 16
+    x, weight = torch.randn(T, D, requires_grad=True), torch.randn(vocab, D, requires_grad=True)
+
+    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+        seen = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes = [t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+            Largest.seen = max([Largest.seen, *sizes])
+            return out
+
+    with Largest():
+        chunked_cross_entropy(x, weight, torch.zeros(T, dtype=torch.int64), chunk).backward()
+    assert Largest.seen == max(T * D, chunk * vocab, vocab * D)

@@ -1,0 +1,65 @@
+"""The schedule, the groups of the optimizer, and norms over sharded and replicated gradients."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.worlds import World
+from titan_linear.config import LRScheduler, Optimizer
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.presets import preset
+from titan_linear.optim import build_optimizer, gradient_norm, learning_rate, scale_gradients
+
+
+@pytest.mark.parametrize(
+    ("keys", "expected"),
+    [
+        ({"warmup_steps": 4}, {1: 0.25, 4: 1.0, 52: (1 + math.cos(math.pi / 2)) / 2 * 0.9 + 0.1, 100: 0.1}),
+        ({"warmup_steps": 0, "decay_type": "linear", "min_lr_factor": 0.0}, {1: 0.99, 50: 0.5, 100: 0.0}),
+        ({"warmup_steps": 10, "decay_ratio": 0.2, "decay_type": "linear"}, {10: 1.0, 80: 1.0, 90: 0.55, 100: 0.1}),
+        ({"warmup_steps": 0, "decay_ratio": 1.0, "decay_type": "sqrt", "min_lr_factor": 0.0}, {25: 0.5, 100: 0.0}),
+        ({"warmup_steps": 0, "decay_ratio": 0.0}, {1: 1.0, 100: 1.0}),
+        ({"warmup_steps": 10, "total_steps": 200, "decay_type": "linear", "min_lr_factor": 0.0}, {105: 0.5}),
+        ({"warmup_steps": 200}, {100: 0.5}),
+    ],
+)
+def test_learning_rate(keys: dict, expected: dict[int, float]) -> None:
+    for step, factor in expected.items():
+        assert learning_rate(step, 2.0, LRScheduler(**keys), steps=100) == pytest.approx(2 * factor)
+
+
+def test_only_matrices_decay() -> None:
+    model = Decoder(preset("hybrid", "debug"))
+    names = {id(p): name for name, p in model.named_parameters()}
+    decays = {
+        names[id(p)]: g["weight_decay"] for g in build_optimizer(model, Optimizer()).param_groups for p in g["params"]
+    }
+    assert set(decays) == set(names.values())
+    for name, decay in decays.items():
+        gate_or_scale = name.endswith((".A_log", ".dt_bias", ".bias")) or "norm" in name
+        assert decay == (0.0 if gate_or_scale else 0.1), name
+
+
+def norms(rank: int, world_size: int) -> tuple[float, float]:
+    """A sharded and a replicated gradient: their norm, and what is left of it after scaling to 1."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    sharded = nn.Parameter(distribute_tensor(torch.zeros(5, 2, dtype=torch.float64), mesh, [Shard(0)]))
+    whole = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    sharded.grad = distribute_tensor(torch.arange(10, dtype=torch.float64).view(5, 2), mesh, [Shard(0)])
+    whole.grad = torch.full((3,), 2.0, dtype=torch.float64)
+    norm = gradient_norm([sharded, whole], mesh.get_group())
+    scale_gradients([sharded, whole], norm, 1.0)
+    return norm.item(), gradient_norm([sharded, whole], mesh.get_group()).item()
+
+
+def test_norm_and_clipping_across_kinds_of_tensors(worlds: Callable[[int], World]) -> None:
+    want = math.sqrt(sum(i * i for i in range(10)) + 3 * 4)
+    for before, after in worlds(2).run(norms):
+        assert before == pytest.approx(want, rel=1e-14) and after == pytest.approx(1.0, rel=1e-6)
