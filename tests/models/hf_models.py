@@ -28,7 +28,8 @@ transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 VOCAB = 97
-SIZES = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, initializer_range=0.05)
+# The epsilon is large enough that a norm with another one shows.
+SIZES = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, initializer_range=0.05, rms_norm_eps=1e-3)
 HEADS = dict(num_attention_heads=4, num_key_value_heads=2)
 LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12)
 QWEN = SIZES | HEADS | LINEAR | dict(head_dim=16, layer_types=["linear_attention", "full_attention"])

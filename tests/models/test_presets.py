@@ -104,3 +104,12 @@ def test_presets_can_be_saved(name: str, flavor: str) -> None:
     assert [(e.name, e.shape) for e in entries(back, family)] == [(e.name, e.shape) for e in entries(config, family)]
     if flavor != "debug" and name not in PATTERNS:
         assert back == config
+
+
+def test_a_dense_qwen3_next() -> None:
+    """Without experts it is the function of a Qwen3.5, in other names."""
+    config = preset("qwen3.5", "0.8B")
+    family, back = config_from_hf(config_to_hf("Qwen3NextForCausalLM", config))
+    assert back == config
+    names = {s.name for e in entries(back, family) for s in e.sources}
+    assert "model.layers.0.linear_attn.in_proj_qkvz.weight" in names and "model.layers.0.mlp.up_proj.weight" in names

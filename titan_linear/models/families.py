@@ -68,12 +68,8 @@ def convolutions(prefix: str, *, thirds: bool = False) -> Spellings:
     return (Layout(ours, three, form="conv"), one, *equal)
 
 
-def gates(theirs: str, **options: str) -> tuple[Spellings, ...]:
-    """A_log and dt_bias."""
-    return (
-        (Layout(("mixer.A_log",), (f"{theirs}A_log",), **options),),
-        (Layout(("mixer.dt_bias",), (f"{theirs}dt_bias",)),),
-    )
+def gates(theirs: str) -> tuple[Spellings, ...]:
+    return tuple((Layout((f"mixer.{name}",), (f"{theirs}{name}",)),) for name in ("A_log", "dt_bias"))
 
 
 def swiglu(ours: str, *theirs: str) -> tuple[Spellings, ...]:
