@@ -384,6 +384,7 @@ def test_commands_say_what_is_wrong(
         (convert.main, ["to-hf", step, str(tmp_path / "out")], "has the config.toml of its run"),
         (convert.main, ["to-hf", str(tmp_path), str(tmp_path / "out")], "neither a whole checkpoint"),
         (convert.main, ["from-hf", str(tmp_path), str(tmp_path / "out")], "config.json': cannot be read"),
+        (convert.main, ["from-hf", folder, str(tmp_path / "checkpoints")], "holds checkpoints already"),
         (generate.main, [str(tmp_path), *prompt], "neither a whole checkpoint"),
         (generate.main, [folder, "--prompt", ""], "prompt '' has no tokens"),
         (generate.main, [folder, *prompt, "--tokenizer", "none.json"], "none.json does not exist"),

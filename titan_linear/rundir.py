@@ -31,8 +31,8 @@ CONFIG, MANIFEST, METRICS, LOCK = "config.toml", "manifest.json", "metrics.jsonl
 # the steps so far have computed.
 MAY_CHANGE = (
     "job.", "parallelism.", "checkpoint.", "activation_checkpoint.", "metrics.", "profiling.", "sample.", "comm.",
-    "model.impl", "training.steps", "training.local_batch_size", "training.loss_chunk_size", "training.on_nonfinite",
-    "training.num_workers", "lr_scheduler.total_steps", "validation.freq", "validation.steps",
+    "model.impl", "model.hf_assets_path", "training.steps", "training.local_batch_size", "training.loss_chunk_size",
+    "training.on_nonfinite", "training.num_workers", "lr_scheduler.total_steps", "validation.freq", "validation.steps",
     "validation.local_batch_size", "debug.deterministic",
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.checkpoint import Checkpointer, stored_weights, verify, weights_path
+from titan_linear.checkpoint import Checkpointer, stored_weights, verify, weights_path, whole_steps
 from titan_linear.config import hf_weights
 from titan_linear.data import build_tokenizer
 from titan_linear.hf_io import Reader, open_folder, read_model, table, write_folder
@@ -64,6 +64,8 @@ def to_hf(checkpoint: Path, folder: Path, export_dtype: str, like: str | None) -
 
 def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
     """Write CHECKPOINTS/step-0."""
+    if steps := whole_steps(checkpoints):
+        raise ValueError(f"'{checkpoints}' holds checkpoints already (step-{steps[-1]}); choose another folder")
     family, model = read_model(folder)
     source = open_folder(folder)
     found = table(source, family, model)
