@@ -34,11 +34,11 @@ def run_kernels(x, cu, *, gate="none", safe=False, norm=False, lower_bound=None,
     scale = scale or x["q"].shape[-1] ** -0.5
     q, k, v, g, beta, do = (x[n][None] for n in ("q", "k", "v", "g", "beta", "do"))
     cu = torch.tensor(cu, dtype=torch.int32, device=q.device)
-    gates = dict(A_log=x.get("A_log"), dt_bias=x.get("dt_bias"), lower_bound=lower_bound, gate=gate, l2norm=norm, scale=scale)
-    p = kda.prepare(q, k, g, beta, cu, safe_gate=safe, **gates)
+    gates = dict(A_log=x.get("A_log"), dt_bias=x.get("dt_bias"), lower_bound=lower_bound, gate=gate, safe_gate=safe, l2norm=norm, scale=scale)
+    p = kda.prepare(q, k, g, beta, cu, **gates)
     o, ht = kda.scan(p, v, cu, x.get("h0"))
     p = kda.recompute(q, k, g, beta, p.Aqk, p.Gn, cu, **gates)
-    grads = kda.backward(p, q, k, v, g, beta, do, cu, x.get("h0"), x.get("dht"), safe_gate=safe, **gates)
+    grads = kda.backward(p, q, k, v, g, beta, do, cu, x.get("h0"), x.get("dht"), **gates)
     out = dict(zip(NAMES, (o, ht, *grads)))
     return {n: t[0] if n in ("o", "dq", "dk", "dv", "dg", "dbeta") else t for n, t in out.items()}
 

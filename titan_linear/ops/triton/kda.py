@@ -22,7 +22,7 @@ from torch import Tensor
 
 from titan_linear.ops.triton.common import CHUNK, chunk_table, compute_dtype, max_chunks
 from titan_linear.ops.triton.kda_bwd import gradient_kernel, reverse_scan_kernel
-from titan_linear.ops.triton.kda_fwd import prepare_kernel, scan_kernel
+from titan_linear.ops.triton.kda_fwd import prepare_kernel, recompute_kernel, scan_kernel
 
 HEAD_DIMS = (32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -43,6 +43,7 @@ CONFIGS: dict[str, dict[tuple[int, int, int], Config]] = {
     kernel: {(K, V, size): make(K, V, size) for K in HEAD_DIMS for V in HEAD_DIMS for size in (2, 4)}
     for kernel, make in {
         "prepare": lambda K, V, size: Config(min(K, 64 if size == 2 else 32), 0, 4, 1),
+        "recompute": lambda K, V, size: Config(min(K, 64 if size == 2 else 32), 0, 4, 1),
         "scan": lambda K, V, size: Config(K, min(V, 64) if size == 2 else 16, 4, 2 if size == 2 else 1),
         "reverse_scan": lambda K, V, size: Config(K, min(V, 64) if size == 2 else 16, 4, 2 if size == 2 else 1),
         "gradient": lambda K, V, size: Config(min(K, 64 if size == 2 else 32), min(V, 64 if size == 2 else 32), 4, 1),
@@ -56,9 +57,9 @@ class Prepared(NamedTuple):
 
     first: Tensor  # [N] int32, each entry's first chunk
     chunks: Tensor  # [NT, 2] int32, first token and number of tokens
-    qg: Tensor  # [NT, HV, C, K] scale·q·2^Γ
-    kn: Tensor  # [NT, HV, C, K] −k·2^Γ
-    kg: Tensor  # [NT, HV, C, K] k·2^(γ−Γ)
+    qg: Tensor  # [NT, HV, K, C] scale·q·2^Γ
+    kn: Tensor  # [NT, HV, K, C] −k·2^Γ
+    kg: Tensor  # [NT, HV, K, C] k·2^(γ−Γ)
     decay: Tensor  # [NT, HV, K] fp32, 2^γ
     b: Tensor  # [NT, HV, C] fp32, β
     Aqk: Tensor  # [NT, HV, C, C]
@@ -92,20 +93,19 @@ def _tiles(g: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Empty qg, kn, kg, decay, b, Aqk, Gn for gates g [B, T, HV, K]."""
     B, T, HV, K = g.shape
     NT = max_chunks(B * T, cu_seqlens.shape[0] - 1)
-    keys = [g.new_empty(NT, HV, CHUNK, K, dtype=dtype) for _ in range(3)]
+    keys = [g.new_empty(NT, HV, K, CHUNK, dtype=dtype) for _ in range(3)]
     small = [g.new_empty(NT, HV, dim, dtype=torch.float32) for dim in (K, CHUNK)]
     return keys + small + [g.new_empty(NT, HV, CHUNK, CHUNK, dtype=dtype) for _ in range(2)]
 
 
-def _prepare(q, k, g, beta, A_log, dt_bias, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm, solve) -> None:
-    H, HV, K = q.shape[2], *g.shape[2:]
-    CT = compute_dtype(q.dtype)
-    config = CONFIGS["prepare"][K, K, CT.itemsize]
+def _launch_prepare(kernel, name, x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm) -> None:
+    """x = (q, k, g, beta, A_log, dt_bias); kernel: prepare_kernel or recompute_kernel."""
+    H, (HV, K), CT = x[0].shape[2], x[2].shape[2:], compute_dtype(x[0].dtype)
+    config = CONFIGS[name][K, K, CT.itemsize]
     if chunks.shape[0] > 0:
-        prepare_kernel[HV, chunks.shape[0]](
-            q, k, g, beta, A_log, dt_bias, chunks, scale, lower_bound, *tiles, H, HV, K=K, BK=config.BK,
-            CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, SOLVE=solve,
-            num_warps=config.warps, num_stages=config.stages,
+        kernel[2 if name == "prepare" else K // config.BK, HV, chunks.shape[0]](
+            *x, chunks, scale, lower_bound, *tiles, H=H, HV=HV, K=K, BK=config.BK, CT=TRITON_DTYPE[CT],
+            GATE=gate, SAFE=safe_gate, L2NORM=l2norm, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
 
 
@@ -116,7 +116,8 @@ def _prepare_op(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     chunks, first = chunk_table(cu_seqlens, q.shape[0] * q.shape[1])
     tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))
-    _prepare(q, k, g, beta, A_log, dt_bias, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm, True)
+    x = (q, k, g, beta, A_log, dt_bias)
+    _launch_prepare(prepare_kernel, "prepare", x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
     return first, chunks, *tiles
 
 
@@ -129,32 +130,30 @@ def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, gate, safe_
 @torch.library.custom_op("titan_linear::kda_recompute", mutates_args=())
 def _recompute_op(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor,
-    scale: float, lower_bound: float, gate: int, l2norm: bool,
+    scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     chunks, first = chunk_table(cu_seqlens, q.shape[0] * q.shape[1])
     tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))[:5]
-    unused = [tiles[0], tiles[0]]
-    _prepare(
-        q, k, g, beta, A_log, dt_bias, chunks, tiles + unused, scale, lower_bound, gate, True, l2norm, False
-    )  # fmt: skip
+    x = (q, k, g, beta, A_log, dt_bias)
+    _launch_prepare(recompute_kernel, "recompute", x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
     return first, chunks, *tiles
 
 
 @_recompute_op.register_fake
-def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, gate, l2norm):
+def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, gate, safe_gate, l2norm):
     tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))[:5]
     return cu_seqlens.new_empty(cu_seqlens.shape[0] - 1), cu_seqlens.new_empty(tiles[0].shape[0], 2), *tiles
 
 
 def _scan(v, cu_seqlens, entries, first, tiles, h0, o, ht, h, r, V: int) -> None:
     """Launches scan_kernel; None leaves an input out or an output unwritten."""
-    HV, _, K = tiles[0].shape[1:]
+    HV, K = tiles[0].shape[1:3]
     CT = tiles[0].dtype
     config = CONFIGS["scan"][K, V, CT.itemsize]
     entry_count = first.shape[0] if entries is None else entries.shape[0]
     if entry_count > 0:
         scan_kernel[V // config.BV, entry_count * HV](
-            v, cu_seqlens, entries, first, *tiles, h0, o, ht, h, r, HV, K=K, V=V, BV=config.BV, CT=TRITON_DTYPE[CT],
+            v, cu_seqlens, entries, first, *tiles, h0, o, ht, h, r, HV=HV, K=K, V=V, BV=config.BV, CT=TRITON_DTYPE[CT],
             STAGES=config.stages, LISTED=entries is not None, HAS_V=v is not None, HAS_H0=h0 is not None,
             OUTPUT=o is not None, FINAL=ht is not None, KEEP=h is not None,
             num_warps=config.warps, num_stages=config.stages,
@@ -167,14 +166,14 @@ def _scan_op(
     Aqk: Tensor, Gn: Tensor, initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     o = torch.empty_like(v)
-    ht = v.new_empty(first.shape[0], v.shape[2], qg.shape[3], v.shape[3], dtype=torch.float32)
+    ht = v.new_empty(first.shape[0], v.shape[2], qg.shape[2], v.shape[3], dtype=torch.float32)
     _scan(v, cu_seqlens, None, first, (qg, kn, kg, decay, b, Aqk, Gn), initial_state, o, ht, None, None, v.shape[3])
     return o, ht
 
 
 @_scan_op.register_fake
 def _(v, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, initial_state):
-    ht = v.new_empty(first.shape[0], v.shape[2], qg.shape[3], v.shape[3], dtype=torch.float32)
+    ht = v.new_empty(first.shape[0], v.shape[2], qg.shape[2], v.shape[3], dtype=torch.float32)
     return torch.empty_like(v), ht
 
 
@@ -183,7 +182,7 @@ def _boundary_op(
     v: Tensor, cu_seqlens: Tensor, first: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor,
     Aqk: Tensor, Gn: Tensor, entries: Tensor, need_m: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    HV, V, K = *v.shape[2:], qg.shape[3]
+    HV, V, K = *v.shape[2:], qg.shape[2]
     tiles = (qg, kn, kg, decay, b, Aqk, Gn)
     S_ext = v.new_empty(entries.shape[0], HV, K, V, dtype=torch.float32)
     _scan(v, cu_seqlens, entries, first, tiles, None, None, S_ext, None, None, V)
@@ -196,7 +195,7 @@ def _boundary_op(
 
 @_boundary_op.register_fake
 def _(v, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, entries, need_m):
-    F, HV, V, K = entries.shape[0], *v.shape[2:], qg.shape[3]
+    F, HV, V, K = entries.shape[0], *v.shape[2:], qg.shape[2]
     return (
         v.new_empty(F, HV, K, V, dtype=torch.float32),
         v.new_empty(F if need_m else 0, HV, K, K, dtype=torch.float32),
@@ -204,13 +203,13 @@ def _(v, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, entries, need_m):
 
 
 def _reverse_scan(do, cu_seqlens, entries, first, tiles, dht, dh0, dh, y) -> None:
-    HV, _, K = tiles[0].shape[1:]
+    HV, K = tiles[0].shape[1:3]
     V, CT = do.shape[3], tiles[0].dtype
     config = CONFIGS["reverse_scan"][K, V, CT.itemsize]
     entry_count = first.shape[0] if entries is None else entries.shape[0]
     if entry_count > 0:
         reverse_scan_kernel[V // config.BV, entry_count * HV](
-            do, cu_seqlens, entries, first, *tiles, dht, dh0, dh, y, HV, K=K, V=V, BV=config.BV, CT=TRITON_DTYPE[CT],
+            do, cu_seqlens, entries, first, *tiles, dht, dh0, dh, y, HV=HV, K=K, V=V, BV=config.BV, CT=TRITON_DTYPE[CT],
             STAGES=config.stages, LISTED=entries is not None, HAS_DHT=dht is not None, FINAL=dh0 is not None,
             KEEP=dh is not None, num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
@@ -221,7 +220,7 @@ def _boundary_bwd_op(
     do: Tensor, cu_seqlens: Tensor, first: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor,
     Aqk: Tensor, Gn: Tensor, entries: Tensor,
 ) -> Tensor:  # fmt: skip
-    dS_ext = do.new_empty(entries.shape[0], do.shape[2], qg.shape[3], do.shape[3], dtype=torch.float32)
+    dS_ext = do.new_empty(entries.shape[0], do.shape[2], qg.shape[2], do.shape[3], dtype=torch.float32)
     tiles = (qg, kn, kg, decay, b, Aqk, Gn)
     _reverse_scan(do, cu_seqlens, entries, first, tiles, None, dS_ext, None, None)
     return dS_ext
@@ -229,7 +228,7 @@ def _boundary_bwd_op(
 
 @_boundary_bwd_op.register_fake
 def _(do, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, entries):
-    return do.new_empty(entries.shape[0], do.shape[2], qg.shape[3], do.shape[3], dtype=torch.float32)
+    return do.new_empty(entries.shape[0], do.shape[2], qg.shape[2], do.shape[3], dtype=torch.float32)
 
 
 @torch.library.custom_op("titan_linear::kda_backward", mutates_args=())
@@ -255,7 +254,7 @@ def _backward_op(
     if NT > 0:
         gradient_kernel[HV, NT](
             q, k, g, beta, A_log, dt_bias, chunks, do, r, y, h, dh, scale, lower_bound,
-            dq, dk, dv, dg, dbeta, dA_part, dbias_part, H, HV, K=K, V=V, BK=config.BK, BV=config.BV,
+            dq, dk, dv, dg, dbeta, dA_part, dbias_part, H=H, HV=HV, K=K, V=V, BK=config.BK, BV=config.BV,
             CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm,
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
@@ -288,11 +287,11 @@ def prepare(
 def recompute(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, Aqk: Tensor, Gn: Tensor, cu_seqlens: Tensor, *, scale: float,
     A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None, gate: str = "none",
-    l2norm: bool = False,
+    safe_gate: bool = False, l2norm: bool = False,
 ) -> Prepared:  # fmt: skip
     """`prepare` from its kept Aqk and Gn."""
     bound = 0.0 if lower_bound is None else lower_bound
-    args = (q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, bound, GATES[gate], l2norm)
+    args = (q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, bound, GATES[gate], safe_gate, l2norm)
     return Prepared(*torch.ops.titan_linear.kda_recompute(*args), Aqk, Gn)
 
 

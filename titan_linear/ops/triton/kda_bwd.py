@@ -20,20 +20,20 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.triton.kda_fwd import (
-    LOG2E,
-    block_decays,
     dot,
     entry_chunks,
+    full_decays,
+    half_decays,
     inverse_norm,
     level_decay,
     level_mask,
     load_columns,
     load_gate,
+    load_keys,
     load_rows,
-    mask_dot,
-    pair_decays,
-    scale_blocks,
+    scale_halves,
     softplus,
+    split_dot,
 )
 
 
@@ -41,7 +41,7 @@ from titan_linear.ops.triton.kda_fwd import (
 def reverse_scan_kernel(
     do, cu_seqlens, entries, first, qg, kn, kg, decay, b, Aqk, Gn, dht,
     dh0, dh, y,
-    HV,
+    HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
     LISTED: tl.constexpr, HAS_DHT: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
 ):  # fmt: skip
@@ -61,20 +61,20 @@ def reverse_scan_kernel(
         i_t = NT - 1 - i
         tile = (c0 + i_t) * HV + i_h
         o_c = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
-        o_tile = tile * 64 * K + row[:, None] * K + o_k[None, :]
+        o_tile = (tile * K + o_k[:, None]) * 64 + row[None, :]
         dS16 = dS.to(CT)
         if KEEP:
             tl.store(dh + (tile * V + o_v[:, None]) * K + o_k[None, :], dS16)
         b_do = tl.trans(load_columns(do + i_h * V + i_v * BV, bos + i_t * 64, length - i_t * 64, HV, V, BV, CT))
         b_b = tl.load(b + tile * 64 + row)[None, :]
-        dN = dot(dS16, tl.trans(tl.load(kg + o_tile)))  # [BV, C]
+        dN = dot(dS16, tl.load(kg + o_tile))  # [BV, C]
         dN = dot(b_do, tl.load(Aqk + o_c), dN)
         dN = dot((dN * b_b).to(CT), tl.load(Gn + o_c), dN)  # yᵀ
         if KEEP:
             tl.store(y + (tile * V + o_v[:, None]) * 64 + row[None, :], dN.to(CT))
         dS *= tl.load(decay + tile * K + o_k)[None, :]
-        dS = dot(b_do, tl.load(qg + o_tile), dS)
-        dS = dot((dN * b_b).to(CT), tl.load(kn + o_tile), dS)
+        dS = dot(b_do, tl.trans(tl.load(qg + o_tile)), dS)
+        dS = dot((dN * b_b).to(CT), tl.trans(tl.load(kn + o_tile)), dS)
     if FINAL:
         tl.store(dh0 + o_state, dS)
 
@@ -86,8 +86,9 @@ def gate_gradient(dg, raw, rate, bias, lower_bound, GATE: tl.constexpr):
     s = 1.0 / (1.0 + tl.exp(-x)) if GATE == 1 else 1.0 / (1.0 + tl.exp(-rate * x))
     if GATE == 1:
         return -dg * rate * s, -dg * rate * softplus(x)
-    d_raw = dg * lower_bound * s * (1.0 - s) * rate
-    return d_raw, d_raw * x
+    else:
+        d_raw = dg * lower_bound * s * (1.0 - s) * rate
+        return d_raw, d_raw * x
 
 
 @triton.jit
@@ -98,8 +99,7 @@ def matrix_gradients(do, r, y, b_b, tile, start, n, i_h, HV, scale, V: tl.conste
     dK = tl.zeros([64, 64], tl.float32)
     db = tl.zeros([64], tl.float32)
     for i_v in tl.static_range(V // BV):
-        o_v = i_v * BV + tl.arange(0, BV)
-        o_r = (tile * V + o_v[:, None]) * 64 + row[None, :]
+        o_r = (tile * V + i_v * BV + tl.arange(0, BV)[:, None]) * 64 + row[None, :]
         b_r = tl.load(r + o_r)  # [BV, C]
         b_y = tl.load(y + o_r)
         b_do = load_columns(do + i_h * V + i_v * BV, start, n, HV, V, BV, CT)  # [C, BV]
@@ -111,11 +111,11 @@ def matrix_gradients(do, r, y, b_b, tile, start, n, i_h, HV, scale, V: tl.conste
 
 @triton.jit
 def state_gradients(do, r, y, h, dh, tile, start, n, i_h, HV, o_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr):  # fmt: skip
-    """do Sᵀ, y Sᵀ, r dS'ᵀ [64, BK] and Σ_v S ⊙ dS' [BK]."""
+    """(do Sᵀ)ᵀ, (y Sᵀ)ᵀ, (r dS'ᵀ)ᵀ [BK, 64] and Σ_v S ⊙ dS' [BK]."""
     row = tl.arange(0, 64)
-    dq = tl.zeros([64, BK], tl.float32)
-    dkn = tl.zeros([64, BK], tl.float32)
-    dkg = tl.zeros([64, BK], tl.float32)
+    dq = tl.zeros([BK, 64], tl.float32)
+    dkn = tl.zeros([BK, 64], tl.float32)
+    dkg = tl.zeros([BK, 64], tl.float32)
     ds = tl.zeros([BK], tl.float32)
     for i_v in tl.static_range(V // BV):
         o_v = i_v * BV + tl.arange(0, BV)
@@ -123,28 +123,29 @@ def state_gradients(do, r, y, h, dh, tile, start, n, i_h, HV, o_k, K: tl.constex
         o_r = (tile * V + o_v[:, None]) * 64 + row[None, :]
         b_h = tl.load(h + o_h)  # [BV, BK]
         b_dh = tl.load(dh + o_h)
-        dq = dot(load_columns(do + i_h * V + i_v * BV, start, n, HV, V, BV, CT), b_h, dq)
-        dkn = dot(tl.trans(tl.load(y + o_r)), b_h, dkn)
-        dkg = dot(tl.trans(tl.load(r + o_r)), b_dh, dkg)
+        dq = dot(tl.trans(b_h), tl.trans(load_columns(do + i_h * V + i_v * BV, start, n, HV, V, BV, CT)), dq)
+        dkn = dot(tl.trans(b_h), tl.load(y + o_r), dkn)
+        dkg = dot(tl.trans(b_dh), tl.load(r + o_r), dkg)
         ds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 0)
     return dq, dkn, dkg, ds
 
 
 @triton.jit
-def level_gradients(dA, dK, qL, kL, kR, cross, CT: tl.constexpr):
-    """Gradients of one level's products with respect to (qL, kL, kR) [64, BK]; dA, dK [64, 64] masked to `cross`."""
-    dA = tl.where(cross, dA, 0.0).to(CT)
-    dK = tl.where(cross, dK, 0.0).to(CT)
-    kR = kR.to(CT)
-    d_kR = dot(tl.trans(dA), qL.to(CT))
-    return dot(dA, kR), dot(dK, kR), dot(tl.trans(dK), kL.to(CT), d_kR)
+def product_gradients(dA, dK, q, k_left, k_right, dq, dkp, dkm, CT: tl.constexpr):
+    """Adds the gradients of the products qᵀ k_right (dA) and k_leftᵀ k_right (dK), masked [64, 64] in the compute dtype,
+    to dq, dkp (k_left's) and dkm (k_right's), all [BK, 64]."""
+    k_right = k_right.to(CT)
+    dq = dot(k_right, tl.trans(dA), dq)
+    dkp = dot(k_right, tl.trans(dK), dkp)
+    dkm = dot(k_left.to(CT), dK, dot(q.to(CT), dA, dkm))
+    return dq, dkp, dkm
 
 
 @triton.jit
 def gradient_kernel(
     q, k, g, beta, A_log, dt_bias, chunks, do, r, y, h, dh, scale, lower_bound,
     dq, dk, dv, dg, dbeta, dA_part, dbias_part,
-    H, HV,
+    H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
     GATE: tl.constexpr, SAFE: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
@@ -170,74 +171,77 @@ def gradient_kernel(
     tl.store(dbeta + (token + row) * HV + i_h, db.to(dbeta.dtype.element_ty), mask=row < n)
     for i_v in tl.static_range(V // BV):
         o_v = i_v * BV + tl.arange(0, BV)
-        b_y = tl.load(y + (tile * V + o_v[None, :]) * 64 + row[:, None]).to(tl.float32)  # [C, BV]
+        b_y = tl.load(y + (tile * V + o_v[:, None]) * 64 + row[None, :]).to(tl.float32)  # [BV, C]
         p_dv = dv + (token + row[:, None]) * (HV * V) + i_h * V + o_v[None, :]
-        tl.store(p_dv, (b_y * b_b[:, None]).to(dv.dtype.element_ty), mask=(row < n)[:, None])
+        tl.store(p_dv, tl.trans((b_y * b_b[None, :]).to(dv.dtype.element_ty)), mask=(row < n)[:, None])
 
-    same = (row[:, None] // 16) == (row[None, :] // 16)
-    lower = row[:, None] >= row[None, :]
-    strict = row[:, None] > row[None, :]
-    diagonal = tl.sum(tl.where(row[:, None] == row[None, :], b_dA, 0.0), 1) if not SAFE else 0.0
+    # Aqk's diagonal has no gate: kept apart, it adds nothing to dΓ, where it would have to cancel.
+    diagonal = tl.sum(tl.where(row[:, None] == row[None, :], b_dA, 0.0), 0)[None, :]
+    if SAFE:
+        far = (row[:, None] >= 32) & (row[None, :] < 32)
+        near = (row[:, None] > row[None, :]) & ((row[:, None] // 32) == (row[None, :] // 32))
+        far_dA = tl.where(far, b_dA, 0.0).to(CT)
+        far_dK = tl.where(far, b_dK, 0.0).to(CT)
+        near_dA = tl.where(near, b_dA, 0.0).to(CT)
+        near_dK = tl.where(near, b_dK, 0.0).to(CT)
     q_dot = tl.zeros([64], tl.float32)
     k_dot = tl.zeros([64], tl.float32)
     dA_log = 0.0
+    inside = (row < n)[:, None]
     for i_k in range(K // BK):
         o_k = i_k * BK + tl.arange(0, BK)
-        b_dq, b_dkn, b_dkg, ds = state_gradients(do, r, y, h, dh, tile, start, n, i_h, HV, o_k, K, V, BK, BV, CT)
-        b_g = load_gate(g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K, i_k, BK, GATE) * LOG2E
-        b_q = load_rows(q, start, n, H * K, K, i_k, BK).to(tl.float32) * q_norm[:, None]
-        b_k = load_rows(k, start, n, H * K, K, i_k, BK).to(tl.float32) * k_norm[:, None]
-        L, R, t, before, gamma = block_decays(b_g, BK, CT)
-        qL = b_q * L
-        kL = b_k * L
-        kR = b_k * R
-
-        # Each gradient is kept without its factor L or R: those are multiplied in at the end.
-        to_block = tl.exp2(before)
-        b_dq = scale_blocks(b_dq * scale, to_block, BK)
-        b_dkp = scale_blocks(b_dkn * -b_b[:, None], to_block, BK)
-        b_dkm = scale_blocks(b_dkg * b_b[:, None], tl.exp2(gamma[None, :] - before - t), BK)
-        dgamma = tl.sum(b_dkm * kR, 0) + tl.exp2(gamma) * ds
-
-        d_qL, d_kL, d_kR = level_gradients(b_dA, b_dK, qL, kL, kR, level_mask(16), CT)
-        b_dq += d_qL
-        b_dkp += d_kL
-        b_dkm += d_kR
-        pair_L, pair_R = pair_decays(t, BK)
-        d_qL, d_kL, d_kR = level_gradients(
-            b_dA, b_dK, scale_blocks(qL, pair_L, BK), scale_blocks(kL, pair_L, BK), scale_blocks(kR, pair_R, BK),
-            level_mask(32), CT,
-        )  # fmt: skip
-        b_dq += scale_blocks(d_qL, pair_L, BK)
-        b_dkp += scale_blocks(d_kL, pair_L, BK)
-        b_dkm += scale_blocks(d_kR, pair_R, BK)
-        if SAFE:
-            middle = tl.exp2(-0.5 * t)
-            m_qL = scale_blocks(qL, middle, BK)
-            m_kL = scale_blocks(kL, middle, BK)
-            m_kR = scale_blocks(kR, middle, BK).to(CT)
-            m_dA = tl.where(same & lower, b_dA, 0.0).to(CT)
-            m_dK = tl.where(same & strict, b_dK, 0.0).to(CT)
-            b_dq += scale_blocks(dot(m_dA, m_kR), middle, BK)
-            b_dkp += scale_blocks(dot(m_dK, m_kR), middle, BK)
-            b_dkm += scale_blocks(dot(tl.trans(m_dK), m_kL.to(CT), dot(tl.trans(m_dA), m_qL.to(CT))), middle, BK)
-        b_dq *= L
-        b_dkp *= L
-        b_dkm *= R
-        if not SAFE:
-            for level in tl.static_range(4):
-                E = level_decay(b_g, 8 >> level, CT)
-                d_qL, d_kL, d_kR = level_gradients(b_dA, b_dK, b_q * E, b_k * E, b_k * E, level_mask(8 >> level), CT)
-                b_dq += d_qL * E
-                b_dkp += d_kL * E
-                b_dkm += d_kR * E
-            b_dq += diagonal[:, None] * b_k
-            b_dkm += diagonal[:, None] * b_q
+        o_g = (token + row[:, None]) * (HV * K) + i_h * K + o_k[None, :]
+        b_dq, b_dkp, b_dkm, ds = state_gradients(do, r, y, h, dh, tile, start, n, i_h, HV, o_k, K, V, BK, BV, CT)
+        b_dq *= scale
+        b_dkp *= -b_b[None, :]
+        b_dkm *= b_b[None, :]
+        b_g = load_gate(g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K, i_k, BK, GATE)
+        b_q = load_keys(q, q_norm, start, n, H * K, K, i_k, BK)
+        b_k = load_keys(k, k_norm, start, n, H * K, K, i_k, BK)
+        if SAFE:  # from the outermost factor inwards: each gradient is multiplied by what its operand was
+            E, W, u, before, after, gamma = half_decays(b_g, BK, CT)
+            qE = b_q * E
+            kE = b_k * E
+            kW = b_k * W
+            b_dq = scale_halves(b_dq, before, BK)
+            b_dkp = scale_halves(b_dkp, before, BK)
+            b_dkm = scale_halves(b_dkm, after, BK)
+            kWu = scale_halves(kW, u, BK)
+            dgamma = tl.sum(b_dkm * kWu, 1) + tl.exp2(gamma) * ds
+            b_dq, b_dkp, b_dkm = product_gradients(
+                far_dA, far_dK, scale_halves(qE, u, BK), scale_halves(kE, u, BK), kWu, b_dq, b_dkp, b_dkm, CT
+            )
+            b_dq = scale_halves(b_dq, u, BK)
+            b_dkp = scale_halves(b_dkp, u, BK)
+            b_dkm = scale_halves(b_dkm, u, BK)
+            b_dq, b_dkp, b_dkm = product_gradients(near_dA, near_dK, qE, kE, kW, b_dq, b_dkp, b_dkm, CT)
+            b_dq *= E
+            b_dkp *= E
+            b_dkm *= W
+        else:
+            E, W, gamma = full_decays(b_g, CT)
+            b_dq *= E
+            b_dkp *= E
+            b_dkm *= W
+            dgamma = tl.sum(b_dkm * b_k, 1) + tl.exp2(gamma) * ds
+            for level in tl.static_range(6):
+                E = level_decay(b_g, 32 >> level, CT)
+                cross = level_mask(32 >> level)
+                zero = tl.zeros([BK, 64], tl.float32)
+                kE = b_k * E
+                l_dq, l_dkp, l_dkm = product_gradients(
+                    tl.where(cross, b_dA, 0.0).to(CT), tl.where(cross, b_dK, 0.0).to(CT), b_q * E, kE, kE,
+                    zero, zero, zero, CT,
+                )  # fmt: skip
+                b_dq += l_dq * E
+                b_dkp += l_dkp * E
+                b_dkm += l_dkm * E
 
         d_sum = b_q * b_dq + b_k * (b_dkp - b_dkm)  # dΓ
-        b_dg = mask_dot(row[:, None] <= row[None, :], d_sum, CT) + dgamma[None, :]
-        o_g = (token + row[:, None]) * (HV * K) + i_h * K + o_k[None, :]
-        inside = (row < n)[:, None]
+        b_dg = split_dot(d_sum, row[:, None] >= row[None, :], CT) + dgamma[:, None]
+        b_dq += diagonal * b_k
+        b_dk = b_dkp + b_dkm + diagonal * b_q
+        b_dg = tl.trans(b_dg)
         if GATE > 0:
             raw = tl.load(g + o_g, mask=inside, other=0.0).to(tl.float32)
             rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
@@ -246,22 +250,20 @@ def gradient_kernel(
             dA_log += tl.sum(d_rate)
             tl.store(dbias_part + tile * K + o_k, tl.sum(b_dg, 0))
         tl.store(dg + o_g, b_dg.to(dg.dtype.element_ty), mask=inside)
-        b_dk = b_dkp + b_dkm
         if L2NORM:
-            q_dot += tl.sum(b_dq * b_q, 1)
-            k_dot += tl.sum(b_dk * b_k, 1)
+            q_dot += tl.sum(b_dq * b_q, 0)
+            k_dot += tl.sum(b_dk * b_k, 0)
             if K == BK:
-                b_dq = (b_dq - b_q * q_dot[:, None]) * q_norm[:, None]
-                b_dk = (b_dk - b_k * k_dot[:, None]) * k_norm[:, None]
-        tl.store(dq + o_g, b_dq.to(dq.dtype.element_ty), mask=inside)
-        tl.store(dk + o_g, b_dk.to(dk.dtype.element_ty), mask=inside)
+                b_dq = (b_dq - b_q * q_dot[None, :]) * q_norm[None, :]
+                b_dk = (b_dk - b_k * k_dot[None, :]) * k_norm[None, :]
+        tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
+        tl.store(dk + o_g, tl.trans(b_dk.to(dk.dtype.element_ty)), mask=inside)
     if GATE > 0:
         tl.store(dA_part + tile, dA_log)
     if L2NORM and K > BK:
         tl.debug_barrier()
         for i_k in range(K // BK):
             o_g = (token + row[:, None]) * (HV * K) + i_h * K + i_k * BK + tl.arange(0, BK)[None, :]
-            inside = (row < n)[:, None]
             b_q = load_rows(q, start, n, H * K, K, i_k, BK).to(tl.float32) * q_norm[:, None]
             b_k = load_rows(k, start, n, H * K, K, i_k, BK).to(tl.float32) * k_norm[:, None]
             b_dq = tl.load(dq + o_g, mask=inside, other=0.0).to(tl.float32)

@@ -13,6 +13,10 @@ its left and a tile of the chunk on its right, and nothing of the state passes t
 
 Precision: states, Γ, Kk and the solve are fp32 (solve products in bf16x3); the other products take operands in the
 compute dtype (bf16; for fp32 inputs IEEE fp32) and accumulate in fp32.
+
+Gates: with safe_gate two halves of a chunk, each relative to the middle of its own decay, need two products; without it
+six levels of blocks of 2B tokens (B = 32 … 1), each relative to its block's middle, cover any g ≤ 0: no factor exceeds 1.
+Tiles have channels as rows, tokens as columns: cumulative gates are then a product with a constant on the right.
 """
 
 from __future__ import annotations
@@ -34,30 +38,31 @@ def dot_fp32(a, b, CT: tl.constexpr):
     """fp32 a @ b: IEEE for fp32 inputs, else three bf16 products (relative error of an operand ~2^-17)."""
     if CT == tl.float32:
         return tl.dot(a, b, input_precision="ieee")
-    a1 = a.to(tl.bfloat16)
-    b1 = b.to(tl.bfloat16)
-    a2 = (a - a1.to(tl.float32)).to(tl.bfloat16)
-    b2 = (b - b1.to(tl.float32)).to(tl.bfloat16)
-    return tl.dot(a1, b1, acc=tl.dot(a1, b2, acc=tl.dot(a2, b1)))
+    else:
+        a1 = a.to(tl.bfloat16)
+        b1 = b.to(tl.bfloat16)
+        a2 = (a - a1.to(tl.float32)).to(tl.bfloat16)
+        b2 = (b - b1.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(a1, b1, acc=tl.dot(a1, b2, acc=tl.dot(a2, b1)))
 
 
 @triton.jit
-def mask_dot(p, x, CT: tl.constexpr):
-    """p @ x for a 0/1 matrix p (sums of rows of x) with x fp32 in two bf16 parts.
+def split_dot(x, m, CT: tl.constexpr):
+    """x @ m for a matrix m of 0, ±1/2 and 1 (sums of columns of x), with x fp32 in two bf16 parts.
 
     A sum Γ then has an error of 2^-17 |Γ|, and 2^Γ one of |Γ| 2^Γ 2^-17 < 2^-17: fast gates stay exact."""
     if CT == tl.float32:
-        return tl.dot(p.to(tl.float32), x, input_precision="ieee")
-    hi = x.to(tl.bfloat16)
-    lo = (x - hi.to(tl.float32)).to(tl.bfloat16)
-    p = p.to(tl.bfloat16)
-    return tl.dot(p, hi, acc=tl.dot(p, lo))
+        return tl.dot(x, m.to(tl.float32), input_precision="ieee")
+    else:
+        hi = x.to(tl.bfloat16)
+        lo = (x - hi.to(tl.float32)).to(tl.bfloat16)
+        return tl.dot(hi, m.to(tl.bfloat16), acc=tl.dot(lo, m.to(tl.bfloat16)))
 
 
 @triton.jit
-def scale_blocks(x, m, BK: tl.constexpr):
-    """x [64, BK] times m [4, BK], one row of m for 16 rows of x."""
-    return tl.reshape(tl.reshape(x, [4, 16, BK]) * m[:, None, :], [64, BK])
+def scale_halves(x, m, BK: tl.constexpr):
+    """x [BK, 64] times m [BK, 2], one column of m for 32 columns of x."""
+    return tl.reshape(tl.reshape(x, [BK, 2, 32]) * m[:, :, None], [BK, 64])
 
 
 @triton.jit
@@ -71,48 +76,50 @@ def softplus(x):
 @triton.jit
 def gate(raw, rate, bias, lower_bound, GATE: tl.constexpr):
     """Natural-log gate [C, BK] from the raw input; rate = exp(A_log)."""
-    if GATE == 0:
-        return raw
     x = raw + bias[None, :]
     if GATE == 1:
         return -rate * softplus(x)
-    return lower_bound / (1.0 + tl.exp(-rate * x))
+    else:
+        return lower_bound / (1.0 + tl.exp(-rate * x))
 
 
 @triton.jit
-def block_decays(g, BK: tl.constexpr, CT: tl.constexpr):
-    """g [64, BK], log2 gates → for blocks of 16 rows the factors that everything else is made of, all ≤ 1:
-    L = 2^(sum from the block's start to row i, inclusive), R = 2^(sum from row i, exclusive, to the block's end),
-    t [4, BK] = the block's sum, start [4, BK] = the sum before it, gamma [BK] = the sum of the chunk."""
+def half_decays(g, BK: tl.constexpr, CT: tl.constexpr):
+    """g [BK, 64], log2 gates ≥ −7.3 → the factors of the safe path. With the middle of each half of the chunk's decay
+    as reference, E = 2^(Γ − reference) and 1/E stay within 2^±116, which bf16 holds:
+    E, 1/E [BK, 64]; u [BK, 2] = 2^(a half's sum / 2); before, after [BK, 2] = 2^(sum of the half before, after);
+    gamma [BK], the chunk's sum. 2^Γ = E·u·before and 2^(γ−Γ) = 1/E·u·after."""
+    if CT != tl.float32:  # what split_dot sums, so that E and u agree
+        hi = g.to(tl.bfloat16).to(tl.float32)
+        g = hi + (g - hi).to(tl.bfloat16).to(tl.float32)
     row = tl.arange(0, 64)
-    same = (row[:, None] // 16) == (row[None, :] // 16)
-    L = tl.exp2(mask_dot(same & (row[None, :] <= row[:, None]), g, CT))
-    R = tl.exp2(mask_dot(same & (row[None, :] > row[:, None]), g, CT))
-    t = tl.sum(tl.reshape(g, [4, 16, BK]), 1)
-    start = tl.cumsum(t, 0) - t
-    gamma = tl.sum(t, 0)
-    return L, R, t, start, gamma
+    same = (row[:, None] // 32) == (row[None, :] // 32)
+    x = split_dot(g, tl.where(same, tl.where(row[:, None] <= row[None, :], 0.5, -0.5), 0.0), CT)
+    s = tl.sum(tl.reshape(g, [BK, 2, 32]), 2)
+    gamma = tl.sum(s, 1)
+    other = gamma[:, None] - s
+    second = (tl.arange(0, 2) == 1)[None, :]
+    before = tl.exp2(tl.where(second, other, 0.0))
+    after = tl.exp2(tl.where(second, 0.0, other))
+    return tl.exp2(x), tl.exp2(-x), tl.exp2(0.5 * s), before, after, gamma
 
 
 @triton.jit
-def pair_decays(t, BK: tl.constexpr):
-    """t [4, BK] → what takes 16-row factors to 32-row ones: (factor of L, factor of R), each [4, BK]."""
-    pair = tl.reshape(t, [2, 2, BK])
-    inclusive = tl.cumsum(pair, 1)
-    before = tl.exp2(inclusive - pair)
-    after = tl.exp2(tl.sum(pair, 1)[:, None, :] - inclusive)
-    return tl.reshape(before, [4, BK]), tl.reshape(after, [4, BK])
+def full_decays(g, CT: tl.constexpr):
+    """g [BK, 64], any log2 gates ≤ 0 → 2^Γ, 2^(γ−Γ) [BK, 64], gamma [BK]."""
+    row = tl.arange(0, 64)
+    upto = row[:, None] <= row[None, :]
+    return tl.exp2(split_dot(g, upto, CT)), tl.exp2(split_dot(g, row[:, None] > row[None, :], CT)), tl.sum(g, 1)
 
 
 @triton.jit
 def level_decay(g, B: tl.constexpr, CT: tl.constexpr):
-    """g [64, BK] → 2^(gates between row i and the middle of its block of 2B rows), all ≤ 1: the factor of a row of the
-    second half as a query, of the first half as a key."""
+    """g [BK, 64] → 2^(gates between token i and the middle of its block of 2B tokens), all ≤ 1: the factor of a token
+    of the second half as a query, of the first half as a key."""
     row = tl.arange(0, 64)
     same = (row[:, None] // B) == (row[None, :] // B)
-    second = ((row // B) % 2 == 1)[:, None]
-    upto = row[None, :] <= row[:, None]
-    return tl.exp2(mask_dot(same & (upto == second), g, CT))
+    second = ((row // B) % 2 == 1)[None, :]
+    return tl.exp2(split_dot(g, same & ((row[:, None] <= row[None, :]) == second), CT))
 
 
 @triton.jit
@@ -162,87 +169,148 @@ def inverse_norm(p, start, n, HD, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def load_gate(g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K: tl.constexpr, i_k, BK: tl.constexpr, GATE: tl.constexpr):
-    """The natural-log gates of a chunk, fp32 [64, BK]; 0 (no decay) beyond the entry's end."""
+    """The log2 gates of a chunk, fp32 [BK, 64]; 0 (no decay) beyond the entry's end."""
     raw = load_rows(g + i_h * K, start, n, HV * K, K, i_k, BK).to(tl.float32)
-    if GATE == 0:
-        return raw
-    rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-    bias = tl.load(dt_bias + i_h * K + i_k * BK + tl.arange(0, BK)).to(tl.float32)
-    return tl.where((tl.arange(0, 64) < n)[:, None], gate(raw, rate, bias, lower_bound, GATE), 0.0)
+    if GATE > 0:
+        rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
+        bias = tl.load(dt_bias + i_h * K + i_k * BK + tl.arange(0, BK)).to(tl.float32)
+        raw = tl.where((tl.arange(0, 64) < n)[:, None], gate(raw, rate, bias, lower_bound, GATE), 0.0)
+    return tl.trans(raw) * LOG2E
+
+
+@triton.jit
+def load_keys(p, norm, start, n, HD, K: tl.constexpr, i_k, BK: tl.constexpr):
+    """q or k of a chunk, fp32 [BK, 64], times norm [64]."""
+    return tl.trans(load_rows(p, start, n, HD, K, i_k, BK)).to(tl.float32) * norm[None, :]
+
+
+@triton.jit
+def products(
+    x, k, g, A_log, dt_bias, x_norm, k_norm, lower_bound, start, n, i_h, tile, xg, kg, decay, sign,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, CT: tl.constexpr, GATE: tl.constexpr,
+    SAFE: tl.constexpr, KEYS: tl.constexpr,
+):  # fmt: skip
+    """Σ_k x_i k_j 2^(Γ_i−Γ_j) for j ≤ i (with KEYS, x = k and j < i), fp32 [64, 64], 0 elsewhere. Writes xg = sign·x·2^Γ,
+    with KEYS also kg and decay."""
+    row = tl.arange(0, 64)
+    lower = row[:, None] > row[None, :] if KEYS else row[:, None] >= row[None, :]
+    near = tl.zeros([64, 64], tl.float32)
+    far = tl.zeros([64, 64], tl.float32)
+    diagonal = tl.zeros([64], tl.float32)
+    for i_k in range(K // BK):
+        o_k = i_k * BK + tl.arange(0, BK)
+        o_tile = (tile * K + o_k[:, None]) * 64 + row[None, :]
+        b_g = load_gate(g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K, i_k, BK, GATE)
+        b_x = load_keys(x, x_norm, start, n, H * K, K, i_k, BK)
+        b_k = b_x if KEYS else load_keys(k, k_norm, start, n, H * K, K, i_k, BK)
+        if SAFE:
+            E, W, u, before, after, gamma = half_decays(b_g, BK, CT)
+            left = b_x * E
+            right = b_k * W
+            near = dot(tl.trans(left.to(CT)), right.to(CT), near)
+            left = scale_halves(left, u, BK)
+            right = scale_halves(right, u, BK)
+            far = dot(tl.trans(left.to(CT)), right.to(CT), far)
+            left = scale_halves(left, before, BK)
+            right = scale_halves(right, after, BK)
+        else:
+            E, W, gamma = full_decays(b_g, CT)
+            left = b_x * E
+            right = b_k * W
+            diagonal += tl.sum(b_x * b_k, 0)
+            for level in tl.static_range(6):
+                E = level_decay(b_g, 32 >> level, CT)
+                cross = level_mask(32 >> level)
+                near += tl.where(cross, dot(tl.trans((b_x * E).to(CT)), (b_k * E).to(CT)), 0.0)
+        tl.store(xg + o_tile, (left * sign).to(CT))
+        if KEYS:
+            tl.store(kg + o_tile, right.to(CT))
+            tl.store(decay + tile * K + o_k, tl.exp2(gamma))
+    if SAFE:
+        near = tl.where((row[:, None] >= 32) & (row[None, :] < 32), far, tl.where(lower, near, 0.0))
+    elif not KEYS:
+        near += tl.where(row[:, None] == row[None, :], diagonal[:, None], 0.0)
+    return near
 
 
 @triton.jit
 def prepare_kernel(
     q, k, g, beta, A_log, dt_bias, chunks, scale, lower_bound,
     qg, kn, kg, decay, b, Aqk, Gn,
-    H, HV,
+    H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, BK: tl.constexpr, CT: tl.constexpr, GATE: tl.constexpr,
-    SAFE: tl.constexpr, L2NORM: tl.constexpr, SOLVE: tl.constexpr,
+    SAFE: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
-    i_h, i_t = tl.program_id(0), tl.program_id(1)
+    """One (chunk, head) and one of two halves of the work, which share their inputs in L2: queries or keys."""
+    i_q, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(chunks + 2 * i_t)
     n = tl.load(chunks + 2 * i_t + 1)
     tile = i_t.to(tl.int64) * HV + i_h
     row = tl.arange(0, 64)
     q += (i_h // (HV // H)) * K
     k += (i_h // (HV // H)) * K
+    o_c = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
+    k_norm = tl.full([64], 1.0, tl.float32)
     if L2NORM:
-        q_norm = inverse_norm(q, start, n, H * K, K, BK)
         k_norm = inverse_norm(k, start, n, H * K, K, BK)
-    b_b = tl.load(beta + (start.to(tl.int64) + row) * HV + i_h, mask=row < n, other=0.0).to(tl.float32)
-    tl.store(b + tile * 64 + row, b_b)
-
-    b_A = tl.zeros([64, 64], tl.float32)
-    b_K = tl.zeros([64, 64], tl.float32)
-    diagonal = tl.zeros([64], tl.float32)
-    for i_k in range(K // BK):
-        o_k = i_k * BK + tl.arange(0, BK)
-        b_g = load_gate(g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K, i_k, BK, GATE) * LOG2E
-        b_q = load_rows(q, start, n, H * K, K, i_k, BK).to(tl.float32) * scale
-        b_k = load_rows(k, start, n, H * K, K, i_k, BK).to(tl.float32)
+    if i_q == 0:
+        q_norm = tl.full([64], scale, tl.float32)
         if L2NORM:
-            b_q *= q_norm[:, None]
-            b_k *= k_norm[:, None]
-        L, R, t, before, gamma = block_decays(b_g, BK, CT)
-        qL = b_q * L
-        kL = b_k * L
-        kR = b_k * R
-        tl.store(decay + tile * K + o_k, tl.exp2(gamma))
-        o_tile = tile * 64 * K + row[:, None] * K + o_k[None, :]
-        to_block = tl.exp2(before)
-        tl.store(qg + o_tile, scale_blocks(qL, to_block, BK).to(CT))
-        tl.store(kn + o_tile, (-scale_blocks(kL, to_block, BK)).to(CT))
-        tl.store(kg + o_tile, scale_blocks(kR, tl.exp2(gamma[None, :] - before - t), BK).to(CT))
-        if SOLVE:
-            b_R = tl.trans(kR.to(CT))  # [BK, 64]
-            cross = level_mask(16)
-            b_A += tl.where(cross, dot(qL.to(CT), b_R), 0.0)
-            b_K += tl.where(cross, dot(kL.to(CT), b_R), 0.0)
-            pair_L, pair_R = pair_decays(t, BK)
-            b_R = tl.trans(scale_blocks(kR, pair_R, BK).to(CT))
-            cross = level_mask(32)
-            b_A += tl.where(cross, dot(scale_blocks(qL, pair_L, BK).to(CT), b_R), 0.0)
-            b_K += tl.where(cross, dot(scale_blocks(kL, pair_L, BK).to(CT), b_R), 0.0)
-            if SAFE:  # the middle of a block's decay as the reference: 2^±58 at most
-                middle = tl.exp2(-0.5 * t)
-                same = (row[:, None] // 16) == (row[None, :] // 16)
-                b_R = tl.trans(scale_blocks(kR, middle, BK).to(CT))
-                b_A += tl.where(same & (row[:, None] >= row[None, :]), dot(scale_blocks(qL, middle, BK).to(CT), b_R), 0.0)
-                b_K += tl.where(same & (row[:, None] > row[None, :]), dot(scale_blocks(kL, middle, BK).to(CT), b_R), 0.0)
-            else:
-                diagonal += tl.sum(b_q * b_k, 1)
-                for level in tl.static_range(4):
-                    E = level_decay(b_g, 8 >> level, CT)
-                    cross = level_mask(8 >> level)
-                    kE = (b_k * E).to(CT)
-                    b_A += tl.where(cross, dot((b_q * E).to(CT), tl.trans(kE)), 0.0)
-                    b_K += tl.where(cross, dot(kE, tl.trans(kE)), 0.0)
-    if SOLVE:
-        if not SAFE:
-            b_A += tl.where(row[:, None] == row[None, :], diagonal[:, None], 0.0)
-        o_tile = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
-        tl.store(Aqk + o_tile, b_A.to(CT))
-        tl.store(Gn + o_tile, (-solve(b_K, b_b, CT)).to(CT))
+            q_norm *= inverse_norm(q, start, n, H * K, K, BK)
+        b_A = products(
+            q, k, g, A_log, dt_bias, q_norm, k_norm, lower_bound, start, n, i_h, tile, qg, kg, decay, 1.0,
+            H, HV, K, BK, CT, GATE, SAFE, False,
+        )  # fmt: skip
+        tl.store(Aqk + o_c, b_A.to(CT))
+    else:
+        b_b = tl.load(beta + (start.to(tl.int64) + row) * HV + i_h, mask=row < n, other=0.0).to(tl.float32)
+        tl.store(b + tile * 64 + row, b_b)
+        b_K = products(
+            k, k, g, A_log, dt_bias, k_norm, k_norm, lower_bound, start, n, i_h, tile, kn, kg, decay, -1.0,
+            H, HV, K, BK, CT, GATE, SAFE, True,
+        )  # fmt: skip
+        tl.store(Gn + o_c, (-solve(b_K, b_b, CT)).to(CT))
+
+
+@triton.jit
+def recompute_kernel(
+    q, k, g, beta, A_log, dt_bias, chunks, scale, lower_bound,
+    qg, kn, kg, decay, b,
+    H: tl.constexpr, HV: tl.constexpr,
+    K: tl.constexpr, BK: tl.constexpr, CT: tl.constexpr, GATE: tl.constexpr,
+    SAFE: tl.constexpr, L2NORM: tl.constexpr,
+):  # fmt: skip
+    """prepare_kernel without the products; one (chunk, head, block of K)."""
+    i_k, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(chunks + 2 * i_t)
+    n = tl.load(chunks + 2 * i_t + 1)
+    tile = i_t.to(tl.int64) * HV + i_h
+    row = tl.arange(0, 64)
+    q += (i_h // (HV // H)) * K
+    k += (i_h // (HV // H)) * K
+    q_norm = tl.full([64], scale, tl.float32)
+    k_norm = tl.full([64], 1.0, tl.float32)
+    if L2NORM:
+        q_norm *= inverse_norm(q, start, n, H * K, K, BK)
+        k_norm = inverse_norm(k, start, n, H * K, K, BK)
+    if i_k == 0:
+        b_b = tl.load(beta + (start.to(tl.int64) + row) * HV + i_h, mask=row < n, other=0.0).to(tl.float32)
+        tl.store(b + tile * 64 + row, b_b)
+    o_k = i_k * BK + tl.arange(0, BK)
+    o_tile = (tile * K + o_k[:, None]) * 64 + row[None, :]
+    b_g = load_gate(g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K, i_k, BK, GATE)
+    b_q = load_keys(q, q_norm, start, n, H * K, K, i_k, BK)
+    b_k = load_keys(k, k_norm, start, n, H * K, K, i_k, BK)
+    if SAFE:  # the same arithmetic as prepare_kernel's
+        E, W, u, before, after, gamma = half_decays(b_g, BK, CT)
+        E = scale_halves(scale_halves(E, u, BK), before, BK)
+        W = scale_halves(scale_halves(W, u, BK), after, BK)
+    else:
+        E, W, gamma = full_decays(b_g, CT)
+    tl.store(decay + tile * K + o_k, tl.exp2(gamma))
+    tl.store(qg + o_tile, (b_q * E).to(CT))
+    tl.store(kn + o_tile, (-b_k * E).to(CT))
+    tl.store(kg + o_tile, (b_k * W).to(CT))
 
 
 @triton.jit
@@ -265,7 +333,7 @@ def load_columns(p, start, n, HV, V: tl.constexpr, BV: tl.constexpr, CT: tl.cons
 def scan_kernel(
     v, cu_seqlens, entries, first, qg, kn, kg, decay, b, Aqk, Gn, h0,
     o, ht, h, r,
-    HV,
+    HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
     LISTED: tl.constexpr, HAS_V: tl.constexpr, HAS_H0: tl.constexpr, OUTPUT: tl.constexpr, FINAL: tl.constexpr,
     KEEP: tl.constexpr,
@@ -286,9 +354,9 @@ def scan_kernel(
     eye = (row[:, None] == row[None, :]).to(CT)
     for i_t in tl.range(0, NT, num_stages=STAGES):
         tile = (c0 + i_t) * HV + i_h
-        p_kn = kn + tile * 64 * K + row[:, None] * K + o_k[None, :]
+        o_tile = (tile * K + o_k[:, None]) * 64 + row[None, :]
         S16 = S.to(CT)
-        x = dot(S16, tl.trans(tl.load(p_kn)))  # [BV, C] = (v − k̃ S)ᵀ
+        x = dot(S16, tl.load(kn + o_tile))  # [BV, C] = (v − k̃ S)ᵀ
         if HAS_V:
             b_v = load_columns(v + i_h * V + i_v * BV, bos + i_t * 64, length - i_t * 64, HV, V, BV, CT)
             x = dot(tl.trans(b_v), eye, x)
@@ -300,12 +368,10 @@ def scan_kernel(
             tl.store(r + (tile * V + o_v[:, None]) * 64 + row[None, :], x.to(CT))
         y = (x * b_b).to(CT)
         if OUTPUT:
-            p_qg = qg + tile * 64 * K + row[:, None] * K + o_k[None, :]
-            b_o = dot(S16, tl.trans(tl.load(p_qg)))
+            b_o = dot(S16, tl.load(qg + o_tile))
             b_o = dot(y, tl.trans(tl.load(Aqk + p_c)), b_o)
             p_o = o + ((bos + i_t * 64).to(tl.int64) + row[:, None]) * (HV * V) + i_h * V + o_v[None, :]
             tl.store(p_o, tl.trans(b_o).to(o.dtype.element_ty), mask=(row < length - i_t * 64)[:, None])
-        p_kg = kg + tile * 64 * K + row[:, None] * K + o_k[None, :]
-        S = dot(y, tl.load(p_kg), S * tl.load(decay + tile * K + o_k)[None, :])
+        S = dot(y, tl.trans(tl.load(kg + o_tile)), S * tl.load(decay + tile * K + o_k)[None, :])
     if FINAL:
         tl.store(ht + o_state, S)
