@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_linear.ops.triton.common import CHUNK, chunk_table, compute_dtype, max_chunks
-from titan_linear.ops.triton.kda_bwd import gradient_kernel, reverse_scan_kernel
+from titan_linear.ops.triton.kda_bwd import gradient_kernel, norm_gradient_kernel, reverse_scan_kernel
 from titan_linear.ops.triton.kda_fwd import prepare_kernel, recompute_kernel, scan_kernel
 
 HEAD_DIMS = (32, 64, 128, 256)
@@ -231,6 +231,15 @@ def _(do, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, entries):
     return do.new_empty(entries.shape[0], do.shape[2], qg.shape[2], do.shape[3], dtype=torch.float32)
 
 
+def _norm_gradient(x: Tensor, dn: Tensor) -> Tensor:
+    """x [B, T, H, K], dn [B, T, HV, K], the gradient of l2norm(x) → that of x."""
+    (B, T, H, K), dx = x.shape, torch.empty_like(x)
+    ROWS = 4096 // K
+    if x.numel() > 0:
+        norm_gradient_kernel[triton.cdiv(B * T * H, ROWS),](x, dn, dx, B * T, H=H, HV=dn.shape[2], K=K, ROWS=ROWS)
+    return dx
+
+
 @torch.library.custom_op("titan_linear::kda_backward", mutates_args=())
 def _backward_op(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
@@ -249,18 +258,23 @@ def _backward_op(
     # With grouped value heads each writes its own dq and dk, in fp32, summed below.
     dq, dk = (torch.empty_like(g, dtype=q.dtype if HV == H else torch.float32) for _ in range(2))
     dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
-    dA_part, dbias_part = (g.new_zeros(NT, HV, dim, dtype=torch.float32) if gate else None for dim in (1, K))
     config = CONFIGS["gradient"][K, V, CT.itemsize]
+    dA_part, dbias_part = (
+        g.new_zeros(NT, HV, dim, dtype=torch.float32) if gate else None for dim in (K // config.BK, K)
+    )
     if NT > 0:
-        gradient_kernel[HV, NT](
+        gradient_kernel[K // config.BK, HV, NT](
             q, k, g, beta, A_log, dt_bias, chunks, do, r, y, h, dh, scale, lower_bound,
             dq, dk, dv, dg, dbeta, dA_part, dbias_part, H=H, HV=HV, K=K, V=V, BK=config.BK, BV=config.BV,
             CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm,
             num_warps=config.warps, num_stages=config.stages,
         )  # fmt: skip
-    if HV != H:
+    if l2norm:
+        dq, dk = (_norm_gradient(x, dn) for x, dn in ((q, dq), (k, dk)))
+    elif HV != H:
         dq, dk = (x.unflatten(2, (H, HV // H)).sum(3).to(q.dtype) for x in (dq, dk))
-    dA_log, ddt_bias = (x.sum(0).flatten() if gate else g.new_empty(0) for x in (dA_part, dbias_part))
+    dA_log = dA_part.sum((0, 2)) if gate else g.new_empty(0)
+    ddt_bias = dbias_part.sum(0).flatten() if gate else g.new_empty(0)
     return dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias
 
 

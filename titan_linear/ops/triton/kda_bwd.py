@@ -92,13 +92,13 @@ def gate_gradient(dg, raw, rate, bias, lower_bound, GATE: tl.constexpr):
 
 
 @triton.jit
-def matrix_gradients(do, r, y, b_b, tile, start, n, i_h, HV, scale, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr):
-    """dAqk and dKk [64, 64] fp32 (not yet masked), dβ [64]."""
+def matrix_gradients(do, r, y, dv, b_b, tile, start, n, i_k, i_h, HV, scale, V: tl.constexpr, BV: tl.constexpr, NK: tl.constexpr, CT: tl.constexpr):  # fmt: skip
+    """dAqk and dKk [64, 64] fp32 (not yet masked), dβ [64]; writes this program's share of dv."""
     row = tl.arange(0, 64)
     dA = tl.zeros([64, 64], tl.float32)
     dK = tl.zeros([64, 64], tl.float32)
     db = tl.zeros([64], tl.float32)
-    for i_v in tl.static_range(V // BV):
+    for i_v in range(V // BV):
         o_r = (tile * V + i_v * BV + tl.arange(0, BV)[:, None]) * 64 + row[None, :]
         b_r = tl.load(r + o_r)  # [BV, C]
         b_y = tl.load(y + o_r)
@@ -106,6 +106,10 @@ def matrix_gradients(do, r, y, b_b, tile, start, n, i_h, HV, scale, V: tl.conste
         dA = dot(b_do, b_r, dA)
         dK = dot(tl.trans(b_y), b_r, dK)
         db += tl.sum(b_y.to(tl.float32) * b_r.to(tl.float32), 0)
+        if i_v % NK == i_k:
+            o_dv = (start.to(tl.int64) + row[:, None]) * (HV * V) + i_h * V + i_v * BV + tl.arange(0, BV)[None, :]
+            b_dv = tl.trans((b_y.to(tl.float32) * b_b[None, :]).to(dv.dtype.element_ty))
+            tl.store(dv + o_dv, b_dv, mask=(row < n)[:, None])
     return dA * (scale * b_b[None, :]), dK * (-b_b[:, None] * b_b[None, :]), db
 
 
@@ -117,7 +121,7 @@ def state_gradients(do, r, y, h, dh, tile, start, n, i_h, HV, o_k, K: tl.constex
     dkn = tl.zeros([BK, 64], tl.float32)
     dkg = tl.zeros([BK, 64], tl.float32)
     ds = tl.zeros([BK], tl.float32)
-    for i_v in tl.static_range(V // BV):
+    for i_v in range(V // BV):
         o_v = i_v * BV + tl.arange(0, BV)
         o_h = (tile * V + o_v[:, None]) * K + o_k[None, :]
         o_r = (tile * V + o_v[:, None]) * 64 + row[None, :]
@@ -149,9 +153,9 @@ def gradient_kernel(
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
     GATE: tl.constexpr, SAFE: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, head): every gradient that is not a state's, each written once in its own dtype. (With the l2norm and
-    K > BK, dq and dk are written twice: the norm's gradient needs whole rows.)"""
-    i_h, i_t = tl.program_id(0), tl.program_id(1)
+    """One (chunk, head, block of K): every gradient that is not a state's, each written once in its own dtype.
+    With L2NORM dq and dk are those of the normalised q and k: norm_gradient_kernel does the rest."""
+    i_k, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(chunks + 2 * i_t)
     n = tl.load(chunks + 2 * i_t + 1)
     if n == 0:
@@ -159,6 +163,9 @@ def gradient_kernel(
     tile = i_t.to(tl.int64) * HV + i_h
     token = start.to(tl.int64)
     row = tl.arange(0, 64)
+    inside = (row < n)[:, None]
+    o_k = i_k * BK + tl.arange(0, BK)
+    o_g = (token + row[:, None]) * (HV * K) + i_h * K + o_k[None, :]
     q += (i_h // (HV // H)) * K
     k += (i_h // (HV // H)) * K
     q_norm = tl.full([64], 1.0, tl.float32)
@@ -167,108 +174,92 @@ def gradient_kernel(
         q_norm = inverse_norm(q, start, n, H * K, K, BK)
         k_norm = inverse_norm(k, start, n, H * K, K, BK)
     b_b = tl.load(beta + (token + row) * HV + i_h, mask=row < n, other=0.0).to(tl.float32)
-    b_dA, b_dK, db = matrix_gradients(do, r, y, b_b, tile, start, n, i_h, HV, scale, V, BV, CT)
-    tl.store(dbeta + (token + row) * HV + i_h, db.to(dbeta.dtype.element_ty), mask=row < n)
-    for i_v in tl.static_range(V // BV):
-        o_v = i_v * BV + tl.arange(0, BV)
-        b_y = tl.load(y + (tile * V + o_v[:, None]) * 64 + row[None, :]).to(tl.float32)  # [BV, C]
-        p_dv = dv + (token + row[:, None]) * (HV * V) + i_h * V + o_v[None, :]
-        tl.store(p_dv, tl.trans((b_y * b_b[None, :]).to(dv.dtype.element_ty)), mask=(row < n)[:, None])
-
+    b_dA, b_dK, db = matrix_gradients(do, r, y, dv, b_b, tile, start, n, i_k, i_h, HV, scale, V, BV, K // BK, CT)
+    if i_k == 0:
+        tl.store(dbeta + (token + row) * HV + i_h, db.to(dbeta.dtype.element_ty), mask=row < n)
     # Aqk's diagonal has no gate: kept apart, it adds nothing to dΓ, where it would have to cancel.
     diagonal = tl.sum(tl.where(row[:, None] == row[None, :], b_dA, 0.0), 0)[None, :]
-    if SAFE:
+    b_dq, b_dkp, b_dkm, ds = state_gradients(do, r, y, h, dh, tile, start, n, i_h, HV, o_k, K, V, BK, BV, CT)
+    b_dq *= scale
+    b_dkp *= -b_b[None, :]
+    b_dkm *= b_b[None, :]
+    b_g = load_gate(g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K, i_k, BK, GATE)
+    b_q = load_keys(q, q_norm, start, n, H * K, K, i_k, BK)
+    b_k = load_keys(k, k_norm, start, n, H * K, K, i_k, BK)
+    if SAFE:  # from the outermost factor inwards: each gradient is multiplied by what its operand was
         far = (row[:, None] >= 32) & (row[None, :] < 32)
         near = (row[:, None] > row[None, :]) & ((row[:, None] // 32) == (row[None, :] // 32))
         far_dA = tl.where(far, b_dA, 0.0).to(CT)
         far_dK = tl.where(far, b_dK, 0.0).to(CT)
         near_dA = tl.where(near, b_dA, 0.0).to(CT)
         near_dK = tl.where(near, b_dK, 0.0).to(CT)
-    q_dot = tl.zeros([64], tl.float32)
-    k_dot = tl.zeros([64], tl.float32)
-    dA_log = 0.0
-    inside = (row < n)[:, None]
-    for i_k in range(K // BK):
-        o_k = i_k * BK + tl.arange(0, BK)
-        o_g = (token + row[:, None]) * (HV * K) + i_h * K + o_k[None, :]
-        b_dq, b_dkp, b_dkm, ds = state_gradients(do, r, y, h, dh, tile, start, n, i_h, HV, o_k, K, V, BK, BV, CT)
-        b_dq *= scale
-        b_dkp *= -b_b[None, :]
-        b_dkm *= b_b[None, :]
-        b_g = load_gate(g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K, i_k, BK, GATE)
-        b_q = load_keys(q, q_norm, start, n, H * K, K, i_k, BK)
-        b_k = load_keys(k, k_norm, start, n, H * K, K, i_k, BK)
-        if SAFE:  # from the outermost factor inwards: each gradient is multiplied by what its operand was
-            E, W, u, before, after, gamma = half_decays(b_g, BK, CT)
-            qE = b_q * E
+        E, W, u, before, after, gamma = half_decays(b_g, BK, CT)
+        qE = b_q * E
+        kE = b_k * E
+        kW = b_k * W
+        b_dq = scale_halves(b_dq, before, BK)
+        b_dkp = scale_halves(b_dkp, before, BK)
+        b_dkm = scale_halves(b_dkm, after, BK)
+        kWu = scale_halves(kW, u, BK)
+        dgamma = tl.sum(b_dkm * kWu, 1) + tl.exp2(gamma) * ds
+        b_dq, b_dkp, b_dkm = product_gradients(
+            far_dA, far_dK, scale_halves(qE, u, BK), scale_halves(kE, u, BK), kWu, b_dq, b_dkp, b_dkm, CT
+        )
+        b_dq = scale_halves(b_dq, u, BK)
+        b_dkp = scale_halves(b_dkp, u, BK)
+        b_dkm = scale_halves(b_dkm, u, BK)
+        b_dq, b_dkp, b_dkm = product_gradients(near_dA, near_dK, qE, kE, kW, b_dq, b_dkp, b_dkm, CT)
+        b_dq *= E
+        b_dkp *= E
+        b_dkm *= W
+    else:
+        E, W, gamma = full_decays(b_g, CT)
+        b_dq *= E
+        b_dkp *= E
+        b_dkm *= W
+        dgamma = tl.sum(b_dkm * b_k, 1) + tl.exp2(gamma) * ds
+        for level in tl.static_range(6):
+            E = level_decay(b_g, 32 >> level, CT)
+            cross = level_mask(32 >> level)
+            zero = tl.zeros([BK, 64], tl.float32)
             kE = b_k * E
-            kW = b_k * W
-            b_dq = scale_halves(b_dq, before, BK)
-            b_dkp = scale_halves(b_dkp, before, BK)
-            b_dkm = scale_halves(b_dkm, after, BK)
-            kWu = scale_halves(kW, u, BK)
-            dgamma = tl.sum(b_dkm * kWu, 1) + tl.exp2(gamma) * ds
-            b_dq, b_dkp, b_dkm = product_gradients(
-                far_dA, far_dK, scale_halves(qE, u, BK), scale_halves(kE, u, BK), kWu, b_dq, b_dkp, b_dkm, CT
-            )
-            b_dq = scale_halves(b_dq, u, BK)
-            b_dkp = scale_halves(b_dkp, u, BK)
-            b_dkm = scale_halves(b_dkm, u, BK)
-            b_dq, b_dkp, b_dkm = product_gradients(near_dA, near_dK, qE, kE, kW, b_dq, b_dkp, b_dkm, CT)
-            b_dq *= E
-            b_dkp *= E
-            b_dkm *= W
-        else:
-            E, W, gamma = full_decays(b_g, CT)
-            b_dq *= E
-            b_dkp *= E
-            b_dkm *= W
-            dgamma = tl.sum(b_dkm * b_k, 1) + tl.exp2(gamma) * ds
-            for level in tl.static_range(6):
-                E = level_decay(b_g, 32 >> level, CT)
-                cross = level_mask(32 >> level)
-                zero = tl.zeros([BK, 64], tl.float32)
-                kE = b_k * E
-                l_dq, l_dkp, l_dkm = product_gradients(
-                    tl.where(cross, b_dA, 0.0).to(CT), tl.where(cross, b_dK, 0.0).to(CT), b_q * E, kE, kE,
-                    zero, zero, zero, CT,
-                )  # fmt: skip
-                b_dq += l_dq * E
-                b_dkp += l_dkp * E
-                b_dkm += l_dkm * E
+            l_dq, l_dkp, l_dkm = product_gradients(
+                tl.where(cross, b_dA, 0.0).to(CT), tl.where(cross, b_dK, 0.0).to(CT), b_q * E, kE, kE,
+                zero, zero, zero, CT,
+            )  # fmt: skip
+            b_dq += l_dq * E
+            b_dkp += l_dkp * E
+            b_dkm += l_dkm * E
 
-        d_sum = b_q * b_dq + b_k * (b_dkp - b_dkm)  # dΓ
-        b_dg = split_dot(d_sum, row[:, None] >= row[None, :], CT) + dgamma[:, None]
-        b_dq += diagonal * b_k
-        b_dk = b_dkp + b_dkm + diagonal * b_q
-        b_dg = tl.trans(b_dg)
-        if GATE > 0:
-            raw = tl.load(g + o_g, mask=inside, other=0.0).to(tl.float32)
-            rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-            bias = tl.load(dt_bias + i_h * K + o_k).to(tl.float32)
-            b_dg, d_rate = gate_gradient(tl.where(inside, b_dg, 0.0), raw, rate, bias, lower_bound, GATE)
-            dA_log += tl.sum(d_rate)
-            tl.store(dbias_part + tile * K + o_k, tl.sum(b_dg, 0))
-        tl.store(dg + o_g, b_dg.to(dg.dtype.element_ty), mask=inside)
-        if L2NORM:
-            q_dot += tl.sum(b_dq * b_q, 0)
-            k_dot += tl.sum(b_dk * b_k, 0)
-            if K == BK:
-                b_dq = (b_dq - b_q * q_dot[None, :]) * q_norm[None, :]
-                b_dk = (b_dk - b_k * k_dot[None, :]) * k_norm[None, :]
-        tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
-        tl.store(dk + o_g, tl.trans(b_dk.to(dk.dtype.element_ty)), mask=inside)
+    d_sum = b_q * b_dq + b_k * (b_dkp - b_dkm)  # dΓ
+    b_dq += diagonal * b_k
+    b_dkp += b_dkm + diagonal * b_q
+    tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
+    tl.store(dk + o_g, tl.trans(b_dkp.to(dk.dtype.element_ty)), mask=inside)
+    b_dg = tl.trans(split_dot(d_sum, row[:, None] >= row[None, :], CT) + dgamma[:, None])
     if GATE > 0:
-        tl.store(dA_part + tile, dA_log)
-    if L2NORM and K > BK:
-        tl.debug_barrier()
-        for i_k in range(K // BK):
-            o_g = (token + row[:, None]) * (HV * K) + i_h * K + i_k * BK + tl.arange(0, BK)[None, :]
-            b_q = load_rows(q, start, n, H * K, K, i_k, BK).to(tl.float32) * q_norm[:, None]
-            b_k = load_rows(k, start, n, H * K, K, i_k, BK).to(tl.float32) * k_norm[:, None]
-            b_dq = tl.load(dq + o_g, mask=inside, other=0.0).to(tl.float32)
-            b_dk = tl.load(dk + o_g, mask=inside, other=0.0).to(tl.float32)
-            b_dq = (b_dq - b_q * q_dot[:, None]) * q_norm[:, None]
-            b_dk = (b_dk - b_k * k_dot[:, None]) * k_norm[:, None]
-            tl.store(dq + o_g, b_dq.to(dq.dtype.element_ty), mask=inside)
-            tl.store(dk + o_g, b_dk.to(dk.dtype.element_ty), mask=inside)
+        raw = tl.load(g + o_g, mask=inside, other=0.0).to(tl.float32)
+        rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
+        bias = tl.load(dt_bias + i_h * K + o_k).to(tl.float32)
+        b_dg, d_rate = gate_gradient(tl.where(inside, b_dg, 0.0), raw, rate, bias, lower_bound, GATE)
+        tl.store(dA_part + tile * (K // BK) + i_k, tl.sum(d_rate))
+        tl.store(dbias_part + tile * K + o_k, tl.sum(b_dg, 0))
+    tl.store(dg + o_g, b_dg.to(dg.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_gradient_kernel(
+    x, dn, dx, tokens, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """x [tokens, H, K], dn [tokens, HV, K] the gradient of x / |x| (summed here over the heads that share x) → dx."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # of [tokens·H]
+    o_k = tl.arange(0, K)[None, :]
+    inside = row < tokens.to(tl.int64) * H
+    b_x = tl.load(x + row * K + o_k, mask=inside, other=0.0).to(tl.float32)
+    b_dn = tl.zeros([ROWS, K], tl.float32)
+    for i in tl.static_range(HV // H):
+        b_dn += tl.load(dn + (row * (HV // H) + i) * K + o_k, mask=inside, other=0.0).to(tl.float32)
+    norm = tl.rsqrt(tl.sum(b_x * b_x, 1) + 1e-6)[:, None]
+    b_n = b_x * norm
+    b_dx = norm * (b_dn - b_n * tl.sum(b_n * b_dn, 1)[:, None])
+    tl.store(dx + row * K + o_k, b_dx.to(dx.dtype.element_ty), mask=inside)

@@ -34,15 +34,20 @@ def dot(a, b, acc=None):
 
 
 @triton.jit
+def split(x):
+    """fp32 x → two bf16 parts whose sum is x to 2^-16 of |x|. (Cutting bits is cheaper than rounding twice.)"""
+    hi = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
+    return hi.to(tl.bfloat16), (x - hi).to(tl.bfloat16)
+
+
+@triton.jit
 def dot_fp32(a, b, CT: tl.constexpr):
-    """fp32 a @ b: IEEE for fp32 inputs, else three bf16 products (relative error of an operand ~2^-17)."""
+    """fp32 a @ b: IEEE for fp32 inputs, else three bf16 products (relative error of an operand 2^-16)."""
     if CT == tl.float32:
         return tl.dot(a, b, input_precision="ieee")
     else:
-        a1 = a.to(tl.bfloat16)
-        b1 = b.to(tl.bfloat16)
-        a2 = (a - a1.to(tl.float32)).to(tl.bfloat16)
-        b2 = (b - b1.to(tl.float32)).to(tl.bfloat16)
+        a1, a2 = split(a)
+        b1, b2 = split(b)
         return tl.dot(a1, b1, acc=tl.dot(a1, b2, acc=tl.dot(a2, b1)))
 
 
@@ -50,12 +55,11 @@ def dot_fp32(a, b, CT: tl.constexpr):
 def split_dot(x, m, CT: tl.constexpr):
     """x @ m for a matrix m of 0, ±1/2 and 1 (sums of columns of x), with x fp32 in two bf16 parts.
 
-    A sum Γ then has an error of 2^-17 |Γ|, and 2^Γ one of |Γ| 2^Γ 2^-17 < 2^-17: fast gates stay exact."""
+    A sum Γ then has an error of 2^-16 |Γ|, and 2^Γ one of |Γ| 2^Γ 2^-16 < 2^-16: fast gates stay exact."""
     if CT == tl.float32:
         return tl.dot(x, m.to(tl.float32), input_precision="ieee")
     else:
-        hi = x.to(tl.bfloat16)
-        lo = (x - hi.to(tl.float32)).to(tl.bfloat16)
+        hi, lo = split(x)
         return tl.dot(hi, m.to(tl.bfloat16), acc=tl.dot(lo, m.to(tl.bfloat16)))
 
 
@@ -89,19 +93,17 @@ def half_decays(g, BK: tl.constexpr, CT: tl.constexpr):
     as reference, E = 2^(Γ − reference) and 1/E stay within 2^±116, which bf16 holds:
     E, 1/E [BK, 64]; u [BK, 2] = 2^(a half's sum / 2); before, after [BK, 2] = 2^(sum of the half before, after);
     gamma [BK], the chunk's sum. 2^Γ = E·u·before and 2^(γ−Γ) = 1/E·u·after."""
-    if CT != tl.float32:  # what split_dot sums, so that E and u agree
-        hi = g.to(tl.bfloat16).to(tl.float32)
-        g = hi + (g - hi).to(tl.bfloat16).to(tl.float32)
     row = tl.arange(0, 64)
     same = (row[:, None] // 32) == (row[None, :] // 32)
     x = split_dot(g, tl.where(same, tl.where(row[:, None] <= row[None, :], 0.5, -0.5), 0.0), CT)
-    s = tl.sum(tl.reshape(g, [BK, 2, 32]), 2)
+    half = tl.min(tl.reshape(x, [BK, 2, 32]), 2)  # x falls from −s/2 to s/2: taken from x, u agrees with E exactly
+    s = 2.0 * half
     gamma = tl.sum(s, 1)
     other = gamma[:, None] - s
     second = (tl.arange(0, 2) == 1)[None, :]
     before = tl.exp2(tl.where(second, other, 0.0))
     after = tl.exp2(tl.where(second, 0.0, other))
-    return tl.exp2(x), tl.exp2(-x), tl.exp2(0.5 * s), before, after, gamma
+    return tl.exp2(x), tl.exp2(-x), tl.exp2(half), before, after, gamma
 
 
 @triton.jit
