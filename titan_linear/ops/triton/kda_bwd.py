@@ -114,10 +114,19 @@ def matrix_gradients(do, r, y, dv, b_b, tile, start, n, i_k, i_h, HV, scale, V: 
 
 
 @triton.jit
-def state_gradients(do, r, y, h, dh, tile, start, n, i_h, HV, o_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr):  # fmt: skip
-    """(do Sᵀ)ᵀ, (y Sᵀ)ᵀ, (r dS'ᵀ)ᵀ [BK, 64] and Σ_v S ⊙ dS' [BK]."""
-    row = tl.arange(0, 64)
+def query_state_gradient(do, h, tile, start, n, i_h, HV, o_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr):  # fmt: skip
+    """(do Sᵀ)ᵀ [BK, 64]."""
     dq = tl.zeros([BK, 64], tl.float32)
+    for i_v in range(V // BV):
+        b_h = tl.load(h + (tile * V + i_v * BV + tl.arange(0, BV)[:, None]) * K + o_k[None, :])  # [BV, BK]
+        dq = dot(tl.trans(b_h), tl.trans(load_columns(do + i_h * V + i_v * BV, start, n, HV, V, BV, CT)), dq)
+    return dq
+
+
+@triton.jit
+def key_state_gradients(r, y, h, dh, tile, o_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """(y Sᵀ)ᵀ, (r dS'ᵀ)ᵀ [BK, 64] and Σ_v S ⊙ dS' [BK]."""
+    row = tl.arange(0, 64)
     dkn = tl.zeros([BK, 64], tl.float32)
     dkg = tl.zeros([BK, 64], tl.float32)
     ds = tl.zeros([BK], tl.float32)
@@ -127,22 +136,10 @@ def state_gradients(do, r, y, h, dh, tile, start, n, i_h, HV, o_k, K: tl.constex
         o_r = (tile * V + o_v[:, None]) * 64 + row[None, :]
         b_h = tl.load(h + o_h)  # [BV, BK]
         b_dh = tl.load(dh + o_h)
-        dq = dot(tl.trans(b_h), tl.trans(load_columns(do + i_h * V + i_v * BV, start, n, HV, V, BV, CT)), dq)
         dkn = dot(tl.trans(b_h), tl.load(y + o_r), dkn)
         dkg = dot(tl.trans(b_dh), tl.load(r + o_r), dkg)
         ds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 0)
-    return dq, dkn, dkg, ds
-
-
-@triton.jit
-def product_gradients(dA, dK, q, k_left, k_right, dq, dkp, dkm, CT: tl.constexpr):
-    """Adds the gradients of the products qᵀ k_right (dA) and k_leftᵀ k_right (dK), masked [64, 64] in the compute dtype,
-    to dq, dkp (k_left's) and dkm (k_right's), all [BK, 64]."""
-    k_right = k_right.to(CT)
-    dq = dot(k_right, tl.trans(dA), dq)
-    dkp = dot(k_right, tl.trans(dK), dkp)
-    dkm = dot(k_left.to(CT), dK, dot(q.to(CT), dA, dkm))
-    return dq, dkp, dkm
+    return dkn, dkg, ds
 
 
 @triton.jit
@@ -179,13 +176,10 @@ def gradient_kernel(
         tl.store(dbeta + (token + row) * HV + i_h, db.to(dbeta.dtype.element_ty), mask=row < n)
     # Aqk's diagonal has no gate: kept apart, it adds nothing to dΓ, where it would have to cancel.
     diagonal = tl.sum(tl.where(row[:, None] == row[None, :], b_dA, 0.0), 0)[None, :]
-    b_dq, b_dkp, b_dkm, ds = state_gradients(do, r, y, h, dh, tile, start, n, i_h, HV, o_k, K, V, BK, BV, CT)
-    b_dq *= scale
-    b_dkp *= -b_b[None, :]
-    b_dkm *= b_b[None, :]
     b_g = load_gate(g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K, i_k, BK, GATE)
     b_q = load_keys(q, q_norm, start, n, H * K, K, i_k, BK)
     b_k = load_keys(k, k_norm, start, n, H * K, K, i_k, BK)
+    b_dq = query_state_gradient(do, h, tile, start, n, i_h, HV, o_k, K, V, BK, BV, CT) * scale
     if SAFE:  # from the outermost factor inwards: each gradient is multiplied by what its operand was
         far = (row[:, None] >= 32) & (row[None, :] < 32)
         near = (row[:, None] > row[None, :]) & ((row[:, None] // 32) == (row[None, :] // 32))
@@ -193,49 +187,50 @@ def gradient_kernel(
         far_dK = tl.where(far, b_dK, 0.0).to(CT)
         near_dA = tl.where(near, b_dA, 0.0).to(CT)
         near_dK = tl.where(near, b_dK, 0.0).to(CT)
-        E, W, u, before, after, gamma = half_decays(b_g, BK, CT)
-        qE = b_q * E
-        kE = b_k * E
-        kW = b_k * W
-        b_dq = scale_halves(b_dq, before, BK)
-        b_dkp = scale_halves(b_dkp, before, BK)
-        b_dkm = scale_halves(b_dkm, after, BK)
-        kWu = scale_halves(kW, u, BK)
-        dgamma = tl.sum(b_dkm * kWu, 1) + tl.exp2(gamma) * ds
-        b_dq, b_dkp, b_dkm = product_gradients(
-            far_dA, far_dK, scale_halves(qE, u, BK), scale_halves(kE, u, BK), kWu, b_dq, b_dkp, b_dkm, CT
-        )
-        b_dq = scale_halves(b_dq, u, BK)
-        b_dkp = scale_halves(b_dkp, u, BK)
-        b_dkm = scale_halves(b_dkm, u, BK)
-        b_dq, b_dkp, b_dkm = product_gradients(near_dA, near_dK, qE, kE, kW, b_dq, b_dkp, b_dkm, CT)
-        b_dq *= E
-        b_dkp *= E
-        b_dkm *= W
+        E, W, to_start, to_middle, from_middle, to_end, gamma = half_decays(b_g, BK, CT)
+        qE = (b_q * E).to(CT)
+        kE = (b_k * E).to(CT)
+        kW = (b_k * W).to(CT)
+        kWm = scale_halves(kW, from_middle, BK)
+        b_dq = dot(kWm, tl.trans(far_dA), scale_halves(b_dq, to_start / to_middle, BK))
+        b_dq = dot(kW, tl.trans(near_dA), scale_halves(b_dq, to_middle, BK))
+        # dΓ takes the rounded operands: a pair (i, j) then gives +x at i and −x at j, the same x, which cancels in dg.
+        d_sum = qE.to(tl.float32) * b_dq
+        b_dq = (b_dq + diagonal * kW.to(tl.float32)) * E
+        tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
+
+        b_dkp, b_dkm, ds = key_state_gradients(r, y, h, dh, tile, o_k, K, V, BK, BV)
+        b_dkm = scale_halves(b_dkm * b_b[None, :], to_end, BK)
+        dgamma = tl.sum(b_dkm * kW.to(tl.float32), 1) + tl.exp2(gamma) * ds
+        b_dkp = scale_halves(b_dkp * -b_b[None, :], to_start / to_middle, BK)
+        b_dkp = dot(kWm, tl.trans(far_dK), b_dkp)
+        b_dkp = dot(kW, tl.trans(near_dK), scale_halves(b_dkp, to_middle, BK))
+        b_dkm = dot(scale_halves(qE, to_middle, BK), far_dA, scale_halves(b_dkm, 1.0 / from_middle, BK))
+        b_dkm = dot(scale_halves(kE, to_middle, BK), far_dK, b_dkm)
+        b_dkm = dot(kE, near_dK, dot(qE, near_dA, scale_halves(b_dkm, from_middle, BK)))
+        d_sum += kE.to(tl.float32) * b_dkp - kW.to(tl.float32) * b_dkm
+        b_dk = b_dkp * E + (b_dkm + diagonal * qE.to(tl.float32)) / E
     else:
+        b_dkp, b_dkm, ds = key_state_gradients(r, y, h, dh, tile, o_k, K, V, BK, BV)
         E, W, gamma = full_decays(b_g, CT)
         b_dq *= E
-        b_dkp *= E
-        b_dkm *= W
+        b_dkp *= -b_b[None, :] * E
+        b_dkm *= b_b[None, :] * W
         dgamma = tl.sum(b_dkm * b_k, 1) + tl.exp2(gamma) * ds
         for level in tl.static_range(6):
             E = level_decay(b_g, 32 >> level, CT)
             cross = level_mask(32 >> level)
-            zero = tl.zeros([BK, 64], tl.float32)
-            kE = b_k * E
-            l_dq, l_dkp, l_dkm = product_gradients(
-                tl.where(cross, b_dA, 0.0).to(CT), tl.where(cross, b_dK, 0.0).to(CT), b_q * E, kE, kE,
-                zero, zero, zero, CT,
-            )  # fmt: skip
-            b_dq += l_dq * E
-            b_dkp += l_dkp * E
-            b_dkm += l_dkm * E
-
-    d_sum = b_q * b_dq + b_k * (b_dkp - b_dkm)  # dΓ
-    b_dq += diagonal * b_k
-    b_dkp += b_dkm + diagonal * b_q
-    tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
-    tl.store(dk + o_g, tl.trans(b_dkp.to(dk.dtype.element_ty)), mask=inside)
+            l_dA = tl.where(cross, b_dA, 0.0).to(CT)
+            l_dK = tl.where(cross, b_dK, 0.0).to(CT)
+            kE = (b_k * E).to(CT)
+            b_dq += dot(kE, tl.trans(l_dA)) * E
+            b_dkp += dot(kE, tl.trans(l_dK)) * E
+            b_dkm += dot(kE, l_dK, dot((b_q * E).to(CT), l_dA)) * E
+        d_sum = b_q * b_dq + b_k * (b_dkp - b_dkm)
+        b_dq += diagonal * b_k
+        b_dk = b_dkp + b_dkm + diagonal * b_q
+        tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
+    tl.store(dk + o_g, tl.trans(b_dk.to(dk.dtype.element_ty)), mask=inside)
     b_dg = tl.trans(split_dot(d_sum, row[:, None] >= row[None, :], CT) + dgamma[:, None])
     if GATE > 0:
         raw = tl.load(g + o_g, mask=inside, other=0.0).to(tl.float32)

@@ -65,8 +65,8 @@ def split_dot(x, m, CT: tl.constexpr):
 
 @triton.jit
 def scale_halves(x, m, BK: tl.constexpr):
-    """x [BK, 64] times m [BK, 2], one column of m for 32 columns of x."""
-    return tl.reshape(tl.reshape(x, [BK, 2, 32]) * m[:, :, None], [BK, 64])
+    """x [BK, 64] times m [BK, 2], one column of m for 32 columns of x; in x's dtype."""
+    return tl.reshape(tl.reshape(x, [BK, 2, 32]) * m.to(x.dtype)[:, :, None], [BK, 64])
 
 
 @triton.jit
@@ -89,21 +89,26 @@ def gate(raw, rate, bias, lower_bound, GATE: tl.constexpr):
 
 @triton.jit
 def half_decays(g, BK: tl.constexpr, CT: tl.constexpr):
-    """g [BK, 64], log2 gates ≥ −7.3 → the factors of the safe path. With the middle of each half of the chunk's decay
-    as reference, E = 2^(Γ − reference) and 1/E stay within 2^±116, which bf16 holds:
-    E, 1/E [BK, 64]; u [BK, 2] = 2^(a half's sum / 2); before, after [BK, 2] = 2^(sum of the half before, after);
-    gamma [BK], the chunk's sum. 2^Γ = E·u·before and 2^(γ−Γ) = 1/E·u·after."""
+    """g [BK, 64], log2 gates ≥ −7.3 → the factors of the safe path. The reference of each half of the chunk is the
+    whole number nearest to the middle of its decay, so that E = 2^(Γ − reference) and W = 1/E stay within 2^±117, which
+    bf16 holds, and all other factors of q and k are powers of two, which scale bf16 numbers without rounding them again:
+    to_start [BK, 2]: 2^Γ = E·to_start;  left, right [BK, 2]: 2^(Γ − m) = E·left in the second half and
+    2^(m − Γ) = W·right in the first, m the middle of the chunk (rounded).
+    Also to_end [BK, 2] with 2^(γ−Γ) = W·to_end (no power of two), and gamma [BK], the chunk's sum."""
     row = tl.arange(0, 64)
     same = (row[:, None] // 32) == (row[None, :] // 32)
     x = split_dot(g, tl.where(same, tl.where(row[:, None] <= row[None, :], 0.5, -0.5), 0.0), CT)
-    half = tl.min(tl.reshape(x, [BK, 2, 32]), 2)  # x falls from −s/2 to s/2: taken from x, u agrees with E exactly
-    s = 2.0 * half
-    gamma = tl.sum(s, 1)
-    other = gamma[:, None] - s
+    half = tl.min(tl.reshape(x, [BK, 2, 32]), 2)  # x falls from −s/2 to s/2, s the sum of the half
     second = (tl.arange(0, 2) == 1)[None, :]
-    before = tl.exp2(tl.where(second, other, 0.0))
-    after = tl.exp2(tl.where(second, 0.0, other))
-    return tl.exp2(x), tl.exp2(-x), tl.exp2(half), before, after, gamma
+    gamma = 2.0 * tl.sum(half, 1)
+    first = 2.0 * tl.sum(tl.where(second, 0.0, half), 1)[:, None]  # [BK, 1], Γ in the middle of the chunk
+    middle = tl.where(second, first + half, half)
+    reference = tl.floor(middle + 0.5)
+    x = tl.reshape(tl.reshape(x, [BK, 2, 32]) + (middle - reference)[:, :, None], [BK, 64])
+    to_middle = tl.floor(first + 0.5)
+    left = tl.exp2(tl.where(second, reference - to_middle, 0.0))
+    right = tl.exp2(tl.where(second, 0.0, to_middle - reference))
+    return tl.exp2(x), tl.exp2(-x), tl.exp2(reference), left, right, tl.exp2(gamma[:, None] - reference), gamma
 
 
 @triton.jit
@@ -188,12 +193,12 @@ def load_keys(p, norm, start, n, HD, K: tl.constexpr, i_k, BK: tl.constexpr):
 
 @triton.jit
 def products(
-    x, k, g, A_log, dt_bias, x_norm, k_norm, lower_bound, start, n, i_h, tile, xg, kg, decay, sign,
+    x, k, g, A_log, dt_bias, x_norm, k_norm, lower_bound, start, n, i_h, tile, xg, kg, decay,
     H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, CT: tl.constexpr, GATE: tl.constexpr,
     SAFE: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """Σ_k x_i k_j 2^(Γ_i−Γ_j) for j ≤ i (with KEYS, x = k and j < i), fp32 [64, 64], 0 elsewhere. Writes xg = sign·x·2^Γ,
-    with KEYS also kg and decay."""
+    """Σ_k x_i k_j 2^(Γ_i−Γ_j) for j ≤ i (with KEYS, x = k and j < i), fp32 [64, 64], 0 elsewhere. Writes xg = x·2^Γ
+    (with KEYS −x·2^Γ, and kg, decay)."""
     row = tl.arange(0, 64)
     lower = row[:, None] > row[None, :] if KEYS else row[:, None] >= row[None, :]
     near = tl.zeros([64, 64], tl.float32)
@@ -206,27 +211,28 @@ def products(
         b_x = load_keys(x, x_norm, start, n, H * K, K, i_k, BK)
         b_k = b_x if KEYS else load_keys(k, k_norm, start, n, H * K, K, i_k, BK)
         if SAFE:
-            E, W, u, before, after, gamma = half_decays(b_g, BK, CT)
-            left = b_x * E
-            right = b_k * W
-            near = dot(tl.trans(left.to(CT)), right.to(CT), near)
-            left = scale_halves(left, u, BK)
-            right = scale_halves(right, u, BK)
-            far = dot(tl.trans(left.to(CT)), right.to(CT), far)
-            left = scale_halves(left, before, BK)
-            right = scale_halves(right, after, BK)
+            E, W, to_start, to_middle, from_middle, to_end, gamma = half_decays(b_g, BK, CT)
+            left = (b_x * E).to(CT)
+            b_k *= W
+            right = b_k.to(CT)
+            near = dot(tl.trans(left), right, near)
+            far = dot(tl.trans(scale_halves(left, to_middle, BK)), scale_halves(right, from_middle, BK), far)
+            left = scale_halves(left, to_start, BK)
+            right = scale_halves(b_k, to_end, BK).to(CT)
         else:
             E, W, gamma = full_decays(b_g, CT)
-            left = b_x * E
-            right = b_k * W
+            left = (b_x * E).to(CT)
+            right = (b_k * W).to(CT)
             diagonal += tl.sum(b_x * b_k, 0)
             for level in tl.static_range(6):
                 E = level_decay(b_g, 32 >> level, CT)
                 cross = level_mask(32 >> level)
                 near += tl.where(cross, dot(tl.trans((b_x * E).to(CT)), (b_k * E).to(CT)), 0.0)
-        tl.store(xg + o_tile, (left * sign).to(CT))
         if KEYS:
-            tl.store(kg + o_tile, right.to(CT))
+            left = -left
+        tl.store(xg + o_tile, left)
+        if KEYS:
+            tl.store(kg + o_tile, right)
             tl.store(decay + tile * K + o_k, tl.exp2(gamma))
     if SAFE:
         near = tl.where((row[:, None] >= 32) & (row[None, :] < 32), far, tl.where(lower, near, 0.0))
@@ -260,7 +266,7 @@ def prepare_kernel(
         if L2NORM:
             q_norm *= inverse_norm(q, start, n, H * K, K, BK)
         b_A = products(
-            q, k, g, A_log, dt_bias, q_norm, k_norm, lower_bound, start, n, i_h, tile, qg, kg, decay, 1.0,
+            q, k, g, A_log, dt_bias, q_norm, k_norm, lower_bound, start, n, i_h, tile, qg, kg, decay,
             H, HV, K, BK, CT, GATE, SAFE, False,
         )  # fmt: skip
         tl.store(Aqk + o_c, b_A.to(CT))
@@ -268,7 +274,7 @@ def prepare_kernel(
         b_b = tl.load(beta + (start.to(tl.int64) + row) * HV + i_h, mask=row < n, other=0.0).to(tl.float32)
         tl.store(b + tile * 64 + row, b_b)
         b_K = products(
-            k, k, g, A_log, dt_bias, k_norm, k_norm, lower_bound, start, n, i_h, tile, kn, kg, decay, -1.0,
+            k, k, g, A_log, dt_bias, k_norm, k_norm, lower_bound, start, n, i_h, tile, kn, kg, decay,
             H, HV, K, BK, CT, GATE, SAFE, True,
         )  # fmt: skip
         tl.store(Gn + o_c, (-solve(b_K, b_b, CT)).to(CT))
@@ -304,15 +310,19 @@ def recompute_kernel(
     b_q = load_keys(q, q_norm, start, n, H * K, K, i_k, BK)
     b_k = load_keys(k, k_norm, start, n, H * K, K, i_k, BK)
     if SAFE:  # the same arithmetic as prepare_kernel's
-        E, W, u, before, after, gamma = half_decays(b_g, BK, CT)
-        E = scale_halves(scale_halves(E, u, BK), before, BK)
-        W = scale_halves(scale_halves(W, u, BK), after, BK)
+        E, W, to_start, to_middle, from_middle, to_end, gamma = half_decays(b_g, BK, CT)
+        b_q = scale_halves((b_q * E).to(CT), to_start, BK)
+        b_n = scale_halves((-b_k * E).to(CT), to_start, BK)
+        b_k = scale_halves(b_k * W, to_end, BK).to(CT)
     else:
         E, W, gamma = full_decays(b_g, CT)
+        b_q = (b_q * E).to(CT)
+        b_n = (-b_k * E).to(CT)
+        b_k = (b_k * W).to(CT)
     tl.store(decay + tile * K + o_k, tl.exp2(gamma))
-    tl.store(qg + o_tile, (b_q * E).to(CT))
-    tl.store(kn + o_tile, (-b_k * E).to(CT))
-    tl.store(kg + o_tile, (b_k * W).to(CT))
+    tl.store(qg + o_tile, b_q)
+    tl.store(kn + o_tile, b_n)
+    tl.store(kg + o_tile, b_k)
 
 
 @triton.jit
