@@ -34,7 +34,15 @@ def run_kernels(x, cu, *, gate="none", safe=False, norm=False, lower_bound=None,
     scale = scale or x["q"].shape[-1] ** -0.5
     q, k, v, g, beta, do = (x[n][None] for n in ("q", "k", "v", "g", "beta", "do"))
     cu = torch.tensor(cu, dtype=torch.int32, device=q.device)
-    gates = dict(A_log=x.get("A_log"), dt_bias=x.get("dt_bias"), lower_bound=lower_bound, gate=gate, safe_gate=safe, l2norm=norm, scale=scale)
+    gates = dict(
+        A_log=x.get("A_log"),
+        dt_bias=x.get("dt_bias"),
+        lower_bound=lower_bound,
+        gate=gate,
+        safe_gate=safe,
+        l2norm=norm,
+        scale=scale,
+    )
     p = kda.prepare(q, k, g, beta, cu, **gates)
     o, ht = kda.scan(p, v, cu, x.get("h0"))
     p = kda.recompute(q, k, g, beta, p.Aqk, p.Gn, cu, **gates)
@@ -59,3 +67,27 @@ def run_reference(x, cu, *, gate="none", norm=False, lower_bound=None, scale=Non
     loss.backward()
     out = {"o": o.detach(), "ht": ht.detach()}
     return out | {f"d{n}": t.grad for n, t in leaves.items()}
+
+
+def run_boundary(x, cu, entries, *, safe=False):
+    """S_ext, M and dS_ext of the listed entries."""
+    q, k, v, g, beta, do = (x[n][None] for n in ("q", "k", "v", "g", "beta", "do"))
+    cu, entries = (torch.tensor(t, dtype=torch.int32, device=q.device) for t in (cu, entries))
+    p = kda.prepare(q, k, g, beta, cu, scale=q.shape[-1] ** -0.5, safe_gate=safe)
+    S_ext, M = kda.boundary(p, v, cu, entries, need_m=True)
+    return {"S_ext": S_ext, "M": M, "dS_ext": kda.boundary_bwd(p, do, cu, entries)}
+
+
+def reference_boundary(x, cu, entries, **_):
+    names = ("q", "k", "v", "g", "beta", "do")
+    out = {"S_ext": [], "M": [], "dS_ext": []}
+    for n in entries:
+        q, k, v, g, beta, do = (x[name][cu[n] : cu[n + 1]].double() for name in names)
+        T, HV, V, K = *v.shape, k.shape[-1]
+        run = lambda v, h0: kda_recurrence(q, k, v, g, beta, [0, T], K**-0.5, h0)  # noqa: B023, E731
+        eye = torch.eye(K, dtype=v.dtype, device=v.device).expand(1, HV, K, K)
+        h0 = v.new_zeros(1, HV, K, V).requires_grad_()
+        out["S_ext"].append(run(v, None)[1][0])
+        out["M"].append(run(v.new_zeros(T, HV, K), eye)[1][0])
+        out["dS_ext"].append(torch.autograd.grad((run(v, h0)[0] * do).sum(), h0)[0][0])
+    return {name: torch.stack(tensors) for name, tensors in out.items()}

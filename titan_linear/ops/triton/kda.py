@@ -30,24 +30,36 @@ GATES = {"none": 0, "softplus": 1, "bounded": 2}
 
 
 class Config(NamedTuple):
-    """Block sizes along K and V, warps and pipeline stages of one kernel."""
+    """Block sizes along K and V, warps, pipeline stages and register limit of one kernel."""
 
     BK: int
     BV: int
     warps: int
     stages: int
+    registers: int | None = None
+
+    @property
+    def launch(self) -> dict[str, int | None]:
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
 
 
-# kernel → {(K, V, bytes of the compute dtype): Config}, found with tools/bench_ops.py on sm_90.
+def _configs(bf16: Config, fp32: Config, bf16_256: Config | None = None) -> dict[tuple[int, int, int], Config]:
+    """{(K, V, bytes of the compute dtype): Config}, blocks no larger than the head dims; bf16_256 is for K = 256."""
+    table = {}
+    for K in HEAD_DIMS:
+        for V in HEAD_DIMS:
+            for size, config in ((2, bf16_256 if bf16_256 and K == 256 else bf16), (4, fp32)):
+                table[K, V, size] = config._replace(BK=min(config.BK, K), BV=min(config.BV, V))
+    return table
+
+
+# Chosen by measurement on sm_90 (H200), K = V = 128, bf16; the others are those that compile without waste.
 CONFIGS: dict[str, dict[tuple[int, int, int], Config]] = {
-    kernel: {(K, V, size): make(K, V, size) for K in HEAD_DIMS for V in HEAD_DIMS for size in (2, 4)}
-    for kernel, make in {
-        "prepare": lambda K, V, size: Config(min(K, 64 if size == 2 else 32), 0, 4, 1),
-        "recompute": lambda K, V, size: Config(min(K, 64 if size == 2 else 32), 0, 4, 1),
-        "scan": lambda K, V, size: Config(K, min(V, 64) if size == 2 else 16, 4, 2 if size == 2 else 1),
-        "reverse_scan": lambda K, V, size: Config(K, min(V, 64) if size == 2 else 16, 4, 2 if size == 2 else 1),
-        "gradient": lambda K, V, size: Config(min(K, 64 if size == 2 else 32), min(V, 64 if size == 2 else 32), 4, 1),
-    }.items()
+    "prepare": _configs(Config(64, 0, 4, 1), fp32=Config(32, 0, 4, 1)),
+    "recompute": _configs(Config(64, 0, 4, 1), fp32=Config(32, 0, 4, 1)),
+    "scan": _configs(Config(256, 64, 4, 3), fp32=Config(256, 16, 4, 1), bf16_256=Config(256, 32, 4, 2)),
+    "reverse_scan": _configs(Config(256, 64, 4, 3), fp32=Config(256, 16, 4, 1), bf16_256=Config(256, 32, 4, 2)),
+    "gradient": _configs(Config(64, 64, 4, 2), fp32=Config(32, 32, 4, 1)),
 }
 TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
@@ -105,7 +117,7 @@ def _launch_prepare(kernel, name, x, chunks, tiles, scale, lower_bound, gate, sa
     if chunks.shape[0] > 0:
         kernel[2 if name == "prepare" else K // config.BK, HV, chunks.shape[0]](
             *x, chunks, scale, lower_bound, *tiles, H=H, HV=HV, K=K, BK=config.BK, CT=TRITON_DTYPE[CT],
-            GATE=gate, SAFE=safe_gate, L2NORM=l2norm, num_warps=config.warps, num_stages=config.stages,
+            GATE=gate, SAFE=safe_gate, L2NORM=l2norm, **config.launch,
         )  # fmt: skip
 
 
@@ -156,7 +168,7 @@ def _scan(v, cu_seqlens, entries, first, tiles, h0, o, ht, h, r, V: int) -> None
             v, cu_seqlens, entries, first, *tiles, h0, o, ht, h, r, HV=HV, K=K, V=V, BV=config.BV, CT=TRITON_DTYPE[CT],
             STAGES=config.stages, LISTED=entries is not None, HAS_V=v is not None, HAS_H0=h0 is not None,
             OUTPUT=o is not None, FINAL=ht is not None, KEEP=h is not None,
-            num_warps=config.warps, num_stages=config.stages,
+            **config.launch,
         )  # fmt: skip
 
 
@@ -211,7 +223,7 @@ def _reverse_scan(do, cu_seqlens, entries, first, tiles, dht, dh0, dh, y) -> Non
         reverse_scan_kernel[V // config.BV, entry_count * HV](
             do, cu_seqlens, entries, first, *tiles, dht, dh0, dh, y, HV=HV, K=K, V=V, BV=config.BV, CT=TRITON_DTYPE[CT],
             STAGES=config.stages, LISTED=entries is not None, HAS_DHT=dht is not None, FINAL=dh0 is not None,
-            KEEP=dh is not None, num_warps=config.warps, num_stages=config.stages,
+            KEEP=dh is not None, **config.launch,
         )  # fmt: skip
 
 
@@ -267,7 +279,7 @@ def _backward_op(
             q, k, g, beta, A_log, dt_bias, chunks, do, r, y, h, dh, scale, lower_bound,
             dq, dk, dv, dg, dbeta, dA_part, dbias_part, H=H, HV=HV, K=K, V=V, BK=config.BK, BV=config.BV,
             CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm,
-            num_warps=config.warps, num_stages=config.stages,
+            **config.launch,
         )  # fmt: skip
     if l2norm:
         dq, dk = (_norm_gradient(x, dn) for x, dn in ((q, dq), (k, dk)))

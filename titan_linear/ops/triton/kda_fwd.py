@@ -175,7 +175,9 @@ def inverse_norm(p, start, n, HD, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def load_gate(g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K: tl.constexpr, i_k, BK: tl.constexpr, GATE: tl.constexpr):
+def load_gate(
+    g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K: tl.constexpr, i_k, BK: tl.constexpr, GATE: tl.constexpr
+):
     """The log2 gates of a chunk, fp32 [BK, 64]; 0 (no decay) beyond the entry's end."""
     raw = load_rows(g + i_h * K, start, n, HV * K, K, i_k, BK).to(tl.float32)
     if GATE > 0:
@@ -363,15 +365,19 @@ def scan_kernel(
     S = tl.zeros([BV, K], tl.float32)
     if HAS_H0:
         S += tl.load(h0 + o_state).to(tl.float32)
-    eye = (row[:, None] == row[None, :]).to(CT)
+    eye = (tl.arange(0, BV)[:, None] == tl.arange(0, BV)[None, :]).to(CT)  # the tensor core transposes v
+    b_decay = tl.load(decay + (c0 * HV + i_h) * K + o_k, mask=(o_k >= 0) & (NT > 0), other=0.0)
     for i_t in tl.range(0, NT, num_stages=STAGES):
         tile = (c0 + i_t) * HV + i_h
+        # One chunk ahead by hand: two pipelined buffers would be the 512 bytes too many for three stages at K = 128.
+        now_decay = b_decay
+        b_decay = tl.load(decay + (tile + HV * (i_t + 1 < NT)) * K + o_k)
         o_tile = (tile * K + o_k[:, None]) * 64 + row[None, :]
         S16 = S.to(CT)
         x = dot(S16, tl.load(kn + o_tile))  # [BV, C] = (v − k̃ S)ᵀ
         if HAS_V:
             b_v = load_columns(v + i_h * V + i_v * BV, bos + i_t * 64, length - i_t * 64, HV, V, BV, CT)
-            x = dot(tl.trans(b_v), eye, x)
+            x = dot(eye, tl.trans(b_v), x)
         b_b = tl.load(b + tile * 64 + row)[None, :]
         p_c = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
         x = dot((x * b_b).to(CT), tl.trans(tl.load(Gn + p_c)), x)  # rᵀ
@@ -382,8 +388,8 @@ def scan_kernel(
         if OUTPUT:
             b_o = dot(S16, tl.load(qg + o_tile))
             b_o = dot(y, tl.trans(tl.load(Aqk + p_c)), b_o)
-            p_o = o + ((bos + i_t * 64).to(tl.int64) + row[:, None]) * (HV * V) + i_h * V + o_v[None, :]
-            tl.store(p_o, tl.trans(b_o).to(o.dtype.element_ty), mask=(row < length - i_t * 64)[:, None])
-        S = dot(y, tl.trans(tl.load(kg + o_tile)), S * tl.load(decay + tile * K + o_k)[None, :])
+            p_o = o + ((bos + i_t * 64).to(tl.int64) + row[None, :]) * (HV * V) + i_h * V + o_v[:, None]
+            tl.store(p_o, b_o.to(o.dtype.element_ty), mask=(row < length - i_t * 64)[None, :])
+        S = dot(y, tl.trans(tl.load(kg + o_tile)), S * now_decay[None, :])
     if FINAL:
         tl.store(ht + o_state, S)
