@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_linear.ops.triton.common import CHUNK, chunk_table, compute_dtype, max_chunks
-from titan_linear.ops.triton.kda_bwd import gradient_kernel, norm_gradient_kernel, reverse_scan_kernel
+from titan_linear.ops.triton.kda_bwd import gradient_kernel, matrix_kernel, norm_gradient_kernel, reverse_scan_kernel
 from titan_linear.ops.triton.kda_fwd import prepare_kernel, recompute_kernel, scan_kernel
 
 HEAD_DIMS = (32, 64, 128, 256)
@@ -59,6 +59,7 @@ CONFIGS: dict[str, dict[tuple[int, int, int], Config]] = {
     "recompute": _configs(Config(64, 0, 4, 1), fp32=Config(32, 0, 4, 1)),
     "scan": _configs(Config(256, 64, 4, 3), fp32=Config(256, 16, 4, 1), bf16_256=Config(256, 32, 4, 2)),
     "reverse_scan": _configs(Config(256, 64, 4, 3), fp32=Config(256, 16, 4, 1), bf16_256=Config(256, 32, 4, 2)),
+    "matrix": _configs(Config(256, 64, 4, 2), fp32=Config(256, 32, 4, 1)),
     "gradient": _configs(Config(64, 64, 4, 2), fp32=Config(32, 32, 4, 1)),
 }
 TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -274,12 +275,18 @@ def _backward_op(
     dA_part, dbias_part = (
         g.new_zeros(NT, HV, dim, dtype=torch.float32) if gate else None for dim in (K // config.BK, K)
     )
+    dA, dK = (v.new_empty(NT, HV, CHUNK, CHUNK, dtype=CT) for _ in range(2))
+    diagonal = torch.empty_like(b)
     if NT > 0:
+        matrix = CONFIGS["matrix"][K, V, CT.itemsize]
+        matrix_kernel[HV, NT](
+            beta, chunks, do, r, y, scale, dA, dK, diagonal, dv, dbeta, HV=HV, V=V, BV=matrix.BV,
+            CT=TRITON_DTYPE[CT], **matrix.launch,
+        )  # fmt: skip
         gradient_kernel[K // config.BK, HV, NT](
-            q, k, g, beta, A_log, dt_bias, chunks, do, r, y, h, dh, scale, lower_bound,
-            dq, dk, dv, dg, dbeta, dA_part, dbias_part, H=H, HV=HV, K=K, V=V, BK=config.BK, BV=config.BV,
-            CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm,
-            **config.launch,
+            q, k, g, A_log, dt_bias, chunks, b, do, r, y, h, dh, dA, dK, diagonal, scale, lower_bound,
+            dq, dk, dg, dA_part, dbias_part, H=H, HV=HV, K=K, V=V, BK=config.BK, BV=config.BV,
+            CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, **config.launch,
         )  # fmt: skip
     if l2norm:
         dq, dk = (_norm_gradient(x, dn) for x, dn in ((q, dq), (k, dk)))

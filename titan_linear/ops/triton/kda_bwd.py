@@ -1,4 +1,5 @@
-"""KDA backward kernels: `reverse_scan` (the state's gradient through the chunks) and `gradient` (all the rest).
+"""KDA backward kernels: `reverse_scan` (the state's gradient through the chunks), `matrix` (dv, dβ and the
+gradients of the chunk's two matrices) and `gradient` (dq, dk, dg).
 
 In the notation of kda_fwd, with N = β r (what the chunk writes) and dS' the gradient of the outgoing state:
 
@@ -30,7 +31,6 @@ from titan_linear.ops.triton.kda_fwd import (
     load_columns,
     load_gate,
     load_keys,
-    load_rows,
     scale_halves,
     softplus,
     split_dot,
@@ -92,25 +92,41 @@ def gate_gradient(dg, raw, rate, bias, lower_bound, GATE: tl.constexpr):
 
 
 @triton.jit
-def matrix_gradients(do, r, y, dv, b_b, tile, start, n, i_k, i_h, HV, scale, V: tl.constexpr, BV: tl.constexpr, NK: tl.constexpr, CT: tl.constexpr):  # fmt: skip
-    """dAqk and dKk [64, 64] fp32 (not yet masked), dβ [64]; writes this program's share of dv."""
+def matrix_kernel(
+    beta, chunks, do, r, y, scale,
+    dA, dK, diagonal, dv, dbeta,
+    HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """One (chunk, head): dv, dβ, and the gradients of Aqk and Kk below the diagonal, 0 elsewhere. Aqk's diagonal has no
+    gate; kept apart, it adds nothing to dΓ, where it would have to cancel."""
+    i_h, i_t = tl.program_id(0), tl.program_id(1)
+    start = tl.load(chunks + 2 * i_t)
+    n = tl.load(chunks + 2 * i_t + 1)
+    tile = i_t.to(tl.int64) * HV + i_h
+    token = start.to(tl.int64)
     row = tl.arange(0, 64)
-    dA = tl.zeros([64, 64], tl.float32)
-    dK = tl.zeros([64, 64], tl.float32)
+    b_b = tl.load(beta + (token + row) * HV + i_h, mask=row < n, other=0.0).to(tl.float32)
+    b_dA = tl.zeros([64, 64], tl.float32)
+    b_dK = tl.zeros([64, 64], tl.float32)
     db = tl.zeros([64], tl.float32)
     for i_v in range(V // BV):
         o_r = (tile * V + i_v * BV + tl.arange(0, BV)[:, None]) * 64 + row[None, :]
         b_r = tl.load(r + o_r)  # [BV, C]
         b_y = tl.load(y + o_r)
         b_do = load_columns(do + i_h * V + i_v * BV, start, n, HV, V, BV, CT)  # [C, BV]
-        dA = dot(b_do, b_r, dA)
-        dK = dot(tl.trans(b_y), b_r, dK)
+        b_dA = dot(b_do, b_r, b_dA)
+        b_dK = dot(tl.trans(b_y), b_r, b_dK)
         db += tl.sum(b_y.to(tl.float32) * b_r.to(tl.float32), 0)
-        if i_v % NK == i_k:
-            o_dv = (start.to(tl.int64) + row[:, None]) * (HV * V) + i_h * V + i_v * BV + tl.arange(0, BV)[None, :]
-            b_dv = tl.trans((b_y.to(tl.float32) * b_b[None, :]).to(dv.dtype.element_ty))
-            tl.store(dv + o_dv, b_dv, mask=(row < n)[:, None])
-    return dA * (scale * b_b[None, :]), dK * (-b_b[:, None] * b_b[None, :]), db
+        o_dv = (token + row[:, None]) * (HV * V) + i_h * V + i_v * BV + tl.arange(0, BV)[None, :]
+        b_dv = tl.trans((b_y.to(tl.float32) * b_b[None, :]).to(dv.dtype.element_ty))
+        tl.store(dv + o_dv, b_dv, mask=(row < n)[:, None])
+    tl.store(dbeta + (token + row) * HV + i_h, db.to(dbeta.dtype.element_ty), mask=row < n)
+    lower = row[:, None] > row[None, :]
+    o_c = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
+    b_dA *= scale * b_b[None, :]
+    tl.store(diagonal + tile * 64 + row, tl.sum(tl.where(row[:, None] == row[None, :], b_dA, 0.0), 0))
+    tl.store(dA + o_c, tl.where(lower, b_dA, 0.0).to(CT))
+    tl.store(dK + o_c, tl.where(lower, b_dK * (-b_b[:, None] * b_b[None, :]), 0.0).to(CT))
 
 
 @triton.jit
@@ -144,13 +160,13 @@ def key_state_gradients(r, y, h, dh, tile, o_k, K: tl.constexpr, V: tl.constexpr
 
 @triton.jit
 def gradient_kernel(
-    q, k, g, beta, A_log, dt_bias, chunks, do, r, y, h, dh, scale, lower_bound,
-    dq, dk, dv, dg, dbeta, dA_part, dbias_part,
+    q, k, g, A_log, dt_bias, chunks, b, do, r, y, h, dh, dA, dK, diagonal, scale, lower_bound,
+    dq, dk, dg, dA_part, dbias_part,
     H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
     GATE: tl.constexpr, SAFE: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, head, block of K): every gradient that is not a state's, each written once in its own dtype.
+    """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype.
     With L2NORM dq and dk are those of the normalised q and k: norm_gradient_kernel does the rest."""
     i_k, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(chunks + 2 * i_t)
@@ -170,23 +186,20 @@ def gradient_kernel(
     if L2NORM:
         q_norm = inverse_norm(q, start, n, H * K, K, BK)
         k_norm = inverse_norm(k, start, n, H * K, K, BK)
-    b_b = tl.load(beta + (token + row) * HV + i_h, mask=row < n, other=0.0).to(tl.float32)
-    b_dA, b_dK, db = matrix_gradients(do, r, y, dv, b_b, tile, start, n, i_k, i_h, HV, scale, V, BV, K // BK, CT)
-    if i_k == 0:
-        tl.store(dbeta + (token + row) * HV + i_h, db.to(dbeta.dtype.element_ty), mask=row < n)
-    # Aqk's diagonal has no gate: kept apart, it adds nothing to dΓ, where it would have to cancel.
-    diagonal = tl.sum(tl.where(row[:, None] == row[None, :], b_dA, 0.0), 0)[None, :]
+    b_b = tl.load(b + tile * 64 + row)
+    b_diagonal = tl.load(diagonal + tile * 64 + row)[None, :]
+    o_c = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
     b_g = load_gate(g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K, i_k, BK, GATE)
     b_q = load_keys(q, q_norm, start, n, H * K, K, i_k, BK)
     b_k = load_keys(k, k_norm, start, n, H * K, K, i_k, BK)
     b_dq = query_state_gradient(do, h, tile, start, n, i_h, HV, o_k, K, V, BK, BV, CT) * scale
     if SAFE:  # from the outermost factor inwards: each gradient is multiplied by what its operand was
         far = (row[:, None] >= 32) & (row[None, :] < 32)
-        near = (row[:, None] > row[None, :]) & ((row[:, None] // 32) == (row[None, :] // 32))
-        far_dA = tl.where(far, b_dA, 0.0).to(CT)
-        far_dK = tl.where(far, b_dK, 0.0).to(CT)
-        near_dA = tl.where(near, b_dA, 0.0).to(CT)
-        near_dK = tl.where(near, b_dK, 0.0).to(CT)
+        near = (row[:, None] // 32) == (row[None, :] // 32)
+        far_dA = tl.load(dA + o_c, mask=far, other=0.0)
+        far_dK = tl.load(dK + o_c, mask=far, other=0.0)
+        near_dA = tl.load(dA + o_c, mask=near, other=0.0)
+        near_dK = tl.load(dK + o_c, mask=near, other=0.0)
         E, W, to_start, to_middle, from_middle, to_end, gamma = half_decays(b_g, BK, CT)
         qE = (b_q * E).to(CT)
         kE = (b_k * E).to(CT)
@@ -196,7 +209,7 @@ def gradient_kernel(
         b_dq = dot(kW, tl.trans(near_dA), scale_halves(b_dq, to_middle, BK))
         # dΓ takes the rounded operands: a pair (i, j) then gives +x at i and −x at j, the same x, which cancels in dg.
         d_sum = qE.to(tl.float32) * b_dq
-        b_dq = (b_dq + diagonal * kW.to(tl.float32)) * E
+        b_dq = (b_dq + b_diagonal * kW.to(tl.float32)) * E
         tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
 
         b_dkp, b_dkm, ds = key_state_gradients(r, y, h, dh, tile, o_k, K, V, BK, BV)
@@ -209,7 +222,7 @@ def gradient_kernel(
         b_dkm = dot(scale_halves(kE, to_middle, BK), far_dK, b_dkm)
         b_dkm = dot(kE, near_dK, dot(qE, near_dA, scale_halves(b_dkm, from_middle, BK)))
         d_sum += kE.to(tl.float32) * b_dkp - kW.to(tl.float32) * b_dkm
-        b_dk = b_dkp * E + (b_dkm + diagonal * qE.to(tl.float32)) / E
+        b_dk = b_dkp * E + (b_dkm + b_diagonal * qE.to(tl.float32)) / E
     else:
         b_dkp, b_dkm, ds = key_state_gradients(r, y, h, dh, tile, o_k, K, V, BK, BV)
         E, W, gamma = full_decays(b_g, CT)
@@ -217,18 +230,20 @@ def gradient_kernel(
         b_dkp *= -b_b[None, :] * E
         b_dkm *= b_b[None, :] * W
         dgamma = tl.sum(b_dkm * b_k, 1) + tl.exp2(gamma) * ds
+        b_dA = tl.load(dA + o_c)
+        b_dK = tl.load(dK + o_c)
         for level in tl.static_range(6):
             E = level_decay(b_g, 32 >> level, CT)
             cross = level_mask(32 >> level)
-            l_dA = tl.where(cross, b_dA, 0.0).to(CT)
-            l_dK = tl.where(cross, b_dK, 0.0).to(CT)
+            l_dA = tl.where(cross, b_dA, 0.0)
+            l_dK = tl.where(cross, b_dK, 0.0)
             kE = (b_k * E).to(CT)
             b_dq += dot(kE, tl.trans(l_dA)) * E
             b_dkp += dot(kE, tl.trans(l_dK)) * E
             b_dkm += dot(kE, l_dK, dot((b_q * E).to(CT), l_dA)) * E
         d_sum = b_q * b_dq + b_k * (b_dkp - b_dkm)
-        b_dq += diagonal * b_k
-        b_dk = b_dkp + b_dkm + diagonal * b_q
+        b_dq += b_diagonal * b_k
+        b_dk = b_dkp + b_dkm + b_diagonal * b_q
         tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
     tl.store(dk + o_g, tl.trans(b_dk.to(dk.dtype.element_ty)), mask=inside)
     b_dg = tl.trans(split_dot(d_sum, row[:, None] >= row[None, :], CT) + dgamma[:, None])
