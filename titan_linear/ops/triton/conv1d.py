@@ -36,6 +36,13 @@ def _history(x, state, start, row, i_n, o_d, m_d, first, stride_x, D, W: tl.cons
 
 
 @triton.jit
+def _sigmoid(b_z):
+    """By the square of rsqrt: two instructions, where a division is eight. Within 4 units in the last place."""
+    b_r = tl.rsqrt(1.0 + tl.exp(tl.minimum(-b_z, 80.0)))
+    return b_r * b_r
+
+
+@triton.jit
 def _convolve(window, weights, b_bias, W: tl.constexpr):
     b_z = b_bias
     for i in tl.static_range(W):
@@ -97,7 +104,7 @@ def conv1d_fwd_kernel(
             full = window + (rows[r].to(tl.float32),)
             b_z = _convolve(full, weights, b_bias, W)
             if SILU:
-                b_z = b_z * tl.sigmoid(b_z)
+                b_z = b_z * _sigmoid(b_z)
             tl.store(y + (t + r) * D + o_d, b_z.to(y.dtype.element_ty), mask=m_d & (t + r < end))
             window = full[1:]
 
@@ -133,59 +140,62 @@ def conv1d_bwd_kernel(
     i_n, i_s = tl.load(table + 2 * i_t), tl.load(table + 2 * i_t + 1)
     o_d = i_d * BD + tl.arange(0, BD)
     m_d = o_d < D
+    if i_n < 0:  # partials are summed over all rows of the table
+        for i in tl.static_range(W):
+            tl.store(d_weight + (i_t * W + i) * D + o_d, tl.zeros([BD], tl.float32), mask=m_d)
+        if HAS_BIAS:
+            tl.store(d_bias + i_t * D + o_d, tl.zeros([BD], tl.float32), mask=m_d)
+        return
     sums = ()  # of d_weight, one [BD] for each tap
     for i in tl.static_range(W):
         sums = sums + (tl.zeros([BD], tl.float32),)
     b_dbias = tl.zeros([BD], tl.float32)
-    if i_n >= 0:
-        i_n = i_n.to(tl.int64)
-        bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
-        start = bos + i_s * BT
-        end = tl.minimum(start + BT, eos)
-        weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD, HAS_BIAS)
-        window = ()
-        grads = ()  # dz of the W - 1 rows before the current one; rows before `start` are another program's
-        for i in tl.static_range(W - 1):
-            window = window + (
-                _history(x, initial_state, start, i, i_n, o_d, m_d, i_s == 0, stride_x, D, W, HAS_STATE),
-            )
-            grads = grads + (tl.zeros([BD], tl.float32),)
-        # row t completes the gradient of row t - W + 1: run W - 1 rows past the end
-        for t in range(start, end + W - 1, R):
-            rows = ()
-            d_rows = ()
-            for r in tl.static_range(R):
-                m_t = m_d & (t + r < eos) & (t + r < end + W - 1)
-                rows = rows + (tl.load(x + (t + r) * stride_x + o_d, mask=m_t, other=0.0),)
-                d_rows = d_rows + (tl.load(dy + (t + r) * stride_dy + o_d, mask=m_t, other=0.0),)
-            for r in tl.static_range(R):
-                full = window + (rows[r].to(tl.float32),)
-                b_dz = d_rows[r].to(tl.float32)
-                if SILU:
-                    b_z = _convolve(full, weights, b_bias, W)
-                    b_s = tl.sigmoid(b_z)
-                    b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
-                b_own = tl.where(t + r < end, b_dz, 0.0)
-                added = ()
-                for i in tl.static_range(W):
-                    added = added + (sums[i] + b_own * full[i],)
-                sums = added
-                b_dbias += b_own
-                d_full = grads + (b_dz,)
-                b_dx = weights[0] * b_dz
-                for i in tl.static_range(1, W):
-                    b_dx += weights[i] * d_full[W - 1 - i]
-                p = t + r - (W - 1)
-                if HAS_D_FINAL:
-                    o_s = p - (eos - (W - 1))
-                    p_s = d_final_state + (i_n * D + o_d) * (W - 1) + o_s
-                    b_dx += tl.load(p_s, mask=m_d & (o_s >= 0) & (o_s < W - 1), other=0.0).to(tl.float32)
-                tl.store(dx + p * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_d & (p >= start) & (p < end))
-                if HAS_STATE:
-                    p_s = d_initial_state + (i_n * D + o_d) * (W - 1) + (p - bos + W - 1)
-                    tl.store(p_s, b_dx.to(d_initial_state.dtype.element_ty), mask=m_d & (p < bos))
-                window = full[1:]
-                grads = d_full[1:]
+    i_n = i_n.to(tl.int64)
+    bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+    start = bos + i_s * BT
+    end = tl.minimum(start + BT, eos)
+    weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD, HAS_BIAS)
+    window = ()
+    grads = ()  # dz of the W - 1 rows before the current one; rows before `start` are another program's
+    for i in tl.static_range(W - 1):
+        window = window + (_history(x, initial_state, start, i, i_n, o_d, m_d, i_s == 0, stride_x, D, W, HAS_STATE),)
+        grads = grads + (tl.zeros([BD], tl.float32),)
+    # row t completes the gradient of row t - W + 1: run W - 1 rows past the end
+    for t in range(start, end + W - 1, R):
+        rows = ()
+        d_rows = ()
+        for r in tl.static_range(R):
+            m_t = m_d & (t + r < eos) & (t + r < end + W - 1)
+            rows = rows + (tl.load(x + (t + r) * stride_x + o_d, mask=m_t, other=0.0),)
+            d_rows = d_rows + (tl.load(dy + (t + r) * stride_dy + o_d, mask=m_t, other=0.0),)
+        for r in tl.static_range(R):
+            full = window + (rows[r].to(tl.float32),)
+            b_dz = d_rows[r].to(tl.float32)
+            if SILU:
+                b_z = _convolve(full, weights, b_bias, W)
+                b_s = _sigmoid(b_z)
+                b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
+            b_own = tl.where(t + r < end, b_dz, 0.0)
+            added = ()
+            for i in tl.static_range(W):
+                added = added + (sums[i] + b_own * full[i],)
+            sums = added
+            b_dbias += b_own
+            d_full = grads + (b_dz,)
+            b_dx = weights[0] * b_dz
+            for i in tl.static_range(1, W):
+                b_dx += weights[i] * d_full[W - 1 - i]
+            p = t + r - (W - 1)
+            if HAS_D_FINAL:
+                o_s = p - (eos - (W - 1))
+                p_s = d_final_state + (i_n * D + o_d) * (W - 1) + o_s
+                b_dx += tl.load(p_s, mask=m_d & (o_s >= 0) & (o_s < W - 1), other=0.0).to(tl.float32)
+            tl.store(dx + p * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_d & (p >= start) & (p < end))
+            if HAS_STATE:
+                p_s = d_initial_state + (i_n * D + o_d) * (W - 1) + (p - bos + W - 1)
+                tl.store(p_s, b_dx.to(d_initial_state.dtype.element_ty), mask=m_d & (p < bos))
+            window = full[1:]
+            grads = d_full[1:]
     for i in tl.static_range(W):
         tl.store(d_weight + (i_t * W + i) * D + o_d, sums[i], mask=m_d)
     if HAS_BIAS:

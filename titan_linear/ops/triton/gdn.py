@@ -31,7 +31,7 @@ HEAD_DIMS = (32, 64, 128, 256)
 # Compute capability -> stage -> {widest of (K, V): configuration}. Every row was checked on the device.
 CONFIGS = {
     (9, 0): {
-        "prepare": {128: {"num_warps": 4}, 256: {"num_warps": 8}},
+        "prepare": {256: {"num_warps": 1}},
         "scan": {128: {"BV": 64, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
         "boundary": {128: {"BV": 64, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
         "backward_scans": {128: {"BV": 64, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
@@ -41,7 +41,7 @@ CONFIGS = {
 # fp32 inputs: twice the bytes for each tile, and every dot in three tf32 passes.
 CONFIGS_FP32 = {
     (9, 0): {
-        "prepare": {64: {"num_warps": 4}, 256: {"num_warps": 8}},
+        "prepare": {256: {"num_warps": 1}},
         "scan": {64: {"BV": 32, "STAGES": 1, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
         "boundary": {64: {"BV": 32, "STAGES": 1, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
         "backward_scans": {64: {"BV": 32, "STAGES": 1, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
@@ -106,8 +106,8 @@ def gdn_prepare(
     norms = torch.empty((NT, H, 2, BT) if l2norm else 0, dtype=torch.float32, device=k.device)
     kernels.prepare_kernel[(NT * HV,)](
         q, k, g, beta, A_log, dt_bias, C, A, gates, norms, cu_seqlens, table, scale, q.stride(0), k.stride(0), HV,
-        R=HV // H, K=K, BT=BT, GATE=A_log is not None, DT_BIAS=dt_bias is not None, NORM=l2norm,
-        PREC=_precision(k), **config("prepare", K, K, k.dtype),
+        R=HV // H, K=K, BT=BT, BC=16, GATE=A_log is not None, DT_BIAS=dt_bias is not None, NORM=l2norm,
+        PREC=_precision(k), SPLIT=k.dtype != torch.float32, **config("prepare", K, K, k.dtype),
     )  # fmt: skip
     return table, offsets, C, gates, norms, A
 

@@ -16,6 +16,8 @@ Everything else needs only do, Y, dX, S and dS' of its own chunk: `gradients_ker
 row, so normalised q and k are never stored. All sums are fp32; operands of a dot are rounded to the inputs' dtype.
 """
 
+# ruff: noqa: RUF005, B007 (Triton joins tuples with + and unrolls static_range)
+
 from __future__ import annotations
 
 import triton
@@ -31,47 +33,44 @@ def _softplus(x):
 
 
 @triton.jit
-def _merge(b_c, b_n, b_beta, PREC: tl.constexpr):
-    """One level of the blocked inverse: b_c [., M, M] block diagonal, b_n the blocks of N that join its pairs."""
-    b_t = b_n - tl.dot(b_n * b_beta, b_c, input_precision=PREC)
-    return b_c + b_t - tl.dot(b_c * b_beta, b_t, input_precision=PREC)
+def _split(b_x, SPLIT: tl.constexpr):
+    """x = hi + lo in bf16, to 2^-16; without SPLIT x itself, and a lo that is not used."""
+    b_hi, b_lo = b_x, b_x
+    if SPLIT:
+        bits = b_x.to(tl.uint32, bitcast=True)  # the upper half of a fp32 is a bf16
+        b_hi = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        b_lo = (b_x - (bits & 0xFFFF0000).to(tl.float32, bitcast=True)).to(tl.bfloat16)
+    return b_hi, b_lo
 
 
 @triton.jit
-def _solve(b_n, b_beta, PREC: tl.constexpr):
-    """C = N (I + diag(beta) N)^-1 for strictly lower N [64, 64], by block forward substitution in fp32.
+def _dot_split(a, b, b_acc, SPLIT: tl.constexpr):
+    """acc + a b of split operands: three bf16 dots, or one fp32 dot in three tf32 passes."""
+    if SPLIT:
+        b_acc = tl.dot(a[0], b[1], b_acc)
+        b_acc = tl.dot(a[1], b[0], b_acc)
+    return tl.dot(a[0], b[0], b_acc, input_precision="tf32x3")
 
-    Returns the blocks C11, C21, C22 [32, 32]; C12 is zero. Blocks double from 1 to 32 rows; each level is
-    C21 = (I - C22 diag(beta2)) N21 (I - diag(beta1) C11), which no power of N enters.
+
+@triton.jit
+def _solve_diagonal(scratch, BC: tl.constexpr, BLOCKS: tl.constexpr):
+    """C_ii = N_ii (I + diag(beta) N_ii)^-1 for all diagonal blocks, by forward substitution in fp32, one column a lane.
+
+    scratch holds N_ii [BLOCKS, BC, BC], overwritten with C_ii, then -N_ii diag(beta). Rows are 1-D tensors over the
+    columns of two blocks: C_r = N_r - sum over j < r of N_rj beta_j C_j.
     """
-    o_2 = tl.arange(0, 2)
-    o_16 = tl.arange(0, 16)
-    b_n4 = tl.reshape(b_n, [2, 32, 2, 32])
-    same = (o_2[:, None] == o_2[None, :])[:, None, :, None]
-    b_n2 = tl.sum(tl.where(same, b_n4, 0.0), 2)  # [2, 32, 32] diagonal blocks
-    b_n21 = tl.sum(tl.sum(tl.where((o_2 == 0)[None, None, :, None], b_n4, 0.0), 2) * o_2[:, None, None], 0)
-    b_n5 = tl.reshape(b_n2, [2, 2, 16, 2, 16])
-    same = (o_2[:, None] == o_2[None, :])[None, :, None, :, None]
-    b_n16 = tl.reshape(tl.sum(tl.where(same, b_n5, 0.0), 3), [4, 16, 16])
-
-    b_beta16 = tl.reshape(b_beta, [4, 16])[:, None, :]
-    b_c = tl.where(((o_16[:, None] % 2 == 1) & (o_16[None, :] == o_16[:, None] - 1))[None, :, :], b_n16, 0.0)
-    for level in tl.static_range(1, 4):
-        size: tl.constexpr = 2**level
-        o_b = o_16 // size
-        joins = (o_b[:, None] % 2 == 1) & (o_b[None, :] == o_b[:, None] - 1)
-        b_c = _merge(b_c, tl.where(joins[None, :, :], b_n16, 0.0), b_beta16, PREC)
-
-    b_c5 = tl.where(same, tl.reshape(b_c, [2, 2, 16, 16])[:, :, :, None, :], 0.0)
-    joins = ((o_2[:, None] == 1) & (o_2[None, :] == 0))[None, :, None, :, None]
-    b_off = tl.reshape(tl.where(joins, b_n5, 0.0), [2, 32, 32])
-    b_c2 = _merge(tl.reshape(b_c5, [2, 32, 32]), b_off, tl.reshape(b_beta, [2, 32])[:, None, :], PREC)
-
-    b_c11, b_c22 = tl.split(tl.permute(b_c2, (1, 2, 0)))
-    b_beta1, b_beta2 = tl.split(tl.permute(tl.reshape(b_beta, [2, 32]), (1, 0)))
-    b_t = b_n21 - tl.dot(b_n21 * b_beta1[None, :], b_c11, input_precision=PREC)
-    b_c21 = b_t - tl.dot(b_c22 * b_beta2[None, :], b_t, input_precision=PREC)
-    return b_c11, b_c21, b_c22
+    o_l = tl.arange(0, 2 * BC)
+    for half in tl.static_range(BLOCKS // 2):
+        p_n = scratch + (2 * half + o_l // BC) * BC * BC
+        p_f = p_n + BLOCKS * BC * BC
+        rows = (tl.load(p_n + o_l % BC),)  # zero: N is strictly lower
+        for r in tl.static_range(1, BC):
+            b_c = tl.load(p_n + r * BC + o_l % BC)
+            for j in tl.static_range(r):
+                b_c += tl.load(p_f + r * BC + j) * rows[j]
+            rows = rows + (b_c,)
+        for r in tl.static_range(1, BC):
+            tl.store(p_n + r * BC + o_l % BC, rows[r])
 
 
 @triton.jit
@@ -95,11 +94,14 @@ def prepare_kernel(
     R: tl.constexpr,  # value heads per key head
     K: tl.constexpr,
     BT: tl.constexpr,
+    BC: tl.constexpr,  # rows of a block
     GATE: tl.constexpr,
     DT_BIAS: tl.constexpr,
     NORM: tl.constexpr,
     PREC: tl.constexpr,
+    SPLIT: tl.constexpr,  # the solve's fp32 dots as three bf16 dots
 ):
+    """Gates, norms, A and C of one chunk and value head, in blocks of 16 rows: one warp, no barrier."""
     i_hv = tl.program_id(0) % HV
     i_t = tl.program_id(0) // HV
     i_n, i_c = tl.load(table + 2 * i_t), tl.load(table + 2 * i_t + 1)
@@ -107,49 +109,90 @@ def prepare_kernel(
         return
     i_h = i_hv // R
     bos, eos = tl.load(cu_seqlens + i_n), tl.load(cu_seqlens + i_n + 1)
-    o_c = tl.arange(0, BT)
-    o_t = (bos + i_c * BT + o_c).to(tl.int64)
-    m_t = o_t < eos
+    o_c = tl.arange(0, BC)
     o_k = tl.arange(0, K)
+    i_p = i_t.to(tl.int64) * HV + i_hv
+    i_q = i_t.to(tl.int64) * (HV // R) + i_h
+    dtype = k.dtype.element_ty
 
-    b_g = tl.load(g + o_t * HV + i_hv, mask=m_t, other=0.0).to(tl.float32)
-    if GATE:
-        if DT_BIAS:
-            b_g += tl.load(dt_bias + i_hv).to(tl.float32)
-        b_g = tl.where(m_t, -tl.exp(tl.load(A_log + i_hv).to(tl.float32)) * _softplus(b_g), 0.0)
-    b_G = tl.cumsum(b_g * LOG2E, 0)
-    b_beta = tl.load(beta + o_t * HV + i_hv, mask=m_t, other=0.0).to(tl.float32)
-    p_g = gates + (i_t.to(tl.int64) * HV + i_hv) * 2 * BT + o_c
-    tl.store(p_g, b_G)
-    tl.store(p_g + BT, b_beta)
+    p_x = i_p * BT * BT + o_c[:, None] * BT + o_c[None, :]
+    p_b = o_c[:, None] * BC + o_c[None, :]
+    scratch = (C + i_p * BT * BT).to(tl.pointer_type(tl.float32), bitcast=True)  # C's own place holds 2·BT·BC floats
+    gs, betas, rks, ns, cs, splits = (), (), (), (), (), ()
+    total = 0.0  # G at the end of the last block
+    for i in tl.static_range(BT // BC):
+        o_t = (bos + i_c * BT + i * BC + o_c).to(tl.int64)
+        m_t = o_t < eos
+        b_g = tl.load(g + o_t * HV + i_hv, mask=m_t, other=0.0).to(tl.float32)
+        if GATE:
+            if DT_BIAS:
+                b_g += tl.load(dt_bias + i_hv).to(tl.float32)
+            b_g = tl.where(m_t, -tl.exp(tl.load(A_log + i_hv).to(tl.float32)) * _softplus(b_g), 0.0)
+        b_G = total + tl.cumsum(b_g * LOG2E, 0)
+        total += tl.sum(b_g * LOG2E, 0)
+        b_beta = tl.load(beta + o_t * HV + i_hv, mask=m_t, other=0.0).to(tl.float32)
+        tl.store(gates + i_p * 2 * BT + i * BC + o_c, b_G)
+        tl.store(gates + i_p * 2 * BT + BT + i * BC + o_c, b_beta)
+        b_k = tl.load(k + o_t[:, None] * stride_k + i_h * K + o_k[None, :], mask=m_t[:, None], other=0.0)  # [BC, K]
+        b_q = tl.load(q + o_t[:, None] * stride_q + i_h * K + o_k[None, :], mask=m_t[:, None], other=0.0)  # [BC, K]
+        b_rk = tl.full([BC], 1.0, tl.float32)
+        b_rq = b_rk
+        if NORM:
+            b_rq = tl.rsqrt(tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1) + EPS)
+            b_rk = tl.rsqrt(tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1) + EPS)
+            if i_hv % R == 0:
+                tl.store(norms + i_q * 2 * BT + i * BC + o_c, b_rq)
+                tl.store(norms + i_q * 2 * BT + BT + i * BC + o_c, b_rk)
+        gs, betas, rks = gs + (b_G,), betas + (b_beta,), rks + (b_rk,)
 
-    b_q = tl.load(q + o_t[:, None] * stride_q + i_h * K + o_k[None, :], mask=m_t[:, None], other=0.0)  # [BT, K]
-    b_k = tl.load(k + o_t[:, None] * stride_k + i_h * K + o_k[None, :], mask=m_t[:, None], other=0.0)  # [BT, K]
-    b_rk = tl.full([BT], 1.0, tl.float32)
-    b_rq = b_rk
-    if NORM:
-        b_rq = tl.rsqrt(tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1) + EPS)
-        b_rk = tl.rsqrt(tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1) + EPS)
-        if i_hv % R == 0:
-            p_n = norms + (i_t.to(tl.int64) * (HV // R) + i_h) * 2 * BT + o_c
-            tl.store(p_n, b_rq)
-            tl.store(p_n + BT, b_rk)
+        row = ()  # of N, before the diagonal
+        for j in tl.static_range(i + 1):
+            b_kj = b_k
+            if i == j:
+                m_l = o_c[:, None] >= o_c[None, :]
+                b_d = tl.where(m_l, tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], 0.0)), 0.0) * b_rk[None, :]
+            else:
+                b_d = tl.exp2(b_G[:, None] - gs[j][None, :]) * rks[j][None, :]
+                o_j = (bos + i_c * BT + j * BC + o_c).to(tl.int64)[:, None]
+                p_k = k + o_j * stride_k + i_h * K + o_k[None, :]
+                b_kj = tl.load(p_k, mask=o_j < eos, other=0.0)  # again, from cache: four do not fit the registers
+            b_a = tl.dot(b_q, tl.trans(b_kj), input_precision=PREC) * b_d * (scale * b_rq)[:, None]
+            tl.store(A + p_x + i * BC * BT + j * BC, b_a.to(dtype))
+            b_n = tl.dot(b_k, tl.trans(b_kj), input_precision=PREC) * b_d * b_rk[:, None]
+            if i == j:
+                b_n = tl.where(o_c[:, None] > o_c[None, :], b_n, 0.0)
+                tl.store(scratch + i * BC * BC + p_b, b_n)
+                tl.store(scratch + BT * BC + i * BC * BC + p_b, -b_n * b_beta[None, :])
+            else:
+                row = row + (b_n,)
+        for j in tl.static_range(i + 1, BT // BC):
+            tl.store(A + p_x + i * BC * BT + j * BC, tl.zeros([BC, BC], dtype))
+        ns = ns + (row,)
 
-    m_l = o_c[:, None] >= o_c[None, :]
-    b_d = tl.where(m_l, tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], 0.0)), 0.0) * b_rk[None, :]  # [BT, BT]
-    b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_d * (scale * b_rq)[:, None]
-    p_a = (i_t.to(tl.int64) * HV + i_hv) * BT * BT + o_c[:, None] * BT + o_c[None, :]
-    tl.store(A + p_a, b_a.to(A.dtype.element_ty))
-    b_n = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_d * b_rk[:, None]
-    b_n = tl.where(o_c[:, None] > o_c[None, :], b_n, 0.0)
-
-    b_c11, b_c21, b_c22 = _solve(b_n, b_beta, "tf32x3")
-    o_32 = tl.arange(0, 32)
-    p_c = C + (i_t.to(tl.int64) * HV + i_hv) * BT * BT + o_32[:, None] * BT + o_32[None, :]
-    tl.store(p_c, b_c11.to(C.dtype.element_ty))
-    tl.store(p_c + 32, tl.zeros([32, 32], C.dtype.element_ty))
-    tl.store(p_c + 32 * BT, b_c21.to(C.dtype.element_ty))
-    tl.store(p_c + 32 * BT + 32, b_c22.to(C.dtype.element_ty))
+    tl.debug_barrier()
+    _solve_diagonal(scratch, BC, BT // BC)
+    tl.debug_barrier()
+    # below the diagonal (I + N_ii diag(beta_i)) C_ij = N_ij - sum over j <= m < i of N_im diag(beta_m) C_mj
+    for i in tl.static_range(BT // BC):
+        b_c = tl.load(scratch + i * BC * BC + p_b)
+        diagonal = _split(-b_c * betas[i][None, :], SPLIT)
+        factors = ()  # -N_im diag(beta_m)
+        for m in tl.static_range(i):
+            factors = factors + (_split(-ns[i][m] * betas[m][None, :], SPLIT),)
+        row, split = (), ()
+        for j in tl.static_range(i):
+            b_t = ns[i][j]
+            for m in tl.static_range(j, i):
+                b_t = _dot_split(factors[m], splits[m][j], b_t, SPLIT)
+            b_t = _dot_split(diagonal, _split(b_t, SPLIT), b_t, SPLIT)
+            row, split = row + (b_t,), split + (_split(b_t, SPLIT),)
+        cs, splits = cs + (row + (b_c,),), splits + (split + (_split(b_c, SPLIT),),)
+    tl.debug_barrier()  # what follows overwrites the scratch
+    for i in tl.static_range(BT // BC):
+        for j in tl.static_range(i + 1):
+            tl.store(C + p_x + i * BC * BT + j * BC, cs[i][j].to(dtype))
+        for j in tl.static_range(i + 1, BT // BC):
+            tl.store(C + p_x + i * BC * BT + j * BC, tl.zeros([BC, BC], dtype))
 
 
 @triton.jit
@@ -590,7 +633,8 @@ def gradients_kernel(
         b_dg = (scale * b_e * b_rq) * tl.sum(b_dqs * b_q.to(tl.float32), 1)
         b_dg -= b_e * b_rk * tl.sum(b_dxs * b_kf, 1)
         b_db = b_r * tl.sum(b_ydh * b_kf, 1)
-        b_dlast = tl.sum(b_beta * b_db, 0) + tl.exp2(b_last) * tl.sum(b_sds, 0)
+        # what U_j adds to the state decays with the tokens after j: none, for the last one
+        b_later = tl.where((o_c == BT - 1) | (o_t == eos - 1), 0.0, b_beta * b_db)
         b_dq += (scale * b_e)[:, None] * b_dqs
         b_dk += (tl.exp2(b_last - b_G) * b_beta)[:, None] * b_ydh - b_e[:, None] * b_dxs
 
@@ -600,15 +644,18 @@ def gradients_kernel(
         b_w = b_doy * tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_rq[:, None] * b_rk[None, :]
         b_w -= b_dxy * tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_rk[:, None] * b_rk[None, :]
         b_db += tl.sum(b_w, 0)
-        b_dg += tl.sum(b_w * b_beta[None, :], 1) - b_beta * b_db
+        # a token's product with itself does not decay; left in, its rounding would exceed a fast gate's gradient
+        b_w = tl.where(o_c[:, None] > o_c[None, :], b_w * b_beta[None, :], 0.0)
+        b_dg += tl.sum(b_w, 1) - tl.sum(b_w, 0)
         b_doy *= b_beta[None, :]
         b_dxy *= b_beta[None, :]
         b_dq += tl.dot((b_doy * b_rk[None, :]).to(dtype), b_k, input_precision=PREC)
         b_dk += tl.dot(tl.trans(b_doy * b_rq[:, None]).to(dtype), b_q, input_precision=PREC)
         b_dk -= tl.dot(((b_dxy + tl.trans(b_dxy)) * b_rk[None, :]).to(dtype), b_k, input_precision=PREC)
 
-        # every token of the chunk decays what comes after it, and the state that leaves
-        b_dg = b_dlast + tl.cumsum(b_dg, 0, reverse=True)
+        # the gate of token t decays the entering state, updates before t, and what tokens from t on read
+        b_dg = tl.cumsum(b_dg, 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
+        b_dg += tl.exp2(b_last) * tl.sum(b_sds, 0)
         p_g = o_t * HV + i_hv
         if GATE:
             b_x = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
