@@ -22,7 +22,7 @@ import torch
 import triton
 
 from titan_linear.ops.triton import gdn_kernels as kernels
-from titan_linear.ops.triton.gdn_chunks import chunk_table
+from titan_linear.ops.triton.gdn_chunks import chunk_table, max_chunks
 
 BT = 64  # tokens of a chunk
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -31,8 +31,8 @@ HEAD_DIMS = (32, 64, 128, 256)
 # Compute capability -> stage -> {widest of (K, V): configuration}. Every row was checked on the device.
 CONFIGS = {
     (9, 0): {
-        "prepare": {256: {"num_warps": 1}},
-        "scan": {128: {"BV": 64, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
+        "prepare": {256: {"num_warps": 4}},
+        "scan": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
         "boundary": {128: {"BV": 64, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
         "backward_scans": {128: {"BV": 64, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
         "gradients": {128: {"BV": 64, "STAGES": 2, "num_warps": 8}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
@@ -41,7 +41,7 @@ CONFIGS = {
 # fp32 inputs: twice the bytes for each tile, and every dot in three tf32 passes.
 CONFIGS_FP32 = {
     (9, 0): {
-        "prepare": {256: {"num_warps": 1}},
+        "prepare": {256: {"num_warps": 4}},
         "scan": {64: {"BV": 32, "STAGES": 1, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
         "boundary": {64: {"BV": 32, "STAGES": 1, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
         "backward_scans": {64: {"BV": 32, "STAGES": 1, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
@@ -104,9 +104,9 @@ def gdn_prepare(
     C, A = k.new_empty(NT, HV, BT, BT), k.new_empty(NT, HV, BT, BT)
     gates = torch.empty(NT, HV, 2, BT, dtype=torch.float32, device=k.device)
     norms = torch.empty((NT, H, 2, BT) if l2norm else 0, dtype=torch.float32, device=k.device)
-    kernels.prepare_kernel[(NT * HV,)](
+    kernels.prepare_kernel[(NT // 2 * HV,)](
         q, k, g, beta, A_log, dt_bias, C, A, gates, norms, cu_seqlens, table, scale, q.stride(0), k.stride(0), HV,
-        R=HV // H, K=K, BT=BT, BC=16, GATE=A_log is not None, DT_BIAS=dt_bias is not None, NORM=l2norm,
+        R=HV // H, K=K, BT=BT, GATE=A_log is not None, DT_BIAS=dt_bias is not None, NORM=l2norm,
         PREC=_precision(k), SPLIT=k.dtype != torch.float32, **config("prepare", K, K, k.dtype),
     )  # fmt: skip
     return table, offsets, C, gates, norms, A
@@ -115,7 +115,7 @@ def gdn_prepare(
 @gdn_prepare.register_fake
 def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, l2norm):
     N = cu_seqlens.shape[0] - 1
-    NT = (q.shape[0] + BT - 1) // BT + N
+    NT = max_chunks(q.shape[0], N, BT)
     square = (NT, g.shape[1], BT, BT)
     fp32 = {"dtype": torch.float32}
     norms = k.new_empty((NT, k.shape[1], 2, BT) if l2norm else (0,), **fp32)
@@ -245,11 +245,13 @@ def gdn_backward_scans(
     h, dh = k.new_empty(C.shape[0], HV, K, V), k.new_empty(C.shape[0], HV, K, V)
     y, dv = v.new_empty(T, HV, V), v.new_empty(T, HV, V)
     d_initial = torch.empty(N, HV, K, V, dtype=torch.float32, device=v.device)
-    chosen = config("backward_scans", K, V, k.dtype)
-    kernels.backward_scans_kernel[(2 * N * HV * (V // chosen["BV"]),)](
+    chosen = dict(config("backward_scans", K, V, k.dtype))
+    scans = chosen.pop("SCANS", ((True, True),))
+    for states, reverse in scans:
+      kernels.backward_scans_kernel[((states + reverse) * N * HV * (V // chosen["BV"]),)](
         q, k, v, do, C, gates, norms, _dense(initial_state), _dense(d_final_state), h, y, dh, dv, d_initial,
-        cu_seqlens, offsets, scale, q.stride(0), k.stride(0), v.stride(0), do.stride(0), HV, 2,
-        R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, INITIAL=initial_state is not None,
+        cu_seqlens, offsets, scale, q.stride(0), k.stride(0), v.stride(0), do.stride(0), HV,
+        R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, INITIAL=initial_state is not None, STATES=states, REVERSE=reverse,
         D_FINAL=d_final_state is not None, PREC=_precision(k), **chosen,
     )  # fmt: skip
     return h, y, dh, dv, d_initial

@@ -16,7 +16,7 @@ Everything else needs only do, Y, dX, S and dS' of its own chunk: `gradients_ker
 row, so normalised q and k are never stored. All sums are fp32; operands of a dot are rounded to the inputs' dtype.
 """
 
-# ruff: noqa: RUF005, B007 (Triton joins tuples with + and unrolls static_range)
+# ruff: noqa: RUF005 (Triton joins tuples with +)
 
 from __future__ import annotations
 
@@ -53,24 +53,87 @@ def _dot_split(a, b, b_acc, SPLIT: tl.constexpr):
 
 
 @triton.jit
-def _solve_diagonal(scratch, BC: tl.constexpr, BLOCKS: tl.constexpr):
-    """C_ii = N_ii (I + diag(beta) N_ii)^-1 for all diagonal blocks, by forward substitution in fp32, one column a lane.
+def _floats(tile):
+    """The bytes of a tile as fp32."""
+    return tile.to(tl.pointer_type(tl.float32), bitcast=True)
 
-    scratch holds N_ii [BLOCKS, BC, BC], overwritten with C_ii, then -N_ii diag(beta). Rows are 1-D tensors over the
-    columns of two blocks: C_r = N_r - sum over j < r of N_rj beta_j C_j.
+
+@triton.jit
+def _solve_diagonal(C, A, gates, i_p, BT: tl.constexpr, BC: tl.constexpr):
+    """C_ii = N_ii (I + diag(beta) N_ii)^-1 of the 16-row diagonal blocks of two chunks, in place.
+
+    Forward substitution in fp32, one column a lane: C_r = N_r - sum over j < r of N_rj beta_j C_j.
     """
-    o_l = tl.arange(0, 2 * BC)
-    for half in tl.static_range(BLOCKS // 2):
-        p_n = scratch + (2 * half + o_l // BC) * BC * BC
-        p_f = p_n + BLOCKS * BC * BC
-        rows = (tl.load(p_n + o_l % BC),)  # zero: N is strictly lower
-        for r in tl.static_range(1, BC):
-            b_c = tl.load(p_n + r * BC + o_l % BC)
-            for j in tl.static_range(r):
-                b_c += tl.load(p_f + r * BC + j) * rows[j]
-            rows = rows + (b_c,)
-        for r in tl.static_range(1, BC):
-            tl.store(p_n + r * BC + o_l % BC, rows[r])
+    o_l = tl.arange(0, 2 * BT)  # chunk, block, column
+    i_b, o_c = (o_l % BT) // BC, o_l % BC
+    tile = (i_p + o_l // BT) * BT * BT
+    p_n = tl.where(i_b < 2, _floats(C + tile), _floats(A + tile)) + (i_b % 2) * BC * BT + i_b * BC
+    p_b = gates + (i_p + o_l // BT) * 2 * BT + BT + i_b * BC
+    rows = (tl.zeros([2 * BT], tl.float32),)  # N is strictly lower: its first row is zero
+    scaled = rows  # beta_j C_j
+    for r in tl.static_range(1, BC):
+        b_c = tl.load(p_n + r * BT + o_c)
+        for j in tl.static_range(1, r):
+            b_c -= tl.load(p_n + r * BT + j) * scaled[j]
+        rows, scaled = rows + (b_c,), scaled + (tl.load(p_b + r) * b_c,)
+    tl.debug_barrier()  # lanes read each other's columns
+    for r in tl.static_range(1, BC):
+        tl.store(p_n + r * BT + o_c, rows[r])
+
+
+@triton.jit
+def _merge(b_n, b_c1, b_c2, b_beta1, b_beta2, SPLIT: tl.constexpr):
+    """C21 = (I - C22 diag(beta2)) N21 (I - diag(beta1) C11)."""
+    b_t = _dot_split(_split(-b_n * b_beta1, SPLIT), _split(b_c1, SPLIT), b_n, SPLIT)
+    return _dot_split(_split(-b_c2 * b_beta2, SPLIT), _split(b_t, SPLIT), b_t, SPLIT)
+
+
+@triton.jit
+def _solve(C, A, gates, i_p, BT: tl.constexpr, BC: tl.constexpr, SPLIT: tl.constexpr):
+    """C = N (I + diag(beta) N)^-1 of two chunks, by block forward substitution in fp32: 16 rows, 32, 64.
+
+    On entry the bytes of the tiles of C and A hold N [BT, BT] in fp32, the upper half in C's; on return C's hold C, and
+    A's are free. No power of N is formed: collinear keys and beta near 2 are as good as any.
+    """
+    tl.debug_barrier()
+    _solve_diagonal(C, A, gates, i_p, BT, BC)
+    tl.debug_barrier()
+    # 16 -> 32 rows: [chunk and pair of blocks, 16, 16]
+    o_b, o_c = tl.arange(0, 4)[:, None, None], tl.arange(0, BC)
+    tile = (i_p + o_b // 2) * BT * BT
+    p_p = tl.where(o_b % 2 == 0, _floats(C + tile), _floats(A + tile)) + (o_b % 2) * 2 * BC
+    p_p += o_c[None, :, None] * BT + o_c[None, None, :]
+    p_b = gates + (i_p + o_b // 2) * 2 * BT + BT + (o_b % 2) * 2 * BC + o_c[None, None, :]
+    b_x = _merge(
+        tl.load(p_p + BC * BT), tl.load(p_p), tl.load(p_p + BC * BT + BC), tl.load(p_b), tl.load(p_b + BC), SPLIT
+    )
+    tl.debug_barrier()
+    tl.store(p_p + BC * BT, b_x)
+    tl.debug_barrier()
+    # 32 -> 64 rows: [chunk, 32, 32]
+    o_b, o_c = tl.arange(0, 2)[:, None, None], tl.arange(0, 2 * BC)
+    p_s = o_c[None, :, None] * BT + o_c[None, None, :]
+    tile = (i_p + o_b) * BT * BT
+    p_b = gates + (i_p + o_b) * 2 * BT + BT + o_c[None, None, :]
+    b_c11 = tl.load(_floats(C + tile) + p_s)
+    b_c22 = tl.load(_floats(A + tile) + p_s + 2 * BC)
+    b_c21 = _merge(tl.load(_floats(A + tile) + p_s), b_c11, b_c22, tl.load(p_b), tl.load(p_b + 2 * BC), SPLIT)
+    tl.debug_barrier()
+    p_c = C + tile + p_s
+    tl.store(p_c, b_c11.to(C.dtype.element_ty))
+    tl.store(p_c + 2 * BC, tl.zeros([2, 2 * BC, 2 * BC], C.dtype.element_ty))
+    tl.store(p_c + 2 * BC * BT, b_c21.to(C.dtype.element_ty))
+    tl.store(p_c + 2 * BC * BT + 2 * BC, b_c22.to(C.dtype.element_ty))
+
+
+@triton.jit
+def _locate(table, cu_seqlens, i_t, BT: tl.constexpr):
+    """First token of chunk i_t (64 bits) and how many it has; none for a surplus row."""
+    i_n, i_c = tl.load(table + 2 * i_t), tl.load(table + 2 * i_t + 1)
+    used = i_n >= 0
+    start = tl.load(cu_seqlens + i_n, mask=used, other=0) + tl.where(used, i_c * BT, 0)
+    end = tl.load(cu_seqlens + i_n + 1, mask=used, other=0)
+    return start.to(tl.int64), tl.minimum(end - start, BT)
 
 
 @triton.jit
@@ -94,120 +157,82 @@ def prepare_kernel(
     R: tl.constexpr,  # value heads per key head
     K: tl.constexpr,
     BT: tl.constexpr,
-    BC: tl.constexpr,  # rows of a block
     GATE: tl.constexpr,
     DT_BIAS: tl.constexpr,
     NORM: tl.constexpr,
     PREC: tl.constexpr,
     SPLIT: tl.constexpr,  # the solve's fp32 dots as three bf16 dots
 ):
-    """Gates, norms, A and C of one chunk and value head, in blocks of 16 rows: one warp, no barrier."""
-    i_hv = tl.program_id(0) % HV
-    i_t = tl.program_id(0) // HV
-    i_n, i_c = tl.load(table + 2 * i_t), tl.load(table + 2 * i_t + 1)
-    if i_n < 0:
-        return
-    i_h = i_hv // R
-    bos, eos = tl.load(cu_seqlens + i_n), tl.load(cu_seqlens + i_n + 1)
-    o_c = tl.arange(0, BC)
-    o_k = tl.arange(0, K)
-    i_p = i_t.to(tl.int64) * HV + i_hv
-    i_q = i_t.to(tl.int64) * (HV // R) + i_h
-    dtype = k.dtype.element_ty
-
-    p_x = i_p * BT * BT + o_c[:, None] * BT + o_c[None, :]
-    p_b = o_c[:, None] * BC + o_c[None, :]
-    scratch = (C + i_p * BT * BT).to(tl.pointer_type(tl.float32), bitcast=True)  # C's own place holds 2·BT·BC floats
-    gs, betas, rks, ns, cs, splits = (), (), (), (), (), ()
-    total = 0.0  # G at the end of the last block
-    for i in tl.static_range(BT // BC):
-        o_t = (bos + i_c * BT + i * BC + o_c).to(tl.int64)
-        m_t = o_t < eos
-        b_g = tl.load(g + o_t * HV + i_hv, mask=m_t, other=0.0).to(tl.float32)
+    """Gates, norms, C and A of two (chunk, value head) pairs, which share the lanes of the solve."""
+    i_p = 2 * tl.program_id(0).to(tl.int64)
+    o_c, o_k = tl.arange(0, BT), tl.arange(0, K)
+    for u in tl.range(0, 2, num_stages=1):
+        i_t, i_hv = (i_p + u) // HV, (i_p + u) % HV
+        start, length = _locate(table, cu_seqlens, i_t, BT)
+        m_t = o_c < length
+        p_g = start * HV + i_hv + o_c * HV
+        b_g = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
         if GATE:
             if DT_BIAS:
                 b_g += tl.load(dt_bias + i_hv).to(tl.float32)
             b_g = tl.where(m_t, -tl.exp(tl.load(A_log + i_hv).to(tl.float32)) * _softplus(b_g), 0.0)
-        b_G = total + tl.cumsum(b_g * LOG2E, 0)
-        total += tl.sum(b_g * LOG2E, 0)
-        b_beta = tl.load(beta + o_t * HV + i_hv, mask=m_t, other=0.0).to(tl.float32)
-        tl.store(gates + i_p * 2 * BT + i * BC + o_c, b_G)
-        tl.store(gates + i_p * 2 * BT + BT + i * BC + o_c, b_beta)
-        b_k = tl.load(k + o_t[:, None] * stride_k + i_h * K + o_k[None, :], mask=m_t[:, None], other=0.0)  # [BC, K]
-        b_q = tl.load(q + o_t[:, None] * stride_q + i_h * K + o_k[None, :], mask=m_t[:, None], other=0.0)  # [BC, K]
-        b_rk = tl.full([BC], 1.0, tl.float32)
-        b_rq = b_rk
+        b_G = tl.cumsum(b_g * LOG2E, 0)
+        b_beta = tl.load(beta + p_g, mask=m_t, other=0.0).to(tl.float32)
+        tl.store(gates + (i_p + u) * 2 * BT + o_c, b_G)
+        tl.store(gates + (i_p + u) * 2 * BT + BT + o_c, b_beta)
+        p_k = k + start * stride_k + i_hv // R * K + (o_c[:, None] * stride_k + o_k[None, :])
+        b_k = tl.load(p_k, mask=m_t[:, None], other=0.0)  # [BT, K]
+        b_n = tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
+        if NORM:
+            b_rk = tl.rsqrt(tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1) + EPS)
+            tl.store(norms + (i_t * (HV // R) + i_hv // R) * 2 * BT + BT + o_c, b_rk, mask=i_hv % R == 0)
+            b_n *= b_rk[:, None] * b_rk[None, :]
+        m_l = o_c[:, None] > o_c[None, :]
+        b_n = tl.where(m_l, b_n * tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], 0.0)), 0.0)
+        tile = (i_p + u) * BT * BT
+        p_n = tl.where(o_c < BT // 2, _floats(C + tile) + o_c * BT, _floats(A + tile) + (o_c - BT // 2) * BT)
+        tl.store(p_n[:, None] + o_c[None, :], b_n)
+
+    _solve(C, A, gates, i_p, BT, BT // 4, SPLIT)
+
+    for u in tl.range(0, 2, num_stages=1):
+        i_t, i_hv = (i_p + u) // HV, (i_p + u) % HV
+        start, length = _locate(table, cu_seqlens, i_t, BT)
+        m_t = o_c < length
+        p_q = q + start * stride_q + i_hv // R * K + (o_c[:, None] * stride_q + o_k[None, :])
+        p_k = k + start * stride_k + i_hv // R * K + (o_c[:, None] * stride_k + o_k[None, :])
+        b_q = tl.load(p_q, mask=m_t[:, None], other=0.0)  # [BT, K]
+        b_k = tl.load(p_k, mask=m_t[:, None], other=0.0)  # [BT, K]
+        b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale
         if NORM:
             b_rq = tl.rsqrt(tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1) + EPS)
             b_rk = tl.rsqrt(tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1) + EPS)
-            if i_hv % R == 0:
-                tl.store(norms + i_q * 2 * BT + i * BC + o_c, b_rq)
-                tl.store(norms + i_q * 2 * BT + BT + i * BC + o_c, b_rk)
-        gs, betas, rks = gs + (b_G,), betas + (b_beta,), rks + (b_rk,)
-
-        row = ()  # of N, before the diagonal
-        for j in tl.static_range(i + 1):
-            b_kj = b_k
-            if i == j:
-                m_l = o_c[:, None] >= o_c[None, :]
-                b_d = tl.where(m_l, tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], 0.0)), 0.0) * b_rk[None, :]
-            else:
-                b_d = tl.exp2(b_G[:, None] - gs[j][None, :]) * rks[j][None, :]
-                o_j = (bos + i_c * BT + j * BC + o_c).to(tl.int64)[:, None]
-                p_k = k + o_j * stride_k + i_h * K + o_k[None, :]
-                b_kj = tl.load(p_k, mask=o_j < eos, other=0.0)  # again, from cache: four do not fit the registers
-            b_a = tl.dot(b_q, tl.trans(b_kj), input_precision=PREC) * b_d * (scale * b_rq)[:, None]
-            tl.store(A + p_x + i * BC * BT + j * BC, b_a.to(dtype))
-            b_n = tl.dot(b_k, tl.trans(b_kj), input_precision=PREC) * b_d * b_rk[:, None]
-            if i == j:
-                b_n = tl.where(o_c[:, None] > o_c[None, :], b_n, 0.0)
-                tl.store(scratch + i * BC * BC + p_b, b_n)
-                tl.store(scratch + BT * BC + i * BC * BC + p_b, -b_n * b_beta[None, :])
-            else:
-                row = row + (b_n,)
-        for j in tl.static_range(i + 1, BT // BC):
-            tl.store(A + p_x + i * BC * BT + j * BC, tl.zeros([BC, BC], dtype))
-        ns = ns + (row,)
-
-    tl.debug_barrier()
-    _solve_diagonal(scratch, BC, BT // BC)
-    tl.debug_barrier()
-    # below the diagonal (I + N_ii diag(beta_i)) C_ij = N_ij - sum over j <= m < i of N_im diag(beta_m) C_mj
-    for i in tl.static_range(BT // BC):
-        b_c = tl.load(scratch + i * BC * BC + p_b)
-        diagonal = _split(-b_c * betas[i][None, :], SPLIT)
-        factors = ()  # -N_im diag(beta_m)
-        for m in tl.static_range(i):
-            factors = factors + (_split(-ns[i][m] * betas[m][None, :], SPLIT),)
-        row, split = (), ()
-        for j in tl.static_range(i):
-            b_t = ns[i][j]
-            for m in tl.static_range(j, i):
-                b_t = _dot_split(factors[m], splits[m][j], b_t, SPLIT)
-            b_t = _dot_split(diagonal, _split(b_t, SPLIT), b_t, SPLIT)
-            row, split = row + (b_t,), split + (_split(b_t, SPLIT),)
-        cs, splits = cs + (row + (b_c,),), splits + (split + (_split(b_c, SPLIT),),)
-    tl.debug_barrier()  # what follows overwrites the scratch
-    for i in tl.static_range(BT // BC):
-        for j in tl.static_range(i + 1):
-            tl.store(C + p_x + i * BC * BT + j * BC, cs[i][j].to(dtype))
-        for j in tl.static_range(i + 1, BT // BC):
-            tl.store(C + p_x + i * BC * BT + j * BC, tl.zeros([BC, BC], dtype))
+            tl.store(norms + (i_t * (HV // R) + i_hv // R) * 2 * BT + o_c, b_rq, mask=i_hv % R == 0)
+            b_a *= b_rq[:, None] * b_rk[None, :]
+        b_G = tl.load(gates + (i_p + u) * 2 * BT + o_c)
+        m_l = o_c[:, None] >= o_c[None, :]
+        b_a = tl.where(m_l, b_a * tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], 0.0)), 0.0)
+        tl.store(A + (i_p + u) * BT * BT + (o_c[:, None] * BT + o_c[None, :]), b_a.to(A.dtype.element_ty))
 
 
 @triton.jit
 def _load_gates(gates, norms, i_t, i_hv, HV, R: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
-    """G, beta, 1 / |q|, 1 / |k| of chunk i_t, each [BT], and its last G."""
+    """G, beta, 1 / |q|, 1 / |k| of chunk i_t, each [BT]."""
     o_c = tl.arange(0, BT)
     p_g = gates + (i_t * HV + i_hv) * 2 * BT
     b_G, b_beta = tl.load(p_g + o_c), tl.load(p_g + BT + o_c)
-    b_last = tl.load(p_g + BT - 1)
     b_rq = tl.full([BT], 1.0, tl.float32)
     b_rk = b_rq
     if NORM:
         p_n = norms + (i_t * (HV // R) + i_hv // R) * 2 * BT + o_c
         b_rq, b_rk = tl.load(p_n), tl.load(p_n + BT)
-    return b_G, b_beta, b_rq, b_rk, b_last
+    return b_G, b_beta, b_rq, b_rk
+
+
+@triton.jit
+def _load_last(gates, i_t, i_hv, HV, BT: tl.constexpr, valid):
+    """G of the last token of chunk i_t."""
+    return tl.load(gates + (i_t * HV + i_hv) * 2 * BT + BT - 1, mask=valid, other=0.0)
 
 
 @triton.jit
@@ -246,34 +271,40 @@ def _scan(
     PREC: tl.constexpr,
 ):
     """Scan one entry's chunks in order for one head and BV columns of the state; returns the state that leaves."""
-    o_c, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), i_v * BV + tl.arange(0, BV)
     dtype = k.dtype.element_ty
-    for i in tl.range(0, tl.cdiv(length, BT), num_stages=STAGES):
-        o_t = bos + i * BT + o_c
-        m_t = (i * BT + o_c < length)[:, None]
-        i_t = first + i
-        b_k = tl.load(k + o_t[:, None] * stride_k + (i_hv // R) * K + o_k[None, :], mask=m_t, other=0.0)  # [BT, K]
-        b_v = tl.load(v + o_t[:, None] * stride_v + i_hv * V + o_v[None, :], mask=m_t & has_v, other=0.0)  # [BT, BV]
-        p_c = (i_t * HV + i_hv) * BT * BT + o_c[:, None] * BT + o_c[None, :]
-        b_c = tl.load(C + p_c)  # [BT, BT]
-        b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
+    o_c, o_k, o_v = tl.arange(0, BT)[:, None], tl.arange(0, K)[None, :], i_v * BV + tl.arange(0, BV)[None, :]
+    # a 64-bit base per chunk and 32-bit offsets within it: the offsets are loop-invariant and half the registers
+    q += (i_hv // R) * K
+    k += (i_hv // R) * K
+    v += i_hv * V
+    chunks = tl.cdiv(length, BT)
+    b_next = _load_last(gates, first, i_hv, HV, BT, chunks > 0)  # carried: fetched one chunk ahead
+    for i in tl.range(0, chunks, num_stages=STAGES):
+        b_last = b_next
+        b_next = _load_last(gates, first + i + 1, i_hv, HV, BT, i + 1 < chunks)
+        m_t = o_c < length - i * BT
+        start = bos + i * BT
+        i_p = (first + i) * HV + i_hv
+        b_k = tl.load(k + start * stride_k + (o_c * stride_k + o_k), mask=m_t, other=0.0)  # [BT, K]
+        b_v = tl.load(v + start * stride_v + (o_c * stride_v + o_v), mask=m_t & has_v, other=0.0)  # [BT, BV]
+        b_c = tl.load(C + i_p * BT * BT + (o_c * BT + tl.arange(0, BT)[None, :]))  # [BT, BT]
+        b_G, b_beta, b_rq, b_rk = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
         b_e = tl.exp2(b_G)
 
         b_sd = b_s.to(dtype)
         if STORE:
-            p_h = h + (i_t * HV + i_hv) * K * V + o_k[:, None] * V + o_v[None, :]
-            tl.store(p_h, b_sd)
+            tl.store(h + i_p * K * V + (tl.arange(0, K)[:, None] * V + o_v), b_sd)
         b_x = b_v.to(tl.float32) - (b_e * b_rk)[:, None] * tl.dot(b_k, b_sd, input_precision=PREC)
         b_y = b_x - tl.dot(b_c, (b_beta[:, None] * b_x).to(dtype), input_precision=PREC)  # [BT, BV]
         if STORE:
-            tl.store(y + (o_t[:, None] * HV + i_hv) * V + o_v[None, :], b_y.to(dtype), mask=m_t)
+            tl.store(y + (start * HV + i_hv) * V + (o_c * (HV * V) + o_v), b_y.to(dtype), mask=m_t)
         b_u = b_beta[:, None] * b_y
         if OUTPUT:
-            b_q = tl.load(q + o_t[:, None] * stride_q + (i_hv // R) * K + o_k[None, :], mask=m_t, other=0.0)
-            b_a = tl.load(A + p_c)
+            b_q = tl.load(q + start * stride_q + (o_c * stride_q + o_k), mask=m_t, other=0.0)  # [BT, K]
+            b_a = tl.load(A + i_p * BT * BT + (o_c * BT + tl.arange(0, BT)[None, :]))  # [BT, BT]
             b_o = (scale * b_e * b_rq)[:, None] * tl.dot(b_q, b_sd, input_precision=PREC)
             b_o += tl.dot(b_a, b_u.to(dtype), input_precision=PREC)
-            tl.store(o + (o_t[:, None] * HV + i_hv) * V + o_v[None, :], b_o.to(dtype), mask=m_t)
+            tl.store(o + (start * HV + i_hv) * V + (o_c * (HV * V) + o_v), b_o.to(dtype), mask=m_t)
         b_w = (tl.exp2(b_last - b_G) * b_rk)[:, None] * b_u
         b_s = b_s * tl.exp2(b_last) + tl.dot(tl.trans(b_k), b_w.to(dtype), input_precision=PREC)
     return b_s
@@ -311,24 +342,31 @@ def _reverse_scan(
     PREC: tl.constexpr,
 ):
     """Scan one entry's chunks from the last to the first; returns the gradient of the state that enters."""
-    o_c, o_k, o_v = tl.arange(0, BT), tl.arange(0, K), i_v * BV + tl.arange(0, BV)
-    m_u = o_c[:, None] <= o_c[None, :]
     dtype = k.dtype.element_ty
+    o_r, o_c, o_k = tl.arange(0, BT)[None, :], tl.arange(0, BT)[:, None], tl.arange(0, K)[None, :]
+    o_v = i_v * BV + tl.arange(0, BV)[None, :]
+    m_u = o_c <= o_r
+    q += (i_hv // R) * K
+    k += (i_hv // R) * K
+    do += i_hv * V
     chunks = tl.cdiv(length, BT)
+    b_next = _load_last(gates, first + chunks - 1, i_hv, HV, BT, chunks > 0)  # carried: fetched one chunk ahead
     for j in tl.range(0, chunks, num_stages=STAGES):
         i = chunks - 1 - j
-        o_t = bos + i * BT + o_c
-        m_t = (i * BT + o_c < length)[:, None]
-        i_t = first + i
-        b_k = tl.load(k + o_t[:, None] * stride_k + (i_hv // R) * K + o_k[None, :], mask=m_t, other=0.0)  # [BT, K]
-        b_q = tl.load(q + o_t[:, None] * stride_q + (i_hv // R) * K + o_k[None, :], mask=m_t, other=0.0)  # [BT, K]
-        b_do = tl.load(do + o_t[:, None] * stride_do + i_hv * V + o_v[None, :], mask=m_t, other=0.0)  # [BT, BV]
-        b_c = tl.load(C + (i_t * HV + i_hv) * BT * BT + o_c[:, None] * BT + o_c[None, :])  # [BT, BT]
-        b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
+        b_last = b_next
+        b_next = _load_last(gates, first + i - 1, i_hv, HV, BT, i > 0)
+        m_t = o_c < length - i * BT
+        start = bos + i * BT
+        i_p = (first + i) * HV + i_hv
+        b_k = tl.load(k + start * stride_k + (o_c * stride_k + o_k), mask=m_t, other=0.0)  # [BT, K]
+        b_q = tl.load(q + start * stride_q + (o_c * stride_q + o_k), mask=m_t, other=0.0)  # [BT, K]
+        b_do = tl.load(do + start * stride_do + (o_c * stride_do + o_v), mask=m_t, other=0.0)  # [BT, BV]
+        b_c = tl.load(C + i_p * BT * BT + (o_c * BT + o_r))  # [BT, BT]
+        b_G, b_beta, b_rq, b_rk = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
 
         b_dsd = b_ds.to(dtype)
         if STORE:
-            tl.store(dh + (i_t * HV + i_hv) * K * V + o_k[:, None] * V + o_v[None, :], b_dsd)
+            tl.store(dh + i_p * K * V + (tl.arange(0, K)[:, None] * V + o_v), b_dsd)
         b_at = tl.dot(b_k, tl.trans(b_q), input_precision=PREC) * b_rk[:, None] * (scale * b_rq)[None, :]
         b_at = tl.where(m_u, b_at * tl.exp2(tl.where(m_u, b_G[None, :] - b_G[:, None], 0.0)), 0.0)
         b_du = (tl.exp2(b_last - b_G) * b_rk)[:, None] * tl.dot(b_k, b_dsd, input_precision=PREC)
@@ -336,7 +374,7 @@ def _reverse_scan(
         b_dp = b_du - tl.dot(tl.trans(b_c), (b_beta[:, None] * b_du).to(dtype), input_precision=PREC)
         b_dx = b_beta[:, None] * b_dp
         if STORE:
-            tl.store(dv + (o_t[:, None] * HV + i_hv) * V + o_v[None, :], b_dx.to(dtype), mask=m_t)
+            tl.store(dv + (start * HV + i_hv) * V + (o_c * (HV * V) + o_v), b_dx.to(dtype), mask=m_t)
         b_e = tl.exp2(b_G)
         b_ds *= tl.exp2(b_last)
         b_ds += tl.dot(tl.trans(b_q), ((scale * b_e * b_rq)[:, None] * b_do).to(dtype), input_precision=PREC)
@@ -504,7 +542,6 @@ def backward_scans_kernel(
     stride_v,
     stride_do,
     HV,
-    scans,  # 2: both; 1: the states are kept from forward
     R: tl.constexpr,
     K: tl.constexpr,
     V: tl.constexpr,
@@ -513,11 +550,14 @@ def backward_scans_kernel(
     NORM: tl.constexpr,
     INITIAL: tl.constexpr,
     D_FINAL: tl.constexpr,
+    STATES: tl.constexpr,
+    REVERSE: tl.constexpr,
     STAGES: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """The states (forward) and their gradients (backward) do not depend on each other: they share the machine."""
     blocks: tl.constexpr = V // BV
+    scans: tl.constexpr = 2 if STATES and REVERSE else 1
     i_p = tl.program_id(0) // scans
     i_v, i_nh = i_p % blocks, (i_p // blocks).to(tl.int64)
     i_n, i_hv = i_nh // HV, i_nh % HV
@@ -526,7 +566,7 @@ def backward_scans_kernel(
     first = tl.load(offsets + i_n).to(tl.int64)
     o_s = i_nh * K * V + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
     b_s = tl.zeros([K, BV], tl.float32)
-    if tl.program_id(0) % scans == 0:
+    if REVERSE and tl.program_id(0) % scans == 0:
         if D_FINAL:
             b_s += tl.load(d_final_state + o_s).to(tl.float32)
         b_s = _reverse_scan(
@@ -534,7 +574,7 @@ def backward_scans_kernel(
             stride_q, stride_k, stride_do, HV, R, K, V, BT, BV, NORM, True, STAGES, PREC,
         )  # fmt: skip
         tl.store(d_initial_state + o_s, b_s)
-    else:
+    elif STATES:
         if INITIAL:
             b_s += tl.load(initial_state + o_s).to(tl.float32)
         _scan(
@@ -598,8 +638,10 @@ def gradients_kernel(
     o_t = (bos + i_c * BT + o_c).to(tl.int64)
     m_t = o_t < eos
     m_l = o_c[:, None] >= o_c[None, :]
-    b_q = tl.load(q + o_t[:, None] * stride_q + i_h * K + o_k[None, :], mask=m_t[:, None], other=0.0)  # [BT, K]
-    b_k = tl.load(k + o_t[:, None] * stride_k + i_h * K + o_k[None, :], mask=m_t[:, None], other=0.0)  # [BT, K]
+    start = (bos + i_c * BT).to(tl.int64)  # 64-bit bases, 32-bit offsets within a chunk
+    p_q, p_k = q + start * stride_q + i_h * K, k + start * stride_k + i_h * K
+    b_q = tl.load(p_q + (o_c[:, None] * stride_q + o_k[None, :]), mask=m_t[:, None], other=0.0)  # [BT, K]
+    b_k = tl.load(p_k + (o_c[:, None] * stride_k + o_k[None, :]), mask=m_t[:, None], other=0.0)  # [BT, K]
     b_dq = tl.zeros([BT, K], tl.float32)
     b_dk = tl.zeros([BT, K], tl.float32)
     for i_hv in range(i_h * R, i_h * R + R):
@@ -610,15 +652,15 @@ def gradients_kernel(
         b_dxy = tl.zeros([BT, BT], tl.float32)  # dX Yᵀ
         b_sds = tl.zeros([K], tl.float32)  # <S, dS'>, row by row
         for i_v in tl.range(0, V // BV, num_stages=STAGES):
-            o_v = i_v * BV + tl.arange(0, BV)
-            o_x = (o_t[:, None] * HV + i_hv) * V + o_v[None, :]
-            o_s = (i_t * HV + i_hv) * K * V + o_k[:, None] * V + o_v[None, :]
-            p_do = do + o_t[:, None] * stride_do + i_hv * V + o_v[None, :]
-            b_do = tl.load(p_do, mask=m_t[:, None], other=0.0)  # [BT, BV]
-            b_y = tl.load(y + o_x, mask=m_t[:, None], other=0.0)
-            b_dx = tl.load(dv + o_x, mask=m_t[:, None], other=0.0)
-            b_h = tl.load(h + o_s)  # [K, BV]
-            b_dh = tl.load(dh + o_s)
+            o_v = tl.arange(0, BV)[None, :]
+            p_x, p_s = (start * HV + i_hv) * V + i_v * BV, (i_t * HV + i_hv) * K * V + i_v * BV
+            o_x, o_s = o_c[:, None] * (HV * V) + o_v, o_k[:, None] * V + o_v
+            p_do = do + start * stride_do + i_hv * V + i_v * BV
+            b_do = tl.load(p_do + (o_c[:, None] * stride_do + o_v), mask=m_t[:, None], other=0.0)  # [BT, BV]
+            b_y = tl.load(y + p_x + o_x, mask=m_t[:, None], other=0.0)
+            b_dx = tl.load(dv + p_x + o_x, mask=m_t[:, None], other=0.0)
+            b_h = tl.load(h + p_s + o_s)  # [K, BV]
+            b_dh = tl.load(dh + p_s + o_s)
             b_dqs += tl.dot(b_do, tl.trans(b_h), input_precision=PREC)
             b_dxs += tl.dot(b_dx, tl.trans(b_h), input_precision=PREC)
             b_ydh += tl.dot(b_y, tl.trans(b_dh), input_precision=PREC)
@@ -626,7 +668,8 @@ def gradients_kernel(
             b_dxy += tl.dot(b_dx, tl.trans(b_y), input_precision=PREC)
             b_sds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
 
-        b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
+        b_G, b_beta, b_rq, b_rk = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
+        b_last = _load_last(gates, i_t, i_hv, HV, BT, True)
         b_e = tl.exp2(b_G)
         b_r = tl.exp2(b_last - b_G) * b_rk
         b_kf = b_k.to(tl.float32)
@@ -674,6 +717,6 @@ def gradients_kernel(
         b_qn, b_kn = b_q.to(tl.float32) * b_rq, b_k.to(tl.float32) * b_rk
         b_dq = b_rq * (b_dq - b_qn * tl.sum(b_dq * b_qn, 1)[:, None])
         b_dk = b_rk * (b_dk - b_kn * tl.sum(b_dk * b_kn, 1)[:, None])
-    o_x = (o_t[:, None] * H + i_h) * K + o_k[None, :]
-    tl.store(dq + o_x, b_dq.to(dtype), mask=m_t[:, None])
-    tl.store(dk + o_x, b_dk.to(dtype), mask=m_t[:, None])
+    p_x, o_x = (start * H + i_h) * K, o_c[:, None] * (H * K) + o_k[None, :]
+    tl.store(dq + p_x + o_x, b_dq.to(dtype), mask=m_t[:, None])
+    tl.store(dk + p_x + o_x, b_dk.to(dtype), mask=m_t[:, None])
