@@ -44,6 +44,7 @@ def compile_launch(kernel, grid, arguments: dict) -> dict:
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.tools.tensor_descriptor import TensorDescriptor
 
     names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
     options = {key: arguments.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in arguments}
@@ -52,6 +53,8 @@ def compile_launch(kernel, grid, arguments: dict) -> dict:
         divisible = isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0)
         if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
             signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            signature[parameter.name] = f"tensordesc<{names[value.base.dtype][1:]}{list(value.block_shape)}>"
         elif isinstance(value, torch.Tensor):
             signature[parameter.name] = names[value.dtype]
         else:
@@ -117,8 +120,8 @@ def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False) -> Non
     prepare = gdn.gdn_prepare._init_fn(q, k, g, beta, *gate, cu, 0.5, not plain)
     table, offsets, C, gates, norms, A = prepare
     gdn.gdn_scan._init_fn(q, k, v, offsets, C, A, gates, norms, state, cu, 0.5, not plain)
-    states = gdn.gdn_backward_scans._init_fn(q, k, v, do, offsets, C, gates, norms, state, state, cu, 0.5)
-    h, y, dh, dv, _ = states
+    h, y = gdn.gdn_states._init_fn(k, v, offsets, C, gates, norms, state, cu)
+    dh, dv, _ = gdn.gdn_reverse._init_fn(q, k, do, offsets, C, gates, norms, state, cu, 0.5)
     gdn.gdn_gradients._init_fn(q, k, do, h, y, dh, dv, table, gates, norms, g, beta, *gate, cu, 0.5)
     gdn.gdn_boundary._init_fn(k, v, offsets, C, gates, norms, entries, cu, True)
     gdn.gdn_boundary_bwd._init_fn(q, k, do, offsets, C, gates, norms, entries, cu, 0.5)

@@ -7,7 +7,8 @@ the device. Nothing here waits for the device: grids are upper bounds, programs 
     scan           (+ v, initial_state) -> o, final_state                          sequential in a head
     boundary       (some entries) -> S_ext, M                                      for context parallelism
     boundary_bwd   (some entries, do) -> dS_ext
-    backward_scans (do, initial_state, d_final_state) -> h, y, dh, dv, d_initial_state
+    states         (k, v, initial_state) -> h, y                                   the scan again, for backward
+    reverse        (q, k, do, d_final_state) -> dh, dv, d_initial_state            sequential, from the end
     gradients      (those) -> dq, dk, dg, dbeta, dA_log, ddt_bias                  chunk-parallel
 
 What is kept between forward and backward, besides the inputs: C, gates, norms (`Prepared`), and with
@@ -19,7 +20,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_linear.ops.triton import gdn_kernels as kernels
 from titan_linear.ops.triton.gdn_chunks import chunk_table, max_chunks
@@ -34,7 +35,8 @@ CONFIGS = {
         "prepare": {256: {"num_warps": 4}},
         "scan": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
         "boundary": {128: {"BV": 64, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
-        "backward_scans": {128: {"BV": 64, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
+        "states": {128: {"BV": 64, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
+        "reverse": {128: {"BV": 64, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
         "gradients": {128: {"BV": 64, "STAGES": 2, "num_warps": 8}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
     }
 }
@@ -44,7 +46,8 @@ CONFIGS_FP32 = {
         "prepare": {256: {"num_warps": 4}},
         "scan": {64: {"BV": 32, "STAGES": 1, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
         "boundary": {64: {"BV": 32, "STAGES": 1, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
-        "backward_scans": {64: {"BV": 32, "STAGES": 1, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
+        "states": {64: {"BV": 32, "STAGES": 1, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
+        "reverse": {64: {"BV": 32, "STAGES": 1, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
         "gradients": {64: {"BV": 32, "STAGES": 1, "num_warps": 8}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
     }
 }
@@ -63,8 +66,19 @@ def _precision(x: torch.Tensor) -> str:
 
 
 def _heads(x: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, dim] with dense heads; the distance between tokens may be anything."""
-    return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+    """x [T, heads, dim] with dense heads and tokens any multiple of 16 bytes apart, as the copy engine wants it."""
+    dense = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) * x.element_size() % 16 == 0
+    return x if dense and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+def _rows(x: torch.Tensor, width: int) -> TensorDescriptor:
+    """x [T, heads, dim] as the matrix [T, heads·dim], read in tiles of a chunk by `width` columns."""
+    return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [BT, width])
+
+
+def _tiles(x: torch.Tensor) -> TensorDescriptor:
+    """x [NT, HV, BT, BT], one tile of a chunk and head at a time."""
+    return TensorDescriptor(x, [x.numel() // BT, BT], [BT, 1], [BT, BT])
 
 
 def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -146,7 +160,8 @@ def gdn_scan(
     final_state = torch.empty((N, HV, K, V) if output_final_state else 0, dtype=torch.float32, device=v.device)
     chosen = config("scan", K, V, k.dtype)
     kernels.scan_kernel[(N * HV * (V // chosen["BV"]),)](
-        q, k, v, C, A, gates, norms, _dense(initial_state), o, final_state, cu_seqlens, offsets, scale,
+        _rows(q, K), _rows(k, K), _rows(v, chosen["BV"]), _tiles(C), _tiles(A), q, k, v, gates, norms,
+        _dense(initial_state), o, final_state, cu_seqlens, offsets, scale,
         q.stride(0), k.stride(0), v.stride(0), HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0,
         INITIAL=initial_state is not None, FINAL=output_final_state, PREC=_precision(k), **chosen,
     )  # fmt: skip
@@ -180,7 +195,7 @@ def gdn_boundary(
     chosen = config("boundary", K, V, k.dtype)
     blocks = (V + (K if need_m else 0)) // chosen["BV"]
     kernels.boundary_kernel[(F * HV * blocks,)](
-        k, v, C, gates, norms, entries, S_ext, M, cu_seqlens, offsets, k.stride(0), v.stride(0), HV,
+        _rows(k, K), _rows(v, chosen["BV"]), _tiles(C), k, v, gates, norms, entries, S_ext, M, cu_seqlens, offsets, k.stride(0), v.stride(0), HV,
         R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, NEED_M=need_m, PREC=_precision(k), **chosen,
     )  # fmt: skip
     return S_ext, M
@@ -212,7 +227,7 @@ def gdn_boundary_bwd(
     dS_ext = torch.empty(F, HV, K, V, dtype=torch.float32, device=do.device)
     chosen = config("boundary", K, V, k.dtype)
     kernels.boundary_bwd_kernel[(F * HV * (V // chosen["BV"]),)](
-        q, k, do, C, gates, norms, entries, dS_ext, cu_seqlens, offsets, scale,
+        _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), q, k, do, gates, norms, entries, dS_ext, cu_seqlens, offsets, scale,
         q.stride(0), k.stride(0), do.stride(0), HV,
         R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, PREC=_precision(k), **chosen,
     )  # fmt: skip
@@ -224,44 +239,68 @@ def _(q, k, do, offsets, C, gates, norms, entries, cu_seqlens, scale):
     return do.new_empty((entries.shape[0], do.shape[1], k.shape[2], do.shape[2]), dtype=torch.float32)
 
 
-@torch.library.custom_op("titan_linear::gdn_backward_scans", mutates_args=())
-def gdn_backward_scans(
-    q: torch.Tensor,
+@torch.library.custom_op("titan_linear::gdn_states", mutates_args=())
+def gdn_states(
     k: torch.Tensor,
     v: torch.Tensor,
-    do: torch.Tensor,
     offsets: torch.Tensor,
     C: torch.Tensor,
     gates: torch.Tensor,
     norms: torch.Tensor,
     initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> h [NT, HV, K, V], the state that enters each chunk; y [T, HV, V]."""
+    (_, H, K), (T, HV, V), N = k.shape, v.shape, cu_seqlens.numel() - 1
+    k, v = _heads(k), _heads(v)
+    h, y = k.new_empty(C.shape[0], HV, K, V), v.new_empty(T, HV, V)
+    chosen = config("states", K, V, k.dtype)
+    kernels.states_kernel[(N * HV * (V // chosen["BV"]),)](
+        _rows(k, K), _rows(v, chosen["BV"]), _tiles(C), k, v, gates, norms, _dense(initial_state), h, y,
+        cu_seqlens, offsets, k.stride(0), v.stride(0), HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0,
+        INITIAL=initial_state is not None, PREC=_precision(k), **chosen,
+    )  # fmt: skip
+    return h, y
+
+
+@gdn_states.register_fake
+def _(k, v, offsets, C, gates, norms, initial_state, cu_seqlens):
+    return k.new_empty(C.shape[0], v.shape[1], k.shape[2], v.shape[2]), v.new_empty(v.shape)
+
+
+@torch.library.custom_op("titan_linear::gdn_reverse", mutates_args=())
+def gdn_reverse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    do: torch.Tensor,
+    offsets: torch.Tensor,
+    C: torch.Tensor,
+    gates: torch.Tensor,
+    norms: torch.Tensor,
     d_final_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
     scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> h, dh [NT, HV, K, V] (states entering, gradients of states leaving each chunk), y, dv [T, HV, V], d_initial."""
-    (_, H, K), (T, HV, V), N = k.shape, v.shape, cu_seqlens.numel() - 1
-    q, k, v, do = _heads(q), _heads(k), _heads(v), _heads(do)
-    h, dh = k.new_empty(C.shape[0], HV, K, V), k.new_empty(C.shape[0], HV, K, V)
-    y, dv = v.new_empty(T, HV, V), v.new_empty(T, HV, V)
-    d_initial = torch.empty(N, HV, K, V, dtype=torch.float32, device=v.device)
-    chosen = dict(config("backward_scans", K, V, k.dtype))
-    scans = chosen.pop("SCANS", ((True, True),))
-    for states, reverse in scans:
-      kernels.backward_scans_kernel[((states + reverse) * N * HV * (V // chosen["BV"]),)](
-        q, k, v, do, C, gates, norms, _dense(initial_state), _dense(d_final_state), h, y, dh, dv, d_initial,
-        cu_seqlens, offsets, scale, q.stride(0), k.stride(0), v.stride(0), do.stride(0), HV,
-        R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, INITIAL=initial_state is not None, STATES=states, REVERSE=reverse,
-        D_FINAL=d_final_state is not None, PREC=_precision(k), **chosen,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> dh [NT, HV, K, V], the gradient of the state that leaves each chunk; dv [T, HV, V]; d_initial_state fp32."""
+    (_, H, K), (T, HV, V), N = k.shape, do.shape, cu_seqlens.numel() - 1
+    q, k, do = _heads(q), _heads(k), _heads(do)
+    dh, dv = k.new_empty(C.shape[0], HV, K, V), do.new_empty(T, HV, V)
+    d_initial = torch.empty(N, HV, K, V, dtype=torch.float32, device=do.device)
+    chosen = config("reverse", K, V, k.dtype)
+    kernels.reverse_kernel[(N * HV * (V // chosen["BV"]),)](
+        _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), q, k, do, gates, norms, _dense(d_final_state),
+        dh, dv, d_initial, cu_seqlens, offsets, scale, q.stride(0), k.stride(0), do.stride(0), HV,
+        R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, D_FINAL=d_final_state is not None, PREC=_precision(k),
+        **chosen,
     )  # fmt: skip
-    return h, y, dh, dv, d_initial
+    return dh, dv, d_initial
 
 
-@gdn_backward_scans.register_fake
-def _(q, k, v, do, offsets, C, gates, norms, initial_state, d_final_state, cu_seqlens, scale):
-    states = (C.shape[0], v.shape[1], k.shape[2], v.shape[2])
-    d_initial = v.new_empty((cu_seqlens.shape[0] - 1, *states[1:]), dtype=torch.float32)
-    return k.new_empty(states), v.new_empty(v.shape), k.new_empty(states), v.new_empty(v.shape), d_initial
+@gdn_reverse.register_fake
+def _(q, k, do, offsets, C, gates, norms, d_final_state, cu_seqlens, scale):
+    states = (C.shape[0], do.shape[1], k.shape[2], do.shape[2])
+    d_initial = do.new_empty((cu_seqlens.shape[0] - 1, *states[1:]), dtype=torch.float32)
+    return k.new_empty(states), do.new_empty(do.shape), d_initial
 
 
 @torch.library.custom_op("titan_linear::gdn_gradients", mutates_args=())

@@ -2,14 +2,13 @@
 
 With G the gate summed inside a chunk (here in base 2), D_ij = 2^(G_i - G_j) and normalised q, k:
 
-    N = strict_lower(D * k kᵀ)        A = scale * lower(D * q kᵀ)         C = N (I + diag(beta) N)^-1
-    X = v - 2^G k S                   Y = X - C (beta X)                  U = beta Y
+    N = strict_lower(D * k kᵀ)        A = scale * lower(D * q kᵀ)         C = N (I + diag(beta) N)^-1 diag(beta)
+    X = v - 2^G k S                   Y = X - C X                         U = beta Y
     o = scale 2^G q S + A U           S' = 2^γ S + kᵀ (2^(γ-G) U)          γ = G of the chunk's last token
 
-C instead of the usual T = (I + diag(beta) N)^-1 = I - diag(beta) C keeps the identity exact when C is rounded, and
-gives d beta without a division. Backward, with dS' the gradient of the state that leaves the chunk:
+I - C = (I + N diag(beta))^-1: the identity stays exact when C is rounded, and Y gives d beta without a division. Backward, with dS' the gradient of the state that leaves the chunk:
 
-    dU = Aᵀ do + 2^(γ-G) k dS'        dP = dU - Cᵀ (beta dU)              dv = dX = beta dP
+    dU = Aᵀ do + 2^(γ-G) k dS'        Z = beta dU                         dv = dX = Z - Cᵀ Z
     dS = 2^γ dS' + scale qᵀ (2^G do) - kᵀ (2^G dX)
 
 Everything else needs only do, Y, dX, S and dS' of its own chunk: `gradients_kernel`. Q·K-normalisation is a factor per
@@ -90,7 +89,7 @@ def _merge(b_n, b_c1, b_c2, b_beta1, b_beta2, SPLIT: tl.constexpr):
 
 @triton.jit
 def _solve(C, A, gates, i_p, BT: tl.constexpr, BC: tl.constexpr, SPLIT: tl.constexpr):
-    """C = N (I + diag(beta) N)^-1 of two chunks, by block forward substitution in fp32: 16 rows, 32, 64.
+    """N (I + diag(beta) N)^-1 diag(beta) of two chunks, by block forward substitution in fp32: 16 rows, 32, 64.
 
     On entry the bytes of the tiles of C and A hold N [BT, BT] in fp32, the upper half in C's; on return C's hold C, and
     A's are free. No power of N is formed: collinear keys and beta near 2 are as good as any.
@@ -120,10 +119,11 @@ def _solve(C, A, gates, i_p, BT: tl.constexpr, BC: tl.constexpr, SPLIT: tl.const
     b_c21 = _merge(tl.load(_floats(A + tile) + p_s), b_c11, b_c22, tl.load(p_b), tl.load(p_b + 2 * BC), SPLIT)
     tl.debug_barrier()
     p_c = C + tile + p_s
-    tl.store(p_c, b_c11.to(C.dtype.element_ty))
+    b_beta1, b_beta2 = tl.load(p_b), tl.load(p_b + 2 * BC)
+    tl.store(p_c, (b_c11 * b_beta1).to(C.dtype.element_ty))
     tl.store(p_c + 2 * BC, tl.zeros([2, 2 * BC, 2 * BC], C.dtype.element_ty))
-    tl.store(p_c + 2 * BC * BT, b_c21.to(C.dtype.element_ty))
-    tl.store(p_c + 2 * BC * BT + 2 * BC, b_c22.to(C.dtype.element_ty))
+    tl.store(p_c + 2 * BC * BT, (b_c21 * b_beta1).to(C.dtype.element_ty))
+    tl.store(p_c + 2 * BC * BT + 2 * BC, (b_c22 * b_beta2).to(C.dtype.element_ty))
 
 
 @triton.jit
@@ -217,215 +217,193 @@ def prepare_kernel(
 
 @triton.jit
 def _load_gates(gates, norms, i_t, i_hv, HV, R: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
-    """G, beta, 1 / |q|, 1 / |k| of chunk i_t, each [BT]."""
+    """G, beta, 1 / |q|, 1 / |k| of chunk i_t, each [BT], and its last G."""
     o_c = tl.arange(0, BT)
     p_g = gates + (i_t * HV + i_hv) * 2 * BT
-    b_G, b_beta = tl.load(p_g + o_c), tl.load(p_g + BT + o_c)
+    b_G, b_beta, b_last = tl.load(p_g + o_c), tl.load(p_g + BT + o_c), tl.load(p_g + BT - 1)
     b_rq = tl.full([BT], 1.0, tl.float32)
     b_rk = b_rq
     if NORM:
         p_n = norms + (i_t * (HV // R) + i_hv // R) * 2 * BT + o_c
         b_rq, b_rk = tl.load(p_n), tl.load(p_n + BT)
-    return b_G, b_beta, b_rq, b_rk
+    return b_G, b_beta, b_rq, b_rk, b_last
 
 
 @triton.jit
-def _load_last(gates, i_t, i_hv, HV, BT: tl.constexpr, valid):
-    """G of the last token of chunk i_t."""
-    return tl.load(gates + (i_t * HV + i_hv) * 2 * BT + BT - 1, mask=valid, other=0.0)
+def _load_rows(desc, p, stride, start, length, column, BT: tl.constexpr, BD: tl.constexpr, FULL: tl.constexpr):
+    """[BT, BD] of a [T, .] matrix from token `start` on: a full chunk by the copy engine, another row by row.
+
+    The copy engine knows no document: past its end it would read the next one's rows, which may hold NaN.
+    """
+    if FULL:
+        b_x = desc.load([start.to(tl.int32), column])
+    else:
+        o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
+        b_x = tl.load(p + start * stride + column + (o_c * stride + o_d), mask=o_c < length, other=0.0)
+    return b_x
+
+
+@triton.jit
+def _store_rows(p, b_x, stride, start, length, column, BT: tl.constexpr, BD: tl.constexpr, FULL: tl.constexpr):
+    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
+    p_x = p + start * stride + column + (o_c * stride + o_d)
+    if FULL:
+        tl.store(p_x, b_x.to(p.dtype.element_ty))
+    else:
+        tl.store(p_x, b_x.to(p.dtype.element_ty), mask=o_c < length)
+
+
+@triton.jit
+def _load_tile(desc, i_p, BT: tl.constexpr):
+    """C or A of one chunk and head."""
+    return desc.load([(i_p * BT).to(tl.int32), 0])
+
+
+@triton.jit
+def _step(
+    b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, q, k, v, gates, norms, o, h, y, bos, length, first, i_hv, i_v, has_v,
+    scale, stride_q, stride_k, stride_v, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, MASK_V: tl.constexpr,
+    FULL: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """One chunk forward: the state that leaves, from the state b_s [K, BV] that enters."""
+    dtype = k.dtype.element_ty
+    start, rows, i_p = bos + i * BT, length - i * BT, (first + i) * HV + i_hv
+    b_k = _load_rows(k_desc, k, stride_k, start, rows, i_hv // R * K, BT, K, FULL)  # [BT, K]
+    b_v = _load_rows(v_desc, v, stride_v, start, rows, i_hv * V + i_v * BV, BT, BV, FULL).to(tl.float32)  # [BT, BV]
+    b_c = _load_tile(C_desc, i_p, BT)  # [BT, BT]
+    b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
+    b_e = tl.exp2(b_G)
+    if MASK_V:
+        b_v = tl.where(has_v, b_v, 0.0)
+    b_sd = b_s.to(dtype)
+    if STORE:
+        tl.store(h + i_p * K * V + i_v * BV + (tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]), b_sd)
+    b_x = b_v - (b_e * b_rk)[:, None] * tl.dot(b_k, b_sd, input_precision=PREC)
+    b_y = b_x - tl.dot(b_c, b_x.to(dtype), input_precision=PREC)  # [BT, BV]
+    if STORE:
+        _store_rows(y, b_y, HV * V, start, rows, i_hv * V + i_v * BV, BT, BV, FULL)
+    if OUTPUT:
+        b_q = _load_rows(q_desc, q, stride_q, start, rows, i_hv // R * K, BT, K, FULL)  # [BT, K]
+        b_a = _load_tile(A_desc, i_p, BT)  # [BT, BT]
+        b_o = (scale * b_e * b_rq)[:, None] * tl.dot(b_q, b_sd, input_precision=PREC)
+        b_o += tl.dot(b_a, (b_beta[:, None] * b_y).to(dtype), input_precision=PREC)
+        _store_rows(o, b_o, HV * V, start, rows, i_hv * V + i_v * BV, BT, BV, FULL)
+    b_w = (tl.exp2(b_last - b_G) * b_rk * b_beta)[:, None] * b_y
+    return b_s * tl.exp2(b_last) + tl.dot(tl.trans(b_k), b_w.to(dtype), input_precision=PREC)
 
 
 @triton.jit
 def _scan(
-    b_s,  # [K, BV] fp32, the state that enters
-    q,
-    k,
-    v,
-    C,
-    A,
-    gates,
-    norms,
-    o,
-    h,
-    y,
-    bos,
-    length,
-    first,  # row of the entry's first chunk in the chunk tables
-    i_hv,
-    i_v,
-    has_v,  # false: v counts as zero (the transition matrix)
-    scale,
-    stride_q,
-    stride_k,
-    stride_v,
-    HV,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    NORM: tl.constexpr,
-    OUTPUT: tl.constexpr,
-    STORE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREC: tl.constexpr,
-):
-    """Scan one entry's chunks in order for one head and BV columns of the state; returns the state that leaves."""
-    dtype = k.dtype.element_ty
-    o_c, o_k, o_v = tl.arange(0, BT)[:, None], tl.arange(0, K)[None, :], i_v * BV + tl.arange(0, BV)[None, :]
-    # a 64-bit base per chunk and 32-bit offsets within it: the offsets are loop-invariant and half the registers
-    q += (i_hv // R) * K
-    k += (i_hv // R) * K
-    v += i_hv * V
-    chunks = tl.cdiv(length, BT)
-    b_next = _load_last(gates, first, i_hv, HV, BT, chunks > 0)  # carried: fetched one chunk ahead
-    for i in tl.range(0, chunks, num_stages=STAGES):
-        b_last = b_next
-        b_next = _load_last(gates, first + i + 1, i_hv, HV, BT, i + 1 < chunks)
-        m_t = o_c < length - i * BT
-        start = bos + i * BT
-        i_p = (first + i) * HV + i_hv
-        b_k = tl.load(k + start * stride_k + (o_c * stride_k + o_k), mask=m_t, other=0.0)  # [BT, K]
-        b_v = tl.load(v + start * stride_v + (o_c * stride_v + o_v), mask=m_t & has_v, other=0.0)  # [BT, BV]
-        b_c = tl.load(C + i_p * BT * BT + (o_c * BT + tl.arange(0, BT)[None, :]))  # [BT, BT]
-        b_G, b_beta, b_rq, b_rk = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
-        b_e = tl.exp2(b_G)
+    b_s, q_desc, k_desc, v_desc, C_desc, A_desc, q, k, v, gates, norms, o, h, y, bos, length, first, i_hv, i_v, has_v,
+    scale, stride_q, stride_k, stride_v, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, MASK_V: tl.constexpr,
+    STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Scan one entry's chunks in order for one head and BV columns of the state; returns the state that leaves.
 
-        b_sd = b_s.to(dtype)
-        if STORE:
-            tl.store(h + i_p * K * V + (tl.arange(0, K)[:, None] * V + o_v), b_sd)
-        b_x = b_v.to(tl.float32) - (b_e * b_rk)[:, None] * tl.dot(b_k, b_sd, input_precision=PREC)
-        b_y = b_x - tl.dot(b_c, (b_beta[:, None] * b_x).to(dtype), input_precision=PREC)  # [BT, BV]
-        if STORE:
-            tl.store(y + (start * HV + i_hv) * V + (o_c * (HV * V) + o_v), b_y.to(dtype), mask=m_t)
-        b_u = b_beta[:, None] * b_y
-        if OUTPUT:
-            b_q = tl.load(q + start * stride_q + (o_c * stride_q + o_k), mask=m_t, other=0.0)  # [BT, K]
-            b_a = tl.load(A + i_p * BT * BT + (o_c * BT + tl.arange(0, BT)[None, :]))  # [BT, BT]
-            b_o = (scale * b_e * b_rq)[:, None] * tl.dot(b_q, b_sd, input_precision=PREC)
-            b_o += tl.dot(b_a, b_u.to(dtype), input_precision=PREC)
-            tl.store(o + (start * HV + i_hv) * V + (o_c * (HV * V) + o_v), b_o.to(dtype), mask=m_t)
-        b_w = (tl.exp2(b_last - b_G) * b_rk)[:, None] * b_u
-        b_s = b_s * tl.exp2(b_last) + tl.dot(tl.trans(b_k), b_w.to(dtype), input_precision=PREC)
+    first: row of the entry's first chunk in the tables. has_v = False (with MASK_V) counts v as zero.
+    """
+    full = length // BT
+    for i in tl.range(0, full, num_stages=STAGES):
+        b_s = _step(
+            b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, q, k, v, gates, norms, o, h, y, bos, length, first, i_hv,
+            i_v, has_v, scale, stride_q, stride_k, stride_v, HV, R, K, V, BT, BV, NORM, OUTPUT, STORE, MASK_V, True,
+            PREC,
+        )  # fmt: skip
+    if full * BT < length:
+        b_s = _step(
+            b_s, full, q_desc, k_desc, v_desc, C_desc, A_desc, q, k, v, gates, norms, o, h, y, bos, length, first, i_hv,
+            i_v, has_v, scale, stride_q, stride_k, stride_v, HV, R, K, V, BT, BV, NORM, OUTPUT, STORE, MASK_V, False,
+            PREC,
+        )  # fmt: skip
     return b_s
 
 
 @triton.jit
-def _reverse_scan(
-    b_ds,  # [K, BV] fp32, the gradient of the state that leaves
-    q,
-    k,
-    do,
-    C,
-    gates,
-    norms,
-    dv,
-    dh,
-    bos,
-    length,
-    first,
-    i_hv,
-    i_v,
-    scale,
-    stride_q,
-    stride_k,
-    stride_do,
-    HV,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    NORM: tl.constexpr,
-    STORE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREC: tl.constexpr,
-):
-    """Scan one entry's chunks from the last to the first; returns the gradient of the state that enters."""
+def _reverse_step(
+    b_ds, i, q_desc, k_desc, do_desc, C_desc, q, k, do, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
+    stride_q, stride_k, stride_do, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, FULL: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """One chunk backward: the gradient of the state that enters, from that of the state that leaves, b_ds [K, BV]."""
     dtype = k.dtype.element_ty
-    o_r, o_c, o_k = tl.arange(0, BT)[None, :], tl.arange(0, BT)[:, None], tl.arange(0, K)[None, :]
-    o_v = i_v * BV + tl.arange(0, BV)[None, :]
-    m_u = o_c <= o_r
-    q += (i_hv // R) * K
-    k += (i_hv // R) * K
-    do += i_hv * V
-    chunks = tl.cdiv(length, BT)
-    b_next = _load_last(gates, first + chunks - 1, i_hv, HV, BT, chunks > 0)  # carried: fetched one chunk ahead
-    for j in tl.range(0, chunks, num_stages=STAGES):
-        i = chunks - 1 - j
-        b_last = b_next
-        b_next = _load_last(gates, first + i - 1, i_hv, HV, BT, i > 0)
-        m_t = o_c < length - i * BT
-        start = bos + i * BT
-        i_p = (first + i) * HV + i_hv
-        b_k = tl.load(k + start * stride_k + (o_c * stride_k + o_k), mask=m_t, other=0.0)  # [BT, K]
-        b_q = tl.load(q + start * stride_q + (o_c * stride_q + o_k), mask=m_t, other=0.0)  # [BT, K]
-        b_do = tl.load(do + start * stride_do + (o_c * stride_do + o_v), mask=m_t, other=0.0)  # [BT, BV]
-        b_c = tl.load(C + i_p * BT * BT + (o_c * BT + o_r))  # [BT, BT]
-        b_G, b_beta, b_rq, b_rk = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
+    o_r, o_c = tl.arange(0, BT)[None, :], tl.arange(0, BT)[:, None]
+    start, rows, i_p = bos + i * BT, length - i * BT, (first + i) * HV + i_hv
+    b_k = _load_rows(k_desc, k, stride_k, start, rows, i_hv // R * K, BT, K, FULL)  # [BT, K]
+    b_q = _load_rows(q_desc, q, stride_q, start, rows, i_hv // R * K, BT, K, FULL)  # [BT, K]
+    b_do = _load_rows(do_desc, do, stride_do, start, rows, i_hv * V + i_v * BV, BT, BV, FULL)  # [BT, BV]
+    b_c = _load_tile(C_desc, i_p, BT)  # [BT, BT]
+    b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
+    b_dsd = b_ds.to(dtype)
+    if STORE:
+        tl.store(dh + i_p * K * V + i_v * BV + (tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]), b_dsd)
+    b_at = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
+    if NORM:
+        b_at *= b_rk[:, None] * b_rq[None, :]
+    b_at = tl.where(o_c <= o_r, b_at * tl.exp2(tl.where(o_c <= o_r, b_G[None, :] - b_G[:, None], 0.0)), 0.0)
+    b_du = (tl.exp2(b_last - b_G) * b_rk)[:, None] * tl.dot(b_k, b_dsd, input_precision=PREC)
+    b_du += tl.dot((b_at * scale).to(dtype), b_do, input_precision=PREC)  # [BT, BV]
+    b_z = b_beta[:, None] * b_du
+    b_dx = b_z - tl.dot(tl.trans(b_c), b_z.to(dtype), input_precision=PREC)
+    if STORE:
+        _store_rows(dv, b_dx, HV * V, start, rows, i_hv * V + i_v * BV, BT, BV, FULL)
+    b_e = tl.exp2(b_G)
+    b_ds *= tl.exp2(b_last)
+    b_ds += tl.dot(tl.trans(b_q), ((scale * b_e * b_rq)[:, None] * b_do).to(dtype), input_precision=PREC)
+    return b_ds + tl.dot(tl.trans(b_k), ((-b_e * b_rk)[:, None] * b_dx).to(dtype), input_precision=PREC)
 
-        b_dsd = b_ds.to(dtype)
-        if STORE:
-            tl.store(dh + i_p * K * V + (tl.arange(0, K)[:, None] * V + o_v), b_dsd)
-        b_at = tl.dot(b_k, tl.trans(b_q), input_precision=PREC) * b_rk[:, None] * (scale * b_rq)[None, :]
-        b_at = tl.where(m_u, b_at * tl.exp2(tl.where(m_u, b_G[None, :] - b_G[:, None], 0.0)), 0.0)
-        b_du = (tl.exp2(b_last - b_G) * b_rk)[:, None] * tl.dot(b_k, b_dsd, input_precision=PREC)
-        b_du += tl.dot(b_at.to(dtype), b_do, input_precision=PREC)  # [BT, BV]
-        b_dp = b_du - tl.dot(tl.trans(b_c), (b_beta[:, None] * b_du).to(dtype), input_precision=PREC)
-        b_dx = b_beta[:, None] * b_dp
-        if STORE:
-            tl.store(dv + (start * HV + i_hv) * V + (o_c * (HV * V) + o_v), b_dx.to(dtype), mask=m_t)
-        b_e = tl.exp2(b_G)
-        b_ds *= tl.exp2(b_last)
-        b_ds += tl.dot(tl.trans(b_q), ((scale * b_e * b_rq)[:, None] * b_do).to(dtype), input_precision=PREC)
-        b_ds -= tl.dot(tl.trans(b_k), ((b_e * b_rk)[:, None] * b_dx).to(dtype), input_precision=PREC)
+
+@triton.jit
+def _reverse_scan(
+    b_ds, q_desc, k_desc, do_desc, C_desc, q, k, do, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
+    stride_q, stride_k, stride_do, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Scan one entry's chunks from the last to the first; returns the gradient of the state that enters."""
+    full = length // BT
+    if full * BT < length:
+        b_ds = _reverse_step(
+            b_ds, full, q_desc, k_desc, do_desc, C_desc, q, k, do, gates, norms, dv, dh, bos, length, first, i_hv, i_v,
+            scale, stride_q, stride_k, stride_do, HV, R, K, V, BT, BV, NORM, STORE, False, PREC,
+        )  # fmt: skip
+    for j in tl.range(0, full, num_stages=STAGES):
+        b_ds = _reverse_step(
+            b_ds, full - 1 - j, q_desc, k_desc, do_desc, C_desc, q, k, do, gates, norms, dv, dh, bos, length, first,
+            i_hv, i_v, scale, stride_q, stride_k, stride_do, HV, R, K, V, BT, BV, NORM, STORE, True, PREC,
+        )  # fmt: skip
     return b_ds
 
 
 @triton.jit
+def _entry(cu_seqlens, offsets, i_n):
+    """First token, length, and first row in the chunk tables of an entry."""
+    bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+    return bos, (tl.load(cu_seqlens + i_n + 1) - bos).to(tl.int32), tl.load(offsets + i_n).to(tl.int64)
+
+
+@triton.jit
 def scan_kernel(
-    q,
-    k,
-    v,
-    C,
-    A,
-    gates,
-    norms,
+    q_desc, k_desc, v_desc, C_desc, A_desc, q, k, v, gates, norms,
     initial_state,  # [N, HV, K, V] fp32 or None
     o,
     final_state,  # [N, HV, K, V] fp32 or None
-    cu_seqlens,
-    offsets,
-    scale,
-    stride_q,
-    stride_k,
-    stride_v,
-    HV,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    NORM: tl.constexpr,
-    INITIAL: tl.constexpr,
-    FINAL: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREC: tl.constexpr,
-):
+    cu_seqlens, offsets, scale, stride_q, stride_k, stride_v, HV,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
     """o and the final states."""
     blocks: tl.constexpr = V // BV
     i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    i_n, i_hv = i_nh // HV, i_nh % HV
-    bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-    length = (tl.load(cu_seqlens + i_n + 1) - bos).to(tl.int32)
-    first = tl.load(offsets + i_n).to(tl.int64)
+    i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
+    bos, length, first = _entry(cu_seqlens, offsets, i_n)
     o_s = i_nh * K * V + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
     b_s = tl.zeros([K, BV], tl.float32)
     if INITIAL:
         b_s += tl.load(initial_state + o_s).to(tl.float32)
     b_s = _scan(
-        b_s, q, k, v, C, A, gates, norms, o, None, None, bos, length, first, i_hv, i_v, True, scale,
-        stride_q, stride_k, stride_v, HV, R, K, V, BT, BV, NORM, True, False, STAGES, PREC,
+        b_s, q_desc, k_desc, v_desc, C_desc, A_desc, q, k, v, gates, norms, o, None, None, bos, length, first, i_hv,
+        i_v, True, scale, stride_q, stride_k, stride_v, HV, R, K, V, BT, BV, NORM, True, False, False, STAGES, PREC,
     )  # fmt: skip
     if FINAL:
         tl.store(final_state + o_s, b_s)
@@ -433,43 +411,27 @@ def scan_kernel(
 
 @triton.jit
 def boundary_kernel(
-    k,
-    v,
-    C,
-    gates,
-    norms,
+    k_desc, v_desc, C_desc, k, v, gates, norms,
     entries,  # [F]
     S_ext,  # [F, HV, K, V] fp32
     M,  # [F, HV, K, K] fp32 or None
-    cu_seqlens,
-    offsets,
-    stride_k,
-    stride_v,
-    HV,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    NORM: tl.constexpr,
-    NEED_M: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREC: tl.constexpr,
-):
+    cu_seqlens, offsets, stride_k, stride_v, HV,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    NEED_M: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
     """S_ext: the scan from a zero state. M: the same scan with v = 0 from the identity, column block by column block."""
     blocks: tl.constexpr = (V + (K if NEED_M else 0)) // BV
     i_v, i_fh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    i_n, i_hv = tl.load(entries + i_fh // HV), i_fh % HV
-    bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-    length = (tl.load(cu_seqlens + i_n + 1) - bos).to(tl.int32)
-    first = tl.load(offsets + i_n).to(tl.int64)
+    i_n, i_hv = tl.load(entries + i_fh // HV), (i_fh % HV).to(tl.int32)
+    bos, length, first = _entry(cu_seqlens, offsets, i_n)
     o_k, o_v = tl.arange(0, K)[:, None], tl.arange(0, BV)[None, :]
     is_m = i_v >= V // BV
     i_m = i_v - V // BV
     b_s = tl.where(is_m & (o_k == i_m * BV + o_v), 1.0, 0.0)
     b_s = _scan(
-        b_s, k, k, v, C, None, gates, norms, None, None, None, bos, length, first, i_hv, i_v, i_v < V // BV, 1.0,
-        stride_k, stride_k, stride_v, HV, R, K, V, BT, BV, NORM, False, False, STAGES, PREC,
+        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, k, k, v, gates, norms, None, None, None, bos, length, first, i_hv,
+        tl.where(is_m, 0, i_v), not is_m, 1.0, stride_k, stride_k, stride_v, HV, R, K, V, BT, BV, NORM, False, False,
+        NEED_M, STAGES, PREC,
     )  # fmt: skip
     if is_m:
         if NEED_M:
@@ -480,107 +442,76 @@ def boundary_kernel(
 
 @triton.jit
 def boundary_bwd_kernel(
-    q,
-    k,
-    do,
-    C,
-    gates,
-    norms,
+    q_desc, k_desc, do_desc, C_desc, q, k, do, gates, norms,
     entries,  # [F]
     dS_ext,  # [F, HV, K, V] fp32
-    cu_seqlens,
-    offsets,
-    scale,
-    stride_q,
-    stride_k,
-    stride_do,
-    HV,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    NORM: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREC: tl.constexpr,
-):
+    cu_seqlens, offsets, scale, stride_q, stride_k, stride_do, HV,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """The reverse scan from a zero gradient."""
     blocks: tl.constexpr = V // BV
     i_v, i_fh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    i_n, i_hv = tl.load(entries + i_fh // HV), i_fh % HV
-    bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-    length = (tl.load(cu_seqlens + i_n + 1) - bos).to(tl.int32)
-    first = tl.load(offsets + i_n).to(tl.int64)
+    i_n, i_hv = tl.load(entries + i_fh // HV), (i_fh % HV).to(tl.int32)
+    bos, length, first = _entry(cu_seqlens, offsets, i_n)
     b_ds = _reverse_scan(
-        tl.zeros([K, BV], tl.float32), q, k, do, C, gates, norms, None, None, bos, length, first, i_hv, i_v, scale,
-        stride_q, stride_k, stride_do, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
+        tl.zeros([K, BV], tl.float32), q_desc, k_desc, do_desc, C_desc, q, k, do, gates, norms, None, None, bos, length,
+        first, i_hv, i_v, scale, stride_q, stride_k, stride_do, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
     )  # fmt: skip
     o_s = tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
     tl.store(dS_ext + i_fh * K * V + o_s, b_ds)
 
 
 @triton.jit
-def backward_scans_kernel(
-    q,
-    k,
-    v,
-    do,
-    C,
-    gates,
-    norms,
+def states_kernel(
+    k_desc, v_desc, C_desc, k, v, gates, norms,
     initial_state,  # [N, HV, K, V] fp32 or None
-    d_final_state,  # [N, HV, K, V] fp32 or None
     h,  # [NT, HV, K, V] the state that enters each chunk
     y,  # [T, HV, V]
+    cu_seqlens, offsets, stride_k, stride_v, HV,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    INITIAL: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """The scan again, for what backward needs of it."""
+    blocks: tl.constexpr = V // BV
+    i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
+    bos, length, first = _entry(cu_seqlens, offsets, i_n)
+    b_s = tl.zeros([K, BV], tl.float32)
+    if INITIAL:
+        o_s = i_nh * K * V + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
+        b_s += tl.load(initial_state + o_s).to(tl.float32)
+    _scan(
+        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, k, k, v, gates, norms, None, h, y, bos, length, first, i_hv, i_v,
+        True, 1.0, stride_k, stride_k, stride_v, HV, R, K, V, BT, BV, NORM, False, True, False, STAGES, PREC,
+    )  # fmt: skip
+
+
+@triton.jit
+def reverse_kernel(
+    q_desc, k_desc, do_desc, C_desc, q, k, do, gates, norms,
+    d_final_state,  # [N, HV, K, V] fp32 or None
     dh,  # [NT, HV, K, V] the gradient of the state that leaves each chunk
     dv,  # [T, HV, V]
     d_initial_state,  # [N, HV, K, V] fp32
-    cu_seqlens,
-    offsets,
-    scale,
-    stride_q,
-    stride_k,
-    stride_v,
-    stride_do,
-    HV,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    NORM: tl.constexpr,
-    INITIAL: tl.constexpr,
-    D_FINAL: tl.constexpr,
-    STATES: tl.constexpr,
-    REVERSE: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREC: tl.constexpr,
-):
-    """The states (forward) and their gradients (backward) do not depend on each other: they share the machine."""
+    cu_seqlens, offsets, scale, stride_q, stride_k, stride_do, HV,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    D_FINAL: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """dv, and the gradients of all states."""
     blocks: tl.constexpr = V // BV
-    scans: tl.constexpr = 2 if STATES and REVERSE else 1
-    i_p = tl.program_id(0) // scans
-    i_v, i_nh = i_p % blocks, (i_p // blocks).to(tl.int64)
-    i_n, i_hv = i_nh // HV, i_nh % HV
-    bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-    length = (tl.load(cu_seqlens + i_n + 1) - bos).to(tl.int32)
-    first = tl.load(offsets + i_n).to(tl.int64)
+    i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
+    bos, length, first = _entry(cu_seqlens, offsets, i_n)
     o_s = i_nh * K * V + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
-    b_s = tl.zeros([K, BV], tl.float32)
-    if REVERSE and tl.program_id(0) % scans == 0:
-        if D_FINAL:
-            b_s += tl.load(d_final_state + o_s).to(tl.float32)
-        b_s = _reverse_scan(
-            b_s, q, k, do, C, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
-            stride_q, stride_k, stride_do, HV, R, K, V, BT, BV, NORM, True, STAGES, PREC,
-        )  # fmt: skip
-        tl.store(d_initial_state + o_s, b_s)
-    elif STATES:
-        if INITIAL:
-            b_s += tl.load(initial_state + o_s).to(tl.float32)
-        _scan(
-            b_s, k, k, v, C, None, gates, norms, None, h, y, bos, length, first, i_hv, i_v, True, scale,
-            stride_k, stride_k, stride_v, HV, R, K, V, BT, BV, NORM, False, True, STAGES, PREC,
-        )  # fmt: skip
+    b_ds = tl.zeros([K, BV], tl.float32)
+    if D_FINAL:
+        b_ds += tl.load(d_final_state + o_s).to(tl.float32)
+    b_ds = _reverse_scan(
+        b_ds, q_desc, k_desc, do_desc, C_desc, q, k, do, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
+        stride_q, stride_k, stride_do, HV, R, K, V, BT, BV, NORM, True, STAGES, PREC,
+    )  # fmt: skip
+    tl.store(d_initial_state + o_s, b_ds)
 
 
 @triton.jit
@@ -668,8 +599,7 @@ def gradients_kernel(
             b_dxy += tl.dot(b_dx, tl.trans(b_y), input_precision=PREC)
             b_sds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
 
-        b_G, b_beta, b_rq, b_rk = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
-        b_last = _load_last(gates, i_t, i_hv, HV, BT, True)
+        b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
         b_e = tl.exp2(b_G)
         b_r = tl.exp2(b_last - b_G) * b_rk
         b_kf = b_k.to(tl.float32)
