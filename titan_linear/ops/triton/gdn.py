@@ -34,10 +34,10 @@ CONFIGS = {
     (9, 0): {
         "prepare": {256: {"num_warps": 4}},
         "scan": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
-        "boundary": {128: {"BV": 64, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
-        "states": {128: {"BV": 64, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
-        "reverse": {128: {"BV": 64, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
-        "gradients": {128: {"BV": 64, "STAGES": 2, "num_warps": 8}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
+        "boundary": {128: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
+        "states": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
+        "reverse": {128: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
+        "gradients": {128: {"BV": 32, "STAGES": 3, "num_warps": 8}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
     }
 }
 # fp32 inputs: twice the bytes for each tile, and every dot in three tf32 passes.

@@ -188,7 +188,7 @@ def prepare_kernel(
             tl.store(norms + (i_t * (HV // R) + i_hv // R) * 2 * BT + BT + o_c, b_rk, mask=i_hv % R == 0)
             b_n *= b_rk[:, None] * b_rk[None, :]
         m_l = o_c[:, None] > o_c[None, :]
-        b_n = tl.where(m_l, b_n * tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], 0.0)), 0.0)
+        b_n *= tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], -float("inf")))
         tile = (i_p + u) * BT * BT
         p_n = tl.where(o_c < BT // 2, _floats(C + tile) + o_c * BT, _floats(A + tile) + (o_c - BT // 2) * BT)
         tl.store(p_n[:, None] + o_c[None, :], b_n)
@@ -211,7 +211,7 @@ def prepare_kernel(
             b_a *= b_rq[:, None] * b_rk[None, :]
         b_G = tl.load(gates + (i_p + u) * 2 * BT + o_c)
         m_l = o_c[:, None] >= o_c[None, :]
-        b_a = tl.where(m_l, b_a * tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], 0.0)), 0.0)
+        b_a *= tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], -float("inf")))
         tl.store(A + (i_p + u) * BT * BT + (o_c[:, None] * BT + o_c[None, :]), b_a.to(A.dtype.element_ty))
 
 
@@ -341,7 +341,7 @@ def _reverse_step(
     b_at = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
     if NORM:
         b_at *= b_rk[:, None] * b_rq[None, :]
-    b_at = tl.where(o_c <= o_r, b_at * tl.exp2(tl.where(o_c <= o_r, b_G[None, :] - b_G[:, None], 0.0)), 0.0)
+    b_at *= tl.exp2(tl.where(o_c <= o_r, b_G[None, :] - b_G[:, None], -float("inf")))
     b_du = (tl.exp2(b_last - b_G) * b_rk)[:, None] * tl.dot(b_k, b_dsd, input_precision=PREC)
     b_du += tl.dot((b_at * scale).to(dtype), b_do, input_precision=PREC)  # [BT, BV]
     b_z = b_beta[:, None] * b_du
@@ -611,7 +611,7 @@ def gradients_kernel(
         b_dq += (scale * b_e)[:, None] * b_dqs
         b_dk += (tl.exp2(b_last - b_G) * b_beta)[:, None] * b_ydh - b_e[:, None] * b_dxs
 
-        b_d = tl.where(m_l, tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], 0.0)), 0.0)
+        b_d = tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], -float("inf")))
         b_doy *= b_d * scale
         b_dxy = tl.where(o_c[:, None] > o_c[None, :], b_dxy * b_d, 0.0)
         b_w = b_doy * tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_rq[:, None] * b_rk[None, :]
