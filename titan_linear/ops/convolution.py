@@ -6,7 +6,7 @@ import torch
 
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.halo import conv_halo
-from titan_linear.ops.options import select
+from titan_linear.ops.options import Entries, batch_entries, select
 from titan_linear.ops.torch import convolution as torch_convolution
 
 IMPLEMENTATIONS = {"torch": torch_convolution.causal_conv1d}
@@ -51,11 +51,12 @@ def causal_conv1d(
     flat = x.flatten(0, 1)
     if cp_context is not None:
         _check_cp(x, W, initial_state, output_final_state, cu_seqlens, cp_context)
-        bounds, past = cp_context.cu_seqlens_cpu.tolist(), _past_under_cp(flat, W, cp_context)
+        entries = Entries(cp_context.cu_seqlens, cp_context.cu_seqlens_cpu)
+        past = _past_under_cp(flat, W, cp_context)
     else:
-        bounds = [i * T for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+        entries = batch_entries(B, T) if cu_seqlens is None else Entries(cu_seqlens)
         past = x.new_zeros(N, W - 1, D) if initial_state is None else initial_state.transpose(1, 2)
-    y, final = IMPLEMENTATIONS[select(impl, IMPLEMENTATIONS, x.device)](flat, weight, bias, past, bounds, activation)
+    y, final = IMPLEMENTATIONS[select(impl, IMPLEMENTATIONS, x.device)](flat, weight, bias, past, entries, activation)
     return y.unflatten(0, (B, T)), final.transpose(1, 2) if output_final_state else None
 
 

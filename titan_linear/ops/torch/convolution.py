@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
+
+from titan_linear.ops.options import Entries
 
 
 def causal_conv1d(
@@ -13,14 +13,14 @@ def causal_conv1d(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     initial_state: torch.Tensor,
-    bounds: Sequence[int],
+    entries: Entries,
     activation: str | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """x [T,D], weight [D,W], initial_state [N,W−1,D] (tokens before each entry) -> y [T,D], final state [N,W−1,D].
 
     Every entry is laid out behind its W−1 earlier tokens; then one convolution does all of them.
     """
-    W = weight.shape[1]
+    W, bounds = weight.shape[1], entries.host
     edges = torch.tensor(bounds)
     past = torch.arange(len(bounds) - 1)[:, None] * (W - 1) + edges[:-1, None] + torch.arange(W - 1)  # [N, W−1]
     own = torch.arange(bounds[-1]) + torch.repeat_interleave(torch.arange(1, len(bounds)), edges.diff()) * (W - 1)
