@@ -20,7 +20,14 @@ from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.options import DeltaRuleOptions, Entries, batch_entries, select
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule
 
-IMPLEMENTATIONS = {"torch": TorchDeltaRule}
+
+def _triton() -> Any:
+    from titan_linear.ops.triton.delta_rule import triton_delta_rule  # Triton is there on Linux only
+
+    return triton_delta_rule
+
+
+IMPLEMENTATIONS = {"torch": lambda: TorchDeltaRule, "triton": _triton}
 
 Tensors = Sequence[torch.Tensor | None]
 
@@ -161,7 +168,7 @@ def chunk_delta_rule(
             cp_method=cp_method, cu_seqlens=torch.tensor(cp_context.documents), impl=impl,
         )  # fmt: skip
         return heads_to_tokens(o, cp_context), None
-    implementation = IMPLEMENTATIONS[select(impl, IMPLEMENTATIONS, q.device)]
+    implementation = IMPLEMENTATIONS[select(impl, q.device)]()
     entries = _entries(q, cu_seqlens, cp_context)
     tokens = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
     o, final = _DeltaRule.apply(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,12 +19,14 @@ class DeltaRuleOptions:
     disable_recompute: bool = False  # keep the intermediates of forward for backward
 
 
-def select(impl: str, available: Iterable[str], device: torch.device) -> str:
-    """The implementation that `impl` names; "auto" is Triton's on CUDA, where the op has one."""
+def select(impl: str, device: torch.device) -> str:
+    """The implementation that `impl` names for tensors on `device`; "auto" is Triton's on CUDA, else torch's."""
     if impl == "auto":
-        return "triton" if device.type == "cuda" and "triton" in available else "torch"
-    if impl not in available:
-        raise ValueError(f"impl = {impl!r} is not available for this op; use 'auto' or one of {list(available)}")
+        return "triton" if device.type == "cuda" else "torch"
+    if impl not in ("torch", "triton"):
+        raise ValueError(f"impl = {impl!r} is unknown; use 'auto', 'torch' or 'triton'")
+    if impl == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"impl = 'triton' needs tensors on a GPU, not on {device.type}; use 'auto' or 'torch'")
     return impl
 
 

@@ -15,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
+from titan_linear.ops.options import Entries
 from titan_linear.ops.triton.gdn_chunks import chunk_table
 
 MAX_WIDTH = 8
@@ -376,3 +377,25 @@ def causal_conv1d(
         output_final_state,
     )  # fmt: skip
     return y.view(B, T, D), final_state if output_final_state else None
+
+
+def packed_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    entries: Entries,
+    activation: str | None,
+    output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x [T, D], initial_state [N, D, W-1] or None -> y [T, D], final state [N, D, W-1] or None."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"x is {x.dtype}: impl = 'triton' takes {', '.join(map(str, DTYPES))}; use impl = 'torch'")
+    if not 1 <= weight.shape[1] <= MAX_WIDTH:
+        raise ValueError(f"weight is {tuple(weight.shape)}: impl = 'triton' takes W <= {MAX_WIDTH}; use impl = 'torch'")
+    if initial_state is not None:
+        initial_state = initial_state.to(x.dtype)
+    y, final = conv1d(
+        x, weight, bias, initial_state, entries.on(x.device), activation is not None, output_final_state
+    )  # fmt: skip
+    return y, final if output_final_state else None
