@@ -9,6 +9,9 @@ import torch
 from titan_linear.ops.options import DeltaRuleOptions, Entries
 from titan_linear.ops.triton import gdn, kda
 
+HEAD_DIMS = (32, 64, 128, 256)
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
 
 def triton_delta_rule(
     inputs: Sequence[torch.Tensor | None],
@@ -17,7 +20,22 @@ def triton_delta_rule(
     differentiable: bool,
     kept: Sequence[torch.Tensor] = (),
 ) -> _TritonRule:
-    """The kernels for these inputs: KDA's for a gate per channel, GDN's for a gate per head."""
+    """The kernels for these inputs: KDA's for a gate per channel, GDN's for a gate per head.
+
+    Raises:
+        ValueError: a dtype or head dim that the kernels do not have.
+    """
+    q, k, v = inputs[:3]
+    if q.dtype not in DTYPES or {k.dtype, v.dtype} != {q.dtype}:
+        raise ValueError(
+            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}: impl = 'triton' takes one of "
+            f"{', '.join(map(str, DTYPES))} for all three; use impl = 'torch' for others"
+        )
+    for name, dim in (("K", q.shape[-1]), ("V", v.shape[-1])):
+        if dim not in HEAD_DIMS:
+            raise ValueError(
+                f"{name} = {dim}: impl = 'triton' has head dims {HEAD_DIMS}; use impl = 'torch' for others"
+            )
     return (TritonKDA if inputs[3].dim() == 3 else TritonGDN)(inputs, options, entries, kept)
 
 
@@ -57,7 +75,6 @@ class TritonKDA(_TritonRule):
     ):
         *tokens, A_log, dt_bias = inputs
         self.q, self.k, self.v, self.g, self.beta = (x.contiguous().unsqueeze(0) for x in tokens)  # [1, T, ...]
-        kda.check_inputs(self.q, self.k, self.v, self.g, self.beta)
         if options.gate_in_kernel and dt_bias is None:
             dt_bias = A_log.new_zeros(self.g.shape[2] * self.g.shape[3])
         gate = "none" if not options.gate_in_kernel else "softplus" if options.lower_bound is None else "bounded"
@@ -105,7 +122,6 @@ class TritonGDN(_TritonRule):
         kept: Sequence[torch.Tensor],
     ):
         self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias = inputs
-        gdn.check_inputs(self.q, self.k, self.v, self.g, self.beta)
         self.scale, self.cu_seqlens = options.scale, entries.on(self.q.device)
         if kept:
             self.table, self.offsets, self.C, self.gates, self.norms = kept
