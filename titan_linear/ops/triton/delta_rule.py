@@ -99,8 +99,8 @@ class TritonKDA(_TritonRule):
         self, do: torch.Tensor, initial_state: torch.Tensor | None, d_final: torch.Tensor | None
     ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
         *grads, d_initial, dA_log, ddt_bias = kda.backward(
-            self.prepared, self.q, self.k, self.v, self.g, self.beta, do.contiguous().unsqueeze(0), self.cu_seqlens, initial_state,
-            d_final, **self.options,
+            self.prepared, self.q, self.k, self.v, self.g, self.beta, do.contiguous().unsqueeze(0), self.cu_seqlens,
+            initial_state, d_final, **self.options,
         )  # fmt: skip
         A_log, dt_bias = self.options["A_log"], self.options["dt_bias"]
         gates = [dA_log.to(A_log.dtype) if self.gated else None, ddt_bias.to(dt_bias.dtype) if self.has_bias else None]
