@@ -207,7 +207,7 @@ def gradient_kernel(
         kWm = scale_halves(kW, from_middle, BK)
         b_dq = dot(kWm, tl.trans(far_dA), scale_halves(b_dq, to_start / to_middle, BK))
         b_dq = dot(kW, tl.trans(near_dA), scale_halves(b_dq, to_middle, BK))
-        # dΓ takes the rounded operands: a pair (i, j) then gives +x at i and −x at j, the same x, which cancels in dg.
+        # As below, dΓ takes the rounded operands: a pair (i, j) then gives +x at i and −x at j, which cancel in dg.
         d_sum = qE.to(tl.float32) * b_dq
         b_dq = (b_dq + b_diagonal * kW.to(tl.float32)) * E
         tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
@@ -232,16 +232,21 @@ def gradient_kernel(
         dgamma = tl.sum(b_dkm * b_k, 1) + tl.exp2(gamma) * ds
         b_dA = tl.load(dA + o_c)
         b_dK = tl.load(dK + o_c)
-        for level in tl.static_range(6):
-            E = level_decay(b_g, 32 >> level, CT)
-            cross = level_mask(32 >> level)
+        d_sum = b_q * b_dq + b_k * (b_dkp - b_dkm)
+        for level in range(6):
+            E = level_decay(b_g, level, CT)
+            cross = level_mask(level)
             l_dA = tl.where(cross, b_dA, 0.0)
             l_dK = tl.where(cross, b_dK, 0.0)
+            qE = (b_q * E).to(CT)
             kE = (b_k * E).to(CT)
-            b_dq += dot(kE, tl.trans(l_dA)) * E
-            b_dkp += dot(kE, tl.trans(l_dK)) * E
-            b_dkm += dot(kE, l_dK, dot((b_q * E).to(CT), l_dA)) * E
-        d_sum = b_q * b_dq + b_k * (b_dkp - b_dkm)
+            l_dq = dot(kE, tl.trans(l_dA))
+            l_dkp = dot(kE, tl.trans(l_dK))
+            l_dkm = dot(kE, l_dK, dot(qE, l_dA))
+            d_sum += qE.to(tl.float32) * l_dq + kE.to(tl.float32) * (l_dkp - l_dkm)
+            b_dq += l_dq * E
+            b_dkp += l_dkp * E
+            b_dkm += l_dkm * E
         b_dq += b_diagonal * b_k
         b_dk = b_dkp + b_dkm + b_diagonal * b_q
         tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)

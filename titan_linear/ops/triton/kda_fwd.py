@@ -120,19 +120,19 @@ def full_decays(g, CT: tl.constexpr):
 
 
 @triton.jit
-def level_decay(g, B: tl.constexpr, CT: tl.constexpr):
-    """g [BK, 64] → 2^(gates between token i and the middle of its block of 2B tokens), all ≤ 1: the factor of a token
-    of the second half as a query, of the first half as a key."""
+def level_decay(g, level, CT: tl.constexpr):
+    """g [BK, 64] → 2^(gates between token i and the middle of its block of 2B tokens), B = 2^level, all ≤ 1: the factor
+    of a token of the second half as a query, of the first half as a key."""
     row = tl.arange(0, 64)
-    same = (row[:, None] // B) == (row[None, :] // B)
-    second = ((row // B) % 2 == 1)[None, :]
+    same = (row[:, None] >> level) == (row[None, :] >> level)
+    second = ((row >> level) % 2 == 1)[None, :]
     return tl.exp2(split_dot(g, same & ((row[:, None] <= row[None, :]) == second), CT))
 
 
 @triton.jit
-def level_mask(B: tl.constexpr):
-    """[64, 64]: row in the second, column in the first half of one block of 2B."""
-    row = tl.arange(0, 64) // B
+def level_mask(level):
+    """[64, 64]: row in the second, column in the first half of one block of 2B, B = 2^level."""
+    row = tl.arange(0, 64) >> level
     return (row[:, None] % 2 == 1) & (row[None, :] == row[:, None] - 1)
 
 
@@ -150,7 +150,7 @@ def solve(Kk, b, CT: tl.constexpr):
         D -= column[:, :, None] * solved[:, None, :]
     G = tl.where(same, tl.reshape(tl.broadcast_to(D[:, :, None, :], [4, 16, 4, 16]), [64, 64]), 0.0)
     for level in tl.static_range(2):
-        K21 = tl.where(level_mask(16 if level == 0 else 32), Kk, 0.0)
+        K21 = tl.where(level_mask(4 + level), Kk, 0.0)
         K21 -= dot_fp32(K21, b[:, None] * G, CT)
         G += K21 - dot_fp32(G * b[None, :], K21, CT)
     return G
@@ -226,10 +226,9 @@ def products(
             left = (b_x * E).to(CT)
             right = (b_k * W).to(CT)
             diagonal += tl.sum(b_x * b_k, 0)
-            for level in tl.static_range(6):
-                E = level_decay(b_g, 32 >> level, CT)
-                cross = level_mask(32 >> level)
-                near += tl.where(cross, dot(tl.trans((b_x * E).to(CT)), (b_k * E).to(CT)), 0.0)
+            for level in range(6):
+                E = level_decay(b_g, level, CT)
+                near += tl.where(level_mask(level), dot(tl.trans((b_x * E).to(CT)), (b_k * E).to(CT)), 0.0)
         if KEYS:
             left = -left
         tl.store(xg + o_tile, left)
