@@ -160,9 +160,8 @@ def gdn_scan(
     final_state = torch.empty((N, HV, K, V) if output_final_state else 0, dtype=torch.float32, device=v.device)
     chosen = config("scan", K, V, k.dtype)
     kernels.scan_kernel[(N * HV * (V // chosen["BV"]),)](
-        _rows(q, K), _rows(k, K), _rows(v, chosen["BV"]), _tiles(C), _tiles(A), q, k, v, gates, norms,
-        _dense(initial_state), o, final_state, cu_seqlens, offsets, scale,
-        q.stride(0), k.stride(0), v.stride(0), HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0,
+        _rows(q, K), _rows(k, K), _rows(v, chosen["BV"]), _tiles(C), _tiles(A), gates, norms,
+        _dense(initial_state), o, final_state, cu_seqlens, offsets, scale, HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0,
         INITIAL=initial_state is not None, FINAL=output_final_state, PREC=_precision(k), **chosen,
     )  # fmt: skip
     return o, final_state
@@ -195,7 +194,7 @@ def gdn_boundary(
     chosen = config("boundary", K, V, k.dtype)
     blocks = (V + (K if need_m else 0)) // chosen["BV"]
     kernels.boundary_kernel[(F * HV * blocks,)](
-        _rows(k, K), _rows(v, chosen["BV"]), _tiles(C), k, v, gates, norms, entries, S_ext, M, cu_seqlens, offsets, k.stride(0), v.stride(0), HV,
+        _rows(k, K), _rows(v, chosen["BV"]), _tiles(C), gates, norms, entries, S_ext, M, cu_seqlens, offsets, HV,
         R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, NEED_M=need_m, PREC=_precision(k), **chosen,
     )  # fmt: skip
     return S_ext, M
@@ -227,9 +226,8 @@ def gdn_boundary_bwd(
     dS_ext = torch.empty(F, HV, K, V, dtype=torch.float32, device=do.device)
     chosen = config("boundary", K, V, k.dtype)
     kernels.boundary_bwd_kernel[(F * HV * (V // chosen["BV"]),)](
-        _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), q, k, do, gates, norms, entries, dS_ext, cu_seqlens, offsets, scale,
-        q.stride(0), k.stride(0), do.stride(0), HV,
-        R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, PREC=_precision(k), **chosen,
+        _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), gates, norms, entries, dS_ext, cu_seqlens, offsets,
+        scale, HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, PREC=_precision(k), **chosen,
     )  # fmt: skip
     return dS_ext
 
@@ -256,8 +254,8 @@ def gdn_states(
     h, y = k.new_empty(C.shape[0], HV, K, V), v.new_empty(T, HV, V)
     chosen = config("states", K, V, k.dtype)
     kernels.states_kernel[(N * HV * (V // chosen["BV"]),)](
-        _rows(k, K), _rows(v, chosen["BV"]), _tiles(C), k, v, gates, norms, _dense(initial_state), h, y,
-        cu_seqlens, offsets, k.stride(0), v.stride(0), HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0,
+        _rows(k, K), _rows(v, chosen["BV"]), _tiles(C), gates, norms, _dense(initial_state), h, y,
+        cu_seqlens, offsets, HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0,
         INITIAL=initial_state is not None, PREC=_precision(k), **chosen,
     )  # fmt: skip
     return h, y
@@ -288,9 +286,8 @@ def gdn_reverse(
     d_initial = torch.empty(N, HV, K, V, dtype=torch.float32, device=do.device)
     chosen = config("reverse", K, V, k.dtype)
     kernels.reverse_kernel[(N * HV * (V // chosen["BV"]),)](
-        _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), q, k, do, gates, norms, _dense(d_final_state),
-        dh, dv, d_initial, cu_seqlens, offsets, scale, q.stride(0), k.stride(0), do.stride(0), HV,
-        R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, D_FINAL=d_final_state is not None, PREC=_precision(k),
+        _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), gates, norms, _dense(d_final_state),
+        dh, dv, d_initial, cu_seqlens, offsets, scale, HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, D_FINAL=d_final_state is not None, PREC=_precision(k),
         **chosen,
     )  # fmt: skip
     return dh, dv, d_initial

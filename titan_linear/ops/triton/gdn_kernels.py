@@ -230,27 +230,20 @@ def _load_gates(gates, norms, i_t, i_hv, HV, R: tl.constexpr, BT: tl.constexpr, 
 
 
 @triton.jit
-def _load_rows(desc, p, stride, start, length, column, BT: tl.constexpr, BD: tl.constexpr, FULL: tl.constexpr):
-    """[BT, BD] of a [T, .] matrix from token `start` on: a full chunk by the copy engine, another row by row.
+def _load_rows(desc, start, column):
+    """A tile of a [T, .] matrix from token `start` on, by the copy engine.
 
-    The copy engine knows no document: past its end it would read the next one's rows, which may hold NaN.
+    It knows no document: past an entry's end come the next one's rows, which the callers multiply by zero. (Tiles that
+    are masked in registers instead gave wrong products with their transposes, on Hopper with Triton 3.6.)
     """
-    if FULL:
-        b_x = desc.load([start.to(tl.int32), column])
-    else:
-        o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
-        b_x = tl.load(p + start * stride + column + (o_c * stride + o_d), mask=o_c < length, other=0.0)
-    return b_x
+    return desc.load([start.to(tl.int32), column])
 
 
 @triton.jit
-def _store_rows(p, b_x, stride, start, length, column, BT: tl.constexpr, BD: tl.constexpr, FULL: tl.constexpr):
+def _store_rows(p, b_x, stride, start, rows, column, BT: tl.constexpr, BD: tl.constexpr):
+    """Store the first `rows` rows of a tile."""
     o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
-    p_x = p + start * stride + column + (o_c * stride + o_d)
-    if FULL:
-        tl.store(p_x, b_x.to(p.dtype.element_ty))
-    else:
-        tl.store(p_x, b_x.to(p.dtype.element_ty), mask=o_c < length)
+    tl.store(p + start * stride + column + (o_c * stride + o_d), b_x.to(p.dtype.element_ty), mask=o_c < rows)
 
 
 @triton.jit
@@ -261,16 +254,16 @@ def _load_tile(desc, i_p, BT: tl.constexpr):
 
 @triton.jit
 def _step(
-    b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, q, k, v, gates, norms, o, h, y, bos, length, first, i_hv, i_v, has_v,
-    scale, stride_q, stride_k, stride_v, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, bos, length, first, i_hv, i_v, has_v,
+    scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr, NORM: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, MASK_V: tl.constexpr,
-    FULL: tl.constexpr, PREC: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
     """One chunk forward: the state that leaves, from the state b_s [K, BV] that enters."""
-    dtype = k.dtype.element_ty
+    dtype = C_desc.dtype
     start, rows, i_p = bos + i * BT, length - i * BT, (first + i) * HV + i_hv
-    b_k = _load_rows(k_desc, k, stride_k, start, rows, i_hv // R * K, BT, K, FULL)  # [BT, K]
-    b_v = _load_rows(v_desc, v, stride_v, start, rows, i_hv * V + i_v * BV, BT, BV, FULL).to(tl.float32)  # [BT, BV]
+    b_k = _load_rows(k_desc, start, i_hv // R * K)  # [BT, K]
+    b_v = _load_rows(v_desc, start, i_hv * V + i_v * BV).to(tl.float32)  # [BT, BV]
     b_c = _load_tile(C_desc, i_p, BT)  # [BT, BT]
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
     b_e = tl.exp2(b_G)
@@ -282,21 +275,21 @@ def _step(
     b_x = b_v - (b_e * b_rk)[:, None] * tl.dot(b_k, b_sd, input_precision=PREC)
     b_y = b_x - tl.dot(b_c, b_x.to(dtype), input_precision=PREC)  # [BT, BV]
     if STORE:
-        _store_rows(y, b_y, HV * V, start, rows, i_hv * V + i_v * BV, BT, BV, FULL)
+        _store_rows(y, b_y, HV * V, start, rows, i_hv * V + i_v * BV, BT, BV)
     if OUTPUT:
-        b_q = _load_rows(q_desc, q, stride_q, start, rows, i_hv // R * K, BT, K, FULL)  # [BT, K]
+        b_q = _load_rows(q_desc, start, i_hv // R * K)  # [BT, K]
         b_a = _load_tile(A_desc, i_p, BT)  # [BT, BT]
         b_o = (scale * b_e * b_rq)[:, None] * tl.dot(b_q, b_sd, input_precision=PREC)
         b_o += tl.dot(b_a, (b_beta[:, None] * b_y).to(dtype), input_precision=PREC)
-        _store_rows(o, b_o, HV * V, start, rows, i_hv * V + i_v * BV, BT, BV, FULL)
+        _store_rows(o, b_o, HV * V, start, rows, i_hv * V + i_v * BV, BT, BV)
     b_w = (tl.exp2(b_last - b_G) * b_rk * b_beta)[:, None] * b_y
     return b_s * tl.exp2(b_last) + tl.dot(tl.trans(b_k), b_w.to(dtype), input_precision=PREC)
 
 
 @triton.jit
 def _scan(
-    b_s, q_desc, k_desc, v_desc, C_desc, A_desc, q, k, v, gates, norms, o, h, y, bos, length, first, i_hv, i_v, has_v,
-    scale, stride_q, stride_k, stride_v, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, bos, length, first, i_hv, i_v, has_v,
+    scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr, NORM: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, MASK_V: tl.constexpr,
     STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -304,35 +297,27 @@ def _scan(
 
     first: row of the entry's first chunk in the tables. has_v = False (with MASK_V) counts v as zero.
     """
-    full = length // BT
-    for i in tl.range(0, full, num_stages=STAGES):
+    for i in tl.range(0, (length + BT - 1) // BT, num_stages=STAGES):
         b_s = _step(
-            b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, q, k, v, gates, norms, o, h, y, bos, length, first, i_hv,
-            i_v, has_v, scale, stride_q, stride_k, stride_v, HV, R, K, V, BT, BV, NORM, OUTPUT, STORE, MASK_V, True,
-            PREC,
-        )  # fmt: skip
-    if full * BT < length:
-        b_s = _step(
-            b_s, full, q_desc, k_desc, v_desc, C_desc, A_desc, q, k, v, gates, norms, o, h, y, bos, length, first, i_hv,
-            i_v, has_v, scale, stride_q, stride_k, stride_v, HV, R, K, V, BT, BV, NORM, OUTPUT, STORE, MASK_V, False,
-            PREC,
+            b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, bos, length, first, i_hv, i_v,
+            has_v, scale, HV, R, K, V, BT, BV, NORM, OUTPUT, STORE, MASK_V, PREC,
         )  # fmt: skip
     return b_s
 
 
 @triton.jit
 def _reverse_step(
-    b_ds, i, q_desc, k_desc, do_desc, C_desc, q, k, do, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
-    stride_q, stride_k, stride_do, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, FULL: tl.constexpr, PREC: tl.constexpr,
+    b_ds, i, q_desc, k_desc, do_desc, C_desc, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
+    HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One chunk backward: the gradient of the state that enters, from that of the state that leaves, b_ds [K, BV]."""
-    dtype = k.dtype.element_ty
+    dtype = C_desc.dtype
     o_r, o_c = tl.arange(0, BT)[None, :], tl.arange(0, BT)[:, None]
     start, rows, i_p = bos + i * BT, length - i * BT, (first + i) * HV + i_hv
-    b_k = _load_rows(k_desc, k, stride_k, start, rows, i_hv // R * K, BT, K, FULL)  # [BT, K]
-    b_q = _load_rows(q_desc, q, stride_q, start, rows, i_hv // R * K, BT, K, FULL)  # [BT, K]
-    b_do = _load_rows(do_desc, do, stride_do, start, rows, i_hv * V + i_v * BV, BT, BV, FULL)  # [BT, BV]
+    b_k = _load_rows(k_desc, start, i_hv // R * K)  # [BT, K]
+    b_q = _load_rows(q_desc, start, i_hv // R * K)  # [BT, K]
+    b_do = _load_rows(do_desc, start, i_hv * V + i_v * BV)  # [BT, BV]
     b_c = _load_tile(C_desc, i_p, BT)  # [BT, BT]
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
     b_dsd = b_ds.to(dtype)
@@ -341,36 +326,33 @@ def _reverse_step(
     b_at = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
     if NORM:
         b_at *= b_rk[:, None] * b_rq[None, :]
-    b_at *= tl.exp2(tl.where(o_c <= o_r, b_G[None, :] - b_G[:, None], -float("inf")))
+    seen = (o_c <= o_r) & (o_r < rows)
+    b_at = tl.where(seen, b_at * tl.exp2(tl.where(seen, b_G[None, :] - b_G[:, None], 0.0)), 0.0)
     b_du = (tl.exp2(b_last - b_G) * b_rk)[:, None] * tl.dot(b_k, b_dsd, input_precision=PREC)
     b_du += tl.dot((b_at * scale).to(dtype), b_do, input_precision=PREC)  # [BT, BV]
     b_z = b_beta[:, None] * b_du
     b_dx = b_z - tl.dot(tl.trans(b_c), b_z.to(dtype), input_precision=PREC)
     if STORE:
-        _store_rows(dv, b_dx, HV * V, start, rows, i_hv * V + i_v * BV, BT, BV, FULL)
+        _store_rows(dv, b_dx, HV * V, start, rows, i_hv * V + i_v * BV, BT, BV)
     b_e = tl.exp2(b_G)
     b_ds *= tl.exp2(b_last)
-    b_ds += tl.dot(tl.trans(b_q), ((scale * b_e * b_rq)[:, None] * b_do).to(dtype), input_precision=PREC)
+    b_eq = tl.where(tl.arange(0, BT) < rows, scale * b_e * b_rq, 0.0)
+    b_ds += tl.dot(tl.trans(b_q), (b_eq[:, None] * b_do).to(dtype), input_precision=PREC)
     return b_ds + tl.dot(tl.trans(b_k), ((-b_e * b_rk)[:, None] * b_dx).to(dtype), input_precision=PREC)
 
 
 @triton.jit
 def _reverse_scan(
-    b_ds, q_desc, k_desc, do_desc, C_desc, q, k, do, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
-    stride_q, stride_k, stride_do, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    b_ds, q_desc, k_desc, do_desc, C_desc, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
+    HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Scan one entry's chunks from the last to the first; returns the gradient of the state that enters."""
-    full = length // BT
-    if full * BT < length:
+    chunks = (length + BT - 1) // BT
+    for j in tl.range(0, chunks, num_stages=STAGES):
         b_ds = _reverse_step(
-            b_ds, full, q_desc, k_desc, do_desc, C_desc, q, k, do, gates, norms, dv, dh, bos, length, first, i_hv, i_v,
-            scale, stride_q, stride_k, stride_do, HV, R, K, V, BT, BV, NORM, STORE, False, PREC,
-        )  # fmt: skip
-    for j in tl.range(0, full, num_stages=STAGES):
-        b_ds = _reverse_step(
-            b_ds, full - 1 - j, q_desc, k_desc, do_desc, C_desc, q, k, do, gates, norms, dv, dh, bos, length, first,
-            i_hv, i_v, scale, stride_q, stride_k, stride_do, HV, R, K, V, BT, BV, NORM, STORE, True, PREC,
+            b_ds, chunks - 1 - j, q_desc, k_desc, do_desc, C_desc, gates, norms, dv, dh, bos, length, first, i_hv,
+            i_v, scale, HV, R, K, V, BT, BV, NORM, STORE, PREC,
         )  # fmt: skip
     return b_ds
 
@@ -384,11 +366,11 @@ def _entry(cu_seqlens, offsets, i_n):
 
 @triton.jit
 def scan_kernel(
-    q_desc, k_desc, v_desc, C_desc, A_desc, q, k, v, gates, norms,
+    q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms,
     initial_state,  # [N, HV, K, V] fp32 or None
     o,
     final_state,  # [N, HV, K, V] fp32 or None
-    cu_seqlens, offsets, scale, stride_q, stride_k, stride_v, HV,
+    cu_seqlens, offsets, scale, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
     INITIAL: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -402,8 +384,8 @@ def scan_kernel(
     if INITIAL:
         b_s += tl.load(initial_state + o_s).to(tl.float32)
     b_s = _scan(
-        b_s, q_desc, k_desc, v_desc, C_desc, A_desc, q, k, v, gates, norms, o, None, None, bos, length, first, i_hv,
-        i_v, True, scale, stride_q, stride_k, stride_v, HV, R, K, V, BT, BV, NORM, True, False, False, STAGES, PREC,
+        b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, None, None, bos, length, first, i_hv,
+        i_v, True, scale, HV, R, K, V, BT, BV, NORM, True, False, False, STAGES, PREC,
     )  # fmt: skip
     if FINAL:
         tl.store(final_state + o_s, b_s)
@@ -411,15 +393,15 @@ def scan_kernel(
 
 @triton.jit
 def boundary_kernel(
-    k_desc, v_desc, C_desc, k, v, gates, norms,
+    k_desc, v_desc, C_desc, gates, norms,
     entries,  # [F]
     S_ext,  # [F, HV, K, V] fp32
     M,  # [F, HV, K, K] fp32 or None
-    cu_seqlens, offsets, stride_k, stride_v, HV,
+    cu_seqlens, offsets, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
     NEED_M: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """S_ext: the scan from a zero state. M: the same scan with v = 0 from the identity, column block by column block."""
+    """S_ext: the scan from a zero state. M: the same with v = 0 from the identity, block of columns by block."""
     blocks: tl.constexpr = (V + (K if NEED_M else 0)) // BV
     i_v, i_fh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_n, i_hv = tl.load(entries + i_fh // HV), (i_fh % HV).to(tl.int32)
@@ -429,8 +411,8 @@ def boundary_kernel(
     i_m = i_v - V // BV
     b_s = tl.where(is_m & (o_k == i_m * BV + o_v), 1.0, 0.0)
     b_s = _scan(
-        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, k, k, v, gates, norms, None, None, None, bos, length, first, i_hv,
-        tl.where(is_m, 0, i_v), not is_m, 1.0, stride_k, stride_k, stride_v, HV, R, K, V, BT, BV, NORM, False, False,
+        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, norms, None, None, None, bos, length, first, i_hv,
+        tl.where(is_m, 0, i_v), not is_m, 1.0, HV, R, K, V, BT, BV, NORM, False, False,
         NEED_M, STAGES, PREC,
     )  # fmt: skip
     if is_m:
@@ -442,10 +424,10 @@ def boundary_kernel(
 
 @triton.jit
 def boundary_bwd_kernel(
-    q_desc, k_desc, do_desc, C_desc, q, k, do, gates, norms,
+    q_desc, k_desc, do_desc, C_desc, gates, norms,
     entries,  # [F]
     dS_ext,  # [F, HV, K, V] fp32
-    cu_seqlens, offsets, scale, stride_q, stride_k, stride_do, HV,
+    cu_seqlens, offsets, scale, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
     STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -455,8 +437,8 @@ def boundary_bwd_kernel(
     i_n, i_hv = tl.load(entries + i_fh // HV), (i_fh % HV).to(tl.int32)
     bos, length, first = _entry(cu_seqlens, offsets, i_n)
     b_ds = _reverse_scan(
-        tl.zeros([K, BV], tl.float32), q_desc, k_desc, do_desc, C_desc, q, k, do, gates, norms, None, None, bos, length,
-        first, i_hv, i_v, scale, stride_q, stride_k, stride_do, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
+        tl.zeros([K, BV], tl.float32), q_desc, k_desc, do_desc, C_desc, gates, norms, None, None, bos, length,
+        first, i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
     )  # fmt: skip
     o_s = tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
     tl.store(dS_ext + i_fh * K * V + o_s, b_ds)
@@ -464,11 +446,11 @@ def boundary_bwd_kernel(
 
 @triton.jit
 def states_kernel(
-    k_desc, v_desc, C_desc, k, v, gates, norms,
+    k_desc, v_desc, C_desc, gates, norms,
     initial_state,  # [N, HV, K, V] fp32 or None
     h,  # [NT, HV, K, V] the state that enters each chunk
     y,  # [T, HV, V]
-    cu_seqlens, offsets, stride_k, stride_v, HV,
+    cu_seqlens, offsets, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
     INITIAL: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -482,19 +464,19 @@ def states_kernel(
         o_s = i_nh * K * V + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
         b_s += tl.load(initial_state + o_s).to(tl.float32)
     _scan(
-        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, k, k, v, gates, norms, None, h, y, bos, length, first, i_hv, i_v,
-        True, 1.0, stride_k, stride_k, stride_v, HV, R, K, V, BT, BV, NORM, False, True, False, STAGES, PREC,
+        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, norms, None, h, y, bos, length, first, i_hv, i_v,
+        True, 1.0, HV, R, K, V, BT, BV, NORM, False, True, False, STAGES, PREC,
     )  # fmt: skip
 
 
 @triton.jit
 def reverse_kernel(
-    q_desc, k_desc, do_desc, C_desc, q, k, do, gates, norms,
+    q_desc, k_desc, do_desc, C_desc, gates, norms,
     d_final_state,  # [N, HV, K, V] fp32 or None
     dh,  # [NT, HV, K, V] the gradient of the state that leaves each chunk
     dv,  # [T, HV, V]
     d_initial_state,  # [N, HV, K, V] fp32
-    cu_seqlens, offsets, scale, stride_q, stride_k, stride_do, HV,
+    cu_seqlens, offsets, scale, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
     D_FINAL: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -508,8 +490,8 @@ def reverse_kernel(
     if D_FINAL:
         b_ds += tl.load(d_final_state + o_s).to(tl.float32)
     b_ds = _reverse_scan(
-        b_ds, q_desc, k_desc, do_desc, C_desc, q, k, do, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
-        stride_q, stride_k, stride_do, HV, R, K, V, BT, BV, NORM, True, STAGES, PREC,
+        b_ds, q_desc, k_desc, do_desc, C_desc, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
+        HV, R, K, V, BT, BV, NORM, True, STAGES, PREC,
     )  # fmt: skip
     tl.store(d_initial_state + o_s, b_ds)
 
