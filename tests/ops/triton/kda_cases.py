@@ -11,7 +11,7 @@ NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log", "ddt_bias"
 
 
 def make_inputs(T, H, HV, K, V, N, *, dtype=torch.float32, gate="none", fast=1.0, seed=0, device="cpu", state=True):
-    """Random inputs, rounded to dtype; g is `fast` times a negative number of size 1 (raw if a gate is in the kernel)."""
+    """Random inputs, rounded to dtype; g is `fast` times a number in [−1, 0], or raw if a gate is in the kernel."""
     gen = torch.Generator().manual_seed(seed)
     rand = lambda *shape: torch.randn(*shape, generator=gen)  # noqa: E731
     x = {"q": rand(T, H, K), "k": rand(T, H, K), "v": rand(T, HV, V)}
@@ -34,15 +34,10 @@ def run_kernels(x, cu, *, gate="none", safe=False, norm=False, lower_bound=None,
     scale = scale or x["q"].shape[-1] ** -0.5
     q, k, v, g, beta, do = (x[n][None] for n in ("q", "k", "v", "g", "beta", "do"))
     cu = torch.tensor(cu, dtype=torch.int32, device=q.device)
-    gates = dict(
-        A_log=x.get("A_log"),
-        dt_bias=x.get("dt_bias"),
-        lower_bound=lower_bound,
-        gate=gate,
-        safe_gate=safe,
-        l2norm=norm,
-        scale=scale,
-    )
+    gates = {
+        "A_log": x.get("A_log"), "dt_bias": x.get("dt_bias"), "lower_bound": lower_bound, "gate": gate,
+        "safe_gate": safe, "l2norm": norm, "scale": scale,
+    }  # fmt: skip
     p = kda.prepare(q, k, g, beta, cu, **gates)
     o, ht = kda.scan(p, v, cu, x.get("h0"))
     p = kda.recompute(q, k, g, beta, p.Aqk, p.Gn, cu, **gates)
@@ -52,21 +47,25 @@ def run_kernels(x, cu, *, gate="none", safe=False, norm=False, lower_bound=None,
 
 
 def run_reference(x, cu, *, gate="none", norm=False, lower_bound=None, scale=None, **_):
+    """What run_kernels gives, in fp64, and the sizes of the sums that dA_log and ddt_bias are."""
     scale = scale or x["q"].shape[-1] ** -0.5
-    wanted = ("q", "k", "v", "g", "beta", "h0", "A_log", "dt_bias")
-    leaves = {n: x[n].double().requires_grad_() for n in wanted if n in x}
-    q, k, v, g, beta = (leaves[n] for n in wanted[:5])
+    leaves = {n: x[n].double().requires_grad_() for n in ("q", "k", "v", "g", "beta", "h0") if n in x}
+    q, k, v, g, beta = (leaves[n] for n in ("q", "k", "v", "g", "beta"))
     if norm:
         q, k = l2norm(q), l2norm(k)
-    if gate != "none":
-        g = activate(g, leaves["A_log"], leaves["dt_bias"], lower_bound)
+    if gate != "none":  # a copy per token and channel, whose gradients are the terms of the parameters' gradients
+        params = {n: x[n].double().view(g.shape[1], -1).expand(g.shape).clone() for n in ("A_log", "dt_bias")}
+        g = activate(g, *(t.requires_grad_() for t in params.values()), lower_bound)
     o, ht = kda_recurrence(q, k, v, g, beta, cu, scale, leaves.get("h0"))
     loss = (o * x["do"].double()).sum()
     if "dht" in x:
         loss = loss + (ht * x["dht"].double()).sum()
     loss.backward()
-    out = {"o": o.detach(), "ht": ht.detach()}
-    return out | {f"d{n}": t.grad for n, t in leaves.items()}
+    out = {"o": o.detach(), "ht": ht.detach()} | {f"d{n}": t.grad for n, t in leaves.items()}
+    if gate != "none":
+        for name, terms in (("dA_log", params["A_log"].grad.sum(2)), ("ddt_bias", params["dt_bias"].grad.flatten(1))):
+            out |= {name: terms.sum(0), f"size of {name}": terms.abs().sum(0)}
+    return out
 
 
 def run_boundary(x, cu, entries, *, safe=False):

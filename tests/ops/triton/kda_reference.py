@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
 
 def kda_recurrence(q, k, v, g, beta, cu_seqlens: list[int], scale: float, h0: Tensor | None = None):
     """q, k [T, H, K], v [T, HV, V], g [T, HV, K] natural log, beta [T, HV] → o [T, HV, V], states [N, HV, K, V]."""
-    T, HV, V = v.shape
+    HV, V = v.shape[1:]
     r = HV // q.shape[1]
     q, k = (x.repeat_interleave(r, 1) for x in (q, k))
     outputs, states = [], []
-    for n, (bos, eos) in enumerate(zip(cu_seqlens, cu_seqlens[1:])):
+    for n, (bos, eos) in enumerate(pairwise(cu_seqlens)):
         S = h0[n] if h0 is not None else v.new_zeros(HV, k.shape[-1], V)
         for t in range(bos, eos):
             S = S * g[t].exp()[..., None]
@@ -24,9 +26,8 @@ def kda_recurrence(q, k, v, g, beta, cu_seqlens: list[int], scale: float, h0: Te
 
 
 def activate(g: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None) -> Tensor:
-    """g [T, HV, K] raw → natural-log gate."""
-    x = g + dt_bias.view(g.shape[1:])
-    rate = A_log.exp()[:, None]
+    """g raw, A_log, dt_bias, all [T, HV, K] → natural-log gate."""
+    x, rate = g + dt_bias, A_log.exp()
     if lower_bound is None:
         return -rate * torch.nn.functional.softplus(x)
     return lower_bound * torch.sigmoid(rate * x)
@@ -36,7 +37,7 @@ def l2norm(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
 
 
-def error(x: Tensor, ref: Tensor) -> float:
-    """‖x − ref‖ / ‖ref‖; NaN fails every bound."""
+def error(x: Tensor, ref: Tensor, size: Tensor | None = None) -> float:
+    """‖x − ref‖ / ‖size‖, size the reference unless given; NaN fails every bound."""
     x, ref = x.double().cpu(), ref.double().cpu()
-    return ((x - ref).norm() / ref.norm().clamp_min(1e-30)).item()
+    return ((x - ref).norm() / (ref if size is None else size.cpu()).norm().clamp_min(1e-30)).item()

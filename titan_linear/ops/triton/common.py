@@ -11,7 +11,7 @@ CHUNK = 64  # tokens per chunk; an entry (document or fragment) always begins a 
 
 
 def max_chunks(tokens: int, entries: int) -> int:
-    """The most chunks that `entries` entries of `tokens` tokens in all can need: known on the host without cu_seqlens."""
+    """The most chunks that `entries` entries of `tokens` tokens in all can need: known without cu_seqlens."""
     return (tokens + entries * (CHUNK - 1)) // CHUNK
 
 

@@ -6,9 +6,9 @@
 `boundary` and `boundary_bwd` give what context parallelism exchanges; on one device they are left out. A pass keeps its
 inputs, Aqk and Gn (2 × 64 numbers of the compute dtype per token and head) between forward and backward.
 
-Tensors are [B, T, heads, dim] (B folds into T: every row of the batch is an entry of cu_seqlens), cu_seqlens [N+1] int32
-on their device. Tiles of a chunk are [NT, HV, 64, ·]; NT is a bound known on the host, so nothing here waits for the
-device. States are fp32 [N, HV, K, V].
+Tensors are contiguous [B, T, heads, dim] (B folds into T: every row of the batch is an entry of cu_seqlens), cu_seqlens
+[N+1] int32 on their device. Tiles of a chunk are [NT, HV, ·, 64]; NT is a bound known on the host, so nothing here
+waits for the device. States are fp32 [N, HV, K, V].
 """
 
 from __future__ import annotations

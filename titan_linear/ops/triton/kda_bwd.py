@@ -130,7 +130,10 @@ def matrix_kernel(
 
 
 @triton.jit
-def query_state_gradient(do, h, tile, start, n, i_h, HV, o_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr):  # fmt: skip
+def query_state_gradient(
+    do, h, tile, start, n, i_h, HV, o_k,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
     """(do Sᵀ)ᵀ [BK, 64]."""
     dq = tl.zeros([BK, 64], tl.float32)
     for i_v in range(V // BV):

@@ -14,8 +14,9 @@ its left and a tile of the chunk on its right, and nothing of the state passes t
 Precision: states, Γ, Kk and the solve are fp32 (solve products in bf16x3); the other products take operands in the
 compute dtype (bf16; for fp32 inputs IEEE fp32) and accumulate in fp32.
 
-Gates: with safe_gate two halves of a chunk, each relative to the middle of its own decay, need two products; without it
-six levels of blocks of 2B tokens (B = 32 … 1), each relative to its block's middle, cover any g ≤ 0: no factor exceeds 1.
+Gates: with safe_gate two halves of a chunk, each relative to the middle of its own decay, need two products; without
+it six levels of blocks of 2B tokens (B = 1 … 32), each relative to its block's middle, cover any g ≤ 0: no factor
+exceeds 1.
 Tiles have channels as rows, tokens as columns: cumulative gates are then a product with a constant on the right.
 """
 
@@ -43,7 +44,7 @@ def split(x):
 @triton.jit
 def dot_fp32(a, b, CT: tl.constexpr):
     """fp32 a @ b: IEEE for fp32 inputs, else three bf16 products (relative error of an operand 2^-16)."""
-    if CT == tl.float32:
+    if CT == tl.float32:  # noqa: SIM300
         return tl.dot(a, b, input_precision="ieee")
     else:
         a1, a2 = split(a)
@@ -56,7 +57,7 @@ def split_dot(x, m, CT: tl.constexpr):
     """x @ m for a matrix m of 0, ±1/2 and 1 (sums of columns of x), with x fp32 in two bf16 parts.
 
     A sum Γ then has an error of 2^-16 |Γ|, and 2^Γ one of |Γ| 2^Γ 2^-16 < 2^-16: fast gates stay exact."""
-    if CT == tl.float32:
+    if CT == tl.float32:  # noqa: SIM300
         return tl.dot(x, m.to(tl.float32), input_precision="ieee")
     else:
         hi, lo = split(x)
@@ -91,7 +92,7 @@ def gate(raw, rate, bias, lower_bound, GATE: tl.constexpr):
 def half_decays(g, BK: tl.constexpr, CT: tl.constexpr):
     """g [BK, 64], log2 gates ≥ −7.3 → the factors of the safe path. The reference of each half of the chunk is the
     whole number nearest to the middle of its decay, so that E = 2^(Γ − reference) and W = 1/E stay within 2^±117, which
-    bf16 holds, and all other factors of q and k are powers of two, which scale bf16 numbers without rounding them again:
+    bf16 holds, and all other factors of q and k are powers of two, which scale bf16 numbers without rounding again:
     to_start [BK, 2]: 2^Γ = E·to_start;  left, right [BK, 2]: 2^(Γ − m) = E·left in the second half and
     2^(m − Γ) = W·right in the first, m the middle of the chunk (rounded).
     Also to_end [BK, 2] with 2^(γ−Γ) = W·to_end (no power of two), and gamma [BK], the chunk's sum."""
@@ -138,7 +139,7 @@ def level_mask(level):
 
 @triton.jit
 def solve(Kk, b, CT: tl.constexpr):
-    """G [64, 64] with (I + Kk diag b) G = Kk: forward substitution in fp32 on 16×16 blocks, then merged to 32 and 64."""
+    """G [64, 64] with (I + Kk diag b) G = Kk: forward substitution in fp32 on 16×16 blocks, merged to 32 and 64."""
     row = tl.arange(0, 64)
     same = (row[:, None] // 16) == (row[None, :] // 16)
     D = tl.sum(tl.reshape(tl.where(same, Kk, 0.0), [4, 16, 4, 16]), 2)  # [4, 16, 16], the diagonal blocks
@@ -311,7 +312,7 @@ def recompute_kernel(
     b_q = load_keys(q, q_norm, start, n, H * K, K, i_k, BK)
     b_k = load_keys(k, k_norm, start, n, H * K, K, i_k, BK)
     if SAFE:  # the same arithmetic as prepare_kernel's
-        E, W, to_start, to_middle, from_middle, to_end, gamma = half_decays(b_g, BK, CT)
+        E, W, to_start, _to_middle, _from_middle, to_end, gamma = half_decays(b_g, BK, CT)
         b_q = scale_halves((b_q * E).to(CT), to_start, BK)
         b_n = scale_halves((-b_k * E).to(CT), to_start, BK)
         b_k = scale_halves(b_k * W, to_end, BK).to(CT)
@@ -364,19 +365,21 @@ def scan_kernel(
     S = tl.zeros([BV, K], tl.float32)
     if HAS_H0:
         S += tl.load(h0 + o_state).to(tl.float32)
-    eye = (tl.arange(0, BV)[:, None] == tl.arange(0, BV)[None, :]).to(CT)  # the tensor core transposes v
-    b_decay = tl.load(decay + (c0 * HV + i_h) * K + o_k, mask=(o_k >= 0) & (NT > 0), other=0.0)
+    eye = (row[:, None] == row[None, :]).to(CT)  # the tensor core transposes v
+    next_decay = tl.load(decay + (c0 * HV + i_h) * K + o_k, mask=(o_k >= 0) & (NT > 0), other=0.0)
     for i_t in tl.range(0, NT, num_stages=STAGES):
         tile = (c0 + i_t) * HV + i_h
-        # One chunk ahead by hand: two pipelined buffers would be the 512 bytes too many for three stages at K = 128.
-        now_decay = b_decay
-        b_decay = tl.load(decay + (tile + HV * (i_t + 1 < NT)) * K + o_k)
+        if OUTPUT:  # one chunk ahead by hand: its pipelined buffers would be the 512 bytes too many at K = 128
+            b_decay = next_decay
+            next_decay = tl.load(decay + (tile + HV * (i_t + 1 < NT)) * K + o_k)
+        else:
+            b_decay = tl.load(decay + tile * K + o_k)
         o_tile = (tile * K + o_k[:, None]) * 64 + row[None, :]
         S16 = S.to(CT)
         x = dot(S16, tl.load(kn + o_tile))  # [BV, C] = (v − k̃ S)ᵀ
         if HAS_V:
             b_v = load_columns(v + i_h * V + i_v * BV, bos + i_t * 64, length - i_t * 64, HV, V, BV, CT)
-            x = dot(eye, tl.trans(b_v), x)
+            x = dot(tl.trans(b_v), eye, x)
         b_b = tl.load(b + tile * 64 + row)[None, :]
         p_c = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
         x = dot((x * b_b).to(CT), tl.trans(tl.load(Gn + p_c)), x)  # rᵀ
@@ -389,6 +392,6 @@ def scan_kernel(
             b_o = dot(y, tl.trans(tl.load(Aqk + p_c)), b_o)
             p_o = o + ((bos + i_t * 64).to(tl.int64) + row[None, :]) * (HV * V) + i_h * V + o_v[:, None]
             tl.store(p_o, b_o.to(o.dtype.element_ty), mask=(row < length - i_t * 64)[None, :])
-        S = dot(y, tl.trans(tl.load(kg + o_tile)), S * now_decay[None, :])
+        S = dot(y, tl.trans(tl.load(kg + o_tile)), S * b_decay[None, :])
     if FINAL:
         tl.store(ht + o_state, S)
