@@ -12,6 +12,7 @@ import torch.nn.functional as F
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from titan_linear.ops import causal_conv1d
 from titan_linear.ops.triton import conv1d as conv
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,9 +52,9 @@ def run_both(lengths, D, W, *, silu=True, has_bias=True, has_state=True, dtype=t
         return {"y": y.detach(), "final": final.detach()} | {"d" + k: v.grad for k, v in leaves.items()}
 
     def ours(x, weight, bias, state):
-        y, final = conv.causal_conv1d(
+        y, final = causal_conv1d(
             x[None], weight, bias, activation="silu" if silu else None, initial_state=state, output_final_state=True,
-            cu_seqlens=torch.tensor(cu, dtype=torch.int32, device=DEVICE),
+            cu_seqlens=torch.tensor(cu, dtype=torch.int32, device=DEVICE), impl="triton",
         )  # fmt: skip
         return y[0], final
 
@@ -97,7 +98,7 @@ def test_documents_do_not_touch_each_other():
     cu = torch.tensor([0, 9, 30, 34], dtype=torch.int32, device=DEVICE)
     changed = x.clone()
     changed[:, 9:30] += 1
-    a, b = (conv.causal_conv1d(v, w, cu_seqlens=cu)[0] for v in (x, changed))
+    a, b = (causal_conv1d(v, w, cu_seqlens=cu, impl="triton")[0] for v in (x, changed))
     assert torch.equal(a[:, :9], b[:, :9]) and torch.equal(a[:, 30:], b[:, 30:])
     assert not torch.equal(a[:, 9:30], b[:, 9:30])
 
@@ -105,8 +106,8 @@ def test_documents_do_not_touch_each_other():
 def test_batch_rows_are_documents():
     gen = torch.Generator().manual_seed(2)
     x, w = torch.randn(3, 19, 16, generator=gen).to(DEVICE), torch.randn(16, 4, generator=gen).to(DEVICE)
-    rows = [conv.causal_conv1d(x[i : i + 1], w, activation="swish")[0] for i in range(3)]
-    assert torch.equal(conv.causal_conv1d(x, w, activation="swish")[0], torch.cat(rows))
+    rows = [causal_conv1d(x[i : i + 1], w, activation="swish", impl="triton")[0] for i in range(3)]
+    assert torch.equal(causal_conv1d(x, w, activation="swish", impl="triton")[0], torch.cat(rows))
 
 
 def test_strided_input_and_opcheck():
@@ -127,7 +128,7 @@ def test_strided_input_and_opcheck():
 )
 def test_unsupported_is_an_error(x_dtype, width, activation, word):
     with pytest.raises(ValueError, match=word):
-        conv.causal_conv1d(torch.zeros(1, 4, 8, dtype=x_dtype), torch.zeros(8, width), activation=activation)
+        causal_conv1d(torch.zeros(1, 4, 8, dtype=x_dtype), torch.zeros(8, width), activation=activation, impl="triton")
 
 
 @pytest.mark.cuda

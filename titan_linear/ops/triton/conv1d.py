@@ -345,40 +345,6 @@ def _backward(ctx, dy, d_final_state):
 conv1d.register_autograd(_backward, setup_context=_setup_context)
 
 
-def causal_conv1d(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
-    initial_state: torch.Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Causal depthwise convolution of packed documents, differentiable in all floating-point inputs.
-
-    x [B, T, D] (B = 1 with cu_seqlens), weight [D, W] with W <= 8, bias [D]; bf16, fp16 or fp32; activation None,
-    "silu" or "swish". Returns y [B, T, D] and, if asked for, the last inputs of each entry [N, D, W-1] (N = B
-    without cu_seqlens). A width, dtype or activation outside these is a ValueError.
-    """
-    B, T, D = x.shape
-    if x.dtype not in DTYPES:
-        raise ValueError(f"causal_conv1d: x.dtype is {x.dtype}; impl='triton' takes {', '.join(map(str, DTYPES))}")
-    if activation not in (None, "silu", "swish"):
-        raise ValueError(f"causal_conv1d: activation is {activation!r}; use None, 'silu' or 'swish'")
-    if weight.shape[0] != D or not 1 <= weight.shape[1] <= MAX_WIDTH:
-        raise ValueError(
-            f"causal_conv1d: weight is {tuple(weight.shape)}; impl='triton' takes [D, W] with D = {D}, W <= {MAX_WIDTH}"
-        )
-    if cu_seqlens is None:
-        cu_seqlens = torch.arange(0, (B + 1) * T, T, dtype=torch.int32, device=x.device)
-    y, final_state = conv1d(
-        x.reshape(B * T, D), weight, bias, initial_state, cu_seqlens.to(torch.int32), activation is not None,
-        output_final_state,
-    )  # fmt: skip
-    return y.view(B, T, D), final_state if output_final_state else None
-
-
 def packed_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,

@@ -26,29 +26,28 @@ from titan_linear.ops.triton import gdn_kernels as kernels
 from titan_linear.ops.triton.gdn_chunks import chunk_table, max_chunks
 
 BT = 64  # tokens of a chunk
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-HEAD_DIMS = (32, 64, 128, 256)
 
+# Copy-engine loads want a pipelined loop, STAGES >= 2: without one they faulted with Triton 3.6.
 # Compute capability -> stage -> {widest of (K, V): configuration}. Every row was checked on the device.
 CONFIGS = {
     (9, 0): {
         "prepare": {256: {"num_warps": 4}},
-        "scan": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
-        "boundary": {128: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
-        "states": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
-        "reverse": {128: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 4}},
+        "scan": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "boundary": {128: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "states": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "reverse": {128: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
         "gradients": {128: {"BV": 32, "STAGES": 3, "num_warps": 8}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
     }
 }
 # fp32 inputs: twice the bytes for each tile, and every dot in three tf32 passes.
 CONFIGS_FP32 = {
     (9, 0): {
-        "prepare": {256: {"num_warps": 4}},
-        "scan": {64: {"BV": 32, "STAGES": 1, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
-        "boundary": {64: {"BV": 32, "STAGES": 1, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
-        "states": {64: {"BV": 32, "STAGES": 1, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
-        "reverse": {64: {"BV": 32, "STAGES": 1, "num_warps": 4}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
-        "gradients": {64: {"BV": 32, "STAGES": 1, "num_warps": 8}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
+        "prepare": {64: {"num_warps": 4}},
+        "scan": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "boundary": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "states": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "reverse": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "gradients": {64: {"BV": 32, "STAGES": 1, "num_warps": 8}},
     }
 }
 
@@ -56,7 +55,10 @@ CONFIGS_FP32 = {
 def config(stage: str, K: int, V: int, dtype: torch.dtype, capability: tuple[int, int] = (9, 0)) -> dict[str, int]:
     """The shipped configuration of `stage`, its BV no wider than V."""
     table = (CONFIGS_FP32 if dtype == torch.float32 else CONFIGS)[capability][stage]
-    chosen = table[min(width for width in table if width >= max(K, V))]
+    fitting = [width for width in table if width >= max(K, V)]
+    if not fitting:
+        raise ValueError(f"K = {K}, V = {V} in {dtype}: impl = 'triton' has GDN up to {max(table)}; use impl = 'torch'")
+    chosen = table[min(fitting)]
     return chosen | {"BV": min(chosen["BV"], K, V)} if "BV" in chosen else chosen
 
 
@@ -161,7 +163,8 @@ def gdn_scan(
     chosen = config("scan", K, V, k.dtype)
     kernels.scan_kernel[(N * HV * (V // chosen["BV"]),)](
         _rows(q, K), _rows(k, K), _rows(v, chosen["BV"]), _tiles(C), _tiles(A), gates, norms,
-        _dense(initial_state), o, final_state, cu_seqlens, offsets, scale, HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0,
+        _dense(initial_state), o, final_state, cu_seqlens, offsets, scale, HV,
+        R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0,
         INITIAL=initial_state is not None, FINAL=output_final_state, PREC=_precision(k), **chosen,
     )  # fmt: skip
     return o, final_state
@@ -185,7 +188,7 @@ def gdn_boundary(
     cu_seqlens: torch.Tensor,
     need_m: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """entries [F] int32 -> S_ext [F, HV, K, V] (each entry's last state from a zero state), M [F, HV, K, K] or empty."""
+    """entries [F] int32 -> S_ext [F, HV, K, V] (last states from zero states), M [F, HV, K, K] or empty."""
     (_, H, K), (_, HV, V), F = k.shape, v.shape, entries.numel()
     k, v = _heads(k), _heads(v)
     fp32 = {"dtype": torch.float32, "device": v.device}
@@ -220,14 +223,15 @@ def gdn_boundary_bwd(
     cu_seqlens: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """entries [F] int32 -> dS_ext [F, HV, K, V]: the gradient of each entry's first state, its last state's being zero."""
+    """entries [F] int32 -> dS_ext [F, HV, K, V]: the first states' gradients when the last states have none."""
     (_, H, K), (_, HV, V), F = k.shape, do.shape, entries.numel()
     q, k, do = _heads(q), _heads(k), _heads(do)
     dS_ext = torch.empty(F, HV, K, V, dtype=torch.float32, device=do.device)
     chosen = config("boundary", K, V, k.dtype)
     kernels.boundary_bwd_kernel[(F * HV * (V // chosen["BV"]),)](
-        _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), gates, norms, entries, dS_ext, cu_seqlens, offsets,
-        scale, HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, PREC=_precision(k), **chosen,
+        _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), gates, norms, entries, dS_ext,
+        cu_seqlens, offsets, scale, HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, PREC=_precision(k),
+        **chosen,
     )  # fmt: skip
     return dS_ext
 
@@ -287,7 +291,8 @@ def gdn_reverse(
     chosen = config("reverse", K, V, k.dtype)
     kernels.reverse_kernel[(N * HV * (V // chosen["BV"]),)](
         _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), gates, norms, _dense(d_final_state),
-        dh, dv, d_initial, cu_seqlens, offsets, scale, HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, D_FINAL=d_final_state is not None, PREC=_precision(k),
+        dh, dv, d_initial, cu_seqlens, offsets, scale, HV,
+        R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, D_FINAL=d_final_state is not None, PREC=_precision(k),
         **chosen,
     )  # fmt: skip
     return dh, dv, d_initial

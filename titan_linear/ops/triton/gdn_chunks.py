@@ -40,7 +40,7 @@ def chunk_table_kernel(cu_seqlens, table, offsets, N, NT, BT: tl.constexpr, BN: 
 
 
 def chunk_table(cu_seqlens: torch.Tensor, tokens: int, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cu_seqlens [N+1] int32 -> table [NT, 2] (entry or -1, chunk in the entry), offsets [N+1] (an entry's first row)."""
+    """cu_seqlens [N+1] int32 -> table [NT, 2] (entry or -1, chunk in it), offsets [N+1] (an entry's first row)."""
     entries = cu_seqlens.numel() - 1
     rows = max_chunks(tokens, entries, chunk_size)
     table = cu_seqlens.new_empty(rows, 2)

@@ -6,7 +6,8 @@ With G the gate summed inside a chunk (here in base 2), D_ij = 2^(G_i - G_j) and
     X = v - 2^G k S                   Y = X - C X                         U = beta Y
     o = scale 2^G q S + A U           S' = 2^γ S + kᵀ (2^(γ-G) U)          γ = G of the chunk's last token
 
-I - C = (I + N diag(beta))^-1: the identity stays exact when C is rounded, and Y gives d beta without a division. Backward, with dS' the gradient of the state that leaves the chunk:
+I - C = (I + N diag(beta))^-1: the identity stays exact when C is rounded, and Y gives d beta without a division.
+Backward, with dS' the gradient of the state that leaves the chunk:
 
     dU = Aᵀ do + 2^(γ-G) k dS'        Z = beta dU                         dv = dX = Z - Cᵀ Z
     dS = 2^γ dS' + scale qᵀ (2^G do) - kᵀ (2^G dX)

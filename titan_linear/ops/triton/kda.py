@@ -25,7 +25,6 @@ from titan_linear.ops.triton.kda_bwd import gradient_kernel, matrix_kernel, norm
 from titan_linear.ops.triton.kda_fwd import prepare_kernel, recompute_kernel, scan_kernel
 
 HEAD_DIMS = (32, 64, 128, 256)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 GATES = {"none": 0, "softplus": 1, "bounded": 2}
 
 
@@ -77,29 +76,6 @@ class Prepared(NamedTuple):
     b: Tensor  # [NT, HV, C] fp32, β
     Aqk: Tensor  # [NT, HV, C, C]
     Gn: Tensor  # [NT, HV, C, C]
-
-
-def check_inputs(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> None:
-    """Raises ValueError for what these kernels do not do."""
-    H, K, HV, V = *q.shape[2:], *v.shape[2:]
-    for name, dim in (("K", K), ("V", V)):
-        if dim not in HEAD_DIMS:
-            raise ValueError(f"head dim {name} = {dim}: impl='triton' has {HEAD_DIMS}; use impl='torch' for others")
-    if q.dtype not in DTYPES:
-        raise ValueError(f"q has dtype {q.dtype}: impl='triton' has {DTYPES}; use impl='torch' for others")
-    if k.dtype != q.dtype or v.dtype != q.dtype:
-        raise ValueError(f"q, k, v must share a dtype, got {q.dtype}, {k.dtype}, {v.dtype}")
-    if HV % H:
-        raise ValueError(f"v has {HV} heads, q {H}: the first must be a multiple of the second")
-    tokens = q.shape[:2]
-    for name, x, shape in (
-        ("k", k, (*tokens, H, K)),
-        ("v", v, (*tokens, HV, V)),
-        ("g", g, (*tokens, HV, K)),
-        ("beta", beta, (*tokens, HV)),
-    ):
-        if x.shape != shape:
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {tuple(shape)}")
 
 
 def _tiles(g: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> list[Tensor]:
