@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.halo import conv_halo
-from titan_linear.ops.options import select
+from titan_linear.ops.options import Entries, batch_entries, select
 from titan_linear.ops.torch import convolution as torch_convolution
 
-IMPLEMENTATIONS = {"torch": torch_convolution.causal_conv1d}
+
+def _triton() -> Any:
+    from titan_linear.ops.triton.conv1d import packed_conv1d  # Triton is there on Linux only
+
+    return packed_conv1d
+
+
+IMPLEMENTATIONS = {"torch": lambda: torch_convolution.causal_conv1d, "triton": _triton}
 
 
 def causal_conv1d(
@@ -51,18 +60,20 @@ def causal_conv1d(
     flat = x.flatten(0, 1)
     if cp_context is not None:
         _check_cp(x, W, initial_state, output_final_state, cu_seqlens, cp_context)
-        bounds, past = cp_context.cu_seqlens_cpu.tolist(), _past_under_cp(flat, W, cp_context)
+        entries = Entries(cp_context.cu_seqlens, cp_context.cu_seqlens_cpu)
+        past = _past_under_cp(flat, W, cp_context)
     else:
-        bounds = [i * T for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
-        past = x.new_zeros(N, W - 1, D) if initial_state is None else initial_state.transpose(1, 2)
-    y, final = IMPLEMENTATIONS[select(impl, IMPLEMENTATIONS, x.device)](flat, weight, bias, past, bounds, activation)
-    return y.unflatten(0, (B, T)), final.transpose(1, 2) if output_final_state else None
+        entries = batch_entries(B, T) if cu_seqlens is None else Entries(cu_seqlens)
+        past = initial_state
+    convolve = IMPLEMENTATIONS[select(impl, x.device)]()
+    y, final = convolve(flat, weight, bias, past, entries, activation, output_final_state)
+    return y.unflatten(0, (B, T)), final
 
 
 def _past_under_cp(x: torch.Tensor, W: int, cp: CPContext) -> torch.Tensor:
-    """[N, W−1, D]: what lies before each local entry, other than zeros only for the first of a fragment."""
-    halo = conv_halo(x, W - 1, cp)  # [slots, W−1, D]
-    past = x.new_zeros(len(cp.cu_seqlens_cpu) - 1, W - 1, x.shape[1])
+    """[N, D, W−1]: what lies before each local entry, other than zeros only for the first of a fragment."""
+    halo = conv_halo(x, W - 1, cp).transpose(1, 2)  # [slots, D, W−1]
+    past = x.new_zeros(len(cp.cu_seqlens_cpu) - 1, x.shape[1], W - 1)
     first = torch.tensor([first for first, _ in cp.entries]).to(x.device, non_blocking=True)
     return past.index_copy(0, first, halo)
 

@@ -3,24 +3,61 @@
     forward    prepare → boundary → [exchange, fold] → scan, output
     backward   prepare again → boundary_backward → [exchange, fold, reversed] → backward
 
-An implementation is a class such as `ops.torch.delta_rule.TorchDeltaRule`. Without a CPContext the two middle steps
+An implementation is a class with the methods of `DeltaRule`. Without a CPContext the two middle steps
 fall away and the state comes from the caller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.kcp import contributes, incoming_states
 from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
-from titan_linear.ops.options import DeltaRuleOptions, select
+from titan_linear.ops.options import DeltaRuleOptions, Entries, batch_entries, select
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule, normalise, step
 
-IMPLEMENTATIONS = {"torch": TorchDeltaRule}
+
+def _triton() -> Any:
+    from titan_linear.ops.triton.delta_rule import triton_delta_rule  # Triton is there on Linux only
+
+    return triton_delta_rule
+
+
+IMPLEMENTATIONS = {"torch": lambda: TorchDeltaRule, "triton": _triton}
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+class DeltaRule(Protocol):
+    """One call's stages, in the order in which the driver asks for them. Tokens come as [T, ...], B folded into T."""
+
+    def __init__(
+        self, inputs: Tensors, options: DeltaRuleOptions, entries: Entries, differentiable: bool, kept: Tensors = ()
+    ):
+        """Prepare q, k, v, g, beta, A_log, dt_bias. `differentiable`: `backward` will be called on this object; in a
+        backward pass `kept` is what forward's object kept."""
+
+    kept: Tensors  # what backward's object is given again
+
+    def boundary(
+        self, entries: Sequence[int], need_m: Sequence[bool]
+    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """(S_ext [HV,K,V], M [HV,K,K] or None) of each listed entry: its end state is M S + S_ext if S enters."""
+
+    def forward(self, initial_state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """o [T,HV,V] and the final states [N,HV,K,V], from the initial ones (None: zeros)."""
+
+    def boundary_backward(self, do: torch.Tensor, entries: Sequence[int]) -> list[torch.Tensor]:
+        """dS_ext [HV,K,V] of each listed entry: its incoming state's gradient if its outgoing state had none."""
+
+    def backward(
+        self, do: torch.Tensor, initial_state: torch.Tensor | None, d_final: torch.Tensor | None
+    ) -> tuple[Tensors, torch.Tensor]:
+        """Gradients of the seven inputs (None for those not given), and of the initial states [N,HV,K,V]."""
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -29,56 +66,59 @@ class _DeltaRule(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        implementation: type,
+        implementation: type[DeltaRule],
         options: DeltaRuleOptions,
-        bounds: Sequence[int],
+        entries: Entries,
         cp: CPContext | None,
         initial_state: torch.Tensor | None,
         *inputs: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         keep = options.disable_recompute and any(ctx.needs_input_grad)
-        rule = implementation(inputs, options, bounds, grad=keep)
-        transitions: dict[int, torch.Tensor] = {}
-        if cp is not None:
-            initial_state, transitions = _kcp_forward(rule, cp, _state_like(inputs))
-        o, final = rule.forward(_spread(initial_state, cp, bounds, _state_like(inputs), end=0))
-        ctx.call = (implementation, options, bounds, cp)
-        ctx.rule = rule if keep else None
-        ctx.slots = tuple(transitions)
-        ctx.save_for_backward(initial_state, *inputs, *transitions.values())
-        ctx.needs_state_grad = ctx.needs_input_grad[4]
+        rule = implementation(inputs, options, entries, differentiable=keep)
+        like, transitions = _state_like(inputs), {}
+        if cp is None:
+            state = None if initial_state is None else initial_state.to(like.dtype)
+        else:
+            initial_state, transitions = _kcp_forward(rule, cp, like)
+            state = _spread(initial_state, cp, like, end=0)
+        o, final = rule.forward(state)
+        ctx.call, ctx.rule, ctx.slots = (
+            (implementation, options, entries, cp),
+            rule if keep else None,
+            tuple(transitions),
+        )
+        ctx.save_for_backward(initial_state, *inputs, *transitions.values(), *rule.kept)
+        ctx.set_materialize_grads(False)
         return o.to(inputs[2].dtype), final
 
     @staticmethod
-    def backward(ctx: Any, do: torch.Tensor, d_final: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        implementation, options, bounds, cp = ctx.call
+    def backward(ctx: Any, do: torch.Tensor | None, d_final: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        implementation, options, entries, cp = ctx.call
         initial_state, *saved = ctx.saved_tensors
-        inputs, transitions = saved[:7], dict(zip(ctx.slots, saved[7:], strict=True))
-        rule = ctx.rule or implementation(inputs, options, bounds, grad=True)
-        like = _state_like(inputs)
+        inputs, transitions, kept = saved[:7], dict(zip(ctx.slots, saved[7:])), saved[7 + len(ctx.slots) :]
+        rule = ctx.rule or implementation(inputs, options, entries, differentiable=True, kept=kept)
+        like, state = _state_like(inputs), initial_state
+        do = torch.zeros_like(inputs[2]) if do is None else do
         if cp is not None:
-            d_slots = _kcp_backward(rule, cp, do, transitions, like)
-            d_final = _spread(d_slots, cp, bounds, like, end=1)
-        grads, d_initial = rule.backward(do, _spread(initial_state, cp, bounds, like, end=0), d_final.to(like.dtype))
-        return None, None, None, None, d_initial if ctx.needs_state_grad else None, *grads
+            state = _spread(initial_state, cp, like, end=0)
+            d_final = _spread(_kcp_backward(rule, cp, do, transitions, like), cp, like, end=1)
+        state, d_final = (None if x is None else x.to(like.dtype) for x in (state, d_final))
+        grads, d_initial = rule.backward(do, state, d_final)
+        return None, None, None, None, d_initial.to(initial_state.dtype) if ctx.needs_input_grad[4] else None, *grads
 
 
-def _state_like(inputs: Sequence[torch.Tensor | None]) -> torch.Tensor:
+def _state_like(inputs: Tensors) -> torch.Tensor:
     """An unallocated state [HV, K, V] of the dtype that states have: float32, or float64 for float64 inputs."""
     q, v = inputs[0], inputs[2]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    return torch.empty(0, dtype=dtype, device=q.device).new_empty(()).expand(v.shape[1], q.shape[-1], v.shape[-1])
+    return torch.empty((), dtype=dtype, device=q.device).expand(v.shape[1], q.shape[-1], v.shape[-1])
 
 
-def _spread(
-    states: torch.Tensor | None, cp: CPContext | None, bounds: Sequence[int], like: torch.Tensor, end: int
-) -> torch.Tensor:
-    """States of all entries [N,HV,K,V]; under CP from one per fragment: its first entry's, or (end=1) its last's."""
-    if states is not None and cp is None:
-        return states.to(like.dtype)
-    out = like.new_zeros(len(bounds) - 1, *like.shape)
-    if cp is not None:
-        out[[entry[end] for entry in cp.entries]] = states
+def _spread(states: torch.Tensor, cp: CPContext, like: torch.Tensor, end: int) -> torch.Tensor:
+    """States of all entries [N,HV,K,V] from one per fragment: that of its first entry, or (end=1) of its last."""
+    out = like.new_zeros(len(cp.cu_seqlens_cpu) - 1, *like.shape)
+    for entry, state in zip(cp.entries, states, strict=True):
+        out[entry[end]] = state
     return out
 
 
@@ -128,14 +168,14 @@ def chunk_delta_rule(
             cp_method=cp_method, cu_seqlens=torch.tensor(cp_context.documents), impl=impl,
         )  # fmt: skip
         return heads_to_tokens(o, cp_context), None
-    implementation = IMPLEMENTATIONS[select(impl, IMPLEMENTATIONS, q.device)]
+    implementation = IMPLEMENTATIONS[select(impl, q.device)]()
     tokens = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
     if q.shape[1] == 1 and cu_seqlens is None and cp_context is None and not torch.is_grad_enabled():
         o, final = _decode([*tokens, A_log, dt_bias], options, initial_state)
         return o.to(v.dtype).unsqueeze(1), final if output_final_state else None
-    bounds = _bounds(q, cu_seqlens, cp_context)
+    entries = _entries(q, cu_seqlens, cp_context)
     o, final = _DeltaRule.apply(
-        implementation, options, bounds, cp_context, initial_state, *tokens, A_log, dt_bias
+        implementation, options, entries, cp_context, initial_state, *tokens, A_log, dt_bias
     )  # fmt: skip
     return o.unflatten(0, q.shape[:2]), final if output_final_state else None
 
@@ -157,11 +197,10 @@ def _to_heads(cp: CPContext, *inputs: torch.Tensor | None) -> list[torch.Tensor 
     return [*(tokens_to_heads(x, cp) for x in tokens), *part]
 
 
-def _bounds(q: torch.Tensor, cu_seqlens: torch.Tensor | None, cp: CPContext | None) -> list[int]:
+def _entries(q: torch.Tensor, cu_seqlens: torch.Tensor | None, cp: CPContext | None) -> Entries:
     if cp is not None:
-        return cp.cu_seqlens_cpu.tolist()
-    B, T = q.shape[:2]
-    return [i * T for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+        return Entries(cp.cu_seqlens, cp.cu_seqlens_cpu)
+    return batch_entries(*q.shape[:2]) if cu_seqlens is None else Entries(cu_seqlens)
 
 
 def _check(

@@ -1,9 +1,10 @@
-"""What a call asks for besides its tensors: which implementation, and a delta rule's numbers and switches."""
+"""What a call asks for besides its tensors: which implementation, where entries lie, a delta rule's switches."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import os
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -18,10 +19,39 @@ class DeltaRuleOptions:
     disable_recompute: bool = False  # keep the intermediates of forward for backward
 
 
-def select(impl: str, available: Iterable[str], device: torch.device) -> str:
-    """The implementation that `impl` names; "auto" is Triton's on CUDA, where the op has one."""
+def select(impl: str, device: torch.device) -> str:
+    """The implementation that `impl` names for tensors on `device`; "auto" is Triton's on CUDA, else torch's."""
     if impl == "auto":
-        return "triton" if device.type == "cuda" and "triton" in available else "torch"
-    if impl not in available:
-        raise ValueError(f"impl = {impl!r} is not available for this op; use 'auto' or one of {list(available)}")
+        return "triton" if device.type == "cuda" else "torch"
+    if impl not in ("torch", "triton"):
+        raise ValueError(f"impl = {impl!r} is unknown; use 'auto', 'torch' or 'triton'")
+    if impl == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
+        raise ValueError(f"impl = 'triton' needs tensors on a GPU, not on {device.type}; use 'auto' or 'torch'")
     return impl
+
+
+@dataclass(frozen=True, eq=False)
+class Entries:
+    """The boundaries of sequences, documents or parts of them in a packed stream, for whoever asks for them.
+
+    The host's copy of a tensor on a GPU costs a synchronisation, and only implementations that loop on the host ask.
+    """
+
+    boundaries: torch.Tensor  # [N+1] int
+    on_host: torch.Tensor | None = None  # the same on the CPU, where it is known
+
+    def __len__(self) -> int:
+        return self.boundaries.numel() - 1
+
+    @cached_property
+    def host(self) -> list[int]:
+        return (self.boundaries if self.on_host is None else self.on_host).tolist()
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """[N+1] int32."""
+        return self.boundaries.to(device, torch.int32, non_blocking=True)
+
+
+def batch_entries(B: int, T: int) -> Entries:
+    """Every row of a batch is an entry of its own."""
+    return Entries(torch.arange(0, (B + 1) * T, T)[: B + 1] if T else torch.zeros(B + 1, dtype=torch.int64))

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from titan_linear.ops.options import DeltaRuleOptions as Options
+from titan_linear.ops.options import DeltaRuleOptions, Entries
 
 CHUNK = 64
 SUB = 16  # rows that share a reference point of the gate
@@ -245,14 +245,22 @@ def _restore(x: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 
 class TorchDeltaRule:
-    """One call's chunks: what the driver (ops/delta_rule.py) asks of an implementation, in the order of the stages."""
+    """One call's chunks: what the driver (`ops/delta_rule.py`, `DeltaRule`) asks of an implementation."""
 
-    def __init__(self, inputs: Sequence[torch.Tensor | None], options: Options, bounds: Sequence[int], grad: bool):
-        """Prepare. inputs: q, k, v, g, beta, A_log, dt_bias ([T, ...] each, the last two or None); with `grad`, the way
-        back to them is recorded for `backward`."""
-        self.chunks = make_chunks(bounds, inputs[0].device)
-        self.inputs = [None if x is None else x.detach().requires_grad_(grad) for x in inputs]
-        with torch.set_grad_enabled(grad):
+    kept = ()
+
+    def __init__(
+        self,
+        inputs: Sequence[torch.Tensor | None],
+        options: DeltaRuleOptions,
+        entries: Entries,
+        differentiable: bool,
+        kept: Sequence[torch.Tensor] = (),
+    ):
+        assert not kept
+        self.chunks = make_chunks(entries.host, inputs[0].device)
+        self.inputs = [None if x is None else x.detach().requires_grad_(differentiable) for x in inputs]
+        with torch.set_grad_enabled(differentiable):
             tokens = normalise(*self.inputs, options)
             self.graph = prepare(*tokens, self.chunks, scale=options.scale, safe_gate=options.safe_gate)
         self.prepared = Prepared(*(x.detach() for x in self.graph))
@@ -263,25 +271,29 @@ class TorchDeltaRule:
     ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         return boundary(self.prepared, self.chunks, entries, need_m)
 
-    def forward(self, initial_state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scan and output: o [T, HV, V] and the final states [N, HV, K, V]."""
-        self.scanned = scan(self.prepared, self.chunks, initial_state)
+    def forward(self, initial_state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        self.scanned = scan(self.prepared, self.chunks, self._or_zeros(initial_state))
         return self.chunks.join(output(self.prepared, self.scanned)), self.scanned.final
 
     def boundary_backward(self, do: torch.Tensor, entries: Sequence[int]) -> list[torch.Tensor]:
         return boundary_backward(self.prepared, self.chunks.split(do.to(self.prepared.u)), self.chunks, entries)
 
     def backward(
-        self, do: torch.Tensor, initial_state: torch.Tensor, d_final: torch.Tensor
+        self, do: torch.Tensor, initial_state: torch.Tensor | None, d_final: torch.Tensor | None
     ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-        """Gradients of the inputs and of the initial states. do [T, HV, V]; both states [N, HV, K, V]."""
         if self.scanned is None:
-            self.scanned = scan(self.prepared, self.chunks, initial_state)
-        do = self.chunks.split(do.to(self.prepared.u))
+            self.scanned = scan(self.prepared, self.chunks, self._or_zeros(initial_state))
+        do, d_final = self.chunks.split(do.to(self.prepared.u)), self._or_zeros(d_final)
         d_prepared, d_initial = backward(self.prepared, self.scanned, do, d_final, self.chunks)
         given = [x for x in self.inputs if x is not None]
         grads = iter(torch.autograd.grad(self.graph, given, d_prepared))
         return [None if x is None else next(grads) for x in self.inputs], d_initial
+
+    def _or_zeros(self, states: torch.Tensor | None) -> torch.Tensor:
+        """[N, HV, K, V]."""
+        p = self.prepared
+        shape = (len(self.chunks.count), p.w.shape[1], p.w.shape[-1], p.u.shape[-1])
+        return p.u.new_zeros(shape) if states is None else states
 
 
 def normalise(
@@ -292,7 +304,7 @@ def normalise(
     beta: torch.Tensor,
     A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
-    options: Options,
+    options: DeltaRuleOptions,
 ) -> list[torch.Tensor]:
     """Inputs in the dtype of the computation, q and k normalised and g a log gate [T, HV, K or 1], as `options` ask."""
     wide = torch.promote_types(q.dtype, torch.float32)

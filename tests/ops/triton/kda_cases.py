@@ -1,0 +1,92 @@
+"""Inputs for the KDA kernels, a run through all stages, and the same through the reference."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.ops.triton.kda_reference import activate, kda_recurrence, l2norm
+from titan_linear.ops.triton import kda
+
+NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log", "ddt_bias")
+
+
+def make_inputs(T, H, HV, K, V, N, *, dtype=torch.float32, gate="none", fast=1.0, seed=0, device="cpu", state=True):
+    """Random inputs, rounded to dtype; g is `fast` times a number in [−1, 0], or raw if a gate is in the kernel."""
+    gen = torch.Generator().manual_seed(seed)
+    rand = lambda *shape: torch.randn(*shape, generator=gen)  # noqa: E731
+    x = {"q": rand(T, H, K), "k": rand(T, H, K), "v": rand(T, HV, V)}
+    if gate == "none":
+        x["q"], x["k"] = l2norm(x["q"]), l2norm(x["k"])
+        x["g"] = -fast * torch.rand(T, HV, K, generator=gen)
+    else:
+        x["g"] = fast * rand(T, HV, K)
+        x["A_log"], x["dt_bias"] = 0.5 * rand(HV), 0.5 * rand(HV * K)
+    x["beta"] = torch.rand(T, HV, generator=gen)
+    if state:
+        x["h0"], x["dht"] = rand(N, HV, K, V), rand(N, HV, K, V)
+    x["do"] = rand(T, HV, V)
+    keep = ("g", "A_log", "dt_bias", "h0", "dht")
+    return {name: t.to(torch.float32 if name in keep else dtype).to(device) for name, t in x.items()}
+
+
+def run_kernels(x, cu, *, gate="none", safe=False, norm=False, lower_bound=None, scale=None):
+    """All stages of forward and backward → dict of NAMES."""
+    scale = scale or x["q"].shape[-1] ** -0.5
+    q, k, v, g, beta, do = (x[n][None] for n in ("q", "k", "v", "g", "beta", "do"))
+    cu = torch.tensor(cu, dtype=torch.int32, device=q.device)
+    gates = {
+        "A_log": x.get("A_log"), "dt_bias": x.get("dt_bias"), "lower_bound": lower_bound, "gate": gate,
+        "safe_gate": safe, "l2norm": norm, "scale": scale,
+    }  # fmt: skip
+    p = kda.prepare(q, k, g, beta, cu, **gates)
+    o, ht = kda.scan(p, v, cu, x.get("h0"))
+    p = kda.recompute(q, k, g, beta, p.Aqk, p.Gn, cu, **gates)
+    grads = kda.backward(p, q, k, v, g, beta, do, cu, x.get("h0"), x.get("dht"), **gates)
+    out = dict(zip(NAMES, (o, ht, *grads)))
+    return {n: t[0] if n in ("o", "dq", "dk", "dv", "dg", "dbeta") else t for n, t in out.items()}
+
+
+def run_reference(x, cu, *, gate="none", norm=False, lower_bound=None, scale=None, **_):
+    """What run_kernels gives, in fp64, and the sizes of the sums that dA_log and ddt_bias are."""
+    scale = scale or x["q"].shape[-1] ** -0.5
+    leaves = {n: x[n].double().requires_grad_() for n in ("q", "k", "v", "g", "beta", "h0") if n in x}
+    q, k, v, g, beta = (leaves[n] for n in ("q", "k", "v", "g", "beta"))
+    if norm:
+        q, k = l2norm(q), l2norm(k)
+    if gate != "none":  # a copy per token and channel, whose gradients are the terms of the parameters' gradients
+        params = {n: x[n].double().view(g.shape[1], -1).expand(g.shape).clone() for n in ("A_log", "dt_bias")}
+        g = activate(g, *(t.requires_grad_() for t in params.values()), lower_bound)
+    o, ht = kda_recurrence(q, k, v, g, beta, cu, scale, leaves.get("h0"))
+    loss = (o * x["do"].double()).sum()
+    if "dht" in x:
+        loss = loss + (ht * x["dht"].double()).sum()
+    loss.backward()
+    out = {"o": o.detach(), "ht": ht.detach()} | {f"d{n}": t.grad for n, t in leaves.items()}
+    if gate != "none":
+        for name, terms in (("dA_log", params["A_log"].grad.sum(2)), ("ddt_bias", params["dt_bias"].grad.flatten(1))):
+            out |= {name: terms.sum(0), f"size of {name}": terms.abs().sum(0)}
+    return out
+
+
+def run_boundary(x, cu, entries, *, safe=False):
+    """S_ext, M and dS_ext of the listed entries."""
+    q, k, v, g, beta, do = (x[n][None] for n in ("q", "k", "v", "g", "beta", "do"))
+    cu, entries = (torch.tensor(t, dtype=torch.int32, device=q.device) for t in (cu, entries))
+    p = kda.prepare(q, k, g, beta, cu, scale=q.shape[-1] ** -0.5, safe_gate=safe)
+    S_ext, M = kda.boundary(p, v, cu, entries, need_m=True)
+    return {"S_ext": S_ext, "M": M, "dS_ext": kda.boundary_bwd(p, do, cu, entries)}
+
+
+def reference_boundary(x, cu, entries, **_):
+    names = ("q", "k", "v", "g", "beta", "do")
+    out = {"S_ext": [], "M": [], "dS_ext": []}
+    for n in entries:
+        q, k, v, g, beta, do = (x[name][cu[n] : cu[n + 1]].double() for name in names)
+        T, HV, V, K = *v.shape, k.shape[-1]
+        run = lambda v, h0: kda_recurrence(q, k, v, g, beta, [0, T], K**-0.5, h0)  # noqa: B023, E731
+        eye = torch.eye(K, dtype=v.dtype, device=v.device).expand(1, HV, K, K)
+        h0 = v.new_zeros(1, HV, K, V).requires_grad_()
+        out["S_ext"].append(run(v, None)[1][0])
+        out["M"].append(run(v.new_zeros(T, HV, K), eye)[1][0])
+        out["dS_ext"].append(torch.autograd.grad((run(v, h0)[0] * do).sum(), h0)[0][0])
+    return {name: torch.stack(tensors) for name, tensors in out.items()}

@@ -1,0 +1,51 @@
+"""KDA's cases for the ahead-of-time compilation test: every stage in every kind of configuration, on meta tensors."""
+
+from __future__ import annotations
+
+
+def kda_case(dtype: str, K: int, V: int, gate: str = "none", safe: bool = True, R: int = 1) -> None:
+    """All stages; without a gate in the kernel: normalised inputs, no states (what is timed); else all of them."""
+    import torch
+
+    from titan_linear.ops.triton import kda
+
+    def meta(*shape, kind=dtype):
+        return torch.empty(*shape, dtype=getattr(torch, kind), device="meta")
+
+    T, HV, N, plain = 32768, 64, 10, gate == "none"
+    H = HV // R
+    q, k, v, do = meta(1, T, H, K), meta(1, T, H, K), meta(1, T, HV, V), meta(1, T, HV, V)
+    g, beta = meta(1, T, HV, K, kind="float32"), meta(1, T, HV)
+    A_log, dt_bias = (None, None) if plain else (meta(HV, kind="float32"), meta(HV * K, kind="float32"))
+    state = None if plain else meta(N, HV, K, V, kind="float32")
+    cu, entries = meta(N + 1, kind="int32"), meta(2, kind="int32")
+    gates = (0.5, -5.0, kda.GATES[gate], safe, not plain)
+    inputs = (q, k, g, beta, A_log, dt_bias, cu, *gates)
+    first, chunks, *tiles = kda._prepare_op._init_fn(*inputs)
+    kda._recompute_op._init_fn(*inputs)
+    kda._scan_op._init_fn(v, cu, first, *tiles, state)
+    kda._boundary_op._init_fn(v, cu, first, *tiles, entries, True)
+    kda._boundary_bwd_op._init_fn(do, cu, first, *tiles, entries)
+    kda._backward_op._init_fn(
+        q, k, v, g, beta, A_log, dt_bias, cu, first, chunks, *tiles, do, state, state, *gates
+    )  # fmt: skip
+
+
+CASES = {
+    f"kda {dtype} K={K} V={V} {gate}{' safe' if safe else ''} R={R}": (kda_case, (dtype, K, V, gate, safe, R))
+    for dtype, K, V, gate, safe, R in [
+        ("bfloat16", 128, 128, "none", True, 1),
+        ("bfloat16", 128, 128, "bounded", True, 1),
+        ("bfloat16", 128, 128, "softplus", False, 2),
+        ("bfloat16", 64, 64, "none", True, 1),
+        ("bfloat16", 64, 64, "softplus", False, 1),
+        ("bfloat16", 64, 128, "none", True, 1),
+        ("bfloat16", 128, 64, "none", True, 1),
+        ("bfloat16", 32, 32, "none", True, 1),
+        ("bfloat16", 256, 256, "bounded", True, 1),
+        ("bfloat16", 128, 256, "none", True, 1),
+        ("float16", 128, 128, "bounded", True, 1),
+        ("float32", 64, 64, "softplus", False, 1),
+        ("float32", 128, 128, "bounded", True, 1),
+    ]
+}

@@ -1,0 +1,195 @@
+"""Every kernel in every shipped configuration, compiled for sm_90 without a GPU.
+
+The ops' own launch code runs on meta tensors with the launch replaced by an ahead-of-time compilation, so that what is
+checked is what ships: signatures, alignment, configurations. It runs in a process of its own (`python -m
+tests.ops.triton.test_compile [words]` prints the table), because kernels decorated for the interpreter do not compile.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+SHARED_LIMIT = 232448  # bytes a program may use on sm_90
+WORKERS = int(os.environ.get("COMPILE_WORKERS", "1"))
+# case (as printed) -> why its spills are accepted; bf16 with K, V <= 128 must not need an entry
+ACCEPTED_SPILLS: dict[str, str] = {}
+
+
+def _resources(ptx: str) -> dict[str, int]:
+    """Registers and spilled bytes, as ptxas reports them."""
+    from triton import knobs
+
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(ptx)
+        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", source, "-o", Path(folder) / "kernel.cubin"]
+        report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
+    return {"registers": int(re.search(r"Used (\d+) registers", report)[1]), "spills": spills}
+
+
+def compile_launch(kernel, grid, arguments: dict) -> dict:
+    """What launching `kernel` with these arguments on sm_90 would compile: its name and resources."""
+    import torch
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
+    options = {key: arguments.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in arguments}
+    signature, constants, attributes = {}, {}, {}
+    for i, (parameter, value) in enumerate(zip(kernel.params, (arguments[p.name] for p in kernel.params))):
+        divisible = isinstance(value, torch.Tensor) or (type(value) is int and value % 16 == 0)
+        if parameter.is_constexpr or value is None or (type(value) is int and value == 1):
+            signature[parameter.name], constants[parameter.name] = "constexpr", value
+        elif isinstance(value, TensorDescriptor):
+            signature[parameter.name] = f"tensordesc<{names[value.base.dtype][1:]}{list(value.block_shape)}>"
+        elif isinstance(value, torch.Tensor):
+            signature[parameter.name] = names[value.dtype]
+        else:
+            signature[parameter.name] = "fp32" if isinstance(value, float) else "i32"
+        if divisible and signature[parameter.name] != "constexpr":
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    source = ASTSource(kernel, signature, constants, attributes)
+    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    result = {"kernel": kernel.__name__, "shared": compiled.metadata.shared} | _resources(compiled.asm["ptx"])
+    return result | {"config": {k: arguments[k] for k in ("BT", "BD", "BV", "STAGES") if k in arguments} | options}
+
+
+@contextmanager
+def compiled_launches() -> Iterator[list[dict]]:
+    """Launches inside compile for sm_90 instead; the list collects their results."""
+    from triton import JITFunction
+
+    results: list[dict] = []
+    original = JITFunction.run
+
+    def run(self, *args, grid, warmup, **kwargs):
+        arguments = dict(zip([p.name for p in self.params], args)) | kwargs
+        results.append(compile_launch(self, grid, arguments))
+
+    JITFunction.run = run
+    try:
+        yield results
+    finally:
+        JITFunction.run = original
+
+
+def conv1d_case(dtype: str, W: int) -> None:
+    import torch
+
+    from titan_linear.ops.triton import conv1d as conv
+
+    def meta(*shape):
+        return torch.empty(*shape, dtype=getattr(torch, dtype), device="meta")
+
+    T, D = 32768, 8192
+    cu = torch.empty(11, dtype=torch.int32, device="meta")
+    inputs = (meta(T, D), meta(D, W), meta(D), meta(10, D, W - 1), cu, True)
+    conv.conv1d._init_fn(*inputs, True)
+    conv.conv1d_backward._init_fn(meta(T, D), meta(10, D, W - 1), *inputs)
+
+
+def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False) -> None:
+    """All stages; plain: normalised inputs, no states (what is timed); else l2norm, gate and states in the kernels."""
+    import torch
+
+    from titan_linear.ops.triton import gdn
+
+    def meta(*shape, kind=dtype):
+        return torch.empty(*shape, dtype=getattr(torch, kind), device="meta")
+
+    T, H, N = 32768, 64 // R, 10
+    HV = H * R
+    q, k, v, do = meta(T, H, K), meta(T, H, K), meta(T, HV, V), meta(T, HV, V)
+    g, beta = meta(T, HV, kind="float32"), meta(T, HV, kind="float32")
+    gate = (None, None) if plain else (meta(HV, kind="float32"), meta(HV, kind="float32"))
+    state = None if plain else meta(N, HV, K, V, kind="float32")
+    cu, entries = meta(N + 1, kind="int32"), meta(2, kind="int32")
+    prepare = gdn.gdn_prepare._init_fn(q, k, g, beta, *gate, cu, 0.5, not plain)
+    table, offsets, C, gates, norms, A = prepare
+    gdn.gdn_scan._init_fn(q, k, v, offsets, C, A, gates, norms, state, cu, 0.5, not plain)
+    h, y = gdn.gdn_states._init_fn(k, v, offsets, C, gates, norms, state, cu)
+    dh, dv, _ = gdn.gdn_reverse._init_fn(q, k, do, offsets, C, gates, norms, state, cu, 0.5)
+    gdn.gdn_gradients._init_fn(q, k, do, h, y, dh, dv, table, gates, norms, g, beta, *gate, cu, 0.5)
+    gdn.gdn_boundary._init_fn(k, v, offsets, C, gates, norms, entries, cu, True)
+    gdn.gdn_boundary_bwd._init_fn(q, k, do, offsets, C, gates, norms, entries, cu, 0.5)
+
+
+CASES: dict[str, tuple[Callable, tuple]] = {
+    f"conv1d {dtype} W={W}": (conv1d_case, (dtype, W)) for dtype in ("bfloat16", "float32") for W in (2, 4, 8)
+}
+CASES |= {
+    f"gdn {dtype} K={K} V={V} R={R}{' plain' if plain else ''}": (gdn_case, (dtype, K, V, R, plain))
+    for dtype, K, V, R, plain in [
+        ("bfloat16", 128, 128, 1, True),
+        ("bfloat16", 128, 128, 1, False),
+        ("bfloat16", 128, 128, 2, False),
+        ("bfloat16", 64, 64, 1, True),
+        ("bfloat16", 64, 64, 1, False),
+        ("bfloat16", 64, 128, 1, False),
+        ("bfloat16", 128, 64, 1, False),
+        ("bfloat16", 32, 32, 1, False),
+        ("bfloat16", 256, 256, 1, False),
+        ("bfloat16", 128, 256, 1, False),
+        ("float16", 128, 128, 1, False),
+        ("float32", 32, 32, 1, False),
+        ("float32", 64, 64, 1, False),
+        ("float32", 128, 128, 1, False),
+        ("float32", 256, 256, 1, False),
+    ]
+}
+
+
+def compile_cases(words: list[str]) -> dict[str, list[dict]]:
+    results = {}
+    for name, (case, arguments) in CASES.items():
+        if all(word in name for word in words):
+            with compiled_launches() as results[name]:
+                case(*arguments)
+    return results
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", __spec__.name, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_compiles_within_the_chip(compiled, name):
+    assert compiled[name]
+    for result in compiled[name]:
+        assert result["shared"] <= SHARED_LIMIT, result
+        case = f"{name} {result['kernel']}"
+        assert result["spills"] == 0 or case in ACCEPTED_SPILLS, result
+
+
+def main() -> None:
+    words = [word for word in sys.argv[1:] if word != "--json"]
+    results = compile_cases(words)
+    if "--json" in sys.argv:
+        print(json.dumps(results))
+        return
+    for name, launches in results.items():
+        for r in launches:
+            numbers = f"shared {r['shared']:7d}  registers {r['registers']:4d}  spills {r['spills']:6d}"
+            print(f"{name:34s} {r['kernel']:26s} {numbers}  {r['config']}")
+
+
+if __name__ == "__main__":
+    main()

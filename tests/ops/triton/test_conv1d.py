@@ -1,0 +1,140 @@
+"""The convolution's kernels against a dense fp64 convolution of each document alone."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+from titan_linear.ops import causal_conv1d
+from titan_linear.ops.triton import conv1d as conv
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def reference(x, weight, bias, state, cu_seqlens, silu):
+    """x [T, D], weight [D, W], state [N, D, W-1] -> y [T, D], final state, document by document."""
+    ys, finals = [], []
+    W = weight.shape[1]
+    for n, (start, end) in enumerate(pairwise(cu_seqlens)):
+        past = state[n] if state is not None else x.new_zeros(x.shape[1], W - 1)
+        full = torch.cat([past, x[start:end].t()], 1)  # [D, W - 1 + T]
+        if end > start:
+            z = F.conv1d(full[None], weight[:, None], bias, groups=x.shape[1])[0].t()
+            ys.append(F.silu(z) if silu else z)
+        finals.append(full[:, full.shape[1] - (W - 1) :])
+    return torch.cat(ys), torch.stack(finals)
+
+
+def run_both(lengths, D, W, *, silu=True, has_bias=True, has_state=True, dtype=torch.float32, seed=0):
+    """Outputs and gradients of every input: (ours, reference), by name."""
+    gen = torch.Generator().manual_seed(seed)
+    cu = [0, *torch.tensor(lengths).cumsum(0).tolist()]
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=gen, dtype=torch.float64).to(dtype)
+
+    inputs = {"x": draw(cu[-1], D), "weight": draw(D, W)}
+    inputs["bias"] = draw(D) if has_bias else None
+    inputs["state"] = draw(len(lengths), D, W - 1) if has_state else None
+    dy, dfinal = draw(cu[-1], D), draw(len(lengths), D, W - 1)
+
+    def grads(fn, to):
+        leaves = {k: v.to(**to).clone().requires_grad_() for k, v in inputs.items() if v is not None}
+        y, final = fn(leaves["x"], leaves["weight"], leaves.get("bias"), leaves.get("state"))
+        ((y * dy.to(**to)).sum() + (final * dfinal.to(**to)).sum()).backward()
+        return {"y": y.detach(), "final": final.detach()} | {"d" + k: v.grad for k, v in leaves.items()}
+
+    def ours(x, weight, bias, state):
+        y, final = causal_conv1d(
+            x[None], weight, bias, activation="silu" if silu else None, initial_state=state, output_final_state=True,
+            cu_seqlens=torch.tensor(cu, dtype=torch.int32, device=DEVICE), impl="triton",
+        )  # fmt: skip
+        return y[0], final
+
+    return grads(ours, {"device": DEVICE, "dtype": dtype}), grads(
+        lambda *a: reference(*a, cu, silu), {"device": "cpu", "dtype": torch.float64}
+    )
+
+
+def check(pair, tolerance):
+    for name, expected in pair[1].items():
+        if expected.numel():
+            error = (pair[0][name].cpu().double() - expected).norm() / expected.norm()
+            assert error < tolerance, (name, float(error))
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Several programs per document at small sizes."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(conv, "FORWARD_CONFIG", conv.FORWARD_CONFIG | {"BT": 16, "BD": 16, "R": 4})
+        monkeypatch.setattr(conv, "BACKWARD_CONFIG", conv.BACKWARD_CONFIG | {"BT": 16, "BD": 16, "R": 4})
+
+
+@pytest.mark.parametrize("W", [1, 2, 4, 8])
+def test_every_output_and_gradient_matches_fp64(W):
+    check(run_both([1, 2, 37, 0, 16, 3], D=24, W=W), 1e-6)
+
+
+@pytest.mark.parametrize("options", [{"silu": False}, {"has_bias": False}, {"has_state": False}])
+def test_optional_parts(options):
+    check(run_both([5, 33], D=20, W=4, **options), 1e-6)
+
+
+def test_half_precision_rounds_once():
+    check(run_both([40, 7], D=16, W=4, dtype=torch.float16), 1e-3)
+
+
+def test_documents_do_not_touch_each_other():
+    gen = torch.Generator().manual_seed(1)
+    x, w = torch.randn(1, 34, 16, generator=gen).to(DEVICE), torch.randn(16, 4, generator=gen).to(DEVICE)
+    cu = torch.tensor([0, 9, 30, 34], dtype=torch.int32, device=DEVICE)
+    changed = x.clone()
+    changed[:, 9:30] += 1
+    a, b = (causal_conv1d(v, w, cu_seqlens=cu, impl="triton")[0] for v in (x, changed))
+    assert torch.equal(a[:, :9], b[:, :9]) and torch.equal(a[:, 30:], b[:, 30:])
+    assert not torch.equal(a[:, 9:30], b[:, 9:30])
+
+
+def test_batch_rows_are_documents():
+    gen = torch.Generator().manual_seed(2)
+    x, w = torch.randn(3, 19, 16, generator=gen).to(DEVICE), torch.randn(16, 4, generator=gen).to(DEVICE)
+    rows = [causal_conv1d(x[i : i + 1], w, activation="swish", impl="triton")[0] for i in range(3)]
+    assert torch.equal(causal_conv1d(x, w, activation="swish", impl="triton")[0], torch.cat(rows))
+
+
+def test_strided_input_and_opcheck():
+    gen = torch.Generator().manual_seed(3)
+    wide = torch.randn(18, 48, generator=gen).to(DEVICE).requires_grad_()
+    w = torch.randn(16, 4, generator=gen).to(DEVICE).requires_grad_()
+    state = torch.randn(2, 16, 3, generator=gen).to(DEVICE).requires_grad_()
+    cu = torch.tensor([0, 11, 18], dtype=torch.int32, device=DEVICE)
+    x = wide[:, 16:32]
+    y = conv.conv1d(x, w, None, state, cu, True, True)[0]
+    assert torch.equal(y, conv.conv1d(x.contiguous(), w, None, state, cu, True, True)[0])
+    torch.library.opcheck(conv.conv1d, (x.detach().requires_grad_(), w, None, state, cu, True, True))
+
+
+@pytest.mark.parametrize(
+    "x_dtype, width, activation, word",
+    [(torch.float64, 4, None, "float64"), (None, 9, None, "W <= 8"), (None, 4, "relu", "relu")],
+)
+def test_unsupported_is_an_error(x_dtype, width, activation, word):
+    with pytest.raises(ValueError, match=word):
+        causal_conv1d(torch.zeros(1, 4, 8, dtype=x_dtype), torch.zeros(8, width), activation=activation, impl="triton")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("dtype, tolerance", [(torch.bfloat16, 4e-3), (torch.float16, 1e-3), (torch.float32, 1e-6)])
+def test_on_the_device(dtype, tolerance):
+    pair = run_both([1, 700, 3, 1300, 44], D=1000, W=4, dtype=dtype)
+    check(pair, tolerance)
+    again, _ = run_both([1, 700, 3, 1300, 44], D=1000, W=4, dtype=dtype)
+    assert all(torch.equal(pair[0][k], again[k]) for k in again)

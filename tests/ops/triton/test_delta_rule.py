@@ -1,0 +1,127 @@
+"""The Triton kernels behind the public functions, against the float64 oracles: in the interpreter, or on the device.
+
+Small shapes and float32 here: the interpreter takes milliseconds for what a GPU does in microseconds, and its bfloat16
+products are wrong. The numbers in bfloat16 are in test_numbers.py, for a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ops.inputs import boundaries, call, gradients, leaves, make_inputs, oracle, raw_gate_inputs, relative_error
+from tests.worlds import World
+from titan_linear.ops import build_cp_context, causal_conv1d
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
+
+
+def errors(op: str, x: dict[str, torch.Tensor], cu: torch.Tensor | None, bounded: dict, **options) -> dict[str, float]:
+    N = x["q"].shape[0] if cu is None else len(cu) - 1
+    state = (N, x["v"].shape[2], x["q"].shape[3], x["v"].shape[3])
+    x |= {"initial_state": torch.randn(state, generator=torch.Generator().manual_seed(3))}
+    ours = leaves({n: t.to(DEVICE, torch.float32) for n, t in x.items()})
+    on_device = None if cu is None else cu.to(DEVICE)
+    got = gradients(
+        list(call(op, ours, cu_seqlens=on_device, output_final_state=True, impl="triton", **bounded, **options)), ours
+    )
+    exact = leaves({n: t.double() for n, t in x.items()})
+    want = gradients(list(oracle(op, exact, cu_seqlens=cu, **bounded)), exact)
+    return {n: relative_error(a.cpu(), b) for n, a, b in zip(["o", "final", *x], got, want, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("op", "raw", "gate", "options"),
+    [
+        ("kda", False, "slow", {}),
+        ("kda", False, "fast", {}),
+        ("kda", False, "safe", {"safe_gate": True}),
+        ("kda", True, "usual", {}),
+        ("kda", True, "usual", {"lower_bound": -5.0}),
+        ("gdn", False, "slow", {}),
+        ("gdn", False, "fast", {}),
+        ("gdn", True, "usual", {}),
+    ],
+)
+def test_packed_documents(op: str, raw: bool, gate: str, options: dict) -> None:
+    lengths = [1, 70, 64]
+    make = raw_gate_inputs if raw else make_inputs
+    x = make(op, sum(lengths), H=1, HV=2, K=32, V=32, gate=gate)
+    bounded = {"lower_bound": options.pop("lower_bound")} if "lower_bound" in options else {}
+    found = errors(op, x, boundaries(lengths), bounded, **options)
+    assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+@pytest.mark.parametrize(("K", "V"), [(64, 32), (32, 64)])
+def test_batches_and_head_dims(op: str, K: int, V: int) -> None:
+    found = errors(op, make_inputs(op, 33, B=2, H=1, HV=1, K=K, V=V), None, {})
+    assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_strided_inputs_and_expanded_gradients(op: str) -> None:
+    """q, k and v as slices of one projection, and the gradient of a sum, whose strides are 0."""
+    x = {n: t.float().to(DEVICE) for n, t in make_inputs(op, 40, H=1, HV=1, K=32, V=32).items()}
+    qkv = torch.cat([x["q"], x["k"], x["v"]], -1).requires_grad_()
+    results = []
+    for impl in ("triton", "torch"):
+        q, k, v = qkv.split(32, -1)
+        o = call(op, x | {"q": q, "k": k, "v": v}, impl=impl)[0]
+        results.append([o, *torch.autograd.grad(o.sum(), qkv)])
+    for a, b in zip(*results, strict=True):
+        assert relative_error(a, b) < TOLERANCE
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_compiles_without_a_break(op: str) -> None:
+    cu = torch.tensor([0, 20, 40], dtype=torch.int32, device=DEVICE)
+    x = leaves({n: t.float().to(DEVICE) for n, t in make_inputs(op, 40, H=1, HV=1, K=32, V=32).items()})
+
+    def forward(x: dict[str, torch.Tensor], cu: torch.Tensor) -> torch.Tensor:
+        return call(op, x, cu_seqlens=cu, impl="triton")[0]
+
+    want, got = forward(x, cu), torch.compile(forward, backend="aot_eager", fullgraph=True)(x, cu)
+    for a, b in zip(*(torch.autograd.grad(o.square().sum(), list(x.values())) for o in (got, want)), strict=True):
+        assert torch.equal(a, b)
+
+
+def on_rank(rank: int, world_size: int, op: str, lengths: list[int], layout: str) -> list[list[torch.Tensor]]:
+    """This rank's outputs and gradients from both implementations."""
+    ctx = build_cp_context(boundaries(lengths), dist.group.WORLD, layout=layout)
+    mine = torch.cat([torch.arange(s, e) for s, e in ctx.fragments])
+    whole = make_inputs(op, sum(lengths), H=1, HV=1, K=32, V=32, gate="slow")
+    results = []
+    for impl in ("triton", "torch"):
+        x = leaves({n: t[:, mine].float() for n, t in whole.items()})
+        results.append([t.detach() for t in gradients([call(op, x, cp_context=ctx, impl=impl)[0]], x)])
+    x = {
+        "x": torch.randn(1, sum(lengths), 8, generator=torch.Generator().manual_seed(0))[:, mine],
+        "weight": torch.ones(8, 4),
+    }
+    for impl, result in zip(("triton", "torch"), results, strict=True):
+        y = leaves(x)
+        result += [
+            t.detach() for t in gradients([causal_conv1d(**y, cp_context=ctx, impl=impl, activation="silu")[0]], y)
+        ]
+    return results
+
+
+@pytest.mark.parametrize(("op", "layout"), [("kda", "contiguous"), ("gdn", "zigzag")])
+def test_context_parallel(worlds: Callable[[int], World], op: str, layout: str) -> None:
+    """Against the torch stages, which equal one process: S_ext, M and their adjoints through the same exchange."""
+    for ours, theirs in worlds(4).run(on_rank, op, [30, 226], layout):
+        for a, b in zip(ours, theirs, strict=True):
+            assert relative_error(a, b) < TOLERANCE
+
+
+def test_what_is_not_supported_is_refused() -> None:
+    x = {n: t.float().to(DEVICE) for n, t in make_inputs("kda", 8, H=1, HV=1, K=48, V=32).items()}
+    with pytest.raises(ValueError, match="K = 48"):
+        call("kda", x, impl="triton")
+    with pytest.raises(ValueError, match="float64"):
+        call("kda", {n: t.to(DEVICE) for n, t in make_inputs("kda", 8, H=1, HV=1, K=32, V=32).items()}, impl="triton")

@@ -1,0 +1,367 @@
+"""Causal depthwise convolution over packed documents, with SiLU, forward and backward.
+
+    z[t] = bias + sum_i weight[i] x[t - W + 1 + i] ;  y = z or silu(z)
+
+One program owns a run of tokens of one document and a block of channels, and slides a window of W rows along
+it in registers: every row is read once (W - 1 rows of halo apart), each gradient is written once, and the
+weight gradient is a sum of per-program partials in a fixed order. Arithmetic is fp32 for every input type.
+"""
+
+# ruff: noqa: RUF005, B007 (Triton joins tuples with + and unrolls static_range)
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from titan_linear.ops.options import Entries
+from titan_linear.ops.triton.gdn_chunks import chunk_table
+
+MAX_WIDTH = 8
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+# rows per program (a multiple of the unroll), channels per program, rows in flight, warps
+FORWARD_CONFIG = {"BT": 256, "BD": 512, "R": 8, "num_warps": 2}
+BACKWARD_CONFIG = {"BT": 256, "BD": 256, "R": 8, "num_warps": 2}
+
+
+@triton.jit
+def _history(x, state, start, row, i_n, o_d, m_d, first, stride_x, D, W: tl.constexpr, HAS_STATE: tl.constexpr):
+    """Row start - W + 1 + row of the input: of the document, or of its initial state at the document's start."""
+    p_x = x + (start - W + 1 + row) * stride_x + o_d
+    b_x = tl.load(p_x, mask=m_d & (not first), other=0.0).to(tl.float32)  # [BD]
+    if HAS_STATE:
+        p_s = state + (i_n * D + o_d) * (W - 1) + row
+        b_x += tl.load(p_s, mask=m_d & first, other=0.0).to(tl.float32)
+    return b_x
+
+
+@triton.jit
+def _sigmoid(b_z):
+    """By the square of rsqrt: two instructions, where a division is eight. Within 4 units in the last place."""
+    b_r = tl.rsqrt(1.0 + tl.exp(-b_z))
+    return b_r * b_r
+
+
+@triton.jit
+def _convolve(window, weights, b_bias, W: tl.constexpr):
+    b_z = b_bias
+    for i in tl.static_range(W):
+        b_z += weights[i] * window[i]
+    return b_z
+
+
+@triton.jit
+def _load_weights(weight, bias, o_d, m_d, W: tl.constexpr, BD: tl.constexpr, HAS_BIAS: tl.constexpr):
+    weights = ()
+    for i in tl.static_range(W):
+        weights = weights + (tl.load(weight + o_d * W + i, mask=m_d, other=0.0).to(tl.float32),)
+    b_bias = tl.zeros([BD], tl.float32)
+    if HAS_BIAS:
+        b_bias = tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
+    return weights, b_bias
+
+
+@triton.jit
+def conv1d_fwd_kernel(
+    x,
+    weight,
+    bias,
+    initial_state,
+    y,
+    cu_seqlens,
+    table,
+    D,
+    stride_x,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    R: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+):
+    blocks = tl.cdiv(D, BD)
+    i_d, i_t = tl.program_id(0) % blocks, tl.program_id(0) // blocks
+    i_n, i_s = tl.load(table + 2 * i_t), tl.load(table + 2 * i_t + 1)
+    if i_n < 0:
+        return
+    i_n = i_n.to(tl.int64)
+    bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+    start = bos + i_s * BT
+    end = tl.minimum(start + BT, eos)
+    o_d = i_d * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD, HAS_BIAS)
+
+    window = ()  # the W - 1 rows before the current one, oldest first
+    for i in tl.static_range(W - 1):
+        window = window + (_history(x, initial_state, start, i, i_n, o_d, m_d, i_s == 0, stride_x, D, W, HAS_STATE),)
+    for t in range(start, end, R):
+        rows = ()  # R independent loads in flight
+        for r in tl.static_range(R):
+            rows = rows + (tl.load(x + (t + r) * stride_x + o_d, mask=m_d & (t + r < end), other=0.0),)
+        for r in tl.static_range(R):
+            full = window + (rows[r].to(tl.float32),)
+            b_z = _convolve(full, weights, b_bias, W)
+            if SILU:
+                b_z = b_z * _sigmoid(b_z)
+            tl.store(y + (t + r) * D + o_d, b_z.to(y.dtype.element_ty), mask=m_d & (t + r < end))
+            window = full[1:]
+
+
+@triton.jit
+def _activation_bwd(b_dz, window, weights, b_bias, W: tl.constexpr, SILU: tl.constexpr):
+    if SILU:
+        b_z = _convolve(window, weights, b_bias, W)
+        b_s = _sigmoid(b_z)
+        b_dz *= b_s * (1.0 + b_z * (1.0 - b_s))
+    return b_dz
+
+
+@triton.jit
+def _emit(
+    grads, weights, dx, d_final_state, d_initial_state, p, bos, eos, start, end, i_n, o_d, m_d, D, W: tl.constexpr,
+    HAS_STATE: tl.constexpr, HAS_D_FINAL: tl.constexpr,
+):  # fmt: skip
+    """Store the gradient of row p, from dz of the rows p to p + W - 1: of an input, or of the initial state."""
+    b_dx = weights[0] * grads[W - 1]
+    for i in tl.static_range(1, W):
+        b_dx += weights[i] * grads[W - 1 - i]
+    if HAS_D_FINAL:
+        o_s = p - (eos - (W - 1))
+        p_s = d_final_state + (i_n * D + o_d) * (W - 1) + o_s
+        b_dx += tl.load(p_s, mask=m_d & (o_s >= 0) & (o_s < W - 1), other=0.0).to(tl.float32)
+    tl.store(dx + p * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_d & (p >= start) & (p < end))
+    if HAS_STATE:
+        p_s = d_initial_state + (i_n * D + o_d) * (W - 1) + (p - bos + W - 1)
+        tl.store(p_s, b_dx.to(d_initial_state.dtype.element_ty), mask=m_d & (p < bos))
+
+
+@triton.jit
+def conv1d_bwd_kernel(
+    x,
+    weight,
+    bias,
+    initial_state,
+    dy,
+    d_final_state,
+    dx,
+    d_weight,  # [NT, W, D] partials
+    d_bias,  # [NT, D] partials
+    d_initial_state,
+    cu_seqlens,
+    table,
+    D,
+    stride_x,
+    stride_dy,
+    W: tl.constexpr,
+    BT: tl.constexpr,
+    BD: tl.constexpr,
+    R: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    HAS_D_FINAL: tl.constexpr,
+):
+    blocks = tl.cdiv(D, BD)
+    i_d, i_t = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    i_n, i_s = tl.load(table + 2 * i_t), tl.load(table + 2 * i_t + 1)
+    o_d = i_d * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    if i_n < 0:  # partials are summed over all rows of the table
+        for i in tl.static_range(W):
+            tl.store(d_weight + (i_t * W + i) * D + o_d, tl.zeros([BD], tl.float32), mask=m_d)
+        if HAS_BIAS:
+            tl.store(d_bias + i_t * D + o_d, tl.zeros([BD], tl.float32), mask=m_d)
+        return
+    sums = ()  # of d_weight, one [BD] for each tap
+    for i in tl.static_range(W):
+        sums = sums + (tl.zeros([BD], tl.float32),)
+    b_dbias = tl.zeros([BD], tl.float32)
+    i_n = i_n.to(tl.int64)
+    bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+    start = bos + i_s * BT
+    end = tl.minimum(start + BT, eos)
+    weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD, HAS_BIAS)
+    window = ()
+    grads = ()  # dz of the W - 1 rows before the current one; rows before `start` are another program's
+    for i in tl.static_range(W - 1):
+        window = window + (_history(x, initial_state, start, i, i_n, o_d, m_d, i_s == 0, stride_x, D, W, HAS_STATE),)
+        grads = grads + (tl.zeros([BD], tl.float32),)
+    # Row t completes the gradient of row t - W + 1. Where the document goes on, the run is a multiple of R rows.
+    for t in range(start, end, R):
+        rows, d_rows = (), ()
+        for r in tl.static_range(R):
+            m_t = m_d & (t + r < end)
+            rows = rows + (tl.load(x + (t + r) * stride_x + o_d, mask=m_t, other=0.0),)
+            d_rows = d_rows + (tl.load(dy + (t + r) * stride_dy + o_d, mask=m_t, other=0.0),)
+        for r in tl.static_range(R):
+            full = window + (rows[r].to(tl.float32),)
+            b_dz = _activation_bwd(d_rows[r].to(tl.float32), full, weights, b_bias, W, SILU)
+            added = ()
+            for i in tl.static_range(W):
+                added = added + (sums[i] + b_dz * full[i],)
+            sums = added
+            b_dbias += b_dz
+            d_full = grads + (b_dz,)
+            _emit(
+                d_full, weights, dx, d_final_state, d_initial_state, t + r - (W - 1), bos, eos, start, end, i_n, o_d,
+                m_d, D, W, HAS_STATE, HAS_D_FINAL,
+            )  # fmt: skip
+            window, grads = full[1:], d_full[1:]
+    # the W - 1 rows after it belong to the next program, and so does what they give to the weight
+    done = start + tl.cdiv(end - start, R) * R
+    for r in tl.static_range(W - 1):
+        t = done + r
+        m_t = m_d & (t < eos)
+        full = window + (tl.load(x + t * stride_x + o_d, mask=m_t, other=0.0).to(tl.float32),)
+        b_dz = tl.load(dy + t * stride_dy + o_d, mask=m_t, other=0.0).to(tl.float32)
+        d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, W, SILU),)
+        _emit(
+            d_full, weights, dx, d_final_state, d_initial_state, t - (W - 1), bos, eos, start, end, i_n, o_d, m_d, D,
+            W, HAS_STATE, HAS_D_FINAL,
+        )  # fmt: skip
+        window, grads = full[1:], d_full[1:]
+    for i in tl.static_range(W):
+        tl.store(d_weight + (i_t * W + i) * D + o_d, sums[i], mask=m_d)
+    if HAS_BIAS:
+        tl.store(d_bias + i_t * D + o_d, b_dbias, mask=m_d)
+
+
+@triton.jit
+def conv1d_final_state_kernel(
+    x, initial_state, final_state, cu_seqlens, D, stride_x, W: tl.constexpr, BD: tl.constexpr, HAS_STATE: tl.constexpr
+):
+    """The last W - 1 inputs of each entry, those of its initial state where it is shorter."""
+    i_d, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
+    o_d = i_d * BD + tl.arange(0, BD)
+    m_d = o_d < D
+    for i in tl.static_range(W - 1):
+        t = eos - (W - 1) + i
+        b_x = tl.load(x + t * stride_x + o_d, mask=m_d & (t >= bos), other=0.0).to(tl.float32)
+        if HAS_STATE:
+            p_s = initial_state + (i_n * D + o_d) * (W - 1) + (t - bos + W - 1)
+            b_x += tl.load(p_s, mask=m_d & (t < bos), other=0.0).to(tl.float32)
+        p_f = final_state + (i_n * D + o_d) * (W - 1) + i
+        tl.store(p_f, b_x.to(final_state.dtype.element_ty), mask=m_d)
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+@torch.library.custom_op("titan_linear::conv1d", mutates_args=())
+def conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    silu: bool,
+    output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, D], weight [D, W], bias [D], initial_state [N, D, W-1], cu_seqlens [N+1] int32 -> y [T, D], final_state.
+
+    final_state [N, D, W-1] holds the last inputs of each entry; it is empty unless `output_final_state`.
+    """
+    x = _rows(x)
+    (T, D), W, N = x.shape, weight.shape[1], cu_seqlens.numel() - 1
+    y = x.new_empty(T, D)
+    final_state = x.new_empty((N, D, W - 1) if output_final_state else 0)
+    state = initial_state.contiguous() if initial_state is not None else None
+    config = FORWARD_CONFIG
+    table, _ = chunk_table(cu_seqlens, T, config["BT"])
+    conv1d_fwd_kernel[(table.shape[0] * triton.cdiv(D, config["BD"]),)](
+        x, weight.contiguous(), bias, state, y, cu_seqlens, table, D, x.stride(0),
+        W=W, SILU=silu, HAS_BIAS=bias is not None, HAS_STATE=state is not None, **config,
+    )  # fmt: skip
+    if output_final_state and W > 1:
+        conv1d_final_state_kernel[(triton.cdiv(D, 256), N)](
+            x, state, final_state, cu_seqlens, D, x.stride(0), W=W, BD=256, HAS_STATE=state is not None, num_warps=1
+        )
+    return y, final_state
+
+
+@conv1d.register_fake
+def _(x, weight, bias, initial_state, cu_seqlens, silu, output_final_state):
+    shape = (cu_seqlens.numel() - 1, x.shape[1], weight.shape[1] - 1) if output_final_state else (0,)
+    return x.new_empty(x.shape), x.new_empty(shape)
+
+
+@torch.library.custom_op("titan_linear::conv1d_backward", mutates_args=())
+def conv1d_backward(
+    dy: torch.Tensor,
+    d_final_state: torch.Tensor | None,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    silu: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of x, weight, bias and initial_state, each in its own dtype; the last two empty where they are None."""
+    x, dy = _rows(x), _rows(dy)
+    (T, D), W = x.shape, weight.shape[1]
+    dx = x.new_empty(T, D)
+    state = initial_state.contiguous() if initial_state is not None else None
+    d_final = d_final_state.contiguous() if d_final_state is not None else None
+    d_state = torch.empty_like(state) if state is not None else x.new_empty(0)
+    config = BACKWARD_CONFIG
+    table, _ = chunk_table(cu_seqlens, T, config["BT"])
+    d_weight = torch.empty(table.shape[0], W, D, dtype=torch.float32, device=x.device)
+    d_bias = torch.empty(table.shape[0], D if bias is not None else 0, dtype=torch.float32, device=x.device)
+    conv1d_bwd_kernel[(table.shape[0] * triton.cdiv(D, config["BD"]),)](
+        x, weight.contiguous(), bias, state, dy, d_final, dx, d_weight, d_bias, d_state, cu_seqlens, table,
+        D, x.stride(0), dy.stride(0),
+        W=W, SILU=silu, HAS_BIAS=bias is not None, HAS_STATE=state is not None, HAS_D_FINAL=d_final is not None,
+        **config,
+    )  # fmt: skip
+    d_bias = d_bias.sum(0).to(bias.dtype) if bias is not None else x.new_empty(0)
+    return dx, d_weight.sum(0).t().contiguous().to(weight.dtype), d_bias, d_state
+
+
+@conv1d_backward.register_fake
+def _(dy, d_final_state, x, weight, bias, initial_state, cu_seqlens, silu):
+    empty = x.new_empty(0)
+    d_bias = torch.empty_like(bias) if bias is not None else empty
+    d_state = initial_state.new_empty(initial_state.shape) if initial_state is not None else empty.clone()
+    return x.new_empty(x.shape), weight.new_empty(weight.shape), d_bias, d_state
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, bias, initial_state, cu_seqlens, ctx.silu, ctx.output_final_state = inputs
+    ctx.save_for_backward(x, weight, bias, initial_state, cu_seqlens)
+
+
+def _backward(ctx, dy, d_final_state):
+    x, weight, bias, initial_state, cu_seqlens = ctx.saved_tensors
+    d_final = d_final_state if ctx.output_final_state and weight.shape[1] > 1 else None
+    dx, dw, db, ds = conv1d_backward(dy, d_final, x, weight, bias, initial_state, cu_seqlens, ctx.silu)
+    return dx, dw, db if bias is not None else None, ds if initial_state is not None else None, None, None, None
+
+
+conv1d.register_autograd(_backward, setup_context=_setup_context)
+
+
+def packed_conv1d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    entries: Entries,
+    activation: str | None,
+    output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x [T, D], initial_state [N, D, W-1] or None -> y [T, D], final state [N, D, W-1] or None."""
+    if x.dtype not in DTYPES:
+        raise ValueError(f"x is {x.dtype}: impl = 'triton' takes {', '.join(map(str, DTYPES))}; use impl = 'torch'")
+    if not 1 <= weight.shape[1] <= MAX_WIDTH:
+        raise ValueError(f"weight is {tuple(weight.shape)}: impl = 'triton' takes W <= {MAX_WIDTH}; use impl = 'torch'")
+    if initial_state is not None:
+        initial_state = initial_state.to(x.dtype)
+    y, final = conv1d(
+        x, weight, bias, initial_state, entries.on(x.device), activation is not None, output_final_state
+    )  # fmt: skip
+    return y, final if output_final_state else None

@@ -1,0 +1,349 @@
+"""The chunked gated delta rule (GDN) on the GPU: stages, custom ops, and the public function.
+
+Stages, all functional, on flat packed streams (q, k [T, H, K], v [T, HV, V], HV = R·H) with cu_seqlens [N+1] int32 on
+the device. Nothing here waits for the device: grids are upper bounds, programs find their chunk in a table.
+
+    prepare        (q, k, g, beta) -> table, offsets, C, A, gates, norms          chunk-parallel
+    scan           (+ v, initial_state) -> o, final_state                          sequential in a head
+    boundary       (some entries) -> S_ext, M                                      for context parallelism
+    boundary_bwd   (some entries, do) -> dS_ext
+    states         (k, v, initial_state) -> h, y                                   the scan again, for backward
+    reverse        (q, k, do, d_final_state) -> dh, dv, d_initial_state            sequential, from the end
+    gradients      (those) -> dq, dk, dg, dbeta, dA_log, ddt_bias                  chunk-parallel
+
+What is kept between forward and backward, besides the inputs: C, gates, norms (`Prepared`), and with
+`disable_recompute` the states h and y. See docs/kernels_gdn.md for bytes and times.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from titan_linear.ops.triton import gdn_kernels as kernels
+from titan_linear.ops.triton.gdn_chunks import chunk_table, max_chunks
+
+BT = 64  # tokens of a chunk
+
+# Copy-engine loads want a pipelined loop, STAGES >= 2: without one they faulted with Triton 3.6.
+# Compute capability -> stage -> {widest of (K, V): configuration}. Every row was checked on the device.
+CONFIGS = {
+    (9, 0): {
+        "prepare": {256: {"num_warps": 4}},
+        "scan": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "boundary": {128: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "states": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "reverse": {128: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "gradients": {128: {"BV": 32, "STAGES": 3, "num_warps": 8}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
+    }
+}
+# fp32 inputs: twice the bytes for each tile, and every dot in three tf32 passes.
+CONFIGS_FP32 = {
+    (9, 0): {
+        "prepare": {64: {"num_warps": 4}},
+        "scan": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "boundary": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "states": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "reverse": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "gradients": {64: {"BV": 32, "STAGES": 1, "num_warps": 8}},
+    }
+}
+
+
+def config(stage: str, K: int, V: int, dtype: torch.dtype, capability: tuple[int, int] = (9, 0)) -> dict[str, int]:
+    """The shipped configuration of `stage`, its BV no wider than V."""
+    table = (CONFIGS_FP32 if dtype == torch.float32 else CONFIGS)[capability][stage]
+    fitting = [width for width in table if width >= max(K, V)]
+    if not fitting:
+        raise ValueError(f"K = {K}, V = {V} in {dtype}: impl = 'triton' has GDN up to {max(table)}; use impl = 'torch'")
+    chosen = table[min(fitting)]
+    return chosen | {"BV": min(chosen["BV"], K, V)} if "BV" in chosen else chosen
+
+
+def _precision(x: torch.Tensor) -> str:
+    """Of the dots of fp32 operands; bf16 and fp16 operands are exact in the tensor cores' fp32 sums."""
+    return "tf32x3" if x.dtype == torch.float32 else "ieee"
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, dim] with dense heads and tokens any multiple of 16 bytes apart, as the copy engine wants it."""
+    dense = x.stride(2) == 1 and x.stride(1) == x.shape[2] and x.stride(0) * x.element_size() % 16 == 0
+    return x if dense and x.data_ptr() % 16 == 0 else x.contiguous()
+
+
+def _rows(x: torch.Tensor, width: int) -> TensorDescriptor:
+    """x [T, heads, dim] as the matrix [T, heads·dim], read in tiles of a chunk by `width` columns."""
+    return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [BT, width])
+
+
+def _tiles(x: torch.Tensor) -> TensorDescriptor:
+    """x [NT, HV, BT, BT], one tile of a chunk and head at a time."""
+    return TensorDescriptor(x, [x.numel() // BT, BT], [BT, 1], [BT, BT])
+
+
+def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
+    return None if x is None else x.contiguous()
+
+
+class Prepared(NamedTuple):
+    """What every later stage reads. NT bounds the number of chunks; surplus rows are never read or written."""
+
+    table: torch.Tensor  # [NT, 2] int32 (entry or -1, chunk)
+    offsets: torch.Tensor  # [N+1] int32, first row of each entry
+    C: torch.Tensor  # [NT, HV, BT, BT], inputs' dtype
+    gates: torch.Tensor  # [NT, HV, 2, BT] fp32: cumulated gate in base 2, beta
+    norms: torch.Tensor  # [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|; empty without l2norm
+
+
+@torch.library.custom_op("titan_linear::gdn_prepare", mutates_args=())
+def gdn_prepare(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+    l2norm: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> table, offsets, C, gates, norms (see `Prepared`) and A [NT, HV, BT, BT], which only forward's scan reads.
+
+    q, k [T, H, K]; g, beta [T, HV]; with A_log [HV] g is raw and the gate is -exp(A_log) softplus(g + dt_bias).
+    """
+    (T, H, K), HV = q.shape, g.shape[1]
+    q, k, g, beta = _heads(q), _heads(k), g.contiguous(), beta.contiguous()
+    table, offsets = chunk_table(cu_seqlens, T, BT)
+    NT = table.shape[0]
+    C, A = k.new_empty(NT, HV, BT, BT), k.new_empty(NT, HV, BT, BT)
+    gates = torch.empty(NT, HV, 2, BT, dtype=torch.float32, device=k.device)
+    norms = torch.empty((NT, H, 2, BT) if l2norm else 0, dtype=torch.float32, device=k.device)
+    kernels.prepare_kernel[(NT // 2 * HV,)](
+        q, k, g, beta, A_log, dt_bias, C, A, gates, norms, cu_seqlens, table, scale, q.stride(0), k.stride(0), HV,
+        R=HV // H, K=K, BT=BT, GATE=A_log is not None, DT_BIAS=dt_bias is not None, NORM=l2norm,
+        PREC=_precision(k), SPLIT=k.dtype != torch.float32, **config("prepare", K, K, k.dtype),
+    )  # fmt: skip
+    return table, offsets, C, gates, norms, A
+
+
+@gdn_prepare.register_fake
+def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, l2norm):
+    N = cu_seqlens.shape[0] - 1
+    NT = max_chunks(q.shape[0], N, BT)
+    square = (NT, g.shape[1], BT, BT)
+    fp32 = {"dtype": torch.float32}
+    norms = k.new_empty((NT, k.shape[1], 2, BT) if l2norm else (0,), **fp32)
+    gates = k.new_empty((NT, g.shape[1], 2, BT), **fp32)
+    offsets = torch.empty_like(cu_seqlens)
+    return cu_seqlens.new_empty(NT, 2), offsets, k.new_empty(square), gates, norms, k.new_empty(square)
+
+
+@torch.library.custom_op("titan_linear::gdn_scan", mutates_args=())
+def gdn_scan(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    C: torch.Tensor,
+    A: torch.Tensor,
+    gates: torch.Tensor,
+    norms: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+    output_final_state: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> o [T, HV, V], final_state [N, HV, K, V] fp32 (empty unless asked for)."""
+    (_, H, K), (T, HV, V), N = k.shape, v.shape, cu_seqlens.numel() - 1
+    q, k, v = _heads(q), _heads(k), _heads(v)
+    o = v.new_empty(T, HV, V)
+    final_state = torch.empty((N, HV, K, V) if output_final_state else 0, dtype=torch.float32, device=v.device)
+    chosen = config("scan", K, V, k.dtype)
+    kernels.scan_kernel[(N * HV * (V // chosen["BV"]),)](
+        _rows(q, K), _rows(k, K), _rows(v, chosen["BV"]), _tiles(C), _tiles(A), gates, norms,
+        _dense(initial_state), o, final_state, cu_seqlens, offsets, scale, HV,
+        R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0,
+        INITIAL=initial_state is not None, FINAL=output_final_state, PREC=_precision(k), **chosen,
+    )  # fmt: skip
+    return o, final_state
+
+
+@gdn_scan.register_fake
+def _(q, k, v, offsets, C, A, gates, norms, initial_state, cu_seqlens, scale, output_final_state):
+    shape = (cu_seqlens.shape[0] - 1, v.shape[1], k.shape[2], v.shape[2]) if output_final_state else (0,)
+    return v.new_empty(v.shape), v.new_empty(shape, dtype=torch.float32)
+
+
+@torch.library.custom_op("titan_linear::gdn_boundary", mutates_args=())
+def gdn_boundary(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    C: torch.Tensor,
+    gates: torch.Tensor,
+    norms: torch.Tensor,
+    entries: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    need_m: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """entries [F] int32 -> S_ext [F, HV, K, V] (last states from zero states), M [F, HV, K, K] or empty."""
+    (_, H, K), (_, HV, V), F = k.shape, v.shape, entries.numel()
+    k, v = _heads(k), _heads(v)
+    fp32 = {"dtype": torch.float32, "device": v.device}
+    S_ext = torch.empty(F, HV, K, V, **fp32)
+    M = torch.empty((F, HV, K, K) if need_m else 0, **fp32)
+    chosen = config("boundary", K, V, k.dtype)
+    blocks = (V + (K if need_m else 0)) // chosen["BV"]
+    kernels.boundary_kernel[(F * HV * blocks,)](
+        _rows(k, K), _rows(v, chosen["BV"]), _tiles(C), gates, norms, entries, S_ext, M, cu_seqlens, offsets, HV,
+        R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, NEED_M=need_m, PREC=_precision(k), **chosen,
+    )  # fmt: skip
+    return S_ext, M
+
+
+@gdn_boundary.register_fake
+def _(k, v, offsets, C, gates, norms, entries, cu_seqlens, need_m):
+    F, HV, K, V = entries.shape[0], v.shape[1], k.shape[2], v.shape[2]
+    fp32 = {"dtype": torch.float32}
+    return v.new_empty((F, HV, K, V), **fp32), v.new_empty((F, HV, K, K) if need_m else (0,), **fp32)
+
+
+@torch.library.custom_op("titan_linear::gdn_boundary_bwd", mutates_args=())
+def gdn_boundary_bwd(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    do: torch.Tensor,
+    offsets: torch.Tensor,
+    C: torch.Tensor,
+    gates: torch.Tensor,
+    norms: torch.Tensor,
+    entries: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """entries [F] int32 -> dS_ext [F, HV, K, V]: the first states' gradients when the last states have none."""
+    (_, H, K), (_, HV, V), F = k.shape, do.shape, entries.numel()
+    q, k, do = _heads(q), _heads(k), _heads(do)
+    dS_ext = torch.empty(F, HV, K, V, dtype=torch.float32, device=do.device)
+    chosen = config("boundary", K, V, k.dtype)
+    kernels.boundary_bwd_kernel[(F * HV * (V // chosen["BV"]),)](
+        _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), gates, norms, entries, dS_ext,
+        cu_seqlens, offsets, scale, HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, PREC=_precision(k),
+        **chosen,
+    )  # fmt: skip
+    return dS_ext
+
+
+@gdn_boundary_bwd.register_fake
+def _(q, k, do, offsets, C, gates, norms, entries, cu_seqlens, scale):
+    return do.new_empty((entries.shape[0], do.shape[1], k.shape[2], do.shape[2]), dtype=torch.float32)
+
+
+@torch.library.custom_op("titan_linear::gdn_states", mutates_args=())
+def gdn_states(
+    k: torch.Tensor,
+    v: torch.Tensor,
+    offsets: torch.Tensor,
+    C: torch.Tensor,
+    gates: torch.Tensor,
+    norms: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """-> h [NT, HV, K, V], the state that enters each chunk; y [T, HV, V]."""
+    (_, H, K), (T, HV, V), N = k.shape, v.shape, cu_seqlens.numel() - 1
+    k, v = _heads(k), _heads(v)
+    h, y = k.new_empty(C.shape[0], HV, K, V), v.new_empty(T, HV, V)
+    chosen = config("states", K, V, k.dtype)
+    kernels.states_kernel[(N * HV * (V // chosen["BV"]),)](
+        _rows(k, K), _rows(v, chosen["BV"]), _tiles(C), gates, norms, _dense(initial_state), h, y,
+        cu_seqlens, offsets, HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0,
+        INITIAL=initial_state is not None, PREC=_precision(k), **chosen,
+    )  # fmt: skip
+    return h, y
+
+
+@gdn_states.register_fake
+def _(k, v, offsets, C, gates, norms, initial_state, cu_seqlens):
+    return k.new_empty(C.shape[0], v.shape[1], k.shape[2], v.shape[2]), v.new_empty(v.shape)
+
+
+@torch.library.custom_op("titan_linear::gdn_reverse", mutates_args=())
+def gdn_reverse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    do: torch.Tensor,
+    offsets: torch.Tensor,
+    C: torch.Tensor,
+    gates: torch.Tensor,
+    norms: torch.Tensor,
+    d_final_state: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> dh [NT, HV, K, V], the gradient of the state that leaves each chunk; dv [T, HV, V]; d_initial_state fp32."""
+    (_, H, K), (T, HV, V), N = k.shape, do.shape, cu_seqlens.numel() - 1
+    q, k, do = _heads(q), _heads(k), _heads(do)
+    dh, dv = k.new_empty(C.shape[0], HV, K, V), do.new_empty(T, HV, V)
+    d_initial = torch.empty(N, HV, K, V, dtype=torch.float32, device=do.device)
+    chosen = config("reverse", K, V, k.dtype)
+    kernels.reverse_kernel[(N * HV * (V // chosen["BV"]),)](
+        _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), gates, norms, _dense(d_final_state),
+        dh, dv, d_initial, cu_seqlens, offsets, scale, HV,
+        R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, D_FINAL=d_final_state is not None, PREC=_precision(k),
+        **chosen,
+    )  # fmt: skip
+    return dh, dv, d_initial
+
+
+@gdn_reverse.register_fake
+def _(q, k, do, offsets, C, gates, norms, d_final_state, cu_seqlens, scale):
+    states = (C.shape[0], do.shape[1], k.shape[2], do.shape[2])
+    d_initial = do.new_empty((cu_seqlens.shape[0] - 1, *states[1:]), dtype=torch.float32)
+    return k.new_empty(states), do.new_empty(do.shape), d_initial
+
+
+@torch.library.custom_op("titan_linear::gdn_gradients", mutates_args=())
+def gdn_gradients(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    do: torch.Tensor,
+    h: torch.Tensor,
+    y: torch.Tensor,
+    dh: torch.Tensor,
+    dv: torch.Tensor,
+    table: torch.Tensor,
+    gates: torch.Tensor,
+    norms: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> dq, dk, dg, dbeta, dA_log, ddt_bias, each in its input's dtype; the last two empty where they are None."""
+    (T, H, K), (_, HV, V), NT = k.shape, y.shape, table.shape[0]
+    q, k, do, g = _heads(q), _heads(k), _heads(do), g.contiguous()
+    dq, dk = k.new_empty(T, H, K), k.new_empty(T, H, K)
+    dg, dbeta = g.new_empty(T, HV), beta.new_empty(T, HV)
+    d_gate = torch.empty((2, NT, HV) if A_log is not None else 0, dtype=torch.float32, device=k.device)
+    kernels.gradients_kernel[(NT * H,)](
+        q, k, do, h, y, dh, dv, gates, norms, g, A_log, dt_bias, dq, dk, dg, dbeta, d_gate, cu_seqlens, table, scale,
+        q.stride(0), k.stride(0), do.stride(0), HV, NT, R=HV // H, K=K, V=V, BT=BT, GATE=A_log is not None,
+        DT_BIAS=dt_bias is not None, NORM=norms.numel() > 0, PREC=_precision(k), **config("gradients", K, V, k.dtype),
+    )  # fmt: skip
+    none = k.new_empty(0)
+    dA_log = d_gate[0].sum(0).to(A_log.dtype) if A_log is not None else none
+    return dq, dk, dg, dbeta, dA_log, d_gate[1].sum(0).to(dt_bias.dtype) if dt_bias is not None else none.clone()
+
+
+@gdn_gradients.register_fake
+def _(q, k, do, h, y, dh, dv, table, gates, norms, g, beta, A_log, dt_bias, cu_seqlens, scale):
+    dA_log = A_log.new_empty(A_log.shape) if A_log is not None else k.new_empty(0)
+    ddt_bias = dt_bias.new_empty(dt_bias.shape) if dt_bias is not None else k.new_empty(0)
+    return (
+        q.new_empty(q.shape), k.new_empty(k.shape), g.new_empty(g.shape), beta.new_empty(beta.shape), dA_log, ddt_bias,
+    )  # fmt: skip

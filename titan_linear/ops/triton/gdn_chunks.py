@@ -1,0 +1,49 @@
+"""Which program works on which chunk of which packed document, decided on the device.
+
+The host knows only T and N, so a grid has ceil(T / BT) + N programs at most; the table maps each to
+(entry, chunk within the entry), and the surplus to entry -1. An empty entry has one chunk without tokens, so
+that its final state and the gradient of its initial state are written like any other.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def max_chunks(tokens: int, entries: int, chunk_size: int) -> int:
+    """An even upper bound on the number of chunks of `entries` documents that hold `tokens` tokens in all."""
+    return ((tokens + chunk_size - 1) // chunk_size + entries + 1) // 2 * 2
+
+
+@triton.jit
+def chunk_table_kernel(cu_seqlens, table, offsets, N, NT, BT: tl.constexpr, BN: tl.constexpr):
+    i_n = tl.program_id(0)
+    first = 0
+    for j in range(0, i_n, BN):
+        o_n = j + tl.arange(0, BN)
+        m_n = o_n < i_n
+        lengths = tl.load(cu_seqlens + o_n + 1, mask=m_n, other=0) - tl.load(cu_seqlens + o_n, mask=m_n, other=0)
+        first += tl.sum(tl.where(m_n, tl.maximum(tl.cdiv(lengths, BT), 1), 0))
+    tl.store(offsets + i_n, first)
+    if i_n < N:
+        length = tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n)
+        chunks = tl.maximum(tl.cdiv(length, BT), 1)
+    else:  # the program after the last entry marks the surplus
+        chunks = NT - first
+    for j in range(0, chunks, BN):
+        o_c = j + tl.arange(0, BN)
+        m_c = o_c < chunks
+        tl.store(table + 2 * (first + o_c), tl.where(i_n < N, i_n, -1), mask=m_c)
+        tl.store(table + 2 * (first + o_c) + 1, o_c, mask=m_c)
+
+
+def chunk_table(cu_seqlens: torch.Tensor, tokens: int, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cu_seqlens [N+1] int32 -> table [NT, 2] (entry or -1, chunk in it), offsets [N+1] (an entry's first row)."""
+    entries = cu_seqlens.numel() - 1
+    rows = max_chunks(tokens, entries, chunk_size)
+    table = cu_seqlens.new_empty(rows, 2)
+    offsets = torch.empty_like(cu_seqlens)
+    chunk_table_kernel[(entries + 1,)](cu_seqlens, table, offsets, entries, rows, BT=chunk_size, BN=256)
+    return table, offsets

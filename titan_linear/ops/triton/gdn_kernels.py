@@ -1,0 +1,635 @@
+"""Kernels of the chunked gated delta rule with one gate per head and token.
+
+With G the gate summed inside a chunk (here in base 2), D_ij = 2^(G_i - G_j) and normalised q, k:
+
+    N = strict_lower(D * k kᵀ)        A = scale * lower(D * q kᵀ)         C = N (I + diag(beta) N)^-1 diag(beta)
+    X = v - 2^G k S                   Y = X - C X                         U = beta Y
+    o = scale 2^G q S + A U           S' = 2^γ S + kᵀ (2^(γ-G) U)          γ = G of the chunk's last token
+
+I - C = (I + N diag(beta))^-1: the identity stays exact when C is rounded, and Y gives d beta without a division.
+Backward, with dS' the gradient of the state that leaves the chunk:
+
+    dU = Aᵀ do + 2^(γ-G) k dS'        Z = beta dU                         dv = dX = Z - Cᵀ Z
+    dS = 2^γ dS' + scale qᵀ (2^G do) - kᵀ (2^G dX)
+
+Everything else needs only do, Y, dX, S and dS' of its own chunk: `gradients_kernel`. Q·K-normalisation is a factor per
+row, so normalised q and k are never stored. All sums are fp32; operands of a dot are rounded to the inputs' dtype.
+"""
+
+# ruff: noqa: RUF005 (Triton joins tuples with +)
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+EPS = tl.constexpr(1e-6)  # of the l2 norm
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _softplus(x):
+    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
+
+
+@triton.jit
+def _split(b_x, SPLIT: tl.constexpr):
+    """x = hi + lo in bf16, to 2^-16; without SPLIT x itself, and a lo that is not used."""
+    b_hi, b_lo = b_x, b_x
+    if SPLIT:
+        bits = b_x.to(tl.uint32, bitcast=True)  # the upper half of a fp32 is a bf16
+        b_hi = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
+        b_lo = (b_x - (bits & 0xFFFF0000).to(tl.float32, bitcast=True)).to(tl.bfloat16)
+    return b_hi, b_lo
+
+
+@triton.jit
+def _dot_split(a, b, b_acc, SPLIT: tl.constexpr):
+    """acc + a b of split operands: three bf16 dots, or one fp32 dot in three tf32 passes."""
+    if SPLIT:
+        b_acc = tl.dot(a[0], b[1], b_acc)
+        b_acc = tl.dot(a[1], b[0], b_acc)
+    return tl.dot(a[0], b[0], b_acc, input_precision="tf32x3")
+
+
+@triton.jit
+def _floats(tile):
+    """The bytes of a tile as fp32."""
+    return tile.to(tl.pointer_type(tl.float32), bitcast=True)
+
+
+@triton.jit
+def _solve_diagonal(C, A, gates, i_p, BT: tl.constexpr, BC: tl.constexpr):
+    """C_ii = N_ii (I + diag(beta) N_ii)^-1 of the 16-row diagonal blocks of two chunks, in place.
+
+    Forward substitution in fp32, one column a lane: C_r = N_r - sum over j < r of N_rj beta_j C_j.
+    """
+    o_l = tl.arange(0, 2 * BT)  # chunk, block, column
+    i_b, o_c = (o_l % BT) // BC, o_l % BC
+    tile = (i_p + o_l // BT) * BT * BT
+    p_n = tl.where(i_b < 2, _floats(C + tile), _floats(A + tile)) + (i_b % 2) * BC * BT + i_b * BC
+    p_b = gates + (i_p + o_l // BT) * 2 * BT + BT + i_b * BC
+    rows = (tl.zeros([2 * BT], tl.float32),)  # N is strictly lower: its first row is zero
+    scaled = rows  # beta_j C_j
+    for r in tl.static_range(1, BC):
+        b_c = tl.load(p_n + r * BT + o_c)
+        for j in tl.static_range(1, r):
+            b_c -= tl.load(p_n + r * BT + j) * scaled[j]
+        rows, scaled = rows + (b_c,), scaled + (tl.load(p_b + r) * b_c,)
+    tl.debug_barrier()  # lanes read each other's columns
+    for r in tl.static_range(1, BC):
+        tl.store(p_n + r * BT + o_c, rows[r])
+
+
+@triton.jit
+def _merge(b_n, b_c1, b_c2, b_beta1, b_beta2, SPLIT: tl.constexpr):
+    """C21 = (I - C22 diag(beta2)) N21 (I - diag(beta1) C11)."""
+    b_t = _dot_split(_split(-b_n * b_beta1, SPLIT), _split(b_c1, SPLIT), b_n, SPLIT)
+    return _dot_split(_split(-b_c2 * b_beta2, SPLIT), _split(b_t, SPLIT), b_t, SPLIT)
+
+
+@triton.jit
+def _solve(C, A, gates, i_p, BT: tl.constexpr, BC: tl.constexpr, SPLIT: tl.constexpr):
+    """N (I + diag(beta) N)^-1 diag(beta) of two chunks, by block forward substitution in fp32: 16 rows, 32, 64.
+
+    On entry the bytes of the tiles of C and A hold N [BT, BT] in fp32, the upper half in C's; on return C's hold C, and
+    A's are free. No power of N is formed: collinear keys and beta near 2 are as good as any.
+    """
+    tl.debug_barrier()
+    _solve_diagonal(C, A, gates, i_p, BT, BC)
+    tl.debug_barrier()
+    # 16 -> 32 rows: [chunk and pair of blocks, 16, 16]
+    o_b, o_c = tl.arange(0, 4)[:, None, None], tl.arange(0, BC)
+    tile = (i_p + o_b // 2) * BT * BT
+    p_p = tl.where(o_b % 2 == 0, _floats(C + tile), _floats(A + tile)) + (o_b % 2) * 2 * BC
+    p_p += o_c[None, :, None] * BT + o_c[None, None, :]
+    p_b = gates + (i_p + o_b // 2) * 2 * BT + BT + (o_b % 2) * 2 * BC + o_c[None, None, :]
+    b_x = _merge(
+        tl.load(p_p + BC * BT), tl.load(p_p), tl.load(p_p + BC * BT + BC), tl.load(p_b), tl.load(p_b + BC), SPLIT
+    )
+    tl.debug_barrier()
+    tl.store(p_p + BC * BT, b_x)
+    tl.debug_barrier()
+    # 32 -> 64 rows: [chunk, 32, 32]
+    o_b, o_c = tl.arange(0, 2)[:, None, None], tl.arange(0, 2 * BC)
+    p_s = o_c[None, :, None] * BT + o_c[None, None, :]
+    tile = (i_p + o_b) * BT * BT
+    p_b = gates + (i_p + o_b) * 2 * BT + BT + o_c[None, None, :]
+    b_c11 = tl.load(_floats(C + tile) + p_s)
+    b_c22 = tl.load(_floats(A + tile) + p_s + 2 * BC)
+    b_c21 = _merge(tl.load(_floats(A + tile) + p_s), b_c11, b_c22, tl.load(p_b), tl.load(p_b + 2 * BC), SPLIT)
+    tl.debug_barrier()
+    p_c = C + tile + p_s
+    b_beta1, b_beta2 = tl.load(p_b), tl.load(p_b + 2 * BC)
+    tl.store(p_c, (b_c11 * b_beta1).to(C.dtype.element_ty))
+    tl.store(p_c + 2 * BC, tl.zeros([2, 2 * BC, 2 * BC], C.dtype.element_ty))
+    tl.store(p_c + 2 * BC * BT, (b_c21 * b_beta1).to(C.dtype.element_ty))
+    tl.store(p_c + 2 * BC * BT + 2 * BC, (b_c22 * b_beta2).to(C.dtype.element_ty))
+
+
+@triton.jit
+def _locate(table, cu_seqlens, i_t, BT: tl.constexpr):
+    """First token of chunk i_t (64 bits) and how many it has; none for a surplus row."""
+    i_n, i_c = tl.load(table + 2 * i_t), tl.load(table + 2 * i_t + 1)
+    used = i_n >= 0
+    start = tl.load(cu_seqlens + i_n, mask=used, other=0) + tl.where(used, i_c * BT, 0)
+    end = tl.load(cu_seqlens + i_n + 1, mask=used, other=0)
+    return start.to(tl.int64), tl.minimum(end - start, BT)
+
+
+@triton.jit
+def prepare_kernel(
+    q,  # [T, H, K]
+    k,  # [T, H, K]
+    g,  # [T, HV]
+    beta,  # [T, HV]
+    A_log,  # [HV]
+    dt_bias,  # [HV]
+    C,  # [NT, HV, BT, BT]
+    A,  # [NT, HV, BT, BT]
+    gates,  # [NT, HV, 2, BT] fp32: G in base 2, beta; past the end of a document the last G, and zero
+    norms,  # [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|
+    cu_seqlens,
+    table,
+    scale,
+    stride_q,
+    stride_k,
+    HV,
+    R: tl.constexpr,  # value heads per key head
+    K: tl.constexpr,
+    BT: tl.constexpr,
+    GATE: tl.constexpr,
+    DT_BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    PREC: tl.constexpr,
+    SPLIT: tl.constexpr,  # the solve's fp32 dots as three bf16 dots
+):
+    """Gates, norms, C and A of two (chunk, value head) pairs, which share the lanes of the solve."""
+    i_p = 2 * tl.program_id(0).to(tl.int64)
+    o_c, o_k = tl.arange(0, BT), tl.arange(0, K)
+    for u in tl.range(0, 2, num_stages=1):
+        i_t, i_hv = (i_p + u) // HV, (i_p + u) % HV
+        start, length = _locate(table, cu_seqlens, i_t, BT)
+        m_t = o_c < length
+        p_g = start * HV + i_hv + o_c * HV
+        b_g = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
+        if GATE:
+            if DT_BIAS:
+                b_g += tl.load(dt_bias + i_hv).to(tl.float32)
+            b_g = tl.where(m_t, -tl.exp(tl.load(A_log + i_hv).to(tl.float32)) * _softplus(b_g), 0.0)
+        b_G = tl.cumsum(b_g * LOG2E, 0)
+        b_beta = tl.load(beta + p_g, mask=m_t, other=0.0).to(tl.float32)
+        tl.store(gates + (i_p + u) * 2 * BT + o_c, b_G)
+        tl.store(gates + (i_p + u) * 2 * BT + BT + o_c, b_beta)
+        p_k = k + start * stride_k + i_hv // R * K + (o_c[:, None] * stride_k + o_k[None, :])
+        b_k = tl.load(p_k, mask=m_t[:, None], other=0.0)  # [BT, K]
+        b_n = tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
+        if NORM:
+            b_rk = tl.rsqrt(tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1) + EPS)
+            tl.store(norms + (i_t * (HV // R) + i_hv // R) * 2 * BT + BT + o_c, b_rk, mask=i_hv % R == 0)
+            b_n *= b_rk[:, None] * b_rk[None, :]
+        m_l = o_c[:, None] > o_c[None, :]
+        b_n *= tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], -float("inf")))
+        tile = (i_p + u) * BT * BT
+        p_n = tl.where(o_c < BT // 2, _floats(C + tile) + o_c * BT, _floats(A + tile) + (o_c - BT // 2) * BT)
+        tl.store(p_n[:, None] + o_c[None, :], b_n)
+
+    _solve(C, A, gates, i_p, BT, BT // 4, SPLIT)
+
+    for u in tl.range(0, 2, num_stages=1):
+        i_t, i_hv = (i_p + u) // HV, (i_p + u) % HV
+        start, length = _locate(table, cu_seqlens, i_t, BT)
+        m_t = o_c < length
+        p_q = q + start * stride_q + i_hv // R * K + (o_c[:, None] * stride_q + o_k[None, :])
+        p_k = k + start * stride_k + i_hv // R * K + (o_c[:, None] * stride_k + o_k[None, :])
+        b_q = tl.load(p_q, mask=m_t[:, None], other=0.0)  # [BT, K]
+        b_k = tl.load(p_k, mask=m_t[:, None], other=0.0)  # [BT, K]
+        b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale
+        if NORM:
+            b_rq = tl.rsqrt(tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1) + EPS)
+            b_rk = tl.rsqrt(tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1) + EPS)
+            tl.store(norms + (i_t * (HV // R) + i_hv // R) * 2 * BT + o_c, b_rq, mask=i_hv % R == 0)
+            b_a *= b_rq[:, None] * b_rk[None, :]
+        b_G = tl.load(gates + (i_p + u) * 2 * BT + o_c)
+        m_l = o_c[:, None] >= o_c[None, :]
+        b_a *= tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], -float("inf")))
+        tl.store(A + (i_p + u) * BT * BT + (o_c[:, None] * BT + o_c[None, :]), b_a.to(A.dtype.element_ty))
+
+
+@triton.jit
+def _load_gates(gates, norms, i_t, i_hv, HV, R: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
+    """G, beta, 1 / |q|, 1 / |k| of chunk i_t, each [BT], and its last G."""
+    o_c = tl.arange(0, BT)
+    p_g = gates + (i_t * HV + i_hv) * 2 * BT
+    b_G, b_beta, b_last = tl.load(p_g + o_c), tl.load(p_g + BT + o_c), tl.load(p_g + BT - 1)
+    b_rq = tl.full([BT], 1.0, tl.float32)
+    b_rk = b_rq
+    if NORM:
+        p_n = norms + (i_t * (HV // R) + i_hv // R) * 2 * BT + o_c
+        b_rq, b_rk = tl.load(p_n), tl.load(p_n + BT)
+    return b_G, b_beta, b_rq, b_rk, b_last
+
+
+@triton.jit
+def _load_rows(desc, start, column):
+    """A tile of a [T, .] matrix from token `start` on, by the copy engine.
+
+    It knows no document: past an entry's end come the next one's rows, which the callers multiply by zero. (Tiles that
+    are masked in registers instead gave wrong products with their transposes, on Hopper with Triton 3.6.)
+    """
+    return desc.load([start.to(tl.int32), column])
+
+
+@triton.jit
+def _store_rows(p, b_x, stride, start, rows, column, BT: tl.constexpr, BD: tl.constexpr):
+    """Store the first `rows` rows of a tile."""
+    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
+    tl.store(p + start * stride + column + (o_c * stride + o_d), b_x.to(p.dtype.element_ty), mask=o_c < rows)
+
+
+@triton.jit
+def _load_tile(desc, i_p, BT: tl.constexpr):
+    """C or A of one chunk and head."""
+    return desc.load([(i_p * BT).to(tl.int32), 0])
+
+
+@triton.jit
+def _step(
+    b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, bos, length, first, i_hv, i_v, has_v,
+    scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, MASK_V: tl.constexpr,
+    PREC: tl.constexpr,
+):  # fmt: skip
+    """One chunk forward: the state that leaves, from the state b_s [K, BV] that enters."""
+    dtype = C_desc.dtype
+    start, rows, i_p = bos + i * BT, length - i * BT, (first + i) * HV + i_hv
+    b_k = _load_rows(k_desc, start, i_hv // R * K)  # [BT, K]
+    b_v = _load_rows(v_desc, start, i_hv * V + i_v * BV).to(tl.float32)  # [BT, BV]
+    b_c = _load_tile(C_desc, i_p, BT)  # [BT, BT]
+    b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
+    b_e = tl.exp2(b_G)
+    if MASK_V:
+        b_v = tl.where(has_v, b_v, 0.0)
+    b_sd = b_s.to(dtype)
+    if STORE:
+        tl.store(h + i_p * K * V + i_v * BV + (tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]), b_sd)
+    b_x = b_v - (b_e * b_rk)[:, None] * tl.dot(b_k, b_sd, input_precision=PREC)
+    b_y = b_x - tl.dot(b_c, b_x.to(dtype), input_precision=PREC)  # [BT, BV]
+    if STORE:
+        _store_rows(y, b_y, HV * V, start, rows, i_hv * V + i_v * BV, BT, BV)
+    if OUTPUT:
+        b_q = _load_rows(q_desc, start, i_hv // R * K)  # [BT, K]
+        b_a = _load_tile(A_desc, i_p, BT)  # [BT, BT]
+        b_o = (scale * b_e * b_rq)[:, None] * tl.dot(b_q, b_sd, input_precision=PREC)
+        b_o += tl.dot(b_a, (b_beta[:, None] * b_y).to(dtype), input_precision=PREC)
+        _store_rows(o, b_o, HV * V, start, rows, i_hv * V + i_v * BV, BT, BV)
+    b_w = (tl.exp2(b_last - b_G) * b_rk * b_beta)[:, None] * b_y
+    return b_s * tl.exp2(b_last) + tl.dot(tl.trans(b_k), b_w.to(dtype), input_precision=PREC)
+
+
+@triton.jit
+def _scan(
+    b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, bos, length, first, i_hv, i_v, has_v,
+    scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, MASK_V: tl.constexpr,
+    STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Scan one entry's chunks in order for one head and BV columns of the state; returns the state that leaves.
+
+    first: row of the entry's first chunk in the tables. has_v = False (with MASK_V) counts v as zero.
+    """
+    for i in tl.range(0, (length + BT - 1) // BT, num_stages=STAGES):
+        b_s = _step(
+            b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, bos, length, first, i_hv, i_v,
+            has_v, scale, HV, R, K, V, BT, BV, NORM, OUTPUT, STORE, MASK_V, PREC,
+        )  # fmt: skip
+    return b_s
+
+
+@triton.jit
+def _reverse_step(
+    b_ds, i, q_desc, k_desc, do_desc, C_desc, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
+    HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """One chunk backward: the gradient of the state that enters, from that of the state that leaves, b_ds [K, BV]."""
+    dtype = C_desc.dtype
+    o_r, o_c = tl.arange(0, BT)[None, :], tl.arange(0, BT)[:, None]
+    start, rows, i_p = bos + i * BT, length - i * BT, (first + i) * HV + i_hv
+    b_k = _load_rows(k_desc, start, i_hv // R * K)  # [BT, K]
+    b_q = _load_rows(q_desc, start, i_hv // R * K)  # [BT, K]
+    b_do = _load_rows(do_desc, start, i_hv * V + i_v * BV)  # [BT, BV]
+    b_c = _load_tile(C_desc, i_p, BT)  # [BT, BT]
+    b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
+    b_dsd = b_ds.to(dtype)
+    if STORE:
+        tl.store(dh + i_p * K * V + i_v * BV + (tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]), b_dsd)
+    b_at = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
+    if NORM:
+        b_at *= b_rk[:, None] * b_rq[None, :]
+    seen = (o_c <= o_r) & (o_r < rows)
+    b_at = tl.where(seen, b_at * tl.exp2(tl.where(seen, b_G[None, :] - b_G[:, None], 0.0)), 0.0)
+    b_du = (tl.exp2(b_last - b_G) * b_rk)[:, None] * tl.dot(b_k, b_dsd, input_precision=PREC)
+    b_du += tl.dot((b_at * scale).to(dtype), b_do, input_precision=PREC)  # [BT, BV]
+    b_z = b_beta[:, None] * b_du
+    b_dx = b_z - tl.dot(tl.trans(b_c), b_z.to(dtype), input_precision=PREC)
+    if STORE:
+        _store_rows(dv, b_dx, HV * V, start, rows, i_hv * V + i_v * BV, BT, BV)
+    b_e = tl.exp2(b_G)
+    b_ds *= tl.exp2(b_last)
+    b_eq = tl.where(tl.arange(0, BT) < rows, scale * b_e * b_rq, 0.0)
+    b_ds += tl.dot(tl.trans(b_q), (b_eq[:, None] * b_do).to(dtype), input_precision=PREC)
+    return b_ds + tl.dot(tl.trans(b_k), ((-b_e * b_rk)[:, None] * b_dx).to(dtype), input_precision=PREC)
+
+
+@triton.jit
+def _reverse_scan(
+    b_ds, q_desc, k_desc, do_desc, C_desc, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
+    HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """Scan one entry's chunks from the last to the first; returns the gradient of the state that enters."""
+    chunks = (length + BT - 1) // BT
+    for j in tl.range(0, chunks, num_stages=STAGES):
+        b_ds = _reverse_step(
+            b_ds, chunks - 1 - j, q_desc, k_desc, do_desc, C_desc, gates, norms, dv, dh, bos, length, first, i_hv,
+            i_v, scale, HV, R, K, V, BT, BV, NORM, STORE, PREC,
+        )  # fmt: skip
+    return b_ds
+
+
+@triton.jit
+def _entry(cu_seqlens, offsets, i_n):
+    """First token, length, and first row in the chunk tables of an entry."""
+    bos = tl.load(cu_seqlens + i_n).to(tl.int64)
+    return bos, (tl.load(cu_seqlens + i_n + 1) - bos).to(tl.int32), tl.load(offsets + i_n).to(tl.int64)
+
+
+@triton.jit
+def scan_kernel(
+    q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms,
+    initial_state,  # [N, HV, K, V] fp32 or None
+    o,
+    final_state,  # [N, HV, K, V] fp32 or None
+    cu_seqlens, offsets, scale, HV,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    INITIAL: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """o and the final states."""
+    blocks: tl.constexpr = V // BV
+    i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
+    bos, length, first = _entry(cu_seqlens, offsets, i_n)
+    o_s = i_nh * K * V + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
+    b_s = tl.zeros([K, BV], tl.float32)
+    if INITIAL:
+        b_s += tl.load(initial_state + o_s).to(tl.float32)
+    b_s = _scan(
+        b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, None, None, bos, length, first, i_hv,
+        i_v, True, scale, HV, R, K, V, BT, BV, NORM, True, False, False, STAGES, PREC,
+    )  # fmt: skip
+    if FINAL:
+        tl.store(final_state + o_s, b_s)
+
+
+@triton.jit
+def boundary_kernel(
+    k_desc, v_desc, C_desc, gates, norms,
+    entries,  # [F]
+    S_ext,  # [F, HV, K, V] fp32
+    M,  # [F, HV, K, K] fp32 or None
+    cu_seqlens, offsets, HV,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    NEED_M: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """S_ext: the scan from a zero state. M: the same with v = 0 from the identity, block of columns by block."""
+    blocks: tl.constexpr = (V + (K if NEED_M else 0)) // BV
+    i_v, i_fh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    i_n, i_hv = tl.load(entries + i_fh // HV), (i_fh % HV).to(tl.int32)
+    bos, length, first = _entry(cu_seqlens, offsets, i_n)
+    o_k, o_v = tl.arange(0, K)[:, None], tl.arange(0, BV)[None, :]
+    is_m = i_v >= V // BV
+    i_m = i_v - V // BV
+    b_s = tl.where(is_m & (o_k == i_m * BV + o_v), 1.0, 0.0)
+    b_s = _scan(
+        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, norms, None, None, None, bos, length, first, i_hv,
+        tl.where(is_m, 0, i_v), not is_m, 1.0, HV, R, K, V, BT, BV, NORM, False, False,
+        NEED_M, STAGES, PREC,
+    )  # fmt: skip
+    if is_m:
+        if NEED_M:
+            tl.store(M + i_fh * K * K + o_k * K + i_m * BV + o_v, b_s)
+    else:
+        tl.store(S_ext + i_fh * K * V + o_k * V + i_v * BV + o_v, b_s)
+
+
+@triton.jit
+def boundary_bwd_kernel(
+    q_desc, k_desc, do_desc, C_desc, gates, norms,
+    entries,  # [F]
+    dS_ext,  # [F, HV, K, V] fp32
+    cu_seqlens, offsets, scale, HV,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """The reverse scan from a zero gradient."""
+    blocks: tl.constexpr = V // BV
+    i_v, i_fh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    i_n, i_hv = tl.load(entries + i_fh // HV), (i_fh % HV).to(tl.int32)
+    bos, length, first = _entry(cu_seqlens, offsets, i_n)
+    b_ds = _reverse_scan(
+        tl.zeros([K, BV], tl.float32), q_desc, k_desc, do_desc, C_desc, gates, norms, None, None, bos, length,
+        first, i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
+    )  # fmt: skip
+    o_s = tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
+    tl.store(dS_ext + i_fh * K * V + o_s, b_ds)
+
+
+@triton.jit
+def states_kernel(
+    k_desc, v_desc, C_desc, gates, norms,
+    initial_state,  # [N, HV, K, V] fp32 or None
+    h,  # [NT, HV, K, V] the state that enters each chunk
+    y,  # [T, HV, V]
+    cu_seqlens, offsets, HV,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    INITIAL: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """The scan again, for what backward needs of it."""
+    blocks: tl.constexpr = V // BV
+    i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
+    bos, length, first = _entry(cu_seqlens, offsets, i_n)
+    b_s = tl.zeros([K, BV], tl.float32)
+    if INITIAL:
+        o_s = i_nh * K * V + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
+        b_s += tl.load(initial_state + o_s).to(tl.float32)
+    _scan(
+        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, norms, None, h, y, bos, length, first, i_hv, i_v,
+        True, 1.0, HV, R, K, V, BT, BV, NORM, False, True, False, STAGES, PREC,
+    )  # fmt: skip
+
+
+@triton.jit
+def reverse_kernel(
+    q_desc, k_desc, do_desc, C_desc, gates, norms,
+    d_final_state,  # [N, HV, K, V] fp32 or None
+    dh,  # [NT, HV, K, V] the gradient of the state that leaves each chunk
+    dv,  # [T, HV, V]
+    d_initial_state,  # [N, HV, K, V] fp32
+    cu_seqlens, offsets, scale, HV,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    D_FINAL: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """dv, and the gradients of all states."""
+    blocks: tl.constexpr = V // BV
+    i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
+    i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
+    bos, length, first = _entry(cu_seqlens, offsets, i_n)
+    o_s = i_nh * K * V + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
+    b_ds = tl.zeros([K, BV], tl.float32)
+    if D_FINAL:
+        b_ds += tl.load(d_final_state + o_s).to(tl.float32)
+    b_ds = _reverse_scan(
+        b_ds, q_desc, k_desc, do_desc, C_desc, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
+        HV, R, K, V, BT, BV, NORM, True, STAGES, PREC,
+    )  # fmt: skip
+    tl.store(d_initial_state + o_s, b_ds)
+
+
+@triton.jit
+def gradients_kernel(
+    q,
+    k,
+    do,
+    h,
+    y,
+    dh,
+    dv,
+    gates,
+    norms,
+    g,  # [T, HV] the raw gate, with GATE
+    A_log,
+    dt_bias,
+    dq,  # [T, H, K]
+    dk,  # [T, H, K]
+    dg,  # [T, HV]
+    dbeta,  # [T, HV]
+    d_gate,  # [2, NT, HV] fp32 partials of d A_log and d dt_bias
+    cu_seqlens,
+    table,
+    scale,
+    stride_q,
+    stride_k,
+    stride_do,
+    HV,
+    NT,
+    R: tl.constexpr,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BT: tl.constexpr,
+    BV: tl.constexpr,
+    GATE: tl.constexpr,
+    DT_BIAS: tl.constexpr,
+    NORM: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREC: tl.constexpr,
+):
+    """dq, dk, dg, dbeta of one chunk and key head, summed over its value heads in order."""
+    H = HV // R
+    i_h = tl.program_id(0) % H
+    i_t = (tl.program_id(0) // H).to(tl.int64)
+    i_n, i_c = tl.load(table + 2 * i_t), tl.load(table + 2 * i_t + 1)
+    if i_n < 0:
+        if GATE:
+            for i_hv in range(i_h * R, i_h * R + R):
+                tl.store(d_gate + i_t * HV + i_hv, 0.0)
+                tl.store(d_gate + (NT + i_t) * HV + i_hv, 0.0)
+        return
+    bos, eos = tl.load(cu_seqlens + i_n), tl.load(cu_seqlens + i_n + 1)
+    dtype = k.dtype.element_ty
+    o_c, o_k = tl.arange(0, BT), tl.arange(0, K)
+    o_t = (bos + i_c * BT + o_c).to(tl.int64)
+    m_t = o_t < eos
+    m_l = o_c[:, None] >= o_c[None, :]
+    start = (bos + i_c * BT).to(tl.int64)  # 64-bit bases, 32-bit offsets within a chunk
+    p_q, p_k = q + start * stride_q + i_h * K, k + start * stride_k + i_h * K
+    b_q = tl.load(p_q + (o_c[:, None] * stride_q + o_k[None, :]), mask=m_t[:, None], other=0.0)  # [BT, K]
+    b_k = tl.load(p_k + (o_c[:, None] * stride_k + o_k[None, :]), mask=m_t[:, None], other=0.0)  # [BT, K]
+    b_dq = tl.zeros([BT, K], tl.float32)
+    b_dk = tl.zeros([BT, K], tl.float32)
+    for i_hv in range(i_h * R, i_h * R + R):
+        b_dqs = tl.zeros([BT, K], tl.float32)  # do Sᵀ
+        b_ydh = tl.zeros([BT, K], tl.float32)  # Y dS'ᵀ
+        b_dxs = tl.zeros([BT, K], tl.float32)  # dX Sᵀ
+        b_doy = tl.zeros([BT, BT], tl.float32)  # do Yᵀ
+        b_dxy = tl.zeros([BT, BT], tl.float32)  # dX Yᵀ
+        b_sds = tl.zeros([K], tl.float32)  # <S, dS'>, row by row
+        for i_v in tl.range(0, V // BV, num_stages=STAGES):
+            o_v = tl.arange(0, BV)[None, :]
+            p_x, p_s = (start * HV + i_hv) * V + i_v * BV, (i_t * HV + i_hv) * K * V + i_v * BV
+            o_x, o_s = o_c[:, None] * (HV * V) + o_v, o_k[:, None] * V + o_v
+            p_do = do + start * stride_do + i_hv * V + i_v * BV
+            b_do = tl.load(p_do + (o_c[:, None] * stride_do + o_v), mask=m_t[:, None], other=0.0)  # [BT, BV]
+            b_y = tl.load(y + p_x + o_x, mask=m_t[:, None], other=0.0)
+            b_dx = tl.load(dv + p_x + o_x, mask=m_t[:, None], other=0.0)
+            b_h = tl.load(h + p_s + o_s)  # [K, BV]
+            b_dh = tl.load(dh + p_s + o_s)
+            b_dqs += tl.dot(b_do, tl.trans(b_h), input_precision=PREC)
+            b_dxs += tl.dot(b_dx, tl.trans(b_h), input_precision=PREC)
+            b_ydh += tl.dot(b_y, tl.trans(b_dh), input_precision=PREC)
+            b_doy += tl.dot(b_do, tl.trans(b_y), input_precision=PREC)
+            b_dxy += tl.dot(b_dx, tl.trans(b_y), input_precision=PREC)
+            b_sds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
+
+        b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
+        b_e = tl.exp2(b_G)
+        b_r = tl.exp2(b_last - b_G) * b_rk
+        b_kf = b_k.to(tl.float32)
+        b_dg = (scale * b_e * b_rq) * tl.sum(b_dqs * b_q.to(tl.float32), 1)
+        b_dg -= b_e * b_rk * tl.sum(b_dxs * b_kf, 1)
+        b_db = b_r * tl.sum(b_ydh * b_kf, 1)
+        # what U_j adds to the state decays with the tokens after j: none, for the last one
+        b_later = tl.where((o_c == BT - 1) | (o_t == eos - 1), 0.0, b_beta * b_db)
+        b_dq += (scale * b_e)[:, None] * b_dqs
+        b_dk += (tl.exp2(b_last - b_G) * b_beta)[:, None] * b_ydh - b_e[:, None] * b_dxs
+
+        b_d = tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], -float("inf")))
+        b_doy *= b_d * scale
+        b_dxy = tl.where(o_c[:, None] > o_c[None, :], b_dxy * b_d, 0.0)
+        b_w = b_doy * tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_rq[:, None] * b_rk[None, :]
+        b_w -= b_dxy * tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_rk[:, None] * b_rk[None, :]
+        b_db += tl.sum(b_w, 0)
+        # a token's product with itself does not decay; left in, its rounding would exceed a fast gate's gradient
+        b_w = tl.where(o_c[:, None] > o_c[None, :], b_w * b_beta[None, :], 0.0)
+        b_dg += tl.sum(b_w, 1) - tl.sum(b_w, 0)
+        b_doy *= b_beta[None, :]
+        b_dxy *= b_beta[None, :]
+        b_dq += tl.dot((b_doy * b_rk[None, :]).to(dtype), b_k, input_precision=PREC)
+        b_dk += tl.dot(tl.trans(b_doy * b_rq[:, None]).to(dtype), b_q, input_precision=PREC)
+        b_dk -= tl.dot(((b_dxy + tl.trans(b_dxy)) * b_rk[None, :]).to(dtype), b_k, input_precision=PREC)
+
+        # the gate of token t decays the entering state, updates before t, and what tokens from t on read
+        b_dg = tl.cumsum(b_dg, 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
+        b_dg += tl.exp2(b_last) * tl.sum(b_sds, 0)
+        p_g = o_t * HV + i_hv
+        if GATE:
+            b_x = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
+            if DT_BIAS:
+                b_x += tl.load(dt_bias + i_hv).to(tl.float32)
+            b_a = -tl.exp(tl.load(A_log + i_hv).to(tl.float32))
+            tl.store(d_gate + i_t * HV + i_hv, tl.sum(tl.where(m_t, b_dg * b_a * _softplus(b_x), 0.0), 0))
+            b_dg *= b_a * tl.sigmoid(b_x)
+            tl.store(d_gate + (NT + i_t) * HV + i_hv, tl.sum(tl.where(m_t, b_dg, 0.0), 0))
+        tl.store(dg + p_g, b_dg.to(dg.dtype.element_ty), mask=m_t)
+        tl.store(dbeta + p_g, b_db.to(dbeta.dtype.element_ty), mask=m_t)
+
+    if NORM:
+        p_n = norms + (i_t * H + i_h) * 2 * BT + o_c
+        b_rq, b_rk = tl.load(p_n)[:, None], tl.load(p_n + BT)[:, None]
+        b_qn, b_kn = b_q.to(tl.float32) * b_rq, b_k.to(tl.float32) * b_rk
+        b_dq = b_rq * (b_dq - b_qn * tl.sum(b_dq * b_qn, 1)[:, None])
+        b_dk = b_rk * (b_dk - b_kn * tl.sum(b_dk * b_kn, 1)[:, None])
+    p_x, o_x = (start * H + i_h) * K, o_c[:, None] * (H * K) + o_k[None, :]
+    tl.store(dq + p_x + o_x, b_dq.to(dtype), mask=m_t[:, None])
+    tl.store(dk + p_x + o_x, b_dk.to(dtype), mask=m_t[:, None])

@@ -1,0 +1,343 @@
+"""Kimi Delta Attention in Triton: the stages of a chunked forward and backward pass, as custom ops.
+
+    forward    prepare → [boundary → exchange] → scan
+    backward   recompute → [boundary_bwd → exchange] → backward
+
+`boundary` and `boundary_bwd` give what context parallelism exchanges; on one device they are left out. A pass keeps its
+inputs, Aqk and Gn (2 × 64 numbers of the compute dtype per token and head) between forward and backward.
+
+Tensors are contiguous [B, T, heads, dim] (B folds into T: every row of the batch is an entry of cu_seqlens), cu_seqlens
+[N+1] int32 on their device. Tiles of a chunk are [NT, HV, ·, 64]; NT is a bound known on the host, so nothing here
+waits for the device. States are fp32 [N, HV, K, V].
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titan_linear.ops.triton.common import CHUNK, chunk_table, compute_dtype, max_chunks
+from titan_linear.ops.triton.kda_bwd import gradient_kernel, matrix_kernel, norm_gradient_kernel, reverse_scan_kernel
+from titan_linear.ops.triton.kda_fwd import prepare_kernel, recompute_kernel, scan_kernel
+
+HEAD_DIMS = (32, 64, 128, 256)
+GATES = {"none": 0, "softplus": 1, "bounded": 2}
+
+
+class Config(NamedTuple):
+    """Block sizes along K and V, warps, pipeline stages and register limit of one kernel."""
+
+    BK: int
+    BV: int
+    warps: int
+    stages: int
+    registers: int | None = None
+
+    @property
+    def launch(self) -> dict[str, int | None]:
+        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
+
+
+def _configs(bf16: Config, fp32: Config, bf16_256: Config | None = None) -> dict[tuple[int, int, int], Config]:
+    """{(K, V, bytes of the compute dtype): Config}, blocks no larger than the head dims; bf16_256 is for K = 256."""
+    table = {}
+    for K in HEAD_DIMS:
+        for V in HEAD_DIMS:
+            for size, config in ((2, bf16_256 if bf16_256 and K == 256 else bf16), (4, fp32)):
+                table[K, V, size] = config._replace(BK=min(config.BK, K), BV=min(config.BV, V))
+    return table
+
+
+# Chosen by measurement on sm_90 (H200), K = V = 128, bf16; the others are those that compile without waste.
+CONFIGS: dict[str, dict[tuple[int, int, int], Config]] = {
+    "prepare": _configs(Config(64, 0, 4, 1), fp32=Config(32, 0, 4, 1)),
+    "recompute": _configs(Config(64, 0, 4, 1), fp32=Config(32, 0, 4, 1)),
+    "scan": _configs(Config(256, 64, 4, 3), fp32=Config(256, 16, 4, 1), bf16_256=Config(256, 32, 4, 2)),
+    "reverse_scan": _configs(Config(256, 64, 4, 3), fp32=Config(256, 16, 4, 1), bf16_256=Config(256, 32, 4, 2)),
+    "matrix": _configs(Config(256, 64, 4, 2), fp32=Config(256, 32, 4, 1)),
+    "gradient": _configs(Config(64, 64, 4, 2), fp32=Config(32, 32, 4, 1)),
+}
+TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+class Prepared(NamedTuple):
+    """What the scans read of each chunk; C = 64, NT chunks (see kda_fwd for the letters)."""
+
+    first: Tensor  # [N] int32, each entry's first chunk
+    chunks: Tensor  # [NT, 2] int32, first token and number of tokens
+    qg: Tensor  # [NT, HV, K, C] scale·q·2^Γ
+    kn: Tensor  # [NT, HV, K, C] −k·2^Γ
+    kg: Tensor  # [NT, HV, K, C] k·2^(γ−Γ)
+    decay: Tensor  # [NT, HV, K] fp32, 2^γ
+    b: Tensor  # [NT, HV, C] fp32, β
+    Aqk: Tensor  # [NT, HV, C, C]
+    Gn: Tensor  # [NT, HV, C, C]
+
+
+def _tiles(g: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Empty qg, kn, kg, decay, b, Aqk, Gn for gates g [B, T, HV, K]."""
+    B, T, HV, K = g.shape
+    NT = max_chunks(B * T, cu_seqlens.shape[0] - 1)
+    keys = [g.new_empty(NT, HV, K, CHUNK, dtype=dtype) for _ in range(3)]
+    small = [g.new_empty(NT, HV, dim, dtype=torch.float32) for dim in (K, CHUNK)]
+    return keys + small + [g.new_empty(NT, HV, CHUNK, CHUNK, dtype=dtype) for _ in range(2)]
+
+
+def _launch_prepare(kernel, name, x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm) -> None:
+    """x = (q, k, g, beta, A_log, dt_bias); kernel: prepare_kernel or recompute_kernel."""
+    H, (HV, K), CT = x[0].shape[2], x[2].shape[2:], compute_dtype(x[0].dtype)
+    config = CONFIGS[name][K, K, CT.itemsize]
+    if chunks.shape[0] > 0:
+        kernel[2 if name == "prepare" else K // config.BK, HV, chunks.shape[0]](
+            *x, chunks, scale, lower_bound, *tiles, H=H, HV=HV, K=K, BK=config.BK, CT=TRITON_DTYPE[CT],
+            GATE=gate, SAFE=safe_gate, L2NORM=l2norm, **config.launch,
+        )  # fmt: skip
+
+
+@torch.library.custom_op("titan_linear::kda_prepare", mutates_args=())
+def _prepare_op(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor,
+    scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    chunks, first = chunk_table(cu_seqlens, q.shape[0] * q.shape[1])
+    tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))
+    x = (q, k, g, beta, A_log, dt_bias)
+    _launch_prepare(prepare_kernel, "prepare", x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
+    return first, chunks, *tiles
+
+
+@_prepare_op.register_fake
+def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, gate, safe_gate, l2norm):
+    tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))
+    return cu_seqlens.new_empty(cu_seqlens.shape[0] - 1), cu_seqlens.new_empty(tiles[0].shape[0], 2), *tiles
+
+
+@torch.library.custom_op("titan_linear::kda_recompute", mutates_args=())
+def _recompute_op(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor,
+    scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    chunks, first = chunk_table(cu_seqlens, q.shape[0] * q.shape[1])
+    tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))[:5]
+    x = (q, k, g, beta, A_log, dt_bias)
+    _launch_prepare(recompute_kernel, "recompute", x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
+    return first, chunks, *tiles
+
+
+@_recompute_op.register_fake
+def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, gate, safe_gate, l2norm):
+    tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))[:5]
+    return cu_seqlens.new_empty(cu_seqlens.shape[0] - 1), cu_seqlens.new_empty(tiles[0].shape[0], 2), *tiles
+
+
+def _scan(v, cu_seqlens, entries, first, tiles, h0, o, ht, h, r, V: int) -> None:
+    """Launches scan_kernel; None leaves an input out or an output unwritten."""
+    HV, K = tiles[0].shape[1:3]
+    CT = tiles[0].dtype
+    config = CONFIGS["scan"][K, V, CT.itemsize]
+    entry_count = first.shape[0] if entries is None else entries.shape[0]
+    if entry_count > 0:
+        scan_kernel[V // config.BV, entry_count * HV](
+            v, cu_seqlens, entries, first, *tiles, h0, o, ht, h, r, HV=HV, K=K, V=V, BV=config.BV, CT=TRITON_DTYPE[CT],
+            STAGES=config.stages, LISTED=entries is not None, HAS_V=v is not None, HAS_H0=h0 is not None,
+            OUTPUT=o is not None, FINAL=ht is not None, KEEP=h is not None,
+            **config.launch,
+        )  # fmt: skip
+
+
+@torch.library.custom_op("titan_linear::kda_scan", mutates_args=())
+def _scan_op(
+    v: Tensor, cu_seqlens: Tensor, first: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor,
+    Aqk: Tensor, Gn: Tensor, initial_state: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    o = torch.empty_like(v)
+    ht = v.new_empty(first.shape[0], v.shape[2], qg.shape[2], v.shape[3], dtype=torch.float32)
+    _scan(v, cu_seqlens, None, first, (qg, kn, kg, decay, b, Aqk, Gn), initial_state, o, ht, None, None, v.shape[3])
+    return o, ht
+
+
+@_scan_op.register_fake
+def _(v, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, initial_state):
+    ht = v.new_empty(first.shape[0], v.shape[2], qg.shape[2], v.shape[3], dtype=torch.float32)
+    return torch.empty_like(v), ht
+
+
+@torch.library.custom_op("titan_linear::kda_boundary", mutates_args=())
+def _boundary_op(
+    v: Tensor, cu_seqlens: Tensor, first: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor,
+    Aqk: Tensor, Gn: Tensor, entries: Tensor, need_m: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    HV, V, K = *v.shape[2:], qg.shape[2]
+    tiles = (qg, kn, kg, decay, b, Aqk, Gn)
+    S_ext = v.new_empty(entries.shape[0], HV, K, V, dtype=torch.float32)
+    _scan(v, cu_seqlens, entries, first, tiles, None, None, S_ext, None, None, V)
+    M = v.new_empty(entries.shape[0] if need_m else 0, HV, K, K, dtype=torch.float32)
+    if need_m:
+        eye = torch.eye(K, dtype=torch.float32, device=v.device).expand_as(M).contiguous()
+        _scan(None, cu_seqlens, entries, first, tiles, eye, None, M, None, None, K)
+    return S_ext, M
+
+
+@_boundary_op.register_fake
+def _(v, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, entries, need_m):
+    F, HV, V, K = entries.shape[0], *v.shape[2:], qg.shape[2]
+    return (
+        v.new_empty(F, HV, K, V, dtype=torch.float32),
+        v.new_empty(F if need_m else 0, HV, K, K, dtype=torch.float32),
+    )
+
+
+def _reverse_scan(do, cu_seqlens, entries, first, tiles, dht, dh0, dh, y) -> None:
+    HV, K = tiles[0].shape[1:3]
+    V, CT = do.shape[3], tiles[0].dtype
+    config = CONFIGS["reverse_scan"][K, V, CT.itemsize]
+    entry_count = first.shape[0] if entries is None else entries.shape[0]
+    if entry_count > 0:
+        reverse_scan_kernel[V // config.BV, entry_count * HV](
+            do, cu_seqlens, entries, first, *tiles, dht, dh0, dh, y, HV=HV, K=K, V=V, BV=config.BV, CT=TRITON_DTYPE[CT],
+            STAGES=config.stages, LISTED=entries is not None, HAS_DHT=dht is not None, FINAL=dh0 is not None,
+            KEEP=dh is not None, **config.launch,
+        )  # fmt: skip
+
+
+@torch.library.custom_op("titan_linear::kda_boundary_bwd", mutates_args=())
+def _boundary_bwd_op(
+    do: Tensor, cu_seqlens: Tensor, first: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor,
+    Aqk: Tensor, Gn: Tensor, entries: Tensor,
+) -> Tensor:  # fmt: skip
+    dS_ext = do.new_empty(entries.shape[0], do.shape[2], qg.shape[2], do.shape[3], dtype=torch.float32)
+    tiles = (qg, kn, kg, decay, b, Aqk, Gn)
+    _reverse_scan(do, cu_seqlens, entries, first, tiles, None, dS_ext, None, None)
+    return dS_ext
+
+
+@_boundary_bwd_op.register_fake
+def _(do, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, entries):
+    return do.new_empty(entries.shape[0], do.shape[2], qg.shape[2], do.shape[3], dtype=torch.float32)
+
+
+def _norm_gradient(x: Tensor, dn: Tensor) -> Tensor:
+    """x [B, T, H, K], dn [B, T, HV, K], the gradient of l2norm(x) → that of x."""
+    (B, T, H, K), dx = x.shape, torch.empty_like(x)
+    ROWS = 4096 // K
+    if x.numel() > 0:
+        norm_gradient_kernel[triton.cdiv(B * T * H, ROWS),](x, dn, dx, B * T, H=H, HV=dn.shape[2], K=K, ROWS=ROWS)
+    return dx
+
+
+@torch.library.custom_op("titan_linear::kda_backward", mutates_args=())
+def _backward_op(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    cu_seqlens: Tensor, first: Tensor, chunks: Tensor,
+    qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor, Aqk: Tensor, Gn: Tensor,
+    do: Tensor, initial_state: Tensor | None, d_final_state: Tensor | None,
+    scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    (H, K), (HV, V), NT, CT = q.shape[2:], v.shape[2:], chunks.shape[0], qg.dtype
+    tiles = (qg, kn, kg, decay, b, Aqk, Gn)
+    h, dh = (v.new_empty(NT, HV, V, K, dtype=CT) for _ in range(2))
+    r, y = (v.new_empty(NT, HV, V, CHUNK, dtype=CT) for _ in range(2))
+    dh0 = v.new_empty(first.shape[0], HV, K, V, dtype=torch.float32)
+    _scan(v, cu_seqlens, None, first, tiles, initial_state, None, None, h, r, V)
+    _reverse_scan(do, cu_seqlens, None, first, tiles, d_final_state, dh0, dh, y)
+    # With grouped value heads each writes its own dq and dk, in fp32, summed below.
+    dq, dk = (torch.empty_like(g, dtype=q.dtype if HV == H else torch.float32) for _ in range(2))
+    dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
+    config = CONFIGS["gradient"][K, V, CT.itemsize]
+    dA_part, dbias_part = (
+        g.new_zeros(NT, HV, dim, dtype=torch.float32) if gate else None for dim in (K // config.BK, K)
+    )
+    dA, dK = (v.new_empty(NT, HV, CHUNK, CHUNK, dtype=CT) for _ in range(2))
+    diagonal = torch.empty_like(b)
+    if NT > 0:
+        matrix = CONFIGS["matrix"][K, V, CT.itemsize]
+        matrix_kernel[HV, NT](
+            beta, chunks, do, r, y, scale, dA, dK, diagonal, dv, dbeta, HV=HV, V=V, BV=matrix.BV,
+            CT=TRITON_DTYPE[CT], **matrix.launch,
+        )  # fmt: skip
+        gradient_kernel[K // config.BK, HV, NT](
+            q, k, g, A_log, dt_bias, chunks, b, do, r, y, h, dh, dA, dK, diagonal, scale, lower_bound,
+            dq, dk, dg, dA_part, dbias_part, H=H, HV=HV, K=K, V=V, BK=config.BK, BV=config.BV,
+            CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, **config.launch,
+        )  # fmt: skip
+    if l2norm:
+        dq, dk = (_norm_gradient(x, dn) for x, dn in ((q, dq), (k, dk)))
+    elif HV != H:
+        dq, dk = (x.unflatten(2, (H, HV // H)).sum(3).to(q.dtype) for x in (dq, dk))
+    dA_log = dA_part.sum((0, 2)) if gate else g.new_empty(0)
+    ddt_bias = dbias_part.sum(0).flatten() if gate else g.new_empty(0)
+    return dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias
+
+
+@_backward_op.register_fake
+def _(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, first, chunks, qg, kn, kg, decay, b, Aqk, Gn, do, initial_state,
+      d_final_state, scale, lower_bound, gate, safe_gate, l2norm):  # fmt: skip
+    HV, K, V = *g.shape[2:], v.shape[3]
+    dh0 = v.new_empty(first.shape[0], HV, K, V, dtype=torch.float32)
+    dA_log, ddt_bias = (g.new_empty(n, dtype=torch.float32) if gate else g.new_empty(0) for n in (HV, HV * K))
+    return (*(torch.empty_like(x) for x in (q, k, v, g, beta)), dh0, dA_log, ddt_bias)
+
+
+def prepare(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, *, scale: float, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, lower_bound: float | None = None, gate: str = "none", safe_gate: bool = False,
+    l2norm: bool = False,
+) -> Prepared:  # fmt: skip
+    """Everything inside the chunks. gate: "none" (g is the log decay), "softplus" or "bounded" (g is raw)."""
+    bound = 0.0 if lower_bound is None else lower_bound
+    args = (q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, bound, GATES[gate], safe_gate, l2norm)
+    return Prepared(*torch.ops.titan_linear.kda_prepare(*args))
+
+
+def recompute(
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, Aqk: Tensor, Gn: Tensor, cu_seqlens: Tensor, *, scale: float,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None, gate: str = "none",
+    safe_gate: bool = False, l2norm: bool = False,
+) -> Prepared:  # fmt: skip
+    """`prepare` from its kept Aqk and Gn."""
+    bound = 0.0 if lower_bound is None else lower_bound
+    args = (q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, bound, GATES[gate], safe_gate, l2norm)
+    return Prepared(*torch.ops.titan_linear.kda_recompute(*args), Aqk, Gn)
+
+
+def scan(
+    prepared: Prepared, v: Tensor, cu_seqlens: Tensor, initial_state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """→ o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] fp32."""
+    first, _, *tiles = prepared
+    return torch.ops.titan_linear.kda_scan(v, cu_seqlens, first, *tiles, initial_state)
+
+
+def boundary(
+    prepared: Prepared, v: Tensor, cu_seqlens: Tensor, entries: Tensor, need_m: bool
+) -> tuple[Tensor, Tensor | None]:
+    """entries [F] int32 → S_ext [F, HV, K, V], each listed entry's end state from a zero state, and, if need_m,
+    M [F, HV, K, K], its transition; both fp32."""
+    first, _, *tiles = prepared
+    S_ext, M = torch.ops.titan_linear.kda_boundary(v, cu_seqlens, first, *tiles, entries, need_m)
+    return S_ext, M if need_m else None
+
+
+def boundary_bwd(prepared: Prepared, do: Tensor, cu_seqlens: Tensor, entries: Tensor) -> Tensor:
+    """→ dS_ext [F, HV, K, V] fp32: the gradient of each listed entry's incoming state if its last state has none."""
+    first, _, *tiles = prepared
+    return torch.ops.titan_linear.kda_boundary_bwd(do, cu_seqlens, first, *tiles, entries)
+
+
+def backward(
+    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, do: Tensor, cu_seqlens: Tensor,
+    initial_state: Tensor | None, d_final_state: Tensor | None, *, scale: float, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, lower_bound: float | None = None, gate: str = "none", safe_gate: bool = False,
+    l2norm: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """→ dq, dk, dv, dg, dbeta (each in its input's dtype), d_initial_state fp32, dA_log and ddt_bias fp32 (empty
+    without a gate in the kernel)."""
+    bound = 0.0 if lower_bound is None else lower_bound
+    return torch.ops.titan_linear.kda_backward(
+        q, k, v, g, beta, A_log, dt_bias, cu_seqlens, *prepared, do, initial_state, d_final_state,
+        scale, bound, GATES[gate], safe_gate, l2norm,
+    )  # fmt: skip

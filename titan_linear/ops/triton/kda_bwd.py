@@ -1,0 +1,283 @@
+"""KDA backward kernels: `reverse_scan` (the state's gradient through the chunks), `matrix` (dv, dβ and the
+gradients of the chunk's two matrices) and `gradient` (dq, dk, dg).
+
+In the notation of kda_fwd, with N = β r (what the chunk writes) and dS' the gradient of the outgoing state:
+
+    dN = Aqkᵀ do + k̂ dS'
+    y  = (I + β Kk)⁻ᵀ dN = dN − Gᵀ (β dN)      the gradient of N with the writes of later tokens counted in
+    dv = β y ;  dβ = y · r (by rows) ;  dKk = −dv Nᵀ ;  dAqk = do Nᵀ
+    dS = 2^γ dS' + q̃ᵀ do − k̃ᵀ dv
+    dq̃ = do Sᵀ ;  dk̃ = −dv Sᵀ ;  dk̂ = N dS'ᵀ ;  dγ = Σ_i k̂ ⊙ dk̂ + 2^γ Σ_v S ⊙ dS'
+
+so nothing divides by β, and neither w, u nor their gradients exist. Γ's gradient needs no products of its own: each
+part of dq and dk carries 2^(+Γ_i) or 2^(−Γ_i), hence dΓ = q ⊙ dq + k ⊙ (dk₊ − dk₋).
+
+The state that enters each chunk is recomputed by `scan` (KEEP), which does not depend on the reverse scan.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from titan_linear.ops.triton.kda_fwd import (
+    dot,
+    entry_chunks,
+    full_decays,
+    half_decays,
+    inverse_norm,
+    level_decay,
+    level_mask,
+    load_columns,
+    load_gate,
+    load_keys,
+    scale_halves,
+    softplus,
+    split_dot,
+)
+
+
+@triton.jit
+def reverse_scan_kernel(
+    do, cu_seqlens, entries, first, qg, kn, kg, decay, b, Aqk, Gn, dht,
+    dh0, dh, y,
+    HV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
+    LISTED: tl.constexpr, HAS_DHT: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
+):  # fmt: skip
+    """One (entry, head, slice of V). KEEP writes each chunk's dS'ᵀ and yᵀ; FINAL the gradient of the incoming state."""
+    i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_f, i_h = i_nh // HV, i_nh % HV
+    i_n = i_f
+    if LISTED:
+        i_n = tl.load(entries + i_f).to(tl.int64)
+    bos, length, c0, NT = entry_chunks(cu_seqlens, first, i_n)
+    row, o_k, o_v = tl.arange(0, 64), tl.arange(0, K), i_v * BV + tl.arange(0, BV)
+    o_state = i_nh * K * V + o_k[None, :] * V + o_v[:, None]
+    dS = tl.zeros([BV, K], tl.float32)
+    if HAS_DHT:
+        dS += tl.load(dht + o_state).to(tl.float32)
+    for i in tl.range(0, NT, num_stages=STAGES):
+        i_t = NT - 1 - i
+        tile = (c0 + i_t) * HV + i_h
+        o_c = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
+        o_tile = (tile * K + o_k[:, None]) * 64 + row[None, :]
+        dS16 = dS.to(CT)
+        if KEEP:
+            tl.store(dh + (tile * V + o_v[:, None]) * K + o_k[None, :], dS16)
+        b_do = tl.trans(load_columns(do + i_h * V + i_v * BV, bos + i_t * 64, length - i_t * 64, HV, V, BV, CT))
+        b_b = tl.load(b + tile * 64 + row)[None, :]
+        dN = dot(dS16, tl.load(kg + o_tile))  # [BV, C]
+        dN = dot(b_do, tl.load(Aqk + o_c), dN)
+        dN = dot((dN * b_b).to(CT), tl.load(Gn + o_c), dN)  # yᵀ
+        if KEEP:
+            tl.store(y + (tile * V + o_v[:, None]) * 64 + row[None, :], dN.to(CT))
+        dS *= tl.load(decay + tile * K + o_k)[None, :]
+        dS = dot(b_do, tl.trans(tl.load(qg + o_tile)), dS)
+        dS = dot((dN * b_b).to(CT), tl.trans(tl.load(kn + o_tile)), dS)
+    if FINAL:
+        tl.store(dh0 + o_state, dS)
+
+
+@triton.jit
+def gate_gradient(dg, raw, rate, bias, lower_bound, GATE: tl.constexpr):
+    """dg of the natural-log gate → (gradient of the raw input, gradient of A_log before its sum), both [C, BK]."""
+    x = raw + bias[None, :]
+    s = 1.0 / (1.0 + tl.exp(-x)) if GATE == 1 else 1.0 / (1.0 + tl.exp(-rate * x))
+    if GATE == 1:
+        return -dg * rate * s, -dg * rate * softplus(x)
+    else:
+        d_raw = dg * lower_bound * s * (1.0 - s) * rate
+        return d_raw, d_raw * x
+
+
+@triton.jit
+def matrix_kernel(
+    beta, chunks, do, r, y, scale,
+    dA, dK, diagonal, dv, dbeta,
+    HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """One (chunk, head): dv, dβ, and the gradients of Aqk and Kk below the diagonal, 0 elsewhere. Aqk's diagonal has no
+    gate; kept apart, it adds nothing to dΓ, where it would have to cancel."""
+    i_h, i_t = tl.program_id(0), tl.program_id(1)
+    start = tl.load(chunks + 2 * i_t)
+    n = tl.load(chunks + 2 * i_t + 1)
+    tile = i_t.to(tl.int64) * HV + i_h
+    token = start.to(tl.int64)
+    row = tl.arange(0, 64)
+    b_b = tl.load(beta + (token + row) * HV + i_h, mask=row < n, other=0.0).to(tl.float32)
+    b_dA = tl.zeros([64, 64], tl.float32)
+    b_dK = tl.zeros([64, 64], tl.float32)
+    db = tl.zeros([64], tl.float32)
+    for i_v in range(V // BV):
+        o_r = (tile * V + i_v * BV + tl.arange(0, BV)[:, None]) * 64 + row[None, :]
+        b_r = tl.load(r + o_r)  # [BV, C]
+        b_y = tl.load(y + o_r)
+        b_do = load_columns(do + i_h * V + i_v * BV, start, n, HV, V, BV, CT)  # [C, BV]
+        b_dA = dot(b_do, b_r, b_dA)
+        b_dK = dot(tl.trans(b_y), b_r, b_dK)
+        db += tl.sum(b_y.to(tl.float32) * b_r.to(tl.float32), 0)
+        o_dv = (token + row[:, None]) * (HV * V) + i_h * V + i_v * BV + tl.arange(0, BV)[None, :]
+        b_dv = tl.trans((b_y.to(tl.float32) * b_b[None, :]).to(dv.dtype.element_ty))
+        tl.store(dv + o_dv, b_dv, mask=(row < n)[:, None])
+    tl.store(dbeta + (token + row) * HV + i_h, db.to(dbeta.dtype.element_ty), mask=row < n)
+    lower = row[:, None] > row[None, :]
+    o_c = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
+    b_dA *= scale * b_b[None, :]
+    tl.store(diagonal + tile * 64 + row, tl.sum(tl.where(row[:, None] == row[None, :], b_dA, 0.0), 0))
+    tl.store(dA + o_c, tl.where(lower, b_dA, 0.0).to(CT))
+    tl.store(dK + o_c, tl.where(lower, b_dK * (-b_b[:, None] * b_b[None, :]), 0.0).to(CT))
+
+
+@triton.jit
+def query_state_gradient(
+    do, h, tile, start, n, i_h, HV, o_k,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
+):  # fmt: skip
+    """(do Sᵀ)ᵀ [BK, 64]."""
+    dq = tl.zeros([BK, 64], tl.float32)
+    for i_v in range(V // BV):
+        b_h = tl.load(h + (tile * V + i_v * BV + tl.arange(0, BV)[:, None]) * K + o_k[None, :])  # [BV, BK]
+        dq = dot(tl.trans(b_h), tl.trans(load_columns(do + i_h * V + i_v * BV, start, n, HV, V, BV, CT)), dq)
+    return dq
+
+
+@triton.jit
+def key_state_gradients(r, y, h, dh, tile, o_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """(y Sᵀ)ᵀ, (r dS'ᵀ)ᵀ [BK, 64] and Σ_v S ⊙ dS' [BK]."""
+    row = tl.arange(0, 64)
+    dkn = tl.zeros([BK, 64], tl.float32)
+    dkg = tl.zeros([BK, 64], tl.float32)
+    ds = tl.zeros([BK], tl.float32)
+    for i_v in range(V // BV):
+        o_v = i_v * BV + tl.arange(0, BV)
+        o_h = (tile * V + o_v[:, None]) * K + o_k[None, :]
+        o_r = (tile * V + o_v[:, None]) * 64 + row[None, :]
+        b_h = tl.load(h + o_h)  # [BV, BK]
+        b_dh = tl.load(dh + o_h)
+        dkn = dot(tl.trans(b_h), tl.load(y + o_r), dkn)
+        dkg = dot(tl.trans(b_dh), tl.load(r + o_r), dkg)
+        ds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 0)
+    return dkn, dkg, ds
+
+
+@triton.jit
+def gradient_kernel(
+    q, k, g, A_log, dt_bias, chunks, b, do, r, y, h, dh, dA, dK, diagonal, scale, lower_bound,
+    dq, dk, dg, dA_part, dbias_part,
+    H: tl.constexpr, HV: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
+    GATE: tl.constexpr, SAFE: tl.constexpr, L2NORM: tl.constexpr,
+):  # fmt: skip
+    """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype.
+    With L2NORM dq and dk are those of the normalised q and k: norm_gradient_kernel does the rest."""
+    i_k, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(chunks + 2 * i_t)
+    n = tl.load(chunks + 2 * i_t + 1)
+    if n == 0:
+        return
+    tile = i_t.to(tl.int64) * HV + i_h
+    token = start.to(tl.int64)
+    row = tl.arange(0, 64)
+    inside = (row < n)[:, None]
+    o_k = i_k * BK + tl.arange(0, BK)
+    o_g = (token + row[:, None]) * (HV * K) + i_h * K + o_k[None, :]
+    q += (i_h // (HV // H)) * K
+    k += (i_h // (HV // H)) * K
+    q_norm = tl.full([64], 1.0, tl.float32)
+    k_norm = tl.full([64], 1.0, tl.float32)
+    if L2NORM:
+        q_norm = inverse_norm(q, start, n, H * K, K, BK)
+        k_norm = inverse_norm(k, start, n, H * K, K, BK)
+    b_b = tl.load(b + tile * 64 + row)
+    b_diagonal = tl.load(diagonal + tile * 64 + row)[None, :]
+    o_c = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
+    b_g = load_gate(g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K, i_k, BK, GATE)
+    b_q = load_keys(q, q_norm, start, n, H * K, K, i_k, BK)
+    b_k = load_keys(k, k_norm, start, n, H * K, K, i_k, BK)
+    b_dq = query_state_gradient(do, h, tile, start, n, i_h, HV, o_k, K, V, BK, BV, CT) * scale
+    if SAFE:  # from the outermost factor inwards: each gradient is multiplied by what its operand was
+        far = (row[:, None] >= 32) & (row[None, :] < 32)
+        near = (row[:, None] // 32) == (row[None, :] // 32)
+        far_dA = tl.load(dA + o_c, mask=far, other=0.0)
+        far_dK = tl.load(dK + o_c, mask=far, other=0.0)
+        near_dA = tl.load(dA + o_c, mask=near, other=0.0)
+        near_dK = tl.load(dK + o_c, mask=near, other=0.0)
+        E, W, to_start, to_middle, from_middle, to_end, gamma = half_decays(b_g, BK, CT)
+        qE = (b_q * E).to(CT)
+        kE = (b_k * E).to(CT)
+        kW = (b_k * W).to(CT)
+        kWm = scale_halves(kW, from_middle, BK)
+        b_dq = dot(kWm, tl.trans(far_dA), scale_halves(b_dq, to_start / to_middle, BK))
+        b_dq = dot(kW, tl.trans(near_dA), scale_halves(b_dq, to_middle, BK))
+        # As below, dΓ takes the rounded operands: a pair (i, j) then gives +x at i and −x at j, which cancel in dg.
+        d_sum = qE.to(tl.float32) * b_dq
+        b_dq = (b_dq + b_diagonal * kW.to(tl.float32)) * E
+        tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
+
+        b_dkp, b_dkm, ds = key_state_gradients(r, y, h, dh, tile, o_k, K, V, BK, BV)
+        b_dkm = scale_halves(b_dkm * b_b[None, :], to_end, BK)
+        dgamma = tl.sum(b_dkm * kW.to(tl.float32), 1) + tl.exp2(gamma) * ds
+        b_dkp = scale_halves(b_dkp * -b_b[None, :], to_start / to_middle, BK)
+        b_dkp = dot(kWm, tl.trans(far_dK), b_dkp)
+        b_dkp = dot(kW, tl.trans(near_dK), scale_halves(b_dkp, to_middle, BK))
+        b_dkm = dot(scale_halves(qE, to_middle, BK), far_dA, scale_halves(b_dkm, 1.0 / from_middle, BK))
+        b_dkm = dot(scale_halves(kE, to_middle, BK), far_dK, b_dkm)
+        b_dkm = dot(kE, near_dK, dot(qE, near_dA, scale_halves(b_dkm, from_middle, BK)))
+        d_sum += kE.to(tl.float32) * b_dkp - kW.to(tl.float32) * b_dkm
+        b_dk = b_dkp * E + (b_dkm + b_diagonal * qE.to(tl.float32)) / E
+    else:
+        b_dkp, b_dkm, ds = key_state_gradients(r, y, h, dh, tile, o_k, K, V, BK, BV)
+        E, W, gamma = full_decays(b_g, CT)
+        b_dq *= E
+        b_dkp *= -b_b[None, :] * E
+        b_dkm *= b_b[None, :] * W
+        dgamma = tl.sum(b_dkm * b_k, 1) + tl.exp2(gamma) * ds
+        b_dA = tl.load(dA + o_c)
+        b_dK = tl.load(dK + o_c)
+        d_sum = b_q * b_dq + b_k * (b_dkp - b_dkm)
+        for level in range(6):
+            E = level_decay(b_g, level, CT)
+            cross = level_mask(level)
+            l_dA = tl.where(cross, b_dA, 0.0)
+            l_dK = tl.where(cross, b_dK, 0.0)
+            qE = (b_q * E).to(CT)
+            kE = (b_k * E).to(CT)
+            l_dq = dot(kE, tl.trans(l_dA))
+            l_dkp = dot(kE, tl.trans(l_dK))
+            l_dkm = dot(kE, l_dK, dot(qE, l_dA))
+            d_sum += qE.to(tl.float32) * l_dq + kE.to(tl.float32) * (l_dkp - l_dkm)
+            b_dq += l_dq * E
+            b_dkp += l_dkp * E
+            b_dkm += l_dkm * E
+        b_dq += b_diagonal * b_k
+        b_dk = b_dkp + b_dkm + b_diagonal * b_q
+        tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
+    tl.store(dk + o_g, tl.trans(b_dk.to(dk.dtype.element_ty)), mask=inside)
+    b_dg = tl.trans(split_dot(d_sum, row[:, None] >= row[None, :], CT) + dgamma[:, None])
+    if GATE > 0:
+        raw = tl.load(g + o_g, mask=inside, other=0.0).to(tl.float32)
+        rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
+        bias = tl.load(dt_bias + i_h * K + o_k).to(tl.float32)
+        b_dg, d_rate = gate_gradient(tl.where(inside, b_dg, 0.0), raw, rate, bias, lower_bound, GATE)
+        tl.store(dA_part + tile * (K // BK) + i_k, tl.sum(d_rate))
+        tl.store(dbias_part + tile * K + o_k, tl.sum(b_dg, 0))
+    tl.store(dg + o_g, b_dg.to(dg.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def norm_gradient_kernel(
+    x, dn, dx, tokens, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """x [tokens, H, K], dn [tokens, HV, K] the gradient of x / |x| (summed here over the heads that share x) → dx."""
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # of [tokens·H]
+    o_k = tl.arange(0, K)[None, :]
+    inside = row < tokens.to(tl.int64) * H
+    b_x = tl.load(x + row * K + o_k, mask=inside, other=0.0).to(tl.float32)
+    b_dn = tl.zeros([ROWS, K], tl.float32)
+    for i in tl.static_range(HV // H):
+        b_dn += tl.load(dn + (row * (HV // H) + i) * K + o_k, mask=inside, other=0.0).to(tl.float32)
+    norm = tl.rsqrt(tl.sum(b_x * b_x, 1) + 1e-6)[:, None]
+    b_n = b_x * norm
+    b_dx = norm * (b_dn - b_n * tl.sum(b_n * b_dn, 1)[:, None])
+    tl.store(dx + row * K + o_k, b_dx.to(dx.dtype.element_ty), mask=inside)
