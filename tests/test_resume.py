@@ -47,6 +47,7 @@ def start(corpus: Path, folder: Path, **overrides: object) -> subprocess.Popen:
     keys |= {name.replace("__", "."): value for name, value in overrides.items()}
     argv = [text for key, value in keys.items() for text in (f"--{key}", str(value))]
     environment = os.environ | {"NGPU": "2", "XDG_CACHE_HOME": str(corpus.parent), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)  # as a user would have it
     return subprocess.Popen(
         [sys.executable, "-m", "titan_linear.launch", *argv], env=environment, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
