@@ -12,7 +12,7 @@ the device. Nothing here waits for the device: grids are upper bounds, programs 
     gradients      (those) -> dq, dk, dg, dbeta, dA_log, ddt_bias                  chunk-parallel
 
 What is kept between forward and backward, besides the inputs: C, gates, norms (`Prepared`), and with
-`disable_recompute` the states h and y. See docs/kernels_gdn.md for bytes and times.
+`disable_recompute` the states h and y. See docs/kernels.md for bytes and times.
 """
 
 from __future__ import annotations
