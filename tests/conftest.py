@@ -7,9 +7,8 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = (
-        "1"  # before anything imports Triton; tests of compilation run without it elsewhere
-    )
+    # Before anything imports Triton; tests of compilation run without it, in a process of their own.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.worlds import World
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-IGNORE = -100  # a label that does not count
+IGNORE = -100  # the label that cross-entropy leaves out
 
 
 def chunked_cross_entropy(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int) -> torch.Tensor:

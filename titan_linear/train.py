@@ -149,16 +149,17 @@ class Trainer:
         norm = gradient_norm(self.model.parameters(), self.dims.shard_group)
         # One reduction brings the loss and a signal that any rank has received: all ranks stop at the same step.
         loss, self.stop_signal = self._sum_and_max(losses.double().sum(), self.signal)
+        grad_norm = norm.item()  # read once, before the optimizer's work is queued
         self.step += 1
         lr = learning_rate(self.step, self.config.optimizer.lr, self.config.lr_scheduler, t.steps)
-        if finite := self._is_finite(loss, norm.item(), losses, batches):
+        if finite := self._is_finite(loss, grad_norm, losses, batches):
             scale_gradients(self.model.parameters(), norm, t.max_norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
         move_selection_biases(self.model, apply=finite)
         self.optimizer.zero_grad(set_to_none=True)
-        return {"loss": loss, "grad_norm": norm.item(), "lr": lr, "skipped_steps": self.skipped}
+        return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "skipped_steps": self.skipped}
 
     def _forward_backward(self, batch: Batch, valid: float) -> torch.Tensor:
         """This rank's part of the loss of one micro-batch; gradients are added up."""

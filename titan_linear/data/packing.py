@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from titan_linear.data.cache import Corpus
-
-IGNORE = -100  # the label that cross-entropy leaves out
+from titan_linear.loss import IGNORE
 
 
 @dataclass(frozen=True, eq=False)

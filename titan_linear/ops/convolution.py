@@ -8,7 +8,7 @@ import torch
 
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.halo import conv_halo
-from titan_linear.ops.options import Entries, batch_entries, select
+from titan_linear.ops.options import check_cp, entries_of, select
 from titan_linear.ops.torch import convolution as torch_convolution
 
 
@@ -57,14 +57,14 @@ def causal_conv1d(
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
     if initial_state is not None and initial_state.shape != (N, D, W - 1):
         raise ValueError(f"initial_state {tuple(initial_state.shape)} must be [N, D, W−1] = [{N}, {D}, {W - 1}]")
-    flat = x.flatten(0, 1)
+    flat, past = x.flatten(0, 1), initial_state
     if cp_context is not None:
-        _check_cp(x, W, initial_state, output_final_state, cu_seqlens, cp_context)
-        entries = Entries(cp_context.cu_seqlens, cp_context.cu_seqlens_cpu)
+        check_cp("x", x, initial_state, output_final_state, cu_seqlens, cp_context)
+        if cp_context.conv1d_kernel_size not in (None, W):
+            built = cp_context.conv1d_kernel_size
+            raise ValueError(f"weight has W = {W}; cp_context was built with conv1d_kernel_size = {built}")
         past = _past_under_cp(flat, W, cp_context)
-    else:
-        entries = batch_entries(B, T) if cu_seqlens is None else Entries(cu_seqlens)
-        past = initial_state
+    entries = entries_of(x, cu_seqlens, cp_context)
     convolve = IMPLEMENTATIONS[select(impl, x.device)]()
     y, final = convolve(flat, weight, bias, past, entries, activation, output_final_state)
     return y.unflatten(0, (B, T)), final
@@ -76,21 +76,3 @@ def _past_under_cp(x: torch.Tensor, W: int, cp: CPContext) -> torch.Tensor:
     past = x.new_zeros(len(cp.cu_seqlens_cpu) - 1, x.shape[1], W - 1)
     first = torch.tensor([first for first, _ in cp.entries]).to(x.device, non_blocking=True)
     return past.index_copy(0, first, halo)
-
-
-def _check_cp(
-    x: torch.Tensor,
-    W: int,
-    initial_state: torch.Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: torch.Tensor | None,
-    cp: CPContext,
-) -> None:
-    if cu_seqlens is not None:
-        raise ValueError("cu_seqlens must not be passed with cp_context, which holds this rank's own")
-    if initial_state is not None or output_final_state:
-        raise ValueError("initial_state and output_final_state are not available with cp_context: leave them out")
-    if x.shape[:2] != (1, cp.offsets[-1]):
-        raise ValueError(f"x has [B, T] = {list(x.shape[:2])}; cp_context gives this rank [1, {cp.offsets[-1]}]")
-    if cp.conv1d_kernel_size not in (None, W):
-        raise ValueError(f"weight has W = {W}; cp_context was built with conv1d_kernel_size = {cp.conv1d_kernel_size}")

@@ -17,7 +17,7 @@ import torch
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.kcp import contributes, incoming_states
 from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
-from titan_linear.ops.options import DeltaRuleOptions, Entries, batch_entries, select
+from titan_linear.ops.options import DeltaRuleOptions, Entries, check_cp, entries_of, select
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule, normalise, step
 
 
@@ -160,7 +160,10 @@ def chunk_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `chunk_kda` and `chunk_gated_delta_rule` share, once they have filled in `options`: checks, and the call."""
     _check(q, k, v, g, beta, A_log, options, initial_state, cu_seqlens)
-    _check_cp(q, initial_state, output_final_state, cu_seqlens, cp_context, cp_method)
+    if cp_method not in ("kcp", "ulysses"):
+        raise ValueError(f"cp_method = {cp_method!r} is unknown; use 'kcp' or 'ulysses'")
+    if cp_context is not None:
+        check_cp("q", q, initial_state, output_final_state, cu_seqlens, cp_context)
     if cp_context is not None and cp_method == "ulysses":
         inputs = _to_heads(cp_context, q, k, v, g, beta, A_log, dt_bias)
         o, _ = chunk_delta_rule(
@@ -173,7 +176,7 @@ def chunk_delta_rule(
     if q.shape[1] == 1 and cu_seqlens is None and cp_context is None and not torch.is_grad_enabled():
         o, final = _decode([*tokens, A_log, dt_bias], options, initial_state)
         return o.to(v.dtype).unsqueeze(1), final if output_final_state else None
-    entries = _entries(q, cu_seqlens, cp_context)
+    entries = entries_of(q, cu_seqlens, cp_context)
     o, final = _DeltaRule.apply(
         implementation, options, entries, cp_context, initial_state, *tokens, A_log, dt_bias
     )  # fmt: skip
@@ -195,12 +198,6 @@ def _to_heads(cp: CPContext, *inputs: torch.Tensor | None) -> list[torch.Tensor 
     *tokens, A_log, dt_bias = inputs
     part = [None if x is None else x.view(cp.world_size, -1)[cp.rank] for x in (A_log, dt_bias)]
     return [*(tokens_to_heads(x, cp) for x in tokens), *part]
-
-
-def _entries(q: torch.Tensor, cu_seqlens: torch.Tensor | None, cp: CPContext | None) -> Entries:
-    if cp is not None:
-        return Entries(cp.cu_seqlens, cp.cu_seqlens_cpu)
-    return batch_entries(*q.shape[:2]) if cu_seqlens is None else Entries(cu_seqlens)
 
 
 def _check(
@@ -232,23 +229,3 @@ def _check(
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
     if initial_state is not None and initial_state.shape != (N, HV, K, V):
         raise ValueError(f"initial_state {tuple(initial_state.shape)} must be [N, HV, K, V] = [{N}, {HV}, {K}, {V}]")
-
-
-def _check_cp(
-    q: torch.Tensor,
-    initial_state: torch.Tensor | None,
-    output_final_state: bool,
-    cu_seqlens: torch.Tensor | None,
-    cp: CPContext | None,
-    cp_method: str,
-) -> None:
-    if cp_method not in ("kcp", "ulysses"):
-        raise ValueError(f"cp_method = {cp_method!r} is unknown; use 'kcp' or 'ulysses'")
-    if cp is None:
-        return
-    if cu_seqlens is not None:
-        raise ValueError("cu_seqlens must not be passed with cp_context, which holds this rank's own")
-    if initial_state is not None or output_final_state:
-        raise ValueError("initial_state and output_final_state are not available with cp_context: leave them out")
-    if q.shape[:2] != (1, cp.offsets[-1]):
-        raise ValueError(f"q has [B, T] = {list(q.shape[:2])}; cp_context gives this rank [1, {cp.offsets[-1]}]")

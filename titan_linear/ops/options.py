@@ -8,6 +8,8 @@ from functools import cached_property
 
 import torch
 
+from titan_linear.ops.cp.context import CPContext
+
 
 @dataclass(frozen=True)
 class DeltaRuleOptions:
@@ -52,6 +54,27 @@ class Entries:
         return self.boundaries.to(device, torch.int32, non_blocking=True)
 
 
-def batch_entries(B: int, T: int) -> Entries:
-    """Every row of a batch is an entry of its own."""
-    return Entries(torch.arange(0, (B + 1) * T, T)[: B + 1] if T else torch.zeros(B + 1, dtype=torch.int64))
+def entries_of(x: torch.Tensor, cu_seqlens: torch.Tensor | None, cp: CPContext | None) -> Entries:
+    """Of x [B, T, ...]: this rank's under CP, packed documents, or else every row of the batch."""
+    if cp is not None:
+        return Entries(cp.cu_seqlens, cp.cu_seqlens_cpu)
+    if cu_seqlens is not None:
+        return Entries(cu_seqlens)
+    return Entries(torch.arange(x.shape[0] + 1) * x.shape[1])
+
+
+def check_cp(
+    name: str,
+    x: torch.Tensor,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool,
+    cu_seqlens: torch.Tensor | None,
+    cp: CPContext,
+) -> None:
+    """What no recurrent op takes beside a cp_context is a ValueError; x [B, T, ...] is its argument `name`."""
+    if cu_seqlens is not None:
+        raise ValueError("cu_seqlens must not be passed with cp_context, which holds this rank's own")
+    if initial_state is not None or output_final_state:
+        raise ValueError("initial_state and output_final_state are not available with cp_context: leave them out")
+    if x.shape[:2] != (1, cp.offsets[-1]):
+        raise ValueError(f"{name} has [B, T] = {list(x.shape[:2])}; cp_context gives this rank [1, {cp.offsets[-1]}]")
