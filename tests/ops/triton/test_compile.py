@@ -137,10 +137,11 @@ def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False) -> Non
     table, offsets, C, gates, norms, A = prepare
     gdn.gdn_scan._init_fn(q, k, v, offsets, C, A, gates, norms, state, cu, 0.5, not plain)
     h, y = gdn.gdn_states._init_fn(k, v, offsets, C, gates, norms, state, cu)
-    dh, dv, _ = gdn.gdn_reverse._init_fn(q, k, do, offsets, C, gates, norms, state, cu, 0.5)
+    A = gdn.gdn_attention._init_fn(q, k, table, gates, norms, cu, 0.5)
+    dh, dv, _ = gdn.gdn_reverse._init_fn(q, k, do, offsets, C, A, gates, norms, state, cu, 0.5)
     gdn.gdn_gradients._init_fn(q, k, do, h, y, dh, dv, table, gates, norms, g, beta, *gate, cu, 0.5)
     gdn.gdn_boundary._init_fn(k, v, offsets, C, gates, norms, entries, cu, True)
-    gdn.gdn_boundary_bwd._init_fn(q, k, do, offsets, C, gates, norms, entries, cu, 0.5)
+    gdn.gdn_boundary_bwd._init_fn(q, k, do, offsets, C, A, gates, norms, entries, cu, 0.5)
 
 
 CASES: dict[str, tuple[Callable, tuple]] = {

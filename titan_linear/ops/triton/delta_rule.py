@@ -125,6 +125,9 @@ class TritonGDN(_TritonRule):
         self.scale, self.cu_seqlens = options.scale, entries.on(self.q.device)
         if kept:
             self.table, self.offsets, self.C, self.gates, self.norms = kept
+            self.A = gdn.gdn_attention(
+                self.q, self.k, self.table, self.gates, self.norms, self.cu_seqlens, self.scale
+            )
         else:
             self.table, self.offsets, self.C, self.gates, self.norms, self.A = gdn.gdn_prepare(
                 self.q, self.k, self.g, self.beta, self.A_log, self.dt_bias, self.cu_seqlens, self.scale, options.l2norm
@@ -143,7 +146,9 @@ class TritonGDN(_TritonRule):
     ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
         q, k, do = self.q, self.k, do.contiguous()
         h, y = gdn.gdn_states(k, self.v, *self.chunks, initial_state, self.cu_seqlens)
-        dh, dv, d_initial = gdn.gdn_reverse(q, k, do, *self.chunks, d_final, self.cu_seqlens, self.scale)
+        dh, dv, d_initial = gdn.gdn_reverse(
+            q, k, do, self.offsets, self.C, self.A, self.gates, self.norms, d_final, self.cu_seqlens, self.scale
+        )
         dq, dk, dg, dbeta, dA_log, ddt_bias = gdn.gdn_gradients(
             q, k, do, h, y, dh, dv, self.table, self.gates, self.norms, self.g, self.beta, self.A_log, self.dt_bias,
             self.cu_seqlens, self.scale,
@@ -155,4 +160,7 @@ class TritonGDN(_TritonRule):
         return gdn.gdn_boundary(self.k, self.v, *self.chunks, entries, self.cu_seqlens, need_m)
 
     def _boundary_backward(self, do: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-        return gdn.gdn_boundary_bwd(self.q, self.k, do.contiguous(), *self.chunks, entries, self.cu_seqlens, self.scale)
+        return gdn.gdn_boundary_bwd(
+            self.q, self.k, do.contiguous(), self.offsets, self.C, self.A, self.gates, self.norms, entries,
+            self.cu_seqlens, self.scale,
+        )  # fmt: skip
