@@ -27,29 +27,29 @@ from titan_linear.ops.triton.gdn_chunks import chunk_table, max_chunks
 
 BT = 64  # tokens of a chunk
 
-# Copy-engine loads want a pipelined loop, STAGES >= 2: without one they faulted with Triton 3.6.
-# Compute capability -> stage -> {widest of (K, V): configuration}. Every row was checked on the device.
+# Compute capability -> stage -> {widest of (K, V): configuration}. Every row was checked on the device. Copy-engine loads
+# in a loop want it pipelined, STAGES >= 2: without that they faulted with Triton 3.6.
 CONFIGS = {
     (9, 0): {
-        "prepare": {256: {"num_warps": 4}},
+        "prepare": {128: {"num_warps": 4, "maxnreg": 168}, 256: {"num_warps": 4}},
         "attention": {256: {"num_warps": 4}},
         "scan": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "boundary": {128: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "states": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "boundary": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "states": {128: {"BV": 64, "STAGES": 4, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
         "reverse": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "gradients": {128: {"BV": 64, "STAGES": 3, "num_warps": 8}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
+        "gradients": {128: {"BV": 32, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 8}},
     }
 }
-# fp32 inputs: twice the bytes for each tile, and every dot in three tf32 passes.
+# fp32 inputs: twice the bytes for each tile, and every dot in three tf32 passes. Right, not fast.
 CONFIGS_FP32 = {
     (9, 0): {
-        "prepare": {64: {"num_warps": 4}},
-        "attention": {64: {"num_warps": 4}},
-        "scan": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "boundary": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "states": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "reverse": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "gradients": {64: {"BV": 32, "STAGES": 1, "num_warps": 8}},
+        "prepare": {256: {"num_warps": 8}},
+        "attention": {256: {"num_warps": 8}},
+        "scan": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 16, "STAGES": 2, "num_warps": 4}},
+        "boundary": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 16, "STAGES": 2, "num_warps": 4}},
+        "states": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 16, "STAGES": 2, "num_warps": 4}},
+        "reverse": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 16, "STAGES": 2, "num_warps": 4}},
+        "gradients": {64: {"BV": 32, "STAGES": 2, "num_warps": 8}, 256: {"BV": 16, "STAGES": 2, "num_warps": 8}},
     }
 }
 
@@ -57,10 +57,7 @@ CONFIGS_FP32 = {
 def config(stage: str, K: int, V: int, dtype: torch.dtype, capability: tuple[int, int] = (9, 0)) -> dict[str, int]:
     """The shipped configuration of `stage`, its BV no wider than V."""
     table = (CONFIGS_FP32 if dtype == torch.float32 else CONFIGS)[capability][stage]
-    fitting = [width for width in table if width >= max(K, V)]
-    if not fitting:
-        raise ValueError(f"K = {K}, V = {V} in {dtype}: impl = 'triton' has GDN up to {max(table)}; use impl = 'torch'")
-    chosen = table[min(fitting)]
+    chosen = table[min(width for width in table if width >= max(K, V))]
     return chosen | {"BV": min(chosen["BV"], K, V)} if "BV" in chosen else chosen
 
 

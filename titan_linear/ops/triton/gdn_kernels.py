@@ -523,28 +523,22 @@ def reverse_kernel(
 def _unit_gradient(b_dx, b_x, b_r, NORM: tl.constexpr):
     """The gradient of x, given r = 1 / |x| and the gradient of r x."""
     if NORM:
-        b_n = b_x.to(tl.float32) * b_r[:, None]
-        b_dx = b_r[:, None] * (b_dx - b_n * tl.sum(b_dx * b_n, 1)[:, None])
+        b_c = b_r * b_r * tl.sum(b_dx * b_x.to(tl.float32), 1)
+        b_dx = b_r[:, None] * (b_dx - b_c[:, None] * b_x.to(tl.float32))
     return b_dx
 
 
 @triton.jit
-def _decay(b_x, b_G, rows, DIAGONAL: tl.constexpr, BT: tl.constexpr):
-    """x * D [BT, BT] below the diagonal (or on it too) in the chunk's own rows, zero elsewhere."""
-    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
-    m_x = (o_i < rows) & ((o_i > o_j) | (DIAGONAL & (o_i == o_j)))
-    return tl.where(m_x, b_x * tl.exp2(tl.where(m_x, b_G[:, None] - b_G[None, :], 0.0)), 0.0)
-
-
-@triton.jit
 def _pair_gradients(b_w, b_beta, BT: tl.constexpr):
-    """What products of pairs of tokens give to G and beta, from w_ij = (d U-part of o_i or X_i) . U_j / beta_j.
+    """What products of pairs of tokens give to G and beta, from w [BT, BT]: o_i's or X_i's gradient times U_j / beta_j.
 
     A token's product with itself does not decay; left in, its rounding would exceed a fast gate's gradient.
     """
-    o_c = tl.arange(0, BT)
-    b_s = tl.where(o_c[:, None] > o_c[None, :], b_w * b_beta[None, :], 0.0)
-    return tl.sum(b_s, 1) - tl.sum(b_s, 0), tl.sum(b_w, 0)
+    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    b_own = tl.sum(tl.where(o_i == o_j, b_w, 0.0), 1)
+    b_w = tl.where(o_i == o_j, 0.0, b_w)
+    b_db = tl.sum(b_w, 0)
+    return tl.sum(b_w * b_beta[None, :], 1) - b_beta * b_db, b_db + b_own
 
 
 @triton.jit
@@ -579,68 +573,67 @@ def gradients_kernel(
 
     b_dq = tl.zeros([BT, K], tl.float32)  # do Sᵀ
     b_p = tl.zeros([BT, BT], tl.float32)  # do Yᵀ
+    b_n = tl.zeros([BT, BT], tl.float32)  # dX Yᵀ
     for i_v in tl.range(0, V // BV, num_stages=STAGES):
         b_do = _fetch_rows(do_desc, start, i_hv * V + i_v * BV)
         b_y = _fetch_rows(y_desc, start, i_hv * V + i_v * BV)
+        b_dx = _fetch_rows(dv_desc, start, i_hv * V + i_v * BV)
         b_dq = tl.dot(b_do, tl.trans(h_desc.load([i_s, i_v * BV])), b_dq, input_precision=PREC)
         b_p = tl.dot(b_do, tl.trans(b_y), b_p, input_precision=PREC)
+        b_n = tl.dot(b_dx, tl.trans(b_y), b_n, input_precision=PREC)
     b_q = _fetch_rows(q_desc, start, i_hv // R * K)
     b_k = _fetch_rows(k_desc, start, i_hv // R * K)
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
-    b_p = _decay(b_p * scale, b_G, length, True, BT)
-    b_w = b_p * tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_rq[:, None] * b_rk[None, :]
-    b_dg, b_db = _pair_gradients(b_w, b_beta, BT)
     b_e = tl.exp2(b_G)
+    m_n = (o_c[:, None] >= o_c[None, :]) & (o_c[:, None] < length)
+    b_d = tl.where(m_n, tl.exp2(tl.where(m_n, b_G[:, None] - b_G[None, :], 0.0)), 0.0)
+    b_p = tl.where(m_n, b_p * scale * b_d, 0.0)
+    b_n = tl.where(m_n & (o_c[:, None] > o_c[None, :]), -b_n * b_d, 0.0)
+    b_w = b_p * tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_rq[:, None] * b_rk[None, :]
+    b_w += b_n * tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_rk[:, None] * b_rk[None, :]
+    b_dg, b_db = _pair_gradients(b_w, b_beta, BT)
     b_dg += (scale * b_e * b_rq) * tl.sum(b_dq * b_q.to(tl.float32), 1)
     b_p *= b_beta[None, :]
-    b_dq *= (scale * b_e)[:, None]
-    b_dq = tl.dot((b_p * b_rk[None, :]).to(dtype), b_k, b_dq, input_precision=PREC)
+    b_n *= b_beta[None, :]
+    b_dq = tl.dot((b_p * b_rk[None, :]).to(dtype), b_k, (scale * b_e)[:, None] * b_dq, input_precision=PREC)
     _store_rows(dq, _unit_gradient(b_dq, b_q, b_rq, NORM), start, length, HV * K, i_hv * K, BT, K)
     b_pq = (b_p * b_rq[:, None]).to(dtype)
+    b_nk = ((b_n + tl.trans(b_n)) * b_rk[None, :]).to(dtype)
 
     b_dk = tl.zeros([BT, K], tl.float32)  # dX Sᵀ
-    b_p = tl.zeros([BT, BT], tl.float32)  # dX Yᵀ
     for i_v in tl.range(0, V // BV, num_stages=STAGES):
         b_dx = _fetch_rows(dv_desc, start, i_hv * V + i_v * BV)
-        b_y = _fetch_rows(y_desc, start, i_hv * V + i_v * BV)
         b_dk = tl.dot(b_dx, tl.trans(h_desc.load([i_s, i_v * BV])), b_dk, input_precision=PREC)
-        b_p = tl.dot(b_dx, tl.trans(b_y), b_p, input_precision=PREC)
     # q, k and gates are loaded again rather than held in registers across a loop
     b_k = _fetch_rows(k_desc, start, i_hv // R * K)
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
     b_e = tl.exp2(b_G)
-    b_p = _decay(-b_p, b_G, length, False, BT)
-    b_w = b_p * tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_rk[:, None] * b_rk[None, :]
-    b_dgn, b_dbn = _pair_gradients(b_w, b_beta, BT)
-    b_dg += b_dgn - b_e * b_rk * tl.sum(b_dk * b_k.to(tl.float32), 1)
-    b_db += b_dbn
-    b_dk *= -b_e[:, None]
-    b_p *= b_beta[None, :]
-    b_dk = tl.dot(((b_p + tl.trans(b_p)) * b_rk[None, :]).to(dtype), b_k, b_dk, input_precision=PREC)
+    b_dg -= b_e * b_rk * tl.sum(b_dk * b_k.to(tl.float32), 1)
+    b_dk = tl.dot(b_nk, b_k, -b_e[:, None] * b_dk, input_precision=PREC)
     b_q = _fetch_rows(q_desc, start, i_hv // R * K)
     b_dk = tl.dot(tl.trans(b_pq), b_q, b_dk, input_precision=PREC)
 
     b_ydh = tl.zeros([BT, K], tl.float32)  # Y dS'ᵀ
-    b_sds = tl.zeros([K], tl.float32)  # <S, dS'>, row by row
+    b_sds = 0.0  # <S, dS'>
     for i_v in tl.range(0, V // BV, num_stages=STAGES):
         b_y = _fetch_rows(y_desc, start, i_hv * V + i_v * BV)
         b_h = h_desc.load([i_s, i_v * BV])  # [K, BV]
         b_dh = dh_desc.load([i_s, i_v * BV])
         b_ydh = tl.dot(b_y, tl.trans(b_dh), b_ydh, input_precision=PREC)
-        b_sds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
+        b_sds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32))
     b_k = _fetch_rows(k_desc, start, i_hv // R * K)
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
     b_w = tl.exp2(b_last - b_G)
     b_dbs = b_w * b_rk * tl.sum(b_ydh * b_k.to(tl.float32), 1)
-    b_dk += (b_w * b_beta)[:, None] * b_ydh
     # what U_j adds to the state decays with the tokens after j: none, for the last one
     b_later = tl.where(o_c < length - 1, b_beta * b_dbs, 0.0)
+    b_dk += (b_w * b_beta)[:, None] * b_ydh
     _store_rows(dk, _unit_gradient(b_dk, b_k, b_rk, NORM), start, length, HV * K, i_hv * K, BT, K)
 
     m_t = o_c < length
     # the gate of token t decays the entering state, updates before t, and what tokens from t on read
     b_dg = tl.cumsum(tl.where(m_t, b_dg, 0.0), 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
-    b_dg += tl.exp2(b_last) * tl.sum(b_sds, 0)
+    b_dg += tl.exp2(b_last) * b_sds
     p_g = start * HV + i_hv + o_c * HV
     if GATE:
         b_x = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
