@@ -28,6 +28,7 @@ def _serve(rank: int, world_size: int, port: int, tasks: mp.Queue, results: mp.Q
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
                       WORLD_SIZE=str(world_size))  # fmt: skip
+    os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")  # on the CPU, on a machine with GPUs too
     dist.init_process_group("gloo", rank=rank, world_size=world_size)
     while (task := tasks.get()) is not None:
         fn, args = task
