@@ -7,10 +7,13 @@ products are wrong. The numbers in bfloat16 are in test_numbers.py, for a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.ops.inputs import boundaries, call, gradients, leaves, make_inputs, oracle, raw_gate_inputs, relative_error
 from tests.worlds import World
@@ -94,6 +97,35 @@ def test_compiles_without_a_break(op: str) -> None:
             for out in (got, want)
         )  # fmt: skip
         assert all((p is None) == (q is None) and (p is None or torch.equal(p, q)) for p, q in zip(a, b, strict=True))
+
+
+class Calls(TorchDispatchMode):
+    """The names of this project's operators, in the order in which they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "titan_linear":
+            self.names.append(op.overloadpacket.__name__)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_selective_checkpointing_names_the_operators(op: str) -> None:
+    """Forward's operators run again in backward unless they are saved by name; the gradients are the same."""
+    x = leaves({n: t.float().to(DEVICE) for n, t in make_inputs(op, 70, H=1, HV=1, K=32, V=32).items()})
+    names = [f"{op}_prepare", f"{op}_scan"]
+    want = torch.autograd.grad(call(op, x, impl="triton")[0].sum(), list(x.values()))
+    for saved in ([], names):
+        ops = [getattr(torch.ops.titan_linear, name).default for name in saved]
+        contexts = partial(create_selective_checkpoint_contexts, ops)
+        with Calls() as calls:
+            o = checkpoint(lambda: call(op, x, impl="triton")[0], use_reentrant=False, context_fn=contexts)
+            got = torch.autograd.grad(o.sum(), list(x.values()))
+        assert [calls.names.count(name) for name in names] == ([1, 1] if saved else [2, 2])
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def on_rank(rank: int, world_size: int, op: str, lengths: list[int], layout: str) -> list[list[torch.Tensor]]:
