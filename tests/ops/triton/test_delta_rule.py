@@ -18,6 +18,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 from tests.ops.inputs import boundaries, call, gradients, leaves, make_inputs, oracle, raw_gate_inputs, relative_error
 from tests.worlds import World
 from titan_linear.ops import build_cp_context, causal_conv1d
+from titan_linear.ops.triton import delta_rule as rules
+from titan_linear.ops.triton.segments import segment_length
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
@@ -57,6 +59,35 @@ def test_packed_documents(op: str, raw: bool, gate: str, options: dict) -> None:
     bounded = {"lower_bound": options.pop("lower_bound")} if "lower_bound" in options else {}
     found = errors(op, x, boundaries(lengths), bounded, **options)
     assert max(found.values()) < TOLERANCE, found
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of one or two chunks: documents of none, a part, exactly two and four of them; states in and out."""
+    monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
+    lengths = [0, 10, 128, 200]
+    x = raw_gate_inputs(op, sum(lengths), H=1, HV=2, K=32, V=64, gate="slow")
+    found = errors(op, x, boundaries(lengths), {})
+    assert max(found.values()) < TOLERANCE, found
+
+
+def test_operators_of_segments_are_well_formed() -> None:
+    cu = torch.tensor([0, 0, 10, 200], dtype=torch.int32, device=DEVICE)
+    ops = torch.ops.titan_linear
+    torch.library.opcheck(ops.segment_table.default, (cu, 200, 64))
+    boundaries, first = ops.segment_table(cu, 200, 64)
+    assert boundaries.tolist() == [0, 0, 10, 74, 138, *[200] * (len(boundaries) - 5)] and first.tolist() == [0, 1, 2, 5]
+    x, M = (torch.randn(len(boundaries) - 1, 1, 32, 32, device=DEVICE) for _ in range(2))
+    for reverse in (False, True):
+        torch.library.opcheck(ops.fold_segments.default, (x, M, None, first, reverse))
+
+
+def test_when_documents_are_split() -> None:
+    assert segment_length(32768, 1, 64, 128) is None  # as many programs as multiprocessors
+    assert segment_length(32768, 10, 16, 128) is None
+    assert segment_length(32768, 1, 16, 128) == 8192
+    assert segment_length(2**20 + 1, 1, 8, 128) == 131136
+    assert segment_length(1000, 1, 1, 64) is None
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
