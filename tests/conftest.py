@@ -16,24 +16,27 @@ torch.set_num_threads(2)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests marked `cuda` run where there is a device and are deselected (not skipped) elsewhere."""
-    if torch.cuda.is_available():
-        return
-    on_device = [item for item in items if item.get_closest_marker("cuda")]
-    if on_device:
-        config.hook.pytest_deselected(items=on_device)
-        items[:] = [item for item in items if item not in on_device]
+    """Tests marked `cuda`, or `cuda(n)`, run where there are so many devices; elsewhere they are deselected."""
+    devices = torch.cuda.device_count()
+    kept, left = [], []
+    for item in items:
+        marker = item.get_closest_marker("cuda")
+        needed = 0 if marker is None else marker.args[0] if marker.args else 1
+        (kept if needed <= devices else left).append(item)
+    config.hook.pytest_deselected(items=left)
+    items[:] = kept
 
 
 @pytest.fixture(scope="session")
-def worlds() -> Iterator[Callable[[int], World]]:
-    """worlds(n): the shared world of n gloo processes, spawned at its first use."""
-    alive: dict[int, World] = {}
+def worlds() -> Iterator[Callable[..., World]]:
+    """worlds(n): the shared world of n gloo processes, spawned at its first use; worlds(n, "nccl"): of n GPUs."""
+    alive: dict[tuple[int, str], World] = {}
 
-    def get(world_size: int) -> World:
-        if world_size not in alive or alive[world_size].broken:
-            alive[world_size] = World(world_size)
-        return alive[world_size]
+    def get(world_size: int, backend: str = "gloo") -> World:
+        key = world_size, backend
+        if key not in alive or alive[key].broken:
+            alive[key] = World(world_size, backend)
+        return alive[key]
 
     yield get
     for world in alive.values():

@@ -1,4 +1,4 @@
-"""Worlds of gloo processes that tests share: spawned once per size, reused by every test of that size.
+"""Worlds of processes that tests share: spawned once per size, reused by every test of that size.
 
 def check(rank, world_size, argument): ...          # module-level, so that a child can import it
 results = worlds(4).run(check, argument)            # one result per rank; a failure raises here
@@ -24,11 +24,15 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def _serve(rank: int, world_size: int, port: int, tasks: mp.Queue, results: mp.Queue) -> None:
+def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue, results: mp.Queue) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
                       WORLD_SIZE=str(world_size))  # fmt: skip
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    else:  # on the CPU, on a machine with GPUs too
+        os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+    dist.init_process_group(backend, rank=rank, world_size=world_size)
     while (task := tasks.get()) is not None:
         fn, args = task
         try:
@@ -39,16 +43,18 @@ def _serve(rank: int, world_size: int, port: int, tasks: mp.Queue, results: mp.Q
 
 
 class World:
-    """`world_size` gloo processes, waiting for functions to run."""
+    """`world_size` processes with a group of `backend`, waiting for functions to run."""
 
-    def __init__(self, world_size: int):
+    def __init__(self, world_size: int, backend: str):
         context = mp.get_context("spawn")
         self.world_size, self.broken = world_size, False
         self.results = context.Queue()
         self.tasks = [context.Queue() for _ in range(world_size)]
         port = free_port()
         self.processes = [
-            context.Process(target=_serve, args=(r, world_size, port, self.tasks[r], self.results), daemon=True)
+            context.Process(
+                target=_serve, args=(r, world_size, backend, port, self.tasks[r], self.results), daemon=True
+            )
             for r in range(world_size)
         ]
         for process in self.processes:

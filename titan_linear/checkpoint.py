@@ -75,7 +75,6 @@ class Checkpointer:
         self._saved: tuple[int, bool] | None = None  # the step that this run is at on disk; with its optimizer?
         self._pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if async_mode == "async" else None
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))  # a plain copy to host memory
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, progress: Progress) -> None:
         """Save as step-N; without an optimizer the weights only. What this run has at this step already stays.
@@ -92,7 +91,9 @@ class Checkpointer:
         if self._thread is None:
             self._write(step, state, progress)
         else:
-            self._pending = self._thread.submit(self._write, step, self._stager.stage(state), dict(progress))
+            # A plain copy to host memory. torch 2.11's stager is for one save: its second fails.
+            staged = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
+            self._pending = self._thread.submit(self._write, step, staged, dict(progress))
 
     def wait(self) -> None:
         """Finish an async save.

@@ -1,18 +1,26 @@
-"""Times of the linear-attention ops on one GPU, beside the floor of their bytes and, if wanted, FLA's.
+"""Times and memory of the linear-attention ops on one GPU, beside the floor of their bytes and, if wanted, peers.
 
     python -m tools.bench_ops                     # KDA, GDN and the convolution, the shapes of docs/kernels.md
-    python -m tools.bench_ops --peers             # beside FLA's (fla-core installed; it autotunes for minutes)
+    python -m tools.bench_ops --peers             # beside FLA and FlashQLA, as installed (FLA autotunes for minutes)
     python -m tools.bench_ops --ops kda --tokens 8192 --heads 64
+    python -m tools.bench_ops --first-call        # seconds of a process's first forward + backward, compiling included
 
 Median milliseconds of triton.testing.do_bench, forward and forward + backward, q and k normalised and gates computed
 beforehand, bfloat16 with float32 gates, K = V = 128. "packed" has ten documents. The floor is the bytes of inputs,
-outputs and gradients over the copy bandwidth measured in the same run.
+outputs and gradients over the copy bandwidth measured in the same run; GB/s are those bytes over the time, TFLOP/s the
+chunked algorithm's products (`flops`). "kept": bytes per token and head held between forward and backward, inputs and
+output apart. "peak": GiB above the inputs.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
+import os
+import tempfile
+import time
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -22,6 +30,8 @@ from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda
 
 PACKED = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)
 K = V = 128
+C = 64  # tokens of a chunk
+W = 4  # taps of the convolution
 Inputs = dict[str, torch.Tensor]
 
 
@@ -37,7 +47,7 @@ def delta_inputs(op: str, T: int, H: int) -> Inputs:
 
 
 def conv_inputs(_: str, T: int, H: int) -> Inputs:
-    return {"x": randn(1, T, H * K).bfloat16(), "weight": randn(H * K, 4).bfloat16()}
+    return {"x": randn(1, T, H * K).bfloat16(), "weight": randn(H * K, W).bfloat16()}
 
 
 OPS: dict[str, tuple[Callable[..., Any], Callable[[str, int, int], Inputs], dict[str, Any]]] = {
@@ -47,19 +57,38 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[str, int, int], Inputs], dict
 }
 
 
-def peers(op: str) -> Callable[..., Any]:
-    """flash-linear-attention's function of the same name."""
+def flops(op: str) -> tuple[int, int]:
+    """Of a token and head: forward; forward and backward."""
     if op == "conv":
-        from fla.modules.convolution import causal_conv1d as peer
-    elif op == "kda":
-        from fla.ops.kda import chunk_kda as peer
-    else:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as peer
-    return peer
+        return 2 * W * K, 6 * W * K
+    # q·S, k·S, kᵀN; the two chunk matrices and their use. Backward: states again, their reverse, gradients.
+    forward = 6 * K * V + 4 * C * K + 4 * C * V
+    return forward, forward + 16 * K * V + 8 * C * K + 10 * C * V
 
 
-def measure(fn: Callable[..., Any], x: Inputs, options: dict[str, Any]) -> tuple[float, float, float]:
-    """(forward ms, forward + backward ms, peak GiB above the inputs)."""
+def peers(op: str) -> dict[str, Callable[..., Any]]:
+    """The installed peers' functions of the same meaning."""
+    found: dict[str, Callable[..., Any]] = {}
+    if find_spec("fla"):
+        if op == "conv":
+            from fla.modules.causal_conv1d import causal_conv1d as peer
+        elif op == "kda":
+            from fla.ops.kda import chunk_kda as peer
+        else:
+            from fla.ops.common import chunk_o
+            from fla.ops.gated_delta_rule import chunk_gated_delta_rule as peer
+
+            chunk_o.TRITON_ABOVE_3_7_1 = True  # lifts its guard against wrong numbers on Hopper: times only
+        found["FLA"] = peer
+    if op == "gdn" and find_spec("flash_qla"):
+        from flash_qla import chunk_gated_delta_rule as peer
+
+        found["FlashQLA"] = peer
+    return found
+
+
+def measure(fn: Callable[..., Any], x: Inputs, options: dict[str, Any]) -> tuple[float, float, int, float]:
+    """(forward ms, forward + backward ms, bytes kept for backward, peak GiB above the inputs)."""
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
     dy = torch.randn_like(fn(**x, **options)[0])
 
@@ -69,11 +98,14 @@ def measure(fn: Callable[..., Any], x: Inputs, options: dict[str, Any]) -> tuple
     with torch.no_grad():
         forward = do_bench(lambda: fn(**x, **options), warmup=50, rep=300, return_mode="median")
     both()
-    torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
+    y = fn(**x, **options)[0]
+    kept = torch.cuda.memory_allocated() - before - y.nbytes
+    del y
+    torch.cuda.reset_peak_memory_stats()
     both()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-    return forward, do_bench(both, warmup=50, rep=300, return_mode="median"), peak
+    return forward, do_bench(both, warmup=50, rep=300, return_mode="median"), kept, peak
 
 
 def copy_bandwidth() -> float:
@@ -83,11 +115,44 @@ def copy_bandwidth() -> float:
     return 2 * a.nbytes / do_bench(lambda: b.copy_(a), return_mode="median")
 
 
-def floors(x: Inputs, bandwidth: float) -> tuple[float, float]:
-    """ms to read the inputs and write the output; and, for both passes, to read them again and write the gradients."""
+def needed_bytes(x: Inputs) -> tuple[int, int]:
+    """To read the inputs and write the output; and, for both passes, to read them again and write the gradients."""
     inputs = sum(t.nbytes for t in x.values())
     output = x["v" if "v" in x else "x"].nbytes
-    return (inputs + output) / bandwidth, (3 * inputs + 2 * output) / bandwidth
+    return inputs + output, 3 * inputs + 2 * output
+
+
+def row(op: str, T: int, H: int, x: Inputs, bandwidth: float, measured: tuple[float, float, int, float]) -> list[str]:
+    *times, kept, peak = measured
+    cells = []
+    for ms, needed, flop in zip(times, needed_bytes(x), flops(op), strict=True):
+        rates = f"{flop * T * H / ms / 1e9:.0f}", f"{needed / ms / 1e6:.0f}", f"{needed / bandwidth / ms:.0%}"
+        cells += [f"{ms:.2f}", *rates]
+    return [*cells, f"{kept / T / H:.0f}", f"{peak:.2f}"]
+
+
+def first_call(op: str, folder: str, seconds: Any) -> None:
+    """In a process of its own, with an empty cache of compiled kernels."""
+    os.environ["TRITON_CACHE_DIR"] = folder
+    fn, make, options = OPS[op]
+    x = {name: t.requires_grad_() for name, t in make(op, 8192, 16).items()}
+    torch.cuda.synchronize()
+    begin = time.perf_counter()
+    y = fn(**x, **options)[0]
+    torch.autograd.grad(y, list(x.values()), torch.ones_like(y))
+    torch.cuda.synchronize()
+    seconds.put(time.perf_counter() - begin)
+
+
+def print_first_calls(ops: list[str]) -> None:
+    context = multiprocessing.get_context("spawn")
+    for op in ops:
+        with tempfile.TemporaryDirectory() as folder:
+            seconds = context.Queue()
+            process = context.Process(target=first_call, args=(op, folder, seconds))
+            process.start()
+            process.join()
+            print(f"{op}: first forward + backward {seconds.get(timeout=10):.1f} s")
 
 
 def main() -> None:
@@ -95,12 +160,16 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=list(OPS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 8192])
     parser.add_argument("--heads", type=int, nargs="+", default=[64, 16])
-    parser.add_argument("--peers", action="store_true", help="flash-linear-attention beside ours")
+    parser.add_argument("--peers", action="store_true", help="those installed of flash-linear-attention and FlashQLA")
+    parser.add_argument("--first-call", action="store_true", help="only the time of a process's first call")
     args = parser.parse_args()
+    if args.first_call:
+        return print_first_calls(args.ops)
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e9:.2f} TB/s")
-    print("| op | T | heads | documents | forward | of floor | forward + backward | of floor | peak GiB |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    times = " | ".join(f"{name} ms | TFLOP/s | GB/s | of floor" for name in ("forward", "forward + backward"))
+    print(f"| op | T | heads | documents | {times} | kept | peak |")
+    print("|---" * 14 + "|")
     for op in args.ops:
         ours, make, options = OPS[op]
         for T in args.tokens:
@@ -109,14 +178,10 @@ def main() -> None:
                     torch.manual_seed(0)
                     x = make(op, T, H)
                     cu = torch.tensor(PACKED if documents == "packed" else (0, T), dtype=torch.int32, device="cuda")
-                    floor = floors(x, bandwidth)
-                    for name, fn in [(op, ours)] + ([(f"{op}, FLA", peers(op))] if args.peers else []):
-                        fw, both, peak = measure(fn, x, options | {"cu_seqlens": cu})
-                        print(
-                            f"| {name} | {T} | {H} | {documents} | {fw:.2f} | {floor[0] / fw:.0%} | {both:.2f} "
-                            f"| {floor[1] / both:.0%} | {peak:.2f} |",
-                            flush=True,
-                        )
+                    for name, fn in {"": ours, **(peers(op) if args.peers else {})}.items():
+                        measured = measure(fn, x, options | {"cu_seqlens": cu})
+                        cells = [f"{op} {name}".strip(), T, H, documents, *row(op, T, H, x, bandwidth, measured)]
+                        print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
 if __name__ == "__main__":

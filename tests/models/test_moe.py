@@ -158,7 +158,7 @@ def test_grouped_product_on_cuda() -> None:
     dy = torch.randn(256, 96, device="cuda", dtype=torch.bfloat16)
     results = []
     for dtype in (torch.bfloat16, torch.float64):
-        a, w = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+        a, w = (t.to(dtype).clone().requires_grad_() for t in (x, weight))
         y = grouped_linear(a, w, counts)
         y.backward(dy.to(dtype))
         results.append((y, a.grad, w.grad))

@@ -89,7 +89,8 @@ class _DeltaRule(torch.autograd.Function):
         )
         ctx.save_for_backward(initial_state, *inputs, *transitions.values(), *rule.kept)
         ctx.set_materialize_grads(False)
-        return o.to(inputs[2].dtype), final
+        # Views: torch 2.11's compiler drops the gradient of an output that is itself an intermediate of this function.
+        return o.to(inputs[2].dtype).view_as(o), final.view_as(final)
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, d_final: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:

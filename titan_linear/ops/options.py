@@ -41,6 +41,7 @@ class Entries:
 
     boundaries: torch.Tensor  # [N+1] int
     on_host: torch.Tensor | None = None  # the same on the CPU, where it is known
+    fixed: bool = False  # stages will be asked for single entries (context parallelism): none may be split
 
     def __len__(self) -> int:
         return self.boundaries.numel() - 1
@@ -57,7 +58,7 @@ class Entries:
 def entries_of(x: torch.Tensor, cu_seqlens: torch.Tensor | None, cp: CPContext | None) -> Entries:
     """Of x [B, T, ...]: this rank's under CP, packed documents, or else every row of the batch."""
     if cp is not None:
-        return Entries(cp.cu_seqlens, cp.cu_seqlens_cpu)
+        return Entries(cp.cu_seqlens, cp.cu_seqlens_cpu, fixed=True)
     if cu_seqlens is not None:
         return Entries(cu_seqlens)
     return Entries(torch.arange(x.shape[0] + 1) * x.shape[1])

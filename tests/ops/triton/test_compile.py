@@ -144,6 +144,20 @@ def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False) -> Non
     gdn.gdn_boundary_bwd._init_fn(q, k, do, offsets, C, A, gates, norms, entries, cu, 0.5)
 
 
+def segments_case(K: int, V: int) -> None:
+    import torch
+
+    from titan_linear.ops.triton import segments
+
+    def meta(*shape):
+        return torch.empty(*shape, device="meta")
+
+    first, HV = torch.empty(2, dtype=torch.int32, device="meta"), 16
+    for reverse in (False, True):
+        arguments = meta(6, HV, K, V), meta(6, HV, K, K), meta(1, HV, K, V), first, reverse
+        segments.fold_segments._init_fn(*arguments)
+
+
 CASES: dict[str, tuple[Callable, tuple]] = {
     f"conv1d {dtype} W={W}": (conv1d_case, (dtype, W)) for dtype in ("bfloat16", "float32") for W in (2, 4)
 }
@@ -160,6 +174,8 @@ CASES |= {
     ]
 }
 CASES |= {
+    "segments K=128 V=128": (segments_case, (128, 128)),
+    "segments K=256 V=64": (segments_case, (256, 64)),
     "kda bfloat16 K=128 V=128 plain": (kda_case, ("bfloat16", 128, 128)),
     "kda bfloat16 K=128 V=128 bounded": (kda_case, ("bfloat16", 128, 128, "bounded")),
 }

@@ -127,8 +127,9 @@ def test_strided_input_and_opcheck():
     [(torch.float64, 4, None, "float64"), (None, 9, None, "W <= 8"), (None, 4, "relu", "relu")],
 )
 def test_unsupported_is_an_error(x_dtype, width, activation, word):
+    x, weight = torch.zeros(1, 4, 8, dtype=x_dtype, device=DEVICE), torch.zeros(8, width, device=DEVICE)
     with pytest.raises(ValueError, match=word):
-        causal_conv1d(torch.zeros(1, 4, 8, dtype=x_dtype), torch.zeros(8, width), activation=activation, impl="triton")
+        causal_conv1d(x, weight, activation=activation, impl="triton")
 
 
 @pytest.mark.cuda

@@ -7,14 +7,19 @@ products are wrong. The numbers in bfloat16 are in test_numbers.py, for a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.ops.inputs import boundaries, call, gradients, leaves, make_inputs, oracle, raw_gate_inputs, relative_error
 from tests.worlds import World
 from titan_linear.ops import build_cp_context, causal_conv1d
+from titan_linear.ops.triton import delta_rule as rules
+from titan_linear.ops.triton.segments import segment_length
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
@@ -57,6 +62,35 @@ def test_packed_documents(op: str, raw: bool, gate: str, options: dict) -> None:
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of one or two chunks: documents of none, a part, exactly two and four of them; states in and out."""
+    monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
+    lengths = [0, 10, 128, 200]
+    x = raw_gate_inputs(op, sum(lengths), H=1, HV=2, K=32, V=64, gate="slow")
+    found = errors(op, x, boundaries(lengths), {})
+    assert max(found.values()) < TOLERANCE, found
+
+
+def test_operators_of_segments_are_well_formed() -> None:
+    cu = torch.tensor([0, 0, 10, 200], dtype=torch.int32, device=DEVICE)
+    ops = torch.ops.titan_linear
+    torch.library.opcheck(ops.segment_table.default, (cu, 200, 64))
+    boundaries, first = ops.segment_table(cu, 200, 64)
+    assert boundaries.tolist() == [0, 0, 10, 74, 138, *[200] * (len(boundaries) - 5)] and first.tolist() == [0, 1, 2, 5]
+    x, M = (torch.randn(len(boundaries) - 1, 1, 32, 32, device=DEVICE) for _ in range(2))
+    for reverse in (False, True):
+        torch.library.opcheck(ops.fold_segments.default, (x, M, None, first, reverse))
+
+
+def test_when_documents_are_split() -> None:
+    assert segment_length(32768, 1, 64, 128) is None  # as many programs as multiprocessors
+    assert segment_length(32768, 10, 16, 128) is None
+    assert segment_length(32768, 1, 16, 128) == 8192
+    assert segment_length(2**20 + 1, 1, 8, 128) == 131136
+    assert segment_length(1000, 1, 1, 64) is None
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
 @pytest.mark.parametrize(("K", "V"), [(64, 32), (32, 64)])
 def test_batches_and_head_dims(op: str, K: int, V: int) -> None:
     found = errors(op, make_inputs(op, 33, B=2, H=1, HV=1, K=K, V=V), None, {})
@@ -80,14 +114,49 @@ def test_strided_inputs_and_expanded_gradients(op: str) -> None:
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_compiles_without_a_break(op: str) -> None:
     cu = torch.tensor([0, 20, 40], dtype=torch.int32, device=DEVICE)
-    x = leaves({n: t.float().to(DEVICE) for n, t in make_inputs(op, 40, H=1, HV=1, K=32, V=32).items()})
+    made = raw_gate_inputs(op, 40, H=1, HV=2, K=32, V=32, gate="usual") | {"initial_state": torch.randn(2, 2, 32, 32)}
+    x = leaves({n: t.float().to(DEVICE) for n, t in made.items()})
 
-    def forward(x: dict[str, torch.Tensor], cu: torch.Tensor) -> torch.Tensor:
-        return call(op, x, cu_seqlens=cu, impl="triton")[0]
+    def forward(x: dict[str, torch.Tensor], cu: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return call(op, x, cu_seqlens=cu, impl="triton", output_final_state=True)
 
     want, got = forward(x, cu), torch.compile(forward, backend="aot_eager", fullgraph=True)(x, cu)
-    for a, b in zip(*(torch.autograd.grad(o.square().sum(), list(x.values())) for o in (got, want)), strict=True):
-        assert torch.equal(a, b)
+    for part in (slice(0, 1), slice(1, 2), slice(0, 2)):  # a loss of either output, or of both
+        a, b = (
+            torch.autograd.grad(sum(y.square().sum() for y in out[part]), list(x.values()), retain_graph=True,
+                                allow_unused=True)
+            for out in (got, want)
+        )  # fmt: skip
+        assert all((p is None) == (q is None) and (p is None or torch.equal(p, q)) for p, q in zip(a, b, strict=True))
+
+
+class Calls(TorchDispatchMode):
+    """The names of this project's operators, in the order in which they run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace == "titan_linear":
+            self.names.append(op.overloadpacket.__name__)
+        return op(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_selective_checkpointing_names_the_operators(op: str) -> None:
+    """Forward's operators run again in backward unless they are saved by name; the gradients are the same."""
+    x = leaves({n: t.float().to(DEVICE) for n, t in make_inputs(op, 70, H=1, HV=1, K=32, V=32).items()})
+    names = [f"{op}_prepare", f"{op}_scan"]
+    want = torch.autograd.grad(call(op, x, impl="triton")[0].sum(), list(x.values()))
+    for saved in ([], names):
+        ops = [getattr(torch.ops.titan_linear, name).default for name in saved]
+        contexts = partial(create_selective_checkpoint_contexts, ops)
+        with Calls() as calls:
+            o = checkpoint(lambda: call(op, x, impl="triton")[0], use_reentrant=False, context_fn=contexts)
+            got = torch.autograd.grad(o.sum(), list(x.values()))
+        assert [calls.names.count(name) for name in names] == ([1, 1] if saved else [2, 2])
+        assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def on_rank(rank: int, world_size: int, op: str, lengths: list[int], layout: str) -> list[list[torch.Tensor]]:

@@ -8,6 +8,7 @@ import torch
 
 from titan_linear.ops.options import DeltaRuleOptions, Entries
 from titan_linear.ops.triton import gdn, kda
+from titan_linear.ops.triton.segments import Segmented, segment_length
 
 HEAD_DIMS = (32, 64, 128, 256)
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -19,8 +20,9 @@ def triton_delta_rule(
     entries: Entries,
     differentiable: bool,
     kept: Sequence[torch.Tensor] = (),
-) -> _TritonRule:
-    """The kernels for these inputs: KDA's for a gate per channel, GDN's for a gate per head.
+) -> _TritonRule | Segmented:
+    """The kernels for these inputs: KDA's for a gate per channel, GDN's for a gate per head; long documents in segments
+    where that fills the GPU.
 
     Raises:
         ValueError: a dtype or head dim that the kernels do not have.
@@ -36,7 +38,11 @@ def triton_delta_rule(
             raise ValueError(
                 f"{name} = {dim}: impl = 'triton' has head dims {HEAD_DIMS}; use impl = 'torch' for others"
             )
-    return (TritonKDA if inputs[3].dim() == 3 else TritonGDN)(inputs, options, entries, kept)
+    rule = TritonKDA if inputs[3].dim() == 3 else TritonGDN
+    length = None if entries.fixed else segment_length(len(q), len(entries), *v.shape[1:])
+    if length is None:
+        return rule(inputs, options, entries, kept)
+    return Segmented(rule, inputs, options, entries, kept, length)
 
 
 class _TritonRule:
@@ -48,20 +54,20 @@ class _TritonRule:
         found: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         for with_m in set(need_m):
             listed = [e for e, need in zip(entries, need_m, strict=True) if need == with_m]
-            S_ext, M = self._boundary(self._list(listed), with_m)
+            S_ext, M = self.boundary_of(self._list(listed), with_m)
             found |= {e: (S_ext[i], M[i] if with_m else None) for i, e in enumerate(listed)}
         return [found[e] for e in entries]
 
     def boundary_backward(self, do: torch.Tensor, entries: Sequence[int]) -> list[torch.Tensor]:
-        return list(self._boundary_backward(do, self._list(entries))) if entries else []
+        return list(self.boundary_backward_of(do, self._list(entries))) if entries else []
 
     def _list(self, entries: Sequence[int]) -> torch.Tensor:
         return torch.tensor(entries, dtype=torch.int32).to(self.cu_seqlens.device, non_blocking=True)
 
-    def _boundary(self, entries: torch.Tensor, need_m: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def boundary_of(self, entries: torch.Tensor, need_m: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise NotImplementedError
 
-    def _boundary_backward(self, do: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    def boundary_backward_of(self, do: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError
 
 
@@ -106,10 +112,10 @@ class TritonKDA(_TritonRule):
         gates = [dA_log.to(A_log.dtype) if self.gated else None, ddt_bias.to(dt_bias.dtype) if self.has_bias else None]
         return [*(x[0] for x in grads), *gates], d_initial
 
-    def _boundary(self, entries: torch.Tensor, need_m: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def boundary_of(self, entries: torch.Tensor, need_m: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         return kda.boundary(self.prepared, self.v, self.cu_seqlens, entries, need_m)
 
-    def _boundary_backward(self, do: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+    def boundary_backward_of(self, do: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
         return kda.boundary_bwd(self.prepared, do.contiguous().unsqueeze(0), self.cu_seqlens, entries)
 
 
@@ -125,30 +131,24 @@ class TritonGDN(_TritonRule):
         self.scale, self.cu_seqlens = options.scale, entries.on(self.q.device)
         if kept:
             self.table, self.offsets, self.C, self.gates, self.norms = kept
-            self.A = gdn.gdn_attention(
-                self.q, self.k, self.table, self.gates, self.norms, self.cu_seqlens, self.scale
-            )
+            A = gdn.gdn_attention(self.q, self.k, self.table, self.gates, self.norms, self.cu_seqlens, self.scale)
         else:
-            self.table, self.offsets, self.C, self.gates, self.norms, self.A = gdn.gdn_prepare(
+            self.table, self.offsets, self.C, self.gates, self.norms, A = gdn.gdn_prepare(
                 self.q, self.k, self.g, self.beta, self.A_log, self.dt_bias, self.cu_seqlens, self.scale, options.l2norm
             )
         self.kept = (self.table, self.offsets, self.C, self.gates, self.norms)
         self.chunks = (self.offsets, self.C, self.gates, self.norms)
+        self.products = (self.offsets, self.C, A, self.gates, self.norms)
 
     def forward(self, initial_state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        return gdn.gdn_scan(
-            self.q, self.k, self.v, self.offsets, self.C, self.A, self.gates, self.norms, initial_state,
-            self.cu_seqlens, self.scale, True,
-        )  # fmt: skip
+        return gdn.gdn_scan(self.q, self.k, self.v, *self.products, initial_state, self.cu_seqlens, self.scale, True)
 
     def backward(
         self, do: torch.Tensor, initial_state: torch.Tensor | None, d_final: torch.Tensor | None
     ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
         q, k, do = self.q, self.k, do.contiguous()
         h, y = gdn.gdn_states(k, self.v, *self.chunks, initial_state, self.cu_seqlens)
-        dh, dv, d_initial = gdn.gdn_reverse(
-            q, k, do, self.offsets, self.C, self.A, self.gates, self.norms, d_final, self.cu_seqlens, self.scale
-        )
+        dh, dv, d_initial = gdn.gdn_reverse(q, k, do, *self.products, d_final, self.cu_seqlens, self.scale)
         dq, dk, dg, dbeta, dA_log, ddt_bias = gdn.gdn_gradients(
             q, k, do, h, y, dh, dv, self.table, self.gates, self.norms, self.g, self.beta, self.A_log, self.dt_bias,
             self.cu_seqlens, self.scale,
@@ -156,11 +156,9 @@ class TritonGDN(_TritonRule):
         gates = [dA_log if self.A_log is not None else None, ddt_bias if self.dt_bias is not None else None]
         return [dq, dk, dv, dg, dbeta, *gates], d_initial
 
-    def _boundary(self, entries: torch.Tensor, need_m: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def boundary_of(self, entries: torch.Tensor, need_m: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         return gdn.gdn_boundary(self.k, self.v, *self.chunks, entries, self.cu_seqlens, need_m)
 
-    def _boundary_backward(self, do: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-        return gdn.gdn_boundary_bwd(
-            self.q, self.k, do.contiguous(), self.offsets, self.C, self.A, self.gates, self.norms, entries,
-            self.cu_seqlens, self.scale,
-        )  # fmt: skip
+    def boundary_backward_of(self, do: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
+        do = do.contiguous()
+        return gdn.gdn_boundary_bwd(self.q, self.k, do, *self.products, entries, self.cu_seqlens, self.scale)

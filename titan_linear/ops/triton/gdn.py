@@ -27,8 +27,8 @@ from titan_linear.ops.triton.gdn_chunks import chunk_table, max_chunks
 
 BT = 64  # tokens of a chunk
 
-# Compute capability -> stage -> {widest of (K, V): configuration}. Every row was checked on the device. Copy-engine loads
-# in a loop want it pipelined, STAGES >= 2: without that they faulted with Triton 3.6.
+# Compute capability -> stage -> {widest of (K, V): configuration}. Every row was checked on the device.
+# Copy-engine loads in a loop want it pipelined, STAGES >= 2: otherwise they faulted with Triton 3.6.
 CONFIGS = {
     (9, 0): {
         "prepare": {128: {"num_warps": 4, "maxnreg": 168}, 256: {"num_warps": 4}},
@@ -366,8 +366,8 @@ def gdn_gradients(
     chosen = config("gradients", K, V, k.dtype)
     rows, states = [_rows(x, chosen["BV"]) for x in (do, y, dv)], [_states(x, chosen["BV"]) for x in (h, dh)]
     kernels.gradients_kernel[(NT * HV,)](
-        _rows(q, K), _rows(k, K), *rows, *states, gates, norms, g, A_log, dt_bias, dq, dk, dg, dbeta, d_gate, cu_seqlens, table, scale,
-        HV, NT, R=HV // H, K=K, V=V, BT=BT, GATE=A_log is not None,
+        _rows(q, K), _rows(k, K), *rows, *states, gates, norms, g, A_log, dt_bias, dq, dk, dg, dbeta, d_gate,
+        cu_seqlens, table, scale, HV, NT, R=HV // H, K=K, V=V, BT=BT, GATE=A_log is not None,
         DT_BIAS=dt_bias is not None, NORM=norms.numel() > 0, PREC=_precision(k), **chosen,
     )  # fmt: skip
     if HV > H:

@@ -260,7 +260,7 @@ def attention_kernel(
     start, length = _locate(table, cu_seqlens, i_t, BT)
     b_q = _load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
     b_k = _load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
-    b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
+    b_G, _, b_rq, b_rk, _ = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
     _store_attention(A, b_q, b_k, b_G, b_rq, b_rk, i_p, scale, BT, PREC)
 
 
@@ -374,8 +374,8 @@ def _reverse_scan(
     chunks = (length + BT - 1) // BT
     for j in tl.range(0, chunks, num_stages=STAGES):
         b_ds = _reverse_step(
-            b_ds, chunks - 1 - j, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, bos, length, first, i_hv,
-            i_v, scale, HV, R, K, V, BT, BV, NORM, STORE, PREC,
+            b_ds, chunks - 1 - j, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, bos, length, first,
+            i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, STORE, PREC,
         )  # fmt: skip
     return b_ds
 

@@ -1,0 +1,73 @@
+"""The kernels under context parallelism on two GPUs (`pytest -m cuda` where there are two), against float64.
+
+Every rank's output and gradients are compared with its part of what one process computes in float64 without context
+parallelism; parameters' gradients with their sum over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ops.inputs import boundaries, leaves, raw_gate_inputs, relative_error
+from tests.ops.triton.test_numbers import PROMISED, run, to_device
+from tests.worlds import World
+from titan_linear.ops import build_cp_context, causal_conv1d
+from titan_linear.ops.cp.context import CPContext
+
+PARAMETERS = ("dA_log", "ddt_bias", "dweight")
+
+
+def errors(
+    ours: dict[str, torch.Tensor], exact: dict[str, torch.Tensor], mine: torch.Tensor, rank: int
+) -> dict[str, float]:
+    """This rank's part, and the sum over the ranks of what is shared."""
+    for name in [n for n in PARAMETERS if n in ours]:  # in the same order on every rank
+        dist.all_reduce(ours[name])
+    part = {n: t if n in PARAMETERS else t[:, mine] for n, t in exact.items()}
+    return {n: relative_error(ours[n], part[n]) for n in ours}
+
+
+def delta_rule(ctx: CPContext, mine: torch.Tensor, rank: int, op: str, cu: torch.Tensor) -> dict[str, float]:
+    x = to_device(raw_gate_inputs(op, int(cu[-1]), H=2, HV=4, K=128, V=128, gate="usual"))
+    do = torch.randn(x["v"].shape, device="cuda", generator=torch.Generator("cuda").manual_seed(7)).bfloat16()
+    local = {n: t if n in ("A_log", "dt_bias") else t[:, mine] for n, t in x.items()}
+    ours = run(op, local, [do[:, mine]], cp_context=ctx, impl="triton")
+    exact = run(op, {n: t.double() for n, t in x.items()}, [do], cu_seqlens=cu, impl="torch")
+    return errors(ours, exact, mine, rank)
+
+
+def convolution(ctx: CPContext, mine: torch.Tensor, rank: int, cu: torch.Tensor) -> dict[str, float]:
+    rng = torch.Generator("cuda").manual_seed(8)
+    x, do = (torch.randn(1, int(cu[-1]), 256, device="cuda", generator=rng).bfloat16() for _ in range(2))
+    weight = torch.randn(256, 4, device="cuda", generator=rng).bfloat16()
+    results = []
+    for y, dy, options in (
+        ({"x": x[:, mine], "weight": weight}, do[:, mine], {"cp_context": ctx, "impl": "triton"}),
+        ({"x": x.double(), "weight": weight.double()}, do.double(), {"cu_seqlens": cu, "impl": "torch"}),
+    ):
+        y = leaves(y)
+        o = causal_conv1d(**y, activation="silu", **options)[0]
+        grads = torch.autograd.grad(o, list(y.values()), dy)
+        results.append(dict(zip(("o", "dx", "dweight"), (o.detach(), *grads))))
+    return errors(*results, mine, rank)
+
+
+def on_rank(rank: int, world_size: int, op: str, lengths: list[int], layout: str) -> dict[str, float]:
+    cu = boundaries(lengths)
+    ctx = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu)
+    mine = torch.cat([torch.arange(s, e) for s, e in ctx.fragments]).cuda()
+    return convolution(ctx, mine, rank, cu) if op == "conv" else delta_rule(ctx, mine, rank, op, cu)
+
+
+@pytest.mark.cuda(2)
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("lengths", [[4096], [1, 15, 63, 64, 65, 1000, 3, 837], [2, 2043, 3]])
+@pytest.mark.parametrize("op", ["kda", "gdn", "conv"])
+def test_two_devices(worlds: Callable[..., World], op: str, lengths: list[int], layout: str) -> None:
+    bounds = PROMISED | {"dx": 5e-3, "dweight": 5e-3}
+    for found in worlds(2, "nccl").run(on_rank, op, lengths, layout):
+        assert not {n: e for n, e in found.items() if not e <= bounds[n]}
