@@ -37,7 +37,7 @@ CONFIGS = {
         "boundary": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
         "states": {128: {"BV": 64, "STAGES": 4, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
         "reverse": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "gradients": {128: {"BV": 32, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 8}},
+        "gradients": {128: {"BV": 64, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 8}},
     }
 }
 # fp32 inputs: twice the bytes for each tile, and every dot in three tf32 passes. Right, not fast.

@@ -589,15 +589,16 @@ def gradients_kernel(
     b_d = tl.where(m_n, tl.exp2(tl.where(m_n, b_G[:, None] - b_G[None, :], 0.0)), 0.0)
     b_p = tl.where(m_n, b_p * scale * b_d, 0.0)
     b_n = tl.where(m_n & (o_c[:, None] > o_c[None, :]), -b_n * b_d, 0.0)
+    b_dgs = (scale * b_e * b_rq) * tl.sum(b_dq * b_q.to(tl.float32), 1)
+    b_w = b_rk * b_beta
+    b_dq = tl.dot((b_p * b_w[None, :]).to(dtype), b_k, (scale * b_e)[:, None] * b_dq, input_precision=PREC)
+    _store_rows(dq, _unit_gradient(b_dq, b_q, b_rq, NORM), start, length, HV * K, i_hv * K, BT, K)
     b_w = b_p * tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_rq[:, None] * b_rk[None, :]
     b_w += b_n * tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_rk[:, None] * b_rk[None, :]
     b_dg, b_db = _pair_gradients(b_w, b_beta, BT)
-    b_dg += (scale * b_e * b_rq) * tl.sum(b_dq * b_q.to(tl.float32), 1)
-    b_p *= b_beta[None, :]
+    b_dg += b_dgs
+    b_pq = (b_p * b_beta[None, :] * b_rq[:, None]).to(dtype)
     b_n *= b_beta[None, :]
-    b_dq = tl.dot((b_p * b_rk[None, :]).to(dtype), b_k, (scale * b_e)[:, None] * b_dq, input_precision=PREC)
-    _store_rows(dq, _unit_gradient(b_dq, b_q, b_rq, NORM), start, length, HV * K, i_hv * K, BT, K)
-    b_pq = (b_p * b_rq[:, None]).to(dtype)
     b_nk = ((b_n + tl.trans(b_n)) * b_rk[None, :]).to(dtype)
 
     b_dk = tl.zeros([BT, K], tl.float32)  # dX Sᵀ
