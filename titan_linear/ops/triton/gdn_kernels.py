@@ -254,7 +254,7 @@ def attention_kernel(
     cu_seqlens, table, scale, stride_q, stride_k, HV,
     R: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """A again, for backward: a third of a millisecond buys a word a token and head that is not kept."""
+    """A again, for backward, which so keeps one matrix a chunk and head, not two."""
     i_p = tl.program_id(0).to(tl.int64)
     i_t, i_hv = i_p // HV, (i_p % HV).to(tl.int32)
     start, length = _locate(table, cu_seqlens, i_t, BT)
@@ -586,7 +586,7 @@ def gradients_kernel(
     b_k = _fetch_rows(k_desc, start, i_hv // R * K)
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
     b_e = tl.exp2(b_G)
-    m_n = (o_c[:, None] >= o_c[None, :]) & (o_c[:, None] < length)
+    m_n = (o_c[:, None] >= o_c[None, :]) & (o_c[:, None] < length)  # later rows are the next document's
     b_d = tl.where(m_n, tl.exp2(tl.where(m_n, b_G[:, None] - b_G[None, :], 0.0)), 0.0)
     b_p = tl.where(m_n, b_p * scale * b_d, 0.0)
     b_n = tl.where(m_n & (o_c[:, None] > o_c[None, :]), -b_n * b_d, 0.0)
