@@ -1,0 +1,150 @@
+"""Find the configurations of the delta rule's kernels on this GPU; check the numbers of every candidate.
+
+    python -m tools.tune_ops                                    # every kernel of both ops, K = V = 128, bfloat16
+    python -m tools.tune_ops --kernels "gdn scan" --dim 64 --dtype float16
+
+Of each kernel, all candidates run in turn in the place of the shipped configuration (ops/triton/configs.py). A
+candidate counts if the op's outputs and gradients stay within the promised errors of the float64 implementation, on
+documents of 1 to 300 tokens and one of 1000; then forward + backward is timed at --tokens and --heads. Prints a line
+per candidate and the fastest last, for configs.py. They run in a process of their own: one that faults ends it alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import cache
+from itertools import accumulate, product
+from multiprocessing import get_context
+
+import torch
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
+from triton.testing import do_bench
+
+from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops.triton.configs import CONFIGS, architecture
+
+CANDIDATES = {
+    "BK": (32, 64, 128),
+    "BV": (16, 32, 64, 128),
+    "STAGES": (1, 2, 3, 4),
+    "num_warps": (2, 4, 8),
+    "num_stages": (1, 2, 3),
+}
+LENGTHS = (1, 15, 63, 64, 65, 300, 1000)
+BOUNDS = {"g": 1e-2, "beta": 1e-2}  # relative errors of gradients in half precision; the others'
+BOUND = 5e-3
+FLOAT32_BOUND = 1e-4
+Inputs = dict[str, torch.Tensor]
+
+
+def make_inputs(op: str, T: int, H: int, dim: int, dtype: torch.dtype) -> Inputs:
+    q, k = (torch.nn.functional.normalize(torch.randn(1, T, H, dim, device="cuda"), dim=-1).to(dtype) for _ in "qk")
+    g = -5 * torch.rand(1, T, H, *([dim] if op == "kda" else []), device="cuda")
+    beta = torch.rand(1, T, H, device="cuda").to(dtype)
+    return {"q": q, "k": k, "v": torch.randn(1, T, H, dim, device="cuda").to(dtype), "g": g, "beta": beta}
+
+
+def results(op: str, x: Inputs, do: torch.Tensor, cu_seqlens: torch.Tensor, impl: str) -> dict[str, torch.Tensor]:
+    """o and the gradient of every input."""
+    x = {name: t.detach().requires_grad_() for name, t in x.items()}
+    options = {"safe_gate": True} if op == "kda" and impl == "triton" else {}
+    fn = chunk_kda if op == "kda" else chunk_gated_delta_rule
+    o, _ = fn(**x, cu_seqlens=cu_seqlens, impl=impl, **options)
+    return {"o": o.detach()} | dict(zip(x, torch.autograd.grad(o, list(x.values()), do.to(o.dtype))))
+
+
+@cache
+def reference(op: str, dim: int, dtype: torch.dtype) -> tuple[Inputs, torch.Tensor, torch.Tensor, Inputs]:
+    """Inputs, their output's gradient, cu_seqlens, and the results in float64."""
+    x = make_inputs(op, sum(LENGTHS), 4, dim, dtype)
+    cu_seqlens = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32, device="cuda")
+    do = torch.randn_like(x["v"])
+    return x, do, cu_seqlens, results(op, {name: t.double() for name, t in x.items()}, do, cu_seqlens, "torch")
+
+
+def worst_error(op: str, dim: int, dtype: torch.dtype) -> float:
+    """The largest error of the op's results, relative to its bound."""
+    x, do, cu_seqlens, exact = reference(op, dim, dtype)
+    found, worst = results(op, x, do, cu_seqlens, "triton"), 0.0
+    for name, right in exact.items():
+        bound = FLOAT32_BOUND if dtype == torch.float32 else BOUNDS.get(name, BOUND)
+        error = (found[name].double() - right).norm() / right.norm() / bound
+        worst = max(worst, error.nan_to_num(torch.inf).item())
+    return worst
+
+
+def candidates(shipped: dict[str, int], dim: int) -> Iterator[dict[str, int]]:
+    """Every combination of the arguments that the shipped configuration has, itself first."""
+    yield shipped
+    names = [name for name in shipped if name in CANDIDATES]
+    for values in product(*(CANDIDATES[name] for name in names)):
+        candidate = shipped | dict(zip(names, values))
+        if candidate != shipped and all(candidate.get(name, 0) <= dim for name in ("BK", "BV")):
+            yield candidate
+
+
+def table_of(
+    kernel: str, dim: int, dtype: torch.dtype
+) -> tuple[dict[tuple[int, int], dict[str, int]], tuple[int, int]]:
+    """The kernel's configurations on this GPU, and the key of the one that these inputs take."""
+    table = CONFIGS[architecture(torch.device("cuda"))][kernel]
+    return table, min(key for key in table if key[0] == dtype.itemsize and key[1] >= dim)
+
+
+def measure(kernel: str, candidate: dict[str, int], args: argparse.Namespace) -> tuple[float, float] | str:
+    """(error relative to its bound, ms), or why there is none. A fault ends this process: its GPU context is gone."""
+    op, dtype = kernel.split()[0], getattr(torch, args.dtype)
+    table, key = table_of(kernel, args.dim, dtype)
+    table[key] = candidate
+    x = make_inputs(op, args.tokens, args.heads, args.dim, dtype)
+    do, cu_seqlens = torch.randn_like(x["v"]), torch.tensor([0, args.tokens], dtype=torch.int32, device="cuda")
+    try:
+        error = worst_error(op, args.dim, dtype)
+        return error, do_bench(lambda: results(op, x, do, cu_seqlens, "triton"), return_mode="median")
+    except (OutOfResources, CompilationError) as failure:
+        return f"{type(failure).__name__}: {failure}"
+    except RuntimeError as failure:
+        print(f"{type(failure).__name__}: {str(failure).splitlines()[0]}", flush=True)
+        os._exit(1)
+
+
+def tune(kernel: str, args: argparse.Namespace) -> None:
+    table, key = table_of(kernel, args.dim, getattr(torch, args.dtype))
+    timed, pool = [], None
+    for candidate in candidates(table[key], args.dim):
+        pool = pool or ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+        try:
+            found = pool.submit(measure, kernel, candidate, args).result()
+        except BrokenProcessPool:
+            found, pool = "faults", None
+        if isinstance(found, str):
+            print(f"{kernel} {candidate}: {found[:100]}", flush=True)
+            continue
+        error, ms = found
+        print(f"{kernel} {candidate}: error {error:.2f} of its bound, {ms:.3f} ms", flush=True)
+        timed += [(ms, candidate)] if error <= 1 else []
+    if pool:
+        pool.shutdown()
+    print(f"{kernel}: shipped {table[key]}; fastest {min(timed, key=lambda t: t[0])}\n", flush=True)
+
+
+def main() -> None:
+    known = sorted(CONFIGS[architecture(torch.device("cuda" if torch.cuda.is_available() else "cpu"))])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", nargs="+", default=known, choices=known)
+    parser.add_argument("--dim", type=int, default=128, choices=[32, 64, 128, 256], help="K and V")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--heads", type=int, default=64)
+    args = parser.parse_args()
+    for kernel in args.kernels:
+        tune(kernel, args)
+
+
+if __name__ == "__main__":
+    main()
