@@ -151,7 +151,7 @@ class TritonGDN(_TritonRule):
         dh, dv, d_initial = gdn.gdn_reverse(q, k, do, *self.products, d_final, self.cu_seqlens, self.scale)
         dq, dk, dg, dbeta, dA_log, ddt_bias = gdn.gdn_gradients(
             q, k, do, h, y, dh, dv, self.table, self.gates, self.norms, self.g, self.beta, self.A_log, self.dt_bias,
-            initial_state, d_final, self.cu_seqlens, self.scale,
+            self.cu_seqlens, self.scale,
         )  # fmt: skip
         gates = [dA_log if self.A_log is not None else None, ddt_bias if self.dt_bias is not None else None]
         return [dq, dk, dv, dg, dbeta, *gates], d_initial

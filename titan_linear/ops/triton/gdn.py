@@ -4,7 +4,6 @@ Stages, all functional, on flat packed streams (q, k [T, H, K], v [T, HV, V], HV
 the device. Nothing here waits for the device: grids are upper bounds, programs find their chunk in a table.
 
     prepare        (q, k, g, beta) -> table, offsets, C, A, gates, norms          chunk-parallel
-    attention      (q, k, gates, norms) -> A                                       the same again, for backward
     scan           (+ v, initial_state) -> o, final_state                          sequential in a head
     boundary       (some entries) -> S_ext, M                                      for context parallelism
     boundary_bwd   (some entries, do) -> dS_ext
@@ -355,8 +354,6 @@ def gdn_gradients(
     beta: torch.Tensor,
     A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    d_final_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -369,10 +366,9 @@ def gdn_gradients(
     chosen = config("gradients", K, V, k.dtype)
     rows, states = [_rows(x, chosen["BV"]) for x in (do, y, dv)], [_states(x, chosen["BV"]) for x in (h, dh)]
     kernels.gradients_kernel[(NT * HV,)](
-        _rows(q, K), _rows(k, K), *rows, *states, gates, norms, g, A_log, dt_bias, _dense(initial_state),
-        _dense(d_final_state), dq, dk, dg, dbeta, d_gate, cu_seqlens, table, scale, HV, NT,
-        R=HV // H, K=K, V=V, BT=BT, GATE=A_log is not None, DT_BIAS=dt_bias is not None, NORM=norms.numel() > 0,
-        EDGES=initial_state is not None and d_final_state is not None, PREC=_precision(k), **chosen,
+        _rows(q, K), _rows(k, K), *rows, *states, gates, norms, g, A_log, dt_bias, dq, dk, dg, dbeta, d_gate,
+        cu_seqlens, table, scale, HV, NT, R=HV // H, K=K, V=V, BT=BT, GATE=A_log is not None,
+        DT_BIAS=dt_bias is not None, NORM=norms.numel() > 0, PREC=_precision(k), **chosen,
     )  # fmt: skip
     if HV > H:
         dq, dk = (x.view(T, H, HV // H, K).sum(2) for x in (dq, dk))
@@ -382,10 +378,7 @@ def gdn_gradients(
 
 
 @gdn_gradients.register_fake
-def _(
-    q, k, do, h, y, dh, dv, table, gates, norms, g, beta, A_log, dt_bias, initial_state, d_final_state, cu_seqlens,
-    scale,
-):  # fmt: skip
+def _(q, k, do, h, y, dh, dv, table, gates, norms, g, beta, A_log, dt_bias, cu_seqlens, scale):
     dA_log = A_log.new_empty(A_log.shape) if A_log is not None else k.new_empty(0)
     ddt_bias = dt_bias.new_empty(dt_bias.shape) if dt_bias is not None else k.new_empty(0)
     return (

@@ -549,7 +549,6 @@ def gradients_kernel(
     gates, norms,
     g,  # [T, HV] the raw gate, with GATE
     A_log, dt_bias,
-    initial_state, d_final_state,  # [N, HV, K, V] fp32 or None
     dq,  # [T, HV, K]
     dk,  # [T, HV, K]
     dg,  # [T, HV]
@@ -557,7 +556,7 @@ def gradients_kernel(
     d_gate,  # [2, NT, HV] fp32 partials of d A_log and d dt_bias
     cu_seqlens, table, scale, HV, NT,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr,
-    DT_BIAS: tl.constexpr, NORM: tl.constexpr, EDGES: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    DT_BIAS: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg, dbeta of one chunk and value head: queries first, so that few tiles are alive at a time."""
     i_p = tl.program_id(0).to(tl.int64)
@@ -632,14 +631,6 @@ def gradients_kernel(
     b_dk += (b_w * b_beta)[:, None] * b_ydh
     _store_rows(dk, _unit_gradient(b_dk, b_k, b_rk, NORM), start, length, HV * K, i_hv * K, BT, K)
 
-    if EDGES:  # a document within the chunk, whose states were given in fp32: one product may be most of dg
-        i_n = tl.load(table + 2 * i_t)
-        if tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n) == length:
-            p_s = (i_n * HV + i_hv).to(tl.int64) * K * V + tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]
-            b_sds = 0.0
-            for i_v in range(V // BV):
-                b_s = tl.load(initial_state + p_s + i_v * BV).to(tl.float32)
-                b_sds += tl.sum(b_s * tl.load(d_final_state + p_s + i_v * BV).to(tl.float32))
     m_t = o_c < length
     # the gate of token t decays the entering state, updates before t, and what tokens from t on read
     b_dg = tl.cumsum(tl.where(m_t, b_dg, 0.0), 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
