@@ -131,25 +131,24 @@ class TritonGDN(_TritonRule):
         self.scale, self.cu_seqlens = options.scale, entries.on(self.q.device)
         if kept:
             self.table, self.offsets, self.C, self.gates, self.norms = kept
+            A = gdn.gdn_attention(self.q, self.k, self.table, self.gates, self.norms, self.cu_seqlens, self.scale)
         else:
-            self.table, self.offsets, self.C, self.gates, self.norms, self.A = gdn.gdn_prepare(
+            self.table, self.offsets, self.C, self.gates, self.norms, A = gdn.gdn_prepare(
                 self.q, self.k, self.g, self.beta, self.A_log, self.dt_bias, self.cu_seqlens, self.scale, options.l2norm
             )
         self.kept = (self.table, self.offsets, self.C, self.gates, self.norms)
         self.chunks = (self.offsets, self.C, self.gates, self.norms)
+        self.products = (self.offsets, self.C, A, self.gates, self.norms)
 
     def forward(self, initial_state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        return gdn.gdn_scan(
-            self.q, self.k, self.v, self.offsets, self.C, self.A, self.gates, self.norms, initial_state,
-            self.cu_seqlens, self.scale, True,
-        )  # fmt: skip
+        return gdn.gdn_scan(self.q, self.k, self.v, *self.products, initial_state, self.cu_seqlens, self.scale, True)
 
     def backward(
         self, do: torch.Tensor, initial_state: torch.Tensor | None, d_final: torch.Tensor | None
     ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
         q, k, do = self.q, self.k, do.contiguous()
         h, y = gdn.gdn_states(k, self.v, *self.chunks, initial_state, self.cu_seqlens)
-        dh, dv, d_initial = gdn.gdn_reverse(q, k, do, *self.chunks, d_final, self.cu_seqlens, self.scale)
+        dh, dv, d_initial = gdn.gdn_reverse(q, k, do, *self.products, d_final, self.cu_seqlens, self.scale)
         dq, dk, dg, dbeta, dA_log, ddt_bias = gdn.gdn_gradients(
             q, k, do, h, y, dh, dv, self.table, self.gates, self.norms, self.g, self.beta, self.A_log, self.dt_bias,
             self.cu_seqlens, self.scale,
@@ -161,4 +160,5 @@ class TritonGDN(_TritonRule):
         return gdn.gdn_boundary(self.k, self.v, *self.chunks, entries, self.cu_seqlens, need_m)
 
     def boundary_backward_of(self, do: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-        return gdn.gdn_boundary_bwd(self.q, self.k, do.contiguous(), *self.chunks, entries, self.cu_seqlens, self.scale)
+        do = do.contiguous()
+        return gdn.gdn_boundary_bwd(self.q, self.k, do, *self.products, entries, self.cu_seqlens, self.scale)

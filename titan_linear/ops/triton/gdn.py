@@ -27,27 +27,29 @@ from titan_linear.ops.triton.gdn_chunks import chunk_table, max_chunks
 
 BT = 64  # tokens of a chunk
 
-# Copy-engine loads want a pipelined loop, STAGES >= 2: without one they faulted with Triton 3.6.
 # Compute capability -> stage -> {widest of (K, V): configuration}. Every row was checked on the device.
+# Copy-engine loads in a loop want it pipelined, STAGES >= 2: otherwise they faulted with Triton 3.6.
 CONFIGS = {
     (9, 0): {
-        "prepare": {256: {"num_warps": 4}},
+        "prepare": {128: {"num_warps": 4, "maxnreg": 168}, 256: {"num_warps": 4}},
+        "attention": {256: {"num_warps": 4}},
         "scan": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "boundary": {128: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "states": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "reverse": {128: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "gradients": {128: {"BV": 32, "STAGES": 3, "num_warps": 8}, 256: {"BV": 32, "STAGES": 1, "num_warps": 8}},
+        "boundary": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "states": {128: {"BV": 64, "STAGES": 4, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "reverse": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
+        "gradients": {128: {"BV": 64, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 8}},
     }
 }
-# fp32 inputs: twice the bytes for each tile, and every dot in three tf32 passes.
+# fp32 inputs: twice the bytes for each tile, and every dot in three tf32 passes. Right, not fast.
 CONFIGS_FP32 = {
     (9, 0): {
-        "prepare": {64: {"num_warps": 4}},
-        "scan": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "boundary": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "states": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "reverse": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "gradients": {64: {"BV": 32, "STAGES": 1, "num_warps": 8}},
+        "prepare": {256: {"num_warps": 8}},
+        "attention": {256: {"num_warps": 8}},
+        "scan": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 16, "STAGES": 2, "num_warps": 4}},
+        "boundary": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 16, "STAGES": 2, "num_warps": 4}},
+        "states": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 16, "STAGES": 2, "num_warps": 4}},
+        "reverse": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 16, "STAGES": 2, "num_warps": 4}},
+        "gradients": {64: {"BV": 32, "STAGES": 2, "num_warps": 8}, 256: {"BV": 16, "STAGES": 2, "num_warps": 8}},
     }
 }
 
@@ -55,10 +57,7 @@ CONFIGS_FP32 = {
 def config(stage: str, K: int, V: int, dtype: torch.dtype, capability: tuple[int, int] = (9, 0)) -> dict[str, int]:
     """The shipped configuration of `stage`, its BV no wider than V."""
     table = (CONFIGS_FP32 if dtype == torch.float32 else CONFIGS)[capability][stage]
-    fitting = [width for width in table if width >= max(K, V)]
-    if not fitting:
-        raise ValueError(f"K = {K}, V = {V} in {dtype}: impl = 'triton' has GDN up to {max(table)}; use impl = 'torch'")
-    chosen = table[min(fitting)]
+    chosen = table[min(width for width in table if width >= max(K, V))]
     return chosen | {"BV": min(chosen["BV"], K, V)} if "BV" in chosen else chosen
 
 
@@ -81,6 +80,12 @@ def _rows(x: torch.Tensor, width: int) -> TensorDescriptor:
 def _tiles(x: torch.Tensor) -> TensorDescriptor:
     """x [NT, HV, BT, BT], one tile of a chunk and head at a time."""
     return TensorDescriptor(x, [x.numel() // BT, BT], [BT, 1], [BT, BT])
+
+
+def _states(x: torch.Tensor, width: int) -> TensorDescriptor:
+    """x [NT, HV, K, V], `width` columns of one chunk's and head's state at a time."""
+    K, V = x.shape[2:]
+    return TensorDescriptor(x, [x.numel() // V, V], [V, 1], [K, width])
 
 
 def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -138,6 +143,32 @@ def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, l2norm):
     gates = k.new_empty((NT, g.shape[1], 2, BT), **fp32)
     offsets = torch.empty_like(cu_seqlens)
     return cu_seqlens.new_empty(NT, 2), offsets, k.new_empty(square), gates, norms, k.new_empty(square)
+
+
+@torch.library.custom_op("titan_linear::gdn_attention", mutates_args=())
+def gdn_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    table: torch.Tensor,
+    gates: torch.Tensor,
+    norms: torch.Tensor,
+    cu_seqlens: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """-> A [NT, HV, BT, BT] as `gdn_prepare` gives it."""
+    (_, H, K), (NT, HV) = q.shape, gates.shape[:2]
+    q, k = _heads(q), _heads(k)
+    A = k.new_empty(NT, HV, BT, BT)
+    kernels.attention_kernel[(NT * HV,)](
+        q, k, gates, norms, A, cu_seqlens, table, scale, q.stride(0), k.stride(0), HV, R=HV // H, K=K, BT=BT,
+        NORM=norms.numel() > 0, PREC=_precision(k), **config("attention", K, K, k.dtype),
+    )  # fmt: skip
+    return A
+
+
+@gdn_attention.register_fake
+def _(q, k, table, gates, norms, cu_seqlens, scale):
+    return k.new_empty(gates.shape[0], gates.shape[1], BT, BT)
 
 
 @torch.library.custom_op("titan_linear::gdn_scan", mutates_args=())
@@ -217,6 +248,7 @@ def gdn_boundary_bwd(
     do: torch.Tensor,
     offsets: torch.Tensor,
     C: torch.Tensor,
+    A: torch.Tensor,
     gates: torch.Tensor,
     norms: torch.Tensor,
     entries: torch.Tensor,
@@ -229,7 +261,7 @@ def gdn_boundary_bwd(
     dS_ext = torch.empty(F, HV, K, V, dtype=torch.float32, device=do.device)
     chosen = config("boundary", K, V, k.dtype)
     kernels.boundary_bwd_kernel[(F * HV * (V // chosen["BV"]),)](
-        _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), gates, norms, entries, dS_ext,
+        _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), _tiles(A), gates, norms, entries, dS_ext,
         cu_seqlens, offsets, scale, HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, PREC=_precision(k),
         **chosen,
     )  # fmt: skip
@@ -237,7 +269,7 @@ def gdn_boundary_bwd(
 
 
 @gdn_boundary_bwd.register_fake
-def _(q, k, do, offsets, C, gates, norms, entries, cu_seqlens, scale):
+def _(q, k, do, offsets, C, A, gates, norms, entries, cu_seqlens, scale):
     return do.new_empty((entries.shape[0], do.shape[1], k.shape[2], do.shape[2]), dtype=torch.float32)
 
 
@@ -277,6 +309,7 @@ def gdn_reverse(
     do: torch.Tensor,
     offsets: torch.Tensor,
     C: torch.Tensor,
+    A: torch.Tensor,
     gates: torch.Tensor,
     norms: torch.Tensor,
     d_final_state: torch.Tensor | None,
@@ -290,7 +323,7 @@ def gdn_reverse(
     d_initial = torch.empty(N, HV, K, V, dtype=torch.float32, device=do.device)
     chosen = config("reverse", K, V, k.dtype)
     kernels.reverse_kernel[(N * HV * (V // chosen["BV"]),)](
-        _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), gates, norms, _dense(d_final_state),
+        _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), _tiles(A), gates, norms, _dense(d_final_state),
         dh, dv, d_initial, cu_seqlens, offsets, scale, HV,
         R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, D_FINAL=d_final_state is not None, PREC=_precision(k),
         **chosen,
@@ -299,7 +332,7 @@ def gdn_reverse(
 
 
 @gdn_reverse.register_fake
-def _(q, k, do, offsets, C, gates, norms, d_final_state, cu_seqlens, scale):
+def _(q, k, do, offsets, C, A, gates, norms, d_final_state, cu_seqlens, scale):
     states = (C.shape[0], do.shape[1], k.shape[2], do.shape[2])
     d_initial = do.new_empty((cu_seqlens.shape[0] - 1, *states[1:]), dtype=torch.float32)
     return k.new_empty(states), do.new_empty(do.shape), d_initial
@@ -327,14 +360,18 @@ def gdn_gradients(
     """-> dq, dk, dg, dbeta, dA_log, ddt_bias, each in its input's dtype; the last two empty where they are None."""
     (T, H, K), (_, HV, V), NT = k.shape, y.shape, table.shape[0]
     q, k, do, g = _heads(q), _heads(k), _heads(do), g.contiguous()
-    dq, dk = k.new_empty(T, H, K), k.new_empty(T, H, K)
+    dq, dk = q.new_empty(T, HV, K), k.new_empty(T, HV, K)
     dg, dbeta = g.new_empty(T, HV), beta.new_empty(T, HV)
     d_gate = torch.empty((2, NT, HV) if A_log is not None else 0, dtype=torch.float32, device=k.device)
-    kernels.gradients_kernel[(NT * H,)](
-        q, k, do, h, y, dh, dv, gates, norms, g, A_log, dt_bias, dq, dk, dg, dbeta, d_gate, cu_seqlens, table, scale,
-        q.stride(0), k.stride(0), do.stride(0), HV, NT, R=HV // H, K=K, V=V, BT=BT, GATE=A_log is not None,
-        DT_BIAS=dt_bias is not None, NORM=norms.numel() > 0, PREC=_precision(k), **config("gradients", K, V, k.dtype),
+    chosen = config("gradients", K, V, k.dtype)
+    rows, states = [_rows(x, chosen["BV"]) for x in (do, y, dv)], [_states(x, chosen["BV"]) for x in (h, dh)]
+    kernels.gradients_kernel[(NT * HV,)](
+        _rows(q, K), _rows(k, K), *rows, *states, gates, norms, g, A_log, dt_bias, dq, dk, dg, dbeta, d_gate,
+        cu_seqlens, table, scale, HV, NT, R=HV // H, K=K, V=V, BT=BT, GATE=A_log is not None,
+        DT_BIAS=dt_bias is not None, NORM=norms.numel() > 0, PREC=_precision(k), **chosen,
     )  # fmt: skip
+    if HV > H:
+        dq, dk = (x.view(T, H, HV // H, K).sum(2) for x in (dq, dk))
     none = k.new_empty(0)
     dA_log = d_gate[0].sum(0).to(A_log.dtype) if A_log is not None else none
     return dq, dk, dg, dbeta, dA_log, d_gate[1].sum(0).to(dt_bias.dtype) if dt_bias is not None else none.clone()

@@ -138,6 +138,29 @@ def _locate(table, cu_seqlens, i_t, BT: tl.constexpr):
 
 
 @triton.jit
+def _load_rows(x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexpr):
+    """The first `rows` rows of a [BT, BD] tile of a matrix from token `start` on, and zeros."""
+    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
+    return tl.load(x + start * stride + column + (o_c * stride + o_d), mask=o_c < rows, other=0.0)
+
+
+@triton.jit
+def _store_rows(x, b_x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexpr):
+    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
+    tl.store(x + start * stride + column + (o_c * stride + o_d), b_x.to(x.dtype.element_ty), mask=o_c < rows)
+
+
+@triton.jit
+def _store_attention(A, b_q, b_k, b_G, b_rq, b_rk, i_p, scale, BT: tl.constexpr, PREC: tl.constexpr):
+    """A of one chunk and head."""
+    o_c = tl.arange(0, BT)
+    m_l = o_c[:, None] >= o_c[None, :]
+    b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * (scale * b_rq[:, None] * b_rk[None, :])
+    b_a *= tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], -float("inf")))
+    tl.store(A + i_p * BT * BT + (o_c[:, None] * BT + o_c[None, :]), b_a.to(A.dtype.element_ty))
+
+
+@triton.jit
 def prepare_kernel(
     q,  # [T, H, K]
     k,  # [T, H, K]
@@ -166,7 +189,7 @@ def prepare_kernel(
 ):
     """Gates, norms, C and A of two (chunk, value head) pairs, which share the lanes of the solve."""
     i_p = 2 * tl.program_id(0).to(tl.int64)
-    o_c, o_k = tl.arange(0, BT), tl.arange(0, K)
+    o_c = tl.arange(0, BT)
     for u in tl.range(0, 2, num_stages=1):
         i_t, i_hv = (i_p + u) // HV, (i_p + u) % HV
         start, length = _locate(table, cu_seqlens, i_t, BT)
@@ -181,8 +204,7 @@ def prepare_kernel(
         b_beta = tl.load(beta + p_g, mask=m_t, other=0.0).to(tl.float32)
         tl.store(gates + (i_p + u) * 2 * BT + o_c, b_G)
         tl.store(gates + (i_p + u) * 2 * BT + BT + o_c, b_beta)
-        p_k = k + start * stride_k + i_hv // R * K + (o_c[:, None] * stride_k + o_k[None, :])
-        b_k = tl.load(p_k, mask=m_t[:, None], other=0.0)  # [BT, K]
+        b_k = _load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
         b_n = tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
         if NORM:
             b_rk = tl.rsqrt(tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1) + EPS)
@@ -199,21 +221,16 @@ def prepare_kernel(
     for u in tl.range(0, 2, num_stages=1):
         i_t, i_hv = (i_p + u) // HV, (i_p + u) % HV
         start, length = _locate(table, cu_seqlens, i_t, BT)
-        m_t = o_c < length
-        p_q = q + start * stride_q + i_hv // R * K + (o_c[:, None] * stride_q + o_k[None, :])
-        p_k = k + start * stride_k + i_hv // R * K + (o_c[:, None] * stride_k + o_k[None, :])
-        b_q = tl.load(p_q, mask=m_t[:, None], other=0.0)  # [BT, K]
-        b_k = tl.load(p_k, mask=m_t[:, None], other=0.0)  # [BT, K]
-        b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * scale
+        b_q = _load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
+        b_k = _load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
+        b_rq = tl.full([BT], 1.0, tl.float32)
+        b_rk = b_rq
         if NORM:
             b_rq = tl.rsqrt(tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1) + EPS)
             b_rk = tl.rsqrt(tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1) + EPS)
             tl.store(norms + (i_t * (HV // R) + i_hv // R) * 2 * BT + o_c, b_rq, mask=i_hv % R == 0)
-            b_a *= b_rq[:, None] * b_rk[None, :]
         b_G = tl.load(gates + (i_p + u) * 2 * BT + o_c)
-        m_l = o_c[:, None] >= o_c[None, :]
-        b_a *= tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], -float("inf")))
-        tl.store(A + (i_p + u) * BT * BT + (o_c[:, None] * BT + o_c[None, :]), b_a.to(A.dtype.element_ty))
+        _store_attention(A, b_q, b_k, b_G, b_rq, b_rk, i_p + u, scale, BT, PREC)
 
 
 @triton.jit
@@ -231,7 +248,24 @@ def _load_gates(gates, norms, i_t, i_hv, HV, R: tl.constexpr, BT: tl.constexpr, 
 
 
 @triton.jit
-def _load_rows(desc, start, column):
+def attention_kernel(
+    q, k, gates, norms,
+    A,  # [NT, HV, BT, BT]
+    cu_seqlens, table, scale, stride_q, stride_k, HV,
+    R: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """A again, for backward, which so keeps one matrix a chunk and head, not two."""
+    i_p = tl.program_id(0).to(tl.int64)
+    i_t, i_hv = i_p // HV, (i_p % HV).to(tl.int32)
+    start, length = _locate(table, cu_seqlens, i_t, BT)
+    b_q = _load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
+    b_k = _load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
+    b_G, _, b_rq, b_rk, _ = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
+    _store_attention(A, b_q, b_k, b_G, b_rq, b_rk, i_p, scale, BT, PREC)
+
+
+@triton.jit
+def _fetch_rows(desc, start, column):
     """A tile of a [T, .] matrix from token `start` on, by the copy engine.
 
     It knows no document: past an entry's end come the next one's rows, which the callers multiply by zero. (Tiles that
@@ -241,14 +275,7 @@ def _load_rows(desc, start, column):
 
 
 @triton.jit
-def _store_rows(p, b_x, stride, start, rows, column, BT: tl.constexpr, BD: tl.constexpr):
-    """Store the first `rows` rows of a tile."""
-    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
-    tl.store(p + start * stride + column + (o_c * stride + o_d), b_x.to(p.dtype.element_ty), mask=o_c < rows)
-
-
-@triton.jit
-def _load_tile(desc, i_p, BT: tl.constexpr):
+def _fetch_tile(desc, i_p, BT: tl.constexpr):
     """C or A of one chunk and head."""
     return desc.load([(i_p * BT).to(tl.int32), 0])
 
@@ -263,9 +290,9 @@ def _step(
     """One chunk forward: the state that leaves, from the state b_s [K, BV] that enters."""
     dtype = C_desc.dtype
     start, rows, i_p = bos + i * BT, length - i * BT, (first + i) * HV + i_hv
-    b_k = _load_rows(k_desc, start, i_hv // R * K)  # [BT, K]
-    b_v = _load_rows(v_desc, start, i_hv * V + i_v * BV).to(tl.float32)  # [BT, BV]
-    b_c = _load_tile(C_desc, i_p, BT)  # [BT, BT]
+    b_k = _fetch_rows(k_desc, start, i_hv // R * K)  # [BT, K]
+    b_v = _fetch_rows(v_desc, start, i_hv * V + i_v * BV).to(tl.float32)  # [BT, BV]
+    b_c = _fetch_tile(C_desc, i_p, BT)  # [BT, BT]
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
     b_e = tl.exp2(b_G)
     if MASK_V:
@@ -276,13 +303,13 @@ def _step(
     b_x = b_v - (b_e * b_rk)[:, None] * tl.dot(b_k, b_sd, input_precision=PREC)
     b_y = b_x - tl.dot(b_c, b_x.to(dtype), input_precision=PREC)  # [BT, BV]
     if STORE:
-        _store_rows(y, b_y, HV * V, start, rows, i_hv * V + i_v * BV, BT, BV)
+        _store_rows(y, b_y, start, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
     if OUTPUT:
-        b_q = _load_rows(q_desc, start, i_hv // R * K)  # [BT, K]
-        b_a = _load_tile(A_desc, i_p, BT)  # [BT, BT]
+        b_q = _fetch_rows(q_desc, start, i_hv // R * K)  # [BT, K]
+        b_a = _fetch_tile(A_desc, i_p, BT)  # [BT, BT]
         b_o = (scale * b_e * b_rq)[:, None] * tl.dot(b_q, b_sd, input_precision=PREC)
         b_o += tl.dot(b_a, (b_beta[:, None] * b_y).to(dtype), input_precision=PREC)
-        _store_rows(o, b_o, HV * V, start, rows, i_hv * V + i_v * BV, BT, BV)
+        _store_rows(o, b_o, start, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
     b_w = (tl.exp2(b_last - b_G) * b_rk * b_beta)[:, None] * b_y
     return b_s * tl.exp2(b_last) + tl.dot(tl.trans(b_k), b_w.to(dtype), input_precision=PREC)
 
@@ -308,33 +335,28 @@ def _scan(
 
 @triton.jit
 def _reverse_step(
-    b_ds, i, q_desc, k_desc, do_desc, C_desc, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
+    b_ds, i, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
     HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One chunk backward: the gradient of the state that enters, from that of the state that leaves, b_ds [K, BV]."""
     dtype = C_desc.dtype
-    o_r, o_c = tl.arange(0, BT)[None, :], tl.arange(0, BT)[:, None]
     start, rows, i_p = bos + i * BT, length - i * BT, (first + i) * HV + i_hv
-    b_k = _load_rows(k_desc, start, i_hv // R * K)  # [BT, K]
-    b_q = _load_rows(q_desc, start, i_hv // R * K)  # [BT, K]
-    b_do = _load_rows(do_desc, start, i_hv * V + i_v * BV)  # [BT, BV]
-    b_c = _load_tile(C_desc, i_p, BT)  # [BT, BT]
+    b_k = _fetch_rows(k_desc, start, i_hv // R * K)  # [BT, K]
+    b_q = _fetch_rows(q_desc, start, i_hv // R * K)  # [BT, K]
+    b_do = _fetch_rows(do_desc, start, i_hv * V + i_v * BV)  # [BT, BV]
+    b_c = _fetch_tile(C_desc, i_p, BT)  # [BT, BT]
+    b_a = _fetch_tile(A_desc, i_p, BT)  # [BT, BT]
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
     b_dsd = b_ds.to(dtype)
     if STORE:
         tl.store(dh + i_p * K * V + i_v * BV + (tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]), b_dsd)
-    b_at = tl.dot(b_k, tl.trans(b_q), input_precision=PREC)
-    if NORM:
-        b_at *= b_rk[:, None] * b_rq[None, :]
-    seen = (o_c <= o_r) & (o_r < rows)
-    b_at = tl.where(seen, b_at * tl.exp2(tl.where(seen, b_G[None, :] - b_G[:, None], 0.0)), 0.0)
     b_du = (tl.exp2(b_last - b_G) * b_rk)[:, None] * tl.dot(b_k, b_dsd, input_precision=PREC)
-    b_du += tl.dot((b_at * scale).to(dtype), b_do, input_precision=PREC)  # [BT, BV]
+    b_du += tl.dot(tl.trans(b_a), b_do, input_precision=PREC)  # [BT, BV]
     b_z = b_beta[:, None] * b_du
     b_dx = b_z - tl.dot(tl.trans(b_c), b_z.to(dtype), input_precision=PREC)
     if STORE:
-        _store_rows(dv, b_dx, HV * V, start, rows, i_hv * V + i_v * BV, BT, BV)
+        _store_rows(dv, b_dx, start, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
     b_e = tl.exp2(b_G)
     b_ds *= tl.exp2(b_last)
     b_eq = tl.where(tl.arange(0, BT) < rows, scale * b_e * b_rq, 0.0)
@@ -344,7 +366,7 @@ def _reverse_step(
 
 @triton.jit
 def _reverse_scan(
-    b_ds, q_desc, k_desc, do_desc, C_desc, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
+    b_ds, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
     HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
@@ -352,8 +374,8 @@ def _reverse_scan(
     chunks = (length + BT - 1) // BT
     for j in tl.range(0, chunks, num_stages=STAGES):
         b_ds = _reverse_step(
-            b_ds, chunks - 1 - j, q_desc, k_desc, do_desc, C_desc, gates, norms, dv, dh, bos, length, first, i_hv,
-            i_v, scale, HV, R, K, V, BT, BV, NORM, STORE, PREC,
+            b_ds, chunks - 1 - j, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, bos, length, first,
+            i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, STORE, PREC,
         )  # fmt: skip
     return b_ds
 
@@ -425,7 +447,7 @@ def boundary_kernel(
 
 @triton.jit
 def boundary_bwd_kernel(
-    q_desc, k_desc, do_desc, C_desc, gates, norms,
+    q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms,
     entries,  # [F]
     dS_ext,  # [F, HV, K, V] fp32
     cu_seqlens, offsets, scale, HV,
@@ -438,7 +460,7 @@ def boundary_bwd_kernel(
     i_n, i_hv = tl.load(entries + i_fh // HV), (i_fh % HV).to(tl.int32)
     bos, length, first = _entry(cu_seqlens, offsets, i_n)
     b_ds = _reverse_scan(
-        tl.zeros([K, BV], tl.float32), q_desc, k_desc, do_desc, C_desc, gates, norms, None, None, bos, length,
+        tl.zeros([K, BV], tl.float32), q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, None, None, bos, length,
         first, i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
     )  # fmt: skip
     o_s = tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
@@ -472,7 +494,7 @@ def states_kernel(
 
 @triton.jit
 def reverse_kernel(
-    q_desc, k_desc, do_desc, C_desc, gates, norms,
+    q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms,
     d_final_state,  # [N, HV, K, V] fp32 or None
     dh,  # [NT, HV, K, V] the gradient of the state that leaves each chunk
     dv,  # [T, HV, V]
@@ -491,145 +513,136 @@ def reverse_kernel(
     if D_FINAL:
         b_ds += tl.load(d_final_state + o_s).to(tl.float32)
     b_ds = _reverse_scan(
-        b_ds, q_desc, k_desc, do_desc, C_desc, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
+        b_ds, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
         HV, R, K, V, BT, BV, NORM, True, STAGES, PREC,
     )  # fmt: skip
     tl.store(d_initial_state + o_s, b_ds)
 
 
 @triton.jit
+def _unit_gradient(b_dx, b_x, b_r, NORM: tl.constexpr):
+    """The gradient of x, given r = 1 / |x| and the gradient of r x."""
+    if NORM:
+        b_c = b_r * b_r * tl.sum(b_dx * b_x.to(tl.float32), 1)
+        b_dx = b_r[:, None] * (b_dx - b_c[:, None] * b_x.to(tl.float32))
+    return b_dx
+
+
+@triton.jit
+def _pair_gradients(b_w, b_beta, BT: tl.constexpr):
+    """What products of pairs of tokens give to G and beta, from w [BT, BT]: o_i's or X_i's gradient times U_j / beta_j.
+
+    A token's product with itself does not decay; left in, its rounding would exceed a fast gate's gradient.
+    """
+    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    b_own = tl.sum(tl.where(o_i == o_j, b_w, 0.0), 1)
+    b_w = tl.where(o_i == o_j, 0.0, b_w)
+    b_db = tl.sum(b_w, 0)
+    return tl.sum(b_w * b_beta[None, :], 1) - b_beta * b_db, b_db + b_own
+
+
+@triton.jit
 def gradients_kernel(
-    q,
-    k,
-    do,
-    h,
-    y,
-    dh,
-    dv,
-    gates,
-    norms,
+    q_desc, k_desc,  # [T, H·K]
+    do_desc, y_desc, dv_desc,  # [T, HV·V]
+    h_desc, dh_desc,  # [NT·HV·K, V]
+    gates, norms,
     g,  # [T, HV] the raw gate, with GATE
-    A_log,
-    dt_bias,
-    dq,  # [T, H, K]
-    dk,  # [T, H, K]
+    A_log, dt_bias,
+    dq,  # [T, HV, K]
+    dk,  # [T, HV, K]
     dg,  # [T, HV]
     dbeta,  # [T, HV]
     d_gate,  # [2, NT, HV] fp32 partials of d A_log and d dt_bias
-    cu_seqlens,
-    table,
-    scale,
-    stride_q,
-    stride_k,
-    stride_do,
-    HV,
-    NT,
-    R: tl.constexpr,
-    K: tl.constexpr,
-    V: tl.constexpr,
-    BT: tl.constexpr,
-    BV: tl.constexpr,
-    GATE: tl.constexpr,
-    DT_BIAS: tl.constexpr,
-    NORM: tl.constexpr,
-    STAGES: tl.constexpr,
-    PREC: tl.constexpr,
-):
-    """dq, dk, dg, dbeta of one chunk and key head, summed over its value heads in order."""
-    H = HV // R
-    i_h = tl.program_id(0) % H
-    i_t = (tl.program_id(0) // H).to(tl.int64)
-    i_n, i_c = tl.load(table + 2 * i_t), tl.load(table + 2 * i_t + 1)
-    if i_n < 0:
+    cu_seqlens, table, scale, HV, NT,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr,
+    DT_BIAS: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+):  # fmt: skip
+    """dq, dk, dg, dbeta of one chunk and value head: queries first, so that few tiles are alive at a time."""
+    i_p = tl.program_id(0).to(tl.int64)
+    i_t, i_hv = i_p // HV, (i_p % HV).to(tl.int32)
+    start, length = _locate(table, cu_seqlens, i_t, BT)
+    if length <= 0:
         if GATE:
-            for i_hv in range(i_h * R, i_h * R + R):
-                tl.store(d_gate + i_t * HV + i_hv, 0.0)
-                tl.store(d_gate + (NT + i_t) * HV + i_hv, 0.0)
+            tl.store(d_gate + i_p, 0.0)
+            tl.store(d_gate + NT * HV + i_p, 0.0)
         return
-    bos, eos = tl.load(cu_seqlens + i_n), tl.load(cu_seqlens + i_n + 1)
-    dtype = k.dtype.element_ty
-    o_c, o_k = tl.arange(0, BT), tl.arange(0, K)
-    o_t = (bos + i_c * BT + o_c).to(tl.int64)
-    m_t = o_t < eos
-    m_l = o_c[:, None] >= o_c[None, :]
-    start = (bos + i_c * BT).to(tl.int64)  # 64-bit bases, 32-bit offsets within a chunk
-    p_q, p_k = q + start * stride_q + i_h * K, k + start * stride_k + i_h * K
-    b_q = tl.load(p_q + (o_c[:, None] * stride_q + o_k[None, :]), mask=m_t[:, None], other=0.0)  # [BT, K]
-    b_k = tl.load(p_k + (o_c[:, None] * stride_k + o_k[None, :]), mask=m_t[:, None], other=0.0)  # [BT, K]
-    b_dq = tl.zeros([BT, K], tl.float32)
-    b_dk = tl.zeros([BT, K], tl.float32)
-    for i_hv in range(i_h * R, i_h * R + R):
-        b_dqs = tl.zeros([BT, K], tl.float32)  # do Sᵀ
-        b_ydh = tl.zeros([BT, K], tl.float32)  # Y dS'ᵀ
-        b_dxs = tl.zeros([BT, K], tl.float32)  # dX Sᵀ
-        b_doy = tl.zeros([BT, BT], tl.float32)  # do Yᵀ
-        b_dxy = tl.zeros([BT, BT], tl.float32)  # dX Yᵀ
-        b_sds = tl.zeros([K], tl.float32)  # <S, dS'>, row by row
-        for i_v in tl.range(0, V // BV, num_stages=STAGES):
-            o_v = tl.arange(0, BV)[None, :]
-            p_x, p_s = (start * HV + i_hv) * V + i_v * BV, (i_t * HV + i_hv) * K * V + i_v * BV
-            o_x, o_s = o_c[:, None] * (HV * V) + o_v, o_k[:, None] * V + o_v
-            p_do = do + start * stride_do + i_hv * V + i_v * BV
-            b_do = tl.load(p_do + (o_c[:, None] * stride_do + o_v), mask=m_t[:, None], other=0.0)  # [BT, BV]
-            b_y = tl.load(y + p_x + o_x, mask=m_t[:, None], other=0.0)
-            b_dx = tl.load(dv + p_x + o_x, mask=m_t[:, None], other=0.0)
-            b_h = tl.load(h + p_s + o_s)  # [K, BV]
-            b_dh = tl.load(dh + p_s + o_s)
-            b_dqs += tl.dot(b_do, tl.trans(b_h), input_precision=PREC)
-            b_dxs += tl.dot(b_dx, tl.trans(b_h), input_precision=PREC)
-            b_ydh += tl.dot(b_y, tl.trans(b_dh), input_precision=PREC)
-            b_doy += tl.dot(b_do, tl.trans(b_y), input_precision=PREC)
-            b_dxy += tl.dot(b_dx, tl.trans(b_y), input_precision=PREC)
-            b_sds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 1)
+    dtype = k_desc.dtype
+    o_c = tl.arange(0, BT)
+    i_s = (i_p * K).to(tl.int32)
 
-        b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
-        b_e = tl.exp2(b_G)
-        b_r = tl.exp2(b_last - b_G) * b_rk
-        b_kf = b_k.to(tl.float32)
-        b_dg = (scale * b_e * b_rq) * tl.sum(b_dqs * b_q.to(tl.float32), 1)
-        b_dg -= b_e * b_rk * tl.sum(b_dxs * b_kf, 1)
-        b_db = b_r * tl.sum(b_ydh * b_kf, 1)
-        # what U_j adds to the state decays with the tokens after j: none, for the last one
-        b_later = tl.where((o_c == BT - 1) | (o_t == eos - 1), 0.0, b_beta * b_db)
-        b_dq += (scale * b_e)[:, None] * b_dqs
-        b_dk += (tl.exp2(b_last - b_G) * b_beta)[:, None] * b_ydh - b_e[:, None] * b_dxs
+    b_dq = tl.zeros([BT, K], tl.float32)  # do Sᵀ
+    b_p = tl.zeros([BT, BT], tl.float32)  # do Yᵀ
+    b_n = tl.zeros([BT, BT], tl.float32)  # dX Yᵀ
+    for i_v in tl.range(0, V // BV, num_stages=STAGES):
+        b_do = _fetch_rows(do_desc, start, i_hv * V + i_v * BV)
+        b_y = _fetch_rows(y_desc, start, i_hv * V + i_v * BV)
+        b_dx = _fetch_rows(dv_desc, start, i_hv * V + i_v * BV)
+        b_dq = tl.dot(b_do, tl.trans(h_desc.load([i_s, i_v * BV])), b_dq, input_precision=PREC)
+        b_p = tl.dot(b_do, tl.trans(b_y), b_p, input_precision=PREC)
+        b_n = tl.dot(b_dx, tl.trans(b_y), b_n, input_precision=PREC)
+    b_q = _fetch_rows(q_desc, start, i_hv // R * K)
+    b_k = _fetch_rows(k_desc, start, i_hv // R * K)
+    b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
+    b_e = tl.exp2(b_G)
+    m_n = (o_c[:, None] >= o_c[None, :]) & (o_c[:, None] < length)  # later rows are the next document's
+    b_d = tl.where(m_n, tl.exp2(tl.where(m_n, b_G[:, None] - b_G[None, :], 0.0)), 0.0)
+    b_p = tl.where(m_n, b_p * scale * b_d, 0.0)
+    b_n = tl.where(m_n & (o_c[:, None] > o_c[None, :]), -b_n * b_d, 0.0)
+    b_dgs = (scale * b_e * b_rq) * tl.sum(b_dq * b_q.to(tl.float32), 1)
+    b_w = b_rk * b_beta
+    b_dq = tl.dot((b_p * b_w[None, :]).to(dtype), b_k, (scale * b_e)[:, None] * b_dq, input_precision=PREC)
+    _store_rows(dq, _unit_gradient(b_dq, b_q, b_rq, NORM), start, length, HV * K, i_hv * K, BT, K)
+    b_w = b_p * tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_rq[:, None] * b_rk[None, :]
+    b_w += b_n * tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_rk[:, None] * b_rk[None, :]
+    b_dg, b_db = _pair_gradients(b_w, b_beta, BT)
+    b_dg += b_dgs
+    b_pq = (b_p * b_beta[None, :] * b_rq[:, None]).to(dtype)
+    b_n *= b_beta[None, :]
+    b_nk = ((b_n + tl.trans(b_n)) * b_rk[None, :]).to(dtype)
 
-        b_d = tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], -float("inf")))
-        b_doy *= b_d * scale
-        b_dxy = tl.where(o_c[:, None] > o_c[None, :], b_dxy * b_d, 0.0)
-        b_w = b_doy * tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_rq[:, None] * b_rk[None, :]
-        b_w -= b_dxy * tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_rk[:, None] * b_rk[None, :]
-        b_db += tl.sum(b_w, 0)
-        # a token's product with itself does not decay; left in, its rounding would exceed a fast gate's gradient
-        b_w = tl.where(o_c[:, None] > o_c[None, :], b_w * b_beta[None, :], 0.0)
-        b_dg += tl.sum(b_w, 1) - tl.sum(b_w, 0)
-        b_doy *= b_beta[None, :]
-        b_dxy *= b_beta[None, :]
-        b_dq += tl.dot((b_doy * b_rk[None, :]).to(dtype), b_k, input_precision=PREC)
-        b_dk += tl.dot(tl.trans(b_doy * b_rq[:, None]).to(dtype), b_q, input_precision=PREC)
-        b_dk -= tl.dot(((b_dxy + tl.trans(b_dxy)) * b_rk[None, :]).to(dtype), b_k, input_precision=PREC)
+    b_dk = tl.zeros([BT, K], tl.float32)  # dX Sᵀ
+    for i_v in tl.range(0, V // BV, num_stages=STAGES):
+        b_dx = _fetch_rows(dv_desc, start, i_hv * V + i_v * BV)
+        b_dk = tl.dot(b_dx, tl.trans(h_desc.load([i_s, i_v * BV])), b_dk, input_precision=PREC)
+    # q, k and gates are loaded again rather than held in registers across a loop
+    b_k = _fetch_rows(k_desc, start, i_hv // R * K)
+    b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
+    b_e = tl.exp2(b_G)
+    b_dg -= b_e * b_rk * tl.sum(b_dk * b_k.to(tl.float32), 1)
+    b_dk = tl.dot(b_nk, b_k, -b_e[:, None] * b_dk, input_precision=PREC)
+    b_q = _fetch_rows(q_desc, start, i_hv // R * K)
+    b_dk = tl.dot(tl.trans(b_pq), b_q, b_dk, input_precision=PREC)
 
-        # the gate of token t decays the entering state, updates before t, and what tokens from t on read
-        b_dg = tl.cumsum(b_dg, 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
-        b_dg += tl.exp2(b_last) * tl.sum(b_sds, 0)
-        p_g = o_t * HV + i_hv
-        if GATE:
-            b_x = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
-            if DT_BIAS:
-                b_x += tl.load(dt_bias + i_hv).to(tl.float32)
-            b_a = -tl.exp(tl.load(A_log + i_hv).to(tl.float32))
-            tl.store(d_gate + i_t * HV + i_hv, tl.sum(tl.where(m_t, b_dg * b_a * _softplus(b_x), 0.0), 0))
-            b_dg *= b_a * tl.sigmoid(b_x)
-            tl.store(d_gate + (NT + i_t) * HV + i_hv, tl.sum(tl.where(m_t, b_dg, 0.0), 0))
-        tl.store(dg + p_g, b_dg.to(dg.dtype.element_ty), mask=m_t)
-        tl.store(dbeta + p_g, b_db.to(dbeta.dtype.element_ty), mask=m_t)
+    b_ydh = tl.zeros([BT, K], tl.float32)  # Y dS'ᵀ
+    b_sds = 0.0  # <S, dS'>
+    for i_v in tl.range(0, V // BV, num_stages=STAGES):
+        b_y = _fetch_rows(y_desc, start, i_hv * V + i_v * BV)
+        b_h = h_desc.load([i_s, i_v * BV])  # [K, BV]
+        b_dh = dh_desc.load([i_s, i_v * BV])
+        b_ydh = tl.dot(b_y, tl.trans(b_dh), b_ydh, input_precision=PREC)
+        b_sds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32))
+    b_k = _fetch_rows(k_desc, start, i_hv // R * K)
+    b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
+    b_w = tl.exp2(b_last - b_G)
+    b_dbs = b_w * b_rk * tl.sum(b_ydh * b_k.to(tl.float32), 1)
+    # what U_j adds to the state decays with the tokens after j: none, for the last one
+    b_later = tl.where(o_c < length - 1, b_beta * b_dbs, 0.0)
+    b_dk += (b_w * b_beta)[:, None] * b_ydh
+    _store_rows(dk, _unit_gradient(b_dk, b_k, b_rk, NORM), start, length, HV * K, i_hv * K, BT, K)
 
-    if NORM:
-        p_n = norms + (i_t * H + i_h) * 2 * BT + o_c
-        b_rq, b_rk = tl.load(p_n)[:, None], tl.load(p_n + BT)[:, None]
-        b_qn, b_kn = b_q.to(tl.float32) * b_rq, b_k.to(tl.float32) * b_rk
-        b_dq = b_rq * (b_dq - b_qn * tl.sum(b_dq * b_qn, 1)[:, None])
-        b_dk = b_rk * (b_dk - b_kn * tl.sum(b_dk * b_kn, 1)[:, None])
-    p_x, o_x = (start * H + i_h) * K, o_c[:, None] * (H * K) + o_k[None, :]
-    tl.store(dq + p_x + o_x, b_dq.to(dtype), mask=m_t[:, None])
-    tl.store(dk + p_x + o_x, b_dk.to(dtype), mask=m_t[:, None])
+    m_t = o_c < length
+    # the gate of token t decays the entering state, updates before t, and what tokens from t on read
+    b_dg = tl.cumsum(tl.where(m_t, b_dg, 0.0), 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
+    b_dg += tl.exp2(b_last) * b_sds
+    p_g = start * HV + i_hv + o_c * HV
+    if GATE:
+        b_x = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
+        if DT_BIAS:
+            b_x += tl.load(dt_bias + i_hv).to(tl.float32)
+        b_a = -tl.exp(tl.load(A_log + i_hv).to(tl.float32))
+        tl.store(d_gate + i_p, tl.sum(tl.where(m_t, b_dg * b_a * _softplus(b_x), 0.0), 0))
+        b_dg *= b_a * tl.sigmoid(b_x)
+        tl.store(d_gate + NT * HV + i_p, tl.sum(tl.where(m_t, b_dg, 0.0), 0))
+    tl.store(dg + p_g, b_dg.to(dg.dtype.element_ty), mask=m_t)
+    tl.store(dbeta + p_g, (b_db + b_dbs).to(dbeta.dtype.element_ty), mask=m_t)
