@@ -8,9 +8,50 @@ from __future__ import annotations
 
 import torch
 
-# Compute capability -> kernel -> (bytes of an operand, widest of K and V up to) -> arguments of the launch.
-CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], dict[str, int]]]] = {
-    (9, 0): {},
+Config = dict[str, int]
+
+# Compute capability -> kernel -> (bytes of an operand, head dims up to) -> arguments of the launch.
+# GDN's copy-engine loads in a loop want it pipelined, STAGES >= 2: otherwise they faulted with Triton 3.6.
+# float32: twice the bytes for each tile, and every dot in three tf32 passes; right, not fast.
+CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
+    (9, 0): {
+        "gdn prepare": {
+            (2, 128): {"num_warps": 4, "maxnreg": 168},
+            (2, 256): {"num_warps": 4},
+            (4, 256): {"num_warps": 8},
+        },
+        "gdn attention": {(2, 256): {"num_warps": 4}, (4, 256): {"num_warps": 8}},
+        "gdn scan": {
+            (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
+            (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
+            (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 4},
+            (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 4},
+        },
+        "gdn boundary": {
+            (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
+            (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
+            (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 4},
+            (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 4},
+        },
+        "gdn states": {
+            (2, 128): {"BV": 64, "STAGES": 4, "num_warps": 4},
+            (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
+            (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 4},
+            (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 4},
+        },
+        "gdn reverse": {
+            (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
+            (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
+            (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 4},
+            (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 4},
+        },
+        "gdn gradients": {
+            (2, 128): {"BV": 64, "STAGES": 2, "num_warps": 4},
+            (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 8},
+            (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 8},
+            (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 8},
+        },
+    },
 }
 
 
@@ -33,9 +74,11 @@ def architecture(device: torch.device) -> tuple[int, int]:
     )
 
 
-def config(kernel: str, x: torch.Tensor, K: int, V: int) -> dict[str, int]:
-    """Launch arguments of `kernel` for operands of x's device and dtype; blocks are no wider than K and V."""
+def config(kernel: str, x: torch.Tensor, dim: int, **limits: int) -> Config:
+    """Launch arguments of `kernel` for operands of x's device and dtype and head dims up to `dim`.
+
+    limits: what a block may be at most: BK=K, say.
+    """
     table = CONFIGS[architecture(x.device)][kernel]
-    chosen = table[min(key for key in table if key[0] == x.element_size() and key[1] >= max(K, V))]
-    limits = {"BK": K, "BV": min(K, V)}  # boundary kernels cut K too into blocks of BV
+    chosen = table[min(key for key in table if key[0] == x.element_size() and key[1] >= dim)]
     return {name: min(value, limits.get(name, value)) for name, value in chosen.items()}

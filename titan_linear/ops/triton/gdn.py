@@ -4,6 +4,7 @@ Stages, all functional, on flat packed streams (q, k [T, H, K], v [T, HV, V], HV
 the device. Nothing here waits for the device: grids are upper bounds, programs find their chunk in a table.
 
     prepare        (q, k, g, beta) -> table, offsets, C, A, gates, norms          chunk-parallel
+    attention      (q, k, gates, norms) -> A                                       the same again, for backward
     scan           (+ v, initial_state) -> o, final_state                          sequential in a head
     boundary       (some entries) -> S_ext, M                                      for context parallelism
     boundary_bwd   (some entries, do) -> dS_ext
@@ -23,42 +24,10 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_linear.ops.triton import gdn_kernels as kernels
+from titan_linear.ops.triton.configs import config
 from titan_linear.ops.triton.gdn_chunks import chunk_table, max_chunks
 
 BT = 64  # tokens of a chunk
-
-# Compute capability -> stage -> {widest of (K, V): configuration}. Every row was checked on the device.
-# Copy-engine loads in a loop want it pipelined, STAGES >= 2: otherwise they faulted with Triton 3.6.
-CONFIGS = {
-    (9, 0): {
-        "prepare": {128: {"num_warps": 4, "maxnreg": 168}, 256: {"num_warps": 4}},
-        "attention": {256: {"num_warps": 4}},
-        "scan": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "boundary": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "states": {128: {"BV": 64, "STAGES": 4, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "reverse": {128: {"BV": 64, "STAGES": 3, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 4}},
-        "gradients": {128: {"BV": 64, "STAGES": 2, "num_warps": 4}, 256: {"BV": 32, "STAGES": 2, "num_warps": 8}},
-    }
-}
-# fp32 inputs: twice the bytes for each tile, and every dot in three tf32 passes. Right, not fast.
-CONFIGS_FP32 = {
-    (9, 0): {
-        "prepare": {256: {"num_warps": 8}},
-        "attention": {256: {"num_warps": 8}},
-        "scan": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 16, "STAGES": 2, "num_warps": 4}},
-        "boundary": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 16, "STAGES": 2, "num_warps": 4}},
-        "states": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 16, "STAGES": 2, "num_warps": 4}},
-        "reverse": {64: {"BV": 32, "STAGES": 2, "num_warps": 4}, 256: {"BV": 16, "STAGES": 2, "num_warps": 4}},
-        "gradients": {64: {"BV": 32, "STAGES": 2, "num_warps": 8}, 256: {"BV": 16, "STAGES": 2, "num_warps": 8}},
-    }
-}
-
-
-def config(stage: str, K: int, V: int, dtype: torch.dtype, capability: tuple[int, int] = (9, 0)) -> dict[str, int]:
-    """The shipped configuration of `stage`, its BV no wider than V."""
-    table = (CONFIGS_FP32 if dtype == torch.float32 else CONFIGS)[capability][stage]
-    chosen = table[min(width for width in table if width >= max(K, V))]
-    return chosen | {"BV": min(chosen["BV"], K, V)} if "BV" in chosen else chosen
 
 
 def _precision(x: torch.Tensor) -> str:
@@ -128,7 +97,7 @@ def gdn_prepare(
     kernels.prepare_kernel[(NT // 2 * HV,)](
         q, k, g, beta, A_log, dt_bias, C, A, gates, norms, cu_seqlens, table, scale, q.stride(0), k.stride(0), HV,
         R=HV // H, K=K, BT=BT, GATE=A_log is not None, DT_BIAS=dt_bias is not None, NORM=l2norm,
-        PREC=_precision(k), SPLIT=k.dtype != torch.float32, **config("prepare", K, K, k.dtype),
+        PREC=_precision(k), SPLIT=k.dtype != torch.float32, **config("gdn prepare", k, K),
     )  # fmt: skip
     return table, offsets, C, gates, norms, A
 
@@ -161,7 +130,7 @@ def gdn_attention(
     A = k.new_empty(NT, HV, BT, BT)
     kernels.attention_kernel[(NT * HV,)](
         q, k, gates, norms, A, cu_seqlens, table, scale, q.stride(0), k.stride(0), HV, R=HV // H, K=K, BT=BT,
-        NORM=norms.numel() > 0, PREC=_precision(k), **config("attention", K, K, k.dtype),
+        NORM=norms.numel() > 0, PREC=_precision(k), **config("gdn attention", k, K),
     )  # fmt: skip
     return A
 
@@ -191,7 +160,7 @@ def gdn_scan(
     q, k, v = _heads(q), _heads(k), _heads(v)
     o = v.new_empty(T, HV, V)
     final_state = torch.empty((N, HV, K, V) if output_final_state else 0, dtype=torch.float32, device=v.device)
-    chosen = config("scan", K, V, k.dtype)
+    chosen = config("gdn scan", k, max(K, V), BV=min(K, V))
     kernels.scan_kernel[(N * HV * (V // chosen["BV"]),)](
         _rows(q, K), _rows(k, K), _rows(v, chosen["BV"]), _tiles(C), _tiles(A), gates, norms,
         _dense(initial_state), o, final_state, cu_seqlens, offsets, scale, HV,
@@ -225,7 +194,7 @@ def gdn_boundary(
     fp32 = {"dtype": torch.float32, "device": v.device}
     S_ext = torch.empty(F, HV, K, V, **fp32)
     M = torch.empty((F, HV, K, K) if need_m else 0, **fp32)
-    chosen = config("boundary", K, V, k.dtype)
+    chosen = config("gdn boundary", k, max(K, V), BV=min(K, V))
     blocks = (V + (K if need_m else 0)) // chosen["BV"]
     kernels.boundary_kernel[(F * HV * blocks,)](
         _rows(k, K), _rows(v, chosen["BV"]), _tiles(C), gates, norms, entries, S_ext, M, cu_seqlens, offsets, HV,
@@ -259,7 +228,7 @@ def gdn_boundary_bwd(
     (_, H, K), (_, HV, V), F = k.shape, do.shape, entries.numel()
     q, k, do = _heads(q), _heads(k), _heads(do)
     dS_ext = torch.empty(F, HV, K, V, dtype=torch.float32, device=do.device)
-    chosen = config("boundary", K, V, k.dtype)
+    chosen = config("gdn boundary", k, max(K, V), BV=min(K, V))
     kernels.boundary_bwd_kernel[(F * HV * (V // chosen["BV"]),)](
         _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), _tiles(A), gates, norms, entries, dS_ext,
         cu_seqlens, offsets, scale, HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0, PREC=_precision(k),
@@ -288,7 +257,7 @@ def gdn_states(
     (_, H, K), (T, HV, V), N = k.shape, v.shape, cu_seqlens.numel() - 1
     k, v = _heads(k), _heads(v)
     h, y = k.new_empty(C.shape[0], HV, K, V), v.new_empty(T, HV, V)
-    chosen = config("states", K, V, k.dtype)
+    chosen = config("gdn states", k, max(K, V), BV=min(K, V))
     kernels.states_kernel[(N * HV * (V // chosen["BV"]),)](
         _rows(k, K), _rows(v, chosen["BV"]), _tiles(C), gates, norms, _dense(initial_state), h, y,
         cu_seqlens, offsets, HV, R=HV // H, K=K, V=V, BT=BT, NORM=norms.numel() > 0,
@@ -321,7 +290,7 @@ def gdn_reverse(
     q, k, do = _heads(q), _heads(k), _heads(do)
     dh, dv = k.new_empty(C.shape[0], HV, K, V), do.new_empty(T, HV, V)
     d_initial = torch.empty(N, HV, K, V, dtype=torch.float32, device=do.device)
-    chosen = config("reverse", K, V, k.dtype)
+    chosen = config("gdn reverse", k, max(K, V), BV=min(K, V))
     kernels.reverse_kernel[(N * HV * (V // chosen["BV"]),)](
         _rows(q, K), _rows(k, K), _rows(do, chosen["BV"]), _tiles(C), _tiles(A), gates, norms, _dense(d_final_state),
         dh, dv, d_initial, cu_seqlens, offsets, scale, HV,
@@ -363,7 +332,7 @@ def gdn_gradients(
     dq, dk = q.new_empty(T, HV, K), k.new_empty(T, HV, K)
     dg, dbeta = g.new_empty(T, HV), beta.new_empty(T, HV)
     d_gate = torch.empty((2, NT, HV) if A_log is not None else 0, dtype=torch.float32, device=k.device)
-    chosen = config("gradients", K, V, k.dtype)
+    chosen = config("gdn gradients", k, max(K, V), BV=min(K, V))
     rows, states = [_rows(x, chosen["BV"]) for x in (do, y, dv)], [_states(x, chosen["BV"]) for x in (h, dh)]
     kernels.gradients_kernel[(NT * HV,)](
         _rows(q, K), _rows(k, K), *rows, *states, gates, norms, g, A_log, dt_bias, dq, dk, dg, dbeta, d_gate,
