@@ -22,7 +22,7 @@ from torch import Tensor
 
 from titan_linear.ops.triton.common import CHUNK, chunk_table, compute_dtype, max_chunks
 from titan_linear.ops.triton.kda_bwd import gradient_kernel, matrix_kernel, norm_gradient_kernel, reverse_scan_kernel
-from titan_linear.ops.triton.kda_fwd import prepare_kernel, recompute_kernel, scan_kernel
+from titan_linear.ops.triton.kda_fwd import prepare_kernel, scan_kernel, solve_kernel
 
 HEAD_DIMS = (32, 64, 128, 256)
 GATES = {"none": 0, "softplus": 1, "bounded": 2}
@@ -52,16 +52,31 @@ def _configs(bf16: Config, fp32: Config, bf16_256: Config | None = None) -> dict
     return table
 
 
-# Chosen by measurement on sm_90 (H200), K = V = 128, bf16; the others are those that compile without waste.
-CONFIGS: dict[str, dict[tuple[int, int, int], Config]] = {
-    "prepare": _configs(Config(64, 0, 4, 1), fp32=Config(32, 0, 4, 1)),
-    "recompute": _configs(Config(64, 0, 4, 1), fp32=Config(32, 0, 4, 1)),
-    "scan": _configs(Config(256, 64, 4, 3), fp32=Config(256, 16, 4, 1), bf16_256=Config(256, 32, 4, 2)),
-    "reverse_scan": _configs(Config(256, 64, 4, 3), fp32=Config(256, 16, 4, 1), bf16_256=Config(256, 32, 4, 2)),
-    "matrix": _configs(Config(256, 64, 4, 2), fp32=Config(256, 32, 4, 1)),
-    "gradient": _configs(Config(64, 64, 4, 2), fp32=Config(32, 32, 4, 1)),
+# {major compute capability: {stage: {(K, V, bytes): Config}}}: one table serves all GPUs of a major capability.
+# Chosen by measurement on 9.0 (H200) at K = V = 128 in bf16; the others are those that compile without waste.
+CONFIGS: dict[int, dict[str, dict[tuple[int, int, int], Config]]] = {
+    9: {
+        "prepare": _configs(Config(128, 0, 8, 1, 128), fp32=Config(32, 0, 4, 1)),
+        "solve": _configs(Config(0, 0, 2, 1), fp32=Config(0, 0, 2, 1)),
+        "recompute": _configs(Config(64, 0, 4, 1, 128), fp32=Config(32, 0, 4, 1)),
+        "scan": _configs(Config(256, 64, 4, 3), fp32=Config(256, 16, 4, 1), bf16_256=Config(256, 32, 4, 2)),
+        "reverse_scan": _configs(Config(256, 64, 4, 3), fp32=Config(256, 16, 4, 1), bf16_256=Config(256, 32, 4, 2)),
+        "matrix": _configs(Config(256, 128, 4, 1), fp32=Config(256, 32, 4, 1)),
+        "gradient": _configs(Config(64, 128, 4, 1), fp32=Config(32, 32, 4, 1)),
+    }
 }
 TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
+
+
+def config(stage: str, K: int, V: int, x: Tensor) -> Config:
+    """The configuration of `stage` for tensors like x: its device, its compute dtype."""
+    major = torch.cuda.get_device_capability(x.device)[0] if x.is_cuda else 9
+    if major not in CONFIGS:
+        raise ValueError(
+            f"KDA has Triton configurations for compute capability {', '.join(f'{n}.x' for n in CONFIGS)}, "
+            f"and this GPU has {major}.x; use impl = 'torch'"
+        )
+    return CONFIGS[major][stage][K, V, compute_dtype(x.dtype).itemsize]
 
 
 class Prepared(NamedTuple):
@@ -87,15 +102,20 @@ def _tiles(g: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return keys + small + [g.new_empty(NT, HV, CHUNK, CHUNK, dtype=dtype) for _ in range(2)]
 
 
-def _launch_prepare(kernel, name, x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm) -> None:
-    """x = (q, k, g, beta, A_log, dt_bias); kernel: prepare_kernel or recompute_kernel."""
+def _launch_prepare(x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm) -> None:
+    """x = (q, k, g, beta, A_log, dt_bias); tiles: all of `_tiles`, or without Aqk and Gn."""
     H, (HV, K), CT = x[0].shape[2], x[2].shape[2:], compute_dtype(x[0].dtype)
-    config = CONFIGS[name][K, K, CT.itemsize]
-    if chunks.shape[0] > 0:
-        kernel[2 if name == "prepare" else K // config.BK, HV, chunks.shape[0]](
-            *x, chunks, scale, lower_bound, *tiles, H=H, HV=HV, K=K, BK=config.BK, CT=TRITON_DTYPE[CT],
-            GATE=gate, SAFE=safe_gate, L2NORM=l2norm, **config.launch,
+    NT, MATRICES = chunks.shape[0], len(tiles) == 7
+    chosen = config("prepare" if MATRICES else "recompute", K, K, x[0])
+    if not safe_gate:  # the limit is for the safe path: two and four programs on a multiprocessor
+        chosen = chosen._replace(registers=None)
+    if NT > 0:
+        prepare_kernel[1 if MATRICES else K // chosen.BK, HV, NT](
+            *x, chunks, scale, lower_bound, *tiles, *(() if MATRICES else (None, None)), H=H, HV=HV, K=K, BK=chosen.BK,
+            CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, MATRICES=MATRICES, **chosen.launch,
         )  # fmt: skip
+        if MATRICES:
+            solve_kernel[NT * HV,](tiles[4], tiles[6], CT=TRITON_DTYPE[CT], **config("solve", K, K, x[0]).launch)
 
 
 @torch.library.custom_op("titan_linear::kda_prepare", mutates_args=())
@@ -106,7 +126,7 @@ def _prepare_op(
     chunks, first = chunk_table(cu_seqlens, q.shape[0] * q.shape[1])
     tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))
     x = (q, k, g, beta, A_log, dt_bias)
-    _launch_prepare(prepare_kernel, "prepare", x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
+    _launch_prepare(x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
     return first, chunks, *tiles
 
 
@@ -124,7 +144,7 @@ def _recompute_op(
     chunks, first = chunk_table(cu_seqlens, q.shape[0] * q.shape[1])
     tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))[:5]
     x = (q, k, g, beta, A_log, dt_bias)
-    _launch_prepare(recompute_kernel, "recompute", x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
+    _launch_prepare(x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
     return first, chunks, *tiles
 
 
@@ -138,14 +158,14 @@ def _scan(v, cu_seqlens, entries, first, tiles, h0, o, ht, h, r, V: int) -> None
     """Launches scan_kernel; None leaves an input out or an output unwritten."""
     HV, K = tiles[0].shape[1:3]
     CT = tiles[0].dtype
-    config = CONFIGS["scan"][K, V, CT.itemsize]
+    chosen = config("scan", K, V, tiles[0])
     entry_count = first.shape[0] if entries is None else entries.shape[0]
     if entry_count > 0:
-        scan_kernel[V // config.BV, entry_count * HV](
-            v, cu_seqlens, entries, first, *tiles, h0, o, ht, h, r, HV=HV, K=K, V=V, BV=config.BV, CT=TRITON_DTYPE[CT],
-            STAGES=config.stages, LISTED=entries is not None, HAS_V=v is not None, HAS_H0=h0 is not None,
+        scan_kernel[V // chosen.BV, entry_count * HV](
+            v, cu_seqlens, entries, first, *tiles, h0, o, ht, h, r, HV=HV, K=K, V=V, BV=chosen.BV, CT=TRITON_DTYPE[CT],
+            STAGES=chosen.stages, LISTED=entries is not None, HAS_V=v is not None, HAS_H0=h0 is not None,
             OUTPUT=o is not None, FINAL=ht is not None, KEEP=h is not None,
-            **config.launch,
+            **chosen.launch,
         )  # fmt: skip
 
 
@@ -194,13 +214,13 @@ def _(v, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, entries, need_m):
 def _reverse_scan(do, cu_seqlens, entries, first, tiles, dht, dh0, dh, y) -> None:
     HV, K = tiles[0].shape[1:3]
     V, CT = do.shape[3], tiles[0].dtype
-    config = CONFIGS["reverse_scan"][K, V, CT.itemsize]
+    chosen = config("reverse_scan", K, V, tiles[0])
     entry_count = first.shape[0] if entries is None else entries.shape[0]
     if entry_count > 0:
-        reverse_scan_kernel[V // config.BV, entry_count * HV](
-            do, cu_seqlens, entries, first, *tiles, dht, dh0, dh, y, HV=HV, K=K, V=V, BV=config.BV, CT=TRITON_DTYPE[CT],
-            STAGES=config.stages, LISTED=entries is not None, HAS_DHT=dht is not None, FINAL=dh0 is not None,
-            KEEP=dh is not None, **config.launch,
+        reverse_scan_kernel[V // chosen.BV, entry_count * HV](
+            do, cu_seqlens, entries, first, *tiles, dht, dh0, dh, y, HV=HV, K=K, V=V, BV=chosen.BV, CT=TRITON_DTYPE[CT],
+            STAGES=chosen.stages, LISTED=entries is not None, HAS_DHT=dht is not None, FINAL=dh0 is not None,
+            KEEP=dh is not None, **chosen.launch,
         )  # fmt: skip
 
 
@@ -247,22 +267,21 @@ def _backward_op(
     # With grouped value heads each writes its own dq and dk, in fp32, summed below.
     dq, dk = (torch.empty_like(g, dtype=q.dtype if HV == H else torch.float32) for _ in range(2))
     dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
-    config = CONFIGS["gradient"][K, V, CT.itemsize]
+    matrix, gradient = (config(stage, K, V, q) for stage in ("matrix", "gradient"))
     dA_part, dbias_part = (
-        g.new_zeros(NT, HV, dim, dtype=torch.float32) if gate else None for dim in (K // config.BK, K)
+        g.new_zeros(NT, HV, dim, dtype=torch.float32) if gate else None for dim in (K // gradient.BK, K)
     )
     dA, dK = (v.new_empty(NT, HV, CHUNK, CHUNK, dtype=CT) for _ in range(2))
     diagonal = torch.empty_like(b)
     if NT > 0:
-        matrix = CONFIGS["matrix"][K, V, CT.itemsize]
         matrix_kernel[HV, NT](
             beta, chunks, do, r, y, scale, dA, dK, diagonal, dv, dbeta, HV=HV, V=V, BV=matrix.BV,
             CT=TRITON_DTYPE[CT], **matrix.launch,
         )  # fmt: skip
-        gradient_kernel[K // config.BK, HV, NT](
+        gradient_kernel[K // gradient.BK, HV, NT](
             q, k, g, A_log, dt_bias, chunks, b, do, r, y, h, dh, dA, dK, diagonal, scale, lower_bound,
-            dq, dk, dg, dA_part, dbias_part, H=H, HV=HV, K=K, V=V, BK=config.BK, BV=config.BV,
-            CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, **config.launch,
+            dq, dk, dg, dA_part, dbias_part, H=H, HV=HV, K=K, V=V, BK=gradient.BK, BV=gradient.BV,
+            CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, **gradient.launch,
         )  # fmt: skip
     if l2norm:
         dq, dk = (_norm_gradient(x, dn) for x, dn in ((q, dq), (k, dk)))
