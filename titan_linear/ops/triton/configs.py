@@ -10,11 +10,50 @@ import torch
 
 Config = dict[str, int]
 
-# Compute capability -> kernel -> (bytes of an operand, head dims up to) -> arguments of the launch.
+# Compute capability -> kernel -> (bytes of an operand, K (KDA) or K and V (GDN) up to) -> arguments of the launch.
+# KDA's "safe" kernels: with safe_gate 128 registers let two programs share a multiprocessor; other gates would spill.
 # GDN's copy-engine loads in a loop want it pipelined, STAGES >= 2: otherwise they faulted with Triton 3.6.
 # float32: twice the bytes for each tile, and every dot in three tf32 passes; right, not fast.
 CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
     (9, 0): {
+        "kda prepare safe": {
+            (2, 256): {"BK": 128, "num_warps": 8, "num_stages": 1, "maxnreg": 128},
+            (4, 256): {"BK": 32, "num_warps": 4, "num_stages": 1},
+        },
+        "kda prepare": {
+            (2, 256): {"BK": 128, "num_warps": 8, "num_stages": 1},
+            (4, 256): {"BK": 32, "num_warps": 4, "num_stages": 1},
+        },
+        "kda solve": {
+            (2, 256): {"num_warps": 2, "num_stages": 1},
+            (4, 256): {"num_warps": 2, "num_stages": 1},
+        },
+        "kda recompute safe": {
+            (2, 256): {"BK": 64, "num_warps": 4, "num_stages": 1, "maxnreg": 128},
+            (4, 256): {"BK": 32, "num_warps": 4, "num_stages": 1},
+        },
+        "kda recompute": {
+            (2, 256): {"BK": 64, "num_warps": 4, "num_stages": 1},
+            (4, 256): {"BK": 32, "num_warps": 4, "num_stages": 1},
+        },
+        "kda scan": {
+            (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
+            (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
+            (4, 256): {"BV": 16, "STAGES": 1, "num_warps": 4},
+        },
+        "kda reverse": {
+            (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
+            (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
+            (4, 256): {"BV": 16, "STAGES": 1, "num_warps": 4},
+        },
+        "kda matrix": {
+            (2, 256): {"BV": 128, "num_warps": 4, "num_stages": 1},
+            (4, 256): {"BV": 32, "num_warps": 4, "num_stages": 1},
+        },
+        "kda gradient": {
+            (2, 256): {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
+            (4, 256): {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1},
+        },
         "gdn prepare": {
             (2, 128): {"num_warps": 4, "maxnreg": 168},
             (2, 256): {"num_warps": 4},

@@ -21,46 +21,11 @@ import triton.language as tl
 from torch import Tensor
 
 from titan_linear.ops.triton.common import CHUNK, chunk_table, compute_dtype, max_chunks
+from titan_linear.ops.triton.configs import config
 from titan_linear.ops.triton.kda_bwd import gradient_kernel, matrix_kernel, norm_gradient_kernel, reverse_scan_kernel
-from titan_linear.ops.triton.kda_fwd import prepare_kernel, recompute_kernel, scan_kernel
+from titan_linear.ops.triton.kda_fwd import prepare_kernel, scan_kernel, solve_kernel
 
-HEAD_DIMS = (32, 64, 128, 256)
 GATES = {"none": 0, "softplus": 1, "bounded": 2}
-
-
-class Config(NamedTuple):
-    """Block sizes along K and V, warps, pipeline stages and register limit of one kernel."""
-
-    BK: int
-    BV: int
-    warps: int
-    stages: int
-    registers: int | None = None
-
-    @property
-    def launch(self) -> dict[str, int | None]:
-        return {"num_warps": self.warps, "num_stages": self.stages, "maxnreg": self.registers}
-
-
-def _configs(bf16: Config, fp32: Config, bf16_256: Config | None = None) -> dict[tuple[int, int, int], Config]:
-    """{(K, V, bytes of the compute dtype): Config}, blocks no larger than the head dims; bf16_256 is for K = 256."""
-    table = {}
-    for K in HEAD_DIMS:
-        for V in HEAD_DIMS:
-            for size, config in ((2, bf16_256 if bf16_256 and K == 256 else bf16), (4, fp32)):
-                table[K, V, size] = config._replace(BK=min(config.BK, K), BV=min(config.BV, V))
-    return table
-
-
-# Chosen by measurement on sm_90 (H200), K = V = 128, bf16; the others are those that compile without waste.
-CONFIGS: dict[str, dict[tuple[int, int, int], Config]] = {
-    "prepare": _configs(Config(64, 0, 4, 1), fp32=Config(32, 0, 4, 1)),
-    "recompute": _configs(Config(64, 0, 4, 1), fp32=Config(32, 0, 4, 1)),
-    "scan": _configs(Config(256, 64, 4, 3), fp32=Config(256, 16, 4, 1), bf16_256=Config(256, 32, 4, 2)),
-    "reverse_scan": _configs(Config(256, 64, 4, 3), fp32=Config(256, 16, 4, 1), bf16_256=Config(256, 32, 4, 2)),
-    "matrix": _configs(Config(256, 64, 4, 2), fp32=Config(256, 32, 4, 1)),
-    "gradient": _configs(Config(64, 64, 4, 2), fp32=Config(32, 32, 4, 1)),
-}
 TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -87,15 +52,18 @@ def _tiles(g: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> list[Tensor]:
     return keys + small + [g.new_empty(NT, HV, CHUNK, CHUNK, dtype=dtype) for _ in range(2)]
 
 
-def _launch_prepare(kernel, name, x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm) -> None:
-    """x = (q, k, g, beta, A_log, dt_bias); kernel: prepare_kernel or recompute_kernel."""
+def _launch_prepare(x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm) -> None:
+    """x = (q, k, g, beta, A_log, dt_bias); tiles: all of `_tiles`, or without Aqk and Gn."""
     H, (HV, K), CT = x[0].shape[2], x[2].shape[2:], compute_dtype(x[0].dtype)
-    config = CONFIGS[name][K, K, CT.itemsize]
-    if chunks.shape[0] > 0:
-        kernel[2 if name == "prepare" else K // config.BK, HV, chunks.shape[0]](
-            *x, chunks, scale, lower_bound, *tiles, H=H, HV=HV, K=K, BK=config.BK, CT=TRITON_DTYPE[CT],
-            GATE=gate, SAFE=safe_gate, L2NORM=l2norm, **config.launch,
+    NT, MATRICES = chunks.shape[0], len(tiles) == 7
+    chosen = config(f"kda {'prepare' if MATRICES else 'recompute'}{' safe' if safe_gate else ''}", x[0], K, BK=K)
+    if NT > 0:
+        prepare_kernel[1 if MATRICES else K // chosen["BK"], HV, NT](
+            *x, chunks, scale, lower_bound, *tiles, *(() if MATRICES else (None, None)), H=H, HV=HV, K=K,
+            CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, MATRICES=MATRICES, **chosen,
         )  # fmt: skip
+        if MATRICES:
+            solve_kernel[NT * HV,](tiles[4], tiles[6], CT=TRITON_DTYPE[CT], **config("kda solve", x[0], K))
 
 
 @torch.library.custom_op("titan_linear::kda_prepare", mutates_args=())
@@ -106,7 +74,7 @@ def _prepare_op(
     chunks, first = chunk_table(cu_seqlens, q.shape[0] * q.shape[1])
     tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))
     x = (q, k, g, beta, A_log, dt_bias)
-    _launch_prepare(prepare_kernel, "prepare", x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
+    _launch_prepare(x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
     return first, chunks, *tiles
 
 
@@ -124,7 +92,7 @@ def _recompute_op(
     chunks, first = chunk_table(cu_seqlens, q.shape[0] * q.shape[1])
     tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))[:5]
     x = (q, k, g, beta, A_log, dt_bias)
-    _launch_prepare(recompute_kernel, "recompute", x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
+    _launch_prepare(x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
     return first, chunks, *tiles
 
 
@@ -138,14 +106,14 @@ def _scan(v, cu_seqlens, entries, first, tiles, h0, o, ht, h, r, V: int) -> None
     """Launches scan_kernel; None leaves an input out or an output unwritten."""
     HV, K = tiles[0].shape[1:3]
     CT = tiles[0].dtype
-    config = CONFIGS["scan"][K, V, CT.itemsize]
+    chosen = config("kda scan", tiles[0], K, BV=V)
     entry_count = first.shape[0] if entries is None else entries.shape[0]
     if entry_count > 0:
-        scan_kernel[V // config.BV, entry_count * HV](
-            v, cu_seqlens, entries, first, *tiles, h0, o, ht, h, r, HV=HV, K=K, V=V, BV=config.BV, CT=TRITON_DTYPE[CT],
-            STAGES=config.stages, LISTED=entries is not None, HAS_V=v is not None, HAS_H0=h0 is not None,
+        scan_kernel[V // chosen["BV"], entry_count * HV](
+            v, cu_seqlens, entries, first, *tiles, h0, o, ht, h, r, HV=HV, K=K, V=V, CT=TRITON_DTYPE[CT],
+            LISTED=entries is not None, HAS_V=v is not None, HAS_H0=h0 is not None,
             OUTPUT=o is not None, FINAL=ht is not None, KEEP=h is not None,
-            **config.launch,
+            **chosen,
         )  # fmt: skip
 
 
@@ -194,13 +162,13 @@ def _(v, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, entries, need_m):
 def _reverse_scan(do, cu_seqlens, entries, first, tiles, dht, dh0, dh, y) -> None:
     HV, K = tiles[0].shape[1:3]
     V, CT = do.shape[3], tiles[0].dtype
-    config = CONFIGS["reverse_scan"][K, V, CT.itemsize]
+    chosen = config("kda reverse", tiles[0], K, BV=V)
     entry_count = first.shape[0] if entries is None else entries.shape[0]
     if entry_count > 0:
-        reverse_scan_kernel[V // config.BV, entry_count * HV](
-            do, cu_seqlens, entries, first, *tiles, dht, dh0, dh, y, HV=HV, K=K, V=V, BV=config.BV, CT=TRITON_DTYPE[CT],
-            STAGES=config.stages, LISTED=entries is not None, HAS_DHT=dht is not None, FINAL=dh0 is not None,
-            KEEP=dh is not None, **config.launch,
+        reverse_scan_kernel[V // chosen["BV"], entry_count * HV](
+            do, cu_seqlens, entries, first, *tiles, dht, dh0, dh, y, HV=HV, K=K, V=V, CT=TRITON_DTYPE[CT],
+            LISTED=entries is not None, HAS_DHT=dht is not None, FINAL=dh0 is not None,
+            KEEP=dh is not None, **chosen,
         )  # fmt: skip
 
 
@@ -247,22 +215,21 @@ def _backward_op(
     # With grouped value heads each writes its own dq and dk, in fp32, summed below.
     dq, dk = (torch.empty_like(g, dtype=q.dtype if HV == H else torch.float32) for _ in range(2))
     dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
-    config = CONFIGS["gradient"][K, V, CT.itemsize]
+    matrix, gradient = config("kda matrix", q, K, BV=V), config("kda gradient", q, K, BK=K, BV=V)
     dA_part, dbias_part = (
-        g.new_zeros(NT, HV, dim, dtype=torch.float32) if gate else None for dim in (K // config.BK, K)
+        g.new_zeros(NT, HV, dim, dtype=torch.float32) if gate else None for dim in (K // gradient["BK"], K)
     )
     dA, dK = (v.new_empty(NT, HV, CHUNK, CHUNK, dtype=CT) for _ in range(2))
     diagonal = torch.empty_like(b)
     if NT > 0:
-        matrix = CONFIGS["matrix"][K, V, CT.itemsize]
         matrix_kernel[HV, NT](
-            beta, chunks, do, r, y, scale, dA, dK, diagonal, dv, dbeta, HV=HV, V=V, BV=matrix.BV,
-            CT=TRITON_DTYPE[CT], **matrix.launch,
+            beta, chunks, do, r, y, scale, dA, dK, diagonal, dv, dbeta, HV=HV, V=V,
+            CT=TRITON_DTYPE[CT], **matrix,
         )  # fmt: skip
-        gradient_kernel[K // config.BK, HV, NT](
+        gradient_kernel[K // gradient["BK"], HV, NT](
             q, k, g, A_log, dt_bias, chunks, b, do, r, y, h, dh, dA, dK, diagonal, scale, lower_bound,
-            dq, dk, dg, dA_part, dbias_part, H=H, HV=HV, K=K, V=V, BK=config.BK, BV=config.BV,
-            CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, **config.launch,
+            dq, dk, dg, dA_part, dbias_part, H=H, HV=HV, K=K, V=V,
+            CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, **gradient,
         )  # fmt: skip
     if l2norm:
         dq, dk = (_norm_gradient(x, dn) for x, dn in ((q, dq), (k, dk)))

@@ -25,13 +25,13 @@ from titan_linear.ops.triton.kda_fwd import (
     entry_chunks,
     full_decays,
     half_decays,
-    inverse_norm,
+    halves,
     level_decay,
     level_mask,
+    load_chunk,
     load_columns,
-    load_gate,
-    load_keys,
-    scale_halves,
+    log2_gate,
+    normalised,
     softplus,
     split_dot,
 )
@@ -137,28 +137,31 @@ def query_state_gradient(
     """(do Sᵀ)ᵀ [BK, 64]."""
     dq = tl.zeros([BK, 64], tl.float32)
     for i_v in range(V // BV):
-        b_h = tl.load(h + (tile * V + i_v * BV + tl.arange(0, BV)[:, None]) * K + o_k[None, :])  # [BV, BK]
+        b_h = tl.load(h + tile * V * K + ((i_v * BV + tl.arange(0, BV)[:, None]) * K + o_k[None, :]))  # [BV, BK]
         dq = dot(tl.trans(b_h), tl.trans(load_columns(do + i_h * V + i_v * BV, start, n, HV, V, BV, CT)), dq)
     return dq
 
 
 @triton.jit
-def key_state_gradients(r, y, h, dh, tile, o_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """(y Sᵀ)ᵀ, (r dS'ᵀ)ᵀ [BK, 64] and Σ_v S ⊙ dS' [BK]."""
-    row = tl.arange(0, 64)
-    dkn = tl.zeros([BK, 64], tl.float32)
-    dkg = tl.zeros([BK, 64], tl.float32)
+def key_state_gradient(y, h, tile, o_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """(y Sᵀ)ᵀ, or of r and dS', [BK, 64]."""
+    dk = tl.zeros([BK, 64], tl.float32)
+    for i_v in range(V // BV):
+        o_v = i_v * BV + tl.arange(0, BV)[:, None]
+        b_h = tl.load(h + tile * V * K + (o_v * K + o_k[None, :]))  # [BV, BK]
+        dk = dot(tl.trans(b_h), tl.load(y + tile * V * 64 + (o_v * 64 + tl.arange(0, 64)[None, :])), dk)
+    return dk
+
+
+@triton.jit
+def state_decay_gradient(h, dh, tile, o_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
+    """Σ_v S ⊙ dS' [BK]."""
     ds = tl.zeros([BK], tl.float32)
     for i_v in range(V // BV):
-        o_v = i_v * BV + tl.arange(0, BV)
-        o_h = (tile * V + o_v[:, None]) * K + o_k[None, :]
-        o_r = (tile * V + o_v[:, None]) * 64 + row[None, :]
-        b_h = tl.load(h + o_h)  # [BV, BK]
-        b_dh = tl.load(dh + o_h)
-        dkn = dot(tl.trans(b_h), tl.load(y + o_r), dkn)
-        dkg = dot(tl.trans(b_dh), tl.load(r + o_r), dkg)
-        ds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 0)
-    return dkn, dkg, ds
+        o_h = (i_v * BV + tl.arange(0, BV)[:, None]) * K + o_k[None, :]
+        b_h = tl.load(h + tile * V * K + o_h).to(tl.float32)
+        ds += tl.sum(b_h * tl.load(dh + tile * V * K + o_h).to(tl.float32), 0)
+    return ds
 
 
 @triton.jit
@@ -181,60 +184,66 @@ def gradient_kernel(
     row = tl.arange(0, 64)
     inside = (row < n)[:, None]
     o_k = i_k * BK + tl.arange(0, BK)
-    o_g = (token + row[:, None]) * (HV * K) + i_h * K + o_k[None, :]
+    o_g = token * (HV * K) + i_h * K + (row[:, None] * (HV * K) + o_k[None, :])
     q += (i_h // (HV // H)) * K
     k += (i_h // (HV // H)) * K
-    q_norm = tl.full([64], 1.0, tl.float32)
-    k_norm = tl.full([64], 1.0, tl.float32)
-    if L2NORM:
-        q_norm = inverse_norm(q, start, n, H * K, K, BK)
-        k_norm = inverse_norm(k, start, n, H * K, K, BK)
-    b_b = tl.load(b + tile * 64 + row)
-    b_diagonal = tl.load(diagonal + tile * 64 + row)[None, :]
-    o_c = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
-    b_g = load_gate(g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K, i_k, BK, GATE)
-    b_q = load_keys(q, q_norm, start, n, H * K, K, i_k, BK)
-    b_k = load_keys(k, k_norm, start, n, H * K, K, i_k, BK)
-    b_dq = query_state_gradient(do, h, tile, start, n, i_h, HV, o_k, K, V, BK, BV, CT) * scale
-    if SAFE:  # from the outermost factor inwards: each gradient is multiplied by what its operand was
+    o_c = tile * 64 * 64 + (row[:, None] * 64 + row[None, :])
+    b_g, b_q, b_k = load_chunk(g + i_h * K, q, k, start, n, i_k, H, HV, K, BK)
+    b_dA = tl.zeros([64, 64], CT)
+    b_dK = tl.zeros([64, 64], CT)
+    if n > 0:
+        b_dA = tl.load(dA + o_c)
+        b_dK = tl.load(dK + o_c)
+    p_b, p_diagonal = b + tile * 64 + row, diagonal + tile * 64 + row  # read when needed: each tile would be a register
+    ds = state_decay_gradient(h, dh, tile, o_k, K, V, BK, BV)
+    b_g = log2_gate(b_g, A_log, dt_bias, lower_bound, n, i_h, K, i_k, BK, GATE)
+    b_q = normalised(b_q, q, start, n, H, K, BK, L2NORM)
+    b_k = normalised(b_k, k, start, n, H, K, BK, L2NORM)
+    if SAFE:  # each gradient is relative to the references of half_decays until it is multiplied by E or W
         far = (row[:, None] >= 32) & (row[None, :] < 32)
         near = (row[:, None] // 32) == (row[None, :] // 32)
-        far_dA = tl.load(dA + o_c, mask=far, other=0.0)
-        far_dK = tl.load(dK + o_c, mask=far, other=0.0)
-        near_dA = tl.load(dA + o_c, mask=near, other=0.0)
-        near_dK = tl.load(dK + o_c, mask=near, other=0.0)
-        E, W, to_start, to_middle, from_middle, to_end, gamma = half_decays(b_g, BK, CT)
-        qE = (b_q * E).to(CT)
+        far_dA, near_dA = tl.where(far, b_dA, 0.0), tl.where(near, b_dA, 0.0)
+        far_dK, near_dK = tl.where(far, b_dK, 0.0), tl.where(near, b_dK, 0.0)
+        x, first, second, middle, gamma = half_decays(b_g, BK, CT)
+        to_start = halves(tl.exp2(first), tl.exp2(second))
+        # Between the halves 2^(second − first), in two factors, which alone could be 0. A product starts from zero when
+        # its sum is multiplied before the next one: else every wgmma waits for the one before.
+        down1, down2 = tl.exp2(middle - first)[:, None], tl.exp2(second - middle)[:, None]
+        E, W = tl.exp2(x), tl.exp2(-x)
         kE = (b_k * E).to(CT)
         kW = (b_k * W).to(CT)
-        kWm = scale_halves(kW, from_middle, BK)
-        b_dq = dot(kWm, tl.trans(far_dA), scale_halves(b_dq, to_start / to_middle, BK))
-        b_dq = dot(kW, tl.trans(near_dA), scale_halves(b_dq, to_middle, BK))
+        b_dq = query_state_gradient(do, h, tile, start, n, i_h, HV, o_k, K, V, BK, BV, CT) * scale * to_start
+        b_dq += dot(kW, tl.trans(far_dA)) * down1 * down2
+        b_dq = dot(kW, tl.trans(near_dA), b_dq)
         # As below, dΓ takes the rounded operands: a pair (i, j) then gives +x at i and −x at j, which cancel in dg.
+        qE = (b_q * E).to(CT)
         d_sum = qE.to(tl.float32) * b_dq
-        b_dq = (b_dq + b_diagonal * kW.to(tl.float32)) * E
+        b_dq = (b_dq + tl.load(p_diagonal)[None, :] * kW.to(tl.float32)) * E
         tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
 
-        b_dkp, b_dkm, ds = key_state_gradients(r, y, h, dh, tile, o_k, K, V, BK, BV)
-        b_dkm = scale_halves(b_dkm * b_b[None, :], to_end, BK)
+        b_dk = key_state_gradient(y, h, tile, o_k, K, V, BK, BV) * -tl.load(p_b)[None, :] * to_start
+        b_dk += dot(kW, tl.trans(far_dK)) * down1 * down2
+        b_dk = dot(kW, tl.trans(near_dK), b_dk)
+        d_sum += kE.to(tl.float32) * b_dk
+        b_dk *= E
+
+        b_dkm = key_state_gradient(r, dh, tile, o_k, K, V, BK, BV) * tl.load(p_b)[None, :]
+        b_dkm *= halves(tl.exp2(gamma - first), tl.exp2(gamma - second))
         dgamma = tl.sum(b_dkm * kW.to(tl.float32), 1) + tl.exp2(gamma) * ds
-        b_dkp = scale_halves(b_dkp * -b_b[None, :], to_start / to_middle, BK)
-        b_dkp = dot(kWm, tl.trans(far_dK), b_dkp)
-        b_dkp = dot(kW, tl.trans(near_dK), scale_halves(b_dkp, to_middle, BK))
-        b_dkm = dot(scale_halves(qE, to_middle, BK), far_dA, scale_halves(b_dkm, 1.0 / from_middle, BK))
-        b_dkm = dot(scale_halves(kE, to_middle, BK), far_dK, b_dkm)
-        b_dkm = dot(kE, near_dK, dot(qE, near_dA, scale_halves(b_dkm, from_middle, BK)))
-        d_sum += kE.to(tl.float32) * b_dkp - kW.to(tl.float32) * b_dkm
-        b_dk = b_dkp * E + (b_dkm + b_diagonal * qE.to(tl.float32)) / E
+        b_dkm += dot(kE, far_dK, dot(qE, far_dA)) * down1 * down2
+        b_dkm = dot(kE, near_dK, dot(qE, near_dA, b_dkm))
+        d_sum -= kW.to(tl.float32) * b_dkm
+        b_dk += (b_dkm + tl.load(p_diagonal)[None, :] * qE.to(tl.float32)) / E
     else:
-        b_dkp, b_dkm, ds = key_state_gradients(r, y, h, dh, tile, o_k, K, V, BK, BV)
+        b_b, b_diagonal = tl.load(p_b), tl.load(p_diagonal)[None, :]
+        b_dq = query_state_gradient(do, h, tile, start, n, i_h, HV, o_k, K, V, BK, BV, CT) * scale
+        b_dkp = key_state_gradient(y, h, tile, o_k, K, V, BK, BV)
+        b_dkm = key_state_gradient(r, dh, tile, o_k, K, V, BK, BV)
         E, W, gamma = full_decays(b_g, CT)
         b_dq *= E
         b_dkp *= -b_b[None, :] * E
         b_dkm *= b_b[None, :] * W
         dgamma = tl.sum(b_dkm * b_k, 1) + tl.exp2(gamma) * ds
-        b_dA = tl.load(dA + o_c)
-        b_dK = tl.load(dK + o_c)
         d_sum = b_q * b_dq + b_k * (b_dkp - b_dkm)
         for level in range(6):
             E = level_decay(b_g, level, CT)

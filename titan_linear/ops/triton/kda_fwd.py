@@ -1,4 +1,4 @@
-"""KDA forward kernels: `prepare` (everything inside a chunk) and `scan` (the state through the chunks, and the output).
+"""KDA forward kernels: `prepare` and `solve` (everything inside a chunk), `scan` (the state through the chunks, and o).
 
 Letters: C = 64 tokens of a chunk, Γ the inclusive cumulative gate inside a chunk (log2), γ its last row.
 With q̃ = scale·q·2^Γ, k̃ = k·2^Γ, k̂ = k·2^(γ−Γ), Kk[i,j] = Σ_k k_i k_j 2^(Γ_i−Γ_j) for j < i, and S the incoming state
@@ -14,9 +14,9 @@ its left and a tile of the chunk on its right, and nothing of the state passes t
 Precision: states, Γ, Kk and the solve are fp32 (solve products in bf16x3); the other products take operands in the
 compute dtype (bf16; for fp32 inputs IEEE fp32) and accumulate in fp32.
 
-Gates: with safe_gate two halves of a chunk, each relative to the middle of its own decay, need two products; without
-it six levels of blocks of 2B tokens (B = 1 … 32), each relative to its block's middle, cover any g ≤ 0: no factor
-exceeds 1.
+Gates: with safe_gate a chunk has two halves, each relative to the middle of its own decay, and one product takes the
+keys twice: relative to their own half and to the second; without it six levels of blocks of 2B tokens (B = 1 … 32),
+each relative to its block's middle, cover any g ≤ 0: no factor exceeds 1.
 Tiles have channels as rows, tokens as columns: cumulative gates are then a product with a constant on the right.
 """
 
@@ -65,9 +65,9 @@ def split_dot(x, m, CT: tl.constexpr):
 
 
 @triton.jit
-def scale_halves(x, m, BK: tl.constexpr):
-    """x [BK, 64] times m [BK, 2], one column of m for 32 columns of x; in x's dtype."""
-    return tl.reshape(tl.reshape(x, [BK, 2, 32]) * m.to(x.dtype)[:, :, None], [BK, 64])
+def halves(first, second):
+    """[BK], [BK] → [BK, 64]: one number for each half of the chunk. (A reshape to [BK, 2, 32] would cost a layout.)"""
+    return tl.where((tl.arange(0, 64) < 32)[None, :], first[:, None], second[:, None])
 
 
 @triton.jit
@@ -90,26 +90,22 @@ def gate(raw, rate, bias, lower_bound, GATE: tl.constexpr):
 
 @triton.jit
 def half_decays(g, BK: tl.constexpr, CT: tl.constexpr):
-    """g [BK, 64], log2 gates ≥ −7.3 → the factors of the safe path. The reference of each half of the chunk is the
-    whole number nearest to the middle of its decay, so that E = 2^(Γ − reference) and W = 1/E stay within 2^±117, which
-    bf16 holds, and all other factors of q and k are powers of two, which scale bf16 numbers without rounding again:
-    to_start [BK, 2]: 2^Γ = E·to_start;  left, right [BK, 2]: 2^(Γ − m) = E·left in the second half and
-    2^(m − Γ) = W·right in the first, m the middle of the chunk (rounded).
-    Also to_end [BK, 2] with 2^(γ−Γ) = W·to_end (no power of two), and gamma [BK], the chunk's sum."""
+    """g [BK, 64], log2 gates ≥ −7.3 → what the safe path is made of: x [BK, 64], Γ relative to its half's reference;
+    the references of both halves, the whole numbers nearest to the middle of each one's decay; the whole number nearest
+    to Γ in the middle of the chunk; and γ, all [BK]. E = 2^x and W = 2^-x then stay within 2^±117, which bf16 holds,
+    and moving to another reference is a power of two, which scales bf16 numbers without rounding them again."""
     row = tl.arange(0, 64)
     same = (row[:, None] // 32) == (row[None, :] // 32)
     x = split_dot(g, tl.where(same, tl.where(row[:, None] <= row[None, :], 0.5, -0.5), 0.0), CT)
-    half = tl.min(tl.reshape(x, [BK, 2, 32]), 2)  # x falls from −s/2 to s/2, s the sum of the half
-    second = (tl.arange(0, 2) == 1)[None, :]
-    gamma = 2.0 * tl.sum(half, 1)
-    first = 2.0 * tl.sum(tl.where(second, 0.0, half), 1)[:, None]  # [BK, 1], Γ in the middle of the chunk
-    middle = tl.where(second, first + half, half)
-    reference = tl.floor(middle + 0.5)
-    x = tl.reshape(tl.reshape(x, [BK, 2, 32]) + (middle - reference)[:, :, None], [BK, 64])
-    to_middle = tl.floor(first + 0.5)
-    left = tl.exp2(tl.where(second, reference - to_middle, 0.0))
-    right = tl.exp2(tl.where(second, 0.0, to_middle - reference))
-    return tl.exp2(x), tl.exp2(-x), tl.exp2(reference), left, right, tl.exp2(gamma[:, None] - reference), gamma
+    in_first = (row < 32)[None, :]
+    first = tl.min(tl.where(in_first, x, 0.0), 1)  # x falls from −s/2 to s/2, s the sum of the half
+    second = tl.min(tl.where(in_first, 0.0, x), 1)
+    gamma = 2.0 * (first + second)
+    second += 2.0 * first
+    reference1 = tl.floor(first + 0.5)
+    reference2 = tl.floor(second + 0.5)
+    x += halves(first - reference1, second - reference2)
+    return x, reference1, reference2, tl.floor(2.0 * first + 0.5), gamma
 
 
 @triton.jit
@@ -138,30 +134,10 @@ def level_mask(level):
 
 
 @triton.jit
-def solve(Kk, b, CT: tl.constexpr):
-    """G [64, 64] with (I + Kk diag b) G = Kk: forward substitution in fp32 on 16×16 blocks, merged to 32 and 64."""
-    row = tl.arange(0, 64)
-    same = (row[:, None] // 16) == (row[None, :] // 16)
-    D = tl.sum(tl.reshape(tl.where(same, Kk, 0.0), [4, 16, 4, 16]), 2)  # [4, 16, 16], the diagonal blocks
-    L = D * tl.reshape(b, [4, 16])[:, None, :]
-    i = tl.arange(0, 16)
-    for j in tl.static_range(15):
-        column = tl.sum(tl.where(i[None, None, :] == j, L, 0.0), 2)
-        solved = tl.sum(tl.where(i[None, :, None] == j, D, 0.0), 1)
-        D -= column[:, :, None] * solved[:, None, :]
-    G = tl.where(same, tl.reshape(tl.broadcast_to(D[:, :, None, :], [4, 16, 4, 16]), [64, 64]), 0.0)
-    for level in tl.static_range(2):
-        K21 = tl.where(level_mask(4 + level), Kk, 0.0)
-        K21 -= dot_fp32(K21, b[:, None] * G, CT)
-        G += K21 - dot_fp32(G * b[None, :], K21, CT)
-    return G
-
-
-@triton.jit
 def load_rows(p, start, n, HD, D: tl.constexpr, i_d, BD: tl.constexpr):
     """Rows start … start+63 of a [T, heads, D] tensor at head pointer p, columns i_d·BD … ; rows ≥ n are zero."""
     o_c = tl.arange(0, 64)
-    p_x = p + (start.to(tl.int64) + o_c[:, None]) * HD + i_d * BD + tl.arange(0, BD)[None, :]
+    p_x = p + start.to(tl.int64) * HD + i_d * BD + (o_c[:, None] * HD + tl.arange(0, BD)[None, :])
     return tl.load(p_x, mask=(o_c < n)[:, None], other=0.0)
 
 
@@ -176,11 +152,9 @@ def inverse_norm(p, start, n, HD, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def load_gate(
-    g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K: tl.constexpr, i_k, BK: tl.constexpr, GATE: tl.constexpr
-):
-    """The log2 gates of a chunk, fp32 [BK, 64]; 0 (no decay) beyond the entry's end."""
-    raw = load_rows(g + i_h * K, start, n, HV * K, K, i_k, BK).to(tl.float32)
+def log2_gate(raw, A_log, dt_bias, lower_bound, n, i_h, K: tl.constexpr, i_k, BK: tl.constexpr, GATE: tl.constexpr):
+    """The log2 gates of a chunk from its rows [64, BK] of g: fp32 [BK, 64], 0 (no decay) beyond the entry's end."""
+    raw = raw.to(tl.float32)
     if GATE > 0:
         rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
         bias = tl.load(dt_bias + i_h * K + i_k * BK + tl.arange(0, BK)).to(tl.float32)
@@ -189,58 +163,33 @@ def load_gate(
 
 
 @triton.jit
-def load_keys(p, norm, start, n, HD, K: tl.constexpr, i_k, BK: tl.constexpr):
-    """q or k of a chunk, fp32 [BK, 64], times norm [64]."""
-    return tl.trans(load_rows(p, start, n, HD, K, i_k, BK)).to(tl.float32) * norm[None, :]
+def load_chunk(g, q, k, start, n, i_k, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
+    """Rows [64, BK] of g, q and k, channels i_k·BK … . In a block of its own, for without it the compiler turns each
+    tile before it loads the next: three latencies instead of one."""
+    b_g = tl.zeros([64, BK], g.dtype.element_ty)
+    b_q = tl.zeros([64, BK], q.dtype.element_ty)
+    b_k = tl.zeros([64, BK], k.dtype.element_ty)
+    if n > 0:
+        b_g = load_rows(g, start, n, HV * K, K, i_k, BK)
+        b_q = load_rows(q, start, n, H * K, K, i_k, BK)
+        b_k = load_rows(k, start, n, H * K, K, i_k, BK)
+    return b_g, b_q, b_k
 
 
 @triton.jit
-def products(
-    x, k, g, A_log, dt_bias, x_norm, k_norm, lower_bound, start, n, i_h, tile, xg, kg, decay,
-    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, CT: tl.constexpr, GATE: tl.constexpr,
-    SAFE: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """Σ_k x_i k_j 2^(Γ_i−Γ_j) for j ≤ i (with KEYS, x = k and j < i), fp32 [64, 64], 0 elsewhere. Writes xg = x·2^Γ
-    (with KEYS −x·2^Γ, and kg, decay)."""
-    row = tl.arange(0, 64)
-    lower = row[:, None] > row[None, :] if KEYS else row[:, None] >= row[None, :]
-    near = tl.zeros([64, 64], tl.float32)
-    far = tl.zeros([64, 64], tl.float32)
-    diagonal = tl.zeros([64], tl.float32)
-    for i_k in range(K // BK):
-        o_k = i_k * BK + tl.arange(0, BK)
-        o_tile = (tile * K + o_k[:, None]) * 64 + row[None, :]
-        b_g = load_gate(g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K, i_k, BK, GATE)
-        b_x = load_keys(x, x_norm, start, n, H * K, K, i_k, BK)
-        b_k = b_x if KEYS else load_keys(k, k_norm, start, n, H * K, K, i_k, BK)
-        if SAFE:
-            E, W, to_start, to_middle, from_middle, to_end, gamma = half_decays(b_g, BK, CT)
-            left = (b_x * E).to(CT)
-            b_k *= W
-            right = b_k.to(CT)
-            near = dot(tl.trans(left), right, near)
-            far = dot(tl.trans(scale_halves(left, to_middle, BK)), scale_halves(right, from_middle, BK), far)
-            left = scale_halves(left, to_start, BK)
-            right = scale_halves(b_k, to_end, BK).to(CT)
-        else:
-            E, W, gamma = full_decays(b_g, CT)
-            left = (b_x * E).to(CT)
-            right = (b_k * W).to(CT)
-            diagonal += tl.sum(b_x * b_k, 0)
-            for level in range(6):
-                E = level_decay(b_g, level, CT)
-                near += tl.where(level_mask(level), dot(tl.trans((b_x * E).to(CT)), (b_k * E).to(CT)), 0.0)
-        if KEYS:
-            left = -left
-        tl.store(xg + o_tile, left)
-        if KEYS:
-            tl.store(kg + o_tile, right)
-            tl.store(decay + tile * K + o_k, tl.exp2(gamma))
-    if SAFE:
-        near = tl.where((row[:, None] >= 32) & (row[None, :] < 32), far, tl.where(lower, near, 0.0))
-    elif not KEYS:
-        near += tl.where(row[:, None] == row[None, :], diagonal[:, None], 0.0)
-    return near
+def normalised(x, p, start, n, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr):
+    """Rows x [64, BK] of the q or k at p → fp32 [BK, 64], divided by their norms if L2NORM."""
+    x = tl.trans(x).to(tl.float32)
+    if L2NORM:
+        x *= inverse_norm(p, start, n, H * K, K, BK)[None, :]
+    return x
+
+
+@triton.jit
+def store_keys(p, x, tile, i_k, K: tl.constexpr, BK: tl.constexpr):
+    """x [BK, 64], channels i_k·BK … of a chunk's tile in p [NT·HV, K, 64]."""
+    o_k = tl.arange(0, BK)[:, None]
+    tl.store(p + (tile * K + i_k * BK) * 64 + (o_k * 64 + tl.arange(0, 64)[None, :]), x.to(p.dtype.element_ty))
 
 
 @triton.jit
@@ -249,82 +198,133 @@ def prepare_kernel(
     qg, kn, kg, decay, b, Aqk, Gn,
     H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, BK: tl.constexpr, CT: tl.constexpr, GATE: tl.constexpr,
-    SAFE: tl.constexpr, L2NORM: tl.constexpr,
+    SAFE: tl.constexpr, L2NORM: tl.constexpr, MATRICES: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, head) and one of two halves of the work, which share their inputs in L2: queries or keys."""
-    i_q, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    """One (chunk, head), all channels with MATRICES (Aqk, and Kk for solve_kernel), else one block of them."""
+    i_h, i_t = tl.program_id(1), tl.program_id(2)
     start = tl.load(chunks + 2 * i_t)
     n = tl.load(chunks + 2 * i_t + 1)
     tile = i_t.to(tl.int64) * HV + i_h
     row = tl.arange(0, 64)
     q += (i_h // (HV // H)) * K
     k += (i_h // (HV // H)) * K
-    o_c = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
-    k_norm = tl.full([64], 1.0, tl.float32)
-    if L2NORM:
-        k_norm = inverse_norm(k, start, n, H * K, K, BK)
-    if i_q == 0:
-        q_norm = tl.full([64], scale, tl.float32)
-        if L2NORM:
-            q_norm *= inverse_norm(q, start, n, H * K, K, BK)
-        b_A = products(
-            q, k, g, A_log, dt_bias, q_norm, k_norm, lower_bound, start, n, i_h, tile, qg, kg, decay,
-            H, HV, K, BK, CT, GATE, SAFE, False,
-        )  # fmt: skip
-        tl.store(Aqk + o_c, b_A.to(CT))
-    else:
+    if MATRICES or tl.program_id(0) == 0:
         b_b = tl.load(beta + (start.to(tl.int64) + row) * HV + i_h, mask=row < n, other=0.0).to(tl.float32)
         tl.store(b + tile * 64 + row, b_b)
-        b_K = products(
-            k, k, g, A_log, dt_bias, k_norm, k_norm, lower_bound, start, n, i_h, tile, kn, kg, decay,
-            H, HV, K, BK, CT, GATE, SAFE, True,
-        )  # fmt: skip
-        tl.store(Gn + o_c, (-solve(b_K, b_b, CT)).to(CT))
+    b_A = tl.zeros([64, 64], tl.float32)  # sums over channels of q_i k_j 2^(Γ_i−Γ_j), near the diagonal
+    b_K = tl.zeros([64, 64], tl.float32)  # the same of k_i k_j
+    halves_A = tl.zeros([64, 128], tl.float32)  # in turn a column within the halves and one between them
+    halves_K = tl.zeros([64, 128], tl.float32)
+    diagonal = tl.zeros([64], tl.float32)
+    for i in tl.range(0, K // BK if MATRICES else 1):
+        i_k = tl.program_id(0) + i
+        b_g, b_q, b_k = load_chunk(g + i_h * K, q, k, start, n, i_k, H, HV, K, BK)
+        b_g = log2_gate(b_g, A_log, dt_bias, lower_bound, n, i_h, K, i_k, BK, GATE)
+        b_q = normalised(b_q, q, start, n, H, K, BK, L2NORM) * scale
+        b_k = normalised(b_k, k, start, n, H, K, BK, L2NORM)
+        if SAFE:
+            x, first, second, middle, gamma = half_decays(b_g, BK, CT)
+            to_start = halves(tl.exp2(first), tl.exp2(second)).to(CT)
+            W = b_k * tl.exp2(-x)
+            b_w = W.to(CT)
+            store_keys(kg, W * halves(tl.exp2(gamma - first), tl.exp2(gamma - second)), tile, i_k, K, BK)
+            E = tl.exp2(x)
+            b_q = (b_q * E).to(CT)
+            b_k = (b_k * E).to(CT)
+            store_keys(qg, b_q * to_start, tile, i_k, K, BK)
+            store_keys(kn, -b_k * to_start, tile, i_k, K, BK)
+            if MATRICES:
+                # Keys of the first half relative to the second: where that is below 2^-126, E times it is below 2^-9.
+                far_w = b_w * tl.exp2(middle - first).to(CT)[:, None] * tl.exp2(second - middle).to(CT)[:, None]
+                b_w = tl.reshape(tl.join(b_w, far_w), [BK, 128])
+                halves_A = dot(tl.trans(b_q), b_w, halves_A)
+                halves_K = dot(tl.trans(b_k), b_w, halves_K)
+        else:
+            E, W, gamma = full_decays(b_g, CT)
+            store_keys(qg, b_q * E, tile, i_k, K, BK)
+            store_keys(kn, -b_k * E, tile, i_k, K, BK)
+            store_keys(kg, b_k * W, tile, i_k, K, BK)
+            if MATRICES:
+                diagonal += tl.sum(b_q * b_k, 0)
+                for level in range(6):
+                    E = level_decay(b_g, level, CT)
+                    b_w = (b_k * E).to(CT)
+                    b_A += tl.where(level_mask(level), dot(tl.trans((b_q * E).to(CT)), b_w), 0.0)
+                    b_K += tl.where(level_mask(level), dot(tl.trans(b_w), b_w), 0.0)
+        tl.store(decay + tile * K + i_k * BK + tl.arange(0, BK), tl.exp2(gamma))
+    if MATRICES:
+        lower = row[:, None] >= row[None, :]
+        if SAFE:
+            b_A, b_K = tl.where(lower, join_halves(halves_A), 0.0), join_halves(halves_K)
+        else:
+            b_A += tl.where(row[:, None] == row[None, :], diagonal[:, None], 0.0)
+        o_c = tile * 64 * 64
+        tl.store(Aqk + o_c + row[:, None] * 64 + row[None, :], b_A.to(CT))
+        tl.store(lower_triangle(Gn + o_c, row[:, None], row[None, :]), b_K, mask=row[:, None] > row[None, :])
 
 
 @triton.jit
-def recompute_kernel(
-    q, k, g, beta, A_log, dt_bias, chunks, scale, lower_bound,
-    qg, kn, kg, decay, b,
-    H: tl.constexpr, HV: tl.constexpr,
-    K: tl.constexpr, BK: tl.constexpr, CT: tl.constexpr, GATE: tl.constexpr,
-    SAFE: tl.constexpr, L2NORM: tl.constexpr,
-):  # fmt: skip
-    """prepare_kernel without the products; one (chunk, head, block of K)."""
-    i_k, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(chunks + 2 * i_t)
-    n = tl.load(chunks + 2 * i_t + 1)
-    tile = i_t.to(tl.int64) * HV + i_h
+def join_halves(x):
+    """x [64, 128] → [64, 64]: even columns of x, but odd ones between the second and the first half of the chunk."""
     row = tl.arange(0, 64)
-    q += (i_h // (HV // H)) * K
-    k += (i_h // (HV // H)) * K
-    q_norm = tl.full([64], scale, tl.float32)
-    k_norm = tl.full([64], 1.0, tl.float32)
-    if L2NORM:
-        q_norm *= inverse_norm(q, start, n, H * K, K, BK)
-        k_norm = inverse_norm(k, start, n, H * K, K, BK)
-    if i_k == 0:
-        b_b = tl.load(beta + (start.to(tl.int64) + row) * HV + i_h, mask=row < n, other=0.0).to(tl.float32)
-        tl.store(b + tile * 64 + row, b_b)
-    o_k = i_k * BK + tl.arange(0, BK)
-    o_tile = (tile * K + o_k[:, None]) * 64 + row[None, :]
-    b_g = load_gate(g, A_log, dt_bias, lower_bound, start, n, i_h, HV, K, i_k, BK, GATE)
-    b_q = load_keys(q, q_norm, start, n, H * K, K, i_k, BK)
-    b_k = load_keys(k, k_norm, start, n, H * K, K, i_k, BK)
-    if SAFE:  # the same arithmetic as prepare_kernel's
-        E, W, to_start, _to_middle, _from_middle, to_end, gamma = half_decays(b_g, BK, CT)
-        b_q = scale_halves((b_q * E).to(CT), to_start, BK)
-        b_n = scale_halves((-b_k * E).to(CT), to_start, BK)
-        b_k = scale_halves(b_k * W, to_end, BK).to(CT)
-    else:
-        E, W, gamma = full_decays(b_g, CT)
-        b_q = (b_q * E).to(CT)
-        b_n = (-b_k * E).to(CT)
-        b_k = (b_k * W).to(CT)
-    tl.store(decay + tile * K + o_k, tl.exp2(gamma))
-    tl.store(qg + o_tile, b_q)
-    tl.store(kn + o_tile, b_n)
-    tl.store(kg + o_tile, b_k)
+    near, far = tl.split(tl.reshape(x, [64, 64, 2]))
+    return tl.where((row[:, None] >= 32) & (row[None, :] < 32), far, near)
+
+
+@triton.jit
+def lower_triangle(tile, i, j):
+    """Where a tile of [64, 64] 16-bit numbers keeps element (i, j), j < i, of a strictly lower matrix in fp32."""
+    return tile.to(tl.pointer_type(tl.float32), bitcast=True) + (i * (i - 1) // 2 + j)
+
+
+@triton.jit
+def merge(K21, G11, G22, b1, b2, CT: tl.constexpr):
+    """G21 = (I − G22 b2) Kk21 (I − b1 G11) of pairs of blocks: each [pairs, B, B], b [pairs, 1, B]."""
+    x = K21 - dot_fp32(K21 * b1, G11, CT)
+    return x - dot_fp32(G22 * b2, x, CT)
+
+
+@triton.jit
+def solve_kernel(b, Gn, CT: tl.constexpr):
+    """One (chunk, head): −G with (I + Kk diag b) G = Kk, in the place of Kk. Forward substitution in fp32 on 16×16
+    blocks, G_i = Kk_i − Σ_m Kk_im b_m G_m for m < i with a column on each lane, then merged to 32 and 64 rows."""
+    tile = tl.program_id(0).to(tl.int64) * 64
+    b += tile
+    Gn += tile * 64
+    lane = tl.arange(0, 64)
+    first, column = lane // 16 * 16, lane % 16
+    rows = ()
+    scaled = ()  # b_m G_m
+    for i in tl.static_range(16):
+        x = tl.load(lower_triangle(Gn, first + i, first + column), mask=column < i, other=0.0)
+        for m in tl.static_range(i):
+            x -= tl.load(lower_triangle(Gn, first + i, first + m)) * scaled[m]
+        rows, scaled = rows + (x,), scaled + (x * tl.load(b + first + i),)  # noqa: RUF005 (Triton joins tuples with +)
+    tl.debug_barrier()  # lanes read each other's columns
+    for i in tl.static_range(1, 16):
+        tl.store(lower_triangle(Gn, first + i, first + column), rows[i], mask=column < i)
+    tl.debug_barrier()
+
+    block, i, j = tl.arange(0, 2)[:, None, None] * 32, tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
+    G11 = tl.load(lower_triangle(Gn, block + i, block + j), mask=j < i, other=0.0)
+    G22 = tl.load(lower_triangle(Gn, block + 16 + i, block + 16 + j), mask=j < i, other=0.0)
+    p_21 = lower_triangle(Gn, block + 16 + i, block + j)
+    G21 = merge(tl.load(p_21), G11, G22, tl.load(b + block + j), tl.load(b + block + 16 + j), CT)
+    tl.debug_barrier()
+    tl.store(p_21, G21)
+    tl.debug_barrier()
+
+    i, j = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
+    G11 = tl.load(lower_triangle(Gn, i, j), mask=j < i, other=0.0)
+    G22 = tl.load(lower_triangle(Gn, 32 + i, 32 + j), mask=j < i, other=0.0)
+    K21 = tl.load(lower_triangle(Gn, 32 + i, j))
+    G21 = merge(K21, G11, G22, tl.load(b + j), tl.load(b + 32 + j), CT)
+    tl.debug_barrier()
+    p_G = Gn + i * 64 + j
+    tl.store(p_G, (-G11).to(CT))
+    tl.store(p_G + 32, tl.zeros([32, 32], CT))
+    tl.store(p_G + 32 * 64, (-G21).to(CT))
+    tl.store(p_G + 32 * 64 + 32, (-G22).to(CT))
 
 
 @triton.jit
