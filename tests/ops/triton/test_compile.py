@@ -40,10 +40,13 @@ ACCEPTED_SPILLS: dict[str, str] = {
     "gdn bfloat16 K=128 V=128 R=1 reverse_kernel": FEW,
     "gdn float16 K=128 V=128 R=1 reverse_kernel": FEW,
     "gdn bfloat16 K=256 V=256 R=1 gradients_kernel": WIDE,
-    "kda bfloat16 K=128 V=128 plain prepare_kernel": OCCUPANCY,
-    "kda bfloat16 K=128 V=128 bounded prepare_kernel": OCCUPANCY,
-    "kda bfloat16 K=128 V=128 plain gradient_kernel": MANY_TILES,
-    "kda bfloat16 K=128 V=128 bounded gradient_kernel": MANY_TILES,
+    **{
+        f"kda bfloat16 {case} {kernel}_kernel": reason
+        for case in ("K=128 V=128 plain", "K=128 V=128 bounded", "K=64 V=64 plain")
+        for kernel, reason in (("prepare", OCCUPANCY), ("gradient", MANY_TILES))
+    },
+    "kda bfloat16 K=32 V=32 softplus gradient_kernel": MANY_TILES,
+    **{f"kda bfloat16 K=256 V=256 softplus {kernel}_kernel": WIDE for kernel in ("prepare", "scan", "gradient")},
     **{
         f"gdn float32 K={dim} V={dim} R=1 {kernel}_kernel": WIDE
         for dim in (64, 256)
@@ -198,6 +201,9 @@ CASES |= {
     "segments K=256 V=64": (segments_case, (256, 64)),
     "kda bfloat16 K=128 V=128 plain": (kda_case, ("bfloat16", 128, 128)),
     "kda bfloat16 K=128 V=128 bounded": (kda_case, ("bfloat16", 128, 128, "bounded")),
+    "kda bfloat16 K=32 V=32 softplus": (kda_case, ("bfloat16", 32, 32, "softplus", False, 2)),
+    "kda bfloat16 K=64 V=64 plain": (kda_case, ("bfloat16", 64, 64)),
+    "kda bfloat16 K=256 V=256 softplus": (kda_case, ("bfloat16", 256, 256, "softplus", False)),
 }
 
 

@@ -51,7 +51,7 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
             (4, 256): {"BV": 32, "num_warps": 4, "num_stages": 1},
         },
         "kda gradient": {
-            (2, 256): {"BK": 64, "BV": 128, "num_warps": 4, "num_stages": 1},
+            (2, 256): {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 2},
             (4, 256): {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1},
         },
         "gdn prepare": {

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.options import Entries
-from titan_linear.ops.triton.gdn_chunks import chunk_table
+from titan_linear.ops.triton.chunks import chunk_table
 
 MAX_WIDTH = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)

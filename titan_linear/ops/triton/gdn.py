@@ -24,10 +24,9 @@ import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_linear.ops.triton import gdn_kernels as kernels
+from titan_linear.ops.triton.chunks import CHUNK as BT
+from titan_linear.ops.triton.chunks import chunk_table, max_chunks
 from titan_linear.ops.triton.configs import config
-from titan_linear.ops.triton.gdn_chunks import chunk_table, max_chunks
-
-BT = 64  # tokens of a chunk
 
 
 def _precision(x: torch.Tensor) -> str:

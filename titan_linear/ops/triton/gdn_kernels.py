@@ -23,6 +23,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from titan_linear.ops.triton.chunks import locate
+
 EPS = tl.constexpr(1e-6)  # of the l2 norm
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -128,16 +130,6 @@ def _solve(C, A, gates, i_p, BT: tl.constexpr, BC: tl.constexpr, SPLIT: tl.const
 
 
 @triton.jit
-def _locate(table, cu_seqlens, i_t, BT: tl.constexpr):
-    """First token of chunk i_t (64 bits) and how many it has; none for a surplus row."""
-    i_n, i_c = tl.load(table + 2 * i_t), tl.load(table + 2 * i_t + 1)
-    used = i_n >= 0
-    start = tl.load(cu_seqlens + i_n, mask=used, other=0) + tl.where(used, i_c * BT, 0)
-    end = tl.load(cu_seqlens + i_n + 1, mask=used, other=0)
-    return start.to(tl.int64), tl.minimum(end - start, BT)
-
-
-@triton.jit
 def _load_rows(x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexpr):
     """The first `rows` rows of a [BT, BD] tile of a matrix from token `start` on, and zeros."""
     o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
@@ -192,7 +184,7 @@ def prepare_kernel(
     o_c = tl.arange(0, BT)
     for u in tl.range(0, 2, num_stages=1):
         i_t, i_hv = (i_p + u) // HV, (i_p + u) % HV
-        start, length = _locate(table, cu_seqlens, i_t, BT)
+        start, length = locate(table, cu_seqlens, i_t, BT)
         m_t = o_c < length
         p_g = start * HV + i_hv + o_c * HV
         b_g = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
@@ -220,7 +212,7 @@ def prepare_kernel(
 
     for u in tl.range(0, 2, num_stages=1):
         i_t, i_hv = (i_p + u) // HV, (i_p + u) % HV
-        start, length = _locate(table, cu_seqlens, i_t, BT)
+        start, length = locate(table, cu_seqlens, i_t, BT)
         b_q = _load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
         b_k = _load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
         b_rq = tl.full([BT], 1.0, tl.float32)
@@ -257,7 +249,7 @@ def attention_kernel(
     """A again, for backward, which so keeps one matrix a chunk and head, not two."""
     i_p = tl.program_id(0).to(tl.int64)
     i_t, i_hv = i_p // HV, (i_p % HV).to(tl.int32)
-    start, length = _locate(table, cu_seqlens, i_t, BT)
+    start, length = locate(table, cu_seqlens, i_t, BT)
     b_q = _load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
     b_k = _load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
     b_G, _, b_rq, b_rk, _ = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
@@ -561,7 +553,7 @@ def gradients_kernel(
     """dq, dk, dg, dbeta of one chunk and value head: queries first, so that few tiles are alive at a time."""
     i_p = tl.program_id(0).to(tl.int64)
     i_t, i_hv = i_p // HV, (i_p % HV).to(tl.int32)
-    start, length = _locate(table, cu_seqlens, i_t, BT)
+    start, length = locate(table, cu_seqlens, i_t, BT)
     if length <= 0:
         if GATE:
             tl.store(d_gate + i_p, 0.0)

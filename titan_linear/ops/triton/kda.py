@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_linear.ops.triton.common import CHUNK, chunk_table, compute_dtype, max_chunks
+from titan_linear.ops.triton.chunks import CHUNK, chunk_table, max_chunks
 from titan_linear.ops.triton.configs import config
 from titan_linear.ops.triton.kda_bwd import gradient_kernel, matrix_kernel, norm_gradient_kernel, reverse_scan_kernel
 from titan_linear.ops.triton.kda_fwd import prepare_kernel, scan_kernel, solve_kernel
@@ -29,11 +29,16 @@ GATES = {"none": 0, "softplus": 1, "bounded": 2}
 TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
+def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of matrix operands: fp16's exponent cannot hold the factors of fast gates, so fp16 inputs use bf16."""
+    return torch.float32 if dtype == torch.float32 else torch.bfloat16
+
+
 class Prepared(NamedTuple):
     """What the scans read of each chunk; C = 64, NT chunks (see kda_fwd for the letters)."""
 
-    first: Tensor  # [N] int32, each entry's first chunk
-    chunks: Tensor  # [NT, 2] int32, first token and number of tokens
+    first: Tensor  # [N+1] int32, each entry's first chunk
+    chunks: Tensor  # [NT, 2] int32 (entry or -1, chunk in it)
     qg: Tensor  # [NT, HV, K, C] scale·q·2^Γ
     kn: Tensor  # [NT, HV, K, C] −k·2^Γ
     kg: Tensor  # [NT, HV, K, C] k·2^(γ−Γ)
@@ -46,20 +51,20 @@ class Prepared(NamedTuple):
 def _tiles(g: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> list[Tensor]:
     """Empty qg, kn, kg, decay, b, Aqk, Gn for gates g [B, T, HV, K]."""
     B, T, HV, K = g.shape
-    NT = max_chunks(B * T, cu_seqlens.shape[0] - 1)
+    NT = max_chunks(B * T, cu_seqlens.shape[0] - 1, CHUNK)
     keys = [g.new_empty(NT, HV, K, CHUNK, dtype=dtype) for _ in range(3)]
     small = [g.new_empty(NT, HV, dim, dtype=torch.float32) for dim in (K, CHUNK)]
     return keys + small + [g.new_empty(NT, HV, CHUNK, CHUNK, dtype=dtype) for _ in range(2)]
 
 
-def _launch_prepare(x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm) -> None:
+def _launch_prepare(x, cu_seqlens, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm) -> None:
     """x = (q, k, g, beta, A_log, dt_bias); tiles: all of `_tiles`, or without Aqk and Gn."""
     H, (HV, K), CT = x[0].shape[2], x[2].shape[2:], compute_dtype(x[0].dtype)
     NT, MATRICES = chunks.shape[0], len(tiles) == 7
     chosen = config(f"kda {'prepare' if MATRICES else 'recompute'}{' safe' if safe_gate else ''}", x[0], K, BK=K)
     if NT > 0:
         prepare_kernel[1 if MATRICES else K // chosen["BK"], HV, NT](
-            *x, chunks, scale, lower_bound, *tiles, *(() if MATRICES else (None, None)), H=H, HV=HV, K=K,
+            *x, cu_seqlens, chunks, scale, lower_bound, *tiles, *(() if MATRICES else (None, None)), H=H, HV=HV, K=K,
             CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, MATRICES=MATRICES, **chosen,
         )  # fmt: skip
         if MATRICES:
@@ -71,17 +76,17 @@ def _prepare_op(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor,
     scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    chunks, first = chunk_table(cu_seqlens, q.shape[0] * q.shape[1])
+    chunks, first = chunk_table(cu_seqlens, q.shape[0] * q.shape[1], CHUNK)
     tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))
     x = (q, k, g, beta, A_log, dt_bias)
-    _launch_prepare(x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
+    _launch_prepare(x, cu_seqlens, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
     return first, chunks, *tiles
 
 
 @_prepare_op.register_fake
 def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, gate, safe_gate, l2norm):
     tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))
-    return cu_seqlens.new_empty(cu_seqlens.shape[0] - 1), cu_seqlens.new_empty(tiles[0].shape[0], 2), *tiles
+    return torch.empty_like(cu_seqlens), cu_seqlens.new_empty(tiles[0].shape[0], 2), *tiles
 
 
 @torch.library.custom_op("titan_linear::kda_recompute", mutates_args=())
@@ -89,17 +94,17 @@ def _recompute_op(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor,
     scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    chunks, first = chunk_table(cu_seqlens, q.shape[0] * q.shape[1])
+    chunks, first = chunk_table(cu_seqlens, q.shape[0] * q.shape[1], CHUNK)
     tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))[:5]
     x = (q, k, g, beta, A_log, dt_bias)
-    _launch_prepare(x, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
+    _launch_prepare(x, cu_seqlens, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
     return first, chunks, *tiles
 
 
 @_recompute_op.register_fake
 def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, gate, safe_gate, l2norm):
     tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))[:5]
-    return cu_seqlens.new_empty(cu_seqlens.shape[0] - 1), cu_seqlens.new_empty(tiles[0].shape[0], 2), *tiles
+    return torch.empty_like(cu_seqlens), cu_seqlens.new_empty(tiles[0].shape[0], 2), *tiles
 
 
 def _scan(v, cu_seqlens, entries, first, tiles, h0, o, ht, h, r, V: int) -> None:
@@ -107,7 +112,7 @@ def _scan(v, cu_seqlens, entries, first, tiles, h0, o, ht, h, r, V: int) -> None
     HV, K = tiles[0].shape[1:3]
     CT = tiles[0].dtype
     chosen = config("kda scan", tiles[0], K, BV=V)
-    entry_count = first.shape[0] if entries is None else entries.shape[0]
+    entry_count = first.shape[0] - 1 if entries is None else entries.shape[0]
     if entry_count > 0:
         scan_kernel[V // chosen["BV"], entry_count * HV](
             v, cu_seqlens, entries, first, *tiles, h0, o, ht, h, r, HV=HV, K=K, V=V, CT=TRITON_DTYPE[CT],
@@ -123,14 +128,14 @@ def _scan_op(
     Aqk: Tensor, Gn: Tensor, initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     o = torch.empty_like(v)
-    ht = v.new_empty(first.shape[0], v.shape[2], qg.shape[2], v.shape[3], dtype=torch.float32)
+    ht = v.new_empty(first.shape[0] - 1, v.shape[2], qg.shape[2], v.shape[3], dtype=torch.float32)
     _scan(v, cu_seqlens, None, first, (qg, kn, kg, decay, b, Aqk, Gn), initial_state, o, ht, None, None, v.shape[3])
     return o, ht
 
 
 @_scan_op.register_fake
 def _(v, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, initial_state):
-    ht = v.new_empty(first.shape[0], v.shape[2], qg.shape[2], v.shape[3], dtype=torch.float32)
+    ht = v.new_empty(first.shape[0] - 1, v.shape[2], qg.shape[2], v.shape[3], dtype=torch.float32)
     return torch.empty_like(v), ht
 
 
@@ -163,7 +168,7 @@ def _reverse_scan(do, cu_seqlens, entries, first, tiles, dht, dh0, dh, y) -> Non
     HV, K = tiles[0].shape[1:3]
     V, CT = do.shape[3], tiles[0].dtype
     chosen = config("kda reverse", tiles[0], K, BV=V)
-    entry_count = first.shape[0] if entries is None else entries.shape[0]
+    entry_count = first.shape[0] - 1 if entries is None else entries.shape[0]
     if entry_count > 0:
         reverse_scan_kernel[V // chosen["BV"], entry_count * HV](
             do, cu_seqlens, entries, first, *tiles, dht, dh0, dh, y, HV=HV, K=K, V=V, CT=TRITON_DTYPE[CT],
@@ -209,7 +214,7 @@ def _backward_op(
     tiles = (qg, kn, kg, decay, b, Aqk, Gn)
     h, dh = (v.new_empty(NT, HV, V, K, dtype=CT) for _ in range(2))
     r, y = (v.new_empty(NT, HV, V, CHUNK, dtype=CT) for _ in range(2))
-    dh0 = v.new_empty(first.shape[0], HV, K, V, dtype=torch.float32)
+    dh0 = v.new_empty(first.shape[0] - 1, HV, K, V, dtype=torch.float32)
     _scan(v, cu_seqlens, None, first, tiles, initial_state, None, None, h, r, V)
     _reverse_scan(do, cu_seqlens, None, first, tiles, d_final_state, dh0, dh, y)
     # With grouped value heads each writes its own dq and dk, in fp32, summed below.
@@ -223,11 +228,11 @@ def _backward_op(
     diagonal = torch.empty_like(b)
     if NT > 0:
         matrix_kernel[HV, NT](
-            beta, chunks, do, r, y, scale, dA, dK, diagonal, dv, dbeta, HV=HV, V=V,
+            beta, cu_seqlens, chunks, do, r, y, scale, dA, dK, diagonal, dv, dbeta, HV=HV, V=V,
             CT=TRITON_DTYPE[CT], **matrix,
         )  # fmt: skip
         gradient_kernel[K // gradient["BK"], HV, NT](
-            q, k, g, A_log, dt_bias, chunks, b, do, r, y, h, dh, dA, dK, diagonal, scale, lower_bound,
+            q, k, g, A_log, dt_bias, cu_seqlens, chunks, b, do, r, y, h, dh, dA, dK, diagonal, scale, lower_bound,
             dq, dk, dg, dA_part, dbias_part, H=H, HV=HV, K=K, V=V,
             CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, **gradient,
         )  # fmt: skip
@@ -244,7 +249,7 @@ def _backward_op(
 def _(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, first, chunks, qg, kn, kg, decay, b, Aqk, Gn, do, initial_state,
       d_final_state, scale, lower_bound, gate, safe_gate, l2norm):  # fmt: skip
     HV, K, V = *g.shape[2:], v.shape[3]
-    dh0 = v.new_empty(first.shape[0], HV, K, V, dtype=torch.float32)
+    dh0 = v.new_empty(first.shape[0] - 1, HV, K, V, dtype=torch.float32)
     dA_log, ddt_bias = (g.new_empty(n, dtype=torch.float32) if gate else g.new_empty(0) for n in (HV, HV * K))
     return (*(torch.empty_like(x) for x in (q, k, v, g, beta)), dh0, dA_log, ddt_bias)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from titan_linear.ops.triton.chunks import locate
 from titan_linear.ops.triton.kda_fwd import (
     dot,
     entry_chunks,
@@ -93,15 +94,14 @@ def gate_gradient(dg, raw, rate, bias, lower_bound, GATE: tl.constexpr):
 
 @triton.jit
 def matrix_kernel(
-    beta, chunks, do, r, y, scale,
+    beta, cu_seqlens, chunks, do, r, y, scale,
     dA, dK, diagonal, dv, dbeta,
     HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, head): dv, dβ, and the gradients of Aqk and Kk below the diagonal, 0 elsewhere. Aqk's diagonal has no
     gate; kept apart, it adds nothing to dΓ, where it would have to cancel."""
     i_h, i_t = tl.program_id(0), tl.program_id(1)
-    start = tl.load(chunks + 2 * i_t)
-    n = tl.load(chunks + 2 * i_t + 1)
+    start, n = locate(chunks, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * HV + i_h
     token = start.to(tl.int64)
     row = tl.arange(0, 64)
@@ -166,7 +166,7 @@ def state_decay_gradient(h, dh, tile, o_k, K: tl.constexpr, V: tl.constexpr, BK:
 
 @triton.jit
 def gradient_kernel(
-    q, k, g, A_log, dt_bias, chunks, b, do, r, y, h, dh, dA, dK, diagonal, scale, lower_bound,
+    q, k, g, A_log, dt_bias, cu_seqlens, chunks, b, do, r, y, h, dh, dA, dK, diagonal, scale, lower_bound,
     dq, dk, dg, dA_part, dbias_part,
     H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
@@ -175,8 +175,7 @@ def gradient_kernel(
     """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype.
     With L2NORM dq and dk are those of the normalised q and k: norm_gradient_kernel does the rest."""
     i_k, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(chunks + 2 * i_t)
-    n = tl.load(chunks + 2 * i_t + 1)
+    start, n = locate(chunks, cu_seqlens, i_t, 64)
     if n == 0:
         return
     tile = i_t.to(tl.int64) * HV + i_h

@@ -25,6 +25,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from titan_linear.ops.triton.chunks import locate
+
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
@@ -194,7 +196,7 @@ def store_keys(p, x, tile, i_k, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def prepare_kernel(
-    q, k, g, beta, A_log, dt_bias, chunks, scale, lower_bound,
+    q, k, g, beta, A_log, dt_bias, cu_seqlens, chunks, scale, lower_bound,
     qg, kn, kg, decay, b, Aqk, Gn,
     H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, BK: tl.constexpr, CT: tl.constexpr, GATE: tl.constexpr,
@@ -202,8 +204,7 @@ def prepare_kernel(
 ):  # fmt: skip
     """One (chunk, head), all channels with MATRICES (Aqk, and Kk for solve_kernel), else one block of them."""
     i_h, i_t = tl.program_id(1), tl.program_id(2)
-    start = tl.load(chunks + 2 * i_t)
-    n = tl.load(chunks + 2 * i_t + 1)
+    start, n = locate(chunks, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * HV + i_h
     row = tl.arange(0, 64)
     q += (i_h // (HV // H)) * K

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.options import DeltaRuleOptions, Entries
-from titan_linear.ops.triton.gdn_chunks import chunk_table, max_chunks
+from titan_linear.ops.triton.chunks import chunk_table, max_chunks
 
 PROGRAMS = 132  # of a scan, that fill an H100 or H200: its multiprocessors
 SHORTEST = 512  # tokens of a segment: below, the fold costs what the scan saves

@@ -11,10 +11,22 @@ import torch
 import triton
 import triton.language as tl
 
+CHUNK = 64  # tokens of a chunk of the delta rule
+
 
 def max_chunks(tokens: int, entries: int, chunk_size: int) -> int:
     """An even upper bound on the number of chunks of `entries` documents that hold `tokens` tokens in all."""
     return ((tokens + chunk_size - 1) // chunk_size + entries + 1) // 2 * 2
+
+
+@triton.jit
+def locate(table, cu_seqlens, i_t, BT: tl.constexpr):
+    """First token of chunk i_t (64 bits) and how many it has; none for a surplus row."""
+    i_n, i_c = tl.load(table + 2 * i_t), tl.load(table + 2 * i_t + 1)
+    used = i_n >= 0
+    start = tl.load(cu_seqlens + i_n, mask=used, other=0) + tl.where(used, i_c * BT, 0)
+    end = tl.load(cu_seqlens + i_n + 1, mask=used, other=0)
+    return start.to(tl.int64), tl.minimum(end - start, BT)
 
 
 @triton.jit
