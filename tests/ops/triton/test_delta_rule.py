@@ -71,6 +71,33 @@ def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert max(found.values()) < TOLERANCE, found
 
 
+def test_operators_of_gdn_are_well_formed() -> None:
+    made = raw_gate_inputs("gdn", 70, H=1, HV=2, K=32, V=32, gate="usual")
+    x = {n: (t[0] if t.dim() > 1 else t).float().to(DEVICE) for n, t in made.items()}
+    q, k, v, gates, do = x["q"], x["k"], x["v"], (x["g"], x["beta"], x["A_log"], x["dt_bias"]), torch.ones_like(x["v"])
+    cu, entries = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 70], [0]))
+    state = torch.ones(1, 2, 32, 32, device=DEVICE)
+    ops = torch.ops.titan_linear
+    table, offsets, C, chunk_gates, norms, A = prepared = ops.gdn_prepare(q, k, *gates, cu, 0.2, True)
+    chunks = (offsets, C, chunk_gates, norms)
+    products = (offsets, C, A, chunk_gates, norms)
+    h, y = ops.gdn_states(k, v, *chunks, state, cu)
+    dh, dv, _ = ops.gdn_reverse(q, k, do, *products, state, cu, 0.2)
+    calls = {
+        ops.gdn_prepare: (q, k, *gates, cu, 0.2, True),
+        ops.gdn_attention: (q, k, table, chunk_gates, norms, cu, 0.2),
+        ops.gdn_scan: (q, k, v, *products, state, cu, 0.2, True),
+        ops.gdn_boundary: (k, v, *chunks, entries, cu, True),
+        ops.gdn_boundary_bwd: (q, k, do, *products, entries, cu, 0.2),
+        ops.gdn_states: (k, v, *chunks, state, cu),
+        ops.gdn_reverse: (q, k, do, *products, state, cu, 0.2),
+        ops.gdn_gradients: (q, k, do, h, y, dh, dv, table, chunk_gates, norms, *gates, cu, 0.2),
+    }
+    assert all(t.numel() for t in prepared)
+    for op, arguments in calls.items():
+        torch.library.opcheck(op.default, arguments)
+
+
 def test_operators_of_segments_are_well_formed() -> None:
     cu = torch.tensor([0, 0, 10, 200], dtype=torch.int32, device=DEVICE)
     ops = torch.ops.titan_linear

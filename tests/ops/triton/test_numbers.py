@@ -45,6 +45,7 @@ def run(op: str, x: dict[str, torch.Tensor], weights: list[torch.Tensor], **opti
 
 def errors(op: str, x: dict[str, torch.Tensor], **options) -> dict[str, float]:
     """Of Triton's results for x, which is rounded to what the kernels get."""
+    torch.manual_seed(0)
     shape = x["v"].shape
     N = len(options["cu_seqlens"]) - 1
     weights = [torch.randn(shape, device="cuda").bfloat16()]

@@ -1,8 +1,8 @@
 """Which program works on which chunk of which packed document, decided on the device.
 
-The host knows only T and N, so a grid has ceil(T / BT) + N programs at most; the table maps each to
-(entry, chunk within the entry), and the surplus to entry -1. An empty entry has one chunk without tokens, so
-that its final state and the gradient of its initial state are written like any other.
+The host knows only T and N, so a grid is an upper bound; the table maps each program to (entry, chunk within the
+entry), and the surplus to entry -1. An empty entry has one chunk without tokens, so that its final state and the
+gradient of its initial state are written like any other.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ CHUNK = 64  # tokens of a chunk of the delta rule
 
 
 def max_chunks(tokens: int, entries: int, chunk_size: int) -> int:
-    """An even upper bound on the number of chunks of `entries` documents that hold `tokens` tokens in all."""
-    return ((tokens + chunk_size - 1) // chunk_size + entries + 1) // 2 * 2
+    """The most chunks that `entries` documents of `tokens` tokens in all can have: all but one of them empty or of one
+    token. Exact for one document."""
+    return max(tokens - 1, 0) // chunk_size + entries
 
 
 @triton.jit
@@ -51,10 +52,12 @@ def chunk_table_kernel(cu_seqlens, table, offsets, N, NT, BT: tl.constexpr, BN: 
         tl.store(table + 2 * (first + o_c) + 1, o_c, mask=m_c)
 
 
-def chunk_table(cu_seqlens: torch.Tensor, tokens: int, chunk_size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cu_seqlens [N+1] int32 -> table [NT, 2] (entry or -1, chunk in it), offsets [N+1] (an entry's first row)."""
+def chunk_table(cu_seqlens: torch.Tensor, chunk_size: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cu_seqlens [N+1] int32 -> table [rows, 2] (entry or -1, chunk in it), offsets [N+1] (an entry's first row).
+
+    rows: `max_chunks`, or more.
+    """
     entries = cu_seqlens.numel() - 1
-    rows = max_chunks(tokens, entries, chunk_size)
     table = cu_seqlens.new_empty(rows, 2)
     offsets = torch.empty_like(cu_seqlens)
     chunk_table_kernel[(entries + 1,)](cu_seqlens, table, offsets, entries, rows, BT=chunk_size, BN=256)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.options import Entries
-from titan_linear.ops.triton.chunks import chunk_table
+from titan_linear.ops.triton.chunks import chunk_table, max_chunks
 
 MAX_WIDTH = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -272,7 +272,7 @@ def conv1d(
     final_state = x.new_empty((N, D, W - 1) if output_final_state else 0)
     state = initial_state.contiguous() if initial_state is not None else None
     config = FORWARD_CONFIG
-    table, _ = chunk_table(cu_seqlens, T, config["BT"])
+    table, _ = chunk_table(cu_seqlens, config["BT"], max_chunks(T, len(cu_seqlens) - 1, config["BT"]))
     conv1d_fwd_kernel[(table.shape[0] * triton.cdiv(D, config["BD"]),)](
         x, weight.contiguous(), bias, state, y, cu_seqlens, table, D, x.stride(0),
         W=W, SILU=silu, HAS_BIAS=bias is not None, HAS_STATE=state is not None, **config,
@@ -309,7 +309,7 @@ def conv1d_backward(
     d_final = d_final_state.contiguous() if d_final_state is not None else None
     d_state = torch.empty_like(state) if state is not None else x.new_empty(0)
     config = BACKWARD_CONFIG
-    table, _ = chunk_table(cu_seqlens, T, config["BT"])
+    table, _ = chunk_table(cu_seqlens, config["BT"], max_chunks(T, len(cu_seqlens) - 1, config["BT"]))
     d_weight = torch.empty(table.shape[0], W, D, dtype=torch.float32, device=x.device)
     d_bias = torch.empty(table.shape[0], D if bias is not None else 0, dtype=torch.float32, device=x.device)
     conv1d_bwd_kernel[(table.shape[0] * triton.cdiv(D, config["BD"]),)](

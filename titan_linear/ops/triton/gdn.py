@@ -56,6 +56,12 @@ def _states(x: torch.Tensor, width: int) -> TensorDescriptor:
     return TensorDescriptor(x, [x.numel() // V, V], [V, 1], [K, width])
 
 
+def _rows_of_chunks(tokens: int, cu_seqlens: torch.Tensor, HV: int) -> int:
+    """NT, with NT·HV even: prepare takes two chunks of a head at a time."""
+    NT = max_chunks(tokens, cu_seqlens.shape[0] - 1, BT)
+    return NT + NT % 2 if HV % 2 else NT
+
+
 def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous()
 
@@ -88,12 +94,12 @@ def gdn_prepare(
     """
     (T, H, K), HV = q.shape, g.shape[1]
     q, k, g, beta = _heads(q), _heads(k), g.contiguous(), beta.contiguous()
-    table, offsets = chunk_table(cu_seqlens, T, BT)
-    NT = table.shape[0]
+    NT = _rows_of_chunks(T, cu_seqlens, HV)
+    table, offsets = chunk_table(cu_seqlens, BT, NT)
     C, A = k.new_empty(NT, HV, BT, BT), k.new_empty(NT, HV, BT, BT)
     gates = torch.empty(NT, HV, 2, BT, dtype=torch.float32, device=k.device)
     norms = torch.empty((NT, H, 2, BT) if l2norm else 0, dtype=torch.float32, device=k.device)
-    kernels.prepare_kernel[(NT // 2 * HV,)](
+    kernels.prepare_kernel[(NT * HV // 2,)](
         q, k, g, beta, A_log, dt_bias, C, A, gates, norms, cu_seqlens, table, scale, q.stride(0), k.stride(0), HV,
         R=HV // H, K=K, BT=BT, GATE=A_log is not None, DT_BIAS=dt_bias is not None, NORM=l2norm,
         PREC=_precision(k), SPLIT=k.dtype != torch.float32, **config("gdn prepare", k, K),
@@ -103,8 +109,7 @@ def gdn_prepare(
 
 @gdn_prepare.register_fake
 def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, l2norm):
-    N = cu_seqlens.shape[0] - 1
-    NT = max_chunks(q.shape[0], N, BT)
+    NT = _rows_of_chunks(q.shape[0], cu_seqlens, g.shape[1])
     square = (NT, g.shape[1], BT, BT)
     fp32 = {"dtype": torch.float32}
     norms = k.new_empty((NT, k.shape[1], 2, BT) if l2norm else (0,), **fp32)

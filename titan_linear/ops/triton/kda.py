@@ -76,8 +76,8 @@ def _prepare_op(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor,
     scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    chunks, first = chunk_table(cu_seqlens, q.shape[0] * q.shape[1], CHUNK)
     tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))
+    chunks, first = chunk_table(cu_seqlens, CHUNK, tiles[0].shape[0])
     x = (q, k, g, beta, A_log, dt_bias)
     _launch_prepare(x, cu_seqlens, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
     return first, chunks, *tiles
@@ -94,8 +94,8 @@ def _recompute_op(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor,
     scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    chunks, first = chunk_table(cu_seqlens, q.shape[0] * q.shape[1], CHUNK)
     tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))[:5]
+    chunks, first = chunk_table(cu_seqlens, CHUNK, tiles[0].shape[0])
     x = (q, k, g, beta, A_log, dt_bias)
     _launch_prepare(x, cu_seqlens, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
     return first, chunks, *tiles

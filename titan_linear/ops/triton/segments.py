@@ -32,7 +32,7 @@ def segment_length(tokens: int, entries: int, heads: int, V: int) -> int | None:
 @torch.library.custom_op("titan_linear::segment_table", mutates_args=())
 def segment_table(cu_seqlens: torch.Tensor, tokens: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cu_seqlens [N+1] int32 -> boundaries [S+1] of segments, surplus ones empty, and each document's first [N+1]."""
-    table, first = chunk_table(cu_seqlens, tokens, length)
+    table, first = chunk_table(cu_seqlens, length, max_chunks(tokens, cu_seqlens.shape[0] - 1, length))
     document, index = table.unbind(1)
     start = torch.where(document < 0, tokens, cu_seqlens[document.clamp(min=0)] + index * length)
     return torch.cat([start, start.new_full((1,), tokens)]).to(torch.int32), first
