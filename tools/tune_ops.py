@@ -2,6 +2,7 @@
 
     python -m tools.tune_ops                                    # every kernel of both ops, K = V = 128, bfloat16
     python -m tools.tune_ops --kernels "gdn scan" --dim 64 --dtype float16
+    python -m tools.tune_ops --kernels "gdn boundary" --heads 16      # runs where documents are cut into segments only
 
 Of each kernel, all candidates run in turn in the place of the shipped configuration (ops/triton/configs.py). A
 candidate counts if the op's outputs and gradients stay within the promised errors of the float64 implementation, on
@@ -27,6 +28,7 @@ from triton.testing import do_bench
 
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.triton.configs import CONFIGS, architecture
+from titan_linear.ops.triton.segments import segment_length
 
 CANDIDATES = {
     "BK": (32, 64, 128),
@@ -42,35 +44,37 @@ FLOAT32_BOUND = 1e-4
 Inputs = dict[str, torch.Tensor]
 
 
-def make_inputs(op: str, T: int, H: int, dim: int, dtype: torch.dtype) -> Inputs:
+def make_inputs(kernel: str, T: int, H: int, dim: int, dtype: torch.dtype) -> Inputs:
     q, k = (torch.nn.functional.normalize(torch.randn(1, T, H, dim, device="cuda"), dim=-1).to(dtype) for _ in "qk")
-    g = -5 * torch.rand(1, T, H, *([dim] if op == "kda" else []), device="cuda")
+    g = -5 * torch.rand(1, T, H, *([dim] if kernel.startswith("kda") else []), device="cuda")
     beta = torch.rand(1, T, H, device="cuda").to(dtype)
     return {"q": q, "k": k, "v": torch.randn(1, T, H, dim, device="cuda").to(dtype), "g": g, "beta": beta}
 
 
-def results(op: str, x: Inputs, do: torch.Tensor, cu_seqlens: torch.Tensor, impl: str) -> dict[str, torch.Tensor]:
-    """o and the gradient of every input."""
+def results(kernel: str, x: Inputs, do: torch.Tensor, cu_seqlens: torch.Tensor, impl: str) -> dict[str, torch.Tensor]:
+    """o and the gradient of every input, by the path that `kernel` is on."""
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
-    options = {"safe_gate": True} if op == "kda" and impl == "triton" else {}
-    fn = chunk_kda if op == "kda" else chunk_gated_delta_rule
+    fn, options = chunk_gated_delta_rule, {}
+    if kernel.startswith("kda"):
+        fn, options = chunk_kda, {"safe_gate": kernel not in ("kda prepare", "kda recompute")}
     o, _ = fn(**x, cu_seqlens=cu_seqlens, impl=impl, **options)
     return {"o": o.detach()} | dict(zip(x, torch.autograd.grad(o, list(x.values()), do.to(o.dtype))))
 
 
 @cache
-def reference(op: str, dim: int, dtype: torch.dtype) -> tuple[Inputs, torch.Tensor, torch.Tensor, Inputs]:
+def reference(kernel: str, dim: int, dtype: torch.dtype) -> tuple[Inputs, torch.Tensor, torch.Tensor, Inputs]:
     """Inputs, their output's gradient, cu_seqlens, and the results in float64."""
-    x = make_inputs(op, sum(LENGTHS), 4, dim, dtype)
-    cu_seqlens = torch.tensor([0, *accumulate(LENGTHS)], dtype=torch.int32, device="cuda")
+    lengths = (4096,) if "boundary" in kernel else LENGTHS
+    x = make_inputs(kernel, sum(lengths), 4, dim, dtype)
+    cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
     do = torch.randn_like(x["v"])
-    return x, do, cu_seqlens, results(op, {name: t.double() for name, t in x.items()}, do, cu_seqlens, "torch")
+    return x, do, cu_seqlens, results(kernel, {name: t.double() for name, t in x.items()}, do, cu_seqlens, "torch")
 
 
-def worst_error(op: str, dim: int, dtype: torch.dtype) -> float:
+def worst_error(kernel: str, dim: int, dtype: torch.dtype) -> float:
     """The largest error of the op's results, relative to its bound."""
-    x, do, cu_seqlens, exact = reference(op, dim, dtype)
-    found, worst = results(op, x, do, cu_seqlens, "triton"), 0.0
+    x, do, cu_seqlens, exact = reference(kernel, dim, dtype)
+    found, worst = results(kernel, x, do, cu_seqlens, "triton"), 0.0
     for name, right in exact.items():
         bound = FLOAT32_BOUND if dtype == torch.float32 else BOUNDS.get(name, BOUND)
         error = (found[name].double() - right).norm() / right.norm() / bound
@@ -98,14 +102,14 @@ def table_of(
 
 def measure(kernel: str, candidate: dict[str, int], args: argparse.Namespace) -> tuple[float, float] | str:
     """(error relative to its bound, ms), or why there is none. A fault ends this process: its GPU context is gone."""
-    op, dtype = kernel.split()[0], getattr(torch, args.dtype)
+    dtype = getattr(torch, args.dtype)
     table, key = table_of(kernel, args.dim, dtype)
     table[key] = candidate
-    x = make_inputs(op, args.tokens, args.heads, args.dim, dtype)
+    x = make_inputs(kernel, args.tokens, args.heads, args.dim, dtype)
     do, cu_seqlens = torch.randn_like(x["v"]), torch.tensor([0, args.tokens], dtype=torch.int32, device="cuda")
     try:
-        error = worst_error(op, args.dim, dtype)
-        return error, do_bench(lambda: results(op, x, do, cu_seqlens, "triton"), return_mode="median")
+        error = worst_error(kernel, args.dim, dtype)
+        return error, do_bench(lambda: results(kernel, x, do, cu_seqlens, "triton"), return_mode="median")
     except (OutOfResources, CompilationError) as failure:
         return f"{type(failure).__name__}: {failure}"
     except RuntimeError as failure:
@@ -142,8 +146,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--heads", type=int, default=64)
     args = parser.parse_args()
+    whole = segment_length(args.tokens, 1, args.heads, args.dim) is None
     for kernel in args.kernels:
-        tune(kernel, args)
+        if "boundary" in kernel and whole:
+            print(f"{kernel}: does not run at --heads {args.heads}; use --heads 16")
+        else:
+            tune(kernel, args)
 
 
 if __name__ == "__main__":
