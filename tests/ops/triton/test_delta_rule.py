@@ -50,6 +50,8 @@ def errors(op: str, x: dict[str, torch.Tensor], cu: torch.Tensor | None, bounded
         ("gdn", False, "slow", {}),
         ("gdn", False, "fast", {}),
         ("gdn", True, "usual", {}),
+        ("kda", False, "usual", {"disable_recompute": True}),
+        ("gdn", False, "usual", {"disable_recompute": True}),
     ],
 )
 def test_packed_documents(op: str, raw: bool, gate: str, options: dict) -> None:
