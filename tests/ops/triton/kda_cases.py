@@ -10,9 +10,9 @@ from titan_linear.ops.triton import kda
 NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log", "ddt_bias")
 
 
-def make_inputs(T, H, HV, K, V, N, *, dtype=torch.float32, gate="none", fast=1.0, seed=0, device="cpu", state=True):
-    """Random inputs, rounded to dtype; g is `fast` times a number in [−1, 0], or raw if a gate is in the kernel."""
-    gen = torch.Generator().manual_seed(seed)
+def make_inputs(T, H, HV, K, V, N, *, gate="none", fast=1.0, device="cpu", state=True):
+    """Random fp32 inputs; g is `fast` times a number in [−1, 0], or raw if a gate is in the kernel."""
+    gen = torch.Generator().manual_seed(0)
     rand = lambda *shape: torch.randn(*shape, generator=gen)  # noqa: E731
     x = {"q": rand(T, H, K), "k": rand(T, H, K), "v": rand(T, HV, V)}
     if gate == "none":
@@ -25,8 +25,7 @@ def make_inputs(T, H, HV, K, V, N, *, dtype=torch.float32, gate="none", fast=1.0
     if state:
         x["h0"], x["dht"] = rand(N, HV, K, V), rand(N, HV, K, V)
     x["do"] = rand(T, HV, V)
-    keep = ("g", "A_log", "dt_bias", "h0", "dht")
-    return {name: t.to(torch.float32 if name in keep else dtype).to(device) for name, t in x.items()}
+    return {name: t.to(device) for name, t in x.items()}
 
 
 def run_kernels(x, cu, *, gate="none", safe=False, norm=False, lower_bound=None, scale=None):
