@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.ops.triton.kda_reference import activate, kda_recurrence, l2norm
+from titan_linear.ops.reference.delta_rule import kda_gate, l2norm, recurrent_delta_rule
 from titan_linear.ops.triton import kda
 
 NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log", "ddt_bias")
@@ -16,7 +16,7 @@ def make_inputs(T, H, HV, K, V, N, *, gate="none", fast=1.0, device="cpu", state
     rand = lambda *shape: torch.randn(*shape, generator=gen)  # noqa: E731
     x = {"q": rand(T, H, K), "k": rand(T, H, K), "v": rand(T, HV, V)}
     if gate == "none":
-        x["q"], x["k"] = l2norm(x["q"]), l2norm(x["k"])
+        x["q"], x["k"] = l2norm(x["q"]).float(), l2norm(x["k"]).float()
         x["g"] = -fast * torch.rand(T, HV, K, generator=gen)
     else:
         x["g"] = fast * rand(T, HV, K)
@@ -45,6 +45,19 @@ def run_kernels(x, cu, *, gate="none", safe=False, norm=False, lower_bound=None,
     return {n: t[0] if n in ("o", "dq", "dk", "dv", "dg", "dbeta") else t for n, t in out.items()}
 
 
+def recurrence(q, k, v, g, beta, cu, scale, h0):
+    """The oracle on one packed stream without a batch dimension: o [T, HV, V], states [N, HV, K, V]."""
+    x = (t[None] for t in (q, k, v, g, beta))
+    o, states = recurrent_delta_rule(*x, scale=scale, initial_state=h0, cu_seqlens=torch.tensor(cu))
+    return o[0], states
+
+
+def error(x, ref, size=None):
+    """‖x − ref‖ / ‖size‖, size the reference unless given; NaN fails every bound."""
+    x, ref = x.double().cpu(), ref.double().cpu()
+    return ((x - ref).norm() / (ref if size is None else size.cpu()).norm().clamp_min(1e-30)).item()
+
+
 def run_reference(x, cu, *, gate="none", norm=False, lower_bound=None, scale=None, **_):
     """What run_kernels gives, in fp64, and the sizes of the sums that dA_log and ddt_bias are."""
     scale = scale or x["q"].shape[-1] ** -0.5
@@ -54,8 +67,9 @@ def run_reference(x, cu, *, gate="none", norm=False, lower_bound=None, scale=Non
         q, k = l2norm(q), l2norm(k)
     if gate != "none":  # a copy per token and channel, whose gradients are the terms of the parameters' gradients
         params = {n: x[n].double().view(g.shape[1], -1).expand(g.shape).clone() for n in ("A_log", "dt_bias")}
-        g = activate(g, *(t.requires_grad_() for t in params.values()), lower_bound)
-    o, ht = kda_recurrence(q, k, v, g, beta, cu, scale, leaves.get("h0"))
+        terms = [t.requires_grad_().flatten() for t in params.values()]
+        g = kda_gate(g.reshape(-1, 1), *terms, lower_bound).view_as(g)
+    o, ht = recurrence(q, k, v, g, beta, cu, scale, leaves.get("h0"))
     loss = (o * x["do"].double()).sum()
     if "dht" in x:
         loss = loss + (ht * x["dht"].double()).sum()
@@ -82,7 +96,7 @@ def reference_boundary(x, cu, entries, **_):
     for n in entries:
         q, k, v, g, beta, do = (x[name][cu[n] : cu[n + 1]].double() for name in names)
         T, HV, V, K = *v.shape, k.shape[-1]
-        run = lambda v, h0: kda_recurrence(q, k, v, g, beta, [0, T], K**-0.5, h0)  # noqa: B023, E731
+        run = lambda v, h0: recurrence(q, k, v, g, beta, [0, T], K**-0.5, h0)  # noqa: B023, E731
         eye = torch.eye(K, dtype=v.dtype, device=v.device).expand(1, HV, K, K)
         h0 = v.new_zeros(1, HV, K, V).requires_grad_()
         out["S_ext"].append(run(v, None)[1][0])

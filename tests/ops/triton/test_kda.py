@@ -16,13 +16,13 @@ if not torch.cuda.is_available():
 
 from tests.ops.triton.kda_cases import (
     NAMES,
+    error,
     make_inputs,
     reference_boundary,
     run_boundary,
     run_kernels,
     run_reference,
 )
-from tests.ops.triton.kda_reference import error
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PACKED = [0, 1, 16, 79, 143]  # documents of 1, 15, 63 and 64 tokens

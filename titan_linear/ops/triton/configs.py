@@ -1,7 +1,7 @@
 """Block sizes, warps and pipeline stages of the delta rule's kernels, by architecture and shape.
 
-Chosen by measurement, with the numbers of each candidate checked: `python -m tools.tune_ops`. Nothing is tried at run
-time.
+Chosen by measurement; `python -m tools.tune_ops` times candidates and checks the numbers of each. Nothing is tried at
+run time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Config = dict[str, int]
 # Compute capability -> kernel -> (bytes of an operand, K (KDA) or K and V (GDN) up to) -> arguments of the launch.
 # KDA's "safe" kernels: with safe_gate 128 registers let two programs share a multiprocessor; other gates would spill.
 # GDN's copy-engine loads in a loop want it pipelined, STAGES >= 2: otherwise they faulted with Triton 3.6.
-# float32: twice the bytes for each tile, and every dot in three tf32 passes; right, not fast.
+# float32: twice the bytes for each tile, and dots in IEEE fp32 (KDA) or three tf32 passes (GDN); right, not fast.
 CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
     (9, 0): {
         "kda prepare safe": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
@@ -45,7 +46,7 @@ def triton_delta_rule(
     return Segmented(rule, inputs, options, entries, kept, length)
 
 
-class _TritonRule:
+class _TritonRule(ABC):
     """What the two share. Boundaries are computed for the listed entries alone, M for those that need it."""
 
     def boundary(
@@ -64,11 +65,13 @@ class _TritonRule:
     def _list(self, entries: Sequence[int]) -> torch.Tensor:
         return torch.tensor(entries, dtype=torch.int32).to(self.cu_seqlens.device, non_blocking=True)
 
+    @abstractmethod
     def boundary_of(self, entries: torch.Tensor, need_m: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        raise NotImplementedError
+        """entries [F] int32 -> S_ext [F, HV, K, V], and if need_m M [F, HV, K, K]."""
 
+    @abstractmethod
     def boundary_backward_of(self, do: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-        raise NotImplementedError
+        """entries [F] int32 -> dS_ext [F, HV, K, V]."""
 
 
 class TritonKDA(_TritonRule):

@@ -1,4 +1,4 @@
-"""The chunked gated delta rule (GDN) on the GPU: stages, custom ops, and the public function.
+"""The chunked gated delta rule (GDN) on the GPU: its stages, as custom ops.
 
 Stages, all functional, on flat packed streams (q, k [T, H, K], v [T, HV, V], HV = R·H) with cu_seqlens [N+1] int32 on
 the device. Nothing here waits for the device: grids are upper bounds, programs find their chunk in a table.
@@ -12,13 +12,11 @@ the device. Nothing here waits for the device: grids are upper bounds, programs 
     reverse        (q, k, do, d_final_state) -> dh, dv, d_initial_state            sequential, from the end
     gradients      (those) -> dq, dk, dg, dbeta, dA_log, ddt_bias                  chunk-parallel
 
-What is kept between forward and backward, besides the inputs: C, gates, norms (`Prepared`), and with
-`disable_recompute` the states h and y. See docs/kernels.md for bytes and times.
+What is kept between forward and backward, besides the inputs: table, offsets, C, gates, norms, and with
+`disable_recompute` A. See docs/kernels.md for bytes and times.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -66,16 +64,6 @@ def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous()
 
 
-class Prepared(NamedTuple):
-    """What every later stage reads. NT bounds the number of chunks; surplus rows are never read or written."""
-
-    table: torch.Tensor  # [NT, 2] int32 (entry or -1, chunk)
-    offsets: torch.Tensor  # [N+1] int32, first row of each entry
-    C: torch.Tensor  # [NT, HV, BT, BT], inputs' dtype
-    gates: torch.Tensor  # [NT, HV, 2, BT] fp32: cumulated gate in base 2, beta
-    norms: torch.Tensor  # [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|; empty without l2norm
-
-
 @torch.library.custom_op("titan_linear::gdn_prepare", mutates_args=())
 def gdn_prepare(
     q: torch.Tensor,
@@ -88,7 +76,9 @@ def gdn_prepare(
     scale: float,
     l2norm: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """-> table, offsets, C, gates, norms (see `Prepared`) and A [NT, HV, BT, BT], which only forward's scan reads.
+    """-> table [NT, 2] int32 (entry or -1, chunk in it), offsets [N+1] int32 (first row of each entry),
+    C [NT, HV, BT, BT], gates [NT, HV, 2, BT] fp32 (cumulated gate in base 2, beta), norms [NT, H, 2, BT] fp32 (1 / |q|,
+    1 / |k|; empty without l2norm), A [NT, HV, BT, BT]. NT bounds the number of chunks.
 
     q, k [T, H, K]; g, beta [T, HV]; with A_log [HV] g is raw and the gate is -exp(A_log) softplus(g + dt_bias).
     """

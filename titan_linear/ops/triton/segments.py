@@ -98,7 +98,7 @@ def _(x, M, start, first, reverse):
 
 
 class Segmented:
-    """A rule over segments of `length` tokens, with the interface of one over documents."""
+    """A rule over segments of `length` tokens that looks like one over documents; nobody asks it for boundaries."""
 
     def __init__(
         self,
@@ -109,16 +109,18 @@ class Segmented:
         kept: Sequence[torch.Tensor],
         length: int,
     ):
-        boundaries, self.first = torch.ops.titan_linear.segment_table(
-            entries.on(inputs[0].device), inputs[0].shape[0], length
-        )
-        self.states, self.M = kept[:2] or (None, None)
-        self.rule = make(inputs, options, Entries(boundaries), kept[2:])
-        self.segments = torch.arange(len(boundaries) - 1, dtype=torch.int32, device=boundaries.device)
+        if kept:
+            self.boundaries, self.first, self.states, self.M = kept[:4]
+        else:
+            self.boundaries, self.first = torch.ops.titan_linear.segment_table(
+                entries.on(inputs[0].device), len(inputs[0]), length
+            )
+        self.rule = make(inputs, options, Entries(self.boundaries), kept[4:])
+        self.segments = torch.arange(len(self.boundaries) - 1, dtype=torch.int32, device=self.boundaries.device)
 
     @property
     def kept(self) -> tuple[torch.Tensor, ...]:
-        return self.states, self.M, *self.rule.kept
+        return self.boundaries, self.first, self.states, self.M, *self.rule.kept
 
     def forward(self, initial_state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         S_ext, self.M = self.rule.boundary_of(self.segments, need_m=True)
