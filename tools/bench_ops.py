@@ -5,11 +5,12 @@
     python -m tools.bench_ops --ops kda --tokens 8192 --heads 64
     python -m tools.bench_ops --first-call        # seconds of a process's first forward + backward, compiling included
 
-Median milliseconds of triton.testing.do_bench, forward and forward + backward, q and k normalised and gates computed
-beforehand, bfloat16 with float32 gates, K = V = 128. "packed" has ten documents. The floor is the bytes of inputs,
-outputs and gradients over the copy bandwidth measured in the same run; GB/s are those bytes over the time, TFLOP/s the
-chunked algorithm's products (`flops`). "kept": bytes per token and head held between forward and backward, inputs and
-output apart. "peak": GiB above the inputs.
+Median milliseconds on the GPU, forward and forward + backward, with a cold L2 cache and the host ahead, as it is in a
+training step (`timed`); q and k normalised and gates computed beforehand, bfloat16 with float32 gates, K = V = 128.
+"packed" has ten documents. The floor is the bytes of inputs, outputs and gradients over the copy bandwidth measured in
+the same run; GB/s are those bytes over the time, TFLOP/s the chunked algorithm's products (`flops`). "kept": bytes per
+token and head held between forward and backward, inputs and output apart. "peak": GiB above the inputs. "host": the
+milliseconds in which the host queues forward + backward; where they are more, the GPU waits.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from statistics import median
 from typing import Any
 
 import torch
@@ -87,8 +89,28 @@ def peers(op: str) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def measure(fn: Callable[..., Any], x: Inputs, options: dict[str, Any]) -> tuple[float, float, int, float]:
-    """(forward ms, forward + backward ms, bytes kept for backward, peak GiB above the inputs)."""
+def timed(fn: Callable[[], Any], flush: torch.Tensor, rounds: int = 40) -> tuple[float, float]:
+    """Median milliseconds of fn on the GPU, and of the host to queue it; overwriting `flush` keeps the GPU busy before."""
+    for _ in range(3):
+        fn()
+    spans, host = [], []
+    for _ in range(rounds):
+        flush.zero_()
+        span = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+        begin = time.perf_counter()
+        span[0].record()
+        fn()
+        span[1].record()
+        host.append(1e3 * (time.perf_counter() - begin))
+        spans.append(span)
+        torch.cuda.synchronize()
+    return median(begin.elapsed_time(end) for begin, end in spans), median(host)
+
+
+def measure(
+    fn: Callable[..., Any], x: Inputs, options: dict[str, Any], flush: torch.Tensor
+) -> tuple[float, float, float, int, float]:
+    """(forward ms, forward + backward ms, its ms on the host, bytes kept for backward, peak GiB above the inputs)."""
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
     dy = torch.randn_like(fn(**x, **options)[0])
 
@@ -96,7 +118,7 @@ def measure(fn: Callable[..., Any], x: Inputs, options: dict[str, Any]) -> tuple
         torch.autograd.grad(fn(**x, **options)[0], list(x.values()), dy)
 
     with torch.no_grad():
-        forward = do_bench(lambda: fn(**x, **options), warmup=50, rep=300, return_mode="median")
+        forward, _ = timed(lambda: fn(**x, **options), flush)
     both()
     before = torch.cuda.memory_allocated()
     y = fn(**x, **options)[0]
@@ -105,7 +127,7 @@ def measure(fn: Callable[..., Any], x: Inputs, options: dict[str, Any]) -> tuple
     torch.cuda.reset_peak_memory_stats()
     both()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-    return forward, do_bench(both, warmup=50, rep=300, return_mode="median"), kept, peak
+    return forward, *timed(both, flush), kept, peak
 
 
 def copy_bandwidth() -> float:
@@ -122,13 +144,13 @@ def needed_bytes(x: Inputs) -> tuple[int, int]:
     return inputs + output, 3 * inputs + 2 * output
 
 
-def row(op: str, T: int, H: int, x: Inputs, bandwidth: float, measured: tuple[float, float, int, float]) -> list[str]:
-    *times, kept, peak = measured
+def row(op: str, T: int, H: int, x: Inputs, bandwidth: float, measured: tuple[float, ...]) -> list[str]:
+    *times, host, kept, peak = measured
     cells = []
     for ms, needed, flop in zip(times, needed_bytes(x), flops(op), strict=True):
         rates = f"{flop * T * H / ms / 1e9:.0f}", f"{needed / ms / 1e6:.0f}", f"{needed / bandwidth / ms:.0%}"
         cells += [f"{ms:.2f}", *rates]
-    return [*cells, f"{kept / T / H:.0f}", f"{peak:.2f}"]
+    return [*cells, f"{kept / T / H:.0f}", f"{peak:.2f}", f"{host:.2f}"]
 
 
 def first_call(op: str, folder: str, seconds: Any) -> None:
@@ -166,10 +188,11 @@ def main() -> None:
     if args.first_call:
         return print_first_calls(args.ops)
     bandwidth = copy_bandwidth()
+    flush = torch.empty(12 << 30, dtype=torch.uint8, device="cuda")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e9:.2f} TB/s")
     times = " | ".join(f"{name} ms | TFLOP/s | GB/s | of floor" for name in ("forward", "forward + backward"))
-    print(f"| op | T | heads | documents | {times} | kept | peak |")
-    print("|---" * 14 + "|")
+    print(f"| op | T | heads | documents | {times} | kept | peak | host |")
+    print("|---" * 15 + "|")
     for op in args.ops:
         ours, make, options = OPS[op]
         for T in args.tokens:
@@ -179,7 +202,7 @@ def main() -> None:
                     x = make(op, T, H)
                     cu = torch.tensor(PACKED if documents == "packed" else (0, T), dtype=torch.int32, device="cuda")
                     for name, fn in {"": ours, **(peers(op) if args.peers else {})}.items():
-                        measured = measure(fn, x, options | {"cu_seqlens": cu})
+                        measured = measure(fn, x, options | {"cu_seqlens": cu}, flush)
                         cells = [f"{op} {name}".strip(), T, H, documents, *row(op, T, H, x, bandwidth, measured)]
                         print(f"| {' | '.join(map(str, cells))} |", flush=True)
 

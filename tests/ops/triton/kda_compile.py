@@ -2,6 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+
+def launch(op: Any, *arguments: Any) -> Any:
+    """What op runs on a GPU, on meta tensors (where it would run its fake implementation)."""
+    from torch._C import DispatchKey, DispatchKeySet
+
+    return op.redispatch(DispatchKeySet(DispatchKey.CUDA), *arguments)
+
 
 def kda_case(dtype: str, K: int, V: int, gate: str = "none", safe: bool = True, R: int = 1) -> None:
     """All stages; without a gate in the kernel: normalised inputs, no states (what is timed); else all of them."""
@@ -21,11 +30,10 @@ def kda_case(dtype: str, K: int, V: int, gate: str = "none", safe: bool = True, 
     cu, entries = meta(N + 1, kind="int32"), meta(2, kind="int32")
     gates = (0.5, -5.0, kda.GATES[gate], safe, not plain)
     inputs = (q, k, g, beta, A_log, dt_bias, cu, *gates)
-    first, chunks, *tiles = kda._prepare_op._init_fn(*inputs)
-    kda._recompute_op._init_fn(*inputs)
-    kda._scan_op._init_fn(v, cu, first, *tiles, state)
-    kda._boundary_op._init_fn(v, cu, first, *tiles, entries, True)
-    kda._boundary_bwd_op._init_fn(do, cu, first, *tiles, entries)
-    kda._backward_op._init_fn(
-        q, k, v, g, beta, A_log, dt_bias, cu, first, chunks, *tiles, do, state, state, *gates
+    first, chunks, *tiles = launch(kda.kda_prepare, *inputs)
+    launch(kda.kda_recompute, *inputs)
+    launch(kda.kda_scan, v, cu, first, *tiles, state)
+    launch(kda.kda_boundary, v, cu, first, *tiles, entries, True)
+    launch(kda.kda_boundary_bwd, do, cu, first, *tiles, entries)
+    launch(kda.kda_backward, q, k, v, g, beta, A_log, dt_bias, cu, first, chunks, *tiles, do, state, state, *gates
     )  # fmt: skip

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ops.triton.kda_compile import kda_case
+from tests.ops.triton.kda_compile import kda_case, launch
 
 SHARED_LIMIT = 232448  # bytes a program may use on sm_90
 WORKERS = int(os.environ.get("COMPILE_WORKERS", "1"))
@@ -137,8 +137,8 @@ def conv1d_case(dtype: str, W: int) -> None:
     T, D = 32768, 8192
     cu = torch.empty(11, dtype=torch.int32, device="meta")
     inputs = (meta(T, D), meta(D, W), meta(D), meta(10, D, W - 1), cu, True)
-    conv.conv1d._init_fn(*inputs, True)
-    conv.conv1d_backward._init_fn(meta(T, D), meta(10, D, W - 1), *inputs)
+    launch(conv.conv1d, *inputs, True)
+    launch(conv.conv1d_backward, meta(T, D), meta(10, D, W - 1), *inputs)
 
 
 def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False) -> None:
@@ -157,15 +157,15 @@ def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False) -> Non
     gate = (None, None) if plain else (meta(HV, kind="float32"), meta(HV, kind="float32"))
     state = None if plain else meta(N, HV, K, V, kind="float32")
     cu, entries = meta(N + 1, kind="int32"), meta(2, kind="int32")
-    prepare = gdn.gdn_prepare._init_fn(q, k, g, beta, *gate, cu, 0.5, not plain)
+    prepare = launch(gdn.gdn_prepare, q, k, g, beta, *gate, cu, 0.5, not plain)
     table, offsets, C, gates, norms, A = prepare
-    gdn.gdn_scan._init_fn(q, k, v, offsets, C, A, gates, norms, state, cu, 0.5, not plain)
-    h, y = gdn.gdn_states._init_fn(k, v, offsets, C, gates, norms, state, cu)
-    A = gdn.gdn_attention._init_fn(q, k, table, gates, norms, cu, 0.5)
-    dh, dv, _ = gdn.gdn_reverse._init_fn(q, k, do, offsets, C, A, gates, norms, state, cu, 0.5)
-    gdn.gdn_gradients._init_fn(q, k, do, h, y, dh, dv, table, gates, norms, g, beta, *gate, cu, 0.5)
-    gdn.gdn_boundary._init_fn(k, v, offsets, C, gates, norms, entries, cu, True)
-    gdn.gdn_boundary_bwd._init_fn(q, k, do, offsets, C, A, gates, norms, entries, cu, 0.5)
+    launch(gdn.gdn_scan, q, k, v, offsets, C, A, gates, norms, state, cu, 0.5, not plain)
+    h, y = launch(gdn.gdn_states, k, v, offsets, C, gates, norms, state, cu)
+    A, gates, norms = launch(gdn.gdn_attention, q, k, g, beta, *gate, table, cu, 0.5, not plain)
+    dh, dv, _ = launch(gdn.gdn_reverse, q, k, do, offsets, C, A, gates, norms, state, cu, 0.5)
+    launch(gdn.gdn_gradients, q, k, do, h, y, dh, dv, table, gates, norms, g, beta, *gate, state, state, cu, 0.5)
+    launch(gdn.gdn_boundary, k, v, offsets, C, gates, norms, entries, cu, True)
+    launch(gdn.gdn_boundary_bwd, q, k, do, offsets, C, A, gates, norms, entries, cu, 0.5)
 
 
 def segments_case(K: int, V: int) -> None:
@@ -177,9 +177,10 @@ def segments_case(K: int, V: int) -> None:
         return torch.empty(*shape, device="meta")
 
     first, HV = torch.empty(2, dtype=torch.int32, device="meta"), 16
+    launch(segments.segment_table, first, 32768, 8192)
     for reverse in (False, True):
         arguments = meta(6, HV, K, V), meta(6, HV, K, K), meta(1, HV, K, V), first, reverse
-        segments.fold_segments._init_fn(*arguments)
+        launch(segments.fold_segments, *arguments)
 
 
 CASES: dict[str, tuple[Callable, tuple]] = {

@@ -31,7 +31,7 @@ def locate(table, cu_seqlens, i_t, BT: tl.constexpr):
 
 
 @triton.jit
-def chunk_table_kernel(cu_seqlens, table, offsets, N, NT, BT: tl.constexpr, BN: tl.constexpr):
+def chunk_table_kernel(cu_seqlens, table, offsets, N, NT, BT, BN: tl.constexpr):
     i_n = tl.program_id(0)
     first = 0
     for j in range(0, i_n, BN):
@@ -60,5 +60,5 @@ def chunk_table(cu_seqlens: torch.Tensor, chunk_size: int, rows: int) -> tuple[t
     entries = cu_seqlens.numel() - 1
     table = cu_seqlens.new_empty(rows, 2)
     offsets = torch.empty_like(cu_seqlens)
-    chunk_table_kernel[(entries + 1,)](cu_seqlens, table, offsets, entries, rows, BT=chunk_size, BN=256)
+    chunk_table_kernel[(entries + 1,)](cu_seqlens, table, offsets, entries, rows, chunk_size, BN=256)
     return table, offsets

@@ -6,6 +6,8 @@ run time.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 
 Config = dict[str, int]
@@ -94,6 +96,7 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
 }
 
 
+@cache
 def architecture(device: torch.device) -> tuple[int, int]:
     """The compute capability whose configurations `device` takes: its own, or that of its generation.
 

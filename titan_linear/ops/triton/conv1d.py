@@ -17,6 +17,7 @@ import triton.language as tl
 
 from titan_linear.ops.options import Entries
 from titan_linear.ops.triton.chunks import chunk_table, max_chunks
+from titan_linear.ops.triton.library import LIBRARY, operator, register_fake
 
 MAX_WIDTH = 8
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -252,7 +253,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-@torch.library.custom_op("titan_linear::conv1d", mutates_args=())
+@operator
 def conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -284,13 +285,13 @@ def conv1d(
     return y, final_state
 
 
-@conv1d.register_fake
+@register_fake(conv1d)
 def _(x, weight, bias, initial_state, cu_seqlens, silu, output_final_state):
     shape = (cu_seqlens.numel() - 1, x.shape[1], weight.shape[1] - 1) if output_final_state else (0,)
     return x.new_empty(x.shape), x.new_empty(shape)
 
 
-@torch.library.custom_op("titan_linear::conv1d_backward", mutates_args=())
+@operator
 def conv1d_backward(
     dy: torch.Tensor,
     d_final_state: torch.Tensor | None,
@@ -322,7 +323,7 @@ def conv1d_backward(
     return dx, d_weight.sum(0).t().contiguous().to(weight.dtype), d_bias, d_state
 
 
-@conv1d_backward.register_fake
+@register_fake(conv1d_backward)
 def _(dy, d_final_state, x, weight, bias, initial_state, cu_seqlens, silu):
     empty = x.new_empty(0)
     d_bias = torch.empty_like(bias) if bias is not None else empty
@@ -342,7 +343,7 @@ def _backward(ctx, dy, d_final_state):
     return dx, dw, db if bias is not None else None, ds if initial_state is not None else None, None, None, None
 
 
-conv1d.register_autograd(_backward, setup_context=_setup_context)
+torch.library.register_autograd(conv1d, _backward, setup_context=_setup_context, lib=LIBRARY)
 
 
 def packed_conv1d(

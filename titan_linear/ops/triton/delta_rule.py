@@ -132,16 +132,19 @@ class TritonGDN(_TritonRule):
     ):
         self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias = inputs
         self.scale, self.cu_seqlens = options.scale, entries.on(self.q.device)
+        keys = self.q, self.k, self.g, self.beta, self.A_log, self.dt_bias
         if kept:
-            self.table, self.offsets, self.C, self.gates, self.norms = kept
-            A = gdn.gdn_attention(self.q, self.k, self.table, self.gates, self.norms, self.cu_seqlens, self.scale)
+            self.table, offsets, C = kept
+            A, self.gates, self.norms = gdn.gdn_attention(
+                *keys, self.table, self.cu_seqlens, self.scale, options.l2norm
+            )  # fmt: skip
         else:
-            self.table, self.offsets, self.C, self.gates, self.norms, A = gdn.gdn_prepare(
-                self.q, self.k, self.g, self.beta, self.A_log, self.dt_bias, self.cu_seqlens, self.scale, options.l2norm
+            self.table, offsets, C, self.gates, self.norms, A = gdn.gdn_prepare(
+                *keys, self.cu_seqlens, self.scale, options.l2norm
             )
-        self.kept = (self.table, self.offsets, self.C, self.gates, self.norms)
-        self.chunks = (self.offsets, self.C, self.gates, self.norms)
-        self.products = (self.offsets, self.C, A, self.gates, self.norms)
+        self.kept = (self.table, offsets, C)
+        self.chunks = (offsets, C, self.gates, self.norms)
+        self.products = (offsets, C, A, self.gates, self.norms)
 
     def forward(self, initial_state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         return gdn.gdn_scan(self.q, self.k, self.v, *self.products, initial_state, self.cu_seqlens, self.scale, True)
@@ -154,7 +157,7 @@ class TritonGDN(_TritonRule):
         dh, dv, d_initial = gdn.gdn_reverse(q, k, do, *self.products, d_final, self.cu_seqlens, self.scale)
         dq, dk, dg, dbeta, dA_log, ddt_bias = gdn.gdn_gradients(
             q, k, do, h, y, dh, dv, self.table, self.gates, self.norms, self.g, self.beta, self.A_log, self.dt_bias,
-            self.cu_seqlens, self.scale,
+            initial_state, d_final, self.cu_seqlens, self.scale,
         )  # fmt: skip
         gates = [dA_log if self.A_log is not None else None, ddt_bias if self.dt_bias is not None else None]
         return [dq, dk, dv, dg, dbeta, *gates], d_initial

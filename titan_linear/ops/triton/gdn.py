@@ -4,7 +4,8 @@ Stages, all functional, on flat packed streams (q, k [T, H, K], v [T, HV, V], HV
 the device. Nothing here waits for the device: grids are upper bounds, programs find their chunk in a table.
 
     prepare        (q, k, g, beta) -> table, offsets, C, A, gates, norms          chunk-parallel
-    attention      (q, k, gates, norms) -> A                                       the same again, for backward
+    attention      (q, k, g, beta) -> A, gates, norms                             chunk-parallel, again for backward
+    scan           (+ v, initial_state) -> o, final_state                          sequential in a head
     scan           (+ v, initial_state) -> o, final_state                          sequential in a head
     boundary       (some entries) -> S_ext, M                                      for context parallelism
     boundary_bwd   (some entries, do) -> dS_ext
@@ -12,8 +13,8 @@ the device. Nothing here waits for the device: grids are upper bounds, programs 
     reverse        (q, k, do, d_final_state) -> dh, dv, d_initial_state            sequential, from the end
     gradients      (those) -> dq, dk, dg, dbeta, dA_log, ddt_bias                  chunk-parallel
 
-What is kept between forward and backward, besides the inputs: table, offsets, C, gates, norms, and with
-`disable_recompute` A. See docs/kernels.md for bytes and times.
+What is kept between forward and backward, besides the inputs: table, offsets, C, and with `disable_recompute` A, gates
+and norms. See docs/kernels.md for bytes and times.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from titan_linear.ops.triton import gdn_kernels as kernels
 from titan_linear.ops.triton.chunks import CHUNK as BT
 from titan_linear.ops.triton.chunks import chunk_table, max_chunks
 from titan_linear.ops.triton.configs import config
+from titan_linear.ops.triton.library import operator, register_fake
 
 
 def _precision(x: torch.Tensor) -> str:
@@ -60,11 +62,17 @@ def _rows_of_chunks(tokens: int, cu_seqlens: torch.Tensor, HV: int) -> int:
     return NT + NT % 2 if HV % 2 else NT
 
 
+def _scalars(k: torch.Tensor, HV: int, NT: int, l2norm: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Empty gates [NT, HV, 2, BT] and norms [NT, H, 2, BT] fp32, the latter without elements unless l2norm."""
+    gates = k.new_empty(NT, HV, 2, BT, dtype=torch.float32)
+    return gates, k.new_empty((NT, k.shape[1], 2, BT) if l2norm else (0,), dtype=torch.float32)
+
+
 def _dense(x: torch.Tensor | None) -> torch.Tensor | None:
     return None if x is None else x.contiguous()
 
 
-@torch.library.custom_op("titan_linear::gdn_prepare", mutates_args=())
+@operator
 def gdn_prepare(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -87,8 +95,7 @@ def gdn_prepare(
     NT = _rows_of_chunks(T, cu_seqlens, HV)
     table, offsets = chunk_table(cu_seqlens, BT, NT)
     C, A = k.new_empty(NT, HV, BT, BT), k.new_empty(NT, HV, BT, BT)
-    gates = torch.empty(NT, HV, 2, BT, dtype=torch.float32, device=k.device)
-    norms = torch.empty((NT, H, 2, BT) if l2norm else 0, dtype=torch.float32, device=k.device)
+    gates, norms = _scalars(k, HV, NT, l2norm)
     kernels.prepare_kernel[(NT * HV // 2,)](
         q, k, g, beta, A_log, dt_bias, C, A, gates, norms, cu_seqlens, table, scale, q.stride(0), k.stride(0), HV,
         R=HV // H, K=K, BT=BT, GATE=A_log is not None, DT_BIAS=dt_bias is not None, NORM=l2norm,
@@ -97,44 +104,46 @@ def gdn_prepare(
     return table, offsets, C, gates, norms, A
 
 
-@gdn_prepare.register_fake
+@register_fake(gdn_prepare)
 def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, l2norm):
-    NT = _rows_of_chunks(q.shape[0], cu_seqlens, g.shape[1])
-    square = (NT, g.shape[1], BT, BT)
-    fp32 = {"dtype": torch.float32}
-    norms = k.new_empty((NT, k.shape[1], 2, BT) if l2norm else (0,), **fp32)
-    gates = k.new_empty((NT, g.shape[1], 2, BT), **fp32)
-    offsets = torch.empty_like(cu_seqlens)
-    return cu_seqlens.new_empty(NT, 2), offsets, k.new_empty(square), gates, norms, k.new_empty(square)
+    NT, HV = _rows_of_chunks(q.shape[0], cu_seqlens, g.shape[1]), g.shape[1]
+    C, A = k.new_empty(NT, HV, BT, BT), k.new_empty(NT, HV, BT, BT)
+    gates, norms = _scalars(k, HV, NT, l2norm)
+    return cu_seqlens.new_empty(NT, 2), torch.empty_like(cu_seqlens), C, gates, norms, A
 
 
-@torch.library.custom_op("titan_linear::gdn_attention", mutates_args=())
+@operator
 def gdn_attention(
     q: torch.Tensor,
     k: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
     table: torch.Tensor,
-    gates: torch.Tensor,
-    norms: torch.Tensor,
     cu_seqlens: torch.Tensor,
     scale: float,
-) -> torch.Tensor:
-    """-> A [NT, HV, BT, BT] as `gdn_prepare` gives it."""
-    (_, H, K), (NT, HV) = q.shape, gates.shape[:2]
-    q, k = _heads(q), _heads(k)
-    A = k.new_empty(NT, HV, BT, BT)
+    l2norm: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """-> A, gates, norms as `gdn_prepare` gives them."""
+    (_, H, K), HV, NT = q.shape, g.shape[1], table.shape[0]
+    q, k, g, beta = _heads(q), _heads(k), g.contiguous(), beta.contiguous()
+    A, (gates, norms) = k.new_empty(NT, HV, BT, BT), _scalars(k, HV, NT, l2norm)
     kernels.attention_kernel[(NT * HV,)](
-        q, k, gates, norms, A, cu_seqlens, table, scale, q.stride(0), k.stride(0), HV, R=HV // H, K=K, BT=BT,
-        NORM=norms.numel() > 0, PREC=_precision(k), **config("gdn attention", k, K),
+        q, k, g, beta, A_log, dt_bias, A, gates, norms, cu_seqlens, table, scale, q.stride(0), k.stride(0), HV,
+        R=HV // H, K=K, BT=BT, GATE=A_log is not None, DT_BIAS=dt_bias is not None, NORM=l2norm, PREC=_precision(k),
+        **config("gdn attention", k, K),
     )  # fmt: skip
-    return A
+    return A, gates, norms
 
 
-@gdn_attention.register_fake
-def _(q, k, table, gates, norms, cu_seqlens, scale):
-    return k.new_empty(gates.shape[0], gates.shape[1], BT, BT)
+@register_fake(gdn_attention)
+def _(q, k, g, beta, A_log, dt_bias, table, cu_seqlens, scale, l2norm):
+    HV, NT = g.shape[1], table.shape[0]
+    return k.new_empty(NT, HV, BT, BT), *_scalars(k, HV, NT, l2norm)
 
 
-@torch.library.custom_op("titan_linear::gdn_scan", mutates_args=())
+@operator
 def gdn_scan(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -164,13 +173,13 @@ def gdn_scan(
     return o, final_state
 
 
-@gdn_scan.register_fake
+@register_fake(gdn_scan)
 def _(q, k, v, offsets, C, A, gates, norms, initial_state, cu_seqlens, scale, output_final_state):
     shape = (cu_seqlens.shape[0] - 1, v.shape[1], k.shape[2], v.shape[2]) if output_final_state else (0,)
     return v.new_empty(v.shape), v.new_empty(shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("titan_linear::gdn_boundary", mutates_args=())
+@operator
 def gdn_boundary(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -197,14 +206,14 @@ def gdn_boundary(
     return S_ext, M
 
 
-@gdn_boundary.register_fake
+@register_fake(gdn_boundary)
 def _(k, v, offsets, C, gates, norms, entries, cu_seqlens, need_m):
     F, HV, K, V = entries.shape[0], v.shape[1], k.shape[2], v.shape[2]
     fp32 = {"dtype": torch.float32}
     return v.new_empty((F, HV, K, V), **fp32), v.new_empty((F, HV, K, K) if need_m else (0,), **fp32)
 
 
-@torch.library.custom_op("titan_linear::gdn_boundary_bwd", mutates_args=())
+@operator
 def gdn_boundary_bwd(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -231,12 +240,12 @@ def gdn_boundary_bwd(
     return dS_ext
 
 
-@gdn_boundary_bwd.register_fake
+@register_fake(gdn_boundary_bwd)
 def _(q, k, do, offsets, C, A, gates, norms, entries, cu_seqlens, scale):
     return do.new_empty((entries.shape[0], do.shape[1], k.shape[2], do.shape[2]), dtype=torch.float32)
 
 
-@torch.library.custom_op("titan_linear::gdn_states", mutates_args=())
+@operator
 def gdn_states(
     k: torch.Tensor,
     v: torch.Tensor,
@@ -260,12 +269,12 @@ def gdn_states(
     return h, y
 
 
-@gdn_states.register_fake
+@register_fake(gdn_states)
 def _(k, v, offsets, C, gates, norms, initial_state, cu_seqlens):
     return k.new_empty(C.shape[0], v.shape[1], k.shape[2], v.shape[2]), v.new_empty(v.shape)
 
 
-@torch.library.custom_op("titan_linear::gdn_reverse", mutates_args=())
+@operator
 def gdn_reverse(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -294,14 +303,14 @@ def gdn_reverse(
     return dh, dv, d_initial
 
 
-@gdn_reverse.register_fake
+@register_fake(gdn_reverse)
 def _(q, k, do, offsets, C, A, gates, norms, d_final_state, cu_seqlens, scale):
     states = (C.shape[0], do.shape[1], k.shape[2], do.shape[2])
     d_initial = do.new_empty((cu_seqlens.shape[0] - 1, *states[1:]), dtype=torch.float32)
     return k.new_empty(states), do.new_empty(do.shape), d_initial
 
 
-@torch.library.custom_op("titan_linear::gdn_gradients", mutates_args=())
+@operator
 def gdn_gradients(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -317,6 +326,8 @@ def gdn_gradients(
     beta: torch.Tensor,
     A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
+    initial_state: torch.Tensor | None,
+    d_final_state: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -329,9 +340,10 @@ def gdn_gradients(
     chosen = config("gdn gradients", k, max(K, V), BV=min(K, V))
     rows, states = [_rows(x, chosen["BV"]) for x in (do, y, dv)], [_states(x, chosen["BV"]) for x in (h, dh)]
     kernels.gradients_kernel[(NT * HV,)](
-        _rows(q, K), _rows(k, K), *rows, *states, gates, norms, g, A_log, dt_bias, dq, dk, dg, dbeta, d_gate,
-        cu_seqlens, table, scale, HV, NT, R=HV // H, K=K, V=V, BT=BT, GATE=A_log is not None,
-        DT_BIAS=dt_bias is not None, NORM=norms.numel() > 0, PREC=_precision(k), **chosen,
+        _rows(q, K), _rows(k, K), *rows, *states, gates, norms, g, A_log, dt_bias, _dense(initial_state),
+        _dense(d_final_state), dq, dk, dg, dbeta, d_gate, cu_seqlens, table, scale, HV, NT,
+        R=HV // H, K=K, V=V, BT=BT, GATE=A_log is not None, DT_BIAS=dt_bias is not None, NORM=norms.numel() > 0,
+        EDGES=initial_state is not None and d_final_state is not None, PREC=_precision(k), **chosen,
     )  # fmt: skip
     if HV > H:
         dq, dk = (x.view(T, H, HV // H, K).sum(2) for x in (dq, dk))
@@ -340,8 +352,11 @@ def gdn_gradients(
     return dq, dk, dg, dbeta, dA_log, d_gate[1].sum(0).to(dt_bias.dtype) if dt_bias is not None else none.clone()
 
 
-@gdn_gradients.register_fake
-def _(q, k, do, h, y, dh, dv, table, gates, norms, g, beta, A_log, dt_bias, cu_seqlens, scale):
+@register_fake(gdn_gradients)
+def _(
+    q, k, do, h, y, dh, dv, table, gates, norms, g, beta, A_log, dt_bias, initial_state, d_final_state, cu_seqlens,
+    scale,
+):  # fmt: skip
     dA_log = A_log.new_empty(A_log.shape) if A_log is not None else k.new_empty(0)
     ddt_bias = dt_bias.new_empty(dt_bias.shape) if dt_bias is not None else k.new_empty(0)
     return (

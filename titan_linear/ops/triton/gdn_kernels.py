@@ -24,14 +24,10 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate
+from titan_linear.ops.triton.gates import softplus
 
 EPS = tl.constexpr(1e-6)  # of the l2 norm
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _softplus(x):
-    return tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(tl.minimum(x, 20.0))))
 
 
 @triton.jit
@@ -153,6 +149,36 @@ def _store_attention(A, b_q, b_k, b_G, b_rq, b_rk, i_p, scale, BT: tl.constexpr,
 
 
 @triton.jit
+def _store_gates(
+    g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BT: tl.constexpr, GATE: tl.constexpr, DT_BIAS: tl.constexpr
+):
+    """G in base 2 and beta of one chunk and head; past the end of a document the last G, and zero. Returns G [BT]."""
+    o_c, i_hv = tl.arange(0, BT), i_p % HV
+    m_t = o_c < length
+    p_g = start * HV + i_hv + o_c * HV
+    b_g = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
+    if GATE:
+        if DT_BIAS:
+            b_g += tl.load(dt_bias + i_hv).to(tl.float32)
+        b_g = tl.where(m_t, -tl.exp(tl.load(A_log + i_hv).to(tl.float32)) * softplus(b_g), 0.0)
+    b_G = tl.cumsum(b_g * LOG2E, 0)
+    tl.store(gates + i_p * 2 * BT + o_c, b_G)
+    tl.store(gates + i_p * 2 * BT + BT + o_c, tl.load(beta + p_g, mask=m_t, other=0.0).to(tl.float32))
+    return b_G
+
+
+@triton.jit
+def _store_norms(b_x, norms, i_p, i_x: tl.constexpr, HV, R: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
+    """1 / |x| of one chunk's queries (i_x = 0) or keys (1); one of the value heads that share them writes it."""
+    b_r = tl.full([BT], 1.0, tl.float32)
+    if NORM:
+        b_r = tl.rsqrt(tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1) + EPS)
+        p_n = norms + (i_p // R * 2 + i_x) * BT + tl.arange(0, BT)  # NT, H = NT, HV / R
+        tl.store(p_n, b_r, mask=i_p % R == 0)
+    return b_r
+
+
+@triton.jit
 def prepare_kernel(
     q,  # [T, H, K]
     k,  # [T, H, K]
@@ -185,22 +211,11 @@ def prepare_kernel(
     for u in tl.range(0, 2, num_stages=1):
         i_t, i_hv = (i_p + u) // HV, (i_p + u) % HV
         start, length = locate(table, cu_seqlens, i_t, BT)
-        m_t = o_c < length
-        p_g = start * HV + i_hv + o_c * HV
-        b_g = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
-        if GATE:
-            if DT_BIAS:
-                b_g += tl.load(dt_bias + i_hv).to(tl.float32)
-            b_g = tl.where(m_t, -tl.exp(tl.load(A_log + i_hv).to(tl.float32)) * _softplus(b_g), 0.0)
-        b_G = tl.cumsum(b_g * LOG2E, 0)
-        b_beta = tl.load(beta + p_g, mask=m_t, other=0.0).to(tl.float32)
-        tl.store(gates + (i_p + u) * 2 * BT + o_c, b_G)
-        tl.store(gates + (i_p + u) * 2 * BT + BT + o_c, b_beta)
+        b_G = _store_gates(g, beta, A_log, dt_bias, gates, i_p + u, start, length, HV, BT, GATE, DT_BIAS)
         b_k = _load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
         b_n = tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
+        b_rk = _store_norms(b_k, norms, i_p + u, 1, HV, R, BT, NORM)
         if NORM:
-            b_rk = tl.rsqrt(tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1) + EPS)
-            tl.store(norms + (i_t * (HV // R) + i_hv // R) * 2 * BT + BT + o_c, b_rk, mask=i_hv % R == 0)
             b_n *= b_rk[:, None] * b_rk[None, :]
         m_l = o_c[:, None] > o_c[None, :]
         b_n *= tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], -float("inf")))
@@ -215,12 +230,8 @@ def prepare_kernel(
         start, length = locate(table, cu_seqlens, i_t, BT)
         b_q = _load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
         b_k = _load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
-        b_rq = tl.full([BT], 1.0, tl.float32)
-        b_rk = b_rq
-        if NORM:
-            b_rq = tl.rsqrt(tl.sum(b_q.to(tl.float32) * b_q.to(tl.float32), 1) + EPS)
-            b_rk = tl.rsqrt(tl.sum(b_k.to(tl.float32) * b_k.to(tl.float32), 1) + EPS)
-            tl.store(norms + (i_t * (HV // R) + i_hv // R) * 2 * BT + o_c, b_rq, mask=i_hv % R == 0)
+        b_rq = _store_norms(b_q, norms, i_p + u, 0, HV, R, BT, NORM)
+        b_rk = _store_norms(b_k, norms, i_p + u, 1, HV, R, BT, NORM)
         b_G = tl.load(gates + (i_p + u) * 2 * BT + o_c)
         _store_attention(A, b_q, b_k, b_G, b_rq, b_rk, i_p + u, scale, BT, PREC)
 
@@ -241,18 +252,21 @@ def _load_gates(gates, norms, i_t, i_hv, HV, R: tl.constexpr, BT: tl.constexpr, 
 
 @triton.jit
 def attention_kernel(
-    q, k, gates, norms,
+    q, k, g, beta, A_log, dt_bias,
     A,  # [NT, HV, BT, BT]
-    cu_seqlens, table, scale, stride_q, stride_k, HV,
-    R: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr, PREC: tl.constexpr,
+    gates, norms, cu_seqlens, table, scale, stride_q, stride_k, HV,
+    R: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, DT_BIAS: tl.constexpr, NORM: tl.constexpr,
+    PREC: tl.constexpr,
 ):  # fmt: skip
-    """A again, for backward, which so keeps one matrix a chunk and head, not two."""
+    """A, gates and norms again, for backward, which so keeps one matrix a chunk and head."""
     i_p = tl.program_id(0).to(tl.int64)
     i_t, i_hv = i_p // HV, (i_p % HV).to(tl.int32)
     start, length = locate(table, cu_seqlens, i_t, BT)
     b_q = _load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
     b_k = _load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
-    b_G, _, b_rq, b_rk, _ = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
+    b_G = _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BT, GATE, DT_BIAS)
+    b_rq = _store_norms(b_q, norms, i_p, 0, HV, R, BT, NORM)
+    b_rk = _store_norms(b_k, norms, i_p, 1, HV, R, BT, NORM)
     _store_attention(A, b_q, b_k, b_G, b_rq, b_rk, i_p, scale, BT, PREC)
 
 
@@ -541,6 +555,7 @@ def gradients_kernel(
     gates, norms,
     g,  # [T, HV] the raw gate, with GATE
     A_log, dt_bias,
+    initial_state, d_final_state,  # [N, HV, K, V] fp32, with EDGES
     dq,  # [T, HV, K]
     dk,  # [T, HV, K]
     dg,  # [T, HV]
@@ -548,7 +563,7 @@ def gradients_kernel(
     d_gate,  # [2, NT, HV] fp32 partials of d A_log and d dt_bias
     cu_seqlens, table, scale, HV, NT,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr,
-    DT_BIAS: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    DT_BIAS: tl.constexpr, NORM: tl.constexpr, EDGES: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg, dbeta of one chunk and value head: queries first, so that few tiles are alive at a time."""
     i_p = tl.program_id(0).to(tl.int64)
@@ -623,6 +638,14 @@ def gradients_kernel(
     b_dk += (b_w * b_beta)[:, None] * b_ydh
     _store_rows(dk, _unit_gradient(b_dk, b_k, b_rk, NORM), start, length, HV * K, i_hv * K, BT, K)
 
+    if EDGES:  # a document within the chunk, whose states were given in fp32: one product may be most of dg
+        i_n = tl.load(table + 2 * i_t)
+        if tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n) == length:
+            p_s = (i_n.to(tl.int64) * HV + i_hv) * K * V + tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]
+            b_sds = 0.0
+            for i_v in range(V // BV):
+                b_h = tl.load(initial_state + p_s + i_v * BV).to(tl.float32)
+                b_sds += tl.sum(b_h * tl.load(d_final_state + p_s + i_v * BV).to(tl.float32))
     m_t = o_c < length
     # the gate of token t decays the entering state, updates before t, and what tokens from t on read
     b_dg = tl.cumsum(tl.where(m_t, b_dg, 0.0), 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
@@ -633,7 +656,7 @@ def gradients_kernel(
         if DT_BIAS:
             b_x += tl.load(dt_bias + i_hv).to(tl.float32)
         b_a = -tl.exp(tl.load(A_log + i_hv).to(tl.float32))
-        tl.store(d_gate + i_p, tl.sum(tl.where(m_t, b_dg * b_a * _softplus(b_x), 0.0), 0))
+        tl.store(d_gate + i_p, tl.sum(tl.where(m_t, b_dg * b_a * softplus(b_x), 0.0), 0))
         b_dg *= b_a * tl.sigmoid(b_x)
         tl.store(d_gate + NT * HV + i_p, tl.sum(tl.where(m_t, b_dg, 0.0), 0))
     tl.store(dg + p_g, b_dg.to(dg.dtype.element_ty), mask=m_t)

@@ -24,6 +24,7 @@ from titan_linear.ops.triton.chunks import CHUNK, chunk_table, max_chunks
 from titan_linear.ops.triton.configs import config
 from titan_linear.ops.triton.kda_bwd import gradient_kernel, matrix_kernel, norm_gradient_kernel, reverse_scan_kernel
 from titan_linear.ops.triton.kda_fwd import prepare_kernel, scan_kernel, solve_kernel
+from titan_linear.ops.triton.library import operator, register_fake
 
 GATES = {"none": 0, "softplus": 1, "bounded": 2}
 TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -71,8 +72,8 @@ def _launch_prepare(x, cu_seqlens, chunks, tiles, scale, lower_bound, gate, safe
             solve_kernel[NT * HV,](tiles[4], tiles[6], CT=TRITON_DTYPE[CT], **config("kda solve", x[0], K))
 
 
-@torch.library.custom_op("titan_linear::kda_prepare", mutates_args=())
-def _prepare_op(
+@operator
+def kda_prepare(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor,
     scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -83,14 +84,14 @@ def _prepare_op(
     return first, chunks, *tiles
 
 
-@_prepare_op.register_fake
+@register_fake(kda_prepare)
 def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, gate, safe_gate, l2norm):
     tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))
     return torch.empty_like(cu_seqlens), cu_seqlens.new_empty(tiles[0].shape[0], 2), *tiles
 
 
-@torch.library.custom_op("titan_linear::kda_recompute", mutates_args=())
-def _recompute_op(
+@operator
+def kda_recompute(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor,
     scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
@@ -101,7 +102,7 @@ def _recompute_op(
     return first, chunks, *tiles
 
 
-@_recompute_op.register_fake
+@register_fake(kda_recompute)
 def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, gate, safe_gate, l2norm):
     tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))[:5]
     return torch.empty_like(cu_seqlens), cu_seqlens.new_empty(tiles[0].shape[0], 2), *tiles
@@ -122,8 +123,8 @@ def _scan(v, cu_seqlens, entries, first, tiles, h0, o, ht, h, r, V: int) -> None
         )  # fmt: skip
 
 
-@torch.library.custom_op("titan_linear::kda_scan", mutates_args=())
-def _scan_op(
+@operator
+def kda_scan(
     v: Tensor, cu_seqlens: Tensor, first: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor,
     Aqk: Tensor, Gn: Tensor, initial_state: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -133,14 +134,14 @@ def _scan_op(
     return o, ht
 
 
-@_scan_op.register_fake
+@register_fake(kda_scan)
 def _(v, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, initial_state):
     ht = v.new_empty(first.shape[0] - 1, v.shape[2], qg.shape[2], v.shape[3], dtype=torch.float32)
     return torch.empty_like(v), ht
 
 
-@torch.library.custom_op("titan_linear::kda_boundary", mutates_args=())
-def _boundary_op(
+@operator
+def kda_boundary(
     v: Tensor, cu_seqlens: Tensor, first: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor,
     Aqk: Tensor, Gn: Tensor, entries: Tensor, need_m: bool,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -155,7 +156,7 @@ def _boundary_op(
     return S_ext, M
 
 
-@_boundary_op.register_fake
+@register_fake(kda_boundary)
 def _(v, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, entries, need_m):
     F, HV, V, K = entries.shape[0], *v.shape[2:], qg.shape[2]
     return (
@@ -177,8 +178,8 @@ def _reverse_scan(do, cu_seqlens, entries, first, tiles, dht, dh0, dh, y) -> Non
         )  # fmt: skip
 
 
-@torch.library.custom_op("titan_linear::kda_boundary_bwd", mutates_args=())
-def _boundary_bwd_op(
+@operator
+def kda_boundary_bwd(
     do: Tensor, cu_seqlens: Tensor, first: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor,
     Aqk: Tensor, Gn: Tensor, entries: Tensor,
 ) -> Tensor:  # fmt: skip
@@ -188,7 +189,7 @@ def _boundary_bwd_op(
     return dS_ext
 
 
-@_boundary_bwd_op.register_fake
+@register_fake(kda_boundary_bwd)
 def _(do, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, entries):
     return do.new_empty(entries.shape[0], do.shape[2], qg.shape[2], do.shape[3], dtype=torch.float32)
 
@@ -202,8 +203,8 @@ def _norm_gradient(x: Tensor, dn: Tensor) -> Tensor:
     return dx
 
 
-@torch.library.custom_op("titan_linear::kda_backward", mutates_args=())
-def _backward_op(
+@operator
+def kda_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     cu_seqlens: Tensor, first: Tensor, chunks: Tensor,
     qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor, Aqk: Tensor, Gn: Tensor,
@@ -245,7 +246,7 @@ def _backward_op(
     return dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias
 
 
-@_backward_op.register_fake
+@register_fake(kda_backward)
 def _(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, first, chunks, qg, kn, kg, decay, b, Aqk, Gn, do, initial_state,
       d_final_state, scale, lower_bound, gate, safe_gate, l2norm):  # fmt: skip
     HV, K, V = *g.shape[2:], v.shape[3]
@@ -262,7 +263,7 @@ def prepare(
     """Everything inside the chunks. gate: "none" (g is the log decay), "softplus" or "bounded" (g is raw)."""
     bound = 0.0 if lower_bound is None else lower_bound
     args = (q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, bound, GATES[gate], safe_gate, l2norm)
-    return Prepared(*torch.ops.titan_linear.kda_prepare(*args))
+    return Prepared(*kda_prepare(*args))
 
 
 def recompute(
@@ -273,7 +274,7 @@ def recompute(
     """`prepare` from its kept Aqk and Gn."""
     bound = 0.0 if lower_bound is None else lower_bound
     args = (q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, bound, GATES[gate], safe_gate, l2norm)
-    return Prepared(*torch.ops.titan_linear.kda_recompute(*args), Aqk, Gn)
+    return Prepared(*kda_recompute(*args), Aqk, Gn)
 
 
 def scan(
@@ -281,7 +282,7 @@ def scan(
 ) -> tuple[Tensor, Tensor]:
     """→ o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] fp32."""
     first, _, *tiles = prepared
-    return torch.ops.titan_linear.kda_scan(v, cu_seqlens, first, *tiles, initial_state)
+    return kda_scan(v, cu_seqlens, first, *tiles, initial_state)
 
 
 def boundary(
@@ -290,14 +291,14 @@ def boundary(
     """entries [F] int32 → S_ext [F, HV, K, V], each listed entry's end state from a zero state, and, if need_m,
     M [F, HV, K, K], its transition; both fp32."""
     first, _, *tiles = prepared
-    S_ext, M = torch.ops.titan_linear.kda_boundary(v, cu_seqlens, first, *tiles, entries, need_m)
+    S_ext, M = kda_boundary(v, cu_seqlens, first, *tiles, entries, need_m)
     return S_ext, M if need_m else None
 
 
 def boundary_bwd(prepared: Prepared, do: Tensor, cu_seqlens: Tensor, entries: Tensor) -> Tensor:
     """→ dS_ext [F, HV, K, V] fp32: the gradient of each listed entry's incoming state if its last state has none."""
     first, _, *tiles = prepared
-    return torch.ops.titan_linear.kda_boundary_bwd(do, cu_seqlens, first, *tiles, entries)
+    return kda_boundary_bwd(do, cu_seqlens, first, *tiles, entries)
 
 
 def backward(
@@ -309,7 +310,7 @@ def backward(
     """→ dq, dk, dv, dg, dbeta (each in its input's dtype), d_initial_state fp32, dA_log and ddt_bias fp32 (empty
     without a gate in the kernel)."""
     bound = 0.0 if lower_bound is None else lower_bound
-    return torch.ops.titan_linear.kda_backward(
+    return kda_backward(
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, *prepared, do, initial_state, d_final_state,
         scale, bound, GATES[gate], safe_gate, l2norm,
     )  # fmt: skip

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate
+from titan_linear.ops.triton.gates import softplus
 from titan_linear.ops.triton.kda_fwd import (
     dot,
     entry_chunks,
@@ -33,7 +34,6 @@ from titan_linear.ops.triton.kda_fwd import (
     load_columns,
     log2_gate,
     normalised,
-    softplus,
     split_dot,
 )
 

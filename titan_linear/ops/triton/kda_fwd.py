@@ -26,6 +26,7 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate
+from titan_linear.ops.triton.gates import softplus
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -70,14 +71,6 @@ def split_dot(x, m, CT: tl.constexpr):
 def halves(first, second):
     """[BK], [BK] → [BK, 64]: one number for each half of the chunk. (A reshape to [BK, 2, 32] would cost a layout.)"""
     return tl.where((tl.arange(0, 64) < 32)[None, :], first[:, None], second[:, None])
-
-
-@triton.jit
-def softplus(x):
-    """log(1 + e^x), with log1p's relative accuracy where e^x is small."""
-    e = tl.exp(tl.minimum(x, 20.0))
-    u = 1.0 + e
-    return tl.where(x > 20.0, x, tl.where(u == 1.0, e, tl.log(u) * (e / tl.where(u == 1.0, 1.0, u - 1.0))))
 
 
 @triton.jit

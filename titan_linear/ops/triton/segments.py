@@ -16,6 +16,7 @@ import triton.language as tl
 
 from titan_linear.ops.options import DeltaRuleOptions, Entries
 from titan_linear.ops.triton.chunks import chunk_table, max_chunks
+from titan_linear.ops.triton.library import operator, register_fake
 
 PROGRAMS = 132  # of a scan, that fill an H100 or H200: its multiprocessors
 SHORTEST = 512  # tokens of a segment: below, the fold costs what the scan saves
@@ -29,16 +30,28 @@ def segment_length(tokens: int, entries: int, heads: int, V: int) -> int | None:
     return max(triton.cdiv(triton.cdiv(tokens, entries * segments), 64) * 64, SHORTEST)
 
 
-@torch.library.custom_op("titan_linear::segment_table", mutates_args=())
+@triton.jit
+def boundaries_kernel(table, cu_seqlens, boundaries, tokens, length, S, B: tl.constexpr):
+    """Where each segment of the table begins; surplus ones, and the one after the last, at the end."""
+    o_s = tl.program_id(0) * B + tl.arange(0, B)
+    i_n = tl.load(table + 2 * o_s, mask=o_s < S, other=-1)
+    used = i_n >= 0
+    begin = tl.load(cu_seqlens + i_n, mask=used, other=0) + tl.load(table + 2 * o_s + 1, mask=used, other=0) * length
+    tl.store(boundaries + o_s, tl.where(used, begin, tokens), mask=o_s <= S)
+
+
+@operator
 def segment_table(cu_seqlens: torch.Tensor, tokens: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
     """cu_seqlens [N+1] int32 -> boundaries [S+1] of segments, surplus ones empty, and each document's first [N+1]."""
     table, first = chunk_table(cu_seqlens, length, max_chunks(tokens, cu_seqlens.shape[0] - 1, length))
-    document, index = table.unbind(1)
-    start = torch.where(document < 0, tokens, cu_seqlens[document.clamp(min=0)] + index * length)
-    return torch.cat([start, start.new_full((1,), tokens)]).to(torch.int32), first
+    boundaries = cu_seqlens.new_empty(len(table) + 1)
+    boundaries_kernel[(triton.cdiv(len(boundaries), 256),)](
+        table, cu_seqlens, boundaries, tokens, length, len(table), B=256
+    )
+    return boundaries, first
 
 
-@segment_table.register_fake
+@register_fake(segment_table)
 def _(cu_seqlens, tokens, length):
     segments = max_chunks(tokens, cu_seqlens.shape[0] - 1, length)
     return cu_seqlens.new_empty(segments + 1), torch.empty_like(cu_seqlens)
@@ -78,7 +91,7 @@ def fold_kernel(
         tl.debug_barrier()  # the next segment reads all rows
 
 
-@torch.library.custom_op("titan_linear::fold_segments", mutates_args=())
+@operator
 def fold_segments(
     x: torch.Tensor, M: torch.Tensor, start: torch.Tensor | None, first: torch.Tensor, reverse: bool
 ) -> torch.Tensor:
@@ -92,7 +105,7 @@ def fold_segments(
     return out
 
 
-@fold_segments.register_fake
+@register_fake(fold_segments)
 def _(x, M, start, first, reverse):
     return torch.empty_like(x)
 
@@ -112,9 +125,7 @@ class Segmented:
         if kept:
             self.boundaries, self.first, self.states, self.M = kept[:4]
         else:
-            self.boundaries, self.first = torch.ops.titan_linear.segment_table(
-                entries.on(inputs[0].device), len(inputs[0]), length
-            )
+            self.boundaries, self.first = segment_table(entries.on(inputs[0].device), len(inputs[0]), length)
         self.rule = make(inputs, options, Entries(self.boundaries), kept[4:])
         self.segments = torch.arange(len(self.boundaries) - 1, dtype=torch.int32, device=self.boundaries.device)
 
@@ -124,7 +135,7 @@ class Segmented:
 
     def forward(self, initial_state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         S_ext, self.M = self.rule.boundary_of(self.segments, need_m=True)
-        self.states = torch.ops.titan_linear.fold_segments(S_ext, self.M, initial_state, self.first, False)
+        self.states = fold_segments(S_ext, self.M, initial_state, self.first, False)
         o, last = self.rule.forward(self.states)
         return o, last[self.first[1:] - 1]
 
@@ -132,6 +143,6 @@ class Segmented:
         self, do: torch.Tensor, initial_state: torch.Tensor | None, d_final: torch.Tensor | None
     ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
         dS_ext = self.rule.boundary_backward_of(do, self.segments)
-        d_last = torch.ops.titan_linear.fold_segments(dS_ext, self.M, d_final, self.first, True)
+        d_last = fold_segments(dS_ext, self.M, d_final, self.first, True)
         grads, d_initial = self.rule.backward(do, self.states, d_last)
         return grads, d_initial[self.first[:-1]]
