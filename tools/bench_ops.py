@@ -90,7 +90,7 @@ def peers(op: str) -> dict[str, Callable[..., Any]]:
 
 
 def timed(fn: Callable[[], Any], flush: torch.Tensor, rounds: int = 40) -> tuple[float, float]:
-    """Median milliseconds of fn on the GPU, and of the host to queue it; overwriting `flush` keeps the GPU busy before."""
+    """Median milliseconds of fn on the GPU, and of the host to queue it; writing `flush` gives it a start."""
     for _ in range(3):
         fn()
     spans, host = [], []

@@ -23,9 +23,12 @@ from titan_linear.ops.triton.segments import segment_length
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
+# Gradients of A_log and dt_bias sum terms that cancel to a 200th, and show the error of 2^x: 2^-22 on a GPU, not 2^-24.
+GATE_TOLERANCE = TOLERANCE * (4 if DEVICE == "cuda" else 1)
 
 
-def errors(op: str, x: dict[str, torch.Tensor], cu: torch.Tensor | None, bounded: dict, **options) -> dict[str, float]:
+def check(op: str, x: dict[str, torch.Tensor], cu: torch.Tensor | None, bounded: dict, **options) -> None:
+    """Outputs and gradients against the oracle's, with random initial states."""
     N = x["q"].shape[0] if cu is None else len(cu) - 1
     state = (N, x["v"].shape[2], x["q"].shape[3], x["v"].shape[3])
     x |= {"initial_state": torch.randn(state, generator=torch.Generator().manual_seed(3))}
@@ -36,7 +39,8 @@ def errors(op: str, x: dict[str, torch.Tensor], cu: torch.Tensor | None, bounded
     )
     exact = leaves({n: t.double() for n, t in x.items()})
     want = gradients(list(oracle(op, exact, cu_seqlens=cu, **bounded)), exact)
-    return {n: relative_error(a.cpu(), b) for n, a, b in zip(["o", "final", *x], got, want, strict=True)}
+    found = {n: relative_error(a.cpu(), b) for n, a, b in zip(["o", "final", *x], got, want, strict=True)}
+    assert all(e < (GATE_TOLERANCE if n in ("A_log", "dt_bias") else TOLERANCE) for n, e in found.items()), found
 
 
 @pytest.mark.parametrize(
@@ -59,8 +63,7 @@ def test_packed_documents(op: str, raw: bool, gate: str, options: dict) -> None:
     make = raw_gate_inputs if raw else make_inputs
     x = make(op, sum(lengths), H=1, HV=2, K=32, V=32, gate=gate)
     bounded = {"lower_bound": options.pop("lower_bound")} if "lower_bound" in options else {}
-    found = errors(op, x, boundaries(lengths), bounded, **options)
-    assert max(found.values()) < TOLERANCE, found
+    check(op, x, boundaries(lengths), bounded, **options)
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
@@ -69,8 +72,7 @@ def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
     lengths = [0, 10, 128, 200]
     x = raw_gate_inputs(op, sum(lengths), H=1, HV=2, K=32, V=64, gate="slow")
-    found = errors(op, x, boundaries(lengths), {})
-    assert max(found.values()) < TOLERANCE, found
+    check(op, x, boundaries(lengths), {})
 
 
 def test_operators_of_gdn_are_well_formed() -> None:
@@ -122,8 +124,7 @@ def test_when_documents_are_split() -> None:
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 @pytest.mark.parametrize(("K", "V"), [(64, 32), (32, 64)])
 def test_batches_and_head_dims(op: str, K: int, V: int) -> None:
-    found = errors(op, make_inputs(op, 33, B=2, H=1, HV=1, K=K, V=V), None, {})
-    assert max(found.values()) < TOLERANCE, found
+    check(op, make_inputs(op, 33, B=2, H=1, HV=1, K=K, V=V), None, {})
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
