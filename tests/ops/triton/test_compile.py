@@ -66,16 +66,33 @@ ACCEPTED_SPILLS: dict[str, str] = {
 
 
 def _resources(ptx: str) -> dict[str, int]:
-    """Registers and spilled bytes, as ptxas reports them."""
+    """Registers and spilled bytes, as ptxas reports them, and the instructions that ptxas got wrong."""
     from triton import knobs
 
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"
         source.write_text(ptx)
-        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", source, "-o", Path(folder) / "kernel.cubin"]
+        binary = Path(folder) / "kernel.cubin"
+        command = [knobs.nvidia.ptxas.path, "-v", "--gpu-name=sm_90a", source, "-o", binary]
         report = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+        command = [knobs.nvidia.cuobjdump.path, "-sass", binary]
+        code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     spills = sum(int(n) for n in re.findall(r"(\d+) bytes spill", report))
-    return {"registers": int(re.search(r"Used (\d+) registers", report)[1]), "spills": spills}
+    registers = int(re.search(r"Used (\d+) registers", report)[1])
+    return {"registers": registers, "spills": spills, "wrong": _stack_pointer_as_number(code)}
+
+
+def _stack_pointer_as_number(code: str) -> list[str]:
+    """Instructions that compute with R1 other than addresses on the stack.
+
+    Where a kernel spills, ptxas 12.8 was seen to take R1, the stack pointer, for an operand that it had lost: a product
+    then read shared memory that no one wrote.
+    """
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;]*\bR1\b[^;]*);", code)
+    stack = (
+        r"LDC R1, |VIADD R1, R1, |IADD3 R1, R1, |IMAD\.MOV\.U32 R1, RZ, RZ, c\[|MOV R1, c\[|.*\[R1(\+0x[0-9a-f]+)?\]"
+    )
+    return [line for line in lines if "[R1" not in line and not re.match(stack, line)]
 
 
 def compile_launch(kernel, grid, arguments: dict) -> dict:
@@ -231,7 +248,7 @@ def compiled() -> dict[str, list[dict]]:
 def test_compiles_within_the_chip(compiled, name):
     assert compiled[name]
     for result in compiled[name]:
-        assert result["shared"] <= SHARED_LIMIT, result
+        assert result["shared"] <= SHARED_LIMIT and not result["wrong"], result
         case = f"{name} {result['kernel']}"
         assert result["spills"] == 0 or case in ACCEPTED_SPILLS, result
 
