@@ -26,8 +26,8 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
             (2, 256): {"BK": 128, "num_warps": 8, "num_stages": 1},
             (4, 256): {"BK": 32, "num_warps": 4, "num_stages": 1},
         },
-        "kda solve": {
-            (2, 256): {"num_warps": 2, "num_stages": 1},
+        "solve": {
+            (2, 256): {"num_warps": 2, "num_stages": 1, "maxnreg": 128},
             (4, 256): {"num_warps": 2, "num_stages": 1},
         },
         "kda recompute safe": {
@@ -53,15 +53,15 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
             (4, 256): {"BV": 32, "num_warps": 4, "num_stages": 1},
         },
         "kda gradient": {
-            (2, 256): {"BK": 64, "BV": 64, "num_warps": 4, "num_stages": 2},
-            (4, 256): {"BK": 32, "BV": 32, "num_warps": 4, "num_stages": 1},
+            (2, 256): {"BK": 64, "BV": 128, "STAGES": 2, "num_warps": 4},
+            (4, 256): {"BK": 32, "BV": 32, "STAGES": 2, "num_warps": 4},
         },
         "gdn prepare": {
-            (2, 128): {"num_warps": 4, "maxnreg": 168},
+            (2, 128): {"num_warps": 4, "maxnreg": 96},
             (2, 256): {"num_warps": 4},
             (4, 256): {"num_warps": 8},
         },
-        "gdn attention": {(2, 256): {"num_warps": 4}, (4, 256): {"num_warps": 8}},
+        "gdn attention": {(2, 256): {"num_warps": 8}, (4, 256): {"num_warps": 8}},
         "gdn scan": {
             (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
             (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},

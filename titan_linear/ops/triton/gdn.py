@@ -27,6 +27,7 @@ from titan_linear.ops.triton.chunks import CHUNK as BT
 from titan_linear.ops.triton.chunks import chunk_table, max_chunks
 from titan_linear.ops.triton.configs import config
 from titan_linear.ops.triton.library import operator, register_fake
+from titan_linear.ops.triton.solve import solve_kernel
 
 
 def _precision(x: torch.Tensor) -> str:
@@ -54,12 +55,6 @@ def _states(x: torch.Tensor, width: int) -> TensorDescriptor:
     """x [NT, HV, K, V], `width` columns of one chunk's and head's state at a time."""
     K, V = x.shape[2:]
     return TensorDescriptor(x, [x.numel() // V, V], [V, 1], [K, width])
-
-
-def _rows_of_chunks(tokens: int, cu_seqlens: torch.Tensor, HV: int) -> int:
-    """NT, with NT·HV even: prepare takes two chunks of a head at a time."""
-    NT = max_chunks(tokens, cu_seqlens.shape[0] - 1, BT)
-    return NT + NT % 2 if HV % 2 else NT
 
 
 def _scalars(k: torch.Tensor, HV: int, NT: int, l2norm: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -92,21 +87,22 @@ def gdn_prepare(
     """
     (T, H, K), HV = q.shape, g.shape[1]
     q, k, g, beta = _heads(q), _heads(k), g.contiguous(), beta.contiguous()
-    NT = _rows_of_chunks(T, cu_seqlens, HV)
+    NT = max_chunks(T, cu_seqlens.numel() - 1, BT)
     table, offsets = chunk_table(cu_seqlens, BT, NT)
     C, A = k.new_empty(NT, HV, BT, BT), k.new_empty(NT, HV, BT, BT)
     gates, norms = _scalars(k, HV, NT, l2norm)
-    kernels.prepare_kernel[(NT * HV // 2,)](
+    kernels.prepare_kernel[(NT * HV,)](
         q, k, g, beta, A_log, dt_bias, C, A, gates, norms, cu_seqlens, table, scale, q.stride(0), k.stride(0), HV,
-        R=HV // H, K=K, BT=BT, GATE=A_log is not None, DT_BIAS=dt_bias is not None, NORM=l2norm,
-        PREC=_precision(k), SPLIT=k.dtype != torch.float32, **config("gdn prepare", k, K),
+        R=HV // H, K=K, BT=BT, GATE=A_log is not None, DT_BIAS=dt_bias is not None, NORM=l2norm, PREC=_precision(k),
+        **config("gdn prepare", k, K),
     )  # fmt: skip
+    solve_kernel[(NT * HV,)](gates[:, :, 1], C, STRIDE_B=2 * BT, SCALED=True, **config("solve", k, K))
     return table, offsets, C, gates, norms, A
 
 
 @register_fake(gdn_prepare)
 def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, l2norm):
-    NT, HV = _rows_of_chunks(q.shape[0], cu_seqlens, g.shape[1]), g.shape[1]
+    NT, HV = max_chunks(q.shape[0], cu_seqlens.shape[0] - 1, BT), g.shape[1]
     C, A = k.new_empty(NT, HV, BT, BT), k.new_empty(NT, HV, BT, BT)
     gates, norms = _scalars(k, HV, NT, l2norm)
     return cu_seqlens.new_empty(NT, 2), torch.empty_like(cu_seqlens), C, gates, norms, A
@@ -129,8 +125,8 @@ def gdn_attention(
     (_, H, K), HV, NT = q.shape, g.shape[1], table.shape[0]
     q, k, g, beta = _heads(q), _heads(k), g.contiguous(), beta.contiguous()
     A, (gates, norms) = k.new_empty(NT, HV, BT, BT), _scalars(k, HV, NT, l2norm)
-    kernels.attention_kernel[(NT * HV,)](
-        q, k, g, beta, A_log, dt_bias, A, gates, norms, cu_seqlens, table, scale, q.stride(0), k.stride(0), HV,
+    kernels.prepare_kernel[(NT * HV,)](
+        q, k, g, beta, A_log, dt_bias, None, A, gates, norms, cu_seqlens, table, scale, q.stride(0), k.stride(0), HV,
         R=HV // H, K=K, BT=BT, GATE=A_log is not None, DT_BIAS=dt_bias is not None, NORM=l2norm, PREC=_precision(k),
         **config("gdn attention", k, K),
     )  # fmt: skip

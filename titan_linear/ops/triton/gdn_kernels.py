@@ -16,8 +16,6 @@ Everything else needs only do, Y, dX, S and dS' of its own chunk: `gradients_ker
 row, so normalised q and k are never stored. All sums are fp32; operands of a dot are rounded to the inputs' dtype.
 """
 
-# ruff: noqa: RUF005 (Triton joins tuples with +)
-
 from __future__ import annotations
 
 import triton
@@ -25,104 +23,10 @@ import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate
 from titan_linear.ops.triton.gates import softplus
+from titan_linear.ops.triton.solve import lower_triangle
 
 EPS = tl.constexpr(1e-6)  # of the l2 norm
 LOG2E = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def _split(b_x, SPLIT: tl.constexpr):
-    """x = hi + lo in bf16, to 2^-16; without SPLIT x itself, and a lo that is not used."""
-    b_hi, b_lo = b_x, b_x
-    if SPLIT:
-        bits = b_x.to(tl.uint32, bitcast=True)  # the upper half of a fp32 is a bf16
-        b_hi = (bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-        b_lo = (b_x - (bits & 0xFFFF0000).to(tl.float32, bitcast=True)).to(tl.bfloat16)
-    return b_hi, b_lo
-
-
-@triton.jit
-def _dot_split(a, b, b_acc, SPLIT: tl.constexpr):
-    """acc + a b of split operands: three bf16 dots, or one fp32 dot in three tf32 passes."""
-    if SPLIT:
-        b_acc = tl.dot(a[0], b[1], b_acc)
-        b_acc = tl.dot(a[1], b[0], b_acc)
-    return tl.dot(a[0], b[0], b_acc, input_precision="tf32x3")
-
-
-@triton.jit
-def _floats(tile):
-    """The bytes of a tile as fp32."""
-    return tile.to(tl.pointer_type(tl.float32), bitcast=True)
-
-
-@triton.jit
-def _solve_diagonal(C, A, gates, i_p, BT: tl.constexpr, BC: tl.constexpr):
-    """C_ii = N_ii (I + diag(beta) N_ii)^-1 of the 16-row diagonal blocks of two chunks, in place.
-
-    Forward substitution in fp32, one column a lane: C_r = N_r - sum over j < r of N_rj beta_j C_j.
-    """
-    o_l = tl.arange(0, 2 * BT)  # chunk, block, column
-    i_b, o_c = (o_l % BT) // BC, o_l % BC
-    tile = (i_p + o_l // BT) * BT * BT
-    p_n = tl.where(i_b < 2, _floats(C + tile), _floats(A + tile)) + (i_b % 2) * BC * BT + i_b * BC
-    p_b = gates + (i_p + o_l // BT) * 2 * BT + BT + i_b * BC
-    rows = (tl.zeros([2 * BT], tl.float32),)  # N is strictly lower: its first row is zero
-    scaled = rows  # beta_j C_j
-    for r in tl.static_range(1, BC):
-        b_c = tl.load(p_n + r * BT + o_c)
-        for j in tl.static_range(1, r):
-            b_c -= tl.load(p_n + r * BT + j) * scaled[j]
-        rows, scaled = rows + (b_c,), scaled + (tl.load(p_b + r) * b_c,)
-    tl.debug_barrier()  # lanes read each other's columns
-    for r in tl.static_range(1, BC):
-        tl.store(p_n + r * BT + o_c, rows[r])
-
-
-@triton.jit
-def _merge(b_n, b_c1, b_c2, b_beta1, b_beta2, SPLIT: tl.constexpr):
-    """C21 = (I - C22 diag(beta2)) N21 (I - diag(beta1) C11)."""
-    b_t = _dot_split(_split(-b_n * b_beta1, SPLIT), _split(b_c1, SPLIT), b_n, SPLIT)
-    return _dot_split(_split(-b_c2 * b_beta2, SPLIT), _split(b_t, SPLIT), b_t, SPLIT)
-
-
-@triton.jit
-def _solve(C, A, gates, i_p, BT: tl.constexpr, BC: tl.constexpr, SPLIT: tl.constexpr):
-    """N (I + diag(beta) N)^-1 diag(beta) of two chunks, by block forward substitution in fp32: 16 rows, 32, 64.
-
-    On entry the bytes of the tiles of C and A hold N [BT, BT] in fp32, the upper half in C's; on return C's hold C, and
-    A's are free. No power of N is formed: collinear keys and beta near 2 are as good as any.
-    """
-    tl.debug_barrier()
-    _solve_diagonal(C, A, gates, i_p, BT, BC)
-    tl.debug_barrier()
-    # 16 -> 32 rows: [chunk and pair of blocks, 16, 16]
-    o_b, o_c = tl.arange(0, 4)[:, None, None], tl.arange(0, BC)
-    tile = (i_p + o_b // 2) * BT * BT
-    p_p = tl.where(o_b % 2 == 0, _floats(C + tile), _floats(A + tile)) + (o_b % 2) * 2 * BC
-    p_p += o_c[None, :, None] * BT + o_c[None, None, :]
-    p_b = gates + (i_p + o_b // 2) * 2 * BT + BT + (o_b % 2) * 2 * BC + o_c[None, None, :]
-    b_x = _merge(
-        tl.load(p_p + BC * BT), tl.load(p_p), tl.load(p_p + BC * BT + BC), tl.load(p_b), tl.load(p_b + BC), SPLIT
-    )
-    tl.debug_barrier()
-    tl.store(p_p + BC * BT, b_x)
-    tl.debug_barrier()
-    # 32 -> 64 rows: [chunk, 32, 32]
-    o_b, o_c = tl.arange(0, 2)[:, None, None], tl.arange(0, 2 * BC)
-    p_s = o_c[None, :, None] * BT + o_c[None, None, :]
-    tile = (i_p + o_b) * BT * BT
-    p_b = gates + (i_p + o_b) * 2 * BT + BT + o_c[None, None, :]
-    b_c11 = tl.load(_floats(C + tile) + p_s)
-    b_c22 = tl.load(_floats(A + tile) + p_s + 2 * BC)
-    b_c21 = _merge(tl.load(_floats(A + tile) + p_s), b_c11, b_c22, tl.load(p_b), tl.load(p_b + 2 * BC), SPLIT)
-    tl.debug_barrier()
-    p_c = C + tile + p_s
-    b_beta1, b_beta2 = tl.load(p_b), tl.load(p_b + 2 * BC)
-    tl.store(p_c, (b_c11 * b_beta1).to(C.dtype.element_ty))
-    tl.store(p_c + 2 * BC, tl.zeros([2, 2 * BC, 2 * BC], C.dtype.element_ty))
-    tl.store(p_c + 2 * BC * BT, (b_c21 * b_beta1).to(C.dtype.element_ty))
-    tl.store(p_c + 2 * BC * BT + 2 * BC, (b_c22 * b_beta2).to(C.dtype.element_ty))
 
 
 @triton.jit
@@ -136,16 +40,6 @@ def _load_rows(x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexp
 def _store_rows(x, b_x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexpr):
     o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
     tl.store(x + start * stride + column + (o_c * stride + o_d), b_x.to(x.dtype.element_ty), mask=o_c < rows)
-
-
-@triton.jit
-def _store_attention(A, b_q, b_k, b_G, b_rq, b_rk, i_p, scale, BT: tl.constexpr, PREC: tl.constexpr):
-    """A of one chunk and head."""
-    o_c = tl.arange(0, BT)
-    m_l = o_c[:, None] >= o_c[None, :]
-    b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * (scale * b_rq[:, None] * b_rk[None, :])
-    b_a *= tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], -float("inf")))
-    tl.store(A + i_p * BT * BT + (o_c[:, None] * BT + o_c[None, :]), b_a.to(A.dtype.element_ty))
 
 
 @triton.jit
@@ -186,7 +80,7 @@ def prepare_kernel(
     beta,  # [T, HV]
     A_log,  # [HV]
     dt_bias,  # [HV]
-    C,  # [NT, HV, BT, BT]
+    C,  # [NT, HV, BT, BT], or None in backward, where C is kept
     A,  # [NT, HV, BT, BT]
     gates,  # [NT, HV, 2, BT] fp32: G in base 2, beta; past the end of a document the last G, and zero
     norms,  # [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|
@@ -203,37 +97,23 @@ def prepare_kernel(
     DT_BIAS: tl.constexpr,
     NORM: tl.constexpr,
     PREC: tl.constexpr,
-    SPLIT: tl.constexpr,  # the solve's fp32 dots as three bf16 dots
 ):
-    """Gates, norms, C and A of two (chunk, value head) pairs, which share the lanes of the solve."""
-    i_p = 2 * tl.program_id(0).to(tl.int64)
-    o_c = tl.arange(0, BT)
-    for u in tl.range(0, 2, num_stages=1):
-        i_t, i_hv = (i_p + u) // HV, (i_p + u) % HV
-        start, length = locate(table, cu_seqlens, i_t, BT)
-        b_G = _store_gates(g, beta, A_log, dt_bias, gates, i_p + u, start, length, HV, BT, GATE, DT_BIAS)
-        b_k = _load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
-        b_n = tl.dot(b_k, tl.trans(b_k), input_precision=PREC)
-        b_rk = _store_norms(b_k, norms, i_p + u, 1, HV, R, BT, NORM)
-        if NORM:
-            b_n *= b_rk[:, None] * b_rk[None, :]
-        m_l = o_c[:, None] > o_c[None, :]
-        b_n *= tl.exp2(tl.where(m_l, b_G[:, None] - b_G[None, :], -float("inf")))
-        tile = (i_p + u) * BT * BT
-        p_n = tl.where(o_c < BT // 2, _floats(C + tile) + o_c * BT, _floats(A + tile) + (o_c - BT // 2) * BT)
-        tl.store(p_n[:, None] + o_c[None, :], b_n)
-
-    _solve(C, A, gates, i_p, BT, BT // 4, SPLIT)
-
-    for u in tl.range(0, 2, num_stages=1):
-        i_t, i_hv = (i_p + u) // HV, (i_p + u) % HV
-        start, length = locate(table, cu_seqlens, i_t, BT)
-        b_q = _load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
-        b_k = _load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
-        b_rq = _store_norms(b_q, norms, i_p + u, 0, HV, R, BT, NORM)
-        b_rk = _store_norms(b_k, norms, i_p + u, 1, HV, R, BT, NORM)
-        b_G = tl.load(gates + (i_p + u) * 2 * BT + o_c)
-        _store_attention(A, b_q, b_k, b_G, b_rq, b_rk, i_p + u, scale, BT, PREC)
+    """Gates, norms, A and N (in C's tile, for solve_kernel) of one chunk and value head."""
+    i_p = tl.program_id(0).to(tl.int64)
+    i_t, i_hv = i_p // HV, i_p % HV
+    start, length = locate(table, cu_seqlens, i_t, BT)
+    b_q = _load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
+    b_k = _load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
+    b_G = _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BT, GATE, DT_BIAS)
+    b_rq = _store_norms(b_q, norms, i_p, 0, HV, R, BT, NORM)
+    b_rk = _store_norms(b_k, norms, i_p, 1, HV, R, BT, NORM)
+    o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
+    b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf"))) * b_rk[None, :]
+    b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * (scale * b_rq[:, None]) * b_d
+    tl.store(A + i_p * BT * BT + (o_i * BT + o_j), b_a.to(A.dtype.element_ty))
+    if C is not None:
+        b_n = tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_rk[:, None] * b_d
+        tl.store(lower_triangle(C + i_p * BT * BT, o_i, o_j), b_n, mask=o_i > o_j)
 
 
 @triton.jit
@@ -248,26 +128,6 @@ def _load_gates(gates, norms, i_t, i_hv, HV, R: tl.constexpr, BT: tl.constexpr, 
         p_n = norms + (i_t * (HV // R) + i_hv // R) * 2 * BT + o_c
         b_rq, b_rk = tl.load(p_n), tl.load(p_n + BT)
     return b_G, b_beta, b_rq, b_rk, b_last
-
-
-@triton.jit
-def attention_kernel(
-    q, k, g, beta, A_log, dt_bias,
-    A,  # [NT, HV, BT, BT]
-    gates, norms, cu_seqlens, table, scale, stride_q, stride_k, HV,
-    R: tl.constexpr, K: tl.constexpr, BT: tl.constexpr, GATE: tl.constexpr, DT_BIAS: tl.constexpr, NORM: tl.constexpr,
-    PREC: tl.constexpr,
-):  # fmt: skip
-    """A, gates and norms again, for backward, which so keeps one matrix a chunk and head."""
-    i_p = tl.program_id(0).to(tl.int64)
-    i_t, i_hv = i_p // HV, (i_p % HV).to(tl.int32)
-    start, length = locate(table, cu_seqlens, i_t, BT)
-    b_q = _load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
-    b_k = _load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
-    b_G = _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BT, GATE, DT_BIAS)
-    b_rq = _store_norms(b_q, norms, i_p, 0, HV, R, BT, NORM)
-    b_rk = _store_norms(b_k, norms, i_p, 1, HV, R, BT, NORM)
-    _store_attention(A, b_q, b_k, b_G, b_rq, b_rk, i_p, scale, BT, PREC)
 
 
 @triton.jit

@@ -19,12 +19,14 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from titan_linear.ops.triton.chunks import CHUNK, chunk_table, max_chunks
 from titan_linear.ops.triton.configs import config
 from titan_linear.ops.triton.kda_bwd import gradient_kernel, matrix_kernel, norm_gradient_kernel, reverse_scan_kernel
-from titan_linear.ops.triton.kda_fwd import prepare_kernel, scan_kernel, solve_kernel
+from titan_linear.ops.triton.kda_fwd import prepare_kernel, scan_kernel
 from titan_linear.ops.triton.library import operator, register_fake
+from titan_linear.ops.triton.solve import solve_kernel
 
 GATES = {"none": 0, "softplus": 1, "bounded": 2}
 TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -69,7 +71,7 @@ def _launch_prepare(x, cu_seqlens, chunks, tiles, scale, lower_bound, gate, safe
             CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, MATRICES=MATRICES, **chosen,
         )  # fmt: skip
         if MATRICES:
-            solve_kernel[NT * HV,](tiles[4], tiles[6], CT=TRITON_DTYPE[CT], **config("kda solve", x[0], K))
+            solve_kernel[NT * HV,](tiles[4], tiles[6], STRIDE_B=CHUNK, SCALED=False, **config("solve", x[0], K))
 
 
 @operator
@@ -194,6 +196,11 @@ def _(do, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, entries):
     return do.new_empty(entries.shape[0], do.shape[2], qg.shape[2], do.shape[3], dtype=torch.float32)
 
 
+def _blocks(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
+    """x [.., D] as a matrix that the copy engine reads in blocks of rows and columns."""
+    return TensorDescriptor(x, [x.numel() // x.shape[-1], x.shape[-1]], [x.shape[-1], 1], [rows, columns])
+
+
 def _norm_gradient(x: Tensor, dn: Tensor) -> Tensor:
     """x [B, T, H, K], dn [B, T, HV, K], the gradient of l2norm(x) → that of x."""
     (B, T, H, K), dx = x.shape, torch.empty_like(x)
@@ -232,9 +239,11 @@ def kda_backward(
             beta, cu_seqlens, chunks, do, r, y, scale, dA, dK, diagonal, dv, dbeta, HV=HV, V=V,
             CT=TRITON_DTYPE[CT], **matrix,
         )  # fmt: skip
-        gradient_kernel[K // gradient["BK"], HV, NT](
-            q, k, g, A_log, dt_bias, cu_seqlens, chunks, b, do, r, y, h, dh, dA, dK, diagonal, scale, lower_bound,
-            dq, dk, dg, dA_part, dbias_part, H=H, HV=HV, K=K, V=V,
+        BK, BV = gradient["BK"], gradient["BV"]
+        states = [_blocks(x, BV, width) for x, width in ((r, CHUNK), (y, CHUNK), (h, BK), (dh, BK))]
+        gradient_kernel[K // BK, HV, NT](
+            q, k, g, A_log, dt_bias, cu_seqlens, chunks, b, _blocks(do.flatten(2), CHUNK, BV), *states, dA, dK,
+            diagonal, scale, lower_bound, dq, dk, dg, dA_part, dbias_part, H=H, HV=HV, K=K, V=V,
             CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, **gradient,
         )  # fmt: skip
     if l2norm:

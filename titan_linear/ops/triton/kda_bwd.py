@@ -130,38 +130,32 @@ def matrix_kernel(
 
 
 @triton.jit
-def query_state_gradient(
-    do, h, tile, start, n, i_h, HV, o_k,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
+def read_state_gradients(
+    do, y, h, i_t, tile, i_o, i_k, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(do Sᵀ)ᵀ [BK, 64]."""
+    """(do Sᵀ)ᵀ and (y Sᵀ)ᵀ [BK, 64]. Rows of do past the end of an entry are the next one's: they meet q = 0."""
     dq = tl.zeros([BK, 64], tl.float32)
-    for i_v in range(V // BV):
-        b_h = tl.load(h + tile * V * K + ((i_v * BV + tl.arange(0, BV)[:, None]) * K + o_k[None, :]))  # [BV, BK]
-        dq = dot(tl.trans(b_h), tl.trans(load_columns(do + i_h * V + i_v * BV, start, n, HV, V, BV, CT)), dq)
-    return dq
-
-
-@triton.jit
-def key_state_gradient(y, h, tile, o_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """(y Sᵀ)ᵀ, or of r and dS', [BK, 64]."""
     dk = tl.zeros([BK, 64], tl.float32)
-    for i_v in range(V // BV):
-        o_v = i_v * BV + tl.arange(0, BV)[:, None]
-        b_h = tl.load(h + tile * V * K + (o_v * K + o_k[None, :]))  # [BV, BK]
-        dk = dot(tl.trans(b_h), tl.load(y + tile * V * 64 + (o_v * 64 + tl.arange(0, 64)[None, :])), dk)
-    return dk
+    for i_v in tl.range(V // BV, num_stages=STAGES):
+        b_h = tl.trans(h.load([tile * V + i_v * BV, i_k * BK]))  # [BK, BV]
+        dq = dot(b_h, tl.trans(do.load([i_t, i_o + i_v * BV]).to(CT)), dq)
+        dk = dot(b_h, y.load([tile * V + i_v * BV, 0]), dk)
+    return dq, dk
 
 
 @triton.jit
-def state_decay_gradient(h, dh, tile, o_k, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr):
-    """Σ_v S ⊙ dS' [BK]."""
+def write_state_gradient(
+    r, h, dh, tile, i_k, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr
+):
+    """(r dS'ᵀ)ᵀ [BK, 64] and Σ_v S ⊙ dS' [BK]."""
+    dk = tl.zeros([BK, 64], tl.float32)
     ds = tl.zeros([BK], tl.float32)
-    for i_v in range(V // BV):
-        o_h = (i_v * BV + tl.arange(0, BV)[:, None]) * K + o_k[None, :]
-        b_h = tl.load(h + tile * V * K + o_h).to(tl.float32)
-        ds += tl.sum(b_h * tl.load(dh + tile * V * K + o_h).to(tl.float32), 0)
-    return ds
+    for i_v in tl.range(V // BV, num_stages=STAGES):
+        b_h, b_dh = h.load([tile * V + i_v * BV, i_k * BK]), dh.load([tile * V + i_v * BV, i_k * BK])  # [BV, BK]
+        dk = dot(tl.trans(b_dh), r.load([tile * V + i_v * BV, 0]), dk)
+        ds += tl.sum(b_h.to(tl.float32) * b_dh.to(tl.float32), 0)
+    return dk, ds
 
 
 @triton.jit
@@ -169,7 +163,7 @@ def gradient_kernel(
     q, k, g, A_log, dt_bias, cu_seqlens, chunks, b, do, r, y, h, dh, dA, dK, diagonal, scale, lower_bound,
     dq, dk, dg, dA_part, dbias_part,
     H: tl.constexpr, HV: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, CT: tl.constexpr,
     GATE: tl.constexpr, SAFE: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype.
@@ -180,6 +174,7 @@ def gradient_kernel(
         return
     tile = i_t.to(tl.int64) * HV + i_h
     token = start.to(tl.int64)
+    i_s, i_tile = start.to(tl.int32), tile.to(tl.int32)  # of the copy engine's matrices: do, and those of chunks
     row = tl.arange(0, 64)
     inside = (row < n)[:, None]
     o_k = i_k * BK + tl.arange(0, BK)
@@ -188,16 +183,11 @@ def gradient_kernel(
     k += (i_h // (HV // H)) * K
     o_c = tile * 64 * 64 + (row[:, None] * 64 + row[None, :])
     b_g, b_q, b_k = load_chunk(g + i_h * K, q, k, start, n, i_k, H, HV, K, BK)
-    b_dA = tl.zeros([64, 64], CT)
-    b_dK = tl.zeros([64, 64], CT)
-    if n > 0:
-        b_dA = tl.load(dA + o_c)
-        b_dK = tl.load(dK + o_c)
     p_b, p_diagonal = b + tile * 64 + row, diagonal + tile * 64 + row  # read when needed: each tile would be a register
-    ds = state_decay_gradient(h, dh, tile, o_k, K, V, BK, BV)
     b_g = log2_gate(b_g, A_log, dt_bias, lower_bound, n, i_h, K, i_k, BK, GATE)
     b_q = normalised(b_q, q, start, n, H, K, BK, L2NORM)
     b_k = normalised(b_k, k, start, n, H, K, BK, L2NORM)
+    b_dA, b_dK = tl.load(dA + o_c), tl.load(dK + o_c)
     if SAFE:  # each gradient is relative to the references of half_decays until it is multiplied by E or W
         far = (row[:, None] >= 32) & (row[None, :] < 32)
         near = (row[:, None] // 32) == (row[None, :] // 32)
@@ -211,7 +201,8 @@ def gradient_kernel(
         E, W = tl.exp2(x), tl.exp2(-x)
         kE = (b_k * E).to(CT)
         kW = (b_k * W).to(CT)
-        b_dq = query_state_gradient(do, h, tile, start, n, i_h, HV, o_k, K, V, BK, BV, CT) * scale * to_start
+        b_dq, b_dk = read_state_gradients(do, y, h, i_s, i_tile, i_h * V, i_k, V, BK, BV, CT, STAGES)
+        b_dq *= scale * to_start
         b_dq += dot(kW, tl.trans(far_dA)) * down1 * down2
         b_dq = dot(kW, tl.trans(near_dA), b_dq)
         # As below, dΓ takes the rounded operands: a pair (i, j) then gives +x at i and −x at j, which cancel in dg.
@@ -220,14 +211,14 @@ def gradient_kernel(
         b_dq = (b_dq + tl.load(p_diagonal)[None, :] * kW.to(tl.float32)) * E
         tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
 
-        b_dk = key_state_gradient(y, h, tile, o_k, K, V, BK, BV) * -tl.load(p_b)[None, :] * to_start
+        b_dk *= -tl.load(p_b)[None, :] * to_start
         b_dk += dot(kW, tl.trans(far_dK)) * down1 * down2
         b_dk = dot(kW, tl.trans(near_dK), b_dk)
         d_sum += kE.to(tl.float32) * b_dk
         b_dk *= E
 
-        b_dkm = key_state_gradient(r, dh, tile, o_k, K, V, BK, BV) * tl.load(p_b)[None, :]
-        b_dkm *= halves(tl.exp2(gamma - first), tl.exp2(gamma - second))
+        b_dkm, ds = write_state_gradient(r, h, dh, i_tile, i_k, V, BK, BV, STAGES)
+        b_dkm *= tl.load(p_b)[None, :] * halves(tl.exp2(gamma - first), tl.exp2(gamma - second))
         dgamma = tl.sum(b_dkm * kW.to(tl.float32), 1) + tl.exp2(gamma) * ds
         b_dkm += dot(kE, far_dK, dot(qE, far_dA)) * down1 * down2
         b_dkm = dot(kE, near_dK, dot(qE, near_dA, b_dkm))
@@ -235,9 +226,9 @@ def gradient_kernel(
         b_dk += (b_dkm + tl.load(p_diagonal)[None, :] * qE.to(tl.float32)) / E
     else:
         b_b, b_diagonal = tl.load(p_b), tl.load(p_diagonal)[None, :]
-        b_dq = query_state_gradient(do, h, tile, start, n, i_h, HV, o_k, K, V, BK, BV, CT) * scale
-        b_dkp = key_state_gradient(y, h, tile, o_k, K, V, BK, BV)
-        b_dkm = key_state_gradient(r, dh, tile, o_k, K, V, BK, BV)
+        b_dq, b_dkp = read_state_gradients(do, y, h, i_s, i_tile, i_h * V, i_k, V, BK, BV, CT, STAGES)
+        b_dq *= scale
+        b_dkm, ds = write_state_gradient(r, h, dh, i_tile, i_k, V, BK, BV, STAGES)
         E, W, gamma = full_decays(b_g, CT)
         b_dq *= E
         b_dkp *= -b_b[None, :] * E

@@ -1,4 +1,4 @@
-"""KDA forward kernels: `prepare` and `solve` (everything inside a chunk), `scan` (the state through the chunks, and o).
+"""KDA forward kernels: `prepare` (what is inside a chunk, but for solve.py), `scan` (the state through the chunks, o).
 
 Letters: C = 64 tokens of a chunk, Γ the inclusive cumulative gate inside a chunk (log2), γ its last row.
 With q̃ = scale·q·2^Γ, k̃ = k·2^Γ, k̂ = k·2^(γ−Γ), Kk[i,j] = Σ_k k_i k_j 2^(Γ_i−Γ_j) for j < i, and S the incoming state
@@ -27,6 +27,7 @@ import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate
 from titan_linear.ops.triton.gates import softplus
+from titan_linear.ops.triton.solve import lower_triangle, split
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -35,24 +36,6 @@ LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 def dot(a, b, acc=None):
     """a @ b (+ acc), fp32 accumulation; fp32 operands are multiplied as fp32."""
     return tl.dot(a, b, acc=acc, input_precision="ieee")
-
-
-@triton.jit
-def split(x):
-    """fp32 x → two bf16 parts whose sum is x to 2^-16 of |x|. (Cutting bits is cheaper than rounding twice.)"""
-    hi = (x.to(tl.int32, bitcast=True) & -65536).to(tl.float32, bitcast=True)
-    return hi.to(tl.bfloat16), (x - hi).to(tl.bfloat16)
-
-
-@triton.jit
-def dot_fp32(a, b, CT: tl.constexpr):
-    """fp32 a @ b: IEEE for fp32 inputs, else three bf16 products (relative error of an operand 2^-16)."""
-    if CT == tl.float32:  # noqa: SIM300
-        return tl.dot(a, b, input_precision="ieee")
-    else:
-        a1, a2 = split(a)
-        b1, b2 = split(b)
-        return tl.dot(a1, b1, acc=tl.dot(a1, b2, acc=tl.dot(a2, b1)))
 
 
 @triton.jit
@@ -263,62 +246,6 @@ def join_halves(x):
     row = tl.arange(0, 64)
     near, far = tl.split(tl.reshape(x, [64, 64, 2]))
     return tl.where((row[:, None] >= 32) & (row[None, :] < 32), far, near)
-
-
-@triton.jit
-def lower_triangle(tile, i, j):
-    """Where a tile of [64, 64] 16-bit numbers keeps element (i, j), j < i, of a strictly lower matrix in fp32."""
-    return tile.to(tl.pointer_type(tl.float32), bitcast=True) + (i * (i - 1) // 2 + j)
-
-
-@triton.jit
-def merge(K21, G11, G22, b1, b2, CT: tl.constexpr):
-    """G21 = (I − G22 b2) Kk21 (I − b1 G11) of pairs of blocks: each [pairs, B, B], b [pairs, 1, B]."""
-    x = K21 - dot_fp32(K21 * b1, G11, CT)
-    return x - dot_fp32(G22 * b2, x, CT)
-
-
-@triton.jit
-def solve_kernel(b, Gn, CT: tl.constexpr):
-    """One (chunk, head): −G with (I + Kk diag b) G = Kk, in the place of Kk. Forward substitution in fp32 on 16×16
-    blocks, G_i = Kk_i − Σ_m Kk_im b_m G_m for m < i with a column on each lane, then merged to 32 and 64 rows."""
-    tile = tl.program_id(0).to(tl.int64) * 64
-    b += tile
-    Gn += tile * 64
-    lane = tl.arange(0, 64)
-    first, column = lane // 16 * 16, lane % 16
-    rows = ()
-    scaled = ()  # b_m G_m
-    for i in tl.static_range(16):
-        x = tl.load(lower_triangle(Gn, first + i, first + column), mask=column < i, other=0.0)
-        for m in tl.static_range(i):
-            x -= tl.load(lower_triangle(Gn, first + i, first + m)) * scaled[m]
-        rows, scaled = rows + (x,), scaled + (x * tl.load(b + first + i),)  # noqa: RUF005 (Triton joins tuples with +)
-    tl.debug_barrier()  # lanes read each other's columns
-    for i in tl.static_range(1, 16):
-        tl.store(lower_triangle(Gn, first + i, first + column), rows[i], mask=column < i)
-    tl.debug_barrier()
-
-    block, i, j = tl.arange(0, 2)[:, None, None] * 32, tl.arange(0, 16)[None, :, None], tl.arange(0, 16)[None, None, :]
-    G11 = tl.load(lower_triangle(Gn, block + i, block + j), mask=j < i, other=0.0)
-    G22 = tl.load(lower_triangle(Gn, block + 16 + i, block + 16 + j), mask=j < i, other=0.0)
-    p_21 = lower_triangle(Gn, block + 16 + i, block + j)
-    G21 = merge(tl.load(p_21), G11, G22, tl.load(b + block + j), tl.load(b + block + 16 + j), CT)
-    tl.debug_barrier()
-    tl.store(p_21, G21)
-    tl.debug_barrier()
-
-    i, j = tl.arange(0, 32)[:, None], tl.arange(0, 32)[None, :]
-    G11 = tl.load(lower_triangle(Gn, i, j), mask=j < i, other=0.0)
-    G22 = tl.load(lower_triangle(Gn, 32 + i, 32 + j), mask=j < i, other=0.0)
-    K21 = tl.load(lower_triangle(Gn, 32 + i, j))
-    G21 = merge(K21, G11, G22, tl.load(b + j), tl.load(b + 32 + j), CT)
-    tl.debug_barrier()
-    p_G = Gn + i * 64 + j
-    tl.store(p_G, (-G11).to(CT))
-    tl.store(p_G + 32, tl.zeros([32, 32], CT))
-    tl.store(p_G + 32 * 64, (-G21).to(CT))
-    tl.store(p_G + 32 * 64 + 32, (-G22).to(CT))
 
 
 @triton.jit
