@@ -215,7 +215,7 @@ CASES |= {
 ACCEPTED_SPILLS |= {
     f"{name} solve_kernel": "128 registers let eight programs run on a multiprocessor: a quarter faster"
     for name in CASES
-    if "float16" in name
+    if "float16" in name and not name.startswith("conv1d")
 }
 
 
