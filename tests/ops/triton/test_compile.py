@@ -14,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -22,10 +24,8 @@ import pytest
 from tests.ops.triton.kda_compile import kda_case, launch
 
 SHARED_LIMIT = 232448  # bytes a program may use on sm_90
-WORKERS = int(os.environ.get("COMPILE_WORKERS", "1"))
-# case (as printed) -> why its spills are accepted
+# Case (as printed) -> why its spills are accepted. float32 and head dims of 256 may spill: right, not fast.
 MANY_TILES = "six to ten fp32 tiles are alive at once; splitting the kernel further reads its inputs again"
-WIDE = "fp32 tiles, or states of 256 rows: twice the registers of what the configuration is tuned for"
 FEW = "80 bytes at most, with l2norm; two stages, narrower tiles or 8 warps are a third slower"
 OCCUPANCY = (
     "128 registers (96 in GDN's) let one more program run on a multiprocessor: prepare takes 1.4 ms instead of 1.9"
@@ -39,18 +39,12 @@ ACCEPTED_SPILLS: dict[str, str] = {
     },
     "gdn bfloat16 K=128 V=128 R=1 reverse_kernel": FEW,
     "gdn float16 K=128 V=128 R=1 reverse_kernel": FEW,
-    "gdn bfloat16 K=256 V=256 R=1 gradients_kernel": WIDE,
     **{
         f"kda bfloat16 {case} {kernel}_kernel": reason
         for case in ("K=128 V=128 plain", "K=128 V=128 bounded", "K=64 V=64 plain")
         for kernel, reason in (("prepare", OCCUPANCY), ("gradient", MANY_TILES))
     },
     "kda bfloat16 K=32 V=32 softplus gradient_kernel": MANY_TILES,
-    **{f"kda bfloat16 K=256 V=256 softplus {kernel}_kernel": WIDE for kernel in ("prepare", "scan", "gradient")},
-    **{
-        f"gdn float32 K=64 V=64 R=1 {kernel}_kernel": WIDE
-        for kernel in ("scan", "reverse", "gradients", "boundary_bwd")
-    },
 }
 
 
@@ -165,7 +159,7 @@ def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False) -> Non
     table, offsets, C, gates, norms, A = prepare
     launch(gdn.gdn_scan, q, k, v, offsets, C, A, gates, norms, state, cu, 0.5, not plain)
     h, y = launch(gdn.gdn_states, k, v, offsets, C, gates, norms, state, cu)
-    A, gates, norms = launch(gdn.gdn_attention, q, k, g, beta, *gate, table, cu, 0.5, not plain)
+    A, gates, norms = launch(gdn.gdn_recompute, q, k, g, beta, *gate, table, cu, 0.5, not plain)
     dh, dv, _ = launch(gdn.gdn_reverse, q, k, do, offsets, C, A, gates, norms, state, cu, 0.5)
     launch(gdn.gdn_gradients, q, k, do, h, y, dh, dv, table, gates, norms, g, beta, *gate, state, state, cu, 0.5)
     launch(gdn.gdn_boundary, k, v, offsets, C, gates, norms, entries, cu, True)
@@ -200,6 +194,7 @@ CASES |= {
         ("bfloat16", 256, 256, 1, False),
         ("float16", 128, 128, 1, False),
         ("float32", 64, 64, 1, False),
+        ("float32", 256, 256, 1, False),
     ]
 }
 CASES |= {
@@ -210,22 +205,28 @@ CASES |= {
     "kda bfloat16 K=32 V=32 softplus": (kda_case, ("bfloat16", 32, 32, "softplus", False, 2)),
     "kda bfloat16 K=64 V=64 plain": (kda_case, ("bfloat16", 64, 64)),
     "kda bfloat16 K=256 V=256 softplus": (kda_case, ("bfloat16", 256, 256, "softplus", False)),
+    "kda float32 K=64 V=64 plain": (kda_case, ("float32", 64, 64)),
+    "kda float32 K=32 V=32 softplus": (kda_case, ("float32", 32, 32, "softplus", False, 2)),
 }
 
 ACCEPTED_SPILLS |= {
     f"{name} solve_kernel": "128 registers let eight programs run on a multiprocessor: a quarter faster"
     for name in CASES
-    if "float16" in name and not name.startswith("conv1d")
+    if "float16" in name and "256" not in name and not name.startswith("conv1d")
 }
 
 
-def compile_cases(words: list[str]) -> dict[str, list[dict]]:
-    results = {}
-    for name, (case, arguments) in CASES.items():
-        if all(word in name for word in words):
-            with compiled_launches() as results[name]:
-                case(*arguments)
+def compile_case(name: str) -> list[dict]:
+    case, arguments = CASES[name]
+    with compiled_launches() as results:
+        case(*arguments)
     return results
+
+
+def compile_cases(words: list[str]) -> dict[str, list[dict]]:
+    names = [name for name in CASES if all(word in name for word in words)]
+    with ProcessPoolExecutor(min(os.cpu_count(), 4), mp_context=get_context("spawn")) as pool:
+        return dict(zip(names, pool.map(compile_case, names), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -242,8 +243,8 @@ def test_compiles_within_the_chip(compiled, name):
     assert compiled[name]
     for result in compiled[name]:
         assert result["shared"] <= SHARED_LIMIT and not result["wrong"], result
-        case = f"{name} {result['kernel']}"
-        assert result["spills"] == 0 or case in ACCEPTED_SPILLS, result
+        may_spill = "float32" in name or "256" in name or f"{name} {result['kernel']}" in ACCEPTED_SPILLS
+        assert result["spills"] == 0 or may_spill, result
 
 
 def main() -> None:

@@ -89,7 +89,7 @@ def test_operators_of_gdn_are_well_formed() -> None:
     dh, dv, _ = ops.gdn_reverse(q, k, do, *products, state, cu, 0.2)
     calls = {
         ops.gdn_prepare: (q, k, *gates, cu, 0.2, True),
-        ops.gdn_attention: (q, k, *gates, table, cu, 0.2, True),
+        ops.gdn_recompute: (q, k, *gates, table, cu, 0.2, True),
         ops.gdn_scan: (q, k, v, *products, state, cu, 0.2, True),
         ops.gdn_boundary: (k, v, *chunks, entries, cu, True),
         ops.gdn_boundary_bwd: (q, k, do, *products, entries, cu, 0.2),

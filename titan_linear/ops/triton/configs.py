@@ -61,7 +61,7 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
             (2, 256): {"num_warps": 4},
             (4, 256): {"num_warps": 8},
         },
-        "gdn attention": {(2, 256): {"num_warps": 8}, (4, 256): {"num_warps": 8}},
+        "gdn recompute": {(2, 256): {"num_warps": 8}, (4, 256): {"num_warps": 8}},
         "gdn scan": {
             (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
             (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},

@@ -135,7 +135,7 @@ class TritonGDN(_TritonRule):
         keys = self.q, self.k, self.g, self.beta, self.A_log, self.dt_bias
         if kept:
             self.table, offsets, C = kept
-            A, self.gates, self.norms = gdn.gdn_attention(
+            A, self.gates, self.norms = gdn.gdn_recompute(
                 *keys, self.table, self.cu_seqlens, self.scale, options.l2norm
             )  # fmt: skip
         else:

@@ -1,11 +1,10 @@
-"""The chunked gated delta rule (GDN) on the GPU: its stages, as custom ops.
+"""The chunked gated delta rule (GDN) on the GPU: its stages, as operators.
 
 Stages, all functional, on flat packed streams (q, k [T, H, K], v [T, HV, V], HV = R·H) with cu_seqlens [N+1] int32 on
 the device. Nothing here waits for the device: grids are upper bounds, programs find their chunk in a table.
 
     prepare        (q, k, g, beta) -> table, offsets, C, A, gates, norms          chunk-parallel
-    attention      (q, k, g, beta) -> A, gates, norms                             chunk-parallel, again for backward
-    scan           (+ v, initial_state) -> o, final_state                          sequential in a head
+    recompute      (q, k, g, beta) -> A, gates, norms                             prepare again, for backward
     scan           (+ v, initial_state) -> o, final_state                          sequential in a head
     boundary       (some entries) -> S_ext, M                                      for context parallelism
     boundary_bwd   (some entries, do) -> dS_ext
@@ -109,7 +108,7 @@ def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, l2norm):
 
 
 @operator
-def gdn_attention(
+def gdn_recompute(
     q: torch.Tensor,
     k: torch.Tensor,
     g: torch.Tensor,
@@ -128,12 +127,12 @@ def gdn_attention(
     kernels.prepare_kernel[(NT * HV,)](
         q, k, g, beta, A_log, dt_bias, None, A, gates, norms, cu_seqlens, table, scale, q.stride(0), k.stride(0), HV,
         R=HV // H, K=K, BT=BT, GATE=A_log is not None, DT_BIAS=dt_bias is not None, NORM=l2norm, PREC=_precision(k),
-        **config("gdn attention", k, K),
+        **config("gdn recompute", k, K),
     )  # fmt: skip
     return A, gates, norms
 
 
-@register_fake(gdn_attention)
+@register_fake(gdn_recompute)
 def _(q, k, g, beta, A_log, dt_bias, table, cu_seqlens, scale, l2norm):
     HV, NT = g.shape[1], table.shape[0]
     return k.new_empty(NT, HV, BT, BT), *_scalars(k, HV, NT, l2norm)

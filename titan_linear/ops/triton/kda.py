@@ -1,4 +1,4 @@
-"""Kimi Delta Attention in Triton: the stages of a chunked forward and backward pass, as custom ops.
+"""Kimi Delta Attention in Triton: the stages of a chunked forward and backward pass, as operators.
 
     forward    prepare → [boundary → exchange] → scan
     backward   recompute → [boundary_bwd → exchange] → backward
@@ -234,7 +234,7 @@ def kda_backward(
     )
     dA, dK = (v.new_empty(NT, HV, CHUNK, CHUNK, dtype=CT) for _ in range(2))
     diagonal = torch.empty_like(b)
-    if NT > 0:
+    if q.numel() > 0:
         matrix_kernel[HV, NT](
             beta, cu_seqlens, chunks, do, r, y, scale, dA, dK, diagonal, dv, dbeta, HV=HV, V=V,
             CT=TRITON_DTYPE[CT], **matrix,
