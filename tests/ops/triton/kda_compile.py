@@ -12,8 +12,9 @@ def launch(op: Any, *arguments: Any) -> Any:
     return op.redispatch(DispatchKeySet(DispatchKey.CUDA), *arguments)
 
 
-def kda_case(dtype: str, K: int, V: int, gate: str = "none", safe: bool = True, R: int = 1) -> None:
-    """All stages; without a gate in the kernel: normalised inputs, no states (what is timed); else all of them."""
+def kda_case(dtype: str, K: int, V: int, gate: str = "none", safe: bool = True, R: int = 1, whole: bool = True) -> None:
+    """All stages, or those alone whose configuration depends on the gate; without a gate in the kernel: normalised
+    inputs, no states (what is timed)."""
     import torch
 
     from titan_linear.ops.triton import kda
@@ -32,6 +33,8 @@ def kda_case(dtype: str, K: int, V: int, gate: str = "none", safe: bool = True, 
     inputs = (q, k, g, beta, A_log, dt_bias, cu, *gates)
     first, chunks, *tiles = launch(kda.kda_prepare, *inputs)
     launch(kda.kda_recompute, *inputs)
+    if not whole:
+        return
     launch(kda.kda_scan, v, cu, first, *tiles, state)
     launch(kda.kda_boundary, v, cu, first, *tiles, entries, True)
     launch(kda.kda_boundary_bwd, do, cu, first, *tiles, entries)

@@ -68,10 +68,10 @@ def test_packed_documents(op: str, raw: bool, gate: str, options: dict) -> None:
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Segments of one or two chunks: documents of none, a part, exactly two and four of them; states in and out."""
+    """Segments of one or two chunks: documents of none, a part, exactly one and two and a bit; states in and out."""
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
-    lengths = [0, 10, 128, 200]
-    x = raw_gate_inputs(op, sum(lengths), H=1, HV=2, K=32, V=64, gate="slow")
+    lengths = [0, 10, 64, 129]
+    x = raw_gate_inputs(op, sum(lengths), H=1, HV=2, K=32, V=32, gate="slow")
     check(op, x, boundaries(lengths), {})
 
 
