@@ -38,5 +38,5 @@ def kda_case(dtype: str, K: int, V: int, gate: str = "none", safe: bool = True, 
     launch(kda.kda_scan, v, cu, first, *tiles, state)
     launch(kda.kda_boundary, v, cu, first, *tiles, entries, True)
     launch(kda.kda_boundary_bwd, do, cu, first, *tiles, entries)
-    launch(kda.kda_backward, q, k, v, g, beta, A_log, dt_bias, cu, first, chunks, *tiles, do, state, state, *gates
-    )  # fmt: skip
+    inputs = (q, k, v, g, beta, A_log, dt_bias, cu, first, chunks, *tiles)
+    launch(kda.kda_backward, *inputs, do, state, state, *gates)

@@ -14,8 +14,8 @@ Config = dict[str, int]
 
 # Compute capability -> kernel -> (bytes of an operand, K (KDA) or K and V (GDN) up to) -> arguments of the launch.
 # KDA's "safe" kernels: with safe_gate 128 registers let two programs share a multiprocessor; other gates would spill.
-# GDN's copy-engine loads in a loop want it pipelined, STAGES >= 2: otherwise they faulted with Triton 3.6.
-# float32: twice the bytes for each tile, and dots in IEEE fp32 (KDA) or three tf32 passes (GDN); right, not fast.
+# Copy-engine loads in a loop (GDN's, KDA's gradient) want it pipelined, STAGES >= 2: else they faulted with Triton 3.6.
+# float32: twice the bytes for each tile, and dots in IEEE fp32 (KDA, solve) or three tf32 passes (GDN): not tuned.
 CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
     (9, 0): {
         "kda prepare safe": {

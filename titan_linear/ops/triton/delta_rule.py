@@ -137,7 +137,7 @@ class TritonGDN(_TritonRule):
             self.table, offsets, C = kept
             A, self.gates, self.norms = gdn.gdn_recompute(
                 *keys, self.table, self.cu_seqlens, self.scale, options.l2norm
-            )  # fmt: skip
+            )
         else:
             self.table, offsets, C, self.gates, self.norms, A = gdn.gdn_prepare(
                 *keys, self.cu_seqlens, self.scale, options.l2norm
