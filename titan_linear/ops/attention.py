@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
-
+import numpy as np
 import torch
 import torch.nn.functional as F
 
+from titan_linear.ops.boundaries import Boundaries
 from titan_linear.ops.cp.allgather import allgather_attention
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.ring import ring_attention
-from titan_linear.ops.cp.segments import stream_documents
 from titan_linear.ops.cp.ulysses import ulysses_attention
-from titan_linear.ops.torch.attention import Attention, Documents, accumulator_dtype
+from titan_linear.ops.torch.attention import accumulator_dtype
+from titan_linear.ops.torch.local_attention import local_attention
 
 METHODS = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ulysses_attention}
 IMPLS = ("auto", "torch")
@@ -65,10 +65,10 @@ def attention(
         return _decode(q, k, v, scale, first_key)
     if cp_context is None:
         documents = None if cu_seqlens is None else _documents(cu_seqlens, q, k)
-        return Attention.apply(q, k, v, scale, causal, documents)
+        return local_attention(q, k, v, scale, causal, documents)
     _check_context(cp_context, cu_seqlens, q, k)
     if cp_context.world_size == 1:
-        return Attention.apply(q, k, v, scale, causal, stream_documents(cp_context, q.device))
+        return local_attention(q, k, v, scale, causal, cp_context.stream)
     if method == "auto":
         method = choose_method(cp_context, k.shape[2], k.shape[-1] + v.shape[-1], k.dtype)
     return METHODS[method](q, k, v, scale, causal, cp_context)
@@ -92,7 +92,7 @@ def choose_method(cp: CPContext, Hkv: int, width: int, dtype: torch.dtype) -> st
     does not grow with the stream. width = D + Dv. A function of shapes alone: every rank chooses the same.
     """
     size = dtype.itemsize + accumulator_dtype(dtype).itemsize
-    return "allgather" if cp.table[-1].end * Hkv * width * size <= GATHER_LIMIT else "ring"
+    return "allgather" if cp.stream_tokens * Hkv * width * size <= GATHER_LIMIT else "ring"
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
@@ -117,22 +117,22 @@ def _check_one_stream(what: str, q: torch.Tensor, k: torch.Tensor) -> None:
         raise ValueError(f"{what} needs B = 1 and Tq = Tk; q has shape {tuple(q.shape)}, k {tuple(k.shape)}")
 
 
-def _documents(cu_seqlens: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Documents:
+def _documents(cu_seqlens: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Boundaries:
     """The documents of a packed stream on one device; empty ones are left out."""
     _check_one_stream("cu_seqlens", q, k)
-    boundaries = cu_seqlens.tolist()
-    if boundaries[0] != 0 or boundaries[-1] != q.shape[1] or any(b < a for a, b in pairwise(boundaries)):
-        raise ValueError(f"cu_seqlens = {boundaries}: must rise from 0 to the {q.shape[1]} tokens of q")
-    kept = tuple(sorted(set(boundaries)))
-    return Documents(kept, torch.tensor(kept, dtype=torch.int32).to(q.device, non_blocking=True))
+    bounds = cu_seqlens.cpu().numpy()
+    if bounds[0] != 0 or bounds[-1] != q.shape[1] or (np.diff(bounds) < 0).any():
+        raise ValueError(f"cu_seqlens = {bounds.tolist()}: must rise from 0 to the {q.shape[1]} tokens of q")
+    on_host = torch.from_numpy(np.unique(bounds).astype(np.int32))
+    return Boundaries(on_host.to(q.device, non_blocking=True), on_host, on_host.diff().max().long().view(1))
 
 
 def _check_context(cp: CPContext, cu_seqlens: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor) -> None:
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens must not be given with cp_context, which holds the documents")
     _check_one_stream("cp_context", q, k)
-    if q.shape[1] != cp.offsets[-1]:
-        raise ValueError(f"q has {q.shape[1]} tokens; cp_context gives rank {cp.rank} {cp.offsets[-1]}")
+    if q.shape[1] != cp.tokens:
+        raise ValueError(f"q has {q.shape[1]} tokens; cp_context gives rank {cp.rank} {cp.tokens}")
     if cp.group is None and cp.world_size > 1:
         raise ValueError(
             f"cp_context has {cp.world_size} ranks and no group to communicate with; build it with a group"

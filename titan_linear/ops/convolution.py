@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from titan_linear.ops.cp.context import CPContext
-from titan_linear.ops.cp.halo import conv_halo
-from titan_linear.ops.options import check_cp, entries_of, select
+from titan_linear.ops.cp.halo import with_halo
+from titan_linear.ops.options import boundaries_of, check_cp, select
+from titan_linear.ops.states import States
 from titan_linear.ops.torch import convolution as torch_convolution
 
 
@@ -57,22 +58,17 @@ def causal_conv1d(
     N = B if cu_seqlens is None else cu_seqlens.numel() - 1
     if initial_state is not None and initial_state.shape != (N, D, W - 1):
         raise ValueError(f"initial_state {tuple(initial_state.shape)} must be [N, D, W−1] = [{N}, {D}, {W - 1}]")
-    flat, past = x.flatten(0, 1), initial_state
+    flat, initial = x.flatten(0, 1), None if initial_state is None else States(initial_state)
     if cp_context is not None:
         check_cp("x", x, initial_state, output_final_state, cu_seqlens, cp_context)
         if cp_context.conv1d_kernel_size not in (None, W):
             built = cp_context.conv1d_kernel_size
             raise ValueError(f"weight has W = {W}; cp_context was built with conv1d_kernel_size = {built}")
-        past = _past_under_cp(flat, W, cp_context)
-    entries = entries_of(x, cu_seqlens, cp_context)
+        if cp_context.world_size > 1 and W > 1:
+            routes = cp_context.halo_of(W - 1)
+            flat, halo = with_halo(flat, routes, cp_context.slots, W - 1, cp_context.group_name)
+            initial = States(halo.transpose(1, 2), cp_context.enters_slot)
     convolve = IMPLEMENTATIONS[select(impl, x.device)]()
-    y, final = convolve(flat, weight, bias, past, entries, activation, output_final_state)
+    boundaries = boundaries_of(x, cu_seqlens, cp_context)
+    y, final = convolve(flat, weight, bias, initial, boundaries, activation, output_final_state)
     return y.unflatten(0, (B, T)), final
-
-
-def _past_under_cp(x: torch.Tensor, W: int, cp: CPContext) -> torch.Tensor:
-    """[N, D, W−1]: what lies before each local entry, other than zeros only for the first of a fragment."""
-    halo = conv_halo(x, W - 1, cp).transpose(1, 2)  # [slots, D, W−1]
-    past = x.new_zeros(len(cp.cu_seqlens_cpu) - 1, x.shape[1], W - 1)
-    first = torch.tensor([first for first, _ in cp.entries]).to(x.device, non_blocking=True)
-    return past.index_copy(0, first, halo)

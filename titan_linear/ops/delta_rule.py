@@ -3,21 +3,24 @@
     forward    prepare → boundary → [exchange, fold] → scan, output
     backward   prepare again → boundary_backward → [exchange, fold, reversed] → backward
 
-An implementation is a class with the methods of `DeltaRule`. Without a CPContext the two middle steps
+An implementation is a class with the methods of `DeltaRule`. Without context parallelism the two middle steps
 fall away and the state comes from the caller.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from titan_linear.ops.boundaries import Boundaries
 from titan_linear.ops.cp.context import CPContext
-from titan_linear.ops.cp.kcp import contributes, incoming_states
+from titan_linear.ops.cp.kcp import Chains, incoming_states
 from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
-from titan_linear.ops.options import DeltaRuleOptions, Entries, check_cp, entries_of, select
+from titan_linear.ops.options import DeltaRuleOptions, boundaries_of, check_cp, select
+from titan_linear.ops.states import Inputs, States, state_dtype
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule, normalise, step
 
 
@@ -29,35 +32,66 @@ def _triton() -> Any:
 
 IMPLEMENTATIONS = {"torch": lambda: TorchDeltaRule, "triton": _triton}
 
-Tensors = Sequence[torch.Tensor | None]
-
 
 class DeltaRule(Protocol):
-    """One call's stages, in the order in which the driver asks for them. Tokens come as [T, ...], B folded into T."""
+    """One call's stages, in the order in which the driver asks for them."""
 
     def __init__(
-        self, inputs: Tensors, options: DeltaRuleOptions, entries: Entries, differentiable: bool, kept: Tensors = ()
+        self,
+        inputs: Inputs,
+        options: DeltaRuleOptions,
+        boundaries: Boundaries,
+        differentiable: bool,
+        kept: Sequence[torch.Tensor] = (),
     ):
-        """Prepare q, k, v, g, beta, A_log, dt_bias. `differentiable`: `backward` will be called on this object; in a
-        backward pass `kept` is what forward's object kept."""
+        """Prepare the chunks. `differentiable`: `backward` will be called on this object; in a backward pass `kept` is
+        what forward's object kept."""
 
-    kept: Tensors  # what backward's object is given again
+    kept: Sequence[torch.Tensor]  # what backward's object is given again
 
-    def boundary(
-        self, entries: Sequence[int], need_m: Sequence[bool]
-    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        """(S_ext [HV,K,V], M [HV,K,K] or None) of each listed entry: its end state is M S + S_ext if S enters."""
+    def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
+        """S_ext [slots,HV,K,V] and M [slots,HV,K,K] of each slot's entry, what `chains.wanted` asks for: the entry's
+        end state is M S + S_ext if S enters it."""
 
-    def forward(self, initial_state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        """o [T,HV,V] and the final states [N,HV,K,V], from the initial ones (None: zeros)."""
+    def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """o [T,HV,V] and the final states [N,HV,K,V] (empty unless needed), from the initial ones (None: zeros)."""
 
-    def boundary_backward(self, do: torch.Tensor, entries: Sequence[int]) -> list[torch.Tensor]:
-        """dS_ext [HV,K,V] of each listed entry: its incoming state's gradient if its outgoing state had none."""
+    def boundary_backward(self, do: torch.Tensor, chains: Chains) -> torch.Tensor:
+        """dS_ext [slots,HV,K,V]: the gradient of the state that enters each slot's entry if what leaves had none."""
 
     def backward(
-        self, do: torch.Tensor, initial_state: torch.Tensor | None, d_final: torch.Tensor | None
-    ) -> tuple[Tensors, torch.Tensor]:
-        """Gradients of the seven inputs (None for those not given), and of the initial states [N,HV,K,V]."""
+        self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
+    ) -> tuple[Inputs, torch.Tensor]:
+        """Gradients of the inputs (None for those not given), and of the initial states [N,HV,K,V] (empty unless
+        needed)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of the driver, but for its tensors that have gradients."""
+
+    implementation: type[DeltaRule]
+    options: DeltaRuleOptions
+    boundaries: Boundaries
+    cp: CPContext | None  # of several ranks
+    need_final: bool
+
+
+class Saved(NamedTuple):
+    """What forward keeps for backward."""
+
+    inputs: Inputs
+    states: torch.Tensor | None  # [N,HV,K,V] the caller's, or under context parallelism those that enter [slots,HV,K,V]
+    M: torch.Tensor | None  # [slots,HV,K,K]
+    kept: tuple[torch.Tensor, ...]  # the rule's own
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return (*self.inputs, self.states, self.M, *self.kept)
+
+    @staticmethod
+    def of(tensors: Sequence[torch.Tensor | None]) -> Saved:
+        n = len(Inputs._fields)
+        return Saved(Inputs(*tensors[:n]), tensors[n], tensors[n + 1], tuple(tensors[n + 2 :]))
 
 
 class _DeltaRule(torch.autograd.Function):
@@ -65,81 +99,45 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        implementation: type[DeltaRule],
-        options: DeltaRuleOptions,
-        entries: Entries,
-        cp: CPContext | None,
-        initial_state: torch.Tensor | None,
-        *inputs: torch.Tensor | None,
+        ctx: Any, call: Call, initial_state: torch.Tensor | None, *tensors: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        keep = options.disable_recompute and any(ctx.needs_input_grad)
-        rule = implementation(inputs, options, entries, differentiable=keep)
-        like, transitions = _state_like(inputs), {}
-        if cp is None:
-            state = None if initial_state is None else initial_state.to(like.dtype)
-        else:
-            initial_state, transitions = _kcp_forward(rule, cp, like)
-            state = _spread(initial_state, cp, like, end=0)
-        o, final = rule.forward(state)
-        ctx.call, ctx.rule, ctx.slots = (
-            (implementation, options, entries, cp),
-            rule if keep else None,
-            tuple(transitions),
-        )
-        ctx.save_for_backward(initial_state, *inputs, *transitions.values(), *rule.kept)
+        inputs = Inputs(*tensors)
+        keep = call.options.disable_recompute and any(ctx.needs_input_grad)
+        rule = call.implementation(inputs, call.options, call.boundaries, differentiable=keep)
+        states, M = initial_state, None
+        if call.cp is not None:
+            S_ext, M = rule.boundary(call.cp.forward_chains)
+            states = incoming_states(S_ext, M, call.cp.forward_chains, call.cp.group_name)
+        o, final = rule.forward(_initial(states, call, inputs), call.need_final)
+        ctx.call, ctx.rule = call, rule if keep else None
+        ctx.save_for_backward(*Saved(inputs, states, M, tuple(rule.kept)).tensors())
         ctx.set_materialize_grads(False)
         # Views: torch 2.11's compiler drops the gradient of an output that is itself an intermediate of this function.
-        return o.to(inputs[2].dtype).view_as(o), final.view_as(final)
+        return o.to(inputs.v.dtype).view_as(o), final.view_as(final)
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, d_final: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        implementation, options, entries, cp = ctx.call
-        initial_state, *saved = ctx.saved_tensors
-        inputs, transitions, kept = saved[:7], dict(zip(ctx.slots, saved[7:])), saved[7 + len(ctx.slots) :]
-        rule = ctx.rule or implementation(inputs, options, entries, differentiable=True, kept=kept)
-        like, state = _state_like(inputs), initial_state
-        do = torch.zeros_like(inputs[2]) if do is None else do
-        if cp is not None:
-            state = _spread(initial_state, cp, like, end=0)
-            d_final = _spread(_kcp_backward(rule, cp, do, transitions, like), cp, like, end=1)
-        state, d_final = (None if x is None else x.to(like.dtype) for x in (state, d_final))
-        grads, d_initial = rule.backward(do, state, d_final)
-        return None, None, None, None, d_initial.to(initial_state.dtype) if ctx.needs_input_grad[4] else None, *grads
+        call, (inputs, states, M, kept) = ctx.call, Saved.of(ctx.saved_tensors)
+        rule = ctx.rule or call.implementation(
+            inputs, call.options, call.boundaries, differentiable=True, kept=kept
+        )  # fmt: skip
+        do = torch.zeros_like(inputs.v) if do is None else do
+        if call.cp is not None:
+            dS_ext = rule.boundary_backward(do, call.cp.reverse_chains)
+            d_leaving = incoming_states(dS_ext, M, call.cp.reverse_chains, call.cp.group_name, reverse=True)
+            final = States(d_leaving, call.cp.leaves_slot)
+        else:
+            final = None if d_final is None else States(d_final.to(state_dtype(inputs)))
+        _, need_d_initial, *_ = ctx.needs_input_grad
+        grads, d_initial = rule.backward(do, _initial(states, call, inputs), final, need_d_initial)
+        return None, d_initial.to(states.dtype) if need_d_initial else None, *grads
 
 
-def _state_like(inputs: Tensors) -> torch.Tensor:
-    """An unallocated state [HV, K, V] of the dtype that states have: float32, or float64 for float64 inputs."""
-    q, v = inputs[0], inputs[2]
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    return torch.empty((), dtype=dtype, device=q.device).expand(v.shape[1], q.shape[-1], v.shape[-1])
-
-
-def _spread(states: torch.Tensor, cp: CPContext, like: torch.Tensor, end: int) -> torch.Tensor:
-    """States of all entries [N,HV,K,V] from one per fragment: that of its first entry, or (end=1) of its last."""
-    out = like.new_zeros(len(cp.cu_seqlens_cpu) - 1, *like.shape)
-    for entry, state in zip(cp.entries, states, strict=True):
-        out[entry[end]] = state
-    return out
-
-
-def _kcp_forward(rule: Any, cp: CPContext, like: torch.Tensor) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """The state that enters each local fragment [slots,HV,K,V], and M by slot where a document passes through."""
-    slots = [s for s in range(len(cp.local)) if contributes(cp, s)]
-    need_m = [cp.local[s].through for s in slots]
-    pairs = rule.boundary([cp.entries[s][1] for s in slots], need_m)
-    states = {s: S_ext for s, (S_ext, _) in zip(slots, pairs, strict=True)}
-    transitions = {s: M for s, (_, M) in zip(slots, pairs, strict=True) if M is not None}
-    return incoming_states(cp, states, transitions, like), transitions
-
-
-def _kcp_backward(
-    rule: Any, cp: CPContext, do: torch.Tensor, transitions: dict[int, torch.Tensor], like: torch.Tensor
-) -> torch.Tensor:
-    """The gradient of the state that leaves each local fragment, [slots,HV,K,V]."""
-    slots = [s for s in range(len(cp.local)) if contributes(cp, s, reverse=True)]
-    states = rule.boundary_backward(do, [cp.entries[s][0] for s in slots])
-    return incoming_states(cp, dict(zip(slots, states, strict=True)), transitions, like, reverse=True)
+def _initial(states: torch.Tensor | None, call: Call, inputs: Inputs) -> States | None:
+    """The states from which entries start, in the dtype that states have."""
+    if states is None:
+        return None
+    return States(states.to(state_dtype(inputs)), None if call.cp is None else call.cp.enters_slot)
 
 
 def chunk_delta_rule(
@@ -165,40 +163,52 @@ def chunk_delta_rule(
         raise ValueError(f"cp_method = {cp_method!r} is unknown; use 'kcp' or 'ulysses'")
     if cp_context is not None:
         check_cp("q", q, initial_state, output_final_state, cu_seqlens, cp_context)
-    if cp_context is not None and cp_method == "ulysses":
-        inputs = _to_heads(cp_context, q, k, v, g, beta, A_log, dt_bias)
-        o, _ = chunk_delta_rule(
-            *inputs, options=options, initial_state=None, output_final_state=False, cp_context=None,
-            cp_method=cp_method, cu_seqlens=torch.tensor(cp_context.documents), impl=impl,
+    several = cp_context is not None and cp_context.world_size > 1
+    if several and cp_method == "ulysses":
+        return _over_heads(q, k, v, g, beta, A_log, dt_bias, options, cp_context, impl), None
+    chosen = select(impl, q.device)
+    inputs = Inputs(*(x.flatten(0, 1) for x in (q, k, v, g, beta)), A_log, dt_bias)
+    wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state))
+    if q.shape[1] == 1 and cu_seqlens is None and cp_context is None and not wants_grad:
+        o, final = _decode(inputs, options, initial_state)
+    else:
+        boundaries = boundaries_of(q, cu_seqlens, cp_context)
+        call = Call(
+            IMPLEMENTATIONS[chosen](), options, boundaries, cp_context if several else None, output_final_state
         )  # fmt: skip
-        return heads_to_tokens(o, cp_context), None
-    implementation = IMPLEMENTATIONS[select(impl, q.device)]()
-    tokens = [x.flatten(0, 1) for x in (q, k, v, g, beta)]
-    if q.shape[1] == 1 and cu_seqlens is None and cp_context is None and not torch.is_grad_enabled():
-        o, final = _decode([*tokens, A_log, dt_bias], options, initial_state)
-        return o.to(v.dtype).unsqueeze(1), final if output_final_state else None
-    entries = entries_of(q, cu_seqlens, cp_context)
-    o, final = _DeltaRule.apply(
-        implementation, options, entries, cp_context, initial_state, *tokens, A_log, dt_bias
-    )  # fmt: skip
+        o, final = _DeltaRule.apply(call, initial_state, *inputs)
     return o.unflatten(0, q.shape[:2]), final if output_final_state else None
 
 
+def _over_heads(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
+    options: DeltaRuleOptions,
+    cp: CPContext,
+    impl: str,
+) -> torch.Tensor:
+    """All tokens of this rank's heads, and these heads' part of A_log and dt_bias: no recurrence crosses a rank."""
+    tokens = [tokens_to_heads(x, cp) for x in (q, k, v, g, beta)]
+    gates = [None if x is None else x.view(cp.world_size, -1)[cp.rank] for x in (A_log, dt_bias)]
+    inputs = Inputs(*(x.flatten(0, 1) for x in tokens), *gates)
+    implementation = IMPLEMENTATIONS[select(impl, q.device)]()
+    o, _ = _DeltaRule.apply(Call(implementation, options, cp.stream, None, False), None, *inputs)
+    return heads_to_tokens(o.unsqueeze(0), cp)
+
+
 def _decode(
-    inputs: Sequence[torch.Tensor | None], options: DeltaRuleOptions, initial_state: torch.Tensor | None
+    inputs: Inputs, options: DeltaRuleOptions, initial_state: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token of every sequence: a step of the recurrence itself, where a chunk would be padding but for one row."""
-    like = _state_like(inputs)
-    S = like.new_zeros(len(inputs[0]), *like.shape) if initial_state is None else initial_state.to(like.dtype)
-    q, *others = normalise(*inputs, options)
+    dtype, (N, HV, V), K = state_dtype(inputs), inputs.v.shape, inputs.q.shape[2]
+    S = inputs.q.new_zeros(N, HV, K, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
+    q, *others = normalise(inputs, options)
     return step(q * options.scale, *others, S)
-
-
-def _to_heads(cp: CPContext, *inputs: torch.Tensor | None) -> list[torch.Tensor | None]:
-    """All tokens of this rank's heads, and these heads' part of A_log and dt_bias: no recurrence crosses a rank."""
-    *tokens, A_log, dt_bias = inputs
-    part = [None if x is None else x.view(cp.world_size, -1)[cp.rank] for x in (A_log, dt_bias)]
-    return [*(tokens_to_heads(x, cp) for x in tokens), *part]
 
 
 def _check(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
+from titan_linear.ops.boundaries import Boundaries
 from titan_linear.ops.cp.context import CPContext
 
 
@@ -32,36 +32,14 @@ def select(impl: str, device: torch.device) -> str:
     return impl
 
 
-@dataclass(frozen=True, eq=False)
-class Entries:
-    """The boundaries of sequences, documents or parts of them in a packed stream, for whoever asks for them.
-
-    The host's copy of a tensor on a GPU costs a synchronisation, and only implementations that loop on the host ask.
-    """
-
-    boundaries: torch.Tensor  # [N+1] int
-    on_host: torch.Tensor | None = None  # the same on the CPU, where it is known
-    fixed: bool = False  # stages will be asked for single entries (context parallelism): none may be split
-
-    def __len__(self) -> int:
-        return self.boundaries.numel() - 1
-
-    @cached_property
-    def host(self) -> list[int]:
-        return (self.boundaries if self.on_host is None else self.on_host).tolist()
-
-    def on(self, device: torch.device) -> torch.Tensor:
-        """[N+1] int32."""
-        return self.boundaries.to(device, torch.int32, non_blocking=True)
-
-
-def entries_of(x: torch.Tensor, cu_seqlens: torch.Tensor | None, cp: CPContext | None) -> Entries:
-    """Of x [B, T, ...]: this rank's under CP, packed documents, or else every row of the batch."""
+def boundaries_of(x: torch.Tensor, cu_seqlens: torch.Tensor | None, cp: CPContext | None) -> Boundaries:
+    """Of x [B, T, ...]: this rank's entries under context parallelism, packed documents, or every row of the batch."""
     if cp is not None:
-        return Entries(cp.cu_seqlens, cp.cu_seqlens_cpu, fixed=True)
-    if cu_seqlens is not None:
-        return Entries(cu_seqlens)
-    return Entries(torch.arange(x.shape[0] + 1) * x.shape[1])
+        return cp.stream if cp.world_size == 1 else cp.boundaries
+    if cu_seqlens is None:
+        return Boundaries(torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1])
+    on_host = cu_seqlens if cu_seqlens.device.type == "cpu" else None
+    return Boundaries(cu_seqlens.to(x.device, torch.int32, non_blocking=True), on_host)
 
 
 def check_cp(
@@ -77,5 +55,5 @@ def check_cp(
         raise ValueError("cu_seqlens must not be passed with cp_context, which holds this rank's own")
     if initial_state is not None or output_final_state:
         raise ValueError("initial_state and output_final_state are not available with cp_context: leave them out")
-    if x.shape[:2] != (1, cp.offsets[-1]):
-        raise ValueError(f"{name} has [B, T] = {list(x.shape[:2])}; cp_context gives this rank [1, {cp.offsets[-1]}]")
+    if x.shape[:2] != (1, cp.tokens):
+        raise ValueError(f"{name} has [B, T] = {list(x.shape[:2])}; cp_context gives this rank [1, {cp.tokens}]")

@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.test_attention import error, make, run
 from titan_linear.ops.attention import attention, choose_method
-from titan_linear.ops.cp import segments
 from titan_linear.ops.cp.context import build_cp_context
+from titan_linear.ops.cp.fragments import owned
 from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.reference.attention import attention as reference
 
@@ -124,23 +124,37 @@ def test_documents_do_not_see_each_other(worlds, layout, method):
             assert all(unchanged), name
 
 
-# --- the segments ----------------------------------------------------------------------------------------------
+# --- the rectangles ----------------------------------------------------------------------------------------------
+
+
+def rows(table):
+    return [row for row in table.tolist() if row[0] >= 0]
+
+
+def with_owner(cp, hop, causal=True):
+    """This rank's rectangles with the keys that are `hop` ranks away."""
+    rectangles = cp.rectangles if causal else cp.full_rectangles
+    return [((a, b), (c, d)) for h, a, b, c, d in rows(rectangles.by_hop) if h == hop]
 
 
 def pairs_of_rank(cp, causal, by_owner):
     """How often this rank's blocks cover each (query, key), as a [T, T] count in global tokens."""
-    T = cp.table[-1].end
-    tokens = [torch.cat([torch.arange(f.start, f.end) for f in cp.fragments_of(r)]) for r in range(cp.world_size)]
+    T = cp.stream_tokens
+    tokens = [
+        torch.cat([torch.arange(f.start, f.end) for f in owned(cp.all_fragments, r)]) for r in range(cp.world_size)
+    ]
     count = torch.zeros(T, T, dtype=torch.int64)
-    cu_seqlens = segments.local_documents(cp, torch.device("cpu")).boundaries
-    for a, b in pairwise(cu_seqlens):
+    for a, b in pairwise(cp.cu_seqlens.tolist()):
         square = torch.ones(b - a, b - a, dtype=torch.int64)
-        rows = tokens[cp.rank][a:b]
-        count[rows[:, None], rows[None, :]] += square.tril() if causal else square
+        mine = tokens[cp.rank][a:b]
+        count[mine[:, None], mine[None, :]] += square.tril() if causal else square
+    rectangles = cp.rectangles if causal else cp.full_rectangles
     if by_owner:
-        pieces = [(q, tokens[r][c:d]) for r in range(cp.world_size) for q, (c, d) in segments.with_owner(cp, causal, r)]
+        pieces = [
+            ((a, b), tokens[(cp.rank - hop) % cp.world_size][c:d]) for hop, a, b, c, d in rows(rectangles.by_hop)
+        ]
     else:
-        pieces = [(q, torch.arange(c, d)) for q, (c, d) in segments.remote(cp, causal)]
+        pieces = [((a, b), torch.arange(c, d)) for a, b, c, d in rows(rectangles.gathered)]
     for (a, b), keys in pieces:
         assert b > a and len(keys)
         count[tokens[cp.rank][a:b][:, None], keys[None, :]] += 1
@@ -150,7 +164,7 @@ def pairs_of_rank(cp, causal, by_owner):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("by_owner", [True, False])
-def test_segments_cover_each_visible_pair_once(layout, causal, by_owner):
+def test_rectangles_cover_each_visible_pair_once(layout, causal, by_owner):
     for name, (boundaries, num_streams) in STREAMS.items():
         world_size = 8 if boundaries[-1] // num_streams % 16 == 0 else 4
         ranks = [context(name, r, world_size, layout) for r in range(world_size)]
@@ -164,39 +178,40 @@ def test_segments_cover_each_visible_pair_once(layout, causal, by_owner):
 def test_the_ring_joins_rectangles():
     """One document, zigzag: one block a hop, either all queries with half the keys or half with all."""
     cp = context("one document", 1, 4, "zigzag")
-    assert segments.with_owner(cp, True, 0) == [((0, 16), (0, 8))]
-    assert segments.with_owner(cp, True, 1) == [((8, 16), (0, 8))]
-    assert segments.with_owner(cp, True, 3) == [((8, 16), (0, 16))]
+    assert with_owner(cp, 1) == [((0, 16), (0, 8))]
+    assert with_owner(cp, 0) == [((8, 16), (0, 8))]
+    assert with_owner(cp, 2) == [((8, 16), (0, 16))]
 
 
 def test_hops_end_where_documents_do():
     """Keys travel no farther than a query needs them; on the edges nothing travels."""
-    assert segments.ring_hops(context("on the edges", 0, 4, "contiguous"), True) == 0
-    assert segments.ring_hops(context("after the edges", 0, 4, "contiguous"), True) == 1
-    assert segments.ring_hops(context("over three and more ranks", 0, 4, "contiguous"), True) == 3
+    assert context("on the edges", 0, 4, "contiguous").rectangles.hops.item() == 0
+    assert context("after the edges", 0, 4, "contiguous").rectangles.hops.item() == 1
+    assert context("over three and more ranks", 0, 4, "contiguous").rectangles.hops.item() == 3
     for layout in LAYOUTS:
         for name in STREAMS:
             ranks = [context(name, r, 4, layout) for r in range(4)]
-            needed = max(
-                h for cp in ranks for h in range(4) if h == 0 or segments.with_owner(cp, True, (cp.rank - h) % 4)
-            )
-            assert all(segments.ring_hops(cp, True) == needed for cp in ranks)
+            needed = max(h for cp in ranks for h in range(4) if h == 0 or with_owner(cp, h))
+            assert all(cp.rectangles.hops.item() == needed for cp in ranks)
 
 
 # --- communication ----------------------------------------------------------------------------------------------
 
 
 class PeakBytes(TorchDispatchMode):
-    """The most bytes that tensors made inside held at once."""
+    """The most bytes that tensors of numbers (not tables of indices) made inside held at once."""
 
     def __init__(self):
         super().__init__()
         self.storages, self.peak = {}, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "titan_linear":
+            with self:
+                return func.python(*args, **(kwargs or {}))
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor):
+            if isinstance(x, torch.Tensor) and x.is_floating_point():
                 storage = x.untyped_storage()
                 self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.storages = {key: value for key, value in self.storages.items() if not value[0].expired()}
@@ -294,7 +309,7 @@ def test_auto_depends_on_shapes_alone():
 
 def errors_raised(rank, world_size):
     cp = context("one document", rank, world_size, "contiguous", dist.group.WORLD)
-    T = cp.offsets[-1]
+    T = cp.tokens
     one, three = torch.zeros(1, T, 1, 8), torch.zeros(1, T, 3, 8)
     attempts = {
         "ulysses": lambda: attention(three, three, three, cp_context=cp, method="ulysses"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from itertools import pairwise
 
 import pytest
@@ -30,11 +31,20 @@ def test_fragments_positions_and_entries(lengths: list[int], world_size: int, la
         tokens = torch.cat([torch.arange(s, e) for s, e in ctx.fragments])
         assert torch.equal(ctx.position_ids, position[tokens])
         edges = {0, *(i for i in range(1, size) if document[tokens[i]] != document[tokens[i - 1]]), size}
-        edges |= set(ctx.offsets)
+        starts = range(0, size + 1, size // ctx.slots)
+        edges |= set(starts)
         assert ctx.cu_seqlens.dtype == torch.int32 and ctx.cu_seqlens.tolist() == sorted(edges)
-        for (first, last), (start, end) in zip(ctx.entries, pairwise(ctx.offsets), strict=True):
+        firsts, lasts = ctx.reverse_chains.entries.tolist(), ctx.forward_chains.entries.tolist()
+        for first, last, (start, end) in zip(firsts, lasts, pairwise(starts), strict=True):
             assert (ctx.cu_seqlens[first], ctx.cu_seqlens[last + 1]) == (start, end)
-        for f in ctx.local:
+        N = len(ctx.cu_seqlens) - 1
+        assert ctx.enters_slot.tolist() == [
+            firsts.index(n) if n in firsts and ctx.own_fragments[firsts.index(n)].enters else -1 for n in range(N + 1)
+        ]
+        assert ctx.leaves_slot.tolist() == [
+            lasts.index(n) if n in lasts and ctx.own_fragments[lasts.index(n)].leaves else -1 for n in range(N + 1)
+        ]
+        for f in ctx.own_fragments:
             assert f.enters == (f.start > 0 and document[f.start] == document[f.start - 1])
             assert f.leaves == (f.end < 512 and document[f.end] == document[f.end - 1])
             assert f.through == (f.enters and f.leaves and document[f.start] == document[f.end - 1])
@@ -57,6 +67,45 @@ def test_each_stream_is_cut_by_itself(layout: str) -> None:
     both = build_cp_context(torch.tensor([0, 10, 32, 64]), rank=1, world_size=2, layout=layout, num_streams=2)
     assert both.fragments == alone[0].fragments + tuple((s + 32, e + 32) for s, e in alone[1].fragments)
     assert torch.equal(both.position_ids, torch.cat([c.position_ids for c in alone]))
+
+
+@pytest.mark.parametrize("size", [64, 256])
+def test_chunk_tables(size: int) -> None:
+    """Row by row: the entry and the chunk in it; an entry's first row in the offsets."""
+    ctx = build_cp_context(boundaries([100, 156, 1, 255]), rank=1, world_size=2)
+    index, offsets = ctx.boundaries.chunks[size]
+    lengths = ctx.cu_seqlens.diff().tolist()
+    rows = [[n, c] for n, length in enumerate(lengths) for c in range(-(-length // size))]
+    assert index.tolist() == rows
+    assert offsets.tolist() == [rows.index([n, 0]) for n in range(len(lengths))] + [len(rows)]
+
+
+def calls_to_build(documents: int, world_size: int, rank: int) -> int:
+    """Python and C functions called while four streams of that many documents are cut and planned."""
+    T = world_size * 2 * 16384
+    edges = torch.linspace(0, T, documents + 1, dtype=torch.float64).long()
+    cu = torch.cat([edges[:-1] + i * T for i in range(4)] + [torch.tensor([4 * T])])
+    count = 0
+
+    def seen(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    sys.setprofile(seen)
+    try:
+        build_cp_context(
+            cu, rank=rank, world_size=world_size, layout="zigzag", num_streams=4, conv1d_kernel_size=4
+        )  # fmt: skip
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def test_the_cost_is_linear() -> None:
+    """64 ranks, four streams, 10,000 documents each: in ranks, and hardly in documents, which NumPy counts."""
+    few, many = (calls_to_build(n, 64, rank=31) for n in (1, 10_000))
+    assert many < 2 * few
+    assert calls_to_build(1, 128, rank=31) < 2.2 * few
 
 
 @pytest.mark.parametrize(

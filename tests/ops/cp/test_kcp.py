@@ -135,16 +135,14 @@ def counted(rank: int, world_size: int, lengths: list[int], layout: str) -> tupl
     computed, sent = [], []
     boundary, all_to_all = delta_rule.boundary, kcp.all_to_all
     try:
-        delta_rule.boundary = lambda p, c, e, need: computed.extend(need) or boundary(p, c, e, need)
-        kcp.all_to_all = lambda send, sizes, group: (
-            sent.append([s.numel() for s in send]) or all_to_all(send, sizes, group)
-        )
+        delta_rule.boundary = lambda p, c, e, with_m: computed.append(with_m) or boundary(p, c, e, with_m)
+        kcp.all_to_all = lambda x, *sizes: sent.append(x.numel()) or all_to_all(x, *sizes)
         ctx = build_cp_context(boundaries(lengths), dist.group.WORLD, layout=layout)
         x = leaves({n: t[:, tokens_of(ctx)] for n, t in inputs_of("kda", lengths).items()})
         run_op("kda", x, cp_context=ctx).sum().backward()
     finally:
         delta_rule.boundary, kcp.all_to_all = boundary, all_to_all
-    return sum(computed), [sum(s) for s in sent]
+    return sum(computed), sent
 
 
 HV, K, V = 2, 8, 6
@@ -195,30 +193,29 @@ def third_recurrence(rank: int, world_size: int, lengths: list[int], layout: str
     """RWKV-7 through the same exchange and fold: each fragment scans its documents, KCP carries the states."""
     ctx = build_cp_context(boundaries(lengths), dist.group.WORLD, layout=layout)
     x = leaves({n: t[tokens_of(ctx)] for n, t in rwkv7_inputs(sum(lengths)).items()})
-    like, cu = torch.zeros(2, 5, 3, dtype=torch.float64), ctx.cu_seqlens.tolist()
+    cu, N = ctx.cu_seqlens.tolist(), len(ctx.cu_seqlens) - 1
     entry = [{n: t[a:b] for n, t in x.items()} for a, b in pairwise(cu)]
-    silent = {"v": torch.zeros(1, 2, 5, dtype=torch.float64)}
-    S_ext, M = {}, {}
-    for slot, f in enumerate(ctx.local):
-        last = {n: t.detach() for n, t in entry[ctx.entries[slot][1]].items()}
-        if f.leaves:
-            S_ext[slot] = rwkv7(last, like)[1]
-        if f.through:
-            M[slot] = rwkv7(
-                last | {"v": silent["v"].expand(len(last["k"]), -1, -1)}, torch.eye(5).double().expand(2, 5, 5)
-            )[1]
-    S_in = kcp.incoming_states(ctx, S_ext, M, like).requires_grad_()
-    starts = {first: S_in[slot] for slot, (first, _) in enumerate(ctx.entries)}
-    results = [rwkv7(e, starts.get(n, like)) for n, e in enumerate(entry)]
+    S_ext, M = torch.zeros(ctx.slots, 2, 5, 3).double(), torch.zeros(ctx.slots, 2, 5, 5).double()
+    for slot, (last, wanted) in enumerate(ctx.forward_chains.slots.tolist()):
+        tokens = {n: t.detach() for n, t in entry[last].items()}
+        if wanted >= kcp.STATE:
+            S_ext[slot] = rwkv7(tokens, S_ext[slot])[1]
+        if wanted == kcp.STATE_AND_M:
+            silent = torch.zeros(len(tokens["k"]), 2, 5).double()
+            M[slot] = rwkv7(tokens | {"v": silent}, torch.eye(5).double().expand(2, 5, 5))[1]
+    S_in = kcp.incoming_states(S_ext, M, ctx.forward_chains, ctx.group_name).requires_grad_()
+    zeros = torch.zeros(2, 5, 3).double()
+    enters, leaves_ = ctx.enters_slot.tolist(), ctx.leaves_slot.tolist()
+    results = [rwkv7(e, zeros if enters[n] < 0 else S_in[enters[n]]) for n, e in enumerate(entry)]
     o = torch.cat([r[0] for r in results])
     do = torch.randn(sum(lengths), 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)[
         tokens_of(ctx)
     ]
-    d_in = torch.autograd.grad(o, S_in, do, retain_graph=True)[0]
-    d_ext = {slot: d_in[slot] for slot, f in enumerate(ctx.local) if f.enters}
-    d_out = kcp.incoming_states(ctx, d_ext, M, like, reverse=True)
-    ends = [results[last][1] for _, last in ctx.entries]
-    return [o.detach(), *torch.autograd.grad([o, *ends], list(x.values()), [do, *d_out])]
+    d_in = torch.autograd.grad(o, S_in, do, retain_graph=True, materialize_grads=True, allow_unused=True)[0]
+    d_out = kcp.incoming_states(d_in, M, ctx.reverse_chains, ctx.group_name, reverse=True)
+    ends = [(results[n][1], d_out[leaves_[n]]) for n in range(N) if leaves_[n] >= 0]
+    outputs, grads = [o, *(S for S, _ in ends)], [do, *(dS for _, dS in ends)]
+    return [o.detach(), *torch.autograd.grad(outputs, list(x.values()), grads)]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -1,104 +1,102 @@
 """Who owns which tokens under context parallelism: the one place that knows.
 
 A packed stream of documents is cut into *fragments*, contiguous ranges of global tokens, and each rank owns
-one ("contiguous") or two ("zigzag") of every stream. Everything that crosses a cut reads this table: batch
-sharding, positions, the convolution's halo, the states of the linear layers, softmax attention. It is plain
-Python integers, built once per batch on the CPU, so that no layer waits for a device-to-host copy.
+one ("contiguous") or two ("zigzag") of every stream. Everything that crosses a cut reads a `CPContext`: batch
+sharding, positions, the convolution's halo, the states of the linear layers, softmax attention. It is computed once per
+batch on the CPU, with every table that layers need, forward and backward, and reaches the device in one copy.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
-LAYOUTS = ("contiguous", "zigzag")
-
-
-@dataclass(frozen=True)
-class Fragment:
-    """A range of global tokens that one rank owns, and the documents at its two ends."""
-
-    start: int
-    end: int
-    rank: int  # the owner
-    slot: int  # index among the owner's fragments
-    head: tuple[int, int]  # global (start, end) of the document that holds the first token
-    tail: tuple[int, int]  # global (start, end) of the document that holds the last token
-
-    @property
-    def enters(self) -> bool:
-        """A document comes in from the fragment before."""
-        return self.head[0] < self.start
-
-    @property
-    def leaves(self) -> bool:
-        """A document goes on into the fragment after."""
-        return self.tail[1] > self.end
-
-    @property
-    def through(self) -> bool:
-        """One document comes in, fills the fragment and goes out: the only case that needs M."""
-        return self.enters and self.leaves and self.head == self.tail
+from titan_linear.ops.boundaries import CHUNK, CONV_RUN, Boundaries, ChunkTable, chunk_arrays
+from titan_linear.ops.cp.fragments import LAYOUTS, Fragment, cut, owned
+from titan_linear.ops.cp.halo import HaloRoutes, halo_routes
+from titan_linear.ops.cp.kcp import Chains, chains
+from titan_linear.ops.cp.rectangles import Rectangles, rectangle_tables
+from titan_linear.ops.transfer import to_device
 
 
 @dataclass(frozen=True, eq=False)
 class CPContext:
-    """This rank's part of a packed stream (see `build_cp_context`)."""
+    """This rank's part of a packed stream, and what its layers need to know of the rest (see `build_cp_context`)."""
 
     group: dist.ProcessGroup | None
+    group_name: str  # what operators know it by; "" where there is none
     layout: str
     rank: int
     world_size: int
     conv1d_kernel_size: int | None
-    documents: tuple[int, ...]  # global boundaries, empty documents left out
-    table: tuple[Fragment, ...]  # every rank's fragments, in global order
-    cu_seqlens: torch.Tensor  # [N_local + 1] int32, rank-local entries, on the device of the caller's cu_seqlens
-    cu_seqlens_cpu: torch.Tensor  # the same on the CPU
+    num_streams: int
+    slots: int  # fragments of a rank
+    tokens: int  # of this rank, T_local
+    stream_tokens: int  # of all ranks, T
+    all_fragments: tuple[Fragment, ...]  # every rank's, in global order
+    order: tuple[int, ...]  # where each of them lies among those of all ranks one after the other
+    documents: np.ndarray  # [.] int64 global boundaries, empty documents left out
+    boundaries: Boundaries  # of this rank's entries
     position_ids: torch.Tensor  # [T_local] int64, positions within documents
+    enters_slot: torch.Tensor  # [N+1] int32: the slot whose incoming state an entry starts from, −1: from zeros
+    leaves_slot: torch.Tensor  # [N+1] int32: the slot whose outgoing state an entry ends with, −1: nobody's
+    forward_chains: Chains
+    reverse_chains: Chains
+    halo: HaloRoutes | None  # of a convolution of conv1d_kernel_size taps
+    rectangles: Rectangles  # of causal attention
+
+    @property
+    def cu_seqlens(self) -> torch.Tensor:
+        """[N+1] int32, rank-local: a document's start and a fragment's start each begin an entry."""
+        return self.boundaries.cu_seqlens
+
+    @property
+    def cu_seqlens_cpu(self) -> torch.Tensor:
+        """The same on the CPU."""
+        assert self.boundaries.cu_seqlens_cpu is not None
+        return self.boundaries.cu_seqlens_cpu
 
     @cached_property
-    def local(self) -> tuple[Fragment, ...]:
+    def own_fragments(self) -> tuple[Fragment, ...]:
         """This rank's fragments in the order in which its tokens lie in memory."""
-        return self.fragments_of(self.rank)
-
-    def fragments_of(self, rank: int) -> tuple[Fragment, ...]:
-        """The fragments of `rank`, by slot."""
-        return tuple(_by_slot(self.table, rank))
+        return owned(self.all_fragments, self.rank)
 
     @property
     def fragments(self) -> tuple[tuple[int, int], ...]:
         """This rank's fragments as global (start, end)."""
-        return tuple((f.start, f.end) for f in self.local)
+        return tuple((f.start, f.end) for f in self.own_fragments)
 
     @cached_property
-    def offsets(self) -> tuple[int, ...]:
-        """[slots + 1] local token offset of each of this rank's fragments, then T_local."""
-        offsets = [0]
-        for f in self.local:
-            offsets.append(offsets[-1] + f.end - f.start)
-        return tuple(offsets)
+    def stream(self) -> Boundaries:
+        """The documents of the whole stream, for a rank that holds all tokens in global order."""
+        if self.world_size == 1 and self.layout == "contiguous":
+            return self.boundaries
+        cu_seqlens = self.documents.astype(np.int32)
+        moved = to_device({"cu_seqlens": cu_seqlens}, self.boundaries.cu_seqlens.device)
+        return Boundaries(moved["cu_seqlens"], torch.from_numpy(cu_seqlens), _longest(cu_seqlens))
 
     @cached_property
-    def entries(self) -> tuple[tuple[int, int], ...]:
-        """For each local fragment the (first, last) entry of `cu_seqlens` inside it."""
-        cu = self.cu_seqlens_cpu.tolist()
-        starts = [cu.index(o) for o in self.offsets]
-        return tuple((a, b - 1) for a, b in pairwise(starts))
+    def full_rectangles(self) -> Rectangles:
+        """Of attention without a causal mask."""
+        return _rectangles(rectangle_tables(self.all_fragments, self.rank, self.world_size, causal=False))
 
-    def document(self, token: int) -> tuple[int, int]:
-        """Global (start, end) of the document that holds a global token."""
-        return _document(self.documents, token)
+    def halo_of(self, width: int) -> HaloRoutes:
+        """Routes of the `width` tokens before each fragment: planned if conv1d_kernel_size said so, else made once."""
+        if self.halo is not None and self.conv1d_kernel_size == width + 1:
+            return self.halo
+        return self.boundaries.derived(_routes_at_first_use, self.all_fragments, self.rank, self.world_size, width)
 
     # For a contiguous layout of one stream, in the words of flash-linear-attention. None in other layouts.
 
     @property
     def _only(self) -> Fragment | None:
-        return self.local[0] if self.layout == "contiguous" and len(self.local) == 1 else None
+        return self.own_fragments[0] if self.layout == "contiguous" and self.num_streams == 1 else None
 
     @property
     def is_first_rank(self) -> bool | None:
@@ -115,14 +113,14 @@ class CPContext:
         """How many ranks before this one hold tokens of the document of its first token."""
         if (f := self._only) is None:
             return None
-        return sum(g.end > f.head[0] for g in self.table[: self.rank])
+        return sum(g.end > f.head[0] for g in self.all_fragments[: self.rank])
 
     @property
     def post_num_ranks(self) -> int | None:
         """How many ranks after this one hold tokens of the document of its last token."""
         if (f := self._only) is None:
             return None
-        return sum(g.start < f.tail[1] for g in self.table[self.rank + 1 :])
+        return sum(g.start < f.tail[1] for g in self.all_fragments[self.rank + 1 :])
 
     @property
     def pre_num_conv_tokens(self) -> int | None:
@@ -140,8 +138,9 @@ def build_cp_context(
     rank: int | None = None,
     world_size: int | None = None,
     num_streams: int = 1,
+    device: torch.device | None = None,
 ) -> CPContext:
-    """Cut a packed stream among the W ranks of a group.
+    """Cut a packed stream among the W ranks of a group, and derive what its layers need.
 
     Args:
         cu_seqlens: [N+1] int, GLOBAL boundaries of the documents, from 0 to the length of the whole stream.
@@ -154,6 +153,7 @@ def build_cp_context(
         cu_seqlens_cpu: the same values on the CPU; spares a device-to-host copy when cu_seqlens is on a GPU.
         num_streams: `cu_seqlens` describes that many streams of equal length, one after the other; each is
             cut by itself, and a rank's tokens are its part of the first stream, of the second, and so on.
+        device: where the tokens will be; that of `cu_seqlens` by default.
 
     Raises:
         ValueError: boundaries that do not start at 0 or decrease, an unknown layout, a stream length that W
@@ -165,67 +165,103 @@ def build_cp_context(
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise ValueError(f"rank = {rank}, world_size = {world_size}: give a group, or both with 0 <= rank < world_size")
-    boundaries = (cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu).tolist()
-    if len(boundaries) < 2 or boundaries[0] != 0 or any(b < a for a, b in pairwise(boundaries)) or not boundaries[-1]:
-        raise ValueError(f"cu_seqlens = {_short(boundaries)}: must start at 0, never decrease, and hold a token")
-    documents = tuple(sorted(set(boundaries)))
-    ranges = _ranges(documents[-1], num_streams, world_size, layout)
-    for i in range(1, num_streams):
-        if i * documents[-1] // num_streams not in documents:
-            raise ValueError(f"num_streams = {num_streams}: stream {i} must begin a document in cu_seqlens")
-    table = tuple(
-        Fragment(s, e, owner, slot, head=_document(documents, s), tail=_document(documents, e - 1))
-        for s, e, owner, slot in ranges
-    )
-    cu_local, positions = _local_layout(documents, _by_slot(table, rank))
-    device = cu_seqlens.device
+    documents = _documents(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu, num_streams)
+    fragments = cut(documents, num_streams, world_size, layout)
+    mine = owned(fragments, rank)
+    local, positions, entries = _local_layout(documents, mine)
+    tables = {
+        "boundaries": {"cu_seqlens": local},
+        "tokens": {"position_ids": positions, **_slots_of_entries(mine, entries, len(local) - 1)},
+        "forward": chains(fragments, rank, world_size, entries, reverse=False),
+        "reverse": chains(fragments, rank, world_size, entries, reverse=True),
+        **{f"chunks of {n}": dict(zip(("index", "offsets"), chunk_arrays(local, n))) for n in (CHUNK, CONV_RUN)},
+    }
+    if conv1d_kernel_size is not None:
+        tables["halo"] = halo_routes(fragments, rank, world_size, conv1d_kernel_size - 1)
+    moved = _move(tables, cu_seqlens.device if device is None else torch.device(device))
     return CPContext(
-        group=group, layout=layout, rank=rank, world_size=world_size, conv1d_kernel_size=conv1d_kernel_size,
-        documents=documents, table=table, cu_seqlens=cu_local.to(device, non_blocking=True), cu_seqlens_cpu=cu_local,
-        position_ids=positions.to(device, non_blocking=True),
+        group=group, group_name="" if group is None else group.group_name, layout=layout, rank=rank,
+        world_size=world_size, conv1d_kernel_size=conv1d_kernel_size, num_streams=num_streams, slots=len(mine),
+        tokens=int(local[-1]), stream_tokens=int(documents[-1]), all_fragments=fragments,
+        order=tuple(f.rank * len(mine) + f.slot for f in fragments), documents=documents,
+        boundaries=Boundaries(
+            moved["boundaries"]["cu_seqlens"], torch.from_numpy(local), _longest(local),
+            {n: ChunkTable(**moved[f"chunks of {n}"]) for n in (CHUNK, CONV_RUN)},
+        ),
+        **moved["tokens"],
+        forward_chains=Chains(**moved["forward"]), reverse_chains=Chains(**moved["reverse"]),
+        halo=HaloRoutes(**moved["halo"]) if "halo" in moved else None,
+        rectangles=_rectangles(rectangle_tables(fragments, rank, world_size, causal=True)),
     )  # fmt: skip
 
 
-def _ranges(total: int, num_streams: int, world_size: int, layout: str) -> list[tuple[int, int, int, int]]:
-    """(start, end, rank, slot) of every fragment in global order."""
-    length, blocks = total // num_streams, world_size * (2 if layout == "zigzag" else 1)
-    if total % num_streams or length % blocks:
-        raise ValueError(
-            f"a stream of {total / num_streams:g} tokens cannot be cut into {blocks} equal blocks ({layout} layout on "
-            f"{world_size} ranks); pad each stream to a multiple of {blocks}"
-        )
-    size, per_stream = length // blocks, blocks // world_size
-    ranges = []
-    for stream in range(num_streams):
-        for block in range(blocks):
-            mirrored = block >= world_size  # only in the zigzag layout
-            owner = 2 * world_size - 1 - block if mirrored else block
-            start = stream * length + block * size
-            ranges.append((start, start + size, owner, stream * per_stream + mirrored))
-    return ranges
+ON_HOST = {"slots", "crosses", "sends", "send_counts", "receive_counts", "links"}  # tables read on the CPU
 
 
-def _by_slot(table: tuple[Fragment, ...], rank: int) -> list[Fragment]:
-    return sorted((f for f in table if f.rank == rank), key=lambda f: f.slot)
+def _move(tables: Mapping[str, Mapping[str, np.ndarray]], device: torch.device) -> dict[str, dict[str, torch.Tensor]]:
+    """Every table as a tensor where it is read, in one copy."""
+    flat = {(group, name): array for group, arrays in tables.items() for name, array in arrays.items()}
+    moved: dict[Any, torch.Tensor] = {
+        **{key: torch.from_numpy(array) for key, array in flat.items() if key[1] in ON_HOST},
+        **to_device({key: array for key, array in flat.items() if key[1] not in ON_HOST}, device),
+    }
+    return {group: {name: moved[group, name] for name in arrays} for group, arrays in tables.items()}
 
 
-def _document(documents: tuple[int, ...], token: int) -> tuple[int, int]:
-    i = bisect_right(documents, token) - 1
-    return documents[i], documents[i + 1]
+def _longest(cu_seqlens: np.ndarray) -> torch.Tensor:
+    return torch.from_numpy(np.diff(cu_seqlens).max(keepdims=True).astype(np.int64))
 
 
-def _local_layout(documents: tuple[int, ...], fragments: list[Fragment]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rank-local boundaries [N_local+1] int32 and positions within documents [T_local] int64."""
-    boundaries, positions = [0], []
+def _rectangles(arrays: Mapping[str, np.ndarray]) -> Rectangles:
+    return Rectangles(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def _routes_at_first_use(
+    boundaries: Boundaries, fragments: tuple[Fragment, ...], rank: int, world_size: int, width: int
+) -> HaloRoutes:
+    tables = {"halo": halo_routes(fragments, rank, world_size, width)}
+    return HaloRoutes(**_move(tables, boundaries.cu_seqlens.device)["halo"])
+
+
+def _documents(cu_seqlens: torch.Tensor, num_streams: int) -> np.ndarray:
+    """[N+1] int64 boundaries without empty documents."""
+    bounds = cu_seqlens.cpu().numpy().astype(np.int64)
+    if len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) < 0).any() or not bounds[-1]:
+        raise ValueError(f"cu_seqlens = {_short(bounds.tolist())}: must start at 0, never decrease, and hold a token")
+    documents = np.unique(bounds)
+    edges = np.arange(1, num_streams) * (documents[-1] // num_streams)
+    for i in np.flatnonzero(~np.isin(edges, documents)):
+        raise ValueError(f"num_streams = {num_streams}: stream {i + 1} must begin a document in cu_seqlens")
+    return documents
+
+
+def _local_layout(documents: np.ndarray, fragments: tuple[Fragment, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Rank-local boundaries [N+1] int32, positions within documents [T_local] int64, and of each fragment its first and
+    last entry [slots, 2]."""
+    lengths, firsts, entries, count = [], [], [], 0
     for f in fragments:
-        start = f.start
-        while start < f.end:
-            first, last = _document(documents, start)
-            end = min(last, f.end)
-            boundaries.append(boundaries[-1] + end - start)
-            positions.append(torch.arange(start - first, end - first))
-            start = end
-    return torch.tensor(boundaries, dtype=torch.int32), torch.cat(positions)
+        low, high = np.searchsorted(documents, [f.start, f.end - 1], side="right") - 1
+        edges = np.clip(documents[low : high + 2], f.start, f.end)
+        lengths.append(np.diff(edges))
+        firsts.append(edges[:-1] - documents[low : high + 1])  # the position of an entry's first token
+        entries.append((count, count + high - low))
+        count += high - low + 1
+    length, first = np.concatenate(lengths), np.concatenate(firsts)
+    local = np.concatenate([[0], np.cumsum(length)])
+    positions = np.arange(local[-1]) + np.repeat(first - local[:-1], length)
+    return local.astype(np.int32), positions, np.array(entries)
+
+
+def _slots_of_entries(fragments: tuple[Fragment, ...], entries: np.ndarray, count: int) -> dict[str, np.ndarray]:
+    """Which entries a document enters from another fragment, and which it leaves; one row more than there are entries,
+    so that a table never has a single row."""
+    enters, leaves = np.full(count + 1, -1, dtype=np.int32), np.full(count + 1, -1, dtype=np.int32)
+    for slot, (f, (first, last)) in enumerate(zip(fragments, entries, strict=True)):
+        if f.enters:
+            enters[first] = slot
+        if f.leaves:
+            leaves[last] = slot
+    return {"enters_slot": enters, "leaves_slot": leaves}
 
 
 def _short(values: list[int]) -> str:

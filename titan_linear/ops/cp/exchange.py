@@ -1,18 +1,19 @@
-"""Moving tensors between the ranks that need them: one uneven all-to-all."""
+"""Moving tensors between the ranks of a group, by its name: operators cannot take the group itself."""
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
 
-def all_to_all(send: Sequence[torch.Tensor], recv_sizes: Sequence[int], group: dist.ProcessGroup) -> list[torch.Tensor]:
-    """Give send[r] (1-D, one dtype) to rank r of the group and get recv_sizes[r] elements from it.
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group whose `group_name` this is."""
+    return dist.distributed_c10d._resolve_process_group(name)
 
-    Every rank of the group must call it. The result is in rank order.
-    """
-    out = send[0].new_empty(sum(recv_sizes))
-    dist.all_to_all_single(out, torch.cat(list(send)), list(recv_sizes), [x.numel() for x in send], group=group)
-    return list(out.split(list(recv_sizes)))
+
+def all_to_all(x: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], group: str) -> torch.Tensor:
+    """x [Σ send_sizes, ...]: its first send_sizes[0] rows go to rank 0 of the group, the next to rank 1, and so on ->
+    [Σ receive_sizes, ...], what came, in rank order. Every rank of the group must call it."""
+    out = x.new_empty(sum(receive_sizes), *x.shape[1:])
+    dist.all_to_all_single(out, x, receive_sizes, send_sizes, group=group_named(group))
+    return out

@@ -6,106 +6,198 @@ is the same walk in the other direction with Mᵀ. Nothing here knows KDA or GDN
 
 A chain of fragments begins where the document begins, and its first fragment needs no M: only a fragment that one
 document enters, fills and leaves has an M that anyone asks for. With two ranks there is never one.
+
+Who sends what to whom follows from the fragments, once per batch (`chains`). The tables have the same shape whatever
+the documents are, so that compiled code meets one shape; rows beyond the last are −1.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
-from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.exchange import all_to_all
+from titan_linear.ops.cp.fragments import Fragment, owned
+from titan_linear.ops.triton.library import operator, register_fake
+
+NOTHING, STATE, STATE_AND_M = range(3)  # what others want of a fragment
 
 
-def contributes(ctx: CPContext, slot: int, reverse: bool = False) -> bool:
-    """Whether a later fragment (an earlier one in reverse) needs this local fragment's state."""
-    f = ctx.local[slot]
-    return f.enters if reverse else f.leaves
+class Chains(NamedTuple):
+    """What this rank does in one direction. Forward a slot gives the state that leaves it and gets the one that enters;
+    in reverse it gives the gradient of what entered and gets that of what leaves."""
+
+    entries: torch.Tensor  # [slots] int32: the entry whose boundary a slot gives, its last one (in reverse its first)
+    wanted: torch.Tensor  # [slots] int32: NOTHING, STATE or STATE_AND_M
+    slots: torch.Tensor  # [slots, 2] the same (entry, wanted), on the CPU as all that follow
+    crosses: torch.Tensor  # [1] whether a document crosses a cut, on any rank
+    sends: torch.Tensor  # [., 2] (slot, 0 for S_ext or 1 for M) by receiver; of each receiver S_ext first
+    send_counts: torch.Tensor  # [W, 2] S_ext and M for each receiver
+    receive_counts: torch.Tensor  # [W, 2] and from each sender
+    links: torch.Tensor  # [., 3] (slot, S_ext, M): what folds into a slot, in order, by places among those received
 
 
-def chain(ctx: CPContext, index: int, reverse: bool = False) -> list[int]:
-    """Fragments (indices into ctx.table) whose states fold into fragment `index`, the nearest first."""
-    f, step = ctx.table[index], 1 if reverse else -1
-    if not (f.leaves if reverse else f.enters):
-        return []
-    links = [index + step]
-    while ctx.table[links[-1]].through:
-        links.append(links[-1] + step)
-    return links
+def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: np.ndarray, *, reverse: bool) -> dict:
+    """The arrays of `Chains`, by name.
+
+    Args:
+        fragments: every rank's, in global order.
+        entries: [slots, 2] the first and last entry of each of this rank's fragments.
+    """
+    chain = _walks(fragments, reverse)
+    own = [i for i, f in enumerate(fragments) if f.rank == rank]
+    slots, blocks = len(own), len(fragments) // len(own)
+    received = _received(fragments, chain, own, world_size)
+    place = {(j, kind): n for kind in range(2) for n, j in enumerate(j for js in received for j in js[kind])}
+    links = [
+        (fragments[i].slot, place[j, 0], place.get((j, 1), -1)) for i in own for j in chain[i]
+    ]  # of a chain's first link M is not asked for
+    sent = _sent(fragments, chain, own, world_size)
+    sends = [(fragments[j].slot, kind) for js in sent for kind in range(2) for j in js[kind]]
+    wanted = [_wanted(f, reverse) for f in owned(fragments, rank)]
+    most = slots * blocks
+    table = np.stack([entries[:, 0 if reverse else 1], wanted], 1).astype(np.int32)
+    return {
+        "entries": table[:, 0],
+        "wanted": table[:, 1],
+        "slots": table,
+        "crosses": np.array([any(chain)]),
+        "sends": _padded(sends, 2 * most, 2),
+        "send_counts": np.array([[len(js) for js in kinds] for kinds in sent]),
+        "receive_counts": np.array([[len(js) for js in kinds] for kinds in received]),
+        "links": _padded(links, most, 3),
+    }
+
+
+def _wanted(f: Fragment, reverse: bool) -> int:
+    if f.through:
+        return STATE_AND_M
+    return STATE if (f.enters if reverse else f.leaves) else NOTHING
+
+
+def _walks(fragments: Sequence[Fragment], reverse: bool) -> list[range]:
+    """For each fragment those that fold into it, in the order of the fold: they lie side by side."""
+    order = range(len(fragments))
+    walks, first = [range(0)] * len(fragments), 0
+    for i in reversed(order) if reverse else order:
+        f, before = fragments[i], i + 1 if reverse else i - 1
+        if f.leaves if reverse else f.enters:
+            first = first if fragments[before].through else before
+            walks[i] = range(first, i, -1 if reverse else 1)
+    return walks
+
+
+Kinds = tuple[list[int], list[int]]  # fragments of which S_ext, and of which M
+
+
+def _received(fragments: Sequence[Fragment], chain: list[range], own: list[int], world_size: int) -> list[Kinds]:
+    """By sender, what this rank needs, in global order."""
+    needed = sorted({j for i in own for j in chain[i]})
+    received: list[Kinds] = [([], []) for _ in range(world_size)]
+    for j in needed:
+        _add(received[fragments[j].rank], j, fragments[j])
+    return received
+
+
+def _sent(fragments: Sequence[Fragment], chain: list[range], own: list[int], world_size: int) -> list[Kinds]:
+    """By receiver, what it needs of this rank, in global order."""
+    sent: list[Kinds] = [([], []) for _ in range(world_size)]
+    for j in own:
+        receivers = set()
+        for step in (1, -1):  # a chain that holds j ends beside j, or beyond fragments that hold it too
+            i = j + step
+            while 0 <= i < len(fragments) and j in chain[i]:
+                receivers.add(fragments[i].rank)
+                i += step
+        for r in receivers:
+            _add(sent[r], j, fragments[j])
+    return sent
+
+
+def _add(kinds: Kinds, j: int, f: Fragment) -> None:
+    kinds[0].append(j)
+    if f.through:
+        kinds[1].append(j)
+
+
+def _padded(rows: list[tuple[int, ...]], length: int, width: int) -> np.ndarray:
+    table = np.full((length, width), -1, dtype=np.int64)
+    table[: len(rows)] = np.array(rows, dtype=np.int64).reshape(-1, width)
+    return table
 
 
 def incoming_states(
-    ctx: CPContext,
-    states: Mapping[int, torch.Tensor],
-    transitions: Mapping[int, torch.Tensor],
-    like: torch.Tensor,
-    reverse: bool = False,
+    S_ext: torch.Tensor, M: torch.Tensor, chains: Chains, group: str, *, reverse: bool = False
 ) -> torch.Tensor:
-    """The state that enters each local fragment, zero where a document begins there.
+    """The state that enters each local fragment, zero where a document begins there. Every rank of the group calls it.
 
     Args:
-        states: slot -> S_ext [*, K, V], for each local fragment that `contributes`.
-        transitions: slot -> M [*, K, K], for each local fragment that a document passes `through`.
-        like: [*, K, V], gives shape, dtype and device of the result.
-        reverse: gradients; states are dS_ext, the result is the gradient of the state that leaves each fragment, and
-            transitions are the same M as in forward: they are transposed here.
+        S_ext: [slots, *, K, V], read where `chains.wanted` is STATE or more.
+        M: [slots, *, K, K], read where it is STATE_AND_M.
+        group: the name of the group.
+        reverse: gradients. S_ext is dS_ext, the result is the gradient of the state that leaves each fragment, and M
+            are those of forward, transposed here.
 
     Returns: [slots, *, K, V]. M chains in float64.
     """
-    out = like.new_zeros(len(ctx.local), *like.shape)
-    chains = {i: chain(ctx, i, reverse) for i in range(len(ctx.table))}
-    if not any(chains.values()):
-        return out  # no document crosses a cut; every rank sees that alike
-    received = _exchange(ctx, states, transitions, like, chains)
-    for i, f in enumerate(ctx.table):
-        if f.rank == ctx.rank and chains[i]:
-            out[f.slot] = _fold([received[j] for j in reversed(chains[i])], reverse)
+    host = chains.crosses, chains.sends, chains.send_counts, chains.receive_counts, chains.links
+    return kcp_incoming(S_ext, M, *host, group, reverse)
+
+
+@operator
+def kcp_incoming(
+    S_ext: torch.Tensor, M: torch.Tensor, crosses: torch.Tensor, sends: torch.Tensor, send_counts: torch.Tensor,
+    receive_counts: torch.Tensor, links: torch.Tensor, group: str, reverse: bool,
+) -> torch.Tensor:  # fmt: skip
+    out = torch.zeros_like(S_ext)
+    if not crosses.item():  # every rank sees that alike
+        return out
+    S_rows, M_rows = exchange(S_ext, M, sends, send_counts, receive_counts, group)
+    for slot, S in fold(S_rows, M_rows, links, reverse).items():
+        out[slot] = S
     return out
 
 
-def _fold(links: list[tuple[torch.Tensor, torch.Tensor | None]], reverse: bool) -> torch.Tensor:
-    """(S_ext, M) from the chain's first fragment to its last -> the state that leaves the last.
+@register_fake(kcp_incoming)
+def _(S_ext, M, crosses, sends, send_counts, receive_counts, links, group, reverse):
+    return torch.empty_like(S_ext)
+
+
+def exchange(
+    S_ext: torch.Tensor, M: torch.Tensor, sends: torch.Tensor, send_counts: torch.Tensor, receive_counts: torch.Tensor,
+    group: str,
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:  # fmt: skip
+    """Every S_ext [*, K, V] and M [*, K, K] that this rank folds, in the order of their places. One message a rank."""
+    sizes = S_ext[0].numel(), M[0].numel()
+    parts = [(M if kind else S_ext)[slot].flatten() for slot, kind in sends.tolist() if slot >= 0]
+    message = torch.cat(parts) if parts else S_ext.new_empty(0)
+    counts = receive_counts.tolist()
+    came = all_to_all(message, _elements(send_counts.tolist(), sizes), _elements(counts, sizes), group)
+    blocks = came.split([n * size for row in counts for n, size in zip(row, sizes)])
+    S_rows = [x for block in blocks[0::2] for x in block.view(-1, *S_ext.shape[1:])]
+    M_rows = [x for block in blocks[1::2] for x in block.view(-1, *M.shape[1:])]
+    return S_rows, M_rows
+
+
+def _elements(counts: list[list[int]], sizes: tuple[int, int]) -> list[int]:
+    return [states * sizes[0] + transitions * sizes[1] for states, transitions in counts]
+
+
+def fold(
+    S_rows: Sequence[torch.Tensor], M_rows: Sequence[torch.Tensor], links: torch.Tensor, reverse: bool
+) -> dict[int, torch.Tensor]:
+    """slot -> the state that leaves the last link of its chain, for slots that have one.
 
     In float64: float32 products may run as TF32 where a user asked for that, whose error grows with the chain.
     """
-    S = links[0][0].double()
-    for S_ext, M in links[1:]:
-        S = (M.mT if reverse else M).double() @ S + S_ext
-    return S.to(links[0][0].dtype)
-
-
-def _exchange(
-    ctx: CPContext,
-    states: Mapping[int, torch.Tensor],
-    transitions: Mapping[int, torch.Tensor],
-    like: torch.Tensor,
-    chains: Mapping[int, list[int]],
-) -> dict[int, tuple[torch.Tensor, torch.Tensor | None]]:
-    """What this rank's chains need: fragment -> (S_ext, M or None)."""
-    needs = [set() for _ in range(ctx.world_size)]  # [rank] fragments it folds
-    for i, f in enumerate(ctx.table):
-        needs[f.rank].update(chains[i])
-    K, square = like.shape[-2], like.numel() // like.shape[-1] * like.shape[-2]
-
-    def routed(source: int, target: int) -> list[int]:
-        return sorted(j for j in needs[target] if ctx.table[j].rank == source)
-
-    def payload(j: int) -> list[torch.Tensor]:
-        f = ctx.table[j]
-        parts = [states[f.slot], transitions[f.slot]] if f.through else [states[f.slot]]
-        return [x.to(like.dtype).flatten() for x in parts]
-
-    send = [
-        torch.cat([like.new_empty(0), *(x for j in routed(ctx.rank, r) for x in payload(j))])
-        for r in range(ctx.world_size)
-    ]
-    sources = [routed(r, ctx.rank) for r in range(ctx.world_size)]
-    sizes = [[like.numel() + square * ctx.table[j].through for j in js] for js in sources]
-    blocks = all_to_all(send, [sum(s) for s in sizes], ctx.group)
-    received = {}
-    for js, block, size in zip(sources, blocks, sizes, strict=True):
-        for j, x in zip(js, block.split(size), strict=True):
-            M = x[like.numel() :].view(*like.shape[:-2], K, K) if ctx.table[j].through else None
-            received[j] = (x[: like.numel()].view(like.shape), M)
-    return received
+    states: dict[int, torch.Tensor] = {}
+    for slot, s, m in links.tolist():
+        if slot >= 0 and slot not in states:
+            states[slot] = S_rows[s].double()
+        elif slot >= 0:
+            transition = M_rows[m].mT if reverse else M_rows[m]
+            states[slot] = transition.double() @ states[slot] + S_rows[s]
+    return states

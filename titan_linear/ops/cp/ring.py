@@ -8,12 +8,16 @@ buffers of K|V (and three of dK|dV in backward) of its own length, whatever the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import torch.distributed as dist
 
 from titan_linear.ops.cp.context import CPContext
-from titan_linear.ops.cp.segments import Rectangle, local_documents, ring_hops, with_owner
+from titan_linear.ops.cp.exchange import group_named
+from titan_linear.ops.cp.rectangles import Rectangle
 from titan_linear.ops.torch.attention import (
+    Packing,
     accumulator_dtype,
     attend,
     attend_backward,
@@ -21,6 +25,7 @@ from titan_linear.ops.torch.attention import (
     attend_documents_backward,
     merge_,
 )
+from titan_linear.ops.triton.library import operator, register_fake
 
 
 def ring_attention(
@@ -33,38 +38,77 @@ def ring_attention(
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale: float, causal: bool, cp: CPContext) -> torch.Tensor:
-        documents = local_documents(cp, q.device)
-        kv = _Travelling(k, v, cp, ring_hops(cp, causal))
-        o, lse = attend_documents(q, k, v, scale, causal, documents)
-        o = o.to(accumulator_dtype(q.dtype))
-        for hop in range(kv.hops + 1):
-            k_hop, v_hop = kv.arrive(hop)
-            for (a, b), (c, d) in with_owner(cp, causal, (cp.rank - hop) % cp.world_size):
-                block = attend(q[:, a:b], k_hop[:, c:d], v_hop[:, c:d], scale, causal=False)
-                merge_(o[:, a:b], lse[:, :, a:b], *block)
-        o = o.to(q.dtype)
+        rectangles = cp.rectangles if causal else cp.full_rectangles
+        squares = Packing(cp.cu_seqlens, cp.cu_seqlens_cpu, cp.boundaries.longest)
+        ctx.where = *squares, rectangles.by_hop, rectangles.hops, cp.group_name
+        o, lse = ring_forward(q, k, v, *ctx.where, scale, causal)
         ctx.save_for_backward(q, k, v, o, lse)
-        ctx.scale, ctx.causal, ctx.cp, ctx.documents = scale, causal, cp, documents
-        return o
+        ctx.scale, ctx.causal = scale, causal
+        return o.view_as(o)
 
     @staticmethod
     def backward(ctx, do: torch.Tensor):
-        q, k, v, o, lse = ctx.saved_tensors
-        cp, scale, causal = ctx.cp, ctx.scale, ctx.causal
-        acc, D = accumulator_dtype(q.dtype), k.shape[-1]
-        kv = _Travelling(k, v, cp, ring_hops(cp, causal))
-        squares = attend_documents_backward(do, q, k, v, o, lse, scale, causal, ctx.documents)
-        dq, home = squares[0].to(acc), torch.cat(squares[1:], dim=-1).to(acc)  # home: dK|dV of this rank's keys
-        gradient = _FollowingGradient(home, cp, kv.hops)
-        for hop in range(kv.hops + 1):
-            k_hop, v_hop = kv.arrive(hop)
-            dkv = home if hop == 0 else gradient.blank(hop)
-            for rectangle in with_owner(cp, causal, (cp.rank - hop) % cp.world_size):
-                _add_rectangle(rectangle, do, q, k_hop, v_hop, o, lse, scale, dq, dkv)
-            if hop:
-                gradient.depart(hop)
-        gradient.come_home()
-        return dq.to(q.dtype), home[..., :D].to(k.dtype), home[..., D:].to(v.dtype), None, None, None
+        return *ring_backward(do, *ctx.saved_tensors, *ctx.where, ctx.scale, ctx.causal), None, None, None
+
+
+@operator
+def ring_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor,
+    longest: torch.Tensor, by_hop: torch.Tensor, hops: torch.Tensor, group: str, scale: float, causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """o like q with Dv, lse [1, Hq, T_local]; by_hop and hops are those of `Rectangles`."""
+    kv = _Travelling(k, v, group, int(hops))
+    o, lse = attend_documents(q, k, v, scale, causal, Packing(cu_seqlens, cu_seqlens_cpu, longest))
+    o = o.to(accumulator_dtype(q.dtype))
+    rectangles = _by_hop(by_hop, kv.hops)
+    for hop, blocks in enumerate(rectangles):
+        k_hop, v_hop = kv.arrive(hop)
+        for (a, b), (c, d) in blocks:
+            block = attend(q[:, a:b], k_hop[:, c:d], v_hop[:, c:d], scale, causal=False)
+            merge_(o[:, a:b], lse[:, :, a:b], *block)
+    return o.to(q.dtype).contiguous(), lse.contiguous()
+
+
+@operator
+def ring_backward(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor, longest: torch.Tensor, by_hop: torch.Tensor,
+    hops: torch.Tensor, group: str, scale: float, causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    acc, D = accumulator_dtype(q.dtype), k.shape[-1]
+    kv = _Travelling(k, v, group, int(hops))
+    squares = attend_documents_backward(
+        do, q, k, v, o, lse, scale, causal, Packing(cu_seqlens, cu_seqlens_cpu, longest)
+    )  # fmt: skip
+    dq, home = squares[0].to(acc), torch.cat(squares[1:], dim=-1).to(acc)  # home: dK|dV of this rank's keys
+    gradient = _FollowingGradient(home, group, kv.hops)
+    for hop, blocks in enumerate(_by_hop(by_hop, kv.hops)):
+        k_hop, v_hop = kv.arrive(hop)
+        dkv = home if hop == 0 else gradient.blank(hop)
+        for rectangle in blocks:
+            _add_rectangle(rectangle, do, q, k_hop, v_hop, o, lse, scale, dq, dkv)
+        if hop:
+            gradient.depart(hop)
+    gradient.come_home()
+    return dq.to(q.dtype).contiguous(), home[..., :D].to(k.dtype).contiguous(), home[..., D:].to(v.dtype).contiguous()
+
+
+@register_fake(ring_forward)
+def _(q, k, v, cu_seqlens, cu_seqlens_cpu, longest, by_hop, hops, group, scale, causal):
+    B, T, Hq, _ = q.shape
+    return q.new_empty(B, T, Hq, v.shape[-1]), q.new_empty(B, Hq, T, dtype=accumulator_dtype(q.dtype))
+
+
+@register_fake(ring_backward)
+def _(do, q, k, v, *_):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+def _by_hop(by_hop: torch.Tensor, hops: int) -> Iterator[list[Rectangle]]:
+    """The rectangles of hop 0, 1, … hops."""
+    rows = by_hop.tolist()
+    for hop in range(hops + 1):
+        yield [Rectangle((a, b), (c, d)) for h, a, b, c, d in rows if h == hop]
 
 
 def _add_rectangle(rectangle: Rectangle, do, q, k, v, o, lse, scale: float, dq, dkv) -> None:
@@ -80,8 +124,8 @@ def _add_rectangle(rectangle: Rectangle, do, q, k, v, o, lse, scale: float, dq, 
 class _Travelling:
     """K|V on their way around the ring, double-buffered: the next hop is in flight during this one's blocks."""
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, cp: CPContext, hops: int):
-        self.own, self.cp, self.hops, self.works = (k, v), cp, hops, []
+    def __init__(self, k: torch.Tensor, v: torch.Tensor, group: str, hops: int):
+        self.own, self.group, self.hops, self.works = (k, v), group, hops, []
         if hops:
             packed = torch.cat([k, v], dim=-1)  # [1, T, Hkv, D + Dv]
             self.buffers = [packed, torch.empty_like(packed)]
@@ -98,14 +142,14 @@ class _Travelling:
         return k, v
 
     def _send(self, hop: int) -> None:
-        self.works = _shift(self.buffers[hop % 2], self.buffers[(hop + 1) % 2], 1, self.cp)
+        self.works = _shift(self.buffers[hop % 2], self.buffers[(hop + 1) % 2], 1, self.group)
 
 
 class _FollowingGradient:
     """dK|dV of the keys in hand: computed while the other ranks' sum arrives, added to it, and sent on."""
 
-    def __init__(self, home: torch.Tensor, cp: CPContext, hops: int):
-        self.home, self.cp, self.hops, self.works = home, cp, hops, []
+    def __init__(self, home: torch.Tensor, group: str, hops: int):
+        self.home, self.group, self.hops, self.works = home, group, hops, []
         self.buffers = [torch.empty_like(home) for _ in range(min(hops, 2) + 1)] if hops else []
 
     def blank(self, hop: int) -> torch.Tensor:
@@ -119,7 +163,7 @@ class _FollowingGradient:
         here, next_ = self.buffers[(hop - 1) % 2], self.buffers[hop % 2]
         if hop > 1:
             here += self.mine
-        self.works = _shift(here, next_, 1 if hop < self.hops else -self.hops, self.cp)
+        self.works = _shift(here, next_, 1 if hop < self.hops else -self.hops, self.group)
         self.arriving = next_
 
     def come_home(self) -> None:
@@ -129,13 +173,15 @@ class _FollowingGradient:
             self.home += self.arriving
 
 
-def _shift(send: torch.Tensor, receive: torch.Tensor, step: int, cp: CPContext) -> list[dist.Work]:
-    """Start sending to rank + step and receiving from rank − step."""
-    to, from_ = (cp.rank + step) % cp.world_size, (cp.rank - step) % cp.world_size
+def _shift(send: torch.Tensor, receive: torch.Tensor, step: int, name: str) -> list[dist.Work]:
+    """Start sending to rank + step and receiving from rank − step of the group of that name."""
+    group = group_named(name)
+    rank, size = group.rank(), group.size()
+    to, from_ = (rank + step) % size, (rank - step) % size
     return dist.batch_isend_irecv(
         [
-            dist.P2POp(dist.isend, send, group=cp.group, group_peer=to),
-            dist.P2POp(dist.irecv, receive, group=cp.group, group_peer=from_),
+            dist.P2POp(dist.isend, send, group=group, group_peer=to),
+            dist.P2POp(dist.irecv, receive, group=group, group_peer=from_),
         ]
     )
 

@@ -11,8 +11,10 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.ops.cp.context import CPContext
-from titan_linear.ops.cp.segments import stream_documents, to_global_order, to_rank_order
-from titan_linear.ops.torch.attention import Attention
+from titan_linear.ops.cp.exchange import group_named
+from titan_linear.ops.cp.order import to_global_order, to_rank_order
+from titan_linear.ops.torch.local_attention import local_attention
+from titan_linear.ops.triton.library import operator, register_fake
 
 
 def tokens_to_heads(x: torch.Tensor, cp: CPContext) -> torch.Tensor:
@@ -25,12 +27,12 @@ def tokens_to_heads(x: torch.Tensor, cp: CPContext) -> torch.Tensor:
             f"an all-to-all over heads cannot split {x.shape[2]} heads among {cp.world_size} ranks; "
             "use a number of ranks that divides the heads, or another method"
         )
-    return _TokensToHeads.apply(x, cp)
+    return _ExchangeHeads.apply(x, cp, True)
 
 
 def heads_to_tokens(x: torch.Tensor, cp: CPContext) -> torch.Tensor:
     """x [1, T, H/W, ...], all tokens of this rank's heads → [1, T_local, H, ...]: undoes `tokens_to_heads`."""
-    return _HeadsToTokens.apply(x, cp)
+    return _ExchangeHeads.apply(x, cp, False)
 
 
 def ulysses_attention(
@@ -45,8 +47,7 @@ def ulysses_attention(
     if copies > 1:
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
     q, k, v = (tokens_to_heads(x, cp) for x in (q, k, v))
-    o = Attention.apply(q, k, v, scale, causal, stream_documents(cp, q.device))
-    return heads_to_tokens(o, cp)
+    return heads_to_tokens(local_attention(q, k, v, scale, causal, cp.stream), cp)
 
 
 def _key_head_copies(Hq: int, Hkv: int, W: int) -> int:
@@ -60,43 +61,37 @@ def _key_head_copies(Hq: int, Hkv: int, W: int) -> int:
     )
 
 
-class _TokensToHeads(torch.autograd.Function):
+class _ExchangeHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: torch.Tensor, cp: CPContext) -> torch.Tensor:
-        ctx.cp = cp
-        return _spread_heads(x, cp)
-
-    @staticmethod
-    def backward(ctx, grad: torch.Tensor):
-        return _collect_heads(grad, ctx.cp), None
-
-
-class _HeadsToTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, cp: CPContext) -> torch.Tensor:
-        ctx.cp = cp
-        return _collect_heads(x, cp)
+    def forward(ctx, x: torch.Tensor, cp: CPContext, to_heads: bool) -> torch.Tensor:
+        ctx.where, ctx.to_heads = (list(cp.order), cp.world_size, cp.group_name), to_heads
+        return exchange_heads(x, *ctx.where, to_heads)
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
-        return _spread_heads(grad, ctx.cp), None
+        return exchange_heads(grad, *ctx.where, not ctx.to_heads), None, None
 
 
-def _spread_heads(x: torch.Tensor, cp: CPContext) -> torch.Tensor:
-    """[1, T_local, H, ...] → [1, T, H/W, ...]."""
-    parts = x[0].unflatten(1, (cp.world_size, -1)).movedim(1, 0)  # [W, T_local, H/W, ...], by receiver
-    return to_global_order(_all_to_all(parts, cp), cp).unsqueeze(0)
-
-
-def _collect_heads(x: torch.Tensor, cp: CPContext) -> torch.Tensor:
-    """[1, T, H/W, ...] → [1, T_local, H, ...]."""
-    parts = _all_to_all(to_rank_order(x[0], cp), cp)  # [W, T_local, H/W, ...], by sender
+@operator
+def exchange_heads(x: torch.Tensor, order: list[int], world_size: int, group: str, to_heads: bool) -> torch.Tensor:
+    """to_heads: [1, T_local, H, ...] → [1, T, H/W, ...]; else back."""
+    if to_heads:
+        parts = x[0].unflatten(1, (world_size, -1)).movedim(1, 0)  # [W, T_local, H/W, ...], by receiver
+        return to_global_order(_all_to_all(parts, group), order).unsqueeze(0)
+    parts = _all_to_all(to_rank_order(x[0], order, world_size), group)  # [W, T_local, H/W, ...], by sender
     return parts.movedim(0, 1).flatten(1, 2).unsqueeze(0)
 
 
-def _all_to_all(parts: torch.Tensor, cp: CPContext) -> torch.Tensor:
+@register_fake(exchange_heads)
+def _(x, order, world_size, group, to_heads):
+    B, tokens, heads, *rest = x.shape
+    shape = (tokens * world_size, heads // world_size) if to_heads else (tokens // world_size, heads * world_size)
+    return x.new_empty(B, *shape, *rest)
+
+
+def _all_to_all(parts: torch.Tensor, group: str) -> torch.Tensor:
     """parts[r] goes to rank r; the result's [r] came from rank r."""
     parts = parts.contiguous()
     received = torch.empty_like(parts)
-    dist.all_to_all_single(received, parts, group=cp.group)
+    dist.all_to_all_single(received, parts, group=group_named(group))
     return received

@@ -1,7 +1,7 @@
 """Softmax attention over blocks: each a rectangle without a mask, or a causal square.
 
 The mask of packed, causal attention is never built. A packed stream is one causal square per document; under
-context parallelism (`ops/cp/segments.py`) rectangles join them; decoding (Tq < Tk) is a rectangle beside a
+context parallelism (`ops/cp/rectangles.py`) rectangles join them; decoding (Tq < Tk) is a rectangle beside a
 square. A block gives its output and its log-sum-exp (LSE) over its own keys, and blocks over the same queries
 merge exactly (Milakov & Gimelshein 2018; Dao et al. 2022):
 
@@ -30,15 +30,26 @@ TILE = 128  # query rows that the tiled kernel takes at a time
 CUDNN_MULTIPLE = 128  # see block_kernel
 
 
-class Documents(NamedTuple):
-    """The documents of a packed stream: boundaries on the host and the same [N+1] int32 on the device."""
+class Packing(NamedTuple):
+    """The documents of a packed stream. What is on the CPU is read there, so that no device is waited for."""
 
-    boundaries: tuple[int, ...]
-    cu_seqlens: torch.Tensor
+    cu_seqlens: torch.Tensor  # [N+1] int32, on the device
+    cu_seqlens_cpu: torch.Tensor  # the same on the CPU
+    longest: torch.Tensor  # [1] on the CPU: tokens of the longest document
 
     @property
-    def longest(self) -> int:
-        return max(b - a for a, b in pairwise(self.boundaries))
+    def is_one(self) -> bool:
+        return self.cu_seqlens.shape[0] == 2
+
+    def bounds(self) -> list[int]:
+        return self.cu_seqlens_cpu.tolist()
+
+    def varlen(self) -> Varlen:
+        longest = int(self.longest)
+        return self.cu_seqlens, self.cu_seqlens, longest, longest
+
+
+Varlen = tuple[torch.Tensor, torch.Tensor, int, int]  # cu_seqlens of q and of k, longest of q and of k
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -92,15 +103,14 @@ def attend_backward(
 
 
 def attend_documents(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, documents: Documents | None
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, packing: Packing | None
 ) -> Pair:
-    """The squares of a packed stream (B = 1), or of a whole batch where `documents` is None."""
-    if documents is None or len(documents.boundaries) == 2:
+    """The squares of a packed stream (B = 1), or of a whole batch where `packing` is None."""
+    if packing is None or packing.is_one:
         return attend(q, k, v, scale, causal)
     if _packed_kernel(q, v) == "flash":
-        packing = (documents.cu_seqlens, documents.cu_seqlens, documents.longest, documents.longest)
-        return _flash_forward(q, k, v, scale, causal, packing)
-    parts = [attend(q[:, a:b], k[:, a:b], v[:, a:b], scale, causal) for a, b in pairwise(documents.boundaries)]
+        return _flash_forward(q, k, v, scale, causal, packing.varlen())
+    parts = [attend(q[:, a:b], k[:, a:b], v[:, a:b], scale, causal) for a, b in pairwise(packing.bounds())]
     return torch.cat([o for o, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=2)
 
 
@@ -113,17 +123,16 @@ def attend_documents_backward(
     lse: torch.Tensor,
     scale: float,
     causal: bool,
-    documents: Documents | None,
+    packing: Packing | None,
 ) -> Triple:
     """(dq, dk, dv) of `attend_documents`, given the merged o and lse."""
-    if documents is None or len(documents.boundaries) == 2:
+    if packing is None or packing.is_one:
         return attend_backward(do, q, k, v, o, lse, scale, causal)
     if _packed_kernel(q, v) == "flash":
-        packing = (documents.cu_seqlens, documents.cu_seqlens, documents.longest, documents.longest)
-        return _flash_backward(do, q, k, v, o, lse, scale, causal, packing)
+        return _flash_backward(do, q, k, v, o, lse, scale, causal, packing.varlen())
     parts = [
         attend_backward(*(x[:, a:b] for x in (do, q, k, v, o)), lse[:, :, a:b], scale, causal)
-        for a, b in pairwise(documents.boundaries)
+        for a, b in pairwise(packing.bounds())
     ]
     dq, dk, dv = (torch.cat(grads, dim=1) for grads in zip(*parts))
     return dq, dk, dv
@@ -138,38 +147,6 @@ def merge_(o: torch.Tensor, lse: torch.Tensor, o_block: torch.Tensor, lse_block:
     weight = torch.sigmoid(lse_block - lse)  # exp(lse_block − merged lse), without overflow
     o.lerp_(o_block.to(o.dtype), weight.transpose(1, 2).unsqueeze(-1))
     lse.copy_(torch.logaddexp(lse, lse_block))
-
-
-class Attention(torch.autograd.Function):
-    """Attention on one device: squares (of a batch or of documents) beside a rectangle where Tq < Tk."""
-
-    @staticmethod
-    def forward(
-        ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, documents: Documents | None
-    ) -> torch.Tensor:
-        past = k.shape[1] - q.shape[1] if causal else 0  # keys that every query sees
-        o, lse = attend_documents(q, k[:, past:], v[:, past:], scale, causal, documents)
-        if past:
-            o = o.to(accumulator_dtype(q.dtype))
-            merge_(o, lse, *attend(q, k[:, :past], v[:, :past], scale, causal=False))
-            o = o.to(q.dtype)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.scale, ctx.causal, ctx.documents, ctx.past = scale, causal, documents, past
-        return o
-
-    @staticmethod
-    def backward(ctx, do: torch.Tensor):
-        q, k, v, o, lse = ctx.saved_tensors
-        past, scale = ctx.past, ctx.scale
-        dq, dk, dv = attend_documents_backward(
-            do, q, k[:, past:], v[:, past:], o, lse, scale, ctx.causal, ctx.documents
-        )
-        if past:
-            dq_past, dk_past, dv_past = attend_backward(do, q, k[:, :past], v[:, :past], o, lse, scale, causal=False)
-            acc = accumulator_dtype(q.dtype)
-            dq = dq.to(acc) + dq_past.to(acc)
-            dk, dv = torch.cat([dk_past, dk], dim=1), torch.cat([dv_past, dv], dim=1)
-        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), None, None, None
 
 
 def _packed_kernel(q: torch.Tensor, v: torch.Tensor) -> str:
@@ -219,32 +196,29 @@ def _cudnn_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
 
 # --- flash: always by the packed entry, a batch being B documents of one length ---------------------------------
 
-Packing = tuple[torch.Tensor, torch.Tensor, int, int]  # cu_seqlens of q and of k, longest of q and of k
-
-
-def _flash_forward(q, k, v, scale: float, causal: bool, packing: Packing | None = None) -> Pair:
+def _flash_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = None) -> Pair:
     B, Tq, Hq, Dv = *q.shape[:3], v.shape[-1]
-    packing = packing or _batch_packing(q, k)
+    varlen = varlen or _batch_varlen(q, k)
     q, k, v = (x.flatten(0, 1) for x in _equal_width(q, k, v, multiple=8))  # [B·T, H, D]
-    o, lse = aten._flash_attention_forward(q, k, v, *packing, 0.0, causal, False, scale=scale)[:2]
+    o, lse = aten._flash_attention_forward(q, k, v, *varlen, 0.0, causal, False, scale=scale)[:2]
     return o.view(B, Tq, Hq, -1)[..., :Dv], lse.view(Hq, B, Tq).transpose(0, 1)
 
 
-def _flash_backward(do, q, k, v, o, lse, scale: float, causal: bool, packing: Packing | None = None) -> Triple:
+def _flash_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Varlen | None = None) -> Triple:
     B, Tk, D, Dv = q.shape[0], k.shape[1], q.shape[-1], v.shape[-1]
-    packing = packing or _batch_packing(q, k)
+    varlen = varlen or _batch_varlen(q, k)
     do, q, k, v, o = (x.flatten(0, 1) for x in _equal_width(do, q, k, v, o, multiple=8))
     lse = lse.transpose(0, 1).flatten(1).contiguous()  # [Hq, B·Tq]
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # no dropout: the random state is not read
     grads = aten._flash_attention_backward(
-        do, q, k, v, o, lse, *packing, 0.0, causal, unused, unused, scale=scale
+        do, q, k, v, o, lse, *varlen, 0.0, causal, unused, unused, scale=scale
     )  # fmt: skip
     dq, dk, dv = (g.unflatten(0, (B, -1)) for g in grads)
     assert dk.shape[1] == Tk
     return dq[..., :D], dk[..., :D], dv[..., :Dv]
 
 
-def _batch_packing(q: torch.Tensor, k: torch.Tensor) -> Packing:
+def _batch_varlen(q: torch.Tensor, k: torch.Tensor) -> Varlen:
     """A batch as B documents of Tq queries and Tk keys; boundaries are made on the device, not copied to it."""
     (B, Tq), Tk = q.shape[:2], k.shape[1]
     cu_q, cu_k = (torch.arange(0, B * T + 1, T, dtype=torch.int32, device=q.device) for T in (Tq, Tk))

@@ -2,36 +2,58 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import torch.nn.functional as F
 
-from titan_linear.ops.options import Entries
+from titan_linear.ops.boundaries import Boundaries
+from titan_linear.ops.states import States
+
+
+class Rows(NamedTuple):
+    """Where rows lie when every entry is laid out behind its W−1 earlier tokens."""
+
+    past: torch.Tensor  # [N·(W−1)] int64, the earlier tokens
+    own: torch.Tensor  # [T] the entries' tokens
+    last: torch.Tensor  # [N, W−1] the last W−1 of each entry and what lies before it
+
+
+def lay_out(boundaries: Boundaries, W: int) -> Rows:
+    edges, device = torch.tensor(boundaries.on_host()), boundaries.cu_seqlens.device
+    N, lengths = len(edges) - 1, edges.diff()
+    past = torch.arange(N)[:, None] * (W - 1) + edges[:-1, None] + torch.arange(W - 1)  # [N, W−1]
+    own = torch.arange(int(edges[-1])) + torch.repeat_interleave(torch.arange(1, N + 1), lengths) * (W - 1)
+    return Rows(*(i.to(device) for i in (past.flatten(), own, past + lengths[:, None])))
 
 
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    entries: Entries,
+    initial: States | None,
+    boundaries: Boundaries,
     activation: str | None,
     output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [T,D], weight [D,W], initial_state [N,D,W−1] or None (zeros) -> y [T,D], the entries' last inputs [N,D,W−1].
+    """x [T,D], weight [D,W], initial [.,D,W−1] or None (zeros) -> y [T,D], the entries' last inputs [N,D,W−1].
 
     Every entry is laid out behind its W−1 earlier tokens; then one convolution does all of them.
     """
-    W, bounds = weight.shape[1], entries.host
-    edges = torch.tensor(bounds)
-    past = torch.arange(len(bounds) - 1)[:, None] * (W - 1) + edges[:-1, None] + torch.arange(W - 1)  # [N, W−1]
-    own = torch.arange(bounds[-1]) + torch.repeat_interleave(torch.arange(1, len(bounds)), edges.diff()) * (W - 1)
-    last = past + edges.diff()[:, None]
-    past, own, last = (i.to(x.device, non_blocking=True) for i in (past.flatten(), own, last))
+    past, own, last = boundaries.derived(lay_out, weight.shape[1])
     wide = torch.promote_types(x.dtype, torch.float32)
     rows = x.new_zeros(len(own) + len(past), x.shape[1]).index_copy(0, own, x)
-    if initial_state is not None:
-        rows = rows.index_copy(0, past, initial_state.transpose(1, 2).flatten(0, 1).to(x.dtype))
+    if initial is not None:
+        rows = rows.index_copy(0, past, _of_entries(initial, len(boundaries)).transpose(1, 2).flatten(0, 1).to(x.dtype))
     y = F.conv1d(rows.T.to(wide).unsqueeze(0), weight.to(wide).unsqueeze(1), groups=x.shape[1])  # [1, D, rows−W+1]
-    y = y[0].T.index_select(0, own - (W - 1))
+    y = y[0].T.index_select(0, own - (weight.shape[1] - 1))
     y = y if bias is None else y + bias.to(wide)
     return (F.silu(y) if activation else y).to(x.dtype), rows[last].transpose(1, 2) if output_final_state else None
+
+
+def _of_entries(states: States, N: int) -> torch.Tensor:
+    """[N, D, W−1]."""
+    if states.index is None:
+        return states.values
+    index = states.index[:N].long()
+    return states.values[index.clamp(min=0)].masked_fill((index < 0)[:, None, None], 0.0)

@@ -22,9 +22,11 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from titan_linear.ops.options import DeltaRuleOptions, Entries
+from titan_linear.ops.boundaries import CHUNK, Boundaries
+from titan_linear.ops.cp.kcp import STATE, STATE_AND_M, Chains
+from titan_linear.ops.options import DeltaRuleOptions
+from titan_linear.ops.states import Inputs, States
 
-CHUNK = 64
 SUB = 16  # rows that share a reference point of the gate
 
 
@@ -35,38 +37,38 @@ class Chunks:
     num_chunks: int
     first: tuple[int, ...]  # [N] first chunk of each entry
     count: tuple[int, ...]  # [N] chunks of each entry
-    slots: torch.Tensor | None  # [T] int64, row of each token among num_chunks·CHUNK; None: row t is token t
+    rows: torch.Tensor | None  # [T] int64, row of each token among num_chunks·CHUNK; None: row t is token t
+    order: torch.Tensor  # [N] int64, entries, the longest first
+    rank: torch.Tensor  # [N] int64, the place of each entry in `order`
+    steps: tuple[torch.Tensor, ...]  # chunk ids [n_s] of scan step s: the first n_s of `order` have an s-th chunk
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H, D] -> [num_chunks, H, C, D], zeros where a chunk has no token."""
-        if self.slots is not None:
-            x = x.new_zeros(self.num_chunks * CHUNK, *x.shape[1:]).index_copy(0, self.slots, x)
+        if self.rows is not None:
+            x = x.new_zeros(self.num_chunks * CHUNK, *x.shape[1:]).index_copy(0, self.rows, x)
         return x.unflatten(0, (self.num_chunks, CHUNK)).transpose(1, 2)
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """[num_chunks, H, C, D] -> [T, H, D]."""
         x = x.transpose(1, 2).flatten(0, 1)
-        return x if self.slots is None else x.index_select(0, self.slots)
-
-    @property
-    def order(self) -> list[int]:
-        """Entries, the longest first."""
-        return sorted(range(len(self.count)), key=lambda n: -self.count[n])
-
-    def steps(self, device: torch.device) -> list[torch.Tensor]:
-        """Chunk ids [n_s] of scan step s: the first n_s entries of `order` have an s-th chunk."""
-        first, count = (torch.tensor(x)[self.order] for x in (self.first, self.count))
-        return [(first[count > s] + s).to(device, non_blocking=True) for s in range(int(count.max()))]
+        return x if self.rows is None else x.index_select(0, self.rows)
 
 
-def make_chunks(bounds: Sequence[int], device: torch.device) -> Chunks:
-    """Chunks of entries with the given boundaries [N+1]; an entry without tokens has no chunk."""
-    lengths = torch.tensor(bounds).diff()
+def make_chunks(boundaries: Boundaries) -> Chunks:
+    """Chunks of the entries; an entry without tokens has no chunk."""
+    device, bounds = boundaries.cu_seqlens.device, torch.tensor(boundaries.on_host())
+    lengths = bounds.diff()
     counts = (lengths + CHUNK - 1) // CHUNK
     first = counts.cumsum(0) - counts
-    shift = torch.repeat_interleave(first * CHUNK - torch.tensor(bounds[:-1]), lengths)  # [T]
-    slots = (torch.arange(bounds[-1]) + shift).to(device, non_blocking=True) if (lengths % CHUNK).any() else None
-    return Chunks(int(counts.sum()), tuple(first.tolist()), tuple(counts.tolist()), slots)
+    shift = torch.repeat_interleave(first * CHUNK - bounds[:-1], lengths)  # [T]
+    rows = torch.arange(int(bounds[-1])) + shift if (lengths % CHUNK).any() else None
+    order = counts.argsort(descending=True, stable=True)
+    longest = [first[order][counts[order] > s] + s for s in range(int(counts.max()))]
+    return Chunks(
+        int(counts.sum()), tuple(first.tolist()), tuple(counts.tolist()),
+        None if rows is None else rows.to(device), order.to(device), order.argsort().to(device),
+        tuple(ids.to(device) for ids in longest),
+    )  # fmt: skip
 
 
 class Prepared(NamedTuple):
@@ -151,12 +153,12 @@ def scan(p: Prepared, chunks: Chunks, initial_state: torch.Tensor) -> Scanned:
     """Carry the state [N, HV, K, V] through the chunks of every entry; entries go side by side."""
     S = initial_state[chunks.order]
     states, v_new = p.u.new_empty(*p.w.shape[:2], p.w.shape[-1], p.u.shape[-1]), torch.empty_like(p.u)
-    for ids in chunks.steps(p.u.device):
+    for ids in chunks.steps:
         n = len(ids)
         states[ids] = S[:n]
         v_new[ids] = v = p.u[ids] - p.w[ids] @ S[:n]
         S[:n] = p.decay[ids].unsqueeze(-1) * S[:n] + p.kg[ids].mT @ v
-    return Scanned(states, v_new, _restore(S, chunks.order))
+    return Scanned(states, v_new, S[chunks.rank])
 
 
 def output(p: Prepared, s: Scanned) -> torch.Tensor:
@@ -180,34 +182,26 @@ def step(
     return o, torch.addcmul(S * decay.unsqueeze(-1), k.unsqueeze(-1), u.unsqueeze(-2))
 
 
-def boundary(
-    p: Prepared, chunks: Chunks, entries: Sequence[int], need_m: Sequence[bool]
-) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """(S_ext [HV,K,V], M [HV,K,K] or None) of each listed entry: its end state is M S + S_ext for any S that enters."""
-    result = []
-    for entry, with_m in zip(entries, need_m, strict=True):
-        HV, K, V = p.w.shape[1], p.w.shape[-1], p.u.shape[-1]
-        S = p.u.new_zeros(HV, K, V + K if with_m else V)  # [S | M]: one scan carries both, M's with u = 0
-        if with_m:
-            S[:, :, V:] = torch.eye(K, dtype=S.dtype, device=S.device)
-        for c in range(chunks.first[entry], chunks.first[entry] + chunks.count[entry]):
-            v = -p.w[c] @ S
-            v[..., :V] += p.u[c]
-            S = p.decay[c].unsqueeze(-1) * S + p.kg[c].mT @ v
-        result.append((S[..., :V].contiguous(), S[..., V:].contiguous() if with_m else None))
-    return result
+def boundary(p: Prepared, chunks: Chunks, entry: int, with_m: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(S_ext [HV,K,V], M [HV,K,K] or None) of an entry: its end state is M S + S_ext for any S that enters."""
+    HV, K, V = p.w.shape[1], p.w.shape[-1], p.u.shape[-1]
+    S = p.u.new_zeros(HV, K, V + K if with_m else V)  # [S | M]: one scan carries both, M's with u = 0
+    if with_m:
+        S[:, :, V:] = torch.eye(K, dtype=S.dtype, device=S.device)
+    for c in range(chunks.first[entry], chunks.first[entry] + chunks.count[entry]):
+        v = -p.w[c] @ S
+        v[..., :V] += p.u[c]
+        S = p.decay[c].unsqueeze(-1) * S + p.kg[c].mT @ v
+    return S[..., :V], S[..., V:] if with_m else None
 
 
-def boundary_backward(p: Prepared, do: torch.Tensor, chunks: Chunks, entries: Sequence[int]) -> list[torch.Tensor]:
-    """dS_ext [HV,K,V] of each listed entry: the gradient of its incoming state if none came from its outgoing state."""
-    result = []
-    for entry in entries:
-        dS = p.u.new_zeros(p.w.shape[1], p.w.shape[-1], p.u.shape[-1])
-        for c in reversed(range(chunks.first[entry], chunks.first[entry] + chunks.count[entry])):
-            dv = p.aqk[c].mT @ do[c] + p.kg[c] @ dS
-            dS = p.decay[c].unsqueeze(-1) * dS + p.qg[c].mT @ do[c] - p.w[c].mT @ dv
-        result.append(dS)
-    return result
+def boundary_backward(p: Prepared, do: torch.Tensor, chunks: Chunks, entry: int) -> torch.Tensor:
+    """dS_ext [HV,K,V] of an entry: the gradient of its incoming state if none came from its outgoing state."""
+    dS = p.u.new_zeros(p.w.shape[1], p.w.shape[-1], p.u.shape[-1])
+    for c in reversed(range(chunks.first[entry], chunks.first[entry] + chunks.count[entry])):
+        dv = p.aqk[c].mT @ do[c] + p.kg[c] @ dS
+        dS = p.decay[c].unsqueeze(-1) * dS + p.qg[c].mT @ do[c] - p.w[c].mT @ dv
+    return dS
 
 
 def backward(
@@ -220,7 +214,7 @@ def backward(
     dS = d_final[chunks.order]
     dv, dS_direct = p.aqk.mT @ do, p.qg.mT @ do  # what each chunk's output says of v_new and of its state
     d_out = torch.empty_like(s.states)  # gradient of the state that leaves each chunk
-    for ids in reversed(chunks.steps(do.device)):
+    for ids in reversed(chunks.steps):
         n = len(ids)
         d_out[ids] = dS[:n]
         dv[ids] = d = dv[ids] + p.kg[ids] @ dS[:n]
@@ -234,14 +228,7 @@ def backward(
         aqk=do @ s.v_new.mT,
         decay=ddecay if p.decay.shape[-1] > 1 else ddecay.sum(-1, keepdim=True),
     )
-    return grads, _restore(dS, chunks.order)
-
-
-def _restore(x: torch.Tensor, order: list[int]) -> torch.Tensor:
-    """Undo x[order] along the first dimension."""
-    inverse = torch.empty(len(order), dtype=torch.int64)
-    inverse[order] = torch.arange(len(order))
-    return x[inverse.to(x.device)]
+    return grads, dS[chunks.rank]
 
 
 class TorchDeltaRule:
@@ -251,69 +238,76 @@ class TorchDeltaRule:
 
     def __init__(
         self,
-        inputs: Sequence[torch.Tensor | None],
+        inputs: Inputs,
         options: DeltaRuleOptions,
-        entries: Entries,
+        boundaries: Boundaries,
         differentiable: bool,
         kept: Sequence[torch.Tensor] = (),
     ):
         assert not kept
-        self.chunks = make_chunks(entries.host, inputs[0].device)
-        self.inputs = [None if x is None else x.detach().requires_grad_(differentiable) for x in inputs]
+        self.chunks = boundaries.derived(make_chunks)
+        self.inputs = Inputs(*(None if x is None else x.detach().requires_grad_(differentiable) for x in inputs))
         with torch.set_grad_enabled(differentiable):
-            tokens = normalise(*self.inputs, options)
+            tokens = normalise(self.inputs, options)
             self.graph = prepare(*tokens, self.chunks, scale=options.scale, safe_gate=options.safe_gate)
         self.prepared = Prepared(*(x.detach() for x in self.graph))
         self.scanned: Scanned | None = None
 
-    def boundary(
-        self, entries: Sequence[int], need_m: Sequence[bool]
-    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        return boundary(self.prepared, self.chunks, entries, need_m)
+    def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
+        (_, HV, _, K), V = self.prepared.w.shape, self.prepared.u.shape[-1]
+        slots = chains.slots.tolist()
+        S_ext, M = (self.prepared.u.new_zeros(len(slots), HV, K, n) for n in (V, K))
+        for slot, (entry, wanted) in enumerate(slots):
+            if wanted >= STATE:
+                S_ext[slot], transition = boundary(self.prepared, self.chunks, entry, wanted == STATE_AND_M)
+                if transition is not None:
+                    M[slot] = transition
+        return S_ext, M
 
-    def forward(self, initial_state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        self.scanned = scan(self.prepared, self.chunks, self._or_zeros(initial_state))
-        return self.chunks.join(output(self.prepared, self.scanned)), self.scanned.final
+    def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        self.scanned = scan(self.prepared, self.chunks, self._of_entries(initial))
+        o, final = self.chunks.join(output(self.prepared, self.scanned)), self.scanned.final
+        return o, final if need_final else final.new_empty(0)
 
-    def boundary_backward(self, do: torch.Tensor, entries: Sequence[int]) -> list[torch.Tensor]:
-        return boundary_backward(self.prepared, self.chunks.split(do.to(self.prepared.u)), self.chunks, entries)
+    def boundary_backward(self, do: torch.Tensor, chains: Chains) -> torch.Tensor:
+        do, slots = self.chunks.split(do.to(self.prepared.u)), chains.slots.tolist()
+        dS_ext = self._of_entries(None)[:1].repeat(len(slots), 1, 1, 1)
+        for slot, (entry, wanted) in enumerate(slots):
+            if wanted >= STATE:
+                dS_ext[slot] = boundary_backward(self.prepared, do, self.chunks, entry)
+        return dS_ext
 
     def backward(
-        self, do: torch.Tensor, initial_state: torch.Tensor | None, d_final: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
+        self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
+    ) -> tuple[Inputs, torch.Tensor]:
         if self.scanned is None:
-            self.scanned = scan(self.prepared, self.chunks, self._or_zeros(initial_state))
-        do, d_final = self.chunks.split(do.to(self.prepared.u)), self._or_zeros(d_final)
+            self.scanned = scan(self.prepared, self.chunks, self._of_entries(initial))
+        do, d_final = self.chunks.split(do.to(self.prepared.u)), self._of_entries(d_final)
         d_prepared, d_initial = backward(self.prepared, self.scanned, do, d_final, self.chunks)
         given = [x for x in self.inputs if x is not None]
         grads = iter(torch.autograd.grad(self.graph, given, d_prepared))
-        return [None if x is None else next(grads) for x in self.inputs], d_initial
+        return Inputs(*(None if x is None else next(grads) for x in self.inputs)), d_initial
 
-    def _or_zeros(self, states: torch.Tensor | None) -> torch.Tensor:
+    def _of_entries(self, states: States | None) -> torch.Tensor:
         """[N, HV, K, V]."""
-        p = self.prepared
-        shape = (len(self.chunks.count), p.w.shape[1], p.w.shape[-1], p.u.shape[-1])
-        return p.u.new_zeros(shape) if states is None else states
+        p, N = self.prepared, len(self.chunks.count)
+        if states is None:
+            return p.u.new_zeros(N, p.w.shape[1], p.w.shape[-1], p.u.shape[-1])
+        if states.index is None:
+            return states.values
+        index = states.index[:N].long()
+        return states.values[index.clamp(min=0)].masked_fill_((index < 0)[:, None, None, None], 0.0)
 
 
-def normalise(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    options: DeltaRuleOptions,
-) -> list[torch.Tensor]:
+def normalise(inputs: Inputs, options: DeltaRuleOptions) -> list[torch.Tensor]:
     """Inputs in the dtype of the computation, q and k normalised and g a log gate [T, HV, K or 1], as `options` ask."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    q, k, v, g, beta = (x.to(wide) for x in (q, k, v, g, beta))
+    wide = torch.promote_types(inputs.q.dtype, torch.float32)
+    q, k, v, g, beta = (x.to(wide) for x in inputs[:5])
     if options.l2norm:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
     g = g.unsqueeze(-1) if g.dim() == 2 else g
     if options.gate_in_kernel:
-        g = g if dt_bias is None else g + dt_bias.to(wide).view(g.shape[1:])
-        A = A_log.to(wide).exp()[:, None]
+        g = g if inputs.dt_bias is None else g + inputs.dt_bias.to(wide).view(g.shape[1:])
+        A = inputs.A_log.to(wide).exp()[:, None]
         g = -A * F.softplus(g) if options.lower_bound is None else options.lower_bound * torch.sigmoid(A * g)
     return [q, k, v, g, beta]
