@@ -28,7 +28,7 @@ from titan_linear.models.adapters import config_to_hf, entries, state_from_hf
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.presets import MODELS, preset
-from titan_linear.train import preflight
+from titan_linear.preflight import preflight
 from tools import convert, generate
 
 FLA = {"FLA KDA": KDA, "FLA GDN": replace(preset("gdn", "debug"), norm_eps=1e-6, tie_embeddings=True)}

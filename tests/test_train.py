@@ -12,10 +12,12 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.worlds import World
+from titan_linear.build import model_config
 from titan_linear.config import load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.models.config import MoEConfig
-from titan_linear.train import NonFinite, Trainer, model_config, preflight
+from titan_linear.preflight import preflight
+from titan_linear.train import NonFinite, Trainer
 
 STEPS = 20
 BASE = {

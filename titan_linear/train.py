@@ -7,69 +7,47 @@ train      steps, validation, metrics, checkpoints, until the last step or a sig
 
 from __future__ import annotations
 
-import gc
 import math
 import os
-import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from titan_linear.checkpoint import (
-    Checkpointer,
-    SaveFailed,
-    find_step,
-    holds_optimizer,
-    read_progress,
-    verify,
-    weights_path,
-    whole_steps,
+from titan_linear.build import (
+    build_model,
+    build_streams,
+    checkpoint_folder,
+    export,
+    export_folder,
+    model_config,
+    tokenizer_path,
 )
-from titan_linear.config import Config, check_config, data_parallel_degrees, hf_assets, hf_weights, load_config
-from titan_linear.data import (
-    IGNORE,
-    Batch,
-    Corpus,
-    PackedStreams,
-    Tokenizer,
-    build_dataloader,
-    build_tokenizer,
-    open_corpus,
-    split_documents,
-    validation_batches,
-    verify_corpus,
-)
+from titan_linear.checkpoint import Checkpointer, SaveFailed, find_step, whole_steps
+from titan_linear.config import Config, data_parallel_degrees, hf_weights, load_config
+from titan_linear.data import IGNORE, Batch, build_dataloader, build_tokenizer, validation_batches
 from titan_linear.distributed.batch import BatchSharding
 from titan_linear.distributed.experts import move_selection_biases
+from titan_linear.distributed.groups import process_group, set_timeout
 from titan_linear.distributed.mesh import build_mesh
-from titan_linear.distributed.parallelize import materialise, parallelize, reduce_replicated, set_dtype
+from titan_linear.distributed.parallelize import reduce_replicated
 from titan_linear.generate import Sampling, generate
-from titan_linear.hf_io import check_folder, find_family, gather, load_weights, read_model, write_folder
-from titan_linear.launch import die_with_parent, under_launcher
+from titan_linear.hf_io import gather, load_weights
 from titan_linear.metrics import MetricsLogger, is_logged, peak_memory_gib
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.presets import preset
 from titan_linear.ops.implementations import chosen_implementations
 from titan_linear.optim import build_optimizer, gradient_norm, learning_rate, scale_gradients
+from titan_linear.preflight import preflight
+from titan_linear.process import StopSignal, be_deterministic, die_with_parent, own_device, under_launcher
 from titan_linear.profiling import profiler
 from titan_linear.rundir import check_resume, lock_folder, write_config, write_manifest
-
-DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
-EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
-FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}  # of a model that several architectures hold
-T = TypeVar("T")
 
 
 class NonFinite(RuntimeError):
@@ -79,13 +57,12 @@ class NonFinite(RuntimeError):
 class Trainer:
     def __init__(self, config: Config):
         self.config = config
-        self.signal = 0  # that this process has received
-        self.stop_signal = 0  # that all ranks have agreed on
-        self.device = _device()
+        self.stop = StopSignal()
+        self.device = own_device()
         replicate, shard = data_parallel_degrees(config, dist.get_world_size())
         self.dims = build_mesh(self.device.type, replicate, shard, config.parallelism.context_parallel_degree)
         self.tokenizer = build_tokenizer(tokenizer_path(config))
-        self.streams, self.held_out = _streams(config, self.tokenizer)
+        self.streams, self.held_out = build_streams(config, self.tokenizer)
         self.model = self._build_model(model_config(config, self.tokenizer))
         self.optimizer = build_optimizer(self.model, config.optimizer)
         p = config.parallelism
@@ -98,26 +75,26 @@ class Trainer:
         self.batches = self._batches()
 
     def _build_model(self, model_config: ModelConfig) -> Decoder:
-        t = self.config.training
-        with torch.device("meta"):
-            model = Decoder(model_config)
-        set_dtype(model, DTYPES[t.dtype])
-        policy = MixedPrecisionPolicy(
-            param_dtype=DTYPES[t.mixed_precision_param], reduce_dtype=DTYPES[t.mixed_precision_reduce]
-        )
-        parallelize(model, self.dims, ac_mode=self.config.activation_checkpoint.mode, policy=policy)
-        materialise(model, self.device)
-        if not _loads_weights(self.config):
+        model = build_model(self.config, model_config, self.dims, self.device)
+        if not self._loads_weights():
             initialise(model, self.config.debug.seed)
         return model
+
+    def _loads_weights(self) -> bool:
+        """Whether a checkpoint or a folder fills every parameter, so that none need be drawn."""
+        c = self.config.checkpoint
+        from_elsewhere = bool(c.initial_load_path) or c.initial_load_in_hf
+        return c.enable and (from_elsewhere or bool(whole_steps(checkpoint_folder(self.config))))
 
     def _build_checkpointer(self) -> Checkpointer | None:
         """The run's checkpoints; goes on from the one that the configuration asks for."""
         c = self.config.checkpoint
         if not c.enable:
             return None
-        checkpointer = Checkpointer(_checkpoints(self.config), async_mode=c.async_mode, keep_latest_k=c.keep_latest_k)
-        step = find_step(_checkpoints(self.config), c.load_step)
+        checkpointer = Checkpointer(
+            checkpoint_folder(self.config), async_mode=c.async_mode, keep_latest_k=c.keep_latest_k
+        )
+        step = find_step(checkpoint_folder(self.config), c.load_step)
         if step is not None:
             progress = checkpointer.load(step, self.model, self.optimizer)
             self.step, self.skipped = int(progress["step"]), int(progress["skipped"])
@@ -148,7 +125,7 @@ class Trainer:
         reduce_replicated(self.model)
         norm = gradient_norm(self.model.parameters(), self.dims.shard_group)
         # One reduction brings the loss and a signal that any rank has received: all ranks stop at the same step.
-        loss, self.stop_signal = self._sum_and_max(losses.double().sum(), self.signal)
+        loss, self.stop.agreed = self._sum_and_max(losses.double().sum(), self.stop.received)
         grad_norm = norm.item()  # read once, before the optimizer's work is queued
         self.step += 1
         lr = learning_rate(self.step, self.config.optimizer.lr, self.config.lr_scheduler, t.steps)
@@ -209,27 +186,35 @@ class Trainer:
         config, start = self.config, self.step
         logger = self._logger()
         with profiler(config) as profile:
-            while self.step < config.training.steps and not self.stop_signal:
+            while self.step < config.training.steps and not self.stop.agreed:
                 numbers = self.train_step()
                 profile.step()
                 if self.step == start + 1:
-                    _set_timeout(config.comm.train_timeout_seconds)
+                    self._shorten_timeouts()
                 last = self.step == config.training.steps
-                if logger and (is_logged(config, self.step) or self.step == start + 1 or self.stop_signal):
+                if logger and (is_logged(config, self.step) or self.step == start + 1 or self.stop.agreed):
                     logger.log(self.step, tokens=self._tokens(), memory_gib=peak_memory_gib(), **numbers)
                 with logger.untimed() if logger else nullcontext():
                     if config.validation.enable and (self.step % config.validation.freq == 0 or last):
                         self._report_validation(logger)
-                    if self.step % config.checkpoint.interval == 0 or last or self.stop_signal:
+                    if self.step % config.checkpoint.interval == 0 or last or self.stop.agreed:
                         self.save(last)
         if self.checkpointer:
             self.checkpointer.wait()
-        if not self.stop_signal:
+        if not self.stop.agreed:
             if config.checkpoint.last_save_in_hf:
                 self._export()
             self._sample()
         if logger:
             logger.close()
+
+    def _shorten_timeouts(self) -> None:
+        """Once the first step has compiled and connected everything."""
+        dist.barrier()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        timeout = timedelta(seconds=self.config.comm.train_timeout_seconds)
+        set_timeout([dist.group.WORLD, *self.dims.groups], timeout)
 
     def _logger(self) -> MetricsLogger | None:
         if dist.get_rank() != 0:
@@ -261,14 +246,9 @@ class Trainer:
 
     def _export(self) -> None:
         """The weights as a Hugging Face folder, step-N-hf."""
-        c, source = self.config.checkpoint, hf_weights(self.config)
-        path = _exported(self.config)
-        tokenizer = tokenizer_path(self.config)
-        write_folder(
-            path, self.model.config, export_family(self.config, self.model.config), gather(self.model),
-            dtype=EXPORT_DTYPES[c.export_dtype], like=Path(source) if source else None,
-            tokenizer=Path(tokenizer) if tokenizer else None, extra={"eos_token_id": self.tokenizer.eos_id},
-        )  # fmt: skip
+        path = export_folder(self.config)
+        dtype = self.config.checkpoint.export_dtype
+        export(path, self.config, self.model.config, self.tokenizer, gather(self.model), dtype=dtype)
         if dist.get_rank() == 0:
             print(f"exported '{path}'", flush=True)
 
@@ -306,204 +286,6 @@ class Trainer:
             print(f"--- sample\n{text}\n---", flush=True)
 
 
-# --- Building blocks, and what is checked before processes start ----------------------------------------------------
-
-
-def preflight(config: Config, world_size: int) -> None:
-    """Everything that can be refused before a process starts, and the token cache, built once with a progress bar.
-
-    Raises:
-        ValueError: a corpus, tokenizer, model or checkpoint that cannot be used.
-        SystemExit: the run in this folder is finished.
-    """
-    check_config(config, world_size)
-    tokenizer = build_tokenizer(tokenizer_path(config))
-    model = model_config(config, tokenizer)
-    check_heads(model, config)
-    _check_hugging_face(config, model)
-    chosen_implementations(config.model.impl, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    corpora = _corpora(config, tokenizer, show_progress=True)
-    for corpus in corpora:
-        verify_corpus(corpus)
-        print(corpus.summary, flush=True)
-    _streams(config, tokenizer)
-    if config.checkpoint.enable:
-        _check_checkpoint(config, {"corpus": corpora[0].fingerprint, "tokenizer": tokenizer.fingerprint})
-
-
-def _check_hugging_face(config: Config, model: ModelConfig) -> None:
-    """The folder that the run begins from holds the model; the one that it ends in can."""
-    c = config.checkpoint
-    if c.last_save_in_hf:
-        _key("checkpoint.last_save_in_hf = true", export_family, config, model)
-    if hf_weights(config) and (c.last_save_in_hf or find_step(_checkpoints(config), c.load_step) is None):
-        _key("checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model)
-
-
-def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
-    """The checkpoint that the run will go on from is whole, has all it needs, and was made with this data."""
-    c, folder = config.checkpoint, _checkpoints(config)
-    step = find_step(folder, c.load_step)
-    if step is None:
-        if c.initial_load_path and not c.initial_load_in_hf:
-            verify(weights_path(Path(c.initial_load_path)))
-        return
-    verify(folder / f"step-{step}")
-    if step >= config.training.steps and c.load_step == -1:
-        print(f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}")
-        if c.last_save_in_hf and not _exported(config).exists():
-            print(f"its Hugging Face folder is not there; python -m tools.convert to-hf '{folder}' FOLDER makes one")
-        raise SystemExit(0)
-    if not holds_optimizer(folder / f"step-{step}"):
-        raise ValueError(
-            f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can go on from it; "
-            "start a new run with checkpoint.initial_load_path, or go on from an earlier checkpoint.load_step"
-        )
-    progress = read_progress(folder / f"step-{step}")
-    for key, what in (("corpus", "training.dataset_path"), ("tokenizer", "model.tokenizer_path")):
-        if progress[key] != data[key]:
-            raise ValueError(
-                f"{what} gives another {key} than the run in {config.job.dump_folder!r} was trained on (fingerprints "
-                f"{data[key]} and {progress[key]}): restore it, or start a new run in another job.dump_folder"
-            )
-
-
-def _key(key: str, check: Callable[..., T], *arguments: object) -> T:
-    """A check's result; what it refuses is said with the key that asked for it."""
-    try:
-        return check(*arguments)
-    except ValueError as error:
-        raise ValueError(f"{key}: {error}") from None
-
-
-def _loads_weights(config: Config) -> bool:
-    """Whether a checkpoint or a folder fills every parameter, so that none need be drawn."""
-    c = config.checkpoint
-    return c.enable and (bool(c.initial_load_path) or c.initial_load_in_hf or bool(whole_steps(_checkpoints(config))))
-
-
-def tokenizer_path(config: Config) -> str | None:
-    """model.tokenizer_path, else the Hugging Face folder that has a tokenizer.json, else None: bytes."""
-    own = Path(hf_assets(config)) / "tokenizer.json"
-    return config.model.tokenizer_path or (str(own) if hf_assets(config) and own.is_file() else None)
-
-
-def export_family(config: Config, model: ModelConfig) -> str:
-    """The architecture as which a run's model is saved. ValueError: none can hold it."""
-    if hf_assets(config):
-        return read_model(Path(hf_assets(config)))[0]
-    return FAMILY_OF.get(config.model.name) or find_family(model)
-
-
-def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
-    """The preset, or the model of a Hugging Face folder, checked against the tokenizer."""
-    vocab_size = config.model.vocab_size or None
-    if config.model.flavor == "hf":
-        _, model = _key("model.flavor = 'hf'", read_model, Path(hf_assets(config)))
-        model = model if vocab_size is None else replace(model, vocab_size=vocab_size)
-    else:
-        model = preset(config.model.name, config.model.flavor, vocab_size)
-    if model.vocab_size < tokenizer.vocab_size:
-        what, remedy = f"model.vocab_size = {model.vocab_size}", f"model.vocab_size to at least {tokenizer.vocab_size}"
-        if config.model.flavor == "hf":
-            what = f"the vocabulary of '{hf_assets(config)}/config.json', {model.vocab_size},"
-            remedy = "model.tokenizer_path to the tokenizer of this model"
-        raise ValueError(
-            f"{what} is smaller than that of the tokenizer {tokenizer_path(config) or 'of bytes'!r}, "
-            f"{tokenizer.vocab_size}; set {remedy}"
-        )
-    return balance_experts(model, config)
-
-
-def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:
-    """How the experts' loads are balanced: by the configuration where it says so, else as the model does."""
-    t = config.training
-    asked = {"balance_coefficient": t.expert_balance_coefficient, "bias_update_rate": t.expert_bias_update_rate}
-    asked = {field: value for field, value in asked.items() if value >= 0}
-    if not asked:
-        return model
-    if model.moe is None or (t.expert_bias_update_rate > 0 and not model.moe.selection_bias):
-        key, what = (next(iter(asked)), "experts") if model.moe is None else ("bias_update_rate", "selection bias")
-        raise ValueError(
-            f"training.expert_{key} is set, but model.name = {config.model.name!r}, model.flavor = "
-            f"{config.model.flavor!r} has no {what}; leave it at -1"
-        )
-    return replace(model, moe=replace(model.moe, **asked))
-
-
-def check_heads(model: ModelConfig, config: Config) -> None:
-    """Heads that an all-to-all over heads cannot split."""
-    p = config.parallelism
-    cp = p.context_parallel_degree
-    if p.context_parallel_method == "ulysses" and {"attention", "mla"} & set(model.layers):
-        for name, heads in (("query", model.heads), ("key", model.kv_heads)):
-            if heads % cp and (name == "query" or cp % heads):
-                raise ValueError(
-                    f"parallelism.context_parallel_method = 'ulysses' cannot split the {heads} {name} heads of "
-                    f"model.flavor = {config.model.flavor!r} among context_parallel_degree = {cp} ranks; use 'ring' "
-                    "or 'allgather', or a degree that divides them"
-                )
-    if p.context_parallel_linear_method == "ulysses" and model.linear_heads % cp:
-        raise ValueError(
-            f"parallelism.context_parallel_linear_method = 'ulysses' cannot split the {model.linear_heads} heads of "
-            f"model.flavor = {config.model.flavor!r} among context_parallel_degree = {cp} ranks; use 'kcp', or a "
-            "degree that divides them"
-        )
-
-
-def _corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = False) -> list[Corpus]:
-    """The training corpus, and validation's own if it has one."""
-    t, v = config.training, config.validation
-    paths = [t.dataset_path] + ([v.dataset_path] if v.enable and v.dataset_path else [])
-    keys = ["training.dataset_path", "validation.dataset_path"]
-    return [
-        open_corpus(
-            t.dataset, path or None, tokenizer, text_field=t.dataset_text_field, show_progress=show_progress,
-            path_key=key,
-        )
-        for path, key in zip(paths, keys, strict=False)
-    ]  # fmt: skip
-
-
-def _streams(config: Config, tokenizer: Tokenizer) -> tuple[PackedStreams, PackedStreams | None]:
-    """Streams to train on, without end, and one pass over those to validate on."""
-    t, v = config.training, config.validation
-    train, *own = _corpora(config, tokenizer)
-    holdout = v.holdout if v.enable and not own else 0.0
-    streams = PackedStreams(train, split_documents(train, holdout, "train"), seq_len=t.seq_len, seed=config.debug.seed)
-    if not v.enable:
-        return streams, None
-    corpus = own[0] if own else train
-    documents = split_documents(corpus, holdout, "validation") if not own else split_documents(corpus, 0.0, "train")
-    return streams, PackedStreams(corpus, documents, seq_len=t.seq_len, seed=config.debug.seed, repeat=False)
-
-
-def _checkpoints(config: Config) -> Path:
-    return Path(config.job.dump_folder) / config.checkpoint.folder
-
-
-def _exported(config: Config) -> Path:
-    """The Hugging Face folder that a run leaves."""
-    return _checkpoints(config) / f"step-{config.training.steps}-hf"
-
-
-def _device() -> torch.device:
-    if not torch.cuda.is_available():
-        return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-    torch.cuda.set_device(device)
-    return device
-
-
-def _set_timeout(seconds: float) -> None:
-    """A shorter timeout for every group once the first step has compiled and connected everything."""
-    dist.barrier()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    for group in [None, *dist.distributed_c10d._world.pg_map]:
-        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=seconds), group)
-
-
 def main(argv: list[str]) -> int:
     """One process of a run; its exit code. A user's mistake or a non-finite loss is one line, not a traceback."""
     die_with_parent()
@@ -519,24 +301,15 @@ def main(argv: list[str]) -> int:
 
 def _run(config: Config) -> int:
     if config.debug.deterministic:
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True)
+        be_deterministic()
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     lock = None
     if not under_launcher() and rank == 0:  # started by torchrun: what the launcher checks is checked here
         lock = lock_folder(config.job.dump_folder)
         check_resume(config)
         preflight(config, world_size)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo",
-        timeout=timedelta(seconds=config.comm.init_timeout_seconds),
-    )
-    try:
+    with process_group(timedelta(seconds=config.comm.init_timeout_seconds)):
         stopped = _train(config)
-    finally:
-        # Groups live as long as a mesh refers to them, and threads of a group that outlive the interpreter abort it.
-        gc.collect()
-        dist.destroy_process_group()
     if lock is not None:
         lock.close()
     return 128 + stopped if stopped and not under_launcher() else 0
@@ -545,15 +318,9 @@ def _run(config: Config) -> int:
 def _train(config: Config) -> int:
     """Build and train; the signal that ended it, or 0."""
     trainer = Trainer(config)
-
-    def stop(number: int, _: FrameType | None) -> None:
-        trainer.signal = number
-
-    previous = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    trainer.train()
-    for number, handler in previous.items():
-        signal.signal(number, signal.SIG_IGN if trainer.stop_signal else handler)
-    return trainer.stop_signal
+    with trainer.stop:
+        trainer.train()
+    return trainer.stop.agreed
 
 
 if __name__ == "__main__":

@@ -16,16 +16,16 @@ from pathlib import Path
 
 import torch
 
+from titan_linear.build import DTYPES, model_config, tokenizer_path, unallocated
 from titan_linear.checkpoint import load_weights, verify, weights_path
 from titan_linear.config import Config
 from titan_linear.data import Tokenizer, build_tokenizer
-from titan_linear.distributed.parallelize import materialise, set_dtype
+from titan_linear.distributed.parallelize import materialise
 from titan_linear.generate import Sampling, generate
 from titan_linear.hf_io import CONFIG, check_folder
 from titan_linear.hf_io import load_weights as load_hf_weights
 from titan_linear.models.decoder import Decoder
 from titan_linear.rundir import config_of
-from titan_linear.train import DTYPES, model_config, tokenizer_path
 
 
 def main(argv: list[str]) -> int:
@@ -59,9 +59,7 @@ def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -
     config = model_config(run, text)
     if in_hf:
         check_folder(path, config)
-    with torch.device("meta"):
-        model = Decoder(config)
-    set_dtype(model, dtype)
+    model = unallocated(config, dtype)
     materialise(model, device)
     (load_hf_weights if in_hf else load_weights)(path, model)
     return model, text

@@ -6,12 +6,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from titan_linear.build import FAMILY_OF
 from titan_linear.hf_io import find_family
 from titan_linear.models.adapters import config_from_hf, config_to_hf, entries
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.init import count_parameters
 from titan_linear.models.presets import MODELS, PATTERNS, preset
-from titan_linear.train import FAMILY_OF
 
 COUNTS = {
     ("qwen3.5", "0.8B"): 752_393_024,

@@ -38,6 +38,10 @@ class ParallelDims:
         return self.mesh.get_group("cp")
 
     @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        return [*self.mesh.get_all_groups(), *self.fsdp_mesh.get_all_groups()]
+
+    @property
     def degrees(self) -> dict[str, int]:
         return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": 1}
 

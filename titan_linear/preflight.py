@@ -1,0 +1,103 @@
+"""Everything that can be refused before a process starts: corpus, tokenizer, model, checkpoint (and see config.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from titan_linear.build import (
+    build_streams,
+    checkpoint_folder,
+    export_family,
+    export_folder,
+    model_config,
+    open_corpora,
+    tokenizer_path,
+    under_key,
+)
+from titan_linear.checkpoint import find_step, holds_optimizer, read_progress, verify, weights_path
+from titan_linear.config import Config, check_config, hf_weights
+from titan_linear.data import build_tokenizer, verify_corpus
+from titan_linear.hf_io import check_folder
+from titan_linear.models.config import ModelConfig
+from titan_linear.ops.implementations import chosen_implementations
+
+
+def preflight(config: Config, world_size: int) -> None:
+    """Everything that can be refused before a process starts, and the token cache, built once with a progress bar.
+
+    Raises:
+        ValueError: a corpus, tokenizer, model or checkpoint that cannot be used.
+        SystemExit: the run in this folder is finished.
+    """
+    check_config(config, world_size)
+    tokenizer = build_tokenizer(tokenizer_path(config))
+    model = model_config(config, tokenizer)
+    check_heads(model, config)
+    _check_hugging_face(config, model)
+    chosen_implementations(config.model.impl, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    corpora = open_corpora(config, tokenizer, show_progress=True)
+    for corpus in corpora:
+        verify_corpus(corpus)
+        print(corpus.summary, flush=True)
+    build_streams(config, tokenizer)
+    if config.checkpoint.enable:
+        _check_checkpoint(config, {"corpus": corpora[0].fingerprint, "tokenizer": tokenizer.fingerprint})
+
+
+def _check_hugging_face(config: Config, model: ModelConfig) -> None:
+    """The folder that the run begins from holds the model; the one that it ends in can."""
+    c = config.checkpoint
+    if c.last_save_in_hf:
+        under_key("checkpoint.last_save_in_hf = true", export_family, config, model)
+    if hf_weights(config) and (c.last_save_in_hf or find_step(checkpoint_folder(config), c.load_step) is None):
+        under_key("checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model)
+
+
+def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
+    """The checkpoint that the run will go on from is whole, has all it needs, and was made with this data."""
+    c, folder = config.checkpoint, checkpoint_folder(config)
+    step = find_step(folder, c.load_step)
+    if step is None:
+        if c.initial_load_path and not c.initial_load_in_hf:
+            verify(weights_path(Path(c.initial_load_path)))
+        return
+    verify(folder / f"step-{step}")
+    if step >= config.training.steps and c.load_step == -1:
+        print(f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}")
+        if c.last_save_in_hf and not export_folder(config).exists():
+            print(f"its Hugging Face folder is not there; python -m tools.convert to-hf '{folder}' FOLDER makes one")
+        raise SystemExit(0)
+    if not holds_optimizer(folder / f"step-{step}"):
+        raise ValueError(
+            f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can go on from it; "
+            "start a new run with checkpoint.initial_load_path, or go on from an earlier checkpoint.load_step"
+        )
+    progress = read_progress(folder / f"step-{step}")
+    for key, what in (("corpus", "training.dataset_path"), ("tokenizer", "model.tokenizer_path")):
+        if progress[key] != data[key]:
+            raise ValueError(
+                f"{what} gives another {key} than the run in {config.job.dump_folder!r} was trained on (fingerprints "
+                f"{data[key]} and {progress[key]}): restore it, or start a new run in another job.dump_folder"
+            )
+
+
+def check_heads(model: ModelConfig, config: Config) -> None:
+    """Heads that an all-to-all over heads cannot split."""
+    p = config.parallelism
+    cp = p.context_parallel_degree
+    if p.context_parallel_method == "ulysses" and {"attention", "mla"} & set(model.layers):
+        for name, heads in (("query", model.heads), ("key", model.kv_heads)):
+            if heads % cp and (name == "query" or cp % heads):
+                raise ValueError(
+                    f"parallelism.context_parallel_method = 'ulysses' cannot split the {heads} {name} heads of "
+                    f"model.flavor = {config.model.flavor!r} among context_parallel_degree = {cp} ranks; use 'ring' "
+                    "or 'allgather', or a degree that divides them"
+                )
+    if p.context_parallel_linear_method == "ulysses" and model.linear_heads % cp:
+        raise ValueError(
+            f"parallelism.context_parallel_linear_method = 'ulysses' cannot split the {model.linear_heads} heads of "
+            f"model.flavor = {config.model.flavor!r} among context_parallel_degree = {cp} ranks; use 'kcp', or a "
+            "degree that divides them"
+        )
