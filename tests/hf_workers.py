@@ -18,6 +18,7 @@ from titan_linear.config import load_config
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.hf_io import gather, load_weights, read_model, write_folder
+from titan_linear.models import mixers
 from titan_linear.models.adapters import entries
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -27,8 +28,8 @@ from titan_linear.train import Trainer
 
 KDA = replace(preset("kda", "debug"), norm_eps=1e-6)
 LARGE = replace(
-    KDA, vocab_size=65536, dim=4096, hidden_dim=14336, num_layers=6, linear_heads=32, linear_v_heads=32,
-    linear_head_dim=128, linear_v_head_dim=128,
+    KDA, vocab_size=65536, dim=4096, hidden_dim=14336, num_layers=6,
+    pattern=(mixers.KDA(heads=32, v_heads=32, head_dim=128, v_head_dim=128),),
 )  # fmt: skip
 EVERY = 100  # rows between the marks in a tensor
 

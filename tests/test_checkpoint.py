@@ -35,11 +35,13 @@ from titan_linear.checkpoint import Checkpointer, find_step, holds_optimizer, ve
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
+from titan_linear.models.mixers import KDA, Attention
 
-CONFIG = dict(
-    vocab_size=17, dim=6, pattern=("kda", "attention"), num_layers=2, hidden_dim=10, linear_heads=1, linear_v_heads=2,
-    linear_head_dim=4, linear_v_head_dim=4, heads=2, kv_heads=1, head_dim=4, qk_norm="head",
-)  # fmt: skip
+PATTERN = (
+    KDA(heads=1, v_heads=2, head_dim=4, v_head_dim=4),
+    Attention(heads=2, kv_heads=1, head_dim=4, qk_norm="head"),
+)
+CONFIG = dict(vocab_size=17, dim=6, pattern=PATTERN, num_layers=2, hidden_dim=10)
 LR = 1e-2
 WRAPS = {
     "none": lambda layer: layer,

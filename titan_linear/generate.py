@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_linear.data import Tokenizer
 from titan_linear.models.decoder import Decoder, LayerCache
-from titan_linear.models.init import generator
+from titan_linear.models.draws import generator
 from titan_linear.models.packed import Packed
 
 
@@ -89,7 +89,8 @@ def prefill(
     """Read the prompts (each of one token or more), `chunk` tokens at a time."""
     read = [_prefill_one(model, prompt, chunk, device, impl) for prompt in prompts]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    caches = [_batched([caches[i] for caches, _ in read]) for i in range(len(model.layers))]
+    layers = enumerate(model.config.layers)
+    caches = [_batched([caches[i] for caches, _ in read], mixer.growing) for i, mixer in layers]
     return Rows(caches, lengths, torch.cat([logits for _, logits in read]))
 
 
@@ -114,12 +115,12 @@ def _prefill_one(
     return caches, logits
 
 
-def _batched(caches: list[LayerCache]) -> LayerCache:
+def _batched(caches: list[LayerCache], growing: Sequence[str]) -> LayerCache:
     """One layer's caches of single rows as the cache of a batch; what grows is padded in front to the longest."""
     batch = LayerCache()
     for name in caches[0]:
         parts = [cache[name] for cache in caches]
-        if name in LayerCache.growing:
+        if name in growing:
             longest = max(x.shape[1] for x in parts)
             parts = [F.pad(x, (0, 0) * (x.dim() - 2) + (longest - x.shape[1], 0)) for x in parts]
         batch[name] = torch.cat(parts)

@@ -1,6 +1,6 @@
 """Hugging Face folders: read by the rows that a rank owns, written one tensor at a time.
 
-    config.json                      the model (models/families.py)
+    config.json                      the model (models/families/)
     model-00001-of-00003.safetensors ...
     model.safetensors.index.json     tensor -> file; a single file is model.safetensors, without an index
     tokenizer.json, ...              copied
@@ -17,7 +17,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_linear.checkpoint import SaveFailed, sync, weights
 from titan_linear.models.adapters import Entry, config_from_hf, config_to_hf, entries, ignored
-from titan_linear.models.config import ModelConfig
+from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -119,16 +119,10 @@ def check_folder(path: Path, model: ModelConfig) -> None:
         ValueError: naming file and tensor.
     """
     family, theirs = read_model(path)
-    theirs, ours = _identity(theirs), _identity(model)
-    if theirs != ours:
-        differing = ", ".join(f"{f} = {theirs[f]!r} (this run: {ours[f]!r})" for f in ours if theirs[f] != ours[f])
+    if found := differences(theirs, model):
+        differing = ", ".join(f"{option} = {a!r} (this run: {b!r})" for option, (a, b) in found.items())
         raise ValueError(f"'{Path(path) / CONFIG}' is another model: {differing}; use model.flavor = 'hf'")
     table(open_folder(path), family, model)
-
-
-def _identity(model: ModelConfig) -> dict[str, Any]:
-    """What two models of the same function agree in."""
-    return vars(replace(model.canonical, pattern=model.layers, init_std=0.0))
 
 
 def table(folder: Folder, family: str, model: ModelConfig) -> list[Entry]:
@@ -284,16 +278,16 @@ def find_family(model: ModelConfig) -> str:
     Raises:
         ValueError: none does.
     """
-    reasons = []
+    reasons, kinds = [], {type(mixer) for mixer in model.layers}
     for family, has in FAMILIES.items():
-        if set(model.layers) <= set(has.layers) and bool(has.experts) == (model.moe is not None):
+        if kinds <= set(has.layers) and bool(has.experts) == (model.moe is not None):
             try:
                 config_to_hf(family, model)
             except ValueError as error:
                 reasons.append(str(error))
             else:
                 return family
-    why = "; ".join(reasons) or f"none has layers {', '.join(sorted(set(model.layers)))}"
+    why = "; ".join(reasons) or f"none has layers {', '.join(sorted(kind.name for kind in kinds))}"
     raise ValueError(f"no Hugging Face architecture holds this model: {why}")
 
 
@@ -326,7 +320,7 @@ def write_folder(
     Every rank calls this and gets each parameter in turn, of which one is held at a time; rank 0 writes.
 
     Args:
-        family: the architecture (models/families.py); where there is a `like`, its own.
+        family: the architecture (models/families/); where there is a `like`, its own.
         get: name -> the whole parameter; see `gather`.
         dtype: of every tensor; None: of the tensor of that name in `like`.
         like: a folder of the same model, whose names, config.json and tensors of no concern to us (vision, multi-token

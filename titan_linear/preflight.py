@@ -86,18 +86,14 @@ def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
 def check_heads(model: ModelConfig, config: Config) -> None:
     """Heads that an all-to-all over heads cannot split."""
     p = config.parallelism
-    cp = p.context_parallel_degree
-    if p.context_parallel_method == "ulysses" and {"attention", "mla"} & set(model.layers):
-        for name, heads in (("query", model.heads), ("key", model.kv_heads)):
-            if heads % cp and (name == "query" or cp % heads):
-                raise ValueError(
-                    f"parallelism.context_parallel_method = 'ulysses' cannot split the {heads} {name} heads of "
-                    f"model.flavor = {config.model.flavor!r} among context_parallel_degree = {cp} ranks; use 'ring' "
-                    "or 'allgather', or a degree that divides them"
-                )
-    if p.context_parallel_linear_method == "ulysses" and model.linear_heads % cp:
-        raise ValueError(
-            f"parallelism.context_parallel_linear_method = 'ulysses' cannot split the {model.linear_heads} heads of "
-            f"model.flavor = {config.model.flavor!r} among context_parallel_degree = {cp} ranks; use 'kcp', or a "
-            "degree that divides them"
-        )
+    for mixer in dict.fromkeys(model.layers):
+        key, others = ("context_parallel_method", "'ring' or 'allgather'")
+        if mixer.linear:
+            key, others = ("context_parallel_linear_method", "'kcp'")
+        heads = mixer.indivisible_heads(p.context_parallel_degree)
+        if heads and getattr(p, key) == "ulysses":
+            raise ValueError(
+                f"parallelism.{key} = 'ulysses' cannot split the {heads} of model.flavor = {config.model.flavor!r} "
+                f"among context_parallel_degree = {p.context_parallel_degree} ranks; use {others}, or a degree that "
+                "divides them"
+            )

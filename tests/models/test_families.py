@@ -317,7 +317,8 @@ def test_fla_hybrids() -> None:
     written = dict(architectures=["KDAForCausalLM"], vocab_size=97, hidden_size=32, num_hidden_layers=4, num_heads=2,
                    head_dim=8, hidden_ratio=4, lower_bound=-5.0, safe_gate=True, attn=attn)  # fmt: skip
     family, config = config_from_hf(written)
-    assert config.layers == ("kda", "attention") * 2 and config.hidden_dim == 256 and config.rope_theta == 5000.0
+    assert [mixer.name for mixer in config.layers] == ["kda", "attention"] * 2
+    assert config.hidden_dim == 256 and config.layers[1].rope_theta == 5000.0
     names = {s.name for e in entries(config, family) for s in e.sources}
     assert {"model.layers.1.attn.q_proj.weight", "model.layers.1.attn_norm.weight", "model.embeddings.weight"} <= names
     assert "model.layers.1.attn.A_log" not in names and "model.layers.0.attn.g_proj.1.bias" in names

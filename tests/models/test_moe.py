@@ -10,7 +10,7 @@ import torch
 
 from tests.worlds import World
 from titan_linear.models.config import MoEConfig
-from titan_linear.models.init import generator
+from titan_linear.models.draws import generator
 from titan_linear.models.moe import MoE
 from titan_linear.models.packed import Packed
 from titan_linear.ops import build_cp_context

@@ -8,24 +8,14 @@ import torch
 from torch import nn
 
 from titan_linear.loss import chunked_cross_entropy
-from titan_linear.models.attention_mixer import AttentionMixer
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.delta_mixers import GDNMixer, KDAMixer
 from titan_linear.models.layers import RMSNorm, SwiGLU
-from titan_linear.models.mla import MLAMixer
 from titan_linear.models.moe import MoE
 from titan_linear.models.packed import Packed
 
-MIXERS = {"kda": KDAMixer, "gdn": GDNMixer, "attention": AttentionMixer, "mla": MLAMixer}
-
 
 class LayerCache(UserDict[str, torch.Tensor]):
-    """What a mixer keeps of earlier tokens. Not a dict: FSDP copies those (and their subclasses) among arguments.
-
-    Entries named in `growing` are [B, tokens, ...] and grow with the text; any other [B, ...] has one size.
-    """
-
-    growing = ("k", "v", "latent", "shared")
+    """What a mixer keeps of earlier tokens. Not a dict: FSDP copies those (and their subclasses) among arguments."""
 
 
 class Block(nn.Module):
@@ -34,9 +24,9 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         mixer = config.layers[layer]
-        self.post_norm = mixer in config.post_norm
+        self.post_norm = mixer.name in config.post_norm
         self.mixer_norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
-        self.mixer = MIXERS[mixer](config)
+        self.mixer = mixer.build(config)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
         experts = config.has_experts(layer)
         self.mlp = MoE(config.dim, config.moe) if experts else SwiGLU(config.dim, config.hidden_dim)

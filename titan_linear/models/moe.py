@@ -7,11 +7,14 @@ section 2.1.2) moves after each step: see `update_selection_biases` in distribut
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from titan_linear.models.config import MoEConfig
+from titan_linear.models.draws import zeros
 from titan_linear.models.layers import SwiGLU, widen
 from titan_linear.models.packed import Packed
 from titan_linear.ops.experts import grouped_linear, stream_means
@@ -20,11 +23,14 @@ from titan_linear.ops.experts import grouped_linear, stream_means
 class Router(nn.Module):
     """The experts of each token and their weights. Scores are in float32 or wider."""
 
+    kept_whole: ClassVar[tuple[str, ...]] = ("selection_bias",)  # bfloat16 would swallow its small steps
+
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, dim))
         self.selection_bias = None
+        self.initial = {"selection_bias": zeros}
         if config.selection_bias:
             self.selection_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
 

@@ -2,20 +2,55 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import nn
 
-from titan_linear.models.config import ModelConfig
-from titan_linear.models.layers import RMSNorm, rotate
+from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.layers import RMSNorm, angles, rotate, widen
 from titan_linear.models.packed import Packed
 from titan_linear.ops import attention
 
 
+@dataclass(frozen=True, kw_only=True)
+class Attention(MixerOptions):
+    heads: int
+    kv_heads: int  # heads is a multiple of it
+    head_dim: int
+    qk_norm: str | None = None  # "head": of each head; "width": over all heads together
+    rope_theta: float | None = 10000.0  # None: no positions
+    rotary_fraction: float = 1.0  # of head_dim, its first part
+    output_gate: bool = False
+
+    name: ClassVar[str] = "attention"
+    growing: ClassVar[tuple[str, ...]] = ("k", "v")
+
+    @property
+    def ops(self) -> dict[str, dict[str, int]]:
+        return {"attention": {"D": self.head_dim, "Dv": self.head_dim}}
+
+    @property
+    def rotary(self) -> tuple[float, int] | None:
+        return None if self.rope_theta is None else (self.rope_theta, int(self.head_dim * self.rotary_fraction))
+
+    def indivisible_heads(self, ranks: int) -> str | None:
+        if self.heads % ranks:
+            return f"{self.heads} query heads"
+        return f"{self.kv_heads} key heads" if self.kv_heads % ranks and ranks % self.kv_heads else None
+
+    def build(self, config: ModelConfig) -> AttentionMixer:
+        return AttentionMixer(self, config)
+
+
 class AttentionMixer(nn.Module):
-    def __init__(self, config: ModelConfig):
+    """The cache holds `k` and `v` [B, tokens, Hkv, D]."""
+
+    def __init__(self, options: Attention, config: ModelConfig):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = config.heads, config.kv_heads, config.head_dim
-        self.theta, self.rotary_fraction, self.qk_norm = config.rope_theta, config.rotary_fraction, config.qk_norm
+        self.heads, self.kv_heads, self.head_dim = options.heads, options.kv_heads, options.head_dim
+        self.rotary, self.qk_norm = options.rotary, options.qk_norm
         self.q_proj = nn.Linear(config.dim, self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
@@ -23,15 +58,16 @@ class AttentionMixer(nn.Module):
             q_heads, k_heads = (1, 1) if self.qk_norm == "head" else (self.heads, self.kv_heads)  # under one norm
             self.q_norm = RMSNorm(q_heads * self.head_dim, config.norm_eps, config.zero_centred_norm)
             self.k_norm = RMSNorm(k_heads * self.head_dim, config.norm_eps, config.zero_centred_norm)
-        self.g_proj = nn.Linear(config.dim, self.heads * self.head_dim, bias=False) if config.output_gate else None
+        self.g_proj = nn.Linear(config.dim, self.heads * self.head_dim, bias=False) if options.output_gate else None
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor, packed: Packed, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds the keys and values of earlier tokens, and grows."""
         q, k = self._normed(self.q_proj(x), self.k_proj(x))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
-        if self.theta is not None:
-            q, k = (rotate(t, packed.position_ids, self.theta, self.rotary_fraction) for t in (q, k))
+        if self.rotary is not None:
+            cos, sin = angles(packed.position_ids, *self.rotary, dtype=widen(q).dtype)
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = (torch.cat([cache[n], t], 1) if n in cache else t for n, t in (("k", k), ("v", v)))
             cache.update(k=k, v=v)

@@ -1,34 +1,64 @@
-"""The mixers of linear layers: Kimi Delta Attention and Gated DeltaNet, as published and as in FLA's layers.
+"""What the mixers of linear layers share, as published and as in FLA's layers.
 
-Both project to q, k, v, run one short causal convolution with silu over the three, apply a delta rule to normalised
-q and k, norm and gate each head's output, and project back. They differ in their gates.
+Kimi Delta Attention and Gated DeltaNet project to q, k, v, run one short causal convolution with silu over the three,
+apply a delta rule to normalised q and k, norm and gate each head's output, and project back. Their gates differ.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import nn
 
-from titan_linear.models.config import ModelConfig
+from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.draws import Draw, time_step_bias
 from titan_linear.models.layers import ConvWeight, GatedRMSNorm
 from titan_linear.models.packed import Packed
-from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops import causal_conv1d
 
 
-class _DeltaMixer(nn.Module):
-    def __init__(self, config: ModelConfig, activation: str):
+@dataclass(frozen=True, kw_only=True)
+class DeltaOptions(MixerOptions):
+    heads: int
+    v_heads: int  # a multiple of heads
+    head_dim: int
+    v_head_dim: int
+    conv_size: int = 4
+    beta_range: float = 1.0  # β in (0, this); 2 allows negative eigenvalues
+    o_norm_eps: float | None = None  # of the output norm; None: the model's
+
+    linear: ClassVar[bool] = True
+    op: ClassVar[str]  # the delta rule
+
+    @property
+    def ops(self) -> dict[str, dict[str, int]]:
+        return {self.op: {"K": self.head_dim, "V": self.v_head_dim}, "causal_conv1d": {"W": self.conv_size}}
+
+    def indivisible_heads(self, ranks: int) -> str | None:
+        return f"{self.heads} heads" if self.heads % ranks else None
+
+
+class DeltaMixer(nn.Module):
+    """The cache holds `state` [B, HV, K, V] and `conv` [B, D, W−1], the convolution's last inputs."""
+
+    kept_whole: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")  # rounded to bfloat16 they change a document's decay
+
+    def __init__(self, options: DeltaOptions, config: ModelConfig, activation: str, A_log: Draw):
         super().__init__()
-        self.heads, self.v_heads = config.linear_heads, config.linear_v_heads
-        self.head_dim, self.v_head_dim = config.linear_head_dim, config.linear_v_head_dim
+        self.heads, self.v_heads = options.heads, options.v_heads
+        self.head_dim, self.v_head_dim = options.head_dim, options.v_head_dim
         key_dim, value_dim = self.heads * self.head_dim, self.v_heads * self.v_head_dim
         self.widths = (key_dim, key_dim, value_dim)
         self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.dim, w, bias=False) for w in self.widths)
-        self.q_conv1d, self.k_conv1d, self.v_conv1d = (ConvWeight(w, config.conv_size) for w in self.widths)
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (ConvWeight(w, options.conv_size) for w in self.widths)
         self.b_proj = nn.Linear(config.dim, self.v_heads, bias=False)
-        self.beta_range = config.beta_range
-        eps = config.norm_eps if config.o_norm_eps is None else config.o_norm_eps
+        self.beta_range = options.beta_range
+        eps = config.norm_eps if options.o_norm_eps is None else options.o_norm_eps
         self.o_norm = GatedRMSNorm(self.v_head_dim, eps, activation)
         self.o_proj = nn.Linear(value_dim, config.dim, bias=False)
+        self.initial = {"A_log": A_log, "dt_bias": time_step_bias}
 
     def forward(self, x: torch.Tensor, packed: Packed, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left, and is brought up to date."""
@@ -64,39 +94,3 @@ class _DeltaMixer(nn.Module):
 
     def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise NotImplementedError
-
-
-class KDAMixer(_DeltaMixer):
-    """A gate per channel from a low-rank projection; the output gate is low-rank too (Kimi Linear, section 4)."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__(config, activation="sigmoid")
-        self.lower_bound, gate_bias = config.kda_lower_bound, config.kda_gate_bias
-        rank, gate_dim, value_dim = self.v_head_dim, self.v_heads * self.head_dim, self.v_heads * self.v_head_dim
-        self.f_proj = nn.Sequential(nn.Linear(config.dim, rank, bias=False), nn.Linear(rank, gate_dim, bias=False))
-        self.g_proj = nn.Sequential(nn.Linear(config.dim, rank, bias=False), nn.Linear(rank, value_dim, gate_bias))
-        self.A_log = nn.Parameter(torch.empty(self.v_heads))
-        self.dt_bias = nn.Parameter(torch.empty(gate_dim))
-
-    def _raw_gate(self, x: torch.Tensor) -> torch.Tensor:
-        return self.f_proj(x).unflatten(-1, (self.v_heads, self.head_dim))
-
-    def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return chunk_kda(*inputs, lower_bound=self.lower_bound, **options)
-
-
-class GDNMixer(_DeltaMixer):
-    """A gate per head (Gated Delta Networks, section 3.3)."""
-
-    def __init__(self, config: ModelConfig):
-        super().__init__(config, activation="silu")
-        self.a_proj = nn.Linear(config.dim, self.v_heads, bias=False)
-        self.g_proj = nn.Linear(config.dim, self.v_heads * self.v_head_dim, bias=False)
-        self.A_log = nn.Parameter(torch.empty(self.v_heads))
-        self.dt_bias = nn.Parameter(torch.empty(self.v_heads))
-
-    def _raw_gate(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a_proj(x)
-
-    def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return chunk_gated_delta_rule(*inputs, **options)
