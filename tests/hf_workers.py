@@ -22,7 +22,7 @@ from titan_linear.models import mixers
 from titan_linear.models.adapters import entries
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.packed import Packed
+from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.train import Trainer
 
@@ -82,7 +82,7 @@ def gathered_after_a_forward(rank: int, world_size: int, folder: Path) -> list[s
     load_weights(folder, model)
     before = {name: gather(model)(name) for name in weights(model)}
     with torch.no_grad():
-        model(torch.arange(9).unsqueeze(0), Packed(torch.arange(9)))
+        model(torch.arange(9).unsqueeze(0), BatchPlan(torch.arange(9)))
     get = gather(model)
     return [
         name for name, value in before.items() if get(name).dtype != value.dtype or not torch.equal(get(name), value)

@@ -18,7 +18,7 @@ from titan_linear.hf_io import owned
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.mixers import MLA
-from titan_linear.models.packed import Packed
+from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from tools import dry_run
 
@@ -62,7 +62,7 @@ def test_activations_are_those_that_autograd_keeps(layer: int, moe: MoEConfig | 
 
     x = torch.randn(1, dry_run.SAMPLE, config.dim, requires_grad=True)
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        block(x, Packed(torch.arange(dry_run.SAMPLE)))
+        block(x, BatchPlan(torch.arange(dry_run.SAMPLE)))
     real = sum(storage.nbytes() for storage in kept.values()) / dry_run.SAMPLE
     counted = dry_run._saved_per_token(config, layer, torch.float32)
     padded = config.layers[layer] is LATENT  # the CPU's attention keeps an output as wide as the queries

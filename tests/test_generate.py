@@ -18,7 +18,7 @@ from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import MLA
-from titan_linear.models.packed import Packed
+from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import attention, chunk_gated_delta_rule, chunk_kda
 
@@ -65,7 +65,7 @@ def test_prefill_and_decode_equal_one_forward(name: str, chunk: int) -> None:
     for i, prompt in enumerate(PROMPTS):
         whole = torch.tensor([prompt + new[:, i].tolist()])
         with torch.no_grad():
-            reference = model(whole, Packed(torch.arange(whole.shape[1])))[0, len(prompt) - 1 :]
+            reference = model(whole, BatchPlan(torch.arange(whole.shape[1])))[0, len(prompt) - 1 :]
         got = torch.stack([step[i] for step in logits])
         assert ((got - reference).norm() / reference.norm()).item() < 1e-9
 

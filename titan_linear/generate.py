@@ -2,7 +2,8 @@
 
 A row carries what its layers keep of earlier tokens (`LayerCache`): recurrent states, tails of convolutions, keys and
 values. Prompts are prefilled one by one, so memory is that of one chunk; then the rows become one batch. Keys and
-values of shorter rows get padding in front, which attention leaves out (`Packed.first_key`); nothing else has a length.
+values of shorter rows get padding in front, which attention leaves out (`BatchPlan.first_key`); nothing else has a
+length.
 
 Decoding equals one forward over the whole text, and a row's text depends on (seed, its index) and its own prompt alone.
 """
@@ -20,7 +21,7 @@ from torch.distributed.tensor import DTensor
 from titan_linear.data import Tokenizer
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.draws import generator
-from titan_linear.models.packed import Packed
+from titan_linear.models.plan import BatchPlan
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,8 @@ def prefill(
 def decode(model: Decoder, rows: Rows, tokens: torch.Tensor, *, impl: str = "auto") -> Rows:
     """Read one more token of each row, tokens [B]. The caches are brought up to date in place."""
     longest = rows.lengths.max()
-    packed = Packed(rows.lengths.unsqueeze(1), first_key=longest - rows.lengths, impl=impl)
-    logits = model(tokens.unsqueeze(1), packed, caches=rows.caches, logits_to_keep=1)[:, -1]
+    plan = BatchPlan(rows.lengths.unsqueeze(1), first_key=longest - rows.lengths, impl=impl)
+    logits = model(tokens.unsqueeze(1), plan, caches=rows.caches, logits_to_keep=1)[:, -1]
     return replace(rows, lengths=rows.lengths + 1, logits=logits)
 
 
@@ -110,8 +111,8 @@ def _prefill_one(
     tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
     for start in range(0, len(prompt), chunk):
         part = tokens[:, start : start + chunk]
-        packed = Packed(torch.arange(start, start + part.shape[1], device=device), impl=impl)
-        logits = model(part, packed, caches=caches, logits_to_keep=1)[:, -1]  # [1, vocab]
+        plan = BatchPlan(torch.arange(start, start + part.shape[1], device=device), impl=impl)
+        logits = model(part, plan, caches=caches, logits_to_keep=1)[:, -1]  # [1, vocab]
     return caches, logits
 
 

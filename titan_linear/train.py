@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.build import (
+    DTYPES,
     build_model,
     build_streams,
     checkpoint_folder,
@@ -66,8 +67,9 @@ class Trainer:
         self.model = self._build_model(model_config(config, self.tokenizer))
         self.optimizer = build_optimizer(self.model, config.optimizer)
         p = config.parallelism
-        self.sharding = BatchSharding(
-            self.dims, self.device, layout=p.context_parallel_layout, softmax_method=p.context_parallel_method,
+        self.sharding = BatchSharding.of(
+            self.model.config, self.dims, self.device, DTYPES[config.training.mixed_precision_param],
+            layout=p.context_parallel_layout, softmax_method=p.context_parallel_method,
             linear_method=p.context_parallel_linear_method, impl=config.model.impl,
         )  # fmt: skip
         self.step, self.skipped = 0, 0

@@ -34,7 +34,7 @@ from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.moe import MoE
-from titan_linear.models.packed import Packed
+from titan_linear.models.plan import BatchPlan
 
 GIB = 2**30
 SAMPLE = 512  # tokens of which activations are counted; they grow linearly
@@ -124,7 +124,7 @@ def _saved_per_token(model: ModelConfig, layer: int, dtype: torch.dtype) -> floa
     with torch.device("meta"):
         block = Block(model, layer).to(dtype)
         x = torch.empty(1, SAMPLE, model.dim, dtype=dtype, requires_grad=True)
-        packed = Packed(torch.arange(SAMPLE))
+        plan = BatchPlan(torch.arange(SAMPLE))
     if isinstance(block.mlp, MoE):
         block.mlp._routed = partial(_routed_by_one, block.mlp)
     parameters = {p.untyped_storage()._cdata for p in block.parameters()}
@@ -137,7 +137,7 @@ def _saved_per_token(model: ModelConfig, layer: int, dtype: torch.dtype) -> floa
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        block(x, packed)
+        block(x, plan)
     return sum(storage.nbytes() for storage in kept.values()) / SAMPLE
 
 

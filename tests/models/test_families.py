@@ -24,7 +24,7 @@ from tests.worlds import World
 from titan_linear.models.adapters import config_from_hf, config_to_hf, entries, state_from_hf, state_to_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder, LayerCache
-from titan_linear.models.packed import Packed
+from titan_linear.models.plan import BatchPlan
 
 T = 131
 DOCUMENTS = {"one document": [0, T], "packed": [0, 37, 38, 96, T]}
@@ -80,8 +80,8 @@ def check(ours: tuple[torch.Tensor, float, State], theirs: tuple[torch.Tensor, f
 @pytest.mark.parametrize("name", hf_models.MODELS)
 def test_model_is_theirs(name: str, documents: str, case: Callable[[str], Case]) -> None:
     c, bounds = case(name), DOCUMENTS[documents]
-    packed = Packed(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
-    check(run(c.config, c.state, c.tokens, labels_of(c.tokens, bounds), packed), c.references[documents])
+    plan = BatchPlan(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    check(run(c.config, c.state, c.tokens, labels_of(c.tokens, bounds), plan), c.references[documents])
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -121,9 +121,9 @@ def test_decoding_goes_on_from_a_prefix(name: str, case: Callable[[str], Case]) 
     caches, parts = [LayerCache() for _ in model.layers], []
     with torch.no_grad():
         for start, end in pairwise([0, 70, 72, *range(128, T + 1)]):
-            packed = Packed(torch.arange(start, end))
-            parts.append(model(tokens[:, start:end], packed, caches=caches))
-        whole = model(tokens, Packed(torch.arange(T)))
+            plan = BatchPlan(torch.arange(start, end))
+            parts.append(model(tokens[:, start:end], plan, caches=caches))
+        whole = model(tokens, BatchPlan(torch.arange(T)))
     assert (torch.cat(parts, 1) - whole).abs().max() < 1e-10
 
 
@@ -304,8 +304,8 @@ def test_fla_models(make: Callable[[Path], tuple[Case, dict, State]], tmp_path: 
     back = state_to_hf(state, config, family)
     assert back.keys() == tensors.keys() and all(torch.equal(back[n], t) for n, t in tensors.items())
     for documents, bounds in DOCUMENTS.items():
-        packed = Packed(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
-        logits, loss, _ = run(config, state, c.tokens, labels_of(c.tokens, bounds), packed)
+        plan = BatchPlan(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+        logits, loss, _ = run(config, state, c.tokens, labels_of(c.tokens, bounds), plan)
         theirs = c.references[documents]
         assert relative(logits, theirs[0]) < 1e-5
         assert abs(loss - theirs[1]) < 1e-5 * theirs[1]

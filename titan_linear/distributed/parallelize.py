@@ -1,6 +1,6 @@
 """From a plain decoder to one that many ranks train: activation checkpointing, then FSDP2.
 
-Context parallelism is not here: it is in what a mixer is given (`Packed.cp_context`), not in the model.
+Context parallelism is not here: it is in what a mixer is given (`BatchPlan.cp_context`), not in the model.
 """
 
 from __future__ import annotations

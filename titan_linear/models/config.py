@@ -37,7 +37,7 @@ class MixerOptions(ABC):
 
     @abstractmethod
     def build(self, config: ModelConfig) -> nn.Module:
-        """forward(x [B, T, dim], packed, cache) -> [B, T, dim]. The module may name in `initial` how parameters are
+        """forward(x [B, T, dim], plan, cache) -> [B, T, dim]. The module may name in `initial` how parameters are
         drawn that are not normal, and in `kept_whole` those that every rank keeps whole and in float32 or wider."""
 
     @property

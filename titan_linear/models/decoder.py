@@ -11,7 +11,7 @@ from titan_linear.loss import chunked_cross_entropy
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.layers import RMSNorm, SwiGLU
 from titan_linear.models.moe import MoE
-from titan_linear.models.packed import Packed
+from titan_linear.models.plan import BatchPlan
 
 
 class LayerCache(UserDict[str, torch.Tensor]):
@@ -32,16 +32,16 @@ class Block(nn.Module):
         self.mlp = MoE(config.dim, config.moe) if experts else SwiGLU(config.dim, config.hidden_dim)
 
     def forward(
-        self, x: torch.Tensor, packed: Packed, cache: LayerCache | None = None
+        self, x: torch.Tensor, plan: BatchPlan, cache: LayerCache | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [B, T, dim] -> [B, T, dim], and the load-balance loss of the experts, if there is one."""
-        y = self.mixer(x if self.post_norm else self.mixer_norm(x), packed, cache)
+        y = self.mixer(x if self.post_norm else self.mixer_norm(x), plan, cache)
         x = x + (self.mixer_norm(y) if self.post_norm else y)
-        y, balance = self._mlp(x if self.post_norm else self.mlp_norm(x), packed)
+        y, balance = self._mlp(x if self.post_norm else self.mlp_norm(x), plan)
         return x + (self.mlp_norm(y) if self.post_norm else y), balance
 
-    def _mlp(self, x: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.mlp(x, packed) if isinstance(self.mlp, MoE) else (self.mlp(x), None)
+    def _mlp(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.mlp(x, plan) if isinstance(self.mlp, MoE) else (self.mlp(x), None)
 
 
 class Head(nn.Module):
@@ -73,7 +73,7 @@ class Decoder(nn.Module):
     def forward(
         self,
         tokens: torch.Tensor,
-        packed: Packed,
+        plan: BatchPlan,
         labels: torch.Tensor | None = None,
         *,
         loss_chunk: int = 2048,
@@ -87,7 +87,7 @@ class Decoder(nn.Module):
         """
         x, balances = self.embedding(tokens), []
         for i, layer in enumerate(self.layers):
-            x, balance = layer(x, packed, None if caches is None else caches[i])
+            x, balance = layer(x, plan, None if caches is None else caches[i])
             balances += [] if balance is None else [balance]
         out = self.head(x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk)
         for balance in balances if labels is not None else []:

@@ -9,9 +9,13 @@ from torch import nn
 from titan_linear.models.draws import ones, zeros
 
 
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 if it is that already."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def widen(x: torch.Tensor) -> torch.Tensor:
-    """x in float32, or in float64 if it is that already."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(widened(x.dtype))
 
 
 class RMSNorm(nn.Module):

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from titan_linear.models.config import MixerOptions, ModelConfig
-from titan_linear.models.layers import RMSNorm, angles, rotate, widen
-from titan_linear.models.packed import Packed
+from titan_linear.models.layers import RMSNorm, rotate, widened
+from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import attention
 
 
@@ -61,17 +61,17 @@ class AttentionMixer(nn.Module):
         self.g_proj = nn.Linear(config.dim, self.heads * self.head_dim, bias=False) if options.output_gate else None
         self.o_proj = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
 
-    def forward(self, x: torch.Tensor, packed: Packed, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds the keys and values of earlier tokens, and grows."""
         q, k = self._normed(self.q_proj(x), self.k_proj(x))
         v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
         if self.rotary is not None:
-            cos, sin = angles(packed.position_ids, *self.rotary, dtype=widen(q).dtype)
+            cos, sin = plan.angles(self.rotary, widened(q.dtype))
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = (torch.cat([cache[n], t], 1) if n in cache else t for n, t in (("k", k), ("v", v)))
             cache.update(k=k, v=v)
-        o = attention(q, k, v, method=packed.softmax_method, first_key=packed.first_key, **packed.documents).flatten(-2)
+        o = attention(q, k, v, method=plan.softmax_method, first_key=plan.first_key, **plan.documents).flatten(-2)
         return self.o_proj(o if self.g_proj is None else o * self.g_proj(x).sigmoid())
 
     def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

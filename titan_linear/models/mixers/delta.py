@@ -15,7 +15,7 @@ from torch import nn
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.draws import Draw, time_step_bias
 from titan_linear.models.layers import ConvWeight, GatedRMSNorm
-from titan_linear.models.packed import Packed
+from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import causal_conv1d
 
 
@@ -60,26 +60,26 @@ class DeltaMixer(nn.Module):
         self.o_proj = nn.Linear(value_dim, config.dim, bias=False)
         self.initial = {"A_log": A_log, "dt_bias": time_step_bias}
 
-    def forward(self, x: torch.Tensor, packed: Packed, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left, and is brought up to date."""
-        q, k, v = self._convolved(x, packed, cache)
+        q, k, v = self._convolved(x, plan, cache)
         beta = self.b_proj(x).sigmoid() * self.beta_range  # [B, T, HV]
         states = {} if cache is None else {"initial_state": cache.get("state"), "output_final_state": True}
         o, state = self._delta_rule(
             q, k, v, self._raw_gate(x), beta, A_log=self.A_log, dt_bias=self.dt_bias, use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True, impl=packed.impl, cp_method=packed.linear_method, **packed.documents, **states,
+            use_gate_in_kernel=True, impl=plan.impl, cp_method=plan.linear_method, **plan.documents, **states,
         )  # fmt: skip
         if cache is not None:
             cache["state"] = state
         z = self.g_proj(x).unflatten(-1, (self.v_heads, self.v_head_dim))
         return self.o_proj(self.o_norm(o, z).flatten(-2))
 
-    def _convolved(self, x: torch.Tensor, packed: Packed, cache: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
+    def _convolved(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
         """q, k [B, T, H, K] and v [B, T, HV, V] after the convolution: one over the three, so one halo under CP."""
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
         weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
         states = {} if cache is None else {"initial_state": cache.get("conv"), "output_final_state": True}
-        qkv, tail = causal_conv1d(qkv, weight, activation="silu", impl=packed.impl, **packed.documents, **states)
+        qkv, tail = causal_conv1d(qkv, weight, activation="silu", impl=plan.impl, **plan.documents, **states)
         if cache is not None:
             cache["conv"] = tail
         q, k, v = qkv.split(self.widths, -1)

@@ -10,7 +10,7 @@ from torch import nn
 
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.layers import RMSNorm
-from titan_linear.models.packed import Packed
+from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import attention
 
 LATENT_EPS = 1e-6  # of the latent's norm, whatever the model's own
@@ -55,7 +55,7 @@ class MLAMixer(nn.Module):
         self.kv_b_proj = nn.Linear(options.kv_rank, self.heads * sum(self.kv_dims), bias=False)
         self.o_proj = nn.Linear(self.heads * options.v_dim, config.dim, bias=False)
 
-    def forward(self, x: torch.Tensor, packed: Packed, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds the normed latents and shared keys of earlier tokens."""
         q = self.q_proj(x).unflatten(-1, (self.heads, -1))
         latent, shared = self.kv_a_proj(x).split(self.latent_dims, -1)  # [B, T, rank], [B, T, shared]
@@ -66,6 +66,6 @@ class MLAMixer(nn.Module):
             cache.update(latent=latent, shared=shared)
         k, v = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).split(self.kv_dims, -1)
         k = torch.cat([k, shared.unsqueeze(2).expand(-1, -1, self.heads, -1)], -1)
-        documents = {"first_key": packed.first_key, **packed.documents}
-        o = attention(q, k, v.contiguous(), method=packed.softmax_method, **documents)
+        documents = {"first_key": plan.first_key, **plan.documents}
+        o = attention(q, k, v.contiguous(), method=plan.softmax_method, **documents)
         return self.o_proj(o.flatten(-2))
