@@ -18,6 +18,7 @@ class DeltaRuleOptions:
     gate_in_kernel: bool = False  # g is raw: apply A_log and dt_bias
     lower_bound: float | None = None  # the bounded gate, lower_bound·sigmoid(…); None: −exp(A_log)·softplus(…)
     safe_gate: bool = False  # the caller promises g ≥ −5 per token
+    beta_range: float | None = None  # beta is raw: β = beta_range·sigmoid(beta); None: beta is β
     disable_recompute: bool = False  # keep the intermediates of forward for backward
 
 

@@ -1,0 +1,138 @@
+"""The stages of both rules as the driver may ask for them: strided inputs, β as logits, states and boundaries by
+index."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.ops.inputs import boundaries, make_inputs, raw_gate_inputs, relative_error
+from titan_linear.ops.options import DeltaRuleOptions, Entries
+from titan_linear.ops.torch.delta_rule import TorchDeltaRule
+from titan_linear.ops.triton.chunks import chunks_of
+from titan_linear.ops.triton.delta_rule import TritonGDN, TritonKDA, TritonRule
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+RULES = {"kda": TritonKDA, "gdn": TritonGDN}
+OPTIONS = DeltaRuleOptions(scale=0.2)
+LENGTHS = [3, 70, 0, 20]
+
+
+def flat_inputs(op: str, make: Any = make_inputs, **shape: int) -> list[torch.Tensor | None]:
+    """float32 q, k, v, g, beta, A_log, dt_bias without a batch dimension."""
+    x = make(op, sum(LENGTHS), **{"H": 2, "HV": 2, "K": 32, "V": 32} | shape)
+    tokens = [x[n][0].float().to(DEVICE) for n in ("q", "k", "v", "g", "beta")]
+    return tokens + [x[n].float().to(DEVICE) if n in x else None for n in ("A_log", "dt_bias")]
+
+
+def rule(op: str, inputs: list[torch.Tensor | None], options: DeltaRuleOptions = OPTIONS) -> TritonRule:
+    return RULES[op](inputs, options, chunks_of(boundaries(LENGTHS).to(DEVICE, torch.int32), sum(LENGTHS)), ())
+
+
+def numbers(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32, device=DEVICE)
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(5)).to(DEVICE)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies of tensors that this project's operators make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside, self.count = False, 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op.namespace != "titan_linear":
+            self.count += self.inside and op.overloadpacket.__name__ == "clone"  # what contiguous() calls
+            return op(*args, **(kwargs or {}))
+        key = torch._C.DispatchKey.CUDA if DEVICE == "cuda" else torch._C.DispatchKey.CPU
+        self.inside = True
+        with self:
+            result = op.redispatch(torch._C.DispatchKeySet(key), *args, **(kwargs or {}))
+        self.inside = False
+        return result
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_views_of_one_projection_are_not_copied(op: str) -> None:
+    """q, k, v of one tensor, as in the mixers, and so g, beta and do: the same numbers, bit by bit."""
+    inputs = flat_inputs(op, raw_gate_inputs)
+    do, options = randn(*inputs[2].shape), replace(OPTIONS, l2norm=True, gate_in_kernel=True)
+
+    def strided(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        together = torch.cat([x.flatten(1) for x in tensors], 1).split([x[0].numel() for x in tensors], 1)
+        return [part.unflatten(1, x.shape[1:]) for part, x in zip(together, tensors, strict=True)]
+
+    q, k, v, g, beta, *parameters = inputs
+    views = [*strided(q, k, v), *strided(g, beta), *parameters]
+    results = []
+    for tensors, d in ((inputs, do), (views, strided(do, do)[1])):
+        with Copies() as copies:
+            r = rule(op, tensors, options)
+            S_ext, M = r.boundaries(numbers([1]))
+            r = RULES[op](tensors, options, r.chunks, r.kept[2:])
+            grads, _ = r.backward(d, None, None)
+            results.append([r.forward(None)[0], S_ext, M, r.boundary_gradients(d, numbers([1])), *grads])
+        assert copies.count == 0
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    assert all(x.is_contiguous() for x in results[1])
+
+
+@pytest.mark.parametrize("beta_range", [1.0, 2.0])
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_beta_from_logits(op: str, beta_range: float) -> None:
+    inputs, options = flat_inputs(op, V=64), replace(OPTIONS, beta_range=beta_range)
+    inputs[4] = 3 * randn(*inputs[4].shape)
+    do, d_final = randn(*inputs[2].shape), randn(len(LENGTHS), 2, 32, 64)
+    ours = rule(op, inputs, options)
+    wide = [None if x is None else x.double().cpu() for x in inputs]
+    exact = TorchDeltaRule(wide, options, Entries(boundaries(LENGTHS)), differentiable=True)
+    got = [*ours.forward(None), *ours.backward(do, None, d_final)[0]]
+    want = [*exact.forward(None), *exact.backward(do.double().cpu(), None, d_final.double().cpu())[0]]
+    assert max(relative_error(a.cpu(), b) for a, b in zip(got, want, strict=True) if a is not None) < 2e-5
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_states_by_index(op: str) -> None:
+    """As if they lay in tensors of all entries, bit by bit; of what is not asked for nothing is computed."""
+    r = rule(op, flat_inputs(op))
+    state_index, final_index = [1, -1, 0, 2], [-1, 0, 1, 2]
+    initial, d_final, do = randn(3, 2, 32, 32), randn(3, 2, 32, 32), randn(93, 2, 32)
+
+    def of_all(states: torch.Tensor, index: list[int]) -> torch.Tensor:
+        return torch.stack([torch.zeros_like(states[0]) if i < 0 else states[i] for i in index])
+
+    o, final = r.forward(of_all(initial, state_index))
+    grads, d_initial = r.backward(do, of_all(initial, state_index), of_all(d_final, final_index))
+    rows = {"state_index": numbers(state_index), "final_index": numbers(final_index)}
+    got_o, got_final = r.forward(initial, **rows, final_rows=3)
+    got_grads, got_d_initial = r.backward(do, initial, d_final, **rows)
+    assert torch.equal(got_o, o) and torch.equal(got_final, final[1:])
+    assert torch.equal(got_d_initial, d_initial[[2, 0, 3]])
+    assert all(a is b is None or torch.equal(a, b) for a, b in zip(got_grads, grads, strict=True))
+
+    assert r.forward(initial, output_final_state=False, state_index=rows["state_index"])[1] is None
+    assert r.backward(do, initial, d_final, need_d_initial=False, **rows)[1] is None
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_only_wanted_boundaries_are_computed(op: str) -> None:
+    r, do, entries = rule(op, flat_inputs(op, V=64)), randn(93, 2, 64), numbers([1, 3, 0])
+    every, some = r.boundaries(entries), r.boundaries(entries, numbers([1, 0, 2]))
+    assert torch.equal(some[0][[0, 2]], every[0][[0, 2]]) and torch.equal(some[1][2], every[1][2])
+    gradients = r.boundary_gradients(do, entries), r.boundary_gradients(do, entries, numbers([1, 0, 1]))
+    assert torch.equal(gradients[1][[0, 2]], gradients[0][[0, 2]])
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        S_ext, M = r.boundaries(entries, numbers([1, 0, 2]))
+        assert S_ext[1].isnan().all() and M[:2].isnan().all()
+        assert r.boundary_gradients(do, entries, numbers([1, 0, 1]))[1].isnan().all()
+    finally:
+        torch.use_deterministic_algorithms(False)
