@@ -185,7 +185,7 @@ def build_cp_context(
         tokens=int(local[-1]), stream_tokens=int(documents[-1]), all_fragments=fragments,
         order=tuple(f.rank * len(mine) + f.slot for f in fragments), documents=documents,
         boundaries=Boundaries(
-            moved["boundaries"]["cu_seqlens"], torch.from_numpy(local), _longest(local),
+            moved["boundaries"]["cu_seqlens"], torch.from_numpy(local), _longest(local), world_size == 1,
             {n: ChunkTable(**moved[f"chunks of {n}"]) for n in (CHUNK, CONV_RUN)},
         ),
         **moved["tokens"],

@@ -8,7 +8,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from titan_linear.ops.options import DeltaRuleOptions, Entries
+from titan_linear.ops.boundaries import CHUNK, Boundaries
+from titan_linear.ops.cp.kcp import Chains
+from titan_linear.ops.options import DeltaRuleOptions
+from titan_linear.ops.states import Inputs, States
 from titan_linear.ops.triton import gdn, kda
 from titan_linear.ops.triton.chunks import Chunks, chunks_of
 from titan_linear.ops.triton.split_documents import SplitDocuments, segment_length
@@ -18,9 +21,9 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def triton_delta_rule(
-    inputs: Sequence[Tensor | None],
+    inputs: Inputs,
     options: DeltaRuleOptions,
-    entries: Entries,
+    boundaries: Boundaries,
     differentiable: bool,
     kept: Sequence[Tensor] = (),
 ) -> TritonRule | SplitDocuments:
@@ -30,7 +33,7 @@ def triton_delta_rule(
     Raises:
         ValueError: a dtype or head dim that the kernels do not have.
     """
-    q, k, v, g, *_ = inputs
+    q, k, v = inputs.q, inputs.k, inputs.v
     if q.dtype not in DTYPES or {k.dtype, v.dtype} != {q.dtype}:
         raise ValueError(
             f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}: impl = 'triton' takes one of "
@@ -41,77 +44,53 @@ def triton_delta_rule(
             raise ValueError(
                 f"{name} = {dim}: impl = 'triton' has head dims {HEAD_DIMS}; use impl = 'torch' for others"
             )
-    rule, cu_seqlens = TritonKDA if g.dim() == 3 else TritonGDN, entries.on(q.device)
-    length = None if entries.fixed else segment_length(len(q), len(entries), *v.shape[1:])
+    rule = TritonKDA if inputs.g.dim() == 3 else TritonGDN
+    length = segment_length(len(q), len(boundaries), *v.shape[1:]) if boundaries.may_split else None
     if length is not None:
-        return SplitDocuments(rule, inputs, options, cu_seqlens, kept, length)
-    chunks = Chunks(cu_seqlens, *kept[:2]) if kept else chunks_of(cu_seqlens, len(q))
-    return rule(inputs, options, chunks, kept[2:])
+        return SplitDocuments(rule, inputs, options, boundaries, kept, length)
+    if kept:
+        return rule(inputs, options, Chunks(boundaries.cu_seqlens, *kept[:2]), kept[2:])
+    return rule(inputs, options, _chunks(boundaries, len(q)), ())
+
+
+def _chunks(boundaries: Boundaries, tokens: int) -> Chunks:
+    """Those of the batch's plan, or found on the device."""
+    if CHUNK in boundaries.chunks:
+        return Chunks(boundaries.cu_seqlens, *boundaries.chunks[CHUNK])
+    return chunks_of(boundaries.cu_seqlens, tokens)
 
 
 class TritonRule(ABC):
-    """One call's stages over chunks that the constructor prepares.
+    """One call's stages over chunks that the constructor prepares; see `DeltaRule` in ops/delta_rule.py."""
 
-    States are [N, HV, K, V], or rows of them by index ([N] int32): entry n starts from row state_index[n] of the
-    initial states and ends in row final_index[n] of the final ones. -1 reads as zeros and is not written. Gradients
-    have the rows of what they are gradients of.
-    """
-
-    def __init__(
-        self, inputs: Sequence[Tensor | None], options: DeltaRuleOptions, chunks: Chunks, kept: Sequence[Tensor]
-    ):
+    def __init__(self, inputs: Inputs, options: DeltaRuleOptions, chunks: Chunks, kept: Sequence[Tensor]):
         """kept: what this object's `kept` was in forward, but for the chunks."""
-        self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias = inputs
-        self.chunks = chunks
+        self.inputs, self.chunks = inputs, chunks
         self.numbers = self._numbers(options)
-        self.tiles = self._prepare((self.q, self.k, self.g, self.beta, self.A_log, self.dt_bias), kept)
+        keys = (inputs.q, inputs.k, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias)
+        self.tiles = self._prepare(keys, kept)
 
     @property
     def kept(self) -> tuple[Tensor, ...]:
         return self.chunks.chunk_index, self.chunks.chunk_offsets, *self._kept_tiles()
 
-    def forward(
-        self,
-        initial_state: Tensor | None,
-        output_final_state: bool = True,
-        state_index: Tensor | None = None,
-        final_index: Tensor | None = None,
-        final_rows: int | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """o [T, HV, V]; the final states, with final_index `final_rows` of them, or None."""
-        rows = self.chunks.cu_seqlens.shape[0] - 1 if final_index is None else final_rows
-        states = (_dense(initial_state), state_index, final_index, rows if output_final_state else 0)
-        o, final_state = self._scan(states)
-        return o, final_state if output_final_state else None
+    def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
+        return self.boundaries(chains.entries, chains.wanted)
+
+    def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
+        rows = self.chunks.cu_seqlens.shape[0] - 1 if need_final else 0
+        return self._scan((*_rows(initial), None, rows))
+
+    def boundary_backward(self, do: Tensor, chains: Chains) -> Tensor:
+        return self.boundary_gradients(do, chains.entries, chains.wanted)
 
     def backward(
-        self,
-        do: Tensor,
-        initial_state: Tensor | None,
-        d_final: Tensor | None,
-        need_d_initial: bool = True,
-        state_index: Tensor | None = None,
-        final_index: Tensor | None = None,
-    ) -> tuple[list[Tensor | None], Tensor | None]:
-        """Gradients of the seven inputs (None for those not given); of the initial states, or None."""
-        inputs = (self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias)
-        need_d_initial = need_d_initial and initial_state is not None
-        states = (_dense(initial_state), state_index, _dense(d_final), final_index, need_d_initial)
-        *grads, d_initial = self._backward(*inputs, do, *states, *self.tiles, *self.chunks, *self.numbers)
-        grads = [None if x is None else grad for x, grad in zip(inputs, grads, strict=True)]
-        return grads, d_initial if need_d_initial else None
-
-    def boundary(self, entries: Sequence[int], need_m: Sequence[bool]) -> list[tuple[Tensor, Tensor | None]]:
-        if not entries:
-            return []
-        S_ext, M = self.boundaries(self._listed(entries), self._listed([1 + need for need in need_m]))
-        return [(S_ext[i], M[i] if need else None) for i, need in enumerate(need_m)]
-
-    def boundary_backward(self, do: Tensor, entries: Sequence[int]) -> list[Tensor]:
-        return list(self.boundary_gradients(do, self._listed(entries))) if entries else []
-
-    def _listed(self, numbers: Sequence[int]) -> Tensor:
-        return torch.tensor(numbers, dtype=torch.int32).to(self.q.device, non_blocking=True)
+        self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
+    ) -> tuple[Inputs, Tensor]:
+        states = (*_rows(initial), *_rows(d_final), need_d_initial)
+        *grads, d_initial = self._backward(*self.inputs, do, *states, *self.tiles, *self.chunks, *self.numbers)
+        given = (None if x is None else grad for x, grad in zip(self.inputs, grads, strict=True))
+        return Inputs(*given), d_initial
 
     @abstractmethod
     def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -140,8 +119,9 @@ class TritonRule(ABC):
     def _backward(self, *arguments: Tensor | float | int | bool | None) -> tuple[Tensor, ...]: ...
 
 
-def _dense(states: Tensor | None) -> Tensor | None:
-    return None if states is None else states.contiguous()
+def _rows(states: States | None) -> tuple[Tensor | None, Tensor | None]:
+    """Dense states, and which row is which entry's."""
+    return (None, None) if states is None else (states.values.contiguous(), states.index)
 
 
 class TritonKDA(TritonRule):
@@ -162,10 +142,10 @@ class TritonKDA(TritonRule):
         return Aqk, Gn
 
     def _scan(self, states: tuple[Tensor | int | None, ...]) -> tuple[Tensor, Tensor]:
-        return kda.kda_scan(self.v, *self.tiles, *self.chunks, *states)
+        return kda.kda_scan(self.inputs.v, *self.tiles, *self.chunks, *states)
 
     def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return kda.kda_boundary(self.v, *self.tiles, *self.chunks, entries, wanted)
+        return kda.kda_boundary(self.inputs.v, *self.tiles, *self.chunks, entries, wanted)
 
     def boundary_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
         return kda.kda_boundary_bwd(do, *self.tiles, *self.chunks, entries, wanted)
@@ -188,10 +168,12 @@ class TritonGDN(TritonRule):
         return (C,)
 
     def _scan(self, states: tuple[Tensor | int | None, ...]) -> tuple[Tensor, Tensor]:
-        return gdn.gdn_scan(self.q, self.k, self.v, *self.tiles, *self.chunks, *states, self.scale)
+        return gdn.gdn_scan(*self.inputs[:3], *self.tiles, *self.chunks, *states, self.scale)
 
     def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        return gdn.gdn_boundary(self.k, self.v, *self.tiles, *self.chunks, entries, wanted)
+        return gdn.gdn_boundary(self.inputs.k, self.inputs.v, *self.tiles, *self.chunks, entries, wanted)
 
     def boundary_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
-        return gdn.gdn_boundary_bwd(self.q, self.k, do, *self.tiles, *self.chunks, entries, wanted, self.scale)
+        return gdn.gdn_boundary_bwd(
+            self.inputs.q, self.inputs.k, do, *self.tiles, *self.chunks, entries, wanted, self.scale
+        )

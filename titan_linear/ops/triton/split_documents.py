@@ -14,7 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from titan_linear.ops.boundaries import Boundaries
 from titan_linear.ops.options import DeltaRuleOptions
+from titan_linear.ops.states import Inputs, States
 from titan_linear.ops.triton.chunks import Chunks, chunk_table, chunks_of, max_chunks
 from titan_linear.ops.triton.fold import fold_segments
 from titan_linear.ops.triton.library import operator, register_fake
@@ -65,21 +67,19 @@ class SplitDocuments:
     def __init__(
         self,
         make: Callable[..., Any],
-        inputs: Sequence[torch.Tensor | None],
+        inputs: Inputs,
         options: DeltaRuleOptions,
-        cu_seqlens: torch.Tensor,
+        boundaries: Boundaries,
         kept: Sequence[torch.Tensor],
         length: int,
     ):
-        tokens = len(inputs[0])
         if kept:
             self.segment_offsets, self.states, self.M, *segments = kept
             self.segments = Chunks(*segments)
         else:
-            boundaries, self.segment_offsets = segment_table(cu_seqlens, tokens, length)
-            self.segments = chunks_of(boundaries, tokens)
+            self.segments, self.segment_offsets = boundaries.derived(_segments, len(inputs.q), length)
         self.rule = make(inputs, options, self.segments, ())
-        self.all = torch.arange(len(self.segments.cu_seqlens) - 1, dtype=torch.int32, device=cu_seqlens.device)
+        self.all = torch.arange(len(self.segments.cu_seqlens) - 1, dtype=torch.int32, device=inputs.q.device)
 
     @property
     def kept(self) -> tuple[torch.Tensor, ...]:
@@ -87,23 +87,28 @@ class SplitDocuments:
         nothing per token."""
         return self.segment_offsets, self.states, self.M, *self.segments
 
-    def forward(
-        self, initial_state: torch.Tensor | None, output_final_state: bool = True
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
         S_ext, self.M = self.rule.boundaries(self.all)
-        self.states = fold_segments(S_ext, self.M, initial_state, self.segment_offsets, False)
-        o, last = self.rule.forward(self.states, output_final_state)
-        return o, last[self.segment_offsets[1:] - 1] if output_final_state else None
+        self.states = fold_segments(S_ext, self.M, _values(initial), self.segment_offsets, False)
+        o, last = self.rule.forward(States(self.states), need_final)
+        return o, last[self.segment_offsets[1:] - 1] if need_final else last
 
     def backward(
-        self,
-        do: torch.Tensor,
-        initial_state: torch.Tensor | None,
-        d_final: torch.Tensor | None,
-        need_d_initial: bool = True,
-    ) -> tuple[list[torch.Tensor | None], torch.Tensor | None]:
+        self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
+    ) -> tuple[Inputs, torch.Tensor]:
         dS_ext = self.rule.boundary_gradients(do, self.all)
-        d_last = fold_segments(dS_ext, self.M, d_final, self.segment_offsets, True)
-        need_d_initial = need_d_initial and initial_state is not None
-        grads, d_first = self.rule.backward(do, self.states, d_last, need_d_initial)
-        return grads, d_first[self.segment_offsets[:-1]] if need_d_initial else None
+        d_last = fold_segments(dS_ext, self.M, _values(d_final), self.segment_offsets, True)
+        grads, d_first = self.rule.backward(do, States(self.states), States(d_last), need_d_initial)
+        return grads, d_first[self.segment_offsets[:-1]] if need_d_initial else d_first
+
+
+def _segments(boundaries: Boundaries, tokens: int, length: int) -> tuple[Chunks, torch.Tensor]:
+    """Segments as entries, with their chunks, and segment_offsets."""
+    edges, segment_offsets = segment_table(boundaries.cu_seqlens, tokens, length)
+    return chunks_of(edges, tokens), segment_offsets
+
+
+def _values(states: States | None) -> torch.Tensor | None:
+    """States of the documents, which without context parallelism are in order."""
+    assert states is None or states.index is None
+    return None if states is None else states.values.contiguous()
