@@ -16,6 +16,8 @@ from transformers import (
     LlamaForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tests.models import hf_models
@@ -213,6 +215,33 @@ def test_what_we_do_not_have_is_refused(change: dict, words: str, case: Callable
     written = {k: v for k, v in (config_to_hf(c.family, c.config) | change).items() if v is not None}
     with pytest.raises(ValueError, match=words.replace("[", r"\[")):
         config_from_hf(written)
+
+
+def without_shared_experts() -> dict[str, torch.nn.Module]:
+    """Their modules have tensors of no elements in the place of a shared expert, and Qwen's still has its gate."""
+    types = dict(layer_types=["linear_attention", "full_attention"])
+    kimi = KimiLinearConfig(**hf_models.KIMI, **hf_models.KIMI_MOE | types | dict(n_shared_experts=0))
+    sizes = hf_models.QWEN | hf_models.QWEN_MOE | dict(shared_expert_intermediate_size=0, intermediate_size=48)
+    return {"Kimi-Linear": KimiLinearForCausalLM(kimi), "Qwen3-Next": Qwen3NextForCausalLM(Qwen3NextConfig(**sizes))}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("name", ["Kimi-Linear", "Qwen3-Next"])
+def test_a_family_without_shared_experts(name: str, tmp_path: Path) -> None:
+    """The model is theirs, its config.json goes there and back, and the key may be missing or null."""
+    model = hf_models.randomise(without_shared_experts()[name])
+    written, disk = hf_models.save(model, tmp_path)
+    family, config = config_from_hf(written)
+    assert config.moe.shared_hidden_dim == 0 and not config.moe.shared_gate
+    assert config_from_hf(config_to_hf(family, config)) == (family, config)
+    keys = {"num_shared_experts", "n_shared_experts", "shared_expert_intermediate_size"}
+    for other in ({k: v for k, v in written.items() if k not in keys}, written | dict.fromkeys(keys)):
+        assert config_from_hf(other) == (family, config)
+    tokens, bounds = torch.arange(T) % hf_models.VOCAB, DOCUMENTS["packed"]
+    logits, loss, _ = hf_models.reference(model, tokens, bounds)
+    packed = Packed(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    ours = run(config, state_from_hf(disk, config, family), tokens, labels_of(tokens, bounds), packed)
+    assert relative(ours[0], logits) < 1e-5 and abs(ours[1] - loss) < 1e-5 * loss
 
 
 def test_vision_language_folders(case: Callable[[str], Case]) -> None:

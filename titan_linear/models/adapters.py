@@ -103,9 +103,12 @@ def entries(config: ModelConfig, family: str, on_disk: Shapes | None = None) -> 
 
 
 def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
-    """Tensors of a folder that are not part of the language model: vision, multi-token prediction, a tied head."""
+    """Tensors of a folder that are not part of the language model: vision, multi-token prediction, a tied head; and
+    those that change nothing: without elements, or the gate of a shared expert that there is not."""
     patterns = [*FAMILIES[family].ignored, *([r"lm_head\.weight"] if config.tie_embeddings else [])]
-    return {name for name in on_disk if any(re.fullmatch(p, name) for p in patterns)}
+    if config.moe is not None and config.moe.shared_hidden_dim == 0:
+        patterns.append(r".*\.shared_expert_gate\.weight")
+    return {n for n, shape in on_disk.items() if 0 in shape or any(re.fullmatch(p, n) for p in patterns)}
 
 
 def state_from_hf(tensors: Mapping[str, torch.Tensor], config: ModelConfig, family: str) -> dict[str, torch.Tensor]:

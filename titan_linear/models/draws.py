@@ -55,17 +55,19 @@ class Elements:
 
     def uniform(self) -> torch.Tensor:
         """[n] float64 in (0, 1)."""
-        bits = self.bits()
-        bits >>= np.uint64(12)
-        return torch.from_numpy(bits.astype(np.float64)).add_(0.5).mul_(2.0**-52)
+        return _floats(self.bits() >> np.uint64(12)).add_(0.5).mul_(2.0**-52)
 
     def normal(self) -> torch.Tensor:
         """[n] float64, by Box and Muller from the halves of each number; at most 6.7 in magnitude."""
         bits = self.bits()
-        radius = torch.from_numpy((bits >> np.uint64(32)).astype(np.float64)).add_(0.5).mul_(2.0**-32)
-        bits &= np.uint64(0xFFFFFFFF)
-        angle = torch.from_numpy(bits.astype(np.float64)).mul_(2 * math.pi * 2.0**-32)
-        return radius.log_().mul_(-2).sqrt_().mul_(angle.cos_())
+        radius = _floats(bits >> np.uint64(32)).add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
+        angle = _floats(bits & np.uint64(0xFFFFFFFF)).mul_(2 * math.pi * 2.0**-32)
+        return radius.mul_(angle.cos_())
+
+
+def _floats(numbers: np.ndarray) -> torch.Tensor:
+    """uint64 below 2^63 in float64; from int64, which processors convert several at a time."""
+    return torch.from_numpy(numbers.view(np.int64).astype(np.float64))
 
 
 # --- How a parameter is drawn ----------------------------------------------------------------------------------------

@@ -60,7 +60,7 @@ def fill(
         def block(first: int, begin: int = begin, drawn: torch.Tensor = drawn) -> None:
             out = drawn[first : first + BLOCK]
             element = np.arange(begin + first, begin + first + len(out), dtype=np.uint64)
-            element += shift[element // length]
+            element += shift[element // length] if len(shift) > 1 else shift
             out.copy_(draw(Elements(stream, element)))
 
         list(pool.map(block, range(0, len(drawn), BLOCK)))
