@@ -86,6 +86,15 @@ def test_a_run_without_its_configuration_is_refused(folder):
         check_resume(run(folder))
 
 
+def test_a_run_below_the_folder_is_another(folder):
+    (folder / "checkpoint/step-1").mkdir(parents=True)
+    assert check_resume(run(folder.parent)) == []
+    (folder / "config.toml").unlink()
+    (folder / "metrics.jsonl").unlink()
+    with pytest.raises(ValueError, match=r"holds a run without its config.toml"):
+        check_resume(run(folder))
+
+
 def test_checks_write_nothing(folder):
     before = {path: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(ValueError):

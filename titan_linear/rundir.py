@@ -75,7 +75,7 @@ def check_resume(config: Config) -> list[str]:
         ValueError: a change of what the steps so far have computed, named with its old and new value.
     """
     folder = Path(config.job.dump_folder)
-    if not _has_trained(folder):
+    if not _has_trained(folder, config.checkpoint.folder):
         return []
     if not (folder / CONFIG).exists():
         raise ValueError(f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder")
@@ -105,9 +105,10 @@ def config_of(checkpoint: Path) -> Config:
     )
 
 
-def _has_trained(folder: Path) -> bool:
+def _has_trained(folder: Path, checkpoints: str) -> bool:
+    """Whether this folder's own run has; runs in folders below it are others'."""
     metrics = folder / METRICS
-    return (metrics.exists() and metrics.stat().st_size > 0) or any(folder.rglob("step-*"))
+    return (metrics.exists() and metrics.stat().st_size > 0) or any((folder / checkpoints).glob("step-*"))
 
 
 def _flat(config: Config) -> dict[str, Any]:
