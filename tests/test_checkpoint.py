@@ -9,6 +9,7 @@ import json
 import math
 import multiprocessing as mp
 import os
+import pickle
 import random
 import re
 import resource
@@ -26,12 +27,22 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.worlds import free_port
-from titan_linear.checkpoint import Checkpointer, find_step, holds_optimizer, verify, weights_path, whole_steps
+from titan_linear.checkpoint import (
+    Checkpointer,
+    Reader,
+    find_step,
+    holds_optimizer,
+    stored_weights,
+    verify,
+    weights_path,
+    whole_steps,
+)
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
@@ -286,6 +297,51 @@ def test_damage_is_noticed(worlds, tmp_path):
             with pytest.raises(ValueError, match=rf"step-2/{name}' .*checkpoint.load_step = 1"):
                 verify(folder / "step-2")
             verify(folder / "step-1")
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+@pytest.mark.parametrize("name", ["posix.mkdir", "torch.distributed.checkpoint.metadata.BytesStorageMetadata"])
+def test_metadata_runs_no_code(worlds, tmp_path, name):
+    worlds(2).run(save_steps, tmp_path, (2,), [1])
+    file, ran = tmp_path / "step-1" / ".metadata", tmp_path / "ran"
+    metadata = pickle.loads(file.read_bytes())
+    if name == "posix.mkdir":
+        metadata.planner_data = Payload(ran)
+    else:  # DCP would unpickle the weight's bytes
+        metadata.state_dict_metadata["model.norm.weight"] = BytesStorageMetadata()
+    file.write_bytes(pickle.dumps(metadata))
+    for result in worlds(2).run(load_error, tmp_path, 1) + worlds(2).run(load_weights_error, tmp_path, {}):
+        assert re.fullmatch(rf"checkpoint file '{file}' is refused: it refers to {name}, [^\n]*", result), result
+    with pytest.raises(ValueError, match=rf"/.metadata' is refused: it refers to {name}"):
+        holds_optimizer(tmp_path / "step-1")
+    with pytest.raises(ValueError, match=rf"/.metadata' is refused: it refers to {name}"):
+        stored_weights(tmp_path / "step-1")
+    assert not ran.exists()
+
+
+def test_metadata_of_other_types_and_pythons(tmp_path):
+    """Every dtype of ours; the name that Python 3.13 gives to paths."""
+    state = {f"model.{dtype}": torch.zeros(2, dtype=dtype) for dtype in (torch.float64, torch.bfloat16, torch.int64)}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    file = tmp_path / "step-1" / ".metadata"
+    data = pickle.dumps(pickle.loads(file.read_bytes()), protocol=2)
+    assert b"cpathlib\n" in data
+    for found in (data, data.replace(b"cpathlib\n", b"cpathlib._local\n")):
+        file.write_bytes(found)
+        assert Reader(tmp_path / "step-1").read_metadata().state_dict_metadata.keys() == state.keys()
+    file.write_bytes(data[:-9])
+    with pytest.raises(ValueError, match=r"/.metadata' cannot be read \(.*restore it from a copy"):
+        holds_optimizer(tmp_path / "step-1")
 
 
 def test_half_written_is_passed_over_and_removed(worlds, tmp_path):

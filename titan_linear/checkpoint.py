@@ -11,13 +11,15 @@
 
 A save fills step-N.tmp, every rank syncs its own files and reads them back for their checksums, rank 0 adds the
 manifest and renames. So SIGKILL costs at most the save in progress. DCP notices a truncated file but not an altered
-one: `verify` reads everything.
+one: `verify` reads everything. No code of a checkpoint runs: tensors are loaded as weights only, and of the pickle in
+.metadata only the classes that it needs (`Reader`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 import time
@@ -31,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -41,11 +43,21 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-MANIFEST, PROGRESS = "manifest.json", "progress.json"
+MANIFEST, PROGRESS, METADATA = "manifest.json", "progress.json", ".metadata"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # names are compared here, with better words
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
 BLOCK = 1 << 20  # bytes read at a time
 Progress = dict[str, int | float | str]  # what the trainer keeps beside tensors
+# What .metadata refers to, dtypes aside. BytesStorageMetadata is not among it: DCP unpickles what that announces.
+METADATA_NAMES = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"), ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),  # the latter is Python 3.13's name for it
+}  # fmt: skip
 
 
 class SaveFailed(OSError):
@@ -183,7 +195,7 @@ class Checkpointer:
         (tmp / PROGRESS).write_text(json.dumps(progress, indent=2) + "\n")
 
     def _sync_own_files(self, tmp: Path) -> dict[str, list[int]]:
-        own = [*tmp.glob(f"__{self.rank}_*"), *([tmp / ".metadata", tmp / PROGRESS] if self.rank == 0 else [])]
+        own = [*tmp.glob(f"__{self.rank}_*"), *([tmp / METADATA, tmp / PROGRESS] if self.rank == 0 else [])]
         return {file.name: _measure(sync(file)) for file in own}
 
     def _commit(self, step: int, tmp: Path, files: dict[str, list[int]]) -> None:
@@ -239,19 +251,52 @@ def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None =
 
 def stored_weights(path: Path) -> Callable[[str], torch.Tensor]:
     """name -> the whole tensor of a step-N folder, read when it is asked for. In one process."""
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata = Reader(path).read_metadata().state_dict_metadata
 
     def get(name: str) -> torch.Tensor:
         stored = metadata[f"model.{name}"]
         tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-        dcp.load({"model": {name: tensor}}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        dcp.load({"model": {name: tensor}}, storage_reader=Reader(path), no_dist=True)
         return tensor
 
     return get
 
 
+class Reader(dcp.FileSystemReader):
+    """DCP's reader of a step-N folder, whose pickle of metadata can refer to nothing but metadata."""
+
+    def read_metadata(self) -> Metadata:
+        """Raises ValueError: .metadata is damaged, or refers to something else; the file and the name are named."""
+        file = Path(self.path) / METADATA
+        try:
+            with file.open("rb") as stream:
+                metadata = _MetadataUnpickler(stream).load()
+            metadata.storage_meta.load_id = self.load_id
+        except _Refused as refused:
+            raise ValueError(
+                f"checkpoint file '{file}' is refused: it refers to {refused}, as no checkpoint of ours does, and "
+                "loading it could run code; get the checkpoint anew, from a source that you trust"
+            ) from None
+        except Exception as error:  # damaged pickles raise anything
+            raise ValueError(f"checkpoint file '{file}' cannot be read ({error!r}); restore it from a copy") from error
+        return metadata
+
+
+class _Refused(Exception):
+    """A name that .metadata must not refer to."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        if (module, name) not in METADATA_NAMES:
+            raise _Refused(f"{module}.{name}")
+        return super().find_class("pathlib" if module == "pathlib._local" else module, name)
+
+
 def _read(path: Path, state: dict[str, dict[str, Any]], group: dist.ProcessGroup | None) -> None:
-    reader = dcp.FileSystemReader(path)
+    reader = Reader(path)
     _compare_names(path, set(reader.read_metadata().state_dict_metadata), state)
     try:
         dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
@@ -324,7 +369,7 @@ def verify(path: Path) -> None:
 
 def holds_optimizer(path: Path) -> bool:
     """Whether a run can go on from this checkpoint; otherwise it holds the weights only."""
-    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    names = Reader(path).read_metadata().state_dict_metadata
     return any(name.startswith("optimizer.") for name in names)
 
 
