@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
+import sys
 import threading
 import time
 import zlib
@@ -30,6 +33,7 @@ LARGE = replace(
     KDA, vocab_size=65536, dim=4096, hidden_dim=14336, num_layers=6, linear_heads=32, linear_v_heads=32,
     linear_head_dim=128, linear_v_head_dim=128,
 )  # fmt: skip
+SHAPES = {entry.name: entry.shape for entry in entries(KDA, "KDAForCausalLM")}
 EVERY = 100  # rows between the marks in a tensor
 
 
@@ -108,6 +112,29 @@ def full_disk(rank: int, world_size: int, folder: Path, target: Path) -> str:
     finally:
         hf_io._Writer.write = whole
     return ""
+
+
+def export_until_killed(folder: Path, moment: int) -> None:
+    """Write biases of 2 over the folder; killed at the `moment`-th change of names after the tensors are written."""
+    changes = itertools.count()
+
+    def count(event: str, _: tuple) -> None:  # audit events come before what they tell of
+        if event in ("os.rename", "os.remove", "os.rmdir") and next(changes) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    finish = hf_io._Writer.finish
+
+    def then_count(self: object, *arguments: object) -> None:
+        finish(self, *arguments)
+        sys.addaudithook(count)
+
+    hf_io._Writer.finish = then_count
+    export(folder, 2.0)
+    os._exit(0)
+
+
+def export(folder: Path, value: float) -> None:
+    write_folder(folder, KDA, "KDAForCausalLM", lambda name: torch.full(SHAPES[name], value), dtype=torch.float32)
 
 
 def anonymous_memory() -> int:
