@@ -92,7 +92,7 @@ def gathered_after_a_forward(rank: int, world_size: int, folder: Path) -> list[s
     ]
 
 
-def full_disk(rank: int, world_size: int, folder: Path, target: Path) -> str:
+def export_fails(rank: int, world_size: int, folder: Path, target: Path, failure: Exception) -> str:
     family, config = read_model(folder)
     model = sharded(config, world_size)
     load_weights(folder, model)
@@ -101,7 +101,7 @@ def full_disk(rank: int, world_size: int, folder: Path, target: Path) -> str:
     def write(self: object, *arguments: object) -> None:
         written.append(1)
         if len(written) == 3:
-            raise OSError("No space left on device")
+            raise failure
         whole(self, *arguments)
 
     hf_io._Writer.write = write

@@ -42,6 +42,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
+
+from titan_linear.rundir import checkpoints_of
 
 MANIFEST, PROGRESS, METADATA = "manifest.json", "progress.json", ".metadata"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # names are compared here, with better words
@@ -137,7 +140,7 @@ class Checkpointer:
         return read_progress(path)
 
     def load_weights(self, path: Path, model: nn.Module) -> None:
-        """Load another run's weights in place, from a step-N folder or the newest in a folder of them.
+        """Load another run's weights in place, from what `weights_path` takes for a checkpoint.
 
         Raises:
             ValueError: there is no whole checkpoint, or it is of another model.
@@ -162,25 +165,25 @@ class Checkpointer:
         tmp = self.folder / f"step-{step}.tmp"
         try:
             self._together(lambda: self.rank == 0 and self._prepare(tmp, progress))
-            writer = dcp.FileSystemWriter(tmp, sync_files=False)  # it would sync before its last block is written
+            writer = _Writer(tmp, sync_files=False)  # it would sync before its last block is written
             dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
             parts = self._together(lambda: self._sync_own_files(tmp))
             files = {name: entry for part in parts for name, entry in part.items()}
             self._together(lambda: self.rank == 0 and self._commit(step, tmp, files))
             self._saved = (step, "optimizer" in state)
             self._together(lambda: self.rank == 0 and self._prune(step))
-        except (OSError, dcp.CheckpointException) as failure:  # the same on every rank
+        except (OSError, RuntimeError, dcp.CheckpointException) as failure:  # the same on every rank
             if self.rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)  # the disk may be full
             raise SaveFailed(f"saving step-{step} in '{self.folder}' failed: {_reasons(failure)}") from failure
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """Each rank's result of `work`, in order; a disk error of any rank is raised on all of them."""
+        """Each rank's result of `work`, in order; an error of any rank is raised on all of them."""
         result, error = None, None
         try:
             result = work()
-        except OSError as failure:
-            error = f"rank {self.rank}: {failure}"
+        except (OSError, RuntimeError) as failure:
+            error = f"rank {self.rank}: {describe(failure)}"
         outcomes: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(outcomes, (result, error), group=self.group)
         if errors := [error for _, error in outcomes if error]:
@@ -227,6 +230,18 @@ class Checkpointer:
             shutil.rmtree(doomed)
 
 
+class _Writer(dcp.FileSystemWriter):
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Raises the disk's error where PyTorch says, on the way out of it, that its archive is torn."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as failure:
+            error: BaseException | None = failure
+            while error is not None and not isinstance(error, OSError):
+                error = error.__context__
+            raise error or failure from None
+
+
 class _LazyPlanner(dcp.DefaultSavePlanner):
     """Tensors are asked for one after the other, when each is written."""
 
@@ -239,7 +254,7 @@ class _LazyPlanner(dcp.DefaultSavePlanner):
 
 
 def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Load weights in place, from a step-N folder or the newest in a folder of them; without a group, in one process.
+    """Load weights in place, from what `weights_path` takes for a checkpoint; without a group, in one process.
 
     Raises:
         ValueError: there is no whole checkpoint, or it is of another model.
@@ -329,20 +344,24 @@ def find_step(folder: Path, load_step: int) -> int | None:
     return load_step
 
 
-def weights_path(path: Path) -> Path:
-    """The step-N folder that checkpoint.initial_load_path means: itself, or the newest whole one in it.
+def weights_path(path: Path, key: str = "checkpoint.initial_load_path") -> Path:
+    """The step-N folder that a path means: itself, or the newest whole one of a run's folder or of its checkpoint/.
+
+    Args:
+        key: what the error calls the path.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: there is no whole checkpoint.
     """
     path = Path(path)
-    if _is_whole(path):
+    if _is_whole(path) and ((path / PROGRESS).exists() or (path / METADATA).exists()):  # a run has a manifest.json too
         return path
-    if steps := whole_steps(path):
-        return path / f"step-{steps[-1]}"
+    for folder in (path, checkpoints_of(path)):
+        if steps := whole_steps(folder):
+            return folder / f"step-{steps[-1]}"
     raise ValueError(
-        f"checkpoint.initial_load_path = '{path}' is neither a whole checkpoint (a step-N folder with its "
-        f"{MANIFEST}) nor a folder of them"
+        f"{key} = '{path}' is neither a whole checkpoint (a step-N folder with its {MANIFEST}) nor a folder of them, "
+        "nor the folder of a run that has one"
     )
 
 
@@ -357,7 +376,7 @@ def verify(path: Path) -> None:
     remedy = "restore it from a copy, or " + (
         f"use another step: checkpoint.load_step = {_list(others)} (for another run's: checkpoint.initial_load_path)"
         if others
-        else f"remove '{path}' to start anew"
+        else "start a new run in another job.dump_folder"
     )
     files = _read_manifest(path, remedy)
     with ThreadPoolExecutor() as pool:
@@ -466,7 +485,14 @@ def _compare_names(path: Path, saved: set[str], state: dict[str, dict[str, Any]]
             )
 
 
-def _reasons(failure: OSError | dcp.CheckpointException) -> str:
-    if isinstance(failure, OSError):
-        return str(failure)
-    return "; ".join(f"rank {rank}: {error!r}" for rank, (error, _) in sorted(failure.failures.items()))
+def _reasons(failure: OSError | RuntimeError | dcp.CheckpointException) -> str:
+    if not isinstance(failure, dcp.CheckpointException):
+        return describe(failure)
+    return "; ".join(f"rank {rank}: {describe(error)}" for rank, (error, _) in sorted(failure.failures.items()))
+
+
+def describe(error: BaseException) -> str:
+    """An error in a line: the system's words for what it refused, and which file."""
+    if not isinstance(error, OSError):
+        return repr(error)
+    return (error.strerror or str(error)) + (f": '{error.filename}'" if error.filename else "")

@@ -29,7 +29,7 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_linear.checkpoint import SaveFailed, sync, weights
+from titan_linear.checkpoint import SaveFailed, describe, sync, weights
 from titan_linear.models.adapters import Entry, config_from_hf, config_to_hf, entries, ignored
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families import FAMILIES
@@ -389,13 +389,13 @@ def write_folder(
         ValueError: `like` is of another model; the architecture cannot hold the model.
         SaveFailed: on every rank, the folder could not be written.
     """
-    path, temporary = Path(path), Path(path).with_name(f"{Path(path).name}.tmp")
+    path, temporary = Path(path), Path(path).with_name(f".{Path(path).name}.tmp")
     source = None if like is None else open_folder(like)
     found = entries(model, family) if source is None else table(source, family, model)
     copied = [] if source is None else _not_ours(source, family, model)
     config = _config_json(model, family, dtype, source, extra or {})
     writer = _Writer(temporary, _plan(found, dtype, source, copied), shard_bytes)
-    failure: OSError | None = None
+    failure: OSError | RuntimeError | None = None
 
     def attempt(work: Callable[..., None], *arguments: object) -> None:
         """On rank 0, while all goes well. After a failure gathering goes on: the other ranks wait in it."""
@@ -403,7 +403,7 @@ def write_folder(
         if failure is None and (not dist.is_initialized() or dist.get_rank() == 0):
             try:
                 work(*arguments)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
                 failure = error
 
     attempt(_finish_replacing, path)
@@ -415,11 +415,11 @@ def write_folder(
     _raise_everywhere(path, temporary, failure)
 
 
-def _raise_everywhere(path: Path, temporary: Path, failure: OSError | None) -> None:
+def _raise_everywhere(path: Path, temporary: Path, failure: OSError | RuntimeError | None) -> None:
     """What rank 0 met, on every rank."""
     if failure is not None:
         shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full
-    outcome = [None if failure is None else str(failure)]
+    outcome = [None if failure is None else describe(failure)]
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, 0)
     if outcome[0] is not None:

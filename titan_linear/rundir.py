@@ -91,6 +91,16 @@ def check_resume(config: Config) -> list[str]:
     return [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if not key.startswith("job.")]
 
 
+def checkpoints_of(run: Path) -> Path:
+    """The folder of the checkpoints of a run's folder.
+
+    Raises:
+        ValueError: its config.toml cannot be read.
+    """
+    config = load_config(["--job.config_file", str(run / CONFIG)]) if (run / CONFIG).is_file() else Config()
+    return run / config.checkpoint.folder
+
+
 def config_of(checkpoint: Path) -> Config:
     """The configuration of the run that a step-N folder belongs to.
 
