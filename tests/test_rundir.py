@@ -36,6 +36,7 @@ def test_the_same_run_goes_on(folder):
         ("training.steps=2000", "training.steps: 1000 → 2000"),
         ("lr_scheduler.total_steps=2000", "lr_scheduler.total_steps: 0 → 2000"),
         ("training.local_batch_size=2", "training.local_batch_size: 1 → 2"),
+        ("training.on_bad_document=skip", "training.on_bad_document: 'stop' → 'skip'"),
         ("checkpoint.interval=7", "checkpoint.interval: 500 → 7"),
         ("metrics.log_freq=1", "metrics.log_freq: 10 → 1"),
         ("profiling.enable_profiling=true", "profiling.enable_profiling: False → True"),

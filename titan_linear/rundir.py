@@ -34,6 +34,7 @@ MAY_CHANGE = (
     "model.impl", "model.hf_assets_path", "training.steps", "training.local_batch_size", "training.loss_chunk_size",
     "training.on_nonfinite", "training.num_workers", "lr_scheduler.total_steps", "validation.freq", "validation.steps",
     "validation.local_batch_size", "debug.deterministic",
+    "training.on_bad_document",  # the checkpoint knows the corpus by its content
 )  # fmt: skip
 
 

@@ -458,8 +458,8 @@ def _corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = False) 
     keys = ["training.dataset_path", "validation.dataset_path"]
     return [
         open_corpus(
-            t.dataset, path or None, tokenizer, text_field=t.dataset_text_field, show_progress=show_progress,
-            path_key=key,
+            t.dataset, path or None, tokenizer, text_field=t.dataset_text_field, on_bad_document=t.on_bad_document,
+            show_progress=show_progress, path_key=key,
         )
         for path, key in zip(paths, keys, strict=False)
     ]  # fmt: skip
