@@ -65,12 +65,16 @@ class Model(_Strict):
 class Training(_Strict):
     """The data, the batch and the numbers."""
 
-    dataset: Literal["stdlib", "text", "jsonl", "parquet", "tokens"] = "stdlib"
-    """Source of the documents: Python's own standard library, text files, JSON lines, parquet, or token files."""
+    dataset: Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"] = "stdlib"
+    """Source of the documents: Python's own standard library, text files, JSON lines, parquet, a folder that Hugging
+    Face's datasets saved (arrow), or token files."""
     dataset_path: str = ""
-    """File, folder or glob of the corpus; every dataset but stdlib needs it."""
+    """File, folder or globs (separated by commas) of the corpus; every dataset but stdlib needs it."""
     dataset_text_field: str = Field("text", min_length=1)
-    """Field (jsonl) or column (parquet) that holds a document's text."""
+    """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
+    on_bad_document: Literal["stop", "skip"] = "stop"
+    """What is no text (no JSON, no such field, no UTF-8 for a tokenizer that needs it) stops the run before it starts,
+    or is skipped, counted, and the first few are named."""
     seq_len: int = Field(2048, ge=1)
     """Tokens of one packed stream, over all context-parallel ranks."""
     local_batch_size: int = Field(1, ge=1)
@@ -494,7 +498,7 @@ def _check_data(config: Config) -> None:
     if t.dataset == "stdlib" and t.dataset_path:
         raise ValueError(
             f"training.dataset_path = {t.dataset_path!r} is not used by training.dataset = 'stdlib'; remove it, or set "
-            "training.dataset to its kind: text, jsonl, parquet or tokens"
+            "training.dataset to its kind: text, jsonl, parquet, arrow or tokens"
         )
     if t.dataset != "stdlib" and not t.dataset_path:
         raise ValueError(f"training.dataset = {t.dataset!r} needs training.dataset_path: a file, folder or glob")

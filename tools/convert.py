@@ -3,8 +3,8 @@
 python -m tools.convert to-hf outputs/run/checkpoint/step-1000 exported --export-dtype bfloat16
 python -m tools.convert from-hf Qwen3.5-2B converted
 
-to-hf     CHECKPOINT is a step-N folder, or the folder of them, below the config.toml of its run. A run that began from
-          a Hugging Face folder gives that folder's names, config.json and tokenizer; --like names another copy of it.
+to-hf     CHECKPOINT is a run's folder, its checkpoint/ (the newest step is taken), or a step-N in it. A run that began
+          from a Hugging Face folder gives that folder's names, config.json and tokenizer; --like names another copy.
 from-hf   makes CHECKPOINTS/step-0, weights only, for checkpoint.initial_load_path; checkpoint.initial_load_in_hf
           starts a run from the folder itself.
 """
@@ -46,8 +46,8 @@ def main(argv: list[str]) -> int:
 def to_hf(checkpoint: Path, folder: Path, export_dtype: str, like: str | None) -> None:
     """Write a Hugging Face folder."""
     if folder.exists():
-        raise ValueError(f"'{folder}' is there already; remove it, or choose another name")
-    checkpoint = weights_path(checkpoint)
+        raise ValueError(f"'{folder}' is there already; choose another name")
+    checkpoint = weights_path(checkpoint, key="CHECKPOINT")
     verify(checkpoint)
     run = config_of(checkpoint)
     like = like or hf_weights(run)

@@ -3,8 +3,8 @@
 python -m tools.generate outputs/debug/checkpoint/step-150 --prompt "def " --max-new-tokens 200 --temperature 0.7
 python -m tools.generate Qwen3.5-2B --prompt "Once upon a time" --prompt "In the beginning" --top-p 0.9 --seed 1
 
-PATH is a checkpoint of ours (a step-N folder, or the folder of them, below the config.toml of its run) or a Hugging
-Face folder with its tokenizer.json. Prompts go as one batch; each text is printed with its prompt.
+PATH is a run's folder or its checkpoint/ (the newest step is taken), a step-N in it, or a Hugging Face folder with its
+tokenizer.json. Prompts go as one batch; each text is printed with its prompt.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -
     if in_hf:
         run = Config(model={"flavor": "hf", "hf_assets_path": str(path)})
     else:
-        path = weights_path(path)
+        path = weights_path(path, key="PATH")
         verify(path)
         run = config_of(path)
     text = build_tokenizer(tokenizer or tokenizer_path(run))
