@@ -31,7 +31,7 @@ class BatchSharding:
             tokens, labels, positions = (self._move(x) for x in (batch.tokens, batch.labels, batch.position_ids))
             return tokens, labels, Packed(positions[0], cu_seqlens=batch.cu_seqlens, **methods)
         context = build_cp_context(
-            batch.cu_seqlens.to(self.device, non_blocking=True), self.dims.cp_group, layout=self.layout,
+            self._move(batch.cu_seqlens), self.dims.cp_group, layout=self.layout,
             cu_seqlens_cpu=batch.cu_seqlens, num_streams=batch.num_streams,
         )  # fmt: skip
         mine = [slice(start, end) for start, end in context.fragments]
@@ -39,4 +39,5 @@ class BatchSharding:
         return tokens, labels, Packed(context.position_ids, cp_context=context, **methods)
 
     def _move(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.device, non_blocking=True)
+        """To the device; from pinned memory, so that the host does not wait."""
+        return x.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else x
