@@ -1,4 +1,4 @@
-"""From a configuration to what it names: tokenizer, streams, model, folders. Trainer, preflight and tools share it."""
+"""What a configuration names: tokenizer, streams, mesh, model, folders. Trainer, preflight and tools share this."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from titan_linear.config import Config, hf_assets, hf_weights
+from titan_linear.config import Config, data_parallel_degrees, hf_assets, hf_weights
 from titan_linear.data import Corpus, PackedStreams, Tokenizer, open_corpus, split_documents
-from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.distributed.batch import BatchSharding
+from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.hf_io import find_family, read_model, write_folder
 from titan_linear.models.config import ModelConfig
@@ -41,8 +43,8 @@ def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = Fal
     keys = ["training.dataset_path", "validation.dataset_path"]
     return [
         open_corpus(
-            t.dataset, path or None, tokenizer, text_field=t.dataset_text_field, show_progress=show_progress,
-            path_key=key,
+            t.dataset, path or None, tokenizer, text_field=t.dataset_text_field, on_bad_document=t.on_bad_document,
+            show_progress=show_progress, path_key=key,
         )
         for path, key in zip(paths, keys, strict=False)
     ]  # fmt: skip
@@ -106,6 +108,22 @@ def unallocated(model: ModelConfig, dtype: torch.dtype) -> Decoder:
         decoder = Decoder(model)
     set_dtype(decoder, dtype)
     return decoder
+
+
+def build_dims(config: Config, device: torch.device) -> ParallelDims:
+    """The mesh over all ranks."""
+    replicate, shard = data_parallel_degrees(config, dist.get_world_size())
+    return build_mesh(device.type, replicate, shard, config.parallelism.context_parallel_degree)
+
+
+def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> BatchSharding:
+    """How batches are cut for this rank, and planned for this model."""
+    p = config.parallelism
+    return BatchSharding.of(
+        model, dims, device, DTYPES[config.training.mixed_precision_param],
+        layout=p.context_parallel_layout, softmax_method=p.context_parallel_method,
+        linear_method=p.context_parallel_linear_method, impl=config.model.impl,
+    )  # fmt: skip
 
 
 def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> Decoder:

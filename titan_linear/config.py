@@ -126,7 +126,7 @@ class LRScheduler(_Strict):
     warmup_steps: int = Field(100, ge=0)
     """Steps over which the rate rises linearly from 0 to optimizer.lr; a shorter run ends while it rises."""
     total_steps: int = Field(0, ge=0)
-    """Step at which the decay ends; 0: training.steps."""
+    """Step at which the decay ends; 0: training.steps, which then may not change once the rate has begun to decay."""
     decay_ratio: float = Field(1.0, ge=0, le=1)
     """Share of the total steps that decay, at the end, but never more than warmup leaves. 1: all after warmup."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
@@ -243,7 +243,7 @@ class Comm(_Strict):
     init_timeout_seconds: int = Field(300, ge=1)
     """Timeout until the first step is done."""
     train_timeout_seconds: int = Field(100, ge=1)
-    """Timeout after the first step."""
+    """Timeout after the first step. Validation, saves and exports have none: they wait for the slowest disk."""
 
 
 class Debug(_Strict):

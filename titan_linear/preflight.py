@@ -17,11 +17,13 @@ from titan_linear.build import (
     under_key,
 )
 from titan_linear.checkpoint import find_step, holds_optimizer, read_progress, verify, weights_path
-from titan_linear.config import Config, check_config, hf_weights
+from titan_linear.config import Config, check_config, hf_weights, load_config
 from titan_linear.data import build_tokenizer, verify_corpus
 from titan_linear.hf_io import check_folder
 from titan_linear.models.config import ModelConfig
 from titan_linear.ops.implementations import chosen_implementations
+from titan_linear.optim import learning_rate
+from titan_linear.rundir import CONFIG
 
 
 def preflight(config: Config, world_size: int) -> None:
@@ -74,6 +76,7 @@ def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
             f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can go on from it; "
             "start a new run with checkpoint.initial_load_path, or go on from an earlier checkpoint.load_step"
         )
+    check_schedule(config, step)
     progress = read_progress(folder / f"step-{step}")
     for key, what in (("corpus", "training.dataset_path"), ("tokenizer", "model.tokenizer_path")):
         if progress[key] != data[key]:
@@ -81,6 +84,26 @@ def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
                 f"{what} gives another {key} than the run in {config.job.dump_folder!r} was trained on (fingerprints "
                 f"{data[key]} and {progress[key]}): restore it, or start a new run in another job.dump_folder"
             )
+
+
+def check_schedule(config: Config, step: int) -> None:
+    """The learning rate of `step`, which is done, is what it was. An explicit lr_scheduler.total_steps may change it.
+
+    Where the rate of one step agrees, so do those of the steps before: only a schedule of another length differs.
+    """
+    stored = Path(config.job.dump_folder) / CONFIG
+    if config.lr_scheduler.total_steps or not stored.is_file():
+        return
+    run, steps = load_config(["--job.config_file", str(stored)]), config.training.steps
+    length = run.lr_scheduler.total_steps or run.training.steps
+    then, now = (learning_rate(step, config.optimizer.lr, config.lr_scheduler, n) for n in (length, steps))
+    if then != now:
+        keep = f"lr_scheduler.total_steps = {length}" if length >= steps else f"training.steps to at most {length}"
+        raise ValueError(
+            f"training.steps = {steps} would change the learning rate of the {step} steps that are done, which decays "
+            f"until training.steps (lr_scheduler.total_steps = 0), and that was {length}; set {keep} to keep the "
+            f"schedule, or lr_scheduler.total_steps = {steps} to go on with the new one"
+        )
 
 
 def check_heads(model: ModelConfig, config: Config) -> None:

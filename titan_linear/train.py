@@ -1,8 +1,8 @@
 """The trainer: `python -m titan_linear.train` in each process of a run (see launch.py, which starts them).
 
-build      tokenizer, corpus, mesh, model (meta → parallelize → allocate → initialise), optimizer, checkpoint
-train_step micro-batches → summed loss over the global count of valid tokens → summed gradients → clip → AdamW
-train      steps, validation, metrics, checkpoints, until the last step or a signal
+build   tokenizer, streams, mesh, model (meta → parallelize → allocate), optimizer, weights, feed
+step    micro-batches → summed loss over the global count of valid tokens → summed gradients → clip → AdamW
+loop    steps, validation, metrics, checkpoints, until the last step or a signal
 """
 
 from __future__ import annotations
@@ -12,16 +12,18 @@ import os
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from titan_linear.build import (
-    DTYPES,
+    build_dims,
     build_model,
+    build_sharding,
     build_streams,
     checkpoint_folder,
     export,
@@ -29,22 +31,19 @@ from titan_linear.build import (
     model_config,
     tokenizer_path,
 )
-from titan_linear.checkpoint import Checkpointer, SaveFailed, find_step, whole_steps
-from titan_linear.config import Config, data_parallel_degrees, hf_weights, load_config
-from titan_linear.data import IGNORE, Batch, build_dataloader, build_tokenizer, validation_batches
-from titan_linear.distributed.batch import BatchSharding
+from titan_linear.checkpoint import Checkpointer, SaveFailed, find_step
+from titan_linear.config import Config, hf_weights, load_config
+from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, validation_batches
 from titan_linear.distributed.experts import move_selection_biases
-from titan_linear.distributed.groups import process_group, set_timeout
-from titan_linear.distributed.mesh import build_mesh
+from titan_linear.distributed.feed import Feed, MicroBatch
+from titan_linear.distributed.groups import on_rank_0, process_group, set_timeout, unhurried, unhurried_group
 from titan_linear.distributed.parallelize import reduce_replicated
 from titan_linear.generate import Sampling, generate
 from titan_linear.hf_io import gather, load_weights
 from titan_linear.metrics import MetricsLogger, is_logged, peak_memory_gib
-from titan_linear.models.config import ModelConfig
-from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.ops.implementations import chosen_implementations
-from titan_linear.optim import build_optimizer, gradient_norm, learning_rate, scale_gradients
+from titan_linear.optim import build_optimizer, learning_rate, scale_gradients, step_numbers
 from titan_linear.preflight import preflight
 from titan_linear.process import StopSignal, be_deterministic, die_with_parent, own_device, under_launcher
 from titan_linear.profiling import profiler
@@ -52,130 +51,136 @@ from titan_linear.rundir import check_resume, lock_folder, write_config, write_m
 
 
 class NonFinite(RuntimeError):
-    """A loss or gradient is NaN or infinite; the weights are still good."""
+    """A loss or gradient is NaN or infinite; the weights are still good. Raised by every rank."""
+
+
+class WriteFailed(SaveFailed):
+    """A save or an export broke off on this rank, which has to say so: the others may know nothing of it."""
 
 
 class Trainer:
+    """A run on this rank, ready for its next step."""
+
     def __init__(self, config: Config):
-        self.config = config
-        self.stop = StopSignal()
-        self.device = own_device()
-        replicate, shard = data_parallel_degrees(config, dist.get_world_size())
-        self.dims = build_mesh(self.device.type, replicate, shard, config.parallelism.context_parallel_degree)
+        self.config, self.stop = config, StopSignal()
+        self.device, self.host = own_device(), unhurried_group()
         self.tokenizer = build_tokenizer(tokenizer_path(config))
         self.streams, self.held_out = build_streams(config, self.tokenizer)
-        self.model = self._build_model(model_config(config, self.tokenizer))
+        dist.barrier(self.host)  # a node without the token cache has written it just now
+        self.dims = build_dims(config, self.device)
+        self.model = build_model(config, model_config(config, self.tokenizer), self.dims, self.device)
+        self.sharding = build_sharding(config, self.model.config, self.dims, self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
-        p = config.parallelism
-        self.sharding = BatchSharding.of(
-            self.model.config, self.dims, self.device, DTYPES[config.training.mixed_precision_param],
-            layout=p.context_parallel_layout, softmax_method=p.context_parallel_method,
-            linear_method=p.context_parallel_linear_method, impl=config.model.impl,
-        )  # fmt: skip
-        self.step, self.skipped = 0, 0
         self.checkpointer = self._build_checkpointer()
-        self.batches = self._batches()
-
-    def _build_model(self, model_config: ModelConfig) -> Decoder:
-        model = build_model(self.config, model_config, self.dims, self.device)
-        if not self._loads_weights():
-            initialise(model, self.config.debug.seed)
-        return model
-
-    def _loads_weights(self) -> bool:
-        """Whether a checkpoint or a folder fills every parameter, so that none need be drawn."""
-        c = self.config.checkpoint
-        from_elsewhere = bool(c.initial_load_path) or c.initial_load_in_hf
-        return c.enable and (from_elsewhere or bool(whole_steps(checkpoint_folder(self.config))))
+        self.step, self.skipped = self._set_weights()
+        dist.barrier(self.host)  # disks differ
+        self.feed = self._build_feed()
 
     def _build_checkpointer(self) -> Checkpointer | None:
-        """The run's checkpoints; goes on from the one that the configuration asks for."""
         c = self.config.checkpoint
         if not c.enable:
             return None
-        checkpointer = Checkpointer(
-            checkpoint_folder(self.config), async_mode=c.async_mode, keep_latest_k=c.keep_latest_k
-        )
-        step = find_step(checkpoint_folder(self.config), c.load_step)
-        if step is not None:
-            progress = checkpointer.load(step, self.model, self.optimizer)
-            self.step, self.skipped = int(progress["step"]), int(progress["skipped"])
-        elif hf_weights(self.config):
-            load_weights(Path(hf_weights(self.config)), self.model)
-        elif c.initial_load_path:
-            checkpointer.load_weights(Path(c.initial_load_path), self.model)
-        return checkpointer
+        folder = checkpoint_folder(self.config)
+        return Checkpointer(folder, async_mode=c.async_mode, keep_latest_k=c.keep_latest_k, group=unhurried_group())
 
-    def _batches(self) -> Iterator[Batch]:
-        t = self.config.training
-        self.loader = build_dataloader(
+    def _set_weights(self) -> tuple[int, int]:
+        """From the run's checkpoint, or what it begins from, or drawn; (steps done, steps skipped)."""
+        c = self.config.checkpoint
+        step = (
+            on_rank_0(lambda: find_step(checkpoint_folder(self.config), c.load_step), self.host) if c.enable else None
+        )
+        if step is not None:
+            progress = self.checkpointer.load(step, self.model, self.optimizer)
+            return int(progress["step"]), int(progress["skipped"])
+        if hf_weights(self.config):
+            load_weights(Path(hf_weights(self.config)), self.model)
+        elif c.enable and c.initial_load_path:
+            self.checkpointer.load_weights(Path(c.initial_load_path), self.model)
+        else:
+            initialise(self.model, self.config.debug.seed)
+        return 0, 0
+
+    def _stored_step(self) -> int | None:
+        c = self.config.checkpoint
+        return find_step(checkpoint_folder(self.config), c.load_step) if c.enable else None
+
+    def _build_feed(self) -> Feed:
+        t, dims = self.config.training, self.dims
+        loader = build_dataloader(
             self.streams, global_batch_size=t.global_batch_size, local_batch_size=t.local_batch_size,
-            dp_rank=self.dims.dp_rank, dp_degree=self.dims.dp, cursor=self.step * t.global_batch_size,
-            num_workers=t.num_workers,
+            dp_rank=dims.dp_rank, dp_degree=dims.dp, cursor=self.step * t.global_batch_size, num_workers=t.num_workers,
         )  # fmt: skip
-        return iter(self.loader)
+        micro_steps = t.global_batch_size // (dims.dp * t.local_batch_size)
+        return Feed(iter(loader), self.sharding, micro_steps=micro_steps, cp=dims.cp, host=self.host)
 
     # --- One step ----------------------------------------------------------------------------------------------------
 
     def train_step(self) -> dict[str, float]:
-        """One optimizer step over the next global_batch_size streams; its numbers."""
-        t = self.config.training
-        micro_steps = t.global_batch_size // (self.dims.dp * t.local_batch_size)
-        batches = [next(self.batches) for _ in range(micro_steps)]
-        valid = self._global_sum(float(sum(int((b.labels != IGNORE).sum()) for b in batches))) / self.dims.cp
-        losses = torch.stack([self._forward_backward(batch, valid) for batch in batches])
+        """One optimizer step over the next global_batch_size streams; its numbers.
+
+        The host waits for the device once, for the numbers that decide what becomes of the step.
+        """
+        losses, streams = self._accumulate()
         reduce_replicated(self.model)
-        norm = gradient_norm(self.model.parameters(), self.dims.shard_group)
-        # One reduction brings the loss and a signal that any rank has received: all ranks stop at the same step.
-        loss, self.stop.agreed = self._sum_and_max(losses.double().sum(), self.stop.received)
-        grad_norm = norm.item()  # read once, before the optimizer's work is queued
-        self.step += 1
-        lr = learning_rate(self.step, self.config.optimizer.lr, self.config.lr_scheduler, t.steps)
-        if finite := self._is_finite(loss, grad_norm, losses, batches):
-            scale_gradients(self.model.parameters(), norm, t.max_norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = lr
-            self.optimizer.step()
+        # The signal goes with the loss, so that all ranks stop at the same step.
+        numbers = step_numbers(losses.sum(), self.model.parameters(), self.stop.received, self.dims.shards)
+        if self.step + 1 < self.config.training.steps:
+            self.feed.prefetch()  # while the device computes
+        loss, grad_norm, stop = numbers.tolist()
+        self.step, self.stop.agreed = self.step + 1, int(stop)
+        lr = self._learning_rate()
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if finite:
+            self._update(numbers[1], lr)
+        else:
+            self._leave_out(loss, grad_norm, losses, streams)
         move_selection_biases(self.model, apply=finite)
         self.optimizer.zero_grad(set_to_none=True)
         return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "skipped_steps": self.skipped}
 
-    def _forward_backward(self, batch: Batch, valid: float) -> torch.Tensor:
+    def _accumulate(self) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+        """Gradients of the whole step; this rank's part of the loss of each micro-batch, [micro-steps] float64, and
+        its streams."""
+        valid, batches = self.feed.next_step()
+        losses, streams = [], []
+        for batch in batches:
+            losses.append(self._forward_backward(batch, valid))
+            streams.append(batch.streams)
+        return torch.stack(losses).double(), streams
+
+    def _forward_backward(self, batch: MicroBatch, valid: int) -> torch.Tensor:
         """This rank's part of the loss of one micro-batch; gradients are added up."""
-        tokens, labels, packed = self.sharding(batch)
-        loss = self.model(tokens, packed, labels, loss_chunk=self.config.training.loss_chunk_size) / max(valid, 1)
+        chunk = self.config.training.loss_chunk_size
+        loss = self.model(batch.tokens, batch.plan, batch.labels, loss_chunk=chunk) / max(valid, 1)
         loss.backward()
         return loss.detach()
 
-    def _global_sum(self, value: float) -> float:
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return total.item()
+    def _learning_rate(self) -> float:
+        return learning_rate(
+            self.step, self.config.optimizer.lr, self.config.lr_scheduler, self.config.training.steps
+        )  # fmt: skip
 
-    def _sum_and_max(self, loss: torch.Tensor, number: int) -> tuple[float, int]:
-        """(sum of the losses, the highest signal number) over all ranks, in one collective."""
-        row = torch.stack([loss, loss.new_tensor(float(number))])
-        rows = row.new_empty(2 * dist.get_world_size())
-        dist.all_gather_into_tensor(rows, row)
-        return rows[0::2].sum().item(), int(rows[1::2].max().item())
+    def _update(self, norm: torch.Tensor, lr: float) -> None:
+        scale_gradients(self.model.parameters(), norm, self.config.training.max_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        self.optimizer.step()
 
-    def _is_finite(self, loss: float, norm: float, losses: torch.Tensor, batches: list[Batch]) -> bool:
-        """Whether the step may touch the weights. Otherwise it is skipped and counted, or the run stops."""
-        if math.isfinite(loss) and math.isfinite(norm):
-            return True
+    def _leave_out(self, loss: float, norm: float, losses: torch.Tensor, streams: list[tuple[int, ...]]) -> None:
+        """The step may not touch the weights: it is skipped and counted, or the run stops."""
         if self.config.training.on_nonfinite == "skip":
             self.skipped += 1
-            return False
+            return
         raise NonFinite(
-            f"step {self.step}: loss = {loss}, gradient norm = {norm}; {self._blame(losses, batches)}. The weights are "
+            f"step {self.step}: loss = {loss}, gradient norm = {norm}; {self._blame(losses, streams)}. The weights are "
             "those of the step before; training.on_nonfinite = 'skip' goes past such steps"
         )
 
-    def _blame(self, losses: torch.Tensor, batches: list[Batch]) -> str:
+    def _blame(self, losses: torch.Tensor, streams: list[tuple[int, ...]]) -> str:
         """Which ranks found a loss that is not finite, and on which streams. Every rank calls it."""
-        bad = [i for b, x in zip(batches, losses.tolist(), strict=True) if not math.isfinite(x) for i in b.streams]
+        bad = [i for own, x in zip(streams, losses.tolist(), strict=True) if not math.isfinite(x) for i in own]
         reports: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(reports, bad)
+        dist.all_gather_object(reports, bad, group=self.host)
         if any(reports):
             return "; ".join(f"rank {r}: streams {', '.join(map(str, x))}" for r, x in enumerate(reports) if x)
         first, G = (self.step - 1) * self.config.training.global_batch_size, self.config.training.global_batch_size
@@ -185,40 +190,61 @@ class Trainer:
 
     def train(self) -> None:
         """Steps until the last, or until a signal, which ends the run after a save."""
-        config, start = self.config, self.step
-        logger = self._logger()
-        with profiler(config) as profile:
-            while self.step < config.training.steps and not self.stop.agreed:
-                numbers = self.train_step()
-                profile.step()
-                if self.step == start + 1:
-                    self._shorten_timeouts()
-                last = self.step == config.training.steps
-                if logger and (is_logged(config, self.step) or self.step == start + 1 or self.stop.agreed):
-                    logger.log(self.step, tokens=self._tokens(), memory_gib=peak_memory_gib(), **numbers)
-                with logger.untimed() if logger else nullcontext():
-                    if config.validation.enable and (self.step % config.validation.freq == 0 or last):
-                        self._report_validation(logger)
-                    if self.step % config.checkpoint.interval == 0 or last or self.stop.agreed:
-                        self.save(last)
-        if self.checkpointer:
-            self.checkpointer.wait()
-        if not self.stop.agreed:
-            if config.checkpoint.last_save_in_hf:
-                self._export()
-            self._sample()
+        logger = self._begin()
+        with profiler(self.config) as profile:
+            self._loop(logger, profile)
+        with self._unhurried():
+            self._finish()
         if logger:
             logger.close()
 
-    def _shorten_timeouts(self) -> None:
-        """Once the first step has compiled and connected everything."""
-        dist.barrier()
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        timeout = timedelta(seconds=self.config.comm.train_timeout_seconds)
-        set_timeout([dist.group.WORLD, *self.dims.groups], timeout)
+    def _loop(self, logger: MetricsLogger | None, profile: Any) -> None:
+        first = self.step + 1
+        while self.step < self.config.training.steps and not self.stop.agreed:
+            numbers = self.train_step()
+            profile.step()
+            if self.step == first:  # it has compiled and connected everything
+                dist.barrier(self.host)
+                set_timeout(self.dims.groups, self._timeout)
+            if logger and (is_logged(self.config, self.step) or self.step == first or self.stop.agreed):
+                logger.log(self.step, tokens=self._tokens(), memory_gib=peak_memory_gib(), **numbers)
+            self._validate_and_save(logger)
 
-    def _logger(self) -> MetricsLogger | None:
+    def _validate_and_save(self, logger: MetricsLogger | None) -> None:
+        """What is due after this step."""
+        v, last = self.config.validation, self.step == self.config.training.steps
+        validates = v.enable and (self.step % v.freq == 0 or last)
+        saves = self.step % self.config.checkpoint.interval == 0 or last or self.stop.agreed
+        if not (validates or saves):
+            return
+        with self._unhurried(), logger.untimed() if logger else nullcontext():
+            if validates:
+                loss = self.validate()
+                if logger:
+                    logger.log_validation(self.step, loss)
+            if saves:
+                self.save(last)
+
+    def _finish(self) -> None:
+        """After the last step."""
+        if self.checkpointer:
+            with _writing(f"saving in '{checkpoint_folder(self.config)}'"):
+                self.checkpointer.wait()
+        if not self.stop.agreed:
+            if self.config.checkpoint.last_save_in_hf:
+                self._export()
+            self._sample()
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self.config.comm.train_timeout_seconds)
+
+    def _unhurried(self) -> AbstractContextManager[None]:
+        """Between steps: one rank may be long at the disk while others wait for it in a collective."""
+        return unhurried(self.dims.groups, self.host, self._timeout)
+
+    def _begin(self) -> MetricsLogger | None:
+        """On rank 0: note and say what the run is made of."""
         if dist.get_rank() != 0:
             return None
         choices = chosen_implementations(self.config.model.impl, self.device)
@@ -241,16 +267,17 @@ class Trainer:
         if self.checkpointer is None:
             return
         model_only = last and self.config.checkpoint.last_save_model_only
-        cursor = self.step * self.config.training.global_batch_size
+        cursor = self.step * self.config.training.global_batch_size  # of whole steps, whatever was fetched ahead
         progress = {"step": self.step, "cursor": cursor, "tokens": self._tokens(), "skipped": self.skipped}
         data = {"corpus": self.streams.corpus.fingerprint, "tokenizer": self.tokenizer.fingerprint}
-        self.checkpointer.save(self.step, self.model, None if model_only else self.optimizer, progress | data)
+        with _writing(f"saving step-{self.step}"):
+            self.checkpointer.save(self.step, self.model, None if model_only else self.optimizer, progress | data)
 
     def _export(self) -> None:
         """The weights as a Hugging Face folder, step-N-hf."""
-        path = export_folder(self.config)
-        dtype = self.config.checkpoint.export_dtype
-        export(path, self.config, self.model.config, self.tokenizer, gather(self.model), dtype=dtype)
+        path, dtype = export_folder(self.config), self.config.checkpoint.export_dtype
+        with _writing(f"writing '{path}'"):
+            export(path, self.config, self.model.config, self.tokenizer, gather(self.model), dtype=dtype)
         if dist.get_rank() == 0:
             print(f"exported '{path}'", flush=True)
 
@@ -265,16 +292,11 @@ class Trainer:
         for i, batch in enumerate(batches):
             if i == v.steps:
                 break
-            tokens, labels, packed = self.sharding(batch)
-            total[0] += self.model(tokens, packed, labels, loss_chunk=self.config.training.loss_chunk_size)
+            tokens, labels, plan = self.sharding(batch)
+            total[0] += self.model(tokens, plan, labels, loss_chunk=self.config.training.loss_chunk_size)
             total[1] += (labels != IGNORE).sum()
         dist.all_reduce(total)
         return (total[0] / total[1]).item()
-
-    def _report_validation(self, logger: MetricsLogger | None) -> None:
-        loss = self.validate()
-        if logger:
-            logger.log_validation(self.step, loss)
 
     def _sample(self) -> None:
         s = self.config.sample
@@ -288,37 +310,52 @@ class Trainer:
             print(f"--- sample\n{text}\n---", flush=True)
 
 
+@contextmanager
+def _writing(what: str) -> Iterator[None]:
+    """PyTorch's own errors of a write, which are RuntimeErrors, as one line."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        raise WriteFailed(f"rank {dist.get_rank()}: {what} failed: {reason}") from error
+
+
+# --- One process of a run --------------------------------------------------------------------------------------------
+
+
 def main(argv: list[str]) -> int:
-    """One process of a run; its exit code. A user's mistake or a non-finite loss is one line, not a traceback."""
+    """The exit code. A user's mistake, a non-finite loss or a failed save is one line, not a traceback."""
     die_with_parent()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch about itself
     try:
-        config = load_config(argv)
-        return _run(config)
+        stopped = _run(load_config(argv))
     except (ValueError, NonFinite, SaveFailed) as error:
-        if int(os.environ.get("RANK", "0")) == 0 or isinstance(error, ValueError):  # the others are alike on all ranks
+        alike = isinstance(error, (NonFinite, SaveFailed)) and not isinstance(error, WriteFailed)  # on all ranks
+        if int(os.environ.get("RANK", "0")) == 0 or not alike:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return 2 if isinstance(error, ValueError) else 3
-
-
-def _run(config: Config) -> int:
-    if config.debug.deterministic:
-        be_deterministic()
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    lock = None
-    if not under_launcher() and rank == 0:  # started by torchrun: what the launcher checks is checked here
-        lock = lock_folder(config.job.dump_folder)
-        check_resume(config)
-        preflight(config, world_size)
-    with process_group(timedelta(seconds=config.comm.init_timeout_seconds)):
-        stopped = _train(config)
-    if lock is not None:
-        lock.close()
     return 128 + stopped if stopped and not under_launcher() else 0
 
 
+def _run(config: Config) -> int:
+    """The signal that ended the run, or 0."""
+    if config.debug.deterministic:
+        be_deterministic()
+    with process_group(timedelta(seconds=config.comm.init_timeout_seconds)), ExitStack() as held:
+        if not under_launcher():  # but torchrun: joined, the others can wait for what rank 0 checks and tokenises
+            on_rank_0(lambda: _claim(config, held), unhurried_group())
+        return _train(config)
+
+
+def _claim(config: Config, held: ExitStack) -> None:
+    """What the launcher does before it starts a process; `held` keeps the folder's lock."""
+    held.enter_context(lock_folder(config.job.dump_folder))
+    for change in check_resume(config):
+        print(f"going on with {change}", flush=True)
+    preflight(config, dist.get_world_size())
+
+
 def _train(config: Config) -> int:
-    """Build and train; the signal that ended it, or 0."""
     trainer = Trainer(config)
     with trainer.stop:
         trainer.train()
