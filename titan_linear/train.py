@@ -61,7 +61,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.presets import preset
-from titan_linear.ops.implementations import chosen_implementations
+from titan_linear.ops.support import Choice, choose_implementations, start_lines
 from titan_linear.optim import build_optimizer, gradient_norm, learning_rate, scale_gradients
 from titan_linear.profiling import profiler
 from titan_linear.rundir import check_resume, lock_folder, write_config, write_manifest
@@ -234,14 +234,15 @@ class Trainer:
     def _logger(self) -> MetricsLogger | None:
         if dist.get_rank() != 0:
             return None
-        choices = chosen_implementations(self.config.model.impl, self.device)
+        choices = _implementations(self.config, self.model.config, self.device)
         write_config(self.config)
         write_manifest(
-            self.config, world_size=dist.get_world_size(), degrees=self.dims.degrees, implementations=choices
-        )
+            self.config, world_size=dist.get_world_size(), degrees=self.dims.degrees,
+            implementations={op: choice.implementation for op, choice in choices.items()},
+        )  # fmt: skip
         parameters = sum(p.numel() for p in self.model.parameters())
         print(f"model {self.config.model.name}/{self.config.model.flavor}: {parameters:,} parameters", flush=True)
-        print("ops " + ", ".join(f"{op}: {name}" for op, name in choices.items()), flush=True)
+        print("\n".join(start_lines(choices)), flush=True)
         print("mesh " + " × ".join(f"{name} {n}" for name, n in self.dims.degrees.items()), flush=True)
         if self.step:
             print(f"going on from step {self.step}", flush=True)
@@ -321,7 +322,7 @@ def preflight(config: Config, world_size: int) -> None:
     model = model_config(config, tokenizer)
     check_heads(model, config)
     _check_hugging_face(config, model)
-    chosen_implementations(config.model.impl, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    _implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     corpora = _corpora(config, tokenizer, show_progress=True)
     for corpus in corpora:
         verify_corpus(corpus)
@@ -329,6 +330,19 @@ def preflight(config: Config, world_size: int) -> None:
     _streams(config, tokenizer)
     if config.checkpoint.enable:
         _check_checkpoint(config, {"corpus": corpora[0].fingerprint, "tokenizer": tokenizer.fingerprint})
+
+
+def _implementations(config: Config, model: ModelConfig, device: torch.device) -> dict[str, Choice]:
+    """op -> what this run uses. ValueError: model.impl names what cannot run the model here."""
+    delta_rule = {"K": model.linear_head_dim, "V": model.linear_v_head_dim}
+    asked = {
+        "kda": {"chunk_kda": delta_rule, "causal_conv1d": {"W": model.conv_size}},
+        "gdn": {"chunk_gated_delta_rule": delta_rule, "causal_conv1d": {"W": model.conv_size}},
+        "attention": {"attention": {"D": model.head_dim, "Dv": model.head_dim}},
+        "mla": {"attention": {"D": model.nope_dim + model.shared_k_dim, "Dv": model.mla_v_dim}},
+    }
+    requests = {op: dims for mixer in dict.fromkeys(model.layers) for op, dims in asked[mixer].items()}
+    return choose_implementations(requests, config.model.impl, device, DTYPES[config.training.mixed_precision_param])
 
 
 def _check_hugging_face(config: Config, model: ModelConfig) -> None:

@@ -305,6 +305,7 @@ def normalise(inputs: Inputs, options: DeltaRuleOptions) -> list[torch.Tensor]:
     q, k, v, g, beta = (x.to(wide) for x in inputs[:5])
     if options.l2norm:
         q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + 1e-6) for x in (q, k))
+    beta = beta if options.beta_range is None else options.beta_range * beta.sigmoid()
     g = g.unsqueeze(-1) if g.dim() == 2 else g
     if options.gate_in_kernel:
         g = g if inputs.dt_bias is None else g + inputs.dt_bias.to(wide).view(g.shape[1:])
