@@ -20,6 +20,7 @@ from titan_linear.hf_io import find_family, read_model, write_folder
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import preset
+from titan_linear.ops.support import Choice, choose_implementations
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
@@ -124,6 +125,12 @@ def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, devic
         layout=p.context_parallel_layout, softmax_method=p.context_parallel_method,
         linear_method=p.context_parallel_linear_method, impl=config.model.impl,
     )  # fmt: skip
+
+
+def implementations(config: Config, model: ModelConfig, device: torch.device) -> dict[str, Choice]:
+    """op -> what this run uses. ValueError: model.impl names what cannot run the model here."""
+    requests = {op: dims for mixer in dict.fromkeys(model.layers) for op, dims in mixer.ops.items()}
+    return choose_implementations(requests, config.model.impl, device, DTYPES[config.training.mixed_precision_param])
 
 
 def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> Decoder:

@@ -11,6 +11,7 @@ from titan_linear.build import (
     checkpoint_folder,
     export_family,
     export_folder,
+    implementations,
     model_config,
     open_corpora,
     tokenizer_path,
@@ -21,7 +22,6 @@ from titan_linear.config import Config, check_config, hf_weights, load_config
 from titan_linear.data import build_tokenizer, verify_corpus
 from titan_linear.hf_io import check_folder
 from titan_linear.models.config import ModelConfig
-from titan_linear.ops.implementations import chosen_implementations
 from titan_linear.optim import learning_rate
 from titan_linear.rundir import CONFIG
 
@@ -38,7 +38,7 @@ def preflight(config: Config, world_size: int) -> None:
     model = model_config(config, tokenizer)
     check_heads(model, config)
     _check_hugging_face(config, model)
-    chosen_implementations(config.model.impl, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     corpora = open_corpora(config, tokenizer, show_progress=True)
     for corpus in corpora:
         verify_corpus(corpus)

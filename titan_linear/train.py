@@ -28,6 +28,7 @@ from titan_linear.build import (
     checkpoint_folder,
     export,
     export_folder,
+    implementations,
     model_config,
     tokenizer_path,
 )
@@ -42,7 +43,7 @@ from titan_linear.generate import Sampling, generate
 from titan_linear.hf_io import gather, load_weights
 from titan_linear.metrics import MetricsLogger, is_logged, peak_memory_gib
 from titan_linear.models.init import initialise
-from titan_linear.ops.implementations import chosen_implementations
+from titan_linear.ops.support import start_lines
 from titan_linear.optim import build_optimizer, learning_rate, scale_gradients, step_numbers
 from titan_linear.preflight import preflight
 from titan_linear.process import StopSignal, be_deterministic, die_with_parent, own_device, under_launcher
@@ -247,14 +248,15 @@ class Trainer:
         """On rank 0: note and say what the run is made of."""
         if dist.get_rank() != 0:
             return None
-        choices = chosen_implementations(self.config.model.impl, self.device)
+        choices = implementations(self.config, self.model.config, self.device)
         write_config(self.config)
         write_manifest(
-            self.config, world_size=dist.get_world_size(), degrees=self.dims.degrees, implementations=choices
-        )
+            self.config, world_size=dist.get_world_size(), degrees=self.dims.degrees,
+            implementations={op: choice.implementation for op, choice in choices.items()},
+        )  # fmt: skip
         parameters = sum(p.numel() for p in self.model.parameters())
         print(f"model {self.config.model.name}/{self.config.model.flavor}: {parameters:,} parameters", flush=True)
-        print("ops " + ", ".join(f"{op}: {name}" for op, name in choices.items()), flush=True)
+        print("\n".join(start_lines(choices)), flush=True)
         print("mesh " + " × ".join(f"{name} {n}" for name, n in self.dims.degrees.items()), flush=True)
         if self.step:
             print(f"going on from step {self.step}", flush=True)

@@ -239,8 +239,8 @@ def test_a_family_without_shared_experts(name: str, tmp_path: Path) -> None:
         assert config_from_hf(other) == (family, config)
     tokens, bounds = torch.arange(T) % hf_models.VOCAB, DOCUMENTS["packed"]
     logits, loss, _ = hf_models.reference(model, tokens, bounds)
-    packed = Packed(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
-    ours = run(config, state_from_hf(disk, config, family), tokens, labels_of(tokens, bounds), packed)
+    plan = BatchPlan(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    ours = run(config, state_from_hf(disk, config, family), tokens, labels_of(tokens, bounds), plan)
     assert relative(ours[0], logits) < 1e-5 and abs(ours[1] - loss) < 1e-5 * loss
 
 

@@ -8,8 +8,9 @@ import torch
 
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.halo import with_halo
-from titan_linear.ops.options import boundaries_of, check_cp, select
+from titan_linear.ops.options import boundaries_of, check_boundaries, check_cp, refuse
 from titan_linear.ops.states import States
+from titan_linear.ops.support import implementation
 from titan_linear.ops.torch import convolution as torch_convolution
 
 
@@ -26,38 +27,54 @@ def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None = None,
-    *,
-    activation: str | None = None,
+    residual: torch.Tensor | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
+    activation: str | None = None,
+    backend: str | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
     cp_context: CPContext | None = None,
+    *,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """y_t = act(Σ_j weight[:, j] · x_{t−W+1+j} + bias), channel by channel, within each sequence or packed document.
 
+    Arguments are those of FLA's function of this name, but for the width of states; docs/ops.md lists the differences.
+
     Args:
         x: [B, T, D]; weight: [D, W]; bias: [D].
-        activation: None, "silu" or "swish" (the same).
         initial_state: [N, D, W−1], the last inputs before each sequence or document; zeros by default.
+        activation: None, "silu" or "swish" (the same).
+        residual, backend, chunk_indices: must be None.
         cu_seqlens: [N + 1] int, boundaries of packed documents (B = 1).
+        cu_seqlens_cpu: the same on the CPU, for implementations that loop over documents on the host.
         cp_context: x is this rank's tokens; the W−1 tokens before its fragments are fetched. Neither cu_seqlens nor
             states may be given.
         impl: "auto", "torch" or "triton".
 
     Returns: y [B, T, D] in x's dtype; the last inputs of each document [N, D, W−1], or None.
+
+    Raises:
+        ValueError: an argument that does not fit the others or that is not supported; the message names it.
     """
+    refuse("add it to y", residual=residual)
+    refuse("impl chooses", backend=backend)
+    refuse("leave it out, chunks are found from cu_seqlens on the device", chunk_indices=chunk_indices)
     B, T, D = x.shape
     W = weight.shape[-1]
     if weight.shape != (D, W):
         raise ValueError(f"weight {tuple(weight.shape)} must be [D, W] with D = {D}")
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"activation = {activation!r} is unknown; use None, 'silu' or 'swish'")
-    if cu_seqlens is not None and B != 1:
-        raise ValueError(f"cu_seqlens describes one packed stream: B must be 1, not {B}")
-    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    N = check_boundaries(B, cu_seqlens, cu_seqlens_cpu)
     if initial_state is not None and initial_state.shape != (N, D, W - 1):
-        raise ValueError(f"initial_state {tuple(initial_state.shape)} must be [N, D, W−1] = [{N}, {D}, {W - 1}]")
+        fla = ": FLA's has one column more, which it never reads; pass initial_state[..., 1:]"
+        raise ValueError(
+            f"initial_state {tuple(initial_state.shape)} must be [N, D, W−1] = [{N}, {D}, {W - 1}]"
+            f"{fla if initial_state.shape == (N, D, W) else ''}"
+        )
     flat, initial = x.flatten(0, 1), None if initial_state is None else States(initial_state)
     if cp_context is not None:
         check_cp("x", x, initial_state, output_final_state, cu_seqlens, cp_context)
@@ -68,7 +85,7 @@ def causal_conv1d(
             routes = cp_context.halo_of(W - 1)
             flat, halo = with_halo(flat, routes, cp_context.slots, W - 1, cp_context.group_name)
             initial = States(halo.transpose(1, 2), cp_context.enters_slot)
-    convolve = IMPLEMENTATIONS[select(impl, x.device)]()
-    boundaries = boundaries_of(x, cu_seqlens, cp_context)
+    convolve = IMPLEMENTATIONS[implementation("causal_conv1d", impl, x.device, x.dtype, W=W)]()
+    boundaries = boundaries_of(x, cu_seqlens, cp_context, cu_seqlens_cpu)
     y, final = convolve(flat, weight, bias, initial, boundaries, activation, output_final_state)
     return y.unflatten(0, (B, T)), final

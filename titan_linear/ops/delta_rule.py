@@ -19,8 +19,9 @@ from titan_linear.ops.boundaries import Boundaries
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.kcp import Chains, incoming_states
 from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
-from titan_linear.ops.options import DeltaRuleOptions, boundaries_of, check_cp, select
+from titan_linear.ops.options import DeltaRuleOptions, boundaries_of, check_boundaries, check_cp
 from titan_linear.ops.states import Inputs, States, state_dtype
+from titan_linear.ops.support import implementation, one_dtype
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule, normalise, step
 
 
@@ -156,9 +157,11 @@ def chunk_delta_rule(
     cp_context: CPContext | None,
     cp_method: str,
     impl: str,
+    cu_seqlens_cpu: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `chunk_kda` and `chunk_gated_delta_rule` share, once they have filled in `options`: checks, and the call."""
-    _check(q, k, v, g, beta, A_log, options, initial_state, cu_seqlens)
+    N = check_boundaries(q.shape[0], cu_seqlens, cu_seqlens_cpu)
+    _check(q, k, v, g, beta, A_log, dt_bias, options, initial_state, N)
     if cp_method not in ("kcp", "ulysses"):
         raise ValueError(f"cp_method = {cp_method!r} is unknown; use 'kcp' or 'ulysses'")
     if cp_context is not None:
@@ -166,18 +169,22 @@ def chunk_delta_rule(
     several = cp_context is not None and cp_context.world_size > 1
     if several and cp_method == "ulysses":
         return _over_heads(q, k, v, g, beta, A_log, dt_bias, options, cp_context, impl), None
-    chosen = select(impl, q.device)
     inputs = Inputs(*(x.flatten(0, 1) for x in (q, k, v, g, beta)), A_log, dt_bias)
+    rule = _implementation(inputs, impl)
     wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state))
     if q.shape[1] == 1 and cu_seqlens is None and cp_context is None and not wants_grad:
         o, final = _decode(inputs, options, initial_state)
     else:
-        boundaries = boundaries_of(q, cu_seqlens, cp_context)
-        call = Call(
-            IMPLEMENTATIONS[chosen](), options, boundaries, cp_context if several else None, output_final_state
-        )  # fmt: skip
+        boundaries = boundaries_of(q, cu_seqlens, cp_context, cu_seqlens_cpu)
+        call = Call(rule, options, boundaries, cp_context if several else None, output_final_state)
         o, final = _DeltaRule.apply(call, initial_state, *inputs)
     return o.unflatten(0, q.shape[:2]), final if output_final_state else None
+
+
+def _implementation(inputs: Inputs, impl: str) -> type[DeltaRule]:
+    q, k, v = inputs[:3]
+    op = "chunk_kda" if inputs.g.dim() == 3 else "chunk_gated_delta_rule"
+    return IMPLEMENTATIONS[implementation(op, impl, q.device, one_dtype(q, k, v), K=q.shape[-1], V=v.shape[-1])]()
 
 
 def _over_heads(
@@ -196,8 +203,7 @@ def _over_heads(
     tokens = [tokens_to_heads(x, cp) for x in (q, k, v, g, beta)]
     gates = [None if x is None else x.view(cp.world_size, -1)[cp.rank] for x in (A_log, dt_bias)]
     inputs = Inputs(*(x.flatten(0, 1) for x in tokens), *gates)
-    implementation = IMPLEMENTATIONS[select(impl, q.device)]()
-    o, _ = _DeltaRule.apply(Call(implementation, options, cp.stream, None, False), None, *inputs)
+    o, _ = _DeltaRule.apply(Call(_implementation(inputs, impl), options, cp.stream, None, False), None, *inputs)
     return heads_to_tokens(o.unsqueeze(0), cp)
 
 
@@ -218,9 +224,10 @@ def _check(
     g: torch.Tensor,
     beta: torch.Tensor,
     A_log: torch.Tensor | None,
+    dt_bias: torch.Tensor | None,
     options: DeltaRuleOptions,
     initial_state: torch.Tensor | None,
-    cu_seqlens: torch.Tensor | None,
+    N: int,
 ) -> None:
     """Shapes and switches that do not fit are a ValueError that says what would."""
     if q.dim() != 4 or k.shape != q.shape:
@@ -235,8 +242,7 @@ def _check(
         raise ValueError("use_gate_in_kernel = True and A_log [HV] go together: give both or neither")
     if A_log is not None and A_log.numel() != HV:
         raise ValueError(f"A_log {tuple(A_log.shape)} must be [HV] = [{HV}]")
-    if cu_seqlens is not None and B != 1:
-        raise ValueError(f"cu_seqlens describes one packed stream: B must be 1, not {B}")
-    N = B if cu_seqlens is None else cu_seqlens.numel() - 1
+    if dt_bias is not None and not options.gate_in_kernel:
+        raise ValueError("dt_bias comes with use_gate_in_kernel = True: give both or neither")
     if initial_state is not None and initial_state.shape != (N, HV, K, V):
         raise ValueError(f"initial_state {tuple(initial_state.shape)} must be [N, HV, K, V] = [{N}, {HV}, {K}, {V}]")

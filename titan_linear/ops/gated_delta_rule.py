@@ -6,7 +6,7 @@ import torch
 
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.delta_rule import chunk_delta_rule
-from titan_linear.ops.options import DeltaRuleOptions
+from titan_linear.ops.options import DeltaRuleOptions, beta_range, check_chunk_size, refuse, swapped
 
 
 def chunk_gated_delta_rule(
@@ -15,16 +15,22 @@ def chunk_gated_delta_rule(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    *,
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    chunk_indices: torch.Tensor | None = None,
+    cp_context: CPContext | None = None,
+    *,
     use_gate_in_kernel: bool = False,
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
-    cu_seqlens: torch.Tensor | None = None,
-    cp_context: CPContext | None = None,
+    chunk_size: int = 64,
     disable_recompute: bool = False,
     cp_method: str = "kcp",
     impl: str = "auto",
@@ -32,8 +38,10 @@ def chunk_gated_delta_rule(
     """S_t = exp(g_t) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ;  o_t = scale·S_tᵀ q_t  (Gated Delta Networks, eq. 10).
 
     As `chunk_kda`, with one gate per head: g [B, T, HV], dt_bias [HV], and the gate in the kernel is
-    −exp(A_log)·softplus(g + dt_bias). Any g ≤ 0 is exact.
+    −exp(A_log)·softplus(g + dt_bias). Any g ≤ 0 is exact. chunk_indices must be None: the kernels find their chunks.
     """
+    refuse("leave it out, chunks are found from cu_seqlens on the device", chunk_indices=chunk_indices)
+    check_chunk_size(chunk_size)
     if g.dim() != 3:
         raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV] for the gated delta rule")
     if dt_bias is not None and dt_bias.numel() != g.shape[2]:
@@ -42,9 +50,12 @@ def chunk_gated_delta_rule(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         l2norm=use_qk_l2norm_in_kernel,
         gate_in_kernel=use_gate_in_kernel,
+        beta_range=beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
         disable_recompute=disable_recompute,
     )
-    return chunk_delta_rule(
-        q, k, v, g, beta, A_log, dt_bias, options=options, initial_state=initial_state, cu_seqlens=cu_seqlens,
-        output_final_state=output_final_state, cp_context=cp_context, cp_method=cp_method, impl=impl,
+    o, final = chunk_delta_rule(
+        q, k, v, g, beta, A_log, dt_bias, options=options, initial_state=swapped(initial_state, state_v_first),
+        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, output_final_state=output_final_state,
+        cp_context=cp_context, cp_method=cp_method, impl=impl,
     )  # fmt: skip
+    return o, swapped(final, state_v_first)

@@ -6,7 +6,7 @@ import torch
 
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.delta_rule import chunk_delta_rule
-from titan_linear.ops.options import DeltaRuleOptions
+from titan_linear.ops.options import DeltaRuleOptions, beta_range, check_chunk_size, refuse, swapped
 
 
 def chunk_kda(
@@ -15,23 +15,31 @@ def chunk_kda(
     v: torch.Tensor,
     g: torch.Tensor,
     beta: torch.Tensor,
-    *,
     scale: float | None = None,
     initial_state: torch.Tensor | None = None,
     output_final_state: bool = False,
     use_qk_l2norm_in_kernel: bool = False,
     use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    cp_context: CPContext | None = None,
+    *,
     A_log: torch.Tensor | None = None,
     dt_bias: torch.Tensor | None = None,
-    lower_bound: float | None = None,
-    safe_gate: bool = False,
-    cu_seqlens: torch.Tensor | None = None,
-    cp_context: CPContext | None = None,
-    disable_recompute: bool = False,
+    chunk_size: int = 64,
     cp_method: str = "kcp",
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ;  o_t = scale·S_tᵀ q_t  (Kimi Linear, eq. 1).
+
+    Arguments are those of FLA's function of this name; docs/ops.md lists the differences.
 
     Args:
         q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H; beta: [B, T, HV].
@@ -40,34 +48,50 @@ def chunk_kda(
         initial_state: [N, HV, K, V], one per sequence or packed document; zeros by default.
         use_qk_l2norm_in_kernel: q, k ← x / sqrt(Σx² + 1e-6).
         use_gate_in_kernel: the decay is −exp(A_log)·softplus(g + dt_bias), or with `lower_bound`
-            lower_bound·sigmoid(exp(A_log)·(g + dt_bias)); A_log [HV], dt_bias [HV·K].
-        lower_bound: in [−5, 0); implies safe_gate.
+            lower_bound·sigmoid(exp(A_log)·(g + dt_bias)); A_log [HV], dt_bias [HV·K]. With a lower bound A_log may be
+            left out: the rate exp(A_log) is then 1.
+        use_beta_sigmoid_in_kernel: β = sigmoid(beta), with allow_neg_eigval 2·sigmoid(beta).
         safe_gate: the caller promises g ≥ −5, which permits a faster way; without it any g ≤ 0 is exact.
-        cu_seqlens: [N + 1] int, boundaries of packed documents (B = 1).
-        cp_context: tensors are this rank's tokens; cu_seqlens and states must not be given.
+        lower_bound: in [−5, 0); implies safe_gate.
         disable_recompute: keep intermediates for backward: faster, more memory.
+        return_intermediate_states: must be False.
+        state_v_first: states are [N, HV, V, K].
+        cu_seqlens: [N + 1] int, boundaries of packed documents (B = 1).
+        cu_seqlens_cpu: the same on the CPU, for implementations that loop over documents on the host.
+        cp_context: tensors are this rank's tokens; cu_seqlens and states must not be given.
+        chunk_size: 64.
         cp_method: with cp_context, "kcp" (states cross the ranks) or "ulysses" (an all-to-all over heads, the method to
             compare with; the ranks must divide H).
         impl: "auto", "torch" or "triton". One token per sequence without gradients (decoding) is a step of the
             recurrence in PyTorch.
 
     Returns: o [B, T, HV, V] in v's dtype; final states [N, HV, K, V] float32 (float64 for float64 inputs) or None.
+
+    Raises:
+        ValueError: an argument that does not fit the others or that is not supported; the message names it.
     """
+    refuse("only o and final states are returned", return_intermediate_states=return_intermediate_states)
+    check_chunk_size(chunk_size)
     if g.dim() != 4:
         raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV, K] for KDA")
     if lower_bound is not None and not (use_gate_in_kernel and -5 <= lower_bound < 0):
         raise ValueError(f"lower_bound = {lower_bound}: must lie in [-5, 0) and comes with use_gate_in_kernel = True")
     if dt_bias is not None and dt_bias.numel() != g.shape[2] * g.shape[3]:
         raise ValueError(f"dt_bias {tuple(dt_bias.shape)} must be [HV·K] = [{g.shape[2] * g.shape[3]}]")
+    if A_log is None and lower_bound is not None:
+        A_log = g.new_zeros(g.shape[2], dtype=torch.promote_types(g.dtype, torch.float32))
     options = DeltaRuleOptions(
         scale=q.shape[-1] ** -0.5 if scale is None else scale,
         l2norm=use_qk_l2norm_in_kernel,
         gate_in_kernel=use_gate_in_kernel,
         lower_bound=lower_bound,
         safe_gate=safe_gate or lower_bound is not None,
+        beta_range=beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
         disable_recompute=disable_recompute,
     )
-    return chunk_delta_rule(
-        q, k, v, g, beta, A_log, dt_bias, options=options, initial_state=initial_state, cu_seqlens=cu_seqlens,
-        output_final_state=output_final_state, cp_context=cp_context, cp_method=cp_method, impl=impl,
+    o, final = chunk_delta_rule(
+        q, k, v, g, beta, A_log, dt_bias, options=options, initial_state=swapped(initial_state, state_v_first),
+        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, output_final_state=output_final_state,
+        cp_context=cp_context, cp_method=cp_method, impl=impl,
     )  # fmt: skip
+    return o, swapped(final, state_v_first)

@@ -1,13 +1,12 @@
-"""What a call asks for besides its tensors: which implementation, where entries lie, a delta rule's switches."""
+"""What a call asks for besides its tensors: where entries lie, a delta rule's switches."""
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 import torch
 
-from titan_linear.ops.boundaries import Boundaries
+from titan_linear.ops.boundaries import CHUNK, Boundaries
 from titan_linear.ops.cp.context import CPContext
 
 
@@ -22,18 +21,28 @@ class DeltaRuleOptions:
     disable_recompute: bool = False  # keep the intermediates of forward for backward
 
 
-def select(impl: str, device: torch.device) -> str:
-    """The implementation that `impl` names for tensors on `device`; "auto" is Triton's on CUDA, else torch's."""
-    if impl == "auto":
-        return "triton" if device.type == "cuda" else "torch"
-    if impl not in ("torch", "triton"):
-        raise ValueError(f"impl = {impl!r} is unknown; use 'auto', 'torch' or 'triton'")
-    if impl == "triton" and device.type != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
-        raise ValueError(f"impl = 'triton' needs tensors on a GPU, not on {device.type}; use 'auto' or 'torch'")
-    return impl
+def beta_range(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> float | None:
+    """`DeltaRuleOptions.beta_range`."""
+    if allow_neg_eigval and not use_beta_sigmoid_in_kernel:
+        raise ValueError(
+            "allow_neg_eigval = True comes with use_beta_sigmoid_in_kernel = True; without it give beta in (0, 2)"
+        )
+    return None if not use_beta_sigmoid_in_kernel else 2.0 if allow_neg_eigval else 1.0
 
 
-def boundaries_of(x: torch.Tensor, cu_seqlens: torch.Tensor | None, cp: CPContext | None) -> Boundaries:
+def check_chunk_size(chunk_size: int) -> None:
+    if chunk_size != CHUNK:
+        raise ValueError(f"chunk_size = {chunk_size}: chunks have {CHUNK} tokens; leave it out")
+
+
+def swapped(states: torch.Tensor | None, v_first: bool) -> torch.Tensor | None:
+    """States [N, HV, V, K] as [N, HV, K, V], or the reverse, if `v_first`."""
+    return states.transpose(-1, -2).contiguous() if v_first and states is not None else states
+
+
+def boundaries_of(
+    x: torch.Tensor, cu_seqlens: torch.Tensor | None, cp: CPContext | None, cu_seqlens_cpu: torch.Tensor | None = None
+) -> Boundaries:
     """Of x [B, T, ...]: this rank's entries under context parallelism, packed documents, or every row of the batch."""
     if cp is not None:
         return cp.stream if cp.world_size == 1 else cp.boundaries
@@ -41,8 +50,32 @@ def boundaries_of(x: torch.Tensor, cu_seqlens: torch.Tensor | None, cp: CPContex
         B, T = x.shape[:2]
         on_host, there = (torch.arange(B + 1, dtype=torch.int32, device=d) * T for d in ("cpu", x.device))
         return Boundaries(there, on_host)
-    on_host = cu_seqlens if cu_seqlens.device.type == "cpu" else None
+    on_host = cu_seqlens if cu_seqlens.device.type == "cpu" else cu_seqlens_cpu
     return Boundaries(cu_seqlens.to(x.device, torch.int32, non_blocking=True), on_host)
+
+
+def check_boundaries(B: int, cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None) -> int:
+    """N, the number of sequences of a batch of B or of packed documents. What does not fit is a ValueError."""
+    if cu_seqlens_cpu is not None:
+        given = None if cu_seqlens is None else tuple(cu_seqlens.shape)
+        if tuple(cu_seqlens_cpu.shape) != given or cu_seqlens_cpu.device.type != "cpu":
+            raise ValueError(
+                f"cu_seqlens_cpu {tuple(cu_seqlens_cpu.shape)} on {cu_seqlens_cpu.device} must be the values of "
+                f"cu_seqlens, {given}, on the CPU; without cu_seqlens leave it out"
+            )
+    if cu_seqlens is None:
+        return B
+    if B != 1:
+        raise ValueError(f"cu_seqlens describes one packed stream: B must be 1, not {B}")
+    return cu_seqlens.numel() - 1
+
+
+def refuse(remedy: str, **given: object) -> None:
+    """Arguments of FLA's functions that have no meaning here: any that asks for something is a ValueError."""
+    for name, value in given.items():
+        if value is not None and value is not False:
+            what = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
+            raise ValueError(f"{name} = {what} is not supported here: {remedy}")
 
 
 def check_cp(

@@ -128,8 +128,9 @@ def conv1d_case(dtype: str, W: int) -> None:
         return torch.empty(*shape, dtype=getattr(torch, dtype), device="meta")
 
     T, D = 32768, 8192
-    cu = torch.empty(11, dtype=torch.int32, device="meta")
-    inputs = (meta(T, D), meta(D, W), meta(D), meta(10, D, W - 1), cu, True)
+    cu, index = (torch.empty(n, dtype=torch.int32, device="meta") for n in (11, 10))
+    chunk_index = launch(conv.conv1d_chunks, cu, T, conv.BT)
+    inputs = (meta(T, D), meta(D, W), meta(D), meta(10, D, W - 1), index, cu, chunk_index, True)
     launch(conv.conv1d, *inputs, True)
     launch(conv.conv1d_backward, meta(T, D), meta(10, D, W - 1), *inputs)
 

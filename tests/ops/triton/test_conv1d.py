@@ -74,8 +74,9 @@ def check(pair, tolerance):
 def small_blocks(monkeypatch):
     """Several programs per document at small sizes."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(conv, "FORWARD_CONFIG", conv.FORWARD_CONFIG | {"BT": 16, "BD": 16, "R": 4})
-        monkeypatch.setattr(conv, "BACKWARD_CONFIG", conv.BACKWARD_CONFIG | {"BT": 16, "BD": 16, "R": 4})
+        monkeypatch.setattr(conv, "BT", 16)
+        monkeypatch.setattr(conv, "FORWARD_CONFIG", conv.FORWARD_CONFIG | {"BD": 16, "R": 4})
+        monkeypatch.setattr(conv, "BACKWARD_CONFIG", conv.BACKWARD_CONFIG | {"BD": 16, "R": 4})
 
 
 @pytest.mark.parametrize("W", [1, 2, 4, 8])
@@ -116,10 +117,30 @@ def test_strided_input_and_opcheck():
     w = torch.randn(16, 4, generator=gen).to(DEVICE).requires_grad_()
     state = torch.randn(2, 16, 3, generator=gen).to(DEVICE).requires_grad_()
     cu = torch.tensor([0, 11, 18], dtype=torch.int32, device=DEVICE)
-    x = wide[:, 16:32]
-    y = conv.conv1d(x, w, None, state, cu, True, True)[0]
-    assert torch.equal(y, conv.conv1d(x.contiguous(), w, None, state, cu, True, True)[0])
-    torch.library.opcheck(conv.conv1d, (x.detach().requires_grad_(), w, None, state, cu, True, True))
+    x, rest = wide[:, 16:32], (cu, conv.conv1d_chunks(cu, 18, conv.BT), True, True)
+    y = conv.conv1d(x, w, None, state, None, *rest)[0]
+    assert torch.equal(y, conv.conv1d(x.contiguous(), w, None, state, None, *rest)[0])
+    index = torch.tensor([1, -1], dtype=torch.int32, device=DEVICE)
+    torch.library.opcheck(conv.conv1d, (x.detach().requires_grad_(), w, None, state, index, *rest))
+    torch.library.opcheck(conv.conv1d_chunks, (cu, 18, conv.BT))
+
+
+def test_states_by_index():
+    """Each entry's row of the initial states, or none: as states [N, D, W-1] with zeros, bit for bit."""
+    gen, lengths = torch.Generator().manual_seed(4), [5, 0, 33, 2]
+    cu = torch.tensor([0, *torch.tensor(lengths).cumsum(0)], dtype=torch.int32, device=DEVICE)
+    index = torch.tensor([2, -1, 0, -1], dtype=torch.int32, device=DEVICE)
+    x, w, halo = (torch.randn(*s, generator=gen).to(DEVICE) for s in ((40, 16), (16, 4), (3, 16, 3)))
+    dy, d_final = torch.randn(40, 16, generator=gen).to(DEVICE), torch.randn(4, 16, 3, generator=gen).to(DEVICE)
+    spread = torch.stack([halo[2], torch.zeros_like(halo[0]), halo[0], torch.zeros_like(halo[0])])
+    found = []
+    for state, rows in ((halo, index), (spread, None)):
+        leaves = [t.clone().requires_grad_() for t in (x, w, state)]
+        out = conv.conv1d(*leaves[:2], None, leaves[2], rows, cu, conv.conv1d_chunks(cu, 40, conv.BT), True, True)
+        found.append((*out, *torch.autograd.grad(out, leaves, (dy, d_final))))
+    (*ours, d_halo), (*theirs, d_spread) = found
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    assert torch.equal(d_halo, torch.stack([d_spread[2], torch.zeros_like(d_spread[0]), d_spread[0]]))
 
 
 @pytest.mark.parametrize(

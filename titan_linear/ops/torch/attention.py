@@ -21,6 +21,8 @@ from typing import NamedTuple
 
 import torch
 
+from titan_linear.ops.support import attention_kernel
+
 aten = torch.ops.aten
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -58,7 +60,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def block_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: int, Tk: int) -> str:
-    """The name of the kernel that computes a block of these shapes.
+    """The name of the kernel that computes a block of these shapes; ops/support.py has the conditions.
 
     "cpu"    PyTorch's flash attention for the CPU.
     "cudnn"  cuDNN's, the fastest on Hopper (bf16, fp16; D, Dv <= 128): 54 ms for 32768 causal tokens of 32 heads of
@@ -69,15 +71,8 @@ def block_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: 
     "flash"  FlashAttention-2, by its entry for packed sequences (bf16, fp16; D, Dv <= 256).
     "tiled"  matrix products by tiles of 128 queries: fp32 and fp64 on CUDA, and wider heads.
     """
-    if device.type == "cpu":
-        return "cpu"
-    width = max(D, Dv)
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16) or width > 256:
-        return "tiled"
-    recurs = Tq % CUDNN_MULTIPLE == 0 and Tk % CUDNN_MULTIPLE == 0
-    if width <= 128 and recurs and not torch.are_deterministic_algorithms_enabled():
-        return "cudnn"
-    return "flash"
+    recurring = Tq % CUDNN_MULTIPLE == 0 and Tk % CUDNN_MULTIPLE == 0
+    return attention_kernel(device, dtype, D, Dv, recurring)
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> Pair:

@@ -96,24 +96,29 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
 }
 
 
+MEASURED = ((9, 0),)  # the compute capabilities on which they were run
+
+
+@cache
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """The compute capability of a GPU, None for other devices. Without a GPU it is that of the one measured."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
+
+
+@cache
+def shipped_for(own: tuple[int, int]) -> tuple[int, int] | None:
+    """The compute capability whose configurations `own` takes: the newest of its generation that is not newer."""
+    return max((known for known in CONFIGS if known[0] == own[0] and known <= own), default=None)
+
+
 @cache
 def architecture(device: torch.device) -> tuple[int, int]:
-    """The compute capability whose configurations `device` takes: its own, or that of its generation.
-
-    Raises:
-        ValueError: its generation has none.
-    """
-    if device.type != "cuda":  # the interpreter, or a compilation without a GPU
-        return 9, 0
-    own = torch.cuda.get_device_capability(device)
-    for shipped in (own, *sorted(CONFIGS)):
-        if shipped in CONFIGS and shipped[0] == own[0]:
-            return shipped
-    known = ", ".join(f"{major}.{minor}" for major, minor in sorted(CONFIGS))
-    raise ValueError(
-        f"compute capability {own[0]}.{own[1]} ({torch.cuda.get_device_name(device)}): impl = 'triton' has "
-        f"configurations for {known}; use impl = 'torch', or add some (tools/tune_ops.py)"
-    )
+    """The key of CONFIGS for a device on which the kernels are supported (ops/support.py says where); the interpreter,
+    and a compilation without a GPU, take the measured one's."""
+    own = capability(device)
+    return (9, 0) if own is None else shipped_for(own)
 
 
 def config(kernel: str, x: torch.Tensor, dim: int, **limits: int) -> Config:

@@ -15,25 +15,34 @@ import torch
 import triton
 import triton.language as tl
 
-from titan_linear.ops.options import Entries
+from titan_linear.ops.boundaries import CONV_RUN, Boundaries
+from titan_linear.ops.states import States
 from titan_linear.ops.triton.chunks import chunk_table, max_chunks
 from titan_linear.ops.triton.library import LIBRARY, operator, register_fake
 
-MAX_WIDTH = 8
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-# rows per program (a multiple of the unroll), channels per program, rows in flight, warps
-FORWARD_CONFIG = {"BT": 256, "BD": 512, "R": 8, "num_warps": 2}
-BACKWARD_CONFIG = {"BT": 256, "BD": 256, "R": 8, "num_warps": 2}
+BT = CONV_RUN  # rows per program, a multiple of the unroll; forward and backward share a chunk table
+# channels per program, rows in flight, warps: good on every GPU, no shared memory to run out of
+FORWARD_CONFIG = {"BD": 512, "R": 8, "num_warps": 2}
+BACKWARD_CONFIG = {"BD": 256, "R": 8, "num_warps": 2}
 
 
 @triton.jit
-def _history(x, state, start, row, i_n, o_d, m_d, first, stride_x, D, W: tl.constexpr, HAS_STATE: tl.constexpr):
-    """Row start - W + 1 + row of the input: of the document, or of its initial state at the document's start."""
+def _state_row(state_index, i_n, HAS_INDEX: tl.constexpr):
+    """The row of entry i_n among the initial states, -1 for zeros."""
+    if HAS_INDEX:
+        return tl.load(state_index + i_n).to(tl.int64)
+    else:
+        return i_n
+
+
+@triton.jit
+def _history(x, state, start, row, i_r, o_d, m_d, first, stride_x, D, W: tl.constexpr, HAS_STATE: tl.constexpr):
+    """Row start - W + 1 + row of the input: of the document, or of its initial state i_r at the document's start."""
     p_x = x + (start - W + 1 + row) * stride_x + o_d
     b_x = tl.load(p_x, mask=m_d & (not first), other=0.0).to(tl.float32)  # [BD]
     if HAS_STATE:
-        p_s = state + (i_n * D + o_d) * (W - 1) + row
-        b_x += tl.load(p_s, mask=m_d & first, other=0.0).to(tl.float32)
+        p_s = state + (i_r * D + o_d) * (W - 1) + row
+        b_x += tl.load(p_s, mask=m_d & first & (i_r >= 0), other=0.0).to(tl.float32)
     return b_x
 
 
@@ -68,10 +77,11 @@ def conv1d_fwd_kernel(
     x,
     weight,
     bias,
-    initial_state,
+    initial_state,  # [S, D, W-1]
+    state_index,  # [N] row of each entry in initial_state, -1 for zeros; None: row n
     y,
     cu_seqlens,
-    table,
+    chunk_index,  # [NT, 2] entry (-1: none), run of BT rows in it
     D,
     stride_x,
     W: tl.constexpr,
@@ -81,13 +91,15 @@ def conv1d_fwd_kernel(
     SILU: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_STATE: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
 ):
     blocks = tl.cdiv(D, BD)
     i_d, i_t = tl.program_id(0) % blocks, tl.program_id(0) // blocks
-    i_n, i_s = tl.load(table + 2 * i_t), tl.load(table + 2 * i_t + 1)
+    i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
     if i_n < 0:
         return
     i_n = i_n.to(tl.int64)
+    i_r = _state_row(state_index, i_n, HAS_INDEX)
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
     start = bos + i_s * BT
     end = tl.minimum(start + BT, eos)
@@ -97,7 +109,7 @@ def conv1d_fwd_kernel(
 
     window = ()  # the W - 1 rows before the current one, oldest first
     for i in tl.static_range(W - 1):
-        window = window + (_history(x, initial_state, start, i, i_n, o_d, m_d, i_s == 0, stride_x, D, W, HAS_STATE),)
+        window = window + (_history(x, initial_state, start, i, i_r, o_d, m_d, i_s == 0, stride_x, D, W, HAS_STATE),)
     for t in range(start, end, R):
         rows = ()  # R independent loads in flight
         for r in tl.static_range(R):
@@ -122,7 +134,7 @@ def _activation_bwd(b_dz, window, weights, b_bias, W: tl.constexpr, SILU: tl.con
 
 @triton.jit
 def _emit(
-    grads, weights, dx, d_final_state, d_initial_state, p, bos, eos, start, end, i_n, o_d, m_d, D, W: tl.constexpr,
+    grads, weights, dx, d_final_state, d_initial_state, p, bos, eos, start, end, i_n, i_r, o_d, m_d, D, W: tl.constexpr,
     HAS_STATE: tl.constexpr, HAS_D_FINAL: tl.constexpr,
 ):  # fmt: skip
     """Store the gradient of row p, from dz of the rows p to p + W - 1: of an input, or of the initial state."""
@@ -135,8 +147,8 @@ def _emit(
         b_dx += tl.load(p_s, mask=m_d & (o_s >= 0) & (o_s < W - 1), other=0.0).to(tl.float32)
     tl.store(dx + p * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_d & (p >= start) & (p < end))
     if HAS_STATE:
-        p_s = d_initial_state + (i_n * D + o_d) * (W - 1) + (p - bos + W - 1)
-        tl.store(p_s, b_dx.to(d_initial_state.dtype.element_ty), mask=m_d & (p < bos))
+        p_s = d_initial_state + (i_r * D + o_d) * (W - 1) + (p - bos + W - 1)
+        tl.store(p_s, b_dx.to(d_initial_state.dtype.element_ty), mask=m_d & (p < bos) & (i_r >= 0))
 
 
 @triton.jit
@@ -144,15 +156,16 @@ def conv1d_bwd_kernel(
     x,
     weight,
     bias,
-    initial_state,
+    initial_state,  # [S, D, W-1]
+    state_index,  # as in forward
     dy,
     d_final_state,
     dx,
     d_weight,  # [NT, W, D] partials
     d_bias,  # [NT, D] partials
-    d_initial_state,
+    d_initial_state,  # [S, D, W-1]
     cu_seqlens,
-    table,
+    chunk_index,
     D,
     stride_x,
     stride_dy,
@@ -163,14 +176,15 @@ def conv1d_bwd_kernel(
     SILU: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_STATE: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
     HAS_D_FINAL: tl.constexpr,
 ):
     blocks = tl.cdiv(D, BD)
     i_d, i_t = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    i_n, i_s = tl.load(table + 2 * i_t), tl.load(table + 2 * i_t + 1)
+    i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
     o_d = i_d * BD + tl.arange(0, BD)
     m_d = o_d < D
-    if i_n < 0:  # partials are summed over all rows of the table
+    if i_n < 0:  # partials are summed over all rows of chunk_index
         for i in tl.static_range(W):
             tl.store(d_weight + (i_t * W + i) * D + o_d, tl.zeros([BD], tl.float32), mask=m_d)
         if HAS_BIAS:
@@ -181,6 +195,7 @@ def conv1d_bwd_kernel(
         sums = sums + (tl.zeros([BD], tl.float32),)
     b_dbias = tl.zeros([BD], tl.float32)
     i_n = i_n.to(tl.int64)
+    i_r = _state_row(state_index, i_n, HAS_INDEX)
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
     start = bos + i_s * BT
     end = tl.minimum(start + BT, eos)
@@ -188,7 +203,7 @@ def conv1d_bwd_kernel(
     window = ()
     grads = ()  # dz of the W - 1 rows before the current one; rows before `start` are another program's
     for i in tl.static_range(W - 1):
-        window = window + (_history(x, initial_state, start, i, i_n, o_d, m_d, i_s == 0, stride_x, D, W, HAS_STATE),)
+        window = window + (_history(x, initial_state, start, i, i_r, o_d, m_d, i_s == 0, stride_x, D, W, HAS_STATE),)
         grads = grads + (tl.zeros([BD], tl.float32),)
     # Row t completes the gradient of row t - W + 1. Where the document goes on, the run is a multiple of R rows.
     for t in range(start, end, R):
@@ -207,8 +222,8 @@ def conv1d_bwd_kernel(
             b_dbias += b_dz
             d_full = grads + (b_dz,)
             _emit(
-                d_full, weights, dx, d_final_state, d_initial_state, t + r - (W - 1), bos, eos, start, end, i_n, o_d,
-                m_d, D, W, HAS_STATE, HAS_D_FINAL,
+                d_full, weights, dx, d_final_state, d_initial_state, t + r - (W - 1), bos, eos, start, end, i_n, i_r,
+                o_d, m_d, D, W, HAS_STATE, HAS_D_FINAL,
             )  # fmt: skip
             window, grads = full[1:], d_full[1:]
     # the W - 1 rows after it belong to the next program, and so does what they give to the weight
@@ -220,8 +235,8 @@ def conv1d_bwd_kernel(
         b_dz = tl.load(dy + t * stride_dy + o_d, mask=m_t, other=0.0).to(tl.float32)
         d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, W, SILU),)
         _emit(
-            d_full, weights, dx, d_final_state, d_initial_state, t - (W - 1), bos, eos, start, end, i_n, o_d, m_d, D,
-            W, HAS_STATE, HAS_D_FINAL,
+            d_full, weights, dx, d_final_state, d_initial_state, t - (W - 1), bos, eos, start, end, i_n, i_r, o_d, m_d,
+            D, W, HAS_STATE, HAS_D_FINAL,
         )  # fmt: skip
         window, grads = full[1:], d_full[1:]
     for i in tl.static_range(W):
@@ -232,10 +247,12 @@ def conv1d_bwd_kernel(
 
 @triton.jit
 def conv1d_final_state_kernel(
-    x, initial_state, final_state, cu_seqlens, D, stride_x, W: tl.constexpr, BD: tl.constexpr, HAS_STATE: tl.constexpr
-):
+    x, initial_state, state_index, final_state, cu_seqlens, D, stride_x, W: tl.constexpr, BD: tl.constexpr,
+    HAS_STATE: tl.constexpr, HAS_INDEX: tl.constexpr,
+):  # fmt: skip
     """The last W - 1 inputs of each entry, those of its initial state where it is shorter."""
     i_d, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_r = _state_row(state_index, i_n, HAS_INDEX)
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
     o_d = i_d * BD + tl.arange(0, BD)
     m_d = o_d < D
@@ -243,8 +260,8 @@ def conv1d_final_state_kernel(
         t = eos - (W - 1) + i
         b_x = tl.load(x + t * stride_x + o_d, mask=m_d & (t >= bos), other=0.0).to(tl.float32)
         if HAS_STATE:
-            p_s = initial_state + (i_n * D + o_d) * (W - 1) + (t - bos + W - 1)
-            b_x += tl.load(p_s, mask=m_d & (t < bos), other=0.0).to(tl.float32)
+            p_s = initial_state + (i_r * D + o_d) * (W - 1) + (t - bos + W - 1)
+            b_x += tl.load(p_s, mask=m_d & (t < bos) & (i_r >= 0), other=0.0).to(tl.float32)
         p_f = final_state + (i_n * D + o_d) * (W - 1) + i
         tl.store(p_f, b_x.to(final_state.dtype.element_ty), mask=m_d)
 
@@ -254,17 +271,32 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 
 @operator
+def conv1d_chunks(cu_seqlens: torch.Tensor, tokens: int, size: int) -> torch.Tensor:
+    """cu_seqlens [N+1] int32 -> the chunk_index [NT, 2] int32 of runs of `size` tokens that `conv1d` asks for."""
+    return chunk_table(cu_seqlens, size, max_chunks(tokens, cu_seqlens.numel() - 1, size))[0]
+
+
+@register_fake(conv1d_chunks)
+def _(cu_seqlens, tokens, size):
+    return cu_seqlens.new_empty(max_chunks(tokens, cu_seqlens.shape[0] - 1, size), 2)
+
+
+@operator
 def conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     initial_state: torch.Tensor | None,
+    state_index: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
+    chunk_index: torch.Tensor,
     silu: bool,
     output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, D], weight [D, W], bias [D], initial_state [N, D, W-1], cu_seqlens [N+1] int32 -> y [T, D], final_state.
+    """x [T, D], weight [D, W], bias [D], initial_state [S, D, W-1], cu_seqlens [N+1] int32 -> y [T, D], final_state.
 
+    state_index: [>= N] int32, the row of each entry in initial_state, -1 for zeros, no row twice; None: row n.
+    chunk_index: [NT, 2] int32, runs of BT tokens: entry (-1: none), run within it. An empty entry has one.
     final_state [N, D, W-1] holds the last inputs of each entry; it is empty unless `output_final_state`.
     """
     x = _rows(x)
@@ -272,21 +304,20 @@ def conv1d(
     y = x.new_empty(T, D)
     final_state = x.new_empty((N, D, W - 1) if output_final_state else 0)
     state = initial_state.contiguous() if initial_state is not None else None
-    config = FORWARD_CONFIG
-    table, _ = chunk_table(cu_seqlens, config["BT"], max_chunks(T, len(cu_seqlens) - 1, config["BT"]))
-    conv1d_fwd_kernel[(table.shape[0] * triton.cdiv(D, config["BD"]),)](
-        x, weight.contiguous(), bias, state, y, cu_seqlens, table, D, x.stride(0),
-        W=W, SILU=silu, HAS_BIAS=bias is not None, HAS_STATE=state is not None, **config,
+    options = {"W": W, "HAS_STATE": state is not None, "HAS_INDEX": state_index is not None}
+    conv1d_fwd_kernel[(chunk_index.shape[0] * triton.cdiv(D, FORWARD_CONFIG["BD"]),)](
+        x, weight.contiguous(), bias, state, state_index, y, cu_seqlens, chunk_index, D, x.stride(0),
+        BT=BT, SILU=silu, HAS_BIAS=bias is not None, **options, **FORWARD_CONFIG,
     )  # fmt: skip
     if output_final_state and W > 1:
         conv1d_final_state_kernel[(triton.cdiv(D, 256), N)](
-            x, state, final_state, cu_seqlens, D, x.stride(0), W=W, BD=256, HAS_STATE=state is not None, num_warps=1
+            x, state, state_index, final_state, cu_seqlens, D, x.stride(0), BD=256, num_warps=1, **options
         )
     return y, final_state
 
 
 @register_fake(conv1d)
-def _(x, weight, bias, initial_state, cu_seqlens, silu, output_final_state):
+def _(x, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, silu, output_final_state):
     shape = (cu_seqlens.numel() - 1, x.shape[1], weight.shape[1] - 1) if output_final_state else (0,)
     return x.new_empty(x.shape), x.new_empty(shape)
 
@@ -299,32 +330,34 @@ def conv1d_backward(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     initial_state: torch.Tensor | None,
+    state_index: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
+    chunk_index: torch.Tensor,
     silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of x, weight, bias and initial_state, each in its own dtype; the last two empty where they are None."""
     x, dy = _rows(x), _rows(dy)
-    (T, D), W = x.shape, weight.shape[1]
+    (T, D), W, NT = x.shape, weight.shape[1], chunk_index.shape[0]
     dx = x.new_empty(T, D)
     state = initial_state.contiguous() if initial_state is not None else None
     d_final = d_final_state.contiguous() if d_final_state is not None else None
-    d_state = torch.empty_like(state) if state is not None else x.new_empty(0)
-    config = BACKWARD_CONFIG
-    table, _ = chunk_table(cu_seqlens, config["BT"], max_chunks(T, len(cu_seqlens) - 1, config["BT"]))
-    d_weight = torch.empty(table.shape[0], W, D, dtype=torch.float32, device=x.device)
-    d_bias = torch.empty(table.shape[0], D if bias is not None else 0, dtype=torch.float32, device=x.device)
-    conv1d_bwd_kernel[(table.shape[0] * triton.cdiv(D, config["BD"]),)](
-        x, weight.contiguous(), bias, state, dy, d_final, dx, d_weight, d_bias, d_state, cu_seqlens, table,
-        D, x.stride(0), dy.stride(0),
-        W=W, SILU=silu, HAS_BIAS=bias is not None, HAS_STATE=state is not None, HAS_D_FINAL=d_final is not None,
-        **config,
+    d_state = x.new_empty(0)
+    if state is not None:  # rows that no entry has get zeros
+        d_state = torch.empty_like(state) if state_index is None else torch.zeros_like(state)
+    d_weight = torch.empty(NT, W, D, dtype=torch.float32, device=x.device)
+    d_bias = torch.empty(NT, D if bias is not None else 0, dtype=torch.float32, device=x.device)
+    conv1d_bwd_kernel[(NT * triton.cdiv(D, BACKWARD_CONFIG["BD"]),)](
+        x, weight.contiguous(), bias, state, state_index, dy, d_final, dx, d_weight, d_bias, d_state, cu_seqlens,
+        chunk_index, D, x.stride(0), dy.stride(0),
+        W=W, BT=BT, SILU=silu, HAS_BIAS=bias is not None, HAS_STATE=state is not None,
+        HAS_INDEX=state_index is not None, HAS_D_FINAL=d_final is not None, **BACKWARD_CONFIG,
     )  # fmt: skip
     d_bias = d_bias.sum(0).to(bias.dtype) if bias is not None else x.new_empty(0)
     return dx, d_weight.sum(0).t().contiguous().to(weight.dtype), d_bias, d_state
 
 
 @register_fake(conv1d_backward)
-def _(dy, d_final_state, x, weight, bias, initial_state, cu_seqlens, silu):
+def _(dy, d_final_state, x, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, silu):
     empty = x.new_empty(0)
     d_bias = torch.empty_like(bias) if bias is not None else empty
     d_state = initial_state.new_empty(initial_state.shape) if initial_state is not None else empty.clone()
@@ -332,15 +365,16 @@ def _(dy, d_final_state, x, weight, bias, initial_state, cu_seqlens, silu):
 
 
 def _setup_context(ctx, inputs, output):
-    x, weight, bias, initial_state, cu_seqlens, ctx.silu, ctx.output_final_state = inputs
-    ctx.save_for_backward(x, weight, bias, initial_state, cu_seqlens)
+    *tensors, ctx.silu, ctx.output_final_state = inputs
+    ctx.save_for_backward(*tensors)
 
 
 def _backward(ctx, dy, d_final_state):
-    x, weight, bias, initial_state, cu_seqlens = ctx.saved_tensors
+    _, weight, bias, initial_state, *_ = ctx.saved_tensors
     d_final = d_final_state if ctx.output_final_state and weight.shape[1] > 1 else None
-    dx, dw, db, ds = conv1d_backward(dy, d_final, x, weight, bias, initial_state, cu_seqlens, ctx.silu)
-    return dx, dw, db if bias is not None else None, ds if initial_state is not None else None, None, None, None
+    dx, dw, db, ds = conv1d_backward(dy, d_final, *ctx.saved_tensors, ctx.silu)
+    d_inputs = dx, dw, db if bias is not None else None, ds if initial_state is not None else None
+    return (*d_inputs, None, None, None, None, None)
 
 
 torch.library.register_autograd(conv1d, _backward, setup_context=_setup_context, lib=LIBRARY)
@@ -350,19 +384,21 @@ def packed_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    initial_state: torch.Tensor | None,
-    entries: Entries,
+    initial: States | None,
+    boundaries: Boundaries,
     activation: str | None,
     output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [T, D], initial_state [N, D, W-1] or None -> y [T, D], final state [N, D, W-1] or None."""
-    if x.dtype not in DTYPES:
-        raise ValueError(f"x is {x.dtype}: impl = 'triton' takes {', '.join(map(str, DTYPES))}; use impl = 'torch'")
-    if not 1 <= weight.shape[1] <= MAX_WIDTH:
-        raise ValueError(f"weight is {tuple(weight.shape)}: impl = 'triton' takes W <= {MAX_WIDTH}; use impl = 'torch'")
-    if initial_state is not None:
-        initial_state = initial_state.to(x.dtype)
+    """x [T, D], initial [., D, W-1] or None (zeros) -> y [T, D], final state [N, D, W-1] or None."""
+    chunks = boundaries.chunks.get(BT)
+    chunk_index = boundaries.derived(_chunk_index, x.shape[0], BT) if chunks is None else chunks.index
+    state, state_index = (None, None) if initial is None else (initial.values.to(x.dtype), initial.index)
     y, final = conv1d(
-        x, weight, bias, initial_state, entries.on(x.device), activation is not None, output_final_state
+        x, weight, bias, state, state_index, boundaries.cu_seqlens, chunk_index, activation is not None,
+        output_final_state,
     )  # fmt: skip
     return y, final if output_final_state else None
+
+
+def _chunk_index(boundaries: Boundaries, tokens: int, size: int) -> torch.Tensor:
+    return conv1d_chunks(boundaries.cu_seqlens, tokens, size)

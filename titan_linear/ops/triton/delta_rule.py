@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from titan_linear.ops.boundaries import CHUNK, Boundaries
@@ -16,9 +15,6 @@ from titan_linear.ops.triton import gdn, kda
 from titan_linear.ops.triton.chunks import Chunks, chunks_of
 from titan_linear.ops.triton.split_documents import SplitDocuments, segment_length
 
-HEAD_DIMS = (32, 64, 128, 256)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 
 def triton_delta_rule(
     inputs: Inputs,
@@ -28,29 +24,15 @@ def triton_delta_rule(
     kept: Sequence[Tensor] = (),
 ) -> TritonRule | SplitDocuments:
     """The kernels for these inputs: KDA's for a gate per channel, GDN's for a gate per head; long documents in segments
-    where that fills the GPU.
-
-    Raises:
-        ValueError: a dtype or head dim that the kernels do not have.
-    """
-    q, k, v = inputs.q, inputs.k, inputs.v
-    if q.dtype not in DTYPES or {k.dtype, v.dtype} != {q.dtype}:
-        raise ValueError(
-            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}: impl = 'triton' takes one of "
-            f"{', '.join(map(str, DTYPES))} for all three; use impl = 'torch' for others"
-        )
-    for name, dim in (("K", q.shape[-1]), ("V", v.shape[-1])):
-        if dim not in HEAD_DIMS:
-            raise ValueError(
-                f"{name} = {dim}: impl = 'triton' has head dims {HEAD_DIMS}; use impl = 'torch' for others"
-            )
+    where that fills the GPU. ops/support.py has what they take."""
     rule = TritonKDA if inputs.g.dim() == 3 else TritonGDN
-    length = segment_length(len(q), len(boundaries), *v.shape[1:]) if boundaries.may_split else None
+    tokens, HV, V = inputs.v.shape
+    length = segment_length(tokens, len(boundaries), HV, V) if boundaries.may_split else None
     if length is not None:
         return SplitDocuments(rule, inputs, options, boundaries, kept, length)
     if kept:
         return rule(inputs, options, Chunks(boundaries.cu_seqlens, *kept[:2]), kept[2:])
-    return rule(inputs, options, _chunks(boundaries, len(q)), ())
+    return rule(inputs, options, _chunks(boundaries, tokens), ())
 
 
 def _chunks(boundaries: Boundaries, tokens: int) -> Chunks:

@@ -1,0 +1,160 @@
+"""The table of what runs where: every row's reason, what "auto" takes, and what a run says of it at its start."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from timeit import timeit
+
+import pytest
+import torch
+
+from titan_linear.ops import chunk_kda, support
+from titan_linear.ops.support import TABLE, Target, choose, choose_implementations, reason_against, start_lines
+
+BF16, CPU, GPU = torch.bfloat16, torch.device("cpu"), torch.device("cuda")
+DIMS = {
+    "chunk_kda": {"K": 128, "V": 128},
+    "chunk_gated_delta_rule": {"K": 128, "V": 128},
+    "causal_conv1d": {"W": 4},
+    "attention": {"D": 128, "Dv": 128, "recurring": 1},
+}
+HOPPER = Target("cuda", (9, 0), BF16, {})
+
+
+@pytest.fixture
+def on_gpu_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, int]], None]]:
+    """on_gpu_of(capability): device "cuda" is such a GPU."""
+
+    def set_capability(own: tuple[int, int]) -> None:
+        monkeypatch.setattr(support, "capability", lambda device: own if device.type == "cuda" else None)
+        for cached in (choose, support._warn):
+            cached.cache_clear()
+
+    yield set_capability
+    for cached in (choose, support._warn):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("op", TABLE)
+def test_the_fastest_takes_its_best_case_and_the_last_takes_all(op: str) -> None:
+    best = HOPPER._replace(dims=DIMS[op])
+    assert reason_against(op, "cudnn" if op == "attention" else "triton", best) is None
+    last = list(TABLE[op])[-1]
+    for device, capability in (("cpu", None), ("cuda", (7, 5)), ("mps", None)):
+        assert reason_against(op, last, Target(device, capability, torch.float64, {"K": 7, "V": 7, "W": 99})) is None
+
+
+DELTA_RULES = ("chunk_kda", "chunk_gated_delta_rule")
+TRITON_OPS = (*DELTA_RULES, "causal_conv1d")
+
+
+@pytest.mark.parametrize(
+    "ops, name, change, reason",
+    [
+        (TRITON_OPS, "triton", {"device": "cpu", "capability": None}, "needs tensors on a GPU, not on cpu"),
+        (TRITON_OPS, "triton", {"capability": (7, 5)}, "compute capability 7.5 has no configurations"),
+        (TRITON_OPS, "triton", {"dtype": torch.float64}, "the dtype float64 is not one of bfloat16, float16, float32"),
+        (TRITON_OPS, "triton", {"dtype": None}, "differ in dtype"),
+        (DELTA_RULES, "triton", {"dims": {"K": 96, "V": 128}}, r"K = 96 is not one of \(32, 64, 128, 256\)"),
+        (DELTA_RULES, "triton", {"dims": {"K": 128, "V": 48}}, "V = 48 is not one of"),
+        (("causal_conv1d",), "triton", {"dims": {"W": 9}}, "W = 9 is too large: W <= 8"),
+        (("attention",), "cpu", {}, "needs tensors on the CPU, not on cuda"),
+        (("attention",), "cudnn", {"device": "cpu", "capability": None}, "needs tensors on a GPU"),
+        (("attention",), "cudnn", {"capability": (8, 9)}, "compute capability is not one of 9.0"),
+        (("attention",), "cudnn", {"dtype": torch.float32}, "float32 is not one of bfloat16, float16"),
+        (("attention",), "cudnn", {"dims": {"D": 192, "Dv": 128}}, "D = 192 is too large: D <= 128"),
+        (("attention",), "cudnn", {"dims": {"D": 128, "Dv": 192}}, "Dv = 192 is too large"),
+        (("attention",), "cudnn", {"dims": {"D": 128, "Dv": 128}}, "a plan for every new pair of lengths"),
+        (("attention",), "cudnn", {"dims": DIMS["attention"] | {"deterministic": 1}}, "use_deterministic_algorithms"),
+        (("attention",), "flash", {"device": "mps", "capability": None}, "needs tensors on a GPU"),
+        (("attention",), "flash", {"capability": (7, 5)}, "compute capability 7.5 is below 8.0"),
+        (("attention",), "flash", {"dtype": torch.float64}, "float64 is not one of"),
+        (("attention",), "flash", {"dims": {"D": 320, "Dv": 128}}, "D = 320 is too large: D <= 256"),
+        (("attention",), "flash", {"dims": {"D": 128, "Dv": 512}}, "Dv = 512 is too large"),
+    ],
+)
+def test_the_reason_of_every_row(ops, name, change, reason) -> None:
+    for op in ops:
+        target = HOPPER._replace(dims=DIMS[op])._replace(**change)
+        with pytest.raises(AssertionError, match=reason):
+            raise AssertionError(reason_against(op, name, target))
+
+
+def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "find_spec", lambda name: None)
+    assert reason_against("chunk_kda", "triton", HOPPER._replace(dims=DIMS["chunk_kda"])) == "Triton is not installed"
+
+
+@pytest.mark.parametrize("own", [(9, 0)])
+def test_other_generations_run_the_kernels_and_say_that_nobody_has_measured_them(on_gpu_of, own) -> None:
+    on_gpu_of(own)
+    choice = choose("chunk_kda", "auto", GPU, BF16, K=128, V=128)
+    assert choice.implementation == "triton"
+    assert ("not measured on this GPU" in choice.why) == (own != (9, 0))
+
+
+def test_auto_is_never_refused_and_says_what_it_costs(on_gpu_of) -> None:
+    on_gpu_of((9, 0))
+    assert choose("chunk_kda", "auto", GPU, BF16, K=96, V=128) == (
+        "torch", "because K = 96 is not one of (32, 64, 128, 256); expect it to be many times slower",
+    )  # fmt: skip
+    assert choose("causal_conv1d", "auto", GPU, torch.float64, W=4).implementation == "torch"
+    assert choose("chunk_kda", "auto", GPU, BF16, K=128, V=128) == ("triton", "")
+    assert choose("chunk_kda", "torch", GPU, BF16, K=128, V=128) == ("torch", "")  # asked for: nothing to say
+    on_gpu_of((7, 5))
+    assert "compute capability 7.5" in choose("chunk_kda", "auto", GPU, torch.float16, K=128, V=128).why
+    assert choose("chunk_kda", "auto", CPU, BF16, K=96, V=128) == ("torch", "")
+
+
+def test_a_call_that_falls_back_warns_once(on_gpu_of) -> None:
+    on_gpu_of((9, 0))
+    with pytest.warns(UserWarning, match="chunk_kda: torch, because K = 96"):
+        assert support.implementation("chunk_kda", "auto", GPU, BF16, K=96, V=96) == "torch"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        support.implementation("chunk_kda", "auto", GPU, BF16, K=96, V=96)
+        support.implementation("chunk_kda", "torch", GPU, BF16, K=48, V=96)
+
+
+def test_what_is_named_and_not_supported_is_refused(on_gpu_of) -> None:
+    on_gpu_of((9, 0))
+    with pytest.raises(ValueError, match=r"impl = 'triton' cannot run chunk_kda: K = 96 .* use 'auto' or 'torch'"):
+        choose("chunk_kda", "triton", GPU, BF16, K=96, V=128)
+    with pytest.raises(ValueError, match="impl = 'cuda' is unknown"):
+        choose("chunk_kda", "cuda", GPU, BF16, K=128, V=128)
+    with pytest.raises(ValueError, match=r"^model.impl = 'triton' cannot run causal_conv1d: the dtype float64"):
+        choose_implementations({"causal_conv1d": {"W": 4}}, "triton", GPU, torch.float64)
+
+
+def test_the_lines_of_a_start(on_gpu_of) -> None:
+    on_gpu_of((9, 0))
+    requests = {"chunk_kda": {"K": 96, "V": 96}, "causal_conv1d": {"W": 4}, "attention": {"D": 128, "Dv": 128}}
+    assert start_lines(choose_implementations(requests, "auto", GPU, BF16)) == [
+        "ops chunk_kda: torch, causal_conv1d: triton, attention: flash",
+        "  chunk_kda: torch, because K = 96 is not one of (32, 64, 128, 256); expect it to be many times slower",
+        "  attention: flash, and cudnn for whole streams and fragments of them",
+    ]
+    assert start_lines(choose_implementations({"attention": {"D": 128, "Dv": 128}}, "triton", GPU, torch.float32)) == [
+        "ops attention: tiled",
+        "  attention: tiled, because the dtype float32 is not one of bfloat16, float16; expect it to be several times "
+        "slower",
+    ]
+    assert start_lines(choose_implementations(requests, "auto", CPU, torch.float32)) == [
+        "ops chunk_kda: torch, causal_conv1d: torch, attention: cpu"
+    ]
+
+
+def test_a_look_at_the_table_costs_little() -> None:
+    support.implementation("chunk_kda", "auto", CPU, BF16, K=128, V=128)
+    times = 2000
+    seconds = timeit(lambda: support.implementation("chunk_kda", "auto", CPU, BF16, K=128, V=128), number=times)
+    assert seconds / times < 50e-6  # about 1 µs; a walk through the table takes 10
+
+
+def test_tensors_of_several_dtypes() -> None:
+    q, v = torch.zeros(1, 2, 1, 32), torch.zeros(1, 2, 1, 32, dtype=BF16)
+    g, beta = torch.zeros(1, 2, 1, 32), torch.zeros(1, 2, 1)
+    assert chunk_kda(q, q, v, g, beta)[0].dtype == BF16
+    with pytest.raises(ValueError, match="differ in dtype"):
+        chunk_kda(q, q, v, g, beta, impl="triton")

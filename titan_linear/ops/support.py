@@ -1,0 +1,258 @@
+"""What runs where: one table of (op, implementation, device, dtype, dims) → supported, or the reason why not.
+
+Ops ask `implementation` at every call; `choose_implementations` answers for a whole run before it starts, and what it
+says is printed and kept with the run. "auto" takes the fastest implementation that is supported, and is never refused;
+one that is named and not supported is a ValueError that says why.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache
+from importlib.util import find_spec
+from typing import NamedTuple
+
+import torch
+
+from titan_linear.ops.triton.configs import CONFIGS, MEASURED, capability, shipped_for
+
+IMPLS = ("auto", "torch", "triton")
+HEAD_DIMS = (32, 64, 128, 256)  # K and V of the delta rules' kernels
+MAX_WIDTH = 8  # W of the convolution's kernels
+HALF = (torch.bfloat16, torch.float16)
+CUDNN = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which cuDNN's attention is the faster one
+
+
+class Choice(NamedTuple):
+    implementation: str
+    why: str = ""  # what a user should know about it, or nothing
+
+
+class Target(NamedTuple):
+    """What an op would run on, and with what."""
+
+    device: str  # its type: "cpu", "cuda", ...
+    capability: tuple[int, int] | None  # of a GPU
+    dtype: torch.dtype | None  # None: several
+    dims: Mapping[str, int]
+    interpreted: bool = False  # Triton's interpreter runs kernels on the CPU
+
+
+Check = Callable[[Target], str | None]  # the reason why not
+
+
+# --- What an implementation may ask for --------------------------------------------------------------------------
+
+
+def on_gpu(t: Target) -> str | None:
+    return None if t.device == "cuda" or t.interpreted else f"it needs tensors on a GPU, not on {t.device}"
+
+
+def on_cpu(t: Target) -> str | None:
+    return None if t.device == "cpu" else f"it needs tensors on the CPU, not on {t.device}"
+
+
+def triton_installed(t: Target) -> str | None:
+    return None if find_spec("triton") else "Triton is not installed"
+
+
+def has_configurations(t: Target) -> str | None:
+    if t.capability is None or shipped_for(t.capability):
+        return None
+    known = ", ".join(map(_dotted, sorted(CONFIGS)))
+    return f"compute capability {_dotted(t.capability)} has no configurations of its kernels; {known} have"
+
+
+def at_least(oldest: tuple[int, int]) -> Check:
+    def check(t: Target) -> str | None:
+        old = t.capability is not None and t.capability < oldest
+        return f"compute capability {_dotted(t.capability)} is below {_dotted(oldest)}" if old else None
+
+    return check
+
+
+def capability_in(known: tuple[tuple[int, int], ...]) -> Check:
+    names = ", ".join(map(_dotted, known))
+
+    def check(t: Target) -> str | None:
+        return None if t.capability in known else f"the compute capability is not one of {names}"
+
+    return check
+
+
+def dtype_in(*dtypes: torch.dtype) -> Check:
+    names = ", ".join(map(_short, dtypes))
+
+    def check(t: Target) -> str | None:
+        if t.dtype is None:
+            return f"q, k and v differ in dtype; it takes one of {names} for all three"
+        return None if t.dtype in dtypes else f"the dtype {_short(t.dtype)} is not one of {names}"
+
+    return check
+
+
+def dim_in(name: str, values: tuple[int, ...]) -> Check:
+    def check(t: Target) -> str | None:
+        return None if t.dims[name] in values else f"{name} = {t.dims[name]} is not one of {values}"
+
+    return check
+
+
+def dim_up_to(name: str, limit: int) -> Check:
+    def check(t: Target) -> str | None:
+        return None if t.dims[name] <= limit else f"{name} = {t.dims[name]} is too large: {name} <= {limit}"
+
+    return check
+
+
+def lengths_recur(t: Target) -> str | None:
+    return None if t.dims.get("recurring") else "it compiles a plan for every new pair of lengths"
+
+
+def may_vary(t: Target) -> str | None:
+    """Of what is not bitwise repeatable."""
+    return "torch.use_deterministic_algorithms is on" if t.dims.get("deterministic") else None
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dotted(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+# --- The table ---------------------------------------------------------------------------------------------------
+
+TRITON = (on_gpu, triton_installed, has_configurations, dtype_in(*HALF, torch.float32))
+DELTA_RULE: dict[str, tuple[Check, ...]] = {
+    "triton": (*TRITON, dim_in("K", HEAD_DIMS), dim_in("V", HEAD_DIMS)),
+    "torch": (),
+}
+# op -> implementation, the fastest first and one that takes everything last -> what it asks for.
+# attention's are PyTorch's own kernels for a block of it (ops/torch/attention.py).
+TABLE: dict[str, dict[str, tuple[Check, ...]]] = {
+    "chunk_kda": DELTA_RULE,
+    "chunk_gated_delta_rule": DELTA_RULE,
+    "causal_conv1d": {"triton": (*TRITON, dim_up_to("W", MAX_WIDTH)), "torch": ()},
+    "attention": {
+        "cpu": (on_cpu,),
+        "cudnn": (
+            on_gpu, capability_in(CUDNN), dtype_in(*HALF), dim_up_to("D", 128), dim_up_to("Dv", 128), lengths_recur,
+            may_vary,
+        ),
+        "flash": (on_gpu, at_least((8, 0)), dtype_in(*HALF), dim_up_to("D", 256), dim_up_to("Dv", 256)),
+        "tiled": (),
+    },
+}  # fmt: skip
+
+
+def reason_against(op: str, name: str, target: Target) -> str | None:
+    """Why implementation `name` of `op` cannot take `target`, or None: it can."""
+    return next((reason for check in TABLE[op][name] if (reason := check(target))), None)
+
+
+@cache
+def choose(op: str, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int) -> Choice:
+    """The implementation of `op` that `impl` names for tensors of this device, dtype and dims.
+
+    Raises:
+        ValueError: `impl` is unknown, or named and not supported here.
+    """
+    if impl not in IMPLS:
+        raise ValueError(f"impl = {impl!r} is unknown; use 'auto', 'torch' or 'triton'")
+    # The interpreter is slower than anything: it runs for those who name the kernels, and is no choice of "auto".
+    interpreted = impl == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    target = Target(device.type, capability(device), dtype, dims, interpreted)
+    if impl == "auto":
+        against = {name: reason_against(op, name, target) for name in TABLE[op]}
+        name = next(name for name, reason in against.items() if reason is None)
+    else:
+        name, against = impl, {impl: reason_against(op, impl, target)}
+        if against[impl]:
+            raise ValueError(f"impl = {impl!r} cannot run {op}: {against[impl]}; use 'auto' or 'torch'")
+    return Choice(name, _remark(name, target, against))
+
+
+def _remark(name: str, target: Target, against: Mapping[str, str | None]) -> str:
+    """What it costs that a GPU does not run what it could, or that nobody has measured it."""
+    if target.device != "cuda":
+        return ""
+    if name == "triton" and shipped_for(target.capability) not in MEASURED:
+        where = f"compute capability {_dotted(target.capability)}"
+        return f"not measured on this GPU ({where}): its kernels were compiled for it, and never run"
+    if name == "torch" and against.get("triton"):
+        return f"because {against['triton']}; expect it to be many times slower"
+    if name == "tiled":
+        return f"because {against['flash']}; expect it to be several times slower"
+    return ""
+
+
+def implementation(op: str, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int) -> str:
+    """`choose` at a call. "auto" that falls short of the GPU's kernels is a warning, given once."""
+    choice = choose(op, impl, device, dtype, **dims)
+    if choice.why and impl == "auto" and op != "attention":
+        _warn(f"{op}: {choice.implementation}, {choice.why}")
+    return choice.implementation
+
+
+def one_dtype(*tensors: torch.Tensor) -> torch.dtype | None:
+    """The dtype of all of them, or None."""
+    dtypes = {x.dtype for x in tensors}
+    return dtypes.pop() if len(dtypes) == 1 else None
+
+
+# What torch.compiler.assume_constant_result sets; that function imports the compiler, which costs two seconds.
+implementation._dynamo_marked_constant = True
+
+
+@cache
+def _warn(message: str) -> None:
+    warnings.warn(message, stacklevel=4)
+
+
+def choose_implementations(
+    requests: Mapping[str, Mapping[str, int]], impl: str, device: torch.device, dtype: torch.dtype
+) -> dict[str, Choice]:
+    """op -> what a run will use, given the dims that it asks of each op: {"chunk_kda": {"K": 128, "V": 128}, ...}.
+
+    attention {"D", "Dv"} names the kernel of packed documents, whatever `impl` says: it has PyTorch's kernels alone.
+
+    Raises:
+        ValueError: as `choose`, naming the key model.impl.
+    """
+    choices = {}
+    for op, dims in requests.items():
+        try:
+            choices[op] = choose(op, "auto" if op == "attention" else impl, device, dtype, **dims)
+        except ValueError as error:
+            raise ValueError(f"model.{error}") from None
+    if "attention" in choices:
+        choices["attention"] = _with_whole_streams(choices["attention"], device, dtype, requests["attention"])
+    return choices
+
+
+def _with_whole_streams(packed: Choice, device: torch.device, dtype: torch.dtype, dims: Mapping[str, int]) -> Choice:
+    """attention's choice for documents of any length, and what it says of lengths that recur."""
+    recurring = choose("attention", "auto", device, dtype, recurring=1, deterministic=_deterministic(), **dims)
+    if recurring.implementation == packed.implementation:
+        return packed
+    return packed._replace(why=f"and {recurring.implementation} for whole streams and fragments of them")
+
+
+def attention_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, recurring: bool) -> str:
+    """The kernel of a block of attention; `recurring`: its lengths come again in every batch."""
+    facts = {"recurring": int(recurring), "deterministic": _deterministic()}
+    return implementation("attention", "auto", device, dtype, D=D, Dv=Dv, **facts)
+
+
+def _deterministic() -> int:
+    return int(torch.are_deterministic_algorithms_enabled())
+
+
+def start_lines(choices: Mapping[str, Choice]) -> list[str]:
+    """What a run says of its ops: one line for all of them, then one for each that has something to add."""
+    names = ", ".join(f"{op}: {choice.implementation}" for op, choice in choices.items())
+    return [f"ops {names}", *(f"  {op}: {c.implementation}, {c.why}" for op, c in choices.items() if c.why)]
