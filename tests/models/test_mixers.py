@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from titan_linear.models.packed import Packed
+from titan_linear.models.plan import BatchPlan
 
 from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
 from titan_linear.models.config import MixerOptions, differences
@@ -53,7 +53,7 @@ def test_ops_are_those_that_it_calls(name: str, monkeypatch: pytest.MonkeyPatch)
     for module in (attention, mla):
         record(module, "attention", lambda q, k, v: {"D": q.shape[-1], "Dv": v.shape[-1]})
     record(delta, "causal_conv1d", lambda x, weight: {"W": weight.shape[-1]})
-    build(OPTIONS[name])(torch.arange(9).unsqueeze(0), Packed(torch.arange(9)))
+    build(OPTIONS[name])(torch.arange(9).unsqueeze(0), BatchPlan(torch.arange(9)))
     assert called == OPTIONS[name].ops
 
 
@@ -63,7 +63,7 @@ def test_what_grows_in_its_cache(name: str) -> None:
     model, caches = build(OPTIONS[name]), []
     for length in (5, 9):
         cache = LayerCache()
-        model(torch.arange(length).unsqueeze(0), Packed(torch.arange(length)), caches=[cache])
+        model(torch.arange(length).unsqueeze(0), BatchPlan(torch.arange(length)), caches=[cache])
         caches.append(cache)
     short, long = caches
     assert {entry for entry in short if short[entry].shape != long[entry].shape} == set(OPTIONS[name].growing)

@@ -63,11 +63,12 @@ class DeltaMixer(nn.Module):
     def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left, and is brought up to date."""
         q, k, v = self._convolved(x, plan, cache)
-        beta = self.b_proj(x).sigmoid() * self.beta_range  # [B, T, HV]
         states = {} if cache is None else {"initial_state": cache.get("state"), "output_final_state": True}
         o, state = self._delta_rule(
-            q, k, v, self._raw_gate(x), beta, A_log=self.A_log, dt_bias=self.dt_bias, use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True, impl=plan.impl, cp_method=plan.linear_method, **plan.documents, **states,
+            q, k, v, self._raw_gate(x), self.b_proj(x), A_log=self.A_log, dt_bias=self.dt_bias,
+            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.beta_range == 2.0, impl=plan.impl, cp_method=plan.linear_method, **plan.documents,
+            **states,
         )  # fmt: skip
         if cache is not None:
             cache["state"] = state
