@@ -89,7 +89,8 @@ def measure(fn: Callable[..., torch.Tensor], x: Inputs, options: dict[str, Any],
     dy = torch.randn_like(fn(**x, **options))
     with torch.no_grad():
         forward = timed(lambda: fn(**x, **options), flush)
-    both = timed(lambda: torch.autograd.grad(fn(**x, **options), list(x.values()), dy), flush)
+    with torch.autograd.set_multithreading_enabled(False):  # as the trainer has it
+        both = timed(lambda: torch.autograd.grad(fn(**x, **options), list(x.values()), dy), flush)
     times = torch.tensor([*forward, *both], device="cuda", dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return times.tolist()

@@ -75,7 +75,10 @@ class HostWork(TorchDispatchMode):
 
 
 # Views of tables that are on the CPU, and numbers read from there.
-ON_HOST = {aten._local_scalar_dense.default, aten.detach.default, aten.view.default, aten.is_nonzero.default}
+ON_HOST = {
+    aten._local_scalar_dense.default, aten.detach.default, aten.view.default, aten.is_nonzero.default,
+    aten.resolve_conj.default, aten.resolve_neg.default,
+}  # fmt: skip
 
 
 def host_work(mixer: str, device: torch.device, group: dist.ProcessGroup | None, **methods: str) -> Counter:

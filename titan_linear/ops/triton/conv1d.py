@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.boundaries import CONV_RUN, Boundaries
+from titan_linear.ops.operators import LIBRARY, operator, register_fake
 from titan_linear.ops.states import States
 from titan_linear.ops.triton.chunks import chunk_table, max_chunks
-from titan_linear.ops.triton.library import LIBRARY, operator, register_fake
+from titan_linear.ops.triton.launch import Launcher
 
 BT = CONV_RUN  # rows per program, a multiple of the unroll; forward and backward share a chunk table
 # channels per program, rows in flight, warps: good on every GPU, no shared memory to run out of
@@ -72,6 +73,7 @@ def _load_weights(weight, bias, o_d, m_d, W: tl.constexpr, BD: tl.constexpr, HAS
     return weights, b_bias
 
 
+@Launcher
 @triton.jit
 def conv1d_fwd_kernel(
     x,
@@ -151,6 +153,7 @@ def _emit(
         tl.store(p_s, b_dx.to(d_initial_state.dtype.element_ty), mask=m_d & (p < bos) & (i_r >= 0))
 
 
+@Launcher
 @triton.jit
 def conv1d_bwd_kernel(
     x,
@@ -245,6 +248,7 @@ def conv1d_bwd_kernel(
         tl.store(d_bias + i_t * D + o_d, b_dbias, mask=m_d)
 
 
+@Launcher
 @triton.jit
 def conv1d_final_state_kernel(
     x, initial_state, state_index, final_state, cu_seqlens, D, stride_x, W: tl.constexpr, BD: tl.constexpr,

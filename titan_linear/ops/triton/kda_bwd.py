@@ -36,6 +36,7 @@ from titan_linear.ops.triton.kda_fwd import (
     normalised,
     split_dot,
 )
+from titan_linear.ops.triton.launch import Launcher
 from titan_linear.ops.triton.tiles import load_rows, load_state, store_state
 
 
@@ -70,6 +71,7 @@ def _reverse_scan(
     return dS
 
 
+@Launcher
 @triton.jit
 def reverse_scan_kernel(
     do,  # [T, HV, V]
@@ -132,6 +134,7 @@ def gate_gradient(dg, x, rate, lower_bound, GATE: tl.constexpr):
         return d_raw, d_raw * x
 
 
+@Launcher
 @triton.jit
 def matrix_kernel(
     b,  # [NT, HV, 64] fp32, β
@@ -204,6 +207,7 @@ def write_state_gradient(
     return dk, ds
 
 
+@Launcher
 @triton.jit
 def gradient_kernel(
     q, k, g, A_log, dt_bias, b, do, r, y, h, dh, dA, dK, diagonal,
@@ -313,6 +317,7 @@ def gradient_kernel(
     tl.store(dg + o_g, b_dg.to(dg.dtype.element_ty), mask=inside)
 
 
+@Launcher
 @triton.jit
 def norm_gradient_kernel(
     x, dn, dx, tokens, stride_x, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
