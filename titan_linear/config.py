@@ -166,7 +166,8 @@ class Checkpoint(_Strict):
     keep_latest_k: int = Field(10, ge=0)
     """Older checkpoints than the latest k are removed; 0 keeps all."""
     load_step: int = Field(-1, ge=-1)
-    """Step to go on from; -1: the newest whole checkpoint."""
+    """Step to go back to, once: later ones are set aside, and the same command started again goes on from its newest;
+    -1: the newest whole checkpoint."""
     initial_load_path: str = ""
     """Checkpoint whose weights start a run that has none of its own."""
     initial_load_in_hf: bool = False
@@ -219,7 +220,7 @@ class Validation(_Strict):
     freq: int = Field(100, ge=1)
     """Training steps between validations; the last step is always validated."""
     steps: int = Field(-1, ge=-1)
-    """Batches of a validation; -1: all held-out documents."""
+    """Streams of a validation, over all ranks; -1: all held-out documents."""
     local_batch_size: int = Field(1, ge=1)
     """Streams of one validation batch on one data-parallel rank."""
 
