@@ -16,6 +16,7 @@ from titan_linear.build import (
     open_corpora,
     tokenizer_path,
     under_key,
+    vocabulary,
 )
 from titan_linear.checkpoint import REWOUND, find_step, holds_optimizer, read_progress, verify, weights_path
 from titan_linear.config import Config, check_config, hf_weights, load_config
@@ -36,6 +37,8 @@ def preflight(config: Config, world_size: int) -> None:
     check_config(config, world_size)
     tokenizer = build_tokenizer(tokenizer_path(config))
     model = model_config(config, tokenizer)
+    if line := vocabulary(config, model, tokenizer):
+        print(line, flush=True)
     check_heads(model, config)
     _check_hugging_face(config, model)
     implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
