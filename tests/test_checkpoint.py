@@ -498,7 +498,7 @@ FAULTS = {
     "sync": lambda: patch("titan_linear.checkpoint.os.fsync", full_disk),
     "mkdir": lambda: patch("titan_linear.checkpoint.Path.mkdir", full_disk),
     "rename": lambda: patch("titan_linear.checkpoint.Path.rename", full_disk),  # DCP's own of .metadata
-    "commit": lambda: patch.object(Checkpointer, "_set_aside", full_disk),
+    "commit": lambda: patch("titan_linear.checkpoint._set_aside", full_disk),
 }
 
 

@@ -157,6 +157,22 @@ def test_help_documents_every_key_quickly():
     assert '(default: "stdlib")' in " ".join(shown.split())
 
 
+@pytest.mark.parametrize("argument", ["--parallelism.tensor_parallel_degree=2", "--tensor_parallel_degree"])
+def test_a_capability_that_is_not_here_is_said_so(argument):
+    with pytest.raises(ValueError, match="is not a key: there is no tensor parallelism"):
+        load_config([argument])
+
+
+def test_what_is_here_is_not_called_absent():
+    here = {name for dotted in KEYS for name in dotted.split(".")}
+    assert not here & set(config_module.ABSENT)
+
+
+def test_types_of_a_run_that_is_for_gpus_elsewhere():
+    assert load_config([], cuda=True).training.mixed_precision_param == "bfloat16"
+    assert load_config(["--training.dtype=float64"], cuda=True).training.mixed_precision_param == "float64"
+
+
 def test_a_configuration_does_not_change():
     with pytest.raises(ValueError, match="frozen"):
         Config().training.steps = 3

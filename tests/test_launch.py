@@ -287,3 +287,11 @@ def test_a_wrong_ngpu_is_refused(monkeypatch, asked, gpus):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     with pytest.raises(ValueError, match="NGPU = "):
         launch.process_count()
+
+
+def test_waiting_threads_sleep(monkeypatch):
+    """Spinning, they would take the core from what they wait for on a busy machine. The user's word holds."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert launch._environment(0, 1, 1)["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert launch._environment(0, 1, 1)["OMP_WAIT_POLICY"] == "ACTIVE"

@@ -54,7 +54,8 @@ class Model(_Strict):
     """Hugging Face folder: its config.json is flavor hf, and its tokenizer the default; empty: the folder of
     checkpoint.initial_load_in_hf."""
     vocab_size: int = Field(0, ge=0)
-    """Rows of the embedding and the head, at least the tokenizer's vocabulary; 0: the preset's."""
+    """Rows of the embedding and the head, at least the tokenizer's vocabulary; 0: the preset's, or where that is too
+    small for the tokenizer and the weights are drawn, the tokenizer's, rounded up to a multiple of 64."""
     tokenizer_path: str = ""
     """A Hugging Face tokenizer.json, or the folder that holds it; empty: that of the run's Hugging Face folder if it
     has one, else bytes are tokens."""
@@ -166,7 +167,8 @@ class Checkpoint(_Strict):
     keep_latest_k: int = Field(10, ge=0)
     """Older checkpoints than the latest k are removed; 0 keeps all."""
     load_step: int = Field(-1, ge=-1)
-    """Step to go on from; -1: the newest whole checkpoint."""
+    """Step to go back to, once: later ones are set aside, and the same command started again goes on from its newest;
+    -1: the newest whole checkpoint."""
     initial_load_path: str = ""
     """Checkpoint whose weights start a run that has none of its own."""
     initial_load_in_hf: bool = False
@@ -219,7 +221,7 @@ class Validation(_Strict):
     freq: int = Field(100, ge=1)
     """Training steps between validations; the last step is always validated."""
     steps: int = Field(-1, ge=-1)
-    """Batches of a validation; -1: all held-out documents."""
+    """Streams of a validation, over all ranks; -1: all held-out documents."""
     local_batch_size: int = Field(1, ge=1)
     """Streams of one validation batch on one data-parallel rank."""
 
@@ -277,12 +279,27 @@ class Config(_Strict):
 SECTIONS: dict[str, type[_Strict]] = {name: field.annotation for name, field in Config.model_fields.items()}
 KEYS = {f"{section}.{key}": field for section, cls in SECTIONS.items() for key, field in cls.model_fields.items()}
 
+# Keys and sections of TorchTitan whose capability is not here, and what there is.
+ABSENT = {
+    "tensor_parallel_degree": "there is no tensor parallelism; parallelism.context_parallel_degree splits the streams, "
+    "parallelism.data_parallel_shard_degree the parameters",
+    "pipeline_parallel_degree": "there is no pipeline parallelism; parallelism.data_parallel_shard_degree splits the "
+    "parameters",
+    "expert_parallel_degree": "there is no expert parallelism; parallelism.data_parallel_shard_degree splits the "
+    "experts as it does all parameters",
+    "compile": "nothing is compiled by torch.compile here; the linear layers run Triton's kernels on GPUs",
+    "float8": "there is no float8; training.mixed_precision_param is the type of compute",
+}
+
 
 # --- Reading ---------------------------------------------------------------------------------------------------------
 
 
-def load_config(argv: list[str]) -> Config:
+def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
     """The run that `argv` (without the program's name) asks for, with every "auto" of its types resolved.
+
+    Args:
+        cuda: whether it is for GPUs; by default, whether there are any here.
 
     Raises:
         ValueError: an unreadable file, an unknown key, a value of another type or out of range.
@@ -297,7 +314,7 @@ def load_config(argv: list[str]) -> Config:
         if "config_file" in tables.get("job", {}):
             raise ValueError(f"{path}: job.config_file belongs on the command line; remove it from the file")
     merged = {name: tables.get(name, {}) | overrides.get(name, {}) for name in SECTIONS}
-    return _resolve(_validate(merged, "configuration"))
+    return _resolve(_validate(merged, "configuration"), cuda)
 
 
 def config_to_toml(config: Config) -> str:
@@ -392,7 +409,10 @@ def _explain(error: Any) -> str:
 
 
 def _nearest(key: str) -> str:
-    """A suggestion for an unknown key or section: the same name elsewhere, or the most alike."""
+    """A suggestion for an unknown key or section: what there is instead, the same name elsewhere, or the most alike."""
+    for name in key.split("."):
+        if name in ABSENT:
+            return f": {ABSENT[name]}"
     namesakes = [dotted for dotted in KEYS if dotted.endswith("." + key.rpartition(".")[2])]
     sure = len(namesakes) == 1 or (namesakes and "." not in key)
     near = difflib.get_close_matches(key, namesakes or [*KEYS, *SECTIONS], n=1, cutoff=0.0 if sure else 0.6)
@@ -402,12 +422,13 @@ def _nearest(key: str) -> str:
 # --- Meaning ---------------------------------------------------------------------------------------------------------
 
 
-def _resolve(config: Config) -> Config:
+def _resolve(config: Config, cuda: bool | None) -> Config:
     """Fill in the types that depend on the device, so that the saved configuration says what was computed."""
     training, auto = config.training, {}
     wide = training.dtype == "float64"
     if training.mixed_precision_param == "auto":
-        auto["mixed_precision_param"] = "float64" if wide else "bfloat16" if _on_cuda() else "float32"
+        cuda = _on_cuda() if cuda is None and not wide else cuda
+        auto["mixed_precision_param"] = "float64" if wide else "bfloat16" if cuda else "float32"
     if training.mixed_precision_reduce == "auto":
         auto["mixed_precision_reduce"] = "float64" if wide else "float32"
     return config.model_copy(update={"training": training.model_copy(update=auto)})

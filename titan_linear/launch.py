@@ -94,6 +94,8 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return {
         "OMP_NUM_THREADS": str(max(1, cores // world_size)),
+        # Threads that wait sleep: spinning, they take the core that the one they wait for needs, where others work too.
+        "OMP_WAIT_POLICY": "PASSIVE",
         **os.environ,
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

@@ -16,8 +16,9 @@ from titan_linear.build import (
     open_corpora,
     tokenizer_path,
     under_key,
+    vocabulary,
 )
-from titan_linear.checkpoint import find_step, holds_optimizer, read_progress, verify, weights_path
+from titan_linear.checkpoint import REWOUND, find_step, holds_optimizer, read_progress, verify, weights_path
 from titan_linear.config import Config, check_config, hf_weights, load_config
 from titan_linear.data import build_tokenizer, verify_corpus
 from titan_linear.hf_io import check_folder
@@ -36,6 +37,8 @@ def preflight(config: Config, world_size: int) -> None:
     check_config(config, world_size)
     tokenizer = build_tokenizer(tokenizer_path(config))
     model = model_config(config, tokenizer)
+    if line := vocabulary(config, model, tokenizer):
+        print(line, flush=True)
     check_heads(model, config)
     _check_hugging_face(config, model)
     implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -66,7 +69,14 @@ def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
             verify(weights_path(Path(c.initial_load_path)))
         return
     verify(folder / f"step-{step}")
-    if step >= config.training.steps and c.load_step == -1:
+    rewound = c.load_step not in (-1, step)
+    if rewound:
+        print(
+            f"going on from step {step}: the run went back to checkpoint.load_step = {c.load_step} before; to do so "
+            f"again, move '{folder / REWOUND}' away",
+            flush=True,
+        )
+    if step >= config.training.steps and (c.load_step == -1 or rewound):
         print(f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}")
         if c.last_save_in_hf and not export_folder(config).exists():
             print(f"its Hugging Face folder is not there; python -m tools.convert to-hf '{folder}' FOLDER makes one")

@@ -32,7 +32,7 @@ from titan_linear.build import (
     model_config,
     tokenizer_path,
 )
-from titan_linear.checkpoint import Checkpointer, SaveFailed, find_step
+from titan_linear.checkpoint import Checkpointer, SaveFailed, find_step, rewind
 from titan_linear.config import Config, hf_weights, load_config
 from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, validation_batches
 from titan_linear.distributed.experts import move_selection_biases
@@ -92,6 +92,7 @@ class Trainer:
         )
         if step is not None:
             progress = self.checkpointer.load(step, self.model, self.optimizer)
+            on_rank_0(lambda: rewind(checkpoint_folder(self.config), step, c.load_step), self.host)
             return int(progress["step"]), int(progress["skipped"])
         if hf_weights(self.config):
             load_weights(Path(hf_weights(self.config)), self.model)
@@ -100,10 +101,6 @@ class Trainer:
         else:
             initialise(self.model, self.config.debug.seed)
         return 0, 0
-
-    def _stored_step(self) -> int | None:
-        c = self.config.checkpoint
-        return find_step(checkpoint_folder(self.config), c.load_step) if c.enable else None
 
     def _build_feed(self) -> Feed:
         t, dims = self.config.training, self.dims
@@ -286,15 +283,14 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Nats per token over the held-out documents (or the first validation.steps batches of them)."""
+        """Nats per token over the held-out documents (or the first validation.steps streams of them)."""
         v = self.config.validation
         batches = validation_batches(
-            self.held_out, local_batch_size=v.local_batch_size, dp_rank=self.dims.dp_rank, dp_degree=self.dims.dp
-        )
+            self.held_out, local_batch_size=v.local_batch_size, dp_rank=self.dims.dp_rank, dp_degree=self.dims.dp,
+            limit=v.steps,
+        )  # fmt: skip
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for i, batch in enumerate(batches):
-            if i == v.steps:
-                break
+        for batch in batches:
             tokens, labels, plan = self.sharding(batch)
             total[0] += self.model(tokens, plan, labels, loss_chunk=self.config.training.loss_chunk_size)
             total[1] += (labels != IGNORE).sum()
