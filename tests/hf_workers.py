@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import signal
+import sys
 import threading
 import time
 import zlib
@@ -18,18 +21,20 @@ from titan_linear.config import load_config
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.hf_io import gather, load_weights, read_model, write_folder
+from titan_linear.models import mixers
 from titan_linear.models.adapters import entries
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.packed import Packed
+from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.train import Trainer
 
 KDA = replace(preset("kda", "debug"), norm_eps=1e-6)
 LARGE = replace(
-    KDA, vocab_size=65536, dim=4096, hidden_dim=14336, num_layers=6, linear_heads=32, linear_v_heads=32,
-    linear_head_dim=128, linear_v_head_dim=128,
+    KDA, vocab_size=65536, dim=4096, hidden_dim=14336, num_layers=6,
+    pattern=(mixers.KDA(heads=32, v_heads=32, head_dim=128, v_head_dim=128),),
 )  # fmt: skip
+SHAPES = {entry.name: entry.shape for entry in entries(KDA, "KDAForCausalLM")}
 EVERY = 100  # rows between the marks in a tensor
 
 
@@ -81,14 +86,14 @@ def gathered_after_a_forward(rank: int, world_size: int, folder: Path) -> list[s
     load_weights(folder, model)
     before = {name: gather(model)(name) for name in weights(model)}
     with torch.no_grad():
-        model(torch.arange(9).unsqueeze(0), Packed(torch.arange(9)))
+        model(torch.arange(9).unsqueeze(0), BatchPlan(torch.arange(9)))
     get = gather(model)
     return [
         name for name, value in before.items() if get(name).dtype != value.dtype or not torch.equal(get(name), value)
     ]
 
 
-def full_disk(rank: int, world_size: int, folder: Path, target: Path) -> str:
+def export_fails(rank: int, world_size: int, folder: Path, target: Path, failure: Exception) -> str:
     family, config = read_model(folder)
     model = sharded(config, world_size)
     load_weights(folder, model)
@@ -97,7 +102,7 @@ def full_disk(rank: int, world_size: int, folder: Path, target: Path) -> str:
     def write(self: object, *arguments: object) -> None:
         written.append(1)
         if len(written) == 3:
-            raise OSError("No space left on device")
+            raise failure
         whole(self, *arguments)
 
     hf_io._Writer.write = write
@@ -108,6 +113,29 @@ def full_disk(rank: int, world_size: int, folder: Path, target: Path) -> str:
     finally:
         hf_io._Writer.write = whole
     return ""
+
+
+def export_until_killed(folder: Path, moment: int) -> None:
+    """Write biases of 2 over the folder; killed at the `moment`-th change of names after the tensors are written."""
+    changes = itertools.count()
+
+    def count(event: str, _: tuple) -> None:  # audit events come before what they tell of
+        if event in ("os.rename", "os.remove", "os.rmdir") and next(changes) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    finish = hf_io._Writer.finish
+
+    def then_count(self: object, *arguments: object) -> None:
+        finish(self, *arguments)
+        sys.addaudithook(count)
+
+    hf_io._Writer.finish = then_count
+    export(folder, 2.0)
+    os._exit(0)
+
+
+def export(folder: Path, value: float) -> None:
+    write_folder(folder, KDA, "KDAForCausalLM", lambda name: torch.full(SHAPES[name], value), dtype=torch.float32)
 
 
 def anonymous_memory() -> int:

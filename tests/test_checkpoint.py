@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import itertools
@@ -9,6 +10,7 @@ import json
 import math
 import multiprocessing as mp
 import os
+import pickle
 import random
 import re
 import resource
@@ -26,20 +28,34 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from tests.worlds import free_port
-from titan_linear.checkpoint import Checkpointer, find_step, holds_optimizer, verify, weights_path, whole_steps
+from titan_linear.checkpoint import (
+    Checkpointer,
+    Reader,
+    SaveFailed,
+    find_step,
+    holds_optimizer,
+    stored_weights,
+    verify,
+    weights_path,
+    whole_steps,
+)
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
+from titan_linear.models.mixers import KDA, Attention
 
-CONFIG = dict(
-    vocab_size=17, dim=6, pattern=("kda", "attention"), num_layers=2, hidden_dim=10, linear_heads=1, linear_v_heads=2,
-    linear_head_dim=4, linear_v_head_dim=4, heads=2, kv_heads=1, head_dim=4, qk_norm="head",
-)  # fmt: skip
+PATTERN = (
+    KDA(heads=1, v_heads=2, head_dim=4, v_head_dim=4),
+    Attention(heads=2, kv_heads=1, head_dim=4, qk_norm="head"),
+)
+CONFIG = dict(vocab_size=17, dim=6, pattern=PATTERN, num_layers=2, hidden_dim=10)
 LR = 1e-2
 WRAPS = {
     "none": lambda layer: layer,
@@ -216,6 +232,18 @@ def load_weights_error(rank, world_size, path, options):
 def test_weights_only(worlds, tmp_path):
     saved = worlds(2).run(save_weights_only, tmp_path)[0]
     assert holds_optimizer(tmp_path / "step-1") and not holds_optimizer(tmp_path / "step-2")
+    run = tmp_path / "run"
+    (run / "saves").mkdir(parents=True)
+    (tmp_path / "step-1").rename(run / "saves" / "step-1")
+    shutil.copytree(tmp_path / "step-2", run / "checkpoint" / "step-3")
+    shutil.copytree(tmp_path / "step-2", run / "saves" / "step-2")
+    (run / "manifest.json").write_text("{}")
+    assert weights_path(run) == run / "checkpoint" / "step-3"
+    (run / "config.toml").write_text('[checkpoint]\nfolder = "saves"')
+    for path in (run, run / "saves", run / "saves" / "step-2"):
+        assert weights_path(path) == run / "saves" / "step-2"
+    assert worlds(2).run(load_weights, run)[0] == saved
+    (run / "saves" / "step-1").rename(tmp_path / "step-1")
     assert weights_path(tmp_path) == tmp_path / "step-2"
     for path in (tmp_path, tmp_path / "step-2"):
         assert worlds(4).run(load_weights, path)[0] == saved
@@ -285,7 +313,57 @@ def test_damage_is_noticed(worlds, tmp_path):
             damage(folder / "step-2" / name)
             with pytest.raises(ValueError, match=rf"step-2/{name}' .*checkpoint.load_step = 1"):
                 verify(folder / "step-2")
+            assert weights_path(folder / "step-2") == folder / "step-2" or name == "manifest.json"
             verify(folder / "step-1")
+    shutil.rmtree(folder / "step-1")
+    with pytest.raises(ValueError, match=r"start a new run in another job\.dump_folder") as error:
+        verify(folder / "step-2")
+    assert "remove" not in str(error.value)
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, file: Path):
+        self.file = file
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.file),)
+
+
+@pytest.mark.parametrize("name", ["posix.mkdir", "torch.distributed.checkpoint.metadata.BytesStorageMetadata"])
+def test_metadata_runs_no_code(worlds, tmp_path, name):
+    worlds(2).run(save_steps, tmp_path, (2,), [1])
+    file, ran = tmp_path / "step-1" / ".metadata", tmp_path / "ran"
+    metadata = pickle.loads(file.read_bytes())
+    if name == "posix.mkdir":
+        metadata.planner_data = Payload(ran)
+    else:  # DCP would unpickle the weight's bytes
+        metadata.state_dict_metadata["model.norm.weight"] = BytesStorageMetadata()
+    file.write_bytes(pickle.dumps(metadata))
+    for result in worlds(2).run(load_error, tmp_path, 1) + worlds(2).run(load_weights_error, tmp_path, {}):
+        assert re.fullmatch(rf"checkpoint file '{file}' is refused: it refers to {name}, [^\n]*", result), result
+    with pytest.raises(ValueError, match=rf"/.metadata' is refused: it refers to {name}"):
+        holds_optimizer(tmp_path / "step-1")
+    with pytest.raises(ValueError, match=rf"/.metadata' is refused: it refers to {name}"):
+        stored_weights(tmp_path / "step-1")
+    assert not ran.exists()
+
+
+def test_metadata_of_other_types_and_pythons(tmp_path):
+    """Every dtype of ours; the name that Python 3.13 gives to paths."""
+    state = {f"model.{dtype}": torch.zeros(2, dtype=dtype) for dtype in (torch.float64, torch.bfloat16, torch.int64)}
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
+    file = tmp_path / "step-1" / ".metadata"
+    data = pickle.dumps(pickle.loads(file.read_bytes()), protocol=2)
+    assert b"cpathlib\n" in data
+    for found in (data, data.replace(b"cpathlib\n", b"cpathlib._local\n")):
+        file.write_bytes(found)
+        assert Reader(tmp_path / "step-1").read_metadata().state_dict_metadata.keys() == state.keys()
+    file.write_bytes(data[:-9])
+    with pytest.raises(ValueError, match=r"/.metadata' cannot be read \(.*restore it from a copy"):
+        holds_optimizer(tmp_path / "step-1")
 
 
 def test_half_written_is_passed_over_and_removed(worlds, tmp_path):
@@ -376,7 +454,7 @@ def save_with_broken_disk(rank, world_size, folder, broken_rank, fault, async_mo
             checkpointer.save(2, model, optimizer, {"step": 2})
             checkpointer.wait()
             error = None
-        except OSError as failure:
+        except SaveFailed as failure:
             error = str(failure)
     dist.barrier()
     left = whole_steps(folder), list(folder.glob("*.tmp"))
@@ -401,9 +479,22 @@ def full_disk(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+def broken(*_, **__):
+    raise RuntimeError("not a disk error")
+
+
+@contextlib.contextmanager
+def full_device(_, path, mode):
+    """In place of DCP's own stream. Unbuffered, so that torch.save itself meets the error and wraps it."""
+    with open("/dev/full" if mode == "wb" else path, mode, buffering=0) as stream:
+        yield stream
+
+
 FAULTS = {
     "none": lambda: patch.dict({}),
     "write": SmallFiles,
+    "device": lambda: patch.object(FileSystem, "create_stream", full_device),
+    "runtime": lambda: patch("titan_linear.checkpoint._measure", broken),
     "sync": lambda: patch("titan_linear.checkpoint.os.fsync", full_disk),
     "mkdir": lambda: patch("titan_linear.checkpoint.Path.mkdir", full_disk),
     "rename": lambda: patch("titan_linear.checkpoint.Path.rename", full_disk),  # DCP's own of .metadata
@@ -411,15 +502,22 @@ FAULTS = {
 }
 
 
+REASONS = dict.fromkeys(FAULTS, "No space left on device") | {
+    "write": "File too large",
+    "runtime": "RuntimeError('not a disk error')",
+}
+
+
 @pytest.mark.parametrize(
     "fault, broken_rank, async_mode",
     [(*at, "disabled") for at in (("mkdir", 0), ("write", 0), ("write", 1), ("rename", 0), ("sync", 1), ("commit", 0))]
-    + [("write", 1, "async"), ("commit", 0, "async")],
+    + [("write", 1, "async"), ("commit", 0, "async"), ("device", 1, "disabled"), ("runtime", 1, "async")],
 )
 def test_an_error_on_one_rank_is_raised_on_all(worlds, tmp_path, fault, broken_rank, async_mode):
     results = worlds(2).run(save_with_broken_disk, tmp_path, broken_rank, fault, async_mode, timeout=60)
     for error, (whole, leftovers), _ in results:
         assert error.startswith(f"saving step-2 in '{tmp_path}' failed: rank {broken_rank}: "), error
+        assert error.partition(f"rank {broken_rank}: ")[2] == REASONS[fault], error
         assert (whole, leftovers) == ([1], [])
     assert whole_steps(tmp_path) == [1, 3]
     assert worlds(2).run(load_step, tmp_path, (2,), 3)[0][2] == results[0][2]

@@ -17,13 +17,14 @@ from titan_linear.distributed.parallelize import materialise, parallelize, set_d
 from titan_linear.hf_io import owned
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Block, Decoder
-from titan_linear.models.packed import Packed
+from titan_linear.models.mixers import MLA
+from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from tools import dry_run
 
-MLA = dict(kv_rank=16, nope_dim=16, shared_k_dim=8, mla_v_dim=16)
 MOE = MoEConfig(num_experts=8, top_k=2, hidden_dim=32, shared_hidden_dim=32, score="sigmoid", selection_bias=True)
-MIXED = replace(preset("hybrid", "debug"), pattern=("kda", "gdn", "attention", "mla"), num_layers=4, **MLA)
+LATENT = MLA(heads=4, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16)
+MIXED = replace(preset("hybrid", "debug"), pattern=(*preset("hybrid", "debug").pattern, LATENT), num_layers=4)
 
 
 def owned_bytes(rank: int, world_size: int) -> int:
@@ -61,10 +62,10 @@ def test_activations_are_those_that_autograd_keeps(layer: int, moe: MoEConfig | 
 
     x = torch.randn(1, dry_run.SAMPLE, config.dim, requires_grad=True)
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        block(x, Packed(torch.arange(dry_run.SAMPLE)))
+        block(x, BatchPlan(torch.arange(dry_run.SAMPLE)))
     real = sum(storage.nbytes() for storage in kept.values()) / dry_run.SAMPLE
     counted = dry_run._saved_per_token(config, layer, torch.float32)
-    padded = config.layers[layer] == "mla"  # the CPU's attention keeps an output as wide as the queries
+    padded = config.layers[layer] is LATENT  # the CPU's attention keeps an output as wide as the queries
     assert counted == pytest.approx(real, rel=0.06 if padded else 0.01)
 
 

@@ -17,18 +17,22 @@ from titan_linear.generate import Sampling, choose, decode, generate, generate_t
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.packed import Packed
+from titan_linear.models.mixers import MLA
+from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import attention, chunk_gated_delta_rule, chunk_kda
 
 CPU = torch.device("cpu")
 PROMPTS = [list(range(1, 1 + n)) for n in (5, 1, 70)]  # one token; longer than a chunk of the delta rule
-MLA = dict(pattern=("kda", "mla"), num_layers=2, kv_rank=16, nope_dim=16, shared_k_dim=8, mla_v_dim=16)
+KDA, GDN, ATTENTION = preset("hybrid", "debug").pattern
+LATENT = MLA(heads=4, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16)
 MOE = MoEConfig(num_experts=8, top_k=2, hidden_dim=32, shared_hidden_dim=32, score="sigmoid", selection_bias=True)
 MODELS = {
     "bounded gates": preset("hybrid", "debug"),
-    "softplus gates, no positions": replace(preset("hybrid", "debug"), kda_lower_bound=None, rope_theta=None),
-    "latent attention, experts": replace(preset("hybrid", "debug"), moe=MOE, **MLA),
+    "softplus gates, no positions": replace(
+        preset("hybrid", "debug"), pattern=(replace(KDA, lower_bound=None), GDN, replace(ATTENTION, rope_theta=None))
+    ),
+    "latent attention, experts": replace(preset("hybrid", "debug"), pattern=(KDA, LATENT), num_layers=2, moe=MOE),
 }
 
 
@@ -61,7 +65,7 @@ def test_prefill_and_decode_equal_one_forward(name: str, chunk: int) -> None:
     for i, prompt in enumerate(PROMPTS):
         whole = torch.tensor([prompt + new[:, i].tolist()])
         with torch.no_grad():
-            reference = model(whole, Packed(torch.arange(whole.shape[1])))[0, len(prompt) - 1 :]
+            reference = model(whole, BatchPlan(torch.arange(whole.shape[1])))[0, len(prompt) - 1 :]
         got = torch.stack([step[i] for step in logits])
         assert ((got - reference).norm() / reference.norm()).item() < 1e-9
 

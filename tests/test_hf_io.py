@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import itertools
 import json
+import multiprocessing as mp
 import os
 import shutil
+import signal
 import struct
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -21,6 +25,7 @@ from tests.hf_workers import EVERY, KDA, LARGE, mark
 from tests.models import hf_models
 from tests.worlds import World
 from titan_linear import hf_io
+from titan_linear.checkpoint import SaveFailed
 from titan_linear.config import check_config, load_config
 from titan_linear.generate import Sampling, generate_tokens
 from titan_linear.hf_io import gather, load_weights, open_folder, read_model, write_folder
@@ -28,7 +33,7 @@ from titan_linear.models.adapters import config_to_hf, entries, state_from_hf
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.presets import MODELS, preset
-from titan_linear.train import preflight
+from titan_linear.preflight import preflight
 from tools import convert, generate
 
 FLA = {"FLA KDA": KDA, "FLA GDN": replace(preset("gdn", "debug"), norm_eps=1e-6, tie_embeddings=True)}
@@ -226,7 +231,7 @@ def test_a_run_from_a_folder_to_a_folder(
 
     assert convert.main(["from-hf", str(exported), str(run / "again")]) == 0
     texts = []
-    for path in (exported, run / "again" / "step-0"):
+    for path in (exported, run / "again"):
         capsys.readouterr()
         assert generate.main([str(path), "--prompt", "def f", "--prompt", "return", "--max-new-tokens", "6"]) == 0
         texts.append(capsys.readouterr().out)
@@ -329,6 +334,78 @@ def test_a_bad_folder_is_refused_before_training(damage: Callable[[Path], str], 
     assert not (tmp_path / "run").exists()
 
 
+GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
+
+
+def write_file(file: Path, header: object, size: int) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        (3, "is no object"),
+        (None, "is no object"),
+        ({"shape": [2], "data_offsets": [24, 32]}, "has no dtype"),
+        ({"dtype": "F32", "data_offsets": [24, 32]}, "has no shape"),
+        ({"dtype": "F32", "shape": [2]}, "has no data_offsets"),
+        ({"dtype": 32, "shape": [2], "data_offsets": [24, 32]}, "has dtype 32"),
+        ({"dtype": "F31", "shape": [2], "data_offsets": [24, 32]}, "has dtype 'F31'"),
+        ({"dtype": ["F32"], "shape": [2], "data_offsets": [24, 32]}, r"has dtype \['F32'\]"),
+        ({"dtype": "F32", "shape": 2, "data_offsets": [24, 32]}, "has shape 2"),
+        ({"dtype": "F32", "shape": [2.0], "data_offsets": [24, 32]}, r"has shape \[2.0\]"),
+        ({"dtype": "F32", "shape": [-1, -2], "data_offsets": [24, 32]}, "has shape"),
+        ({"dtype": "F32", "shape": [True, 2], "data_offsets": [24, 32]}, "has shape"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": "24"}, "has data_offsets '24'"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [24]}, r"has data_offsets \[24\]"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [24, 32, 40]}, "has data_offsets"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": ["24", "32"]}, "has data_offsets"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}, "has data_offsets"),
+        ({"dtype": "F32", "shape": [0], "data_offsets": [32, 24]}, "has data_offsets"),
+        ({"dtype": "F32", "shape": [3], "data_offsets": [24, 32]}, r"has 8 bytes, .* F32 of shape \[3\] takes"),
+        ({"dtype": "F64", "shape": [2], "data_offsets": [24, 32]}, "has 8 bytes"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [20, 28]}, "overlaps the one before it"),
+        ({"dtype": "F32", "shape": [1], "data_offsets": [28, 32]}, "follows 4 stray bytes"),
+    ],
+)
+def test_a_malformed_header_is_refused(entry: object, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    write_file(file, {"__metadata__": {"format": "pt"}, "bad": {**GOOD, "data_offsets": [24, 48]}, "good": GOOD}, 48)
+    assert [tensor.shape for tensor in hf_io.read_header(file).values()] == [(2, 3), (2, 3)]
+    write_file(file, {"good": GOOD, "bad": entry}, 32)
+    with pytest.raises(ValueError, match=rf"'{file}' is malformed: tensor 'bad' {message}"):
+        open_folder(tmp_path)
+
+
+def test_files_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    for header in (b"", b"[]", b"{", b"\xff", b"[" * 100_000):
+        write_file(file, header, 0)
+        with pytest.raises(ValueError, match=r"model.safetensors' is cut short in its header, or is no safetensors"):
+            open_folder(tmp_path)
+    write_file(file, {"good": GOOD}, 25)
+    with pytest.raises(ValueError, match=r"model.safetensors' is malformed: 1 bytes follow its last tensor"):
+        open_folder(tmp_path)
+
+
+def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "folder"
+    (folder / "sub").mkdir(parents=True)
+    for place in (tmp_path, folder / "sub"):
+        write_file(place / "x.safetensors", {"w": GOOD}, 24)
+    (folder / hf_io.INDEX).write_text(json.dumps({"weight_map": {"w": "sub/x.safetensors"}}))
+    assert open_folder(folder).shapes == {"w": (2, 3)}
+    for file in ("../x.safetensors", "sub/../../x.safetensors", str(tmp_path / "x.safetensors")):
+        (folder / hf_io.INDEX).write_text(json.dumps({"weight_map": {"w": file}}))
+        with pytest.raises(ValueError, match=rf"index.json' names a file outside its folder, '{file}', for tensor 'w'"):
+            open_folder(folder)
+    for damaged in ("[]", "{", "{}", '{"weight_map": [["w", "x"]]}', '{"weight_map": {"w": 3}}', "[" * 100_000):
+        (folder / hf_io.INDEX).write_text(damaged)
+        with pytest.raises(ValueError, match=r"index.json' is damaged: it has no weight_map"):
+            open_folder(folder)
+
+
 OURS, NOT_HF = {"model__flavor": "debug"}, {"checkpoint__initial_load_in_hf": "false"}
 EXPORT = {"checkpoint__last_save_in_hf": "true"}
 
@@ -394,12 +471,61 @@ def test_commands_say_what_is_wrong(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_full_disk_is_an_error_on_every_rank(
+def test_a_failed_export_is_an_error_on_every_rank(
     folders: Callable[[str], Path], worlds: Callable[[int], World], tmp_path: Path
 ) -> None:
-    messages = worlds(2).run(workers.full_disk, folders("FLA KDA"), tmp_path / "out")
-    assert len(set(messages)) == 1 and "No space left on device" in messages[0]
-    assert list(tmp_path.iterdir()) == []
+    """A full disk, and what PyTorch raises."""
+    for failure in (OSError(errno.ENOSPC, "No space left on device"), RuntimeError("not enough memory")):
+        messages = worlds(2).run(workers.export_fails, folders("FLA KDA"), tmp_path / "out", failure)
+        reason = failure.strerror if isinstance(failure, OSError) else repr(failure)
+        assert messages == [f"writing '{tmp_path / 'out'}' failed: {reason}"] * 2
+        assert list(tmp_path.iterdir()) == []
+
+
+def value_of(folder: Path) -> float:
+    """Of every tensor of a whole folder."""
+    (value,) = {v for t in load_file(folder / "model.safetensors").values() for v in t.unique().tolist()}
+    read_model(folder)
+    return value
+
+
+def test_a_kill_while_a_folder_is_replaced_leaves_either(tmp_path: Path) -> None:
+    context, seen = mp.get_context("forkserver"), []
+    context.set_forkserver_preload(["tests.hf_workers"])
+    for moment in itertools.count():
+        folder = tmp_path / str(moment) / "out"
+        folder.parent.mkdir()
+        workers.export(folder, 1.0)
+        (folder / "tokenizer.json").write_text("{}")  # one file more: a removal of several steps
+        process = context.Process(target=workers.export_until_killed, args=(folder, moment))
+        process.start()
+        process.join(120)
+        if process.exitcode == 0:
+            break
+        assert process.exitcode == -signal.SIGKILL
+        aside = folder.with_name(".out.replaced")
+        seen.append(value_of(folder if folder.exists() else aside))
+        hf_io._finish_replacing(folder)  # as the next export begins
+        assert value_of(folder) == seen[-1] and not aside.exists()
+        workers.export(folder, 3.0)
+        assert value_of(folder) == 3.0 and list(folder.parent.iterdir()) == [folder]
+    assert value_of(folder) == 2.0 and list(folder.parent.iterdir()) == [folder]
+    assert len(seen) > 4 and seen == sorted(seen) and set(seen) == {1.0, 2.0}
+
+
+def test_a_replacement_that_fails_gives_the_old_folder_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, rename = tmp_path / "out", Path.rename
+    workers.export(folder, 1.0)
+
+    def fail(self: Path, target: Path) -> Path:
+        if self.name == ".out.tmp":
+            raise OSError(errno.EIO, "Input/output error")
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", fail)
+    with pytest.raises(SaveFailed, match="Input/output error"):
+        workers.export(folder, 2.0)
+    assert value_of(folder) == 1.0 and list(tmp_path.iterdir()) == [folder]
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-from titan_linear.launch import die_with_parent, under_launcher
+from titan_linear.process import die_with_parent, under_launcher
 
 mode, folder = sys.argv[1], Path(sys.argv[2])
 rank, events = os.environ["RANK"], []
@@ -210,8 +210,8 @@ def test_a_worker_whose_launcher_died_before_it_asked_ends_itself(start):
 def calls(monkeypatch, tmp_path) -> Iterator[list]:
     """What main calls, in a folder of its own, with no GPU and two processes."""
     calls = []
-    train = SimpleNamespace(preflight=lambda config, world_size: calls.append(("preflight", world_size)))
-    monkeypatch.setitem(sys.modules, "titan_linear.train", train)
+    module = SimpleNamespace(preflight=lambda config, world_size: calls.append(("preflight", world_size)))
+    monkeypatch.setitem(sys.modules, "titan_linear.preflight", module)
     monkeypatch.setattr(launch, "run_workers", lambda *args: calls.append(args) or 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.delenv("NGPU", raising=False)
@@ -247,7 +247,7 @@ def test_preflight_refuses_before_workers_start(calls, capsys, monkeypatch):
     def refuse(config, world_size):
         raise ValueError("training.dataset_path = 'x' holds no document")
 
-    monkeypatch.setattr(sys.modules["titan_linear.train"], "preflight", refuse)
+    monkeypatch.setattr(sys.modules["titan_linear.preflight"], "preflight", refuse)
     assert launch.main([]) == 2
     assert capsys.readouterr().err == "error: training.dataset_path = 'x' holds no document\n"
     assert calls == []

@@ -30,20 +30,34 @@ def test_nothing_to_predict_is_zero() -> None:
     assert loss == 0 and not x.grad.any() and not weight.grad.any()
 
 
+def test_without_gradients_none_are_computed() -> None:
+    """Under no_grad nothing as large as the weight is made, though x and weight ask for gradients; the value stays."""
+    x, weight = torch.randn(8, 4, requires_grad=True), torch.randn(64, 4, requires_grad=True)
+    labels = torch.arange(8)
+    with torch.no_grad(), Largest() as made:
+        loss = chunked_cross_entropy(x, weight, labels, 2)
+    assert made.seen < weight.numel()
+    assert torch.equal(loss, chunked_cross_entropy(x, weight, labels, 2).detach())
+
+
+class Largest(torch.utils._python_dispatch.TorchDispatchMode):
+    """Elements of the largest tensor made by anything but a view."""
+
+    seen = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            sizes = [t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
+            self.seen = max([self.seen, *sizes])
+        return out
+
+
 def test_logits_of_the_stream_never_exist_at_once() -> None:
     """The largest tensor made in forward and backward is the weight's gradient, not [T, vocab]."""
     T, D, vocab, chunk = 512, 4, 64, 16
     x, weight = torch.randn(T, D, requires_grad=True), torch.randn(vocab, D, requires_grad=True)
 
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        seen = 0
-
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            out = func(*args, **(kwargs or {}))
-            sizes = [t.numel() for t in torch.utils._pytree.tree_leaves(out) if isinstance(t, torch.Tensor)]
-            Largest.seen = max([Largest.seen, *sizes])
-            return out
-
-    with Largest():
+    with Largest() as made:
         chunked_cross_entropy(x, weight, torch.zeros(T, dtype=torch.int64), chunk).backward()
-    assert Largest.seen == max(T * D, chunk * vocab, vocab * D)
+    assert made.seen == max(T * D, chunk * vocab, vocab * D)

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from tests.worlds import World
 from titan_linear.config import LRScheduler, Optimizer
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import preset
-from titan_linear.optim import build_optimizer, gradient_norm, learning_rate, scale_gradients
+from titan_linear.optim import build_optimizer, learning_rate, scale_gradients, step_numbers
 
 
 @pytest.mark.parametrize(
@@ -47,19 +47,23 @@ def test_only_matrices_decay() -> None:
         assert decay == (0.0 if gate_or_scale else 0.1), name
 
 
-def norms(rank: int, world_size: int) -> tuple[float, float]:
-    """A sharded and a replicated gradient: their norm, and what is left of it after scaling to 1."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    sharded = nn.Parameter(distribute_tensor(torch.zeros(5, 2, dtype=torch.float64), mesh, [Shard(0)]))
+def numbers(rank: int, world_size: int) -> tuple[list[float], float]:
+    """Loss, norm and signal of two copies of the parameters, with a sharded and a replicated gradient; what is left of
+    the norm after scaling to 1."""
+    mesh = init_device_mesh("cpu", (2, world_size // 2))
+    sharded = nn.Parameter(distribute_tensor(torch.zeros(5, 2, dtype=torch.float64), mesh, [Replicate(), Shard(0)]))
     whole = nn.Parameter(torch.zeros(3, dtype=torch.float64))
-    sharded.grad = distribute_tensor(torch.arange(10, dtype=torch.float64).view(5, 2), mesh, [Shard(0)])
+    gradient = torch.arange(10, dtype=torch.float64).view(5, 2)
+    sharded.grad = distribute_tensor(gradient, mesh, [Replicate(), Shard(0)])
     whole.grad = torch.full((3,), 2.0, dtype=torch.float64)
-    norm = gradient_norm([sharded, whole], mesh.get_group())
-    scale_gradients([sharded, whole], norm, 1.0)
-    return norm.item(), gradient_norm([sharded, whole], mesh.get_group()).item()
+    loss, signal = torch.tensor(rank + 0.5), 15 if rank == 1 else 0
+    before = step_numbers(loss, [sharded, whole], signal, world_size // 2)
+    scale_gradients([sharded, whole], before[1], 1.0)
+    return before.tolist(), step_numbers(loss, [sharded, whole], signal, world_size // 2)[1].item()
 
 
-def test_norm_and_clipping_across_kinds_of_tensors(worlds: Callable[[int], World]) -> None:
+def test_loss_norm_and_signal_across_ranks_and_kinds_of_tensors(worlds: Callable[[int], World]) -> None:
     want = math.sqrt(sum(i * i for i in range(10)) + 3 * 4)
-    for before, after in worlds(2).run(norms):
+    for (loss, before, signal), after in worlds(4).run(numbers):
+        assert loss == 8 and signal == 15
         assert before == pytest.approx(want, rel=1e-14) and after == pytest.approx(1.0, rel=1e-6)

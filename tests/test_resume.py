@@ -13,6 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.worlds import free_port
+
+ROOT = Path(__file__).parents[1]
 STEPS = 12
 KEYS = {
     "training.dataset": "jsonl",
@@ -42,16 +45,22 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def start(corpus: Path, folder: Path, **overrides: object) -> subprocess.Popen:
-    """The launcher, as run_train.sh execs it; keywords stand for keys, "__" for the dot."""
+    """The launcher, as run_train.sh execs it."""
+    return command([sys.executable, "-m", "titan_linear.launch", *arguments(corpus, folder, **overrides)], corpus)
+
+
+def arguments(corpus: Path, folder: Path, **overrides: object) -> list[str]:
+    """Keywords stand for keys, "__" for the dot."""
     keys = KEYS | {"training.dataset_path": corpus, "job.dump_folder": folder}
     keys |= {name.replace("__", "."): value for name, value in overrides.items()}
-    argv = [text for key, value in keys.items() for text in (f"--{key}", str(value))]
+    return [text for key, value in keys.items() for text in (f"--{key}", str(value))]
+
+
+def command(argv: list[str], corpus: Path) -> subprocess.Popen:
     environment = os.environ | {"NGPU": "2", "XDG_CACHE_HOME": str(corpus.parent), "OMP_NUM_THREADS": "1"}
     environment.pop("TRITON_INTERPRET", None)  # as a user would have it
-    return subprocess.Popen(
-        [sys.executable, "-m", "titan_linear.launch", *argv], env=environment, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    environment["PYTHONPATH"] = str(ROOT)
+    return subprocess.Popen(argv, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def finish(process: subprocess.Popen, code: int = 0) -> str:
@@ -103,6 +112,8 @@ def test_from_dp_2_to_cp_2(corpus: Path, tmp_path: Path, uninterrupted: dict[int
     finish(
         start(corpus, tmp_path, parallelism__context_parallel_degree=1, training__steps=6, lr_scheduler__total_steps=12)
     )
+    output = finish(start(corpus, tmp_path, training__steps=20), 2)
+    assert "training.steps = 20 would change the learning rate of the 6 steps that are done" in output
     output = finish(start(corpus, tmp_path, lr_scheduler__total_steps=12))
     assert "going on from step 6" in output
     resumed = losses(tmp_path)
@@ -173,3 +184,26 @@ def test_a_run_in_its_folder(corpus: Path, tmp_path: Path) -> None:
     shard.unlink()
     assert "is missing" in finish(start(corpus, tmp_path, training__steps=400), 2)
     assert (tmp_path / "metrics.jsonl").exists()
+
+
+SLOW_RANK_0 = """
+import sys, time
+from titan_linear import preflight, train
+
+def slowly(*args, whole=preflight.open_corpora, **options):
+    time.sleep(20)
+    return whole(*args, **options)
+
+preflight.open_corpora = slowly
+sys.exit(train.main(sys.argv[1:]))
+"""
+
+
+def test_under_torchrun_the_others_wait_for_rank_0(corpus: Path, tmp_path: Path) -> None:
+    """It checks and tokenises for longer than collectives may take before the first step."""
+    (tmp_path / "slow.py").write_text(SLOW_RANK_0)
+    argv = arguments(corpus, tmp_path / "run", training__steps=2, comm__init_timeout_seconds=15)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    process = command([*torchrun, str(free_port()), str(tmp_path / "slow.py"), *argv], corpus)
+    output = finish(process)
+    assert set(losses(tmp_path / "run")) == {1, 2} and output.count("corpus jsonl: ") == 1

@@ -36,6 +36,7 @@ def test_the_same_run_goes_on(folder):
         ("training.steps=2000", "training.steps: 1000 → 2000"),
         ("lr_scheduler.total_steps=2000", "lr_scheduler.total_steps: 0 → 2000"),
         ("training.local_batch_size=2", "training.local_batch_size: 1 → 2"),
+        ("training.on_bad_document=skip", "training.on_bad_document: 'stop' → 'skip'"),
         ("checkpoint.interval=7", "checkpoint.interval: 500 → 7"),
         ("metrics.log_freq=1", "metrics.log_freq: 10 → 1"),
         ("profiling.enable_profiling=true", "profiling.enable_profiling: False → True"),
@@ -82,6 +83,15 @@ def test_a_folder_without_a_trained_step_holds_no_run(folder):
 
 def test_a_run_without_its_configuration_is_refused(folder):
     (folder / "config.toml").unlink()
+    with pytest.raises(ValueError, match=r"holds a run without its config.toml"):
+        check_resume(run(folder))
+
+
+def test_a_run_below_the_folder_is_another(folder):
+    (folder / "checkpoint/step-1").mkdir(parents=True)
+    assert check_resume(run(folder.parent)) == []
+    (folder / "config.toml").unlink()
+    (folder / "metrics.jsonl").unlink()
     with pytest.raises(ValueError, match=r"holds a run without its config.toml"):
         check_resume(run(folder))
 

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.worlds import World
+from titan_linear import hf_io, train
+from titan_linear.build import model_config
+from titan_linear.checkpoint import Checkpointer, SaveFailed
 from titan_linear.config import load_config
 from titan_linear.data import build_tokenizer
+from titan_linear.distributed.groups import set_timeout
 from titan_linear.models.config import MoEConfig
-from titan_linear.train import NonFinite, Trainer, model_config, preflight
+from titan_linear.preflight import preflight
+from titan_linear.train import NonFinite, Trainer, WriteFailed
 
 STEPS = 20
 BASE = {
@@ -105,8 +115,6 @@ def train_on_rank(
     rank: int, world_size: int, argv: list[str], cache: str
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses and gradient norms of all steps, and the whole weights after them."""
-    import os
-
     os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
     numbers = [trainer.train_step() for _ in range(trainer.config.training.steps)]
@@ -202,8 +210,6 @@ def test_how_experts_are_balanced(corpus: Path) -> None:
 
 def poisoned(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[str, bool, int]:
     """A NaN in what rank 1 computes at step 2: the message, whether weights stayed as they were, skipped steps."""
-    import os
-
     os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
     trainer.train_step()
@@ -231,3 +237,140 @@ def test_a_non_finite_loss_never_reaches_the_weights(corpus: Path, worlds: Calla
         poisoned, arguments(corpus, keys, {"training.on_nonfinite": "skip"}), str(corpus.parent)
     ):
         assert message == "" and same and skipped == 1
+
+
+# --- What the host waits for -----------------------------------------------------------------------------------------
+
+
+class Reads(TorchDispatchMode):
+    """Counts the times that a tensor's numbers are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.is_nonzero.default)
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self) -> Reads:
+        self.patch = pytest.MonkeyPatch()
+        for name in ("tolist", "numpy", "cpu"):  # on a CPU they are not dispatched
+            self.patch.setattr(torch.Tensor, name, self._counted(getattr(torch.Tensor, name)))
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        self.patch.undo()
+
+    def _counted(self, read: Callable) -> Callable:
+        def counted(*args, **kwargs):
+            self.count += 1
+            return read(*args, **kwargs)
+
+        return counted
+
+
+def reads_of_a_step(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[int, int]:
+    """Reads by the trainer in a step, its forward and backward and what is known on the host left out; a control."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    trainer = Trainer(load_config(argv))
+    trainer.train_step()
+    accumulated = trainer._accumulate()
+    trainer._accumulate = lambda: accumulated
+    trainer.feed.prefetch()
+    with Reads() as reads:
+        trainer.train_step()
+    with Reads() as control:
+        x = torch.ones(2)
+        x.tolist(), x[0].item(), bool(x[0] > 0), x.cpu()
+    return reads.count, control.count
+
+
+@pytest.mark.parametrize("name", ["hybrid", "kimi-linear"])
+def test_the_host_waits_once_in_a_step(name: str, corpus: Path, worlds: Callable[[int], World]) -> None:
+    keys = {"model.name": name, "training.local_batch_size": 1}
+    for reads, control in worlds(2).run(reads_of_a_step, arguments(corpus, keys), str(corpus.parent)):
+        assert reads == 1 and control == 4
+
+
+def slow_disk(rank: int, world_size: int, argv: list[str], cache: str, seconds: float) -> None:
+    """A run whose rank 0 takes `seconds` to finish a save, and again to finish an export."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    patch = pytest.MonkeyPatch()
+    for owner, name in ((Checkpointer, "_commit"), (hf_io._Writer, "finish")):
+        patch.setattr(owner, name, delayed(getattr(owner, name), seconds))
+    try:
+        Trainer(load_config(argv)).train()
+    finally:
+        patch.undo()
+        set_timeout([dist.group.WORLD], timedelta(minutes=5))  # the world goes on to other tests
+
+
+def delayed(work: Callable, seconds: float) -> Callable:
+    def slow(*args, **kwargs):
+        time.sleep(seconds)
+        return work(*args, **kwargs)
+
+    return slow
+
+
+def test_ranks_wait_for_a_slow_disk(corpus: Path, worlds: Callable[[int], World], tmp_path: Path) -> None:
+    """Longer than a collective of training may take."""
+    keys = {"checkpoint.enable": "true", "checkpoint.last_save_in_hf": "true", "training.steps": 2, "model.name": "kda",
+            "training.local_batch_size": 2, "job.dump_folder": tmp_path, "comm.train_timeout_seconds": 6}  # fmt: skip
+    worlds(2).run(slow_disk, arguments(corpus, keys), str(corpus.parent), 8.0)
+    progress = json.loads((tmp_path / "checkpoint/step-2/progress.json").read_text())
+    assert progress["step"] == 2 and progress["cursor"] == 8
+    assert (tmp_path / "checkpoint/step-2-hf/config.json").is_file()
+
+
+def broken_write(rank: int, world_size: int, argv: list[str], cache: str) -> str:
+    os.environ["XDG_CACHE_HOME"] = cache
+    patch = pytest.MonkeyPatch()
+
+    def fail(*args: object) -> None:
+        raise RuntimeError("PytorchStreamWriter failed writing file data/0\nC++ stack")
+
+    patch.setattr(Checkpointer, "_write", fail)
+    try:
+        Trainer(load_config(argv)).train()
+    except SaveFailed as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        patch.undo()
+    return ""
+
+
+def test_a_write_that_breaks_off_in_pytorch_is_one_line(
+    corpus: Path, worlds: Callable[[int], World], tmp_path: Path
+) -> None:
+    keys = {
+        "checkpoint.enable": "true",
+        "training.steps": 1,
+        "training.local_batch_size": 2,
+        "job.dump_folder": tmp_path,
+    }
+    said = worlds(2).run(broken_write, arguments(corpus, keys), str(corpus.parent))
+    why = "saving step-1 failed: PytorchStreamWriter failed writing file data/0"
+    assert said == [f"WriteFailed: rank {rank}: {why}" for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("error", "rank", "code", "shown"),
+    [
+        (ValueError("a key"), 1, 2, "error: a key\n"),
+        (SaveFailed("on all ranks"), 0, 3, "error: on all ranks\n"),
+        (SaveFailed("on all ranks"), 1, 3, ""),
+        (WriteFailed("rank 1: alone"), 1, 3, "error: rank 1: alone\n"),
+        (NonFinite("step 3"), 1, 3, ""),
+    ],
+)
+def test_errors_are_one_line(error: Exception, rank: int, code: int, shown: str, monkeypatch, capsys) -> None:
+    def fail(config: object) -> int:
+        raise error
+
+    monkeypatch.setattr(train, "die_with_parent", lambda: None)
+    monkeypatch.setattr(train, "_run", fail)
+    monkeypatch.setenv("RANK", str(rank))
+    assert train.main([]) == code and capsys.readouterr().err == shown

@@ -11,13 +11,15 @@
 
 A save fills step-N.tmp, every rank syncs its own files and reads them back for their checksums, rank 0 adds the
 manifest and renames. So SIGKILL costs at most the save in progress. DCP notices a truncated file but not an altered
-one: `verify` reads everything.
+one: `verify` reads everything. No code of a checkpoint runs: tensors are loaded as weights only, and of the pickle in
+.metadata only the classes that it needs (`Reader`).
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pickle
 import re
 import shutil
 import time
@@ -31,7 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -40,12 +42,25 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
-MANIFEST, PROGRESS = "manifest.json", "progress.json"
+from titan_linear.rundir import checkpoints_of
+
+MANIFEST, PROGRESS, METADATA = "manifest.json", "progress.json", ".metadata"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # names are compared here, with better words
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
 BLOCK = 1 << 20  # bytes read at a time
 Progress = dict[str, int | float | str]  # what the trainer keeps beside tensors
+# What .metadata refers to, dtypes aside. BytesStorageMetadata is not among it: DCP unpickles what that announces.
+METADATA_NAMES = {
+    *(("torch.distributed.checkpoint.metadata", name) for name in (
+        "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
+        "StorageMeta", "_MEM_FORMAT_ENCODING",
+    )),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("torch", "Size"), ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),  # the latter is Python 3.13's name for it
+}  # fmt: skip
 
 
 class SaveFailed(OSError):
@@ -125,7 +140,7 @@ class Checkpointer:
         return read_progress(path)
 
     def load_weights(self, path: Path, model: nn.Module) -> None:
-        """Load another run's weights in place, from a step-N folder or the newest in a folder of them.
+        """Load another run's weights in place, from what `weights_path` takes for a checkpoint.
 
         Raises:
             ValueError: there is no whole checkpoint, or it is of another model.
@@ -150,25 +165,25 @@ class Checkpointer:
         tmp = self.folder / f"step-{step}.tmp"
         try:
             self._together(lambda: self.rank == 0 and self._prepare(tmp, progress))
-            writer = dcp.FileSystemWriter(tmp, sync_files=False)  # it would sync before its last block is written
+            writer = _Writer(tmp, sync_files=False)  # it would sync before its last block is written
             dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
             parts = self._together(lambda: self._sync_own_files(tmp))
             files = {name: entry for part in parts for name, entry in part.items()}
             self._together(lambda: self.rank == 0 and self._commit(step, tmp, files))
             self._saved = (step, "optimizer" in state)
             self._together(lambda: self.rank == 0 and self._prune(step))
-        except (OSError, dcp.CheckpointException) as failure:  # the same on every rank
+        except (OSError, RuntimeError, dcp.CheckpointException) as failure:  # the same on every rank
             if self.rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)  # the disk may be full
             raise SaveFailed(f"saving step-{step} in '{self.folder}' failed: {_reasons(failure)}") from failure
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """Each rank's result of `work`, in order; a disk error of any rank is raised on all of them."""
+        """Each rank's result of `work`, in order; an error of any rank is raised on all of them."""
         result, error = None, None
         try:
             result = work()
-        except OSError as failure:
-            error = f"rank {self.rank}: {failure}"
+        except (OSError, RuntimeError) as failure:
+            error = f"rank {self.rank}: {describe(failure)}"
         outcomes: list[Any] = [None] * dist.get_world_size(self.group)
         dist.all_gather_object(outcomes, (result, error), group=self.group)
         if errors := [error for _, error in outcomes if error]:
@@ -183,7 +198,7 @@ class Checkpointer:
         (tmp / PROGRESS).write_text(json.dumps(progress, indent=2) + "\n")
 
     def _sync_own_files(self, tmp: Path) -> dict[str, list[int]]:
-        own = [*tmp.glob(f"__{self.rank}_*"), *([tmp / ".metadata", tmp / PROGRESS] if self.rank == 0 else [])]
+        own = [*tmp.glob(f"__{self.rank}_*"), *([tmp / METADATA, tmp / PROGRESS] if self.rank == 0 else [])]
         return {file.name: _measure(sync(file)) for file in own}
 
     def _commit(self, step: int, tmp: Path, files: dict[str, list[int]]) -> None:
@@ -215,6 +230,18 @@ class Checkpointer:
             shutil.rmtree(doomed)
 
 
+class _Writer(dcp.FileSystemWriter):
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Raises the disk's error where PyTorch says, on the way out of it, that its archive is torn."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as failure:
+            error: BaseException | None = failure
+            while error is not None and not isinstance(error, OSError):
+                error = error.__context__
+            raise error or failure from None
+
+
 class _LazyPlanner(dcp.DefaultSavePlanner):
     """Tensors are asked for one after the other, when each is written."""
 
@@ -227,7 +254,7 @@ class _LazyPlanner(dcp.DefaultSavePlanner):
 
 
 def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Load weights in place, from a step-N folder or the newest in a folder of them; without a group, in one process.
+    """Load weights in place, from what `weights_path` takes for a checkpoint; without a group, in one process.
 
     Raises:
         ValueError: there is no whole checkpoint, or it is of another model.
@@ -239,19 +266,52 @@ def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None =
 
 def stored_weights(path: Path) -> Callable[[str], torch.Tensor]:
     """name -> the whole tensor of a step-N folder, read when it is asked for. In one process."""
-    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    metadata = Reader(path).read_metadata().state_dict_metadata
 
     def get(name: str) -> torch.Tensor:
         stored = metadata[f"model.{name}"]
         tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-        dcp.load({"model": {name: tensor}}, storage_reader=dcp.FileSystemReader(path), no_dist=True)
+        dcp.load({"model": {name: tensor}}, storage_reader=Reader(path), no_dist=True)
         return tensor
 
     return get
 
 
+class Reader(dcp.FileSystemReader):
+    """DCP's reader of a step-N folder, whose pickle of metadata can refer to nothing but metadata."""
+
+    def read_metadata(self) -> Metadata:
+        """Raises ValueError: .metadata is damaged, or refers to something else; the file and the name are named."""
+        file = Path(self.path) / METADATA
+        try:
+            with file.open("rb") as stream:
+                metadata = _MetadataUnpickler(stream).load()
+            metadata.storage_meta.load_id = self.load_id
+        except _Refused as refused:
+            raise ValueError(
+                f"checkpoint file '{file}' is refused: it refers to {refused}, as no checkpoint of ours does, and "
+                "loading it could run code; get the checkpoint anew, from a source that you trust"
+            ) from None
+        except Exception as error:  # damaged pickles raise anything
+            raise ValueError(f"checkpoint file '{file}' cannot be read ({error!r}); restore it from a copy") from error
+        return metadata
+
+
+class _Refused(Exception):
+    """A name that .metadata must not refer to."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
+            return dtype
+        if (module, name) not in METADATA_NAMES:
+            raise _Refused(f"{module}.{name}")
+        return super().find_class("pathlib" if module == "pathlib._local" else module, name)
+
+
 def _read(path: Path, state: dict[str, dict[str, Any]], group: dist.ProcessGroup | None) -> None:
-    reader = dcp.FileSystemReader(path)
+    reader = Reader(path)
     _compare_names(path, set(reader.read_metadata().state_dict_metadata), state)
     try:
         dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
@@ -284,20 +344,24 @@ def find_step(folder: Path, load_step: int) -> int | None:
     return load_step
 
 
-def weights_path(path: Path) -> Path:
-    """The step-N folder that checkpoint.initial_load_path means: itself, or the newest whole one in it.
+def weights_path(path: Path, key: str = "checkpoint.initial_load_path") -> Path:
+    """The step-N folder that a path means: itself, or the newest whole one of a run's folder or of its checkpoint/.
+
+    Args:
+        key: what the error calls the path.
 
     Raises:
-        ValueError: it is neither.
+        ValueError: there is no whole checkpoint.
     """
     path = Path(path)
-    if _is_whole(path):
+    if _is_whole(path) and ((path / PROGRESS).exists() or (path / METADATA).exists()):  # a run has a manifest.json too
         return path
-    if steps := whole_steps(path):
-        return path / f"step-{steps[-1]}"
+    for folder in (path, checkpoints_of(path)):
+        if steps := whole_steps(folder):
+            return folder / f"step-{steps[-1]}"
     raise ValueError(
-        f"checkpoint.initial_load_path = '{path}' is neither a whole checkpoint (a step-N folder with its "
-        f"{MANIFEST}) nor a folder of them"
+        f"{key} = '{path}' is neither a whole checkpoint (a step-N folder with its {MANIFEST}) nor a folder of them, "
+        "nor the folder of a run that has one"
     )
 
 
@@ -312,7 +376,7 @@ def verify(path: Path) -> None:
     remedy = "restore it from a copy, or " + (
         f"use another step: checkpoint.load_step = {_list(others)} (for another run's: checkpoint.initial_load_path)"
         if others
-        else f"remove '{path}' to start anew"
+        else "start a new run in another job.dump_folder"
     )
     files = _read_manifest(path, remedy)
     with ThreadPoolExecutor() as pool:
@@ -324,7 +388,7 @@ def verify(path: Path) -> None:
 
 def holds_optimizer(path: Path) -> bool:
     """Whether a run can go on from this checkpoint; otherwise it holds the weights only."""
-    names = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    names = Reader(path).read_metadata().state_dict_metadata
     return any(name.startswith("optimizer.") for name in names)
 
 
@@ -421,7 +485,14 @@ def _compare_names(path: Path, saved: set[str], state: dict[str, dict[str, Any]]
             )
 
 
-def _reasons(failure: OSError | dcp.CheckpointException) -> str:
-    if isinstance(failure, OSError):
-        return str(failure)
-    return "; ".join(f"rank {rank}: {error!r}" for rank, (error, _) in sorted(failure.failures.items()))
+def _reasons(failure: OSError | RuntimeError | dcp.CheckpointException) -> str:
+    if not isinstance(failure, dcp.CheckpointException):
+        return describe(failure)
+    return "; ".join(f"rank {rank}: {describe(error)}" for rank, (error, _) in sorted(failure.failures.items()))
+
+
+def describe(error: BaseException) -> str:
+    """An error in a line: the system's words for what it refused, and which file."""
+    if not isinstance(error, OSError):
+        return repr(error)
+    return (error.strerror or str(error)) + (f": '{error.filename}'" if error.filename else "")

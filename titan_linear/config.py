@@ -65,12 +65,16 @@ class Model(_Strict):
 class Training(_Strict):
     """The data, the batch and the numbers."""
 
-    dataset: Literal["stdlib", "text", "jsonl", "parquet", "tokens"] = "stdlib"
-    """Source of the documents: Python's own standard library, text files, JSON lines, parquet, or token files."""
+    dataset: Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"] = "stdlib"
+    """Source of the documents: Python's own standard library, text files, JSON lines, parquet, a folder that Hugging
+    Face's datasets saved (arrow), or token files."""
     dataset_path: str = ""
-    """File, folder or glob of the corpus; every dataset but stdlib needs it."""
+    """File, folder or globs (separated by commas) of the corpus; every dataset but stdlib needs it."""
     dataset_text_field: str = Field("text", min_length=1)
-    """Field (jsonl) or column (parquet) that holds a document's text."""
+    """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
+    on_bad_document: Literal["stop", "skip"] = "stop"
+    """What is no text (no JSON, no such field, no UTF-8 for a tokenizer that needs it) stops the run before it starts,
+    or is skipped, counted, and the first few are named."""
     seq_len: int = Field(2048, ge=1)
     """Tokens of one packed stream, over all context-parallel ranks."""
     local_batch_size: int = Field(1, ge=1)
@@ -122,7 +126,7 @@ class LRScheduler(_Strict):
     warmup_steps: int = Field(100, ge=0)
     """Steps over which the rate rises linearly from 0 to optimizer.lr; a shorter run ends while it rises."""
     total_steps: int = Field(0, ge=0)
-    """Step at which the decay ends; 0: training.steps."""
+    """Step at which the decay ends; 0: training.steps, which then may not change once the rate has begun to decay."""
     decay_ratio: float = Field(1.0, ge=0, le=1)
     """Share of the total steps that decay, at the end, but never more than warmup leaves. 1: all after warmup."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
@@ -239,7 +243,7 @@ class Comm(_Strict):
     init_timeout_seconds: int = Field(300, ge=1)
     """Timeout until the first step is done."""
     train_timeout_seconds: int = Field(100, ge=1)
-    """Timeout after the first step."""
+    """Timeout after the first step. Validation, saves and exports have none: they wait for the slowest disk."""
 
 
 class Debug(_Strict):
@@ -494,7 +498,7 @@ def _check_data(config: Config) -> None:
     if t.dataset == "stdlib" and t.dataset_path:
         raise ValueError(
             f"training.dataset_path = {t.dataset_path!r} is not used by training.dataset = 'stdlib'; remove it, or set "
-            "training.dataset to its kind: text, jsonl, parquet or tokens"
+            "training.dataset to its kind: text, jsonl, parquet, arrow or tokens"
         )
     if t.dataset != "stdlib" and not t.dataset_path:
         raise ValueError(f"training.dataset = {t.dataset!r} needs training.dataset_path: a file, folder or glob")

@@ -2,7 +2,8 @@
 
 A row carries what its layers keep of earlier tokens (`LayerCache`): recurrent states, tails of convolutions, keys and
 values. Prompts are prefilled one by one, so memory is that of one chunk; then the rows become one batch. Keys and
-values of shorter rows get padding in front, which attention leaves out (`Packed.first_key`); nothing else has a length.
+values of shorter rows get padding in front, which attention leaves out (`BatchPlan.first_key`); nothing else has a
+length.
 
 Decoding equals one forward over the whole text, and a row's text depends on (seed, its index) and its own prompt alone.
 """
@@ -19,8 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from titan_linear.data import Tokenizer
 from titan_linear.models.decoder import Decoder, LayerCache
-from titan_linear.models.init import generator
-from titan_linear.models.packed import Packed
+from titan_linear.models.draws import generator
+from titan_linear.models.plan import BatchPlan
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ def prefill(
     """Read the prompts (each of one token or more), `chunk` tokens at a time."""
     read = [_prefill_one(model, prompt, chunk, device, impl) for prompt in prompts]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    caches = [_batched([caches[i] for caches, _ in read]) for i in range(len(model.layers))]
+    layers = enumerate(model.config.layers)
+    caches = [_batched([caches[i] for caches, _ in read], mixer.growing) for i, mixer in layers]
     return Rows(caches, lengths, torch.cat([logits for _, logits in read]))
 
 
@@ -97,8 +99,8 @@ def prefill(
 def decode(model: Decoder, rows: Rows, tokens: torch.Tensor, *, impl: str = "auto") -> Rows:
     """Read one more token of each row, tokens [B]. The caches are brought up to date in place."""
     longest = rows.lengths.max()
-    packed = Packed(rows.lengths.unsqueeze(1), first_key=longest - rows.lengths, impl=impl)
-    logits = model(tokens.unsqueeze(1), packed, caches=rows.caches, logits_to_keep=1)[:, -1]
+    plan = BatchPlan(rows.lengths.unsqueeze(1), first_key=longest - rows.lengths, impl=impl)
+    logits = model(tokens.unsqueeze(1), plan, caches=rows.caches, logits_to_keep=1)[:, -1]
     return replace(rows, lengths=rows.lengths + 1, logits=logits)
 
 
@@ -109,17 +111,17 @@ def _prefill_one(
     tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
     for start in range(0, len(prompt), chunk):
         part = tokens[:, start : start + chunk]
-        packed = Packed(torch.arange(start, start + part.shape[1], device=device), impl=impl)
-        logits = model(part, packed, caches=caches, logits_to_keep=1)[:, -1]  # [1, vocab]
+        plan = BatchPlan(torch.arange(start, start + part.shape[1], device=device), impl=impl)
+        logits = model(part, plan, caches=caches, logits_to_keep=1)[:, -1]  # [1, vocab]
     return caches, logits
 
 
-def _batched(caches: list[LayerCache]) -> LayerCache:
+def _batched(caches: list[LayerCache], growing: Sequence[str]) -> LayerCache:
     """One layer's caches of single rows as the cache of a batch; what grows is padded in front to the longest."""
     batch = LayerCache()
     for name in caches[0]:
         parts = [cache[name] for cache in caches]
-        if name in LayerCache.growing:
+        if name in growing:
             longest = max(x.shape[1] for x in parts)
             parts = [F.pad(x, (0, 0) * (x.dim() - 2) + (longest - x.shape[1], 0)) for x in parts]
         batch[name] = torch.cat(parts)

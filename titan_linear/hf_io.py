@@ -1,6 +1,6 @@
 """Hugging Face folders: read by the rows that a rank owns, written one tensor at a time.
 
-    config.json                      the model (models/families.py)
+    config.json                      the model (models/families/)
     model-00001-of-00003.safetensors ...
     model.safetensors.index.json     tensor -> file; a single file is model.safetensors, without an index
     tokenizer.json, ...              copied
@@ -13,11 +13,12 @@ are never opened: they run code.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -28,9 +29,9 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_linear.checkpoint import SaveFailed, sync, weights
+from titan_linear.checkpoint import SaveFailed, describe, sync, weights
 from titan_linear.models.adapters import Entry, config_from_hf, config_to_hf, entries, ignored
-from titan_linear.models.config import ModelConfig
+from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -41,6 +42,11 @@ TOKENIZER_FILES = (
 )  # fmt: skip
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
+BITS = {
+    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
+    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
+    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
+}  # fmt: skip
 LISTED = 5  # of a folder's problems
 BLOCK = 64 << 20  # bytes moved at a time
 SHARD = 5 * 10**9  # bytes of a file
@@ -119,16 +125,10 @@ def check_folder(path: Path, model: ModelConfig) -> None:
         ValueError: naming file and tensor.
     """
     family, theirs = read_model(path)
-    theirs, ours = _identity(theirs), _identity(model)
-    if theirs != ours:
-        differing = ", ".join(f"{f} = {theirs[f]!r} (this run: {ours[f]!r})" for f in ours if theirs[f] != ours[f])
+    if found := differences(theirs, model):
+        differing = ", ".join(f"{option} = {a!r} (this run: {b!r})" for option, (a, b) in found.items())
         raise ValueError(f"'{Path(path) / CONFIG}' is another model: {differing}; use model.flavor = 'hf'")
     table(open_folder(path), family, model)
-
-
-def _identity(model: ModelConfig) -> dict[str, Any]:
-    """What two models of the same function agree in."""
-    return vars(replace(model.canonical, pattern=model.layers, init_std=0.0))
 
 
 def table(folder: Folder, family: str, model: ModelConfig) -> list[Entry]:
@@ -158,10 +158,10 @@ def _with_file(problem: str, folder: Folder) -> str:
 
 
 def read_header(file: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file (8 bytes of length, a JSON header, the tensors' bytes).
+    """The tensors of a safetensors file (8 bytes of length, a JSON header, the tensors' bytes without gaps).
 
     Raises:
-        ValueError: the file is missing, no safetensors, or cut short, and at which tensor.
+        ValueError: the file is missing, no safetensors, or cut short; or its header is malformed, and at which tensor.
     """
     try:
         with open(file, "rb") as stream:
@@ -170,30 +170,75 @@ def read_header(file: Path) -> dict[str, Tensor]:
             header = json.loads(stream.read(length)) if 8 + length <= size else None
     except OSError as error:
         raise ValueError(f"'{file}' cannot be read: {error.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict):
         raise ValueError(f"'{file}' is cut short in its header, or is no safetensors file; fetch it again")
     tensors = {}
     for name, entry in header.items():
         if name != "__metadata__":
+            if problem := _malformed(entry):
+                raise ValueError(f"'{file}' is malformed: tensor {name!r} {problem}; fetch it again")
             begin, end = (8 + length + offset for offset in entry["data_offsets"])
             tensors[name] = Tensor(name, file, entry["dtype"], tuple(entry["shape"]), begin, end)
             if end > size:
                 raise ValueError(
                     f"'{file}' is cut short: tensor {name!r} ends at byte {end}, the file at {size}; fetch it again"
                 )
+    _check_places(file, tensors, 8 + length, size)
     return tensors
+
+
+def _malformed(entry: object) -> str:
+    """What is wrong with a tensor's entry in a header, or ""."""
+    if not isinstance(entry, dict):
+        return "is no object"
+    if missing := [key for key in ("dtype", "shape", "data_offsets") if key not in entry]:
+        return f"has no {missing[0]}"
+    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(code, str) or code not in BITS:
+        return f"has dtype {code!r}, which safetensors does not have"
+    if not _are_sizes(shape):
+        return f"has shape {shape!r}"
+    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
+        return f"has data_offsets {offsets!r}"
+    if math.prod(shape) * BITS[code] != (offsets[1] - offsets[0]) * 8:
+        return f"has {offsets[1] - offsets[0]} bytes, which is not what {code} of shape {shape} takes"
+    return ""
+
+
+def _are_sizes(values: object) -> bool:
+    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
+
+
+def _check_places(file: Path, tensors: Mapping[str, Tensor], begin: int, size: int) -> None:
+    """Tensors lie end to end, in any order, from `begin` to the file's end."""
+    for tensor in sorted(tensors.values(), key=lambda t: (t.begin, t.end)):
+        if tensor.begin != begin:
+            how = (
+                "overlaps the one before it" if tensor.begin < begin else f"follows {tensor.begin - begin} stray bytes"
+            )
+            raise ValueError(f"'{file}' is malformed: tensor {tensor.name!r} {how}; fetch it again")
+        begin = tensor.end
+    if begin != size:
+        raise ValueError(f"'{file}' is malformed: {size - begin} bytes follow its last tensor; fetch it again")
 
 
 def _index(path: Path) -> dict[str, str]:
     """tensor -> file name."""
     if (path / INDEX).is_file():
         try:
-            where = dict(json.loads((path / INDEX).read_bytes())["weight_map"])
-        except (ValueError, KeyError, TypeError):
-            raise ValueError(f"'{path / INDEX}' is damaged: it has no weight_map; fetch it again") from None
+            where = json.loads((path / INDEX).read_bytes())["weight_map"]
+        except (ValueError, RecursionError, KeyError, TypeError):
+            where = None
+        if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+            raise ValueError(f"'{path / INDEX}' is damaged: it has no weight_map; fetch it again")
         for name, file in where.items():
+            if Path(file).is_absolute() or ".." in Path(file).parts:
+                raise ValueError(
+                    f"'{path / INDEX}' names a file outside its folder, {file!r}, for tensor {name!r}; get the folder "
+                    "from a source that you trust"
+                )
             if not (path / file).is_file():
                 raise ValueError(f"'{path / file}' is missing: {INDEX} says it holds tensor {name!r}; fetch it again")
         return where
@@ -284,16 +329,16 @@ def find_family(model: ModelConfig) -> str:
     Raises:
         ValueError: none does.
     """
-    reasons = []
+    reasons, kinds = [], {type(mixer) for mixer in model.layers}
     for family, has in FAMILIES.items():
-        if set(model.layers) <= set(has.layers) and bool(has.experts) == (model.moe is not None):
+        if kinds <= set(has.layers) and bool(has.experts) == (model.moe is not None):
             try:
                 config_to_hf(family, model)
             except ValueError as error:
                 reasons.append(str(error))
             else:
                 return family
-    why = "; ".join(reasons) or f"none has layers {', '.join(sorted(set(model.layers)))}"
+    why = "; ".join(reasons) or f"none has layers {', '.join(sorted(kind.name for kind in kinds))}"
     raise ValueError(f"no Hugging Face architecture holds this model: {why}")
 
 
@@ -326,7 +371,7 @@ def write_folder(
     Every rank calls this and gets each parameter in turn, of which one is held at a time; rank 0 writes.
 
     Args:
-        family: the architecture (models/families.py); where there is a `like`, its own.
+        family: the architecture (models/families/); where there is a `like`, its own.
         get: name -> the whole parameter; see `gather`.
         dtype: of every tensor; None: of the tensor of that name in `like`.
         like: a folder of the same model, whose names, config.json and tensors of no concern to us (vision, multi-token
@@ -338,13 +383,13 @@ def write_folder(
         ValueError: `like` is of another model; the architecture cannot hold the model.
         SaveFailed: on every rank, the folder could not be written.
     """
-    path, temporary = Path(path), Path(path).with_name(f"{Path(path).name}.tmp")
+    path, temporary = Path(path), Path(path).with_name(f".{Path(path).name}.tmp")
     source = None if like is None else open_folder(like)
     found = entries(model, family) if source is None else table(source, family, model)
     copied = [] if source is None else _not_ours(source, family, model)
     config = _config_json(model, family, dtype, source, extra or {})
     writer = _Writer(temporary, _plan(found, dtype, source, copied), shard_bytes)
-    failure: OSError | None = None
+    failure: OSError | RuntimeError | None = None
 
     def attempt(work: Callable[..., None], *arguments: object) -> None:
         """On rank 0, while all goes well. After a failure gathering goes on: the other ranks wait in it."""
@@ -352,9 +397,10 @@ def write_folder(
         if failure is None and (not dist.is_initialized() or dist.get_rank() == 0):
             try:
                 work(*arguments)
-            except OSError as error:
+            except (OSError, RuntimeError) as error:
                 failure = error
 
+    attempt(_finish_replacing, path)
     attempt(writer.begin)
     for entry in found:
         attempt(writer.write, entry, get(entry.name))
@@ -363,11 +409,11 @@ def write_folder(
     _raise_everywhere(path, temporary, failure)
 
 
-def _raise_everywhere(path: Path, temporary: Path, failure: OSError | None) -> None:
+def _raise_everywhere(path: Path, temporary: Path, failure: OSError | RuntimeError | None) -> None:
     """What rank 0 met, on every rank."""
     if failure is not None:
         shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full
-    outcome = [None if failure is None else str(failure)]
+    outcome = [None if failure is None else describe(failure)]
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, 0)
     if outcome[0] is not None:
@@ -471,7 +517,33 @@ def _copy_bytes(source: Tensor, target: Tensor) -> None:
 
 
 def _replace(temporary: Path, path: Path) -> None:
+    """Put the new folder in the place of an old one; killed at any moment, the old or the new one is there, whole.
+
+    Between two renames the old one has its name aside: the next export to `path` gives it back.
+    """
+    aside = _aside(path)
     if path.exists():
-        shutil.rmtree(path)
-    temporary.rename(path)
+        path.rename(aside)
+    try:
+        temporary.rename(path)
+    except OSError:
+        if aside.exists():
+            aside.rename(path)
+        raise
     sync(path.parent)
+    if aside.exists():
+        shutil.rmtree(aside)
+
+
+def _finish_replacing(path: Path) -> None:
+    """What an export that was killed in `_replace` has left to do."""
+    aside = _aside(path)
+    if aside.exists():
+        if path.exists():
+            shutil.rmtree(aside)
+        else:
+            aside.rename(path)
+
+
+def _aside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")

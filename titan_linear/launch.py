@@ -11,12 +11,11 @@ the workers running when it is killed itself. Here
 - SIGTERM and Ctrl-C reach every worker once, as SIGTERM; workers save, exit 0, and the launcher exits 143 or 130;
 - a second Ctrl-C kills the workers;
 - when a worker fails, the others have GRACE seconds to say why they fail too, and the launcher exits with its code;
-- workers die with the launcher, whatever killed it (`die_with_parent`).
+- workers die with the launcher, whatever killed it (process.py).
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -26,11 +25,10 @@ from dataclasses import dataclass
 from types import FrameType
 
 from titan_linear.config import check_config, load_config
+from titan_linear.process import LAUNCHER
 from titan_linear.rundir import check_resume, lock_folder
 
 GRACE = 5.0  # seconds
-LAUNCHER = "TITAN_LINEAR_LAUNCHER"  # environment of the workers: the launcher's process id
-PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 
 def main(argv: list[str]) -> int:
@@ -44,7 +42,7 @@ def main(argv: list[str]) -> int:
         lock = lock_folder(config.job.dump_folder)
         for change in check_resume(config):
             print(f"going on with {change}", flush=True)
-        from titan_linear.train import preflight  # slow to import; --help and typing errors do without
+        from titan_linear.preflight import preflight  # slow to import; --help and typing errors do without
 
         preflight(config, world_size)
     except ValueError as error:
@@ -70,24 +68,6 @@ def process_count() -> int:
     if present and int(asked) > present:
         raise ValueError(f"NGPU = {asked} is more than the {present} GPUs present; use at most {present}")
     return int(asked)
-
-
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies (Linux). Workers call it first.
-
-    A launcher that died before this call is noticed too: its process id is in the environment.
-    """
-    if sys.platform == "linux":
-        prctl = ctypes.CDLL(None, use_errno=True).prctl
-        if prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
-            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if under_launcher() and os.getppid() != int(os.environ[LAUNCHER]):
-        os._exit(1)
-
-
-def under_launcher() -> bool:
-    """This process is a worker of `python -m titan_linear.launch`, which holds the lock of the run's folder."""
-    return LAUNCHER in os.environ
 
 
 def run_workers(module: str, argv: list[str], world_size: int) -> int:

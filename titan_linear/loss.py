@@ -16,7 +16,7 @@ def chunked_cross_entropy(x: torch.Tensor, weight: torch.Tensor, labels: torch.T
     x [T, D], weight [vocab, D], labels [T] int64. At most [chunk, vocab] logits exist at a time: where gradients are
     wanted each chunk's are taken in forward, while its logits are there, so that backward only scales them.
     """
-    return _ChunkedCrossEntropy.apply(x, weight, labels, chunk)
+    return _ChunkedCrossEntropy.apply(x, weight, labels, chunk, torch.is_grad_enabled())
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
@@ -28,10 +28,12 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, wide: torch.dtype) -> torch.T
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, grad_enabled: bool
+    ) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         total = x.new_zeros((), dtype=wide)
-        wants_grad = any(ctx.needs_input_grad[:2])
+        wants_grad = grad_enabled and any(ctx.needs_input_grad[:2])  # what inputs need, they need under no_grad too
         dx = torch.empty_like(x) if wants_grad else None
         dweight = torch.zeros_like(weight, dtype=wide) if wants_grad else None
         for start in range(0, len(x), chunk):
@@ -53,4 +55,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dweight = ctx.saved_tensors
-        return (dx * scale).to(dx.dtype), (dweight * scale).to(ctx.weight_dtype), None, None
+        return (dx * scale).to(dx.dtype), (dweight * scale).to(ctx.weight_dtype), None, None, None

@@ -38,14 +38,23 @@ def learning_rate(step: int, peak: float, config: LRScheduler, steps: int) -> fl
     return peak * (config.min_lr_factor + (1 - config.min_lr_factor) * curve[config.decay_type])
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], shard_group: dist.ProcessGroup) -> torch.Tensor:
-    """The 2-norm of all gradients, on every rank the same: shards are summed over their group, the rest counts once."""
+def step_numbers(loss: torch.Tensor, parameters: Iterable[nn.Parameter], signal: int, shards: int) -> torch.Tensor:
+    """[loss, 2-norm of all gradients, signal] float64, on every rank the same, from one collective. Nothing waits.
+
+    Args:
+        loss: this rank's part of the sum.
+        parameters: their gradients are shards, or whole and then reduced already, which count once.
+        signal: this rank's; the highest is taken.
+        shards: the first so many ranks hold all shards between them (other ranks: copies of them).
+    """
     grads = [p.grad for p in parameters if p.grad is not None]
-    shards = [g.to_local() for g in grads if isinstance(g, DTensor)]
-    whole = [g for g in grads if not isinstance(g, DTensor)]
-    total = _sum_of_squares(shards, like=grads[0])
-    dist.all_reduce(total, group=shard_group)
-    return (total + _sum_of_squares(whole, like=grads[0])).sqrt()
+    own = _sum_of_squares([g.to_local() for g in grads if isinstance(g, DTensor)], like=grads[0])
+    whole = _sum_of_squares([g for g in grads if not isinstance(g, DTensor)], like=grads[0])
+    row = torch.stack([loss.double(), own, torch.full_like(own, signal)])
+    rows = row.new_empty(dist.get_world_size() * len(row))
+    dist.all_gather_into_tensor(rows, row)
+    losses, squares, signals = rows.view(-1, len(row)).unbind(1)
+    return torch.stack([losses.sum(), (squares[:shards].sum() + whole).sqrt(), signals.max()])
 
 
 def _sum_of_squares(tensors: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:

@@ -34,6 +34,7 @@ MAY_CHANGE = (
     "model.impl", "model.hf_assets_path", "training.steps", "training.local_batch_size", "training.loss_chunk_size",
     "training.on_nonfinite", "training.num_workers", "lr_scheduler.total_steps", "validation.freq", "validation.steps",
     "validation.local_batch_size", "debug.deterministic",
+    "training.on_bad_document",  # the checkpoint knows the corpus by its content
 )  # fmt: skip
 
 
@@ -75,7 +76,7 @@ def check_resume(config: Config) -> list[str]:
         ValueError: a change of what the steps so far have computed, named with its old and new value.
     """
     folder = Path(config.job.dump_folder)
-    if not _has_trained(folder):
+    if not _has_trained(folder, config.checkpoint.folder):
         return []
     if not (folder / CONFIG).exists():
         raise ValueError(f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder")
@@ -89,6 +90,16 @@ def check_resume(config: Config) -> list[str]:
             "restore them, or start a new run in another job.dump_folder"
         )
     return [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if not key.startswith("job.")]
+
+
+def checkpoints_of(run: Path) -> Path:
+    """The folder of the checkpoints of a run's folder.
+
+    Raises:
+        ValueError: its config.toml cannot be read.
+    """
+    config = load_config(["--job.config_file", str(run / CONFIG)]) if (run / CONFIG).is_file() else Config()
+    return run / config.checkpoint.folder
 
 
 def config_of(checkpoint: Path) -> Config:
@@ -105,9 +116,10 @@ def config_of(checkpoint: Path) -> Config:
     )
 
 
-def _has_trained(folder: Path) -> bool:
+def _has_trained(folder: Path, checkpoints: str) -> bool:
+    """Whether this folder's own run has; runs in folders below it are others'."""
     metrics = folder / METRICS
-    return (metrics.exists() and metrics.stat().st_size > 0) or any(folder.rglob("step-*"))
+    return (metrics.exists() and metrics.stat().st_size > 0) or any((folder / checkpoints).glob("step-*"))
 
 
 def _flat(config: Config) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 python -m tools.convert to-hf outputs/run/checkpoint/step-1000 exported --export-dtype bfloat16
 python -m tools.convert from-hf Qwen3.5-2B converted
 
-to-hf     CHECKPOINT is a step-N folder, or the folder of them, below the config.toml of its run. A run that began from
-          a Hugging Face folder gives that folder's names, config.json and tokenizer; --like names another copy of it.
+to-hf     CHECKPOINT is a run's folder, its checkpoint/ (the newest step is taken), or a step-N in it. A run that began
+          from a Hugging Face folder gives that folder's names, config.json and tokenizer; --like names another copy.
 from-hf   makes CHECKPOINTS/step-0, weights only, for checkpoint.initial_load_path; checkpoint.initial_load_in_hf
           starts a run from the folder itself.
 """
@@ -21,12 +21,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from titan_linear.build import DTYPES, EXPORT_DTYPES, export, model_config, tokenizer_path
 from titan_linear.checkpoint import Checkpointer, stored_weights, verify, weights_path, whole_steps
 from titan_linear.config import hf_weights
 from titan_linear.data import build_tokenizer
-from titan_linear.hf_io import Reader, open_folder, read_model, table, write_folder
+from titan_linear.hf_io import Reader, open_folder, read_model, table
 from titan_linear.rundir import config_of
-from titan_linear.train import DTYPES, EXPORT_DTYPES, export_family, model_config, tokenizer_path
 
 
 def main(argv: list[str]) -> int:
@@ -46,20 +46,16 @@ def main(argv: list[str]) -> int:
 def to_hf(checkpoint: Path, folder: Path, export_dtype: str, like: str | None) -> None:
     """Write a Hugging Face folder."""
     if folder.exists():
-        raise ValueError(f"'{folder}' is there already; remove it, or choose another name")
-    checkpoint = weights_path(checkpoint)
+        raise ValueError(f"'{folder}' is there already; choose another name")
+    checkpoint = weights_path(checkpoint, key="CHECKPOINT")
     verify(checkpoint)
     run = config_of(checkpoint)
-    path, like = tokenizer_path(run), like or hf_weights(run)
-    tokenizer = build_tokenizer(path)
-    model = model_config(run, tokenizer)
+    like = like or hf_weights(run)
     if export_dtype == "source" and not like:
         raise ValueError("--export-dtype source: this run did not begin from a Hugging Face folder; name one by --like")
-    write_folder(
-        folder, model, read_model(Path(like))[0] if like else export_family(run, model), stored_weights(checkpoint),
-        dtype=EXPORT_DTYPES[export_dtype], like=Path(like) if like else None,
-        tokenizer=Path(path) if path else None, extra={"eos_token_id": tokenizer.eos_id},
-    )  # fmt: skip
+    tokenizer = build_tokenizer(tokenizer_path(run))
+    model = model_config(run, tokenizer)
+    export(folder, run, model, tokenizer, stored_weights(checkpoint), dtype=export_dtype, like=like)
 
 
 def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:

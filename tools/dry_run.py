@@ -27,14 +27,14 @@ import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from titan_linear.build import DTYPES, model_config, tokenizer_path, unallocated
 from titan_linear.config import Config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer
-from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
+from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.moe import MoE
-from titan_linear.models.packed import Packed
-from titan_linear.train import DTYPES, model_config, tokenizer_path
+from titan_linear.models.plan import BatchPlan
 
 GIB = 2**30
 SAMPLE = 512  # tokens of which activations are counted; they grow linearly
@@ -73,7 +73,7 @@ def memory(config: Config, model_config: ModelConfig, gpus: int) -> dict[str, fl
     t = config.training
     replicas, _ = data_parallel_degrees(config, gpus)
     types = Types(*(DTYPES[d].itemsize for d in (t.dtype, t.mixed_precision_param, t.mixed_precision_reduce)))
-    model = build(model_config, DTYPES[t.dtype])
+    model = unallocated(model_config, DTYPES[t.dtype])
     trained = [(p, _owned(p, gpus // replicas)) for p in _sharded(model)]
     whole = replicated_parameters(model)
     stored = sum(n for _, n in trained) * types.stored + sum(p.numel() * p.element_size() for p in whole)
@@ -85,13 +85,6 @@ def memory(config: Config, model_config: ModelConfig, gpus: int) -> dict[str, fl
         "activations": _activations(config, model_config, t.local_batch_size * t.seq_len),
         "head": _head(config, model_config, types),
     }
-
-
-def build(config: ModelConfig, dtype: torch.dtype) -> Decoder:
-    with torch.device("meta"):
-        model = Decoder(config)
-    set_dtype(model, dtype)
-    return model
 
 
 def _sharded(model: nn.Module) -> list[nn.Parameter]:
@@ -131,7 +124,7 @@ def _saved_per_token(model: ModelConfig, layer: int, dtype: torch.dtype) -> floa
     with torch.device("meta"):
         block = Block(model, layer).to(dtype)
         x = torch.empty(1, SAMPLE, model.dim, dtype=dtype, requires_grad=True)
-        packed = Packed(torch.arange(SAMPLE))
+        plan = BatchPlan(torch.arange(SAMPLE))
     if isinstance(block.mlp, MoE):
         block.mlp._routed = partial(_routed_by_one, block.mlp)
     parameters = {p.untyped_storage()._cdata for p in block.parameters()}
@@ -144,7 +137,7 @@ def _saved_per_token(model: ModelConfig, layer: int, dtype: torch.dtype) -> floa
         return tensor
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
-        block(x, packed)
+        block(x, plan)
     return sum(storage.nbytes() for storage in kept.values()) / SAMPLE
 
 
@@ -158,7 +151,7 @@ def _routed_by_one(moe: MoE, x: torch.Tensor, experts: torch.Tensor, weights: to
 
 
 def describe(config: Config, model: ModelConfig) -> str:
-    built = build(model, torch.float32)
+    built = unallocated(model, torch.float32)
     total = sum(p.numel() for p in built.parameters())
     t, cp = config.training, config.parallelism.context_parallel_degree
     return (

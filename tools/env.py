@@ -75,7 +75,7 @@ def install(extras: list[str]) -> None:
     """Make .venv, or bring it up to date. One that an interruption left is made anew: its packages may be torn."""
     if VENV.exists() and not STATE.exists():
         sys.exit(f"error: {VENV} was not made by this script and lacks dependencies; activate it and install them "
-                 "(pip install -e .), or remove it")  # fmt: skip
+                 "(pip install -e .), or move it away")  # fmt: skip
     if importlib.util.find_spec("venv") is None or importlib.util.find_spec("ensurepip") is None:
         sys.exit(f"error: {sys.executable} has no venv module; install it (Debian, Ubuntu: apt install python3-venv), "
                  "or activate an environment with the dependencies of pyproject.toml")  # fmt: skip

@@ -3,8 +3,8 @@
 python -m tools.generate outputs/debug/checkpoint/step-150 --prompt "def " --max-new-tokens 200 --temperature 0.7
 python -m tools.generate Qwen3.5-2B --prompt "Once upon a time" --prompt "In the beginning" --top-p 0.9 --seed 1
 
-PATH is a checkpoint of ours (a step-N folder, or the folder of them, below the config.toml of its run) or a Hugging
-Face folder with its tokenizer.json. Prompts go as one batch; each text is printed with its prompt.
+PATH is a run's folder or its checkpoint/ (the newest step is taken), a step-N in it, or a Hugging Face folder with its
+tokenizer.json. Prompts go as one batch; each text is printed with its prompt.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from pathlib import Path
 
 import torch
 
+from titan_linear.build import DTYPES, model_config, tokenizer_path, unallocated
 from titan_linear.checkpoint import load_weights, verify, weights_path
 from titan_linear.config import Config
 from titan_linear.data import Tokenizer, build_tokenizer
-from titan_linear.distributed.parallelize import materialise, set_dtype
+from titan_linear.distributed.parallelize import materialise
 from titan_linear.generate import Sampling, generate
 from titan_linear.hf_io import CONFIG, check_folder
 from titan_linear.hf_io import load_weights as load_hf_weights
 from titan_linear.models.decoder import Decoder
 from titan_linear.rundir import config_of
-from titan_linear.train import DTYPES, model_config, tokenizer_path
 
 
 def main(argv: list[str]) -> int:
@@ -52,16 +52,14 @@ def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -
     if in_hf:
         run = Config(model={"flavor": "hf", "hf_assets_path": str(path)})
     else:
-        path = weights_path(path)
+        path = weights_path(path, key="PATH")
         verify(path)
         run = config_of(path)
     text = build_tokenizer(tokenizer or tokenizer_path(run))
     config = model_config(run, text)
     if in_hf:
         check_folder(path, config)
-    with torch.device("meta"):
-        model = Decoder(config)
-    set_dtype(model, dtype)
+    model = unallocated(config, dtype)
     materialise(model, device)
     (load_hf_weights if in_hf else load_weights)(path, model)
     return model, text

@@ -28,7 +28,7 @@ from triton.testing import do_bench
 
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.triton.configs import CONFIGS, architecture
-from titan_linear.ops.triton.segments import segment_length
+from titan_linear.ops.triton.split_documents import segment_length
 
 CANDIDATES = {
     "BK": (32, 64, 128),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -122,6 +123,109 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, lines: Path, tmp_path: Pa
     assert corpus.folder.parent == tmp_path / "xdg" / "titan_linear"
     with pytest.raises(ValueError, match=r"the token cache .* cannot be written .*set XDG_CACHE_HOME"):
         open_corpus("jsonl", str(lines), ByteTokenizer(), cache_dir=lines / "below a file")
+
+
+def test_caches_of_before_are_found(lines: Path, tmp_path: Path):
+    """The name that the first version gave, and its corpus.json."""
+    stat = lines.stat()
+    stats = [[str(lines), stat.st_size, stat.st_mtime_ns]]
+    key = json.dumps(["titan_linear corpus 1", "jsonl", "text", "bytes-257", stats])
+    name = f"jsonl-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
+    for on_bad_document in ("stop", "skip"):
+        options = {"cache_dir": tmp_path / "cache", "on_bad_document": on_bad_document}
+        corpus = open_corpus("jsonl", str(lines), ByteTokenizer(), **options)
+        assert corpus.folder.name == name
+        assert corpus.info["source"] == {"dataset": "jsonl", "files": 1, "skipped_empty": 0}
+    assert corpus.fingerprint == "08106ed9f5149c417bcc3d5c9ed7b06a"
+
+
+def test_a_tokenizer_without_an_end_token_is_a_warning(lines: Path, tmp_path: Path):
+    tokenizer = ByteTokenizer()
+    tokenizer.eos_id, tokenizer.fingerprint = None, "no end"
+    corpus = open_corpus("jsonl", str(lines), tokenizer, cache_dir=tmp_path / "cache")
+    _, warning = corpus.summary.splitlines()
+    assert warning.startswith("warning: the tokenizer has no end token, so nothing") and "generation goes on" in warning
+    assert corpus.num_tokens == sum(len(f"line {i}") for i in range(3000))
+
+
+# --- stopped, and gone on ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """30 documents: three batches; the journal is written after each document."""
+    monkeypatch.setattr("titan_linear.data.tokenise.BLOCK_DOCUMENTS", 10)
+    monkeypatch.setattr("titan_linear.data.cache.JOURNAL_SECONDS", 0)
+    file = tmp_path / "few.jsonl"
+    file.write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(30)))
+    return file
+
+
+def test_it_goes_on_where_it_was_stopped(few_lines: Path, tmp_path: Path):
+    lines = few_lines
+    lines.write_text("".join(['{"text": ""}\n[]\n', *lines.read_text().splitlines(keepends=True)[:28]]))
+    log, options = tmp_path / "log", {"on_bad_document": "skip"}
+    whole = open_corpus("jsonl", str(lines), SlowTokenizer(log), cache_dir=tmp_path / "whole", **options)
+    cache = tmp_path / "cache"
+    for stop in (Interrupted(log, KeyboardInterrupt), Interrupted(log, SystemExit)):
+        with pytest.raises(BaseException) as stopping:
+            open_corpus("jsonl", str(lines), stop, cache_dir=cache, **options)
+        assert stopping.type is stop.how and len(list(cache.glob("*.tmp"))) == 1
+        with (next(cache.glob("*.tmp")) / "tokens.bin").open("ab") as file:
+            file.write(b"torn")
+    tokenizer = SlowTokenizer(log)
+    corpus = open_corpus("jsonl", str(lines), tokenizer, cache_dir=cache, **options)
+    assert tokenizer.batches == 1  # the last of three
+    assert corpus.info == whole.info and corpus.info["source"]["skipped_bad"] == 1
+    assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"]
+    assert sorted(path.name for path in corpus.folder.iterdir()) == [
+        "corpus.json", "hashes.bin", "offsets.bin", "tokens.bin"]  # fmt: skip
+    verify_corpus(corpus)
+
+
+class Interrupted(SlowTokenizer):
+    def __init__(self, log: Path, how: type[BaseException]):
+        super().__init__(log)
+        self.how = how
+
+    def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+        if self.batches == 1:
+            raise self.how
+        return super().encode_batch(texts)
+
+
+@pytest.mark.parametrize("damage", ["journal", "arrays", "key", "stop", "foreign"])
+def test_what_cannot_go_on_starts_anew(few_lines: Path, tmp_path: Path, damage: str):
+    lines = few_lines
+    lines.write_text(("[]\n" if damage == "stop" else "") + lines.read_text())
+    cache, log = tmp_path / "cache", tmp_path / "log"
+    with pytest.raises(KeyboardInterrupt):
+        stop = Interrupted(log, KeyboardInterrupt)
+        open_corpus("jsonl", str(lines), stop, cache_dir=cache, on_bad_document="skip")
+    temporary = next(cache.glob("*.tmp"))
+    journal = json.loads((temporary / "progress.json").read_text())
+    assert journal["num_documents"] == (9 if damage == "stop" else 10)
+    if damage == "journal":
+        (temporary / "progress.json").write_text("{")
+    elif damage == "arrays":
+        os.truncate(temporary / "tokens.bin", 100)
+    elif damage == "key":
+        (temporary / "progress.json").write_text(json.dumps(journal | {"key": "another"}))
+    elif damage == "stop":
+        with pytest.raises(ValueError, match=r"line 1: no field 'text' \(it has: no object\)"):
+            open_corpus("jsonl", str(lines), SlowTokenizer(log), cache_dir=cache)
+        return
+    else:
+        (temporary / "progress.json").unlink()
+        (temporary / "thesis.txt").write_text("mine")
+        with pytest.raises(ValueError, match=r"holds 'thesis.txt'; choose another folder"):
+            open_corpus("jsonl", str(lines), SlowTokenizer(log), cache_dir=cache)
+        assert (temporary / "thesis.txt").read_text() == "mine"
+        return
+    tokenizer = SlowTokenizer(log)
+    corpus = open_corpus("jsonl", str(lines), tokenizer, cache_dir=cache)
+    assert tokenizer.batches == 3 and corpus.num_documents == 30
+    verify_corpus(corpus)
 
 
 @pytest.mark.parametrize(("vocab_size", "dtype"), [(1 << 16, np.uint16), ((1 << 16) + 1, np.uint32)])

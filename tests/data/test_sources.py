@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -78,7 +79,9 @@ def test_text_bad_paths(texts: Callable, tmp_path: Path):
         texts("text", None)
     with pytest.raises(ValueError, match="has no text: 1 files, all empty"):
         texts("text", tmp_path / "void.txt")
-    with pytest.raises(ValueError, match=r"training\.dataset = 'c4': there are stdlib, text, jsonl, parquet, tokens"):
+    with pytest.raises(
+        ValueError, match=r"training\.dataset = 'c4': there are stdlib, text, jsonl, parquet, arrow, tok"
+    ):
         texts("c4", None)
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")
     with pytest.raises(ValueError, match="broken cannot be read"):
@@ -100,14 +103,13 @@ def test_jsonl(texts: Callable, tmp_path: Path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        (b'{"text": ""}', r"line 2: 'text' has no tokens"),
         (b'{"body": "x"}', r"line 2: no field 'text' \(it has: 'body'\); set training\.dataset_text_field"),
         (b'{"text": null}', r"line 2: 'text' is NoneType, not text"),
         (b'{"text": 3}', r"line 2: 'text' is int, not text"),
         (b'{"text": "cut', r"line 2: not JSON"),
         (b'{"text": "\xff"}', r"line 2: not JSON in UTF-8"),
         (b'["text"]', r"line 2: no field 'text'"),
-        (b"", r"line 2: not JSON"),
+        (b"[" * 100_000, r"line 2: not JSON"),
         (b'{"text": "\\ud800"}', r"line 2: not UTF-8 at character 0"),
     ],
 )
@@ -119,6 +121,135 @@ def test_jsonl_bad_lines(texts: Callable, tmp_path: Path, line: bytes, message: 
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]  # nothing half-written
 
 
+def test_jsonl_as_it_is_found(texts: Callable, tmp_path: Path):
+    """Blank lines, a byte order mark, empty texts, and compressed files, of one member or frame or of several."""
+    lines = [b'\xef\xbb\xbf{"text": "one"}\r\n', b"\n", b"  \t\n", b'{"text": ""}\n', b'{"text": "two"}\n', b"\n"]
+    plain, halves = b"".join(lines), (b"".join(lines[:3]), b"".join(lines[3:]))
+    contents = {
+        "a.jsonl": plain, "b.jsonl.gz": gzip.compress(plain), "c.jsonl.gz": b"".join(map(gzip.compress, halves)),
+        "d.jsonl.zst": zstd(plain), "e.jsonl.zst": b"".join(map(zstd, halves)), "f.json": b"not among them",
+    }  # fmt: skip
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    assert texts("jsonl", tmp_path) == [b"one", b"two"] * 5
+    summary = open_corpus("jsonl", str(tmp_path), ByteTokenizer(), cache_dir=tmp_path / "cache").summary
+    assert summary.startswith("corpus jsonl: 10 documents (5 empty texts skipped), 40 tokens, in ")
+    for name in ("b.jsonl.gz", "d.jsonl.zst"):
+        (tmp_path / name).write_bytes(contents[name][:-3])
+        with pytest.raises(ValueError, match=rf"{name} cannot be read: "):
+            texts("jsonl", tmp_path / name)
+    (tmp_path / "b.jsonl.gz").write_bytes(contents["b.jsonl.gz"][:12] + b"\xff" * 40)
+    with pytest.raises(ValueError, match=r"b.jsonl.gz cannot be read: "):
+        texts("jsonl", tmp_path / "b.jsonl.gz")
+
+
+def zstd(data: bytes) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(sink, "zstd") as stream:
+        stream.write(data)
+    return sink.getvalue().to_pybytes()
+
+
+def test_bad_documents_are_skipped_if_asked(texts: Callable, tmp_path: Path):
+    file = tmp_path / "a.jsonl"
+    bad = [b"{", b'{"body": 1}', b'{"text": null}', b'{"text": "\\ud800"}', b'{"text": "\xff"}']
+    file.write_bytes(b"\n".join(b'{"text": "%d"}\n%s' % (i, line) for i, line in enumerate(bad)))
+    assert texts("jsonl", file, on_bad_document="skip") == [b"0", b"1", b"2", b"3", b"4"]
+    for tokenizer in (ByteTokenizer(), AsciiTokenizer()):
+        options = {"cache_dir": tmp_path / "cache", "on_bad_document": "skip"}
+        for _ in range(2):  # tokenised, and from the cache
+            line, warning = open_corpus("jsonl", str(file), tokenizer, **options).summary.splitlines()
+            assert "5 documents, 10 tokens" in line
+            assert warning.startswith(f"warning: 5 bad documents skipped: {file}, line 2: not JSON in UTF-8")
+            assert f"{file}, line 4: no field 'text'" in warning and "line 6" in warning and "line 8" not in warning
+    for _ in range(2):  # neither does the cache hide them, nor is it lost
+        with pytest.raises(ValueError, match=r"a\.jsonl, line 2: not JSON .*training\.on_bad_document = \"skip\""):
+            texts("jsonl", file)
+    file.write_bytes(b"{\n{\n")
+    with pytest.raises(ValueError, match=r"has no text: .*; bad are 2: .*a\.jsonl, line 1"):
+        texts("jsonl", file, on_bad_document="skip")
+    pq.write_table(pa.table({"text": ["x", None, "", "y"]}), tmp_path / "a.parquet")
+    assert texts("parquet", tmp_path / "a.parquet", on_bad_document="skip") == [b"x", b"y"]
+
+
+def test_several_files_and_globs(texts: Callable, tmp_path: Path):
+    """Of each kind alike."""
+    for place in ("a/1", "a/2", "b"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "x.jsonl").write_text(json.dumps({"text": place}))
+        pq.write_table(pa.table({"text": [place]}), tmp_path / place / "x.parquet")
+        save_arrow(tmp_path / place / "x.arrow", [place])
+    for kind in ("jsonl", "parquet", "arrow"):
+        assert texts(kind, tmp_path) == [b"a/1", b"a/2", b"b"]
+        assert texts(kind, f"{tmp_path}/b/x.{kind}, {tmp_path}/a/*/x.{kind}") == [b"a/1", b"a/2", b"b"]
+        assert texts(kind, f"{tmp_path}/a/*") == [b"a/1", b"a/2"]  # folders
+        assert texts(kind, f"{tmp_path}/a/1,{tmp_path}/b/*.{kind}") == [b"a/1", b"b"]
+
+
+# --- folders of Hugging Face's `datasets` ----------------------------------------------------------------------------
+
+
+def save_arrow(file: Path, rows: list[str | None], writer: Callable = pa.ipc.new_stream) -> None:
+    table = pa.table({"id": range(len(rows)), "text": pa.array(rows, pa.string())})
+    with pa.OSFile(str(file), "wb") as sink, writer(sink, table.schema) as stream:
+        for batch in table.to_batches(max_chunksize=1000):
+            stream.write_batch(batch)
+
+
+def save_dataset(folder: Path, shards: list[list[str]], **state: object) -> None:
+    """What `Dataset.save_to_disk` leaves, and a cache of its `map`."""
+    folder.mkdir(parents=True)
+    names = [f"data-{i:05}-of-{len(shards):05}.arrow" for i in range(len(shards))]
+    for name, rows in zip(names, shards):
+        save_arrow(folder / name, rows)
+    save_arrow(folder / "cache-1.arrow", ["of a map"])
+    state = {"_data_files": [{"filename": name} for name in names], "_format_type": None, "_split": None} | state
+    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "dataset_info.json").write_text("{}")
+
+
+def test_arrow(texts: Callable, tmp_path: Path):
+    rows = [f"row {i}" for i in range(2500)]
+    save_dataset(tmp_path / "saved", [rows[:2000], rows[2000:]])
+    assert texts("arrow", tmp_path / "saved") == [row.encode() for row in rows]
+    assert texts("arrow", tmp_path / "saved" / "data-00001-of-00002.arrow") == [row.encode() for row in rows[2000:]]
+    save_arrow(tmp_path / "file.arrow", ["a", "b"], pa.ipc.new_file)
+    assert texts("arrow", tmp_path / "file.arrow") == [b"a", b"b"]
+    state = tmp_path / "saved" / "state.json"
+    names = [{"filename": f"data-0000{i}-of-00002.arrow"} for i in (1, 0)]
+    state.write_text(json.dumps({"_data_files": names}))
+    assert texts("arrow", tmp_path / "saved") == [row.encode() for row in rows[2000:] + rows[:2000]]
+
+
+def test_arrow_bad(texts: Callable, tmp_path: Path):
+    save_dataset(tmp_path / "dict" / "train", [["x"]])
+    save_dataset(tmp_path / "dict" / "test", [["y"]])
+    (tmp_path / "dict" / "dataset_dict.json").write_text('{"splits": ["train", "test"]}')
+    with pytest.raises(ValueError, match=r"dict holds the splits test, train; give one, .*dict/test"):
+        texts("arrow", tmp_path / "dict")
+    assert texts("arrow", tmp_path / "dict" / "train") == [b"x"]
+    save_dataset(tmp_path / "selected", [["x"]], _indices_data_files=[{"filename": "indices.arrow"}])
+    with pytest.raises(ValueError, match=r"state\.json: the dataset is a selection of rows"):
+        texts("arrow", tmp_path / "selected")
+    save_dataset(tmp_path / "missing", [["x"], ["y"]])
+    (tmp_path / "missing" / "data-00001-of-00002.arrow").unlink()
+    with pytest.raises(ValueError, match=r"data-00001-of-00002\.arrow is missing: state\.json lists it"):
+        texts("arrow", tmp_path / "missing")
+    (tmp_path / "missing" / "state.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"state\.json is not the state of a saved dataset"):
+        texts("arrow", tmp_path / "missing")
+    file = tmp_path / "bad.arrow"
+    save_arrow(file, ["good"] * 300 + [None])
+    with pytest.raises(ValueError, match=r"bad\.arrow, row 301: 'text' is NoneType"):
+        texts("arrow", file)
+    with pytest.raises(ValueError, match=r"bad\.arrow: no column 'body' \(it has: 'id', 'text'\)"):
+        texts("arrow", file, text_field="body")
+    for content in (b"", b"ARROW1", b"no arrow", file.read_bytes()[:900]):
+        file.write_bytes(content)
+        with pytest.raises(ValueError, match=r"bad\.arrow: not a whole arrow file|bad\.arrow cannot be read"):
+            texts("arrow", file)
+
+
 def test_parquet(texts: Callable, tmp_path: Path):
     rows = [f"row {i}" for i in range(600)]
     pq.write_table(pa.table({"text": rows, "n": range(600)}), tmp_path / "a.parquet", row_group_size=100)
@@ -128,10 +259,9 @@ def test_parquet(texts: Callable, tmp_path: Path):
 
 def test_parquet_bad(texts: Callable, tmp_path: Path):
     file = tmp_path / "bad.parquet"
-    for value, message in ((None, "'text' is NoneType"), ("", "'text' has no tokens")):
-        pq.write_table(pa.table({"text": ["good"] * 300 + [value]}), file)
-        with pytest.raises(ValueError, match=rf"bad\.parquet, row 301: {message}"):
-            texts("parquet", file)
+    pq.write_table(pa.table({"text": ["good"] * 300 + [None]}), file)
+    with pytest.raises(ValueError, match=r"bad\.parquet, row 301: 'text' is NoneType, not text; training\.on_bad_doc"):
+        texts("parquet", file)
     with pytest.raises(ValueError, match=r"bad\.parquet: no column 'body' \(it has: 'text'\)"):
         texts("parquet", file, text_field="body")
     pq.write_table(pa.table({"text": [1, 2]}), file)
@@ -153,8 +283,11 @@ def test_tokens(texts: Callable, tmp_path: Path):
         texts("tokens", None)
     with pytest.raises(ValueError, match=r"training\.dataset_path = .*no such folder"):
         texts("tokens", tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"corpus\.json is missing"):
-        texts("tokens", tmp_path)
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text("mine")
+    with pytest.raises(ValueError, match=r"corpus\.json is missing: .*texts is no corpus .*is text, jsonl") as error:
+        texts("tokens", tmp_path / "texts")
+    assert "delete" not in str(error.value)
 
 
 @pytest.mark.parametrize(

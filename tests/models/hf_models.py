@@ -82,7 +82,7 @@ def randomise(model: PreTrainedModel) -> PreTrainedModel:
         if name.endswith("A_log"):
             tensor.copy_(-3 + 0.5 * noise)
         elif tensor.dim() > 1:
-            tensor.copy_(noise * tensor.shape[-1] ** -0.5)
+            tensor.copy_(noise * max(tensor.shape[-1], 1) ** -0.5)
         elif "inv_freq" not in name:
             tensor.add_(0.2 * noise)
     return model.eval()

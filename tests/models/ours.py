@@ -9,7 +9,7 @@ import torch
 from titan_linear.loss import IGNORE
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.packed import Packed
+from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
 
 State = dict[str, torch.Tensor]
@@ -22,14 +22,14 @@ def labels_of(tokens: torch.Tensor, bounds: list[int]) -> torch.Tensor:
     return labels
 
 
-def run(config: ModelConfig, state: State, tokens: torch.Tensor, labels: torch.Tensor, packed: Packed) -> tuple:
+def run(config: ModelConfig, state: State, tokens: torch.Tensor, labels: torch.Tensor, plan: BatchPlan) -> tuple:
     """Logits [T, vocab], summed loss and gradients of our model."""
     model = Decoder(config)
     model.load_state_dict(state, strict=not config.tie_embeddings)
-    loss = model(tokens.unsqueeze(0), packed, labels.unsqueeze(0), loss_chunk=48)
+    loss = model(tokens.unsqueeze(0), plan, labels.unsqueeze(0), loss_chunk=48)
     loss.backward()
     with torch.no_grad():
-        logits = model(tokens.unsqueeze(0), packed)[0]
+        logits = model(tokens.unsqueeze(0), plan)[0]
     return (
         logits,
         loss.item(),
@@ -62,8 +62,8 @@ def run_on_rank(
     context = build_cp_context(stream, dist.group.WORLD, layout=layout)
     mine = torch.cat([torch.arange(a, b) for a, b in context.fragments])
     labels = labels_of(tokens, stream.tolist())
-    packed = Packed(context.position_ids, cp_context=context, softmax_method=softmax_method)
-    logits, loss, grads = run(config, state, tokens[mine], labels[mine], packed)
+    plan = BatchPlan(context.position_ids, cp_context=context, softmax_method=softmax_method)
+    logits, loss, grads = run(config, state, tokens[mine], labels[mine], plan)
     for grad in grads.values():
         dist.all_reduce(grad)
     return mine, logits, loss, grads

@@ -9,7 +9,7 @@ import torch
 
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.init import count_parameters, initialise
-from titan_linear.models.packed import Packed
+from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 
 
@@ -56,11 +56,11 @@ def test_documents_do_not_touch_each_other() -> None:
     model, cu = build(), torch.tensor([0, 3, 70, 71, 100])
     positions = torch.cat([torch.arange(n) for n in cu.diff().tolist()])
     tokens = torch.randint(0, 256, (1, 100), generator=torch.Generator().manual_seed(0))
-    before = model(tokens, Packed(positions, cu_seqlens=cu))
+    before = model(tokens, BatchPlan(positions, cu_seqlens=cu))
     for a, b in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
         changed = tokens.clone()
         changed[:, a:b] = (changed[:, a:b] + 1) % 256
-        difference = (model(changed, Packed(positions, cu_seqlens=cu)) - before).abs()
+        difference = (model(changed, BatchPlan(positions, cu_seqlens=cu)) - before).abs()
         assert difference[:, a:b].max() > 0
         difference[:, a:b] = 0
         assert difference.max() == 0.0
@@ -70,9 +70,9 @@ def test_the_head_of_labels_is_the_loss_of_the_logits() -> None:
     model = build()
     tokens = torch.randint(0, 256, (1, 40), generator=torch.Generator().manual_seed(0))
     labels = tokens.roll(-1, 1)
-    packed = Packed(torch.arange(40))
-    want = torch.nn.functional.cross_entropy(model(tokens, packed)[0], labels[0], reduction="sum")
-    assert model(tokens, packed, labels, loss_chunk=16).item() == pytest.approx(want.item(), rel=1e-12)
+    plan = BatchPlan(torch.arange(40))
+    want = torch.nn.functional.cross_entropy(model(tokens, plan)[0], labels[0], reduction="sum")
+    assert model(tokens, plan, labels, loss_chunk=16).item() == pytest.approx(want.item(), rel=1e-12)
     assert want.item() / 40 == pytest.approx(math.log(320), rel=0.02)  # it knows nothing yet
 
 
@@ -83,6 +83,6 @@ def test_steps_with_a_cache_equal_one_forward(cuts: list[int]) -> None:
     tokens = torch.randint(0, 256, (2, 20), generator=torch.Generator().manual_seed(0))
     caches, outputs, start = [LayerCache() for _ in model.layers], [], 0
     for n in cuts:
-        outputs.append(model(tokens[:, start : start + n], Packed(torch.arange(start, start + n)), caches=caches))
+        outputs.append(model(tokens[:, start : start + n], BatchPlan(torch.arange(start, start + n)), caches=caches))
         start += n
-    torch.testing.assert_close(torch.cat(outputs, 1), model(tokens, Packed(torch.arange(20))), rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(torch.cat(outputs, 1), model(tokens, BatchPlan(torch.arange(20))), rtol=1e-9, atol=1e-12)

@@ -16,6 +16,8 @@ from transformers import (
     LlamaForCausalLM,
     Qwen3_5ForCausalLM,
     Qwen3_5TextConfig,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from tests.models import hf_models
@@ -24,7 +26,7 @@ from tests.worlds import World
 from titan_linear.models.adapters import config_from_hf, config_to_hf, entries, state_from_hf, state_to_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder, LayerCache
-from titan_linear.models.packed import Packed
+from titan_linear.models.plan import BatchPlan
 
 T = 131
 DOCUMENTS = {"one document": [0, T], "packed": [0, 37, 38, 96, T]}
@@ -80,8 +82,8 @@ def check(ours: tuple[torch.Tensor, float, State], theirs: tuple[torch.Tensor, f
 @pytest.mark.parametrize("name", hf_models.MODELS)
 def test_model_is_theirs(name: str, documents: str, case: Callable[[str], Case]) -> None:
     c, bounds = case(name), DOCUMENTS[documents]
-    packed = Packed(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
-    check(run(c.config, c.state, c.tokens, labels_of(c.tokens, bounds), packed), c.references[documents])
+    plan = BatchPlan(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    check(run(c.config, c.state, c.tokens, labels_of(c.tokens, bounds), plan), c.references[documents])
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -121,9 +123,9 @@ def test_decoding_goes_on_from_a_prefix(name: str, case: Callable[[str], Case]) 
     caches, parts = [LayerCache() for _ in model.layers], []
     with torch.no_grad():
         for start, end in pairwise([0, 70, 72, *range(128, T + 1)]):
-            packed = Packed(torch.arange(start, end))
-            parts.append(model(tokens[:, start:end], packed, caches=caches))
-        whole = model(tokens, Packed(torch.arange(T)))
+            plan = BatchPlan(torch.arange(start, end))
+            parts.append(model(tokens[:, start:end], plan, caches=caches))
+        whole = model(tokens, BatchPlan(torch.arange(T)))
     assert (torch.cat(parts, 1) - whole).abs().max() < 1e-10
 
 
@@ -215,6 +217,33 @@ def test_what_we_do_not_have_is_refused(change: dict, words: str, case: Callable
         config_from_hf(written)
 
 
+def without_shared_experts() -> dict[str, torch.nn.Module]:
+    """Their modules have tensors of no elements in the place of a shared expert, and Qwen's still has its gate."""
+    types = dict(layer_types=["linear_attention", "full_attention"])
+    kimi = KimiLinearConfig(**hf_models.KIMI, **hf_models.KIMI_MOE | types | dict(n_shared_experts=0))
+    sizes = hf_models.QWEN | hf_models.QWEN_MOE | dict(shared_expert_intermediate_size=0, intermediate_size=48)
+    return {"Kimi-Linear": KimiLinearForCausalLM(kimi), "Qwen3-Next": Qwen3NextForCausalLM(Qwen3NextConfig(**sizes))}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("name", ["Kimi-Linear", "Qwen3-Next"])
+def test_a_family_without_shared_experts(name: str, tmp_path: Path) -> None:
+    """The model is theirs, its config.json goes there and back, and the key may be missing or null."""
+    model = hf_models.randomise(without_shared_experts()[name])
+    written, disk = hf_models.save(model, tmp_path)
+    family, config = config_from_hf(written)
+    assert config.moe.shared_hidden_dim == 0 and not config.moe.shared_gate
+    assert config_from_hf(config_to_hf(family, config)) == (family, config)
+    keys = {"num_shared_experts", "n_shared_experts", "shared_expert_intermediate_size"}
+    for other in ({k: v for k, v in written.items() if k not in keys}, written | dict.fromkeys(keys)):
+        assert config_from_hf(other) == (family, config)
+    tokens, bounds = torch.arange(T) % hf_models.VOCAB, DOCUMENTS["packed"]
+    logits, loss, _ = hf_models.reference(model, tokens, bounds)
+    plan = BatchPlan(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+    ours = run(config, state_from_hf(disk, config, family), tokens, labels_of(tokens, bounds), plan)
+    assert relative(ours[0], logits) < 1e-5 and abs(ours[1] - loss) < 1e-5 * loss
+
+
 def test_vision_language_folders(case: Callable[[str], Case]) -> None:
     """The language model of a folder that holds a vision tower and multi-token prediction too."""
     c = case("Qwen3.5, tied")
@@ -304,8 +333,8 @@ def test_fla_models(make: Callable[[Path], tuple[Case, dict, State]], tmp_path: 
     back = state_to_hf(state, config, family)
     assert back.keys() == tensors.keys() and all(torch.equal(back[n], t) for n, t in tensors.items())
     for documents, bounds in DOCUMENTS.items():
-        packed = Packed(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
-        logits, loss, _ = run(config, state, c.tokens, labels_of(c.tokens, bounds), packed)
+        plan = BatchPlan(positions(bounds), cu_seqlens=torch.tensor(bounds, dtype=torch.int32))
+        logits, loss, _ = run(config, state, c.tokens, labels_of(c.tokens, bounds), plan)
         theirs = c.references[documents]
         assert relative(logits, theirs[0]) < 1e-5
         assert abs(loss - theirs[1]) < 1e-5 * theirs[1]
@@ -317,7 +346,8 @@ def test_fla_hybrids() -> None:
     written = dict(architectures=["KDAForCausalLM"], vocab_size=97, hidden_size=32, num_hidden_layers=4, num_heads=2,
                    head_dim=8, hidden_ratio=4, lower_bound=-5.0, safe_gate=True, attn=attn)  # fmt: skip
     family, config = config_from_hf(written)
-    assert config.layers == ("kda", "attention") * 2 and config.hidden_dim == 256 and config.rope_theta == 5000.0
+    assert [mixer.name for mixer in config.layers] == ["kda", "attention"] * 2
+    assert config.hidden_dim == 256 and config.layers[1].rope_theta == 5000.0
     names = {s.name for e in entries(config, family) for s in e.sources}
     assert {"model.layers.1.attn.q_proj.weight", "model.layers.1.attn_norm.weight", "model.embeddings.weight"} <= names
     assert "model.layers.1.attn.A_log" not in names and "model.layers.0.attn.g_proj.1.bias" in names

@@ -10,9 +10,9 @@ import torch
 
 from tests.worlds import World
 from titan_linear.models.config import MoEConfig
-from titan_linear.models.init import generator
+from titan_linear.models.draws import generator
 from titan_linear.models.moe import MoE
-from titan_linear.models.packed import Packed
+from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.experts import grouped_linear
 
@@ -69,7 +69,7 @@ def inputs(T: int) -> torch.Tensor:
 def test_token_by_token(name: str) -> None:
     moe, x = build(CONFIGS[name]), inputs(37).requires_grad_()
     grads = []
-    for forward in (lambda: moe(x.unsqueeze(0), Packed(torch.arange(37)))[0][0], lambda: token_by_token(moe, x)):
+    for forward in (lambda: moe(x.unsqueeze(0), BatchPlan(torch.arange(37)))[0][0], lambda: token_by_token(moe, x)):
         y = forward()
         weights = [p for p in moe.parameters() if p.requires_grad]
         grads.append((y, *torch.autograd.grad(y.square().sum(), [x, *weights])))
@@ -91,7 +91,7 @@ def test_load_balance_loss_is_that_of_transformers() -> None:
     from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # slow to import: not in workers
 
     moe, x = build(replace(SOFTMAX, balance_coefficient=0.5)), inputs(37)
-    ours = moe(x.unsqueeze(0), Packed(torch.arange(37)))[1]
+    ours = moe(x.unsqueeze(0), BatchPlan(torch.arange(37)))[1]
     theirs = 0.5 * 37 * load_balancing_loss_func((x @ moe.router.weight.T,), 8, 3)
     grads = [torch.autograd.grad(loss, moe.router.weight)[0] for loss in (ours, theirs)]
     assert abs(ours - theirs) < 1e-5 * theirs  # theirs takes parts of it in float32
@@ -105,8 +105,8 @@ def balance_on_rank(rank: int, world_size: int, layout: str) -> tuple[torch.Tens
     moe, x = build(replace(SOFTMAX, balance_coefficient=0.5)), inputs(64)
     context = build_cp_context(torch.tensor([0, 20, 32, 64]), dist.group.WORLD, layout=layout, num_streams=2)
     mine = torch.cat([torch.arange(a, b) for a, b in context.fragments])
-    packed = Packed(context.position_ids, cp_context=context, num_streams=2)
-    loss = moe(x[mine].unsqueeze(0), packed)[1]
+    plan = BatchPlan(context.position_ids, cp_context=context, num_streams=2)
+    loss = moe(x[mine].unsqueeze(0), plan)[1]
     (grad,) = torch.autograd.grad(loss, moe.router.weight)
     total = loss.detach().clone()
     dist.all_reduce(total)
@@ -117,8 +117,8 @@ def balance_on_rank(rank: int, world_size: int, layout: str) -> tuple[torch.Tens
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_load_balance_loss_of_each_stream_under_cp(layout: str, worlds: Callable[[int], World]) -> None:
     moe, x = build(replace(SOFTMAX, balance_coefficient=0.5)), inputs(64)
-    alone = sum(moe(part.unsqueeze(0), Packed(torch.arange(32)))[1] for part in x.split(32))
-    together = moe(x.unsqueeze(0), Packed(torch.arange(64), num_streams=2))[1]
+    alone = sum(moe(part.unsqueeze(0), BatchPlan(torch.arange(32)))[1] for part in x.split(32))
+    together = moe(x.unsqueeze(0), BatchPlan(torch.arange(64), num_streams=2))[1]
     (grad,) = torch.autograd.grad(alone, moe.router.weight)
     assert abs(together - alone) < 1e-12
     for loss, split_grad in worlds(2).run(balance_on_rank, layout):
@@ -131,9 +131,9 @@ def loads_on_rank(rank: int, world_size: int) -> torch.Tensor:
     moe, x = build(replace(SIGMOID, bias_update_rate=0.125)), inputs(64)
     before = moe.router.selection_bias.clone()
     for part in x.split(16)[rank::world_size]:  # two micro-steps
-        moe(part.unsqueeze(0), Packed(torch.arange(16)))
+        moe(part.unsqueeze(0), BatchPlan(torch.arange(16)))
     with torch.no_grad():
-        moe(x.unsqueeze(0), Packed(torch.arange(64)))  # validation does not count
+        moe(x.unsqueeze(0), BatchPlan(torch.arange(64)))  # validation does not count
     move_selection_biases(moe)
     assert moe.loads is None
     return moe.router.selection_bias - before

@@ -1,7 +1,8 @@
 """The data path: from texts to the batches of one rank.
 
 1. **Sources** (sources.py) give documents in a fixed order: files, lines or rows of text, or a corpus of tokens.
-2. **A tokenizer** (tokenizer.py), bytes or any Hugging Face tokenizer.json, turns each into tokens and an end token.
+2. **A tokenizer** (tokenizer.py), bytes or any Hugging Face tokenizer.json, turns each into tokens and an end token;
+   processes on all cores do (tokenise.py).
 3. **A corpus** (cache.py) holds them on disk: all tokens end to end, where each document begins, and a hash of each.
    It is written once, by one process, and memory-mapped by all; ranks of a machine share its pages.
 4. **A split** (packing.py) holds documents out for validation by their hash, so that no text is on both sides.
@@ -23,7 +24,7 @@ that a checkpoint keeps is one number, the cursor: how many streams whole steps 
     for batch in loader: ...
 """
 
-from titan_linear.data.cache import Corpus, load_corpus, open_corpus, verify_corpus, write_corpus
+from titan_linear.data.cache import Corpus, load_corpus, open_corpus, tokenise_corpus, verify_corpus, write_corpus
 from titan_linear.data.loader import Batch, StreamLoader, build_dataloader, validation_batches
 from titan_linear.data.packing import IGNORE, PackedStreams, Stream, split_documents
 from titan_linear.data.sources import Document
@@ -45,6 +46,7 @@ __all__ = [
     "load_corpus",
     "open_corpus",
     "split_documents",
+    "tokenise_corpus",
     "validation_batches",
     "verify_corpus",
     "write_corpus",

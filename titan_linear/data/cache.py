@@ -8,15 +8,18 @@ A corpus is a folder (little-endian, no headers):
     corpus.json   counts, dtype, the tokenizer's fingerprint, the content's fingerprint, the source, and each file's
                   size and CRC-32 per 16 MiB; a CRC-32 of the JSON itself under "checksum"
 
-`write_corpus` writes one from documents that are tokens already (`training.dataset = "tokens"` then reads it), and
-`open_corpus` from texts, once, as a cache. Both write to `<folder>.tmp` under an flock on `<folder>.lock`, fsync, and
-rename, so that a corpus is whole or absent, and of the processes that start together one writes and the others wait.
+`write_corpus` writes one from documents that are tokens already and `tokenise_corpus` from texts (`training.dataset =
+"tokens"` then reads them); `open_corpus` writes one from texts, once, as a cache. All write to `<folder>.tmp` under an
+flock on `<folder>.lock`, fsync, and rename, so that a corpus is whole or absent, and of the processes that start
+together one writes and the others wait. A tokenising that was stopped goes on where it was: every few seconds the files
+in `<folder>.tmp` are brought to the disk, and progress.json says how much of them counts.
 
 A cache's folder is named by what would change its content: the format, the dataset, the text field, the tokenizer's
 fingerprint, and path, size and modification time of every file. The texts themselves are not read for it, because that
 would mean reading all of a terabyte at every start; so a file changed with its size and time kept is not noticed. What
 identifies a corpus elsewhere (in a checkpoint, say) is `Corpus.fingerprint`, made from the tokens alone: it is the
-same on another machine, under other paths and times.
+same on another machine, under other paths and times. Whether bad documents stop the work or are skipped is no part of
+the name: a corpus notes those that it lacks, and is refused where they should have stopped it.
 
 Opening checks corpus.json and the sizes and structure of every file. `verify_corpus` reads everything once (at
 the disk's speed, in threads) against the checksums; the preflight does that before training starts. A damaged
@@ -29,26 +32,35 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
+import time
 import zlib
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 from tqdm import tqdm
 
-from titan_linear.data.sources import TEXT_SOURCES, Document, read_documents, source_files
+from titan_linear.data.sources import FIELD_SOURCES, TEXT_SOURCES, read_documents, source_files
+from titan_linear.data.tokenise import tokenise, worker_count
 from titan_linear.data.tokenizer import Tokenizer
 
 DATASETS = (*TEXT_SOURCES, "tokens")
 FORMAT = "titan_linear corpus 1"
 CRC_BLOCK = 1 << 24  # bytes
+JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
+CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")  # of the folders that are ours to remove
 _FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
-_REMEDY = "If this is a token cache, delete its folder and the next start writes it again; else restore it from a copy"
+_INFO, _JOURNAL = "corpus.json", "progress.json"
+_OURS = {*_FILES, *(name + end for name in (_INFO, _JOURNAL) for end in ("", ".new"))}
+_NAMED = 3  # of the bad documents that were skipped
+_SKIP = 'training.on_bad_document = "skip" goes past such documents and counts them'
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,13 +91,46 @@ class Corpus:
 
     @property
     def summary(self) -> str:
-        """One line for the console."""
+        """For the console: a line, and one for each thing that one should know."""
         source = self.info["source"] or {"dataset": "tokens", "skipped_empty": 0}
-        skipped = f" ({source['skipped_empty']:,} empty files skipped)" if source["skipped_empty"] else ""
-        return (
+        what = "texts" if source["dataset"] in FIELD_SOURCES else "files"
+        skipped = f" ({source['skipped_empty']:,} empty {what} skipped)" if source["skipped_empty"] else ""
+        lines = [
             f"corpus {source['dataset']}: {self.num_documents:,} documents{skipped}, {self.num_tokens:,} tokens, "
             f"in {self.folder}"
-        )
+        ]
+        if bad := source.get("skipped_bad"):
+            lines.append(f"warning: {bad:,} bad documents skipped: " + "; ".join([*source["bad"], "…"][:bad]))
+        if self.info["tokenizer"]["eos"] is None:
+            lines.append(
+                "warning: the tokenizer has no end token, so nothing in the tokens separates documents: the model will "
+                "not learn to end a text, and generation goes on to its last token; name one as eos_token in a "
+                "tokenizer_config.json beside tokenizer.json"
+            )
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class _Texts:
+    """What is to be tokenised, and how."""
+
+    dataset: str
+    files: list[Path]
+    text_field: str
+    tokenizer: Tokenizer
+    on_bad_document: str
+    show_progress: bool
+
+    @property
+    def key(self) -> str:
+        """Another one for whatever could change the tokens."""
+        try:
+            stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in self.files]
+        except OSError as error:
+            raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from error
+        text_field = self.text_field if self.dataset in FIELD_SOURCES else None
+        key = json.dumps([FORMAT, self.dataset, text_field, self.tokenizer.fingerprint, stats])
+        return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
 def open_corpus(
@@ -94,14 +139,16 @@ def open_corpus(
     tokenizer: Tokenizer,
     *,
     text_field: str = "text",
+    on_bad_document: str = "stop",
     cache_dir: Path | None = None,
     show_progress: bool = False,
     path_key: str = "training.dataset_path",
 ) -> Corpus:
     """Opens a corpus, tokenising its texts first if no cache of them exists.
 
-    Each document ends in `tokenizer.eos_id` where there is one. An empty file of `stdlib` or `text` is skipped, and
-    `Corpus.summary` counts them; an empty text of `jsonl` or `parquet` is an error.
+    Each document ends in `tokenizer.eos_id` where there is one. Empty documents are skipped and counted.
+    on_bad_document: what is no text (no JSON, no such field, no UTF-8 for a tokenizer that needs it) is an error
+    ("stop"), or it is skipped, counted, and the first few are named in `Corpus.summary` ("skip").
     cache_dir: $XDG_CACHE_HOME/titan_linear, or ~/.cache/titan_linear. path_key: the key that errors name.
     ValueError: an unknown dataset, a bad path, a bad document (file and line named), a damaged corpus, a corpus of
     another tokenizer.
@@ -116,15 +163,20 @@ def open_corpus(
             raise ValueError(f"{path_key} = {dataset_path!r}: there is no such folder")
     else:
         files = source_files(dataset, dataset_path, path_key=path_key)
-        folder = (cache_dir or default_cache_dir()) / f"{dataset}-{_cache_key(dataset, files, text_field, tokenizer)}"
+        texts = _Texts(dataset, files, text_field, tokenizer, on_bad_document, show_progress)
+        folder = (cache_dir or default_cache_dir()) / f"{dataset}-{texts.key}"
         if not folder.exists():
-            _build_cache(folder, dataset, files, text_field, tokenizer, show_progress)
+            _build_cache(folder, texts)
+        with suppress(OSError):  # a cache that others wrote for us
+            os.utime(_lock_file(folder))  # its last use
     corpus = load_corpus(folder)
     if corpus.info["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
         raise ValueError(
             f"{path_key} = {dataset_path!r}: written with tokenizer {corpus.info['tokenizer']['fingerprint']!r}, but "
             f"model.tokenizer_path gives {tokenizer.fingerprint!r}; set the tokenizer that it was written with"
         )
+    if dataset != "tokens" and on_bad_document == "stop" and (source := corpus.info["source"]).get("skipped_bad"):
+        raise ValueError(f"{source['bad'][0]}; {_SKIP} ({source['skipped_bad']:,} in all)")
     return corpus
 
 
@@ -141,8 +193,52 @@ def write_corpus(folder: Path, documents: Iterable[np.ndarray], tokenizer: Token
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         if folder.exists():
-            raise ValueError(f"{folder} exists already: choose another folder, or delete it first")
-        _write_corpus(folder, documents, tokenizer, source=None)
+            raise ValueError(f"{folder} exists already: choose another folder")
+        _write_corpus(folder, iter(documents), tokenizer, _Progress())
+
+
+def tokenise_corpus(
+    folder: Path,
+    dataset: str,
+    dataset_path: str | None,
+    tokenizer: Tokenizer,
+    *,
+    text_field: str = "text",
+    on_bad_document: str = "stop",
+    show_progress: bool = False,
+    path_key: str = "training.dataset_path",
+) -> Corpus:
+    """Writes the corpus of these texts into a folder of its own; arguments and errors of `open_corpus`.
+
+    ValueError, too: the folder exists, or cannot be written.
+    """
+    if dataset not in TEXT_SOURCES:
+        raise ValueError(f"training.dataset = {dataset!r}: there are {', '.join(TEXT_SOURCES)}")
+    files = source_files(dataset, dataset_path, path_key=path_key)
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(folder):
+            if folder.exists():
+                raise ValueError(f"{folder} exists already: choose another folder")
+            _tokenise_into(folder, _Texts(dataset, files, text_field, tokenizer, on_bad_document, show_progress))
+    except OSError as error:
+        raise ValueError(f"{folder} cannot be written: {error}") from error
+    return load_corpus(folder)
+
+
+def remove_cache(folder: Path) -> bool:
+    """Removes a cache and what an unfinished one left; False if another process writes it."""
+    assert CACHE_NAME.fullmatch(folder.name), folder
+    with _lock_file(folder).open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        shutil.rmtree(_temporary(folder), ignore_errors=True)
+        if folder.exists():
+            folder.rename(_temporary(folder))  # cut short, the removal leaves nothing that could be opened
+            shutil.rmtree(_temporary(folder))
+    return True
 
 
 def load_corpus(folder: Path) -> Corpus:
@@ -150,116 +246,126 @@ def load_corpus(folder: Path) -> Corpus:
 
     ValueError: a file is missing, truncated or not what corpus.json says.
     """
-    info = _read_info(folder)
+    info, remedy = _read_info(folder), _remedy(folder)
     dtypes = dict(zip(_FILES, (info["dtype"], "<i8", "<u8")))
     arrays = []
     for name in _FILES:
         path, expected = folder / name, info["files"][name]["size"]
         if not path.is_file():
-            raise ValueError(f"{path} is missing. {_REMEDY}")
+            raise ValueError(f"{path} is missing; {remedy}")
         if path.stat().st_size != expected:
-            raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {expected:,}. {_REMEDY}")
+            raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {expected:,}; {remedy}")
         arrays.append(np.asarray(np.memmap(path, dtypes[name], mode="r")))
     tokens, offsets, hashes = arrays
     if offsets[0] != 0 or offsets[-1] != len(tokens) or len(offsets) != len(hashes) + 1:
-        raise ValueError(f"{folder / 'offsets.bin'} does not fit the other files. {_REMEDY}")
+        raise ValueError(f"{folder / 'offsets.bin'} does not fit the other files; {remedy}")
     if not (rising := offsets[1:] > offsets[:-1]).all():
-        raise ValueError(f"{folder / 'offsets.bin'}: document {rising.argmin()} has no tokens. {_REMEDY}")
+        raise ValueError(f"{folder / 'offsets.bin'}: document {rising.argmin()} has no tokens; {remedy}")
     return Corpus(folder, tokens, offsets, hashes, info)
 
 
 def verify_corpus(corpus: Corpus) -> None:
     """Reads every byte of a corpus against its checksums. ValueError naming the file and the place."""
+    remedy = _remedy(corpus.folder)
     for name in _FILES:
         expected, found = corpus.info["files"][name]["crc32"], _checksums(corpus.folder / name)
         for block, (want, got) in enumerate(zip(expected, found, strict=True)):
             if want != got:
                 raise ValueError(
                     f"{corpus.folder / name} was altered: bytes {block * CRC_BLOCK:,} to "
-                    f"{(block + 1) * CRC_BLOCK:,} do not have their checksum. {_REMEDY}"
+                    f"{(block + 1) * CRC_BLOCK:,} do not have their checksum; {remedy}"
                 )
 
 
 # --- writing -----------------------------------------------------------------------------------------------------
 
 
-def _cache_key(dataset: str, files: list[Path], text_field: str, tokenizer: Tokenizer) -> str:
-    try:
-        stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
-    except OSError as error:
-        raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from error
-    field = text_field if dataset in ("jsonl", "parquet") else None
-    key = json.dumps([FORMAT, dataset, field, tokenizer.fingerprint, stats])
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+class _BadDocument(ValueError):
+    """A document stops the work, after which one may choose to skip it."""
 
 
-def _build_cache(
-    folder: Path, dataset: str, files: list[Path], text_field: str, tokenizer: Tokenizer, show_progress: bool
-) -> None:
+@dataclass
+class _Progress:
+    """How far the writing of a corpus has come; as JSON, the journal of the files in <folder>.tmp."""
+
+    key: str = ""  # of the texts; empty: documents that are tokens, which are not journaled
+    read: int = 0  # documents of the source
+    size: float = 0.0  # their bytes
+    skipped_empty: int = 0
+    skipped_bad: int = 0
+    bad: list[str] = field(default_factory=list)  # the first few
+    num_documents: int = 0  # written
+    num_tokens: int = 0
+
+
+def _build_cache(folder: Path, texts: _Texts) -> None:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
-            if folder.exists():  # another process wrote it while this one waited
-                return
-            source = {"dataset": dataset, "files": len(files), "skipped_empty": 0}
-            documents = _tokenised(dataset, files, text_field, tokenizer, source, show_progress)
-            _write_corpus(folder, documents, tokenizer, source)
+            if not folder.exists():  # else another process wrote it while this one waited
+                _tokenise_into(folder, texts)
     except OSError as error:  # no permission, a full disk, no locks on this file system
         raise ValueError(
             f"the token cache {folder} cannot be written ({error}); set XDG_CACHE_HOME to a folder that can"
         ) from error
 
 
-def _tokenised(
-    dataset: str, files: list[Path], text_field: str, tokenizer: Tokenizer, source: dict[str, Any], show_progress: bool
-) -> Iterator[np.ndarray]:
-    """Each document's tokens, [n] int64 with eos. Counts empty files in source["skipped_empty"]."""
-    key, found = _cache_key(dataset, files, text_field, tokenizer), False
-    eos = np.array([] if tokenizer.eos_id is None else [tokenizer.eos_id], dtype=np.int64)
-    total = sum(file.stat().st_size for file in files)
-    with tqdm(total=total, unit="B", unit_scale=True, desc=f"tokenising {dataset}", disable=not show_progress) as bar:
-        for batch in _batches(read_documents(dataset, files, text_field)):
-            for document, tokens in zip(batch, _encode(tokenizer, batch)):
-                bar.update(document.size)
-                if len(tokens):
-                    found = True
-                    yield np.concatenate([tokens, eos])
-                elif dataset in ("jsonl", "parquet"):
-                    raise ValueError(f"{document.origin}: {text_field!r} has no tokens; drop it or give it text")
-                else:
-                    source["skipped_empty"] += 1
-    if not found:
-        raise ValueError(f"training.dataset = {dataset!r} has no text: {len(files)} files, all empty ({files[0]}, …)")
-    if key != _cache_key(dataset, files, text_field, tokenizer):
-        raise ValueError(f"files of training.dataset = {dataset!r} changed while they were read; start again")
+def _tokenise_into(folder: Path, texts: _Texts) -> None:
+    progress = _read_journal(folder, texts) or _Progress(texts.key)
+    if progress.read:
+        print(f"going on where tokenising was stopped, after {progress.num_documents:,} documents", flush=True)
+    _write_corpus(folder, _tokenised(texts, progress), texts.tokenizer, progress, texts)
 
 
-def _batches(documents: Iterator[Document], max_bytes: int = 1 << 23, max_documents: int = 1024) -> Iterator[list]:
-    batch, size = [], 0.0
-    for document in documents:
-        batch.append(document)
-        size += document.size
-        if size >= max_bytes or len(batch) == max_documents:
-            yield batch
-            batch, size = [], 0.0
-    if batch:
-        yield batch
-
-
-def _encode(tokenizer: Tokenizer, batch: list[Document]) -> list[np.ndarray]:
-    try:
-        return tokenizer.encode_batch([document.text for document in batch])
-    except UnicodeEncodeError as error:
-        origin = next(document.origin for document in batch if document.text == error.object)
+def _tokenised(texts: _Texts, progress: _Progress) -> Iterator[np.ndarray]:
+    """The tokens of each document that `progress` has not read, [n] with eos. Counts what it reads and skips."""
+    eos = np.array([] if texts.tokenizer.eos_id is None else [texts.tokenizer.eos_id], dtype=np.int64)
+    total = sum(file.stat().st_size for file in texts.files)
+    documents = islice(read_documents(texts.dataset, texts.files, texts.text_field), progress.read, None)
+    bar = tqdm(
+        total=total, initial=progress.size, unit="B", unit_scale=True, desc=f"tokenising {texts.dataset}", smoothing=0,
+        disable=not texts.show_progress,
+    )  # fmt: skip
+    with bar, closing(tokenise(texts.tokenizer, documents, worker_count(total))) as encoded:
+        for document, tokens in encoded:
+            bar.update(document.size)
+            progress.read, progress.size = progress.read + 1, progress.size + document.size
+            if problem := document.problem or (tokens if isinstance(tokens, str) else ""):
+                _meet_bad_document(f"{document.origin}: {problem}", texts, progress)
+            elif len(tokens):
+                yield np.concatenate([tokens, eos])
+            else:
+                progress.skipped_empty += 1
+    if not progress.num_documents:
+        bad = f"; bad are {progress.skipped_bad:,}: {progress.bad[0]}" if progress.bad else ""
         raise ValueError(
-            f"{origin}: not UTF-8 at character {error.start}; repair it, or train on bytes (no model.tokenizer_path)"
-        ) from error
+            f"training.dataset = {texts.dataset!r} has no text: {len(texts.files)} files, all empty "
+            f"({texts.files[0]}, …){bad}"
+        )
+    if texts.key != progress.key:
+        raise ValueError(f"files of training.dataset = {texts.dataset!r} changed while they were read; start again")
+
+
+def _meet_bad_document(problem: str, texts: _Texts, progress: _Progress) -> None:
+    if texts.on_bad_document == "stop":
+        raise _BadDocument(f"{problem}; {_SKIP}")
+    progress.skipped_bad += 1
+    if len(progress.bad) < _NAMED:
+        progress.bad.append(problem)
+
+
+def _temporary(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".tmp")
+
+
+def _lock_file(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".lock")
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
     """Holds `<folder>.lock`, which stays behind: removing it would let two processes lock different files."""
-    with folder.with_name(folder.name + ".lock").open("w") as file:
+    with _lock_file(folder).open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -269,54 +375,131 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _write_corpus(
-    folder: Path, documents: Iterable[np.ndarray], tokenizer: Tokenizer, source: dict[str, Any] | None
-) -> None:
-    """Writes `<folder>.tmp` whole, then renames it. source: noted as it is once the last document has been taken."""
-    temporary = folder.with_name(folder.name + ".tmp")
-    shutil.rmtree(temporary, ignore_errors=True)  # of a writer that was killed: the caller holds the lock
-    temporary.mkdir(parents=True)
+    folder: Path, documents: Iterator[np.ndarray], tokenizer: Tokenizer, progress: _Progress,
+    texts: _Texts | None = None,
+) -> None:  # fmt: skip
+    """Writes `<folder>.tmp` whole, or the rest of it, then renames it."""
+    temporary = _temporary(folder)
+    if not progress.read:
+        _remove_remains(temporary)  # of a writer that was killed: the caller holds the lock
+        temporary.mkdir(parents=True)
     try:
-        content = _write_arrays(temporary, documents, tokenizer.vocab_size)
+        content = _write_arrays(temporary, documents, tokenizer.vocab_size, progress)
         files = {n: {"size": (temporary / n).stat().st_size, "crc32": _checksums(temporary / n)} for n in _FILES}
         described = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos_id}
+        source = None if texts is None else _describe(texts, progress)
         info = {"format": FORMAT, **content, "tokenizer": described, "source": source, "files": files}
         info["checksum"] = _info_checksum(info)
-        with (temporary / "corpus.json").open("w") as file:
-            json.dump(info, file, indent=1)
-            _sync(file)
+        _write_json(temporary / _INFO, info)
+        (temporary / _JOURNAL).unlink(missing_ok=True)
         _sync_folder(temporary)
         os.rename(temporary, folder)
         _sync_folder(folder.parent)
-    except BaseException:  # a full disk or Ctrl-C: leave no half corpus to fill the disk
-        shutil.rmtree(temporary, ignore_errors=True)
+    except BaseException as stop:
+        if isinstance(stop, (KeyboardInterrupt, SystemExit, _BadDocument)) and (temporary / _JOURNAL).exists():
+            print(f"what is tokenised is kept in {temporary}: the same command goes on from it", flush=True)
+        else:  # a full disk, say: leave no half corpus to fill it
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 
-def _write_arrays(folder: Path, documents: Iterable[np.ndarray], vocab_size: int) -> dict[str, Any]:
-    """Writes tokens, offsets and hashes; the counts, dtype and content fingerprint for corpus.json."""
-    dtype = "<u2" if vocab_size <= 1 << 16 else "<u4"
-    num_documents, num_tokens, content = 0, 0, hashlib.sha256()
+def _describe(texts: _Texts, progress: _Progress) -> dict[str, Any]:
+    source = {"dataset": texts.dataset, "files": len(texts.files), "skipped_empty": progress.skipped_empty}
+    return source | ({"skipped_bad": progress.skipped_bad, "bad": progress.bad} if progress.bad else {})
+
+
+def _remove_remains(temporary: Path) -> None:
+    if temporary.exists():
+        if others := sorted({path.name for path in temporary.iterdir()} - _OURS):
+            raise ValueError(
+                f"{temporary}, where a corpus is written first, holds {others[0]!r}; choose another folder"
+            )
+        shutil.rmtree(temporary)
+
+
+def _write_arrays(
+    folder: Path, documents: Iterator[np.ndarray], vocab_size: int, progress: _Progress
+) -> dict[str, Any]:
+    """Writes tokens, offsets and hashes after those that count; the counts, dtype and fingerprint for corpus.json."""
+    dtype = _dtype(vocab_size)
     with ExitStack() as stack:
-        tokens, offsets, hashes = (stack.enter_context((folder / name).open("wb")) for name in _FILES)
-        offsets.write(np.int64(0).tobytes())
+        if hasattr(documents, "close"):
+            stack.callback(documents.close)  # its processes end with the writing, however that ends
+        files = _open_arrays(folder, dtype, progress, stack)
+        tokens, offsets, hashes = files
+        content = _content_so_far(folder / "hashes.bin")
+        journaled = time.monotonic()
         for ids in map(np.asarray, documents):
+            n = progress.num_documents
             if not ids.size:
-                raise ValueError(f"document {num_documents} has no tokens")
+                raise ValueError(f"document {n} has no tokens")
             if ids.min() < 0 or ids.max() >= vocab_size:
-                raise ValueError(f"document {num_documents} has tokens outside the vocabulary, 0 to {vocab_size - 1}")
+                raise ValueError(f"document {n} has tokens outside the vocabulary, 0 to {vocab_size - 1}")
             data = ids.astype(dtype).tobytes()
             digest = hashlib.blake2b(data, digest_size=8).digest()
-            num_documents, num_tokens = num_documents + 1, num_tokens + ids.size
+            progress.num_documents, progress.num_tokens = n + 1, progress.num_tokens + ids.size
             tokens.write(data)
-            offsets.write(np.int64(num_tokens).tobytes())
+            offsets.write(np.int64(progress.num_tokens).tobytes())
             hashes.write(digest)
             content.update(digest)
-        if not num_documents:
+            if progress.key and time.monotonic() - journaled >= JOURNAL_SECONDS:
+                for file in files:
+                    _sync(file)
+                _write_json(folder / _JOURNAL, asdict(progress))
+                journaled = time.monotonic()
+        if not progress.num_documents:
             raise ValueError(f"no documents to write to {folder}")
-        for file in (tokens, offsets, hashes):
+        for file in files:
             _sync(file)
-    counts = {"num_documents": num_documents, "num_tokens": num_tokens, "dtype": dtype}
+    counts = {"num_documents": progress.num_documents, "num_tokens": progress.num_tokens, "dtype": dtype}
     return {**counts, "fingerprint": content.hexdigest()[:32]}
+
+
+def _content_so_far(hashes: Path) -> Any:
+    content = hashlib.sha256()
+    with hashes.open("rb") as file:
+        while block := file.read(CRC_BLOCK):
+            content.update(block)
+    return content
+
+
+def _dtype(vocab_size: int) -> str:
+    return "<u2" if vocab_size <= 1 << 16 else "<u4"
+
+
+def _sizes(progress: _Progress, dtype: str) -> list[int]:
+    """Bytes that count of each of _FILES."""
+    n = progress.num_documents
+    return [progress.num_tokens * np.dtype(dtype).itemsize, 8 * (n + 1), 8 * n]
+
+
+def _open_arrays(folder: Path, dtype: str, progress: _Progress, stack: ExitStack) -> list[BinaryIO]:
+    """_FILES, cut to what counts of them and at their ends."""
+    files = [stack.enter_context((folder / name).open("ab")) for name in _FILES]
+    for file, size in zip(files, _sizes(progress, dtype)):
+        file.truncate(size)  # to 8 zeros for offsets.bin, which begins with 0
+    return files
+
+
+def _read_journal(folder: Path, texts: _Texts) -> _Progress | None:
+    """How far an earlier writer of the same texts came, if what it wrote is there."""
+    try:
+        progress = _Progress(**json.loads((_temporary(folder) / _JOURNAL).read_bytes()))
+        sizes = [(_temporary(folder) / name).stat().st_size for name in _FILES]
+    except (OSError, ValueError, TypeError):
+        return None
+    whole = all(there >= size for there, size in zip(sizes, _sizes(progress, _dtype(texts.tokenizer.vocab_size))))
+    stops = texts.on_bad_document == "stop" and progress.skipped_bad  # it went past a document at which to stop
+    return progress if progress.key == texts.key and whole and not stops else None
+
+
+def _write_json(path: Path, content: dict[str, Any]) -> None:
+    """Whole or not at all."""
+    temporary = path.with_name(f"{path.name}.new")
+    with temporary.open("w") as file:
+        json.dump(content, file, indent=1)
+        _sync(file)
+    os.replace(temporary, path)
 
 
 def _sync(file: Any) -> None:
@@ -350,16 +533,27 @@ def _info_checksum(info: dict[str, Any]) -> int:
     return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
 
 
+def _remedy(folder: Path) -> str:
+    if CACHE_NAME.fullmatch(folder.name):
+        return "it is a token cache: delete its folder and the next start writes it again"
+    return "restore it from a copy, or write it again under another name"
+
+
 def _read_info(folder: Path) -> dict[str, Any]:
-    path = folder / "corpus.json"
+    path, remedy = folder / _INFO, _remedy(folder)
+    if not path.is_file() and not CACHE_NAME.fullmatch(folder.name) and not (folder / _FILES[0]).exists():
+        raise ValueError(
+            f"{path} is missing: {folder} is no corpus of tokens; tools.corpus writes one, and for a folder of texts "
+            f"training.dataset is {', '.join(TEXT_SOURCES[1:-1])} or {TEXT_SOURCES[-1]}"
+        )
     if not path.is_file():
-        raise ValueError(f"{path} is missing: {folder} is no corpus. {_REMEDY}")
+        raise ValueError(f"{path} is missing; {remedy}")
     try:
         info = json.loads(path.read_bytes())
     except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}. {_REMEDY}") from error
+        raise ValueError(f"{path} is not JSON: {error}; {remedy}") from error
     if not isinstance(info, dict) or info.get("format") != FORMAT:
-        raise ValueError(f"{path} does not say that it is a {FORMAT!r}. {_REMEDY}")
+        raise ValueError(f"{path} does not say that it is a {FORMAT!r}; {remedy}")
     if info.get("checksum") != _info_checksum(info):
-        raise ValueError(f"{path} was altered: it does not have its checksum. {_REMEDY}")
+        raise ValueError(f"{path} was altered: it does not have its checksum; {remedy}")
     return info

@@ -1,10 +1,12 @@
 """Sources: where documents come from, and in what order.
 
     stdlib    the *.py files of this Python's standard library; a file is a document
-    text      a file, a folder (all its files, hidden ones aside) or globs, several of them parted by commas; a file
+    text      a file, a folder (all its files, hidden ones aside) or globs, several of them separated by commas; a file
               is a document
-    jsonl     the same, *.jsonl in folders; a line is a document: its text field
+    jsonl     the same, *.jsonl (also .gz or .zst) in folders; a line is a document: its text field
     parquet   the same, *.parquet in folders; a row is a document: its text column
+    arrow     the same, *.arrow in folders; a row is a document. A folder that Hugging Face's `datasets` saved is read
+              in the order that its state.json gives
 
 Files are read in the order of their sorted paths, so that a corpus does not depend on the file system.
 """
@@ -12,14 +14,24 @@ Files are read in the order of their sorted paths, so that a corpus does not dep
 from __future__ import annotations
 
 import glob
+import gzip
+import io
 import json
 import os
 import sysconfig
-from collections.abc import Iterator, Set
+import zlib
+from collections.abc import Iterable, Iterator, Set
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
-TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet")
+TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet", "arrow")
+FIELD_SOURCES = ("jsonl", "parquet", "arrow")  # whose documents are one field of records
+SUFFIXES = {
+    "text": ("",), "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",), "arrow": (".arrow",),
+}  # fmt: skip
+ROWS = 256  # read at a time
 
 
 @dataclass(frozen=True)
@@ -29,64 +41,112 @@ class Document:
     text: str
     origin: str  # "file", "file, line 3" or "file, row 3"
     size: float  # bytes of the source that were read for it
+    problem: str = ""  # what is wrong with it; then its text is empty
 
 
 def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "training.dataset_path") -> list[Path]:
-    """The files of a text source, sorted. ValueError (naming the key) if there are none."""
+    """The files of a text source, in order. ValueError (naming the key) if there are none."""
     if dataset == "stdlib":
         if dataset_path:
             raise ValueError(f'{path_key} = {dataset_path!r}: training.dataset = "stdlib" takes none; leave it empty')
         return _stdlib_files()
     if not dataset_path:
         raise ValueError(f"{path_key} is empty: training.dataset = {dataset!r} needs a file, a folder or globs")
-    suffix = {"text": "", "jsonl": ".jsonl", "parquet": ".parquet"}[dataset]
+    suffixes = SUFFIXES[dataset]
     files: set[Path] = set()
     for pattern in [dataset_path] if os.path.exists(dataset_path) else dataset_path.split(","):
-        found = _expand(pattern.strip(), suffix)
+        found = _expand(pattern.strip(), suffixes)
         if not found:
             raise ValueError(
-                f"{path_key} = {dataset_path!r}: no {suffix or 'file'} is at {pattern.strip()!r}; give a file, a "
-                "folder or globs (parted by commas)"
+                f"{path_key} = {dataset_path!r}: no {' or '.join(suffixes) or 'file'} is at {pattern.strip()!r}; give "
+                "a file, a folder or globs (separated by commas)"
             )
         files.update(found)
-    return sorted(files)
+    return sorted(files) if dataset != "arrow" else _as_saved(files, path_key)
 
 
-def read_documents(dataset: str, files: list[Path], text_field: str = "text") -> Iterator[Document]:
-    """The documents of these files, in order. ValueError naming the file and the line or row that is bad."""
-    read = {"stdlib": _read_text, "text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet}[dataset]
+def read_documents(dataset: str, files: Iterable[Path], text_field: str = "text") -> Iterator[Document]:
+    """The documents of these files, in order; a bad one says its problem.
+
+    ValueError naming a file that cannot be read.
+    """
+    read = {
+        "stdlib": _read_text, "text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "arrow": _read_arrow,
+    }[dataset]  # fmt: skip
     for file in files:
         try:
             yield from read(file, text_field)
-        except OSError as error:
-            raise ValueError(f"{file} cannot be read: {error.strerror or error}") from error
+        except (OSError, EOFError, zlib.error) as error:  # the last two: of a damaged .gz
+            raise ValueError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+
+
+# --- finding files -----------------------------------------------------------------------------------------------
 
 
 def _stdlib_files() -> list[Path]:
     # site-packages lies inside this folder but is not the library. Test folders are left out because distributions
     # differ in whether they ship them, and because they hold, on purpose, broken sources and other encodings.
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = _walk(root, ".py", skip={"site-packages", "dist-packages", "test", "tests", "idle_test"})
+    files = _walk(root, (".py",), skip={"site-packages", "dist-packages", "test", "tests", "idle_test"})
     if not files:
         raise ValueError(f'training.dataset = "stdlib": this Python has no library sources in {root}; choose another')
     return files
 
 
-def _walk(folder: Path, suffix: str, skip: Set[str] = frozenset()) -> list[Path]:
+def _walk(folder: Path, suffixes: tuple[str, ...], skip: Set[str] = frozenset()) -> list[Path]:
     found = []
     for root, folders, names in os.walk(folder):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
-        found += [Path(root, name) for name in names if name.endswith(suffix) and not name.startswith(".")]
+        found += [Path(root, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
     return sorted(found)
 
 
-def _expand(pattern: str, suffix: str) -> list[Path]:
+def _expand(pattern: str, suffixes: tuple[str, ...]) -> list[Path]:
+    """The files of a file's path, a folder's, or a glob; of a glob that matches folders alone, the files in them."""
     path = Path(pattern).expanduser().absolute()
     if path.is_dir():
-        return _walk(path, suffix)
+        return _walk(path, suffixes)
     if path.is_file():
         return [path]
-    return [Path(found) for found in glob.glob(str(path), recursive=True) if os.path.isfile(found)]
+    matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
+    return [m for m in matches if m.is_file()] or [file for m in matches if m.is_dir() for file in _walk(m, suffixes)]
+
+
+def _as_saved(files: Set[Path], path_key: str) -> list[Path]:
+    """Sorted folder by folder; those of a folder with a state.json are the ones that it lists, in its order.
+
+    ValueError: such a folder lacks one of them, or is a selection of rows; several of its splits are given at once.
+    """
+    ordered: list[Path] = []
+    splits = {file.parent.parent for file in files if (file.parent.parent / "dataset_dict.json").is_file()}
+    for root in sorted(splits):
+        if len(names := sorted({file.parent.name for file in files if file.parent.parent == root})) > 1:
+            raise ValueError(f"{path_key}: {root} holds the splits {', '.join(names)}; give one, {root / names[0]}")
+    for folder in sorted({file.parent for file in files}):
+        here = sorted(file for file in files if file.parent == folder)
+        if (folder / "state.json").is_file():
+            listed = _listed(folder / "state.json")
+            here = listed if set(here) >= set(listed) else here  # else someone chose files
+        ordered += here
+    return ordered
+
+
+def _listed(state: Path) -> list[Path]:
+    try:
+        content = json.loads(state.read_bytes())
+        names = [entry["filename"] for entry in content["_data_files"]]
+        indices = content.get("_indices_data_files")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{state} is not the state of a saved dataset: {error!r}; save the dataset again") from error
+    if indices:
+        raise ValueError(f"{state}: the dataset is a selection of rows; save its flatten_indices() instead")
+    for name in names:
+        if not (state.parent / name).is_file():
+            raise ValueError(f"{state.parent / name} is missing: state.json lists it; restore it, or save it again")
+    return [state.parent / name for name in names]
+
+
+# --- reading them ------------------------------------------------------------------------------------------------
 
 
 def _read_text(file: Path, _: str) -> Iterator[Document]:
@@ -95,20 +155,38 @@ def _read_text(file: Path, _: str) -> Iterator[Document]:
 
 
 def _read_jsonl(file: Path, text_field: str) -> Iterator[Document]:
-    with file.open("rb") as lines:
+    with file.open("rb") as raw, _decompressed(file, raw) as lines:
+        read = 0
         for number, line in enumerate(lines, 1):
-            origin = f"{file}, line {number}"
-            try:
-                record = json.loads(line.decode("utf-8"))
-            except ValueError as error:
-                raise ValueError(f"{origin}: not JSON in UTF-8: {error}") from error
-            if not isinstance(record, dict) or text_field not in record:
-                fields = ", ".join(map(repr, record)) if isinstance(record, dict) else "no object"
-                raise ValueError(
-                    f"{origin}: no field {text_field!r} (it has: {fields}); set training.dataset_text_field, or "
-                    "drop the line"
-                )
-            yield Document(_as_text(record[text_field], origin, text_field), origin, len(line))
+            before, read = read, raw.tell()  # of the file as it is on disk: it is read in blocks
+            if line := line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").strip():
+                yield _record(line, f"{file}, line {number}", read - before, text_field)
+
+
+def _record(line: bytes, origin: str, size: float, text_field: str) -> Document:
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        return Document("", origin, size, f"not JSON in UTF-8: {error}")
+    if not isinstance(record, dict) or text_field not in record:
+        fields = ", ".join(map(repr, record)) if isinstance(record, dict) else "no object"
+        problem = f"no field {text_field!r} (it has: {fields}); set training.dataset_text_field"
+        return Document("", origin, size, problem)
+    return _row(record[text_field], origin, size, text_field)
+
+
+@contextmanager
+def _decompressed(file: Path, raw: BinaryIO) -> Iterator[BinaryIO]:
+    if file.suffix == ".gz":
+        with gzip.GzipFile(fileobj=raw) as lines:
+            yield lines
+    elif file.suffix == ".zst":
+        import pyarrow as pa  # brings zstd with it: Python has its own from 3.14
+
+        with io.BufferedReader(pa.CompressedInputStream(raw, "zstd")) as lines:
+            yield lines
+    else:
+        yield raw
 
 
 def _read_parquet(file: Path, text_field: str) -> Iterator[Document]:
@@ -117,23 +195,44 @@ def _read_parquet(file: Path, text_field: str) -> Iterator[Document]:
 
     try:
         with pq.ParquetFile(file) as table:
-            names = table.schema_arrow.names
-            if text_field not in names:
-                raise ValueError(
-                    f"{file}: no column {text_field!r} (it has: {', '.join(map(repr, names))}); set "
-                    "training.dataset_text_field"
-                )
-            row, size = 0, file.stat().st_size / max(table.metadata.num_rows, 1)
-            for batch in table.iter_batches(batch_size=256, columns=[text_field]):
-                for value in batch.column(0).to_pylist():
-                    row += 1
-                    origin = f"{file}, row {row}"
-                    yield Document(_as_text(value, origin, text_field), origin, size)
+            _check_column(file, table.schema_arrow.names, text_field)
+            size = file.stat().st_size / max(table.metadata.num_rows, 1)
+            batches = table.iter_batches(batch_size=ROWS, columns=[text_field])
+            yield from _rows(file, (batch.column(0) for batch in batches), size, text_field)
     except pa.ArrowException as error:
         raise ValueError(f"{file}: not a whole parquet file: {error}") from error
 
 
-def _as_text(value: object, origin: str, text_field: str) -> str:
+def _read_arrow(file: Path, text_field: str) -> Iterator[Document]:
+    """Arrow's stream format, which `datasets` writes, or its file format."""
+    import pyarrow as pa
+
+    try:
+        with pa.memory_map(str(file)) as source:
+            open_table = pa.ipc.open_file if source.read(6) == b"ARROW1" else pa.ipc.open_stream
+            source.seek(0)
+            table = open_table(source).read_all()  # mapped: what a column takes is read when it is used
+            _check_column(file, table.column_names, text_field)
+            chunks = (c.slice(i, ROWS) for c in table[text_field].chunks for i in range(0, len(c), ROWS))
+            yield from _rows(file, chunks, file.stat().st_size / max(table.num_rows, 1), text_field)
+    except pa.ArrowException as error:
+        raise ValueError(f"{file}: not a whole arrow file: {error}") from error
+
+
+def _check_column(file: Path, names: list[str], text_field: str) -> None:
+    if text_field not in names:
+        raise ValueError(
+            f"{file}: no column {text_field!r} (it has: {', '.join(map(repr, names))}); set training.dataset_text_field"
+        )
+
+
+def _rows(file: Path, columns: Iterable[Any], size: float, text_field: str) -> Iterator[Document]:
+    values = (value for column in columns for value in column.to_pylist())
+    for number, value in enumerate(values, 1):
+        yield _row(value, f"{file}, row {number}", size, text_field)
+
+
+def _row(value: object, origin: str, size: float, text_field: str) -> Document:
     if not isinstance(value, str):
-        raise ValueError(f"{origin}: {text_field!r} is {type(value).__name__}, not text; repair or drop it")
-    return value
+        return Document("", origin, size, f"{text_field!r} is {type(value).__name__}, not text")
+    return Document(value, origin, size)

@@ -1,4 +1,4 @@
-"""A data-parallel rank's batch → what this rank computes of it."""
+"""A data-parallel rank's batch → what this rank computes of it, and its plan."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import torch
 
 from titan_linear.data import Batch
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.models.packed import Packed
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.layers import widened
+from titan_linear.models.plan import BatchPlan, Rotary
 from titan_linear.ops import build_cp_context
+from titan_linear.ops.transfer import to_device
 
 
 @dataclass(frozen=True)
@@ -22,21 +25,39 @@ class BatchSharding:
     softmax_method: str
     linear_method: str
     impl: str
+    conv1d_kernel_size: int | None  # of the model's convolutions, if all have one size
+    rotaries: tuple[Rotary, ...]  # of the model's mixers
+    compute_dtype: torch.dtype
 
-    def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, Packed]:
-        """tokens [1, T_local], labels [1, T_local] and their documents. Labels were shifted before the cut."""
-        methods = {"impl": self.impl, "softmax_method": self.softmax_method, "linear_method": self.linear_method,
-                   "num_streams": batch.num_streams}  # fmt: skip
-        if self.dims.cp == 1:
-            tokens, labels, positions = (self._move(x) for x in (batch.tokens, batch.labels, batch.position_ids))
-            return tokens, labels, Packed(positions[0], cu_seqlens=batch.cu_seqlens, **methods)
+    @classmethod
+    def of(
+        cls, model: ModelConfig, dims: ParallelDims, device: torch.device, compute_dtype: torch.dtype, **methods: str
+    ) -> BatchSharding:
+        """What this model's mixers will ask of a batch is planned for. methods: layout, softmax_method, linear_method,
+        impl."""
+        needs = [mixer.ops for mixer in model.layers]
+        sizes = {ops["causal_conv1d"]["W"] for ops in needs if "causal_conv1d" in ops}
+        rotaries = dict.fromkeys(mixer.rotary for mixer in model.layers if mixer.rotary is not None)
+        return cls(
+            dims, device, conv1d_kernel_size=sizes.pop() if len(sizes) == 1 else None, rotaries=tuple(rotaries),
+            compute_dtype=compute_dtype, **methods,
+        )  # fmt: skip
+
+    def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, BatchPlan]:
+        """tokens [1, T_local], labels [1, T_local] and their plan. Labels were shifted before the cut."""
         context = build_cp_context(
-            batch.cu_seqlens.to(self.device, non_blocking=True), self.dims.cp_group, layout=self.layout,
-            cu_seqlens_cpu=batch.cu_seqlens, num_streams=batch.num_streams,
+            batch.cu_seqlens, self.dims.cp_group, num_streams=batch.num_streams,
+            layout=self.layout if self.dims.cp > 1 else "contiguous",
+            conv1d_kernel_size=self.conv1d_kernel_size, device=self.device,
         )  # fmt: skip
         mine = [slice(start, end) for start, end in context.fragments]
-        tokens, labels = (self._move(torch.cat([x[:, f] for f in mine], 1)) for x in (batch.tokens, batch.labels))
-        return tokens, labels, Packed(context.position_ids, cp_context=context, **methods)
-
-    def _move(self, x: torch.Tensor) -> torch.Tensor:
-        return x.to(self.device, non_blocking=True)
+        local = {"tokens": batch.tokens, "labels": batch.labels}
+        if self.dims.cp > 1:
+            local = {name: torch.cat([x[:, f] for f in mine], 1) for name, x in local.items()}
+        moved = to_device(local, self.device)
+        plan = BatchPlan(
+            context.position_ids, cp_context=context, num_streams=batch.num_streams, impl=self.impl,
+            softmax_method=self.softmax_method, linear_method=self.linear_method,
+        )  # fmt: skip
+        plan.prepare(self.rotaries, widened(self.compute_dtype))
+        return moved["tokens"], moved["labels"], plan

@@ -28,14 +28,19 @@ class ParallelDims:
         return self.mesh.get_rank() // self.cp
 
     @property
-    def shard_group(self) -> dist.ProcessGroup:
-        """The ranks that hold one copy of the parameters between them."""
-        return self.fsdp_mesh.get_group(self.fsdp_mesh.ndim - 1)
+    def shards(self) -> int:
+        """Ranks that hold one copy of the parameters between them: the first so many have the first copy."""
+        return self.dp_shard * self.cp
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
         """The ranks that share a stream."""
         return self.mesh.get_group("cp")
+
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """All groups in which ranks train."""
+        return [dist.group.WORLD, *self.mesh.get_all_groups(), *self.fsdp_mesh.get_all_groups()]
 
     @property
     def degrees(self) -> dict[str, int]:

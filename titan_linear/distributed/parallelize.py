@@ -1,6 +1,6 @@
 """From a plain decoder to one that many ranks train: activation checkpointing, then FSDP2.
 
-Context parallelism is not here: it is in what a mixer is given (`Packed.cp_context`), not in the model.
+Context parallelism is not here: it is in what a mixer is given (`BatchPlan.cp_context`), not in the model.
 """
 
 from __future__ import annotations
@@ -15,11 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.decoder import Decoder
-
-# Gate parameters, whose rounding to bfloat16 changes decays over a whole document, and the bias that chooses experts.
-# They are small: every rank keeps
-# them whole and in float32 or wider, out of FSDP and its casts.
-REPLICATED = ("A_log", "dt_bias", "selection_bias")
 
 
 def parallelize(model: Decoder, dims: ParallelDims, *, ac_mode: str, policy: MixedPrecisionPolicy) -> None:
@@ -54,12 +49,14 @@ def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy) -> N
 
 
 def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that every rank keeps whole, in the order of their names."""
-    return [p for name, p in model.named_parameters() if name.rsplit(".", 1)[-1] in REPLICATED]
+    """The parameters that every rank keeps whole and in float32 or wider, out of FSDP and its casts: those that their
+    modules name in `kept_whole`, small ones, whose rounding to bfloat16 would show. In the model's order."""
+    own = [(module, name) for module in model.modules() for name in getattr(module, "kept_whole", ())]
+    return [p for module, name in own if (p := getattr(module, name)) is not None]
 
 
 def set_dtype(model: Decoder, dtype: torch.dtype) -> None:
-    """Parameters in `dtype`; gate parameters in float32 or wider."""
+    """Parameters in `dtype`; those that are kept whole in float32 or wider."""
     model.to(dtype)
     for p in replicated_parameters(model):
         p.data = p.data.to(torch.promote_types(dtype, torch.float32))

@@ -5,7 +5,7 @@ leaves its bytes in place. A `Layout` says that some of our parameters, interlea
 disk one after the other; from it come `Entry`s: which row of which tensor is which row of ours. So a rank can read
 just the rows that it owns, importing and exporting use the same table, and the table can be proved a bijection.
 
-    [q | k | v·r | z·r] per key head (Qwen3-Next)      Layout((q, k, v, g), ("in_proj_qkvz",), groups="linear_heads")
+    [q | k | v·r | z·r] per key head (Qwen3-Next)      Layout((q, k, v, g), ("in_proj_qkvz",), groups="heads")
     one tensor per expert and projection               Layout(("gate_up_proj",), ("{e}.gate_proj", "{e}.up_proj"))
 """
 
@@ -20,9 +20,10 @@ from itertools import accumulate
 
 import torch
 
-from titan_linear.models.config import ModelConfig
+from titan_linear.models.config import MixerOptions, ModelConfig, differences
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.families import FAMILIES, Layout
+from titan_linear.models.families import FAMILIES
+from titan_linear.models.families.layout import Layout
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -102,9 +103,12 @@ def entries(config: ModelConfig, family: str, on_disk: Shapes | None = None) -> 
 
 
 def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
-    """Tensors of a folder that are not part of the language model: vision, multi-token prediction, a tied head."""
+    """Tensors of a folder that are not part of the language model: vision, multi-token prediction, a tied head; and
+    those that change nothing: without elements, or the gate of a shared expert that there is not."""
     patterns = [*FAMILIES[family].ignored, *([r"lm_head\.weight"] if config.tie_embeddings else [])]
-    return {name for name in on_disk if any(re.fullmatch(p, name) for p in patterns)}
+    if config.moe is not None and config.moe.shared_hidden_dim == 0:
+        patterns.append(r".*\.shared_expert_gate\.weight")
+    return {n for n, shape in on_disk.items() if 0 in shape or any(re.fullmatch(p, n) for p in patterns)}
 
 
 def state_from_hf(tensors: Mapping[str, torch.Tensor], config: ModelConfig, family: str) -> dict[str, torch.Tensor]:
@@ -149,10 +153,12 @@ def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str,
     special by default), max_position_embeddings, ... ValueError for a model that is not of this family."""
     if family not in FAMILIES:
         raise ValueError(f"family = {family!r} is unknown; use one of {', '.join(FAMILIES)}")
+    if unknown := {mixer.name for mixer in config.pattern if type(mixer) not in FAMILIES[family].layers}:
+        raise ValueError(f"{family} cannot hold this model: it has no layers {', '.join(sorted(unknown))}")
     written = FAMILIES[family].config_to_hf(config)
-    ours, theirs = vars(config.canonical), vars(FAMILIES[family].config_from_hf(written).canonical)
-    if differing := [f"{f} = {ours[f]!r}" for f in ours if ours[f] != theirs[f]]:
-        raise ValueError(f"{family} cannot hold this model: {', '.join(differing)}")
+    if found := differences(config, FAMILIES[family].config_from_hf(written)):
+        said = ", ".join(f"{option} = {ours!r}" for option, (ours, _) in found.items())
+        raise ValueError(f"{family} cannot hold this model: {said}")
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # transformers' defaults are one model's
     return {"architectures": [family], **written, **tokens, **extra}
 
@@ -171,24 +177,27 @@ class _Resolved:
 
 def _layouts(config: ModelConfig, family: str, ours: Shapes, on_disk: Shapes | None) -> Iterator[list[_Resolved]]:
     """For every part of the model the spellings that it may have."""
-    table = FAMILIES[family]
-    prefix = next((p for p in table.prefixes if on_disk and f"{p}embed_tokens.weight" in on_disk), table.prefixes[0])
-    for spellings in table.model:
+    has = FAMILIES[family]
+    prefix = next((p for p in has.prefixes if on_disk and f"{p}embed_tokens.weight" in on_disk), has.prefixes[0])
+    num_experts = config.moe.num_experts if config.moe else 0
+    for spellings in has.model:
         if not (config.tie_embeddings and spellings[0].ours == ("head.weight",)):
-            yield [_resolve(layout, "", prefix, config, ours) for layout in spellings]
+            yield [_resolve(layout, "", prefix, ours) for layout in spellings]
     for i, mixer in enumerate(config.layers):
-        parts = table.layers[mixer] + (table.experts if config.has_experts(i) else table.mlp)
-        for spellings in parts:
-            fitting = [s for s in spellings if all(f"layers.{i}.{name}" in ours for name in s.ours)]
+        mine, theirs = f"layers.{i}.", f"{prefix}layers.{i}."
+        for spellings in has.layers[type(mixer)] + (has.experts if config.has_experts(i) else has.mlp):
+            fitting = [s for s in spellings if all(mine + name in ours for name in s.ours)]
             if fitting:
-                yield [_resolve(s, f"layers.{i}.", f"{prefix}layers.{i}.", config, ours) for s in fitting]
+                yield [_resolve(s, mine, theirs, ours, mixer, num_experts) for s in fitting]
 
 
-def _resolve(layout: Layout, mine: str, theirs: str, config: ModelConfig, ours: Shapes) -> _Resolved:
+def _resolve(
+    layout: Layout, mine: str, theirs: str, ours: Shapes, mixer: MixerOptions | None = None, num_experts: int = 0
+) -> _Resolved:
     names = tuple(mine + name for name in layout.ours)
     width = _width(ours[names[0]])
     counts = [_rows(ours[name], width) for name in names]
-    experts = range(config.moe.num_experts) if "{e}" in layout.theirs[0] else (0,)
+    experts = range(num_experts) if "{e}" in layout.theirs[0] else (0,)
     prefixed = [t if t.startswith("lm_head") else theirs + t for t in layout.theirs]
     on_disk = [t.replace("{e}", str(e)) for e in experts for t in prefixed]
     if len(on_disk) == len(names) and not layout.equal:
@@ -197,7 +206,7 @@ def _resolve(layout: Layout, mine: str, theirs: str, config: ModelConfig, ours: 
         step = -(-sum(counts) // len(on_disk))
         rows = [min(step, sum(counts) - i * step) for i in range(len(on_disk))]
     shapes = [layout.shape_on_disk(n, width, ours[names[0]]) for n in rows]
-    return _Resolved(names, tuple(map(Source, on_disk, shapes)), getattr(config, layout.groups) if layout.groups else 1)
+    return _Resolved(names, tuple(map(Source, on_disk, shapes)), getattr(mixer, layout.groups) if layout.groups else 1)
 
 
 def _spelling(spellings: list[_Resolved], on_disk: Shapes | None) -> _Resolved:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -24,47 +28,40 @@ class MoEConfig:
     bias_update_rate: float = 0.0  # per step, towards equal loads; 0: the bias stays as it is
 
 
-# Options that only these mixers read.
-OPTIONS = {
-    ("kda",): ("kda_lower_bound", "kda_gate_bias"),
-    ("kda", "gdn"): ("conv_size", "beta_range", "o_norm_eps"),
-    ("attention", "mla"): ("heads",),
-    ("attention",): ("kv_heads", "head_dim", "qk_norm", "rope_theta", "rotary_fraction", "output_gate"),
-    ("mla",): ("kv_rank", "nope_dim", "shared_k_dim", "mla_v_dim"),
-}
+class MixerOptions(ABC):
+    """What a mixer of one kind is built from: a frozen dataclass, in the mixer's room (models/mixers/)."""
+
+    name: ClassVar[str]  # in models/mixers/__init__.py
+    linear: ClassVar[bool] = False  # a recurrence over the tokens; else softmax over them
+    growing: ClassVar[tuple[str, ...]] = ()  # entries of its cache that are [B, tokens, ...]; others have one size
+
+    @abstractmethod
+    def build(self, config: ModelConfig) -> nn.Module:
+        """forward(x [B, T, dim], plan, cache) -> [B, T, dim]. The module may name in `initial` how parameters are
+        drawn that are not normal, and in `kept_whole` those that every rank keeps whole and in float32 or wider."""
+
+    @property
+    @abstractmethod
+    def ops(self) -> dict[str, dict[str, int]]:
+        """The ops of titan_linear.ops that it calls, with the sizes on which their implementations depend."""
+
+    @property
+    def rotary(self) -> tuple[float, int] | None:
+        """(theta, rotated channels of each head); None: no positions."""
+        return None
+
+    @abstractmethod
+    def indivisible_heads(self, ranks: int) -> str | None:
+        """The heads that an all-to-all cannot split among so many ranks, as a message names them; None: it can."""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     vocab_size: int
     dim: int
-    pattern: tuple[str, ...]  # mixers of the first layers, repeated: "kda", "gdn", "attention", "mla"
+    pattern: tuple[MixerOptions, ...]  # mixers of the first layers, repeated
     num_layers: int
     hidden_dim: int  # of SwiGLU
-    # linear layers (KDA and GDN)
-    linear_heads: int
-    linear_v_heads: int  # a multiple of linear_heads
-    linear_head_dim: int
-    linear_v_head_dim: int
-    conv_size: int = 4
-    kda_lower_bound: float | None = -5.0  # the bounded gate, whose kernels are faster; None: −exp(A_log)·softplus(…)
-    kda_gate_bias: bool = True  # a bias in KDA's output gate
-    beta_range: float = 1.0  # β in (0, this); 2 allows negative eigenvalues
-    o_norm_eps: float | None = None  # of linear layers' output norm; None: norm_eps
-    # softmax layers
-    heads: int = 8
-    kv_heads: int = 8
-    head_dim: int = 64
-    qk_norm: str | None = None  # "head": of each head; "width": over all heads together
-    rope_theta: float | None = 10000.0  # None: no positions
-    rotary_fraction: float = 1.0  # of head_dim, its first part
-    output_gate: bool = False
-    # latent attention (MLA), with `heads`; no positions
-    kv_rank: int = 0
-    nope_dim: int = 0  # of q and k, a head's own
-    shared_k_dim: int = 0  # of q and k, one for all heads (where DeepSeek-V2 has its rotary part)
-    mla_v_dim: int = 0
-    # all
     moe: MoEConfig | None = None
     dense_layers: tuple[int, ...] = ()  # layers with a SwiGLU all the same
     zero_centred_norm: bool = False  # norms × (1 + weight), but for linear layers' output norm
@@ -74,17 +71,28 @@ class ModelConfig:
     init_std: float = 0.02
 
     @property
-    def layers(self) -> tuple[str, ...]:
+    def layers(self) -> tuple[MixerOptions, ...]:
         """The mixer of every layer."""
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
 
     def has_experts(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.dense_layers
 
-    @property
-    def canonical(self) -> ModelConfig:
-        """The same model, with options that none of its mixers reads at their defaults, and none of its training."""
-        defaults = {field.name: field.default for field in fields(self)}
-        idle = [names for mixers, names in OPTIONS.items() if not set(mixers) & set(self.layers)]
-        moe = self.moe and replace(self.moe, balance_coefficient=0.0, bias_update_rate=0.0)
-        return replace(self, moe=moe, **{name: defaults[name] for names in idle for name in names})
+
+def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[object, object]]:
+    """Where two models are not the same function: option -> (ours, theirs). How they are trained does not count."""
+    kinds = [tuple(mixer.name for mixer in model.layers) for model in (ours, theirs)]
+    pairs = [("", *({**_without_mixers(model), "layers": kind} for model, kind in zip((ours, theirs), kinds)))]
+    if kinds[0] == kinds[1]:
+        pairs += [(f"{a.name}.", vars(a), vars(b)) for a, b in zip(ours.layers, theirs.layers)]
+    found: dict[str, tuple[object, object]] = {}
+    for prefix, a, b in pairs:
+        for option in a:
+            if a[option] != b[option]:
+                found.setdefault(prefix + option, (a[option], b[option]))
+    return found
+
+
+def _without_mixers(model: ModelConfig) -> dict[str, object]:
+    moe = model.moe and replace(model.moe, balance_coefficient=0.0, bias_update_rate=0.0)
+    return vars(replace(model, pattern=(), init_std=0.0, moe=moe))

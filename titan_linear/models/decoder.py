@@ -8,24 +8,14 @@ import torch
 from torch import nn
 
 from titan_linear.loss import chunked_cross_entropy
-from titan_linear.models.attention_mixer import AttentionMixer
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.delta_mixers import GDNMixer, KDAMixer
 from titan_linear.models.layers import RMSNorm, SwiGLU
-from titan_linear.models.mla import MLAMixer
 from titan_linear.models.moe import MoE
-from titan_linear.models.packed import Packed
-
-MIXERS = {"kda": KDAMixer, "gdn": GDNMixer, "attention": AttentionMixer, "mla": MLAMixer}
+from titan_linear.models.plan import BatchPlan
 
 
 class LayerCache(UserDict[str, torch.Tensor]):
-    """What a mixer keeps of earlier tokens. Not a dict: FSDP copies those (and their subclasses) among arguments.
-
-    Entries named in `growing` are [B, tokens, ...] and grow with the text; any other [B, ...] has one size.
-    """
-
-    growing = ("k", "v", "latent", "shared")
+    """What a mixer keeps of earlier tokens. Not a dict: FSDP copies those (and their subclasses) among arguments."""
 
 
 class Block(nn.Module):
@@ -34,24 +24,24 @@ class Block(nn.Module):
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
         mixer = config.layers[layer]
-        self.post_norm = mixer in config.post_norm
+        self.post_norm = mixer.name in config.post_norm
         self.mixer_norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
-        self.mixer = MIXERS[mixer](config)
+        self.mixer = mixer.build(config)
         self.mlp_norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
         experts = config.has_experts(layer)
         self.mlp = MoE(config.dim, config.moe) if experts else SwiGLU(config.dim, config.hidden_dim)
 
     def forward(
-        self, x: torch.Tensor, packed: Packed, cache: LayerCache | None = None
+        self, x: torch.Tensor, plan: BatchPlan, cache: LayerCache | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [B, T, dim] -> [B, T, dim], and the load-balance loss of the experts, if there is one."""
-        y = self.mixer(x if self.post_norm else self.mixer_norm(x), packed, cache)
+        y = self.mixer(x if self.post_norm else self.mixer_norm(x), plan, cache)
         x = x + (self.mixer_norm(y) if self.post_norm else y)
-        y, balance = self._mlp(x if self.post_norm else self.mlp_norm(x), packed)
+        y, balance = self._mlp(x if self.post_norm else self.mlp_norm(x), plan)
         return x + (self.mlp_norm(y) if self.post_norm else y), balance
 
-    def _mlp(self, x: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.mlp(x, packed) if isinstance(self.mlp, MoE) else (self.mlp(x), None)
+    def _mlp(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return self.mlp(x, plan) if isinstance(self.mlp, MoE) else (self.mlp(x), None)
 
 
 class Head(nn.Module):
@@ -83,7 +73,7 @@ class Decoder(nn.Module):
     def forward(
         self,
         tokens: torch.Tensor,
-        packed: Packed,
+        plan: BatchPlan,
         labels: torch.Tensor | None = None,
         *,
         loss_chunk: int = 2048,
@@ -97,7 +87,7 @@ class Decoder(nn.Module):
         """
         x, balances = self.embedding(tokens), []
         for i, layer in enumerate(self.layers):
-            x, balance = layer(x, packed, None if caches is None else caches[i])
+            x, balance = layer(x, plan, None if caches is None else caches[i])
             balances += [] if balance is None else [balance]
         out = self.head(x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk)
         for balance in balances if labels is not None else []:

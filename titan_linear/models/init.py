@@ -1,65 +1,86 @@
-"""Initial weights: each parameter is drawn whole from (seed, its name), then sliced.
+"""Initial weights: element i of each parameter is a function of (seed, its name, i), and a rank draws what it owns.
 
-So they depend on nothing else: not on how parameters are sharded, nor on the order in which they are drawn.
+So they depend on nothing else: not on how parameters are sharded, nor on the order in which they are drawn. A module
+says in `initial` how its parameters are drawn; others are normal, and the bias of a linear layer zeros, as
+flash-linear-attention's layers and models have them.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
+from concurrent.futures import Executor, ThreadPoolExecutor
 
+import numpy as np
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.draws import Draw, Elements, normal, stream, zeros
 
-NEVER_CENTRED = ("o_norm", "kv_norm")  # norms × weight in every model
-
-
-def generator(seed: int, *name: object) -> torch.Generator:
-    """A CPU generator that depends on (seed, name) alone."""
-    digest = hashlib.sha256(repr((seed, *name)).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+BLOCK = 1 << 15  # elements drawn at once: their intermediate values stay in a core's cache
+BUFFER = 1 << 22  # elements drawn before they are copied to their parameter
 
 
 @torch.no_grad()
 def initialise(model: Decoder, seed: int) -> None:
-    """Fill every parameter in place. Parameters may be sharded; each rank draws the whole and keeps its slice."""
-    for name, parameter in model.named_parameters():
-        value = draw(name, parameter.shape, model.config, generator(seed, name)).to(parameter.dtype)
-        if isinstance(parameter, DTensor):
-            mesh, placements = parameter.device_mesh, parameter.placements
-            value = distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
-        parameter.copy_(value)
+    """Fill every parameter in place. Of a sharded one each rank draws its own part."""
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        for name, parameter in model.named_parameters():
+            owner, _, leaf = name.rpartition(".")
+            draw = draw_of(model.get_submodule(owner), leaf, model.config.init_std)
+            if isinstance(parameter, DTensor):
+                (own,) = parameter.__create_chunk_list__()
+                fill(parameter.to_local(), tuple(parameter.shape), tuple(own.offsets), draw, stream(seed, name), pool)
+            else:
+                fill(parameter, tuple(parameter.shape), (0,) * parameter.dim(), draw, stream(seed, name), pool)
 
 
-def draw(name: str, shape: torch.Size, config: ModelConfig, rng: torch.Generator) -> torch.Tensor:
-    """A parameter's initial value in float32, as flash-linear-attention's layers and models draw it."""
-    leaf, owner = name.rsplit(".", 1)[-1], name.split(".")
-    if leaf == "A_log":
-        mixer = config.layers[int(owner[1])]
-        if mixer == "kda" and config.kda_lower_bound is not None:
-            return torch.zeros(shape)
-        low = 1.0 if mixer == "kda" else 0.0  # exp(A_log) uniform on (low, 16]
-        return torch.log(16 - (16 - low) * torch.rand(shape, generator=rng))
-    if leaf == "dt_bias":  # softplus(dt_bias) log-uniform on [1e-3, 0.1]
-        dt = torch.exp(torch.rand(shape, generator=rng) * math.log(100) + math.log(1e-3))
-        return dt + torch.log(-torch.expm1(-dt))
-    if leaf in ("bias", "selection_bias"):
-        return torch.zeros(shape)
-    if owner[-2].endswith("norm"):
-        return torch.zeros(shape) if config.zero_centred_norm and owner[-2] not in NEVER_CENTRED else torch.ones(shape)
-    return torch.randn(shape, generator=rng) * config.init_std
+def draw_of(module: nn.Module, leaf: str, std: float) -> Draw:
+    """How a module's own parameter is drawn."""
+    if isinstance(module, nn.Linear) and leaf == "bias":
+        return zeros
+    return getattr(module, "initial", {}).get(leaf, normal(std))
+
+
+def fill(
+    local: torch.Tensor,
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    draw: Draw,
+    stream: tuple[np.uint64, np.uint64],
+    pool: Executor,
+) -> None:
+    """Fill `local`, the part of a parameter of this shape that begins at `offsets`; draws are rounded to float32."""
+    flat, (length, shift) = local.view(-1), _runs(tuple(local.shape), shape, offsets)
+    for begin in range(0, len(flat), BUFFER):
+        drawn = torch.empty(min(BUFFER, len(flat) - begin))
+
+        def block(first: int, begin: int = begin, drawn: torch.Tensor = drawn) -> None:
+            out = drawn[first : first + BLOCK]
+            element = np.arange(begin + first, begin + first + len(out), dtype=np.uint64)
+            element += shift[element // length] if len(shift) > 1 else shift
+            out.copy_(draw(Elements(stream, element)))
+
+        list(pool.map(block, range(0, len(drawn), BLOCK)))
+        flat[begin : begin + len(drawn)].copy_(drawn)
+
+
+def _runs(sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[np.uint64, np.ndarray]:
+    """Elements of a box [sizes] at `offsets` in a tensor [shape], both flattened, run by run: (length, shift [runs]),
+    for which element j of the box is element j + shift[j // length] of the tensor, modulo 2^64."""
+    strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
+    cut = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)  # later dimensions are whole
+    starts = np.zeros(1, np.int64)
+    for d in range(cut):
+        starts = np.add.outer(starts, (offsets[d] + np.arange(sizes[d])) * strides[d]).ravel()
+    length = math.prod(sizes[cut:])
+    starts += offsets[cut] * strides[cut] - np.arange(len(starts)) * length
+    return np.uint64(length), starts.astype(np.uint64)
 
 
 def count_parameters(config: ModelConfig) -> int:
     """How many parameters training can change; nothing is allocated."""
     with torch.device("meta"):
         return sum(p.numel() for p in Decoder(config).parameters() if p.requires_grad)
-
-
-def no_decay(model: nn.Module) -> set[str]:
-    """Names of the parameters that weight decay leaves alone: norms, biases, A_log and dt_bias."""
-    return {name for name, p in model.named_parameters() if p.dim() < 2}

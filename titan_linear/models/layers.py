@@ -6,10 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titan_linear.models.draws import ones, zeros
+
+
+def widened(dtype: torch.dtype) -> torch.dtype:
+    """float32, or float64 if it is that already."""
+    return torch.promote_types(dtype, torch.float32)
+
 
 def widen(x: torch.Tensor) -> torch.Tensor:
-    """x in float32, or in float64 if it is that already."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+    return x.to(widened(x.dtype))
 
 
 class RMSNorm(nn.Module):
@@ -19,6 +25,7 @@ class RMSNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim))
         self.eps, self.zero_centred = eps, zero_centred
+        self.initial = {"weight": zeros if zero_centred else ones}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weight = 1 + widen(self.weight) if self.zero_centred else widen(self.weight)
@@ -58,16 +65,23 @@ class ConvWeight(nn.Module):
         self.weight = nn.Parameter(torch.empty(dim, width))
 
 
-def rotate(x: torch.Tensor, position_ids: torch.Tensor, theta: float, fraction: float = 1.0) -> torch.Tensor:
-    """Rotary embedding of x [B, T, H, D], halves rotated against each other (RoFormer; the layout of Llama).
-
-    With a fraction below 1 the first fraction·D channels of each head are rotated and the others stay.
+def angles(position_ids: torch.Tensor, theta: float, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin [.., T, dim / 2] in `dtype` of the rotary embedding of `dim` channels at position_ids [.., T] int64.
 
     Angles are taken in float64: in float32 a position of a million is off by 0.03 rad.
     """
-    half = int(x.shape[-1] * fraction) // 2
-    inverse = theta ** -(torch.arange(half, device=x.device, dtype=torch.float64) / half)
-    angle = (position_ids.double().unsqueeze(-1) * inverse).unsqueeze(-2)  # [T, 1, half]
-    cos, sin = angle.cos().to(widen(x).dtype), angle.sin().to(widen(x).dtype)
+    half = dim // 2
+    inverse = theta ** -(torch.arange(half, device=position_ids.device, dtype=torch.float64) / half)
+    angle = position_ids.double().unsqueeze(-1) * inverse
+    return angle.cos().to(dtype), angle.sin().to(dtype)
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary embedding of x [B, T, H, D], halves rotated against each other (RoFormer; the layout of Llama).
+
+    With cos and sin [T, half] or [B, T, half] the first 2·half channels of each head are rotated, the others stay.
+    """
+    half = cos.shape[-1]
+    cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [.., T, 1, half]
     a, b, rest = widen(x).split([half, half, x.shape[-1] - 2 * half], dim=-1)
     return torch.cat([a * cos - b * sin, b * cos + a * sin, rest], -1).to(x.dtype)

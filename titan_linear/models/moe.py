@@ -7,24 +7,30 @@ section 2.1.2) moves after each step: see `update_selection_biases` in distribut
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from titan_linear.models.config import MoEConfig
+from titan_linear.models.draws import zeros
 from titan_linear.models.layers import SwiGLU, widen
-from titan_linear.models.packed import Packed
+from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.experts import grouped_linear, stream_means
 
 
 class Router(nn.Module):
     """The experts of each token and their weights. Scores are in float32 or wider."""
 
+    kept_whole: ClassVar[tuple[str, ...]] = ("selection_bias",)  # bfloat16 would swallow its small steps
+
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
         self.config = config
         self.weight = nn.Parameter(torch.empty(config.num_experts, dim))
         self.selection_bias = None
+        self.initial = {"selection_bias": zeros}
         if config.selection_bias:
             self.selection_bias = nn.Parameter(torch.empty(config.num_experts), requires_grad=False)
 
@@ -76,7 +82,7 @@ class MoE(nn.Module):
         self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
         self.loads: torch.Tensor | None = None  # [E] tokens sent to each expert since the bias was last moved
 
-    def forward(self, x: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def forward(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [B, T, dim] -> [B, T, dim], and this rank's part of the load-balance loss (None: not wanted)."""
         flat = x.flatten(0, 1)
         experts, weights, scores = self.router(flat)
@@ -84,7 +90,7 @@ class MoE(nn.Module):
         if self.shared is not None:
             shared = self.shared(flat)
             y = y + (shared if self.shared_gate is None else shared * self.shared_gate(flat).sigmoid())
-        return y.view_as(x), self._balance_loss(experts, scores, packed)
+        return y.view_as(x), self._balance_loss(experts, scores, plan)
 
     def _routed(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Σ weight · expert(x) over each token's experts: copies of x are sorted by expert, and sorted back."""
@@ -101,7 +107,7 @@ class MoE(nn.Module):
         if self.config.bias_update_rate and torch.is_grad_enabled():
             self.loads = counts if self.loads is None else self.loads + counts
 
-    def _balance_loss(self, experts: torch.Tensor, scores: torch.Tensor, packed: Packed) -> torch.Tensor | None:
+    def _balance_loss(self, experts: torch.Tensor, scores: torch.Tensor, plan: BatchPlan) -> torch.Tensor | None:
         """coefficient · E · Σ_e f_e Σ_t p_te over the tokens here, f_e the share of the stream's tokens sent to e.
 
         A sum over tokens, as the cross-entropy is. p are the scores, summing to 1.
@@ -110,6 +116,6 @@ class MoE(nn.Module):
         if not (c.balance_coefficient and torch.is_grad_enabled()):
             return None
         chosen = torch.zeros_like(scores).scatter_(1, experts, 1.0)
-        share = stream_means(chosen, packed.num_streams, packed.cp_context)  # [streams, E]
-        p = (scores / scores.sum(-1, keepdim=True)).unflatten(0, (packed.num_streams, -1)).sum(1)
+        share = stream_means(chosen, plan.num_streams, plan.cp_context)  # [streams, E]
+        p = (scores / scores.sum(-1, keepdim=True)).unflatten(0, (plan.num_streams, -1)).sum(1)
         return c.balance_coefficient * c.num_experts * (share * p).sum()

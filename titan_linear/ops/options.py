@@ -47,7 +47,9 @@ def boundaries_of(
     if cp is not None:
         return cp.stream if cp.world_size == 1 else cp.boundaries
     if cu_seqlens is None:
-        return Boundaries(torch.arange(x.shape[0] + 1, dtype=torch.int32, device=x.device) * x.shape[1])
+        B, T = x.shape[:2]
+        on_host, there = (torch.arange(B + 1, dtype=torch.int32, device=d) * T for d in ("cpu", x.device))
+        return Boundaries(there, on_host)
     on_host = cu_seqlens if cu_seqlens.device.type == "cpu" else cu_seqlens_cpu
     return Boundaries(cu_seqlens.to(x.device, torch.int32, non_blocking=True), on_host)
 

@@ -150,9 +150,7 @@ def pairs_of_rank(cp, causal, by_owner):
         count[mine[:, None], mine[None, :]] += square.tril() if causal else square
     rectangles = cp.rectangles if causal else cp.full_rectangles
     if by_owner:
-        pieces = [
-            ((a, b), tokens[(cp.rank - hop) % cp.world_size][c:d]) for hop, a, b, c, d in rows(rectangles.by_hop)
-        ]
+        pieces = [((a, b), tokens[(cp.rank - hop) % cp.world_size][c:d]) for hop, a, b, c, d in rows(rectangles.by_hop)]
     else:
         pieces = [((a, b), torch.arange(c, d)) for a, b, c, d in rows(rectangles.gathered)]
     for (a, b), keys in pieces:

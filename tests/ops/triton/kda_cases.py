@@ -6,8 +6,9 @@ import torch
 
 from titan_linear.ops.reference.delta_rule import kda_gate, l2norm, recurrent_delta_rule
 from titan_linear.ops.triton import kda
+from titan_linear.ops.triton.chunks import chunks_of
 
-NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dh0", "dA_log", "ddt_bias")
+NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0")
 
 
 def make_inputs(T, H, HV, K, V, N, *, gate="none", fast=1.0, device="cpu", state=True):
@@ -30,19 +31,16 @@ def make_inputs(T, H, HV, K, V, N, *, gate="none", fast=1.0, device="cpu", state
 
 def run_kernels(x, cu, *, gate="none", safe=False, norm=False, lower_bound=None, scale=None):
     """All stages of forward and backward → dict of NAMES."""
-    scale = scale or x["q"].shape[-1] ** -0.5
-    q, k, v, g, beta, do = (x[n][None] for n in ("q", "k", "v", "g", "beta", "do"))
-    cu = torch.tensor(cu, dtype=torch.int32, device=q.device)
-    gates = {
-        "A_log": x.get("A_log"), "dt_bias": x.get("dt_bias"), "lower_bound": lower_bound, "gate": gate,
-        "safe_gate": safe, "l2norm": norm, "scale": scale,
-    }  # fmt: skip
-    p = kda.prepare(q, k, g, beta, cu, **gates)
-    o, ht = kda.scan(p, v, cu, x.get("h0"))
-    p = kda.recompute(q, k, g, beta, p.Aqk, p.Gn, cu, **gates)
-    grads = kda.backward(p, q, k, v, g, beta, do, cu, x.get("h0"), x.get("dht"), **gates)
-    out = dict(zip(NAMES, (o, ht, *grads)))
-    return {n: t[0] if n in ("o", "dq", "dk", "dv", "dg", "dbeta") else t for n, t in out.items()}
+    q, k, v, g, beta, do = (x[n] for n in ("q", "k", "v", "g", "beta", "do"))
+    chunks = chunks_of(torch.tensor(cu, dtype=torch.int32, device=q.device), len(q))
+    numbers = (scale or q.shape[-1] ** -0.5, lower_bound or 0.0, kda.GATES[gate], safe, norm, None)
+    gates, h0 = (x.get("A_log"), x.get("dt_bias")), x.get("h0")
+    tiles = kda.kda_prepare(q, k, g, beta, *gates, *chunks, *numbers)
+    o, ht = kda.kda_scan(v, *tiles, *chunks, h0, None, None, len(cu) - 1)
+    tiles = *kda.kda_recompute(q, k, g, beta, *gates, *chunks, *numbers), *tiles[5:]
+    states = (h0, None, x.get("dht"), None, h0 is not None)
+    grads = kda.kda_backward(q, k, v, g, beta, *gates, do, *states, *tiles, *chunks, *numbers)
+    return dict(zip(NAMES, (o, ht, *grads), strict=True))
 
 
 def recurrence(q, k, v, g, beta, cu, scale, h0):
@@ -83,11 +81,12 @@ def run_reference(x, cu, *, gate="none", norm=False, lower_bound=None, scale=Non
 
 def run_boundary(x, cu, entries, *, safe=False):
     """S_ext, M and dS_ext of the listed entries."""
-    q, k, v, g, beta, do = (x[n][None] for n in ("q", "k", "v", "g", "beta", "do"))
+    q, k, v, g, beta, do = (x[n] for n in ("q", "k", "v", "g", "beta", "do"))
     cu, entries = (torch.tensor(t, dtype=torch.int32, device=q.device) for t in (cu, entries))
-    p = kda.prepare(q, k, g, beta, cu, scale=q.shape[-1] ** -0.5, safe_gate=safe)
-    S_ext, M = kda.boundary(p, v, cu, entries, need_m=True)
-    return {"S_ext": S_ext, "M": M, "dS_ext": kda.boundary_bwd(p, do, cu, entries)}
+    chunks = chunks_of(cu, len(q))
+    tiles = kda.kda_prepare(q, k, g, beta, None, None, *chunks, q.shape[-1] ** -0.5, 0.0, 0, safe, False, None)
+    S_ext, M = kda.kda_boundary(v, *tiles, *chunks, entries, None)
+    return {"S_ext": S_ext, "M": M, "dS_ext": kda.kda_boundary_bwd(do, *tiles, *chunks, entries, None)}
 
 
 def reference_boundary(x, cu, entries, **_):

@@ -18,25 +18,28 @@ def kda_case(dtype: str, K: int, V: int, gate: str = "none", safe: bool = True, 
     import torch
 
     from titan_linear.ops.triton import kda
+    from titan_linear.ops.triton.chunks import max_chunks
 
     def meta(*shape, kind=dtype):
         return torch.empty(*shape, dtype=getattr(torch, kind), device="meta")
 
     T, HV, N, plain = 32768, 64, 10, gate == "none"
     H = HV // R
-    q, k, v, do = meta(1, T, H, K), meta(1, T, H, K), meta(1, T, HV, V), meta(1, T, HV, V)
-    g, beta = meta(1, T, HV, K, kind="float32"), meta(1, T, HV)
+    q, k, v = meta(T, 2 * H * K + HV * V).split([H * K, H * K, HV * V], -1)  # as the mixer gives them
+    q, k, v, do = q.unflatten(-1, (H, K)), k.unflatten(-1, (H, K)), v.unflatten(-1, (HV, V)), meta(T, HV, V)
+    g, beta = meta(T, HV, K, kind="float32"), meta(T, HV)
     A_log, dt_bias = (None, None) if plain else (meta(HV, kind="float32"), meta(HV * K, kind="float32"))
-    state = None if plain else meta(N, HV, K, V, kind="float32")
-    cu, entries = meta(N + 1, kind="int32"), meta(2, kind="int32")
-    gates = (0.5, -5.0, kda.GATES[gate], safe, not plain)
-    inputs = (q, k, g, beta, A_log, dt_bias, cu, *gates)
-    first, chunks, *tiles = launch(kda.kda_prepare, *inputs)
-    launch(kda.kda_recompute, *inputs)
+    state, rows = (None, None) if plain else (meta(N, HV, K, V, kind="float32"), meta(N, kind="int32"))
+    entries, NT = meta(2, kind="int32"), max_chunks(T, N, 64)
+    chunks = (meta(N + 1, kind="int32"), meta(NT, 2, kind="int32"), meta(N + 1, kind="int32"))
+    numbers = (0.5, -5.0, kda.GATES[gate], safe, not plain, None if plain else 2.0)
+    keys = (q, k, g, beta, A_log, dt_bias)
+    tiles = launch(kda.kda_prepare, *keys, *chunks, *numbers)
+    launch(kda.kda_recompute, *keys, *chunks, *numbers)
     if not whole:
         return
-    launch(kda.kda_scan, v, cu, first, *tiles, state)
-    launch(kda.kda_boundary, v, cu, first, *tiles, entries, True)
-    launch(kda.kda_boundary_bwd, do, cu, first, *tiles, entries)
-    inputs = (q, k, v, g, beta, A_log, dt_bias, cu, first, chunks, *tiles)
-    launch(kda.kda_backward, *inputs, do, state, state, *gates)
+    launch(kda.kda_scan, v, *tiles, *chunks, state, rows, rows, 0 if plain else N)
+    launch(kda.kda_boundary, v, *tiles, *chunks, entries, None if plain else entries)
+    launch(kda.kda_boundary_bwd, do, *tiles, *chunks, entries, None if plain else entries)
+    states = (state, rows, state, rows, not plain)
+    launch(kda.kda_backward, q, k, v, g, beta, A_log, dt_bias, do, *states, *tiles, *chunks, *numbers)

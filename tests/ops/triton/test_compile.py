@@ -138,10 +138,12 @@ def conv1d_case(dtype: str, W: int, by_index: bool = False) -> None:
 
 
 def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False) -> None:
-    """All stages; plain: normalised inputs, no states (what is timed); else l2norm, gate and states in the kernels."""
+    """All stages; plain: normalised inputs, no states (what is timed); else l2norm, gate, β's sigmoid and states by
+    index in the kernels."""
     import torch
 
     from titan_linear.ops.triton import gdn
+    from titan_linear.ops.triton.chunks import max_chunks
 
     def meta(*shape, kind=dtype):
         return torch.empty(*shape, dtype=getattr(torch, kind), device="meta")
@@ -151,32 +153,35 @@ def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False) -> Non
     q, k, v, do = meta(T, H, K), meta(T, H, K), meta(T, HV, V), meta(T, HV, V)
     g, beta = meta(T, HV, kind="float32"), meta(T, HV, kind="float32")
     gate = (None, None) if plain else (meta(HV, kind="float32"), meta(HV, kind="float32"))
-    state = None if plain else meta(N, HV, K, V, kind="float32")
-    cu, entries = meta(N + 1, kind="int32"), meta(2, kind="int32")
-    prepare = launch(gdn.gdn_prepare, q, k, g, beta, *gate, cu, 0.5, not plain)
-    table, offsets, C, gates, norms, A = prepare
-    launch(gdn.gdn_scan, q, k, v, offsets, C, A, gates, norms, state, cu, 0.5, not plain)
-    h, y = launch(gdn.gdn_states, k, v, offsets, C, gates, norms, state, cu)
-    A, gates, norms = launch(gdn.gdn_recompute, q, k, g, beta, *gate, table, cu, 0.5, not plain)
-    dh, dv, _ = launch(gdn.gdn_reverse, q, k, do, offsets, C, A, gates, norms, state, cu, 0.5)
-    launch(gdn.gdn_gradients, q, k, do, h, y, dh, dv, table, gates, norms, g, beta, *gate, state, state, cu, 0.5)
-    launch(gdn.gdn_boundary, k, v, offsets, C, gates, norms, entries, cu, True)
-    launch(gdn.gdn_boundary_bwd, q, k, do, offsets, C, A, gates, norms, entries, cu, 0.5)
+    state, rows = (None, None) if plain else (meta(N, HV, K, V, kind="float32"), meta(N, kind="int32"))
+    entries, NT = meta(2, kind="int32"), max_chunks(T, N, 64)
+    chunks = (meta(N + 1, kind="int32"), meta(NT, 2, kind="int32"), meta(N + 1, kind="int32"))
+    numbers = (0.5, not plain, None if plain else 2.0)
+    tiles = launch(gdn.gdn_prepare, q, k, g, beta, *gate, *chunks, *numbers)
+    launch(gdn.gdn_recompute, q, k, g, beta, *gate, *chunks, *numbers)
+    launch(gdn.gdn_scan, q, k, v, *tiles, *chunks, state, rows, rows, 0 if plain else N, 0.5)
+    states = (state, rows, state, rows, not plain)
+    launch(gdn.gdn_backward, q, k, v, g, beta, *gate, do, *states, *tiles, *chunks, *numbers)
+    launch(gdn.gdn_boundary, k, v, *tiles, *chunks, entries, None if plain else entries)
+    launch(gdn.gdn_boundary_bwd, q, k, do, *tiles, *chunks, entries, None if plain else entries, 0.5)
 
 
-def segments_case(K: int, V: int) -> None:
+def fold_case(K: int, V: int) -> None:
+    """What turns a packed stream into chunks, documents into segments, and folds these and the chains of KCP."""
     import torch
 
-    from titan_linear.ops.triton import segments
+    from titan_linear.ops.triton import chunks, fold, split_documents
 
     def meta(*shape):
         return torch.empty(*shape, device="meta")
 
-    first, HV = torch.empty(2, dtype=torch.int32, device="meta"), 16
-    launch(segments.segment_table, first, 32768, 8192)
+    HV, offsets, rows = 16, *(torch.empty(n, dtype=torch.int32, device="meta") for n in (3, 5))
+    launch(chunks.chunk_table, offsets, 64, 514)
+    launch(split_documents.segment_table, offsets, 32768, 8192)
     for reverse in (False, True):
-        arguments = meta(6, HV, K, V), meta(6, HV, K, K), meta(1, HV, K, V), first, reverse
-        launch(segments.fold_segments, *arguments)
+        states, M = meta(6, HV, K, V), meta(6, HV, K, K)
+        launch(fold.fold_segments, states, M, meta(2, HV, K, V), offsets, reverse)
+        launch(fold.fold, states, M, offsets, rows, rows, reverse)
 
 
 CASES: dict[str, tuple[Callable, tuple]] = {
@@ -195,8 +200,8 @@ CASES |= {
     ]
 }
 CASES |= {
-    "segments K=128 V=128": (segments_case, (128, 128)),
-    "segments K=256 V=64": (segments_case, (256, 64)),
+    "fold K=128 V=128": (fold_case, (128, 128)),
+    "fold K=256 V=64": (fold_case, (256, 64)),
     "kda bfloat16 K=128 V=128 plain": (kda_case, ("bfloat16", 128, 128)),
     "kda bfloat16 K=128 V=128 bounded": (kda_case, ("bfloat16", 128, 128, "bounded")),
     "kda bfloat16 K=32 V=32 softplus": (kda_case, ("bfloat16", 32, 32, "softplus", False, 2)),

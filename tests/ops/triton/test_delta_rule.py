@@ -19,7 +19,8 @@ from tests.ops.inputs import boundaries, call, gradients, leaves, make_inputs, o
 from tests.worlds import World
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.triton import delta_rule as rules
-from titan_linear.ops.triton.segments import segment_length
+from titan_linear.ops.triton.chunks import chunks_of
+from titan_linear.ops.triton.split_documents import segment_length
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
@@ -75,29 +76,26 @@ def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None
     check(op, x, boundaries(lengths), {})
 
 
-def test_operators_of_gdn_are_well_formed() -> None:
+@pytest.mark.parametrize("indexed", [False, True])
+def test_operators_of_gdn_are_well_formed(indexed: bool) -> None:
     made = raw_gate_inputs("gdn", 70, H=1, HV=2, K=32, V=32, gate="usual")
     x = {n: (t[0] if t.dim() > 1 else t).float().to(DEVICE) for n, t in made.items()}
     q, k, v, gates, do = x["q"], x["k"], x["v"], (x["g"], x["beta"], x["A_log"], x["dt_bias"]), torch.ones_like(x["v"])
-    cu, entries = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 70], [0]))
-    state = torch.ones(1, 2, 32, 32, device=DEVICE)
-    ops = torch.ops.titan_linear
-    table, offsets, C, chunk_gates, norms, A = prepared = ops.gdn_prepare(q, k, *gates, cu, 0.2, True)
-    chunks = (offsets, C, chunk_gates, norms)
-    products = (offsets, C, A, chunk_gates, norms)
-    h, y = ops.gdn_states(k, v, *chunks, state, cu)
-    dh, dv, _ = ops.gdn_reverse(q, k, do, *products, state, cu, 0.2)
+    cu, index = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 70], [0]))
+    state, chunks, numbers = torch.ones(1, 2, 32, 32, device=DEVICE), chunks_of(cu, 70), (0.2, True, 1.0)
+    ops, rows = torch.ops.titan_linear, index if indexed else None
+    tiles = ops.gdn_prepare(q, k, *gates, *chunks, *numbers)
+    states = (state, rows, state, rows, indexed)
     calls = {
-        ops.gdn_prepare: (q, k, *gates, cu, 0.2, True),
-        ops.gdn_recompute: (q, k, *gates, table, cu, 0.2, True),
-        ops.gdn_scan: (q, k, v, *products, state, cu, 0.2, True),
-        ops.gdn_boundary: (k, v, *chunks, entries, cu, True),
-        ops.gdn_boundary_bwd: (q, k, do, *products, entries, cu, 0.2),
-        ops.gdn_states: (k, v, *chunks, state, cu),
-        ops.gdn_reverse: (q, k, do, *products, state, cu, 0.2),
-        ops.gdn_gradients: (q, k, do, h, y, dh, dv, table, chunk_gates, norms, *gates, state, state, cu, 0.2),
+        ops.chunk_table: (cu, 64, 3),
+        ops.gdn_prepare: (q, k, *gates, *chunks, *numbers),
+        ops.gdn_recompute: (q, k, *gates, *chunks, *numbers),
+        ops.gdn_scan: (q, k, v, *tiles, *chunks, state, rows, rows, int(indexed), 0.2),
+        ops.gdn_boundary: (k, v, *tiles, *chunks, index, None),
+        ops.gdn_boundary_bwd: (q, k, do, *tiles, *chunks, index, None, 0.2),
+        ops.gdn_backward: (q, k, v, *gates, do, *states, *tiles, *chunks, *numbers),
     }
-    assert all(t.numel() for t in prepared)
+    assert all(t.numel() for t in tiles)
     for op, arguments in calls.items():
         torch.library.opcheck(op.default, arguments)
 
@@ -106,11 +104,16 @@ def test_operators_of_segments_are_well_formed() -> None:
     cu = torch.tensor([0, 0, 10, 200], dtype=torch.int32, device=DEVICE)
     ops = torch.ops.titan_linear
     torch.library.opcheck(ops.segment_table.default, (cu, 200, 64))
-    boundaries, first = ops.segment_table(cu, 200, 64)
-    assert boundaries.tolist() == [0, 0, 10, 74, 138, *[200] * (len(boundaries) - 5)] and first.tolist() == [0, 1, 2, 5]
+    boundaries, offsets = ops.segment_table(cu, 200, 64)
+    assert boundaries.tolist() == [0, 0, 10, 74, 138, *[200] * (len(boundaries) - 5)] and offsets.tolist() == [
+        0,
+        1,
+        2,
+        5,
+    ]
     x, M = (torch.randn(len(boundaries) - 1, 1, 32, 32, device=DEVICE) for _ in range(2))
     for reverse in (False, True):
-        torch.library.opcheck(ops.fold_segments.default, (x, M, None, first, reverse))
+        torch.library.opcheck(ops.fold_segments.default, (x, M, None, offsets, reverse))
 
 
 def test_when_documents_are_split() -> None:

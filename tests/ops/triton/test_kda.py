@@ -23,6 +23,7 @@ from tests.ops.triton.kda_cases import (
     run_kernels,
     run_reference,
 )
+from titan_linear.ops.triton.chunks import chunks_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PACKED = [0, 1, 16, 79, 143]  # documents of 1, 15, 63 and 64 tokens
@@ -84,24 +85,23 @@ def test_boundary(K, V):
     assert max(errors.values()) < 1e-5, errors
 
 
-def test_custom_ops_are_well_formed():
-    x = {n: t[None] for n, t in make_inputs(70, 1, 1, 32, 32, 1, device=DEVICE, state=False).items()}
-    cu = torch.tensor([0, 70], dtype=torch.int32, device=DEVICE)
-    entries = torch.tensor([0], dtype=torch.int32, device=DEVICE)
-    inputs, ops = (x["q"], x["k"], x["g"], x["beta"], None, None), torch.ops.titan_linear
-    prepare = (*inputs, cu, 0.2, 0.0, 0, True, False)
-    first, chunks, *tiles = ops.kda_prepare(*prepare)
-    backward = (
-        x["q"], x["k"], x["v"], x["g"], x["beta"], None, None, cu, first, chunks, *tiles, x["do"], None, None,
-        0.2, 0.0, 0, True, False,
-    )  # fmt: skip
+@pytest.mark.parametrize("indexed", [False, True])
+def test_operators_are_well_formed(indexed):
+    x = make_inputs(70, 1, 1, 32, 32, 1, gate="softplus", device=DEVICE)
+    q, k, v, g, beta, A_log, dt_bias, do = (x[n] for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "do"))
+    chunks = chunks_of(torch.tensor([0, 70], dtype=torch.int32, device=DEVICE), 70)
+    index = torch.tensor([0], dtype=torch.int32, device=DEVICE)
+    ops, keys, numbers = torch.ops.titan_linear, (q, k, g, beta, A_log, dt_bias), (0.2, 0.0, 1, True, False, 1.0)
+    rows = index if indexed else None
+    tiles = ops.kda_prepare(*keys, *chunks, *numbers)
+    backward = (do, x["h0"], rows, x["dht"], rows, indexed, *tiles, *chunks, *numbers)
     calls = {
-        ops.kda_prepare: prepare,
-        ops.kda_recompute: prepare,
-        ops.kda_scan: (x["v"], cu, first, *tiles, None),
-        ops.kda_boundary: (x["v"], cu, first, *tiles, entries, True),
-        ops.kda_boundary_bwd: (x["do"], cu, first, *tiles, entries),
-        ops.kda_backward: backward,
+        ops.kda_prepare: (*keys, *chunks, *numbers),
+        ops.kda_recompute: (*keys, *chunks, *numbers),
+        ops.kda_scan: (v, *tiles, *chunks, x["h0"], rows, rows, int(indexed)),
+        ops.kda_boundary: (v, *tiles, *chunks, index, None),
+        ops.kda_boundary_bwd: (do, *tiles, *chunks, index, None),
+        ops.kda_backward: (q, k, v, g, beta, A_log, dt_bias, *backward),
     }
     for op, args in calls.items():
         torch.library.opcheck(op.default, args)

@@ -32,12 +32,15 @@ class Chains(NamedTuple):
 
     entries: torch.Tensor  # [slots] int32: the entry whose boundary a slot gives, its last one (in reverse its first)
     wanted: torch.Tensor  # [slots] int32: NOTHING, STATE or STATE_AND_M
+    chain_offsets: torch.Tensor  # [slots + 1] int32: the links of each slot, what folds into it, in order
+    s_row: torch.Tensor  # [.] int32 of each link: its S_ext among those received
+    m_row: torch.Tensor  # [.] int32 and its M; −1 for a chain's first
     slots: torch.Tensor  # [slots, 2] the same (entry, wanted), on the CPU as all that follow
     crosses: torch.Tensor  # [1] whether a document crosses a cut, on any rank
     sends: torch.Tensor  # [., 2] (slot, 0 for S_ext or 1 for M) by receiver; of each receiver S_ext first
     send_counts: torch.Tensor  # [W, 2] S_ext and M for each receiver
     receive_counts: torch.Tensor  # [W, 2] and from each sender
-    links: torch.Tensor  # [., 3] (slot, S_ext, M): what folds into a slot, in order, by places among those received
+    links: torch.Tensor  # [., 3] (slot, S_ext, M): the links once more
 
 
 def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: np.ndarray, *, reverse: bool) -> dict:
@@ -52,23 +55,26 @@ def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: n
     slots, blocks = len(own), len(fragments) // len(own)
     received = _received(fragments, chain, own, world_size)
     place = {(j, kind): n for kind in range(2) for n, j in enumerate(j for js in received for j in js[kind])}
-    links = [
-        (fragments[i].slot, place[j, 0], place.get((j, 1), -1)) for i in own for j in chain[i]
-    ]  # of a chain's first link M is not asked for
+    in_order = sorted(own, key=lambda i: fragments[i].slot)
+    rows = [(fragments[i].slot, place[j, 0], place.get((j, 1), -1)) for i in in_order for j in chain[i]]
+    links = _padded(rows, slots * blocks, 3)
+    chain_offsets = np.cumsum([0, *(len(chain[i]) for i in in_order)])
     sent = _sent(fragments, chain, own, world_size)
     sends = [(fragments[j].slot, kind) for js in sent for kind in range(2) for j in js[kind]]
     wanted = [_wanted(f, reverse) for f in owned(fragments, rank)]
-    most = slots * blocks
     table = np.stack([entries[:, 0 if reverse else 1], wanted], 1).astype(np.int32)
     return {
         "entries": table[:, 0],
         "wanted": table[:, 1],
         "slots": table,
+        "chain_offsets": chain_offsets.astype(np.int32),
+        "s_row": links[:, 1].astype(np.int32),
+        "m_row": links[:, 2].astype(np.int32),
         "crosses": np.array([any(chain)]),
-        "sends": _padded(sends, 2 * most, 2),
+        "sends": _padded(sends, 2 * slots * blocks, 2),
         "send_counts": np.array([[len(js) for js in kinds] for kinds in sent]),
         "receive_counts": np.array([[len(js) for js in kinds] for kinds in received]),
-        "links": _padded(links, most, 3),
+        "links": links,
     }
 
 
@@ -141,63 +147,68 @@ def incoming_states(
         reverse: gradients. S_ext is dS_ext, the result is the gradient of the state that leaves each fragment, and M
             are those of forward, transposed here.
 
-    Returns: [slots, *, K, V]. M chains in float64.
+    Returns: [slots, *, K, V]. M chains in float64, or in float32 by three products of parts.
     """
-    host = chains.crosses, chains.sends, chains.send_counts, chains.receive_counts, chains.links
-    return kcp_incoming(S_ext, M, *host, group, reverse)
+    return kcp_incoming(S_ext, M, *chains[2:5], *chains[6:], group, reverse)
 
 
 @operator
 def kcp_incoming(
-    S_ext: torch.Tensor, M: torch.Tensor, crosses: torch.Tensor, sends: torch.Tensor, send_counts: torch.Tensor,
-    receive_counts: torch.Tensor, links: torch.Tensor, group: str, reverse: bool,
+    S_ext: torch.Tensor, M: torch.Tensor, chain_offsets: torch.Tensor, s_row: torch.Tensor, m_row: torch.Tensor,
+    crosses: torch.Tensor, sends: torch.Tensor, send_counts: torch.Tensor, receive_counts: torch.Tensor,
+    links: torch.Tensor, group: str, reverse: bool,
 ) -> torch.Tensor:  # fmt: skip
-    out = torch.zeros_like(S_ext)
     if not crosses.item():  # every rank sees that alike
-        return out
+        return torch.zeros_like(S_ext)
     S_rows, M_rows = exchange(S_ext, M, sends, send_counts, receive_counts, group)
-    for slot, S in fold(S_rows, M_rows, links, reverse).items():
-        out[slot] = S
-    return out
+    if _on_tensor_cores(S_ext):
+        from titan_linear.ops.triton.fold import fold  # Triton is there on Linux only
+
+        return fold(S_rows, M_rows, chain_offsets, s_row, m_row, reverse)
+    return fold_in_float64(S_rows, M_rows, links, len(S_ext), reverse)
 
 
 @register_fake(kcp_incoming)
-def _(S_ext, M, crosses, sends, send_counts, receive_counts, links, group, reverse):
+def _(S_ext, *_):
     return torch.empty_like(S_ext)
+
+
+def _on_tensor_cores(S: torch.Tensor) -> bool:
+    """Whether one kernel folds all chains, with products as exact as float32's."""
+    return S.is_cuda and S.dtype == torch.float32 and all(n in (16, 32, 64, 128, 256) for n in S.shape[-2:])
 
 
 def exchange(
     S_ext: torch.Tensor, M: torch.Tensor, sends: torch.Tensor, send_counts: torch.Tensor, receive_counts: torch.Tensor,
     group: str,
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:  # fmt: skip
-    """Every S_ext [*, K, V] and M [*, K, K] that this rank folds, in the order of their places. One message a rank."""
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Every S_ext [., *, K, V] and M [., *, K, K] that this rank folds. One message to each rank."""
     sizes = S_ext[0].numel(), M[0].numel()
     parts = [(M if kind else S_ext)[slot].flatten() for slot, kind in sends.tolist() if slot >= 0]
     message = torch.cat(parts) if parts else S_ext.new_empty(0)
     counts = receive_counts.tolist()
     came = all_to_all(message, _elements(send_counts.tolist(), sizes), _elements(counts, sizes), group)
     blocks = came.split([n * size for row in counts for n, size in zip(row, sizes)])
-    S_rows = [x for block in blocks[0::2] for x in block.view(-1, *S_ext.shape[1:])]
-    M_rows = [x for block in blocks[1::2] for x in block.view(-1, *M.shape[1:])]
-    return S_rows, M_rows
+    S_rows, M_rows = torch.cat(blocks[0::2]), torch.cat(blocks[1::2])
+    return S_rows.view(-1, *S_ext.shape[1:]), M_rows.view(-1, *M.shape[1:])
 
 
 def _elements(counts: list[list[int]], sizes: tuple[int, int]) -> list[int]:
     return [states * sizes[0] + transitions * sizes[1] for states, transitions in counts]
 
 
-def fold(
-    S_rows: Sequence[torch.Tensor], M_rows: Sequence[torch.Tensor], links: torch.Tensor, reverse: bool
-) -> dict[int, torch.Tensor]:
-    """slot -> the state that leaves the last link of its chain, for slots that have one.
+def fold_in_float64(
+    S_rows: torch.Tensor, M_rows: torch.Tensor, links: torch.Tensor, slots: int, reverse: bool
+) -> torch.Tensor:
+    """S ← M S + S_ext along each slot's chain -> [slots, *, K, V], zeros where there is none.
 
     In float64: float32 products may run as TF32 where a user asked for that, whose error grows with the chain.
     """
-    states: dict[int, torch.Tensor] = {}
+    states = S_rows.new_zeros(slots, *S_rows.shape[1:], dtype=torch.float64)
     for slot, s, m in links.tolist():
-        if slot >= 0 and slot not in states:
-            states[slot] = S_rows[s].double()
-        elif slot >= 0:
+        if m >= 0:
             transition = M_rows[m].mT if reverse else M_rows[m]
-            states[slot] = transition.double() @ states[slot] + S_rows[s]
-    return states
+            states[slot] = transition.double() @ states[slot]
+        if slot >= 0:
+            states[slot] += S_rows[s]
+    return states.to(S_rows.dtype)

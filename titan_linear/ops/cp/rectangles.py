@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from titan_linear.ops.cp.fragments import Fragment, owned
+from titan_linear.ops.cp.fragments import Fragment
 
 Rows = tuple[int, int]
 
@@ -39,15 +39,15 @@ class Rectangles(NamedTuple):
 
 def rectangle_tables(fragments: Sequence[Fragment], rank: int, world_size: int, *, causal: bool) -> dict:
     """The arrays of `Rectangles`, by name. fragments: every rank's, in global order."""
-    mine = list(_of_rank(fragments, rank, causal))
-    by_hop = []
+    by_rank: list[list[Fragment]] = [[] for _ in range(world_size)]
+    for f in sorted(fragments, key=lambda f: f.slot):
+        by_rank[f.rank].append(f)
+    mine, by_hop = _rectangles(by_rank[rank], causal), []
     for hop in range(world_size):
-        theirs = owned(fragments, (rank - hop) % world_size)
-        by_hop += [(hop, *q, *kv) for q, kv in _with_keys_of(mine, theirs)]
-    slots = len(fragments) // world_size
+        by_hop += [(hop, *q, *kv) for q, kv in _with_keys_of(mine, by_rank[(rank - hop) % world_size])]
     return {
-        "gathered": _padded([(*q, *kv) for q, kv in mine], 2 * slots, 4),
-        "by_hop": _padded(by_hop, 2 * slots * len(fragments), 5),
+        "gathered": _padded([(*q, *kv) for q, kv in mine], 2 * len(by_rank[rank]), 4),
+        "by_hop": _padded(by_hop, 2 * len(fragments), 5),
         "hops": np.array([_hops(fragments, world_size, causal)]),
         "crosses": np.array([any(_beyond(f, causal) for f in fragments)]),
     }
@@ -63,10 +63,10 @@ def _beyond(f: Fragment, causal: bool) -> list[Rectangle]:
     return rectangles
 
 
-def _of_rank(fragments: Sequence[Fragment], rank: int, causal: bool) -> list[Rectangle]:
-    """A rank's rectangles: q in local rows, kv in global tokens."""
+def _rectangles(own: Sequence[Fragment], causal: bool) -> list[Rectangle]:
+    """The rectangles of a rank's fragments: q in local rows, kv in global tokens."""
     rectangles, offset = [], 0
-    for f in owned(fragments, rank):
+    for f in own:
         for (a, b), kv in _beyond(f, causal):
             rectangles.append(Rectangle((a - f.start + offset, b - f.start + offset), kv))
         offset += f.end - f.start

@@ -191,6 +191,7 @@ def _cudnn_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
 
 # --- flash: always by the packed entry, a batch being B documents of one length ---------------------------------
 
+
 def _flash_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = None) -> Pair:
     B, Tq, Hq, Dv = *q.shape[:3], v.shape[-1]
     varlen = varlen or _batch_varlen(q, k)

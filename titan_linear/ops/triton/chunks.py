@@ -1,29 +1,48 @@
-"""Which program works on which chunk of which packed document, decided on the device.
+"""Which program works on which chunk of which packed entry, decided on the device.
 
-The host knows only T and N, so a grid is an upper bound; the table maps each program to (entry, chunk within the
-entry), and the surplus to entry -1. An empty entry has one chunk without tokens, so that its final state and the
-gradient of its initial state are written like any other.
+The host knows only T and N, so a grid is an upper bound; `chunk_index` maps each program to (entry, chunk within the
+entry), and the surplus to entry -1; `chunk_offsets` has each entry's first row of it. An entry without tokens has one
+chunk, so that its final state and the gradient of its initial state are written like any other. Both depend on the
+boundaries alone: one table serves all layers of a batch, forward and backward.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from titan_linear.ops.triton.library import operator, register_fake
+
 CHUNK = 64  # tokens of a chunk of the delta rule
 
 
+class Chunks(NamedTuple):
+    """The chunks of N packed entries, as every operator of the delta rules takes them; NT bounds their number."""
+
+    cu_seqlens: torch.Tensor  # [N+1] int32
+    chunk_index: torch.Tensor  # [NT, 2] int32 (entry or -1, chunk in it)
+    chunk_offsets: torch.Tensor  # [N+1] int32, an entry's first row of chunk_index
+
+
 def max_chunks(tokens: int, entries: int, chunk_size: int) -> int:
-    """The most chunks that `entries` documents of `tokens` tokens in all can have: all but one of them empty or of one
-    token. Exact for one document."""
+    """The most chunks that `entries` entries of `tokens` tokens in all can have: all but one of them empty or of one
+    token. Exact for one entry."""
     return max(tokens - 1, 0) // chunk_size + entries
 
 
+def chunks_of(cu_seqlens: torch.Tensor, tokens: int) -> Chunks:
+    """cu_seqlens [N+1] int32, on the device, of a stream of `tokens` tokens."""
+    rows = max_chunks(tokens, cu_seqlens.shape[0] - 1, CHUNK)
+    return Chunks(cu_seqlens, *chunk_table(cu_seqlens, CHUNK, rows))
+
+
 @triton.jit
-def locate(table, cu_seqlens, i_t, BT: tl.constexpr):
+def locate(chunk_index, cu_seqlens, i_t, BT: tl.constexpr):
     """First token of chunk i_t (64 bits) and how many it has; none for a surplus row."""
-    i_n, i_c = tl.load(table + 2 * i_t), tl.load(table + 2 * i_t + 1)
+    i_n, i_c = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
     used = i_n >= 0
     start = tl.load(cu_seqlens + i_n, mask=used, other=0) + tl.where(used, i_c * BT, 0)
     end = tl.load(cu_seqlens + i_n + 1, mask=used, other=0)
@@ -31,7 +50,14 @@ def locate(table, cu_seqlens, i_t, BT: tl.constexpr):
 
 
 @triton.jit
-def chunk_table_kernel(cu_seqlens, table, offsets, N, NT, BT, BN: tl.constexpr):
+def locate_entry(cu_seqlens, chunk_offsets, i_n):
+    """First token (64 bits), length, and first chunk (64 bits) of entry i_n."""
+    start = tl.load(cu_seqlens + i_n).to(tl.int64)
+    return start, (tl.load(cu_seqlens + i_n + 1) - start).to(tl.int32), tl.load(chunk_offsets + i_n).to(tl.int64)
+
+
+@triton.jit
+def chunk_table_kernel(cu_seqlens, chunk_index, chunk_offsets, N, NT, BT, BN: tl.constexpr):
     i_n = tl.program_id(0)
     first = 0
     for j in range(0, i_n, BN):
@@ -39,7 +65,7 @@ def chunk_table_kernel(cu_seqlens, table, offsets, N, NT, BT, BN: tl.constexpr):
         m_n = o_n < i_n
         lengths = tl.load(cu_seqlens + o_n + 1, mask=m_n, other=0) - tl.load(cu_seqlens + o_n, mask=m_n, other=0)
         first += tl.sum(tl.where(m_n, tl.maximum(tl.cdiv(lengths, BT), 1), 0))
-    tl.store(offsets + i_n, first)
+    tl.store(chunk_offsets + i_n, first)
     if i_n < N:
         length = tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n)
         chunks = tl.maximum(tl.cdiv(length, BT), 1)
@@ -48,17 +74,20 @@ def chunk_table_kernel(cu_seqlens, table, offsets, N, NT, BT, BN: tl.constexpr):
     for j in range(0, chunks, BN):
         o_c = j + tl.arange(0, BN)
         m_c = o_c < chunks
-        tl.store(table + 2 * (first + o_c), tl.where(i_n < N, i_n, -1), mask=m_c)
-        tl.store(table + 2 * (first + o_c) + 1, o_c, mask=m_c)
+        tl.store(chunk_index + 2 * (first + o_c), tl.where(i_n < N, i_n, -1), mask=m_c)
+        tl.store(chunk_index + 2 * (first + o_c) + 1, o_c, mask=m_c)
 
 
+@operator
 def chunk_table(cu_seqlens: torch.Tensor, chunk_size: int, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cu_seqlens [N+1] int32 -> table [rows, 2] (entry or -1, chunk in it), offsets [N+1] (an entry's first row).
+    """cu_seqlens [N+1] int32 -> chunk_index [rows, 2], chunk_offsets [N+1], both int32; rows: `max_chunks`, or more."""
+    chunk_index, chunk_offsets = cu_seqlens.new_empty(rows, 2), cu_seqlens.new_empty(cu_seqlens.shape)
+    chunk_table_kernel[(cu_seqlens.shape[0],)](
+        cu_seqlens, chunk_index, chunk_offsets, cu_seqlens.shape[0] - 1, rows, chunk_size, BN=256
+    )
+    return chunk_index, chunk_offsets
 
-    rows: `max_chunks`, or more.
-    """
-    entries = cu_seqlens.numel() - 1
-    table = cu_seqlens.new_empty(rows, 2)
-    offsets = torch.empty_like(cu_seqlens)
-    chunk_table_kernel[(entries + 1,)](cu_seqlens, table, offsets, entries, rows, chunk_size, BN=256)
-    return table, offsets
+
+@register_fake(chunk_table)
+def _(cu_seqlens, chunk_size, rows):
+    return cu_seqlens.new_empty(rows, 2), cu_seqlens.new_empty(cu_seqlens.shape)

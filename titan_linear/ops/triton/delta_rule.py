@@ -5,166 +5,157 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
-import torch
+from torch import Tensor
 
-from titan_linear.ops.options import DeltaRuleOptions, Entries
+from titan_linear.ops.boundaries import CHUNK, Boundaries
+from titan_linear.ops.cp.kcp import Chains
+from titan_linear.ops.options import DeltaRuleOptions
+from titan_linear.ops.states import Inputs, States
 from titan_linear.ops.triton import gdn, kda
-from titan_linear.ops.triton.segments import Segmented, segment_length
-
-HEAD_DIMS = (32, 64, 128, 256)
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from titan_linear.ops.triton.chunks import Chunks, chunks_of
+from titan_linear.ops.triton.split_documents import SplitDocuments, segment_length
 
 
 def triton_delta_rule(
-    inputs: Sequence[torch.Tensor | None],
+    inputs: Inputs,
     options: DeltaRuleOptions,
-    entries: Entries,
+    boundaries: Boundaries,
     differentiable: bool,
-    kept: Sequence[torch.Tensor] = (),
-) -> _TritonRule | Segmented:
+    kept: Sequence[Tensor] = (),
+) -> TritonRule | SplitDocuments:
     """The kernels for these inputs: KDA's for a gate per channel, GDN's for a gate per head; long documents in segments
-    where that fills the GPU.
-
-    Raises:
-        ValueError: a dtype or head dim that the kernels do not have.
-    """
-    q, k, v = inputs[:3]
-    if q.dtype not in DTYPES or {k.dtype, v.dtype} != {q.dtype}:
-        raise ValueError(
-            f"q, k, v are {q.dtype}, {k.dtype}, {v.dtype}: impl = 'triton' takes one of "
-            f"{', '.join(map(str, DTYPES))} for all three; use impl = 'torch' for others"
-        )
-    for name, dim in (("K", q.shape[-1]), ("V", v.shape[-1])):
-        if dim not in HEAD_DIMS:
-            raise ValueError(
-                f"{name} = {dim}: impl = 'triton' has head dims {HEAD_DIMS}; use impl = 'torch' for others"
-            )
-    rule = TritonKDA if inputs[3].dim() == 3 else TritonGDN
-    length = None if entries.fixed else segment_length(len(q), len(entries), *v.shape[1:])
-    if length is None:
-        return rule(inputs, options, entries, kept)
-    return Segmented(rule, inputs, options, entries, kept, length)
+    where that fills the GPU. ops/support.py has what they take."""
+    rule = TritonKDA if inputs.g.dim() == 3 else TritonGDN
+    tokens, HV, V = inputs.v.shape
+    length = segment_length(tokens, len(boundaries), HV, V) if boundaries.may_split else None
+    if length is not None:
+        return SplitDocuments(rule, inputs, options, boundaries, kept, length)
+    if kept:
+        return rule(inputs, options, Chunks(boundaries.cu_seqlens, *kept[:2]), kept[2:])
+    return rule(inputs, options, _chunks(boundaries, tokens), ())
 
 
-class _TritonRule(ABC):
-    """What the two share. Boundaries are computed for the listed entries alone, M for those that need it."""
+def _chunks(boundaries: Boundaries, tokens: int) -> Chunks:
+    """Those of the batch's plan, or found on the device."""
+    if CHUNK in boundaries.chunks:
+        return Chunks(boundaries.cu_seqlens, *boundaries.chunks[CHUNK])
+    return chunks_of(boundaries.cu_seqlens, tokens)
 
-    def boundary(
-        self, entries: Sequence[int], need_m: Sequence[bool]
-    ) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-        found: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        for with_m in set(need_m):
-            listed = [e for e, need in zip(entries, need_m, strict=True) if need == with_m]
-            S_ext, M = self.boundary_of(self._list(listed), with_m)
-            found |= {e: (S_ext[i], M[i] if with_m else None) for i, e in enumerate(listed)}
-        return [found[e] for e in entries]
 
-    def boundary_backward(self, do: torch.Tensor, entries: Sequence[int]) -> list[torch.Tensor]:
-        return list(self.boundary_backward_of(do, self._list(entries))) if entries else []
+class TritonRule(ABC):
+    """One call's stages over chunks that the constructor prepares; see `DeltaRule` in ops/delta_rule.py."""
 
-    def _list(self, entries: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(entries, dtype=torch.int32).to(self.cu_seqlens.device, non_blocking=True)
+    def __init__(self, inputs: Inputs, options: DeltaRuleOptions, chunks: Chunks, kept: Sequence[Tensor]):
+        """kept: what this object's `kept` was in forward, but for the chunks."""
+        self.inputs, self.chunks = inputs, chunks
+        self.numbers = self._numbers(options)
+        keys = (inputs.q, inputs.k, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias)
+        self.tiles = self._prepare(keys, kept)
+
+    @property
+    def kept(self) -> tuple[Tensor, ...]:
+        return self.chunks.chunk_index, self.chunks.chunk_offsets, *self._kept_tiles()
+
+    def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
+        return self.boundaries(chains.entries, chains.wanted)
+
+    def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
+        rows = self.chunks.cu_seqlens.shape[0] - 1 if need_final else 0
+        return self._scan((*_rows(initial), None, rows))
+
+    def boundary_backward(self, do: Tensor, chains: Chains) -> Tensor:
+        return self.boundary_gradients(do, chains.entries, chains.wanted)
+
+    def backward(
+        self, do: Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
+    ) -> tuple[Inputs, Tensor]:
+        states = (*_rows(initial), *_rows(d_final), need_d_initial)
+        *grads, d_initial = self._backward(*self.inputs, do, *states, *self.tiles, *self.chunks, *self.numbers)
+        given = (None if x is None else grad for x, grad in zip(self.inputs, grads, strict=True))
+        return Inputs(*given), d_initial
 
     @abstractmethod
-    def boundary_of(self, entries: torch.Tensor, need_m: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """entries [F] int32 -> S_ext [F, HV, K, V], and if need_m M [F, HV, K, K]."""
+    def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """entries [F] int32 -> S_ext [F, HV, K, V], M [F, HV, K, K]; wanted [F] int32: 0 leaves both of an entry
+        unwritten, 1 its M, 2 neither; None: all 2."""
 
     @abstractmethod
-    def boundary_backward_of(self, do: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-        """entries [F] int32 -> dS_ext [F, HV, K, V]."""
+    def boundary_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
+        """entries [F] int32 -> dS_ext [F, HV, K, V], unwritten where wanted [F] int32 is 0."""
+
+    @abstractmethod
+    def _numbers(self, options: DeltaRuleOptions) -> tuple[float | int | bool | None, ...]:
+        """The last arguments of prepare, recompute and backward."""
+
+    @abstractmethod
+    def _prepare(self, keys: tuple[Tensor | None, ...], kept: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """q, k, g, beta, A_log, dt_bias -> tiles, those in `kept` not anew."""
+
+    @abstractmethod
+    def _kept_tiles(self) -> tuple[Tensor, ...]: ...
+
+    @abstractmethod
+    def _scan(self, states: tuple[Tensor | int | None, ...]) -> tuple[Tensor, Tensor]: ...
+
+    @abstractmethod
+    def _backward(self, *arguments: Tensor | float | int | bool | None) -> tuple[Tensor, ...]: ...
 
 
-class TritonKDA(_TritonRule):
-    def __init__(
-        self,
-        inputs: Sequence[torch.Tensor | None],
-        options: DeltaRuleOptions,
-        entries: Entries,
-        kept: Sequence[torch.Tensor],
-    ):
-        *tokens, A_log, dt_bias = inputs
-        self.q, self.k, self.v, self.g, self.beta = (x.contiguous().unsqueeze(0) for x in tokens)  # [1, T, ...]
-        if options.gate_in_kernel and dt_bias is None:
-            dt_bias = A_log.new_zeros(self.g.shape[2] * self.g.shape[3])
+def _rows(states: States | None) -> tuple[Tensor | None, Tensor | None]:
+    """Dense states, and which row is which entry's."""
+    return (None, None) if states is None else (states.values.contiguous(), states.index)
+
+
+class TritonKDA(TritonRule):
+    _backward = staticmethod(kda.kda_backward)
+
+    def _numbers(self, options: DeltaRuleOptions) -> tuple[float | int | bool | None, ...]:
         gate = "none" if not options.gate_in_kernel else "softplus" if options.lower_bound is None else "bounded"
-        self.has_bias, self.gated = inputs[6] is not None, options.gate_in_kernel
-        self.options = {
-            "scale": options.scale, "A_log": A_log, "dt_bias": dt_bias, "lower_bound": options.lower_bound,
-            "gate": gate, "safe_gate": options.safe_gate, "l2norm": options.l2norm,
-        }  # fmt: skip
-        self.cu_seqlens = entries.on(self.q.device)
-        keys = self.q, self.k, self.g, self.beta
+        bound = 0.0 if options.lower_bound is None else options.lower_bound
+        return options.scale, bound, kda.GATES[gate], options.safe_gate, options.l2norm, options.beta_range
+
+    def _prepare(self, keys: tuple[Tensor | None, ...], kept: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if kept:
-            self.prepared = kda.recompute(*keys, *kept, self.cu_seqlens, **self.options)
-        else:
-            self.prepared = kda.prepare(*keys, self.cu_seqlens, **self.options)
-        self.kept = (self.prepared.Aqk, self.prepared.Gn)
+            return *kda.kda_recompute(*keys, *self.chunks, *self.numbers), *kept
+        return kda.kda_prepare(*keys, *self.chunks, *self.numbers)
 
-    def forward(self, initial_state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        o, final = kda.scan(self.prepared, self.v, self.cu_seqlens, initial_state)
-        return o[0], final
+    def _kept_tiles(self) -> tuple[Tensor, ...]:
+        *_, Aqk, Gn = self.tiles
+        return Aqk, Gn
 
-    def backward(
-        self, do: torch.Tensor, initial_state: torch.Tensor | None, d_final: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-        *grads, d_initial, dA_log, ddt_bias = kda.backward(
-            self.prepared, self.q, self.k, self.v, self.g, self.beta, do.contiguous().unsqueeze(0), self.cu_seqlens,
-            initial_state, d_final, **self.options,
-        )  # fmt: skip
-        A_log, dt_bias = self.options["A_log"], self.options["dt_bias"]
-        gates = [dA_log.to(A_log.dtype) if self.gated else None, ddt_bias.to(dt_bias.dtype) if self.has_bias else None]
-        return [*(x[0] for x in grads), *gates], d_initial
+    def _scan(self, states: tuple[Tensor | int | None, ...]) -> tuple[Tensor, Tensor]:
+        return kda.kda_scan(self.inputs.v, *self.tiles, *self.chunks, *states)
 
-    def boundary_of(self, entries: torch.Tensor, need_m: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return kda.boundary(self.prepared, self.v, self.cu_seqlens, entries, need_m)
+    def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return kda.kda_boundary(self.inputs.v, *self.tiles, *self.chunks, entries, wanted)
 
-    def boundary_backward_of(self, do: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-        return kda.boundary_bwd(self.prepared, do.contiguous().unsqueeze(0), self.cu_seqlens, entries)
+    def boundary_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
+        return kda.kda_boundary_bwd(do, *self.tiles, *self.chunks, entries, wanted)
 
 
-class TritonGDN(_TritonRule):
-    def __init__(
-        self,
-        inputs: Sequence[torch.Tensor | None],
-        options: DeltaRuleOptions,
-        entries: Entries,
-        kept: Sequence[torch.Tensor],
-    ):
-        self.q, self.k, self.v, self.g, self.beta, self.A_log, self.dt_bias = inputs
-        self.scale, self.cu_seqlens = options.scale, entries.on(self.q.device)
-        keys = self.q, self.k, self.g, self.beta, self.A_log, self.dt_bias
+class TritonGDN(TritonRule):
+    _backward = staticmethod(gdn.gdn_backward)
+
+    def _numbers(self, options: DeltaRuleOptions) -> tuple[float | int | bool | None, ...]:
+        self.scale = options.scale
+        return options.scale, options.l2norm, options.beta_range
+
+    def _prepare(self, keys: tuple[Tensor | None, ...], kept: Sequence[Tensor]) -> tuple[Tensor, ...]:
         if kept:
-            self.table, offsets, C = kept
-            A, self.gates, self.norms = gdn.gdn_recompute(
-                *keys, self.table, self.cu_seqlens, self.scale, options.l2norm
-            )
-        else:
-            self.table, offsets, C, self.gates, self.norms, A = gdn.gdn_prepare(
-                *keys, self.cu_seqlens, self.scale, options.l2norm
-            )
-        self.kept = (self.table, offsets, C)
-        self.chunks = (offsets, C, self.gates, self.norms)
-        self.products = (offsets, C, A, self.gates, self.norms)
+            return *kept, *gdn.gdn_recompute(*keys, *self.chunks, *self.numbers)
+        return gdn.gdn_prepare(*keys, *self.chunks, *self.numbers)
 
-    def forward(self, initial_state: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-        return gdn.gdn_scan(self.q, self.k, self.v, *self.products, initial_state, self.cu_seqlens, self.scale, True)
+    def _kept_tiles(self) -> tuple[Tensor, ...]:
+        C, *_ = self.tiles
+        return (C,)
 
-    def backward(
-        self, do: torch.Tensor, initial_state: torch.Tensor | None, d_final: torch.Tensor | None
-    ) -> tuple[list[torch.Tensor | None], torch.Tensor]:
-        q, k, do = self.q, self.k, do.contiguous()
-        h, y = gdn.gdn_states(k, self.v, *self.chunks, initial_state, self.cu_seqlens)
-        dh, dv, d_initial = gdn.gdn_reverse(q, k, do, *self.products, d_final, self.cu_seqlens, self.scale)
-        dq, dk, dg, dbeta, dA_log, ddt_bias = gdn.gdn_gradients(
-            q, k, do, h, y, dh, dv, self.table, self.gates, self.norms, self.g, self.beta, self.A_log, self.dt_bias,
-            initial_state, d_final, self.cu_seqlens, self.scale,
-        )  # fmt: skip
-        gates = [dA_log if self.A_log is not None else None, ddt_bias if self.dt_bias is not None else None]
-        return [dq, dk, dv, dg, dbeta, *gates], d_initial
+    def _scan(self, states: tuple[Tensor | int | None, ...]) -> tuple[Tensor, Tensor]:
+        return gdn.gdn_scan(*self.inputs[:3], *self.tiles, *self.chunks, *states, self.scale)
 
-    def boundary_of(self, entries: torch.Tensor, need_m: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return gdn.gdn_boundary(self.k, self.v, *self.chunks, entries, self.cu_seqlens, need_m)
+    def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        return gdn.gdn_boundary(self.inputs.k, self.inputs.v, *self.tiles, *self.chunks, entries, wanted)
 
-    def boundary_backward_of(self, do: torch.Tensor, entries: torch.Tensor) -> torch.Tensor:
-        do = do.contiguous()
-        return gdn.gdn_boundary_bwd(self.q, self.k, do, *self.products, entries, self.cu_seqlens, self.scale)
+    def boundary_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
+        return gdn.gdn_boundary_bwd(
+            self.inputs.q, self.inputs.k, do, *self.tiles, *self.chunks, entries, wanted, self.scale
+        )

@@ -16,3 +16,22 @@ def softplus(x):
     t = s * s  # <= 1 / 9: the first term left out is 2e-8 of the first
     series = 1.0 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t * (1 / 9 + t * (1 / 11 + t * (1 / 13))))))
     return tl.maximum(x, 0.0) + 2.0 * s * series
+
+
+@triton.jit
+def load_beta(beta, start, length, stride, i_h, BT: tl.constexpr, BETA_RANGE: tl.constexpr):
+    """β [BT] fp32 of one chunk and head, of beta [T, HV]; with BETA_RANGE beta holds logits, and β is that times their
+    sigmoid. Past the end of the entry 0."""
+    o_c = tl.arange(0, BT)
+    b_beta = tl.load(beta + start * stride + i_h + o_c * stride, mask=o_c < length, other=0.0).to(tl.float32)
+    if BETA_RANGE is not None:
+        b_beta = tl.where(o_c < length, BETA_RANGE * tl.sigmoid(b_beta), 0.0)
+    return b_beta
+
+
+@triton.jit
+def beta_gradient(b_db, b_beta, BETA_RANGE: tl.constexpr):
+    """The gradient of `load_beta`'s input from that of β."""
+    if BETA_RANGE is not None:
+        b_db *= b_beta * (1.0 - b_beta / BETA_RANGE)
+    return b_db

@@ -21,43 +21,31 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from titan_linear.ops.triton.chunks import locate
-from titan_linear.ops.triton.gates import softplus
+from titan_linear.ops.triton.chunks import locate, locate_entry
+from titan_linear.ops.triton.gates import beta_gradient, load_beta, softplus
 from titan_linear.ops.triton.solve import lower_triangle
+from titan_linear.ops.triton.tiles import load_rows, load_state, store_rows, store_state
 
 EPS = tl.constexpr(1e-6)  # of the l2 norm
 LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def _load_rows(x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexpr):
-    """The first `rows` rows of a [BT, BD] tile of a matrix from token `start` on, and zeros."""
-    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
-    return tl.load(x + start * stride + column + (o_c * stride + o_d), mask=o_c < rows, other=0.0)
-
-
-@triton.jit
-def _store_rows(x, b_x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexpr):
-    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
-    tl.store(x + start * stride + column + (o_c * stride + o_d), b_x.to(x.dtype.element_ty), mask=o_c < rows)
-
-
-@triton.jit
 def _store_gates(
-    g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BT: tl.constexpr, GATE: tl.constexpr, DT_BIAS: tl.constexpr
-):
+    g, beta, A_log, dt_bias, gates, i_p, start, length, stride_g, stride_beta, HV, BT: tl.constexpr,
+    BETA_RANGE: tl.constexpr,
+):  # fmt: skip
     """G in base 2 and beta of one chunk and head; past the end of a document the last G, and zero. Returns G [BT]."""
     o_c, i_hv = tl.arange(0, BT), i_p % HV
     m_t = o_c < length
-    p_g = start * HV + i_hv + o_c * HV
-    b_g = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
-    if GATE:
-        if DT_BIAS:
+    b_g = tl.load(g + start * stride_g + i_hv + o_c * stride_g, mask=m_t, other=0.0).to(tl.float32)
+    if A_log is not None:
+        if dt_bias is not None:
             b_g += tl.load(dt_bias + i_hv).to(tl.float32)
         b_g = tl.where(m_t, -tl.exp(tl.load(A_log + i_hv).to(tl.float32)) * softplus(b_g), 0.0)
     b_G = tl.cumsum(b_g * LOG2E, 0)
     tl.store(gates + i_p * 2 * BT + o_c, b_G)
-    tl.store(gates + i_p * 2 * BT + BT + o_c, tl.load(beta + p_g, mask=m_t, other=0.0).to(tl.float32))
+    tl.store(gates + i_p * 2 * BT + BT + o_c, load_beta(beta, start, length, stride_beta, i_hv, BT, BETA_RANGE))
     return b_G
 
 
@@ -78,33 +66,34 @@ def prepare_kernel(
     k,  # [T, H, K]
     g,  # [T, HV]
     beta,  # [T, HV]
-    A_log,  # [HV]
-    dt_bias,  # [HV]
+    A_log,  # [HV], or None: g is the log gate
+    dt_bias,  # [HV] or None
     C,  # [NT, HV, BT, BT], or None in backward, where C is kept
     A,  # [NT, HV, BT, BT]
     gates,  # [NT, HV, 2, BT] fp32: G in base 2, beta; past the end of a document the last G, and zero
     norms,  # [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|
     cu_seqlens,
-    table,
+    chunk_index,
     scale,
     stride_q,
     stride_k,
+    stride_g,
+    stride_beta,
     HV,
     R: tl.constexpr,  # value heads per key head
     K: tl.constexpr,
     BT: tl.constexpr,
-    GATE: tl.constexpr,
-    DT_BIAS: tl.constexpr,
     NORM: tl.constexpr,
+    BETA_RANGE: tl.constexpr,
     PREC: tl.constexpr,
 ):
     """Gates, norms, A and N (in C's tile, for solve_kernel) of one chunk and value head."""
     i_p = tl.program_id(0).to(tl.int64)
     i_t, i_hv = i_p // HV, i_p % HV
-    start, length = locate(table, cu_seqlens, i_t, BT)
-    b_q = _load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
-    b_k = _load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
-    b_G = _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, HV, BT, GATE, DT_BIAS)
+    start, length = locate(chunk_index, cu_seqlens, i_t, BT)
+    b_q = load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
+    b_k = load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
+    b_G = _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, stride_g, stride_beta, HV, BT, BETA_RANGE)
     b_rq = _store_norms(b_q, norms, i_p, 0, HV, R, BT, NORM)
     b_rk = _store_norms(b_k, norms, i_p, 1, HV, R, BT, NORM)
     o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
@@ -148,14 +137,14 @@ def _fetch_tile(desc, i_p, BT: tl.constexpr):
 
 @triton.jit
 def _step(
-    b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, bos, length, first, i_hv, i_v, has_v,
+    b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, start, length, first, i_hv, i_v, has_v,
     scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, NORM: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, MASK_V: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, MASK_V: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
     """One chunk forward: the state that leaves, from the state b_s [K, BV] that enters."""
     dtype = C_desc.dtype
-    start, rows, i_p = bos + i * BT, length - i * BT, (first + i) * HV + i_hv
+    start, rows, i_p = start + i * BT, length - i * BT, (first + i) * HV + i_hv
     b_k = _fetch_rows(k_desc, start, i_hv // R * K)  # [BT, K]
     b_v = _fetch_rows(v_desc, start, i_hv * V + i_v * BV).to(tl.float32)  # [BT, BV]
     b_c = _fetch_tile(C_desc, i_p, BT)  # [BT, BT]
@@ -164,50 +153,51 @@ def _step(
     if MASK_V:
         b_v = tl.where(has_v, b_v, 0.0)
     b_sd = b_s.to(dtype)
-    if STORE:
+    if h is not None:
         tl.store(h + i_p * K * V + i_v * BV + (tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]), b_sd)
     b_x = b_v - (b_e * b_rk)[:, None] * tl.dot(b_k, b_sd, input_precision=PREC)
     b_y = b_x - tl.dot(b_c, b_x.to(dtype), input_precision=PREC)  # [BT, BV]
-    if STORE:
-        _store_rows(y, b_y, start, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
-    if OUTPUT:
+    if h is not None:
+        store_rows(y, b_y, start, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
+    if o is not None:
         b_q = _fetch_rows(q_desc, start, i_hv // R * K)  # [BT, K]
         b_a = _fetch_tile(A_desc, i_p, BT)  # [BT, BT]
         b_o = (scale * b_e * b_rq)[:, None] * tl.dot(b_q, b_sd, input_precision=PREC)
         b_o += tl.dot(b_a, (b_beta[:, None] * b_y).to(dtype), input_precision=PREC)
-        _store_rows(o, b_o, start, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
+        store_rows(o, b_o, start, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
     b_w = (tl.exp2(b_last - b_G) * b_rk * b_beta)[:, None] * b_y
     return b_s * tl.exp2(b_last) + tl.dot(tl.trans(b_k), b_w.to(dtype), input_precision=PREC)
 
 
 @triton.jit
 def _scan(
-    b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, bos, length, first, i_hv, i_v, has_v,
+    b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, start, length, first, i_hv, i_v, has_v,
     scale, HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, NORM: tl.constexpr, OUTPUT: tl.constexpr, STORE: tl.constexpr, MASK_V: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, MASK_V: tl.constexpr,
     STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Scan one entry's chunks in order for one head and BV columns of the state; returns the state that leaves.
 
-    first: row of the entry's first chunk in the tables. has_v = False (with MASK_V) counts v as zero.
+    start, first: its first token and chunk. Writes o, and h and y, where they are given. has_v = False (with MASK_V)
+    counts v as zero.
     """
     for i in tl.range(0, (length + BT - 1) // BT, num_stages=STAGES):
         b_s = _step(
-            b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, bos, length, first, i_hv, i_v,
-            has_v, scale, HV, R, K, V, BT, BV, NORM, OUTPUT, STORE, MASK_V, PREC,
+            b_s, i, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, h, y, start, length, first, i_hv, i_v,
+            has_v, scale, HV, R, K, V, BT, BV, NORM, MASK_V, PREC,
         )  # fmt: skip
     return b_s
 
 
 @triton.jit
 def _reverse_step(
-    b_ds, i, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
+    b_ds, i, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, start, length, first, i_hv, i_v, scale,
     HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, PREC: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """One chunk backward: the gradient of the state that enters, from that of the state that leaves, b_ds [K, BV]."""
     dtype = C_desc.dtype
-    start, rows, i_p = bos + i * BT, length - i * BT, (first + i) * HV + i_hv
+    start, rows, i_p = start + i * BT, length - i * BT, (first + i) * HV + i_hv
     b_k = _fetch_rows(k_desc, start, i_hv // R * K)  # [BT, K]
     b_q = _fetch_rows(q_desc, start, i_hv // R * K)  # [BT, K]
     b_do = _fetch_rows(do_desc, start, i_hv * V + i_v * BV)  # [BT, BV]
@@ -215,14 +205,14 @@ def _reverse_step(
     b_a = _fetch_tile(A_desc, i_p, BT)  # [BT, BT]
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, first + i, i_hv, HV, R, BT, NORM)
     b_dsd = b_ds.to(dtype)
-    if STORE:
+    if dh is not None:
         tl.store(dh + i_p * K * V + i_v * BV + (tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]), b_dsd)
     b_du = (tl.exp2(b_last - b_G) * b_rk)[:, None] * tl.dot(b_k, b_dsd, input_precision=PREC)
     b_du += tl.dot(tl.trans(b_a), b_do, input_precision=PREC)  # [BT, BV]
     b_z = b_beta[:, None] * b_du
     b_dx = b_z - tl.dot(tl.trans(b_c), b_z.to(dtype), input_precision=PREC)
-    if STORE:
-        _store_rows(dv, b_dx, start, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
+    if dh is not None:
+        store_rows(dv, b_dx, start, rows, HV * V, i_hv * V + i_v * BV, BT, BV)
     b_e = tl.exp2(b_G)
     b_ds *= tl.exp2(b_last)
     b_eq = tl.where(tl.arange(0, BT) < rows, scale * b_e * b_rq, 0.0)
@@ -232,81 +222,76 @@ def _reverse_step(
 
 @triton.jit
 def _reverse_scan(
-    b_ds, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
+    b_ds, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, start, length, first, i_hv, i_v, scale,
     HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
-    BV: tl.constexpr, NORM: tl.constexpr, STORE: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    BV: tl.constexpr, NORM: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """Scan one entry's chunks from the last to the first; returns the gradient of the state that enters."""
     chunks = (length + BT - 1) // BT
     for j in tl.range(0, chunks, num_stages=STAGES):
         b_ds = _reverse_step(
-            b_ds, chunks - 1 - j, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, bos, length, first,
-            i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, STORE, PREC,
+            b_ds, chunks - 1 - j, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, start, length, first,
+            i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, PREC,
         )  # fmt: skip
     return b_ds
 
 
 @triton.jit
-def _entry(cu_seqlens, offsets, i_n):
-    """First token, length, and first row in the chunk tables of an entry."""
-    bos = tl.load(cu_seqlens + i_n).to(tl.int64)
-    return bos, (tl.load(cu_seqlens + i_n + 1) - bos).to(tl.int32), tl.load(offsets + i_n).to(tl.int64)
-
-
-@triton.jit
 def scan_kernel(
     q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms,
-    initial_state,  # [N, HV, K, V] fp32 or None
-    o,
-    final_state,  # [N, HV, K, V] fp32 or None
-    cu_seqlens, offsets, scale, HV,
+    initial_state, state_index,
+    o,  # [T, HV, V]
+    final_state, final_index,
+    cu_seqlens, chunk_offsets, scale, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
-    INITIAL: tl.constexpr, FINAL: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """o and the final states."""
+    """One (entry, head, slice of V): o, and the last states where they are asked for."""
     blocks: tl.constexpr = V // BV
     i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
-    bos, length, first = _entry(cu_seqlens, offsets, i_n)
-    o_s = i_nh * K * V + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
+    start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
+    o_s = i_nh % HV * (K * V) + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
     b_s = tl.zeros([K, BV], tl.float32)
-    if INITIAL:
-        b_s += tl.load(initial_state + o_s).to(tl.float32)
+    if initial_state is not None:
+        b_s += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
     b_s = _scan(
-        b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, None, None, bos, length, first, i_hv,
-        i_v, True, scale, HV, R, K, V, BT, BV, NORM, True, False, False, STAGES, PREC,
+        b_s, q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms, o, None, None, start, length, first, i_hv,
+        i_v, True, scale, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
     )  # fmt: skip
-    if FINAL:
-        tl.store(final_state + o_s, b_s)
+    if final_state is not None:
+        store_state(final_state, final_index, i_n, HV * K * V, o_s, b_s)
 
 
 @triton.jit
 def boundary_kernel(
     k_desc, v_desc, C_desc, gates, norms,
     entries,  # [F]
+    wanted,  # [F] 0: nothing of an entry, 1: S_ext, 2: M too; None: 2
     S_ext,  # [F, HV, K, V] fp32
-    M,  # [F, HV, K, K] fp32 or None
-    cu_seqlens, offsets, HV,
+    M,  # [F, HV, K, K] fp32
+    cu_seqlens, chunk_offsets, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
-    NEED_M: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """S_ext: the scan from a zero state. M: the same with v = 0 from the identity, block of columns by block."""
-    blocks: tl.constexpr = (V + (K if NEED_M else 0)) // BV
+    """One (listed entry, head, slice of V, then of K). S_ext: the scan from a zero state. M: that with v = 0 from the
+    identity."""
+    blocks: tl.constexpr = (V + K) // BV
     i_v, i_fh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    i_n, i_hv = tl.load(entries + i_fh // HV), (i_fh % HV).to(tl.int32)
-    bos, length, first = _entry(cu_seqlens, offsets, i_n)
-    o_k, o_v = tl.arange(0, K)[:, None], tl.arange(0, BV)[None, :]
+    i_f, i_hv = i_fh // HV, (i_fh % HV).to(tl.int32)
     is_m = i_v >= V // BV
+    if wanted is not None and tl.load(wanted + i_f) < tl.where(is_m, 2, 1):
+        return
+    start, length, first = locate_entry(cu_seqlens, chunk_offsets, tl.load(entries + i_f).to(tl.int64))
+    o_k, o_v = tl.arange(0, K)[:, None], tl.arange(0, BV)[None, :]
     i_m = i_v - V // BV
     b_s = tl.where(is_m & (o_k == i_m * BV + o_v), 1.0, 0.0)
     b_s = _scan(
-        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, norms, None, None, None, bos, length, first, i_hv,
-        tl.where(is_m, 0, i_v), not is_m, 1.0, HV, R, K, V, BT, BV, NORM, False, False,
-        NEED_M, STAGES, PREC,
+        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, norms, None, None, None, start, length, first, i_hv,
+        tl.where(is_m, 0, i_v), not is_m, 1.0, HV, R, K, V, BT, BV, NORM, True, STAGES, PREC,
     )  # fmt: skip
     if is_m:
-        if NEED_M:
-            tl.store(M + i_fh * K * K + o_k * K + i_m * BV + o_v, b_s)
+        tl.store(M + i_fh * K * K + o_k * K + i_m * BV + o_v, b_s)
     else:
         tl.store(S_ext + i_fh * K * V + o_k * V + i_v * BV + o_v, b_s)
 
@@ -315,19 +300,22 @@ def boundary_kernel(
 def boundary_bwd_kernel(
     q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms,
     entries,  # [F]
+    wanted,  # [F] 0: nothing of an entry; None: all
     dS_ext,  # [F, HV, K, V] fp32
-    cu_seqlens, offsets, scale, HV,
+    cu_seqlens, chunk_offsets, scale, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
     STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """The reverse scan from a zero gradient."""
+    """One (listed entry, head, slice of V): the reverse scan from a zero gradient."""
     blocks: tl.constexpr = V // BV
     i_v, i_fh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    i_n, i_hv = tl.load(entries + i_fh // HV), (i_fh % HV).to(tl.int32)
-    bos, length, first = _entry(cu_seqlens, offsets, i_n)
+    i_f, i_hv = i_fh // HV, (i_fh % HV).to(tl.int32)
+    if wanted is not None and tl.load(wanted + i_f) == 0:
+        return
+    start, length, first = locate_entry(cu_seqlens, chunk_offsets, tl.load(entries + i_f).to(tl.int64))
     b_ds = _reverse_scan(
-        tl.zeros([K, BV], tl.float32), q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, None, None, bos, length,
-        first, i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
+        tl.zeros([K, BV], tl.float32), q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, None, None, start,
+        length, first, i_hv, i_v, scale, HV, R, K, V, BT, BV, NORM, STAGES, PREC,
     )  # fmt: skip
     o_s = tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
     tl.store(dS_ext + i_fh * K * V + o_s, b_ds)
@@ -336,53 +324,54 @@ def boundary_bwd_kernel(
 @triton.jit
 def states_kernel(
     k_desc, v_desc, C_desc, gates, norms,
-    initial_state,  # [N, HV, K, V] fp32 or None
+    initial_state, state_index,
     h,  # [NT, HV, K, V] the state that enters each chunk
     y,  # [T, HV, V]
-    cu_seqlens, offsets, HV,
+    cu_seqlens, chunk_offsets, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
-    INITIAL: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """The scan again, for what backward needs of it."""
     blocks: tl.constexpr = V // BV
     i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
-    bos, length, first = _entry(cu_seqlens, offsets, i_n)
+    start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
     b_s = tl.zeros([K, BV], tl.float32)
-    if INITIAL:
-        o_s = i_nh * K * V + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
-        b_s += tl.load(initial_state + o_s).to(tl.float32)
+    if initial_state is not None:
+        o_s = i_nh % HV * (K * V) + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
+        b_s += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
     _scan(
-        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, norms, None, h, y, bos, length, first, i_hv, i_v,
-        True, 1.0, HV, R, K, V, BT, BV, NORM, False, True, False, STAGES, PREC,
+        b_s, k_desc, k_desc, v_desc, C_desc, C_desc, gates, norms, None, h, y, start, length, first, i_hv, i_v,
+        True, 1.0, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
     )  # fmt: skip
 
 
 @triton.jit
 def reverse_kernel(
     q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms,
-    d_final_state,  # [N, HV, K, V] fp32 or None
+    d_final_state, final_index,
     dh,  # [NT, HV, K, V] the gradient of the state that leaves each chunk
     dv,  # [T, HV, V]
-    d_initial_state,  # [N, HV, K, V] fp32
-    cu_seqlens, offsets, scale, HV,
+    d_initial_state, state_index,
+    cu_seqlens, chunk_offsets, scale, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
-    D_FINAL: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dv, and the gradients of all states."""
+    """One (entry, head, slice of V): dv, and the gradients of all states."""
     blocks: tl.constexpr = V // BV
     i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
-    bos, length, first = _entry(cu_seqlens, offsets, i_n)
-    o_s = i_nh * K * V + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
+    start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
+    o_s = i_nh % HV * (K * V) + tl.arange(0, K)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
     b_ds = tl.zeros([K, BV], tl.float32)
-    if D_FINAL:
-        b_ds += tl.load(d_final_state + o_s).to(tl.float32)
+    if d_final_state is not None:
+        b_ds += load_state(d_final_state, final_index, i_n, HV * K * V, o_s)
     b_ds = _reverse_scan(
-        b_ds, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, bos, length, first, i_hv, i_v, scale,
-        HV, R, K, V, BT, BV, NORM, True, STAGES, PREC,
+        b_ds, q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms, dv, dh, start, length, first, i_hv, i_v, scale,
+        HV, R, K, V, BT, BV, NORM, STAGES, PREC,
     )  # fmt: skip
-    tl.store(d_initial_state + o_s, b_ds)
+    if d_initial_state is not None:
+        store_state(d_initial_state, state_index, i_n, HV * K * V, o_s, b_ds)
 
 
 @triton.jit
@@ -413,24 +402,24 @@ def gradients_kernel(
     do_desc, y_desc, dv_desc,  # [T, HV·V]
     h_desc, dh_desc,  # [NT·HV·K, V]
     gates, norms,
-    g,  # [T, HV] the raw gate, with GATE
+    g,  # [T, HV], read with A_log
     A_log, dt_bias,
-    initial_state, d_final_state,  # [N, HV, K, V] fp32, with EDGES
+    initial_state, state_index, d_final_state, final_index,
     dq,  # [T, HV, K]
     dk,  # [T, HV, K]
     dg,  # [T, HV]
     dbeta,  # [T, HV]
-    d_gate,  # [2, NT, HV] fp32 partials of d A_log and d dt_bias
-    cu_seqlens, table, scale, HV, NT,
-    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, GATE: tl.constexpr,
-    DT_BIAS: tl.constexpr, NORM: tl.constexpr, EDGES: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
+    d_gate,  # [2, NT, HV] fp32 partials of d A_log and d dt_bias, with A_log
+    cu_seqlens, chunk_index, scale, stride_g, HV, NT,
+    R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
+    BETA_RANGE: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
     """dq, dk, dg, dbeta of one chunk and value head: queries first, so that few tiles are alive at a time."""
     i_p = tl.program_id(0).to(tl.int64)
     i_t, i_hv = i_p // HV, (i_p % HV).to(tl.int32)
-    start, length = locate(table, cu_seqlens, i_t, BT)
+    start, length = locate(chunk_index, cu_seqlens, i_t, BT)
     if length <= 0:
-        if GATE:
+        if A_log is not None:
             tl.store(d_gate + i_p, 0.0)
             tl.store(d_gate + NT * HV + i_p, 0.0)
         return
@@ -459,7 +448,7 @@ def gradients_kernel(
     b_dgs = (scale * b_e * b_rq) * tl.sum(b_dq * b_q.to(tl.float32), 1)
     b_w = b_rk * b_beta
     b_dq = tl.dot((b_p * b_w[None, :]).to(dtype), b_k, (scale * b_e)[:, None] * b_dq, input_precision=PREC)
-    _store_rows(dq, _unit_gradient(b_dq, b_q, b_rq, NORM), start, length, HV * K, i_hv * K, BT, K)
+    store_rows(dq, _unit_gradient(b_dq, b_q, b_rq, NORM), start, length, HV * K, i_hv * K, BT, K)
     b_w = b_p * tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * b_rq[:, None] * b_rk[None, :]
     b_w += b_n * tl.dot(b_k, tl.trans(b_k), input_precision=PREC) * b_rk[:, None] * b_rk[None, :]
     b_dg, b_db = _pair_gradients(b_w, b_beta, BT)
@@ -496,28 +485,31 @@ def gradients_kernel(
     # what U_j adds to the state decays with the tokens after j: none, for the last one
     b_later = tl.where(o_c < length - 1, b_beta * b_dbs, 0.0)
     b_dk += (b_w * b_beta)[:, None] * b_ydh
-    _store_rows(dk, _unit_gradient(b_dk, b_k, b_rk, NORM), start, length, HV * K, i_hv * K, BT, K)
+    store_rows(dk, _unit_gradient(b_dk, b_k, b_rk, NORM), start, length, HV * K, i_hv * K, BT, K)
 
-    if EDGES:  # a document within the chunk, whose states were given in fp32: one product may be most of dg
-        i_n = tl.load(table + 2 * i_t)
+    # a document within the chunk, whose states were given in fp32: one product may be most of dg
+    if initial_state is not None and d_final_state is not None:
+        i_n = tl.load(chunk_index + 2 * i_t)
         if tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n) == length:
-            p_s = (i_n.to(tl.int64) * HV + i_hv) * K * V + tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]
+            o_s = i_p % HV * (K * V) + tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]
             b_sds = 0.0
             for i_v in range(V // BV):
-                b_h = tl.load(initial_state + p_s + i_v * BV).to(tl.float32)
-                b_sds += tl.sum(b_h * tl.load(d_final_state + p_s + i_v * BV).to(tl.float32))
+                b_h = load_state(initial_state, state_index, i_n.to(tl.int64), HV * K * V, o_s + i_v * BV)
+                b_dh = load_state(d_final_state, final_index, i_n.to(tl.int64), HV * K * V, o_s + i_v * BV)
+                b_sds += tl.sum(b_h * b_dh)
     m_t = o_c < length
     # the gate of token t decays the entering state, updates before t, and what tokens from t on read
     b_dg = tl.cumsum(tl.where(m_t, b_dg, 0.0), 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
     b_dg += tl.exp2(b_last) * b_sds
     p_g = start * HV + i_hv + o_c * HV
-    if GATE:
-        b_x = tl.load(g + p_g, mask=m_t, other=0.0).to(tl.float32)
-        if DT_BIAS:
+    if A_log is not None:
+        b_x = tl.load(g + start * stride_g + i_hv + o_c * stride_g, mask=m_t, other=0.0).to(tl.float32)
+        if dt_bias is not None:
             b_x += tl.load(dt_bias + i_hv).to(tl.float32)
         b_a = -tl.exp(tl.load(A_log + i_hv).to(tl.float32))
         tl.store(d_gate + i_p, tl.sum(tl.where(m_t, b_dg * b_a * softplus(b_x), 0.0), 0))
         b_dg *= b_a * tl.sigmoid(b_x)
         tl.store(d_gate + NT * HV + i_p, tl.sum(tl.where(m_t, b_dg, 0.0), 0))
     tl.store(dg + p_g, b_dg.to(dg.dtype.element_ty), mask=m_t)
-    tl.store(dbeta + p_g, (b_db + b_dbs).to(dbeta.dtype.element_ty), mask=m_t)
+    b_db = beta_gradient(b_db + b_dbs, b_beta, BETA_RANGE)
+    tl.store(dbeta + p_g, b_db.to(dbeta.dtype.element_ty), mask=m_t)

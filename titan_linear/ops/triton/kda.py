@@ -1,325 +1,261 @@
 """Kimi Delta Attention in Triton: the stages of a chunked forward and backward pass, as operators.
 
-    forward    prepare → [boundary → exchange] → scan
-    backward   recompute → [boundary_bwd → exchange] → backward
+    prepare        (q, k, g, beta) -> tiles                                     chunk-parallel
+    recompute      (q, k, g, beta) -> tiles but Aqk and Gn                      prepare again, for backward
+    scan           (v, tiles, initial_state) -> o, final_state                  sequential in a head
+    boundary       (v, tiles, some entries) -> S_ext, M                         for context parallelism
+    boundary_bwd   (do, tiles, some entries) -> dS_ext
+    backward       (all of these) -> gradients                                  two scans, then chunk-parallel
 
-`boundary` and `boundary_bwd` give what context parallelism exchanges; on one device they are left out. A pass keeps its
-inputs, Aqk and Gn (2 × 64 numbers of the compute dtype per token and head) between forward and backward.
+A pass keeps its inputs, Aqk and Gn (2 × 64 numbers of the compute dtype per token and head) between forward and
+backward.
 
-Tensors are contiguous [B, T, heads, dim] (B folds into T: every row of the batch is an entry of cu_seqlens), cu_seqlens
-[N+1] int32 on their device. Tiles of a chunk are [NT, HV, ·, 64]; NT is a bound known on the host, so nothing here
-waits for the device. States are fp32 [N, HV, K, V].
+q, k [T, H, K], v [T, HV, V], g [T, HV, K], beta [T, HV] are flat packed streams (`tiles.py`: any stride between tokens)
+of N entries; `Chunks` (cu_seqlens, chunk_index, chunk_offsets) says where these lie. The tiles of NT chunks of C = 64
+tokens (see kda_fwd for the letters) are
+
+    qg [NT, HV, K, C] scale·q·2^Γ     kn [NT, HV, K, C] −k·2^Γ     kg [NT, HV, K, C] k·2^(γ−Γ)
+    decay [NT, HV, K] fp32, 2^γ       b [NT, HV, C] fp32, β        Aqk, Gn [NT, HV, C, C]
+
+Nothing here waits for the device. beta_range: β is beta, or that times sigmoid(beta), whose gradient is then that of
+the logits. gate: g is the log decay (0), or raw, for softplus (1) or the bounded gate (2).
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
-from titan_linear.ops.triton.chunks import CHUNK, chunk_table, max_chunks
+from titan_linear.ops.triton.chunks import CHUNK
 from titan_linear.ops.triton.configs import config
-from titan_linear.ops.triton.kda_bwd import gradient_kernel, matrix_kernel, norm_gradient_kernel, reverse_scan_kernel
-from titan_linear.ops.triton.kda_fwd import prepare_kernel, scan_kernel
+from titan_linear.ops.triton.kda_bwd import (
+    boundary_bwd_kernel,
+    gradient_kernel,
+    matrix_kernel,
+    norm_gradient_kernel,
+    reverse_scan_kernel,
+)
+from titan_linear.ops.triton.kda_fwd import boundary_kernel, prepare_kernel, scan_kernel
 from titan_linear.ops.triton.library import operator, register_fake
 from titan_linear.ops.triton.solve import solve_kernel
+from titan_linear.ops.triton.tiles import chunk_tiles, dense_heads, empty_gradients, empty_states, row_tiles
 
 GATES = {"none": 0, "softplus": 1, "bounded": 2}
 TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
-def compute_dtype(dtype: torch.dtype) -> torch.dtype:
+def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of matrix operands: fp16's exponent cannot hold the factors of fast gates, so fp16 inputs use bf16."""
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
-class Prepared(NamedTuple):
-    """What the scans read of each chunk; C = 64, NT chunks (see kda_fwd for the letters)."""
-
-    first: Tensor  # [N+1] int32, each entry's first chunk
-    chunks: Tensor  # [NT, 2] int32 (entry or -1, chunk in it)
-    qg: Tensor  # [NT, HV, K, C] scale·q·2^Γ
-    kn: Tensor  # [NT, HV, K, C] −k·2^Γ
-    kg: Tensor  # [NT, HV, K, C] k·2^(γ−Γ)
-    decay: Tensor  # [NT, HV, K] fp32, 2^γ
-    b: Tensor  # [NT, HV, C] fp32, β
-    Aqk: Tensor  # [NT, HV, C, C]
-    Gn: Tensor  # [NT, HV, C, C]
+def _recomputed(q: Tensor, g: Tensor, chunk_index: Tensor) -> tuple[Tensor, ...]:
+    """Empty qg, kn, kg, decay, b."""
+    (_, HV, K), NT, dtype = g.shape, chunk_index.shape[0], _compute_dtype(q.dtype)
+    keys = (g.new_empty(NT, HV, K, CHUNK, dtype=dtype) for _ in range(3))
+    return *keys, *(g.new_empty(NT, HV, dim, dtype=torch.float32) for dim in (K, CHUNK))
 
 
-def _tiles(g: Tensor, cu_seqlens: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Empty qg, kn, kg, decay, b, Aqk, Gn for gates g [B, T, HV, K]."""
-    B, T, HV, K = g.shape
-    NT = max_chunks(B * T, cu_seqlens.shape[0] - 1, CHUNK)
-    keys = [g.new_empty(NT, HV, K, CHUNK, dtype=dtype) for _ in range(3)]
-    small = [g.new_empty(NT, HV, dim, dtype=torch.float32) for dim in (K, CHUNK)]
-    return keys + small + [g.new_empty(NT, HV, CHUNK, CHUNK, dtype=dtype) for _ in range(2)]
+def _matrices(q: Tensor, g: Tensor, chunk_index: Tensor) -> tuple[Tensor, Tensor]:
+    """Empty Aqk and Gn."""
+    shape = chunk_index.shape[0], g.shape[1], CHUNK, CHUNK
+    return g.new_empty(shape, dtype=_compute_dtype(q.dtype)), g.new_empty(shape, dtype=_compute_dtype(q.dtype))
 
 
-def _launch_prepare(x, cu_seqlens, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm) -> None:
-    """x = (q, k, g, beta, A_log, dt_bias); tiles: all of `_tiles`, or without Aqk and Gn."""
-    H, (HV, K), CT = x[0].shape[2], x[2].shape[2:], compute_dtype(x[0].dtype)
-    NT, MATRICES = chunks.shape[0], len(tiles) == 7
-    chosen = config(f"kda {'prepare' if MATRICES else 'recompute'}{' safe' if safe_gate else ''}", x[0], K, BK=K)
-    if NT > 0:
-        prepare_kernel[1 if MATRICES else K // chosen["BK"], HV, NT](
-            *x, cu_seqlens, chunks, scale, lower_bound, *tiles, *(() if MATRICES else (None, None)), H=H, HV=HV, K=K,
-            CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, MATRICES=MATRICES, **chosen,
-        )  # fmt: skip
-        if MATRICES:
-            solve_kernel[NT * HV,](tiles[4], tiles[6], STRIDE_B=CHUNK, SCALED=False, **config("solve", x[0], K))
+def _launch_prepare(q, k, g, beta, A_log, dt_bias, tiles, cu_seqlens, chunk_index, scale, lower_bound, gate,
+                    safe_gate, l2norm, beta_range) -> None:  # fmt: skip
+    """tiles: all, or those without Aqk and Gn."""
+    (_, H, K), HV, NT, MATRICES = q.shape, g.shape[1], chunk_index.shape[0], len(tiles) == 7
+    q, k, g, beta = (dense_heads(x) for x in (q, k, g, beta))
+    chosen = config(f"kda {'prepare' if MATRICES else 'recompute'}{' safe' if safe_gate else ''}", q, K, BK=K)
+    prepare_kernel[1 if MATRICES else K // chosen["BK"], HV, NT](
+        q, k, g, beta, A_log, dt_bias, *tiles, *(() if MATRICES else (None, None)), cu_seqlens, chunk_index, scale,
+        lower_bound, q.stride(0), k.stride(0), g.stride(0), beta.stride(0), H=H, HV=HV, K=K,
+        CT=TRITON_DTYPE[tiles[0].dtype], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, BETA_RANGE=beta_range,
+        MATRICES=MATRICES, **chosen,
+    )  # fmt: skip
 
 
 @operator
 def kda_prepare(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor,
-    scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))
-    chunks, first = chunk_table(cu_seqlens, CHUNK, tiles[0].shape[0])
-    x = (q, k, g, beta, A_log, dt_bias)
-    _launch_prepare(x, cu_seqlens, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
-    return first, chunks, *tiles
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
+    scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool, beta_range: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> qg, kn, kg, decay, b, Aqk, Gn."""
+    tiles = *_recomputed(q, g, chunk_index), *_matrices(q, g, chunk_index)
+    _launch_prepare(q, k, g, beta, A_log, dt_bias, tiles, cu_seqlens, chunk_index, scale, lower_bound, gate, safe_gate,
+                    l2norm, beta_range)  # fmt: skip
+    b, Gn = tiles[4], tiles[6]
+    chosen = config("solve", q, q.shape[2])
+    solve_kernel[b.shape[0] * b.shape[1],](b, Gn, STRIDE_B=CHUNK, SCALED=False, **chosen)
+    return tiles
 
 
 @register_fake(kda_prepare)
-def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, gate, safe_gate, l2norm):
-    tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))
-    return torch.empty_like(cu_seqlens), cu_seqlens.new_empty(tiles[0].shape[0], 2), *tiles
+def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, chunk_index, *_):
+    return *_recomputed(q, g, chunk_index), *_matrices(q, g, chunk_index)
 
 
 @operator
 def kda_recompute(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None, cu_seqlens: Tensor,
-    scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))[:5]
-    chunks, first = chunk_table(cu_seqlens, CHUNK, tiles[0].shape[0])
-    x = (q, k, g, beta, A_log, dt_bias)
-    _launch_prepare(x, cu_seqlens, chunks, tiles, scale, lower_bound, gate, safe_gate, l2norm)
-    return first, chunks, *tiles
+    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
+    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
+    scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool, beta_range: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """-> qg, kn, kg, decay, b."""
+    tiles = _recomputed(q, g, chunk_index)
+    _launch_prepare(q, k, g, beta, A_log, dt_bias, tiles, cu_seqlens, chunk_index, scale, lower_bound, gate, safe_gate,
+                    l2norm, beta_range)  # fmt: skip
+    return tiles
 
 
 @register_fake(kda_recompute)
-def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, lower_bound, gate, safe_gate, l2norm):
-    tiles = _tiles(g, cu_seqlens, compute_dtype(q.dtype))[:5]
-    return torch.empty_like(cu_seqlens), cu_seqlens.new_empty(tiles[0].shape[0], 2), *tiles
+def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, chunk_index, *_):
+    return _recomputed(q, g, chunk_index)
 
 
-def _scan(v, cu_seqlens, entries, first, tiles, h0, o, ht, h, r, V: int) -> None:
-    """Launches scan_kernel; None leaves an input out or an output unwritten."""
-    HV, K = tiles[0].shape[1:3]
-    CT = tiles[0].dtype
+def _launch_scan(v, tiles, initial_state, state_index, o, final_state, final_index, h, r, cu_seqlens, chunk_offsets):
+    """None leaves an input out or an output unwritten."""
+    _, HV, K, _ = tiles[0].shape
+    V, N, v = v.shape[2], cu_seqlens.shape[0] - 1, dense_heads(v)
     chosen = config("kda scan", tiles[0], K, BV=V)
-    entry_count = first.shape[0] - 1 if entries is None else entries.shape[0]
-    if entry_count > 0:
-        scan_kernel[V // chosen["BV"], entry_count * HV](
-            v, cu_seqlens, entries, first, *tiles, h0, o, ht, h, r, HV=HV, K=K, V=V, CT=TRITON_DTYPE[CT],
-            LISTED=entries is not None, HAS_V=v is not None, HAS_H0=h0 is not None,
-            OUTPUT=o is not None, FINAL=ht is not None, KEEP=h is not None,
-            **chosen,
-        )  # fmt: skip
+    scan_kernel[V // chosen["BV"], N * HV](
+        v, *tiles, initial_state, state_index, o, final_state, final_index, h, r, cu_seqlens, chunk_offsets,
+        v.stride(0), HV=HV, K=K, V=V, CT=TRITON_DTYPE[tiles[0].dtype], **chosen,
+    )  # fmt: skip
+
+
+def _scan_outputs(v: Tensor, qg: Tensor, final_rows: int) -> tuple[Tensor, Tensor]:
+    return v.new_empty(v.shape), empty_states(v, final_rows, qg.shape[2])
 
 
 @operator
 def kda_scan(
-    v: Tensor, cu_seqlens: Tensor, first: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor,
-    Aqk: Tensor, Gn: Tensor, initial_state: Tensor | None,
+    v: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor, Aqk: Tensor, Gn: Tensor,
+    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
+    initial_state: Tensor | None, state_index: Tensor | None, final_index: Tensor | None, final_rows: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    o = torch.empty_like(v)
-    ht = v.new_empty(first.shape[0] - 1, v.shape[2], qg.shape[2], v.shape[3], dtype=torch.float32)
-    _scan(v, cu_seqlens, None, first, (qg, kn, kg, decay, b, Aqk, Gn), initial_state, o, ht, None, None, v.shape[3])
-    return o, ht
+    """-> o [T, HV, V], final_state [final_rows, HV, K, V] fp32 (0 rows: none is written)."""
+    o, final_state = _scan_outputs(v, qg, final_rows)
+    tiles, final = (qg, kn, kg, decay, b, Aqk, Gn), final_state if final_rows else None
+    _launch_scan(v, tiles, initial_state, state_index, o, final, final_index, None, None, cu_seqlens, chunk_offsets)
+    return o, final_state
 
 
 @register_fake(kda_scan)
-def _(v, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, initial_state):
-    ht = v.new_empty(first.shape[0] - 1, v.shape[2], qg.shape[2], v.shape[3], dtype=torch.float32)
-    return torch.empty_like(v), ht
+def _(v, qg, *others):
+    return _scan_outputs(v, qg, others[-1])
+
+
+def _boundary_outputs(v: Tensor, qg: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+    (_, HV, K, _), F = qg.shape, entries.shape[0]
+    return empty_states(v, F, K), v.new_empty(F, HV, K, K, dtype=torch.float32)
 
 
 @operator
 def kda_boundary(
-    v: Tensor, cu_seqlens: Tensor, first: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor,
-    Aqk: Tensor, Gn: Tensor, entries: Tensor, need_m: bool,
+    v: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor, Aqk: Tensor, Gn: Tensor,
+    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor, entries: Tensor, wanted: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    HV, V, K = *v.shape[2:], qg.shape[2]
-    tiles = (qg, kn, kg, decay, b, Aqk, Gn)
-    S_ext = v.new_empty(entries.shape[0], HV, K, V, dtype=torch.float32)
-    _scan(v, cu_seqlens, entries, first, tiles, None, None, S_ext, None, None, V)
-    M = v.new_empty(entries.shape[0] if need_m else 0, HV, K, K, dtype=torch.float32)
-    if need_m:
-        eye = torch.eye(K, dtype=torch.float32, device=v.device).expand_as(M).contiguous()
-        _scan(None, cu_seqlens, entries, first, tiles, eye, None, M, None, None, K)
+    """entries [F] int32 -> S_ext [F, HV, K, V], each listed entry's last state from a zero state, M [F, HV, K, K], its
+    transition; fp32. wanted [F] int32: 0 leaves an entry's S_ext and M unwritten, 1 its M, 2 neither; None: all 2."""
+    (S_ext, M), v, (_, HV, K, _), V = _boundary_outputs(v, qg, entries), dense_heads(v), qg.shape, v.shape[2]
+    chosen = config("kda scan", qg, K, BV=min(K, V))
+    boundary_kernel[(V + K) // chosen["BV"], entries.shape[0] * HV](
+        v, kn, kg, decay, b, Gn, entries, wanted, S_ext, M, cu_seqlens, chunk_offsets, v.stride(0),
+        HV=HV, K=K, V=V, CT=TRITON_DTYPE[qg.dtype], **chosen,
+    )  # fmt: skip
     return S_ext, M
 
 
 @register_fake(kda_boundary)
-def _(v, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, entries, need_m):
-    F, HV, V, K = entries.shape[0], *v.shape[2:], qg.shape[2]
-    return (
-        v.new_empty(F, HV, K, V, dtype=torch.float32),
-        v.new_empty(F if need_m else 0, HV, K, K, dtype=torch.float32),
-    )
-
-
-def _reverse_scan(do, cu_seqlens, entries, first, tiles, dht, dh0, dh, y) -> None:
-    HV, K = tiles[0].shape[1:3]
-    V, CT = do.shape[3], tiles[0].dtype
-    chosen = config("kda reverse", tiles[0], K, BV=V)
-    entry_count = first.shape[0] - 1 if entries is None else entries.shape[0]
-    if entry_count > 0:
-        reverse_scan_kernel[V // chosen["BV"], entry_count * HV](
-            do, cu_seqlens, entries, first, *tiles, dht, dh0, dh, y, HV=HV, K=K, V=V, CT=TRITON_DTYPE[CT],
-            LISTED=entries is not None, HAS_DHT=dht is not None, FINAL=dh0 is not None,
-            KEEP=dh is not None, **chosen,
-        )  # fmt: skip
+def _(v, qg, kn, kg, decay, b, Aqk, Gn, cu_seqlens, chunk_index, chunk_offsets, entries, wanted):
+    return _boundary_outputs(v, qg, entries)
 
 
 @operator
 def kda_boundary_bwd(
-    do: Tensor, cu_seqlens: Tensor, first: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor,
-    Aqk: Tensor, Gn: Tensor, entries: Tensor,
+    do: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor, Aqk: Tensor, Gn: Tensor,
+    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor, entries: Tensor, wanted: Tensor | None,
 ) -> Tensor:  # fmt: skip
-    dS_ext = do.new_empty(entries.shape[0], do.shape[2], qg.shape[2], do.shape[3], dtype=torch.float32)
-    tiles = (qg, kn, kg, decay, b, Aqk, Gn)
-    _reverse_scan(do, cu_seqlens, entries, first, tiles, None, dS_ext, None, None)
+    """entries [F] int32 -> dS_ext [F, HV, K, V] fp32: the gradient of each listed entry's incoming state if its last
+    state has none. wanted [F] int32: 0 leaves it unwritten; None: all."""
+    (_, HV, K, _), V, do = qg.shape, do.shape[2], dense_heads(do)
+    dS_ext = empty_states(do, entries.shape[0], K)
+    chosen = config("kda reverse", qg, K, BV=V)
+    boundary_bwd_kernel[V // chosen["BV"], entries.shape[0] * HV](
+        do, qg, kn, kg, decay, b, Aqk, Gn, entries, wanted, dS_ext, cu_seqlens, chunk_offsets, do.stride(0),
+        HV=HV, K=K, V=V, CT=TRITON_DTYPE[qg.dtype], **chosen,
+    )  # fmt: skip
     return dS_ext
 
 
 @register_fake(kda_boundary_bwd)
-def _(do, cu_seqlens, first, qg, kn, kg, decay, b, Aqk, Gn, entries):
-    return do.new_empty(entries.shape[0], do.shape[2], qg.shape[2], do.shape[3], dtype=torch.float32)
-
-
-def _blocks(x: Tensor, rows: int, columns: int) -> TensorDescriptor:
-    """x [.., D] as a matrix that the copy engine reads in blocks of rows and columns."""
-    return TensorDescriptor(x, [x.numel() // x.shape[-1], x.shape[-1]], [x.shape[-1], 1], [rows, columns])
+def _(do, qg, kn, kg, decay, b, Aqk, Gn, cu_seqlens, chunk_index, chunk_offsets, entries, wanted):
+    return empty_states(do, entries.shape[0], qg.shape[2])
 
 
 def _norm_gradient(x: Tensor, dn: Tensor) -> Tensor:
-    """x [B, T, H, K], dn [B, T, HV, K], the gradient of l2norm(x) → that of x."""
-    (B, T, H, K), dx = x.shape, torch.empty_like(x)
+    """x [T, H, K], dn [T, HV, K], the gradient of l2norm(x) → that of x."""
+    (T, H, K), dx = x.shape, x.new_empty(x.shape)
     ROWS = 4096 // K
-    if x.numel() > 0:
-        norm_gradient_kernel[triton.cdiv(B * T * H, ROWS),](x, dn, dx, B * T, H=H, HV=dn.shape[2], K=K, ROWS=ROWS)
+    norm_gradient_kernel[triton.cdiv(T * H, ROWS),](x, dn, dx, T, x.stride(0), H=H, HV=dn.shape[1], K=K, ROWS=ROWS)
     return dx
 
 
 @operator
 def kda_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    cu_seqlens: Tensor, first: Tensor, chunks: Tensor,
+    do: Tensor, initial_state: Tensor | None, state_index: Tensor | None,
+    d_final_state: Tensor | None, final_index: Tensor | None, need_d_initial: bool,
     qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor, Aqk: Tensor, Gn: Tensor,
-    do: Tensor, initial_state: Tensor | None, d_final_state: Tensor | None,
-    scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool,
+    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
+    scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool, beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    (H, K), (HV, V), NT, CT = q.shape[2:], v.shape[2:], chunks.shape[0], qg.dtype
+    """-> dq, dk, dv, dg, dbeta, dA_log, ddt_bias (each dense, in its input's dtype; the last two empty where they are
+    None), d_initial_state fp32 like initial_state (empty unless needed; rows that no entry has stay unwritten)."""
+    (T, H, K), (HV, V), NT, N, CT = q.shape, v.shape[1:], chunk_index.shape[0], cu_seqlens.shape[0] - 1, qg.dtype
+    q, k, g, do = (dense_heads(x) for x in (q, k, g, do))
     tiles = (qg, kn, kg, decay, b, Aqk, Gn)
     h, dh = (v.new_empty(NT, HV, V, K, dtype=CT) for _ in range(2))
     r, y = (v.new_empty(NT, HV, V, CHUNK, dtype=CT) for _ in range(2))
-    dh0 = v.new_empty(first.shape[0] - 1, HV, K, V, dtype=torch.float32)
-    _scan(v, cu_seqlens, None, first, tiles, initial_state, None, None, h, r, V)
-    _reverse_scan(do, cu_seqlens, None, first, tiles, d_final_state, dh0, dh, y)
-    # With grouped value heads each writes its own dq and dk, in fp32, summed below.
-    dq, dk = (torch.empty_like(g, dtype=q.dtype if HV == H else torch.float32) for _ in range(2))
-    dv, dg, dbeta = torch.empty_like(v), torch.empty_like(g), torch.empty_like(beta)
-    matrix, gradient = config("kda matrix", q, K, BV=V), config("kda gradient", q, K, BK=K, BV=V)
-    dA_part, dbias_part = (
-        g.new_zeros(NT, HV, dim, dtype=torch.float32) if gate else None for dim in (K // gradient["BK"], K)
-    )
+    d_initial = v.new_empty(initial_state.shape if need_d_initial else 0, dtype=torch.float32)
+    _launch_scan(v, tiles, initial_state, state_index, None, None, None, h, r, cu_seqlens, chunk_offsets)
+    reverse = config("kda reverse", qg, K, BV=V)
+    reverse_scan_kernel[V // reverse["BV"], N * HV](
+        do, *tiles, d_final_state, final_index, d_initial if need_d_initial else None, state_index, dh, y,
+        cu_seqlens, chunk_offsets, do.stride(0), HV=HV, K=K, V=V, CT=TRITON_DTYPE[CT], **reverse,
+    )  # fmt: skip
+
+    dv, dbeta, diagonal = v.new_empty(v.shape), beta.new_empty(beta.shape), torch.empty_like(b)
     dA, dK = (v.new_empty(NT, HV, CHUNK, CHUNK, dtype=CT) for _ in range(2))
-    diagonal = torch.empty_like(b)
-    if q.numel() > 0:
-        matrix_kernel[HV, NT](
-            beta, cu_seqlens, chunks, do, r, y, scale, dA, dK, diagonal, dv, dbeta, HV=HV, V=V,
-            CT=TRITON_DTYPE[CT], **matrix,
-        )  # fmt: skip
-        BK, BV = gradient["BK"], gradient["BV"]
-        states = [_blocks(x, BV, width) for x, width in ((r, CHUNK), (y, CHUNK), (h, BK), (dh, BK))]
-        gradient_kernel[K // BK, HV, NT](
-            q, k, g, A_log, dt_bias, cu_seqlens, chunks, b, _blocks(do.flatten(2), CHUNK, BV), *states, dA, dK,
-            diagonal, scale, lower_bound, dq, dk, dg, dA_part, dbias_part, H=H, HV=HV, K=K, V=V,
-            CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, **gradient,
-        )  # fmt: skip
+    matrix_kernel[HV, NT](
+        b, do, r, y, dA, dK, diagonal, dv, dbeta, cu_seqlens, chunk_index, scale, do.stride(0), HV=HV, V=V,
+        CT=TRITON_DTYPE[CT], BETA_RANGE=beta_range, **config("kda matrix", q, K, BV=V),
+    )  # fmt: skip
+
+    # With grouped value heads each writes its own dq and dk, in fp32, summed below.
+    dq, dk = (q.new_empty(T, HV, K, dtype=q.dtype if HV == H else torch.float32) for _ in range(2))
+    chosen, dg = config("kda gradient", q, K, BK=K, BV=V), g.new_empty(g.shape)
+    BK, BV = chosen["BK"], chosen["BV"]
+    dA_part = None if A_log is None else g.new_zeros(NT, HV, K // BK, dtype=torch.float32)
+    dbias_part = None if dt_bias is None else g.new_zeros(NT, HV * K, dtype=torch.float32)
+    chunk_matrices = [chunk_tiles(x, BV, width) for x, width in ((r, CHUNK), (y, CHUNK), (h, BK), (dh, BK))]
+    gradient_kernel[K // BK, HV, NT](
+        q, k, g, A_log, dt_bias, b, row_tiles(do, CHUNK, BV), *chunk_matrices, dA, dK, diagonal, dq, dk, dg, dA_part,
+        dbias_part, cu_seqlens, chunk_index, scale, lower_bound, q.stride(0), k.stride(0), g.stride(0), H=H, HV=HV,
+        K=K, V=V, CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, **chosen,
+    )  # fmt: skip
     if l2norm:
         dq, dk = (_norm_gradient(x, dn) for x, dn in ((q, dq), (k, dk)))
     elif HV != H:
-        dq, dk = (x.unflatten(2, (H, HV // H)).sum(3).to(q.dtype) for x in (dq, dk))
-    dA_log = dA_part.sum((0, 2)) if gate else g.new_empty(0)
-    ddt_bias = dbias_part.sum(0).flatten() if gate else g.new_empty(0)
-    return dq, dk, dv, dg, dbeta, dh0, dA_log, ddt_bias
+        dq, dk = (x.unflatten(1, (H, HV // H)).sum(2).to(q.dtype) for x in (dq, dk))
+    dA_log = q.new_empty(0) if A_log is None else dA_part.sum((0, 2)).view(A_log.shape).to(A_log.dtype)
+    ddt_bias = q.new_empty(0) if dt_bias is None else dbias_part.sum(0).view(dt_bias.shape).to(dt_bias.dtype)
+    return dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial
 
 
-@register_fake(kda_backward)
-def _(q, k, v, g, beta, A_log, dt_bias, cu_seqlens, first, chunks, qg, kn, kg, decay, b, Aqk, Gn, do, initial_state,
-      d_final_state, scale, lower_bound, gate, safe_gate, l2norm):  # fmt: skip
-    HV, K, V = *g.shape[2:], v.shape[3]
-    dh0 = v.new_empty(first.shape[0] - 1, HV, K, V, dtype=torch.float32)
-    dA_log, ddt_bias = (g.new_empty(n, dtype=torch.float32) if gate else g.new_empty(0) for n in (HV, HV * K))
-    return (*(torch.empty_like(x) for x in (q, k, v, g, beta)), dh0, dA_log, ddt_bias)
-
-
-def prepare(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, cu_seqlens: Tensor, *, scale: float, A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None, lower_bound: float | None = None, gate: str = "none", safe_gate: bool = False,
-    l2norm: bool = False,
-) -> Prepared:  # fmt: skip
-    """Everything inside the chunks. gate: "none" (g is the log decay), "softplus" or "bounded" (g is raw)."""
-    bound = 0.0 if lower_bound is None else lower_bound
-    args = (q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, bound, GATES[gate], safe_gate, l2norm)
-    return Prepared(*kda_prepare(*args))
-
-
-def recompute(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, Aqk: Tensor, Gn: Tensor, cu_seqlens: Tensor, *, scale: float,
-    A_log: Tensor | None = None, dt_bias: Tensor | None = None, lower_bound: float | None = None, gate: str = "none",
-    safe_gate: bool = False, l2norm: bool = False,
-) -> Prepared:  # fmt: skip
-    """`prepare` from its kept Aqk and Gn."""
-    bound = 0.0 if lower_bound is None else lower_bound
-    args = (q, k, g, beta, A_log, dt_bias, cu_seqlens, scale, bound, GATES[gate], safe_gate, l2norm)
-    return Prepared(*kda_recompute(*args), Aqk, Gn)
-
-
-def scan(
-    prepared: Prepared, v: Tensor, cu_seqlens: Tensor, initial_state: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """→ o [B, T, HV, V] in v's dtype, final_state [N, HV, K, V] fp32."""
-    first, _, *tiles = prepared
-    return kda_scan(v, cu_seqlens, first, *tiles, initial_state)
-
-
-def boundary(
-    prepared: Prepared, v: Tensor, cu_seqlens: Tensor, entries: Tensor, need_m: bool
-) -> tuple[Tensor, Tensor | None]:
-    """entries [F] int32 → S_ext [F, HV, K, V], each listed entry's end state from a zero state, and, if need_m,
-    M [F, HV, K, K], its transition; both fp32."""
-    first, _, *tiles = prepared
-    S_ext, M = kda_boundary(v, cu_seqlens, first, *tiles, entries, need_m)
-    return S_ext, M if need_m else None
-
-
-def boundary_bwd(prepared: Prepared, do: Tensor, cu_seqlens: Tensor, entries: Tensor) -> Tensor:
-    """→ dS_ext [F, HV, K, V] fp32: the gradient of each listed entry's incoming state if its last state has none."""
-    first, _, *tiles = prepared
-    return kda_boundary_bwd(do, cu_seqlens, first, *tiles, entries)
-
-
-def backward(
-    prepared: Prepared, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, do: Tensor, cu_seqlens: Tensor,
-    initial_state: Tensor | None, d_final_state: Tensor | None, *, scale: float, A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None, lower_bound: float | None = None, gate: str = "none", safe_gate: bool = False,
-    l2norm: bool = False,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """→ dq, dk, dv, dg, dbeta (each in its input's dtype), d_initial_state fp32, dA_log and ddt_bias fp32 (empty
-    without a gate in the kernel)."""
-    bound = 0.0 if lower_bound is None else lower_bound
-    return kda_backward(
-        q, k, v, g, beta, A_log, dt_bias, cu_seqlens, *prepared, do, initial_state, d_final_state,
-        scale, bound, GATES[gate], safe_gate, l2norm,
-    )  # fmt: skip
+register_fake(kda_backward)(empty_gradients)

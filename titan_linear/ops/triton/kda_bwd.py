@@ -20,70 +20,110 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from titan_linear.ops.triton.chunks import locate
-from titan_linear.ops.triton.gates import softplus
+from titan_linear.ops.triton.chunks import locate, locate_entry
+from titan_linear.ops.triton.gates import beta_gradient, softplus
 from titan_linear.ops.triton.kda_fwd import (
+    biased,
     dot,
-    entry_chunks,
     full_decays,
+    gate_rate,
     half_decays,
     halves,
     level_decay,
     level_mask,
     load_chunk,
-    load_columns,
     log2_gate,
     normalised,
     split_dot,
 )
+from titan_linear.ops.triton.tiles import load_rows, load_state, store_state
 
 
 @triton.jit
-def reverse_scan_kernel(
-    do, cu_seqlens, entries, first, qg, kn, kg, decay, b, Aqk, Gn, dht,
-    dh0, dh, y,
-    HV: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
-    LISTED: tl.constexpr, HAS_DHT: tl.constexpr, FINAL: tl.constexpr, KEEP: tl.constexpr,
+def _reverse_scan(
+    dS, do, qg, kn, kg, decay, b, Aqk, Gn, dh, y, start, length, first, i_h, column, stride_do,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One (entry, head, slice of V). KEEP writes each chunk's dS'ᵀ and yᵀ; FINAL the gradient of the incoming state."""
-    i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_f, i_h = i_nh // HV, i_nh % HV
-    i_n = i_f
-    if LISTED:
-        i_n = tl.load(entries + i_f).to(tl.int64)
-    bos, length, c0, NT = entry_chunks(cu_seqlens, first, i_n)
-    row, o_k, o_v = tl.arange(0, 64), tl.arange(0, K), i_v * BV + tl.arange(0, BV)
-    o_state = i_nh * K * V + o_k[None, :] * V + o_v[:, None]
-    dS = tl.zeros([BV, K], tl.float32)
-    if HAS_DHT:
-        dS += tl.load(dht + o_state).to(tl.float32)
+    """Carry dSᵀ [BV, K], `column`s on, through the chunks of one entry and head from the last to the first; returns
+    the gradient of the state that enters. Writes each chunk's dS'ᵀ (dh) and yᵀ (y) where they are given."""
+    NT = (length + 63) // 64
+    row, o_k, o_v = tl.arange(0, 64), tl.arange(0, K), column + tl.arange(0, BV)
     for i in tl.range(0, NT, num_stages=STAGES):
         i_t = NT - 1 - i
-        tile = (c0 + i_t) * HV + i_h
+        tile = (first + i_t) * HV + i_h
         o_c = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
         o_tile = (tile * K + o_k[:, None]) * 64 + row[None, :]
         dS16 = dS.to(CT)
-        if KEEP:
+        if dh is not None:
             tl.store(dh + (tile * V + o_v[:, None]) * K + o_k[None, :], dS16)
-        b_do = tl.trans(load_columns(do + i_h * V + i_v * BV, bos + i_t * 64, length - i_t * 64, HV, V, BV, CT))
+        b_do = load_rows(do, start + i_t * 64, length - i_t * 64, stride_do, i_h * V + column, 64, BV).to(CT)
+        b_do = tl.trans(b_do)
         b_b = tl.load(b + tile * 64 + row)[None, :]
         dN = dot(dS16, tl.load(kg + o_tile))  # [BV, C]
         dN = dot(b_do, tl.load(Aqk + o_c), dN)
         dN = dot((dN * b_b).to(CT), tl.load(Gn + o_c), dN)  # yᵀ
-        if KEEP:
+        if dh is not None:
             tl.store(y + (tile * V + o_v[:, None]) * 64 + row[None, :], dN.to(CT))
         dS *= tl.load(decay + tile * K + o_k)[None, :]
         dS = dot(b_do, tl.trans(tl.load(qg + o_tile)), dS)
         dS = dot((dN * b_b).to(CT), tl.trans(tl.load(kn + o_tile)), dS)
-    if FINAL:
-        tl.store(dh0 + o_state, dS)
+    return dS
 
 
 @triton.jit
-def gate_gradient(dg, raw, rate, bias, lower_bound, GATE: tl.constexpr):
-    """dg of the natural-log gate → (gradient of the raw input, gradient of A_log before its sum), both [C, BK]."""
-    x = raw + bias[None, :]
+def reverse_scan_kernel(
+    do,  # [T, HV, V]
+    qg, kn, kg, decay, b, Aqk, Gn,
+    d_final_state, final_index,
+    d_initial_state, state_index,
+    dh,  # [NT, HV, V, K], the gradient of the state that leaves each chunk
+    y,  # [NT, HV, V, 64]
+    cu_seqlens, chunk_offsets, stride_do,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One (entry, head, slice of V): y, and the gradients of all states."""
+    i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_n, i_h = i_nh // HV, i_nh % HV
+    start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
+    o_s = i_h * K * V + tl.arange(0, K)[None, :] * V + (i_v * BV + tl.arange(0, BV))[:, None]
+    dS = tl.zeros([BV, K], tl.float32)
+    if d_final_state is not None:
+        dS += load_state(d_final_state, final_index, i_n, HV * K * V, o_s)
+    dS = _reverse_scan(
+        dS, do, qg, kn, kg, decay, b, Aqk, Gn, dh, y, start, length, first, i_h, i_v * BV, stride_do,
+        HV, K, V, BV, CT, STAGES,
+    )  # fmt: skip
+    if d_initial_state is not None:
+        store_state(d_initial_state, state_index, i_n, HV * K * V, o_s, dS)
+
+
+@triton.jit
+def boundary_bwd_kernel(
+    do,  # [T, HV, V]
+    qg, kn, kg, decay, b, Aqk, Gn,
+    entries,  # [F]
+    wanted,  # [F] 0: nothing of an entry; None: all
+    dS_ext,  # [F, HV, K, V] fp32
+    cu_seqlens, chunk_offsets, stride_do,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One (listed entry, head, slice of V): the reverse scan from a zero gradient."""
+    i_v, i_fh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_f, i_h = i_fh // HV, i_fh % HV
+    if wanted is not None and tl.load(wanted + i_f) == 0:
+        return
+    start, length, first = locate_entry(cu_seqlens, chunk_offsets, tl.load(entries + i_f).to(tl.int64))
+    dS = _reverse_scan(
+        tl.zeros([BV, K], tl.float32), do, qg, kn, kg, decay, b, Aqk, Gn, None, None, start, length, first, i_h,
+        i_v * BV, stride_do, HV, K, V, BV, CT, STAGES,
+    )  # fmt: skip
+    o_s = tl.arange(0, K)[None, :] * V + (i_v * BV + tl.arange(0, BV))[:, None]
+    tl.store(dS_ext + i_fh * K * V + o_s, dS)
+
+
+@triton.jit
+def gate_gradient(dg, x, rate, lower_bound, GATE: tl.constexpr):
+    """dg of the natural-log gate → (gradient of the biased input x, gradient of A_log before its sum), both [C, BK]."""
     s = 1.0 / (1.0 + tl.exp(-x)) if GATE == 1 else 1.0 / (1.0 + tl.exp(-rate * x))
     if GATE == 1:
         return -dg * rate * s, -dg * rate * softplus(x)
@@ -94,18 +134,23 @@ def gate_gradient(dg, raw, rate, bias, lower_bound, GATE: tl.constexpr):
 
 @triton.jit
 def matrix_kernel(
-    beta, cu_seqlens, chunks, do, r, y, scale,
-    dA, dK, diagonal, dv, dbeta,
-    HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
+    b,  # [NT, HV, 64] fp32, β
+    do,  # [T, HV, V]
+    r, y,  # [NT, HV, V, 64]
+    dA, dK,  # [NT, HV, 64, 64]
+    diagonal,  # [NT, HV, 64] fp32
+    dv,  # [T, HV, V]
+    dbeta,  # [T, HV]
+    cu_seqlens, chunk_index, scale, stride_do,
+    HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, BETA_RANGE: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, head): dv, dβ, and the gradients of Aqk and Kk below the diagonal, 0 elsewhere. Aqk's diagonal has no
     gate; kept apart, it adds nothing to dΓ, where it would have to cancel."""
     i_h, i_t = tl.program_id(0), tl.program_id(1)
-    start, n = locate(chunks, cu_seqlens, i_t, 64)
+    token, n = locate(chunk_index, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * HV + i_h
-    token = start.to(tl.int64)
     row = tl.arange(0, 64)
-    b_b = tl.load(beta + (token + row) * HV + i_h, mask=row < n, other=0.0).to(tl.float32)
+    b_b = tl.load(b + tile * 64 + row)
     b_dA = tl.zeros([64, 64], tl.float32)
     b_dK = tl.zeros([64, 64], tl.float32)
     db = tl.zeros([64], tl.float32)
@@ -113,13 +158,14 @@ def matrix_kernel(
         o_r = (tile * V + i_v * BV + tl.arange(0, BV)[:, None]) * 64 + row[None, :]
         b_r = tl.load(r + o_r)  # [BV, C]
         b_y = tl.load(y + o_r)
-        b_do = load_columns(do + i_h * V + i_v * BV, start, n, HV, V, BV, CT)  # [C, BV]
+        b_do = load_rows(do, token, n, stride_do, i_h * V + i_v * BV, 64, BV).to(CT)  # [C, BV]
         b_dA = dot(b_do, b_r, b_dA)
         b_dK = dot(tl.trans(b_y), b_r, b_dK)
         db += tl.sum(b_y.to(tl.float32) * b_r.to(tl.float32), 0)
         o_dv = (token + row[:, None]) * (HV * V) + i_h * V + i_v * BV + tl.arange(0, BV)[None, :]
         b_dv = tl.trans((b_y.to(tl.float32) * b_b[None, :]).to(dv.dtype.element_ty))
         tl.store(dv + o_dv, b_dv, mask=(row < n)[:, None])
+    db = beta_gradient(db, b_b, BETA_RANGE)
     tl.store(dbeta + (token + row) * HV + i_h, db.to(dbeta.dtype.element_ty), mask=row < n)
     lower = row[:, None] > row[None, :]
     o_c = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
@@ -134,7 +180,7 @@ def read_state_gradients(
     do, y, h, i_t, tile, i_o, i_k, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(do Sᵀ)ᵀ and (y Sᵀ)ᵀ [BK, 64]. Rows of do past the end of an entry are the next one's: they meet q = 0."""
+    """(do Sᵀ)ᵀ and (y Sᵀ)ᵀ [BK, 64]. Rows of do past the end of an entry are the next one's: so are these columns."""
     dq = tl.zeros([BK, 64], tl.float32)
     dk = tl.zeros([BK, 64], tl.float32)
     for i_v in tl.range(V // BV, num_stages=STAGES):
@@ -160,8 +206,10 @@ def write_state_gradient(
 
 @triton.jit
 def gradient_kernel(
-    q, k, g, A_log, dt_bias, cu_seqlens, chunks, b, do, r, y, h, dh, dA, dK, diagonal, scale, lower_bound,
-    dq, dk, dg, dA_part, dbias_part,
+    q, k, g, A_log, dt_bias, b, do, r, y, h, dh, dA, dK, diagonal,
+    dq, dk, dg,  # [T, HV, K]
+    dA_part, dbias_part,  # [NT, HV, K / BK or K] fp32 or None, zero where a chunk has no token
+    cu_seqlens, chunk_index, scale, lower_bound, stride_q, stride_k, stride_g,
     H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, CT: tl.constexpr,
     GATE: tl.constexpr, SAFE: tl.constexpr, L2NORM: tl.constexpr,
@@ -169,24 +217,23 @@ def gradient_kernel(
     """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype.
     With L2NORM dq and dk are those of the normalised q and k: norm_gradient_kernel does the rest."""
     i_k, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start, n = locate(chunks, cu_seqlens, i_t, 64)
+    start, n = locate(chunk_index, cu_seqlens, i_t, 64)
     if n == 0:
         return
     tile = i_t.to(tl.int64) * HV + i_h
-    token = start.to(tl.int64)
     i_s, i_tile = start.to(tl.int32), tile.to(tl.int32)  # of the copy engine's matrices: do, and those of chunks
     row = tl.arange(0, 64)
     inside = (row < n)[:, None]
     o_k = i_k * BK + tl.arange(0, BK)
-    o_g = token * (HV * K) + i_h * K + (row[:, None] * (HV * K) + o_k[None, :])
+    o_g = start * (HV * K) + i_h * K + (row[:, None] * (HV * K) + o_k[None, :])
     q += (i_h // (HV // H)) * K
     k += (i_h // (HV // H)) * K
     o_c = tile * 64 * 64 + (row[:, None] * 64 + row[None, :])
-    b_g, b_q, b_k = load_chunk(g + i_h * K, q, k, start, n, i_k, H, HV, K, BK)
+    b_g, b_q, b_k = load_chunk(g + i_h * K, q, k, stride_g, stride_q, stride_k, start, n, i_k * BK, BK)
     p_b, p_diagonal = b + tile * 64 + row, diagonal + tile * 64 + row  # read when needed: each tile would be a register
     b_g = log2_gate(b_g, A_log, dt_bias, lower_bound, n, i_h, K, i_k, BK, GATE)
-    b_q = normalised(b_q, q, start, n, H, K, BK, L2NORM)
-    b_k = normalised(b_k, k, start, n, H, K, BK, L2NORM)
+    b_q = normalised(b_q, q, start, n, stride_q, K, BK, L2NORM)
+    b_k = normalised(b_k, k, start, n, stride_k, K, BK, L2NORM)
     b_dA, b_dK = tl.load(dA + o_c), tl.load(dK + o_c)
     if SAFE:  # each gradient is relative to the references of half_decays until it is multiplied by E or W
         far = (row[:, None] >= 32) & (row[None, :] < 32)
@@ -253,26 +300,28 @@ def gradient_kernel(
         b_dk = b_dkp + b_dkm + b_diagonal * b_q
         tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
     tl.store(dk + o_g, tl.trans(b_dk.to(dk.dtype.element_ty)), mask=inside)
+    d_sum = tl.where((row < n)[None, :], d_sum, 0.0)  # past the end: the next entry's do times 0, NaN where that is Inf
     b_dg = tl.trans(split_dot(d_sum, row[:, None] >= row[None, :], CT) + dgamma[:, None])
     if GATE > 0:
-        raw = tl.load(g + o_g, mask=inside, other=0.0).to(tl.float32)
-        rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-        bias = tl.load(dt_bias + i_h * K + o_k).to(tl.float32)
-        b_dg, d_rate = gate_gradient(tl.where(inside, b_dg, 0.0), raw, rate, bias, lower_bound, GATE)
-        tl.store(dA_part + tile * (K // BK) + i_k, tl.sum(d_rate))
-        tl.store(dbias_part + tile * K + o_k, tl.sum(b_dg, 0))
+        x = biased(load_rows(g + i_h * K, start, n, stride_g, i_k * BK, 64, BK), dt_bias, i_h, K, i_k, BK)
+        b_dg = tl.where(inside, b_dg, 0.0)
+        b_dg, d_rate = gate_gradient(b_dg, x, gate_rate(A_log, i_h), lower_bound, GATE)
+        if A_log is not None:
+            tl.store(dA_part + tile * (K // BK) + i_k, tl.sum(d_rate))
+        if dt_bias is not None:
+            tl.store(dbias_part + tile * K + o_k, tl.sum(b_dg, 0))
     tl.store(dg + o_g, b_dg.to(dg.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def norm_gradient_kernel(
-    x, dn, dx, tokens, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
+    x, dn, dx, tokens, stride_x, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """x [tokens, H, K], dn [tokens, HV, K] the gradient of x / |x| (summed here over the heads that share x) → dx."""
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]  # of [tokens·H]
     o_k = tl.arange(0, K)[None, :]
-    inside = row < tokens.to(tl.int64) * H
-    b_x = tl.load(x + row * K + o_k, mask=inside, other=0.0).to(tl.float32)
+    inside = row // H < tokens
+    b_x = tl.load(x + row // H * stride_x + row % H * K + o_k, mask=inside, other=0.0).to(tl.float32)
     b_dn = tl.zeros([ROWS, K], tl.float32)
     for i in tl.static_range(HV // H):
         b_dn += tl.load(dn + (row * (HV // H) + i) * K + o_k, mask=inside, other=0.0).to(tl.float32)

@@ -25,9 +25,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from titan_linear.ops.triton.chunks import locate
-from titan_linear.ops.triton.gates import softplus
+from titan_linear.ops.triton.chunks import locate, locate_entry
+from titan_linear.ops.triton.gates import load_beta, softplus
 from titan_linear.ops.triton.solve import lower_triangle, split
+from titan_linear.ops.triton.tiles import load_rows, load_state, store_state
 
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
@@ -57,9 +58,26 @@ def halves(first, second):
 
 
 @triton.jit
-def gate(raw, rate, bias, lower_bound, GATE: tl.constexpr):
-    """Natural-log gate [C, BK] from the raw input; rate = exp(A_log)."""
-    x = raw + bias[None, :]
+def gate_rate(A_log, i_h):
+    """exp(A_log), or 1 without it."""
+    if A_log is None:
+        return 1.0
+    else:
+        return tl.exp(tl.load(A_log + i_h).to(tl.float32))
+
+
+@triton.jit
+def biased(raw, dt_bias, i_h, K: tl.constexpr, i_k, BK: tl.constexpr):
+    """Rows [64, BK] of g in fp32, with dt_bias [HV·K] added where it is given."""
+    raw = raw.to(tl.float32)
+    if dt_bias is not None:
+        raw += tl.load(dt_bias + i_h * K + i_k * BK + tl.arange(0, BK)).to(tl.float32)[None, :]
+    return raw
+
+
+@triton.jit
+def gate(x, rate, lower_bound, GATE: tl.constexpr):
+    """Natural-log gate [64, BK] from the biased input."""
     if GATE == 1:
         return -rate * softplus(x)
     else:
@@ -112,55 +130,45 @@ def level_mask(level):
 
 
 @triton.jit
-def load_rows(p, start, n, HD, D: tl.constexpr, i_d, BD: tl.constexpr):
-    """Rows start … start+63 of a [T, heads, D] tensor at head pointer p, columns i_d·BD … ; rows ≥ n are zero."""
-    o_c = tl.arange(0, 64)
-    p_x = p + start.to(tl.int64) * HD + i_d * BD + (o_c[:, None] * HD + tl.arange(0, BD)[None, :])
-    return tl.load(p_x, mask=(o_c < n)[:, None], other=0.0)
-
-
-@triton.jit
-def inverse_norm(p, start, n, HD, K: tl.constexpr, BK: tl.constexpr):
-    """1 / sqrt(Σ_k x² + 1e-6) of each row, [64]."""
+def inverse_norm(x, start, n, stride, K: tl.constexpr, BK: tl.constexpr):
+    """1 / sqrt(Σ_k x² + 1e-6) of each row of the head at x, [64]."""
     square = tl.zeros([64], tl.float32)
     for i_k in tl.static_range(K // BK):
-        x = load_rows(p, start, n, HD, K, i_k, BK).to(tl.float32)
-        square += tl.sum(x * x, 1)
+        b_x = load_rows(x, start, n, stride, i_k * BK, 64, BK).to(tl.float32)
+        square += tl.sum(b_x * b_x, 1)
     return tl.rsqrt(square + 1e-6)
 
 
 @triton.jit
 def log2_gate(raw, A_log, dt_bias, lower_bound, n, i_h, K: tl.constexpr, i_k, BK: tl.constexpr, GATE: tl.constexpr):
     """The log2 gates of a chunk from its rows [64, BK] of g: fp32 [BK, 64], 0 (no decay) beyond the entry's end."""
-    raw = raw.to(tl.float32)
     if GATE > 0:
-        rate = tl.exp(tl.load(A_log + i_h).to(tl.float32))
-        bias = tl.load(dt_bias + i_h * K + i_k * BK + tl.arange(0, BK)).to(tl.float32)
-        raw = tl.where((tl.arange(0, 64) < n)[:, None], gate(raw, rate, bias, lower_bound, GATE), 0.0)
-    return tl.trans(raw) * LOG2E
+        x = biased(raw, dt_bias, i_h, K, i_k, BK)
+        raw = tl.where((tl.arange(0, 64) < n)[:, None], gate(x, gate_rate(A_log, i_h), lower_bound, GATE), 0.0)
+    return tl.trans(raw.to(tl.float32)) * LOG2E
 
 
 @triton.jit
-def load_chunk(g, q, k, start, n, i_k, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, BK: tl.constexpr):
-    """Rows [64, BK] of g, q and k, channels i_k·BK … . In a block of its own, for without it the compiler turns each
-    tile before it loads the next: three latencies instead of one."""
+def load_chunk(g, q, k, stride_g, stride_q, stride_k, start, n, column, BK: tl.constexpr):
+    """Rows [64, BK] of the heads at g, q and k. In a block of its own, for without it the compiler turns each tile
+    before it loads the next: three latencies instead of one."""
     b_g = tl.zeros([64, BK], g.dtype.element_ty)
     b_q = tl.zeros([64, BK], q.dtype.element_ty)
     b_k = tl.zeros([64, BK], k.dtype.element_ty)
     if n > 0:
-        b_g = load_rows(g, start, n, HV * K, K, i_k, BK)
-        b_q = load_rows(q, start, n, H * K, K, i_k, BK)
-        b_k = load_rows(k, start, n, H * K, K, i_k, BK)
+        b_g = load_rows(g, start, n, stride_g, column, 64, BK)
+        b_q = load_rows(q, start, n, stride_q, column, 64, BK)
+        b_k = load_rows(k, start, n, stride_k, column, 64, BK)
     return b_g, b_q, b_k
 
 
 @triton.jit
-def normalised(x, p, start, n, H: tl.constexpr, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr):
-    """Rows x [64, BK] of the q or k at p → fp32 [BK, 64], divided by their norms if L2NORM."""
-    x = tl.trans(x).to(tl.float32)
+def normalised(b_x, x, start, n, stride, K: tl.constexpr, BK: tl.constexpr, L2NORM: tl.constexpr):
+    """Rows b_x [64, BK] of the head at x → fp32 [BK, 64], divided by their norms if L2NORM."""
+    b_x = tl.trans(b_x).to(tl.float32)
     if L2NORM:
-        x *= inverse_norm(p, start, n, H * K, K, BK)[None, :]
-    return x
+        b_x *= inverse_norm(x, start, n, stride, K, BK)[None, :]
+    return b_x
 
 
 @triton.jit
@@ -172,22 +180,30 @@ def store_keys(p, x, tile, i_k, K: tl.constexpr, BK: tl.constexpr):
 
 @triton.jit
 def prepare_kernel(
-    q, k, g, beta, A_log, dt_bias, cu_seqlens, chunks, scale, lower_bound,
-    qg, kn, kg, decay, b, Aqk, Gn,
+    q,  # [T, H, K]
+    k,  # [T, H, K]
+    g,  # [T, HV, K]
+    beta,  # [T, HV]
+    A_log,  # [HV] or None
+    dt_bias,  # [HV·K] or None
+    qg, kn, kg,  # [NT, HV, K, 64]
+    decay,  # [NT, HV, K] fp32
+    b,  # [NT, HV, 64] fp32
+    Aqk, Gn,  # [NT, HV, 64, 64], with MATRICES
+    cu_seqlens, chunk_index, scale, lower_bound, stride_q, stride_k, stride_g, stride_beta,
     H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, BK: tl.constexpr, CT: tl.constexpr, GATE: tl.constexpr,
-    SAFE: tl.constexpr, L2NORM: tl.constexpr, MATRICES: tl.constexpr,
+    SAFE: tl.constexpr, L2NORM: tl.constexpr, BETA_RANGE: tl.constexpr, MATRICES: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, head), all channels with MATRICES (Aqk, and Kk for solve_kernel), else one block of them."""
     i_h, i_t = tl.program_id(1), tl.program_id(2)
-    start, n = locate(chunks, cu_seqlens, i_t, 64)
+    start, n = locate(chunk_index, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * HV + i_h
     row = tl.arange(0, 64)
     q += (i_h // (HV // H)) * K
     k += (i_h // (HV // H)) * K
     if MATRICES or tl.program_id(0) == 0:
-        b_b = tl.load(beta + (start.to(tl.int64) + row) * HV + i_h, mask=row < n, other=0.0).to(tl.float32)
-        tl.store(b + tile * 64 + row, b_b)
+        tl.store(b + tile * 64 + row, load_beta(beta, start, n, stride_beta, i_h, 64, BETA_RANGE))
     b_A = tl.zeros([64, 64], tl.float32)  # sums over channels of q_i k_j 2^(Γ_i−Γ_j), near the diagonal
     b_K = tl.zeros([64, 64], tl.float32)  # the same of k_i k_j
     halves_A = tl.zeros([64, 128], tl.float32)  # in turn a column within the halves and one between them
@@ -195,10 +211,10 @@ def prepare_kernel(
     diagonal = tl.zeros([64], tl.float32)
     for i in tl.range(0, K // BK if MATRICES else 1):
         i_k = tl.program_id(0) + i
-        b_g, b_q, b_k = load_chunk(g + i_h * K, q, k, start, n, i_k, H, HV, K, BK)
+        b_g, b_q, b_k = load_chunk(g + i_h * K, q, k, stride_g, stride_q, stride_k, start, n, i_k * BK, BK)
         b_g = log2_gate(b_g, A_log, dt_bias, lower_bound, n, i_h, K, i_k, BK, GATE)
-        b_q = normalised(b_q, q, start, n, H, K, BK, L2NORM) * scale
-        b_k = normalised(b_k, k, start, n, H, K, BK, L2NORM)
+        b_q = normalised(b_q, q, start, n, stride_q, K, BK, L2NORM) * scale
+        b_k = normalised(b_k, k, start, n, stride_k, K, BK, L2NORM)
         if SAFE:
             x, first, second, middle, gamma = half_decays(b_g, BK, CT)
             to_start = halves(tl.exp2(first), tl.exp2(second)).to(CT)
@@ -249,48 +265,19 @@ def join_halves(x):
 
 
 @triton.jit
-def entry_chunks(cu_seqlens, first, i_n):
-    """(first token, tokens, first chunk, chunks) of entry i_n."""
-    bos = tl.load(cu_seqlens + i_n)
-    length = tl.load(cu_seqlens + i_n + 1) - bos
-    return bos, length, tl.load(first + i_n), (length + 63) // 64
-
-
-@triton.jit
-def load_columns(p, start, n, HV, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr):
-    """A [64, BV] tile of a [T, HV, V] tensor at head and column pointer p; rows ≥ n are zero."""
-    o_c = tl.arange(0, 64)
-    p_x = p + (start.to(tl.int64) + o_c[:, None]) * (HV * V) + tl.arange(0, BV)[None, :]
-    return tl.load(p_x, mask=(o_c < n)[:, None], other=0.0).to(CT)
-
-
-@triton.jit
-def scan_kernel(
-    v, cu_seqlens, entries, first, qg, kn, kg, decay, b, Aqk, Gn, h0,
-    o, ht, h, r,
-    HV: tl.constexpr,
-    K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
-    LISTED: tl.constexpr, HAS_V: tl.constexpr, HAS_H0: tl.constexpr, OUTPUT: tl.constexpr, FINAL: tl.constexpr,
-    KEEP: tl.constexpr,
+def _scan(
+    S, v, qg, kn, kg, decay, b, Aqk, Gn, o, h, r, start, length, v_length, first, i_h, column, stride_v,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One (entry, head, slice of V). OUTPUT writes o; FINAL the last state; KEEP each chunk's incoming Sᵀ and rᵀ.
-    Without v and from h0 = I the state is the entry's transition M."""
-    i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_f, i_h = i_nh // HV, i_nh % HV
-    i_n = i_f
-    if LISTED:
-        i_n = tl.load(entries + i_f).to(tl.int64)
-    bos, length, c0, NT = entry_chunks(cu_seqlens, first, i_n)
-    row, o_k, o_v = tl.arange(0, 64), tl.arange(0, K), i_v * BV + tl.arange(0, BV)
-    o_state = i_nh * K * V + o_k[None, :] * V + o_v[:, None]
-    S = tl.zeros([BV, K], tl.float32)
-    if HAS_H0:
-        S += tl.load(h0 + o_state).to(tl.float32)
+    """Carry Sᵀ [BV, K], `column`s on, through the chunks of one entry and head; returns the state that leaves. From
+    token v_length on v counts as zero. Writes o, and each chunk's incoming Sᵀ (h) and rᵀ (r), where they are given."""
+    NT = (length + 63) // 64
+    row, o_k, o_v = tl.arange(0, 64), tl.arange(0, K), column + tl.arange(0, BV)
     eye = (row[:, None] == row[None, :]).to(CT)  # the tensor core transposes v
-    next_decay = tl.load(decay + (c0 * HV + i_h) * K + o_k, mask=(o_k >= 0) & (NT > 0), other=0.0)
+    next_decay = tl.load(decay + (first * HV + i_h) * K + o_k, mask=(o_k >= 0) & (NT > 0), other=0.0)
     for i_t in tl.range(0, NT, num_stages=STAGES):
-        tile = (c0 + i_t) * HV + i_h
-        if OUTPUT:  # one chunk ahead by hand: its pipelined buffers would be the 512 bytes too many at K = 128
+        tile = (first + i_t) * HV + i_h
+        if o is not None:  # one chunk ahead by hand: its pipelined buffers would be the 512 bytes too many at K = 128
             b_decay = next_decay
             next_decay = tl.load(decay + (tile + HV * (i_t + 1 < NT)) * K + o_k)
         else:
@@ -298,21 +285,79 @@ def scan_kernel(
         o_tile = (tile * K + o_k[:, None]) * 64 + row[None, :]
         S16 = S.to(CT)
         x = dot(S16, tl.load(kn + o_tile))  # [BV, C] = (v − k̃ S)ᵀ
-        if HAS_V:
-            b_v = load_columns(v + i_h * V + i_v * BV, bos + i_t * 64, length - i_t * 64, HV, V, BV, CT)
-            x = dot(tl.trans(b_v), eye, x)
+        b_v = load_rows(v, start + i_t * 64, v_length - i_t * 64, stride_v, i_h * V + column, 64, BV).to(CT)
+        x = dot(tl.trans(b_v), eye, x)
         b_b = tl.load(b + tile * 64 + row)[None, :]
         p_c = tile * 64 * 64 + row[:, None] * 64 + row[None, :]
         x = dot((x * b_b).to(CT), tl.trans(tl.load(Gn + p_c)), x)  # rᵀ
-        if KEEP:
+        if h is not None:
             tl.store(h + (tile * V + o_v[:, None]) * K + o_k[None, :], S16)
             tl.store(r + (tile * V + o_v[:, None]) * 64 + row[None, :], x.to(CT))
         y = (x * b_b).to(CT)
-        if OUTPUT:
+        if o is not None:
             b_o = dot(S16, tl.load(qg + o_tile))
             b_o = dot(y, tl.trans(tl.load(Aqk + p_c)), b_o)
-            p_o = o + ((bos + i_t * 64).to(tl.int64) + row[None, :]) * (HV * V) + i_h * V + o_v[:, None]
+            p_o = o + (start + i_t * 64 + row[None, :]) * (HV * V) + i_h * V + o_v[:, None]
             tl.store(p_o, b_o.to(o.dtype.element_ty), mask=(row < length - i_t * 64)[None, :])
         S = dot(y, tl.trans(tl.load(kg + o_tile)), S * b_decay[None, :])
-    if FINAL:
-        tl.store(ht + o_state, S)
+    return S
+
+
+@triton.jit
+def scan_kernel(
+    v,  # [T, HV, V]
+    qg, kn, kg, decay, b, Aqk, Gn,
+    initial_state, state_index,
+    o,  # [T, HV, V] or None
+    final_state, final_index,
+    h,  # [NT, HV, V, K], the state that enters each chunk, or None
+    r,  # [NT, HV, V, 64] or None
+    cu_seqlens, chunk_offsets, stride_v,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One (entry, head, slice of V): what is given of o, the last states, and what backward reads."""
+    i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_n, i_h = i_nh // HV, i_nh % HV
+    start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
+    o_s = i_h * K * V + tl.arange(0, K)[None, :] * V + (i_v * BV + tl.arange(0, BV))[:, None]
+    S = tl.zeros([BV, K], tl.float32)
+    if initial_state is not None:
+        S += load_state(initial_state, state_index, i_n, HV * K * V, o_s)
+    S = _scan(
+        S, v, qg, kn, kg, decay, b, Aqk, Gn, o, h, r, start, length, length, first, i_h, i_v * BV, stride_v,
+        HV, K, V, BV, CT, STAGES,
+    )  # fmt: skip
+    if final_state is not None:
+        store_state(final_state, final_index, i_n, HV * K * V, o_s, S)
+
+
+@triton.jit
+def boundary_kernel(
+    v,  # [T, HV, V]
+    kn, kg, decay, b, Gn,
+    entries,  # [F]
+    wanted,  # [F] 0: nothing of an entry, 1: S_ext, 2: M too; None: 2
+    S_ext,  # [F, HV, K, V] fp32
+    M,  # [F, HV, K, K] fp32
+    cu_seqlens, chunk_offsets, stride_v,
+    HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One (listed entry, head, slice of V, then of K). S_ext: the scan from a zero state. M: that with v = 0 from the
+    identity."""
+    i_v, i_fh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_f, i_h = i_fh // HV, i_fh % HV
+    is_m = i_v >= V // BV
+    if wanted is not None and tl.load(wanted + i_f) < tl.where(is_m, 2, 1):
+        return
+    start, length, first = locate_entry(cu_seqlens, chunk_offsets, tl.load(entries + i_f).to(tl.int64))
+    o_k, o_v = tl.arange(0, K)[None, :], tl.arange(0, BV)[:, None]
+    i_m = i_v - V // BV
+    S = tl.where(is_m & (o_k == i_m * BV + o_v), 1.0, 0.0)
+    S = _scan(
+        S, v, None, kn, kg, decay, b, None, Gn, None, None, None, start, length, tl.where(is_m, 0, length), first, i_h,
+        tl.where(is_m, 0, i_v * BV), stride_v, HV, K, V, BV, CT, STAGES,
+    )  # fmt: skip
+    if is_m:
+        tl.store(M + i_fh * K * K + o_k * K + i_m * BV + o_v, S)
+    else:
+        tl.store(S_ext + i_fh * K * V + o_k * V + i_v * BV + o_v, S)

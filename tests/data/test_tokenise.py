@@ -1,0 +1,162 @@
+"""Tokenising in worker processes: the same tokens in the same order, and an end whenever one is asked for."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from titan_linear.data import ByteTokenizer, open_corpus
+from titan_linear.data import tokenise as module
+from titan_linear.data.sources import Document
+from titan_linear.data.tokenise import tokenise, worker_count
+
+
+class Uneven(ByteTokenizer):
+    """Takes longest for what comes first; refuses surrogates; dies, fails or is slow on request."""
+
+    def encode(self, text: str) -> np.ndarray:
+        text.encode("utf-8")
+        if text == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if text == "fail":
+            raise ArithmeticError("no such token")
+        time.sleep(0.05 if text.startswith("0") else 60 if text == "slow" else 0)
+        return super().encode(text)
+
+
+def documents(*texts: str) -> list[Document]:
+    return [Document(text, f"document {i}", len(text)) for i, text in enumerate(texts)]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK_DOCUMENTS", 3)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_in_order(num_workers: int):
+    texts = [f"{i % 7} text {i}" for i in range(200)]
+    texts[5], texts[77] = "a\ud800", "\udcff"
+    found = list(tokenise(Uneven(), documents(*texts), num_workers))
+    assert [document.text for document, _ in found] == texts
+    for i, (_, tokens) in enumerate(found):
+        if i == 5:
+            assert tokens == "not UTF-8 at character 1; repair it"
+        elif i == 77:
+            assert tokens == "not UTF-8 at character 0; repair it, or train on bytes (no model.tokenizer_path)"
+        else:
+            assert bytes(tokens.astype(np.uint8)).decode() == texts[i]
+    assert list(tokenise(Uneven(), [], num_workers)) == []
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_errors_of_the_tokenizer_are_raised(num_workers: int):
+    with pytest.raises(ArithmeticError, match="no such token"):
+        list(tokenise(Uneven(), documents(*"abcdefgh", "fail"), num_workers))
+    assert not multiprocessing.active_children()
+
+
+def test_a_killed_worker_is_an_error():
+    with pytest.raises(ValueError, match="a process that tokenises was killed, perhaps because memory ran out"):
+        list(tokenise(Uneven(), documents(*"abcdefgh", "die"), 2))
+    assert not multiprocessing.active_children()
+
+
+def test_sources_are_read_a_little_ahead():
+    taken = []
+
+    def endless() -> Iterator[Document]:
+        for i in count():
+            taken.append(i)
+            yield Document(str(i), "", 1)
+
+    found = tokenise(ByteTokenizer(), endless(), 2)
+    for _ in range(30):
+        next(found)
+    found.close()
+    assert len(taken) < 100 and not multiprocessing.active_children()
+
+
+def test_as_many_workers_as_cores():
+    assert worker_count(1000) == 0
+    assert worker_count(1 << 30) == len(os.sched_getaffinity(0))
+
+
+def test_a_corpus_is_the_same_by_one_process_and_by_several(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    lines = [{"text": f"{i} " * (i % 300)} for i in range(4000)]
+    file = tmp_path / "lines.jsonl"
+    file.write_text("\n".join(json.dumps(line) for line in lines))
+    assert file.stat().st_size > 1 << 20
+    found = []
+    for num_workers in (0, 1, 3):
+        monkeypatch.setattr("titan_linear.data.cache.worker_count", lambda _, n=num_workers: n)
+        corpus = open_corpus("jsonl", str(file), Uneven(), cache_dir=tmp_path / str(num_workers))
+        assert "14 empty texts skipped" in corpus.summary
+        found.append([corpus.info, *((corpus.folder / name).read_bytes() for name in ("tokens.bin", "offsets.bin"))])
+    assert found[0] == found[1] == found[2]
+
+
+SCRIPT = """
+import sys, time
+from pathlib import Path
+from tests.data.test_tokenise import Uneven
+from titan_linear.data import open_corpus
+from titan_linear.data import cache
+cache.worker_count = lambda _: 2
+print("ready", flush=True)
+open_corpus("jsonl", sys.argv[1], Uneven(), cache_dir=Path(sys.argv[2]))
+"""
+
+
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_workers_end_at_once(number: int, tmp_path: Path):
+    """Ctrl-C comes to the whole group, while a worker takes a minute; nothing that could be opened is left."""
+    file = tmp_path / "slow.jsonl"
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["a"] * 2000 + ["slow"] * 2))
+    with open(tmp_path / "errors", "w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", SCRIPT, str(file), str(tmp_path / "cache")], stdout=subprocess.PIPE, stderr=errors,
+            text=True, start_new_session=True,
+        )  # fmt: skip
+    assert process.stdout.readline() == "ready\n"
+    deadline = time.monotonic() + 60
+    while len(workers := children(process.pid)) < 2:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.5)
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
+    process.wait(timeout=50)
+    if number == signal.SIGINT:
+        assert all(map(gone, workers))
+        text = (tmp_path / "errors").read_text()
+        assert text.count("Traceback") == text.count("KeyboardInterrupt") == 1  # the script's own, which has no answer
+        assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
+        return
+    while not any(map(gone, workers)):  # the one that has no work; the other notices when it has done its own
+        time.sleep(0.01)
+    for worker in workers:
+        if not gone(worker):
+            os.kill(worker, signal.SIGKILL)

@@ -1,0 +1,57 @@
+"""Steps of micro-batches: counted over all ranks, and fetched ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import torch
+import torch.distributed as dist
+
+from tests.worlds import World
+from titan_linear.data import IGNORE, Batch
+from titan_linear.distributed.feed import Feed
+
+T, MICRO_STEPS = 8, 2
+
+
+def batches(data_rank: int, log: list[str]) -> Iterator[Batch]:
+    """Batch n has n + data_rank labels (modulo T) that are not ignored."""
+    for n in range(100):
+        log.append(f"fetch {n}")
+        labels = torch.full((1, T), IGNORE)
+        labels[0, : (n + data_rank) % T] = 1
+        yield Batch(labels, labels, torch.tensor([0, T], dtype=torch.int32), labels, 1, (10 * data_rank + n,))
+
+
+def two_steps(rank: int, world_size: int, cp: int) -> tuple[list[str], list[tuple[int, list]]]:
+    """What happened in order, and each step's count and streams."""
+    log: list[str] = []
+
+    def cut(batch: Batch) -> tuple:
+        log.append(f"cut {batch.streams[0] % 10}")
+        return batch.tokens, batch.labels, None
+
+    feed = Feed(batches(rank // cp, log), cut, micro_steps=MICRO_STEPS, cp=cp, host=dist.group.WORLD)
+    steps = []
+    for _ in range(2):
+        valid, micro_batches = feed.next_step()
+        streams = []
+        for micro_batch in micro_batches:
+            streams.append(micro_batch.streams)
+            log.append("compute")
+        feed.prefetch()
+        feed.prefetch()  # nothing more
+        log.append("update")
+        steps.append((valid, streams))
+    return log, steps
+
+
+def test_steps_are_fetched_ahead_and_counted_over_all_ranks(worlds: Callable[[int], World]) -> None:
+    first, later = "fetch 0, fetch 1, cut 0", "compute, cut {}, compute, fetch {}, fetch {}, cut {}, update"
+    order = ", ".join([first, later.format(1, 2, 3, 2), later.format(3, 4, 5, 4)])
+    for cp, counts in ((1, [0 + 1 + 1 + 2, 2 + 3 + 3 + 4]), (2, [0 + 1, 2 + 3])):
+        for rank, (log, steps) in enumerate(worlds(2).run(two_steps, cp)):
+            base = 10 * (rank // cp)
+            assert ", ".join(log) == order
+            assert [valid for valid, _ in steps] == counts
+            assert [streams for _, streams in steps] == [[(base,), (base + 1,)], [(base + 2,), (base + 3,)]]

@@ -1,0 +1,112 @@
+"""What each mixer states of itself is so."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
+from titan_linear.models.config import MixerOptions, differences
+from titan_linear.models.decoder import Decoder, LayerCache
+from titan_linear.models.init import initialise
+from titan_linear.models.mixers import GDN, KDA, MIXERS, MLA, Attention, attention, delta, gdn, kda, mla
+from titan_linear.models.plan import BatchPlan
+from titan_linear.models.presets import preset
+
+OPTIONS: dict[str, MixerOptions] = {
+    "kda": KDA(heads=2, v_heads=4, head_dim=8, v_head_dim=12),
+    "gdn": GDN(heads=2, v_heads=4, head_dim=8, v_head_dim=12, conv_size=3),
+    "attention": Attention(heads=4, kv_heads=2, head_dim=8, rotary_fraction=0.5),
+    "mla": MLA(heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=10),
+}
+
+
+def build(mixer: MixerOptions) -> Decoder:
+    model = Decoder(replace(preset("hybrid", "debug"), pattern=(mixer,), num_layers=1))
+    initialise(model, seed=0)
+    return model
+
+
+def test_there_is_a_case_of_each() -> None:
+    assert OPTIONS.keys() == MIXERS.keys()
+    assert all(type(OPTIONS[name]) is kind and kind.name == name for name, kind in MIXERS.items())
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_ops_are_those_that_it_calls(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    called: dict[str, dict[str, int]] = {}
+
+    def record(module: Any, op: str, sizes: Any) -> None:
+        original = getattr(module, op)
+
+        def recorded(*inputs: torch.Tensor, **options: Any) -> Any:
+            called[op] = sizes(*inputs)
+            return original(*inputs, **options)
+
+        monkeypatch.setattr(module, op, recorded)
+
+    for module, op in ((kda, "chunk_kda"), (gdn, "chunk_gated_delta_rule")):
+        record(module, op, lambda q, k, v, *gates: {"K": q.shape[-1], "V": v.shape[-1]})
+    for module in (attention, mla):
+        record(module, "attention", lambda q, k, v: {"D": q.shape[-1], "Dv": v.shape[-1]})
+    record(delta, "causal_conv1d", lambda x, weight: {"W": weight.shape[-1]})
+    build(OPTIONS[name])(torch.arange(9).unsqueeze(0), BatchPlan(torch.arange(9)))
+    assert called == OPTIONS[name].ops
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", MIXERS)
+def test_what_grows_in_its_cache(name: str) -> None:
+    model, caches = build(OPTIONS[name]), []
+    for length in (5, 9):
+        cache = LayerCache()
+        model(torch.arange(length).unsqueeze(0), BatchPlan(torch.arange(length)), caches=[cache])
+        caches.append(cache)
+    short, long = caches
+    assert {entry for entry in short if short[entry].shape != long[entry].shape} == set(OPTIONS[name].growing)
+    assert all((short[e].shape[1], long[e].shape[1]) == (5, 9) for e in OPTIONS[name].growing)
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_gates_are_kept_whole_and_wide(name: str) -> None:
+    model = build(OPTIONS[name])
+    set_dtype(model, torch.bfloat16)
+    whole = set(replicated_parameters(model))
+    names = {n.rpartition(".")[-1] for n, p in model.named_parameters() if p in whole}
+    assert names == ({"A_log", "dt_bias"} if OPTIONS[name].linear else set())
+    assert all(p.dtype == (torch.float32 if p in whole else torch.bfloat16) for p in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "said"),
+    [("kda", 2, None), ("kda", 4, "2 heads"), ("gdn", 3, "2 heads"), ("attention", 4, None),
+     ("attention", 8, "4 query heads"), ("mla", 3, "4 query heads"), ("mla", 4, None)],
+)  # fmt: skip
+def test_heads_that_cannot_be_split(name: str, ranks: int, said: str | None) -> None:
+    assert OPTIONS[name].indivisible_heads(ranks) == said
+
+
+def test_key_heads_that_cannot_be_split() -> None:
+    """Fewer key heads than ranks are shared, if each rank needs one alone."""
+    assert Attention(heads=12, kv_heads=4, head_dim=8).indivisible_heads(6) == "4 key heads"
+
+
+def test_rotary_channels() -> None:
+    assert [OPTIONS[name].rotary for name in MIXERS] == [None, None, (10000.0, 4), None]
+    assert replace(OPTIONS["attention"], rope_theta=None).rotary is None
+
+
+def test_differences_of_models() -> None:
+    """Of the function alone: a pattern and its repetition are the same, and so are models trained in other ways."""
+    ours = preset("hybrid", "debug")
+    assert not differences(ours, replace(ours, pattern=ours.pattern * 2, init_std=0.1))
+    first, *rest = ours.pattern
+    assert differences(ours, replace(ours, pattern=(replace(first, heads=1), *rest), norm_eps=1e-6)) == {
+        "norm_eps": (1e-5, 1e-6), "kda.heads": (2, 1),
+    }  # fmt: skip
+    assert differences(ours, replace(ours, pattern=(first,))) == {
+        "layers": (("kda", "gdn", "attention"), ("kda", "kda", "kda"))
+    }

@@ -1,0 +1,80 @@
+"""tools/corpus.py: corpora written, and caches listed, checked and removed, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from titan_linear.data import ByteTokenizer, load_corpus, open_corpus
+from titan_linear.data.cache import _locked
+from tools import corpus
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache of texts, last used 40 days ago, in the user's folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    (tmp_path / "texts.jsonl").write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(10)) + "[]\n")
+    folder = open_corpus("jsonl", str(tmp_path / "texts.jsonl"), ByteTokenizer(), on_bad_document="skip").folder
+    lock = folder.with_name(folder.name + ".lock")
+    os.utime(lock, (lock.stat().st_atime, lock.stat().st_mtime - 40 * 86400))
+    return folder
+
+
+def test_write(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    argv = ["write", str(tmp_path / "out" / "tokens"), "--dataset", "jsonl", "--path", str(tmp_path / "*.jsonl")]
+    assert corpus.main(argv) == 2
+    assert "texts.jsonl, line 11: no field 'text'" in capsys.readouterr().err
+    assert corpus.main([*argv, "--on-bad-document", "skip"]) == 0
+    assert "corpus jsonl: 10 documents, 70 tokens, in " in (said := capsys.readouterr().out) and "1 bad doc" in said
+    written = open_corpus("tokens", str(tmp_path / "out" / "tokens"), ByteTokenizer())
+    assert written.fingerprint == load_corpus(cache).fingerprint
+    assert corpus.main(argv) == 2
+    assert "exists already: choose another folder" in capsys.readouterr().err
+    assert corpus.main([*argv[:-1], str(tmp_path / "nowhere")]) == 2
+    assert capsys.readouterr().err.startswith(f"error: --path = '{tmp_path}/nowhere'")
+
+
+def test_list(cache: Path, capsys: pytest.CaptureFixture):
+    (cache.parent / "parquet-0123456789abcdef01234567.tmp").mkdir()
+    (cache.parent / "parquet-0123456789abcdef01234567.lock").touch()
+    (cache.parent / "mine").mkdir()
+    assert corpus.main(["list"]) == 0
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.startswith("2 token caches, ") and head.endswith(f" GiB, in {cache.parent}")
+    assert first.startswith(cache.name) and first.endswith("used 40 days ago  10 documents, 70 tokens by bytes-257")
+    assert second.startswith("parquet-0123456789abcdef01234567") and "unfinished" in second
+
+
+def test_check(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
+    assert corpus.main(["check"]) == corpus.main(["check", cache.name]) == corpus.main(["check", str(cache)]) == 0
+    assert capsys.readouterr().out == f"{cache}: whole, 70 tokens\n" * 3
+    with (cache / "tokens.bin").open("r+b") as file:
+        file.write(b"\xff")
+    assert corpus.main(["check"]) == 2
+    assert "tokens.bin was altered" in capsys.readouterr().err
+    assert corpus.main(["check", str(tmp_path)]) == 2
+    assert "is no corpus of tokens" in capsys.readouterr().err
+
+
+def test_prune(cache: Path, capsys: pytest.CaptureFixture):
+    mine = cache.parent / "mine-0123456789abcdef01234567"
+    mine.mkdir()
+    unfinished = cache.parent / "text-0123456789abcdef01234567.tmp"
+    unfinished.mkdir()
+    unfinished.with_suffix(".lock").touch()
+    for argv in (["prune"], ["prune", "--all", "--older-than", "3"], ["prune", mine.name], ["prune", "../xdg"]):
+        assert corpus.main(argv) == 2 and capsys.readouterr().err.startswith("error: ")
+    assert corpus.main(["prune", "--older-than", "41"]) == 0 and cache.exists()
+    with _locked(cache):
+        assert corpus.main(["prune", "--all"]) == 0
+    assert cache.exists() and not unfinished.exists()
+    assert f"in use: {cache.name}" in capsys.readouterr().out
+    os.utime(cache.with_name(cache.name + ".lock"), (0, 0))
+    assert corpus.main(["prune", "--older-than", "41"]) == 0
+    assert not cache.exists() and mine.exists()
+    assert sorted(path.suffix for path in cache.parent.iterdir()) == ["", ".lock", ".lock"]
+    assert corpus.main(["list"]) == 0 and capsys.readouterr().out.splitlines()[-1].startswith("0 token caches")

@@ -1,0 +1,106 @@
+"""Imports flow one way: upward never, and not in a circle. Imports inside functions count."""
+
+from __future__ import annotations
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+# From the bottom. A module imports from lower layers, and from its own room: a file or a folder named here.
+LAYERS = (
+    ("loss", "ops"),
+    ("models", "data", "config", "process"),
+    ("rundir",),
+    ("checkpoint",),
+    ("distributed", "generate", "hf_io", "optim", "profiling"),
+    ("metrics",),
+    ("build",),
+    ("preflight",),
+    ("train", "launch"),
+    ("tools",),
+)
+# Lower, and still not theirs: tools stand beside the trainer, and it holds no mathematics.
+FORBIDDEN = {"tools": ("train", "launch"), "train": ("loss", "ops")}
+EXCEPT = {("train", "ops.support")}  # names of what runs, to print
+PACKAGE = "titan_linear"
+
+
+def modules(root: Path) -> dict[str, Path]:
+    """Dotted name → file, of the package and the tools."""
+    files = [file for folder in (PACKAGE, "tools") for file in (root / folder).rglob("*.py")]
+    return {".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+
+
+def imports(name: str, file: Path, known: dict[str, Path]) -> set[str]:
+    """The modules of ours that a module imports, anywhere in it."""
+    package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            found |= {f"{source}.{a.name}" if f"{source}.{a.name}" in known else source for a in node.names}
+    return {other for other in found if other in known} - {name}
+
+
+def room(name: str) -> str:
+    """titan_linear.ops.cp.kcp → ops; tools.convert → tools."""
+    parts = name.split(".")
+    return parts[0] if parts[0] != PACKAGE else parts[1] if len(parts) > 1 else ""
+
+
+def problems(root: Path) -> list[str]:
+    known = modules(root)
+    graph = {name: imports(name, file, known) for name, file in known.items()}
+    level = {name: i for i, layer in enumerate(LAYERS) for name in layer} | {"": -1}  # "": the package's own file
+    said = [f"{name} has no layer" for name in graph if room(name) not in level]
+    for name, others in graph.items():
+        for other in sorted(others):
+            here, there = room(name), room(other)
+            if here != there and level.get(there, 0) >= level.get(here, len(LAYERS)):
+                said.append(f"{name} imports {other}, which is not below it")
+            if there in FORBIDDEN.get(here, ()) and (here, other.removeprefix(f"{PACKAGE}.")) not in EXCEPT:
+                said.append(f"{name} imports {other}, which is not for it")
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        said.append("a circle: " + " → ".join(reversed(error.args[1])))
+    return said
+
+
+def test_imports_flow_one_way() -> None:
+    assert problems(ROOT) == []
+    assert len(modules(ROOT)) > 50
+
+
+@pytest.mark.parametrize(
+    ("files", "problem"),
+    [
+        ({"titan_linear/ops/a.py": "import titan_linear.loss"}, "titan_linear.ops.a imports titan_linear.loss, which"),
+        ({"titan_linear/models/a.py": "def f():\n    from titan_linear import optim"},
+         "titan_linear.models.a imports titan_linear.optim, which is not below it"),
+        ({"titan_linear/launch.py": "from titan_linear.train import x"}, "launch imports titan_linear.train, which"),
+        ({"tools/a.py": "from titan_linear.train import x"}, "tools.a imports titan_linear.train, which is not for"),
+        ({"titan_linear/train.py": "from titan_linear.ops import x"}, "train imports titan_linear.ops, which is not"),
+        ({"titan_linear/ops/a.py": "from .b import x", "titan_linear/ops/b.py": "from . import a"}, "a circle: "),
+        ({"titan_linear/new.py": ""}, "titan_linear.new has no layer"),
+    ],
+)  # fmt: skip
+def test_what_flows_another_way_is_found(files: dict[str, str], problem: str, tmp_path: Path) -> None:
+    house = {"titan_linear/__init__.py": "", "titan_linear/loss.py": "", "titan_linear/optim.py": "import math",
+             "titan_linear/ops/__init__.py": "x = 1", "titan_linear/ops/support.py": "",
+             "titan_linear/train.py": "import titan_linear.optim\nfrom titan_linear.ops.support import x",
+             "tools/b.py": "from titan_linear import loss"}  # fmt: skip
+    for tree, expected in ((house, 0), (files, 1)):
+        for name, text in tree.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        said = problems(tmp_path)
+        assert len(said) == expected, said
+    assert problem in said[0]

@@ -1,0 +1,51 @@
+"""The schedule of a run that goes on. Whole preflights are in test_resume.py and test_hf_io.py."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from titan_linear.config import Config, load_config
+from titan_linear.preflight import check_schedule
+from titan_linear.rundir import write_config
+
+
+def run(folder: Path, **keys: object) -> Config:
+    base = {"job.dump_folder": folder, "training.steps": 100, "lr_scheduler.warmup_steps": 10}
+    keys = base | {name.replace("__", "."): value for name, value in keys.items()}
+    return load_config([text for key, value in keys.items() for text in (f"--{key}", str(value))])
+
+
+@pytest.mark.parametrize(
+    ("stored", "now", "step", "remedy"),
+    [
+        ({}, {}, 50, ""),
+        ({}, {"training__steps": 200}, 50, "training.steps to at most 100"),
+        ({}, {"training__steps": 60}, 50, "lr_scheduler.total_steps = 100"),
+        ({"lr_scheduler__total_steps": 300}, {"training__steps": 200}, 50, "lr_scheduler.total_steps = 300"),
+        ({"lr_scheduler__total_steps": 200}, {"training__steps": 200}, 50, ""),  # the same, said otherwise
+        ({}, {"training__steps": 200, "lr_scheduler__total_steps": 200}, 50, ""),  # said
+        ({}, {"training__steps": 200}, 10, ""),  # it has not begun to decay
+        ({"lr_scheduler__decay_ratio": 0.2}, {"lr_scheduler__decay_ratio": 0.2, "training__steps": 200}, 80, ""),
+        ({"lr_scheduler__decay_ratio": 0.2}, {"lr_scheduler__decay_ratio": 0.2, "training__steps": 200}, 81,
+         "training.steps to at most 100"),
+        ({"lr_scheduler__decay_ratio": 0.0}, {"lr_scheduler__decay_ratio": 0.0, "training__steps": 200}, 90, ""),
+    ],
+)  # fmt: skip
+def test_steps_that_are_done_keep_their_rate(
+    stored: dict[str, object], now: dict[str, object], step: int, remedy: str, tmp_path: Path
+) -> None:
+    write_config(run(tmp_path, **stored))
+    if not remedy:
+        check_schedule(run(tmp_path, **now), step)
+        return
+    steps = now["training__steps"]
+    with pytest.raises(ValueError, match=f"training.steps = {steps} would change") as error:
+        check_schedule(run(tmp_path, **now), step)
+    assert f"; set {remedy} to keep the schedule, or lr_scheduler.total_steps = {steps} to go on" in str(error.value)
+    check_schedule(run(tmp_path, **now, lr_scheduler__total_steps=max(steps, 300)), step)  # a remedy
+
+
+def test_a_folder_without_a_configuration_has_no_schedule(tmp_path: Path) -> None:
+    check_schedule(run(tmp_path), 50)

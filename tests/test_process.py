@@ -1,0 +1,27 @@
+"""Signals of one process; what binds it to its parent is in test_launch.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+
+from titan_linear.process import StopSignal
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("agreed", [False, True])
+def test_a_signal_is_noted_and_a_stop_is_not_cut_short(number: int, agreed: bool) -> None:
+    caught = []
+    before = signal.signal(number, lambda *_: caught.append("before"))
+    try:
+        stop = StopSignal()
+        with stop:
+            os.kill(os.getpid(), number)
+            assert stop.received == number and stop.agreed == 0
+            stop.agreed = number if agreed else 0
+        os.kill(os.getpid(), number)
+        assert caught == ([] if agreed else ["before"])
+    finally:
+        signal.signal(number, before)

@@ -1,0 +1,190 @@
+"""What a configuration names: tokenizer, streams, mesh, model, folders. Trainer, preflight and tools share this."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from titan_linear.config import Config, data_parallel_degrees, hf_assets, hf_weights
+from titan_linear.data import Corpus, PackedStreams, Tokenizer, open_corpus, split_documents
+from titan_linear.distributed.batch import BatchSharding
+from titan_linear.distributed.mesh import ParallelDims, build_mesh
+from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
+from titan_linear.hf_io import find_family, read_model, write_folder
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.presets import preset
+from titan_linear.ops.support import Choice, choose_implementations
+
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
+EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
+FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}  # of a model that several architectures hold
+T = TypeVar("T")
+
+
+# --- The data --------------------------------------------------------------------------------------------------------
+
+
+def tokenizer_path(config: Config) -> str | None:
+    """model.tokenizer_path, else the Hugging Face folder that has a tokenizer.json, else None: bytes."""
+    own = Path(hf_assets(config)) / "tokenizer.json"
+    return config.model.tokenizer_path or (str(own) if hf_assets(config) and own.is_file() else None)
+
+
+def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = False) -> list[Corpus]:
+    """The training corpus, and validation's own if it has one."""
+    t, v = config.training, config.validation
+    paths = [t.dataset_path] + ([v.dataset_path] if v.enable and v.dataset_path else [])
+    keys = ["training.dataset_path", "validation.dataset_path"]
+    return [
+        open_corpus(
+            t.dataset, path or None, tokenizer, text_field=t.dataset_text_field, on_bad_document=t.on_bad_document,
+            show_progress=show_progress, path_key=key,
+        )
+        for path, key in zip(paths, keys, strict=False)
+    ]  # fmt: skip
+
+
+def build_streams(config: Config, tokenizer: Tokenizer) -> tuple[PackedStreams, PackedStreams | None]:
+    """Streams to train on, without end, and one pass over those to validate on."""
+    t, v = config.training, config.validation
+    train, *own = open_corpora(config, tokenizer)
+    holdout = v.holdout if v.enable and not own else 0.0
+    streams = PackedStreams(train, split_documents(train, holdout, "train"), seq_len=t.seq_len, seed=config.debug.seed)
+    if not v.enable:
+        return streams, None
+    corpus = own[0] if own else train
+    documents = split_documents(corpus, holdout, "validation") if not own else split_documents(corpus, 0.0, "train")
+    return streams, PackedStreams(corpus, documents, seq_len=t.seq_len, seed=config.debug.seed, repeat=False)
+
+
+# --- The model -------------------------------------------------------------------------------------------------------
+
+
+def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
+    """The preset, or the model of a Hugging Face folder, checked against the tokenizer."""
+    vocab_size = config.model.vocab_size or None
+    if config.model.flavor == "hf":
+        _, model = under_key("model.flavor = 'hf'", read_model, Path(hf_assets(config)))
+        model = model if vocab_size is None else replace(model, vocab_size=vocab_size)
+    else:
+        model = preset(config.model.name, config.model.flavor, vocab_size)
+    if model.vocab_size < tokenizer.vocab_size:
+        what, remedy = f"model.vocab_size = {model.vocab_size}", f"model.vocab_size to at least {tokenizer.vocab_size}"
+        if config.model.flavor == "hf":
+            what = f"the vocabulary of '{hf_assets(config)}/config.json', {model.vocab_size},"
+            remedy = "model.tokenizer_path to the tokenizer of this model"
+        raise ValueError(
+            f"{what} is smaller than that of the tokenizer {tokenizer_path(config) or 'of bytes'!r}, "
+            f"{tokenizer.vocab_size}; set {remedy}"
+        )
+    return balance_experts(model, config)
+
+
+def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:
+    """How the experts' loads are balanced: by the configuration where it says so, else as the model does."""
+    t = config.training
+    asked = {"balance_coefficient": t.expert_balance_coefficient, "bias_update_rate": t.expert_bias_update_rate}
+    asked = {field: value for field, value in asked.items() if value >= 0}
+    if not asked:
+        return model
+    if model.moe is None or (t.expert_bias_update_rate > 0 and not model.moe.selection_bias):
+        key, what = (next(iter(asked)), "experts") if model.moe is None else ("bias_update_rate", "selection bias")
+        raise ValueError(
+            f"training.expert_{key} is set, but model.name = {config.model.name!r}, model.flavor = "
+            f"{config.model.flavor!r} has no {what}; leave it at -1"
+        )
+    return replace(model, moe=replace(model.moe, **asked))
+
+
+def unallocated(model: ModelConfig, dtype: torch.dtype) -> Decoder:
+    """The decoder on the meta device, its parameters in `dtype` (gate parameters in float32 or wider)."""
+    with torch.device("meta"):
+        decoder = Decoder(model)
+    set_dtype(decoder, dtype)
+    return decoder
+
+
+def build_dims(config: Config, device: torch.device) -> ParallelDims:
+    """The mesh over all ranks."""
+    replicate, shard = data_parallel_degrees(config, dist.get_world_size())
+    return build_mesh(device.type, replicate, shard, config.parallelism.context_parallel_degree)
+
+
+def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> BatchSharding:
+    """How batches are cut for this rank, and planned for this model."""
+    p = config.parallelism
+    return BatchSharding.of(
+        model, dims, device, DTYPES[config.training.mixed_precision_param],
+        layout=p.context_parallel_layout, softmax_method=p.context_parallel_method,
+        linear_method=p.context_parallel_linear_method, impl=config.model.impl,
+    )  # fmt: skip
+
+
+def implementations(config: Config, model: ModelConfig, device: torch.device) -> dict[str, Choice]:
+    """op -> what this run uses. ValueError: model.impl names what cannot run the model here."""
+    requests = {op: dims for mixer in dict.fromkeys(model.layers) for op, dims in mixer.ops.items()}
+    return choose_implementations(requests, config.model.impl, device, DTYPES[config.training.mixed_precision_param])
+
+
+def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> Decoder:
+    """The decoder as the ranks train it: unallocated → parallelize → allocate. Its weights are still to be set."""
+    t = config.training
+    decoder = unallocated(model, DTYPES[t.dtype])
+    policy = MixedPrecisionPolicy(
+        param_dtype=DTYPES[t.mixed_precision_param], reduce_dtype=DTYPES[t.mixed_precision_reduce]
+    )
+    parallelize(decoder, dims, ac_mode=config.activation_checkpoint.mode, policy=policy)
+    materialise(decoder, device)
+    return decoder
+
+
+# --- The folders -----------------------------------------------------------------------------------------------------
+
+
+def checkpoint_folder(config: Config) -> Path:
+    return Path(config.job.dump_folder) / config.checkpoint.folder
+
+
+def export_folder(config: Config) -> Path:
+    """The Hugging Face folder that a run leaves."""
+    return checkpoint_folder(config) / f"step-{config.training.steps}-hf"
+
+
+def export_family(config: Config, model: ModelConfig) -> str:
+    """The architecture as which a run's model is saved. ValueError: none can hold it."""
+    if hf_assets(config):
+        return read_model(Path(hf_assets(config)))[0]
+    return FAMILY_OF.get(config.model.name) or find_family(model)
+
+
+def export(
+    path: Path, config: Config, model: ModelConfig, tokenizer: Tokenizer, get: Callable[[str], torch.Tensor], *,
+    dtype: str, like: str = "",
+) -> None:  # fmt: skip
+    """Write the weights of a run as a Hugging Face folder. Every rank calls it; see `write_folder`.
+
+    Args:
+        dtype: a key of EXPORT_DTYPES.
+        like: a Hugging Face folder of the same model; by default the one that the run began from, if it did.
+    """
+    like, own = like or hf_weights(config), tokenizer_path(config)
+    write_folder(
+        path, model, read_model(Path(like))[0] if like else export_family(config, model), get,
+        dtype=EXPORT_DTYPES[dtype], like=Path(like) if like else None, tokenizer=Path(own) if own else None,
+        extra={"eos_token_id": tokenizer.eos_id},
+    )  # fmt: skip
+
+
+def under_key(key: str, check: Callable[..., T], *arguments: object) -> T:
+    """A check's result; what it refuses is said with the key that asked for it."""
+    try:
+        return check(*arguments)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None

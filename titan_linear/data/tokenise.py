@@ -1,0 +1,145 @@
+"""Tokenising on all cores: blocks of documents go to worker processes, their tokens come back in order.
+
+The tokens of a document depend on it alone, so that blocks, workers and their number change nothing. Workers are
+forked: they inherit the tokenizer, however large, and import nothing. They hold no file and end when their pipe does,
+whatever ended this process; Ctrl-C is this process's to answer.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
+
+import numpy as np
+
+from titan_linear.data.sources import Document
+from titan_linear.data.tokenizer import Tokenizer
+
+BLOCK_CHARACTERS, BLOCK_DOCUMENTS = 1 << 18, 1024
+AHEAD = 4  # blocks per worker that may wait for one before them
+Block = list[Document]
+Encoded = list[np.ndarray | str]  # of each document: its tokens [n], or why it has none
+
+
+def worker_count(num_bytes: int) -> int:
+    """Worker processes for so much text: one per core; none for little, or where processes may not have children."""
+    if num_bytes < 1 << 20 or multiprocessing.current_process().daemon:
+        return 0
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def tokenise(
+    tokenizer: Tokenizer, documents: Iterable[Document], num_workers: int
+) -> Iterator[tuple[Document, np.ndarray | str]]:
+    """Each document with its tokens [n], without eos, or with the reason why the tokenizer cannot take it.
+
+    Close it when it is left before its end. ValueError: a worker was killed.
+    """
+    blocks = _blocks(documents)
+    if not num_workers:
+        for block in blocks:
+            yield from zip(block, _encode(tokenizer, [document.text for document in block]))
+        return
+    workers = _start(tokenizer, num_workers)
+    try:
+        for block, encoded in _in_order(list(workers), blocks):
+            yield from zip(block, encoded)
+    except (EOFError, ConnectionError):
+        raise ValueError(
+            "a process that tokenises was killed, perhaps because memory ran out; start again, with more memory or "
+            "fewer cores (taskset)"
+        ) from None
+    finally:
+        for process in workers.values():
+            process.kill()
+        for process in workers.values():
+            process.join()
+
+
+def _blocks(documents: Iterable[Document]) -> Iterator[Block]:
+    block, size = [], 0
+    for document in documents:
+        block.append(document)
+        size += len(document.text)
+        if size >= BLOCK_CHARACTERS or len(block) == BLOCK_DOCUMENTS:
+            yield block
+            block, size = [], 0
+    if block:
+        yield block
+
+
+def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
+    try:
+        return list(tokenizer.encode_batch(texts))
+    except UnicodeEncodeError as error:
+        if len(texts) > 1:
+            return [encoded for text in texts for encoded in _encode(tokenizer, [text])]
+        is_byte = 0xDC80 <= ord(error.object[error.start]) <= 0xDCFF  # of a file that is no UTF-8
+        remedy = "; repair it" + (", or train on bytes (no model.tokenizer_path)" if is_byte else "")
+        return [f"not UTF-8 at character {error.start}{remedy}"]
+
+
+def _in_order(workers: list[Connection], blocks: Iterator[Block]) -> Iterator[tuple[Block, Encoded]]:
+    numbered = enumerate(blocks)
+    idle, at_work = workers, {}  # at_work: worker → (number, block)
+    done: dict[int, tuple[Block, Encoded]] = {}
+    following = 0  # the number of the block to yield next
+    while True:
+        while idle and len(done) < AHEAD * (len(idle) + len(at_work)) and (item := next(numbered, None)):
+            worker = idle.pop()
+            worker.send([document.text for document in item[1]])
+            at_work[worker] = item
+        if not at_work:
+            return
+        for worker in wait(list(at_work)):
+            number, block = at_work.pop(worker)
+            encoded = worker.recv()
+            if isinstance(encoded, Exception):
+                raise encoded
+            done[number] = block, encoded
+            idle.append(worker)
+        while following in done:
+            yield done.pop(following)
+            following += 1
+
+
+def _start(tokenizer: Tokenizer, num_workers: int) -> dict[Connection, multiprocessing.Process]:
+    """Our end of each worker's pipe, and the worker."""
+    fork, workers = multiprocessing.get_context("fork"), {}
+    name = "TOKENIZERS_PARALLELISM"  # set, the library is silent about the fork; its threads would not outlive it
+    before = os.environ.get(name)
+    os.environ[name] = "false"
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited, and kept there
+    try:
+        for _ in range(num_workers):
+            ours, theirs = fork.Pipe()
+            process = fork.Process(target=_work, args=(tokenizer, theirs, [ours, *workers]), daemon=True)
+            process.start()
+            theirs.close()  # so that its end is noticed here
+            workers[ours] = process
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
+    return workers
+
+
+def _work(tokenizer: Tokenizer, connection: Connection, inherited: list[Connection]) -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    for other in inherited:  # so that the end of the process that forked us is noticed
+        other.close()
+    try:
+        while True:
+            texts = connection.recv()
+            try:
+                encoded: Encoded | Exception = _encode(tokenizer, texts)
+            except Exception as error:  # the tokenizer's own, whatever it is, is raised where it was asked for
+                encoded = error
+            connection.send(encoded)
+    except (EOFError, OSError):  # nobody is there any more
+        return

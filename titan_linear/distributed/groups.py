@@ -1,0 +1,73 @@
+"""Process groups: how long a rank waits in them for the others, and what rank 0 does for all."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+# While a rank works alone: reads or writes a slow disk, tokenises. One that dies still ends the others at once.
+UNHURRIED = timedelta(days=1)
+T = TypeVar("T")
+
+
+@contextmanager
+def process_group(timeout: timedelta) -> Iterator[None]:
+    """The default group, which torchrun's environment describes, and an orderly end of all groups."""
+    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timeout)
+    try:
+        yield
+    finally:
+        # Groups live as long as a mesh refers to them, and threads of a group that outlive the interpreter abort it.
+        gc.collect()
+        dist.destroy_process_group()
+
+
+def unhurried_group() -> dist.ProcessGroup:
+    """A new group of all ranks, on the hosts (gloo), whose collectives wait as long as it takes."""
+    return dist.new_group(backend="gloo", timeout=UNHURRIED)
+
+
+def set_timeout(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:
+    """For collectives that begin from here on."""
+    for group in groups:
+        dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
+@contextmanager
+def unhurried(groups: list[dist.ProcessGroup], host: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
+    """Inside, collectives of `groups` wait as long as it takes. All ranks leave together, and then it is `timeout`.
+
+    host: an `unhurried_group`.
+    """
+    set_timeout(groups, UNHURRIED)
+    yield
+    dist.barrier(host)
+    set_timeout(groups, timeout)
+
+
+def on_rank_0(work: Callable[[], T], host: dist.ProcessGroup) -> T:
+    """What `work` gives, which rank 0 alone does and tells the others, however long it takes.
+
+    Raises:
+        ValueError: `work` raised it, on rank 0, which has to say so; the others exit.
+        SystemExit: on every rank, likewise.
+    """
+    outcome, raised = [None, None], None  # result, exit code
+    if dist.get_rank() == 0:
+        try:
+            outcome[0] = work()
+        except (ValueError, SystemExit) as error:
+            raised = error
+            outcome[1] = 2 if isinstance(error, ValueError) else error.code
+    dist.broadcast_object_list(outcome, 0, group=host)
+    if raised is not None:
+        raise raised
+    if outcome[1] is not None:
+        raise SystemExit(outcome[1])
+    return outcome[0]

@@ -1,0 +1,28 @@
+"""The families of Hugging Face that we read and write: their tensors, their config.json, and their published sizes.
+
+A new family is a file here and its lines in these tables.
+"""
+
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.families.fla import FLA_GDN_FAMILY, FLA_KDA_FAMILY
+from titan_linear.models.families.kimi import KIMI_LINEAR, KIMI_LINEAR_MODELS
+from titan_linear.models.families.layout import Family
+from titan_linear.models.families.olmo import OLMO_HYBRID, OLMO_HYBRID_MODELS
+from titan_linear.models.families.qwen import QWEN3_5, QWEN3_5_MODELS, QWEN3_5_MOE, QWEN3_NEXT, QWEN3_NEXT_MODELS
+
+FAMILIES: dict[str, Family] = {  # by architecture
+    "Qwen3_5ForCausalLM": QWEN3_5,
+    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
+    "Qwen3NextForCausalLM": QWEN3_NEXT,
+    "OlmoHybridForCausalLM": OLMO_HYBRID,
+    "KimiLinearForCausalLM": KIMI_LINEAR,
+    "KDAForCausalLM": FLA_KDA_FAMILY,
+    "GatedDeltaNetForCausalLM": FLA_GDN_FAMILY,
+}
+
+PUBLISHED: dict[str, dict[str, ModelConfig]] = {  # by name and flavor, after their config.json
+    "qwen3.5": QWEN3_5_MODELS,
+    "qwen3-next": QWEN3_NEXT_MODELS,
+    "olmo-hybrid": OLMO_HYBRID_MODELS,
+    "kimi-linear": KIMI_LINEAR_MODELS,
+}

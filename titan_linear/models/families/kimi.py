@@ -1,0 +1,188 @@
+"""Kimi-Linear: Kimi Delta Attention and latent attention without positions, with experts."""
+
+from __future__ import annotations
+
+from titan_linear.models.config import ModelConfig, MoEConfig
+from titan_linear.models.families.layout import (
+    MODEL,
+    NORMS,
+    Family,
+    Json,
+    Keys,
+    Layout,
+    Spellings,
+    common_from_hf,
+    common_to_hf,
+    convolutions,
+    experts,
+    options_of,
+    renamed,
+    same,
+    swiglu,
+)
+from titan_linear.models.mixers import KDA, MLA
+
+# --- Tensors ---------------------------------------------------------------------------------------------------------
+
+
+def _gate(ours: str, theirs: str, **options: str) -> Spellings:
+    """As on disk, or as in the module of `transformers`."""
+    return tuple(Layout((f"mixer.{ours}",), (f"self_attn.{p}{theirs}",), **options) for p in ("", "forget_gate."))
+
+
+KIMI_KDA = (
+    *NORMS,
+    *same("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "b_proj", "o_norm", "o_proj"),
+    convolutions("self_attn."),
+    (*_gate("A_log", "A_log", form="heads"), Layout(("mixer.A_log",), ("self_attn.A_log",))),
+    _gate("dt_bias", "dt_bias"),
+    _gate("f_proj.0.weight", "f_a_proj.weight"),
+    _gate("f_proj.1.weight", "f_b_proj.weight"),
+    (Layout(("mixer.g_proj.0.weight",), ("self_attn.g_a_proj.weight",)),),
+    (Layout(("mixer.g_proj.1.weight",), ("self_attn.g_b_proj.weight",)),),
+)
+KIMI_MLA = (
+    *NORMS,
+    *same("mixer.", "self_attn.", "q_proj", "kv_b_proj", "o_proj"),
+    *renamed("mixer.", "self_attn.", kv_a_proj="kv_a_proj_with_mqa", kv_norm="kv_a_layernorm"),
+)
+KIMI_EXPERTS = tuple(
+    disk + live
+    for disk, live in zip(
+        (
+            *renamed("mlp.", "block_sparse_moe.", router="gate"),
+            (Layout(("mlp.router.selection_bias",), ("block_sparse_moe.gate.e_score_correction_bias",)),),
+            *(s[:1] for s in experts("block_sparse_moe.experts.", "w1", "w3", "w2")),
+            *swiglu("mlp.shared.", "block_sparse_moe.shared_experts."),
+        ),
+        (
+            *renamed("mlp.", "mlp.", router="gate"),
+            (Layout(("mlp.router.selection_bias",), ("mlp.gate.e_score_correction_bias",)),),
+            *(s[1:] for s in experts("mlp.experts.", "w1", "w3", "w2")),
+            *swiglu("mlp.shared.", "mlp.shared_experts."),
+        ),
+        strict=True,
+    )
+)
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+
+def _from_hf(config: Json) -> ModelConfig:
+    key = Keys(config)
+    for name in ("q_lora_rank", "rope_scaling"):
+        key.only(name, None)
+    key.only("mla_use_nope", True)
+    key.only("moe_router_activation_func", "sigmoid")
+    linear = key("linear_attn_config", None) or {}
+    dense, sparse = _mlp_types(key)
+    return ModelConfig(
+        **common_from_hf(key),
+        pattern=key.pattern(lambda: _mla_from_hf(key), lambda: _kda_from_hf(key, linear), _layer_types(key, linear)),
+        hidden_dim=key("intermediate_size"),
+        dense_layers=dense,
+        moe=_moe_from_hf(key) if sparse else None,
+    )
+
+
+def _kda_from_hf(key: Keys, linear: Json) -> KDA:
+    heads = linear.get("num_heads", key("linear_num_heads", 32))
+    head_dim = linear.get("head_dim", key("linear_head_dim", 128))
+    return KDA(
+        heads=heads, v_heads=heads, head_dim=head_dim, v_head_dim=head_dim, lower_bound=None, gate_bias=False,
+        conv_size=linear.get("short_conv_kernel_size", key("linear_conv_kernel_dim", 4)),
+    )  # fmt: skip
+
+
+def _mla_from_hf(key: Keys) -> MLA:
+    heads = key("num_attention_heads")
+    if key("num_key_value_heads", None) not in (None, heads):
+        raise ValueError(f"config.json: num_key_value_heads = {key('num_key_value_heads')}; only {heads} is known")
+    return MLA(
+        heads=heads, kv_rank=key("kv_lora_rank"), nope_dim=key("qk_nope_head_dim"),
+        shared_k_dim=key("qk_rope_head_dim"), v_dim=key("v_head_dim"),
+    )  # fmt: skip
+
+
+def _layer_types(key: Keys, linear: Json) -> list[str]:
+    layers = key("num_hidden_layers")
+    if "full_attn_layers" in linear:  # counted from 1
+        return ["full_attention" if i + 1 in linear["full_attn_layers"] else "linear_attention" for i in range(layers)]
+    return ["full_attention" if i and i % 4 == 0 else "linear_attention" for i in range(layers)]
+
+
+def _mlp_types(key: Keys) -> tuple[tuple[int, ...], bool]:
+    """Layers without experts, and whether there are others."""
+    layers, first = key("num_hidden_layers"), key("first_k_dense_replace", 1)
+    types = key("mlp_layer_types", None) or ["dense" if i < first else "sparse" for i in range(layers)]
+    key.only("moe_layer_freq", 1)
+    dense = tuple(i for i, t in enumerate(types) if t == "dense")
+    return (dense, True) if len(dense) < layers else ((), False)
+
+
+def _moe_from_hf(key: Keys) -> MoEConfig:
+    hidden = key("moe_intermediate_size")
+    return MoEConfig(
+        num_experts=_first(key, "num_experts", "num_local_experts"),
+        top_k=_first(key, "num_experts_per_token", "num_experts_per_tok"), hidden_dim=hidden,
+        shared_hidden_dim=hidden * _first(key, "num_shared_experts", "n_shared_experts", default=0),
+        score="sigmoid", normalise=key("moe_renormalize", key("norm_topk_prob", True)), selection_bias=True,
+        scale=key("routed_scaling_factor"), groups=_first(key, "num_expert_group", "n_group"),
+        top_groups=key("topk_group", 1),
+    )  # fmt: skip
+
+
+def _first(key: Keys, *names: str, default: int | None = None) -> int:
+    """The value of the first of these keys that has one; without a default one must."""
+    values = (key(name, None) for name in names)
+    found = next((value for value in values if value is not None), default)
+    return key(names[0]) if found is None else found
+
+
+def _to_hf(config: ModelConfig) -> Json:
+    written = dict(
+        model_type="kimi_linear", **common_to_hf(config), intermediate_size=config.hidden_dim, q_lora_rank=None,
+        mlp_layer_types=["sparse" if config.has_experts(i) else "dense" for i in range(config.num_layers)],
+    )  # fmt: skip
+    if kda := options_of(config, KDA):
+        written |= dict(linear_num_heads=kda.heads, linear_head_dim=kda.head_dim, linear_conv_kernel_dim=kda.conv_size)
+    if mla := options_of(config, MLA):
+        written |= dict(
+            num_attention_heads=mla.heads, num_key_value_heads=mla.heads, kv_lora_rank=mla.kv_rank,
+            qk_nope_head_dim=mla.nope_dim, qk_rope_head_dim=mla.shared_k_dim, v_head_dim=mla.v_dim,
+        )  # fmt: skip
+    if (moe := config.moe) is not None:
+        written |= dict(
+            num_experts=moe.num_experts, num_experts_per_token=moe.top_k, moe_intermediate_size=moe.hidden_dim,
+            num_shared_experts=moe.shared_hidden_dim // moe.hidden_dim, moe_renormalize=moe.normalise,
+            routed_scaling_factor=moe.scale, num_expert_group=moe.groups, topk_group=moe.top_groups,
+        )  # fmt: skip
+    return written
+
+
+KIMI_LINEAR = Family(
+    MODEL, {KDA: KIMI_KDA, MLA: KIMI_MLA}, swiglu("mlp.", "block_sparse_moe.", "mlp."), KIMI_EXPERTS, _from_hf, _to_hf
+)
+
+# --- Presets ---------------------------------------------------------------------------------------------------------
+
+_KDA = KDA(heads=32, v_heads=32, head_dim=128, v_head_dim=128, lower_bound=None, gate_bias=False)
+_MLA = MLA(heads=32, kv_rank=512, nope_dim=128, shared_k_dim=64, v_dim=128)
+
+KIMI_LINEAR_MODELS = {
+    "debug": ModelConfig(  # latent attention, groups of experts, a selection bias that moves
+        vocab_size=320, dim=128, num_layers=2, hidden_dim=256,
+        pattern=(
+            KDA(heads=2, v_heads=2, head_dim=32, v_head_dim=32, lower_bound=None, gate_bias=False),
+            MLA(heads=4, kv_rank=32, nope_dim=32, shared_k_dim=16, v_dim=32),
+        ),
+        dense_layers=(0,),
+        moe=MoEConfig(8, 2, 64, shared_hidden_dim=64, score="sigmoid", scale=2.446, selection_bias=True, groups=4,
+                      top_groups=2, bias_update_rate=1e-3),
+    ),
+    "48B-A3B": ModelConfig(
+        vocab_size=163840, dim=2304, pattern=(_KDA, _KDA, _KDA, _MLA) * 6 + (_KDA, _KDA, _MLA), num_layers=27,
+        hidden_dim=9216, dense_layers=(0,),
+        moe=MoEConfig(256, 8, 1024, shared_hidden_dim=1024, score="sigmoid", scale=2.446, selection_bias=True),
+    ),
+}  # fmt: skip

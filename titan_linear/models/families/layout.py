@@ -1,0 +1,193 @@
+"""What families of Hugging Face are made of: layouts of tensors, and a config.json that names its keys in errors.
+
+Names of ours are those of `Decoder`, within a layer where they are a layer's. A part of a model that folders spell in
+several ways has several layouts: the first is written, any is read. What a family does that our modules cannot is a
+ValueError when its config.json is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from titan_linear.models.config import MixerOptions, ModelConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Our parameters `ours`, interleaved group by group, are the tensors `theirs` one after the other."""
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]  # names with {e} stand for one tensor of every expert
+    groups: str | None = None  # the option of the mixer that counts them; None: one group
+    form: str = "matrix"  # the shape on disk: "matrix", "conv" [rows, 1, W], "heads" [1, 1, H, 1], "stacked" as ours
+    equal: bool = False  # `theirs` are of equal size (the last may be smaller) whatever `ours` are
+
+    def shape_on_disk(self, rows: int, width: int, ours: tuple[int, ...]) -> tuple[int, ...]:
+        matrix = (rows,) if len(ours) == 1 else (rows, width)
+        return {"matrix": matrix, "conv": (rows, 1, width), "heads": (1, 1, rows, 1), "stacked": ours}[self.form]
+
+
+Spellings = tuple[Layout, ...]  # of one part of a model
+Json = dict[str, object]
+Options = TypeVar("Options", bound=MixerOptions)
+
+
+@dataclass(frozen=True)
+class Family:
+    model: tuple[Spellings, ...]
+    layers: Mapping[type[MixerOptions], tuple[Spellings, ...]]  # norms included
+    mlp: tuple[Spellings, ...]
+    experts: tuple[Spellings, ...]
+    config_from_hf: Callable[[Json], ModelConfig]
+    config_to_hf: Callable[[ModelConfig], Json]
+    prefixes: tuple[str, ...] = ("model.",)  # of every name but lm_head's
+    ignored: tuple[str, ...] = ()  # tensors that are no part of the language model, as regular expressions
+    wrappers: tuple[str, ...] = ()  # architectures whose language model this is
+
+
+# --- Tensors ----------------------------------------------------------------------------------------------------------
+
+
+def renamed(ours: str, theirs: str, **names: str) -> tuple[Spellings, ...]:
+    """Tensors one to one: ours.NAME.weight is theirs.OTHER.weight for each NAME = OTHER."""
+    return tuple((Layout((f"{ours}{a}.weight",), (f"{theirs}{b}.weight",)),) for a, b in names.items())
+
+
+def same(ours: str, theirs: str, *names: str) -> tuple[Spellings, ...]:
+    """Tensors one to one: ours.NAME.weight is theirs.NAME.weight."""
+    return renamed(ours, theirs, **{n: n for n in names})
+
+
+def fused(ours: tuple[str, ...], theirs: str, **options: object) -> Spellings:
+    """Several of a mixer's projections in one tensor."""
+    return (Layout(tuple(f"mixer.{n}.weight" for n in ours), (theirs,), **options),)
+
+
+def convolutions(prefix: str, *, thirds: bool = False) -> Spellings:
+    """Three tensors, or one over q, k and v; or three of equal size, whatever the widths of q, k and v."""
+    ours = tuple(f"mixer.{x}_conv1d.weight" for x in "qkv")
+    three = tuple(f"{prefix}{x}_conv1d.weight" for x in "qkv")
+    one = Layout(ours, (f"{prefix}conv1d.weight",), form="conv")
+    equal = (Layout(ours, three, form="conv", equal=True),) if thirds else ()
+    return (Layout(ours, three, form="conv"), one, *equal)
+
+
+def gates(theirs: str) -> tuple[Spellings, ...]:
+    return tuple((Layout((f"mixer.{name}",), (f"{theirs}{name}",)),) for name in ("A_log", "dt_bias"))
+
+
+def swiglu(ours: str, *theirs: str) -> tuple[Spellings, ...]:
+    """In each of the spellings `theirs` of the module's name."""
+    names = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
+    return tuple(tuple(Layout((ours + n,), (t + n,)) for t in theirs) for n in names)
+
+
+def experts(theirs: str, gate: str, up: str, down: str) -> tuple[Spellings, ...]:
+    """One by one, or stacked."""
+    up_names = (f"{theirs}{{e}}.{gate}.weight", f"{theirs}{{e}}.{up}.weight")
+    return (
+        (
+            Layout(("mlp.experts.gate_up_proj",), up_names),
+            Layout(("mlp.experts.gate_up_proj",), (f"{theirs}gate_up_proj",), form="stacked"),
+        ),
+        (
+            Layout(("mlp.experts.down_proj",), (f"{theirs}{{e}}.{down}.weight",)),
+            Layout(("mlp.experts.down_proj",), (f"{theirs}down_proj",), form="stacked"),
+        ),
+    )
+
+
+MODEL = (
+    *renamed("", "", embedding="embed_tokens"),
+    *renamed("head.", "", norm="norm"),
+    *renamed("", "", head="lm_head"),
+)
+NORMS = renamed("", "", mixer_norm="input_layernorm", mlp_norm="post_attention_layernorm")
+MLP = swiglu("mlp.", "mlp.")
+
+# --- config.json ------------------------------------------------------------------------------------------------------
+
+
+class Keys:
+    """A config.json that names the key when something is wrong with it."""
+
+    def __init__(self, config: Json):
+        self.config = config
+
+    def __call__(self, key: str, *default: object) -> object:
+        if key in self.config or default:
+            return self.config.get(key, *default)
+        raise ValueError(f"config.json: {key!r} is missing")
+
+    def only(self, key: str, *known: object) -> None:
+        """The first of `known` is the default."""
+        if (value := self.config.get(key, known[0])) not in known:
+            raise ValueError(f"config.json: {key} = {value!r}; only {' or '.join(map(repr, known))} is known")
+
+    def rope(self, theta: float | None, fraction: float) -> tuple[float | None, float]:
+        """(theta, fraction of the head that is rotated); the arguments are defaults."""
+        rope = {**(self("rope_scaling", None) or {}), **(self("rope_parameters", None) or {})}
+        kind = rope.get("rope_type", rope.get("type", "default"))
+        if kind not in ("default", None):
+            raise ValueError(f"config.json: rope_type = {kind!r}; only 'default' is known")
+        theta = rope.get("rope_theta", self("rope_theta", theta))
+        return theta, rope.get("partial_rotary_factor", self("partial_rotary_factor", fraction))
+
+    def pattern(
+        self, full: Callable[[], MixerOptions], linear: Callable[[], MixerOptions], default: list[str]
+    ) -> tuple[MixerOptions, ...]:
+        """The mixers of the layers, once per period. Only keys of mixers that there are must be there."""
+        types = self("layer_types", None) or default
+        read = {"full_attention": full, "linear_attention": linear}
+        if unknown := set(types) - set(read):
+            raise ValueError(f"config.json: layer_types has {sorted(unknown)}; known are {sorted(read)}")
+        if len(types) != self("num_hidden_layers"):
+            raise ValueError(
+                f"config.json: layer_types has {len(types)} layers, num_hidden_layers = {self('num_hidden_layers')}"
+            )
+        mixers = {t: read[t]() for t in set(types)}
+        return shortest([mixers[t] for t in types])
+
+
+def shortest(layers: list[MixerOptions]) -> tuple[MixerOptions, ...]:
+    """The shortest pattern that repeats to these layers."""
+    periods = (n for n in range(1, len(layers) + 1) if all(m == layers[i % n] for i, m in enumerate(layers)))
+    return tuple(layers[: next(periods)])
+
+
+def layer_types(config: ModelConfig) -> list[str]:
+    return ["linear_attention" if mixer.linear else "full_attention" for mixer in config.layers]
+
+
+def options_of(config: ModelConfig, kind: type[Options]) -> Options | None:
+    """Those of the model's first layer of a kind; None: it has none. A family's layers of one kind are alike."""
+    return next((mixer for mixer in config.layers if isinstance(mixer, kind)), None)
+
+
+def common_from_hf(key: Keys) -> Json:
+    """What every family but FLA's calls alike."""
+    key.only("attention_bias", False)
+    key.only("hidden_act", "silu", "swish")
+    key.only("quantization_config", None)
+    return dict(
+        vocab_size=key("vocab_size"), dim=key("hidden_size"), num_layers=key("num_hidden_layers"),
+        norm_eps=key("rms_norm_eps"), tie_embeddings=key("tie_word_embeddings", False),
+        init_std=key("initializer_range", 0.02),
+    )  # fmt: skip
+
+
+def common_to_hf(config: ModelConfig) -> Json:
+    return dict(
+        vocab_size=config.vocab_size, hidden_size=config.dim, num_hidden_layers=config.num_layers,
+        rms_norm_eps=config.norm_eps, tie_word_embeddings=config.tie_embeddings, initializer_range=config.init_std,
+        hidden_act="silu", attention_bias=False, layer_types=layer_types(config),
+    )  # fmt: skip
+
+
+# Options of GDN, as Qwen's and OLMo's families call them.
+GDN_SIZES = dict(
+    heads="linear_num_key_heads", v_heads="linear_num_value_heads", head_dim="linear_key_head_dim",
+    v_head_dim="linear_value_head_dim", conv_size="linear_conv_kernel_dim",
+)  # fmt: skip

@@ -1,0 +1,104 @@
+"""OLMo-Hybrid: Gated DeltaNet, and attention whose blocks norm what they give."""
+
+from __future__ import annotations
+
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.families.layout import (
+    GDN_SIZES,
+    MLP,
+    MODEL,
+    Family,
+    Json,
+    Keys,
+    Layout,
+    Spellings,
+    common_from_hf,
+    common_to_hf,
+    convolutions,
+    gates,
+    options_of,
+    same,
+)
+from titan_linear.models.mixers import GDN, Attention
+
+O_NORM_EPS = 1e-5  # of linear layers' output norm, whatever the model's own
+
+# --- Tensors ---------------------------------------------------------------------------------------------------------
+
+
+def _norm(ours: str, *theirs: str) -> Spellings:
+    return tuple(Layout((f"{ours}.weight",), (f"{t}.weight",)) for t in theirs)
+
+
+# `transformers` writes its own names of both norms of a linear layer, and by the same rule one of a softmax layer's.
+OLMO_GDN = (
+    _norm("mixer_norm", "attention_layer_norm", "input_layernorm"),
+    _norm("mlp_norm", "feedforward_layer_norm", "post_attention_layernorm"),
+    *same("mixer.", "linear_attn.", "q_proj", "k_proj", "v_proj", "a_proj", "b_proj", "g_proj", "o_norm", "o_proj"),
+    convolutions("linear_attn.", thirds=True),
+    *gates("linear_attn."),
+)
+OLMO_ATTENTION = (
+    _norm("mixer_norm", "feedforward_layer_norm", "post_attention_layernorm"),
+    _norm("mlp_norm", "post_feedforward_layernorm"),
+    *same("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
+)
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+
+def _from_hf(config: Json) -> ModelConfig:
+    key = Keys(config)
+    default = ["full_attention" if i % 4 == 3 else "linear_attention" for i in range(key("num_hidden_layers"))]
+    return ModelConfig(
+        **common_from_hf(key),
+        pattern=key.pattern(lambda: _attention_from_hf(key), lambda: _gdn_from_hf(key), default),
+        hidden_dim=key("intermediate_size"),
+        post_norm=(Attention.name,),
+    )
+
+
+def _gdn_from_hf(key: Keys) -> GDN:
+    heads = key("linear_num_key_heads", None) or key("num_attention_heads")
+    head_dim = key("linear_key_head_dim", None) or int(0.75 * key("hidden_size") / heads)
+    return GDN(
+        heads=heads, v_heads=key("linear_num_value_heads", None) or key("num_attention_heads"), head_dim=head_dim,
+        v_head_dim=key("linear_value_head_dim", None) or 2 * head_dim, conv_size=key("linear_conv_kernel_dim", 4),
+        beta_range=2.0 if key("linear_allow_neg_eigval", True) else 1.0, o_norm_eps=O_NORM_EPS,
+    )  # fmt: skip
+
+
+def _attention_from_hf(key: Keys) -> Attention:
+    heads, (theta, _) = key("num_attention_heads"), key.rope(None, 1.0)
+    return Attention(
+        heads=heads, kv_heads=key("num_key_value_heads", None) or heads, head_dim=key("hidden_size") // heads,
+        qk_norm="width", rope_theta=theta,
+    )  # fmt: skip
+
+
+def _to_hf(config: ModelConfig) -> Json:
+    written = dict(model_type="olmo_hybrid", **common_to_hf(config), intermediate_size=config.hidden_dim)
+    if attention := options_of(config, Attention):
+        written |= dict(
+            num_attention_heads=attention.heads, num_key_value_heads=attention.kv_heads,
+            rope_parameters=dict(rope_type="default", rope_theta=attention.rope_theta),
+        )  # fmt: skip
+    if gdn := options_of(config, GDN):
+        written |= {theirs: getattr(gdn, ours) for ours, theirs in GDN_SIZES.items()}
+        written["linear_allow_neg_eigval"] = gdn.beta_range == 2.0
+    return written
+
+
+OLMO_HYBRID = Family(MODEL, {GDN: OLMO_GDN, Attention: OLMO_ATTENTION}, MLP, (), _from_hf, _to_hf)
+
+# --- Presets ---------------------------------------------------------------------------------------------------------
+
+_GDN = GDN(heads=30, v_heads=30, head_dim=96, v_head_dim=192, beta_range=2.0, o_norm_eps=O_NORM_EPS)
+_ATTENTION = Attention(heads=30, kv_heads=30, head_dim=128, qk_norm="width", rope_theta=None)
+
+OLMO_HYBRID_MODELS = {
+    "7B": ModelConfig(
+        vocab_size=100352, dim=3840, pattern=(_GDN, _GDN, _GDN, _ATTENTION), num_layers=32, hidden_dim=11008,
+        post_norm=(Attention.name,), norm_eps=1e-6,
+    )
+}  # fmt: skip

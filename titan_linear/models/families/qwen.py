@@ -1,0 +1,179 @@
+"""Qwen3-Next and Qwen3.5: Gated DeltaNet and gated attention, with experts in the larger models."""
+
+from __future__ import annotations
+
+from titan_linear.models.config import ModelConfig, MoEConfig
+from titan_linear.models.families.layout import (
+    GDN_SIZES,
+    MLP,
+    MODEL,
+    NORMS,
+    Family,
+    Json,
+    Keys,
+    common_from_hf,
+    common_to_hf,
+    experts,
+    fused,
+    gates,
+    options_of,
+    renamed,
+    same,
+    swiglu,
+)
+from titan_linear.models.mixers import GDN, Attention
+
+# --- Tensors ---------------------------------------------------------------------------------------------------------
+
+ATTENTION = (
+    *NORMS,
+    fused(("q_proj", "g_proj"), "self_attn.q_proj.weight", groups="heads"),
+    *same("mixer.", "self_attn.", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"),
+)
+_ANY_GDN = (
+    *NORMS,
+    fused(("q_conv1d", "k_conv1d", "v_conv1d"), "linear_attn.conv1d.weight", form="conv"),
+    *renamed("mixer.", "linear_attn.", o_norm="norm", o_proj="out_proj"),
+    *gates("linear_attn."),
+)
+QWEN3_NEXT_GDN = (
+    *_ANY_GDN,
+    fused(("q_proj", "k_proj", "v_proj", "g_proj"), "linear_attn.in_proj_qkvz.weight", groups="heads"),
+    fused(("b_proj", "a_proj"), "linear_attn.in_proj_ba.weight", groups="heads"),
+)
+QWEN3_5_GDN = (
+    *_ANY_GDN,
+    fused(("q_proj", "k_proj", "v_proj"), "linear_attn.in_proj_qkv.weight"),
+    *renamed("mixer.", "linear_attn.", g_proj="in_proj_z", b_proj="in_proj_b", a_proj="in_proj_a"),
+)
+EXPERTS = (
+    *renamed("mlp.", "mlp.", router="gate", shared_gate="shared_expert_gate"),
+    *experts("mlp.experts.", "gate_proj", "up_proj", "down_proj"),
+    *swiglu("mlp.shared.", "mlp.shared_expert."),
+)
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+
+def _from_hf(config: Json, moe: bool) -> ModelConfig:
+    key = Keys(config)
+    key.only("attn_output_gate", True)
+    every = key("full_attention_interval", 4)
+    default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(key("num_hidden_layers"))]
+    moe = moe and key("num_experts") > 0
+    return ModelConfig(
+        **common_from_hf(key),
+        pattern=key.pattern(
+            full=lambda: _attention_from_hf(key),
+            linear=lambda: GDN(**{ours: key(theirs) for ours, theirs in GDN_SIZES.items()}),
+            default=default,
+        ),
+        hidden_dim=key("intermediate_size", 0) if moe else key("intermediate_size"),
+        zero_centred_norm=True,
+        moe=_moe_from_hf(key) if moe else None,
+        dense_layers=_dense_layers(key) if moe else (),
+    )
+
+
+def _attention_from_hf(key: Keys) -> Attention:
+    theta, fraction = key.rope(10000.0, 0.25)
+    return Attention(
+        heads=key("num_attention_heads"), kv_heads=key("num_key_value_heads"), head_dim=key("head_dim"), qk_norm="head",
+        rope_theta=theta, rotary_fraction=fraction, output_gate=True,
+    )  # fmt: skip
+
+
+def _moe_from_hf(key: Keys) -> MoEConfig:
+    shared = key("shared_expert_intermediate_size", 0) or 0
+    return MoEConfig(
+        num_experts=key("num_experts"), top_k=key("num_experts_per_tok"), hidden_dim=key("moe_intermediate_size"),
+        shared_hidden_dim=shared, shared_gate=shared > 0, normalise=key("norm_topk_prob", True),
+        balance_coefficient=key("router_aux_loss_coef", 0.001) if key("output_router_logits", False) else 0.0,
+    )  # fmt: skip
+
+
+def _dense_layers(key: Keys) -> tuple[int, ...]:
+    step, only = key("decoder_sparse_step", 1), key("mlp_only_layers", None) or []
+    return tuple(i for i in range(key("num_hidden_layers")) if i in only or (i + 1) % step)
+
+
+def _to_hf(config: ModelConfig, model_type: str) -> Json:
+    written = dict(model_type=model_type, **common_to_hf(config))
+    if attention := options_of(config, Attention):
+        written |= dict(
+            num_attention_heads=attention.heads, num_key_value_heads=attention.kv_heads, head_dim=attention.head_dim,
+            rope_parameters=dict(
+                rope_type="default", rope_theta=attention.rope_theta, partial_rotary_factor=attention.rotary_fraction
+            ),
+        )  # fmt: skip
+    if gdn := options_of(config, GDN):
+        written |= {theirs: getattr(gdn, ours) for ours, theirs in GDN_SIZES.items()}
+    if config.hidden_dim:
+        written["intermediate_size"] = config.hidden_dim
+    if (moe := config.moe) is not None:
+        written |= dict(
+            num_experts=moe.num_experts, num_experts_per_tok=moe.top_k, moe_intermediate_size=moe.hidden_dim,
+            shared_expert_intermediate_size=moe.shared_hidden_dim, output_router_logits=moe.balance_coefficient > 0,
+            router_aux_loss_coef=moe.balance_coefficient or 0.001,
+        )  # fmt: skip
+    elif model_type != "qwen3_5_text":
+        written["num_experts"] = 0
+    if model_type == "qwen3_next" and moe is not None:
+        written |= dict(norm_topk_prob=moe.normalise, mlp_only_layers=list(config.dense_layers), decoder_sparse_step=1)
+    return written
+
+
+_VISION = (r"model\.visual\..*", r"mtp\..*")  # and multi-token prediction
+_QWEN3_5_LAYERS = {GDN: QWEN3_5_GDN, Attention: ATTENTION}
+
+QWEN3_5 = Family(
+    MODEL, _QWEN3_5_LAYERS, MLP, (), lambda c: _from_hf(c, moe=False), lambda c: _to_hf(c, "qwen3_5_text"),
+    ("model.", "model.language_model."), _VISION, ("Qwen3_5ForConditionalGeneration",),
+)  # fmt: skip
+QWEN3_5_MOE = Family(
+    MODEL, _QWEN3_5_LAYERS, MLP, EXPERTS, lambda c: _from_hf(c, moe=True), lambda c: _to_hf(c, "qwen3_5_moe_text"),
+    ("model.", "model.language_model."), _VISION, ("Qwen3_5MoeForConditionalGeneration",),
+)  # fmt: skip
+QWEN3_NEXT = Family(
+    MODEL, {GDN: QWEN3_NEXT_GDN, Attention: ATTENTION}, MLP, EXPERTS, lambda c: _from_hf(c, moe=True),
+    lambda c: _to_hf(c, "qwen3_next"), ignored=(r"mtp\..*",),
+)  # fmt: skip
+
+# --- Presets ---------------------------------------------------------------------------------------------------------
+
+
+def _qwen(dim: int, layers: int, hidden: int, heads: int, kv_heads: int, v_heads: int, **more: object) -> ModelConfig:
+    gdn = GDN(heads=16, v_heads=v_heads, head_dim=128, v_head_dim=128)
+    attention = Attention(
+        heads=heads, kv_heads=kv_heads, head_dim=256, qk_norm="head", rope_theta=1e7, rotary_fraction=0.25,
+        output_gate=True,
+    )  # fmt: skip
+    sizes = dict(vocab_size=248320, dim=dim, num_layers=layers, hidden_dim=hidden, norm_eps=1e-6) | more
+    return ModelConfig(pattern=(gdn, gdn, gdn, attention), zero_centred_norm=True, **sizes)
+
+
+def _moe(num_experts: int, top_k: int, hidden: int, **more: object) -> MoEConfig:
+    return MoEConfig(num_experts, top_k, hidden, shared_hidden_dim=hidden, shared_gate=True, **more)
+
+
+# Grouped value heads, partial rotary, experts with a load-balance loss.
+_DEBUG = ModelConfig(
+    vocab_size=320, dim=128, num_layers=2, hidden_dim=256, zero_centred_norm=True, norm_eps=1e-6,
+    pattern=(
+        GDN(heads=2, v_heads=4, head_dim=32, v_head_dim=32),
+        Attention(heads=4, kv_heads=2, head_dim=32, qk_norm="head", rotary_fraction=0.25, output_gate=True),
+    ),
+    moe=_moe(8, 2, 64, balance_coefficient=1e-2),
+)  # fmt: skip
+
+QWEN3_5_MODELS = {
+    "debug": _DEBUG,
+    "0.8B": _qwen(1024, 24, 3584, 8, 2, 16, tie_embeddings=True),
+    "2B": _qwen(2048, 24, 6144, 8, 2, 16, tie_embeddings=True),
+    "4B": _qwen(2560, 32, 9216, 16, 4, 32, tie_embeddings=True),
+    "9B": _qwen(4096, 32, 12288, 16, 4, 32),
+    "27B": _qwen(5120, 64, 17408, 24, 4, 48),
+    "35B-A3B": _qwen(2048, 40, 0, 16, 2, 32, moe=_moe(256, 8, 512)),
+    "397B-A17B": _qwen(4096, 60, 0, 32, 2, 64, moe=_moe(512, 10, 1024)),
+}
+QWEN3_NEXT_MODELS = {"80B-A3B": _qwen(2048, 48, 5120, 16, 2, 32, vocab_size=151936, moe=_moe(512, 10, 512))}

@@ -1,0 +1,14 @@
+"""Sequence mixers, one room each: options, module, initial values, cache, what its ops need, how its heads split.
+
+A new mixer is a file here and a line in MIXERS.
+"""
+
+from titan_linear.models.config import MixerOptions
+from titan_linear.models.mixers.attention import Attention
+from titan_linear.models.mixers.gdn import GDN
+from titan_linear.models.mixers.kda import KDA
+from titan_linear.models.mixers.mla import MLA
+
+MIXERS: dict[str, type[MixerOptions]] = {"kda": KDA, "gdn": GDN, "attention": Attention, "mla": MLA}
+
+__all__ = ["GDN", "KDA", "MIXERS", "MLA", "Attention"]

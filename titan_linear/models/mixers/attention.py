@@ -1,0 +1,82 @@
+"""Softmax attention with grouped heads; optional QK-norm, rotary positions and output gate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.layers import RMSNorm, rotate, widened
+from titan_linear.models.plan import BatchPlan
+from titan_linear.ops import attention
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attention(MixerOptions):
+    heads: int
+    kv_heads: int  # heads is a multiple of it
+    head_dim: int
+    qk_norm: str | None = None  # "head": of each head; "width": over all heads together
+    rope_theta: float | None = 10000.0  # None: no positions
+    rotary_fraction: float = 1.0  # of head_dim, its first part
+    output_gate: bool = False
+
+    name: ClassVar[str] = "attention"
+    growing: ClassVar[tuple[str, ...]] = ("k", "v")
+
+    @property
+    def ops(self) -> dict[str, dict[str, int]]:
+        return {"attention": {"D": self.head_dim, "Dv": self.head_dim}}
+
+    @property
+    def rotary(self) -> tuple[float, int] | None:
+        return None if self.rope_theta is None else (self.rope_theta, int(self.head_dim * self.rotary_fraction))
+
+    def indivisible_heads(self, ranks: int) -> str | None:
+        if self.heads % ranks:
+            return f"{self.heads} query heads"
+        return f"{self.kv_heads} key heads" if self.kv_heads % ranks and ranks % self.kv_heads else None
+
+    def build(self, config: ModelConfig) -> AttentionMixer:
+        return AttentionMixer(self, config)
+
+
+class AttentionMixer(nn.Module):
+    """The cache holds `k` and `v` [B, tokens, Hkv, D]."""
+
+    def __init__(self, options: Attention, config: ModelConfig):
+        super().__init__()
+        self.heads, self.kv_heads, self.head_dim = options.heads, options.kv_heads, options.head_dim
+        self.rotary, self.qk_norm = options.rotary, options.qk_norm
+        self.q_proj = nn.Linear(config.dim, self.heads * self.head_dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
+        if self.qk_norm is not None:
+            q_heads, k_heads = (1, 1) if self.qk_norm == "head" else (self.heads, self.kv_heads)  # under one norm
+            self.q_norm = RMSNorm(q_heads * self.head_dim, config.norm_eps, config.zero_centred_norm)
+            self.k_norm = RMSNorm(k_heads * self.head_dim, config.norm_eps, config.zero_centred_norm)
+        self.g_proj = nn.Linear(config.dim, self.heads * self.head_dim, bias=False) if options.output_gate else None
+        self.o_proj = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
+
+    def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """x [B, T, dim] -> [B, T, dim]. A cache holds the keys and values of earlier tokens, and grows."""
+        q, k = self._normed(self.q_proj(x), self.k_proj(x))
+        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        if self.rotary is not None:
+            cos, sin = plan.angles(self.rotary, widened(q.dtype))
+            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cache is not None:
+            k, v = (torch.cat([cache[n], t], 1) if n in cache else t for n, t in (("k", k), ("v", v)))
+            cache.update(k=k, v=v)
+        o = attention(q, k, v, method=plan.softmax_method, first_key=plan.first_key, **plan.documents).flatten(-2)
+        return self.o_proj(o if self.g_proj is None else o * self.g_proj(x).sigmoid())
+
+    def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [B, T, H·D], k [B, T, Hkv·D] -> by heads, normed over the whole width before or over each head after."""
+        if self.qk_norm == "width":
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k = q.unflatten(-1, (self.heads, self.head_dim)), k.unflatten(-1, (self.kv_heads, self.head_dim))
+        return (self.q_norm(q), self.k_norm(k)) if self.qk_norm == "head" else (q, k)

@@ -1,0 +1,97 @@
+"""What the mixers of linear layers share, as published and as in FLA's layers.
+
+Kimi Delta Attention and Gated DeltaNet project to q, k, v, run one short causal convolution with silu over the three,
+apply a delta rule to normalised q and k, norm and gate each head's output, and project back. Their gates differ.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.draws import Draw, time_step_bias
+from titan_linear.models.layers import ConvWeight, GatedRMSNorm
+from titan_linear.models.plan import BatchPlan
+from titan_linear.ops import causal_conv1d
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaOptions(MixerOptions):
+    heads: int
+    v_heads: int  # a multiple of heads
+    head_dim: int
+    v_head_dim: int
+    conv_size: int = 4
+    beta_range: float = 1.0  # β in (0, this); 2 allows negative eigenvalues
+    o_norm_eps: float | None = None  # of the output norm; None: the model's
+
+    linear: ClassVar[bool] = True
+    op: ClassVar[str]  # the delta rule
+
+    @property
+    def ops(self) -> dict[str, dict[str, int]]:
+        return {self.op: {"K": self.head_dim, "V": self.v_head_dim}, "causal_conv1d": {"W": self.conv_size}}
+
+    def indivisible_heads(self, ranks: int) -> str | None:
+        return f"{self.heads} heads" if self.heads % ranks else None
+
+
+class DeltaMixer(nn.Module):
+    """The cache holds `state` [B, HV, K, V] and `conv` [B, D, W−1], the convolution's last inputs."""
+
+    kept_whole: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")  # rounded to bfloat16 they change a document's decay
+
+    def __init__(self, options: DeltaOptions, config: ModelConfig, activation: str, A_log: Draw):
+        super().__init__()
+        self.heads, self.v_heads = options.heads, options.v_heads
+        self.head_dim, self.v_head_dim = options.head_dim, options.v_head_dim
+        key_dim, value_dim = self.heads * self.head_dim, self.v_heads * self.v_head_dim
+        self.widths = (key_dim, key_dim, value_dim)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.dim, w, bias=False) for w in self.widths)
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (ConvWeight(w, options.conv_size) for w in self.widths)
+        self.b_proj = nn.Linear(config.dim, self.v_heads, bias=False)
+        self.beta_range = options.beta_range
+        eps = config.norm_eps if options.o_norm_eps is None else options.o_norm_eps
+        self.o_norm = GatedRMSNorm(self.v_head_dim, eps, activation)
+        self.o_proj = nn.Linear(value_dim, config.dim, bias=False)
+        self.initial = {"A_log": A_log, "dt_bias": time_step_bias}
+
+    def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left, and is brought up to date."""
+        q, k, v = self._convolved(x, plan, cache)
+        states = {} if cache is None else {"initial_state": cache.get("state"), "output_final_state": True}
+        o, state = self._delta_rule(
+            q, k, v, self._raw_gate(x), self.b_proj(x), A_log=self.A_log, dt_bias=self.dt_bias,
+            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.beta_range == 2.0, impl=plan.impl, cp_method=plan.linear_method, **plan.documents,
+            **states,
+        )  # fmt: skip
+        if cache is not None:
+            cache["state"] = state
+        z = self.g_proj(x).unflatten(-1, (self.v_heads, self.v_head_dim))
+        return self.o_proj(self.o_norm(o, z).flatten(-2))
+
+    def _convolved(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
+        """q, k [B, T, H, K] and v [B, T, HV, V] after the convolution: one over the three, so one halo under CP."""
+        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
+        states = {} if cache is None else {"initial_state": cache.get("conv"), "output_final_state": True}
+        qkv, tail = causal_conv1d(qkv, weight, activation="silu", impl=plan.impl, **plan.documents, **states)
+        if cache is not None:
+            cache["conv"] = tail
+        q, k, v = qkv.split(self.widths, -1)
+        return [
+            q.unflatten(-1, (self.heads, self.head_dim)),
+            k.unflatten(-1, (self.heads, self.head_dim)),
+            v.unflatten(-1, (self.v_heads, self.v_head_dim)),
+        ]
+
+    def _raw_gate(self, x: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
+        raise NotImplementedError

@@ -1,0 +1,38 @@
+"""Gated DeltaNet (Gated Delta Networks, section 3.3): a delta rule with a gate per head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.draws import log_uniform_decay
+from titan_linear.models.mixers.delta import DeltaMixer, DeltaOptions
+from titan_linear.ops import chunk_gated_delta_rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class GDN(DeltaOptions):
+    name: ClassVar[str] = "gdn"
+    op: ClassVar[str] = "chunk_gated_delta_rule"
+
+    def build(self, config: ModelConfig) -> GDNMixer:
+        return GDNMixer(self, config)
+
+
+class GDNMixer(DeltaMixer):
+    def __init__(self, options: GDN, config: ModelConfig):
+        super().__init__(options, config, "silu", log_uniform_decay(0.0))
+        self.a_proj = nn.Linear(config.dim, self.v_heads, bias=False)
+        self.g_proj = nn.Linear(config.dim, self.v_heads * self.v_head_dim, bias=False)
+        self.A_log = nn.Parameter(torch.empty(self.v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(self.v_heads))
+
+    def _raw_gate(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a_proj(x)
+
+    def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return chunk_gated_delta_rule(*inputs, **options)

@@ -1,0 +1,48 @@
+"""Kimi Delta Attention (Kimi Linear, section 4): a delta rule with a gate per channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.draws import log_uniform_decay, zeros
+from titan_linear.models.mixers.delta import DeltaMixer, DeltaOptions
+from titan_linear.ops import chunk_kda
+
+
+@dataclass(frozen=True, kw_only=True)
+class KDA(DeltaOptions):
+    lower_bound: float | None = -5.0  # the bounded gate, whose kernels are faster; None: −exp(A_log)·softplus(…)
+    gate_bias: bool = True  # a bias in the output gate
+
+    name: ClassVar[str] = "kda"
+    op: ClassVar[str] = "chunk_kda"
+
+    def build(self, config: ModelConfig) -> KDAMixer:
+        return KDAMixer(self, config)
+
+
+class KDAMixer(DeltaMixer):
+    """The gate comes from a low-rank projection, and the output gate too."""
+
+    def __init__(self, options: KDA, config: ModelConfig):
+        A_log = log_uniform_decay(1.0) if options.lower_bound is None else zeros
+        super().__init__(options, config, "sigmoid", A_log)
+        self.lower_bound = options.lower_bound
+        rank, gate_dim, value_dim = self.v_head_dim, self.v_heads * self.head_dim, self.v_heads * self.v_head_dim
+        self.f_proj = nn.Sequential(nn.Linear(config.dim, rank, bias=False), nn.Linear(rank, gate_dim, bias=False))
+        self.g_proj = nn.Sequential(
+            nn.Linear(config.dim, rank, bias=False), nn.Linear(rank, value_dim, bias=options.gate_bias)
+        )
+        self.A_log = nn.Parameter(torch.empty(self.v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(gate_dim))
+
+    def _raw_gate(self, x: torch.Tensor) -> torch.Tensor:
+        return self.f_proj(x).unflatten(-1, (self.v_heads, self.head_dim))
+
+    def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
+        return chunk_kda(*inputs, lower_bound=self.lower_bound, **options)

@@ -1,0 +1,71 @@
+"""Multi-head latent attention (DeepSeek-V2, section 2.1) without positions, as in Kimi Linear."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.layers import RMSNorm
+from titan_linear.models.plan import BatchPlan
+from titan_linear.ops import attention
+
+LATENT_EPS = 1e-6  # of the latent's norm, whatever the model's own
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLA(MixerOptions):
+    heads: int
+    kv_rank: int
+    nope_dim: int  # of q and k, a head's own
+    shared_k_dim: int  # of q and k, one for all heads (where DeepSeek-V2 has its rotary part)
+    v_dim: int
+
+    name: ClassVar[str] = "mla"
+    growing: ClassVar[tuple[str, ...]] = ("latent", "shared")
+
+    @property
+    def ops(self) -> dict[str, dict[str, int]]:
+        return {"attention": {"D": self.nope_dim + self.shared_k_dim, "Dv": self.v_dim}}
+
+    def indivisible_heads(self, ranks: int) -> str | None:
+        return f"{self.heads} query heads" if self.heads % ranks else None
+
+    def build(self, config: ModelConfig) -> MLAMixer:
+        return MLAMixer(self, config)
+
+
+class MLAMixer(nn.Module):
+    """Keys and values come from one latent of `kv_rank` per token; a part of each key is shared by all heads.
+
+    The cache holds `latent` [B, tokens, kv_rank], normed, and `shared` [B, tokens, shared_k_dim].
+    """
+
+    def __init__(self, options: MLA, config: ModelConfig):
+        super().__init__()
+        self.heads = options.heads
+        self.latent_dims = (options.kv_rank, options.shared_k_dim)
+        self.kv_dims = (options.nope_dim, options.v_dim)
+        self.q_proj = nn.Linear(config.dim, self.heads * (options.nope_dim + options.shared_k_dim), bias=False)
+        self.kv_a_proj = nn.Linear(config.dim, sum(self.latent_dims), bias=False)
+        self.kv_norm = RMSNorm(options.kv_rank, LATENT_EPS)
+        self.kv_b_proj = nn.Linear(options.kv_rank, self.heads * sum(self.kv_dims), bias=False)
+        self.o_proj = nn.Linear(self.heads * options.v_dim, config.dim, bias=False)
+
+    def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """x [B, T, dim] -> [B, T, dim]. A cache holds the normed latents and shared keys of earlier tokens."""
+        q = self.q_proj(x).unflatten(-1, (self.heads, -1))
+        latent, shared = self.kv_a_proj(x).split(self.latent_dims, -1)  # [B, T, rank], [B, T, shared]
+        latent = self.kv_norm(latent)
+        if cache is not None:
+            earlier = cache.get("latent"), cache.get("shared")
+            latent, shared = (t if e is None else torch.cat([e, t], 1) for e, t in zip(earlier, (latent, shared)))
+            cache.update(latent=latent, shared=shared)
+        k, v = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).split(self.kv_dims, -1)
+        k = torch.cat([k, shared.unsqueeze(2).expand(-1, -1, self.heads, -1)], -1)
+        documents = {"first_key": plan.first_key, **plan.documents}
+        o = attention(q, k, v.contiguous(), method=plan.softmax_method, **documents)
+        return self.o_proj(o.flatten(-2))

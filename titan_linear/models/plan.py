@@ -1,0 +1,48 @@
+"""What a mixer knows of the tokens besides their values: one object per batch, the same for every layer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from titan_linear.models.layers import angles
+from titan_linear.ops import CPContext
+
+Rotary = tuple[float, int]  # theta, rotated channels of a head
+
+
+@dataclass(frozen=True, eq=False)
+class BatchPlan:
+    """Documents of a packed stream, or of this rank's part of it.
+
+    With neither `cu_seqlens` nor `cp_context` the rows of the batch are sequences of their own (generation). Training
+    has a `cp_context` always: one of a single rank holds the tables that every layer would derive again.
+    """
+
+    position_ids: torch.Tensor  # [T] int64, positions within documents; or [B, T], of each row its own
+    cu_seqlens: torch.Tensor | None = None  # [N+1] int32
+    cp_context: CPContext | None = None
+    first_key: torch.Tensor | None = None  # [B] int64, token by token: padding before a row's keys in the cache
+    num_streams: int = 1  # of equal length, one after the other
+    impl: str = "auto"  # "auto" | "triton" | "torch", the implementation of every op
+    softmax_method: str = "auto"  # "auto" | "ring" | "allgather" | "ulysses", under context parallelism
+    linear_method: str = "kcp"  # "kcp" | "ulysses", likewise
+    _angles: dict[tuple[Rotary, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+    @property
+    def documents(self) -> dict[str, object]:
+        """The keywords that tell an op where documents lie."""
+        return {"cp_context": self.cp_context} if self.cp_context is not None else {"cu_seqlens": self.cu_seqlens}
+
+    def angles(self, rotary: Rotary, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [.., T, half] in `dtype`, computed for the first layer that asks."""
+        if (rotary, dtype) not in self._angles:
+            self._angles[rotary, dtype] = angles(self.position_ids, *rotary, dtype=dtype)
+        return self._angles[rotary, dtype]
+
+    def prepare(self, rotaries: Iterable[Rotary], dtype: torch.dtype) -> None:
+        """Compute the angles of these before any layer asks: compiled code only reads them."""
+        for rotary in rotaries:
+            self.angles(rotary, dtype)

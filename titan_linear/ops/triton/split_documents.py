@@ -1,0 +1,114 @@
+"""Long documents in segments, where heads and documents are too few to fill a GPU: KCP inside one device.
+
+A scan is sequential in a head; 16 heads keep a quarter of an H200's multiprocessors busy. Each segment's last state
+from a zero state and its transition (S_ext, M) are found for all segments at once, a short fold gives the state that
+enters each segment, and the scans then run over segments as if they were documents. Backward likewise, with the same M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from titan_linear.ops.boundaries import Boundaries
+from titan_linear.ops.options import DeltaRuleOptions
+from titan_linear.ops.states import Inputs, States
+from titan_linear.ops.triton.chunks import Chunks, chunk_table, chunks_of, max_chunks
+from titan_linear.ops.triton.fold import fold_segments
+from titan_linear.ops.triton.library import operator, register_fake
+
+PROGRAMS = 132  # of a scan, that fill an H100 or H200: its multiprocessors
+SHORTEST = 512  # tokens of a segment: below, the fold costs what the scan saves
+
+
+def segment_length(tokens: int, entries: int, heads: int, V: int) -> int | None:
+    """Tokens of a segment, a multiple of 64, or None where splitting does not pay: below three segments a document."""
+    segments = PROGRAMS // max(entries * heads * max(V // 64, 1), 1)
+    if segments < 3 or tokens < 3 * SHORTEST * entries:
+        return None
+    return max(triton.cdiv(triton.cdiv(tokens, entries * segments), 64) * 64, SHORTEST)
+
+
+@triton.jit
+def boundaries_kernel(table, cu_seqlens, boundaries, tokens, length, S, B: tl.constexpr):
+    """Where each segment of the table begins; surplus ones, and the one after the last, at the end."""
+    o_s = tl.program_id(0) * B + tl.arange(0, B)
+    i_n = tl.load(table + 2 * o_s, mask=o_s < S, other=-1)
+    used = i_n >= 0
+    begin = tl.load(cu_seqlens + i_n, mask=used, other=0) + tl.load(table + 2 * o_s + 1, mask=used, other=0) * length
+    tl.store(boundaries + o_s, tl.where(used, begin, tokens), mask=o_s <= S)
+
+
+@operator
+def segment_table(cu_seqlens: torch.Tensor, tokens: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """cu_seqlens [N+1] int32 -> boundaries [S+1] of segments, surplus ones empty, and segment_offsets [N+1], each
+    document's first segment."""
+    table, segment_offsets = chunk_table(cu_seqlens, length, max_chunks(tokens, cu_seqlens.shape[0] - 1, length))
+    boundaries = cu_seqlens.new_empty(len(table) + 1)
+    boundaries_kernel[(triton.cdiv(len(boundaries), 256),)](
+        table, cu_seqlens, boundaries, tokens, length, len(table), B=256
+    )
+    return boundaries, segment_offsets
+
+
+@register_fake(segment_table)
+def _(cu_seqlens, tokens, length):
+    segments = max_chunks(tokens, cu_seqlens.shape[0] - 1, length)
+    return cu_seqlens.new_empty(segments + 1), torch.empty_like(cu_seqlens)
+
+
+class SplitDocuments:
+    """A rule over segments of `length` tokens that looks like one over documents; nobody asks it for boundaries."""
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        inputs: Inputs,
+        options: DeltaRuleOptions,
+        boundaries: Boundaries,
+        kept: Sequence[torch.Tensor],
+        length: int,
+    ):
+        if kept:
+            self.segment_offsets, self.states, self.M, *segments = kept
+            self.segments = Chunks(*segments)
+        else:
+            self.segments, self.segment_offsets = boundaries.derived(_segments, len(inputs.q), length)
+        self.rule = make(inputs, options, self.segments, ())
+        self.all = torch.arange(len(self.segments.cu_seqlens) - 1, dtype=torch.int32, device=inputs.q.device)
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        """States and M of the segments; the rule prepares its chunks again, which with few heads costs 5% and keeps
+        nothing per token."""
+        return self.segment_offsets, self.states, self.M, *self.segments
+
+    def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        S_ext, self.M = self.rule.boundaries(self.all)
+        self.states = fold_segments(S_ext, self.M, _values(initial), self.segment_offsets, False)
+        o, last = self.rule.forward(States(self.states), need_final)
+        return o, last[self.segment_offsets[1:] - 1] if need_final else last
+
+    def backward(
+        self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
+    ) -> tuple[Inputs, torch.Tensor]:
+        dS_ext = self.rule.boundary_gradients(do, self.all)
+        d_last = fold_segments(dS_ext, self.M, _values(d_final), self.segment_offsets, True)
+        grads, d_first = self.rule.backward(do, States(self.states), States(d_last), need_d_initial)
+        return grads, d_first[self.segment_offsets[:-1]] if need_d_initial else d_first
+
+
+def _segments(boundaries: Boundaries, tokens: int, length: int) -> tuple[Chunks, torch.Tensor]:
+    """Segments as entries, with their chunks, and segment_offsets."""
+    edges, segment_offsets = segment_table(boundaries.cu_seqlens, tokens, length)
+    return chunks_of(edges, tokens), segment_offsets
+
+
+def _values(states: States | None) -> torch.Tensor | None:
+    """States of the documents, which without context parallelism are in order."""
+    assert states is None or states.index is None
+    return None if states is None else states.values.contiguous()

@@ -1,0 +1,79 @@
+"""How the kernels of both delta rules read and write tokens and states, and what their launches pass for that.
+
+Streams are [T, heads, dim] with dense heads and tokens any stride apart: q, k and v as the mixer gives them, views of
+one projection. States are [rows, HV, K, V] in fp32, entry n's in row n or, with an index [N] int32, in row index[n]:
+-1 reads as zeros and is not written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+
+def dense_heads(x: torch.Tensor) -> torch.Tensor:
+    """x [T, heads, dim] or [T, heads] itself where its heads are dense and its tokens a multiple of 16 bytes apart (of
+    one number without a dim), as the copy engine and vector loads want them; else a copy."""
+    if x.dim() == 2:
+        return x if x.stride(1) == 1 else x.contiguous()
+    dense = x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
+    aligned = x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    return x if dense and aligned else x.contiguous()
+
+
+def row_tiles(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
+    """x [T, heads, dim] as the matrix [T, heads·dim], read in tiles of [rows, width] by the copy engine."""
+    return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, width])
+
+
+def chunk_tiles(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
+    """x [.., dim], contiguous, as a matrix of its last dimension, read in tiles of [rows, width] by the copy engine."""
+    dim = x.shape[-1]
+    return TensorDescriptor(x, [x.numel() // dim, dim], [dim, 1], [rows, width])
+
+
+def empty_states(like: torch.Tensor, rows: int, K: int) -> torch.Tensor:
+    """[rows, HV, K, V] fp32 for a stream like v [T, HV, V]."""
+    return like.new_empty(rows, like.shape[1], K, like.shape[2], dtype=torch.float32)
+
+
+def empty_gradients(q, k, v, g, beta, A_log, dt_bias, do, initial_state, state_index, d_final_state, final_index,
+                    need_d_initial, *_) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    """What both rules' backward operators return: dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state."""
+    parameters = [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (A_log, dt_bias)]
+    d_initial = v.new_empty(initial_state.shape if need_d_initial else 0, dtype=torch.float32)
+    return (*(x.new_empty(x.shape) for x in (q, k, v, g, beta)), *parameters, d_initial)
+
+
+@triton.jit
+def load_rows(x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexpr):
+    """The first `rows` rows of a [BT, BD] tile of a matrix from token `start` (64 bits) on, and zeros."""
+    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
+    return tl.load(x + start * stride + column + (o_c * stride + o_d), mask=o_c < rows, other=0.0)
+
+
+@triton.jit
+def store_rows(x, b_x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexpr):
+    o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
+    tl.store(x + start * stride + column + (o_c * stride + o_d), b_x.to(x.dtype.element_ty), mask=o_c < rows)
+
+
+@triton.jit
+def load_state(states, index, i_n, stride, o_s):
+    """Elements o_s of entry i_n's state in fp32; a row of states has `stride` elements."""
+    if index is None:
+        return tl.load(states + i_n * stride + o_s).to(tl.float32)
+    else:
+        row = tl.load(index + i_n).to(tl.int64)
+        return tl.load(states + row * stride + o_s, mask=(o_s >= 0) & (row >= 0), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_state(states, index, i_n, stride, o_s, b_s):
+    if index is None:
+        tl.store(states + i_n * stride + o_s, b_s)
+    else:
+        row = tl.load(index + i_n).to(tl.int64)
+        tl.store(states + row * stride + o_s, b_s, mask=(o_s >= 0) & (row >= 0))

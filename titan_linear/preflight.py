@@ -1,0 +1,122 @@
+"""Everything that can be refused before a process starts: corpus, tokenizer, model, checkpoint (and see config.py)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from titan_linear.build import (
+    build_streams,
+    checkpoint_folder,
+    export_family,
+    export_folder,
+    implementations,
+    model_config,
+    open_corpora,
+    tokenizer_path,
+    under_key,
+)
+from titan_linear.checkpoint import find_step, holds_optimizer, read_progress, verify, weights_path
+from titan_linear.config import Config, check_config, hf_weights, load_config
+from titan_linear.data import build_tokenizer, verify_corpus
+from titan_linear.hf_io import check_folder
+from titan_linear.models.config import ModelConfig
+from titan_linear.optim import learning_rate
+from titan_linear.rundir import CONFIG
+
+
+def preflight(config: Config, world_size: int) -> None:
+    """Everything that can be refused before a process starts, and the token cache, built once with a progress bar.
+
+    Raises:
+        ValueError: a corpus, tokenizer, model or checkpoint that cannot be used.
+        SystemExit: the run in this folder is finished.
+    """
+    check_config(config, world_size)
+    tokenizer = build_tokenizer(tokenizer_path(config))
+    model = model_config(config, tokenizer)
+    check_heads(model, config)
+    _check_hugging_face(config, model)
+    implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    corpora = open_corpora(config, tokenizer, show_progress=True)
+    for corpus in corpora:
+        verify_corpus(corpus)
+        print(corpus.summary, flush=True)
+    build_streams(config, tokenizer)
+    if config.checkpoint.enable:
+        _check_checkpoint(config, {"corpus": corpora[0].fingerprint, "tokenizer": tokenizer.fingerprint})
+
+
+def _check_hugging_face(config: Config, model: ModelConfig) -> None:
+    """The folder that the run begins from holds the model; the one that it ends in can."""
+    c = config.checkpoint
+    if c.last_save_in_hf:
+        under_key("checkpoint.last_save_in_hf = true", export_family, config, model)
+    if hf_weights(config) and (c.last_save_in_hf or find_step(checkpoint_folder(config), c.load_step) is None):
+        under_key("checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model)
+
+
+def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
+    """The checkpoint that the run will go on from is whole, has all it needs, and was made with this data."""
+    c, folder = config.checkpoint, checkpoint_folder(config)
+    step = find_step(folder, c.load_step)
+    if step is None:
+        if c.initial_load_path and not c.initial_load_in_hf:
+            verify(weights_path(Path(c.initial_load_path)))
+        return
+    verify(folder / f"step-{step}")
+    if step >= config.training.steps and c.load_step == -1:
+        print(f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}")
+        if c.last_save_in_hf and not export_folder(config).exists():
+            print(f"its Hugging Face folder is not there; python -m tools.convert to-hf '{folder}' FOLDER makes one")
+        raise SystemExit(0)
+    if not holds_optimizer(folder / f"step-{step}"):
+        raise ValueError(
+            f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can go on from it; "
+            "start a new run with checkpoint.initial_load_path, or go on from an earlier checkpoint.load_step"
+        )
+    check_schedule(config, step)
+    progress = read_progress(folder / f"step-{step}")
+    for key, what in (("corpus", "training.dataset_path"), ("tokenizer", "model.tokenizer_path")):
+        if progress[key] != data[key]:
+            raise ValueError(
+                f"{what} gives another {key} than the run in {config.job.dump_folder!r} was trained on (fingerprints "
+                f"{data[key]} and {progress[key]}): restore it, or start a new run in another job.dump_folder"
+            )
+
+
+def check_schedule(config: Config, step: int) -> None:
+    """The learning rate of `step`, which is done, is what it was. An explicit lr_scheduler.total_steps may change it.
+
+    Where the rate of one step agrees, so do those of the steps before: only a schedule of another length differs.
+    """
+    stored = Path(config.job.dump_folder) / CONFIG
+    if config.lr_scheduler.total_steps or not stored.is_file():
+        return
+    run, steps = load_config(["--job.config_file", str(stored)]), config.training.steps
+    length = run.lr_scheduler.total_steps or run.training.steps
+    then, now = (learning_rate(step, config.optimizer.lr, config.lr_scheduler, n) for n in (length, steps))
+    if then != now:
+        keep = f"lr_scheduler.total_steps = {length}" if length >= steps else f"training.steps to at most {length}"
+        raise ValueError(
+            f"training.steps = {steps} would change the learning rate of the {step} steps that are done, which decays "
+            f"until training.steps (lr_scheduler.total_steps = 0), and that was {length}; set {keep} to keep the "
+            f"schedule, or lr_scheduler.total_steps = {steps} to go on with the new one"
+        )
+
+
+def check_heads(model: ModelConfig, config: Config) -> None:
+    """Heads that an all-to-all over heads cannot split."""
+    p = config.parallelism
+    for mixer in dict.fromkeys(model.layers):
+        key, others = ("context_parallel_method", "'ring' or 'allgather'")
+        if mixer.linear:
+            key, others = ("context_parallel_linear_method", "'kcp'")
+        heads = mixer.indivisible_heads(p.context_parallel_degree)
+        if heads and getattr(p, key) == "ulysses":
+            raise ValueError(
+                f"parallelism.{key} = 'ulysses' cannot split the {heads} of model.flavor = {config.model.flavor!r} "
+                f"among context_parallel_degree = {p.context_parallel_degree} ranks; use {others}, or a degree that "
+                "divides them"
+            )

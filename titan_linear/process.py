@@ -1,0 +1,75 @@
+"""One process of a run: whose child it is, its device, its signals. Groups of processes are in distributed/groups.py.
+
+The launcher imports this: torch, which is slow to import, is imported where it is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+LAUNCHER = "TITAN_LINEAR_LAUNCHER"  # environment of the workers: the launcher's process id
+PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies (Linux). Workers call it first.
+
+    A launcher that died before this call is noticed too: its process id is in the environment.
+    """
+    if sys.platform == "linux":
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        if prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
+            raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if under_launcher() and os.getppid() != int(os.environ[LAUNCHER]):
+        os._exit(1)
+
+
+def under_launcher() -> bool:
+    """This process is a worker of `python -m titan_linear.launch`, which holds the lock of the run's folder."""
+    return LAUNCHER in os.environ
+
+
+def own_device() -> torch.device:
+    """This process's GPU, which becomes the current one; the CPU where there are no GPUs."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    return device
+
+
+def be_deterministic() -> None:
+    """Deterministic algorithms only, from here on."""
+    import torch
+
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+class StopSignal:
+    """SIGTERM and SIGINT as requests, inside `with`: noted here, for all ranks to agree on a step to stop at."""
+
+    def __init__(self) -> None:
+        self.received = 0  # the signal's number, by this process; 0: none
+        self.agreed = 0  # by all ranks
+
+    def __enter__(self) -> StopSignal:
+        self.previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.previous.items():
+            signal.signal(number, signal.SIG_IGN if self.agreed else handler)  # nothing cuts short a stop under way
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.received = number

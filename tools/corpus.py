@@ -1,0 +1,154 @@
+"""Corpora of tokens: write one, and look after the caches that runs have made.
+
+python -m tools.corpus write corpora/web --dataset jsonl --path 'data/*.jsonl.gz' --tokenizer Qwen3.5-2B
+python -m tools.corpus list
+python -m tools.corpus check                     # every cache; or: check corpora/web jsonl-0123…
+python -m tools.corpus prune --older-than 30     # days since their last use; or: prune jsonl-0123… or: prune --all
+
+write     tokenises texts, each kind that training.dataset has, into a folder of its own: training.dataset = "tokens"
+          reads it where training.dataset_path is that folder. Stopped, the same command goes on from where it was.
+list      says where caches lie ($XDG_CACHE_HOME/titan_linear, else ~/.cache/titan_linear), of what, and how large.
+check     reads every byte against the checksums.
+prune     removes caches, which runs make anew from their texts; nothing else, and none that is being written.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+from titan_linear.config import SECTIONS
+from titan_linear.data import Corpus, build_tokenizer, load_corpus, tokenise_corpus, verify_corpus
+from titan_linear.data.cache import CACHE_NAME, default_cache_dir, remove_cache
+from titan_linear.data.sources import TEXT_SOURCES
+
+DAY = 86400  # seconds
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    try:
+        if args.command == "write":
+            return write(args)
+        if args.command == "list":
+            return show(default_cache_dir())
+        if args.command == "check":
+            return check([named(name) for name in args.folders] or caches(default_cache_dir()))
+        return prune(args)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def write(args: argparse.Namespace) -> int:
+    corpus = tokenise_corpus(
+        Path(args.folder).expanduser().absolute(), args.dataset, args.path, build_tokenizer(args.tokenizer),
+        text_field=args.text_field, on_bad_document=args.on_bad_document, show_progress=True, path_key="--path",
+    )  # fmt: skip
+    print(corpus.summary)
+    return 0
+
+
+def caches(folder: Path) -> list[Path]:
+    """Caches, whole or unfinished, by their names."""
+    names = {path.name.removesuffix(".tmp") for path in folder.glob("*-*") if path.is_dir()}
+    return [folder / name for name in sorted(names) if CACHE_NAME.fullmatch(name)]
+
+
+def named(name: str) -> Path:
+    """A cache by its name, or a corpus by its path."""
+    cache = default_cache_dir() / name
+    return cache if CACHE_NAME.fullmatch(name) and not Path(name).exists() else Path(name).expanduser().absolute()
+
+
+def show(folder: Path) -> int:
+    found = caches(folder)
+    print(f"{len(found)} token caches, {sum(map(size, found)) / 2**30:.2f} GiB, in {folder}")
+    for cache in found:
+        print(f"{cache.name}  {size(cache) / 2**20:,.1f} MiB  used {days(cache):.0f} days ago  {describe(cache)}")
+    return 0
+
+
+def describe(cache: Path) -> str:
+    if not cache.exists():
+        return "unfinished: a run with these texts goes on with it"
+    try:
+        corpus = load_corpus(cache)
+    except ValueError as error:
+        return f"damaged: {error}"
+    tokenizer = corpus.info["tokenizer"]["fingerprint"]
+    return f"{corpus.num_documents:,} documents, {corpus.num_tokens:,} tokens by {tokenizer}"
+
+
+def size(cache: Path) -> int:
+    """Bytes of a cache and of an unfinished one."""
+    folders = (cache, cache.with_name(cache.name + ".tmp"))
+    return sum(file.stat().st_size for folder in folders for file in folder.glob("*") if file.is_file())
+
+
+def days(cache: Path) -> float:
+    """Since a run last opened it."""
+    lock = cache.with_name(cache.name + ".lock")
+    return (time.time() - (lock if lock.exists() else cache).stat().st_mtime) / DAY
+
+
+def check(folders: list[Path]) -> int:
+    damaged = 0
+    for folder in folders:
+        if not folder.exists() and CACHE_NAME.fullmatch(folder.name):
+            print(f"{folder.name}: unfinished or not there")
+            continue
+        try:
+            corpus: Corpus = load_corpus(folder)
+            verify_corpus(corpus)
+            print(f"{folder}: whole, {corpus.num_tokens:,} tokens")
+        except ValueError as error:
+            damaged += 1
+            print(f"error: {error}", file=sys.stderr)
+    return 2 if damaged else 0
+
+
+def prune(args: argparse.Namespace) -> int:
+    folder = default_cache_dir()
+    if strange := [name for name in args.names if folder / name not in caches(folder)]:
+        raise ValueError(f"{strange[0]!r} is not a token cache in {folder}; python -m tools.corpus list names them")
+    if sum((bool(args.names), args.older_than is not None, args.all)) != 1:
+        raise ValueError("prune takes names of caches, or --older-than DAYS, or --all")
+    for cache in [folder / name for name in args.names] or caches(folder):
+        if args.older_than is None or days(cache) > args.older_than:
+            freed = size(cache)
+            print(f"removed {cache.name}, {freed / 2**20:,.1f} MiB" if remove_cache(cache) else f"in use: {cache.name}")
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.corpus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    make = commands.add_parser("write")
+    make.add_argument("folder", metavar="FOLDER", help="must not exist")
+    make.add_argument("--dataset", choices=TEXT_SOURCES, required=True, help="kind of the texts")
+    make.add_argument("--path", help="a file, a folder, or globs separated by commas")
+    make.add_argument("--tokenizer", default="", help="a tokenizer.json or the folder that holds one (default: bytes)")
+    make.add_argument("--text-field", default="text", help="field or column of a document's text (default: text)")
+    bad = SECTIONS["training"].model_fields["on_bad_document"].description
+    make.add_argument("--on-bad-document", choices=("stop", "skip"), default="stop", help=bad)
+    commands.add_parser("list")
+    look = commands.add_parser("check")
+    look.add_argument(
+        "folders", metavar="FOLDER", nargs="*", help="names of caches, paths of corpora (default: caches)"
+    )
+    remove = commands.add_parser("prune")
+    remove.add_argument("names", metavar="NAME", nargs="*", help="names of caches, as list has them")
+    remove.add_argument("--older-than", type=float, metavar="DAYS", help="those not used for so long")
+    remove.add_argument("--all", action="store_true", help="all of them")
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
