@@ -67,7 +67,7 @@ def _stack_pointer_as_number(code: str) -> list[str]:
     then read shared memory that no one wrote.
     """
     lines = re.findall(r"/\*[0-9a-f]{4,}\*/\s+([^;]*\bR1\b[^;]*);", code)
-    stack = r"LDC R1, |VIADD R1, R1, |IADD3 R1, R1, |IMAD\.MOV\.U32 R1, RZ, RZ, c\[|MOV R1, c\["
+    stack = r"LDC R1, |VIADD R1, R1, |IADD3? R1, R1, |IMAD\.MOV\.U32 R1, RZ, RZ, c\[|MOV R1, c\["
     return [line for line in lines if "[R1" not in line and not re.match(stack, line)]
 
 
