@@ -24,6 +24,7 @@ from titan_linear.config import load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.groups import set_timeout
 from titan_linear.models.config import MoEConfig
+from titan_linear.models.presets import OWN
 from titan_linear.preflight import preflight
 from titan_linear.train import NonFinite, Trainer, WriteFailed
 
@@ -41,6 +42,14 @@ BASE = {
     "metrics.enable_tensorboard": "false",
 }
 FLOAT64 = {"training.dtype": "float64"}
+
+# The debug hybrid with half its widths, a flavor of these tests: the same layers, ratios of heads and options.
+SMALL = replace(
+    OWN["hybrid"]["debug"], dim=64, hidden_dim=128,
+    pattern=tuple(replace(mixer, head_dim=16, **({"v_head_dim": 16} if mixer.linear else {}))
+                  for mixer in OWN["hybrid"]["debug"].pattern),
+)  # fmt: skip
+SMALL_HYBRID = {"model.name": "hybrid", "model.flavor": "small"}
 
 # name: (processes, what differs from one process). local_batch_size 1 makes four micro-steps of a step.
 SPLITS = {
@@ -100,6 +109,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             file.write(json.dumps({"text": " ".join(words[i] for i in picks)[:length]}) + "\n")
     patch = pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", str(folder))
+    patch.setitem(OWN["hybrid"], "small", SMALL)
     yield folder / "corpus.jsonl"
     patch.undo()
 
@@ -116,6 +126,7 @@ def train_on_rank(
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses and gradient norms of all steps, and the whole weights after them."""
     os.environ["XDG_CACHE_HOME"] = cache
+    OWN["hybrid"]["small"] = SMALL
     trainer = Trainer(load_config(argv))
     numbers = [trainer.train_step() for _ in range(trainer.config.training.steps)]
     weights = {
@@ -148,8 +159,10 @@ def worst(a: list[float], b: list[float]) -> float:
 @pytest.mark.parametrize("name", SPLITS)
 def test_float64_runs_are_equal(name: str, corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
     processes, keys = SPLITS[name]
-    losses, norms, weights = one_process(FLOAT64)
-    for rank in worlds(processes).run(train_on_rank, arguments(corpus, FLOAT64, keys), str(corpus.parent)):
+    losses, norms, weights = one_process(SMALL_HYBRID | FLOAT64)
+    for rank in worlds(processes).run(
+        train_on_rank, arguments(corpus, SMALL_HYBRID, FLOAT64, keys), str(corpus.parent)
+    ):
         assert worst(rank[0], losses) < 1e-9 and worst(rank[1], norms) < 1e-9
         errors = {n: ((rank[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()}
         assert max(errors.values()) < 1e-9, errors
@@ -159,8 +172,8 @@ def test_float64_runs_are_equal(name: str, corpus: Path, worlds: Callable[[int],
 @pytest.mark.parametrize("name", [name for name in SPLITS if name not in FLOAT64_ONLY])
 def test_float32_runs_are_equal(name: str, corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
     processes, keys = SPLITS[name]
-    losses, norms, _ = one_process({})
-    for rank in worlds(processes).run(train_on_rank, arguments(corpus, keys), str(corpus.parent)):
+    losses, norms, _ = one_process(SMALL_HYBRID)
+    for rank in worlds(processes).run(train_on_rank, arguments(corpus, SMALL_HYBRID, keys), str(corpus.parent)):
         assert worst(rank[0], losses) < 1e-5 and worst(rank[1], norms) < 1e-3
 
 
