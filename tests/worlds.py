@@ -34,7 +34,9 @@ def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue,
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
                       WORLD_SIZE=str(world_size))  # fmt: skip
     if backend == "nccl":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic algorithms want, before cuBLAS starts
         torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"  # as in a run
     else:  # on the CPU, on a machine with GPUs too
         os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
     dist.init_process_group(backend, rank=rank, world_size=world_size)
