@@ -545,9 +545,8 @@ CHANGES = {"os.rename", "os.mkdir", "os.remove", "os.rmdir"}
 
 
 def processes(target, arguments):
-    """A process for each tuple of arguments; they are forked from a server that has imported torch."""
+    """A process for each tuple of arguments; they are forked from a server that has imported torch (see worlds.py)."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
     started = [context.Process(target=target, args=args) for args in arguments]
     for process in started:
         process.start()
