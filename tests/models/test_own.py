@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
 from titan_linear.generate import Sampling, generate_tokens
 from titan_linear.hf_io import find_family, gather, load_weights, open_folder, read_model, write_folder
@@ -170,6 +170,16 @@ def test_flas_names_stay(name: str, folders: Callable) -> None:
     assert written["architectures"] == [FAMILIES[name]] and written["head_dim"] == 32 and written["use_short_conv"]
     config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
     assert config.model_type == written["model_type"] in ("kda", "gated_deltanet")
+
+    class Theirs(PretrainedConfig):  # as that library registers its own when it is imported
+        model_type = written["model_type"]
+
+    AutoConfig.register(Theirs.model_type, Theirs)
+    try:
+        assert type(AutoConfig.from_pretrained(folder)) is Theirs
+        assert type(AutoConfig.from_pretrained(folder, trust_remote_code=True)) is Theirs
+    finally:
+        CONFIG_MAPPING._extra_content.pop(Theirs.model_type)
 
 
 def test_what_the_file_does_not_have() -> None:
