@@ -16,7 +16,8 @@ from titan_linear.data import Corpus, PackedStreams, Tokenizer, open_corpus, spl
 from titan_linear.distributed.batch import BatchSharding
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
-from titan_linear.hf_io import find_family, read_model, write_folder
+from titan_linear.hf_io import check_tokenizer, find_family, read_config, read_model, write_folder
+from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import preset
@@ -187,11 +188,14 @@ def export_folder(config: Config) -> Path:
     return checkpoint_folder(config) / f"step-{config.training.steps}-hf"
 
 
-def export_family(config: Config, model: ModelConfig) -> str:
-    """The architecture as which a run's model is saved. ValueError: none can hold it."""
-    if hf_assets(config):
-        return read_model(Path(hf_assets(config)))[0]
-    return FAMILY_OF.get(config.model.name) or find_family(model)
+def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like: str = "") -> str:
+    """The architecture as which a run's model is saved, with its tokenizer. ValueError: none can hold them."""
+    files, like = tokenizer.hugging_face_files(), like or hf_weights(config)
+    if not (like or hf_assets(config)):
+        return FAMILY_OF.get(config.model.name) or find_family(model, files)
+    family, _ = read_model(Path(like or hf_assets(config)))
+    check_tokenizer(family, read_config(Path(like)) if like else config_to_hf(family, model), files)
+    return family
 
 
 def export(
@@ -204,11 +208,12 @@ def export(
         dtype: a key of EXPORT_DTYPES.
         like: a Hugging Face folder of the same model; by default the one that the run began from, if it did.
     """
-    like, own = like or hf_weights(config), tokenizer_path(config)
+    like = like or hf_weights(config)
+    kept = like and tokenizer_path(config) == str(Path(like) / "tokenizer.json")  # and with it what ends a document
     write_folder(
-        path, model, read_model(Path(like))[0] if like else export_family(config, model), get,
-        dtype=EXPORT_DTYPES[dtype], like=Path(like) if like else None, tokenizer=Path(own) if own else None,
-        extra={"eos_token_id": tokenizer.eos_id},
+        path, model, export_family(config, model, tokenizer, like), get, dtype=EXPORT_DTYPES[dtype],
+        like=Path(like) if like else None, tokenizer=tokenizer.hugging_face_files(),
+        extra={} if kept else {"bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": None},
     )  # fmt: skip
 
 

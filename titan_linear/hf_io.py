@@ -3,7 +3,8 @@
     config.json                      the model (models/families/)
     model-00001-of-00003.safetensors ...
     model.safetensors.index.json     tensor -> file; a single file is model.safetensors, without an index
-    tokenizer.json, ...              copied
+    tokenizer.json, ...              the tokenizer (data/tokenizer.py)
+    modeling_titan_linear.py         the model, where transformers does not have it (models/families/remote.py)
 
 Which rows of which tensors on disk are which rows of our parameters is `models/adapters.py`'s table; here bytes move.
 A folder is checked as a whole from its headers (`open_folder`, `check_folder`) before any tensor is read. Pickle files
@@ -33,13 +34,16 @@ from titan_linear.checkpoint import SaveFailed, describe, sync, weights
 from titan_linear.models.adapters import Entry, config_from_hf, config_to_hf, entries, ignored
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
+from titan_linear.models.families.remote import MODELING
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json",
-    "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json",
+    TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
+    "tokenizer.model", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
+Files = Mapping[str, bytes]  # by name
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 BITS = {
@@ -323,8 +327,8 @@ def _count(shape: tuple[int, ...]) -> int:
 # --- Writing ---------------------------------------------------------------------------------------------------------
 
 
-def find_family(model: ModelConfig) -> str:
-    """The Hugging Face architecture that holds a model of ours.
+def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
+    """The Hugging Face architecture that holds a model of ours, and whose folders can have this tokenizer.
 
     Raises:
         ValueError: none does.
@@ -333,13 +337,23 @@ def find_family(model: ModelConfig) -> str:
     for family, has in FAMILIES.items():
         if kinds <= set(has.layers) and bool(has.experts) == (model.moe is not None):
             try:
-                config_to_hf(family, model)
+                check_tokenizer(family, config_to_hf(family, model), tokenizer or {})
             except ValueError as error:
                 reasons.append(str(error))
             else:
                 return family
     why = "; ".join(reasons) or f"none has layers {', '.join(sorted(kind.name for kind in kinds))}"
     raise ValueError(f"no Hugging Face architecture holds this model: {why}")
+
+
+def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) -> None:
+    """Refuse a tokenizer that `transformers` would not read as it is from a folder with this config.json."""
+    own, kind = FAMILIES[family].own_tokenizer, config.get("model_type")
+    if TOKENIZER in tokenizer and own and kind in own.model_types and not own.fits(json.loads(tokenizer[TOKENIZER])):
+        raise ValueError(
+            f"{family}: transformers reads every tokenizer of model_type = {kind!r} as if it were the family's "
+            "own, and would give other tokens than the model is trained on; set model.tokenizer_path to that one"
+        )
 
 
 @torch.no_grad()
@@ -362,7 +376,7 @@ def write_folder(
     *,
     dtype: torch.dtype | None,
     like: Path | None = None,
-    tokenizer: Path | None = None,
+    tokenizer: Files | None = None,
     extra: Mapping[str, object] | None = None,
     shard_bytes: int = SHARD,
 ) -> None:
@@ -376,8 +390,8 @@ def write_folder(
         dtype: of every tensor; None: of the tensor of that name in `like`.
         like: a folder of the same model, whose names, config.json and tensors of no concern to us (vision, multi-token
             prediction) are taken over; by default the names and the config.json are those that `transformers` writes.
-        tokenizer: a folder (or a tokenizer.json in one) whose tokenizer files are copied; by default `like`.
-        extra: keys of config.json beside the model's; with `like` its own stay.
+        tokenizer: its files; by default those of `like`.
+        extra: keys of config.json beside the model's, also in the place of those of `like`.
 
     Raises:
         ValueError: `like` is of another model; the architecture cannot hold the model.
@@ -404,7 +418,7 @@ def write_folder(
     attempt(writer.begin)
     for entry in found:
         attempt(writer.write, entry, get(entry.name))
-    attempt(writer.finish, copied, config, tokenizer or like)
+    attempt(writer.finish, copied, config, _code(config, like) | dict(tokenizer or _tokenizer_files(like)))
     attempt(_replace, temporary, path)
     _raise_everywhere(path, temporary, failure)
 
@@ -442,7 +456,20 @@ def _config_json(
     named = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
     if source is None:
         return config_to_hf(family, model, **extra, **named)
-    return {k: v for k, v in source.config.items() if k != "torch_dtype" or not named} | named
+    return {k: v for k, v in source.config.items() if k != "torch_dtype" or not named} | named | dict(extra)
+
+
+def _tokenizer_files(folder: Path | None) -> dict[str, bytes]:
+    files = [] if folder is None else [Path(folder) / name for name in TOKENIZER_FILES]
+    return {file.name: file.read_bytes() for file in files if file.is_file()}
+
+
+def _code(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:
+    """The Python files that config.json's `auto_map` names: ours, or those of `like`, which are not read."""
+    named = {str(name).rpartition("--")[2].partition(".")[0] + ".py" for name in config.get("auto_map", {}).values()}
+    if like is None or MODELING.name in named:
+        return {MODELING.name: MODELING.read_bytes()} if MODELING.name in named else {}
+    return {file.name: file.read_bytes() for file in Path(like).glob("*.py")} if named else {}
 
 
 class _Writer:
@@ -482,15 +509,13 @@ class _Writer:
                 file.seek(tensor.begin + start * entry.width * values.element_size())
                 file.write(values.view(torch.uint8).numpy())
 
-    def finish(self, copied: list[Tensor], config: Mapping[str, Any], tokenizer: Path | None) -> None:
+    def finish(self, copied: list[Tensor], config: Mapping[str, Any], files: Files) -> None:
         """All but the weights; then everything is brought to the disk."""
         for tensor in copied:
             _copy_bytes(tensor, self.tensors[tensor.name])
-        (self.path / CONFIG).write_text(json.dumps(config, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        folder = tokenizer if tokenizer is None or tokenizer.is_dir() else tokenizer.parent
-        for name in TOKENIZER_FILES if folder is not None else ():
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, self.path / name)
+        text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
+        for name, content in {CONFIG: text.encode(), **files}.items():
+            (self.path / name).write_bytes(content)
         for file in [*self.path.iterdir(), self.path]:
             sync(file)
 

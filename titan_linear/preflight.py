@@ -20,7 +20,7 @@ from titan_linear.build import (
 )
 from titan_linear.checkpoint import REWOUND, find_step, holds_optimizer, read_progress, verify, weights_path
 from titan_linear.config import Config, check_config, hf_weights, load_config
-from titan_linear.data import build_tokenizer, verify_corpus
+from titan_linear.data import Tokenizer, build_tokenizer, verify_corpus
 from titan_linear.hf_io import check_folder
 from titan_linear.models.config import ModelConfig
 from titan_linear.optim import learning_rate
@@ -40,7 +40,7 @@ def preflight(config: Config, world_size: int) -> None:
     if line := vocabulary(config, model, tokenizer):
         print(line, flush=True)
     check_heads(model, config)
-    _check_hugging_face(config, model)
+    _check_hugging_face(config, model, tokenizer)
     implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     corpora = open_corpora(config, tokenizer, show_progress=True)
     for corpus in corpora:
@@ -51,11 +51,11 @@ def preflight(config: Config, world_size: int) -> None:
         _check_checkpoint(config, {"corpus": corpora[0].fingerprint, "tokenizer": tokenizer.fingerprint})
 
 
-def _check_hugging_face(config: Config, model: ModelConfig) -> None:
+def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
     """The folder that the run begins from holds the model; the one that it ends in can."""
     c = config.checkpoint
     if c.last_save_in_hf:
-        under_key("checkpoint.last_save_in_hf = true", export_family, config, model)
+        under_key("checkpoint.last_save_in_hf = true", export_family, config, model, tokenizer)
     if hf_weights(config) and (c.last_save_in_hf or find_step(checkpoint_folder(config), c.load_step) is None):
         under_key("checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model)
 

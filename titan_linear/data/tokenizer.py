@@ -14,8 +14,19 @@ from typing import Any, Protocol
 import numpy as np
 import tokenizers
 
+TOKENIZER, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 # What ends a document where no file beside tokenizer.json says so: the first of these that is a special token.
 _USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
+# For transformers: tokenizer.json as it is, by whatever name the model goes.
+_GENERIC_CLASS = "PreTrainedTokenizerFast"
+# Settings by which transformers would give other tokens than tokenizer.json, or that name files we do not have.
+_CHANGES_TOKENS = (
+    "add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder", "auto_map", "split_special_tokens",
+    "tokenizer_file",
+)  # fmt: skip
+_NAMED_TOKENS = ("bos_token", "cls_token", "mask_token", "pad_token", "sep_token", "unk_token")
+_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
+_COPIED = ("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json")
 
 
 class Tokenizer(Protocol):
@@ -42,6 +53,10 @@ class Tokenizer(Protocol):
         """Printable text; special tokens and ids beyond the vocabulary are left out, broken UTF-8 becomes U+FFFD."""
         ...
 
+    def hugging_face_files(self) -> dict[str, bytes]:
+        """Files by name with which AutoTokenizer of transformers gives these tokens and this end of a document."""
+        ...
+
 
 class ByteTokenizer:
     """Token b is byte b of the UTF-8 text; token 256 ends a document.
@@ -66,6 +81,19 @@ class ByteTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
+    def hugging_face_files(self) -> dict[str, bytes]:
+        """The end's name, spelled out in a text, is its bytes here and there (split_special_tokens)."""
+        name = _USUAL_EOS[0]
+        eos = {"id": self.eos_id, "content": name, "single_word": False, "lstrip": False, "rstrip": False}
+        eos |= {"normalized": False, "special": True}
+        byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+        model = {"type": "BPE", "vocab": {letter: byte for byte, letter in _byte_letters().items()}, "merges": []}
+        content = {
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [eos], "normalizer": None,
+            "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model,
+        }  # fmt: skip
+        return {TOKENIZER: _json(content), SETTINGS: _settings({"split_special_tokens": True}, name)}
+
 
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, read by the `tokenizers` library.
@@ -77,7 +105,7 @@ class HuggingFaceTokenizer:
     """
 
     def __init__(self, file: Path):
-        data = _read(file)
+        self._file, data = file, _read(file)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
         except Exception as error:  # tokenizers raises bare Exception, and nothing narrower
@@ -89,6 +117,7 @@ class HuggingFaceTokenizer:
             raise ValueError(f"model.tokenizer_path: {file} has an empty vocabulary")
         self.vocab_size = max(vocabulary.values()) + 1
         self.eos_id = _find_eos(file, json.loads(data), vocabulary)
+        self._content = data
         self.fingerprint = "hf-" + hashlib.sha256(data + f"eos={self.eos_id}".encode()).hexdigest()[:32]
 
     def encode(self, text: str) -> np.ndarray:
@@ -103,6 +132,33 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def hugging_face_files(self) -> dict[str, bytes]:
+        """Those that there are, less what transformers would add to a text or take from it."""
+        beside = {name: self._file.with_name(name) for name in _COPIED}
+        files = {name: _read(file) for name, file in beside.items() if file.is_file()}
+        return files | {TOKENIZER: self._whole_texts(), SETTINGS: _settings(*self._kept_settings())}
+
+    def _whole_texts(self) -> bytes:
+        """tokenizer.json as it is, or without truncation, padding and tokens that it would add."""
+        content = json.loads(self._content)
+        off = dict.fromkeys(key for key in ("truncation", "padding") if content.get(key) is not None)
+        if self._tokenizer.num_special_tokens_to_add(is_pair=False):
+            off["post_processor"] = None
+        return _json({**content, **off}) if off else self._content
+
+    def _kept_settings(self) -> tuple[dict[str, Any], str | None]:
+        """What is beside tokenizer.json, less what changes tokens; and the end of a document."""
+        read = [_read_json(self._file.with_name(name)) for name in (SPECIAL, SETTINGS)]
+        found = {key: value for settings in read for key, value in settings.items() if key not in _CHANGES_TOKENS}
+        special = {token["content"] for token in json.loads(self._content).get("added_tokens") or []}
+        for name in _NAMED_TOKENS:
+            if name in found and _name_of(found[name]) not in special:  # transformers would add it
+                del found[name]
+        for name in _TOKEN_LISTS:
+            if isinstance(found.get(name), list):
+                found[name] = [token for token in found[name] if _name_of(token) in special]
+        return found, None if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id)
+
 
 def build_tokenizer(path: str | None) -> Tokenizer:
     """`model.tokenizer_path`: nothing for bytes, else a tokenizer.json or a folder that holds one.
@@ -113,13 +169,14 @@ def build_tokenizer(path: str | None) -> Tokenizer:
         return ByteTokenizer()
     file = Path(path).expanduser()
     if file.is_dir():
-        file = file / "tokenizer.json"
+        file = file / TOKENIZER
     if not file.is_file():
         raise ValueError(
             f"model.tokenizer_path = {path!r}: {file} does not exist; give a Hugging Face tokenizer.json, a folder "
             "that holds one, or nothing for bytes"
         )
-    return HuggingFaceTokenizer(file)
+    own = ByteTokenizer()  # in a folder that we wrote
+    return own if _read(file) == own.hugging_face_files()[TOKENIZER] else HuggingFaceTokenizer(file)
 
 
 def _read(file: Path) -> bytes:
@@ -129,20 +186,47 @@ def _read(file: Path) -> bytes:
         raise ValueError(f"model.tokenizer_path: cannot read {file}: {error.strerror}") from error
 
 
+def _read_json(file: Path) -> dict[str, Any]:
+    """A file of settings; without one, or where it is no object, there are none."""
+    if not file.is_file():
+        return {}
+    try:
+        settings = json.loads(_read(file))
+    except ValueError as error:
+        raise ValueError(f"model.tokenizer_path: {file} is not JSON: {error}") from error
+    return settings if isinstance(settings, dict) else {}
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _name_of(token: object) -> object:
+    """Settings have a token's name, or an object that holds it."""
+    return token.get("content") if isinstance(token, dict) else token
+
+
+def _settings(found: dict[str, Any], eos: str | None) -> bytes:
+    """tokenizer_config.json."""
+    forced = {"tokenizer_class": _GENERIC_CLASS, "eos_token": eos, "clean_up_tokenization_spaces": False}
+    return _json({**found, **forced})
+
+
 def _find_eos(file: Path, content: dict[str, Any], vocabulary: dict[str, int]) -> int | None:
-    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+    for name in (SETTINGS, SPECIAL):
         beside = file.with_name(name)
-        if not beside.is_file():
-            continue
-        try:
-            settings = json.loads(_read(beside))
-        except ValueError as error:
-            raise ValueError(f"model.tokenizer_path: {beside} is not JSON: {error}") from error
-        eos = settings.get("eos_token") if isinstance(settings, dict) else None
-        eos = eos.get("content") if isinstance(eos, dict) else eos
+        eos = _name_of(_read_json(beside).get("eos_token"))
         if eos is not None:
             if eos not in vocabulary:
                 raise ValueError(f"model.tokenizer_path: eos_token {eos!r} of {beside} is not in {file}'s vocabulary")
             return vocabulary[eos]
     special = {token["content"] for token in content.get("added_tokens") or [] if token.get("special")}
     return next((vocabulary[name] for name in _USUAL_EOS if name in special and name in vocabulary), None)
+
+
+def _byte_letters() -> dict[int, str]:
+    """The letters by which byte-level vocabularies write bytes: printable ones of Latin-1 stand for themselves, the
+    others, in order, for code points from 256 on (GPT-2's encoding)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

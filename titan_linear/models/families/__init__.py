@@ -8,6 +8,7 @@ from titan_linear.models.families.fla import FLA_GDN_FAMILY, FLA_KDA_FAMILY
 from titan_linear.models.families.kimi import KIMI_LINEAR, KIMI_LINEAR_MODELS
 from titan_linear.models.families.layout import Family
 from titan_linear.models.families.olmo import OLMO_HYBRID, OLMO_HYBRID_MODELS
+from titan_linear.models.families.own import OWN_FAMILY
 from titan_linear.models.families.qwen import QWEN3_5, QWEN3_5_MODELS, QWEN3_5_MOE, QWEN3_NEXT, QWEN3_NEXT_MODELS
 
 FAMILIES: dict[str, Family] = {  # by architecture
@@ -18,6 +19,7 @@ FAMILIES: dict[str, Family] = {  # by architecture
     "KimiLinearForCausalLM": KIMI_LINEAR,
     "KDAForCausalLM": FLA_KDA_FAMILY,
     "GatedDeltaNetForCausalLM": FLA_GDN_FAMILY,
+    "TitanLinearForCausalLM": OWN_FAMILY,
 }
 
 PUBLISHED: dict[str, dict[str, ModelConfig]] = {  # by name and flavor, after their config.json

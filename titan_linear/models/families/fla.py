@@ -1,4 +1,7 @@
-"""flash-linear-attention's models: KDA or Gated DeltaNet, with softmax layers where `attn` says so."""
+"""flash-linear-attention's models: KDA or Gated DeltaNet, with softmax layers where `attn` says so.
+
+What we write opens without that library too, by modeling_titan_linear.py (see remote.py).
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,7 @@ from titan_linear.models.families.layout import (
     same,
     shortest,
 )
+from titan_linear.models.families.remote import remote_code
 from titan_linear.models.mixers import GDN, KDA, Attention
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------
@@ -97,10 +101,9 @@ def _softmax_from_hf(key: Keys, dim: int) -> tuple[list[int], Attention | None]:
 
 def _to_hf(config: ModelConfig, kind: type[KDA] | type[GDN]) -> Json:
     written = dict(
-        model_type="kda" if kind is KDA else "gated_deltanet", vocab_size=config.vocab_size, hidden_size=config.dim,
-        num_hidden_layers=config.num_layers, intermediate_size=config.hidden_dim, hidden_act="swish",
-        use_short_conv=True, use_gate=True, attn=None, tie_word_embeddings=config.tie_embeddings,
-        norm_eps=config.norm_eps, initializer_range=config.init_std,
+        model_type="kda" if kind is KDA else "gated_deltanet",
+        **remote_code(config, "KDA" if kind is KDA else "GatedDeltaNet"),
+        hidden_act="swish", use_short_conv=True, use_gate=True, attn=None,
     )  # fmt: skip
     if linear := options_of(config, kind):
         written |= dict(

@@ -35,6 +35,15 @@ Options = TypeVar("Options", bound=MixerOptions)
 
 
 @dataclass(frozen=True)
+class OwnTokenizer:
+    """Folders of these model types are read by `transformers` as if tokenizer.json were the family's, which only its
+    vocabulary then distinguishes."""
+
+    model_types: tuple[str, ...]
+    fits: Callable[[Json], bool]  # whether a tokenizer.json is the family's but for its vocabulary
+
+
+@dataclass(frozen=True)
 class Family:
     model: tuple[Spellings, ...]
     layers: Mapping[type[MixerOptions], tuple[Spellings, ...]]  # norms included
@@ -45,6 +54,7 @@ class Family:
     prefixes: tuple[str, ...] = ("model.",)  # of every name but lm_head's
     ignored: tuple[str, ...] = ()  # tensors that are no part of the language model, as regular expressions
     wrappers: tuple[str, ...] = ()  # architectures whose language model this is
+    own_tokenizer: OwnTokenizer | None = None
 
 
 # --- Tensors ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from titan_linear.models.families.layout import (
     Family,
     Json,
     Keys,
+    OwnTokenizer,
     common_from_hf,
     common_to_hf,
     experts,
@@ -123,16 +124,46 @@ def _to_hf(config: ModelConfig, model_type: str) -> Json:
     return written
 
 
+# --- Tokenizer -------------------------------------------------------------------------------------------------------
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_SPLIT = {"type": "Split", "pattern": {"Regex": _WORDS}, "behavior": "Isolated", "invert": False}
+_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+_PLAIN = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "byte_fallback", "ignore_merges")
+
+
+def _is_qwens(tokenizer: Json) -> bool:
+    """NFC, Qwen3.5's words, bytes, and a plain BPE; <|endoftext|> is known."""
+    model, special = tokenizer["model"], {token["content"] for token in tokenizer.get("added_tokens") or []}
+    before = tokenizer.get("pre_tokenizer") or {}
+    parts = [{k: v for k, v in part.items() if k != "trim_offsets"} for part in before.get("pretokenizers") or []]
+    return (
+        tokenizer.get("normalizer") == {"type": "NFC"}
+        and parts == [_SPLIT, _LEVEL]
+        and (tokenizer.get("decoder") or {}).get("type") == "ByteLevel"
+        and model.get("type") == "BPE"
+        and not any(model.get(option) for option in _PLAIN)
+        and "<|endoftext|>" in special
+    )
+
+
+_TOKENIZER = OwnTokenizer(("qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text"), _is_qwens)
+
+# --- The families ----------------------------------------------------------------------------------------------------
+
 _VISION = (r"model\.visual\..*", r"mtp\..*")  # and multi-token prediction
 _QWEN3_5_LAYERS = {GDN: QWEN3_5_GDN, Attention: ATTENTION}
 
 QWEN3_5 = Family(
     MODEL, _QWEN3_5_LAYERS, MLP, (), lambda c: _from_hf(c, moe=False), lambda c: _to_hf(c, "qwen3_5_text"),
-    ("model.", "model.language_model."), _VISION, ("Qwen3_5ForConditionalGeneration",),
+    ("model.", "model.language_model."), _VISION, ("Qwen3_5ForConditionalGeneration",), _TOKENIZER,
 )  # fmt: skip
 QWEN3_5_MOE = Family(
     MODEL, _QWEN3_5_LAYERS, MLP, EXPERTS, lambda c: _from_hf(c, moe=True), lambda c: _to_hf(c, "qwen3_5_moe_text"),
-    ("model.", "model.language_model."), _VISION, ("Qwen3_5MoeForConditionalGeneration",),
+    ("model.", "model.language_model."), _VISION, ("Qwen3_5MoeForConditionalGeneration",), _TOKENIZER,
 )  # fmt: skip
 QWEN3_NEXT = Family(
     MODEL, {GDN: QWEN3_NEXT_GDN, Attention: ATTENTION}, MLP, EXPERTS, lambda c: _from_hf(c, moe=True),

@@ -1,0 +1,198 @@
+"""modeling_titan_linear.py, which our folders take along: it is our models, in transformers alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
+
+from titan_linear.generate import Sampling, generate_tokens
+from titan_linear.hf_io import find_family, gather, load_weights, open_folder, read_model, write_folder
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.families.remote import MODELING
+from titan_linear.models.init import initialise
+from titan_linear.models.mixers import KDA, MLA, Attention
+from titan_linear.models.plan import BatchPlan
+from titan_linear.models.presets import OWN, preset
+
+transformers.logging.set_verbosity_error()
+transformers.logging.disable_progress_bar()
+
+T = 77  # not a multiple of the chunk
+HYBRID = preset("hybrid", "debug")
+_KDA, _GDN, _ATTENTION = HYBRID.pattern
+# Every option that the presets leave out, in models that no published architecture holds.
+MODELS: dict[str, ModelConfig] = {
+    **{f"{name} debug": flavors["debug"] for name, flavors in OWN.items()},
+    "hybrid 340M, small": replace(
+        HYBRID, pattern=(KDA(heads=4, v_heads=4, head_dim=16, v_head_dim=16),
+                         replace(_ATTENTION, rope_theta=None, output_gate=False)), tie_embeddings=True,
+    ),
+    "unbounded gates, negative eigenvalues": replace(
+        HYBRID, pattern=(replace(_KDA, lower_bound=None, gate_bias=False, beta_range=2.0, o_norm_eps=1e-3),
+                         replace(_GDN, beta_range=2.0, conv_size=3, v_head_dim=48)),
+    ),
+    "zero-centred, partial rotary": replace(
+        HYBRID, zero_centred_norm=True, pattern=(_KDA, replace(_ATTENTION, rotary_fraction=0.25, rope_theta=500.0)),
+    ),
+    "post-norm, over the width": replace(
+        HYBRID, post_norm=("attention",), pattern=(_GDN, _KDA, replace(_ATTENTION, qk_norm="width")),
+    ),
+    "FLA's hybrid": replace(
+        HYBRID, pattern=(replace(_KDA), Attention(heads=4, kv_heads=2, head_dim=32)), norm_eps=1e-3,
+    ),
+}  # fmt: skip
+FAMILIES = {"kda debug": "KDAForCausalLM", "gdn debug": "GatedDeltaNetForCausalLM", "FLA's hybrid": "KDAForCausalLM"}
+
+
+@torch.no_grad()
+def randomise(model: Decoder) -> None:
+    """Initial values of norms, gates and biases would hide a name in the place of another. Decay is slow."""
+    rng = torch.Generator().manual_seed(0)
+    for name, p in model.named_parameters():
+        noise = torch.randn(p.shape, generator=rng)
+        if name.endswith("A_log"):
+            p.copy_(-1 + 0.5 * noise)
+        elif p.dim() > 1:
+            p.copy_(noise * p.shape[-1] ** -0.5)
+        else:
+            p.add_(0.2 * noise)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Decoder]]:
+    root, done = tmp_path_factory.mktemp("own"), {}
+    patch = pytest.MonkeyPatch()
+    patch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(root / "modules"))
+
+    def get(name: str) -> tuple[Path, Decoder]:
+        if name not in done:
+            config, folder = MODELS[name], root / str(len(done))
+            model = Decoder(config)
+            initialise(model, seed=1)
+            randomise(model)
+            write_folder(folder, config, find_family(config), gather(model), dtype=torch.float32)
+            done[name] = folder, model
+        return done[name]
+
+    yield get
+    patch.undo()
+
+
+def theirs(folder: Path, dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, trust_remote_code=True, output_loading_info=True, dtype=dtype
+    )
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    return model.eval()
+
+
+def tokens_of(rows: int, length: int = T) -> torch.Tensor:
+    return torch.randint(320, (rows, length), generator=torch.Generator().manual_seed(2))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_file_is_our_model(name: str, folders: Callable) -> None:
+    """Logits, in float64 to the last places and in float32; the loss and its gradients."""
+    folder, ours = folders(name)
+    tokens, plan = tokens_of(2), BatchPlan(torch.arange(T))
+    for dtype, bound in ((torch.float64, 1e-10), (torch.float32, 1e-5)):
+        model, ours = theirs(folder, dtype), ours.to(dtype)
+        with torch.no_grad():
+            found, expected = model(tokens).logits, ours(tokens, plan)
+        assert found.dtype == dtype
+        assert (found - expected).norm() < bound * expected.norm()
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = -100
+    ours.zero_grad()
+    loss = ours(tokens, plan, labels)
+    loss.backward()
+    out = model.train()(tokens, labels=tokens)
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(loss.item() / (2 * (T - 1)), rel=1e-5)
+    grad = ours.embedding.weight.grad / (2 * (T - 1))
+    assert (model.model.embeddings.weight.grad - grad).norm() < 1e-4 * grad.norm()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_generation(name: str, folders: Callable) -> None:
+    """With a cache and without one, as ours; prompts of other lengths in one batch do not change a row's text."""
+    folder, ours = folders(name)
+    model, rows = theirs(folder), [row.tolist() for row in tokens_of(2, 40)]
+    rows[1] = rows[1][:9]
+    cpu = torch.device("cpu")
+    expected = generate_tokens(ours.float(), rows, max_new_tokens=12, sampling=Sampling(), device=cpu)
+    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    padded = torch.tensor([rows[0], [0] * 31 + rows[1]])
+    mask = torch.ones_like(padded)
+    mask[1, :31] = 0
+    for use_cache in (True, False):
+        out = model.generate(padded, attention_mask=mask, use_cache=use_cache, **options)
+        assert out[:, 40:].tolist() == expected
+        for row, new in zip(rows, expected):
+            alone = model.generate(torch.tensor([row]), use_cache=use_cache, **options)
+            assert alone[0, len(row) :].tolist() == new
+    beams = [model.generate(padded[:1], num_beams=3, use_cache=use, **options).tolist() for use in (True, False)]
+    assert beams[0] == beams[1]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_in_and_out(name: str, folders: Callable, tmp_path: Path) -> None:
+    """Our folder comes back with the same bytes, and so does what transformers saves of it."""
+    folder, _ = folders(name)
+    theirs(folder).save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved" / MODELING.name).read_bytes() == MODELING.read_bytes()
+    bytes_of = {n: t.file.read_bytes()[t.begin : t.end] for n, t in open_folder(folder).tensors.items()}
+    for source in (folder, tmp_path / "saved"):
+        family, config = read_model(source)
+        assert family == FAMILIES.get(name, "TitanLinearForCausalLM") and config.layers == MODELS[name].layers
+        model, target = Decoder(config), tmp_path / f"again-{source.name}"
+        load_weights(source, model)
+        write_folder(target, config, family, gather(model), dtype=None, like=source)
+        found = {n: t.file.read_bytes()[t.begin : t.end] for n, t in open_folder(target).tensors.items()}
+        assert found == bytes_of
+        assert json.loads((target / "config.json").read_bytes()) == json.loads((source / "config.json").read_bytes())
+        assert (target / MODELING.name).is_file()
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_flas_names_stay(name: str, folders: Callable) -> None:
+    """Whoever has flash-linear-attention opens the folder with it: its keys are there, and its class's name."""
+    folder, _ = folders(name)
+    written = json.loads((folder / "config.json").read_bytes())
+    assert written["architectures"] == [FAMILIES[name]] and written["head_dim"] == 32 and written["use_short_conv"]
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=True)
+    assert config.model_type == written["model_type"] in ("kda", "gated_deltanet")
+
+    class Theirs(PretrainedConfig):  # as that library registers its own when it is imported
+        model_type = written["model_type"]
+
+    AutoConfig.register(Theirs.model_type, Theirs)
+    try:
+        assert type(AutoConfig.from_pretrained(folder)) is Theirs
+        assert type(AutoConfig.from_pretrained(folder, trust_remote_code=True)) is Theirs
+    finally:
+        CONFIG_MAPPING._extra_content.pop(Theirs.model_type)
+
+
+def test_what_the_file_does_not_have() -> None:
+    latent = MLA(heads=2, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16)
+    with pytest.raises(ValueError, match=r"no Hugging Face architecture .* none has layers gdn, mla"):
+        find_family(replace(HYBRID, pattern=(_GDN, latent)))
+
+
+def test_a_pattern_of_another_time(folders: Callable, tmp_path: Path) -> None:
+    folder, _ = folders("hybrid debug")
+    written = json.loads((folder / "config.json").read_bytes())
+    for change in ({"kind": "mamba"}, {"window": 3}):
+        pattern = [{**written["pattern"][0], **change}, *written["pattern"][1:]]
+        (tmp_path / "config.json").write_text(json.dumps({**written, "pattern": pattern}))
+        with pytest.raises(ValueError, match=r"config.json: pattern has .*(mamba|window)"):
+            read_model(tmp_path)

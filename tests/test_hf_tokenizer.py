@@ -1,0 +1,213 @@
+"""AutoTokenizer gives the tokens that a run was trained on, and its end of a document, from a folder of any family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+
+from titan_linear.config import load_config
+from titan_linear.data import ByteTokenizer, build_tokenizer
+from titan_linear.hf_io import find_family, write_folder
+from titan_linear.models.adapters import entries
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.families import FAMILIES
+from titan_linear.models.families.qwen import _WORDS
+from titan_linear.models.presets import preset
+from titan_linear.preflight import preflight
+from tools import convert
+
+transformers.logging.set_verbosity_error()
+
+VOCAB = 700
+SOURCE = Path(json.__file__).with_name("decoder.py").read_text()
+TEXT = SOURCE + "\r\n\t é e\u0301 漢字 🙂\x00  it's DON'T 1234 <s> </s> <|endoftext|> <|im_end|>\n \n"
+EXACT = TEXT + "\u2028".join(map(chr, [*range(1, 0xD800, 37), *range(0xE000, 0x110000, 997)]))
+
+# --- Families --------------------------------------------------------------------------------------------------------
+
+_QWEN = replace(preset("qwen3.5", "debug"), vocab_size=VOCAB)
+_DENSE = replace(_QWEN, moe=None)
+_GDN, _ATTENTION = _QWEN.pattern
+MODELS: dict[str, ModelConfig] = {
+    "Qwen3_5ForCausalLM": _DENSE,
+    "Qwen3_5MoeForCausalLM": _QWEN,
+    "Qwen3NextForCausalLM": _QWEN,
+    "OlmoHybridForCausalLM": replace(
+        _DENSE, zero_centred_norm=False, post_norm=("attention",),
+        pattern=(replace(_GDN, o_norm_eps=1e-5),
+                 replace(_ATTENTION, qk_norm="width", output_gate=False, rotary_fraction=1.0)),
+    ),
+    "KimiLinearForCausalLM": replace(preset("kimi-linear", "debug"), vocab_size=VOCAB),
+    "KDAForCausalLM": replace(preset("kda", "debug"), vocab_size=VOCAB),
+    "GatedDeltaNetForCausalLM": replace(preset("gdn", "debug"), vocab_size=VOCAB),
+    "TitanLinearForCausalLM": replace(preset("hybrid", "debug"), vocab_size=VOCAB),
+}  # fmt: skip
+
+# --- Tokenizers ------------------------------------------------------------------------------------------------------
+
+SPECIAL = ["<s>", "<|endoftext|>", "<|im_end|>"]
+
+
+def trained(pre_tokenizer: object, **parts: object) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizer, decoders.ByteLevel()
+    for part, value in parts.items():
+        setattr(tokenizer, part, value)
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )  # fmt: skip
+    tokenizer.train_from_iterator([SOURCE], trainer)
+    return tokenizer
+
+
+def plain() -> Tokenizer:
+    return trained(pre_tokenizers.ByteLevel(add_prefix_space=False))
+
+
+def adding() -> Tokenizer:
+    """Begins a text by <s>, cuts it and fills it up."""
+    tokenizer = plain()
+    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 0)])
+    tokenizer.enable_truncation(20)
+    tokenizer.enable_padding(length=30)
+    return tokenizer
+
+
+def pieces() -> Tokenizer:
+    tokenizer = trained(pre_tokenizers.Metaspace(), decoder=decoders.Metaspace(), normalizer=normalizers.NFKC())
+    tokenizer.add_tokens([AddedToken("decoder", normalized=False, lstrip=True)])
+    return tokenizer
+
+
+def qwens() -> Tokenizer:
+    words = pre_tokenizers.Split(Regex(_WORDS), "isolated")
+    level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return trained(pre_tokenizers.Sequence([words, level]), normalizer=normalizers.NFC())
+
+
+BESIDE = {
+    "tokenizer_class": "Qwen2Tokenizer", "eos_token": {"content": "<|im_end|>", "lstrip": False}, "add_bos_token": True,
+    "add_prefix_space": True, "pad_token": "<pad>", "bos_token": "<s>", "unk_token": None, "model_max_length": 4096,
+    "additional_special_tokens": ["<|im_end|>", "<tool>"], "chat_template": "{{ messages }}",
+    "added_tokens_decoder": {"690": {"content": "def", "special": False}}, "clean_up_tokenization_spaces": True,
+    "auto_map": {"AutoTokenizer": ["tokenization_theirs.Theirs", None]},
+}  # fmt: skip
+TOKENIZERS: dict[str, tuple[Callable[[], Tokenizer] | None, dict[str, dict]]] = {
+    "bytes": (None, {}),
+    "plain": (plain, {}),
+    "settings beside it": (plain, {"tokenizer_config.json": BESIDE}),
+    "special tokens beside it": (
+        plain, {"special_tokens_map.json": {"eos_token": "<|im_end|>"}, "added_tokens.json": {"def": 690}},
+    ),
+    "adding": (adding, {}),
+    "pieces": (pieces, {}),
+    "Qwen's": (qwens, {"tokenizer_config.json": {"eos_token": "<|im_end|>"}}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """name -> model.tokenizer_path."""
+    paths = {}
+    for name, (make, beside) in TOKENIZERS.items():
+        folder = tmp_path_factory.mktemp("tokenizer")
+        paths[name] = str(folder / "tokenizer.json") if make else ""
+        if make:
+            make().save(paths[name])
+        for file, content in beside.items():
+            (folder / file).write_text(json.dumps(content))
+    return paths
+
+
+def exported(folder: Path, family: str, path: str) -> None:
+    tokenizer, config = build_tokenizer(path), MODELS[family]
+    shapes = {entry.name: entry.shape for entry in entries(config, family)}
+    write_folder(
+        folder, config, family, lambda name: torch.zeros(shapes[name]), dtype=torch.bfloat16,
+        tokenizer=tokenizer.hugging_face_files(), extra={"eos_token_id": tokenizer.eos_id},
+    )  # fmt: skip
+
+
+def check(folder: Path, path: str, text: str = TEXT) -> None:
+    ours, theirs = build_tokenizer(path), AutoTokenizer.from_pretrained(folder)
+    ids = ours.encode(text).tolist()
+    assert theirs(text)["input_ids"] == theirs.encode(text) == ids
+    assert theirs.eos_token_id == ours.eos_id and len(theirs) <= VOCAB
+    assert json.loads((folder / "config.json").read_bytes())["eos_token_id"] == ours.eos_id
+    assert theirs.decode(ids, skip_special_tokens=True) == ours.decode(ids)
+    assert theirs.decode([*ids, ours.eos_id], skip_special_tokens=True) == ours.decode(ids)
+    again = build_tokenizer(str(folder))
+    assert again.encode(text).tolist() == ids and again.eos_id == ours.eos_id
+
+
+def test_every_family_is_here() -> None:
+    assert MODELS.keys() == FAMILIES.keys()
+
+
+READ_AS_THEY_ARE = [
+    (name, family) for name in TOKENIZERS for family in MODELS if name == "Qwen's" or family != "Qwen3_5MoeForCausalLM"
+]  # the others are refused, below
+
+
+@pytest.mark.parametrize(("name", "family"), READ_AS_THEY_ARE)
+def test_the_same_tokens(name: str, family: str, tokenizers: dict[str, str], tmp_path: Path) -> None:
+    exported(tmp_path / "folder", family, tokenizers[name])
+    check(tmp_path / "folder", tokenizers[name])
+
+
+def test_bytes_are_bytes(tmp_path: Path) -> None:
+    """Of any text, and read again they are our byte tokenizer itself."""
+    exported(tmp_path / "folder", "TitanLinearForCausalLM", "")
+    check(tmp_path / "folder", "", EXACT)
+    assert isinstance(build_tokenizer(str(tmp_path / "folder")), ByteTokenizer)
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "folder"), ByteTokenizer()
+    broken = [0xC3, 0x28, 0xFF, 0xE2, 0x82, 0x41, 0xF0, 0x9F, 0x99, 256]
+    assert theirs.decode(broken, skip_special_tokens=True) == ours.decode(broken)
+    theirs.save_pretrained(tmp_path / "saved")
+    assert AutoTokenizer.from_pretrained(tmp_path / "saved").encode(EXACT) == ours.encode(EXACT).tolist()
+
+
+def test_what_is_beside_is_kept_where_it_changes_no_token(tokenizers: dict[str, str]) -> None:
+    files = build_tokenizer(tokenizers["settings beside it"]).hugging_face_files()
+    assert files["tokenizer.json"] == Path(tokenizers["settings beside it"]).read_bytes()
+    settings = json.loads(files["tokenizer_config.json"])
+    assert settings["chat_template"] == "{{ messages }}" and settings["model_max_length"] == 4096
+    assert settings["bos_token"] == "<s>" and settings["additional_special_tokens"] == ["<|im_end|>"]
+    assert "pad_token" not in settings and settings["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+def test_a_tokenizer_that_transformers_would_not_read(tokenizers: dict[str, str], tmp_path: Path) -> None:
+    """A folder of Qwen3.5 with experts is given Qwen's own words: another tokenizer goes to Qwen3-Next, the same model,
+    or is refused before a run starts and before a checkpoint is converted."""
+    files = {name: build_tokenizer(path).hugging_face_files() for name, path in tokenizers.items()}
+    assert find_family(_QWEN, files["Qwen's"]) == find_family(_QWEN) == "Qwen3_5MoeForCausalLM"
+    assert find_family(_QWEN, files["plain"]) == find_family(_QWEN, files["bytes"]) == "Qwen3NextForCausalLM"
+    folder = tmp_path / "folder"
+    exported(folder, "Qwen3_5MoeForCausalLM", tokenizers["Qwen's"])
+    argv = ["--model.flavor", "hf", "--checkpoint.initial_load_path", folder, "--checkpoint.initial_load_in_hf", "true",
+            "--checkpoint.last_save_in_hf", "true", "--training.dataset_path", Path(json.__file__).parent,
+            "--training.dataset", "text", "--job.dump_folder", tmp_path / "run", "--model.tokenizer_path"]  # fmt: skip
+    words = "Qwen3_5MoeForCausalLM: transformers reads every tokenizer of model_type = 'qwen3_5_moe_text'"
+    with pytest.raises(ValueError, match=f"checkpoint.last_save_in_hf = true: {words}"):
+        preflight(load_config([str(word) for word in [*argv, tokenizers["plain"]]]), world_size=1)
+
+
+def test_converting_refuses_it_too(tokenizers: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    folder, run = tmp_path / "folder", tmp_path / "run"
+    exported(folder, "Qwen3_5MoeForCausalLM", tokenizers["Qwen's"])
+    assert convert.main(["from-hf", str(folder), str(run / "checkpoint")]) == 0
+    run.joinpath("config.toml").write_text(
+        f'[model]\nflavor = "hf"\nhf_assets_path = "{folder}"\ntokenizer_path = "{tokenizers["plain"]}"\n'
+    )
+    capsys.readouterr()
+    assert convert.main(["to-hf", str(run), str(tmp_path / "out")]) == 2
+    assert "would give other tokens" in capsys.readouterr().err and not (tmp_path / "out").exists()

@@ -1,0 +1,44 @@
+"""What a config.json needs for modeling_titan_linear.py, the file that opens our models in transformers by itself."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.families.layout import Json, Keys
+from titan_linear.models.mixers import MIXERS
+
+MODELING = Path(__file__).with_name("modeling_titan_linear.py")
+
+
+def remote_code(config: ModelConfig, name: str) -> Json:
+    """Keys of a folder whose tensors are named as FLA's. `name`: of the file's classes, less Config or ForCausalLM."""
+    classes = dict(AutoConfig=f"{name}Config", AutoModelForCausalLM=f"{name}ForCausalLM")
+    return dict(
+        auto_map={auto: f"{MODELING.stem}.{own}" for auto, own in classes.items()},
+        vocab_size=config.vocab_size, hidden_size=config.dim, num_hidden_layers=config.num_layers,
+        intermediate_size=config.hidden_dim, norm_eps=config.norm_eps, zero_centred_norm=config.zero_centred_norm,
+        post_norm=list(config.post_norm), pattern=[{"kind": m.name, **vars(m)} for m in config.pattern],
+        tie_word_embeddings=config.tie_embeddings, initializer_range=config.init_std,
+    )  # fmt: skip
+
+
+def from_remote(config: Json) -> ModelConfig:
+    """The model that `remote_code` described."""
+    key = Keys(config)
+    return ModelConfig(
+        vocab_size=key("vocab_size"), dim=key("hidden_size"), num_layers=key("num_hidden_layers"),
+        hidden_dim=key("intermediate_size"), norm_eps=key("norm_eps"), zero_centred_norm=key("zero_centred_norm"),
+        post_norm=tuple(key("post_norm")), pattern=tuple(_mixer(options) for options in key("pattern")),
+        tie_embeddings=key("tie_word_embeddings"), init_std=key("initializer_range"),
+    )  # fmt: skip
+
+
+def _mixer(options: Json) -> MixerOptions:
+    kind = MIXERS.get(options.get("kind"))
+    names = {"kind", *(f.name for f in fields(kind))} if kind else set()
+    if options.keys() != names:
+        wrong = sorted(options.keys() ^ names) if kind else f"kind {options.get('kind')!r}"
+        raise ValueError(f"config.json: pattern has {wrong} that we do not know, or lacks it")
+    return kind(**{name: value for name, value in options.items() if name != "kind"})
