@@ -305,3 +305,8 @@ def test_waiting_threads_sleep(monkeypatch):
     assert launch._environment(0, 1, 1)["OMP_WAIT_POLICY"] == "PASSIVE"
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
     assert launch._environment(0, 1, 1)["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_help_of_flavors(capsys):
+    assert launch.main(["--job.config_file", "none.toml", "--help", "flavors"]) == 0
+    assert "80B-A3B" in capsys.readouterr().out

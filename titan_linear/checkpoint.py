@@ -27,7 +27,6 @@ import time
 import zlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +45,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from titan_linear.rundir import checkpoints_of
+from titan_linear.rundir import checkpoints_of, unused
 
 MANIFEST, PROGRESS, METADATA, REWOUND = "manifest.json", "progress.json", ".metadata", "rewound.json"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # names are compared here, with better words
@@ -371,8 +370,7 @@ def _rewound_to(folder: Path) -> int | None:
 def _set_aside(folder: Path, step: int, why: str) -> None:
     """A run's steps ascend: checkpoints of this step and later ones are of a future that it has left."""
     if left := [path for number, path in _step_folders(folder).items() if number >= step]:
-        date = time.strftime("abandoned-%Y%m%d-%H%M%S")
-        aside = next(path for n in count() if not (path := folder / (f"{date}-{n}" if n else date)).exists())
+        aside = unused(folder / time.strftime("abandoned-%Y%m%d-%H%M%S"))
         aside.mkdir()
         for path in left:
             path.rename(aside / path.name)

@@ -48,7 +48,15 @@ from titan_linear.optim import build_optimizer, learning_rate, scale_gradients, 
 from titan_linear.preflight import preflight
 from titan_linear.process import StopSignal, be_deterministic, die_with_parent, own_device, under_launcher
 from titan_linear.profiling import profiler
-from titan_linear.rundir import check_resume, lock_folder, write_config, write_manifest
+from titan_linear.rundir import (
+    check_resume,
+    copied_configuration,
+    lock_folder,
+    set_run_aside,
+    starts_anew,
+    write_config,
+    write_manifest,
+)
 
 
 class NonFinite(RuntimeError):
@@ -247,6 +255,8 @@ class Trainer:
         if dist.get_rank() != 0:
             return None
         choices = implementations(self.config, self.model.config, self.device)
+        if starts_anew(self.config):
+            set_run_aside(self.config)
         write_config(self.config)
         write_manifest(
             self.config, world_size=dist.get_world_size(), degrees=self.dims.degrees,
@@ -270,6 +280,8 @@ class Trainer:
         cursor = self.step * self.config.training.global_batch_size  # of whole steps, whatever was fetched ahead
         progress = {"step": self.step, "cursor": cursor, "tokens": self._tokens(), "skipped": self.skipped}
         data = {"corpus": self.streams.corpus.fingerprint, "tokenizer": self.tokenizer.fingerprint}
+        if self.config.validation.enable and self.config.validation.dataset_path:
+            data["validation"] = self.held_out.corpus.fingerprint
         with _writing(f"saving step-{self.step}"):
             self.checkpointer.save(self.step, self.model, None if model_only else self.optimizer, progress | data)
 
@@ -348,6 +360,8 @@ def _run(config: Config) -> int:
 
 def _claim(config: Config, held: ExitStack) -> None:
     """What the launcher does before it starts a process; `held` keeps the folder's lock."""
+    if warning := copied_configuration(config):
+        print(warning, flush=True)
     held.enter_context(lock_folder(config.job.dump_folder))
     for change in check_resume(config):
         print(f"going on with {change}", flush=True)
