@@ -53,7 +53,7 @@ def fold_kernel(
         p_to, p_from = p_out + (end - 1 - i) % 2 * half, p_out + (end - i) % 2 * half
         for r in range(0, K, BK):
             b_s = tl.load(p_x + r * V + o_s)
-            if i_m >= 0:
+            if (i_m >= 0) & (i > begin):
                 b_s += _transition(M + (i_m * HV + i_h) * K * K, p_from + i_v * BV, r, K, V, BK, BV, REVERSE)
             tl.store(p_to + r * V + o_s, b_s)
         tl.debug_barrier()  # the next link reads all rows
@@ -62,7 +62,7 @@ def fold_kernel(
 @operator
 def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: Tensor, reverse: bool) -> Tensor:
     """-> [slots, HV, K, V]: for each slot S = 0, and then for its links i, from chain_offsets[slot] to
-    chain_offsets[slot + 1], S = M[m_row[i]] S + S_ext[s_row[i]]; a link whose m_row is -1 begins anew with its S_ext.
+    chain_offsets[slot + 1], S = M[m_row[i]] S + S_ext[s_row[i]]; where m_row is -1, S = S_ext[s_row[i]].
 
     S_ext [.., HV, K, V], M [.., HV, K, K] fp32; chain_offsets [slots + 1], s_row, m_row [links] int32. reverse: with
     the transposes of M.
