@@ -66,8 +66,8 @@ class HostWork(TorchDispatchMode):
         devices = {x.device.type for x in (*args, out) if isinstance(x, torch.Tensor)}
         if op in (aten.lift_fresh.default, aten.lift_fresh_copy.default):
             self.seen["built"] += 1
-        reads_device = op == aten._local_scalar_dense.default and args[0].device == self.device
-        if reads_device and self.device.type != "cpu":
+        reads = op in (aten._local_scalar_dense.default, aten.item.default)
+        if reads and self.device.type != "cpu" and args[0].device.type != "cpu":
             self.seen["read"] += 1
         if self.device.type != "cpu" and "cpu" in devices and op not in ON_HOST:
             self.seen[str(op)] += 1
@@ -76,7 +76,7 @@ class HostWork(TorchDispatchMode):
 
 # Views of tables that are on the CPU, and numbers read from there.
 ON_HOST = {
-    aten._local_scalar_dense.default, aten.detach.default, aten.view.default, aten.is_nonzero.default,
+    aten._local_scalar_dense.default, aten.item.default, aten.detach.default, aten.view.default, aten.is_nonzero.default,
     aten.resolve_conj.default, aten.resolve_neg.default,
 }  # fmt: skip
 
