@@ -76,8 +76,8 @@ class HostWork(TorchDispatchMode):
 
 # Views of tables that are on the CPU, and numbers read from there.
 ON_HOST = {
-    aten._local_scalar_dense.default, aten.item.default, aten.detach.default, aten.view.default, aten.is_nonzero.default,
-    aten.resolve_conj.default, aten.resolve_neg.default,
+    aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default, aten.detach.default,
+    aten.view.default, aten.resolve_conj.default, aten.resolve_neg.default,
 }  # fmt: skip
 
 
