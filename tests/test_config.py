@@ -157,6 +157,47 @@ def test_help_documents_every_key_quickly():
     assert '(default: "stdlib")' in " ".join(shown.split())
 
 
+@pytest.mark.parametrize("argument", ["--parallelism.tensor_parallel_degree=2", "--tensor_parallel_degree"])
+def test_a_capability_that_is_not_here_is_said_so(argument):
+    with pytest.raises(ValueError, match="is not a key: there is no tensor parallelism"):
+        load_config([argument])
+
+
+def test_what_is_here_is_not_called_absent():
+    here = {name for dotted in KEYS for name in dotted.split(".")}
+    assert not here & set(config_module.ABSENT)
+
+
+def test_types_of_a_run_that_is_for_gpus_elsewhere():
+    assert load_config([], cuda=True).training.mixed_precision_param == "bfloat16"
+    assert load_config(["--training.dtype=float64"], cuda=True).training.mixed_precision_param == "float64"
+
+
+def test_help_of_a_section(capsys):
+    with pytest.raises(SystemExit):
+        load_config(["--job.config_file", "none.toml", "--help", "debug"])
+    shown = capsys.readouterr().out
+    assert "--debug.seed" in shown and "--training." not in shown
+    with pytest.raises(ValueError, match=r"--help debugging: sections are job, model, "):
+        load_config(["--help", "debugging"])
+
+
+def test_the_resolved_configuration_says_where_each_value_is_from(toml, capsys, tmp_path):
+    file = toml("[training]\nsteps = 5\nseq_len = 64\n")
+    with pytest.raises(SystemExit) as stop:
+        load_config([*file, "--training.steps=7", "--print-config"])
+    shown = capsys.readouterr().out
+    assert stop.value.code == 0
+    lines = {line.partition(" = ")[0]: line for line in shown.splitlines()}
+    assert "seq_len = 64" in shown and lines["seq_len"].endswith(f"# {file[1]}")
+    assert next(line for line in shown.splitlines() if line.startswith("steps = 7")).endswith("# command line")
+    assert lines["mixed_precision_param"].endswith("# default: auto") and '"float32"' in lines["mixed_precision_param"]
+    assert lines["seed"].endswith("# default")
+    (tmp_path / "again.toml").write_text(shown)
+    again = load_config(["--job.config_file", str(tmp_path / "again.toml")])
+    assert (again.training.steps, again.training.seq_len) == (7, 64)
+
+
 def test_a_configuration_does_not_change():
     with pytest.raises(ValueError, match="frozen"):
         Config().training.steps = 3

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from tools import dry_run
 
+ROOT = Path(__file__).parents[1]
 MOE = MoEConfig(num_experts=8, top_k=2, hidden_dim=32, shared_hidden_dim=32, score="sigmoid", selection_bias=True)
 LATENT = MLA(heads=4, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16)
 MIXED = replace(preset("hybrid", "debug"), pattern=(*preset("hybrid", "debug").pattern, LATENT), num_layers=4)
@@ -76,3 +78,12 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
     assert lines[0].startswith("hybrid/debug: 5") and [line[:5] for line in lines[-2:]] == ["| 2 |", "| 8 |"]
     assert dry_run.main(["--gpus", "3", "--", *run]) == 2
     assert "need a multiple of 2 processes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("config", sorted(ROOT.glob("train_configs/*.toml")), ids=lambda path: path.stem)
+def test_the_shipped_configurations_as_they_are(config: Path, capsys: pytest.CaptureFixture) -> None:
+    """No GPU, no corpus and no tokenizer is here, and the types are those of GPUs."""
+    absent = ["--model.tokenizer_path", "none/tokenizer.json", "--training.dataset", "jsonl"]
+    assert dry_run.main(["--gpus", "8", "--", "--job.config_file", str(config), *absent]) == 0
+    out = capsys.readouterr().out
+    assert "compute bfloat16" in out and "'none/tokenizer.json' is not here: a vocabulary of" in out

@@ -497,7 +497,6 @@ def value_of(folder: Path) -> float:
 
 def test_a_kill_while_a_folder_is_replaced_leaves_either(tmp_path: Path) -> None:
     context, seen = mp.get_context("forkserver"), []
-    context.set_forkserver_preload(["tests.hf_workers"])
     for moment in itertools.count():
         folder = tmp_path / str(moment) / "out"
         folder.parent.mkdir()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -12,10 +13,12 @@ from types import SimpleNamespace
 
 import pytest
 
+import tests.worlds  # noqa: F401 (what the server imports)
 from titan_linear import launch
 from titan_linear.rundir import lock_folder
 
 ROOT = Path(__file__).parents[1]
+FORKSERVER = multiprocessing.get_context("forkserver")
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
@@ -68,18 +71,24 @@ while True:
 """
 
 
+def launch_workers(mode: str, folder: Path, grace: float) -> None:
+    """`run_workers` with two processes of WORKER, in a process of its own that has a terminal's session."""
+    os.setsid()
+    os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT), 2)
+    os.chdir(ROOT)
+    os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{ROOT}"
+    launch.GRACE = grace
+    sys.exit(launch.run_workers("worker", [mode, str(folder)], 2))
+
+
 class Run:
-    """`run_workers` with two processes of WORKER in a given mode."""
+    """A launcher, forked from a server that has imported torch, and its workers."""
 
     def __init__(self, folder: Path, mode: str, grace: float):
         (folder / "worker.py").write_text(WORKER)
         self.folder = folder
-        code = f"import sys; from titan_linear import launch; launch.GRACE = {grace}\n"
-        code += "sys.exit(launch.run_workers('worker', sys.argv[1:], 2))"
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, mode, str(folder)], stderr=subprocess.PIPE, text=True, cwd=ROOT,
-            env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}, start_new_session=True,
-        )  # fmt: skip
+        self.process = FORKSERVER.Process(target=launch_workers, args=(mode, folder, grace))
+        self.process.start()
 
     def events(self, rank: int) -> list[str]:
         path = self.folder / f"rank-{rank}"
@@ -94,10 +103,11 @@ class Run:
 
     def end(self) -> tuple[int, str]:
         """(exit code, stderr)"""
-        _, err = self.process.communicate(timeout=60)
+        self.process.join(60)
+        err = (self.folder / "stderr").read_text()
         assert not any(alive(self.events(rank)) for rank in range(2)), "a worker outlived its launcher"
         assert "Traceback" not in err
-        return self.process.returncode, err
+        return self.process.exitcode, err
 
 
 def alive(events: list[str]) -> bool:
@@ -129,7 +139,7 @@ def start(tmp_path) -> Iterator[Callable[..., Run]]:
         for events in filter(alive, map(run.events, range(2))):  # they should have died with it
             with suppress(ProcessLookupError):
                 os.kill(int(events[0]), signal.SIGKILL)
-        run.process.communicate()
+        run.process.join()
 
 
 def test_a_run_ends_with_its_workers(start):
@@ -148,7 +158,7 @@ def test_a_signal_reaches_every_worker_once_and_lets_it_save(start, number, code
     run.wait_for("ready")
     os.killpg(run.process.pid, number)  # as a terminal does
     time.sleep(0.15)
-    run.process.send_signal(number)  # as a wrapper does that passes signals on
+    os.kill(run.process.pid, number)  # as a wrapper does that passes signals on
     assert run.end()[0] == code
     assert [run.events(rank)[1:] for rank in range(2)] == [["SIGTERM", "saved"]] * 2
 
@@ -156,17 +166,17 @@ def test_a_signal_reaches_every_worker_once_and_lets_it_save(start, number, code
 def test_a_second_interrupt_kills(start):
     run = start("deaf")
     run.wait_for("ready")
-    run.process.send_signal(signal.SIGINT)
+    os.kill(run.process.pid, signal.SIGINT)
     run.wait_for("SIGTERM")
     time.sleep(0.5)
-    run.process.send_signal(signal.SIGINT)
+    os.kill(run.process.pid, signal.SIGINT)
     assert run.end()[0] == 130
 
 
 def test_a_stop_while_workers_start_is_a_stop(start):
     run = start("starting")
     run.wait_for("ready")
-    run.process.send_signal(signal.SIGINT)
+    os.kill(run.process.pid, signal.SIGINT)
     code, err = run.end()
     assert code == 130 and "error" not in err
 
@@ -174,7 +184,7 @@ def test_a_stop_while_workers_start_is_a_stop(start):
 def test_a_failed_save_is_a_failure(start):
     run = start("unsaved", grace=10)
     run.wait_for("ready")
-    run.process.send_signal(signal.SIGTERM)
+    os.kill(run.process.pid, signal.SIGTERM)
     code, err = run.end()
     assert code == 4 and "failed (exit code 4)" in err
 
@@ -287,3 +297,16 @@ def test_a_wrong_ngpu_is_refused(monkeypatch, asked, gpus):
     monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
     with pytest.raises(ValueError, match="NGPU = "):
         launch.process_count()
+
+
+def test_waiting_threads_sleep(monkeypatch):
+    """Spinning, they would take the core from what they wait for on a busy machine. The user's word holds."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    assert launch._environment(0, 1, 1)["OMP_WAIT_POLICY"] == "PASSIVE"
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert launch._environment(0, 1, 1)["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
+def test_help_of_flavors(capsys):
+    assert launch.main(["--job.config_file", "none.toml", "--help", "flavors"]) == 0
+    assert "80B-A3B" in capsys.readouterr().out

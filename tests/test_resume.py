@@ -1,4 +1,8 @@
-"""The command itself: killed and restarted, stopped by a signal, resumed with other degrees, refused."""
+"""The command itself: killed and restarted, stopped by a signal, resumed with other degrees, refused.
+
+Starting processes is most of what a run costs here. What is no question to the command is computed in processes that
+other tests use too (`train_in`), and what the launcher refuses before it starts a process is asked of its `main`.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +12,16 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.worlds import free_port
+from tests.worlds import World, free_port
+from titan_linear import launch
+from titan_linear.config import load_config
+from titan_linear.train import Trainer
 
 ROOT = Path(__file__).parents[1]
 STEPS = 12
@@ -85,35 +93,81 @@ def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
     raise AssertionError(process.communicate()[0])
 
 
-@pytest.fixture(scope="module")
-def uninterrupted(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    finish(start(corpus, folder))
-    assert set(losses(folder)) == set(range(1, STEPS + 1))
+def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> None:
+    os.environ["XDG_CACHE_HOME"] = cache
+    Trainer(load_config(argv)).train()
+
+
+def train_in(world: World, corpus: Path, folder: Path, **overrides: object) -> dict[int, float]:
+    """The same run without the command; its losses."""
+    world.run(train_on_rank, arguments(corpus, folder, **overrides), str(corpus.parent))
     return losses(folder)
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_sigkill_and_restart(mode: str, corpus: Path, tmp_path: Path, uninterrupted: dict[int, float]) -> None:
-    process = start(corpus, tmp_path, checkpoint__async_mode=mode)
-    wait_for_step(process, tmp_path, 8)
-    process.kill()
-    process.wait()
-    time.sleep(0.5)  # the kernel ends the workers, which hold nothing that the restart needs
-    steps = [int(path.name.removeprefix("step-")) for path in (tmp_path / "checkpoint").glob("step-*[0-9]")]
-    assert max(steps) in (3, 6)  # the save before the last may be all there is when the kill meets a save
-    output = finish(start(corpus, tmp_path, checkpoint__async_mode=mode))
-    assert f"going on from step {max(steps)}" in output
+@pytest.fixture(scope="module")
+def uninterrupted(
+    corpus: Path, worlds: Callable[[int], World], tmp_path_factory: pytest.TempPathFactory
+) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    found = train_in(worlds(2), corpus, folder)
+    assert set(found) == set(range(1, STEPS + 1))
+    return found
+
+
+@pytest.fixture
+def answer(corpus: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
+    """answer(code, folder, **keys): what the launcher says in this process before it exits with `code`; it must not
+    start a worker."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    monkeypatch.setattr(launch, "run_workers", lambda *_: pytest.fail("the launcher starts workers"))
+    monkeypatch.setenv("NGPU", "2")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus.parent))
+
+    def answer(code: int, folder: Path, **overrides: object) -> str:
+        capfd.readouterr()
+        try:
+            found = launch.main(arguments(corpus, folder, **overrides))
+        except SystemExit as exit:
+            found = exit.code
+        said = "".join(capfd.readouterr())
+        assert found == code, said
+        return said
+
+    yield answer
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def newest_step(folder: Path) -> int:
+    return max(int(path.name.removeprefix("step-")) for path in (folder / "checkpoint").glob("step-*[0-9]"))
+
+
+def test_sigkill_and_restart(corpus: Path, tmp_path: Path, uninterrupted: dict[int, float], answer: Callable) -> None:
+    """Killed while it saves in either mode, and finished by a third start."""
+    before = None
+    for mode, step in (("disabled", 5), ("async", 8)):
+        process = start(corpus, tmp_path, checkpoint__async_mode=mode)
+        wait_for_step(process, tmp_path, step)
+        process.kill()
+        assert before is None or f"going on from step {before}" in process.communicate()[0]
+        process.wait()
+        time.sleep(0.5)  # the kernel ends the workers, which hold nothing that the restart needs
+        before = newest_step(tmp_path)
+        assert before in (3, 6)  # the save before the last may be all there is when the kill meets a save
+    assert f"going on from step {before}" in finish(start(corpus, tmp_path, checkpoint__async_mode="async"))
     assert losses(tmp_path) == uninterrupted
-    assert "is finished" in finish(start(corpus, tmp_path, checkpoint__async_mode=mode))
+    assert "is finished" in answer(0, tmp_path)
 
 
-def test_from_dp_2_to_cp_2(corpus: Path, tmp_path: Path, uninterrupted: dict[int, float]) -> None:
-    finish(
-        start(corpus, tmp_path, parallelism__context_parallel_degree=1, training__steps=6, lr_scheduler__total_steps=12)
-    )
-    output = finish(start(corpus, tmp_path, training__steps=20), 2)
-    assert "training.steps = 20 would change the learning rate of the 6 steps that are done" in output
+def test_from_dp_2_to_cp_2(
+    corpus: Path, worlds: Callable[[int], World], tmp_path: Path, uninterrupted: dict[int, float], answer: Callable
+) -> None:
+    train_in(
+        worlds(2), corpus, tmp_path, parallelism__context_parallel_degree=1, training__steps=6,
+        lr_scheduler__total_steps=12,
+    )  # fmt: skip
+    output = answer(2, tmp_path, training__steps=20)
+    assert "would change the learning rate of the 6 steps that are done" in output
     output = finish(start(corpus, tmp_path, lr_scheduler__total_steps=12))
     assert "going on from step 6" in output
     resumed = losses(tmp_path)
@@ -121,68 +175,80 @@ def test_from_dp_2_to_cp_2(corpus: Path, tmp_path: Path, uninterrupted: dict[int
     assert max(abs(resumed[s] / uninterrupted[s] - 1) for s in resumed) < 1e-5
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def stopped(process: subprocess.Popen, folder: Path, number: int, code: int) -> int:
+    """A run that a signal ended with a save: the step it reached."""
+    process.send_signal(number)
+    assert "Traceback" not in finish(process, code)
+    reached = max(losses(folder))
+    assert (folder / "checkpoint" / f"step-{reached}").is_dir()
+    return reached
+
+
 def test_a_signal_saves_and_stops(
-    number: int, code: int, corpus: Path, tmp_path: Path, uninterrupted: dict[int, float]
+    corpus: Path, worlds: Callable[[int], World], tmp_path: Path, uninterrupted: dict[int, float]
 ) -> None:
+    """SIGTERM, which a Ctrl-C comes to the workers as too (see the next test)."""
     process = start(corpus, tmp_path, checkpoint__interval=1000)
     wait_for_step(process, tmp_path, 2)
-    process.send_signal(number)
-    output = finish(process, code)
-    assert "Traceback" not in output
-    reached = max(losses(tmp_path))
-    assert reached < STEPS and (tmp_path / "checkpoint" / f"step-{reached}").is_dir()
-    if number == signal.SIGTERM:  # a Ctrl-C comes to the workers as that too
-        finish(start(corpus, tmp_path, checkpoint__interval=1000))
-        assert losses(tmp_path) == uninterrupted
+    assert stopped(process, tmp_path, signal.SIGTERM, 143) < STEPS
+    assert train_in(worlds(2), corpus, tmp_path, checkpoint__interval=1000) == uninterrupted
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"training__seq_len": 65}, "training.seq_len = 65"),
-        ({"training__seq_len": "64.0"}, "training.seq_len"),
-        ({"training__sequence": 64}, "training.seq_len"),
-        ({"parallelism__context_parallel_degree": 3}, "context_parallel_degree = 3"),
-        ({"parallelism__context_parallel_method": "ulysses", "model__flavor": "nano"}, "model.flavor = 'nano'"),
-        ({"model__vocab_size": 100}, "model.vocab_size = 100"),
-        ({"training__dataset_path": "nowhere.jsonl"}, "training.dataset_path = 'nowhere.jsonl'"),
-        ({"checkpoint__load_step": 7}, "checkpoint.load_step = 7"),
-        ({"checkpoint__initial_load_path": "nowhere"}, "checkpoint.initial_load_path"),
-        ({"model__impl": "triton"}, "impl = 'triton'"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_anything_starts(
-    keys: dict[str, object], message: str, corpus: Path, tmp_path: Path
-) -> None:
-    output = finish(start(corpus, tmp_path, **keys), 2)
+REFUSED = [
+    ({"training__seq_len": 65}, "training.seq_len = 65"),
+    ({"training__seq_len": "64.0"}, "training.seq_len"),
+    ({"training__sequence": 64}, "training.seq_len"),
+    ({"parallelism__context_parallel_degree": 3}, "context_parallel_degree = 3"),
+    ({"parallelism__context_parallel_method": "ulysses", "model__flavor": "nano"}, "model.flavor = 'nano'"),
+    ({"model__vocab_size": 100}, "model.vocab_size = 100"),
+    ({"training__dataset_path": "nowhere.jsonl"}, "training.dataset_path = 'nowhere.jsonl'"),
+    ({"checkpoint__load_step": 7}, "checkpoint.load_step = 7"),
+    ({"checkpoint__initial_load_path": "nowhere"}, "checkpoint.initial_load_path"),
+    ({"model__impl": "triton"}, "impl = 'triton'"),
+]
+
+
+def is_refused(output: str, message: str, folder: Path) -> None:
     assert message in output and "Traceback" not in output and "\nerror: " in f"\n{output}"
-    assert not (tmp_path / "metrics.jsonl").exists()
+    assert not (folder / "metrics.jsonl").exists()
 
 
-def test_a_run_in_its_folder(corpus: Path, tmp_path: Path) -> None:
-    """Held by a live run; then damaged; then asked for another model: each is refused, and nothing is lost."""
+@pytest.mark.parametrize(("keys", "message"), REFUSED[:-1])
+def test_what_cannot_run_is_refused_before_anything_starts(
+    keys: dict[str, object], message: str, tmp_path: Path, answer: Callable
+) -> None:
+    is_refused(answer(2, tmp_path, **keys), message, tmp_path)
+
+
+def test_the_command_refuses(corpus: Path, tmp_path: Path) -> None:
+    """The process itself, in which kernels are not interpreted as they are here."""
+    keys, message = REFUSED[-1]
+    is_refused(finish(start(corpus, tmp_path, **keys), 2), message, tmp_path)
+
+
+def test_a_run_in_its_folder(corpus: Path, tmp_path: Path, answer: Callable) -> None:
+    """Held by a live run, until Ctrl-C; then damaged; then asked for another model: each is refused, and nothing is
+    lost."""
     process = start(corpus, tmp_path, training__steps=400)
     wait_for_step(process, tmp_path, 4)
-    assert "in use by another run" in finish(start(corpus, tmp_path), 2)
-    process.send_signal(signal.SIGTERM)
-    finish(process, 143)
+    assert "in use by another run" in answer(2, tmp_path)
+    reached = stopped(process, tmp_path, signal.SIGINT, 130)
+    assert reached < 400 and reached == newest_step(tmp_path)
     for keys, message in (
         ({"training__seq_len": 128}, "training.seq_len: 64 → 128"),
         ({"debug__seed": 1}, "debug.seed"),
     ):
-        assert message in finish(start(corpus, tmp_path, training__steps=400, **keys), 2)
+        assert message in answer(2, tmp_path, training__steps=400, **keys)
     content = corpus.read_bytes()
     corpus.write_bytes(content.replace(b"a", b"b"))
-    assert "another corpus" in finish(start(corpus, tmp_path, training__steps=400), 2)
+    assert "another corpus" in answer(2, tmp_path, training__steps=400)
     corpus.write_bytes(content)
-    newest = max((tmp_path / "checkpoint").glob("step-*"), key=lambda path: int(path.name.removeprefix("step-")))
-    shard = newest / "__1_0.distcp"
+    shard = tmp_path / f"checkpoint/step-{reached}/__1_0.distcp"
     content = shard.read_bytes()
     shard.write_bytes(content[:1000] + bytes(4096) + content[5096:])
-    assert "was altered since it was saved" in finish(start(corpus, tmp_path, training__steps=400), 2)
+    assert "was altered since it was saved" in answer(2, tmp_path, training__steps=400)
     shard.unlink()
-    assert "is missing" in finish(start(corpus, tmp_path, training__steps=400), 2)
+    assert "is missing" in answer(2, tmp_path, training__steps=400)
     assert (tmp_path / "metrics.jsonl").exists()
 
 

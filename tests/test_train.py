@@ -24,7 +24,9 @@ from titan_linear.config import load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.groups import set_timeout
 from titan_linear.models.config import MoEConfig
+from titan_linear.models.presets import OWN
 from titan_linear.preflight import preflight
+from titan_linear.process import be_deterministic
 from titan_linear.train import NonFinite, Trainer, WriteFailed
 
 STEPS = 20
@@ -41,6 +43,14 @@ BASE = {
     "metrics.enable_tensorboard": "false",
 }
 FLOAT64 = {"training.dtype": "float64"}
+
+# The debug hybrid with half its widths, a flavor of these tests: the same layers, ratios of heads and options.
+SMALL = replace(
+    OWN["hybrid"]["debug"], dim=64, hidden_dim=128,
+    pattern=tuple(replace(mixer, head_dim=16, **({"v_head_dim": 16} if mixer.linear else {}))
+                  for mixer in OWN["hybrid"]["debug"].pattern),
+)  # fmt: skip
+SMALL_HYBRID = {"model.name": "hybrid", "model.flavor": "small"}
 
 # name: (processes, what differs from one process). local_batch_size 1 makes four micro-steps of a step.
 SPLITS = {
@@ -100,6 +110,7 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             file.write(json.dumps({"text": " ".join(words[i] for i in picks)[:length]}) + "\n")
     patch = pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", str(folder))
+    patch.setitem(OWN["hybrid"], "small", SMALL)
     yield folder / "corpus.jsonl"
     patch.undo()
 
@@ -116,13 +127,15 @@ def train_on_rank(
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses and gradient norms of all steps, and the whole weights after them."""
     os.environ["XDG_CACHE_HOME"] = cache
+    OWN["hybrid"]["small"] = SMALL
     trainer = Trainer(load_config(argv))
     numbers = [trainer.train_step() for _ in range(trainer.config.training.steps)]
-    weights = {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
-        for name, p in trainer.model.named_parameters()
-    }
-    return [n["loss"] for n in numbers], [n["grad_norm"] for n in numbers], weights
+    return [n["loss"] for n in numbers], [n["grad_norm"] for n in numbers], whole_weights(trainer)
+
+
+def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    named = trainer.model.named_parameters()
+    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in named}
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +161,10 @@ def worst(a: list[float], b: list[float]) -> float:
 @pytest.mark.parametrize("name", SPLITS)
 def test_float64_runs_are_equal(name: str, corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
     processes, keys = SPLITS[name]
-    losses, norms, weights = one_process(FLOAT64)
-    for rank in worlds(processes).run(train_on_rank, arguments(corpus, FLOAT64, keys), str(corpus.parent)):
+    losses, norms, weights = one_process(SMALL_HYBRID | FLOAT64)
+    for rank in worlds(processes).run(
+        train_on_rank, arguments(corpus, SMALL_HYBRID, FLOAT64, keys), str(corpus.parent)
+    ):
         assert worst(rank[0], losses) < 1e-9 and worst(rank[1], norms) < 1e-9
         errors = {n: ((rank[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()}
         assert max(errors.values()) < 1e-9, errors
@@ -159,8 +174,8 @@ def test_float64_runs_are_equal(name: str, corpus: Path, worlds: Callable[[int],
 @pytest.mark.parametrize("name", [name for name in SPLITS if name not in FLOAT64_ONLY])
 def test_float32_runs_are_equal(name: str, corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
     processes, keys = SPLITS[name]
-    losses, norms, _ = one_process({})
-    for rank in worlds(processes).run(train_on_rank, arguments(corpus, keys), str(corpus.parent)):
+    losses, norms, _ = one_process(SMALL_HYBRID)
+    for rank in worlds(processes).run(train_on_rank, arguments(corpus, SMALL_HYBRID, keys), str(corpus.parent)):
         assert worst(rank[0], losses) < 1e-5 and worst(rank[1], norms) < 1e-3
 
 
@@ -354,6 +369,57 @@ def test_a_write_that_breaks_off_in_pytorch_is_one_line(
     said = worlds(2).run(broken_write, arguments(corpus, keys), str(corpus.parent))
     why = "saving step-1 failed: PytorchStreamWriter failed writing file data/0"
     assert said == [f"WriteFailed: rank {rank}: {why}" for rank in range(2)]
+
+
+# --- On GPUs ---------------------------------------------------------------------------------------------------------
+
+
+def train_on_gpus(rank: int, world_size: int, argv: list[str], cache: str) -> dict[str, torch.Tensor]:
+    """A whole run with deterministic algorithms; the whole weights after it."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    be_deterministic()
+    try:
+        trainer = Trainer(load_config(argv))
+        assert trainer.device == torch.device("cuda", rank)
+        trainer.train()
+        return {name: p.cpu() for name, p in whole_weights(trainer).items()}
+    finally:
+        torch.use_deterministic_algorithms(False)
+        set_timeout([dist.group.WORLD], timedelta(minutes=5))
+
+
+def reported(folder: Path) -> list[tuple[int, float, float]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(line["step"], line["loss"], line["grad_norm"]) for line in lines]
+
+
+@pytest.mark.cuda(2)
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+@pytest.mark.parametrize("split", ["dp 2", "cp 2", "cp 2 zig-zag"])
+def test_resumed_on_two_gpus(
+    split: str, async_mode: str, corpus: Path, worlds: Callable[..., World], tmp_path: Path, one_process: Callable
+) -> None:
+    """In bfloat16: what is resumed equals what was not interrupted bit by bit, and begins as one process on the CPU."""
+    keys = SPLITS[split][1] | {"training.steps": 8, "lr_scheduler.total_steps": 8, "metrics.log_freq": 1,
+                               "checkpoint.enable": "true", "checkpoint.interval": 4,
+                               "checkpoint.async_mode": async_mode}  # fmt: skip
+
+    def train(folder: str, steps: int) -> list[dict[str, torch.Tensor]]:
+        argv = arguments(corpus, keys, {"training.steps": steps, "job.dump_folder": tmp_path / folder})
+        preflight(load_config(argv), world_size=2)
+        return worlds(2, "nccl").run(train_on_gpus, argv, str(corpus.parent))
+
+    whole = train("whole", 8)
+    train("parts", 5)
+    resumed = train("parts", 8)
+    assert reported(tmp_path / "parts") == reported(tmp_path / "whole")
+    for a, b in zip(whole, resumed, strict=True):
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    losses, _, _ = one_process({"training.steps": 8})
+    assert worst([loss for _, loss, _ in reported(tmp_path / "whole")][:3], losses[:3]) < 5e-3
+
+
+# --- Errors ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Worlds of processes that tests share: spawned once per size, reused by every test of that size.
+"""Worlds of processes that tests share: started once per size, reused by every test of that size.
 
 def check(rank, world_size, argument): ...          # module-level, so that a child can import it
 results = worlds(4).run(check, argument)            # one result per rank; a failure raises here
@@ -6,6 +6,7 @@ results = worlds(4).run(check, argument)            # one result per rank; a fai
 
 from __future__ import annotations
 
+import gc
 import os
 import socket
 import traceback
@@ -15,6 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+
+# What most processes of tests import, imported once, in the server that they are forked from. No Triton kernel may be
+# among it: where there are GPUs, only the forked process knows whether it interprets them.
+mp.set_forkserver_preload(["titan_linear.train", "tests.hf_workers", "tests.test_checkpoint"])
 
 
 def free_port() -> int:
@@ -29,7 +34,9 @@ def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue,
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
                       WORLD_SIZE=str(world_size))  # fmt: skip
     if backend == "nccl":
+        os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic algorithms want, before cuBLAS starts
         torch.cuda.set_device(rank)
+        backend = "cpu:gloo,cuda:nccl"  # as in a run
     else:  # on the CPU, on a machine with GPUs too
         os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
     dist.init_process_group(backend, rank=rank, world_size=world_size)
@@ -39,14 +46,23 @@ def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue,
             results.put((rank, fn(rank, world_size, *args), None))
         except Exception:
             results.put((rank, None, traceback.format_exc()))
+        _destroy_own_groups()
     dist.destroy_process_group()
+
+
+def _destroy_own_groups() -> None:
+    """The groups that a test made. The threads of each wake up a hundred times a second for as long as it lives."""
+    gc.collect()
+    for group in list(dist.distributed_c10d._world.pg_map):
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
 
 
 class World:
     """`world_size` processes with a group of `backend`, waiting for functions to run."""
 
     def __init__(self, world_size: int, backend: str):
-        context = mp.get_context("spawn")
+        context = mp.get_context("spawn" if backend == "nccl" else "forkserver")
         self.world_size, self.broken = world_size, False
         self.results = context.Queue()
         self.tasks = [context.Queue() for _ in range(world_size)]

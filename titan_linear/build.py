@@ -26,6 +26,7 @@ from titan_linear.ops.support import Choice, choose_implementations
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
 FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}  # of a model that several architectures hold
+VOCAB_MULTIPLE = 64  # of a vocabulary that follows the tokenizer: whole tiles of a product, and even shards
 T = TypeVar("T")
 
 
@@ -69,13 +70,13 @@ def build_streams(config: Config, tokenizer: Tokenizer) -> tuple[PackedStreams, 
 
 
 def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
-    """The preset, or the model of a Hugging Face folder, checked against the tokenizer."""
-    vocab_size = config.model.vocab_size or None
-    if config.model.flavor == "hf":
-        _, model = under_key("model.flavor = 'hf'", read_model, Path(hf_assets(config)))
-        model = model if vocab_size is None else replace(model, vocab_size=vocab_size)
-    else:
-        model = preset(config.model.name, config.model.flavor, vocab_size)
+    """The preset, or the model of a Hugging Face folder, checked against the tokenizer.
+
+    A preset that is trained from drawn weights gets a larger vocabulary where the tokenizer needs one.
+    """
+    model = model_without_tokenizer(config)
+    if model.vocab_size < tokenizer.vocab_size and _follows_tokenizer(config):
+        model = replace(model, vocab_size=-(-tokenizer.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE)
     if model.vocab_size < tokenizer.vocab_size:
         what, remedy = f"model.vocab_size = {model.vocab_size}", f"model.vocab_size to at least {tokenizer.vocab_size}"
         if config.model.flavor == "hf":
@@ -85,7 +86,36 @@ def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
             f"{what} is smaller than that of the tokenizer {tokenizer_path(config) or 'of bytes'!r}, "
             f"{tokenizer.vocab_size}; set {remedy}"
         )
+    return model
+
+
+def model_without_tokenizer(config: Config) -> ModelConfig:
+    """`model_config` before the tokenizer is known: a preset with its own vocabulary."""
+    vocab_size = config.model.vocab_size or None
+    if config.model.flavor == "hf":
+        _, model = under_key("model.flavor = 'hf'", read_model, Path(hf_assets(config)))
+        model = model if vocab_size is None else replace(model, vocab_size=vocab_size)
+    else:
+        model = preset(config.model.name, config.model.flavor, vocab_size)
     return balance_experts(model, config)
+
+
+def _follows_tokenizer(config: Config) -> bool:
+    """Nothing says how large the vocabulary is: neither a key, nor a model or weights from elsewhere."""
+    elsewhere = config.model.flavor == "hf" or hf_weights(config) or config.checkpoint.initial_load_path
+    return not (config.model.vocab_size or elsewhere)
+
+
+def vocabulary(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> str:
+    """For the console, where the model's vocabulary is not the preset's, or far from the tokenizer's; else ""."""
+    rows, used = model.vocab_size, tokenizer.vocab_size
+    if not _follows_tokenizer(config):
+        return ""
+    if rows != (own := model_without_tokenizer(config).vocab_size):
+        return f"model.vocab_size = {rows}: the tokenizer's {used}, rounded up; {config.model.flavor!r} alone has {own}"
+    if rows > 2 * max(used, VOCAB_MULTIPLE) and rows - used > 1024:
+        return f"model.vocab_size = {rows} is the preset's; the tokenizer uses {used}: a new run can set fewer"
+    return ""
 
 
 def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:

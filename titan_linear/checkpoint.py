@@ -8,6 +8,7 @@
         manifest.json      size and CRC-32 of every file above
       step-200.tmp/        a save in progress, or what a killed one or a killed removal left: the next save removes it
       abandoned-DATE/      checkpoints of a future that the run left by going on from an earlier step
+      rewound.json         the checkpoint.load_step that the run has gone back to; the same command goes on from here
 
 A save fills step-N.tmp, every rank syncs its own files and reads them back for their checksums, rank 0 adds the
 manifest and renames. So SIGKILL costs at most the save in progress. DCP notices a truncated file but not an altered
@@ -44,9 +45,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from titan_linear.rundir import checkpoints_of
+from titan_linear.rundir import checkpoints_of, unused
 
-MANIFEST, PROGRESS, METADATA = "manifest.json", "progress.json", ".metadata"
+MANIFEST, PROGRESS, METADATA, REWOUND = "manifest.json", "progress.json", ".metadata", "rewound.json"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # names are compared here, with better words
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
 BLOCK = 1 << 20  # bytes read at a time
@@ -129,7 +130,7 @@ class Checkpointer:
             ValueError: it is not there, holds weights only, or is of another model.
         """
         self.wait()
-        path = self.folder / f"step-{find_step(self.folder, step)}"
+        path = self.folder / f"step-{_whole_step(self.folder, step)}"
         optimizer.zero_grad()  # with gradients around, DCP cannot make the state that it loads into
         moments, rest = _optimizer_state(model, optimizer)
         state = {"model": weights(model), "optimizer": moments}
@@ -208,19 +209,9 @@ class Checkpointer:
         (tmp / MANIFEST).write_text(json.dumps({"files": files}, indent=2))
         sync(tmp / MANIFEST)
         sync(tmp)
-        self._set_aside(step)
+        _set_aside(self.folder, step, f"this run came to step {step} another way")
         tmp.rename(self.folder / f"step-{step}")
         sync(self.folder)
-
-    def _set_aside(self, step: int) -> None:
-        """A run's steps ascend: checkpoints of this step and later ones are of a future that it has left."""
-        if left := [path for number, path in _step_folders(self.folder).items() if number >= step]:
-            aside = self.folder / time.strftime("abandoned-%Y%m%d-%H%M%S")
-            aside.mkdir(exist_ok=True)
-            for path in left:
-                path.rename(aside / path.name)
-            names = ", ".join(sorted(path.name for path in left))
-            print(f"checkpoint: {names} moved to '{aside}': this run came to step {step} another way", flush=True)
 
     def _prune(self, step: int) -> None:
         older = [old for old in whole_steps(self.folder) if old < step]
@@ -330,12 +321,65 @@ def whole_steps(folder: Path) -> list[int]:
 def find_step(folder: Path, load_step: int) -> int | None:
     """The step to go on from: `load_step`, or for −1 the newest whole one, None if there is none.
 
+    A run that has gone back to `load_step` already (see `rewind`) goes on from its newest, too.
+
     Raises:
         ValueError: there is no whole checkpoint of `load_step`.
     """
     steps = whole_steps(folder)
-    if load_step == -1:
+    if load_step == -1 or (steps and steps[-1] > load_step == _rewound_to(folder)):
         return steps[-1] if steps else None
+    return _whole_step(folder, load_step)
+
+
+def rewind(folder: Path, step: int, load_step: int) -> None:
+    """The run goes on from `step`, which checkpoint.load_step chose: later steps are set aside, and that is noted.
+
+    Killed in the middle, the next start does the rest: the note comes last. A start without a load_step or with another
+    one forgets it. On rank 0.
+
+    Raises:
+        ValueError: the folder cannot be written.
+    """
+    try:
+        if load_step == -1:
+            (folder / REWOUND).unlink(missing_ok=True)
+        elif _rewound_to(folder) != load_step:
+            _set_aside(folder, step + 1, f"this run goes on from checkpoint.load_step = {load_step}")
+            new = folder / f"{REWOUND}.new"
+            new.write_text(json.dumps({"load_step": load_step}) + "\n")
+            sync(new)
+            new.rename(folder / REWOUND)
+            sync(folder)
+    except OSError as error:
+        raise ValueError(
+            f"checkpoint.load_step = {load_step}: '{folder}' cannot be written: {describe(error)}"
+        ) from error
+
+
+def _rewound_to(folder: Path) -> int | None:
+    file = folder / REWOUND
+    try:
+        return json.loads(file.read_bytes())["load_step"]
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"'{file}', which this program writes, cannot be read: {error!r}; move it away") from None
+
+
+def _set_aside(folder: Path, step: int, why: str) -> None:
+    """A run's steps ascend: checkpoints of this step and later ones are of a future that it has left."""
+    if left := [path for number, path in _step_folders(folder).items() if number >= step]:
+        aside = unused(folder / time.strftime("abandoned-%Y%m%d-%H%M%S"))
+        aside.mkdir()
+        for path in left:
+            path.rename(aside / path.name)
+        names = ", ".join(sorted(path.name for path in left))
+        print(f"checkpoint: {names} moved to '{aside}': {why}", flush=True)
+
+
+def _whole_step(folder: Path, load_step: int) -> int:
+    steps = whole_steps(folder)
     if load_step not in steps:
         raise ValueError(
             f"checkpoint.load_step = {load_step}: there is no whole checkpoint of this step in '{folder}'; "

@@ -15,6 +15,7 @@ import difflib
 import json
 import math
 import sys
+from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -40,6 +41,9 @@ class Job(_Strict):
     """Folder of the run. The same command in the same folder goes on from its newest whole checkpoint."""
     description: str = ""
     """Free text, kept with the run."""
+    start_anew: bool = False
+    """Begin again in a folder whose run left no checkpoint, under any configuration; what it left is set aside. Where
+    there is a checkpoint the run goes on from it."""
 
 
 class Model(_Strict):
@@ -48,13 +52,14 @@ class Model(_Strict):
     name: Literal["hybrid", "kda", "gdn", "qwen3.5", "qwen3-next", "olmo-hybrid", "kimi-linear"] = "hybrid"
     """Family: linear layers of KDA or GDN only, a pattern with softmax attention, or a published hybrid."""
     flavor: str = Field("debug", min_length=1)
-    """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ...; hf: the model of model.hf_assets_path, whatever
-    model.name is."""
+    """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ... (--help flavors lists them); hf: the model of
+    model.hf_assets_path, whatever model.name is."""
     hf_assets_path: str = ""
     """Hugging Face folder: its config.json is flavor hf, and its tokenizer the default; empty: the folder of
     checkpoint.initial_load_in_hf."""
     vocab_size: int = Field(0, ge=0)
-    """Rows of the embedding and the head, at least the tokenizer's vocabulary; 0: the preset's."""
+    """Rows of the embedding and the head, at least the tokenizer's vocabulary; 0: the preset's, or where that is too
+    small for the tokenizer and the weights are drawn, the tokenizer's, rounded up to a multiple of 64."""
     tokenizer_path: str = ""
     """A Hugging Face tokenizer.json, or the folder that holds it; empty: that of the run's Hugging Face folder if it
     has one, else bytes are tokens."""
@@ -166,7 +171,8 @@ class Checkpoint(_Strict):
     keep_latest_k: int = Field(10, ge=0)
     """Older checkpoints than the latest k are removed; 0 keeps all."""
     load_step: int = Field(-1, ge=-1)
-    """Step to go on from; -1: the newest whole checkpoint."""
+    """Step to go back to, once: later ones are set aside, and the same command started again goes on from its newest;
+    -1: the newest whole checkpoint."""
     initial_load_path: str = ""
     """Checkpoint whose weights start a run that has none of its own."""
     initial_load_in_hf: bool = False
@@ -219,7 +225,7 @@ class Validation(_Strict):
     freq: int = Field(100, ge=1)
     """Training steps between validations; the last step is always validated."""
     steps: int = Field(-1, ge=-1)
-    """Batches of a validation; -1: all held-out documents."""
+    """Streams of a validation, over all ranks; -1: all held-out documents."""
     local_batch_size: int = Field(1, ge=1)
     """Streams of one validation batch on one data-parallel rank."""
 
@@ -277,36 +283,78 @@ class Config(_Strict):
 SECTIONS: dict[str, type[_Strict]] = {name: field.annotation for name, field in Config.model_fields.items()}
 KEYS = {f"{section}.{key}": field for section, cls in SECTIONS.items() for key, field in cls.model_fields.items()}
 
+PRINT = "--print-config"
+
+# Keys and sections of TorchTitan whose capability is not here, and what there is.
+ABSENT = {
+    "tensor_parallel_degree": "there is no tensor parallelism; parallelism.context_parallel_degree splits the streams, "
+    "parallelism.data_parallel_shard_degree the parameters",
+    "pipeline_parallel_degree": "there is no pipeline parallelism; parallelism.data_parallel_shard_degree splits the "
+    "parameters",
+    "expert_parallel_degree": "there is no expert parallelism; parallelism.data_parallel_shard_degree splits the "
+    "experts as it does all parameters",
+    "compile": "nothing is compiled by torch.compile here; the linear layers run Triton's kernels on GPUs",
+    "float8": "there is no float8; training.mixed_precision_param is the type of compute",
+}
+
 
 # --- Reading ---------------------------------------------------------------------------------------------------------
 
 
-def load_config(argv: list[str]) -> Config:
+def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
     """The run that `argv` (without the program's name) asks for, with every "auto" of its types resolved.
+
+    Args:
+        cuda: whether it is for GPUs; by default, whether there are any here.
 
     Raises:
         ValueError: an unreadable file, an unknown key, a value of another type or out of range.
-        SystemExit: after `--help`.
+        SystemExit: after `--help` and `--print-config`.
     """
-    overrides = _read_command_line(argv)
+    prints = PRINT in argv
+    overrides = _read_command_line([argument for argument in argv if argument != PRINT])
     _validate(overrides, "command line")
     tables: dict[str, Any] = {}
-    if path := overrides.get("job", {}).get("config_file"):
+    path = overrides.get("job", {}).get("config_file", "")
+    if path:
         tables = _read_toml(path)
         _validate(tables, path)
         if "config_file" in tables.get("job", {}):
             raise ValueError(f"{path}: job.config_file belongs on the command line; remove it from the file")
     merged = {name: tables.get(name, {}) | overrides.get(name, {}) for name in SECTIONS}
-    return _resolve(_validate(merged, "configuration"))
+    given = _validate(merged, "configuration")
+    config = _resolve(given, cuda)
+    if prints:
+        sources = {"command line": overrides, path: tables}
+        print(config_to_toml(config, _origins(config, given, sources)), end="")
+        raise SystemExit(0)
+    return config
 
 
-def config_to_toml(config: Config) -> str:
-    """TOML that starts the same run; `job.config_file` is left out, as it names where a run came from."""
+def config_to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
+    """TOML that starts the same run; `job.config_file` is left out, as it names where a run came from.
+
+    Args:
+        origins: "section.key" → where its value is from, for a comment beside it.
+    """
     tables = []
     for section, values in config.model_dump(exclude={"job": {"config_file"}}).items():
         lines = [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+        if origins:
+            lines = [f"{line:<48}  # {origins[f'{section}.{key}']}" for line, key in zip(lines, values, strict=True)]
         tables.append("\n".join([f"[{section}]", *lines]))
     return "\n\n".join(tables) + "\n"
+
+
+def _origins(config: Config, given: Config, sources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Where each value is from: the first of the sources that has it, or its default; and whether "auto" chose it."""
+    origins = {}
+    for dotted in KEYS:
+        section, key = dotted.split(".")
+        origins[dotted] = next((name for name, source in sources.items() if key in source.get(section, {})), "default")
+        if getattr(getattr(config, section), key) != getattr(getattr(given, section), key):
+            origins[dotted] += ": auto"
+    return origins
 
 
 def _toml_value(value: bool | int | float | str) -> str:
@@ -352,17 +400,37 @@ def _typed(text: str, annotation: type) -> bool | int | float | str:
     return text
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(only: str = "") -> argparse.ArgumentParser:
+    """Of all keys, or of those of one section."""
     parser = argparse.ArgumentParser(
         prog="run_train.sh", usage="%(prog)s [--section.key value ...]", argument_default=argparse.SUPPRESS,
         description="Train a linear-attention or hybrid language model.", allow_abbrev=False, exit_on_error=False,
+        add_help=False,
     )  # fmt: skip
+    if not only:
+        about = parser.add_argument_group("about")
+        about.add_argument("-h", "--help", action=_Help, nargs="?", metavar="SECTION", help="the keys, of all sections "
+                           "or of one; --help flavors: the presets of every model.name")  # fmt: skip
+        about.add_argument(PRINT, action="store_true", help="print the resolved configuration, and where each value is "
+                           "from; nothing is started")  # fmt: skip
     for section, cls in SECTIONS.items():
+        if only not in ("", section):
+            continue
         group = parser.add_argument_group(f"[{section}]", cls.__doc__)
         for key, field in cls.model_fields.items():
             text = f"{field.description} (default: {_toml_value(field.default)})".replace("%", "%%")
             group.add_argument(f"--{section}.{key}", metavar=_type_name(field.annotation), help=text)
     return parser
+
+
+class _Help(argparse.Action):
+    """All keys, or those of a section."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: object, section: str | None, option: str = "") -> None:
+        if section is not None and section not in SECTIONS:
+            raise ValueError(f"{option} {section}: sections are {', '.join(SECTIONS)}; --help flavors lists presets")
+        (_parser(section) if section else parser).print_help()
+        raise SystemExit(0)
 
 
 def _type_name(annotation: type) -> str:
@@ -392,7 +460,10 @@ def _explain(error: Any) -> str:
 
 
 def _nearest(key: str) -> str:
-    """A suggestion for an unknown key or section: the same name elsewhere, or the most alike."""
+    """A suggestion for an unknown key or section: what there is instead, the same name elsewhere, or the most alike."""
+    for name in key.split("."):
+        if name in ABSENT:
+            return f": {ABSENT[name]}"
     namesakes = [dotted for dotted in KEYS if dotted.endswith("." + key.rpartition(".")[2])]
     sure = len(namesakes) == 1 or (namesakes and "." not in key)
     near = difflib.get_close_matches(key, namesakes or [*KEYS, *SECTIONS], n=1, cutoff=0.0 if sure else 0.6)
@@ -402,12 +473,13 @@ def _nearest(key: str) -> str:
 # --- Meaning ---------------------------------------------------------------------------------------------------------
 
 
-def _resolve(config: Config) -> Config:
+def _resolve(config: Config, cuda: bool | None) -> Config:
     """Fill in the types that depend on the device, so that the saved configuration says what was computed."""
     training, auto = config.training, {}
     wide = training.dtype == "float64"
     if training.mixed_precision_param == "auto":
-        auto["mixed_precision_param"] = "float64" if wide else "bfloat16" if _on_cuda() else "float32"
+        cuda = _on_cuda() if cuda is None and not wide else cuda
+        auto["mixed_precision_param"] = "float64" if wide else "bfloat16" if cuda else "float32"
     if training.mixed_precision_reduce == "auto":
         auto["mixed_precision_reduce"] = "float64" if wide else "float32"
     return config.model_copy(update={"training": training.model_copy(update=auto)})

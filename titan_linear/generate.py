@@ -10,6 +10,7 @@ Decoding equals one forward over the whole text, and a row's text depends on (se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +30,12 @@ class Sampling:
     temperature: float = 0.0  # 0: the likeliest token
     top_p: float = 1.0  # draw among the likeliest tokens whose probabilities reach top_p
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < math.inf:
+            raise ValueError(f"temperature = {self.temperature} must be 0 (the likeliest token) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p = {self.top_p} must be above 0 and at most 1")
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,12 @@ import subprocess
 import sys
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from types import FrameType
 
 from titan_linear.config import check_config, load_config
 from titan_linear.process import LAUNCHER
-from titan_linear.rundir import check_resume, lock_folder
+from titan_linear.rundir import check_resume, copied_configuration, lock_folder
 
 GRACE = 5.0  # seconds
 
@@ -35,10 +36,17 @@ def main(argv: list[str]) -> int:
     """Check, then run. The exit code: 0, 2 for a user's mistake, 130, 143, or a failed worker's."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit_now)
+    if asks_for_flavors(argv):
+        from titan_linear.models.presets import flavors
+
+        print(flavors())
+        return 0
     try:
         config = load_config(argv)
         world_size = process_count()
         check_config(config, world_size)
+        if warning := copied_configuration(config):
+            print(warning, flush=True)
         lock = lock_folder(config.job.dump_folder)
         for change in check_resume(config):
             print(f"going on with {change}", flush=True)
@@ -50,6 +58,10 @@ def main(argv: list[str]) -> int:
         return 2
     with lock:
         return run_workers("titan_linear.train", argv, world_size)
+
+
+def asks_for_flavors(argv: list[str]) -> bool:
+    return any(flag in ("-h", "--help") and what == "flavors" for flag, what in pairwise(argv))
 
 
 def process_count() -> int:
@@ -94,6 +106,8 @@ def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     return {
         "OMP_NUM_THREADS": str(max(1, cores // world_size)),
+        # Threads that wait sleep: spinning, they take the core that the one they wait for needs, where others work too.
+        "OMP_WAIT_POLICY": "PASSIVE",
         **os.environ,
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),

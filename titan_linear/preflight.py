@@ -16,14 +16,22 @@ from titan_linear.build import (
     open_corpora,
     tokenizer_path,
     under_key,
+    vocabulary,
 )
-from titan_linear.checkpoint import find_step, holds_optimizer, read_progress, verify, weights_path
+from titan_linear.checkpoint import REWOUND, find_step, holds_optimizer, read_progress, verify, weights_path
 from titan_linear.config import Config, check_config, hf_weights, load_config
 from titan_linear.data import Tokenizer, build_tokenizer, verify_corpus
 from titan_linear.hf_io import check_folder
 from titan_linear.models.config import ModelConfig
 from titan_linear.optim import learning_rate
-from titan_linear.rundir import CONFIG
+from titan_linear.rundir import CONFIG, finished_without_checkpoint
+
+# What checkpoints know by its content, and the key that brings it.
+CONTENT = {
+    "corpus": ("corpus", "training.dataset_path"),
+    "validation": ("validation corpus", "validation.dataset_path"),
+    "tokenizer": ("tokenizer", "model.tokenizer_path"),
+}
 
 
 def preflight(config: Config, world_size: int) -> None:
@@ -34,8 +42,16 @@ def preflight(config: Config, world_size: int) -> None:
         SystemExit: the run in this folder is finished.
     """
     check_config(config, world_size)
+    if finished_without_checkpoint(config) and not config.job.start_anew:
+        print(
+            f"the run in {config.job.dump_folder!r} is finished and left no checkpoint: --job.start_anew true trains "
+            "it again (and sets its metrics aside), another job.dump_folder starts another run"
+        )
+        raise SystemExit(0)
     tokenizer = build_tokenizer(tokenizer_path(config))
     model = model_config(config, tokenizer)
+    if line := vocabulary(config, model, tokenizer):
+        print(line, flush=True)
     check_heads(model, config)
     _check_hugging_face(config, model, tokenizer)
     implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -45,7 +61,10 @@ def preflight(config: Config, world_size: int) -> None:
         print(corpus.summary, flush=True)
     build_streams(config, tokenizer)
     if config.checkpoint.enable:
-        _check_checkpoint(config, {"corpus": corpora[0].fingerprint, "tokenizer": tokenizer.fingerprint})
+        data = {"corpus": corpora[0].fingerprint, "tokenizer": tokenizer.fingerprint}
+        if len(corpora) > 1:
+            data["validation"] = corpora[1].fingerprint
+        _check_checkpoint(config, data)
 
 
 def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -66,7 +85,14 @@ def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
             verify(weights_path(Path(c.initial_load_path)))
         return
     verify(folder / f"step-{step}")
-    if step >= config.training.steps and c.load_step == -1:
+    rewound = c.load_step not in (-1, step)
+    if rewound:
+        print(
+            f"going on from step {step}: the run went back to checkpoint.load_step = {c.load_step} before; to do so "
+            f"again, move '{folder / REWOUND}' away",
+            flush=True,
+        )
+    if step >= config.training.steps and (c.load_step == -1 or rewound):
         print(f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}")
         if c.last_save_in_hf and not export_folder(config).exists():
             print(f"its Hugging Face folder is not there; python -m tools.convert to-hf '{folder}' FOLDER makes one")
@@ -78,11 +104,12 @@ def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
         )
     check_schedule(config, step)
     progress = read_progress(folder / f"step-{step}")
-    for key, what in (("corpus", "training.dataset_path"), ("tokenizer", "model.tokenizer_path")):
-        if progress[key] != data[key]:
+    for key, (what, path_key) in CONTENT.items():
+        known, given = progress.get(key), data.get(key)  # checkpoints of older versions know no validation corpus
+        if known and given and known != given:
             raise ValueError(
-                f"{what} gives another {key} than the run in {config.job.dump_folder!r} was trained on (fingerprints "
-                f"{data[key]} and {progress[key]}): restore it, or start a new run in another job.dump_folder"
+                f"{path_key} gives another {what} than the run in {config.job.dump_folder!r} has (fingerprints "
+                f"{given} and {known}): restore it, or start a new run in another job.dump_folder"
             )
 
 

@@ -17,15 +17,23 @@ import os
 import platform
 import socket
 import subprocess
+import time
 from collections.abc import Mapping
 from importlib import metadata
+from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
 from titan_linear import __version__
 from titan_linear.config import Config, config_to_toml, load_config
 
-CONFIG, MANIFEST, METRICS, LOCK = "config.toml", "manifest.json", "metrics.jsonl", ".lock"
+CONFIG, MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
+PATHS = {
+    "job": ("dump_folder",), "model": ("hf_assets_path", "tokenizer_path"), "training": ("dataset_path",),
+    "checkpoint": ("initial_load_path",), "validation": ("dataset_path",),
+}  # fmt: skip
+
+MARK = "# The configuration of the run in"  # begins a config.toml
 
 # What may change when a run goes on: how it is computed, saved and shown, and how long it is. The rest decides what
 # the steps so far have computed.
@@ -36,6 +44,8 @@ MAY_CHANGE = (
     "validation.local_batch_size", "debug.deterministic",
     "training.on_bad_document",  # the checkpoint knows the corpus by its content
 )  # fmt: skip
+# From one path to another, where the checkpoint knows the content.
+MAY_MOVE = ("training.dataset_path", "validation.dataset_path", "model.tokenizer_path")
 
 
 def lock_folder(folder: str) -> TextIO:
@@ -70,26 +80,91 @@ def lock_folder(folder: str) -> TextIO:
 def check_resume(config: Config) -> list[str]:
     """Compare with the run that the folder holds; the changes, "key: old → new", for saying them.
 
-    A folder in which nothing was trained yet holds no run.
+    A folder in which nothing was trained yet holds no run, and with job.start_anew one without a checkpoint neither.
 
     Raises:
         ValueError: a change of what the steps so far have computed, named with its old and new value.
     """
     folder = Path(config.job.dump_folder)
-    if not _has_trained(folder, config.checkpoint.folder):
+    if not _has_trained(folder, config.checkpoint.folder) or starts_anew(config):
         return []
     if not (folder / CONFIG).exists():
         raise ValueError(f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder")
-    stored = _flat(load_config(["--job.config_file", str(folder / CONFIG)]))
-    changes = {key: (stored[key], new) for key, new in _flat(config).items() if stored[key] != new}
-    refused = {key: change for key, change in changes.items() if not key.startswith(MAY_CHANGE)}
+    given, stored = _flat(config), _flat(load_config(["--job.config_file", str(folder / CONFIG)]))
+    paths = {f"{section}.{key}" for section, keys in PATHS.items() for key in keys}
+    same = {key for key in given if stored[key] == given[key]}
+    same |= {key for key in paths if absolute(stored[key]) == absolute(given[key])}
+    changes = {key: (stored[key], new) for key, new in given.items() if key not in same}
+    refused = {key: change for key, change in changes.items() if not _may_change(key, *change)}
     if refused:
         lines = "\n".join(f"  {key}: {old!r} → {new!r}" for key, (old, new) in refused.items())
+        anew = "" if _has_checkpoint(config) else ", or begin again here: job.start_anew = true (it deletes nothing)"
         raise ValueError(
             f"job.dump_folder = '{folder}' holds a run that cannot go on with other values of\n{lines}\n"
-            "restore them, or start a new run in another job.dump_folder"
+            f"restore them, or start a new run in another job.dump_folder{anew}"
         )
     return [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if not key.startswith("job.")]
+
+
+def _may_change(key: str, old: Any, new: Any) -> bool:
+    return key.startswith(MAY_CHANGE) or (key in MAY_MOVE and bool(old) and bool(new))
+
+
+def starts_anew(config: Config) -> bool:
+    """job.start_anew applies: this folder's run, if it has one, left no checkpoint."""
+    return config.job.start_anew and not _has_checkpoint(config)
+
+
+def set_run_aside(config: Config) -> None:
+    """Move what a run without checkpoints left into abandoned-DATE/ in its folder; for `starts_anew`."""
+    folder = Path(config.job.dump_folder)
+    if left := [folder / name for name in (CONFIG, MANIFEST, METRICS, BOARD) if (folder / name).exists()]:
+        aside = unused(folder / time.strftime("abandoned-%Y%m%d-%H%M%S"))
+        aside.mkdir()
+        for path in left:
+            path.rename(aside / path.name)
+        print(f"{', '.join(path.name for path in left)} moved to '{aside}': job.start_anew = true", flush=True)
+
+
+def unused(path: Path) -> Path:
+    """This path, or with a number that makes it a new one."""
+    return next(new for n in count() if not (new := path.with_name(f"{path.name}-{n}") if n else path).exists())
+
+
+def finished_without_checkpoint(config: Config) -> bool:
+    """The metrics in this folder go to the last step, and there is nothing to go on from."""
+    metrics = Path(config.job.dump_folder) / METRICS
+    if _has_checkpoint(config) or not metrics.exists():
+        return False
+    *lines, _torn = metrics.read_text(encoding="utf-8").split("\n")
+    return bool(lines) and _step(metrics, len(lines), lines[-1]) >= config.training.steps
+
+
+def copied_configuration(config: Config) -> str:
+    """What one should know who starts a run's config.toml that lies elsewhere than in that run's folder; else ""."""
+    path = Path(config.job.config_file)
+    if not config.job.config_file or not _is_of_a_run(path):
+        return ""
+    own, folder = load_config(["--job.config_file", str(path)]).job.dump_folder, Path(config.job.dump_folder)
+    if absolute(own) != absolute(str(folder)) or path.absolute().parent == folder.absolute():
+        return ""  # another folder was given, or it is this run's
+    here = path.absolute().parent
+    moved = f"; --job.dump_folder '{here}' goes on where it lies" if path.with_name(MANIFEST).exists() else ""
+    return (
+        f"warning: '{path}' is the configuration of the run in '{folder}', and this start writes there; "
+        f"--job.dump_folder FOLDER writes into another{moved}"
+    )
+
+
+def _is_of_a_run(file: Path) -> bool:
+    with file.open(encoding="utf-8") as lines:
+        return lines.readline().startswith(MARK) or (file.name == CONFIG and file.with_name(MANIFEST).exists())
+
+
+def absolute(path: str) -> str:
+    """A path, or several separated by commas, from the root; "" stays."""
+    parts = [path] if os.path.exists(path) else path.split(",")
+    return ",".join(os.path.abspath(os.path.expanduser(part.strip())) for part in parts if part.strip())
 
 
 def checkpoints_of(run: Path) -> Path:
@@ -122,13 +197,24 @@ def _has_trained(folder: Path, checkpoints: str) -> bool:
     return (metrics.exists() and metrics.stat().st_size > 0) or any((folder / checkpoints).glob("step-*"))
 
 
+def _has_checkpoint(config: Config) -> bool:
+    return any((Path(config.job.dump_folder) / config.checkpoint.folder).glob(f"step-*[0-9]/{MANIFEST}"))
+
+
 def _flat(config: Config) -> dict[str, Any]:
     return {f"{section}.{key}": v for section, keys in config.model_dump().items() for key, v in keys.items()}
 
 
 def write_config(config: Config) -> None:
-    """Write config.toml."""
-    _replace(Path(config.job.dump_folder) / CONFIG, config_to_toml(config))
+    """Write config.toml, its paths from the root, so that it starts the same run from anywhere."""
+    given = config.model_dump()
+    paths = {section: {key: absolute(given[section][key]) for key in keys} for section, keys in PATHS.items()}
+    sections = {name: getattr(config, name).model_copy(update=update) for name, update in paths.items()}
+    # Begun anew, it is a run like others: its file goes on with it.
+    sections["job"] = sections["job"].model_copy(update={"start_anew": False})
+    folder = absolute(config.job.dump_folder)
+    text = f"{MARK} '{folder}'; with another job.dump_folder it starts the same run anew\n\n"
+    _replace(Path(folder) / CONFIG, text + config_to_toml(config.model_copy(update=sections)))
 
 
 def write_manifest(

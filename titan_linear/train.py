@@ -32,7 +32,7 @@ from titan_linear.build import (
     model_config,
     tokenizer_path,
 )
-from titan_linear.checkpoint import Checkpointer, SaveFailed, find_step
+from titan_linear.checkpoint import Checkpointer, SaveFailed, find_step, rewind
 from titan_linear.config import Config, hf_weights, load_config
 from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, validation_batches
 from titan_linear.distributed.experts import move_selection_biases
@@ -48,7 +48,15 @@ from titan_linear.optim import build_optimizer, learning_rate, scale_gradients, 
 from titan_linear.preflight import preflight
 from titan_linear.process import StopSignal, be_deterministic, die_with_parent, own_device, under_launcher
 from titan_linear.profiling import profiler
-from titan_linear.rundir import check_resume, lock_folder, write_config, write_manifest
+from titan_linear.rundir import (
+    check_resume,
+    copied_configuration,
+    lock_folder,
+    set_run_aside,
+    starts_anew,
+    write_config,
+    write_manifest,
+)
 
 
 class NonFinite(RuntimeError):
@@ -92,6 +100,7 @@ class Trainer:
         )
         if step is not None:
             progress = self.checkpointer.load(step, self.model, self.optimizer)
+            on_rank_0(lambda: rewind(checkpoint_folder(self.config), step, c.load_step), self.host)
             return int(progress["step"]), int(progress["skipped"])
         if hf_weights(self.config):
             load_weights(Path(hf_weights(self.config)), self.model)
@@ -100,10 +109,6 @@ class Trainer:
         else:
             initialise(self.model, self.config.debug.seed)
         return 0, 0
-
-    def _stored_step(self) -> int | None:
-        c = self.config.checkpoint
-        return find_step(checkpoint_folder(self.config), c.load_step) if c.enable else None
 
     def _build_feed(self) -> Feed:
         t, dims = self.config.training, self.dims
@@ -153,7 +158,8 @@ class Trainer:
         """This rank's part of the loss of one micro-batch; gradients are added up."""
         chunk = self.config.training.loss_chunk_size
         loss = self.model(batch.tokens, batch.plan, batch.labels, loss_chunk=chunk) / max(valid, 1)
-        loss.backward()
+        with torch.autograd.set_multithreading_enabled(False):  # a thread of its own takes the host twice as long
+            loss.backward()
         return loss.detach()
 
     def _learning_rate(self) -> float:
@@ -249,6 +255,8 @@ class Trainer:
         if dist.get_rank() != 0:
             return None
         choices = implementations(self.config, self.model.config, self.device)
+        if starts_anew(self.config):
+            set_run_aside(self.config)
         write_config(self.config)
         write_manifest(
             self.config, world_size=dist.get_world_size(), degrees=self.dims.degrees,
@@ -272,6 +280,8 @@ class Trainer:
         cursor = self.step * self.config.training.global_batch_size  # of whole steps, whatever was fetched ahead
         progress = {"step": self.step, "cursor": cursor, "tokens": self._tokens(), "skipped": self.skipped}
         data = {"corpus": self.streams.corpus.fingerprint, "tokenizer": self.tokenizer.fingerprint}
+        if self.config.validation.enable and self.config.validation.dataset_path:
+            data["validation"] = self.held_out.corpus.fingerprint
         with _writing(f"saving step-{self.step}"):
             self.checkpointer.save(self.step, self.model, None if model_only else self.optimizer, progress | data)
 
@@ -285,15 +295,14 @@ class Trainer:
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Nats per token over the held-out documents (or the first validation.steps batches of them)."""
+        """Nats per token over the held-out documents (or the first validation.steps streams of them)."""
         v = self.config.validation
         batches = validation_batches(
-            self.held_out, local_batch_size=v.local_batch_size, dp_rank=self.dims.dp_rank, dp_degree=self.dims.dp
-        )
+            self.held_out, local_batch_size=v.local_batch_size, dp_rank=self.dims.dp_rank, dp_degree=self.dims.dp,
+            limit=v.steps,
+        )  # fmt: skip
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
-        for i, batch in enumerate(batches):
-            if i == v.steps:
-                break
+        for batch in batches:
             tokens, labels, plan = self.sharding(batch)
             total[0] += self.model(tokens, plan, labels, loss_chunk=self.config.training.loss_chunk_size)
             total[1] += (labels != IGNORE).sum()
@@ -351,6 +360,8 @@ def _run(config: Config) -> int:
 
 def _claim(config: Config, held: ExitStack) -> None:
     """What the launcher does before it starts a process; `held` keeps the folder's lock."""
+    if warning := copied_configuration(config):
+        print(warning, flush=True)
     held.enter_context(lock_folder(config.job.dump_folder))
     for change in check_resume(config):
         print(f"going on with {change}", flush=True)

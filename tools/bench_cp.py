@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 import time
 from collections.abc import Callable
 from functools import partial
@@ -89,7 +90,8 @@ def measure(fn: Callable[..., torch.Tensor], x: Inputs, options: dict[str, Any],
     dy = torch.randn_like(fn(**x, **options))
     with torch.no_grad():
         forward = timed(lambda: fn(**x, **options), flush)
-    both = timed(lambda: torch.autograd.grad(fn(**x, **options), list(x.values()), dy), flush)
+    with torch.autograd.set_multithreading_enabled(False):  # as the trainer has it
+        both = timed(lambda: torch.autograd.grad(fn(**x, **options), list(x.values()), dy), flush)
     times = torch.tensor([*forward, *both], device="cuda", dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return times.tolist()
@@ -124,7 +126,7 @@ def print_rows(args: argparse.Namespace, flush: torch.Tensor) -> None:
                     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ops = ["kda", "gdn", "conv", *METHODS]
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
@@ -133,6 +135,10 @@ def main() -> None:
     parser.add_argument("--documents", nargs="+", default=["one", "packed"], choices=["one", "packed"])
     parser.add_argument("--layouts", nargs="+", default=["contiguous", "zigzag"], choices=["contiguous", "zigzag"])
     args = parser.parse_args()
+    if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
+        why = "there is no GPU here" if not torch.cuda.is_available() else "torchrun starts it, a process on each GPU"
+        print(f"error: tools.bench_cp times the ops on several GPUs: {why}", file=sys.stderr)
+        return 2
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)
@@ -140,7 +146,8 @@ def main() -> None:
         print_rows(args, torch.empty(24 << 30, dtype=torch.uint8, device="cuda"))
     finally:
         dist.destroy_process_group()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import os
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -177,7 +178,7 @@ def print_first_calls(ops: list[str]) -> None:
             print(f"{op}: first forward + backward {seconds.get(timeout=10):.1f} s")
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=list(OPS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 8192])
@@ -185,8 +186,12 @@ def main() -> None:
     parser.add_argument("--peers", action="store_true", help="those installed of flash-linear-attention and FlashQLA")
     parser.add_argument("--first-call", action="store_true", help="only the time of a process's first call")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("error: tools.bench_ops times the kernels of a GPU, and there is none here", file=sys.stderr)
+        return 2
     if args.first_call:
-        return print_first_calls(args.ops)
+        print_first_calls(args.ops)
+        return 0
     bandwidth = copy_bandwidth()
     flush = torch.empty(12 << 30, dtype=torch.uint8, device="cuda")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e9:.2f} TB/s")
@@ -205,7 +210,8 @@ def main() -> None:
                         measured = measure(fn, x, options | {"cu_seqlens": cu}, flush)
                         cells = [f"{op} {name}".strip(), T, H, documents, *row(op, T, H, x, bandwidth, measured)]
                         print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -4,7 +4,11 @@ python -m tools.dry_run --gpus 8 64 -- --model.name kda --model.flavor 1.3B --tr
 python -m tools.dry_run --gpus 8 64 -- --model.flavor hf --model.hf_assets_path Qwen3-Next-80B-A3B \
     --training.seq_len 131072 --parallelism.context_parallel_degree 8 --activation_checkpoint.mode full
 
-What follows `--` is the run, as for run_train.sh. The report is of the GPU that holds most, in GiB:
+python -m tools.dry_run --gpus 8 -- --job.config_file train_configs/hybrid_1_3b_128k.toml
+
+What follows `--` is the run, as for run_train.sh. Its types are those that it has on GPUs; neither its corpus nor its
+tokenizer has to be there (without the latter a preset has its own vocabulary). The report is of the GPU that holds
+most, in GiB:
 
     parameters, gradients, optimizer   exact: this GPU's shards, and what every GPU keeps whole
     gathered                           FSDP: the two largest units whole (layers, embedding), one with its gradients
@@ -22,12 +26,13 @@ import argparse
 import sys
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from titan_linear.build import DTYPES, model_config, tokenizer_path, unallocated
+from titan_linear.build import DTYPES, model_config, model_without_tokenizer, tokenizer_path, unallocated
 from titan_linear.config import Config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.parallelize import replicated_parameters
@@ -58,14 +63,24 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--gpus", type=int, nargs="+", default=[8], help="numbers of GPUs (default: 8)")
     args = parser.parse_args(own)
     try:
-        config = load_config(run)
-        model = model_config(config, build_tokenizer(tokenizer_path(config)))
+        config = load_config(run, cuda=True)
+        model = planned_model(config)
         reports = {gpus: memory(config, model, gpus) for gpus in args.gpus}
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print(describe(config, model), "", table(reports), sep="\n")
     return 0
+
+
+def planned_model(config: Config) -> ModelConfig:
+    """The run's model; without its tokenizer's file, as if every vocabulary were large enough."""
+    path = tokenizer_path(config)
+    if path and not Path(path).expanduser().exists():
+        model = model_without_tokenizer(config)
+        print(f"model.tokenizer_path = {path!r} is not here: a vocabulary of {model.vocab_size} is assumed")
+        return model
+    return model_config(config, build_tokenizer(path))
 
 
 def memory(config: Config, model_config: ModelConfig, gpus: int) -> dict[str, float]:

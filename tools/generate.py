@@ -32,18 +32,36 @@ def main(argv: list[str]) -> int:
     args = parse(argv)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
     try:
-        device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        device = device_of(args.device)
+        sampling = Sampling(args.temperature, args.top_p, args.seed)
+        for name, least in (("max_new_tokens", 0), ("prefill_chunk", 1)):
+            if getattr(args, name) < least:
+                raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {least} or more")
         dtype = DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
         model, tokenizer = load(Path(args.path), args.tokenizer, dtype, device)
         texts = generate(
             model, tokenizer, args.prompt, max_new_tokens=args.max_new_tokens, device=device, impl=args.impl,
-            sampling=Sampling(args.temperature, args.top_p, args.seed), prefill_chunk=args.prefill_chunk,
+            sampling=sampling, prefill_chunk=args.prefill_chunk,
         )  # fmt: skip
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     print("\n---\n".join(texts))
     return 0
+
+
+def device_of(name: str | None) -> torch.device:
+    """The device of this name; by default the GPU where there is one. ValueError: it is not here."""
+    if not name:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # no such name; built without CUDA
+        raise ValueError(f"--device {name} cannot be used: {str(error).partition(chr(10))[0]}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"--device {name} is neither cpu nor cuda, where the ops run")
+    return device
 
 
 def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -> tuple[Decoder, Tokenizer]:

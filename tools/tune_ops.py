@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -137,7 +138,7 @@ def tune(kernel: str, args: argparse.Namespace) -> None:
     print(f"{kernel}: shipped {table[key]}; fastest {min(timed, key=lambda t: t[0])}\n", flush=True)
 
 
-def main() -> None:
+def main() -> int:
     known = sorted(CONFIGS[architecture(torch.device("cuda" if torch.cuda.is_available() else "cpu"))])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", nargs="+", default=known, choices=known)
@@ -146,13 +147,17 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--heads", type=int, default=64)
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("error: tools.tune_ops times the kernels of a GPU, and there is none here", file=sys.stderr)
+        return 2
     whole = segment_length(args.tokens, 1, args.heads, args.dim) is None
     for kernel in args.kernels:
         if "boundary" in kernel and whole:
             print(f"{kernel}: does not run at --heads {args.heads}; use --heads 16")
         else:
             tune(kernel, args)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -110,3 +110,18 @@ def test_validation_pass(make_corpus: Callable, dp: int, local: int):
     assert (labels != IGNORE).sum() == sum(lengths) - len(lengths)
     assert (labels[104:] == IGNORE).all()
     assert all(batch.cu_seqlens[-1] == local * T and batch.tokens.shape == (1, local * T) for batch in flat)
+
+
+@pytest.mark.parametrize("limit", [1, 4, 6, 100])
+@pytest.mark.parametrize(("dp", "local"), [(1, 1), (2, 1), (2, 2), (4, 3)])
+def test_a_bounded_validation_has_the_same_streams_on_any_ranks(make_corpus: Callable, dp: int, local: int, limit: int):
+    corpus = make_corpus(random_documents([5, 40, 1, 17, 33, 8]))  # 104 tokens: 7 streams
+    streams = PackedStreams(corpus, np.arange(6), seq_len=T, seed=0, repeat=False)
+    per_rank = [
+        list(validation_batches(streams, local_batch_size=local, dp_rank=rank, dp_degree=dp, limit=limit))
+        for rank in range(dp)
+    ]
+    assert len({len(batches) for batches in per_rank}) == 1
+    labels = torch.cat([batch.labels[0] for step in zip(*per_rank) for batch in step])
+    expected = torch.from_numpy(np.concatenate([streams[i].labels for i in range(min(limit, 7))]))
+    assert torch.equal(labels[: len(expected)], expected) and (labels[len(expected) :] == IGNORE).all()

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -163,3 +164,18 @@ def test_documents_never_mix(make_corpus: Callable):
             assert len(set(stream.tokens[start:end])) == 1
             valid = stream.labels[start:end][stream.labels[start:end] != IGNORE]
             assert set(valid) <= {stream.tokens[start]}
+
+
+@pytest.mark.parametrize("count", [2, 3, 40])
+@pytest.mark.parametrize(("holdout", "split"), [(1e-12, "validation"), (1 - 1e-12, "train")])
+def test_a_split_without_documents_says_which_share_leaves_some(make_corpus, count, holdout, split):
+    corpus = make_corpus([np.array([n, 256]) for n in range(count)])
+    with pytest.raises(ValueError, match=rf"leaves no document for {split}, of {count}; .* it, to ") as error:
+        split_documents(corpus, holdout, split)
+    better = float(re.search(r"to (\S+) for example", str(error.value))[1])
+    assert len(split_documents(corpus, better, "train")) + len(split_documents(corpus, better, "validation")) == count
+
+
+def test_equal_documents_cannot_be_split(make_corpus):
+    with pytest.raises(ValueError, match=r"all are the same: give validation.dataset_path"):
+        split_documents(make_corpus([np.array([1, 256])] * 3), 0.01, "validation")

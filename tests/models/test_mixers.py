@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from titan_linear.models.plan import BatchPlan
 
 from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
 from titan_linear.models.config import MixerOptions, differences
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import GDN, KDA, MIXERS, MLA, Attention, attention, delta, gdn, kda, mla
+from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 
 OPTIONS: dict[str, MixerOptions] = {

@@ -11,7 +11,7 @@ from titan_linear.hf_io import find_family
 from titan_linear.models.adapters import config_from_hf, config_to_hf, entries
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.init import count_parameters
-from titan_linear.models.presets import MODELS, OWN, preset
+from titan_linear.models.presets import MODELS, OWN, flavors, preset
 
 COUNTS = {
     ("qwen3.5", "0.8B"): 752_393_024,
@@ -113,3 +113,8 @@ def test_a_dense_qwen3_next() -> None:
     assert back == config
     names = {s.name for e in entries(back, family) for s in e.sources}
     assert "model.layers.0.linear_attn.in_proj_qkvz.weight" in names and "model.layers.0.mlp.up_proj.weight" in names
+
+
+def test_the_table_names_every_preset() -> None:
+    rows = [line.split()[:2] for line in flavors().splitlines()[1:]]
+    assert rows == [[name, flavor] for name, sizes in MODELS.items() for flavor in sizes]

@@ -56,6 +56,12 @@ TRITON_OPS = (*DELTA_RULES, "causal_conv1d")
         (TRITON_OPS, "triton", {"capability": (7, 5)}, "compute capability 7.5 has no configurations"),
         (TRITON_OPS, "triton", {"dtype": torch.float64}, "the dtype float64 is not one of bfloat16, float16, float32"),
         (TRITON_OPS, "triton", {"dtype": None}, "differ in dtype"),
+        (DELTA_RULES, "triton", {"capability": (8, 6), "dtype": torch.float32}, "8.6 has no .* kernels for float32"),
+        (("chunk_gated_delta_rule",), "triton", {"capability": (10, 0)}, "10.0 has no .* kernels for bfloat16"),
+        (
+            ("chunk_gated_delta_rule",), "triton", {"capability": (12, 0), "dims": {"K": 128, "V": 256}},
+            r"12.0 has no .* head dims above 128, and max\(K, V\) = 256",
+        ),
         (DELTA_RULES, "triton", {"dims": {"K": 96, "V": 128}}, r"K = 96 is not one of \(32, 64, 128, 256\)"),
         (DELTA_RULES, "triton", {"dims": {"K": 128, "V": 48}}, "V = 48 is not one of"),
         (("causal_conv1d",), "triton", {"dims": {"W": 9}}, "W = 9 is too large: W <= 8"),
@@ -73,7 +79,7 @@ TRITON_OPS = (*DELTA_RULES, "causal_conv1d")
         (("attention",), "flash", {"dims": {"D": 320, "Dv": 128}}, "D = 320 is too large: D <= 256"),
         (("attention",), "flash", {"dims": {"D": 128, "Dv": 512}}, "Dv = 512 is too large"),
     ],
-)
+)  # fmt: skip
 def test_the_reason_of_every_row(ops, name, change, reason) -> None:
     for op in ops:
         target = HOPPER._replace(dims=DIMS[op])._replace(**change)
@@ -86,7 +92,7 @@ def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert reason_against("chunk_kda", "triton", HOPPER._replace(dims=DIMS["chunk_kda"])) == "Triton is not installed"
 
 
-@pytest.mark.parametrize("own", [(9, 0)])
+@pytest.mark.parametrize("own", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
 def test_other_generations_run_the_kernels_and_say_that_nobody_has_measured_them(on_gpu_of, own) -> None:
     on_gpu_of(own)
     choice = choose("chunk_kda", "auto", GPU, BF16, K=128, V=128)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -58,14 +59,15 @@ def build_dataloader(
 
 
 def validation_batches(
-    streams: PackedStreams, *, local_batch_size: int, dp_rank: int, dp_degree: int
+    streams: PackedStreams, *, local_batch_size: int, dp_rank: int, dp_degree: int, limit: int = -1
 ) -> Iterator[Batch]:
-    """This rank's micro-batches of one pass over streams with repeat=False.
+    """This rank's micro-batches of one pass over streams with repeat=False, or over the first `limit` of them.
 
-    Every rank gets equally many; streams beyond the last (indices ≥ len(streams)) are all padding.
+    Every rank gets equally many; what is beyond the last stream of the pass is all padding.
     """
-    micro_batches = _MicroBatches(streams, local_batch_size, dp_rank, dp_degree)
-    return (micro_batches[n] for n in range(-(-len(streams) // (dp_degree * local_batch_size))))
+    end = len(streams) if limit == -1 else min(limit, len(streams))
+    micro_batches = _MicroBatches(streams, local_batch_size, dp_rank, dp_degree, end)
+    return (micro_batches[n] for n in range(-(-end // (dp_degree * local_batch_size))))
 
 
 class StreamLoader(StatefulDataLoader):
@@ -125,15 +127,16 @@ class _MicroBatches(Dataset):
     """Item n is this rank's micro-batch n: streams [n·dp·L + d·L, … + L). Since G is a multiple of dp·L, step s begins
     at n = s·G / (dp·L), and the number of micro-steps need not be known here."""
 
-    def __init__(self, streams: PackedStreams, local_batch_size: int, dp_rank: int, dp_degree: int):
-        self.streams, self.local_batch_size, self.dp_rank = streams, local_batch_size, dp_rank
+    def __init__(
+        self, streams: PackedStreams, local_batch_size: int, dp_rank: int, dp_degree: int, end: float = math.inf
+    ):  # fmt: skip
+        self.streams, self.local_batch_size, self.dp_rank, self.end = streams, local_batch_size, dp_rank, end
         self.per_micro_step = dp_degree * local_batch_size
 
     def __getitem__(self, n: int) -> Batch:
         first = n * self.per_micro_step + self.dp_rank * self.local_batch_size
         indices = tuple(range(first, first + self.local_batch_size))
-        end = float("inf") if self.streams.repeat else len(self.streams)
-        return _collate([self.streams[i] if i < end else self.streams.padding() for i in indices], indices)
+        return _collate([self.streams[i] if i < self.end else self.streams.padding() for i in indices], indices)
 
 
 def _collate(streams: list[Stream], indices: tuple[int, ...]) -> Batch:

@@ -9,6 +9,7 @@ epoch's cumulative lengths the document. An epoch in use costs 16 bytes per docu
 
 from __future__ import annotations
 
+import math
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -39,14 +40,27 @@ def split_documents(corpus: Corpus, holdout: float, split: str) -> np.ndarray:
     assert split in ("train", "validation"), split
     if not 0 <= holdout < 1:
         raise ValueError(f"validation.holdout = {holdout}: the share of documents to hold out is in [0, 1)")
-    held_out = (corpus.hashes >> np.uint64(11)) * 2.0**-53 < holdout
+    fractions = (corpus.hashes >> np.uint64(11)) * 2.0**-53
+    held_out = fractions < holdout
     documents = np.flatnonzero(held_out if split == "validation" else ~held_out)
     if not len(documents):
         raise ValueError(
             f"validation.holdout = {holdout} leaves no document for {split}, of {corpus.num_documents:,}; "
-            f"{'raise' if split == 'validation' else 'lower'} it, or train on more documents"
+            + _better_holdout(fractions, split)
         )
     return documents
+
+
+def _better_holdout(fractions: np.ndarray, split: str) -> str:
+    """What to do where one side has no documents; fractions: of the documents' hashes, [n] float64."""
+    low, high = fractions.min(), fractions.max()
+    if low == high:
+        return "all are the same: give validation.dataset_path, or train on more documents"
+    # Just above the smallest, to the fewest digits that leave a document on each side.
+    first = math.ceil(-math.log10(max(low, 1e-9)))
+    tries = (math.floor(low * 10**n + 1) / 10**n for n in range(first, 18))
+    better = next((x for x in tries if low < x <= high), float(high))
+    return f"{'raise' if split == 'validation' else 'lower'} it, to {better} for example, or train on more documents"
 
 
 class PackedStreams:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
 from titan_linear.models.config import MixerOptions, ModelConfig
@@ -50,3 +51,16 @@ def preset(name: str, flavor: str, vocab_size: int | None = None) -> ModelConfig
         raise ValueError(f"model.flavor = {flavor!r} is unknown for {name!r}; use one of {', '.join(MODELS[name])}")
     config = MODELS[name][flavor]
     return config if vocab_size is None else replace(config, vocab_size=vocab_size)
+
+
+def flavors() -> str:
+    """A table of them all, for people."""
+    lines = [f"{'model.name':<14}{'model.flavor':<20}{'layers':>6}{'dim':>7}{'vocabulary':>12}  mixers"]
+    for name, sizes in MODELS.items():
+        for flavor, config in sizes.items():
+            mixers = Counter(type(mixer).__name__ for mixer in config.layers)
+            shown = ", ".join(f"{number} {mixer}" for mixer, number in mixers.items())
+            experts = f"; {config.moe.num_experts} experts" if config.moe else ""
+            row = f"{name:<14}{flavor:<20}{config.num_layers:>6}{config.dim:>7}{config.vocab_size:>12}"
+            lines.append(f"{row}  {shown}{experts}")
+    return "\n".join(lines)

@@ -57,9 +57,12 @@ class Boundaries:
 
 def chunk_arrays(cu_seqlens: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """(index [NT, 2], offsets [N+1]) int32 of a `ChunkTable`, on the host. An entry without tokens has one chunk, so
-    that its states are written like any other's."""
+    that its states are written like any other's. A table has two rows at least: torch.compile takes one for a constant.
+    """
     counts = np.maximum(-(-np.diff(cu_seqlens) // size), 1)
     offsets = np.concatenate([[0], np.cumsum(counts)])
     entry = np.repeat(np.arange(len(counts)), counts)
     index = np.stack([entry, np.arange(offsets[-1]) - offsets[entry]], 1)
+    if len(index) == 1:
+        index = np.append(index, [[-1, 0]], 0)
     return index.astype(np.int32), offsets.astype(np.int32)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from titan_linear.ops.triton.configs import CONFIGS, MEASURED, capability, shipped_for
+from titan_linear.ops.triton.configs import CONFIGS, MEASURED, capability, largest_dim, shipped_for
 
 IMPLS = ("auto", "torch", "triton")
 HEAD_DIMS = (32, 64, 128, 256)  # K and V of the delta rules' kernels
@@ -58,11 +58,26 @@ def triton_installed(t: Target) -> str | None:
     return None if find_spec("triton") else "Triton is not installed"
 
 
-def has_configurations(t: Target) -> str | None:
+def known_generation(t: Target) -> str | None:
     if t.capability is None or shipped_for(t.capability):
         return None
     known = ", ".join(map(_dotted, sorted(CONFIGS)))
     return f"compute capability {_dotted(t.capability)} has no configurations of its kernels; {known} have"
+
+
+def has_configurations(family: str) -> Check:
+    """family: "kda" or "gdn", of a GPU of a known generation and a dtype that the kernels take."""
+
+    def check(t: Target) -> str | None:
+        if t.capability is None:
+            return None
+        limit, dim = largest_dim(shipped_for(t.capability), family, t.dtype.itemsize), max(t.dims["K"], t.dims["V"])
+        where = f"compute capability {_dotted(t.capability)} has no configurations of its kernels for"
+        if not limit:
+            return f"{where} {_short(t.dtype)}"
+        return None if dim <= limit else f"{where} head dims above {limit}, and max(K, V) = {dim}"
+
+    return check
 
 
 def at_least(oldest: tuple[int, int]) -> Check:
@@ -126,16 +141,13 @@ def _dotted(version: tuple[int, int]) -> str:
 
 # --- The table ---------------------------------------------------------------------------------------------------
 
-TRITON = (on_gpu, triton_installed, has_configurations, dtype_in(*HALF, torch.float32))
-DELTA_RULE: dict[str, tuple[Check, ...]] = {
-    "triton": (*TRITON, dim_in("K", HEAD_DIMS), dim_in("V", HEAD_DIMS)),
-    "torch": (),
-}
+TRITON = (on_gpu, triton_installed, known_generation, dtype_in(*HALF, torch.float32))
+DELTA_RULE = (*TRITON, dim_in("K", HEAD_DIMS), dim_in("V", HEAD_DIMS))
 # op -> implementation, the fastest first and one that takes everything last -> what it asks for.
 # attention's are PyTorch's own kernels for a block of it (ops/torch/attention.py).
 TABLE: dict[str, dict[str, tuple[Check, ...]]] = {
-    "chunk_kda": DELTA_RULE,
-    "chunk_gated_delta_rule": DELTA_RULE,
+    "chunk_kda": {"triton": (*DELTA_RULE, has_configurations("kda")), "torch": ()},
+    "chunk_gated_delta_rule": {"triton": (*DELTA_RULE, has_configurations("gdn")), "torch": ()},
     "causal_conv1d": {"triton": (*TRITON, dim_up_to("W", MAX_WIDTH)), "torch": ()},
     "attention": {
         "cpu": (on_cpu,),

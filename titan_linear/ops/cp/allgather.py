@@ -16,6 +16,7 @@ from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.exchange import group_named
 from titan_linear.ops.cp.order import to_global_order, to_rank_order
 from titan_linear.ops.cp.rectangles import Rectangle
+from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
     Packing,
     accumulator_dtype,
@@ -25,7 +26,6 @@ from titan_linear.ops.torch.attention import (
     attend_documents_backward,
     merge_,
 )
-from titan_linear.ops.triton.library import operator, register_fake
 
 
 def allgather_attention(

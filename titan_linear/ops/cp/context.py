@@ -86,6 +86,12 @@ class CPContext:
         """Of attention without a causal mask."""
         return _rectangles(rectangle_tables(self.all_fragments, self.rank, self.world_size, causal=False))
 
+    def mark_dynamic(self) -> None:
+        """Tell torch.compile which sizes differ from batch to batch: those that count documents and chunks."""
+        counted = [self.cu_seqlens, self.cu_seqlens_cpu, self.enters_slot, self.leaves_slot]
+        for table in (*counted, *(x for chunks in self.boundaries.chunks.values() for x in chunks)):
+            torch._dynamo.mark_dynamic(table, 0)
+
     def halo_of(self, width: int) -> HaloRoutes:
         """Routes of the `width` tokens before each fragment: planned if conv1d_kernel_size said so, else made once."""
         if self.halo is not None and self.conv1d_kernel_size == width + 1:

@@ -15,7 +15,7 @@ import torch
 
 from titan_linear.ops.cp.exchange import all_to_all
 from titan_linear.ops.cp.fragments import Fragment
-from titan_linear.ops.triton.library import operator, register_fake
+from titan_linear.ops.operators import operator, register_fake
 
 
 class HaloRoutes(NamedTuple):

@@ -21,7 +21,7 @@ import torch
 
 from titan_linear.ops.cp.exchange import all_to_all
 from titan_linear.ops.cp.fragments import Fragment, owned
-from titan_linear.ops.triton.library import operator, register_fake
+from titan_linear.ops.operators import operator, register_fake
 
 NOTHING, STATE, STATE_AND_M = range(3)  # what others want of a fragment
 

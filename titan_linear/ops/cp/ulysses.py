@@ -13,8 +13,8 @@ import torch.distributed as dist
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.exchange import group_named
 from titan_linear.ops.cp.order import to_global_order, to_rank_order
+from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.torch.local_attention import local_attention
-from titan_linear.ops.triton.library import operator, register_fake
 
 
 def tokens_to_heads(x: torch.Tensor, cp: CPContext) -> torch.Tensor:

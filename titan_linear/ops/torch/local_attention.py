@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from titan_linear.ops.boundaries import Boundaries
+from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
     Packing,
     accumulator_dtype,
@@ -14,7 +15,6 @@ from titan_linear.ops.torch.attention import (
     attend_documents_backward,
     merge_,
 )
-from titan_linear.ops.triton.library import operator, register_fake
 
 
 def local_attention(

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from titan_linear.ops.triton.library import operator, register_fake
+from titan_linear.ops.operators import operator, register_fake
+from titan_linear.ops.triton.launch import Launcher
 
 CHUNK = 64  # tokens of a chunk of the delta rule
 
@@ -56,6 +57,7 @@ def locate_entry(cu_seqlens, chunk_offsets, i_n):
     return start, (tl.load(cu_seqlens + i_n + 1) - start).to(tl.int32), tl.load(chunk_offsets + i_n).to(tl.int64)
 
 
+@Launcher
 @triton.jit
 def chunk_table_kernel(cu_seqlens, chunk_index, chunk_offsets, N, NT, BT, BN: tl.constexpr):
     i_n = tl.program_id(0)

@@ -1,7 +1,8 @@
 """Block sizes, warps and pipeline stages of the delta rule's kernels, by architecture and shape.
 
-Chosen by measurement; `python -m tools.tune_ops` times candidates and checks the numbers of each. Nothing is tried at
-run time.
+Those of compute capability 9.0 were chosen by measurement; `python -m tools.tune_ops` times candidates and checks the
+numbers of each. Those of other generations fit their shared memory and spill little; nobody has run them. Nothing is
+tried at run time.
 """
 
 from __future__ import annotations
@@ -12,11 +13,39 @@ import torch
 
 Config = dict[str, int]
 
+# For 16-bit operands on generations that were not measured, within the 99 KB that a program has on 8.6, 8.9 and 12.0.
+KDA_SCAN = {(2, 128): {"BV": 32, "STAGES": 2, "num_warps": 4}, (2, 256): {"BV": 32, "STAGES": 1, "num_warps": 8}}
+GDN_LOOPS = ("gdn scan", "gdn boundary", "gdn states", "gdn reverse", "gdn gradients")
+GENERAL: dict[str, dict[tuple[int, int], Config]] = {
+    "kda prepare safe": {(2, 256): {"BK": 128, "num_warps": 8, "num_stages": 1}},
+    "kda prepare": {(2, 256): {"BK": 128, "num_warps": 8, "num_stages": 1}},
+    "solve": {(2, 256): {"num_warps": 2, "num_stages": 1}},
+    "kda recompute safe": {(2, 256): {"BK": 64, "num_warps": 4, "num_stages": 1}},
+    "kda recompute": {(2, 256): {"BK": 64, "num_warps": 4, "num_stages": 1}},
+    "kda scan": KDA_SCAN,
+    "kda reverse": KDA_SCAN,
+    "kda matrix": {(2, 256): {"BV": 64, "num_warps": 4, "num_stages": 1}},
+    "kda gradient": {(2, 256): {"BK": 32, "BV": 64, "STAGES": 2, "num_warps": 8}},
+    "gdn prepare": {(2, 256): {"num_warps": 8}},
+    "gdn recompute": {(2, 256): {"num_warps": 8}},
+    **{kernel: {(2, 128): {"BV": 32, "STAGES": 2, "num_warps": 8}} for kernel in GDN_LOOPS},
+}
+
+
+WIDE_GDN: dict[tuple[int, int], Config] = {(2, 256): {"BV": 32, "STAGES": 1, "num_warps": 8}}
+
+
 # Compute capability -> kernel -> (bytes of an operand, K (KDA) or K and V (GDN) up to) -> arguments of the launch.
 # KDA's "safe" kernels: with safe_gate 128 registers let two programs share a multiprocessor; other gates would spill.
 # Copy-engine loads in a loop (GDN's, KDA's gradient) want it pipelined, STAGES >= 2: else they faulted with Triton 3.6.
 # float32: twice the bytes for each tile, and dots in IEEE fp32 (KDA, solve) or three tf32 passes (GDN): not tuned.
+# A capability that is not here takes the newest of its generation (`shipped_for`).
 CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
+    # No copy engine: Triton turns its loads into ordinary ones, and one stage is as good as two.
+    (8, 0): GENERAL | {kernel: GENERAL[kernel] | WIDE_GDN for kernel in GDN_LOOPS},
+    # KDA alone: Triton 3.7 fails on GDN's gradients, in a pass on tensor memory, with every configuration tried.
+    (10, 0): {kernel: table for kernel, table in GENERAL.items() if not kernel.startswith("gdn")},
+    (12, 0): GENERAL,
     (9, 0): {
         "kda prepare safe": {
             (2, 256): {"BK": 128, "num_warps": 8, "num_stages": 1, "maxnreg": 128},
@@ -111,6 +140,13 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 def shipped_for(own: tuple[int, int]) -> tuple[int, int] | None:
     """The compute capability whose configurations `own` takes: the newest of its generation that is not newer."""
     return max((known for known in CONFIGS if known[0] == own[0] and known <= own), default=None)
+
+
+@cache
+def largest_dim(own: tuple[int, int], family: str, size: int) -> int:
+    """The head dims up to which the kernels of "kda" or "gdn" have configurations, for operands of `size` bytes."""
+    tables = [table for kernel, table in CONFIGS[own].items() if kernel.startswith(family)]
+    return min((max((dim for width, dim in table if width == size), default=0) for table in tables), default=0)
 
 
 @cache

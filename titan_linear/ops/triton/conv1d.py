@@ -16,9 +16,10 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.boundaries import CONV_RUN, Boundaries
+from titan_linear.ops.operators import LIBRARY, operator, register_fake
 from titan_linear.ops.states import States
 from titan_linear.ops.triton.chunks import chunk_table, max_chunks
-from titan_linear.ops.triton.library import LIBRARY, operator, register_fake
+from titan_linear.ops.triton.launch import Launcher
 
 BT = CONV_RUN  # rows per program, a multiple of the unroll; forward and backward share a chunk table
 # channels per program, rows in flight, warps: good on every GPU, no shared memory to run out of
@@ -72,6 +73,7 @@ def _load_weights(weight, bias, o_d, m_d, W: tl.constexpr, BD: tl.constexpr, HAS
     return weights, b_bias
 
 
+@Launcher
 @triton.jit
 def conv1d_fwd_kernel(
     x,
@@ -137,7 +139,7 @@ def _emit(
     grads, weights, dx, d_final_state, d_initial_state, p, bos, eos, start, end, i_n, i_r, o_d, m_d, D, W: tl.constexpr,
     HAS_STATE: tl.constexpr, HAS_D_FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Store the gradient of row p, from dz of the rows p to p + W - 1: of an input, or of the initial state."""
+    """Store the gradient of row p, from dz of the rows p to p + W - 1: of an input, or of initial state i_r."""
     b_dx = weights[0] * grads[W - 1]
     for i in tl.static_range(1, W):
         b_dx += weights[i] * grads[W - 1 - i]
@@ -148,9 +150,10 @@ def _emit(
     tl.store(dx + p * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_d & (p >= start) & (p < end))
     if HAS_STATE:
         p_s = d_initial_state + (i_r * D + o_d) * (W - 1) + (p - bos + W - 1)
-        tl.store(p_s, b_dx.to(d_initial_state.dtype.element_ty), mask=m_d & (p < bos) & (i_r >= 0))
+        tl.store(p_s, b_dx.to(d_initial_state.dtype.element_ty), mask=m_d & (p < bos))
 
 
+@Launcher
 @triton.jit
 def conv1d_bwd_kernel(
     x,
@@ -199,6 +202,8 @@ def conv1d_bwd_kernel(
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
     start = bos + i_s * BT
     end = tl.minimum(start + BT, eos)
+    if HAS_INDEX:
+        bos = tl.where(i_r >= 0, bos, -W)  # no row lies below: no initial state, no gradient of one
     weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD, HAS_BIAS)
     window = ()
     grads = ()  # dz of the W - 1 rows before the current one; rows before `start` are another program's
@@ -245,6 +250,7 @@ def conv1d_bwd_kernel(
         tl.store(d_bias + i_t * D + o_d, b_dbias, mask=m_d)
 
 
+@Launcher
 @triton.jit
 def conv1d_final_state_kernel(
     x, initial_state, state_index, final_state, cu_seqlens, D, stride_x, W: tl.constexpr, BD: tl.constexpr,

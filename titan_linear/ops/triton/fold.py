@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_linear.ops.triton.library import operator, register_fake
+from titan_linear.ops.operators import operator, register_fake
+from titan_linear.ops.triton.launch import Launcher
 
 
 @triton.jit
@@ -28,14 +29,15 @@ def _transition(
     return b_s
 
 
+@Launcher
 @triton.jit
 def fold_kernel(
     S_ext,  # [links, HV, K, V]
     M,  # [transitions, HV, K, K]
     chain_offsets,  # [slots + 1]
     s_row, m_row,  # [links of all chains]
-    out,  # [2, slots, HV, K, V]: the result, and room for the states before it
-    slots, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
+    out,  # [2, slots, HV, K, V]: the result, and room for the states before it; a half has `half` elements
+    half, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
     """One (slot, head, slice of V) through its chain, from one half of `out` to the other; the last state is in the
     first half."""
@@ -43,7 +45,7 @@ def fold_kernel(
     i_s, i_h = i_sh // HV, i_sh % HV
     o_s = tl.arange(0, BK)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
     begin, end = tl.load(chain_offsets + i_s), tl.load(chain_offsets + i_s + 1)
-    p_out, half = out + i_sh * K * V, slots.to(tl.int64) * HV * K * V
+    p_out = out + i_sh * K * V
     if begin == end:
         for r in range(0, K, BK):
             tl.store(p_out + r * V + o_s, tl.zeros([BK, BV], tl.float32))
@@ -53,7 +55,7 @@ def fold_kernel(
         p_to, p_from = p_out + (end - 1 - i) % 2 * half, p_out + (end - i) % 2 * half
         for r in range(0, K, BK):
             b_s = tl.load(p_x + r * V + o_s)
-            if i_m >= 0:
+            if (i_m >= 0) & (i > begin):
                 b_s += _transition(M + (i_m * HV + i_h) * K * K, p_from + i_v * BV, r, K, V, BK, BV, REVERSE)
             tl.store(p_to + r * V + o_s, b_s)
         tl.debug_barrier()  # the next link reads all rows
@@ -62,7 +64,7 @@ def fold_kernel(
 @operator
 def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: Tensor, reverse: bool) -> Tensor:
     """-> [slots, HV, K, V]: for each slot S = 0, and then for its links i, from chain_offsets[slot] to
-    chain_offsets[slot + 1], S = M[m_row[i]] S + S_ext[s_row[i]]; a link whose m_row is -1 begins anew with its S_ext.
+    chain_offsets[slot + 1], S = M[m_row[i]] S + S_ext[s_row[i]]; where m_row is -1, S = S_ext[s_row[i]].
 
     S_ext [.., HV, K, V], M [.., HV, K, K] fp32; chain_offsets [slots + 1], s_row, m_row [links] int32. reverse: with
     the transposes of M.
@@ -71,7 +73,7 @@ def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: 
     out = S_ext.new_empty(2, slots, HV, K, V)
     BV = min(V, 32)
     fold_kernel[V // BV, slots * HV](
-        S_ext, M, chain_offsets, s_row, m_row, out, slots, HV, K=K, V=V, BK=min(K, 64), BV=BV, REVERSE=reverse,
+        S_ext, M, chain_offsets, s_row, m_row, out, out[0].numel(), HV, K=K, V=V, BK=min(K, 64), BV=BV, REVERSE=reverse,
         num_warps=4,
     )  # fmt: skip
     return out[0]
@@ -82,6 +84,7 @@ def _(S_ext, M, chain_offsets, s_row, m_row, reverse):
     return S_ext.new_empty(chain_offsets.shape[0] - 1, *S_ext.shape[1:])
 
 
+@Launcher
 @triton.jit
 def fold_segments_kernel(
     S_ext,  # [S, HV, K, V]

@@ -23,6 +23,7 @@ import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
 from titan_linear.ops.triton.gates import beta_gradient, load_beta, softplus
+from titan_linear.ops.triton.launch import Launcher
 from titan_linear.ops.triton.solve import lower_triangle
 from titan_linear.ops.triton.tiles import load_rows, load_state, store_rows, store_state
 
@@ -60,6 +61,7 @@ def _store_norms(b_x, norms, i_p, i_x: tl.constexpr, HV, R: tl.constexpr, BT: tl
     return b_r
 
 
+@Launcher
 @triton.jit
 def prepare_kernel(
     q,  # [T, H, K]
@@ -236,6 +238,7 @@ def _reverse_scan(
     return b_ds
 
 
+@Launcher
 @triton.jit
 def scan_kernel(
     q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms,
@@ -263,6 +266,7 @@ def scan_kernel(
         store_state(final_state, final_index, i_n, HV * K * V, o_s, b_s)
 
 
+@Launcher
 @triton.jit
 def boundary_kernel(
     k_desc, v_desc, C_desc, gates, norms,
@@ -296,6 +300,7 @@ def boundary_kernel(
         tl.store(S_ext + i_fh * K * V + o_k * V + i_v * BV + o_v, b_s)
 
 
+@Launcher
 @triton.jit
 def boundary_bwd_kernel(
     q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms,
@@ -321,6 +326,7 @@ def boundary_bwd_kernel(
     tl.store(dS_ext + i_fh * K * V + o_s, b_ds)
 
 
+@Launcher
 @triton.jit
 def states_kernel(
     k_desc, v_desc, C_desc, gates, norms,
@@ -346,6 +352,7 @@ def states_kernel(
     )  # fmt: skip
 
 
+@Launcher
 @triton.jit
 def reverse_kernel(
     q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms,
@@ -396,6 +403,7 @@ def _pair_gradients(b_w, b_beta, BT: tl.constexpr):
     return tl.sum(b_w * b_beta[None, :], 1) - b_beta * b_db, b_db + b_own
 
 
+@Launcher
 @triton.jit
 def gradients_kernel(
     q_desc, k_desc,  # [T, H·K]

@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.triton.chunks import CHUNK
 from titan_linear.ops.triton.configs import config
 from titan_linear.ops.triton.kda_bwd import (
@@ -38,7 +39,6 @@ from titan_linear.ops.triton.kda_bwd import (
     reverse_scan_kernel,
 )
 from titan_linear.ops.triton.kda_fwd import boundary_kernel, prepare_kernel, scan_kernel
-from titan_linear.ops.triton.library import operator, register_fake
 from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.tiles import chunk_tiles, dense_heads, empty_gradients, empty_states, row_tiles
 

@@ -36,6 +36,7 @@ from titan_linear.ops.triton.kda_fwd import (
     normalised,
     split_dot,
 )
+from titan_linear.ops.triton.launch import Launcher
 from titan_linear.ops.triton.tiles import load_rows, load_state, store_state
 
 
@@ -70,6 +71,7 @@ def _reverse_scan(
     return dS
 
 
+@Launcher
 @triton.jit
 def reverse_scan_kernel(
     do,  # [T, HV, V]
@@ -132,6 +134,7 @@ def gate_gradient(dg, x, rate, lower_bound, GATE: tl.constexpr):
         return d_raw, d_raw * x
 
 
+@Launcher
 @triton.jit
 def matrix_kernel(
     b,  # [NT, HV, 64] fp32, β
@@ -180,7 +183,7 @@ def read_state_gradients(
     do, y, h, i_t, tile, i_o, i_k, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(do Sᵀ)ᵀ and (y Sᵀ)ᵀ [BK, 64]. Rows of do past the end of an entry are the next one's: they meet q = 0."""
+    """(do Sᵀ)ᵀ and (y Sᵀ)ᵀ [BK, 64]. Rows of do past the end of an entry are the next one's: so are these columns."""
     dq = tl.zeros([BK, 64], tl.float32)
     dk = tl.zeros([BK, 64], tl.float32)
     for i_v in tl.range(V // BV, num_stages=STAGES):
@@ -204,6 +207,7 @@ def write_state_gradient(
     return dk, ds
 
 
+@Launcher
 @triton.jit
 def gradient_kernel(
     q, k, g, A_log, dt_bias, b, do, r, y, h, dh, dA, dK, diagonal,
@@ -300,6 +304,7 @@ def gradient_kernel(
         b_dk = b_dkp + b_dkm + b_diagonal * b_q
         tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
     tl.store(dk + o_g, tl.trans(b_dk.to(dk.dtype.element_ty)), mask=inside)
+    d_sum = tl.where((row < n)[None, :], d_sum, 0.0)  # past the end: the next entry's do times 0, NaN where that is Inf
     b_dg = tl.trans(split_dot(d_sum, row[:, None] >= row[None, :], CT) + dgamma[:, None])
     if GATE > 0:
         x = biased(load_rows(g + i_h * K, start, n, stride_g, i_k * BK, 64, BK), dt_bias, i_h, K, i_k, BK)
@@ -312,6 +317,7 @@ def gradient_kernel(
     tl.store(dg + o_g, b_dg.to(dg.dtype.element_ty), mask=inside)
 
 
+@Launcher
 @triton.jit
 def norm_gradient_kernel(
     x, dn, dx, tokens, stride_x, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr

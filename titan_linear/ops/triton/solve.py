@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from titan_linear.ops.triton.launch import Launcher
+
 
 @triton.jit
 def split(x):
@@ -41,6 +43,7 @@ def merge(N21, G11, G22, b1, b2, CT: tl.constexpr):
     return x - dot_fp32(G22 * b2, x, CT)
 
 
+@Launcher
 @triton.jit
 def solve_kernel(b, G, STRIDE_B: tl.constexpr, SCALED: tl.constexpr):
     """One (chunk, head): −G, or with SCALED G diag(b), in the place of N. Forward substitution in fp32 on 16×16 blocks,

@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.boundaries import Boundaries
+from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.options import DeltaRuleOptions
 from titan_linear.ops.states import Inputs, States
 from titan_linear.ops.triton.chunks import Chunks, chunk_table, chunks_of, max_chunks
 from titan_linear.ops.triton.fold import fold_segments
-from titan_linear.ops.triton.library import operator, register_fake
+from titan_linear.ops.triton.launch import Launcher
 
 PROGRAMS = 132  # of a scan, that fill an H100 or H200: its multiprocessors
 SHORTEST = 512  # tokens of a segment: below, the fold costs what the scan saves
@@ -33,6 +34,7 @@ def segment_length(tokens: int, entries: int, heads: int, V: int) -> int | None:
     return max(triton.cdiv(triton.cdiv(tokens, entries * segments), 64) * 64, SHORTEST)
 
 
+@Launcher
 @triton.jit
 def boundaries_kernel(table, cu_seqlens, boundaries, tokens, length, S, B: tl.constexpr):
     """Where each segment of the table begins; surplus ones, and the one after the last, at the end."""

@@ -1,0 +1,166 @@
+"""What a batch decides is derived once: layers only read it, forward and backward, compiled or not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.ops.inputs import boundaries
+from tests.worlds import World
+from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.decoder import Block, Decoder
+from titan_linear.models.init import initialise
+from titan_linear.models.mixers import GDN, KDA, MLA, Attention
+from titan_linear.models.plan import BatchPlan
+from titan_linear.ops import build_cp_context
+
+DOCUMENTS = [[64], [5, 20, 20, 19], [32, 32]]  # one that crosses the cut of two ranks, some, none
+MIXERS: dict[str, MixerOptions] = {
+    "kda": KDA(heads=1, v_heads=1, head_dim=32, v_head_dim=32),
+    "gdn": GDN(heads=1, v_heads=1, head_dim=32, v_head_dim=32),
+    "attention": Attention(heads=4, kv_heads=2, head_dim=32, qk_norm="head"),
+    "mla": MLA(heads=2, kv_rank=16, nope_dim=16, shared_k_dim=16, v_dim=32),
+}
+aten = torch.ops.aten
+
+
+def block_of(mixer: str, device: torch.device) -> Block:
+    config = ModelConfig(vocab_size=8, dim=32, pattern=(MIXERS[mixer],), num_layers=1, hidden_dim=32)
+    model = Decoder(config).to(device)
+    initialise(model, seed=0)
+    return model.layers[0]
+
+
+def plan_of(lengths: list[int], device: torch.device, group: dist.ProcessGroup | None, **methods: str) -> BatchPlan:
+    """For this rank; dimensions that count documents are marked, as a compiled run marks them."""
+    ranks = {"group": group} if group is not None else {"rank": 0, "world_size": 1}
+    context = build_cp_context(boundaries(lengths), conv1d_kernel_size=4, device=device, **ranks)
+    plan = BatchPlan(context.position_ids, cp_context=context, **methods)
+    plan.prepare([m.rotary for m in MIXERS.values() if m.rotary is not None], torch.float32)
+    context.mark_dynamic()
+    return plan
+
+
+class HostWork(TorchDispatchMode):
+    """Counts what makes the host build or wait: tensors made of Python's numbers, numbers read from tensors, and, where
+    there is another device, tensors on the CPU and copies from one to the other. Looks into our own operators."""
+
+    def __init__(self, device: torch.device):
+        super().__init__()
+        self.device, self.seen = device, Counter()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if op.namespace == "titan_linear":
+            with self:
+                return op.python(*args, **kwargs)
+        out = op(*args, **kwargs)
+        devices = {x.device.type for x in (*args, out) if isinstance(x, torch.Tensor)}
+        if op in (aten.lift_fresh.default, aten.lift_fresh_copy.default):
+            self.seen["built"] += 1
+        reads = op in (aten._local_scalar_dense.default, aten.item.default)
+        if reads and self.device.type != "cpu" and args[0].device.type != "cpu":
+            self.seen["read"] += 1
+        if self.device.type != "cpu" and "cpu" in devices and op not in ON_HOST:
+            self.seen[str(op)] += 1
+        return out
+
+
+# Views of tables that are on the CPU, and numbers read from there.
+ON_HOST = {
+    aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default, aten.detach.default,
+    aten.view.default, aten.resolve_conj.default, aten.resolve_neg.default,
+}  # fmt: skip
+
+
+def host_work(mixer: str, device: torch.device, group: dist.ProcessGroup | None, **methods: str) -> Counter:
+    """Of the second layer that reads a plan: forward, and backward."""
+    block, plan = block_of(mixer, device), plan_of([5, 20, 20, 19], device, group, **methods)
+    x = torch.randn(1, plan.cp_context.tokens, 32, device=device, requires_grad=True)
+    for mode in (nullcontext(), HostWork(device)):
+        with mode, torch.autograd.set_multithreading_enabled(False):
+            y, _ = block(x, plan)
+            torch.autograd.grad(y.square().sum(), [x, *block.parameters()])
+    return mode.seen
+
+
+def on_rank(rank: int, world_size: int, device: str, cases: list[tuple[str, dict[str, str]]]) -> list[Counter]:
+    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    return [host_work(mixer, where, dist.group.WORLD, **methods) for mixer, methods in cases]
+
+
+SPLIT = [("kda", {}), ("gdn", {}), *(("attention", {"softmax_method": m}) for m in ("ring", "allgather")), ("mla", {})]
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_layers_build_nothing_on_the_host(mixer: str) -> None:
+    assert not host_work(mixer, torch.device("cpu"), None)
+
+
+def test_layers_build_nothing_on_the_host_under_context_parallelism(worlds: Callable[..., World]) -> None:
+    for found in worlds(2).run(on_rank, "cpu", SPLIT):
+        assert found == [Counter()] * len(SPLIT)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_layers_do_not_touch_the_host_of_a_gpu(mixer: str) -> None:
+    assert not host_work(mixer, torch.device("cuda"), None)
+
+
+@pytest.mark.cuda(2)
+def test_layers_do_not_touch_the_host_of_two_gpus(worlds: Callable[..., World]) -> None:
+    for found in worlds(2, "nccl").run(on_rank, "cuda", SPLIT):
+        assert found == [Counter()] * len(SPLIT)
+
+
+def test_what_the_host_does_is_seen() -> None:
+    """The counting can fail."""
+    with HostWork(torch.device("cpu")) as work:
+        torch.tensor([1, 2]).sum()
+    assert work.seen["built"] == 1
+
+
+def compiled(rank: int, world_size: int, mixer: str, methods: dict[str, str]) -> tuple[int, list[float]]:
+    """Graphs compiled for all document lists, and the largest differences of outputs and gradients from eager."""
+    device = torch.device("cpu")
+    block = block_of(mixer, device)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_: Callable[[nn.Module], nn.Module] = partial(torch.compile, backend="aot_eager", fullgraph=True)
+    fast, errors = compile_(block), []
+    for lengths in DOCUMENTS:
+        plan = plan_of(lengths, device, dist.group.WORLD if world_size > 1 else None, **methods)
+        x = torch.randn(1, plan.cp_context.tokens, 32, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+        results = []
+        for forward in (block, fast):
+            y, _ = forward(x, plan)
+            results.append([y, *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])])
+        errors.append(max((a - b).detach().abs().max().item() for a, b in zip(*results, strict=True)))
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], errors
+
+
+@pytest.mark.parametrize(
+    ("mixer", "methods"),
+    [
+        ("kda", {"impl": "triton"}),
+        ("gdn", {"impl": "triton"}),
+        ("attention", {"softmax_method": "ring"}),
+        ("attention", {"softmax_method": "allgather"}),
+        ("mla", {}),
+    ],
+)
+def test_a_block_compiles_once_under_context_parallelism(
+    worlds: Callable[..., World], mixer: str, methods: dict[str, str]
+) -> None:
+    """Without a break in the graph, and once for all documents: in the operators the tables are tensors."""
+    for graphs, errors in worlds(2).run(compiled, mixer, methods):
+        assert graphs == 1 and max(errors) < 1e-5

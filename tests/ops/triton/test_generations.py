@@ -1,0 +1,88 @@
+"""The kernels on generations of GPUs that were not measured, compiled without one: they fit the chip.
+
+A few kernels of each are compiled here; `python -m tests.ops.triton.test_generations [words]` compiles all of them, in
+bfloat16 with K = V = 64, 128 and 256, and prints their resources. As in test_compile.py, in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.ops.triton.kda_compile import kda_case
+from tests.ops.triton.test_compile import compile_launch, conv1d_case, gdn_case
+
+# GDN: none at sm_100, K and V up to 128 at sm_120 (ops/triton/configs.py says why).
+SHARED = {80: 166912, 86: 101376, 89: 101376, 100: 232448, 120: 101376}  # bytes a program may use on sm_<target>
+FEW = 64  # bytes a thread that may be spilled: it costs nothing that one would see
+MORE = {(86, "gdn"): 576}  # with Triton 3.6
+KERNELS = {"kda": ("gradient_kernel",), "gdn": ("reverse_kernel",), "conv1d": ("conv1d_bwd_kernel",)}
+COMPILED = [(86, "kda"), (86, "gdn"), (100, "kda"), (100, "conv1d"), (120, "kda"), (120, "gdn")]  # here; K = V = 128
+
+
+def launches(target: int, op: str, K: int, only: tuple[str, ...] = ()) -> list[dict]:
+    """Resources of every kernel of `op`, or of those in `only`, at sm_<target> in bfloat16."""
+    from triton import JITFunction
+
+    from titan_linear.ops.triton import configs
+
+    found: list[dict] = []
+
+    def run(self, *args, grid, warmup, **kwargs):
+        if not only or self.__name__ in only:
+            arguments = dict(zip([p.name for p in self.params], args)) | kwargs
+            found.append(compile_launch(self, grid, arguments, target))
+
+    configs.architecture = lambda device: configs.shipped_for(divmod(target, 10))
+    JITFunction.run = run
+    if op == "kda":
+        kda_case("bfloat16", K, K, "bounded")
+    elif op == "gdn":
+        gdn_case("bfloat16", K, K)
+    else:
+        conv1d_case("bfloat16", 4)
+    return found
+
+
+@pytest.fixture(scope="module")
+def compiled() -> dict[str, list[dict]]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", __spec__.name, "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads(done.stdout)
+
+
+@pytest.mark.parametrize(("target", "op"), COMPILED)
+def test_fits_the_chip(compiled: dict[str, list[dict]], target: int, op: str) -> None:
+    results = compiled[f"{target} {op}"]
+    assert {r["kernel"] for r in results} == set(KERNELS[op])
+    for r in results:
+        assert r["shared"] <= SHARED[target] and r["spills"] <= MORE.get((target, op), FEW) and not r["wrong"], r
+
+
+def supported(target: int, op: str, K: int) -> bool:
+    from titan_linear.ops.triton.configs import largest_dim, shipped_for
+
+    return op == "conv1d" or largest_dim(shipped_for(divmod(target, 10)), op, 2) >= K
+
+
+def main() -> None:
+    if "--json" in sys.argv:
+        print(json.dumps({f"{target} {op}": launches(target, op, 128, KERNELS[op]) for target, op in COMPILED}))
+        return
+    cases = [(t, op, K) for t in SHARED for op in KERNELS for K in (64, 128, 256) if supported(t, op, K)]
+    for target, op, K in cases:
+        name = f"sm_{target} {op} K={K}"
+        for r in launches(target, op, K) if all(word in name.split() for word in sys.argv[1:]) else ():
+            fits = "" if r["shared"] <= SHARED[target] and not r["wrong"] else "  DOES NOT FIT"
+            numbers = f"shared {r['shared']:7d}  registers {r['registers']:4d}  spills {r['spills']:6d}"
+            print(f"{name:18s} {r['kernel']:26s} {numbers}  {r['config']}{fits}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,172 @@
+"""A run that moves: other paths to the same content, a copied config.toml, a folder begun anew."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from titan_linear.config import Config, load_config
+from titan_linear.rundir import (
+    check_resume,
+    copied_configuration,
+    finished_without_checkpoint,
+    set_run_aside,
+    starts_anew,
+    write_config,
+)
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(folder: Path | str, *overrides: str) -> Config:
+    return load_config([f"--job.dump_folder={folder}", *overrides])
+
+
+def trained(folder: Path, *overrides: str) -> Config:
+    """A folder whose run has logged step 3 of 3."""
+    folder.mkdir()
+    config = run(folder, "--training.steps=3", *overrides)
+    write_config(config)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step": 3}\n')
+    (folder / "manifest.json").write_text("{}")
+    return config
+
+
+def save(folder: Path, step: int) -> None:
+    (folder / f"checkpoint/step-{step}").mkdir(parents=True)
+    (folder / f"checkpoint/step-{step}/manifest.json").write_text("{}")
+
+
+def test_paths_are_written_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    keys = [
+        "--training.dataset=jsonl", "--training.dataset_path=data/*.jsonl, more",
+        "--model.tokenizer_path=t/tokenizer.json",
+        "--checkpoint.initial_load_path=~/old", "--validation.dataset_path=held",
+    ]  # fmt: skip
+    config = trained(Path("a run"), *keys)
+    stored = load_config(["--job.config_file", "a run/config.toml"])
+    assert stored.job.dump_folder == f"{tmp_path}/a run" and stored.model.hf_assets_path == ""
+    assert stored.training.dataset_path == f"{tmp_path}/data/*.jsonl,{tmp_path}/more"
+    assert stored.model.tokenizer_path == f"{tmp_path}/t/tokenizer.json"
+    assert stored.checkpoint.initial_load_path == os.path.expanduser("~/old")
+    assert check_resume(config) == []  # the same, said from here
+    monkeypatch.chdir("/")
+    assert check_resume(stored) == []
+
+
+def test_content_may_move_and_nothing_else(tmp_path: Path) -> None:
+    keys = ["--training.dataset=jsonl", "--training.dataset_path=/a/x", "--model.tokenizer_path=/a/t"]
+    trained(tmp_path / "run", *keys)
+    moved = [keys[0], "--training.dataset_path=/b/x", "--model.tokenizer_path=/b/t", "--training.steps=3"]
+    assert check_resume(run(tmp_path / "run", *moved)) == [
+        "model.tokenizer_path: '/a/t' → '/b/t'",
+        "training.dataset_path: '/a/x' → '/b/x'",
+    ]
+    for key in ("model.tokenizer_path", "training.dataset_path"):
+        with pytest.raises(ValueError, match=rf"{key}: '/a/.' → ''"):
+            check_resume(run(tmp_path / "run", *moved, f"--{key}="))
+    with pytest.raises(ValueError, match=r"validation.dataset_path: '' → '/v'"):  # it would change the training split
+        check_resume(run(tmp_path / "run", *moved, "--validation.dataset_path=/v"))
+
+
+def test_a_copied_configuration_says_where_it_writes(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    trained(folder)
+    elsewhere = shutil.copytree(folder, tmp_path / "moved")
+    copy = shutil.copyfile(folder / "config.toml", tmp_path / "mine.toml")
+
+    def said(file: Path, *overrides: str) -> str:
+        return copied_configuration(load_config(["--job.config_file", str(file), *overrides]))
+
+    assert said(folder / "config.toml") == ""
+    assert f"run in '{folder}', and this start writes there; --job.dump_folder FOLDER" in said(copy)
+    assert said(copy, "--job.dump_folder=outputs/other") == ""
+    assert said(elsewhere / "config.toml").endswith(f"; --job.dump_folder '{elsewhere}' goes on where it lies")
+    assert said(elsewhere / "config.toml", f"--job.dump_folder={elsewhere}") == ""
+    for config in ROOT.glob("train_configs/*.toml"):
+        assert said(config) == ""
+
+
+def test_a_run_without_checkpoints_can_be_begun_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = trained(folder)
+    assert finished_without_checkpoint(config) and not finished_without_checkpoint(run(folder, "--training.steps=4"))
+    other = ["--training.steps=3", "--model.name=kda"]
+    with pytest.raises(ValueError, match=r"begin again here: job.start_anew = true \(it deletes nothing\)"):
+        check_resume(run(folder, *other))
+    anew = run(folder, *other, "--job.start_anew=true")
+    assert check_resume(anew) == [] and starts_anew(anew)
+    set_run_aside(anew)
+    write_config(anew)
+    assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ["config.toml"]
+    left = sorted(path.name for path in folder.glob("abandoned-*/*"))
+    assert left == ["config.toml", "manifest.json", "metrics.jsonl"]
+    assert not load_config(["--job.config_file", str(folder / "config.toml")]).job.start_anew
+
+
+def test_a_run_with_a_checkpoint_is_not_begun_anew(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    config = trained(folder)
+    save(folder, 2)
+    assert not finished_without_checkpoint(config) and not starts_anew(run(folder, "--job.start_anew=true"))
+    with pytest.raises(ValueError, match=r"another job.dump_folder$"):
+        check_resume(run(folder, "--training.steps=3", "--model.name=kda", "--job.start_anew=true"))
+
+
+def launched(corpus: Path, folder: Path, code: int = 0, **keys: object) -> str:
+    """What a run of four steps in one process prints; "__" stands for the dot."""
+    given = {
+        "training.dataset": "jsonl", "training.dataset_path": corpus, "job.dump_folder": folder, "training.steps": 4,
+        "training.seq_len": 64, "training.global_batch_size": 1, "checkpoint.interval": 2, "metrics.log_freq": 1,
+        "metrics.enable_tensorboard": "false", **{name.replace("__", "."): value for name, value in keys.items()},
+    }  # fmt: skip
+    argv = [text for key, value in given.items() for text in (f"--{key}", str(value))]
+    environment = os.environ | {"NGPU": "1", "XDG_CACHE_HOME": str(folder.parent / "cache"), "OMP_NUM_THREADS": "1"}
+    environment.pop("TRITON_INTERPRET", None)
+    command = [sys.executable, "-m", "titan_linear.launch", *argv]
+    done = subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=240)
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def test_a_run_goes_back_and_its_corpus_moves(tmp_path: Path) -> None:
+    corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "run"
+    corpus.write_text("".join(json.dumps({"text": f"document {n} " * (n % 9 + 1)}) + "\n" for n in range(100)))
+    steps = folder / "checkpoint"
+    launched(corpus, folder)
+    moved = corpus.rename(tmp_path / "moved.jsonl")
+    os.utime(moved, (1, 1))
+    said = launched(moved, folder, checkpoint__load_step=2, checkpoint__interval=1)
+    assert f"going on with training.dataset_path: '{corpus}' → '{moved}'" in said and "going on from step 2" in said
+    assert "step-4 moved to" in said and sorted(path.name for path in steps.glob("step-*")) == [
+        "step-2",
+        "step-3",
+        "step-4",
+    ]
+    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
+    said = launched(moved, folder, checkpoint__load_step=2)
+    assert "went back to checkpoint.load_step = 2 before" in said and "is finished: 4 of" in said
+    assert "going on from step 4" in launched(moved, folder, checkpoint__load_step=2, training__steps=5,
+                                              lr_scheduler__total_steps=5)  # fmt: skip
+    moved.write_text(moved.read_text().replace("document", "Document"))
+    assert "training.dataset_path gives another corpus" in launched(moved, folder, 2, training__steps=6,
+                                                                    lr_scheduler__total_steps=6)  # fmt: skip
+
+
+def test_a_finished_run_without_checkpoints_says_how_to_begin_anew(tmp_path: Path) -> None:
+    corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "run"
+    corpus.write_text("".join(json.dumps({"text": f"document {n} " * (n % 9 + 1)}) + "\n" for n in range(100)))
+    keys = {"checkpoint__enable": "false", "training__steps": 1}
+    launched(corpus, folder, **keys)
+    before = (folder / "metrics.jsonl").read_bytes()
+    assert "--job.start_anew true trains it again" in launched(corpus, folder, **keys)
+    assert (folder / "metrics.jsonl").read_bytes() == before
+    assert "metrics.jsonl moved to" in launched(corpus, folder, **keys, job__start_anew="true")
+    assert next(folder.glob("abandoned-*/metrics.jsonl")).read_bytes() == before

@@ -1,0 +1,95 @@
+"""checkpoint.load_step: back once, whatever interrupts it, and on from there."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from titan_linear import checkpoint
+from titan_linear.checkpoint import find_step, rewind, whole_steps
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Whole checkpoints of steps 3, 6, 9 and 12."""
+    make_steps(tmp_path, 3, 6, 9, 12)
+    return tmp_path
+
+
+def make_steps(folder: Path, *steps: int) -> None:
+    for step in steps:
+        (folder / f"step-{step}").mkdir()
+        (folder / f"step-{step}" / "manifest.json").write_text("{}")
+
+
+def start(folder: Path, load_step: int) -> int:
+    """What a run does with its checkpoints when it begins; the step that it goes on from."""
+    step = find_step(folder, load_step)
+    rewind(folder, step, load_step)
+    return step
+
+
+def test_later_steps_are_set_aside_at_once(folder: Path) -> None:
+    assert start(folder, 6) == 6
+    assert whole_steps(folder) == [3, 6]
+    assert sorted(path.name for path in folder.glob("abandoned-*/*")) == ["step-12", "step-9"]
+
+
+def test_the_same_command_goes_on_from_the_newest(folder: Path) -> None:
+    assert [start(folder, 6), start(folder, 6)] == [6, 6]
+    make_steps(folder, 9)
+    assert [start(folder, 6), start(folder, 6)] == [9, 9]
+    (folder / "step-6").rename(folder / "pruned")
+    assert start(folder, 6) == 9
+
+
+def test_back_to_the_newest_step_goes_on_from_there_too(folder: Path) -> None:
+    assert start(folder, 12) == 12 and not list(folder.glob("abandoned-*"))
+    make_steps(folder, 15)
+    assert start(folder, 12) == 15
+
+
+@pytest.mark.parametrize("between", [-1, 9])
+def test_another_start_in_between_lets_it_go_back_again(folder: Path, between: int) -> None:
+    assert start(folder, 6) == 6
+    make_steps(folder, 9, 15)
+    assert start(folder, between) == (15 if between == -1 else 9)
+    assert start(folder, 6) == 6 and whole_steps(folder) == [3, 6]
+
+
+class Killed(BaseException):
+    pass
+
+
+@pytest.mark.parametrize("moment", range(4))
+def test_killed_at_any_moment(folder: Path, moment: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before the first rename, between renames, before the note, before the note has its name."""
+    whole, left = Path.rename, moment
+
+    def rename(self: Path, target: Path) -> Path:
+        nonlocal left
+        if left == 0:
+            raise Killed
+        left -= 1
+        return whole(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", rename)
+        if moment == 3:  # both steps have moved, and the note has its name
+            patch.setattr(checkpoint, "sync", lambda path: path if path != folder else (_ for _ in ()).throw(Killed))
+        with pytest.raises(Killed):
+            start(folder, 6)
+    assert start(folder, 6) == 6
+    assert whole_steps(folder) == [3, 6] and len(list(folder.glob("abandoned-*/*"))) == 2
+    make_steps(folder, 9)
+    assert start(folder, 6) == 9
+
+
+def test_a_note_that_is_none_is_named(folder: Path) -> None:
+    (folder / "rewound.json").write_text("{")
+    with pytest.raises(ValueError, match=r"rewound.json', which this program writes, cannot be read"):
+        start(folder, 6)
+    (folder / "rewound.json").write_text(json.dumps({"load_step": 3}))
+    assert start(folder, 6) == 6

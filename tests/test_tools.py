@@ -1,0 +1,47 @@
+"""What the tools refuse, in a line."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from titan_linear.data import Document, build_tokenizer
+from titan_linear.data.tokenise import tokenise
+from tools import bench_cp, bench_ops, generate, tune_ops
+
+
+@pytest.mark.parametrize("tool", [bench_ops, bench_cp, tune_ops], ids=lambda tool: tool.__name__)
+def test_without_a_gpu(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", [tool.__name__])
+    assert tool.main() == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {tool.__name__} times") and error.count("\n") == 1 and "here" in error
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--device", "cuda:99"], "--device cuda:99 cannot be used"),
+        (["--device", "gpu"], "--device gpu cannot be used"),
+        (["--device", "meta"], "--device meta is neither cpu nor cuda"),
+        (["--temperature", "-1"], "temperature = -1.0 must be 0"),
+        (["--temperature", "nan"], "temperature = nan must be 0"),
+        (["--top-p", "0"], "top_p = 0.0 must be above 0"),
+        (["--max-new-tokens", "-3"], "--max-new-tokens -3 must be 0 or more"),
+        (["--prefill-chunk", "0"], "--prefill-chunk 0 must be 1 or more"),
+    ],
+)
+def test_generate_refuses(argv: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    assert generate.main(["outputs/none", "--prompt", "x", *argv]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+
+
+def test_a_lone_surrogate_is_no_reason_to_train_on_the_bytes_that_one_trains_on() -> None:
+    documents = [Document("a\ud800", "corpus.jsonl, line 1", 2)]
+    ((_, problem),) = tokenise(build_tokenizer(None), documents, 0)
+    assert problem == "not UTF-8 at character 1; repair it"

@@ -1,0 +1,50 @@
+"""Validation: the same loss on any number of processes."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.worlds import World
+from titan_linear.config import load_config
+from titan_linear.train import Trainer
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
+    texts = [" ".join(["def", "return", "self", "import"][i % (n % 4 + 1)] for i in range(n % 37)) for n in range(300)]
+    file.write_text("".join(json.dumps({"text": f"{n} {text}"}) + "\n" for n, text in enumerate(texts)))
+    return file
+
+
+def validated(rank: int, world_size: int, argv: list[str], cache: str) -> float:
+    os.environ["XDG_CACHE_HOME"] = cache
+    return Trainer(load_config(argv)).validate()
+
+
+@pytest.mark.parametrize("steps", [5, -1])
+def test_the_loss_does_not_depend_on_the_processes(steps: int, corpus: Path, worlds: Callable[[int], World]) -> None:
+    keys = {
+        "training.dataset": "jsonl", "training.dataset_path": corpus, "training.seq_len": 64,
+        "training.dtype": "float64", "job.dump_folder": corpus.parent / "run", "checkpoint.enable": "false",
+        "validation.enable": "true",
+        "validation.holdout": 0.2, "validation.steps": steps,
+    }  # fmt: skip
+
+    def losses(processes: int, **more: object) -> list[float]:
+        given = keys | {name.replace("__", "."): value for name, value in more.items()}
+        argv = [text for key, value in given.items() for text in (f"--{key}", str(value))]
+        return worlds(processes).run(validated, argv, str(corpus.parent))
+
+    (alone,) = losses(1)
+    for others in (
+        losses(2),
+        losses(2, validation__local_batch_size=2),
+        losses(2, parallelism__context_parallel_degree=2),
+    ):
+        assert others == pytest.approx([alone, alone], rel=1e-12)
