@@ -196,3 +196,7 @@ def test_a_pattern_of_another_time(folders: Callable, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text(json.dumps({**written, "pattern": pattern}))
         with pytest.raises(ValueError, match=r"config.json: pattern has .*(mamba|window)"):
             read_model(tmp_path)
+    for pattern in ([], "kda", ["kda"]):
+        (tmp_path / "config.json").write_text(json.dumps({**written, "pattern": pattern}))
+        with pytest.raises(ValueError, match=r"config.json: pattern = .* give a list"):
+            read_model(tmp_path)

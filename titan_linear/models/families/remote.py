@@ -27,10 +27,13 @@ def remote_code(config: ModelConfig, name: str) -> Json:
 def from_remote(config: Json) -> ModelConfig:
     """The model that `remote_code` described."""
     key = Keys(config)
+    pattern = key("pattern")
+    if not (isinstance(pattern, list) and pattern and all(isinstance(options, dict) for options in pattern)):
+        raise ValueError(f"config.json: pattern = {pattern!r}; give a list of a mixer's options each")
     return ModelConfig(
         vocab_size=key("vocab_size"), dim=key("hidden_size"), num_layers=key("num_hidden_layers"),
         hidden_dim=key("intermediate_size"), norm_eps=key("norm_eps"), zero_centred_norm=key("zero_centred_norm"),
-        post_norm=tuple(key("post_norm")), pattern=tuple(_mixer(options) for options in key("pattern")),
+        post_norm=tuple(key("post_norm")), pattern=tuple(_mixer(options) for options in pattern),
         tie_embeddings=key("tie_word_embeddings"), init_std=key("initializer_range"),
     )  # fmt: skip
 
