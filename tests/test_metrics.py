@@ -129,11 +129,35 @@ def test_tensorboard_shows_each_step_once(tmp_path):
                 logger.log(step, tokens=step, **(VALUES | {"loss": loss}))
         logger.log_validation(20, loss)
         logger.close()
-    events = EventAccumulator(str(tmp_path / "tb"))
+    events = EventAccumulator(str(tmp_path / "tb" / tmp_path.name))  # the run has its folder's name
     events.Reload()
-    assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 5.0), (10, 5.0), (20, 4.0)]
-    assert [(e.step, e.value) for e in events.Scalars("validation_loss")] == [(20, 4.0)]
+    assert [(e.step, e.value) for e in events.Scalars("loss/train")] == [(1, 5.0), (10, 5.0), (20, 4.0)]
+    assert [(e.step, e.value) for e in events.Scalars("loss/validation")] == [(20, 4.0)]
     assert not (tmp_path / "tb" / "metrics.jsonl").exists() and (tmp_path / "metrics.jsonl").exists()
+
+
+def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
+
+    config = configured(tmp_path, "--metrics.enable_tensorboard=true", "--optimizer.lr=0.125")
+    logger = MetricsLogger(config, out=io.StringIO())
+    clock[0] += 6
+    logger.log(3, tokens=3, skipped_steps=0, data_seconds=0.5, memory_reserved_gib=2.0, **VALUES)
+    logger.log_validation(3, 2.25)
+    logger.close()
+    assert "step_seconds" not in lines(config)[0] and lines(config)[0]["data_seconds"] == 0.5
+    events = EventAccumulator(str(tmp_path / "tb" / tmp_path.name))
+    events.Reload()
+    tags = set(events.Tags()["scalars"])
+    assert tags == set(metrics.TAGS.values())
+    assert {tag.partition("/")[0] for tag in tags} == {"loss", "optim", "perf", "memory"}
+    assert events.Scalars("perf/step_seconds")[0].value == 2.0
+    (text,) = events.Tensors("configuration/text_summary")
+    assert "    lr = 0.125" in text.tensor_proto.string_val[0].decode()
+    (layout,) = events.Tensors("custom_scalars__config__")
+    (category,) = Layout.FromString(layout.tensor_proto.string_val[0]).category
+    assert list(category.chart[0].multiline.tag) == ["loss/train", "loss/validation"]
 
 
 def test_a_killed_run_keeps_every_line(config):

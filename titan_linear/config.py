@@ -339,7 +339,7 @@ def config_to_toml(config: Config, origins: Mapping[str, str] | None = None) -> 
     """
     tables = []
     for section, values in config.model_dump(exclude={"job": {"config_file"}}).items():
-        lines = [f"{key} = {_toml_value(value)}" for key, value in values.items()]
+        lines = [f"{key} = {toml_value(value)}" for key, value in values.items()]
         if origins:
             lines = [f"{line:<48}  # {origins[f'{section}.{key}']}" for line, key in zip(lines, values, strict=True)]
         tables.append("\n".join([f"[{section}]", *lines]))
@@ -357,7 +357,7 @@ def _origins(config: Config, given: Config, sources: Mapping[str, Mapping[str, A
     return origins
 
 
-def _toml_value(value: bool | int | float | str) -> str:
+def toml_value(value: bool | int | float | str) -> str:
     """bool, int, float and str are written in JSON as in TOML, but for the escape of DEL."""
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
@@ -418,8 +418,8 @@ def _parser(only: str = "") -> argparse.ArgumentParser:
             continue
         group = parser.add_argument_group(f"[{section}]", cls.__doc__)
         for key, field in cls.model_fields.items():
-            text = f"{field.description} (default: {_toml_value(field.default)})".replace("%", "%%")
-            group.add_argument(f"--{section}.{key}", metavar=_type_name(field.annotation), help=text)
+            text = f"{field.description} (default: {toml_value(field.default)})".replace("%", "%%")
+            group.add_argument(f"--{section}.{key}", metavar=type_name(field.annotation), help=text)
     return parser
 
 
@@ -433,7 +433,7 @@ class _Help(argparse.Action):
         raise SystemExit(0)
 
 
-def _type_name(annotation: type) -> str:
+def type_name(annotation: type) -> str:
     if annotation is bool:
         return "{true,false}"
     choices = get_args(annotation)

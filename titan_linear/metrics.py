@@ -1,6 +1,6 @@
 """What a run reports: a console line, a line of metrics.jsonl and TensorBoard scalars per logged step.
 
-All three show the same numbers under the same names. Rank 0 has the only logger.
+All three show the same numbers; in TensorBoard they are laid out in groups (`TAGS`). Rank 0 has the only logger.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import math
 import os
 import resource
 import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,10 +19,24 @@ from typing import Any, TextIO
 
 import torch
 
-from titan_linear.config import Config
-from titan_linear.rundir import METRICS, cut_metrics
+from titan_linear.config import Config, config_to_toml
+from titan_linear.rundir import BOARD, METRICS, cut_metrics
 
 GIB = 2**30
+TAGS = {  # name in metrics.jsonl → TensorBoard's; a name that is not here stays
+    "loss": "loss/train",
+    "validation_loss": "loss/validation",
+    "lr": "optim/lr",
+    "grad_norm": "optim/grad_norm",
+    "skipped_steps": "optim/skipped_steps",
+    "tokens": "perf/tokens",
+    "tokens_per_second": "perf/tokens_per_second",
+    "step_seconds": "perf/step_seconds",
+    "data_seconds": "perf/data_seconds",
+    "memory_gib": "memory/allocated_gib",
+    "memory_reserved_gib": "memory/reserved_gib",
+}
+CHARTS = {"loss": {"train and validation": ["Multiline", [TAGS["loss"], TAGS["validation_loss"]]]}}
 
 
 def is_logged(config: Config, step: int) -> bool:
@@ -35,6 +50,11 @@ def peak_memory_gib() -> float:
         return torch.cuda.max_memory_allocated() / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
+
+
+def reserved_memory_gib() -> dict[str, float]:
+    """The most that PyTorch has held of this process's GPU, as a further number to log; none on a CPU."""
+    return {"memory_reserved_gib": torch.cuda.max_memory_reserved() / GIB} if torch.cuda.is_available() else {}
 
 
 class MetricsLogger:
@@ -51,7 +71,7 @@ class MetricsLogger:
         self.steps, self.out = config.training.steps, out or sys.stdout
         self.colour = self.out.isatty() and "NO_COLOR" not in os.environ
         self.file = open(Path(folder) / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        self.board = _tensorboard(folder, start_step) if config.metrics.enable_tensorboard else None
+        self.board = _tensorboard(config, start_step) if config.metrics.enable_tensorboard else None
         self.last = (time.perf_counter(), start_step, start_tokens)
 
     def log(
@@ -66,6 +86,8 @@ class MetricsLogger:
         now = time.perf_counter()
         per_second = (tokens - last_tokens) / (now - then)
         eta = (self.steps - step) * (now - then) / (step - last_step)
+        if self.board is not None:
+            self.board.add_scalar(TAGS["step_seconds"], (now - then) / (step - last_step), step)
         self.last = (now, step, tokens)
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens, "tokens_per_second": per_second}
         self._write(step, values | {"memory_gib": memory_gib} | more)
@@ -102,7 +124,7 @@ class MetricsLogger:
         self.file.flush()
         if self.board is not None:
             for key, value in values.items():
-                self.board.add_scalar(key, value, step)
+                self.board.add_scalar(TAGS.get(key, key), value, step)
             self.board.flush()
 
     def _print(self, step: int, fields: list[tuple[str, str, int]]) -> None:
@@ -113,10 +135,15 @@ class MetricsLogger:
         print("  ".join(shown), file=self.out, flush=True)
 
 
-def _tensorboard(folder: str, start_step: int) -> Any:
+def _tensorboard(config: Config, start_step: int) -> Any:
+    """A writer of tb/NAME, which TensorBoard shows as the run NAME: that of its folder."""
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
 
-    return SummaryWriter(str(Path(folder) / "tb"), purge_step=start_step + 1)
+    folder = Path(config.job.dump_folder).absolute()
+    board = SummaryWriter(str(folder / BOARD / folder.name), purge_step=start_step + 1)
+    board.add_custom_scalars(CHARTS)
+    board.add_text("configuration", textwrap.indent(config_to_toml(config), "    "), start_step)  # indented: code
+    return board
 
 
 def _duration(seconds: float) -> str:

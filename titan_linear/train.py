@@ -41,7 +41,7 @@ from titan_linear.distributed.groups import on_rank_0, process_group, set_timeou
 from titan_linear.distributed.parallelize import reduce_replicated
 from titan_linear.generate import Sampling, generate
 from titan_linear.hf_io import gather, load_weights
-from titan_linear.metrics import MetricsLogger, is_logged, peak_memory_gib
+from titan_linear.metrics import MetricsLogger, is_logged, peak_memory_gib, reserved_memory_gib
 from titan_linear.models.init import initialise
 from titan_linear.ops.support import start_lines
 from titan_linear.optim import build_optimizer, learning_rate, scale_gradients, step_numbers
@@ -214,7 +214,8 @@ class Trainer:
                 dist.barrier(self.host)
                 set_timeout(self.dims.groups, self._timeout)
             if logger and (is_logged(self.config, self.step) or self.step == first or self.stop.agreed):
-                logger.log(self.step, tokens=self._tokens(), memory_gib=peak_memory_gib(), **numbers)
+                more = {"data_seconds": self.feed.seconds_per_step(), **reserved_memory_gib()}
+                logger.log(self.step, tokens=self._tokens(), memory_gib=peak_memory_gib(), **numbers, **more)
             self._validate_and_save(logger)
 
     def _validate_and_save(self, logger: MetricsLogger | None) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -44,12 +46,14 @@ class Feed:
     ):  # fmt: skip
         self.batches, self.cut, self.micro_steps, self.cp, self.host = batches, cut, micro_steps, cp, host
         self._ahead: tuple[list[Batch], MicroBatch, torch.Tensor, dist.Work] | None = None
+        self._seconds, self._steps = 0.0, 0  # since they were asked for
 
     def prefetch(self) -> None:
         """Fetch the next step's batches, begin to count its valid tokens, and move its first micro-batch."""
         if self._ahead is None:
-            batches = [next(self.batches) for _ in range(self.micro_steps)]
-            valid = torch.tensor(sum(int((batch.labels != IGNORE).sum()) for batch in batches))
+            with self._timed():
+                batches = [next(self.batches) for _ in range(self.micro_steps)]
+                valid = torch.tensor(sum(int((batch.labels != IGNORE).sum()) for batch in batches))
             counting = dist.all_reduce(valid, group=self.host, async_op=True)
             self._ahead = batches, self._move(batches[0]), valid, counting
 
@@ -57,6 +61,7 @@ class Feed:
         """The valid tokens of the next step over all ranks, and this rank's micro-batches of it."""
         self.prefetch()
         (batches, first, valid, counting), self._ahead = self._ahead, None
+        self._steps += 1
         counting.wait()
         return int(valid) // self.cp, self._micro_batches(first, batches[1:])
 
@@ -66,4 +71,17 @@ class Feed:
             yield self._move(batch)
 
     def _move(self, batch: Batch) -> MicroBatch:
-        return MicroBatch(*self.cut(batch), batch.streams)
+        with self._timed():
+            return MicroBatch(*self.cut(batch), batch.streams)
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - begin
+
+    def seconds_per_step(self) -> float:
+        """What the host has taken to read and cut the batches of a step, on average since this was last asked."""
+        seconds, steps = self._seconds, self._steps
+        self._seconds, self._steps = 0.0, 0
+        return seconds / max(steps, 1)

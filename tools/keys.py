@@ -1,0 +1,40 @@
+"""Writes docs/keys.md, every key of a configuration, from titan_linear/config.py: `python -m tools.keys`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from titan_linear.config import SECTIONS, toml_value, type_name
+
+PAGE = Path(__file__).parents[1] / "docs" / "keys.md"
+HEAD = """\
+# Every key
+
+Of a run's TOML file, and as `--section.key value` on the command line, which comes first. `./run_train.sh --help
+SECTION` prints the same; `--print-config` prints what a run resolves to, and where each value is from. This page is
+written by `python -m tools.keys`.
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    parts = [HEAD]
+    for section, keys in SECTIONS.items():
+        parts += [f"## [{section}]\n\n{keys.__doc__}\n\n| key | type | default | |\n|---|---|---|---|"]
+        for key, field in keys.model_fields.items():
+            kind = type_name(field.annotation).strip("{}").replace(",", ", ")
+            cells = (f"`{key}`", kind, f"`{toml_value(field.default)}`", " ".join(field.description.split()))
+            parts.append(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |")
+        parts.append("")
+    return "\n".join(parts)
+
+
+def main() -> int:
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
