@@ -16,13 +16,13 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from titan_linear import hf_io
-from titan_linear.checkpoint import SaveFailed, weights
+from titan_linear.checkpoint import SaveFailed, named_parameters
 from titan_linear.config import load_config
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.hf_io import gather, load_weights, read_model, write_folder
 from titan_linear.models import mixers
-from titan_linear.models.adapters import entries
+from titan_linear.models.adapters import placements
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
@@ -34,7 +34,7 @@ LARGE = replace(
     KDA, vocab_size=65536, dim=4096, hidden_dim=14336, num_layers=6,
     pattern=(mixers.KDA(heads=32, v_heads=32, head_dim=128, v_head_dim=128),),
 )  # fmt: skip
-SHAPES = {entry.name: entry.shape for entry in entries(KDA, "KDAForCausalLM")}
+SHAPES = {placement.name: placement.shape for placement in placements(KDA, "KDAForCausalLM")}
 EVERY = 100  # rows between the marks in a tensor
 
 
@@ -84,7 +84,7 @@ def gathered_after_a_forward(rank: int, world_size: int, folder: Path) -> list[s
     _, config = read_model(folder)
     model = sharded(config, world_size, dtype=torch.bfloat16)
     load_weights(folder, model)
-    before = {name: gather(model)(name) for name in weights(model)}
+    before = {name: gather(model)(name) for name in named_parameters(model)}
     with torch.no_grad():
         model(torch.arange(9).unsqueeze(0), BatchPlan(torch.arange(9)))
     get = gather(model)
@@ -158,7 +158,7 @@ def load_large(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]
     load_weights(folder, model)
     loading = False
     watcher.join()
-    names = {entry.name: next(entry.pieces())[0].name for entry in entries(LARGE, "KDAForCausalLM")}
+    names = {placement.name: next(placement.pieces())[0].name for placement in placements(LARGE, "KDAForCausalLM")}
     owned_bytes = marks = 0
     for name, p in model.named_parameters():
         local, first = hf_io.owned(p)

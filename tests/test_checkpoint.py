@@ -597,7 +597,7 @@ def save_for_ever(rank, port, folder, async_mode):
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_kill_at_any_moment(tmp_path, async_mode):
-    """Two processes are killed again and again, one after the other; each start goes on from the newest whole save."""
+    """Two processes are killed again and again, one after the other; each start resumes from the newest whole save."""
     rng = random.Random(async_mode)
     done = tmp_path / "done"
     done.touch()

@@ -31,7 +31,7 @@ from titan_linear.data import build_tokenizer
 from titan_linear.generate import Sampling, generate_tokens
 from titan_linear.hf_io import gather, load_weights, open_folder, read_model, write_folder
 from titan_linear.models import mixers
-from titan_linear.models.adapters import config_to_hf, entries, state_from_hf
+from titan_linear.models.adapters import config_to_hf, placements, state_from_hf
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.presets import MODELS, preset
@@ -347,7 +347,7 @@ def write_file(file: Path, header: object, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("entry", "message"),
+    ("placement", "message"),
     [
         (3, "is no object"),
         (None, "is no object"),
@@ -373,11 +373,11 @@ def write_file(file: Path, header: object, size: int) -> None:
         ({"dtype": "F32", "shape": [1], "data_offsets": [28, 32]}, "follows 4 stray bytes"),
     ],
 )
-def test_a_malformed_header_is_refused(entry: object, message: str, tmp_path: Path) -> None:
+def test_a_malformed_header_is_refused(placement: object, message: str, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     write_file(file, {"__metadata__": {"format": "pt"}, "bad": {**GOOD, "data_offsets": [24, 48]}, "good": GOOD}, 48)
     assert [tensor.shape for tensor in hf_io.read_header(file).values()] == [(2, 3), (2, 3)]
-    write_file(file, {"good": GOOD, "bad": entry}, 32)
+    write_file(file, {"good": GOOD, "bad": placement}, 32)
     with pytest.raises(ValueError, match=rf"'{file}' is malformed: tensor 'bad' {message}"):
         open_folder(tmp_path)
 
@@ -539,7 +539,7 @@ def test_a_replacement_that_fails_gives_the_old_folder_back(tmp_path: Path, monk
 def make_large_folder(folder: Path) -> int:
     """A folder of several shards, of which only marked values take up the disk; its tensors' bytes."""
     folder.mkdir()
-    plan = {s.name: s.shape for entry in entries(LARGE, "KDAForCausalLM") for s in entry.sources}
+    plan = {s.name: s.shape for placement in placements(LARGE, "KDAForCausalLM") for s in placement.sources}
     plan = {name: ("F32", shape, 4 * torch.Size(shape).numel()) for name, shape in plan.items()}
     writer = hf_io._Writer(folder, plan, 2 * 10**9)
     writer.begin()

@@ -88,7 +88,7 @@ def test_a_copied_configuration_says_where_it_writes(tmp_path: Path) -> None:
     assert said(folder / "config.toml") == ""
     assert f"run in '{folder}', and this start writes there; --job.dump_folder FOLDER" in said(copy)
     assert said(copy, "--job.dump_folder=outputs/other") == ""
-    assert said(elsewhere / "config.toml").endswith(f"; --job.dump_folder '{elsewhere}' goes on where it lies")
+    assert said(elsewhere / "config.toml").endswith(f"; --job.dump_folder '{elsewhere}' resumes where it lies")
     assert said(elsewhere / "config.toml", f"--job.dump_folder={elsewhere}") == ""
     for config in ROOT.glob("train_configs/*.toml"):
         assert said(config) == ""
@@ -144,7 +144,7 @@ def test_a_run_goes_back_and_its_corpus_moves(tmp_path: Path) -> None:
     moved = corpus.rename(tmp_path / "moved.jsonl")
     os.utime(moved, (1, 1))
     said = launched(moved, folder, checkpoint__load_step=2, checkpoint__interval=1)
-    assert f"going on with training.dataset_path: '{corpus}' → '{moved}'" in said and "going on from step 2" in said
+    assert f"resuming with training.dataset_path: '{corpus}' → '{moved}'" in said and "resuming from step 2" in said
     assert "step-4 moved to" in said and sorted(path.name for path in steps.glob("step-*")) == [
         "step-2",
         "step-3",
@@ -153,7 +153,7 @@ def test_a_run_goes_back_and_its_corpus_moves(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
     said = launched(moved, folder, checkpoint__load_step=2)
     assert "went back to checkpoint.load_step = 2 before" in said and "is finished: 4 of" in said
-    assert "going on from step 4" in launched(moved, folder, checkpoint__load_step=2, training__steps=5,
+    assert "resuming from step 4" in launched(moved, folder, checkpoint__load_step=2, training__steps=5,
                                               lr_scheduler__total_steps=5)  # fmt: skip
     moved.write_text(moved.read_text().replace("document", "Document"))
     assert "training.dataset_path gives another corpus" in launched(moved, folder, 2, training__steps=6,

@@ -43,7 +43,7 @@ def test_steps_that_are_done_keep_their_rate(
     steps = now["training__steps"]
     with pytest.raises(ValueError, match=f"training.steps = {steps} would change") as error:
         check_schedule(run(tmp_path, **now), step)
-    assert f"; set {remedy} to keep the schedule, or lr_scheduler.total_steps = {steps} to go on" in str(error.value)
+    assert f"; set {remedy} to keep the schedule, or lr_scheduler.total_steps = {steps} to resume" in str(error.value)
     check_schedule(run(tmp_path, **now, lr_scheduler__total_steps=max(steps, 300)), step)  # a remedy
 
 

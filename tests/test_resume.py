@@ -149,12 +149,12 @@ def test_sigkill_and_restart(corpus: Path, tmp_path: Path, uninterrupted: dict[i
         process = start(corpus, tmp_path, checkpoint__async_mode=mode)
         wait_for_step(process, tmp_path, step)
         process.kill()
-        assert before is None or f"going on from step {before}" in process.communicate()[0]
+        assert before is None or f"resuming from step {before}" in process.communicate()[0]
         process.wait()
         time.sleep(0.5)  # the kernel ends the workers, which hold nothing that the restart needs
         before = newest_step(tmp_path)
         assert before in (3, 6)  # the save before the last may be all there is when the kill meets a save
-    assert f"going on from step {before}" in finish(start(corpus, tmp_path, checkpoint__async_mode="async"))
+    assert f"resuming from step {before}" in finish(start(corpus, tmp_path, checkpoint__async_mode="async"))
     assert losses(tmp_path) == uninterrupted
     assert "is finished" in answer(0, tmp_path)
 
@@ -169,7 +169,7 @@ def test_from_dp_2_to_cp_2(
     output = answer(2, tmp_path, training__steps=20)
     assert "would change the learning rate of the 6 steps that are done" in output
     output = finish(start(corpus, tmp_path, lr_scheduler__total_steps=12))
-    assert "going on from step 6" in output
+    assert "resuming from step 6" in output
     resumed = losses(tmp_path)
     assert set(resumed) == set(uninterrupted)
     assert max(abs(resumed[s] / uninterrupted[s] - 1) for s in resumed) < 1e-5

@@ -25,7 +25,7 @@ def make_steps(folder: Path, *steps: int) -> None:
 
 
 def start(folder: Path, load_step: int) -> int:
-    """What a run does with its checkpoints when it begins; the step that it goes on from."""
+    """What a run does with its checkpoints when it begins; the step that it resumes from."""
     step = find_step(folder, load_step)
     rewind(folder, step, load_step)
     return step

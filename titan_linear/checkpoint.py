@@ -7,8 +7,8 @@
         progress.json      the trainer's numbers: step, cursor, ...
         manifest.json      size and CRC-32 of every file above
       step-200.tmp/        a save in progress, or what a killed one or a killed removal left: the next save removes it
-      abandoned-DATE/      checkpoints of a future that the run left by going on from an earlier step
-      rewound.json         the checkpoint.load_step that the run has gone back to; the same command goes on from here
+      abandoned-DATE/      checkpoints of a future that the run left by resuming from an earlier step
+      rewound.json         the checkpoint.load_step that the run has gone back to; the same command resumes from here
 
 A save fills step-N.tmp, every rank syncs its own files and reads them back for their checksums, rank 0 adds the
 manifest and renames. So SIGKILL costs at most the save in progress. DCP notices a truncated file but not an altered
@@ -101,7 +101,7 @@ class Checkpointer:
         self.wait()
         if self._saved in ((step, True), (step, optimizer is not None)):
             return
-        state = {"model": weights(model)}
+        state = {"model": named_parameters(model)}
         if optimizer is not None:
             state["optimizer"] = _optimizer_state(model, optimizer)[0]
         if self._thread is None:
@@ -133,7 +133,7 @@ class Checkpointer:
         path = self.folder / f"step-{_whole_step(self.folder, step)}"
         optimizer.zero_grad()  # with gradients around, DCP cannot make the state that it loads into
         moments, rest = _optimizer_state(model, optimizer)
-        state = {"model": weights(model), "optimizer": moments}
+        state = {"model": named_parameters(model), "optimizer": moments}
         _read(path, state, self.group)
         set_model_state_dict(model, state["model"], options=FLAT)
         set_optimizer_state_dict(model, optimizer, state["optimizer"] | rest, options=FLAT)
@@ -250,7 +250,7 @@ def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None =
     Raises:
         ValueError: there is no whole checkpoint, or it is of another model.
     """
-    state = {"model": weights(model)}
+    state = {"model": named_parameters(model)}
     _read(weights_path(path), state, group)
     set_model_state_dict(model, state["model"], options=FLAT)
 
@@ -319,9 +319,9 @@ def whole_steps(folder: Path) -> list[int]:
 
 
 def find_step(folder: Path, load_step: int) -> int | None:
-    """The step to go on from: `load_step`, or for −1 the newest whole one, None if there is none.
+    """The step to resume from: `load_step`, or for −1 the newest whole one, None if there is none.
 
-    A run that has gone back to `load_step` already (see `rewind`) goes on from its newest, too.
+    A run that has gone back to `load_step` already (see `rewind`) resumes from its newest, too.
 
     Raises:
         ValueError: there is no whole checkpoint of `load_step`.
@@ -333,7 +333,7 @@ def find_step(folder: Path, load_step: int) -> int | None:
 
 
 def rewind(folder: Path, step: int, load_step: int) -> None:
-    """The run goes on from `step`, which checkpoint.load_step chose: later steps are set aside, and that is noted.
+    """The run resumes from `step`, which checkpoint.load_step chose: later steps are set aside, and that is noted.
 
     Killed in the middle, the next start does the rest: the note comes last. A start without a load_step or with another
     one forgets it. On rank 0.
@@ -345,7 +345,7 @@ def rewind(folder: Path, step: int, load_step: int) -> None:
         if load_step == -1:
             (folder / REWOUND).unlink(missing_ok=True)
         elif _rewound_to(folder) != load_step:
-            _set_aside(folder, step + 1, f"this run goes on from checkpoint.load_step = {load_step}")
+            _set_aside(folder, step + 1, f"this run resumes from checkpoint.load_step = {load_step}")
             new = folder / f"{REWOUND}.new"
             new.write_text(json.dumps({"load_step": load_step}) + "\n")
             sync(new)
@@ -431,7 +431,7 @@ def verify(path: Path) -> None:
 
 
 def holds_optimizer(path: Path) -> bool:
-    """Whether a run can go on from this checkpoint; otherwise it holds the weights only."""
+    """Whether a run can resume from this checkpoint; otherwise it holds the weights only."""
     names = Reader(path).read_metadata().state_dict_metadata
     return any(name.startswith("optimizer.") for name in names)
 
@@ -492,7 +492,7 @@ def sync(path: Path) -> Path:
 # --- What is saved ---------------------------------------------------------------------------------------------------
 
 
-def weights(model: nn.Module) -> dict[str, torch.Tensor]:
+def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
     """Weights by name, with no trace of wrappers in it; a tied weight once, by its first name."""
     state = get_model_state_dict(model)
     first = {name for name, _ in model.named_parameters()}
@@ -515,7 +515,7 @@ def _compare_names(path: Path, saved: set[str], state: dict[str, dict[str, Any]]
     """DCP would pass over what the checkpoint has and the model lacks."""
     if "optimizer" in state and not any(name.startswith("optimizer.") for name in saved):
         raise ValueError(
-            f"'{path}' holds weights only (checkpoint.last_save_model_only), from which a run cannot go on; choose an "
+            f"'{path}' holds weights only (checkpoint.last_save_model_only), from which no run can resume; choose an "
             "earlier checkpoint.load_step, or start a new run with checkpoint.initial_load_path"
         )
     for part, values in state.items():

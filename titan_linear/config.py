@@ -38,12 +38,12 @@ class Job(_Strict):
     config_file: str = ""
     """TOML file to read; command-line keys override it. Not a key of the file itself."""
     dump_folder: str = Field("outputs", min_length=1)
-    """Folder of the run. The same command in the same folder goes on from its newest whole checkpoint."""
+    """Folder of the run. The same command in the same folder resumes from its newest whole checkpoint."""
     description: str = ""
     """Free text, kept with the run."""
     start_anew: bool = False
     """Begin again in a folder whose run left no checkpoint, under any configuration; what it left is set aside. Where
-    there is a checkpoint the run goes on from it."""
+    there is a checkpoint the run resumes from it."""
 
 
 class Model(_Strict):
@@ -158,10 +158,10 @@ class Parallelism(_Strict):
 
 
 class Checkpoint(_Strict):
-    """Saving and going on."""
+    """Saving and resuming."""
 
     enable: bool = True
-    """Save, and go on from what is saved."""
+    """Save, and resume from what is saved."""
     folder: str = Field("checkpoint", min_length=1)
     """Folder of the checkpoints, inside job.dump_folder."""
     interval: int = Field(500, ge=1)
@@ -171,7 +171,7 @@ class Checkpoint(_Strict):
     keep_latest_k: int = Field(10, ge=0)
     """Older checkpoints than the latest k are removed; 0 keeps all."""
     load_step: int = Field(-1, ge=-1)
-    """Step to go back to, once: later ones are set aside, and the same command started again goes on from its newest;
+    """Step to go back to, once: later ones are set aside, and the same command started again resumes from its newest;
     -1: the newest whole checkpoint."""
     initial_load_path: str = ""
     """Checkpoint whose weights start a run that has none of its own."""

@@ -59,7 +59,7 @@ def generate(
     ids = [tokenizer.encode(prompt).tolist() for prompt in prompts]
     for prompt, row in zip(prompts, ids, strict=True):
         if not row:
-            raise ValueError(f"prompt {prompt!r} has no tokens; give some text to go on from")
+            raise ValueError(f"prompt {prompt!r} has no tokens; give some text to continue")
     new = generate_tokens(
         model, ids, max_new_tokens=max_new_tokens, sampling=sampling, device=device, eos_id=tokenizer.eos_id,
         vocab_size=tokenizer.vocab_size, prefill_chunk=prefill_chunk, impl=impl,

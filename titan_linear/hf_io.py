@@ -30,8 +30,8 @@ from safetensors import safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from titan_linear.checkpoint import SaveFailed, describe, sync, weights
-from titan_linear.models.adapters import Entry, config_from_hf, config_to_hf, entries, ignored
+from titan_linear.checkpoint import SaveFailed, describe, named_parameters, sync
+from titan_linear.models.adapters import Placement, config_from_hf, config_to_hf, ignored, placements
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.remote import MODELING
@@ -132,23 +132,23 @@ def check_folder(path: Path, model: ModelConfig) -> None:
     if found := differences(theirs, model):
         differing = ", ".join(f"{option} = {a!r} (this run: {b!r})" for option, (a, b) in found.items())
         raise ValueError(f"'{Path(path) / CONFIG}' is another model: {differing}; use model.flavor = 'hf'")
-    table(open_folder(path), family, model)
+    locate(open_folder(path), family, model)
 
 
-def table(folder: Folder, family: str, model: ModelConfig) -> list[Entry]:
+def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
     """Where each of our parameters lies in the folder.
 
     Raises:
         ValueError: naming every tensor that is missing, of another shape or dtype, or not used.
     """
     try:
-        found = entries(model, family, folder.shapes)
+        found = placements(model, family, folder.shapes)
     except ValueError as error:
         head, *problems = str(error).split("\n  ")
         said = [_with_file(problem, folder) for problem in problems[:LISTED]]
         said += [f"and {len(problems) - LISTED} more"] if len(problems) > LISTED else []
         raise ValueError(f"'{folder.path}': {head} " + "; ".join(said)) from None
-    for tensor in (folder.tensors[source.name] for entry in found for source in entry.sources):
+    for tensor in (folder.tensors[source.name] for placement in found for source in placement.sources):
         if tensor.code not in DTYPES:
             raise ValueError(
                 f"'{tensor.file}': tensor {tensor.name!r} is {tensor.code}; {', '.join(DTYPES)} can be read: convert it"
@@ -179,12 +179,12 @@ def read_header(file: Path) -> dict[str, Tensor]:
     if not isinstance(header, dict):
         raise ValueError(f"'{file}' is cut short in its header, or is no safetensors file; fetch it again")
     tensors = {}
-    for name, entry in header.items():
+    for name, described in header.items():
         if name != "__metadata__":
-            if problem := _malformed(entry):
+            if problem := _malformed(described):
                 raise ValueError(f"'{file}' is malformed: tensor {name!r} {problem}; fetch it again")
-            begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            tensors[name] = Tensor(name, file, entry["dtype"], tuple(entry["shape"]), begin, end)
+            begin, end = (8 + length + offset for offset in described["data_offsets"])
+            tensors[name] = Tensor(name, file, described["dtype"], tuple(described["shape"]), begin, end)
             if end > size:
                 raise ValueError(
                     f"'{file}' is cut short: tensor {name!r} ends at byte {end}, the file at {size}; fetch it again"
@@ -193,13 +193,13 @@ def read_header(file: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def _malformed(entry: object) -> str:
-    """What is wrong with a tensor's entry in a header, or ""."""
-    if not isinstance(entry, dict):
+def _malformed(described: object) -> str:
+    """What is wrong with a tensor's description in a header, or ""."""
+    if not isinstance(described, dict):
         return "is no object"
-    if missing := [key for key in ("dtype", "shape", "data_offsets") if key not in entry]:
+    if missing := [key for key in ("dtype", "shape", "data_offsets") if key not in described]:
         return f"has no {missing[0]}"
-    code, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    code, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
     if not isinstance(code, str) or code not in BITS:
         return f"has dtype {code!r}, which safetensors does not have"
     if not _are_sizes(shape):
@@ -264,11 +264,11 @@ def load_weights(path: Path, model: nn.Module) -> None:
         ValueError: the folder does not hold the model.
     """
     folder, (family, _) = open_folder(path), read_model(path)
-    parameters = weights(model)
+    parameters = named_parameters(model)
     with ExitStack() as files:
         reader = Reader(folder, files)
-        for entry in table(folder, family, model.config):
-            reader.fill(entry, *owned(parameters[entry.name]))
+        for placement in locate(folder, family, model.config):
+            reader.fill(placement, *owned(parameters[placement.name]))
 
 
 def owned(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
@@ -290,20 +290,20 @@ class Reader:
     def __init__(self, folder: Folder, files: ExitStack):
         self.folder, self.files, self.open = folder, files, {}
 
-    def fill(self, entry: Entry, local: torch.Tensor, first: int) -> None:
-        """Fill `local`, which is rows [first, first + n) of the first dimension of the entry's parameter."""
-        per_index = entry.num_rows // entry.shape[0]
+    def fill(self, placement: Placement, local: torch.Tensor, first: int) -> None:
+        """Fill `local`, which is rows [first, first + n) of the first dimension of the placement's parameter."""
+        per_index = placement.num_rows // placement.shape[0]
         begin, end = first * per_index, (first + local.shape[0]) * per_index
-        rows = local.view(-1, entry.width)
-        for source, start, stop, row in entry.pieces(begin, end):
-            for values in self._rows(self.folder.tensors[source.name], start, stop, entry.width):
+        rows = local.view(-1, placement.width)
+        for source, start, stop, row in placement.pieces(begin, end):
+            for values in self._rows(self.folder.tensors[source.name], start, stop, placement.width):
                 rows[row - begin : row - begin + len(values)].copy_(values)
                 row += len(values)
 
-    def whole(self, entry: Entry, dtype: torch.dtype) -> torch.Tensor:
-        """The entry's parameter."""
-        out = torch.empty(entry.shape, dtype=dtype)
-        self.fill(entry, out, 0)
+    def whole(self, placement: Placement, dtype: torch.dtype) -> torch.Tensor:
+        """The placement's parameter."""
+        out = torch.empty(placement.shape, dtype=dtype)
+        self.fill(placement, out, 0)
         return out
 
     def _rows(self, tensor: Tensor, start: int, stop: int, width: int) -> Iterator[torch.Tensor]:
@@ -359,7 +359,9 @@ def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) ->
 @torch.no_grad()
 def gather(model: nn.Module) -> Callable[[str], torch.Tensor]:
     """name -> the whole parameter, on every rank; every rank asks for the same names in the same order."""
-    parameters = weights(model)  # not its parameters, which after a forward may be whole and in the type of compute
+    parameters = named_parameters(
+        model
+    )  # not its parameters, which after a forward may be whole and in the type of compute
 
     def get(name: str) -> torch.Tensor:
         p = parameters[name]
@@ -399,7 +401,7 @@ def write_folder(
     """
     path, temporary = Path(path), Path(path).with_name(f".{Path(path).name}.tmp")
     source = None if like is None else open_folder(like)
-    found = entries(model, family) if source is None else table(source, family, model)
+    found = placements(model, family) if source is None else locate(source, family, model)
     copied = [] if source is None else _not_ours(source, family, model)
     config = _config_json(model, family, dtype, source, extra or {})
     writer = _Writer(temporary, _plan(found, dtype, source, copied), shard_bytes)
@@ -416,8 +418,8 @@ def write_folder(
 
     attempt(_finish_replacing, path)
     attempt(writer.begin)
-    for entry in found:
-        attempt(writer.write, entry, get(entry.name))
+    for placement in found:
+        attempt(writer.write, placement, get(placement.name))
     attempt(writer.finish, copied, config, _code(config, like) | dict(tokenizer or _tokenizer_files(like)))
     attempt(_replace, temporary, path)
     _raise_everywhere(path, temporary, failure)
@@ -440,11 +442,11 @@ def _not_ours(source: Folder, family: str, model: ModelConfig) -> list[Tensor]:
 
 
 def _plan(
-    found: list[Entry], dtype: torch.dtype | None, source: Folder | None, copied: list[Tensor]
+    found: list[Placement], dtype: torch.dtype | None, source: Folder | None, copied: list[Tensor]
 ) -> dict[str, tuple[str, tuple[int, ...], int]]:
     """tensor -> (dtype, shape, bytes) of all that is to be written, in order."""
     plan = {}
-    for tensor in (s for entry in found for s in entry.sources):
+    for tensor in (s for placement in found for s in placement.sources):
         code = CODES[dtype] if dtype else source.tensors[tensor.name].code
         plan[tensor.name] = (code, tensor.shape, _count(tensor.shape) * DTYPES[code].itemsize)
     return plan | {t.name: (t.code, t.shape, t.end - t.begin) for t in copied}
@@ -499,14 +501,14 @@ class _Writer:
             index = {"metadata": {"total_size": total}, "weight_map": where}
             (self.path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def write(self, entry: Entry, parameter: torch.Tensor) -> None:
+    def write(self, placement: Placement, parameter: torch.Tensor) -> None:
         """The rows of one of our parameters, in the tensors that they belong to."""
-        rows = parameter.detach().reshape(-1, entry.width).cpu()
-        for source, start, stop, row in entry.pieces():
+        rows = parameter.detach().reshape(-1, placement.width).cpu()
+        for source, start, stop, row in placement.pieces():
             tensor = self.tensors[source.name]
             values = rows[row : row + stop - start].to(DTYPES[tensor.code]).contiguous()
             with open(tensor.file, "r+b") as file:
-                file.seek(tensor.begin + start * entry.width * values.element_size())
+                file.seek(tensor.begin + start * placement.width * values.element_size())
                 file.write(values.view(torch.uint8).numpy())
 
     def finish(self, copied: list[Tensor], config: Mapping[str, Any], files: Files) -> None:

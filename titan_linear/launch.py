@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
             print(warning, flush=True)
         lock = lock_folder(config.job.dump_folder)
         for change in check_resume(config):
-            print(f"going on with {change}", flush=True)
+            print(f"resuming with {change}", flush=True)
         from titan_linear.preflight import preflight  # slow to import; --help and typing errors do without
 
         preflight(config, world_size)

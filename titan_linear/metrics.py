@@ -61,7 +61,7 @@ class MetricsLogger:
     """Writes metrics to the console, metrics.jsonl and tb/ in `job.dump_folder`.
 
     Args:
-        start_step: the step this start goes on from (0: from the beginning); what was reported after it is cut.
+        start_step: the step this start resumes from (0: from the beginning); what was reported after it is cut.
         start_tokens: tokens seen up to that step.
     """
 

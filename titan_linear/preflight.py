@@ -77,7 +77,7 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
 
 
 def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
-    """The checkpoint that the run will go on from is whole, has all it needs, and was made with this data."""
+    """The checkpoint that the run will resume from is whole, has all it needs, and was made with this data."""
     c, folder = config.checkpoint, checkpoint_folder(config)
     step = find_step(folder, c.load_step)
     if step is None:
@@ -88,7 +88,7 @@ def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
     rewound = c.load_step not in (-1, step)
     if rewound:
         print(
-            f"going on from step {step}: the run went back to checkpoint.load_step = {c.load_step} before; to do so "
+            f"resuming from step {step}: the run went back to checkpoint.load_step = {c.load_step} before; to do so "
             f"again, move '{folder / REWOUND}' away",
             flush=True,
         )
@@ -99,8 +99,8 @@ def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
         raise SystemExit(0)
     if not holds_optimizer(folder / f"step-{step}"):
         raise ValueError(
-            f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can go on from it; "
-            "start a new run with checkpoint.initial_load_path, or go on from an earlier checkpoint.load_step"
+            f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can resume from it; "
+            "start a new run with checkpoint.initial_load_path, or resume from an earlier checkpoint.load_step"
         )
     check_schedule(config, step)
     progress = read_progress(folder / f"step-{step}")
@@ -129,7 +129,7 @@ def check_schedule(config: Config, step: int) -> None:
         raise ValueError(
             f"training.steps = {steps} would change the learning rate of the {step} steps that are done, which decays "
             f"until training.steps (lr_scheduler.total_steps = 0), and that was {length}; set {keep} to keep the "
-            f"schedule, or lr_scheduler.total_steps = {steps} to go on with the new one"
+            f"schedule, or lr_scheduler.total_steps = {steps} to resume with the new one"
         )
 
 

@@ -35,7 +35,7 @@ PATHS = {
 
 MARK = "# The configuration of the run in"  # begins a config.toml
 
-# What may change when a run goes on: how it is computed, saved and shown, and how long it is. The rest decides what
+# what may change when a run resumes: how it is computed, saved and shown, and how long it is. The rest decides what
 # the steps so far have computed.
 MAY_CHANGE = (
     "job.", "parallelism.", "checkpoint.", "activation_checkpoint.", "metrics.", "profiling.", "sample.", "comm.",
@@ -100,7 +100,7 @@ def check_resume(config: Config) -> list[str]:
         lines = "\n".join(f"  {key}: {old!r} → {new!r}" for key, (old, new) in refused.items())
         anew = "" if _has_checkpoint(config) else ", or begin again here: job.start_anew = true (it deletes nothing)"
         raise ValueError(
-            f"job.dump_folder = '{folder}' holds a run that cannot go on with other values of\n{lines}\n"
+            f"job.dump_folder = '{folder}' holds a run that cannot resume with other values of\n{lines}\n"
             f"restore them, or start a new run in another job.dump_folder{anew}"
         )
     return [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if not key.startswith("job.")]
@@ -132,7 +132,7 @@ def unused(path: Path) -> Path:
 
 
 def finished_without_checkpoint(config: Config) -> bool:
-    """The metrics in this folder go to the last step, and there is nothing to go on from."""
+    """The metrics in this folder go to the last step, and there is nothing to resume from."""
     metrics = Path(config.job.dump_folder) / METRICS
     if _has_checkpoint(config) or not metrics.exists():
         return False
@@ -149,7 +149,7 @@ def copied_configuration(config: Config) -> str:
     if absolute(own) != absolute(str(folder)) or path.absolute().parent == folder.absolute():
         return ""  # another folder was given, or it is this run's
     here = path.absolute().parent
-    moved = f"; --job.dump_folder '{here}' goes on where it lies" if path.with_name(MANIFEST).exists() else ""
+    moved = f"; --job.dump_folder '{here}' resumes where it lies" if path.with_name(MANIFEST).exists() else ""
     return (
         f"warning: '{path}' is the configuration of the run in '{folder}', and this start writes there; "
         f"--job.dump_folder FOLDER writes into another{moved}"
@@ -210,7 +210,7 @@ def write_config(config: Config) -> None:
     given = config.model_dump()
     paths = {section: {key: absolute(given[section][key]) for key in keys} for section, keys in PATHS.items()}
     sections = {name: getattr(config, name).model_copy(update=update) for name, update in paths.items()}
-    # Begun anew, it is a run like others: its file goes on with it.
+    # Begun anew, it is a run like others: its file stays with it.
     sections["job"] = sections["job"].model_copy(update={"start_anew": False})
     folder = absolute(config.job.dump_folder)
     text = f"{MARK} '{folder}'; with another job.dump_folder it starts the same run anew\n\n"

@@ -268,7 +268,7 @@ class Trainer:
         print("\n".join(start_lines(choices)), flush=True)
         print("mesh " + " × ".join(f"{name} {n}" for name, n in self.dims.degrees.items()), flush=True)
         if self.step:
-            print(f"going on from step {self.step}", flush=True)
+            print(f"resuming from step {self.step}", flush=True)
         return MetricsLogger(self.config, start_step=self.step, start_tokens=self._tokens())
 
     def _tokens(self) -> int:
@@ -365,7 +365,7 @@ def _claim(config: Config, held: ExitStack) -> None:
         print(warning, flush=True)
     held.enter_context(lock_folder(config.job.dump_folder))
     for change in check_resume(config):
-        print(f"going on with {change}", flush=True)
+        print(f"resuming with {change}", flush=True)
     preflight(config, dist.get_world_size())
 
 

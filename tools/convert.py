@@ -25,7 +25,7 @@ from titan_linear.build import DTYPES, EXPORT_DTYPES, export, model_config, toke
 from titan_linear.checkpoint import Checkpointer, stored_weights, verify, weights_path, whole_steps
 from titan_linear.config import hf_weights
 from titan_linear.data import build_tokenizer
-from titan_linear.hf_io import Reader, open_folder, read_model, table
+from titan_linear.hf_io import Reader, locate, open_folder, read_model
 from titan_linear.rundir import config_of
 
 
@@ -64,7 +64,7 @@ def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
         raise ValueError(f"'{checkpoints}' holds checkpoints already (step-{steps[-1]}); choose another folder")
     family, model = read_model(folder)
     source = open_folder(folder)
-    found = table(source, family, model)
+    found = locate(source, family, model)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with ExitStack() as files:
         files.callback(dist.destroy_process_group)

@@ -6,7 +6,7 @@ python -m tools.corpus check                     # every cache; or: check corpor
 python -m tools.corpus prune --older-than 30     # days since their last use; or: prune jsonl-0123… or: prune --all
 
 write     tokenises texts, each kind that training.dataset has, into a folder of its own: training.dataset = "tokens"
-          reads it where training.dataset_path is that folder. Stopped, the same command goes on from where it was.
+          reads it where training.dataset_path is that folder. Stopped, the same command resumes from where it was.
 list      says where caches lie ($XDG_CACHE_HOME/titan_linear, else ~/.cache/titan_linear), of what, and how large.
 check     reads every byte against the checksums.
 prune     removes caches, which runs make anew from their texts; nothing else, and none that is being written.
@@ -75,7 +75,7 @@ def show(folder: Path) -> int:
 
 def describe(cache: Path) -> str:
     if not cache.exists():
-        return "unfinished: a run with these texts goes on with it"
+        return "unfinished: a run with these texts continues it"
     try:
         corpus = load_corpus(cache)
     except ValueError as error:

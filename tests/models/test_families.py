@@ -23,7 +23,7 @@ from transformers import (
 from tests.models import hf_models
 from tests.models.ours import State, labels_of, positions, relative, run, run_on_rank
 from tests.worlds import World
-from titan_linear.models.adapters import config_from_hf, config_to_hf, entries, state_from_hf, state_to_hf
+from titan_linear.models.adapters import config_from_hf, config_to_hf, placements, state_from_hf, state_to_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.plan import BatchPlan
@@ -168,19 +168,19 @@ def test_every_row_is_used_once(name: str, case: Callable[[str], Case]) -> None:
     c = case(name)
     for on_disk in (None, *({n: tuple(t.shape) for n, t in x.items()} for x in (c.disk, c.live))):
         used: dict[str, torch.Tensor] = {}
-        table = entries(c.config, c.family, on_disk)
+        table = placements(c.config, c.family, on_disk)
         assert [e.name for e in table] == [n for n, _ in Decoder(c.config).named_parameters()]
-        for entry in table:
-            filled = torch.zeros(entry.num_rows, dtype=torch.int64)
-            for source, start, stop, row in entry.pieces():
-                rows = torch.Size(source.shape).numel() // entry.width
+        for placement in table:
+            filled = torch.zeros(placement.num_rows, dtype=torch.int64)
+            for source, start, stop, row in placement.pieces():
+                rows = torch.Size(source.shape).numel() // placement.width
                 used.setdefault(source.name, torch.zeros(rows, dtype=torch.int64))[start:stop] += 1
                 filled[row : row + stop - start] += 1
             assert (filled == 1).all()
-            half = entry.num_rows // 2
-            parts = [*entry.pieces(0, half), *entry.pieces(half, entry.num_rows)]
+            half = placement.num_rows // 2
+            parts = [*placement.pieces(0, half), *placement.pieces(half, placement.num_rows)]
             assert [(s.name, i) for s, a, b, _ in parts for i in range(a, b)] == [
-                (s.name, i) for s, a, b, _ in entry.pieces() for i in range(a, b)
+                (s.name, i) for s, a, b, _ in placement.pieces() for i in range(a, b)
             ]
         assert all((rows == 1).all() for rows in used.values())
         assert on_disk is None or used.keys() == on_disk.keys()
@@ -348,7 +348,7 @@ def test_fla_hybrids() -> None:
     family, config = config_from_hf(written)
     assert [mixer.name for mixer in config.layers] == ["kda", "attention"] * 2
     assert config.hidden_dim == 256 and config.layers[1].rope_theta == 5000.0
-    names = {s.name for e in entries(config, family) for s in e.sources}
+    names = {s.name for e in placements(config, family) for s in e.sources}
     assert {"model.layers.1.attn.q_proj.weight", "model.layers.1.attn_norm.weight", "model.embeddings.weight"} <= names
     assert "model.layers.1.attn.A_log" not in names and "model.layers.0.attn.g_proj.1.bias" in names
     assert config_from_hf(config_to_hf(family, config)) == (family, config)

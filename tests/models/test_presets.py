@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from titan_linear.build import FAMILY_OF
 from titan_linear.hf_io import find_family
-from titan_linear.models.adapters import config_from_hf, config_to_hf, entries
+from titan_linear.models.adapters import config_from_hf, config_to_hf, placements
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.init import count_parameters
 from titan_linear.models.presets import MODELS, OWN, flavors, preset
@@ -50,15 +50,18 @@ def test_parameter_counts(name: str, flavor: str) -> None:
 def test_adapters_of_the_large_ones(name: str, flavor: str) -> None:
     """The whole table, and that a rank of 64 asks for 1/64 of the elements."""
     config = preset(name, flavor)
-    table = entries(config, family_of(name, config))
+    table = placements(config, family_of(name, config))
     whole = sum(e.num_rows * e.width for e in table)
     bias = 256 * 26 if name == "kimi-linear" else 0
     assert whole == COUNTS[name, flavor] + bias
     own = 0
-    for entry in table:
-        per = entry.num_rows // entry.shape[0]
-        rows = -(-entry.shape[0] // 64) * per
-        own += sum(stop - start for _, start, stop, _ in entry.pieces(0, min(rows, entry.num_rows))) * entry.width
+    for placement in table:
+        per = placement.num_rows // placement.shape[0]
+        rows = -(-placement.shape[0] // 64) * per
+        own += (
+            sum(stop - start for _, start, stop, _ in placement.pieces(0, min(rows, placement.num_rows)))
+            * placement.width
+        )
     assert own < whole / 64 * 1.05
 
 
@@ -101,7 +104,9 @@ def test_presets_can_be_saved(name: str, flavor: str) -> None:
             config_to_hf("KDAForCausalLM", config)
     family, back = config_from_hf(config_to_hf(family_of(name, config), config))
     assert family == family_of(name, config)
-    assert [(e.name, e.shape) for e in entries(back, family)] == [(e.name, e.shape) for e in entries(config, family)]
+    assert [(e.name, e.shape) for e in placements(back, family)] == [
+        (e.name, e.shape) for e in placements(config, family)
+    ]
     if flavor != "debug" and name not in OWN:
         assert back == config
 
@@ -111,7 +116,7 @@ def test_a_dense_qwen3_next() -> None:
     config = preset("qwen3.5", "0.8B")
     family, back = config_from_hf(config_to_hf("Qwen3NextForCausalLM", config))
     assert back == config
-    names = {s.name for e in entries(back, family) for s in e.sources}
+    names = {s.name for e in placements(back, family) for s in e.sources}
     assert "model.layers.0.linear_attn.in_proj_qkvz.weight" in names and "model.layers.0.mlp.up_proj.weight" in names
 
 

@@ -313,7 +313,7 @@ def _build_cache(folder: Path, texts: _Texts) -> None:
 def _tokenise_into(folder: Path, texts: _Texts) -> None:
     progress = _read_journal(folder, texts) or _Progress(texts.key)
     if progress.read:
-        print(f"going on where tokenising was stopped, after {progress.num_documents:,} documents", flush=True)
+        print(f"continuing where tokenising was stopped, after {progress.num_documents:,} documents", flush=True)
     _write_corpus(folder, _tokenised(texts, progress), texts.tokenizer, progress, texts)
 
 
@@ -397,7 +397,7 @@ def _write_corpus(
         _sync_folder(folder.parent)
     except BaseException as stop:
         if isinstance(stop, (KeyboardInterrupt, SystemExit, _BadDocument)) and (temporary / _JOURNAL).exists():
-            print(f"what is tokenised is kept in {temporary}: the same command goes on from it", flush=True)
+            print(f"what is tokenised is kept in {temporary}: the same command resumes from it", flush=True)
         else:  # a full disk, say: leave no half corpus to fill it
             shutil.rmtree(temporary, ignore_errors=True)
         raise

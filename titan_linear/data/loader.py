@@ -108,7 +108,7 @@ class StreamLoader(StatefulDataLoader):
         if cursor < 0 or cursor % self._global_batch_size:
             raise ValueError(
                 f"training.global_batch_size = {self._global_batch_size} does not divide the data cursor {cursor}: "
-                "a run goes on with the global batch that it began with"
+                "a run resumes with the global batch that it began with"
             )
         self._order.start = cursor // self._global_batch_size * self._micro_steps
 

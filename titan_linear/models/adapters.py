@@ -2,7 +2,7 @@
 
 Every tensor is read as a matrix of rows along its last dimension (a vector's elements are rows of one element), which
 leaves its bytes in place. A `Layout` says that some of our parameters, interleaved group by group, are some tensors on
-disk one after the other; from it come `Entry`s: which row of which tensor is which row of ours. So a rank can read
+disk one after the other; from it come `Placement`s: which row of which tensor is which row of ours. So a rank can read
 just the rows that it owns, importing and exporting use the same table, and the table can be proved a bijection.
 
     [q | k | v·r | z·r] per key head (Qwen3-Next)      Layout((q, k, v, g), ("in_proj_qkvz",), groups="heads")
@@ -37,7 +37,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Entry:
+class Placement:
     """One of our parameters: its rows are runs of the rows of `sources`, concatenated."""
 
     name: str
@@ -72,7 +72,7 @@ class Entry:
             ours += stop - start
 
 
-def entries(config: ModelConfig, family: str, on_disk: Shapes | None = None) -> list[Entry]:
+def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) -> list[Placement]:
     """Every parameter of the model, in the order of its names.
 
     Args:
@@ -91,7 +91,7 @@ def entries(config: ModelConfig, family: str, on_disk: Shapes | None = None) -> 
         layout = _spelling(spellings, on_disk)
         problems += [] if on_disk is None else _wrong(layout, on_disk)
         used |= {source.name for source in layout.sources}
-        done |= {entry.name: entry for entry in _entries(layout, ours)}
+        done |= {placement.name: placement for placement in _placements(layout, ours)}
     uncovered = [name for name in ours if name not in done]
     assert not uncovered, f"{family} has no layout for {uncovered}"
     if on_disk is not None:
@@ -113,14 +113,14 @@ def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
 
 def state_from_hf(tensors: Mapping[str, torch.Tensor], config: ModelConfig, family: str) -> dict[str, torch.Tensor]:
     """Tensors of a folder -> our parameters by name, whole and each in its sources' dtype (the wider of several)."""
-    table = entries(config, family, {name: tuple(t.shape) for name, t in tensors.items()})
+    table = placements(config, family, {name: tuple(t.shape) for name, t in tensors.items()})
     state = {}
-    for entry in table:
-        dtypes = (tensors[source.name].dtype for source, *_ in entry.pieces())
-        out = torch.empty(entry.num_rows, entry.width, dtype=reduce(torch.promote_types, dtypes))
-        for source, start, stop, row in entry.pieces():
-            out[row : row + stop - start] = tensors[source.name].reshape(-1, entry.width)[start:stop]
-        state[entry.name] = out.view(entry.shape)
+    for placement in table:
+        dtypes = (tensors[source.name].dtype for source, *_ in placement.pieces())
+        out = torch.empty(placement.num_rows, placement.width, dtype=reduce(torch.promote_types, dtypes))
+        for source, start, stop, row in placement.pieces():
+            out[row : row + stop - start] = tensors[source.name].reshape(-1, placement.width)[start:stop]
+        state[placement.name] = out.view(placement.shape)
     return state
 
 
@@ -129,12 +129,12 @@ def state_to_hf(
 ) -> dict[str, torch.Tensor]:
     """Our parameters by name -> tensors of a folder, in the spelling of `transformers` or of `on_disk`."""
     tensors: dict[str, torch.Tensor] = {}
-    for entry in entries(config, family, on_disk):
-        ours = state[entry.name].reshape(-1, entry.width)
-        for source, start, stop, row in entry.pieces():
+    for placement in placements(config, family, on_disk):
+        ours = state[placement.name].reshape(-1, placement.width)
+        for source, start, stop, row in placement.pieces():
             if source.name not in tensors:
                 tensors[source.name] = torch.empty(source.shape, dtype=ours.dtype)
-            tensors[source.name].view(-1, entry.width)[start:stop] = ours[row : row + stop - start]
+            tensors[source.name].view(-1, placement.width)[start:stop] = ours[row : row + stop - start]
     return tensors
 
 
@@ -163,7 +163,7 @@ def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str,
     return {"architectures": [family], **written, **tokens, **extra}
 
 
-# --- From the table to entries ---------------------------------------------------------------------------------------
+# --- From the table to placements ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -227,14 +227,14 @@ def _wrong(layout: _Resolved, on_disk: Shapes) -> list[str]:
     return problems
 
 
-def _entries(layout: _Resolved, ours: Shapes) -> Iterator[Entry]:
+def _placements(layout: _Resolved, ours: Shapes) -> Iterator[Placement]:
     """Group g of the sources holds group g of each of our parameters in turn."""
     width = _width(ours[layout.ours[0]])
     sizes = [_rows(ours[name], width) // layout.groups for name in layout.ours]
     starts, group = [0, *accumulate(sizes)], sum(sizes)
     for name, size, start in zip(layout.ours, sizes, starts):
         runs = tuple((g * group + start, g * group + start + size) for g in range(layout.groups))
-        yield Entry(name, ours[name], layout.sources, None if len(layout.ours) == 1 else runs)
+        yield Placement(name, ours[name], layout.sources, None if len(layout.ours) == 1 else runs)
 
 
 def _width(shape: tuple[int, ...]) -> int:

@@ -82,7 +82,7 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """tokens [B, T] int64 -> logits [B, T, vocab], or with labels [B, T] (−100: none) the summed loss.
 
-        With caches, the tokens go on from those; logits_to_keep: logits of the last tokens alone.
+        With caches, the tokens continue those; logits_to_keep: logits of the last tokens alone.
         The load-balance loss is in the loss's gradient, not in its value, which stays the sum of cross-entropies.
         """
         x, balances = self.embedding(tokens), []
