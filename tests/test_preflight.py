@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 
 from titan_linear.config import Config, load_config
-from titan_linear.preflight import check_schedule
+from titan_linear.preflight import check_schedule, preflight
 from titan_linear.rundir import write_config
 
 
@@ -49,3 +50,20 @@ def test_steps_that_are_done_keep_their_rate(
 
 def test_a_folder_without_a_configuration_has_no_schedule(tmp_path: Path) -> None:
     check_schedule(run(tmp_path), 50)
+
+
+SHIPPED = [path for path in Path(__file__).parents[1].glob("train_configs/*.toml") if path.stem != "debug"]
+
+
+@pytest.mark.parametrize("file", sorted(SHIPPED), ids=lambda path: path.stem)
+def test_a_shipped_configuration_starts_with_one_line_changed(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(500)))
+    (line,) = [line for line in file.read_text().splitlines() if line.startswith("dataset_path")]
+    own = tmp_path / "own.toml"
+    own.write_text(file.read_text().replace(line, 'dataset_path = "own.jsonl"'))
+    config = load_config(["--job.config_file", str(own)])
+    preflight(config, config.parallelism.context_parallel_degree)
