@@ -10,8 +10,11 @@ if not torch.cuda.is_available():
     # Before anything imports Triton; tests of compilation run without it, in a process of their own.
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.interpreter import quicken
 from tests.worlds import World
 
+if os.environ.get("TRITON_INTERPRET") == "1":
+    quicken()
 torch.set_num_threads(2)
 
 

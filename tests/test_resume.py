@@ -93,14 +93,18 @@ def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
     raise AssertionError(process.communicate()[0])
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> None:
+def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> int:
     os.environ["XDG_CACHE_HOME"] = cache
-    Trainer(load_config(argv)).train()
+    trainer = Trainer(load_config(argv))
+    begins_from = trainer.step
+    trainer.train()
+    return begins_from
 
 
-def train_in(world: World, corpus: Path, folder: Path, **overrides: object) -> dict[int, float]:
-    """The same run without the command; its losses."""
-    world.run(train_on_rank, arguments(corpus, folder, **overrides), str(corpus.parent))
+def train_in(world: World, begins_from: int, corpus: Path, folder: Path, **overrides: object) -> dict[int, float]:
+    """The same run without the command, which must go on from a given step; its losses."""
+    steps = world.run(train_on_rank, arguments(corpus, folder, **overrides), str(corpus.parent))
+    assert steps == [begins_from] * world.world_size
     return losses(folder)
 
 
@@ -109,21 +113,24 @@ def uninterrupted(
     corpus: Path, worlds: Callable[[int], World], tmp_path_factory: pytest.TempPathFactory
 ) -> dict[int, float]:
     folder = tmp_path_factory.mktemp("uninterrupted")
-    found = train_in(worlds(2), corpus, folder)
+    found = train_in(worlds(2), 0, corpus, folder)
     assert set(found) == set(range(1, STEPS + 1))
     return found
 
 
+STARTS = "starts workers"
+
+
 @pytest.fixture
 def answer(corpus: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
-    """answer(code, folder, **keys): what the launcher says in this process before it exits with `code`; it must not
-    start a worker."""
+    """answer(code, folder, **keys): what the launcher says in this process before it exits with `code`, or where that
+    is STARTS, before it would start workers."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    monkeypatch.setattr(launch, "run_workers", lambda *_: pytest.fail("the launcher starts workers"))
+    monkeypatch.setattr(launch, "run_workers", lambda *_: STARTS)
     monkeypatch.setenv("NGPU", "2")
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus.parent))
 
-    def answer(code: int, folder: Path, **overrides: object) -> str:
+    def answer(code: int | str, folder: Path, **overrides: object) -> str:
         capfd.readouterr()
         try:
             found = launch.main(arguments(corpus, folder, **overrides))
@@ -163,14 +170,14 @@ def test_from_dp_2_to_cp_2(
     corpus: Path, worlds: Callable[[int], World], tmp_path: Path, uninterrupted: dict[int, float], answer: Callable
 ) -> None:
     train_in(
-        worlds(2), corpus, tmp_path, parallelism__context_parallel_degree=1, training__steps=6,
+        worlds(2), 0, corpus, tmp_path, parallelism__context_parallel_degree=1, training__steps=6,
         lr_scheduler__total_steps=12,
     )  # fmt: skip
     output = answer(2, tmp_path, training__steps=20)
     assert "would change the learning rate of the 6 steps that are done" in output
-    output = finish(start(corpus, tmp_path, lr_scheduler__total_steps=12))
-    assert "resuming from step 6" in output
-    resumed = losses(tmp_path)
+    output = answer(STARTS, tmp_path, lr_scheduler__total_steps=12)
+    assert "resuming with parallelism.context_parallel_degree: 1 → 2" in output
+    resumed = train_in(worlds(2), 6, corpus, tmp_path, lr_scheduler__total_steps=12)
     assert set(resumed) == set(uninterrupted)
     assert max(abs(resumed[s] / uninterrupted[s] - 1) for s in resumed) < 1e-5
 
@@ -190,8 +197,9 @@ def test_a_signal_saves_and_stops(
     """SIGTERM, which a Ctrl-C comes to the workers as too (see the next test)."""
     process = start(corpus, tmp_path, checkpoint__interval=1000)
     wait_for_step(process, tmp_path, 2)
-    assert stopped(process, tmp_path, signal.SIGTERM, 143) < STEPS
-    assert train_in(worlds(2), corpus, tmp_path, checkpoint__interval=1000) == uninterrupted
+    reached = stopped(process, tmp_path, signal.SIGTERM, 143)
+    assert reached < STEPS
+    assert train_in(worlds(2), reached, corpus, tmp_path, checkpoint__interval=1000) == uninterrupted
 
 
 REFUSED = [

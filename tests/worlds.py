@@ -16,6 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_redistribute_planner_cache
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from tests.interpreter import quicken
 
 # What most processes of tests import, imported once, in the server that they are forked from. No Triton kernel may be
 # among it: where there are GPUs, only the forked process knows whether it interprets them.
@@ -39,6 +43,7 @@ def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue,
         backend = "cpu:gloo,cuda:nccl"  # as in a run
     else:  # on the CPU, on a machine with GPUs too
         os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+        quicken()
     dist.init_process_group(backend, rank=rank, world_size=world_size)
     while (task := tasks.get()) is not None:
         fn, args = task
@@ -53,9 +58,13 @@ def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue,
 def _destroy_own_groups() -> None:
     """The groups that a test made. The threads of each wake up a hundred times a second for as long as it lives."""
     gc.collect()
-    for group in list(dist.distributed_c10d._world.pg_map):
-        if group is not dist.group.WORLD:
-            dist.destroy_process_group(group)
+    own = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    for group in own:
+        dist.destroy_process_group(group)
+    if own:  # DTensor takes a mesh that equals one before for that one, whose groups are gone
+        clear_redistribute_planner_cache()
+        _gen_transform_infos.cache_clear()
+        _clear_sharding_prop_cache()
 
 
 class World:

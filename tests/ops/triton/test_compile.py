@@ -7,6 +7,7 @@ tests.ops.triton.test_compile [words]` prints the table), because kernels decora
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -17,6 +18,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from multiprocessing import get_context
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,15 +55,26 @@ ACCEPTED_SPILLS: dict[str, str] = {
 
 def _resources(cubin: bytes) -> dict[str, Any]:
     """Registers, bytes of stack (all of it spills), and the instructions that ptxas got wrong."""
-    from triton import knobs
-
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
-        report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    report = _disassembled(cubin)
     registers, spills = map(int, re.search(r"REG:(\d+) STACK:(\d+)", report).groups())
     return {"registers": registers, "spills": spills, "wrong": _stack_pointer_as_number(report)}
+
+
+def _disassembled(cubin: bytes) -> str:
+    """The lines on resources and on R1. Disassembling takes a second: they are kept where Triton keeps its kernels."""
+    from triton import __version__, knobs
+    from triton.runtime.cache import get_cache_manager
+
+    kept = get_cache_manager(hashlib.sha256(__version__.encode() + cubin).hexdigest())
+    if (path := kept.get_file("resources.txt")) is None:
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(cubin)
+            file.flush()
+            command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
+            report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        lines = "\n".join(re.findall(r".*(?:REG:|\bR1\b).*", report))
+        path = kept.put(lines, "resources.txt", binary=False)
+    return Path(path).read_text()
 
 
 def _stack_pointer_as_number(code: str) -> list[str]:
@@ -230,8 +243,10 @@ def compile_case(name: str) -> list[dict]:
 
 
 def compile_cases(words: list[str]) -> dict[str, list[dict]]:
+    import titan_linear.ops  # noqa: F401 (once, for the processes that are forked)
+
     names = [name for name in CASES if all(word in name for word in words)]
-    with ProcessPoolExecutor(min(os.cpu_count(), 4), mp_context=get_context("spawn")) as pool:
+    with ProcessPoolExecutor(min(os.cpu_count(), 4), mp_context=get_context("fork")) as pool:
         return dict(zip(names, pool.map(compile_case, names), strict=True))
 
 
