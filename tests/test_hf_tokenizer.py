@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer
 from titan_linear.hf_io import find_family, write_folder
-from titan_linear.models.adapters import entries
+from titan_linear.models.adapters import placements
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.qwen import _WORDS
@@ -130,7 +130,7 @@ def tokenizers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def exported(folder: Path, family: str, path: str) -> None:
     tokenizer, config = build_tokenizer(path), MODELS[family]
-    shapes = {entry.name: entry.shape for entry in entries(config, family)}
+    shapes = {entry.name: entry.shape for entry in placements(config, family)}
     write_folder(
         folder, config, family, lambda name: torch.zeros(shapes[name]), dtype=torch.bfloat16,
         tokenizer=tokenizer.hugging_face_files(), extra={"eos_token_id": tokenizer.eos_id},
