@@ -35,6 +35,7 @@ def free_port() -> int:
 
 def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue, results: mp.Queue) -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported stays, and need not be searched
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
                       WORLD_SIZE=str(world_size))  # fmt: skip
     if backend == "nccl":
@@ -57,14 +58,16 @@ def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue,
 
 def _destroy_own_groups() -> None:
     """The groups that a test made. The threads of each wake up a hundred times a second for as long as it lives."""
-    gc.collect()
     own = [group for group in dist.distributed_c10d._world.pg_map if group is not dist.group.WORLD]
+    if not own:
+        return
+    gc.collect()  # what holds them, in cycles
     for group in own:
         dist.destroy_process_group(group)
-    if own:  # DTensor takes a mesh that equals one before for that one, whose groups are gone
-        clear_redistribute_planner_cache()
-        _gen_transform_infos.cache_clear()
-        _clear_sharding_prop_cache()
+    # DTensor takes a mesh that equals one before for that one, whose groups are gone.
+    clear_redistribute_planner_cache()
+    _gen_transform_infos.cache_clear()
+    _clear_sharding_prop_cache()
 
 
 class World:

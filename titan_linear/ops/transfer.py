@@ -11,8 +11,9 @@ ALIGNMENT = 16  # bytes, as kernels that load vectors want it
 
 
 def to_device(arrays: Mapping[str, np.ndarray | torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The same arrays on `device`: to a GPU through one pinned buffer, which is copied while the host goes on."""
-    tensors = {name: torch.as_tensor(array) for name, array in arrays.items()}
+    """The same arrays on `device`, contiguous as kernels read them: to a GPU through one pinned buffer, which is copied
+    while the host goes on."""
+    tensors = {name: torch.as_tensor(array).contiguous() for name, array in arrays.items()}
     if device.type == "cpu":
         return tensors
     sizes = {name: -(-t.nbytes // ALIGNMENT) * ALIGNMENT for name, t in tensors.items()}
