@@ -65,6 +65,7 @@ SPLITS = {
     "accumulation": (1, {"training.local_batch_size": 1}),
     "full activation checkpointing": (2, {"parallelism.context_parallel_degree": 2,
                                           "activation_checkpoint.mode": "full"}),
+    "compiled": (1, {"compile.enable": "true", "compile.backend": "aot_eager"}),
     **{
         f"cp 2 {method} {layout}": (2, {"parallelism.context_parallel_degree": 2,
                                         "parallelism.context_parallel_method": method,
@@ -76,6 +77,7 @@ SPLITS = {
 }  # fmt: skip
 
 FLOAT64_ONLY = [
+    "compiled",
     "HSDP x cp",
     "cp 2 all heads",
     *(f"cp 2 {method} zigzag" for method in ("ring", "allgather", "ulysses")),

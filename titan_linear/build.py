@@ -154,7 +154,7 @@ def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, devic
     return BatchSharding.of(
         model, dims, device, DTYPES[config.training.mixed_precision_param],
         layout=p.context_parallel_layout, softmax_method=p.context_parallel_method,
-        linear_method=p.context_parallel_linear_method, impl=config.model.impl,
+        linear_method=p.context_parallel_linear_method, impl=config.model.impl, compiled=config.compile.enable,
     )  # fmt: skip
 
 
@@ -171,7 +171,8 @@ def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: 
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[t.mixed_precision_param], reduce_dtype=DTYPES[t.mixed_precision_reduce]
     )
-    parallelize(decoder, dims, ac_mode=config.activation_checkpoint.mode, policy=policy)
+    backend = config.compile.backend if config.compile.enable else None
+    parallelize(decoder, dims, ac_mode=config.activation_checkpoint.mode, backend=backend, policy=policy)
     materialise(decoder, device)
     return decoder
 

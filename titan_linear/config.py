@@ -193,6 +193,15 @@ class ActivationCheckpoint(_Strict):
     """full: keep only the input of each layer and compute the layer again in backward."""
 
 
+class Compile(_Strict):
+    """What torch.compile does."""
+
+    enable: bool = False
+    """Compile each layer: what is between products, delta rule and attention becomes few kernels."""
+    backend: Literal["inductor", "aot_eager"] = "inductor"
+    """aot_eager: graphs without code of their own, to find out which of the two an error comes from."""
+
+
 class Metrics(_Strict):
     """What a run reports."""
 
@@ -272,6 +281,7 @@ class Config(_Strict):
     parallelism: Parallelism = Parallelism()
     checkpoint: Checkpoint = Checkpoint()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
     validation: Validation = Validation()
@@ -293,7 +303,6 @@ ABSENT = {
     "parameters",
     "expert_parallel_degree": "there is no expert parallelism; parallelism.data_parallel_shard_degree splits the "
     "experts as it does all parameters",
-    "compile": "nothing is compiled by torch.compile here; the linear layers run Triton's kernels on GPUs",
     "float8": "there is no float8; training.mixed_precision_param is the type of compute",
 }
 

@@ -17,11 +17,24 @@ from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.decoder import Decoder
 
 
-def parallelize(model: Decoder, dims: ParallelDims, *, ac_mode: str, policy: MixedPrecisionPolicy) -> None:
-    """Wrap a decoder (on the meta device) in place. Gradients become sums over all ranks, never means."""
+def parallelize(
+    model: Decoder, dims: ParallelDims, *, ac_mode: str, backend: str | None = None, policy: MixedPrecisionPolicy
+) -> None:
+    """Wrap a decoder (on the meta device) in place. Gradients become sums over all ranks, never means.
+
+    backend: of torch.compile; None: nothing is compiled.
+    """
+    if backend is not None:
+        compile_layers(model, backend)
     if ac_mode == "full":
         checkpoint_layers(model)
     shard(model, dims, policy)
+
+
+def compile_layers(model: Decoder, backend: str) -> None:
+    """Compile each layer's `forward`: layers of one kind share their code, and documents do not change it."""
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, backend=backend)
 
 
 def checkpoint_layers(model: Decoder) -> None:
@@ -36,11 +49,12 @@ def checkpoint_layers(model: Decoder) -> None:
 def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy) -> None:
     """FSDP2 by layer. Embedding and head are units of their own unless they share their weight."""
     options = {"mesh": dims.fsdp_mesh, "mp_policy": policy, "ignored_params": set(replicated_parameters(model))}
+    options["reshard_after_forward"] = dims.shards > 1  # one rank would cast its parameters twice
     for layer in model.layers:
         fully_shard(layer, **options)
     if not model.config.tie_embeddings:
         fully_shard(model.embedding, **options)
-        fully_shard(model.head, reshard_after_forward=False, **options)  # backward begins with it
+        fully_shard(model.head, **options | {"reshard_after_forward": False})  # backward begins with it
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):
