@@ -145,7 +145,8 @@ def unallocated(model: ModelConfig, dtype: torch.dtype) -> Decoder:
 def build_dims(config: Config, device: torch.device) -> ParallelDims:
     """The mesh over all ranks."""
     replicate, shard = data_parallel_degrees(config, dist.get_world_size())
-    return build_mesh(device.type, replicate, shard, config.parallelism.context_parallel_degree)
+    p = config.parallelism
+    return build_mesh(device.type, replicate, shard, p.context_parallel_degree, p.tensor_parallel_degree)
 
 
 def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> BatchSharding:
