@@ -46,8 +46,8 @@ def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = Fal
     keys = ["training.dataset_path", "validation.dataset_path"]
     return [
         open_corpus(
-            t.dataset, path or None, tokenizer, text_field=t.dataset_text_field, on_bad_document=t.on_bad_document,
-            show_progress=show_progress, path_key=key,
+            t.dataset, path or None, tokenizer, text_field=t.dataset_text_field, dataset_format=t.dataset_format,
+            on_bad_document=t.on_bad_document, show_progress=show_progress, path_key=key,
         )
         for path, key in zip(paths, keys, strict=False)
     ]  # fmt: skip
