@@ -53,7 +53,7 @@ def checkpoint_layers(model: Decoder) -> None:
 def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy) -> None:
     """FSDP2 by layer. Embedding and head are units of their own unless they share their weight."""
     options = {"mesh": dims.fsdp_mesh, "mp_policy": policy, "ignored_params": set(replicated_parameters(model))}
-    options["reshard_after_forward"] = dims.shards > 1  # one rank would cast its parameters twice
+    options["reshard_after_forward"] = dims.fsdp_mesh.size(-1) > 1  # one rank would cast its parameters twice
     for layer in model.layers:
         fully_shard(layer, **options)
     if not model.config.tie_embeddings:
