@@ -16,7 +16,7 @@ LAYERS = (
     ("models", "data", "config", "process"),
     ("rundir",),
     ("checkpoint",),
-    ("distributed", "generate", "hf_io", "optim", "profiling"),
+    ("distributed", "flops", "generate", "hf_io", "optim", "profiling"),
     ("metrics",),
     ("build",),
     ("preflight",),

@@ -200,6 +200,9 @@ class Metrics(_Strict):
     """Steps between reports; the first step is always reported."""
     enable_tensorboard: bool = True
     """Write TensorBoard events to tb/ in job.dump_folder."""
+    peak_tflops: float = Field(0.0, ge=0)
+    """TFLOP/s that a GPU can reach at most in the type of compute, of which MFU is a share; 0: what is known of its
+    name. Of a GPU that is not known there is no MFU."""
 
 
 class Profiling(_Strict):

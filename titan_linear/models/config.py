@@ -8,6 +8,8 @@ from typing import ClassVar
 
 from torch import nn
 
+from titan_linear.models.documents import Documents
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -49,6 +51,10 @@ class MixerOptions(ABC):
     def rotary(self) -> tuple[float, int] | None:
         """(theta, rotated channels of each head); None: no positions."""
         return None
+
+    @abstractmethod
+    def flops(self, dim: int, documents: Documents) -> int:
+        """Of the products in forward, in a model of width `dim` (see titan_linear/flops.py)."""
 
     @abstractmethod
     def indivisible_heads(self, ranks: int) -> str | None:

@@ -6,6 +6,7 @@ apply a delta rule to normalised q and k, norm and gate each head's output, and 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.documents import Documents
 from titan_linear.models.draws import Draw, time_step_bias
 from titan_linear.models.layers import ConvWeight, GatedRMSNorm
 from titan_linear.models.plan import BatchPlan
@@ -35,6 +37,23 @@ class DeltaOptions(MixerOptions):
     @property
     def ops(self) -> dict[str, dict[str, int]]:
         return {self.op: {"K": self.head_dim, "V": self.v_head_dim}, "causal_conv1d": {"W": self.conv_size}}
+
+    def flops(self, dim: int, documents: Documents) -> int:
+        """Projections of q, k, v, β and o, the gates', the convolution of q, k and v, the delta rule.
+
+        The rule by chunks, of a token and value head with K and V: 6 K V for what the state is read for (q, k) and
+        what is added to it; of each pair of tokens in a chunk 4 K for the two matrices of q kᵀ and k kᵀ, and 4 V for
+        their use, the second one's inverse as a product. Chunks are whole squares, as kernels compute them.
+        """
+        K, V = self.head_dim, self.v_head_dim
+        qkv = 2 * self.heads * K + self.v_heads * V
+        projections = 2 * dim * (qkv + self.v_heads * (V + 1)) + self.gate_flops(dim)
+        rule = self.v_heads * (6 * K * V * documents.tokens + 4 * (K + V) * documents.chunk_pairs)
+        return (projections + 2 * self.conv_size * qkv) * documents.tokens + rule
+
+    @abstractmethod
+    def gate_flops(self, dim: int) -> int:
+        """Of a token: the projections of the decay and of the output gate."""
 
     def indivisible_heads(self, ranks: int) -> str | None:
         return f"{self.heads} heads" if self.heads % ranks else None
