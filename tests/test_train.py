@@ -65,6 +65,8 @@ SPLITS = {
     "accumulation": (1, {"training.local_batch_size": 1}),
     "full activation checkpointing": (2, {"parallelism.context_parallel_degree": 2,
                                           "activation_checkpoint.mode": "full"}),
+    "selective activation checkpointing": (2, {"parallelism.context_parallel_degree": 2,
+                                               "activation_checkpoint.mode": "selective"}),
     **{
         f"cp 2 {method} {layout}": (2, {"parallelism.context_parallel_degree": 2,
                                         "parallelism.context_parallel_method": method,

@@ -189,8 +189,9 @@ class Checkpoint(_Strict):
 class ActivationCheckpoint(_Strict):
     """Memory against time."""
 
-    mode: Literal["none", "full"] = "none"
-    """full: keep only the input of each layer and compute the layer again in backward."""
+    mode: Literal["none", "selective", "full"] = "none"
+    """full: keep only the input of each layer and compute the layer again in backward. selective: keep what attention,
+    the delta rule, the convolution and exchanges between ranks gave too, and compute the rest again."""
 
 
 class Metrics(_Strict):

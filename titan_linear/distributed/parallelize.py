@@ -15,22 +15,25 @@ from torch.utils.checkpoint import checkpoint
 
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.decoder import Decoder
+from titan_linear.ops.kept import contexts
 
 
 def parallelize(model: Decoder, dims: ParallelDims, *, ac_mode: str, policy: MixedPrecisionPolicy) -> None:
     """Wrap a decoder (on the meta device) in place. Gradients become sums over all ranks, never means."""
-    if ac_mode == "full":
-        checkpoint_layers(model)
+    if ac_mode != "none":
+        checkpoint_layers(model, selective=ac_mode == "selective")
     shard(model, dims, policy)
 
 
-def checkpoint_layers(model: Decoder) -> None:
-    """Keep each layer's input alone and compute the layer again in backward; no layer draws random numbers.
+def checkpoint_layers(model: Decoder, *, selective: bool) -> None:
+    """Keep each layer's input and compute the layer again in backward; no layer draws random numbers. `selective`: keep
+    what ops/kept.py lists too.
 
     The layer's `forward` is replaced rather than the layer wrapped, so that parameters keep their names.
     """
+    options = {"context_fn": contexts} if selective else {}
     for layer in model.layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy) -> None:
