@@ -46,8 +46,8 @@ def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = Fal
     keys = ["training.dataset_path", "validation.dataset_path"]
     return [
         open_corpus(
-            t.dataset, path or None, tokenizer, text_field=t.dataset_text_field, on_bad_document=t.on_bad_document,
-            show_progress=show_progress, path_key=key,
+            t.dataset, path or None, tokenizer, text_field=t.dataset_text_field, dataset_format=t.dataset_format,
+            on_bad_document=t.on_bad_document, show_progress=show_progress, path_key=key,
         )
         for path, key in zip(paths, keys, strict=False)
     ]  # fmt: skip
@@ -145,7 +145,8 @@ def unallocated(model: ModelConfig, dtype: torch.dtype) -> Decoder:
 def build_dims(config: Config, device: torch.device) -> ParallelDims:
     """The mesh over all ranks."""
     replicate, shard = data_parallel_degrees(config, dist.get_world_size())
-    return build_mesh(device.type, replicate, shard, config.parallelism.context_parallel_degree)
+    p = config.parallelism
+    return build_mesh(device.type, replicate, shard, p.context_parallel_degree, p.tensor_parallel_degree)
 
 
 def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> BatchSharding:
@@ -154,7 +155,7 @@ def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, devic
     return BatchSharding.of(
         model, dims, device, DTYPES[config.training.mixed_precision_param],
         layout=p.context_parallel_layout, softmax_method=p.context_parallel_method,
-        linear_method=p.context_parallel_linear_method, impl=config.model.impl,
+        linear_method=p.context_parallel_linear_method, impl=config.model.impl, compiled=config.compile.enable,
     )  # fmt: skip
 
 
@@ -171,7 +172,8 @@ def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: 
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[t.mixed_precision_param], reduce_dtype=DTYPES[t.mixed_precision_reduce]
     )
-    parallelize(decoder, dims, ac_mode=config.activation_checkpoint.mode, policy=policy)
+    backend = config.compile.backend if config.compile.enable else None
+    parallelize(decoder, dims, ac_mode=config.activation_checkpoint.mode, backend=backend, policy=policy)
     materialise(decoder, device)
     return decoder
 

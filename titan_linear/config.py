@@ -77,9 +77,12 @@ class Training(_Strict):
     """File, folder or globs (separated by commas) of the corpus; every dataset but stdlib needs it."""
     dataset_text_field: str = Field("text", min_length=1)
     """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
+    dataset_format: Literal["text", "messages", "completion"] = "text"
+    """What a record of jsonl, parquet or arrow is: a text; a conversation, its messages written by the tokenizer's chat
+    template; or a prompt and its completion. Of the last two the answers alone are learnt."""
     on_bad_document: Literal["stop", "skip"] = "stop"
-    """What is no text (no JSON, no such field, no UTF-8 for a tokenizer that needs it) stops the run before it starts,
-    or is skipped, counted, and the first few are named."""
+    """What is no document (no JSON, no such field, no UTF-8 for a tokenizer that needs it, a conversation without an
+    answer) stops the run before it starts, or is skipped, counted, and the first few are named."""
     seq_len: int = Field(2048, ge=1)
     """Tokens of one packed stream, over all context-parallel ranks."""
     local_batch_size: int = Field(1, ge=1)
@@ -155,6 +158,8 @@ class Parallelism(_Strict):
     """Exchange of the softmax layers."""
     context_parallel_linear_method: Literal["kcp", "ulysses"] = "kcp"
     """Exchange of the linear layers: states of the recurrence (KCP), or all-to-all over heads."""
+    tensor_parallel_degree: int = Field(1, ge=1)
+    """Ranks that share every layer, by heads and hidden channels, the vocabulary, and the tokens between layers."""
 
 
 class Checkpoint(_Strict):
@@ -192,6 +197,15 @@ class ActivationCheckpoint(_Strict):
     mode: Literal["none", "selective", "full"] = "none"
     """full: keep only the input of each layer and compute the layer again in backward. selective: keep what attention,
     the delta rule, the convolution and exchanges between ranks gave too, and compute the rest again."""
+
+
+class Compile(_Strict):
+    """What torch.compile does."""
+
+    enable: bool = False
+    """Compile each layer: what is between products, delta rule and attention becomes few kernels."""
+    backend: Literal["inductor", "aot_eager"] = "inductor"
+    """aot_eager: graphs without code of their own, to find out which of the two an error comes from."""
 
 
 class Metrics(_Strict):
@@ -276,6 +290,7 @@ class Config(_Strict):
     parallelism: Parallelism = Parallelism()
     checkpoint: Checkpoint = Checkpoint()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
     validation: Validation = Validation()
@@ -291,13 +306,10 @@ PRINT = "--print-config"
 
 # Keys and sections of TorchTitan whose capability is not here, and what there is.
 ABSENT = {
-    "tensor_parallel_degree": "there is no tensor parallelism; parallelism.context_parallel_degree splits the streams, "
-    "parallelism.data_parallel_shard_degree the parameters",
     "pipeline_parallel_degree": "there is no pipeline parallelism; parallelism.data_parallel_shard_degree splits the "
     "parameters",
     "expert_parallel_degree": "there is no expert parallelism; parallelism.data_parallel_shard_degree splits the "
     "experts as it does all parameters",
-    "compile": "nothing is compiled by torch.compile here; the linear layers run Triton's kernels on GPUs",
     "float8": "there is no float8; training.mixed_precision_param is the type of compute",
 }
 
@@ -502,15 +514,17 @@ def data_parallel_degrees(config: Config, world_size: int) -> tuple[int, int]:
         ValueError: degrees that do not multiply to `world_size`.
     """
     p = config.parallelism
-    replicate, shard, cp = p.data_parallel_replicate_degree, p.data_parallel_shard_degree, p.context_parallel_degree
+    replicate, shard = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
+    copies = p.context_parallel_degree * p.tensor_parallel_degree
     if shard == -1:
-        shard = world_size // (replicate * cp)
-    if shard < 1 or replicate * shard * cp != world_size:
-        fixed = replicate * cp * max(p.data_parallel_shard_degree, 1)
+        shard = world_size // (replicate * copies)
+    if shard < 1 or replicate * shard * copies != world_size:
+        fixed = replicate * copies * max(p.data_parallel_shard_degree, 1)
         right = f"a multiple of {fixed}" if p.data_parallel_shard_degree == -1 else str(fixed)
         raise ValueError(
             f"parallelism: data_parallel_replicate_degree = {replicate}, data_parallel_shard_degree = "
-            f"{p.data_parallel_shard_degree}, context_parallel_degree = {cp} need {right} processes, and there are "
+            f"{p.data_parallel_shard_degree}, tensor_parallel_degree = {p.tensor_parallel_degree}, "
+            f"context_parallel_degree = {p.context_parallel_degree} need {right} processes, and there are "
             f"{world_size}; change a degree, or the number of processes (NGPU)"
         )
     return replicate, shard
@@ -539,6 +553,15 @@ def _check_batch(config: Config, dp: int) -> None:
             f"training.seq_len = {t.seq_len} cannot be cut into {blocks} equal blocks (context_parallel_degree = "
             f"{p.context_parallel_degree}, context_parallel_layout = {p.context_parallel_layout!r}); use a multiple of "
             f"{blocks}, for example {math.ceil(t.seq_len / blocks) * blocks}"
+        )
+    copies = p.context_parallel_degree * p.tensor_parallel_degree
+    if t.seq_len % copies:
+        multiple = math.lcm(blocks, copies)
+        raise ValueError(
+            f"training.seq_len = {t.seq_len} cannot be shared between layers by {copies} ranks "
+            f"(context_parallel_degree = {p.context_parallel_degree} × tensor_parallel_degree = "
+            f"{p.tensor_parallel_degree}); use a multiple of {multiple}, for example "
+            f"{math.ceil(t.seq_len / multiple) * multiple}"
         )
     if t.global_batch_size % (dp * t.local_batch_size):
         raise ValueError(
@@ -578,6 +601,17 @@ def _check_data(config: Config) -> None:
         )
     if t.dataset != "stdlib" and not t.dataset_path:
         raise ValueError(f"training.dataset = {t.dataset!r} needs training.dataset_path: a file, folder or glob")
+    records = ("jsonl", "parquet", "arrow")
+    if t.dataset_format != "text" and t.dataset not in records:
+        raise ValueError(
+            f"training.dataset_format = {t.dataset_format!r} is for training.dataset = {', '.join(records)}, and it is "
+            f"{t.dataset!r}; remove the format (a corpus of tokens knows its answers), or change training.dataset"
+        )
+    if t.dataset_format != "text" and t.dataset_text_field != "text":
+        raise ValueError(
+            f"training.dataset_text_field = {t.dataset_text_field!r} is not used by training.dataset_format = "
+            f"{t.dataset_format!r}; remove one of them"
+        )
     if v.enable and v.dataset_path and t.dataset == "stdlib":
         raise ValueError(
             f"validation.dataset_path = {v.dataset_path!r} is not used by training.dataset = 'stdlib'; remove it to "

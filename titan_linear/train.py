@@ -32,13 +32,13 @@ from titan_linear.build import (
     model_config,
     tokenizer_path,
 )
-from titan_linear.checkpoint import Checkpointer, SaveFailed, find_step, rewind
+from titan_linear.checkpoint import Checkpointer, SaveFailed, find_step, named_parameters, rewind
 from titan_linear.config import Config, hf_weights, load_config
 from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, validation_batches
 from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.feed import Feed, MicroBatch
 from titan_linear.distributed.groups import on_rank_0, process_group, set_timeout, unhurried, unhurried_group
-from titan_linear.distributed.parallelize import reduce_replicated
+from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
 from titan_linear.flops import no_peak, peak_tflops, training_flops
 from titan_linear.generate import Sampling, generate
 from titan_linear.hf_io import gather, load_weights
@@ -108,7 +108,7 @@ class Trainer:
         elif c.enable and c.initial_load_path:
             self.checkpointer.load_weights(Path(c.initial_load_path), self.model)
         else:
-            initialise(self.model, self.config.debug.seed)
+            initialise(self.model, self.config.debug.seed, named_parameters(self.model))
         return 0, 0
 
     def _build_feed(self) -> Feed:
@@ -119,7 +119,7 @@ class Trainer:
         )  # fmt: skip
         micro_steps = t.global_batch_size // (dims.dp * t.local_batch_size)
         return Feed(
-            iter(loader), self.sharding, micro_steps=micro_steps, cp=dims.cp, host=self.host, device=self.device
+            iter(loader), self.sharding, micro_steps=micro_steps, copies=dims.copies, host=self.host, device=self.device
         )
 
     # --- One step ----------------------------------------------------------------------------------------------------
@@ -130,9 +130,9 @@ class Trainer:
         The host waits for the device once, for the numbers that decide what becomes of the step.
         """
         losses, streams = self._accumulate()
-        reduce_replicated(self.model)
+        sum_gradients(self.model, self.dims)
         # The signal goes with the loss, so that all ranks stop at the same step.
-        numbers = step_numbers(losses.sum(), self.model.parameters(), self.stop.received, self.dims.shards)
+        numbers = step_numbers(losses.sum(), counted_parameters(self.model, self.dims), self.stop.received)
         if self.step + 1 < self.config.training.steps:
             self.feed.prefetch()  # while the device computes
         loss, grad_norm, stop = numbers.tolist()
@@ -324,7 +324,7 @@ class Trainer:
             total[0] += self.model(tokens, plan, labels, loss_chunk=self.config.training.loss_chunk_size)
             total[1] += (labels != IGNORE).sum()
         dist.all_reduce(total)
-        return (total[0] / total[1]).item()
+        return (total[0] / total[1] * self.dims.tp).item()  # all ranks of tp have counted the same labels
 
     def _sample(self) -> None:
         s = self.config.sample

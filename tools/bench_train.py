@@ -50,13 +50,14 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_linear.build import build_dims, build_model, build_sharding, model_without_tokenizer
+from titan_linear.checkpoint import named_parameters
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import IGNORE, Batch, Stream, build_dataloader
 from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.groups import process_group, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.distributed.parallelize import reduce_replicated
+from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
 from titan_linear.flops import peak_tflops, training_flops
 from titan_linear.hf_io import find_family
 from titan_linear.metrics import peak_memory_gib
@@ -108,24 +109,24 @@ class Ours:
     def __init__(self, config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device, batches: Batches):
         self.config, self.dims = config, dims
         self.model = build_model(config, model, dims, device)
-        initialise(self.model, seed=0)
+        initialise(self.model, 0, named_parameters(self.model))
         self.optimizer = build_optimizer(self.model, config.optimizer)
         sharding, t = build_sharding(config, model, dims, device), config.training
         micro_steps = t.global_batch_size // (dims.dp * t.local_batch_size)
         self.feed = Feed(
-            batches(), sharding, micro_steps=micro_steps, cp=dims.cp, host=unhurried_group(), device=device
+            batches(), sharding, micro_steps=micro_steps, copies=dims.copies, host=unhurried_group(), device=device
         )  # fmt: skip
 
     def step(self) -> None:
         valid, batches = self.feed.next_step()
         losses = [self._forward_backward(batch, valid) for batch in batches]
-        reduce_replicated(self.model)
-        parameters = list(self.model.parameters())
-        numbers = step_numbers(torch.stack(losses).double().sum(), parameters, 0, self.dims.shards)
+        sum_gradients(self.model, self.dims)
+        counted = counted_parameters(self.model, self.dims)
+        numbers = step_numbers(torch.stack(losses).double().sum(), counted, signal=0)
         self.feed.prefetch()
         if not all(map(math.isfinite, numbers.tolist())):
             raise RuntimeError("the loss or a gradient is not finite")
-        scale_gradients(parameters, numbers[1], self.config.training.max_norm)
+        scale_gradients(self.model.parameters(), numbers[1], self.config.training.max_norm)
         self.optimizer.step()
         move_selection_biases(self.model)
         self.optimizer.zero_grad(set_to_none=True)

@@ -39,7 +39,13 @@ MIXERS: dict[str, MixerOptions] = {
 MOE = MoEConfig(num_experts=4, top_k=2, hidden_dim=16, balance_coefficient=0.1)
 CHECKPOINTED = {
     "none": lambda forward, *x: forward(*x),
-    "selective": partial(checkpoint, use_reentrant=False, preserve_rng_state=False, context_fn=contexts),
+    "selective": lambda forward, *x: checkpoint(
+        forward,
+        *x,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=partial(contexts, copied=hasattr(forward.forward, "_torchdynamo_orig_callable")),
+    ),
     "full": partial(checkpoint, use_reentrant=False, preserve_rng_state=False),
 }
 EXCHANGES = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "batch_isend_irecv", "all_reduce")
@@ -79,7 +85,10 @@ def plan_of(
 ) -> BatchPlan:
     ranks = {"group": group} if group is not None else {"rank": 0, "world_size": 1}
     context = build_cp_context(boundaries(lengths), conv1d_kernel_size=4, layout=layout, **ranks)
-    return BatchPlan(context.position_ids, cp_context=context, **methods)
+    context.mark_dynamic()  # as a compiled run does
+    plan = BatchPlan(context.position_ids, cp_context=context, **methods)
+    plan.prepare([m.rotary for m in MIXERS.values() if m.rotary is not None], torch.float64)
+    return plan
 
 
 def results(mode: str, block: nn.Module, dtype: torch.dtype, **cut: Any) -> tuple[list[torch.Tensor], Counter]:
@@ -116,6 +125,19 @@ def test_kernels(mixer: str, segments: bool, monkeypatch: pytest.MonkeyPatch) ->
     if segments:
         monkeypatch.setattr(triton_rules, "segment_length", lambda *_: 64)
     compare(block_of(f"{mixer}, one head", torch.float32), torch.float32, lengths=FEW, impl="triton")
+
+
+@pytest.mark.parametrize("mixer", ["kda", "attention"])
+def test_compiled(mixer: str) -> None:
+    """The rule's chunks alone are prepared again: compiled code does not see a call of it as a whole."""
+    name, dtype = ("kda, one head", torch.float32) if mixer == "kda" else (mixer, torch.float64)
+    block = block_of(name, dtype)
+    block.forward = torch.compile(block.forward, backend="aot_eager")
+    cut = {"lengths": FEW, "impl": "triton"} if mixer == "kda" else {}
+    (want, plain), (got, selective) = (results(mode, block, dtype, **cut) for mode in ("none", "selective"))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    again = Counter(prepare_kernel=1, solve_kernel=1) if mixer == "kda" else Counter()
+    assert plain and selective == plain + again
 
 
 CASES = [

@@ -51,16 +51,16 @@ class Feed:
             come is the trainer's to know.
         cut: a batch → tokens, labels and plan of this rank, on its device (`BatchSharding`).
         micro_steps: batches of a step.
-        cp: ranks that get the same batches.
+        copies: ranks that get the same batches.
         host: a gloo group of all ranks, in which tokens are counted; no device takes part.
         device: that computes the micro-batches.
     """
 
     def __init__(
         self, batches: Iterator[Batch], cut: Callable[[Batch], tuple[torch.Tensor, torch.Tensor, BatchPlan]], *,
-        micro_steps: int, cp: int, host: dist.ProcessGroup, device: torch.device,
+        micro_steps: int, copies: int, host: dist.ProcessGroup, device: torch.device,
     ):  # fmt: skip
-        self.batches, self.cut, self.micro_steps, self.cp = batches, cut, micro_steps, cp
+        self.batches, self.cut, self.micro_steps, self.copies = batches, cut, micro_steps, copies
         self.host, self.device = host, device
         self._ahead: tuple[list[Batch], MicroBatch, torch.Tensor, dist.Work] | None = None
         self._fed = Fed()  # since it was taken
@@ -80,7 +80,7 @@ class Feed:
         (batches, first, counts, counting), self._ahead = self._ahead, None
         with self._timed(reads=False):
             counting.wait()
-        valid, *documents = (count // self.cp for count in counts.tolist())
+        valid, *documents = (count // self.copies for count in counts.tolist())
         fed = self._fed
         documents = Documents(*(a + b for a, b in zip(fed.documents, documents, strict=True)))
         self._fed = replace(fed, steps=fed.steps + 1, valid=fed.valid + valid, documents=documents)

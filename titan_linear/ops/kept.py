@@ -9,9 +9,14 @@ computed again. What is kept:
     the convolution         its output (Triton's), and the halo from other ranks
     softmax attention       o and the log-sum-exp
     all-to-all over heads   what came
+    tensor parallelism      this rank's tokens of what the ranks summed; gathered tokens are gathered again
     experts                 means over streams, which ranks sum
 
-So no kernel of these and no exchange between ranks runs a second time. torch's own selective checkpointing watches
+So none of these kernels and exchanges runs a second time. Compiled code calls the operators alone: the delta rule then
+keeps what its operators give, but for its prepared chunks, which are prepared again; and copies are kept, as compiled
+code may write into memory that it has done with.
+
+torch's own selective checkpointing watches
 every operator of a region through a dispatch mode in Python, which costs the host as much as the operators do; and it
 keeps all outputs of an operator or none.
 
@@ -29,8 +34,11 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-# Operators (ops/operators.py) whose results are kept; the delta rule's are kept by its driver, as a whole.
-OPERATORS = ("attention_forward", "ring_forward", "allgather_forward", "exchange_heads", "conv1d", "fetch_halo")
+# Operators (ops/operators.py) whose results are kept. The delta rule's driver keeps a call as a whole, unless compiled.
+OPERATORS = (
+    "attention_forward", "ring_forward", "allgather_forward", "exchange_heads", "conv1d", "fetch_halo", "scatter_along",
+    "sum_ranks", "kda_scan", "gdn_scan", "kda_boundary", "gdn_boundary", "fold_segments", "kcp_incoming",
+)  # fmt: skip
 
 _current: ContextVar[Run | None] = ContextVar("run of a region", default=None)
 P, R = ParamSpec("P"), TypeVar("R")
@@ -39,14 +47,16 @@ P, R = ParamSpec("P"), TypeVar("R")
 class Region:
     """Results between a region's two runs, in the order of the calls."""
 
-    def __init__(self) -> None:
+    def __init__(self, copied: bool):
+        self.copied = copied
         self.results: deque[tuple[Callable, list[Any], TreeSpec, list[int]]] = deque()
 
     def put(self, fn: Callable, result: Any) -> None:
         leaves, spec = tree_flatten(result)
-        # Aliases: autograd makes the result itself part of its graph.
-        aliases = [x.detach() if isinstance(x, torch.Tensor) else x for x in leaves]
-        self.results.append((fn, aliases, spec, _versions(aliases)))
+        # Another tensor: autograd makes the result itself part of its graph.
+        keep = torch.clone if self.copied else torch.Tensor.detach
+        leaves = [keep(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        self.results.append((fn, leaves, spec, _versions(leaves)))
 
     def take(self, fn: Callable) -> Any:
         if not self.results:
@@ -81,9 +91,12 @@ class Run:
         _current.reset(self.token)
 
 
-def contexts() -> tuple[Run, Run]:
-    """A region's forward and its recomputation: `context_fn` of `torch.utils.checkpoint.checkpoint`."""
-    region = Region()
+def contexts(copied: bool = False) -> tuple[Run, Run]:
+    """A region's forward and its recomputation: `context_fn` of `torch.utils.checkpoint.checkpoint`.
+
+    copied: copies are kept, for compiled code.
+    """
+    region = Region(copied)
     return Run(region, again=False), Run(region, again=True)
 
 

@@ -8,11 +8,12 @@ one that is named and not supported is a ValueError that says why.
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -218,6 +219,18 @@ def one_dtype(*tensors: torch.Tensor) -> torch.dtype | None:
 
 # What torch.compiler.assume_constant_result sets; that function imports the compiler, which costs two seconds.
 implementation._dynamo_marked_constant = True
+
+
+def outside_graphs(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fn for compiled code, which breaks off where it is called: it works on the host. `torch.compiler.disable` by
+    itself imports the compiler."""
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        compiler = sys.modules.get("torch._dynamo")
+        return fn(*args, **kwargs) if compiler is None else compiler.disable(fn)(*args, **kwargs)
+
+    return call
 
 
 @cache
