@@ -52,7 +52,7 @@ class Products(TorchDispatchMode):
             with self:
                 return op.python(*args, **kwargs)
         out = op(*args, **kwargs)
-        packet = op.overloadpacket
+        packet = aten.addmm if op.overloadpacket is aten.addmm_ else op.overloadpacket
         if packet is aten._scaled_dot_product_flash_attention_for_cpu:
             (B, H, T, D), Dv, causal = args[0].shape, args[2].shape[-1], args[4]
             assert causal

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +17,7 @@ from titan_linear.data import Corpus, PackedStreams, Tokenizer, open_corpus, spl
 from titan_linear.distributed.batch import BatchSharding
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
+from titan_linear.distributed.precision import ComputeCopies
 from titan_linear.hf_io import check_tokenizer, find_family, read_config, read_model, write_folder
 from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig
@@ -176,6 +178,11 @@ def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: 
     parallelize(decoder, dims, ac_mode=config.activation_checkpoint.mode, backend=backend, policy=policy)
     materialise(decoder, device)
     return decoder
+
+
+def mixed_precision(config: Config, model: Decoder, dims: ParallelDims) -> AbstractContextManager[object]:
+    """Inside it `model` computes in training.mixed_precision_param; reusable. FSDP2 needs none."""
+    return nullcontext() if dims.sharded else ComputeCopies(model, DTYPES[config.training.mixed_precision_param])
 
 
 # --- The folders -----------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_linear.build import build_dims, build_model, build_sharding, model_without_tokenizer
+from titan_linear.build import build_dims, build_model, build_sharding, mixed_precision, model_without_tokenizer
 from titan_linear.checkpoint import named_parameters
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import IGNORE, Batch, Stream, build_dataloader
@@ -109,6 +109,7 @@ class Ours:
     def __init__(self, config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device, batches: Batches):
         self.config, self.dims = config, dims
         self.model = build_model(config, model, dims, device)
+        self.precision = mixed_precision(config, self.model, dims)
         initialise(self.model, 0, named_parameters(self.model))
         self.optimizer = build_optimizer(self.model, config.optimizer)
         sharding, t = build_sharding(config, model, dims, device), config.training
@@ -133,9 +134,10 @@ class Ours:
 
     def _forward_backward(self, batch: Any, valid: int) -> torch.Tensor:
         chunk = self.config.training.loss_chunk_size
-        loss = self.model(batch.tokens, batch.plan, batch.labels, loss_chunk=chunk) / max(valid, 1)
-        with torch.autograd.set_multithreading_enabled(False):
-            loss.backward()
+        with self.precision:
+            loss = self.model(batch.tokens, batch.plan, batch.labels, loss_chunk=chunk) / max(valid, 1)
+            with torch.autograd.set_multithreading_enabled(False):
+                loss.backward()
         return loss.detach()
 
     def documents(self) -> tuple[int, Documents]:

@@ -23,7 +23,8 @@ from titan_linear.ops.kept import contexts
 def parallelize(
     model: Decoder, dims: ParallelDims, *, ac_mode: str, backend: str | None = None, policy: MixedPrecisionPolicy
 ) -> None:
-    """Wrap a decoder (on the meta device) in place. Gradients become sums over all ranks, never means.
+    """Wrap a decoder (on the meta device) in place. Gradients become sums over all ranks, never means. Where no
+    other rank has the same parameters FSDP2 is left out: `ComputeCopies` (precision.py) brings its mixed precision.
 
     backend: of torch.compile; None: nothing is compiled.
     """
@@ -33,7 +34,8 @@ def parallelize(
         compile_layers(model, backend)
     if ac_mode != "none":
         checkpoint_layers(model, selective=ac_mode == "selective", compiled=backend is not None)
-    shard(model, dims, policy)
+    if dims.sharded:
+        shard(model, dims, policy)
 
 
 def compile_layers(model: Decoder, backend: str) -> None:
@@ -56,12 +58,11 @@ def checkpoint_layers(model: Decoder, *, selective: bool, compiled: bool) -> Non
 def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy) -> None:
     """FSDP2 by layer. Embedding and head are units of their own unless they share their weight."""
     options = {"mesh": dims.fsdp_mesh, "mp_policy": policy, "ignored_params": set(replicated_parameters(model))}
-    options["reshard_after_forward"] = dims.fsdp_mesh.size(-1) > 1  # one rank would cast its parameters twice
     for layer in model.layers:
         fully_shard(layer, **options)
     if not model.config.tie_embeddings:
         fully_shard(model.embedding, **options)
-        fully_shard(model.head, **options | {"reshard_after_forward": False})  # backward begins with it
+        fully_shard(model.head, reshard_after_forward=False, **options)  # backward begins with it
     fully_shard(model, **options)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -149,6 +149,7 @@ DELTA_RULE = (*TRITON, dim_in("K", HEAD_DIMS), dim_in("V", HEAD_DIMS))
 TABLE: dict[str, dict[str, tuple[Check, ...]]] = {
     "chunk_kda": {"triton": (*DELTA_RULE, has_configurations("kda")), "torch": ()},
     "chunk_gated_delta_rule": {"triton": (*DELTA_RULE, has_configurations("gdn")), "torch": ()},
+    "cross_entropy": {"triton": (on_gpu, triton_installed, dtype_in(torch.float32)), "torch": ()},
     "causal_conv1d": {"triton": (*TRITON, dim_up_to("W", MAX_WIDTH)), "torch": ()},
     "attention": {
         "cpu": (on_cpu,),
