@@ -34,6 +34,7 @@ import socket
 import sys
 import tempfile
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -334,6 +335,8 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row]:
         with_fla = args.fla and _fla_has(model) and config.activation_checkpoint.mode != "selective"
         peak = peak_tflops(config, device)
         for kind in (Ours, Fla) if with_fla else (Ours,):
+            if config.compile.enable:
+                torch.compiler.reset()  # it compiles a function a few times only: not once for each row
             found = measure(kind(config, model, dims, device, batches), model, args, device)
             mfu = None if peak is None else found["tflops"] / peak
             mode = config.activation_checkpoint.mode
@@ -408,6 +411,7 @@ def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
 
 
 def main(argv: list[str]) -> int:
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch about itself
     args, keys = parse(argv)
     if "RANK" not in os.environ:  # without torchrun: one process
         with socket.socket() as free:
