@@ -80,6 +80,9 @@ SPLITS = {
     "accumulation": (1, {"training.local_batch_size": 1}),
     "full activation checkpointing": (2, {"parallelism.context_parallel_degree": 2,
                                           "activation_checkpoint.mode": "full"}),
+    "selective activation checkpointing": (4, {"parallelism.context_parallel_degree": 2,
+                                               "parallelism.tensor_parallel_degree": 2,
+                                               "activation_checkpoint.mode": "selective"}),
     **{
         f"cp 2 {method} {layout}": (2, {"parallelism.context_parallel_degree": 2,
                                         "parallelism.context_parallel_method": method,
@@ -95,6 +98,7 @@ FLOAT64_ONLY = [
     "tp 2 x cp 2 zig-zag",
     "HSDP x tp",
     "dp 2 x cp 2 x tp 2",
+    "selective activation checkpointing",
     "cp 2 all heads",
     *(f"cp 2 {method} zigzag" for method in ("ring", "allgather", "ulysses")),
 ]

@@ -194,8 +194,9 @@ class Checkpoint(_Strict):
 class ActivationCheckpoint(_Strict):
     """Memory against time."""
 
-    mode: Literal["none", "full"] = "none"
-    """full: keep only the input of each layer and compute the layer again in backward."""
+    mode: Literal["none", "selective", "full"] = "none"
+    """full: keep only the input of each layer and compute the layer again in backward. selective: keep what attention,
+    the delta rule, the convolution and exchanges between ranks gave too, and compute the rest again."""
 
 
 class Compile(_Strict):
@@ -214,6 +215,9 @@ class Metrics(_Strict):
     """Steps between reports; the first step is always reported."""
     enable_tensorboard: bool = True
     """Write TensorBoard events to tb/ in job.dump_folder."""
+    peak_tflops: float = Field(0.0, ge=0)
+    """TFLOP/s that a GPU can reach at most in the type of compute, of which MFU is a share; 0: what is known of its
+    name. Of a GPU that is not known there is no MFU."""
 
 
 class Profiling(_Strict):

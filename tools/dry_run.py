@@ -14,7 +14,8 @@ most, in GiB:
     gathered                           FSDP: the two largest units whole (layers, embedding), one with its gradients
     activations                        what autograd keeps of one micro-step, as counted while a layer of each kind
                                        runs on the meta device with the PyTorch ops; with full activation checkpointing
-                                       each layer's input, and all of the layer that is being computed again
+                                       each layer's input, and all of the layer that is being computed again; with
+                                       selective what is kept of the ops too, as their kernels keep it
     head                               its weight and gradient whole, and the logits of training.loss_chunk_size tokens
 
 It leaves out: workspaces of kernels and of NCCL, and fragmentation; keep a tenth of the GPU free.
@@ -38,10 +39,15 @@ from titan_linear.data import build_tokenizer
 from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Block, Decoder
+from titan_linear.models.mixers import GDN, KDA
+from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.models.moe import MoE
 from titan_linear.models.plan import BatchPlan
+from titan_linear.ops.boundaries import CHUNK
+from titan_linear.ops.kept import contexts
 
 GIB = 2**30
+MATRICES = {KDA: 2, GDN: 1}  # of a chunk, that the kernels keep for backward
 SAMPLE = 512  # tokens of which activations are counted; they grow linearly
 PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "head")
 
@@ -129,19 +135,16 @@ def _activations(config: Config, model: ModelConfig, tokens: int) -> float:
     tokens //= config.parallelism.context_parallel_degree
     layers = list(zip(model.layers, map(model.has_experts, range(model.num_layers))))
     each = {kind: _saved_per_token(model, layers.index(kind), dtype) for kind in set(layers)}
-    if config.activation_checkpoint.mode == "full":
-        return tokens * (len(layers) * model.dim * dtype.itemsize + max(each.values()))
-    return tokens * sum(each[kind] for kind in layers)
+    mode = config.activation_checkpoint.mode
+    if mode == "none":
+        return tokens * sum(each[kind] for kind in layers)
+    kept = {kind: _kept_per_token(model, layers.index(kind), dtype) if mode == "selective" else 0.0 for kind in each}
+    return tokens * (len(layers) * model.dim * dtype.itemsize + sum(kept[kind] for kind in layers) + max(each.values()))
 
 
 def _saved_per_token(model: ModelConfig, layer: int, dtype: torch.dtype) -> float:
     """Bytes that autograd keeps of a layer's forward, parameters aside."""
-    with torch.device("meta"):
-        block = Block(model, layer).to(dtype)
-        x = torch.empty(1, SAMPLE, model.dim, dtype=dtype, requires_grad=True)
-        plan = BatchPlan(torch.arange(SAMPLE))
-    if isinstance(block.mlp, MoE):
-        block.mlp._routed = partial(_routed_by_one, block.mlp)
+    block, x, plan = _layer_on_meta(model, layer, dtype)
     parameters = {p.untyped_storage()._cdata for p in block.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -154,6 +157,31 @@ def _saved_per_token(model: ModelConfig, layer: int, dtype: torch.dtype) -> floa
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         block(x, plan)
     return sum(storage.nbytes() for storage in kept.values()) / SAMPLE
+
+
+def _kept_per_token(model: ModelConfig, layer: int, dtype: torch.dtype) -> float:
+    """Bytes that selective checkpointing keeps of a layer (ops/kept.py): what the PyTorch ops keep and, of a linear
+    layer, what only kernels do, at most: the convolution's output, and of each value head rows of chunk matrices."""
+    block, x, plan = _layer_on_meta(model, layer, dtype)
+    forward, _ = contexts()
+    with forward:
+        block(x, plan)
+    kept, mixer = forward.region.nbytes / SAMPLE, model.layers[layer]
+    if isinstance(mixer, DeltaOptions):
+        channels = 2 * mixer.heads * mixer.head_dim + mixer.v_heads * mixer.v_head_dim
+        kept += (channels + MATRICES[type(mixer)] * CHUNK * mixer.v_heads) * dtype.itemsize
+    return kept
+
+
+def _layer_on_meta(model: ModelConfig, layer: int, dtype: torch.dtype) -> tuple[Block, torch.Tensor, BatchPlan]:
+    """A layer and SAMPLE tokens to run it on."""
+    with torch.device("meta"):
+        block = Block(model, layer).to(dtype)
+        x = torch.empty(1, SAMPLE, model.dim, dtype=dtype, requires_grad=True)
+        plan = BatchPlan(torch.arange(SAMPLE))
+    if isinstance(block.mlp, MoE):
+        block.mlp._routed = partial(_routed_by_one, block.mlp)
+    return block, x, plan
 
 
 def _routed_by_one(moe: MoE, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 import torch
@@ -46,6 +47,16 @@ class GatedRMSNorm(RMSNorm):
         return (normed * self.activation(widen(z))).to(x.dtype)
 
 
+def project(x: torch.Tensor, *projections: nn.Linear) -> torch.Tensor:
+    """x [.., dim] through several projections without biases, as one product: their outputs side by side."""
+    return F.linear(x, torch.cat([projection.weight for projection in projections]))
+
+
+def sliced(x: torch.Tensor, *widths: int) -> list[torch.Tensor]:
+    """x [.., Σ widths] cut along its last dimension, by slices: a compiler keeps what torch.split gives for backward."""
+    return [x[..., a:b] for a, b in pairwise([0, *accumulate(widths)])]
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)).  [.., dim] -> [.., dim]"""
 
@@ -58,7 +69,10 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = sliced(
+            project(x, self.gate_proj, self.up_proj), len(self.gate_proj.weight), len(self.up_proj.weight)
+        )
+        return self.down_proj(F.silu(gate) * up)
 
 
 class ConvWeight(nn.Module):
