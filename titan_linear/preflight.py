@@ -109,7 +109,7 @@ def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
         if known and given and known != given:
             raise ValueError(
                 f"{path_key} gives another {what} than the run in {config.job.dump_folder!r} has (fingerprints "
-                f"{given} and {known}): restore it, or start a new run in another job.dump_folder"
+                f"{given} and {known}); restore it, or start a new run in another job.dump_folder"
             )
 
 
