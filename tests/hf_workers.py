@@ -42,24 +42,26 @@ def mark(name: str, row: int) -> float:
     return 1.0 + zlib.crc32(f"{name} {row}".encode()) % 1000
 
 
-def sharded(config: ModelConfig, world_size: int, replicas: int = 1, dtype: torch.dtype = torch.float32) -> Decoder:
+def sharded(
+    config: ModelConfig, world_size: int, replicas: int = 1, tp: int = 1, dtype: torch.dtype = torch.float32
+) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config)
     set_dtype(model, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    parallelize(model, build_mesh("cpu", replicas, world_size // replicas, 1), ac_mode="full", policy=policy)
+    parallelize(model, build_mesh("cpu", replicas, world_size // replicas // tp, 1, tp), ac_mode="full", policy=policy)
     materialise(model, torch.device("cpu"))
     return model
 
 
 def in_and_out(
-    rank: int, world_size: int, paths: list[tuple[Path, Path]], replicas: int = 1
+    rank: int, world_size: int, paths: list[tuple[Path, Path]], replicas: int = 1, tp: int = 1
 ) -> list[dict[str, torch.Tensor]]:
     """Load each folder, write it again; the loaded parameters."""
     states = []
     for source, target in paths:
         family, config = read_model(source)
-        model = sharded(config, world_size, replicas)
+        model = sharded(config, world_size, replicas, tp)
         load_weights(source, model)
         write_folder(target, config, family, gather(model), dtype=None, like=source, shard_bytes=20_000)
         get = gather(model)
@@ -161,7 +163,7 @@ def load_large(rank: int, world_size: int, folder: Path) -> tuple[int, int, int]
     names = {placement.name: next(placement.pieces())[0].name for placement in placements(LARGE, "KDAForCausalLM")}
     owned_bytes = marks = 0
     for name, p in model.named_parameters():
-        local, first = hf_io.owned(p)
+        local, (first, *_) = hf_io.owned(p)
         local = local.detach()
         owned_bytes += local.numel() * 4
         rows = [row for row in range(first, first + len(local)) if row % EVERY == 0]

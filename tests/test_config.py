@@ -157,9 +157,9 @@ def test_help_documents_every_key_quickly():
     assert '(default: "stdlib")' in " ".join(shown.split())
 
 
-@pytest.mark.parametrize("argument", ["--parallelism.tensor_parallel_degree=2", "--tensor_parallel_degree"])
+@pytest.mark.parametrize("argument", ["--parallelism.pipeline_parallel_degree=2", "--pipeline_parallel_degree"])
 def test_a_capability_that_is_not_here_is_said_so(argument):
-    with pytest.raises(ValueError, match="is not a key: there is no tensor parallelism"):
+    with pytest.raises(ValueError, match="is not a key: there is no pipeline parallelism"):
         load_config([argument])
 
 
@@ -209,6 +209,7 @@ def test_a_configuration_does_not_change():
         (1, {}, (1, 1)),
         (8, {}, (1, 8)),
         (8, {"context_parallel_degree": 4}, (1, 2)),
+        (8, {"context_parallel_degree": 2, "tensor_parallel_degree": 2}, (1, 2)),
         (8, {"data_parallel_replicate_degree": 2, "context_parallel_degree": 2}, (2, 2)),
         (2, {"data_parallel_replicate_degree": 2, "data_parallel_shard_degree": 1}, (2, 1)),
     ],
@@ -227,6 +228,12 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
         (4, {"parallelism__data_parallel_shard_degree": 3}, "shard_degree = 3, .* need 3 processes"),
         (2, {"parallelism__data_parallel_shard_degree": 0}, "shard_degree = 0"),
         (2, {"parallelism__context_parallel_degree": 2, "training__seq_len": 63}, "seq_len = 63 .* for example 64"),
+        (
+            2,
+            {"parallelism__tensor_parallel_degree": 4},
+            "tensor_parallel_degree = 4, .* need a multiple of 4",
+        ),
+        (4, {"parallelism__tensor_parallel_degree": 4, "training__seq_len": 66}, "by 4 ranks .* for example 68"),
         (
             2,
             {

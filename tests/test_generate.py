@@ -10,6 +10,7 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.worlds import World
+from titan_linear.checkpoint import named_parameters
 from titan_linear.data import ByteTokenizer
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
@@ -141,18 +142,19 @@ def test_text() -> None:
         generate(model, ByteTokenizer(), [""], **options)
 
 
-def sharded(rank: int, world_size: int) -> list[list[int]]:
+def sharded(rank: int, world_size: int, tp: int) -> list[list[int]]:
     with torch.device("meta"):
         model = Decoder(MODELS["bounded gates"])
     set_dtype(model, torch.float64)
     policy = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
-    parallelize(model, build_mesh("cpu", 1, world_size, 1), ac_mode="full", policy=policy)
+    parallelize(model, build_mesh("cpu", 1, world_size // tp, 1, tp), ac_mode="full", policy=policy)
     materialise(model, CPU)
-    initialise(model, seed=1)
+    initialise(model, seed=1, parameters=named_parameters(model))
     return generate_tokens(model, PROMPTS, max_new_tokens=6, sampling=Sampling(1.0, 0.9), device=CPU)
 
 
 def test_a_sharded_model_says_the_same(worlds: Callable[[int], World]) -> None:
     model = build(MODELS["bounded gates"])
     alone = generate_tokens(model, PROMPTS, max_new_tokens=6, sampling=Sampling(1.0, 0.9), device=CPU)
-    assert worlds(2).run(sharded) == [alone, alone]
+    for tp in (1, 2):
+        assert worlds(2).run(sharded, tp) == [alone, alone]

@@ -123,6 +123,18 @@ def test_in_and_out_with_replicas(
     assert tensor_bytes(tmp_path / "out") == tensor_bytes(source)
 
 
+def test_in_and_out_with_tensor_parallelism(
+    folders: Callable[[str], Path], worlds: Callable[[int], World], tmp_path: Path
+) -> None:
+    """On two ranks of tp with two shards each; heads of some cases cannot be split."""
+    paths = {name: (folders(name), tmp_path / str(i)) for i, name in enumerate(CASES)}
+    even = {name: all(n % 2 == 0 for _, n in read_model(source)[1].split_counts) for name, (source, _) in paths.items()}
+    paths = [pair for name, pair in paths.items() if even[name]]
+    assert len(paths) > len(CASES) / 2
+    worlds(4).run(workers.in_and_out, paths, 1, 2)
+    assert all(tensor_bytes(target) == tensor_bytes(source) for source, target in paths)
+
+
 def test_what_is_written_is_not_what_was_computed_with(
     folders: Callable[[str], Path], worlds: Callable[[int], World]
 ) -> None:

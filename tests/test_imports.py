@@ -12,11 +12,13 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom. A module imports from lower layers, and from its own room: a file or a folder named here.
 LAYERS = (
-    ("loss", "ops"),
+    ("ops",),
+    ("loss",),
     ("models", "data", "config", "process"),
     ("rundir",),
+    ("distributed",),
     ("checkpoint",),
-    ("distributed", "generate", "hf_io", "optim", "profiling"),
+    ("generate", "hf_io", "optim", "profiling"),
     ("metrics",),
     ("build",),
     ("preflight",),

@@ -1,4 +1,4 @@
-"""The schedule of a run that goes on. Whole preflights are in test_resume.py and test_hf_io.py."""
+"""A run's schedule and degrees of parallelism. Whole preflights are in test_resume.py and test_hf_io.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from titan_linear.config import Config, load_config
-from titan_linear.preflight import check_schedule, preflight
+from titan_linear.models.presets import preset
+from titan_linear.preflight import check_heads, check_schedule, check_tensor_parallel, preflight, spans_nodes
 from titan_linear.rundir import write_config
 
 
@@ -51,6 +52,37 @@ def test_steps_that_are_done_keep_their_rate(
 
 def test_a_folder_without_a_configuration_has_no_schedule(tmp_path: Path) -> None:
     check_schedule(run(tmp_path), 50)
+
+
+@pytest.mark.parametrize(
+    ("name", "degree", "said"),
+    [
+        ("hybrid", 2, ""),
+        ("hybrid", 4, "= 4 cannot split the 2 heads of kda, .*, 2 key heads of attention in .* 'debug'; use 1 or 2$"),
+        ("kimi-linear", 3, "the 2 heads of kda, 4 query heads of mla, .* hidden channels of each expert, "),
+        ("qwen3.5", 3, r"320 rows of the vocabulary \(model.vocab_size\)"),
+    ],
+)
+def test_what_tensor_parallelism_cannot_split(name: str, degree: int, said: str, tmp_path: Path) -> None:
+    config = run(tmp_path, model__name=name, parallelism__tensor_parallel_degree=degree)
+    model = preset(name, "debug")
+    if not said:
+        return check_tensor_parallel(model, config)
+    with pytest.raises(ValueError, match=said):
+        check_tensor_parallel(model, config)
+
+
+def test_an_all_to_all_splits_the_heads_that_tensor_parallelism_leaves(tmp_path: Path) -> None:
+    keys = {"parallelism__context_parallel_degree": 2, "parallelism__context_parallel_linear_method": "ulysses"}
+    check_heads(preset("hybrid", "debug"), run(tmp_path, **keys))
+    with pytest.raises(ValueError, match=r"the 2 heads .* degree = 2 × tensor_parallel_degree = 2 ranks"):
+        check_heads(preset("hybrid", "debug"), run(tmp_path, **keys, parallelism__tensor_parallel_degree=2))
+
+
+def test_tensor_parallelism_across_nodes_is_a_warning(tmp_path: Path) -> None:
+    config = run(tmp_path, parallelism__tensor_parallel_degree=8)
+    assert spans_nodes(config, 8) == spans_nodes(config, 16) == ""
+    assert "= 8 reaches across nodes of 4 processes" in spans_nodes(config, 4)
 
 
 SHIPPED = [path for path in Path(__file__).parents[1].glob("train_configs/*.toml") if path.stem != "debug"]

@@ -182,6 +182,21 @@ def test_from_dp_2_to_cp_2(
     assert max(abs(resumed[s] / uninterrupted[s] - 1) for s in resumed) < 1e-5
 
 
+def test_from_dp_2_and_cp_2_to_tp_2_and_back(
+    corpus: Path, worlds: Callable[[int], World], tmp_path: Path, uninterrupted: dict[int, float]
+) -> None:
+    """What a rank has of a tensor, and of its moments, is another part each time."""
+    total, whole = {"lr_scheduler__total_steps": STEPS}, {"parallelism__context_parallel_degree": 1}
+    train_in(worlds(4), 0, corpus, tmp_path, training__steps=4, **total)
+    train_in(
+        worlds(2), 4, corpus, tmp_path, training__steps=8, parallelism__tensor_parallel_degree=2,
+        checkpoint__async_mode="async", **total, **whole,
+    )  # fmt: skip
+    resumed = train_in(worlds(4), 8, corpus, tmp_path, **total)
+    assert set(resumed) == set(uninterrupted)
+    assert max(abs(resumed[s] / uninterrupted[s] - 1) for s in resumed) < 1e-5
+
+
 def stopped(process: subprocess.Popen, folder: Path, number: int, code: int) -> int:
     """A run that a signal ended with a save: the step it reached."""
     process.send_signal(number)

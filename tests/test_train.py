@@ -23,6 +23,7 @@ from titan_linear.checkpoint import Checkpointer, SaveFailed
 from titan_linear.config import load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.groups import set_timeout
+from titan_linear.hf_io import gather
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.presets import OWN
 from titan_linear.preflight import preflight
@@ -51,6 +52,13 @@ SMALL = replace(
                   for mixer in OWN["hybrid"]["debug"].pattern),
 )  # fmt: skip
 SMALL_HYBRID = {"model.name": "hybrid", "model.flavor": "small"}
+# The norm of queries and keys over all heads, and blocks that norm what their attention gives.
+WIDE_NORMS = replace(
+    SMALL, num_layers=2, pattern=(replace(SMALL.pattern[2], qk_norm="width"), SMALL.pattern[1]),
+    post_norm=("attention",), tie_embeddings=True,
+)  # fmt: skip
+SOFTMAX = replace(SMALL, num_layers=2, pattern=tuple(mixer for mixer in SMALL.pattern if not mixer.linear))
+OWN_FLAVORS = {"small": SMALL, "wide norms": WIDE_NORMS, "softmax": SOFTMAX}
 
 # name: (processes, what differs from one process). local_batch_size 1 makes four micro-steps of a step.
 SPLITS = {
@@ -62,6 +70,13 @@ SPLITS = {
     "HSDP": (4, {"parallelism.data_parallel_replicate_degree": 2, "training.local_batch_size": 1}),
     "HSDP x cp": (4, {"parallelism.data_parallel_replicate_degree": 2, "parallelism.context_parallel_degree": 2,
                       "training.local_batch_size": 2}),
+    "tp 2": (2, {"parallelism.tensor_parallel_degree": 2}),
+    "tp 2 x cp 2 zig-zag": (4, {"parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
+                                "parallelism.context_parallel_layout": "zigzag"}),
+    "HSDP x tp": (4, {"parallelism.tensor_parallel_degree": 2, "parallelism.data_parallel_replicate_degree": 2,
+                      "training.local_batch_size": 1, "activation_checkpoint.mode": "full"}),
+    "dp 2 x cp 2 x tp 2": (8, {"parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
+                               "training.local_batch_size": 1}),
     "accumulation": (1, {"training.local_batch_size": 1}),
     "full activation checkpointing": (2, {"parallelism.context_parallel_degree": 2,
                                           "activation_checkpoint.mode": "full"}),
@@ -77,6 +92,9 @@ SPLITS = {
 
 FLOAT64_ONLY = [
     "HSDP x cp",
+    "tp 2 x cp 2 zig-zag",
+    "HSDP x tp",
+    "dp 2 x cp 2 x tp 2",
     "cp 2 all heads",
     *(f"cp 2 {method} zigzag" for method in ("ring", "allgather", "ulysses")),
 ]
@@ -110,7 +128,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
             file.write(json.dumps({"text": " ".join(words[i] for i in picks)[:length]}) + "\n")
     patch = pytest.MonkeyPatch()
     patch.setenv("XDG_CACHE_HOME", str(folder))
-    patch.setitem(OWN["hybrid"], "small", SMALL)
+    for flavor, model in OWN_FLAVORS.items():
+        patch.setitem(OWN["hybrid"], flavor, model)
     yield folder / "corpus.jsonl"
     patch.undo()
 
@@ -127,15 +146,15 @@ def train_on_rank(
 ) -> tuple[list[float], list[float], dict[str, torch.Tensor]]:
     """Losses and gradient norms of all steps, and the whole weights after them."""
     os.environ["XDG_CACHE_HOME"] = cache
-    OWN["hybrid"]["small"] = SMALL
+    OWN["hybrid"] |= OWN_FLAVORS
     trainer = Trainer(load_config(argv))
     numbers = [trainer.train_step() for _ in range(trainer.config.training.steps)]
     return [n["loss"] for n in numbers], [n["grad_norm"] for n in numbers], whole_weights(trainer)
 
 
 def whole_weights(trainer: Trainer) -> dict[str, torch.Tensor]:
-    named = trainer.model.named_parameters()
-    return {name: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for name, p in named}
+    get = gather(trainer.model)
+    return {name: get(name) for name, _ in trainer.model.named_parameters()}
 
 
 @pytest.fixture(scope="module")
@@ -181,13 +200,25 @@ def test_float32_runs_are_equal(name: str, corpus: Path, worlds: Callable[[int],
 
 def test_tied_embeddings_and_other_presets(corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
     """Each family, and the head that shares its weight with the embedding."""
-    keys = FLOAT64 | {"training.steps": 3}
-    for name in ("kda", "gdn"):
-        losses, _, weights = one_process(keys | {"model.name": name})
-        split = keys | {"model.name": name, "parallelism.context_parallel_degree": 2}
-        got = worlds(2).run(train_on_rank, arguments(corpus, split), str(corpus.parent))[0]
-        assert worst(got[0], losses) < 1e-9
-        assert max(((got[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9
+    for name, flavor, splits in (("kda", "debug", ("cp 2", "tp 2")), ("gdn", "debug", ("cp 2", "tp 2")),
+                                 ("hybrid", "wide norms", ("tp 2",))):  # fmt: skip
+        keys = FLOAT64 | {"training.steps": 3, "model.name": name, "model.flavor": flavor}
+        losses, norms, weights = one_process(keys)
+        for processes, split in (SPLITS[split] for split in splits):
+            got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split), str(corpus.parent))[0]
+            assert worst(got[0], losses) < 1e-9 and worst(got[1], norms) < 1e-9
+            assert max(((got[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9
+
+
+def test_a_compiled_run_is_equal(corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
+    """Documents change from step to step, and the graphs stay (`tests/models/test_plan.py` compiles each mixer)."""
+    keys = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "softmax"}
+    compiled = {"compile.enable": "true", "compile.backend": "aot_eager"}
+    losses, norms, weights = one_process(keys)
+    processes, split = SPLITS["cp 2"]
+    got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split, compiled), str(corpus.parent))[0]
+    assert worst(got[0], losses) < 1e-9 and worst(got[1], norms) < 1e-9
+    assert max(((got[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "kimi-linear"])
@@ -197,7 +228,7 @@ def test_mixtures_of_experts(
     """A load-balance loss, a selection bias that moves, and latent attention, over FSDP and both layouts."""
     keys = FLOAT64 | {"training.steps": 5, "model.name": name, "activation_checkpoint.mode": "full"}
     losses, norms, weights = one_process(keys)
-    splits = ("accumulation", "dp 2", "dp 2 x cp 2", "cp 2 zig-zag")
+    splits = ("accumulation", "dp 2", "dp 2 x cp 2", "cp 2 zig-zag", "tp 2", "tp 2 x cp 2 zig-zag")
     for processes, split in [*(SPLITS[s] for s in splits), (1, {"activation_checkpoint.mode": "none"})]:
         got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split), str(corpus.parent))[0]
         assert worst(got[0], losses) < 1e-9 and worst(got[1], norms) < 1e-9

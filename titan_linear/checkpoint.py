@@ -40,11 +40,11 @@ from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from titan_linear.distributed.tensor_parallel import whole
 from titan_linear.rundir import checkpoints_of, unused
 
 MANIFEST, PROGRESS, METADATA, REWOUND = "manifest.json", "progress.json", ".metadata", "rewound.json"
@@ -103,7 +103,7 @@ class Checkpointer:
             return
         state = {"model": named_parameters(model)}
         if optimizer is not None:
-            state["optimizer"] = _optimizer_state(model, optimizer)[0]
+            state["optimizer"] = _of_whole(_optimizer_state(model, optimizer)[0], model)
         if self._thread is None:
             self._write(step, state, progress)
         else:
@@ -133,10 +133,9 @@ class Checkpointer:
         path = self.folder / f"step-{_whole_step(self.folder, step)}"
         optimizer.zero_grad()  # with gradients around, DCP cannot make the state that it loads into
         moments, rest = _optimizer_state(model, optimizer)
-        state = {"model": named_parameters(model), "optimizer": moments}
+        state = {"model": named_parameters(model), "optimizer": _of_whole(moments, model)}
         _read(path, state, self.group)
-        set_model_state_dict(model, state["model"], options=FLAT)
-        set_optimizer_state_dict(model, optimizer, state["optimizer"] | rest, options=FLAT)
+        set_optimizer_state_dict(model, optimizer, moments | rest, options=FLAT)
         self._saved = (step, True)
         return read_progress(path)
 
@@ -250,9 +249,7 @@ def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None =
     Raises:
         ValueError: there is no whole checkpoint, or it is of another model.
     """
-    state = {"model": named_parameters(model)}
-    _read(weights_path(path), state, group)
-    set_model_state_dict(model, state["model"], options=FLAT)
+    _read(weights_path(path), {"model": named_parameters(model)}, group)
 
 
 def stored_weights(path: Path) -> Callable[[str], torch.Tensor]:
@@ -494,7 +491,8 @@ def sync(path: Path) -> Path:
 
 
 def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Weights by name, with no trace of wrappers in it; a tied weight once, by its first name."""
+    """Weights by name, with no trace of wrappers in it; a tied weight once, by its first name. They share the memory of
+    the model's own, and where these are parts they say of what."""
     state = get_model_state_dict(model)
     first = {name for name, _ in model.named_parameters()}
     for name, _ in model.named_parameters(remove_duplicate=False):
@@ -502,7 +500,7 @@ def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
             for wrapper in WRAPPERS:
                 name = name.replace(wrapper, "")
             del state[name]
-    return state
+    return {name: whole(model, name, tensor) for name, tensor in state.items()}
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -510,6 +508,12 @@ def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tupl
     flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
     state = {name: value for name, value in flat.items() if name.startswith("state.")}
     return state, {name: value for name, value in flat.items() if name not in state}
+
+
+def _of_whole(moments: dict[str, Any], model: nn.Module) -> dict[str, Any]:
+    """State of the optimizer that says of what it is a part, as `named_parameters` do; counts of steps are no parts."""
+    names = {name: name.removeprefix("state.").rpartition(".")[0] for name in moments}
+    return {name: whole(model, names[name], x) if x.dim() else x for name, x in moments.items()}
 
 
 def _compare_names(path: Path, saved: set[str], state: dict[str, dict[str, Any]]) -> None:

@@ -158,6 +158,8 @@ class Parallelism(_Strict):
     """Exchange of the softmax layers."""
     context_parallel_linear_method: Literal["kcp", "ulysses"] = "kcp"
     """Exchange of the linear layers: states of the recurrence (KCP), or all-to-all over heads."""
+    tensor_parallel_degree: int = Field(1, ge=1)
+    """Ranks that share every layer, by heads and hidden channels, the vocabulary, and the tokens between layers."""
 
 
 class Checkpoint(_Strict):
@@ -194,6 +196,15 @@ class ActivationCheckpoint(_Strict):
 
     mode: Literal["none", "full"] = "none"
     """full: keep only the input of each layer and compute the layer again in backward."""
+
+
+class Compile(_Strict):
+    """What torch.compile does."""
+
+    enable: bool = False
+    """Compile each layer: what is between products, delta rule and attention becomes few kernels."""
+    backend: Literal["inductor", "aot_eager"] = "inductor"
+    """aot_eager: graphs without code of their own, to find out which of the two an error comes from."""
 
 
 class Metrics(_Strict):
@@ -275,6 +286,7 @@ class Config(_Strict):
     parallelism: Parallelism = Parallelism()
     checkpoint: Checkpoint = Checkpoint()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
     validation: Validation = Validation()
@@ -290,13 +302,10 @@ PRINT = "--print-config"
 
 # Keys and sections of TorchTitan whose capability is not here, and what there is.
 ABSENT = {
-    "tensor_parallel_degree": "there is no tensor parallelism; parallelism.context_parallel_degree splits the streams, "
-    "parallelism.data_parallel_shard_degree the parameters",
     "pipeline_parallel_degree": "there is no pipeline parallelism; parallelism.data_parallel_shard_degree splits the "
     "parameters",
     "expert_parallel_degree": "there is no expert parallelism; parallelism.data_parallel_shard_degree splits the "
     "experts as it does all parameters",
-    "compile": "nothing is compiled by torch.compile here; the linear layers run Triton's kernels on GPUs",
     "float8": "there is no float8; training.mixed_precision_param is the type of compute",
 }
 
@@ -501,15 +510,17 @@ def data_parallel_degrees(config: Config, world_size: int) -> tuple[int, int]:
         ValueError: degrees that do not multiply to `world_size`.
     """
     p = config.parallelism
-    replicate, shard, cp = p.data_parallel_replicate_degree, p.data_parallel_shard_degree, p.context_parallel_degree
+    replicate, shard = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
+    copies = p.context_parallel_degree * p.tensor_parallel_degree
     if shard == -1:
-        shard = world_size // (replicate * cp)
-    if shard < 1 or replicate * shard * cp != world_size:
-        fixed = replicate * cp * max(p.data_parallel_shard_degree, 1)
+        shard = world_size // (replicate * copies)
+    if shard < 1 or replicate * shard * copies != world_size:
+        fixed = replicate * copies * max(p.data_parallel_shard_degree, 1)
         right = f"a multiple of {fixed}" if p.data_parallel_shard_degree == -1 else str(fixed)
         raise ValueError(
             f"parallelism: data_parallel_replicate_degree = {replicate}, data_parallel_shard_degree = "
-            f"{p.data_parallel_shard_degree}, context_parallel_degree = {cp} need {right} processes, and there are "
+            f"{p.data_parallel_shard_degree}, tensor_parallel_degree = {p.tensor_parallel_degree}, "
+            f"context_parallel_degree = {p.context_parallel_degree} need {right} processes, and there are "
             f"{world_size}; change a degree, or the number of processes (NGPU)"
         )
     return replicate, shard
@@ -538,6 +549,15 @@ def _check_batch(config: Config, dp: int) -> None:
             f"training.seq_len = {t.seq_len} cannot be cut into {blocks} equal blocks (context_parallel_degree = "
             f"{p.context_parallel_degree}, context_parallel_layout = {p.context_parallel_layout!r}); use a multiple of "
             f"{blocks}, for example {math.ceil(t.seq_len / blocks) * blocks}"
+        )
+    copies = p.context_parallel_degree * p.tensor_parallel_degree
+    if t.seq_len % copies:
+        multiple = math.lcm(blocks, copies)
+        raise ValueError(
+            f"training.seq_len = {t.seq_len} cannot be shared between layers by {copies} ranks "
+            f"(context_parallel_degree = {p.context_parallel_degree} × tensor_parallel_degree = "
+            f"{p.tensor_parallel_degree}); use a multiple of {multiple}, for example "
+            f"{math.ceil(t.seq_len / multiple) * multiple}"
         )
     if t.global_batch_size % (dp * t.local_batch_size):
         raise ValueError(

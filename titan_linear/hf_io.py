@@ -28,13 +28,14 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from torch import nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from titan_linear.checkpoint import SaveFailed, describe, named_parameters, sync
 from titan_linear.models.adapters import Placement, config_from_hf, config_to_hf, ignored, placements
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.remote import MODELING
+from titan_linear.models.init import runs
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
@@ -273,17 +274,12 @@ def load_weights(path: Path, model: nn.Module) -> None:
             reader.fill(placement, *owned(parameters[placement.name]))
 
 
-def owned(parameter: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """What this rank holds of a parameter: the local tensor, and where it begins in the first dimension."""
+def owned(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
+    """What this rank holds of a parameter: the local tensor, and where it begins in each dimension."""
     if not isinstance(parameter, DTensor):
-        return parameter, 0
-    local, first = parameter.to_local(), 0
-    for dim, placement in enumerate(parameter.placements):
-        if placement.is_shard():
-            assert placement.dim == 0 and first == 0, parameter.placements
-            chunk = -(-parameter.shape[0] // parameter.device_mesh.size(dim))
-            first = min(chunk * parameter.device_mesh.get_local_rank(dim), parameter.shape[0])
-    return local, first
+        return parameter, (0,) * parameter.dim()
+    (own,) = parameter.__create_chunk_list__()
+    return parameter.to_local(), tuple(own.offsets)
 
 
 class Reader:
@@ -292,20 +288,25 @@ class Reader:
     def __init__(self, folder: Folder, files: ExitStack):
         self.folder, self.files, self.open = folder, files, {}
 
-    def fill(self, placement: Placement, local: torch.Tensor, first: int) -> None:
-        """Fill `local`, which is rows [first, first + n) of the first dimension of the placement's parameter."""
-        per_index = placement.num_rows // placement.shape[0]
-        begin, end = first * per_index, (first + local.shape[0]) * per_index
-        rows = local.view(-1, placement.width)
-        for source, start, stop, row in placement.pieces(begin, end):
-            for values in self._rows(self.folder.tensors[source.name], start, stop, placement.width):
-                rows[row - begin : row - begin + len(values)].copy_(values)
-                row += len(values)
+    def fill(self, placement: Placement, local: torch.Tensor, offsets: tuple[int, ...]) -> None:
+        """Fill `local`, the part of the placement's parameter that begins at `offsets`."""
+        if local.numel() == 0:
+            return
+        matrix = local.dim() > 1  # else a vector: its elements are rows
+        rows = local.view(-1, local.shape[-1] if matrix else 1)
+        columns = slice(offsets[-1], offsets[-1] + local.shape[-1]) if matrix else slice(None)
+        leading = slice(-1) if matrix else slice(None)
+        for first, begin, end in row_runs(local.shape[leading], placement.shape[leading], offsets[leading]):
+            for source, start, stop, row in placement.pieces(begin, end):
+                row += first - begin
+                for values in self._rows(self.folder.tensors[source.name], start, stop, placement.width):
+                    rows[row : row + len(values)].copy_(values[:, columns])
+                    row += len(values)
 
     def whole(self, placement: Placement, dtype: torch.dtype) -> torch.Tensor:
         """The placement's parameter."""
         out = torch.empty(placement.shape, dtype=dtype)
-        self.fill(placement, out, 0)
+        self.fill(placement, out, (0,) * out.dim())
         return out
 
     def _rows(self, tensor: Tensor, start: int, stop: int, width: int) -> Iterator[torch.Tensor]:
@@ -320,6 +321,16 @@ class Reader:
             b = min(a + block, stop)
             low = a // per_index
             yield on_disk[low : -(-b // per_index)].reshape(-1, width)[a - low * per_index : b - low * per_index]
+
+
+def row_runs(
+    sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]
+) -> Iterator[tuple[int, int, int]]:
+    """The rows of a box in an array [shape] of rows, both flattened: (j, a, b), box rows from j on are rows [a, b)."""
+    length, shifts = runs(tuple(sizes), tuple(shape), tuple(offsets))
+    for i, shift in enumerate(shifts.astype("int64").tolist()):
+        first = i * int(length)
+        yield first, first + shift, first + shift + int(length)
 
 
 def _count(shape: tuple[int, ...]) -> int:
@@ -367,7 +378,11 @@ def gather(model: nn.Module) -> Callable[[str], torch.Tensor]:
 
     def get(name: str) -> torch.Tensor:
         p = parameters[name]
-        return p.full_tensor() if isinstance(p, DTensor) else p
+        if not isinstance(p, DTensor):
+            return p
+        for dim in reversed(range(p.device_mesh.ndim)):  # as it was cut, from the last cut to the first
+            p = p.redistribute(placements=[*p.placements[:dim], Replicate(), *p.placements[dim + 1 :]])
+        return p.to_local()
 
     return get
 

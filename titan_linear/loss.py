@@ -5,18 +5,49 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+
+from titan_linear.ops.collectives import Ranks, gather_along
+from titan_linear.ops.support import implementation
 
 IGNORE = -100  # the label that cross-entropy leaves out
+ELSEWHERE = -1  # one that is in another rank's part of the vocabulary
 
 
-def chunked_cross_entropy(x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int) -> torch.Tensor:
+def chunked_cross_entropy(
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, ranks: Ranks | None = None
+) -> torch.Tensor:
     """Σ_t cross_entropy(x_t Wᵀ, label_t) over labels that are not −100, in float32 or wider.
 
     x [T, D], weight [vocab, D], labels [T] int64. At most [chunk, vocab] logits exist at a time: where gradients are
     wanted each chunk's are taken in forward, while its logits are there, so that backward only scales them.
+
+    ranks: of those that share the vocabulary, each has vocab / size rows of W, in their order, and all have the same x
+    and labels. Logits stay where they are. A rank's loss is that of the labels in its rows, and dx what its rows say:
+    parts of sums over the ranks.
     """
-    return _ChunkedCrossEntropy.apply(x, weight, labels, chunk, torch.is_grad_enabled())
+    return _ChunkedCrossEntropy.apply(x, weight, labels, chunk, ranks, torch.is_grad_enabled())
+
+
+def _triton() -> Any:
+    from titan_linear.ops.triton import cross_entropy  # Triton is there on Linux only
+
+    return cross_entropy.row_logsumexp, cross_entropy.softmax_gradient
+
+
+def _row_logsumexp(logits: torch.Tensor) -> torch.Tensor:
+    return logits.logsumexp(-1)
+
+
+def _softmax_gradient(
+    logits: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """In the place of the logits."""
+    d = logits.sub_(lse.unsqueeze(-1)).exp_()
+    d[torch.arange(len(d), device=d.device), target.clamp(min=0)] -= (target >= 0).to(d.dtype)
+    return d.mul_((target != IGNORE).unsqueeze(-1)).to(dtype)
+
+
+IMPLEMENTATIONS = {"torch": lambda: (_row_logsumexp, _softmax_gradient), "triton": _triton}
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
@@ -26,28 +57,51 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, wide: torch.dtype) -> torch.T
     return x.to(wide) @ weight.T.to(wide)
 
 
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a b, in total's dtype."""
+    if total.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _of_all(lse: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
+    """Log-sum-exps [chunk] over the whole vocabulary, from those of the part that this rank has."""
+    if ranks is None:
+        return lse
+    return gather_along(lse.unsqueeze(0), 0, ranks.group, ranks.size).logsumexp(0)
+
+
+def _own_labels(labels: torch.Tensor, rows: int, ranks: Ranks | None) -> torch.Tensor:
+    """Labels as rows of this rank's part of the vocabulary; −1 for those in other ranks' parts."""
+    if ranks is None:
+        return labels
+    own = labels - ranks.rank * rows
+    return own.masked_fill((own < 0) | (own >= rows), ELSEWHERE).where(labels != IGNORE, IGNORE)
+
+
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, grad_enabled: bool
-    ) -> torch.Tensor:
+        ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, ranks: Ranks | None,
+        grad_enabled: bool,
+    ) -> torch.Tensor:  # fmt: skip
         wide = torch.promote_types(x.dtype, torch.float32)
+        row_logsumexp, softmax_gradient = IMPLEMENTATIONS[implementation("cross_entropy", "auto", x.device, wide)]()
         total = x.new_zeros((), dtype=wide)
         wants_grad = grad_enabled and any(ctx.needs_input_grad[:2])  # what inputs need, they need under no_grad too
         dx = torch.empty_like(x) if wants_grad else None
         dweight = torch.zeros_like(weight, dtype=wide) if wants_grad else None
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
-            logits, target = _logits(x[rows], weight, wide), labels[rows]  # [chunk, vocab]
-            log_p = F.log_softmax(logits, -1)
-            total += F.nll_loss(log_p, target, ignore_index=IGNORE, reduction="sum")
+            logits, target = _logits(x[rows], weight, wide), _own_labels(labels[rows], len(weight), ranks)
+            lse = _of_all(row_logsumexp(logits), ranks)
+            of_target = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
+            total += (lse - of_target).masked_fill_(target < 0, 0).sum()
             if wants_grad:
-                counts = target != IGNORE
-                d = log_p.exp_()
-                d[torch.arange(len(d), device=d.device), target.clamp(min=0)] -= 1
-                d = (d * counts.unsqueeze(-1)).to(x.dtype)
-                dx[rows] = d @ weight
-                dweight += d.T @ x[rows]
+                d = softmax_gradient(logits, lse, target, x.dtype)  # [chunk, vocab]
+                torch.mm(d, weight, out=dx[rows])
+                _add_product(dweight, d.T, x[rows])
         ctx.save_for_backward(dx, dweight)
         ctx.weight_dtype = weight.dtype
         return total
@@ -55,4 +109,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dweight = ctx.saved_tensors
-        return (dx * scale).to(dx.dtype), (dweight * scale).to(ctx.weight_dtype), None, None, None
+        return (dx * scale).to(dx.dtype), (dweight * scale).to(ctx.weight_dtype), None, None, None, None

@@ -38,36 +38,36 @@ def learning_rate(step: int, peak: float, config: LRScheduler, steps: int) -> fl
     return peak * (config.min_lr_factor + (1 - config.min_lr_factor) * curve[config.decay_type])
 
 
-def step_numbers(loss: torch.Tensor, parameters: Iterable[nn.Parameter], signal: int, shards: int) -> torch.Tensor:
+def step_numbers(loss: torch.Tensor, parameters: Iterable[nn.Parameter], signal: int) -> torch.Tensor:
     """[loss, 2-norm of all gradients, signal] float64, on every rank the same, from one collective. Nothing waits.
 
     Args:
         loss: this rank's part of the sum.
-        parameters: their gradients are shards, or whole and then reduced already, which count once.
+        parameters: those whose gradients, or shards of them, this rank counts (`counted_parameters`).
         signal: this rank's; the highest is taken.
-        shards: the first so many ranks hold all shards between them (other ranks: copies of them).
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    own = _sum_of_squares([g.to_local() for g in grads if isinstance(g, DTensor)], like=grads[0])
-    whole = _sum_of_squares([g for g in grads if not isinstance(g, DTensor)], like=grads[0])
-    row = torch.stack([loss.double(), own, torch.full_like(own, signal)])
+    grads = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
+    row = torch.stack([loss.double(), _sum_of_squares(grads, loss.device), torch.full_like(loss, signal).double()])
     rows = row.new_empty(dist.get_world_size() * len(row))
     dist.all_gather_into_tensor(rows, row)
     losses, squares, signals = rows.view(-1, len(row)).unbind(1)
-    return torch.stack([losses.sum(), (squares[:shards].sum() + whole).sqrt(), signals.max()])
+    return torch.stack([losses.sum(), squares.sum().sqrt(), signals.max()])
 
 
-def _sum_of_squares(tensors: list[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+def _sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """A scalar in float64: one number per rank, so that its width costs nothing."""
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.promote_types(like.dtype, torch.float32)) if tensors else []
-    zero = torch.zeros((), dtype=torch.float64, device=like.device)
-    return sum((n.double().square() for n in norms), zero)
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+    return torch.stack(norms).double().square().sum()
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
     """Scale gradients so that their 2-norm is at most max_norm."""
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for p in parameters:
-        if p.grad is not None:
-            local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-            local.mul_(coefficient.to(local.dtype))
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for grad in (p.grad for p in parameters if p.grad is not None):
+        by_dtype.setdefault(grad.dtype, []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    for dtype, grads in by_dtype.items():
+        torch._foreach_mul_(grads, coefficient.to(dtype))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 
 import torch
@@ -60,7 +62,10 @@ def preflight(config: Config, world_size: int) -> None:
     model = model_config(config, tokenizer)
     if line := vocabulary(config, model, tokenizer):
         print(line, flush=True)
+    check_tensor_parallel(model, config)
     check_heads(model, config)
+    if warning := spans_nodes(config, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))):
+        print(warning, flush=True)
     _check_hugging_face(config, model, tokenizer)
     implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     progress = _check_checkpoint(config) if config.checkpoint.enable else {}
@@ -155,10 +160,34 @@ def check_heads(model: ModelConfig, config: Config) -> None:
         key, others = ("context_parallel_method", "'ring' or 'allgather'")
         if mixer.linear:
             key, others = ("context_parallel_linear_method", "'kcp'")
-        heads = mixer.indivisible_heads(p.context_parallel_degree)
+        heads = mixer.indivisible_heads(p.context_parallel_degree * p.tensor_parallel_degree)
         if heads and getattr(p, key) == "ulysses":
+            times = f" × tensor_parallel_degree = {p.tensor_parallel_degree}" if p.tensor_parallel_degree > 1 else ""
             raise ValueError(
                 f"parallelism.{key} = 'ulysses' cannot split the {heads} of model.flavor = {config.model.flavor!r} "
-                f"among context_parallel_degree = {p.context_parallel_degree} ranks; use {others}, or a degree that "
-                "divides them"
+                f"among context_parallel_degree = {p.context_parallel_degree}{times} ranks; use {others}, or a degree "
+                "that divides them"
             )
+
+
+def check_tensor_parallel(model: ModelConfig, config: Config) -> None:
+    """Heads, hidden channels or a vocabulary that the ranks do not divide."""
+    degree, counts = config.parallelism.tensor_parallel_degree, model.split_counts
+    if left := [f"{count} {what}" for what, count in counts if count % degree]:
+        common = math.gcd(*(count for _, count in counts))
+        fitting = " or ".join(str(n) for n in range(1, common + 1) if common % n == 0)
+        raise ValueError(
+            f"parallelism.tensor_parallel_degree = {degree} cannot split the {', '.join(left)} in model.name = "
+            f"{config.model.name!r}, model.flavor = {config.model.flavor!r}; use {fitting}"
+        )
+
+
+def spans_nodes(config: Config, node_size: int) -> str:
+    """A warning where ranks that share every layer are on several nodes of so many processes; else ""."""
+    degree = config.parallelism.tensor_parallel_degree
+    if node_size % degree == 0:
+        return ""
+    return (
+        f"warning: parallelism.tensor_parallel_degree = {degree} reaches across nodes of {node_size} processes: every "
+        f"layer waits for the network; a degree that divides {node_size} stays inside a node"
+    )

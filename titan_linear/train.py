@@ -29,16 +29,17 @@ from titan_linear.build import (
     export,
     export_folder,
     implementations,
+    mixed_precision,
     model_config,
     tokenizer_path,
 )
-from titan_linear.checkpoint import Checkpointer, SaveFailed, find_step, rewind
+from titan_linear.checkpoint import Checkpointer, SaveFailed, find_step, named_parameters, rewind
 from titan_linear.config import Config, hf_weights, load_config
 from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, validation_batches
 from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.feed import Feed, MicroBatch
 from titan_linear.distributed.groups import on_rank_0, process_group, set_timeout, unhurried, unhurried_group
-from titan_linear.distributed.parallelize import reduce_replicated
+from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
 from titan_linear.generate import Sampling, generate
 from titan_linear.hf_io import gather, load_weights
 from titan_linear.metrics import MetricsLogger, is_logged, peak_memory_gib, reserved_memory_gib
@@ -78,6 +79,7 @@ class Trainer:
         dist.barrier(self.host)  # a node without the token cache has written it just now
         self.dims = build_dims(config, self.device)
         self.model = build_model(config, model_config(config, self.tokenizer), self.dims, self.device)
+        self.precision = mixed_precision(config, self.model, self.dims)
         self.sharding = build_sharding(config, self.model.config, self.dims, self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.checkpointer = self._build_checkpointer()
@@ -107,7 +109,7 @@ class Trainer:
         elif c.enable and c.initial_load_path:
             self.checkpointer.load_weights(Path(c.initial_load_path), self.model)
         else:
-            initialise(self.model, self.config.debug.seed)
+            initialise(self.model, self.config.debug.seed, named_parameters(self.model))
         return 0, 0
 
     def _build_feed(self) -> Feed:
@@ -117,7 +119,7 @@ class Trainer:
             dp_rank=dims.dp_rank, dp_degree=dims.dp, cursor=self.step * t.global_batch_size, num_workers=t.num_workers,
         )  # fmt: skip
         micro_steps = t.global_batch_size // (dims.dp * t.local_batch_size)
-        return Feed(iter(loader), self.sharding, micro_steps=micro_steps, cp=dims.cp, host=self.host)
+        return Feed(iter(loader), self.sharding, micro_steps=micro_steps, copies=dims.copies, host=self.host)
 
     # --- One step ----------------------------------------------------------------------------------------------------
 
@@ -127,9 +129,9 @@ class Trainer:
         The host waits for the device once, for the numbers that decide what becomes of the step.
         """
         losses, streams = self._accumulate()
-        reduce_replicated(self.model)
+        sum_gradients(self.model, self.dims)
         # The signal goes with the loss, so that all ranks stop at the same step.
-        numbers = step_numbers(losses.sum(), self.model.parameters(), self.stop.received, self.dims.shards)
+        numbers = step_numbers(losses.sum(), counted_parameters(self.model, self.dims), self.stop.received)
         if self.step + 1 < self.config.training.steps:
             self.feed.prefetch()  # while the device computes
         loss, grad_norm, stop = numbers.tolist()
@@ -157,9 +159,10 @@ class Trainer:
     def _forward_backward(self, batch: MicroBatch, valid: int) -> torch.Tensor:
         """This rank's part of the loss of one micro-batch; gradients are added up."""
         chunk = self.config.training.loss_chunk_size
-        loss = self.model(batch.tokens, batch.plan, batch.labels, loss_chunk=chunk) / max(valid, 1)
-        with torch.autograd.set_multithreading_enabled(False):  # a thread of its own takes the host twice as long
-            loss.backward()
+        with self.precision:
+            loss = self.model(batch.tokens, batch.plan, batch.labels, loss_chunk=chunk) / max(valid, 1)
+            with torch.autograd.set_multithreading_enabled(False):  # a thread of its own takes the host twice as long
+                loss.backward()
         return loss.detach()
 
     def _learning_rate(self) -> float:
@@ -305,19 +308,23 @@ class Trainer:
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
             tokens, labels, plan = self.sharding(batch)
-            total[0] += self.model(tokens, plan, labels, loss_chunk=self.config.training.loss_chunk_size)
+            with self.precision:
+                total[0] += self.model(tokens, plan, labels, loss_chunk=self.config.training.loss_chunk_size)
             total[1] += (labels != IGNORE).sum()
         dist.all_reduce(total)
-        return (total[0] / total[1]).item()
+        return (total[0] / total[1] * self.dims.tp).item()  # all ranks of tp have counted the same labels
 
     def _sample(self) -> None:
         s = self.config.sample
         if not s.max_new_tokens:
             return
-        (text,) = generate(
-            self.model, self.tokenizer, [s.prompt], max_new_tokens=s.max_new_tokens, device=self.device,
-            sampling=Sampling(s.temperature, s.top_p, self.config.debug.seed), impl=self.config.model.impl,
-        )  # fmt: skip
+        # Graphs are for streams, not for a text that grows by a token at each call.
+        uncompiled = torch.compiler.set_stance("force_eager") if self.config.compile.enable else nullcontext()
+        with self.precision, uncompiled:
+            (text,) = generate(
+                self.model, self.tokenizer, [s.prompt], max_new_tokens=s.max_new_tokens, device=self.device,
+                sampling=Sampling(s.temperature, s.top_p, self.config.debug.seed), impl=self.config.model.impl,
+            )  # fmt: skip
         if dist.get_rank() == 0:
             print(f"--- sample\n{text}\n---", flush=True)
 

@@ -159,7 +159,7 @@ def _saved_per_token(model: ModelConfig, layer: int, dtype: torch.dtype) -> floa
 def _routed_by_one(moe: MoE, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """`MoE._routed` with the shapes of `top_k` experts and no counts, which the meta device cannot know."""
     rows = x[torch.arange(len(x) * moe.config.top_k, device="meta") // moe.config.top_k]
-    gate, up = nn.functional.linear(rows, moe.experts.gate_up_proj[0]).chunk(2, -1)
+    gate, up = nn.functional.linear(rows, moe.experts.gate_up_proj[0].flatten(0, 1)).chunk(2, -1)
     y = nn.functional.linear(nn.functional.silu(gate) * up, moe.experts.down_proj[0])
     y = y[experts.flatten()].unflatten(0, (-1, moe.config.top_k))  # sorted back
     return (weights.to(y.dtype).unsqueeze(1) @ y).squeeze(1)

@@ -31,7 +31,7 @@ def two_steps(rank: int, world_size: int, cp: int) -> tuple[list[str], list[tupl
         log.append(f"cut {batch.streams[0] % 10}")
         return batch.tokens, batch.labels, None
 
-    feed = Feed(batches(rank // cp, log), cut, micro_steps=MICRO_STEPS, cp=cp, host=dist.group.WORLD)
+    feed = Feed(batches(rank // cp, log), cut, micro_steps=MICRO_STEPS, copies=cp, host=dist.group.WORLD)
     steps = []
     for _ in range(2):
         valid, micro_batches = feed.next_step()

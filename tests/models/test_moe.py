@@ -52,7 +52,7 @@ def token_by_token(moe: MoE, x: torch.Tensor) -> torch.Tensor:
         total = sum(scores[e] for e in chosen) if c.normalise else 1.0
         y = torch.zeros(DIM, dtype=x.dtype)
         for e in chosen:
-            gate, up = (moe.experts.gate_up_proj[e] @ x_t).chunk(2)
+            gate, up = moe.experts.gate_up_proj[e] @ x_t
             y = y + c.scale * scores[e] / total * (moe.experts.down_proj[e] @ (gate * gate.sigmoid() * up))
         if moe.shared is not None:
             shared = moe.shared(x_t)

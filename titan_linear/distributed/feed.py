@@ -36,15 +36,15 @@ class Feed:
             come is the trainer's to know.
         cut: a batch → tokens, labels and plan of this rank, on its device (`BatchSharding`).
         micro_steps: batches of a step.
-        cp: ranks that get the same batches.
+        copies: ranks that get the same batches.
         host: a gloo group of all ranks, in which valid tokens are counted; no device takes part.
     """
 
     def __init__(
         self, batches: Iterator[Batch], cut: Callable[[Batch], tuple[torch.Tensor, torch.Tensor, BatchPlan]], *,
-        micro_steps: int, cp: int, host: dist.ProcessGroup,
+        micro_steps: int, copies: int, host: dist.ProcessGroup,
     ):  # fmt: skip
-        self.batches, self.cut, self.micro_steps, self.cp, self.host = batches, cut, micro_steps, cp, host
+        self.batches, self.cut, self.micro_steps, self.copies, self.host = batches, cut, micro_steps, copies, host
         self._ahead: tuple[list[Batch], MicroBatch, torch.Tensor, dist.Work] | None = None
         self._seconds, self._steps = 0.0, 0  # since they were asked for
 
@@ -63,7 +63,7 @@ class Feed:
         (batches, first, valid, counting), self._ahead = self._ahead, None
         self._steps += 1
         counting.wait()
-        return int(valid) // self.cp, self._micro_batches(first, batches[1:])
+        return int(valid) // self.copies, self._micro_batches(first, batches[1:])
 
     def _micro_batches(self, first: MicroBatch, rest: list[Batch]) -> Iterator[MicroBatch]:
         yield first

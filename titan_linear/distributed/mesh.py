@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from titan_linear.ops.collectives import Ranks
 
 
 @dataclass(frozen=True)
@@ -15,8 +18,10 @@ class ParallelDims:
     dp_replicate: int
     dp_shard: int
     cp: int
+    tp: int
     mesh: DeviceMesh  # dp_replicate, dp_shard, cp, tp
-    fsdp_mesh: DeviceMesh  # what parameters are sharded over: dp_shard × cp; with replicas after them (HSDP)
+    fsdp_mesh: DeviceMesh  # what FSDP shards over: dp_shard × cp; with replicas before them (HSDP)
+    data_group: dist.ProcessGroup  # dp_replicate × dp_shard × cp: the ranks that have the same part of each tensor
 
     @property
     def dp(self) -> int:
@@ -24,13 +29,18 @@ class ParallelDims:
         return self.dp_replicate * self.dp_shard
 
     @property
-    def dp_rank(self) -> int:
-        return self.mesh.get_rank() // self.cp
+    def sharded(self) -> bool:
+        """Several ranks have the same parameters, and share them: FSDP2's work."""
+        return self.fsdp_mesh.size() > 1
 
     @property
-    def shards(self) -> int:
-        """Ranks that hold one copy of the parameters between them: the first so many have the first copy."""
-        return self.dp_shard * self.cp
+    def dp_rank(self) -> int:
+        return self.mesh.get_rank() // self.copies
+
+    @property
+    def copies(self) -> int:
+        """Ranks that get the same batches."""
+        return self.cp * self.tp
 
     @property
     def cp_group(self) -> dist.ProcessGroup:
@@ -38,22 +48,43 @@ class ParallelDims:
         return self.mesh.get_group("cp")
 
     @property
+    def tp_ranks(self) -> Ranks:
+        """The ranks that share every layer."""
+        return Ranks(self.mesh.get_group("tp").group_name, self.tp, self.mesh.get_local_rank("tp"))
+
+    @property
     def groups(self) -> list[dist.ProcessGroup]:
         """All groups in which ranks train."""
-        return [dist.group.WORLD, *self.mesh.get_all_groups(), *self.fsdp_mesh.get_all_groups()]
+        return [dist.group.WORLD, *self.mesh.get_all_groups(), *self.fsdp_mesh.get_all_groups(), self.data_group]
 
     @property
     def degrees(self) -> dict[str, int]:
-        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": 1}
+        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
+
+    @cached_property
+    def parameter_mesh(self) -> DeviceMesh:
+        """tp, then the dimensions of `fsdp_mesh`: the order in which parameters are cut."""
+        sizes = [self.fsdp_mesh.size(dim) for dim in range(self.fsdp_mesh.ndim)]
+        ranks = self.mesh.mesh.reshape(*sizes, self.tp).movedim(-1, 0).contiguous()
+        return DeviceMesh.from_group(
+            [self.mesh.get_group("tp"), *self.fsdp_mesh.get_all_groups()], self.mesh.device_type, ranks,
+            mesh_dim_names=("tp", *self.fsdp_mesh.mesh_dim_names),
+        )  # fmt: skip
 
 
-def build_mesh(device_type: str, dp_replicate: int, dp_shard: int, cp: int) -> ParallelDims:
-    """The mesh over all ranks. cp is innermost: ranks that share a stream talk most, and sit side by side."""
-    assert dp_replicate * dp_shard * cp == dist.get_world_size()
+def build_mesh(device_type: str, dp_replicate: int, dp_shard: int, cp: int, tp: int = 1) -> ParallelDims:
+    """The mesh over all ranks. tp is innermost, then cp: ranks that share a layer, or a stream, talk most and sit side
+    by side."""
+    assert dp_replicate * dp_shard * cp * tp == dist.get_world_size()
     names = ("dp_replicate", "dp_shard", "cp", "tp")
-    mesh = init_device_mesh(device_type, (dp_replicate, dp_shard, cp, 1), mesh_dim_names=names)
-    # The same ranks with dp_shard and cp as one dimension; flattening a mesh's dimensions is no public function.
-    shards = {"dp_replicate": dp_replicate, "dp_shard_cp": dp_shard * cp}
-    shards = {name: n for name, n in shards.items() if n > 1 or name != "dp_replicate"}
-    fsdp_mesh = init_device_mesh(device_type, tuple(shards.values()), mesh_dim_names=tuple(shards))
-    return ParallelDims(dp_replicate, dp_shard, cp, mesh, fsdp_mesh)
+    mesh = init_device_mesh(device_type, (dp_replicate, dp_shard, cp, tp), mesh_dim_names=names)
+    fsdp_mesh = mesh["dp_shard", "cp"]._flatten("fsdp")  # no public function flattens dimensions
+    data_group = fsdp_mesh.get_group()
+    if dp_replicate > 1:
+        data_group = mesh["dp_replicate", "dp_shard", "cp"]._flatten("data").get_group()
+        ranks = mesh.mesh[..., mesh.get_local_rank("tp")].reshape(dp_replicate, dp_shard * cp)
+        fsdp_mesh = DeviceMesh.from_group(
+            [mesh.get_group("dp_replicate"), fsdp_mesh.get_group()], device_type, ranks,
+            mesh_dim_names=("dp_replicate", "fsdp"),
+        )  # fmt: skip
+    return ParallelDims(dp_replicate, dp_shard, cp, tp, mesh, fsdp_mesh, data_group)

@@ -1,4 +1,4 @@
-"""From a plain decoder to one that many ranks train: activation checkpointing, then FSDP2.
+"""From a plain decoder to one that many ranks train: tensor parallelism, activation checkpointing, then FSDP2.
 
 Context parallelism is not here: it is in what a mixer is given (`BatchPlan.cp_context`), not in the model.
 """
@@ -11,17 +11,36 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.distributed.tensor_parallel import split_tensors
 from titan_linear.models.decoder import Decoder
 
 
-def parallelize(model: Decoder, dims: ParallelDims, *, ac_mode: str, policy: MixedPrecisionPolicy) -> None:
-    """Wrap a decoder (on the meta device) in place. Gradients become sums over all ranks, never means."""
+def parallelize(
+    model: Decoder, dims: ParallelDims, *, ac_mode: str, backend: str | None = None, policy: MixedPrecisionPolicy
+) -> None:
+    """Wrap a decoder (on the meta device) in place. Gradients become sums over all ranks, never means. Where no
+    other rank has the same parameters FSDP2 is left out: `ComputeCopies` (precision.py) brings its mixed precision.
+
+    backend: of torch.compile; None: nothing is compiled.
+    """
+    if dims.tp > 1:
+        split_tensors(model, dims)
+    if backend is not None:
+        compile_layers(model, backend)
     if ac_mode == "full":
         checkpoint_layers(model)
-    shard(model, dims, policy)
+    if dims.sharded:
+        shard(model, dims, policy)
+
+
+def compile_layers(model: Decoder, backend: str) -> None:
+    """Compile each layer's `forward`: layers of one kind share their code, and documents do not change it."""
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, backend=backend)
 
 
 def checkpoint_layers(model: Decoder) -> None:
@@ -49,8 +68,8 @@ def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy) -> N
 
 
 def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that every rank keeps whole and in float32 or wider, out of FSDP and its casts: those that their
-    modules name in `kept_whole`, small ones, whose rounding to bfloat16 would show. In the model's order."""
+    """The parameters that FSDP neither shards nor casts, kept in float32 or wider: those that their modules name in
+    `kept_whole`, small ones, whose rounding to bfloat16 would show. In the model's order."""
     own = [(module, name) for module in model.modules() for name in getattr(module, "kept_whole", ())]
     return [p for module, name in own if (p := getattr(module, name)) is not None]
 
@@ -69,10 +88,34 @@ def materialise(model: Decoder, device: torch.device) -> None:
         model.head.weight = model.embedding.weight  # to_empty gave each its own
 
 
-def reduce_replicated(model: nn.Module) -> None:
-    """Sum the gradients of the replicated parameters over all ranks, in one collective."""
-    grads = [p.grad for p in replicated_parameters(model) if p.grad is not None]
+def sum_gradients(model: nn.Module, dims: ParallelDims) -> None:
+    """Sum the gradients that FSDP does not: of the parameters left out of it over the ranks that it would have shared
+    them with, and of those that are whole on each rank of tp over tp. One collective each."""
+    _sum(replicated_parameters(model), dims.data_group)
+    if dims.tp > 1:
+        splits = model.tensor_parallel.splits
+        _sum([p for name, p in model.named_parameters() if name not in splits], dims.mesh.get_group("tp"))
+
+
+def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    grads = [_local(p.grad) for p in parameters if p.grad is not None]
     if grads:
         flat = torch.cat([g.flatten() for g in grads])
-        dist.all_reduce(flat)
+        dist.all_reduce(flat, group=group)
         torch._foreach_copy_(grads, [x.view_as(g) for x, g in zip(flat.split([g.numel() for g in grads]), grads)])
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Parameter]:
+    """Of every shard the first rank's copy: what the ranks hold of these is, together, each parameter once."""
+    splits = model.tensor_parallel.splits if dims.tp > 1 else {}
+    where = {name: dims.mesh.get_local_rank(name) for name in dims.degrees}
+
+    def counts(name: str, p: nn.Parameter) -> bool:
+        copies = ["dp_replicate", *([] if isinstance(p, DTensor) else ["dp_shard", "cp"])]
+        return not any(where[dim] for dim in (copies if name in splits else [*copies, "tp"]))
+
+    return [p for name, p in model.named_parameters() if counts(name, p)]

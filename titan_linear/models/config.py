@@ -38,7 +38,9 @@ class MixerOptions(ABC):
     @abstractmethod
     def build(self, config: ModelConfig) -> nn.Module:
         """forward(x [B, T, dim], plan, cache) -> [B, T, dim]. The module may name in `initial` how parameters are
-        drawn that are not normal, and in `kept_whole` those that every rank keeps whole and in float32 or wider."""
+        drawn that are not normal, in `kept_whole` those that FSDP neither shards nor casts, and in `split` those of
+        which each rank of tensor parallelism has an equal part, by the dimension that is split: it then computes its
+        heads, and its part of the output's sum."""
 
     @property
     @abstractmethod
@@ -50,9 +52,14 @@ class MixerOptions(ABC):
         """(theta, rotated channels of each head); None: no positions."""
         return None
 
+    @property
     @abstractmethod
+    def head_counts(self) -> dict[str, int]:
+        """What `split` splits, as a message names it: the ranks of tensor parallelism divide each of these numbers."""
+
     def indivisible_heads(self, ranks: int) -> str | None:
         """The heads that an all-to-all cannot split among so many ranks, as a message names them; None: it can."""
+        return next((f"{count} {what}" for what, count in self.head_counts.items() if count % ranks), None)
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,19 @@ class ModelConfig:
     def layers(self) -> tuple[MixerOptions, ...]:
         """The mixer of every layer."""
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
+
+    @property
+    def split_counts(self) -> list[tuple[str, int]]:
+        """All that tensor parallelism splits, as a message names it, and how many there are."""
+        mixers = dict.fromkeys(self.layers)
+        counts = [(f"{what} of {m.name}", count) for m in mixers for what, count in m.head_counts.items()]
+        if not all(map(self.has_experts, range(self.num_layers))):
+            counts.append(("hidden channels", self.hidden_dim))
+        if self.moe is not None:
+            counts.append(("hidden channels of each expert", self.moe.hidden_dim))
+            if self.moe.shared_hidden_dim:
+                counts.append(("hidden channels of the shared expert", self.moe.shared_hidden_dim))
+        return [*counts, ("rows of the vocabulary (model.vocab_size)", self.vocab_size)]
 
     def has_experts(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.dense_layers

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import UserDict
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -61,6 +62,8 @@ class Head(nn.Module):
 
 
 class Decoder(nn.Module):
+    split: ClassVar[dict[str, int]] = {"embedding.weight": 0, "head.weight": 0}  # by the vocabulary
+
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.config = config

@@ -8,6 +8,7 @@ flash-linear-attention's layers and models have them.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from concurrent.futures import Executor, ThreadPoolExecutor
 
 import numpy as np
@@ -24,10 +25,13 @@ BUFFER = 1 << 22  # elements drawn before they are copied to their parameter
 
 
 @torch.no_grad()
-def initialise(model: Decoder, seed: int) -> None:
-    """Fill every parameter in place. Of a sharded one each rank draws its own part."""
+def initialise(model: Decoder, seed: int, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
+    """Fill every parameter in place. Of a DTensor each rank draws its own part.
+
+    parameters: by name, where the model's own do not say of what they are a part (`named_parameters` in checkpoint.py).
+    """
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        for name, parameter in model.named_parameters():
+        for name, parameter in (parameters or dict(model.named_parameters())).items():
             owner, _, leaf = name.rpartition(".")
             draw = draw_of(model.get_submodule(owner), leaf, model.config.init_std)
             if isinstance(parameter, DTensor):
@@ -53,7 +57,7 @@ def fill(
     pool: Executor,
 ) -> None:
     """Fill `local`, the part of a parameter of this shape that begins at `offsets`; draws are rounded to float32."""
-    flat, (length, shift) = local.view(-1), _runs(tuple(local.shape), shape, offsets)
+    flat, (length, shift) = local.view(-1), runs(tuple(local.shape), shape, offsets)
     for begin in range(0, len(flat), BUFFER):
         drawn = torch.empty(min(BUFFER, len(flat) - begin))
 
@@ -67,7 +71,7 @@ def fill(
         flat[begin : begin + len(drawn)].copy_(drawn)
 
 
-def _runs(sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[np.uint64, np.ndarray]:
+def runs(sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[np.uint64, np.ndarray]:
     """Elements of a box [sizes] at `offsets` in a tensor [shape], both flattened, run by run: (length, shift [runs]),
     for which element j of the box is element j + shift[j // length] of the tensor, modulo 2^64."""
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -46,6 +48,8 @@ class GatedRMSNorm(RMSNorm):
 
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)).  [.., dim] -> [.., dim]"""
+
+    split: ClassVar[dict[str, int]] = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
 
     def __init__(self, dim: int, hidden_dim: int):
         super().__init__()

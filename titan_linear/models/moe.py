@@ -61,14 +61,16 @@ class Router(nn.Module):
 class Experts(nn.Module):
     """Many SwiGLUs of one shape, their weights stacked."""
 
+    split: ClassVar[dict[str, int]] = {"gate_up_proj": 2, "down_proj": 2}  # by hidden channels
+
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2 * config.hidden_dim, dim))
+        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2, config.hidden_dim, dim))
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, dim, config.hidden_dim))
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """x [M, dim], rows in the order of their experts; counts [E] int64, the rows of each -> [M, dim]."""
-        gate, up = grouped_linear(x, self.gate_up_proj, counts).chunk(2, -1)
+        gate, up = grouped_linear(x, self.gate_up_proj.flatten(1, 2), counts).chunk(2, -1)
         return grouped_linear(F.silu(gate) * up, self.down_proj, counts)
 
 

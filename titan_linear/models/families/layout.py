@@ -21,12 +21,13 @@ class Layout:
     ours: tuple[str, ...]
     theirs: tuple[str, ...]  # names with {e} stand for one tensor of every expert
     groups: str | None = None  # the option of the mixer that counts them; None: one group
-    form: str = "matrix"  # the shape on disk: "matrix", "conv" [rows, 1, W], "heads" [1, 1, H, 1], "stacked" as ours
+    form: str = "matrix"  # the shape on disk: "matrix", "conv" [rows, 1, W], "heads" [1, 1, H, 1], "stacked" [E, .., W]
     equal: bool = False  # `theirs` are of equal size (the last may be smaller) whatever `ours` are
 
     def shape_on_disk(self, rows: int, width: int, ours: tuple[int, ...]) -> tuple[int, ...]:
         matrix = (rows,) if len(ours) == 1 else (rows, width)
-        return {"matrix": matrix, "conv": (rows, 1, width), "heads": (1, 1, rows, 1), "stacked": ours}[self.form]
+        stacked = (ours[0], rows // ours[0], width)
+        return {"matrix": matrix, "conv": (rows, 1, width), "heads": (1, 1, rows, 1), "stacked": stacked}[self.form]
 
 
 Spellings = tuple[Layout, ...]  # of one part of a model

@@ -35,10 +35,13 @@ class Attention(MixerOptions):
     def rotary(self) -> tuple[float, int] | None:
         return None if self.rope_theta is None else (self.rope_theta, int(self.head_dim * self.rotary_fraction))
 
+    @property
+    def head_counts(self) -> dict[str, int]:
+        return {"query heads": self.heads, "key heads": self.kv_heads}
+
     def indivisible_heads(self, ranks: int) -> str | None:
-        if self.heads % ranks:
-            return f"{self.heads} query heads"
-        return f"{self.kv_heads} key heads" if self.kv_heads % ranks and ranks % self.kv_heads else None
+        shared = self.heads % ranks == 0 and ranks % self.kv_heads == 0  # each rank needs one key head alone
+        return None if shared else super().indivisible_heads(ranks)
 
     def build(self, config: ModelConfig) -> AttentionMixer:
         return AttentionMixer(self, config)
@@ -47,24 +50,27 @@ class Attention(MixerOptions):
 class AttentionMixer(nn.Module):
     """The cache holds `k` and `v` [B, tokens, Hkv, D]."""
 
+    split: ClassVar[dict[str, int]] = {**{f"{x}_proj.weight": 0 for x in "qkvg"}, "o_proj.weight": 1}  # by heads
+
     def __init__(self, options: Attention, config: ModelConfig):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = options.heads, options.kv_heads, options.head_dim
-        self.rotary, self.qk_norm = options.rotary, options.qk_norm
-        self.q_proj = nn.Linear(config.dim, self.heads * self.head_dim, bias=False)
-        self.k_proj = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
-        self.v_proj = nn.Linear(config.dim, self.kv_heads * self.head_dim, bias=False)
+        self.head_dim, self.rotary, self.qk_norm = options.head_dim, options.rotary, options.qk_norm
+        q_dim, k_dim = options.heads * self.head_dim, options.kv_heads * self.head_dim
+        self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
+        self.k_proj = nn.Linear(config.dim, k_dim, bias=False)
+        self.v_proj = nn.Linear(config.dim, k_dim, bias=False)
         if self.qk_norm is not None:
-            q_heads, k_heads = (1, 1) if self.qk_norm == "head" else (self.heads, self.kv_heads)  # under one norm
-            self.q_norm = RMSNorm(q_heads * self.head_dim, config.norm_eps, config.zero_centred_norm)
-            self.k_norm = RMSNorm(k_heads * self.head_dim, config.norm_eps, config.zero_centred_norm)
-        self.g_proj = nn.Linear(config.dim, self.heads * self.head_dim, bias=False) if options.output_gate else None
-        self.o_proj = nn.Linear(self.heads * self.head_dim, config.dim, bias=False)
+            widths = (self.head_dim, self.head_dim) if self.qk_norm == "head" else (q_dim, k_dim)
+            self.q_norm, self.k_norm = (RMSNorm(w, config.norm_eps, config.zero_centred_norm) for w in widths)
+        if self.qk_norm == "width":
+            self.split = {**self.split, "q_norm.weight": 0, "k_norm.weight": 0}
+        self.g_proj = nn.Linear(config.dim, q_dim, bias=False) if options.output_gate else None
+        self.o_proj = nn.Linear(q_dim, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds the keys and values of earlier tokens, and grows."""
         q, k = self._normed(self.q_proj(x), self.k_proj(x))
-        v = self.v_proj(x).unflatten(-1, (self.kv_heads, self.head_dim))
+        v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
         if self.rotary is not None:
             cos, sin = plan.angles(self.rotary, widened(q.dtype))
             q, k = rotate(q, cos, sin), rotate(k, cos, sin)
@@ -78,5 +84,5 @@ class AttentionMixer(nn.Module):
         """q [B, T, H·D], k [B, T, Hkv·D] -> by heads, normed over the whole width before or over each head after."""
         if self.qk_norm == "width":
             q, k = self.q_norm(q), self.k_norm(k)
-        q, k = q.unflatten(-1, (self.heads, self.head_dim)), k.unflatten(-1, (self.kv_heads, self.head_dim))
+        q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))
         return (self.q_norm(q), self.k_norm(k)) if self.qk_norm == "head" else (q, k)

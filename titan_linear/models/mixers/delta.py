@@ -36,24 +36,28 @@ class DeltaOptions(MixerOptions):
     def ops(self) -> dict[str, dict[str, int]]:
         return {self.op: {"K": self.head_dim, "V": self.v_head_dim}, "causal_conv1d": {"W": self.conv_size}}
 
-    def indivisible_heads(self, ranks: int) -> str | None:
-        return f"{self.heads} heads" if self.heads % ranks else None
+    @property
+    def head_counts(self) -> dict[str, int]:
+        return {"heads": self.heads}  # and the value heads of each
 
 
 class DeltaMixer(nn.Module):
     """The cache holds `state` [B, HV, K, V] and `conv` [B, D, W−1], the convolution's last inputs."""
 
     kept_whole: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")  # rounded to bfloat16 they change a document's decay
+    split: ClassVar[dict[str, int]] = {  # by heads; the output norm's weight is one for all of them
+        **{f"{x}_{kind}.weight": 0 for x in "qkv" for kind in ("proj", "conv1d")},
+        "b_proj.weight": 0, "A_log": 0, "dt_bias": 0, "o_proj.weight": 1,
+    }  # fmt: skip
 
     def __init__(self, options: DeltaOptions, config: ModelConfig, activation: str, A_log: Draw):
         super().__init__()
-        self.heads, self.v_heads = options.heads, options.v_heads
         self.head_dim, self.v_head_dim = options.head_dim, options.v_head_dim
-        key_dim, value_dim = self.heads * self.head_dim, self.v_heads * self.v_head_dim
-        self.widths = (key_dim, key_dim, value_dim)
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.dim, w, bias=False) for w in self.widths)
-        self.q_conv1d, self.k_conv1d, self.v_conv1d = (ConvWeight(w, options.conv_size) for w in self.widths)
-        self.b_proj = nn.Linear(config.dim, self.v_heads, bias=False)
+        key_dim, value_dim = options.heads * self.head_dim, options.v_heads * self.v_head_dim
+        widths = (key_dim, key_dim, value_dim)
+        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(config.dim, w, bias=False) for w in widths)
+        self.q_conv1d, self.k_conv1d, self.v_conv1d = (ConvWeight(w, options.conv_size) for w in widths)
+        self.b_proj = nn.Linear(config.dim, options.v_heads, bias=False)
         self.beta_range = options.beta_range
         eps = config.norm_eps if options.o_norm_eps is None else options.o_norm_eps
         self.o_norm = GatedRMSNorm(self.v_head_dim, eps, activation)
@@ -72,23 +76,22 @@ class DeltaMixer(nn.Module):
         )  # fmt: skip
         if cache is not None:
             cache["state"] = state
-        z = self.g_proj(x).unflatten(-1, (self.v_heads, self.v_head_dim))
+        z = self.g_proj(x).unflatten(-1, (-1, self.v_head_dim))
         return self.o_proj(self.o_norm(o, z).flatten(-2))
 
     def _convolved(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
         """q, k [B, T, H, K] and v [B, T, HV, V] after the convolution: one over the three, so one halo under CP."""
+        weights = [self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]
         qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
-        weight = torch.cat([self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight])
         states = {} if cache is None else {"initial_state": cache.get("conv"), "output_final_state": True}
-        qkv, tail = causal_conv1d(qkv, weight, activation="silu", impl=plan.impl, **plan.documents, **states)
+        qkv, tail = causal_conv1d(
+            qkv, torch.cat(weights), activation="silu", impl=plan.impl, **plan.documents, **states
+        )
         if cache is not None:
             cache["conv"] = tail
-        q, k, v = qkv.split(self.widths, -1)
-        return [
-            q.unflatten(-1, (self.heads, self.head_dim)),
-            k.unflatten(-1, (self.heads, self.head_dim)),
-            v.unflatten(-1, (self.v_heads, self.v_head_dim)),
-        ]
+        dims = self.head_dim, self.head_dim, self.v_head_dim
+        parts = qkv.split([len(weight) for weight in weights], -1)
+        return [part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True)]
 
     def _raw_gate(self, x: torch.Tensor) -> torch.Tensor:
         raise NotImplementedError

@@ -24,12 +24,14 @@ class GDN(DeltaOptions):
 
 
 class GDNMixer(DeltaMixer):
+    split: ClassVar[dict[str, int]] = {**DeltaMixer.split, "a_proj.weight": 0, "g_proj.weight": 0}
+
     def __init__(self, options: GDN, config: ModelConfig):
         super().__init__(options, config, "silu", log_uniform_decay(0.0))
-        self.a_proj = nn.Linear(config.dim, self.v_heads, bias=False)
-        self.g_proj = nn.Linear(config.dim, self.v_heads * self.v_head_dim, bias=False)
-        self.A_log = nn.Parameter(torch.empty(self.v_heads))
-        self.dt_bias = nn.Parameter(torch.empty(self.v_heads))
+        self.a_proj = nn.Linear(config.dim, options.v_heads, bias=False)
+        self.g_proj = nn.Linear(config.dim, options.v_heads * self.v_head_dim, bias=False)
+        self.A_log = nn.Parameter(torch.empty(options.v_heads))
+        self.dt_bias = nn.Parameter(torch.empty(options.v_heads))
 
     def _raw_gate(self, x: torch.Tensor) -> torch.Tensor:
         return self.a_proj(x)

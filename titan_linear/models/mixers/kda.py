@@ -29,20 +29,24 @@ class KDA(DeltaOptions):
 class KDAMixer(DeltaMixer):
     """The gate comes from a low-rank projection, and the output gate too."""
 
+    split: ClassVar[dict[str, int]] = {  # of the low-rank projections the second factors
+        **DeltaMixer.split, "f_proj.1.weight": 0, "g_proj.1.weight": 0, "g_proj.1.bias": 0,
+    }  # fmt: skip
+
     def __init__(self, options: KDA, config: ModelConfig):
         A_log = log_uniform_decay(1.0) if options.lower_bound is None else zeros
         super().__init__(options, config, "sigmoid", A_log)
         self.lower_bound = options.lower_bound
-        rank, gate_dim, value_dim = self.v_head_dim, self.v_heads * self.head_dim, self.v_heads * self.v_head_dim
+        rank, gate_dim, value_dim = self.v_head_dim, options.v_heads * self.head_dim, options.v_heads * self.v_head_dim
         self.f_proj = nn.Sequential(nn.Linear(config.dim, rank, bias=False), nn.Linear(rank, gate_dim, bias=False))
         self.g_proj = nn.Sequential(
             nn.Linear(config.dim, rank, bias=False), nn.Linear(rank, value_dim, bias=options.gate_bias)
         )
-        self.A_log = nn.Parameter(torch.empty(self.v_heads))
+        self.A_log = nn.Parameter(torch.empty(options.v_heads))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim))
 
     def _raw_gate(self, x: torch.Tensor) -> torch.Tensor:
-        return self.f_proj(x).unflatten(-1, (self.v_heads, self.head_dim))
+        return self.f_proj(x).unflatten(-1, (-1, self.head_dim))
 
     def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
         return chunk_kda(*inputs, lower_bound=self.lower_bound, **options)

@@ -31,8 +31,9 @@ class MLA(MixerOptions):
     def ops(self) -> dict[str, dict[str, int]]:
         return {"attention": {"D": self.nope_dim + self.shared_k_dim, "Dv": self.v_dim}}
 
-    def indivisible_heads(self, ranks: int) -> str | None:
-        return f"{self.heads} query heads" if self.heads % ranks else None
+    @property
+    def head_counts(self) -> dict[str, int]:
+        return {"query heads": self.heads}
 
     def build(self, config: ModelConfig) -> MLAMixer:
         return MLAMixer(self, config)
@@ -44,28 +45,30 @@ class MLAMixer(nn.Module):
     The cache holds `latent` [B, tokens, kv_rank], normed, and `shared` [B, tokens, shared_k_dim].
     """
 
+    split: ClassVar[dict[str, int]] = {"q_proj.weight": 0, "kv_b_proj.weight": 0, "o_proj.weight": 1}  # not the latent
+
     def __init__(self, options: MLA, config: ModelConfig):
         super().__init__()
-        self.heads = options.heads
         self.latent_dims = (options.kv_rank, options.shared_k_dim)
         self.kv_dims = (options.nope_dim, options.v_dim)
-        self.q_proj = nn.Linear(config.dim, self.heads * (options.nope_dim + options.shared_k_dim), bias=False)
+        self.q_dim = options.nope_dim + options.shared_k_dim
+        self.q_proj = nn.Linear(config.dim, options.heads * self.q_dim, bias=False)
         self.kv_a_proj = nn.Linear(config.dim, sum(self.latent_dims), bias=False)
         self.kv_norm = RMSNorm(options.kv_rank, LATENT_EPS)
-        self.kv_b_proj = nn.Linear(options.kv_rank, self.heads * sum(self.kv_dims), bias=False)
-        self.o_proj = nn.Linear(self.heads * options.v_dim, config.dim, bias=False)
+        self.kv_b_proj = nn.Linear(options.kv_rank, options.heads * sum(self.kv_dims), bias=False)
+        self.o_proj = nn.Linear(options.heads * options.v_dim, config.dim, bias=False)
 
     def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds the normed latents and shared keys of earlier tokens."""
-        q = self.q_proj(x).unflatten(-1, (self.heads, -1))
+        q = self.q_proj(x).unflatten(-1, (-1, self.q_dim))
         latent, shared = self.kv_a_proj(x).split(self.latent_dims, -1)  # [B, T, rank], [B, T, shared]
         latent = self.kv_norm(latent)
         if cache is not None:
             earlier = cache.get("latent"), cache.get("shared")
             latent, shared = (t if e is None else torch.cat([e, t], 1) for e, t in zip(earlier, (latent, shared)))
             cache.update(latent=latent, shared=shared)
-        k, v = self.kv_b_proj(latent).unflatten(-1, (self.heads, -1)).split(self.kv_dims, -1)
-        k = torch.cat([k, shared.unsqueeze(2).expand(-1, -1, self.heads, -1)], -1)
+        k, v = self.kv_b_proj(latent).unflatten(-1, (-1, sum(self.kv_dims))).split(self.kv_dims, -1)
+        k = torch.cat([k, shared.unsqueeze(2).expand(-1, -1, k.shape[2], -1)], -1)
         documents = {"first_key": plan.first_key, **plan.documents}
         o = attention(q, k, v.contiguous(), method=plan.softmax_method, **documents)
         return self.o_proj(o.flatten(-2))

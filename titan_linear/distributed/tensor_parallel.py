@@ -1,0 +1,148 @@
+"""Tensor parallelism: the ranks of `tp` share every layer, and between layers the tokens (sequence parallelism).
+
+A module states in `split` of which of its parameters a rank has a part, and along which dimension; the others every
+rank of tp has whole. Mixers take their numbers of heads from the widths of what they have, so their code is the same.
+
+    embedding   rows of the vocabulary    each rank looks up the tokens that it has; the sum is scattered
+    norms       whole                     on this rank's tokens
+    mixer, MLP  heads, hidden channels    on all tokens: gathered before, and the sum scattered after
+    head        rows of the vocabulary    on all tokens: gathered before; of the loss each rank gives a part
+
+One rule for gradients: what a rank computes is its part of a sum over the ranks of tp. Gathering tokens sums, in
+backward, what the ranks say of them; a split parameter is nobody else's; and of a whole one, be it a norm on some of
+the tokens or a projection that feeds some of the heads, gradients are summed once in a step (`sum_gradients`).
+
+Without gradients (validation, generation) every rank keeps all tokens, and sums are for all: no length has to divide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.loss import chunked_cross_entropy
+from titan_linear.models.decoder import Decoder, Head
+from titan_linear.models.layers import RMSNorm, widen
+from titan_linear.ops.collectives import Ranks, gather_along, gather_tokens, scatter_tokens, sum_over_ranks
+
+
+@dataclass(frozen=True)
+class TensorParallel:
+    """What the ranks of tp have of a decoder's parameters."""
+
+    splits: dict[str, int]  # parameter → the dimension that is split
+    mesh: DeviceMesh  # tp, then what FSDP shards over
+
+    def whole(self, name: str, tensor: torch.Tensor) -> DTensor:
+        """A parameter, or a tensor of its shape, as the part that it is of the whole one. It shares its memory."""
+        dim, shape = self.splits.get(name), list(tensor.shape)
+        if dim is not None:
+            shape[dim] *= self.mesh.size(0)
+        local, sharding = tensor.detach(), [Replicate()] * (self.mesh.ndim - 1)
+        if isinstance(local, DTensor):
+            local, sharding = local.to_local(), local.placements
+        whole = torch.empty(shape, device="meta")
+        return DTensor.from_local(
+            local, self.mesh, [Replicate() if dim is None else Shard(dim), *sharding], run_check=False,
+            shape=whole.shape, stride=whole.stride(),
+        )  # fmt: skip
+
+
+def whole(model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A parameter of `model`, or a tensor of its shape, that says where it lies in the whole one, if it is a part."""
+    parallel = getattr(model, "tensor_parallel", None)
+    return tensor if parallel is None else parallel.whole(name, tensor)
+
+
+def tensor_splits(model: nn.Module) -> dict[str, int]:
+    """Parameter → the dimension that is split, as the modules state it; a tied one by its first name."""
+    own = {name for name, _ in model.named_parameters()}
+    stated = {
+        f"{prefix}.{name}".removeprefix("."): dim
+        for prefix, module in model.named_modules()
+        for name, dim in getattr(module, "split", {}).items()
+    }
+    return {name: dim for name, dim in stated.items() if name in own}
+
+
+def split_tensors(model: Decoder, dims: ParallelDims) -> None:
+    """Leave a decoder this rank's part of each tensor, and have its modules gather tokens and sum outputs. In place."""
+    ranks, splits = dims.tp_ranks, tensor_splits(model)
+    for name, dim in splits.items():
+        owner, _, leaf = name.rpartition(".")
+        _take_part(model.get_submodule(owner), leaf, dim, ranks)
+        norm = model.get_submodule(owner)
+        if isinstance(norm, RMSNorm):
+            norm.forward = partial(_norm_over_ranks, norm, ranks)
+    if model.config.tie_embeddings:
+        model.head.weight = model.embedding.weight
+    for layer in model.layers:
+        for shared in (layer.mixer, layer.mlp):
+            shared.forward = partial(_on_all_tokens, shared.forward, ranks)
+    model.embedding.forward = partial(_embed, model.embedding, ranks)
+    model.head.forward = partial(_head, model.head, ranks)
+    model.tensor_parallel = TensorParallel(splits, dims.parameter_mesh)
+
+
+def _take_part(module: nn.Module, leaf: str, dim: int, ranks: Ranks) -> None:
+    parameter = getattr(module, leaf)
+    assert parameter.shape[dim] % ranks.size == 0, (leaf, parameter.shape, dim)
+    part = parameter.detach().chunk(ranks.size, dim)[ranks.rank].contiguous()
+    setattr(module, leaf, nn.Parameter(part, requires_grad=parameter.requires_grad))
+
+
+# --- The forward of modules of which a rank has a part ---------------------------------------------------------------
+
+
+def _gathered(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """x [B, T, dim] of all tokens, from this rank's where gradients are taken."""
+    return gather_tokens(x, ranks) if torch.is_grad_enabled() else x
+
+
+def _summed(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
+    """The sum of x [B, T, dim] over the ranks; where gradients are taken, of this rank's tokens."""
+    return scatter_tokens(x, ranks) if torch.is_grad_enabled() else sum_over_ranks(x, ranks)
+
+
+def _on_all_tokens(forward: Callable[..., object], ranks: Ranks, x: torch.Tensor, *arguments: object) -> object:
+    """A mixer or an MLP. The load-balance loss of experts is the same on all ranks: each gives a part of it."""
+    out = forward(_gathered(x, ranks), *arguments)
+    if isinstance(out, torch.Tensor):
+        return _summed(out, ranks)
+    y, balance = out
+    return _summed(y, ranks), None if balance is None else balance / ranks.size
+
+
+def _embed(embedding: nn.Embedding, ranks: Ranks, tokens: torch.Tensor) -> torch.Tensor:
+    rows = len(embedding.weight)
+    own = tokens - ranks.rank * rows
+    elsewhere = (own < 0) | (own >= rows)
+    x = F.embedding(own.masked_fill(elsewhere, 0), embedding.weight)
+    return _summed(x.masked_fill(elsewhere.unsqueeze(-1), 0), ranks)
+
+
+def _head(
+    head: Head, ranks: Ranks, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048
+) -> torch.Tensor:
+    """Logits [B, T, vocab], without gradients; or this rank's part of the loss."""
+    x = _gathered(head.norm(x), ranks)
+    if labels is not None:
+        return chunked_cross_entropy(x.flatten(0, 1), head.weight, labels.flatten(), loss_chunk, ranks)
+    assert not torch.is_grad_enabled(), "logits of a split vocabulary have no gradient"
+    logits = (x @ head.weight.T).movedim(-1, 0)  # [vocab / size, B, T]
+    return gather_along(logits, 0, ranks.group, ranks.size).movedim(0, -1)
+
+
+def _norm_over_ranks(norm: RMSNorm, ranks: Ranks, x: torch.Tensor) -> torch.Tensor:
+    """An RMSNorm over a width of which each rank has a part."""
+    wide, weight = widen(x), widen(norm.weight)
+    mean = sum_over_ranks(wide.square().sum(-1, keepdim=True), ranks) / (x.shape[-1] * ranks.size)
+    return (wide * torch.rsqrt(mean + norm.eps) * (1 + weight if norm.zero_centred else weight)).to(x.dtype)
