@@ -142,6 +142,15 @@ def test_transformers_tokens(folder: Callable, template: str, beside: bool):
     assert said == SAID  # with the end of the turn, and nothing after it
 
 
+def test_the_page_has_a_template_to_begin_from(folder: Callable):
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    lines = [line.removeprefix("    ") for line in page.splitlines() if line.startswith("    ")]
+    template = "\n".join(line for line in lines if line.lstrip().startswith(("{%-", "{{-")))
+    tokenizer = build_tokenizer(str(folder(template)))
+    found = [answer for document in Conversations(tokenizer).encode_batch(CHATS[:2]) for answer in runs(*document)]
+    assert [tokenizer._tokenizer.decode(answer, skip_special_tokens=False) for answer in found] == SAID[:3]
+
+
 def test_several_templates_by_name(folder: Callable):
     several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": MARKED}]
     assert build_tokenizer(str(folder(several))).chat_template == MARKED
