@@ -30,17 +30,13 @@ def parallelize(
     if dims.tp > 1:
         split_tensors(model, dims)
     if backend is not None:
+        from titan_linear.distributed.compiling import compile_layers  # imports the compiler
+
         compile_layers(model, backend)
     if ac_mode == "full":
         checkpoint_layers(model)
     if dims.sharded:
         shard(model, dims, policy)
-
-
-def compile_layers(model: Decoder, backend: str) -> None:
-    """Compile each layer's `forward`: layers of one kind share their code, and documents do not change it."""
-    for layer in model.layers:
-        layer.forward = torch.compile(layer.forward, backend=backend)
 
 
 def checkpoint_layers(model: Decoder) -> None:
