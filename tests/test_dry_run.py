@@ -103,6 +103,7 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
     assert lines[0].startswith("hybrid/debug: 5") and [line[:5] for line in lines[-2:]] == ["| 2 |", "| 8 |"]
     assert dry_run.main(["--gpus", "3", "--", *run]) == 2
     assert "need a multiple of 2 processes" in capsys.readouterr().err
+    assert dry_run.main(["--gpus", "0"]) == 2 and "--gpus 0 must be 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("config", sorted(ROOT.glob("train_configs/*.toml")), ids=lambda path: path.stem)

@@ -383,9 +383,9 @@ def _read_toml(path: str) -> dict[str, Any]:
         with open(path, "rb") as file:
             return tomllib.load(file)
     except OSError as error:
-        raise ValueError(f"job.config_file = {path!r} cannot be read: {error.strerror}") from None
+        raise ValueError(f"job.config_file = {path!r} cannot be read: {error.strerror}; give a TOML file") from None
     except ValueError as error:  # malformed TOML or UTF-8
-        raise ValueError(f"{path} is not TOML: {error}") from None
+        raise ValueError(f"{path} is not TOML: {error}; correct it there") from None
 
 
 def _read_command_line(argv: list[str]) -> dict[str, dict[str, Any]]:
@@ -584,7 +584,7 @@ def _check_types(t: Training) -> None:
     if "float64" in types and set(types) - {"float64", "auto"}:
         raise ValueError(
             f"training.dtype = {types[0]!r}, mixed_precision_param = {types[1]!r}, mixed_precision_reduce = "
-            f"{types[2]!r}: float64 is for all three or for none"
+            f"{types[2]!r}: float64 is for all three or for none; set them alike"
         )
     if t.dtype == "float64" and _on_cuda():
         raise ValueError(

@@ -71,6 +71,8 @@ def main(argv: list[str]) -> int:
     try:
         config = load_config(run, cuda=True)
         model = planned_model(config)
+        if min(args.gpus) < 1:
+            raise ValueError(f"--gpus {min(args.gpus)} must be 1 or more")
         reports = {gpus: memory(config, model, gpus) for gpus in args.gpus}
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -259,10 +259,10 @@ def _check(
     if g.shape not in ((B, T, HV), (B, T, HV, K)) or beta.shape != (B, T, HV):
         raise ValueError(f"g {tuple(g.shape)} and beta {tuple(beta.shape)} must be those of B, T, HV = {B}, {T}, {HV}")
     if options.gate_in_kernel != (A_log is not None):
-        raise ValueError("use_gate_in_kernel = True and A_log [HV] go together: give both or neither")
+        raise ValueError("use_gate_in_kernel = True and A_log [HV] go together; give both or neither")
     if A_log is not None and A_log.numel() != HV:
         raise ValueError(f"A_log {tuple(A_log.shape)} must be [HV] = [{HV}]")
     if dt_bias is not None and not options.gate_in_kernel:
-        raise ValueError("dt_bias comes with use_gate_in_kernel = True: give both or neither")
+        raise ValueError("dt_bias comes with use_gate_in_kernel = True; give both or neither")
     if initial_state is not None and initial_state.shape != (N, HV, K, V):
         raise ValueError(f"initial_state {tuple(initial_state.shape)} must be [N, HV, K, V] = [{N}, {HV}, {K}, {V}]")
