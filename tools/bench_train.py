@@ -405,7 +405,7 @@ def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
     if args.fla and not find_spec("fla"):
         raise ValueError("--fla needs flash-linear-attention, which is not installed here")
     if args.fla and (ranks > 1 or not torch.cuda.is_available()):
-        raise ValueError("--fla times its models on one GPU: start one process, where there is a GPU")
+        raise ValueError("--fla times its models on one GPU; start one process, where there is a GPU")
     for _, config in configurations(args, keys, ranks):
         model_without_tokenizer(config)
 
