@@ -12,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from titan_linear.checkpoint import Progress
 from titan_linear.config import Config, data_parallel_degrees, hf_assets, hf_weights
-from titan_linear.data import Corpus, PackedStreams, Tokenizer, open_corpus, split_documents
+from titan_linear.data import ORDER, Corpus, PackedStreams, Tokenizer, open_corpus, split_corpus, split_documents
 from titan_linear.distributed.batch import BatchSharding
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
@@ -55,17 +56,36 @@ def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = Fal
     ]  # fmt: skip
 
 
-def build_streams(config: Config, tokenizer: Tokenizer) -> tuple[PackedStreams, PackedStreams | None]:
-    """Streams to train on, without end, and one pass over those to validate on."""
+def build_streams(
+    config: Config, tokenizer: Tokenizer, progress: Progress
+) -> tuple[PackedStreams, PackedStreams | None]:
+    """Streams to train on, without end, and one pass over those to validate on.
+
+    progress: what the checkpoint knows that the run resumes from; of a new run nothing.
+    """
     t, v = config.training, config.validation
     train, *own = open_corpora(config, tokenizer)
     holdout = v.holdout if v.enable and not own else 0.0
-    streams = PackedStreams(train, split_documents(train, holdout, "train"), seq_len=t.seq_len, seed=config.debug.seed)
+    split = split_documents if stream_order(progress) == 1 else split_corpus
+    streams = PackedStreams(train, split(train, holdout, "train"), seq_len=t.seq_len, seed=config.debug.seed)
     if not v.enable:
         return streams, None
-    corpus = own[0] if own else train
-    documents = split_documents(corpus, holdout, "validation") if not own else split_documents(corpus, 0.0, "train")
-    return streams, PackedStreams(corpus, documents, seq_len=t.seq_len, seed=config.debug.seed, repeat=False)
+    held_out = split_corpus(own[0], 0.0, "train") if own else split_corpus(train, holdout, "validation")
+    return streams, PackedStreams(held_out.corpus, held_out, seq_len=t.seq_len, seed=config.debug.seed, repeat=False)
+
+
+def stream_order(progress: Progress) -> int:
+    """The version of the documents' order (data/order.py) in which the run's streams are, or a new run's are to be.
+
+    ValueError: a later version of this program began the run.
+    """
+    order = int(progress.get("order", 1 if progress else ORDER))  # checkpoints before the second do not say it
+    if order > ORDER:
+        raise ValueError(
+            f"this run lays its documents in order {order}, and this version of titan_linear knows up to {ORDER}; "
+            "resume with the version that began the run"
+        )
+    return order
 
 
 # --- The model -------------------------------------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def preflight(config: Config, world_size: int) -> None:
     for corpus in corpora:
         verify_corpus(corpus)
         print(corpus.summary, flush=True)
-    build_streams(config, tokenizer)
+    build_streams(config, tokenizer, progress)
     data = {"corpus": corpora[0].fingerprint, "tokenizer": tokenizer.fingerprint}
     if len(corpora) > 1:
         data["validation"] = corpora[1].fingerprint

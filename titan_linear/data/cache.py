@@ -251,7 +251,7 @@ def write_corpus(
     ValueError: the folder exists, there is no document, a document is empty or has an id outside the vocabulary.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    with locked(folder):
         if folder.exists():
             raise ValueError(f"{folder} exists already; choose another folder")
         _write_corpus(folder, iter(documents), tokenizer, _Progress(answers=answers))
@@ -279,7 +279,7 @@ def tokenise_corpus(
     texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, show_progress)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with locked(folder):
             if folder.exists():
                 raise ValueError(f"{folder} exists already; choose another folder")
             _tokenise_into(folder, texts)
@@ -321,12 +321,21 @@ def load_corpus(folder: Path) -> Corpus:
     tokens, offsets, hashes, *rest = arrays
     if offsets[0] != 0 or offsets[-1] != len(tokens) or len(offsets) != len(hashes) + 1:
         raise ValueError(f"{folder / 'offsets.bin'} does not fit the other files; {remedy}")
-    if not (rising := offsets[1:] > offsets[:-1]).all():
-        raise ValueError(f"{folder / 'offsets.bin'}: document {rising.argmin()} has no tokens; {remedy}")
+    if (empty := _first_step(offsets, 1)) is not None:
+        raise ValueError(f"{folder / 'offsets.bin'}: document {empty} has no tokens; {remedy}")
     for answers in rest:
-        if len(answers) % 2 or answers[0] < 0 or answers[-1] > len(tokens) or (answers[1:] < answers[:-1]).any():
+        if len(answers) % 2 or answers[0] < 0 or answers[-1] > len(tokens) or _first_step(answers, 0) is not None:
             raise ValueError(f"{folder / _ANSWERS} does not fit the other files; {remedy}")
     return Corpus(folder, tokens, offsets, hashes, info, *rest)
+
+
+def _first_step(numbers: np.ndarray, least: int) -> int | None:
+    """The first i where numbers[i + 1] is not `least` above numbers[i]; a block at a time, as there may be 10⁹."""
+    for start in range(0, len(numbers) - 1, 1 << 20):
+        block = numbers[start : start + (1 << 20) + 1]
+        if not (rising := block[1:] >= block[:-1] + least).all():
+            return start + int(rising.argmin())
+    return None
 
 
 def verify_corpus(corpus: Corpus) -> None:
@@ -385,7 +394,7 @@ def _named(folder: Path) -> Path | None:
 def _build_cache(folder: Path, texts: _Texts) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with locked(folder):
             if there := _named(folder):  # another process wrote it while this one waited
                 return there
             if same := _same_texts(folder.parent, texts):
@@ -474,7 +483,7 @@ def _lock_file(folder: Path) -> Path:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Holds `<folder>.lock`, which stays behind: removing it would let two processes lock different files."""
     with _lock_file(folder).open("w") as file:
         try:
