@@ -26,6 +26,7 @@ from titan_linear.build import (
     build_sharding,
     build_streams,
     checkpoint_folder,
+    data_content,
     export,
     export_folder,
     implementations,
@@ -311,9 +312,7 @@ class Trainer:
         model_only = last and self.config.checkpoint.last_save_model_only
         cursor = self.step * self.config.training.global_batch_size  # of whole steps, whatever was fetched ahead
         progress = {"step": self.step, "cursor": cursor, "tokens": self._tokens(), "skipped": self.skipped}
-        data = {**self.streams.content, "tokenizer": self.tokenizer.fingerprint}
-        if self.config.validation.enable and self.config.validation.dataset_path:
-            data["validation"] = self.held_out.corpus.fingerprint
+        data = data_content(self.config, self.tokenizer, self.streams, self.held_out)
         with _writing(f"saving step-{self.step}"):
             self.checkpointer.save(self.step, self.model, None if model_only else self.optimizer, progress | data)
 

@@ -10,7 +10,8 @@
 5. **Packed streams** (packing.py): every epoch lays the training documents end to end in an order drawn from (seed,
    epoch) (order.py), epochs follow without a gap, and stream i is tokens [i·T, (i+1)·T) of that endless line. It is
    computed from i directly. Nothing is dropped, nothing is padded, and labels never look into another document.
-6. **A loader** (loader.py) gives step s the streams [s·G, (s+1)·G) and each data-parallel rank its share of them,
+6. **A mixture** (mixture.py), where there is one, takes each of its streams from one of several sources.
+7. **A loader** (loader.py) gives step s the streams [s·G, (s+1)·G) and each data-parallel rank its share of them,
    L at a time, as a `Batch`. Context parallelism cuts a batch later, elsewhere.
 
 So the tokens of step s depend on the corpus, the tokenizer, seq_len, G and the seed, and on nothing else: not on how
@@ -27,6 +28,7 @@ that a checkpoint keeps is one number, the cursor: how many streams whole steps 
 
 from titan_linear.data.cache import Corpus, load_corpus, open_corpus, tokenise_corpus, verify_corpus, write_corpus
 from titan_linear.data.loader import Batch, StreamLoader, build_dataloader, validation_batches
+from titan_linear.data.mixture import MixedStreams, Phase, Streams
 from titan_linear.data.order import ORDER
 from titan_linear.data.packing import IGNORE, PackedStreams, Stream
 from titan_linear.data.sources import Document
@@ -41,10 +43,13 @@ __all__ = [
     "Corpus",
     "Document",
     "HuggingFaceTokenizer",
+    "MixedStreams",
     "PackedStreams",
+    "Phase",
     "Side",
     "Stream",
     "StreamLoader",
+    "Streams",
     "Tokenizer",
     "build_dataloader",
     "build_tokenizer",
