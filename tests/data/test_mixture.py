@@ -20,21 +20,21 @@ PINNED = [(0, 0), (2, 0), (0, 1), (0, 2), (2, 1), (0, 3)]
 @pytest.mark.parametrize("weights", [WEIGHTS, [1.0], [1 / 3, 2 / 3], [1e-4, 5.0]])
 def test_shares_are_exact_and_every_place_is_known_at_once(weights: list[float]) -> None:
     turns = Interleaving(weights, seed=3)
-    count, seen = 2 * turns.block + 77, Counter()
+    count, seen = 2 * turns.cycle + 77, Counter()
     for i in range(count):
         who, own = turns.place(i)
         assert own == seen[who]  # nothing is left out, nothing comes twice
         seen[who] += 1
         if i % 500 == 0:
             assert turns.counts(i + 1) == [seen[n] for n in range(len(weights))]
-    far = 10**6 * turns.block
+    far = 10**6 * turns.cycle
     for had, weight in zip(turns.counts(far), weights):
         assert abs(had - far * weight / sum(weights)) < 1 + 1e-9 * far
     tenths = Interleaving([0.7, 0.1, 0.2], seed=0).counts(10**15)
     assert tenths == [7 * 10**14, 10**14, 2 * 10**14]  # as the weights are written
 
 
-def test_sources_are_mixed_within_a_block_and_by_the_seed() -> None:
+def test_sources_are_mixed_within_a_cycle_and_by_the_seed() -> None:
     orders = [[Interleaving([1, 1], seed).place(i)[0] for i in range(b, b + 256)] for seed in (0, 1) for b in (0, 256)]
     assert all(sum(order) == 128 for order in orders) and len({tuple(order) for order in orders}) == 4
     assert max(abs(np.cumsum(np.array(order) * 2 - 1)).max() for order in orders) < 40

@@ -21,23 +21,23 @@ from tools.bench_data import simulated_corpus
 
 SEED = 7
 PINNED = [[8, 5, 4, 0, 1, 7, 6, 2, 9, 3], [6, 4, 3, 2, 8, 1, 7, 0, 5, 9]]
-PINNED_CHUNKS = [418, 850, 605, 651, 536, 951, 633, 732, 990, 889, 439, 788]
+PINNED_BUNDLES = [418, 850, 605, 651, 536, 951, 633, 732, 990, 889, 439, 788]
 
 
 @pytest.fixture
 def small_pools(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few documents are many pools."""
-    monkeypatch.setattr(split, "CHUNK", 4)
+    monkeypatch.setattr(split, "BUNDLE", 4)
     monkeypatch.setattr(split, "SPAN", 3)
     monkeypatch.setattr(order, "POOL", 3)
 
 
 def brute_force_order(corpus: SimpleNamespace, chosen: np.ndarray, epoch: int) -> list[int]:
-    """Chunks of 4 documents in the permuted order, three to a pool, the documents of a pool by their draws."""
+    """Bundles of 4 documents in the permuted order, three to a pool, the documents of a pool by their draws."""
     key, found = np.array([SEED, epoch], dtype=np.uint64), []
-    chunks = permuted(np.arange(-(-corpus.num_documents // 4)), -(-corpus.num_documents // 4), drawn(key, 0, ROUNDS))
-    for pool in range(-(-len(chunks) // 3)):
-        documents = [d for c in chunks[3 * pool : 3 * pool + 3] for d in range(4 * c, 4 * c + 4) if d in chosen]
+    bundles = permuted(np.arange(-(-corpus.num_documents // 4)), -(-corpus.num_documents // 4), drawn(key, 0, ROUNDS))
+    for pool in range(-(-len(bundles) // 3)):
+        documents = [d for c in bundles[3 * pool : 3 * pool + 3] for d in range(4 * c, 4 * c + 4) if d in chosen]
         draws = drawn(key, pool + 1, len(documents))
         found += [document for _, document in sorted(zip(draws.tolist(), documents))]
     return found
@@ -98,7 +98,7 @@ def test_order_is_pinned(make_corpus: Callable) -> None:
     corpus = make_corpus([[i] for i in range(10)])
     streams = PackedStreams(corpus, split_corpus(corpus, 0.0, "train"), seq_len=10, seed=42)
     assert [streams[i].tokens.tolist() for i in (0, 1)] == PINNED
-    assert permuted(np.arange(12), 1000, drawn(np.array([42, 3], np.uint64), 0, ROUNDS)).tolist() == PINNED_CHUNKS
+    assert permuted(np.arange(12), 1000, drawn(np.array([42, 3], np.uint64), 0, ROUNDS)).tolist() == PINNED_BUNDLES
 
 
 def test_sums_of_a_large_corpus_are_kept(
@@ -148,9 +148,9 @@ def test_places_of_a_corpus_are_mixed() -> None:
     corpus = simulated_corpus(1 << 22)
     line = Pooled(split_corpus(corpus, 0.0, "train"), seed=0)
     documents, _ = line.around(0, line.num_tokens // 3, line.num_tokens // 3 + 1)
-    assert len(documents) == order.POOL * split.CHUNK
+    assert len(documents) == order.POOL * split.BUNDLE
     tenths = np.bincount(documents[:164] * 10 >> 22, minlength=10)
-    assert tenths.min() >= 3 and len(set(documents[:164] // split.CHUNK)) > 60
+    assert tenths.min() >= 3 and len(set(documents[:164] // split.BUNDLE)) > 60
 
 
 def test_a_run_keeps_its_order() -> None:

@@ -1,10 +1,10 @@
 """Mixtures: which source a stream is from, in exact proportions, and which of the source's own streams it is.
 
-    block    | web web code web chat web code web …|code web web …     P streams each; P is 256 for most weights
+    cycle    | web web code web chat web code web …|code web web …     P streams each; P is 256 for most weights
     streams  | 0   1   2    3   4    5   6    7    | …
 
-Of the first b·P streams, a source has its exact share, rounded up or down: so its count at the edge of a block is known
-without counting, and never more than one off. Within a block the sources stand in an order drawn from (seed, block).
+Of the first b·P streams, a source has its exact share, rounded up or down: so its count at the edge of a cycle is known
+without counting, and never more than one off. Within a cycle the sources stand in an order drawn from (seed, cycle).
 A source gives its own streams one after the other, those of a run on it alone.
 
 A run may change its mixture at a step: the streams from there on are another `Phase`, in which every source goes on
@@ -26,7 +26,7 @@ import numpy as np
 
 from titan_linear.data.packing import PackedStreams, Stream
 
-BLOCK = 256  # streams, at least
+CYCLE = 256  # streams, at least
 
 
 @dataclass(frozen=True)
@@ -104,37 +104,37 @@ class Interleaving:
         self.sums = [sum(counts[:n]) for n in range(len(counts) + 1)]
         self.end = self.sums[-1] if finite else None
         least = -(-self.sums[-1] // min(counts))  # streams of which each source has one
-        self.block = max(BLOCK, 1 << (least - 1).bit_length())
+        self.cycle = max(CYCLE, 1 << (least - 1).bit_length())
         self.seed, self.start = seed, start
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0))
 
     def place(self, i: int) -> tuple[int, int]:
         """Which weight has its turn at i, and how many it had before."""
-        block, rest = divmod(i, self.block)
-        order = self._block(block)
+        cycle, rest = divmod(i, self.cycle)
+        order = self._cycle(cycle)
         mine = int(order[rest])
-        return mine, self._at_edge(block)[mine] + int(np.count_nonzero(order[:rest] == mine))
+        return mine, self._at_edge(cycle)[mine] + int(np.count_nonzero(order[:rest] == mine))
 
     def counts(self, i: int) -> list[int]:
         """How many turns each weight had before i."""
-        block, rest = divmod(i, self.block)
-        within = np.bincount(self._block(block)[:rest], minlength=len(self.sums) - 1) if rest else [0] * len(self.sums)
-        return [edge + int(more) for edge, more in zip(self._at_edge(block), within)]
+        cycle, rest = divmod(i, self.cycle)
+        within = np.bincount(self._cycle(cycle)[:rest], minlength=len(self.sums) - 1) if rest else [0] * len(self.sums)
+        return [edge + int(more) for edge, more in zip(self._at_edge(cycle), within)]
 
-    def _at_edge(self, block: int) -> list[int]:
-        """Turns before a block. What is rounded is the sums of the weights, so all add up to the block's edge."""
-        edge = block * self.block if self.end is None else min(block * self.block, self.end)
+    def _at_edge(self, cycle: int) -> list[int]:
+        """Turns before a cycle. What is rounded is the sums of the weights, so all add up to the cycle's edge."""
+        edge = cycle * self.cycle if self.end is None else min(cycle * self.cycle, self.end)
         sums = [edge * weight // self.sums[-1] for weight in self.sums]
         return [high - low for low, high in pairwise(sums)]
 
-    def _block(self, block: int) -> np.ndarray:
-        if self._order[0] != block:
-            turns = [after - before for before, after in zip(self._at_edge(block), self._at_edge(block + 1))]
+    def _cycle(self, cycle: int) -> np.ndarray:
+        if self._order[0] != cycle:
+            turns = [after - before for before, after in zip(self._at_edge(cycle), self._at_edge(cycle + 1))]
             order = np.repeat(np.arange(len(turns)), turns)
-            key = np.array([self.seed % 2**64, block], dtype=np.uint64)
+            key = np.array([self.seed % 2**64, cycle], dtype=np.uint64)
             counter = np.array([0, 0, 1, self.start], dtype=np.uint64)
             draws = np.random.Philox(key=key, counter=counter).random_raw(len(order))
-            self._order = block, order[np.argsort(draws, kind="stable")]
+            self._order = cycle, order[np.argsort(draws, kind="stable")]
         return self._order[1]
 
 

@@ -1,7 +1,7 @@
 """The order of the documents in each epoch. Its version is in a run's checkpoints, since no order may ever change.
 
 1   `Listed`: all documents at once, sorted by draws of their own. 16 bytes of memory per document and process.
-2   `Pooled`: chunks of 128 consecutive documents, in an order that a keyed permutation gives, 128 of them a pool, and
+2   `Pooled`: bundles of 128 consecutive documents, in an order that a keyed permutation gives, 128 of them a pool, and
     the documents of a pool sorted by draws of their own. What is kept is how many tokens are before each pool: 8 bytes
     for 16,384 documents, and the few pools in use.
 
@@ -19,7 +19,7 @@ from titan_linear.data.cache import Corpus
 from titan_linear.data.split import Side
 
 ORDER = 2  # of new runs
-POOL = 128  # chunks
+POOL = 128  # bundles
 ROUNDS = 8
 POOLS_KEPT = 8
 Key, T = TypeVar("Key", bound=tuple), TypeVar("T")
@@ -72,7 +72,7 @@ class InPlace:
 
 
 class Pooled:
-    """Order 2. A corpus of at most POOL chunks is one pool: every order of its documents is as likely."""
+    """Order 2. A corpus of at most POOL bundles is one pool: every order of its documents is as likely."""
 
     def __init__(self, side: Side, seed: int):
         self.side, self.seed, self.num_tokens = side, seed, side.num_tokens
@@ -94,22 +94,22 @@ class Pooled:
 
     def _pool(self, epoch: int, pool: int) -> tuple[np.ndarray, np.ndarray]:
         """A pool's documents in their order [n], and their lengths [n]."""
-        documents = self.side.documents(self._chunks(epoch, pool * POOL, (pool + 1) * POOL))
+        documents = self.side.documents(self._bundles(epoch, pool * POOL, (pool + 1) * POOL))
         order = documents[np.argsort(_draws(self.seed, epoch, len(documents), stream=pool + 1), kind="stable")]
         return order, _lengths(self.side.corpus, order)
 
     def _pool_ends(self, epoch: int) -> np.ndarray:
         """Where each pool ends in this epoch, [pools] int64."""
         sums, step = [], 512 * POOL
-        for first in range(0, self.side.num_chunks, step):
-            chunks = self._chunks(epoch, first, first + step)
-            tokens = self.side.ends[chunks + 1] - self.side.ends[chunks]
+        for first in range(0, self.side.num_bundles, step):
+            bundles = self._bundles(epoch, first, first + step)
+            tokens = self.side.ends[bundles + 1] - self.side.ends[bundles]
             sums.append(np.add.reduceat(tokens, np.arange(0, len(tokens), POOL)))
         return np.cumsum(np.concatenate(sums))
 
-    def _chunks(self, epoch: int, first: int, last: int) -> np.ndarray:
-        """Which chunks are at these places of this epoch, [n] int64."""
-        count = self.side.num_chunks
+    def _bundles(self, epoch: int, first: int, last: int) -> np.ndarray:
+        """Which bundles are at these places of this epoch, [n] int64."""
+        count = self.side.num_bundles
         return permuted(np.arange(first, min(last, count)), count, _draws(self.seed, epoch, ROUNDS))
 
 

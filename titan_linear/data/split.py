@@ -3,12 +3,12 @@
 A document is held out if its hash, as a fraction of 2⁶⁴, is below `holdout`: this depends on its tokens alone, so equal
 documents are never on both sides, and documents that join the corpus move no other.
 
-A `Side` finds its documents by chunks: CHUNK consecutive documents of the corpus, less those of the other side. All
-that is kept of them is how many tokens of the side are before each chunk, 8 bytes for CHUNK documents. Of more than
+A `Side` finds its documents by bundles: BUNDLE consecutive documents of the corpus, less those of the other side. All
+that is kept of them is how many tokens of the side are before each bundle, 8 bytes for BUNDLE documents. Of more than
 SMALL documents this is read off the corpus once and then kept in a file beside the token caches, which the processes
 of a machine map together:
 
-    split-<fingerprint of the corpus>-<threshold>.bin     int64 [2, chunks + 1]: to train on, held out; then a CRC-32
+    split-<fingerprint of the corpus>-<threshold>.bin     int64 [2, bundles + 1]: to train on, held out; then a CRC-32
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ import numpy as np
 
 from titan_linear.data.cache import Corpus, default_cache_dir, locked
 
-CHUNK = 128  # documents
-SPAN = 512  # chunks that are summed at once: their numbers stay in a core's cache
+BUNDLE = 128  # documents
+SPAN = 512  # bundles that are summed at once: their numbers stay in a core's cache
 SMALL = 1 << 22  # documents whose sums every process makes for itself
 SPLITS = ("train", "validation")
 
@@ -39,7 +39,7 @@ class Side:
     corpus: Corpus
     holdout: float
     split: str  # one of SPLITS
-    ends: np.ndarray  # [chunks + 1] int64: tokens of this side before each chunk
+    ends: np.ndarray  # [bundles + 1] int64: tokens of this side before each bundle
 
     def __reduce__(self) -> tuple:
         return split_corpus, (self.corpus, self.holdout, self.split)
@@ -49,12 +49,12 @@ class Side:
         return int(self.ends[-1])
 
     @property
-    def num_chunks(self) -> int:
+    def num_bundles(self) -> int:
         return len(self.ends) - 1
 
-    def documents(self, chunks: np.ndarray) -> np.ndarray:
-        """Indices [n] int64 of this side's documents in these chunks, [m] int64."""
-        documents = (chunks[:, None] * CHUNK + np.arange(CHUNK)).ravel()
+    def documents(self, bundles: np.ndarray) -> np.ndarray:
+        """Indices [n] int64 of this side's documents in these bundles, [m] int64."""
+        documents = (bundles[:, None] * BUNDLE + np.arange(BUNDLE)).ravel()
         documents = documents[documents < self.corpus.num_documents]
         if not self.holdout:  # all are trained on
             return documents
@@ -117,7 +117,7 @@ def _better_holdout(hashes: np.ndarray, split: str) -> str:
 
 
 def _ends(corpus: Corpus, threshold: np.uint64) -> np.ndarray:
-    """Tokens before each chunk of the documents to train on and of those held out, [2, chunks + 1] int64."""
+    """Tokens before each bundle of the documents to train on and of those held out, [2, bundles + 1] int64."""
     if corpus.num_documents <= SMALL:
         return _sums(corpus, threshold)
     path = default_cache_dir() / f"split-{corpus.fingerprint}-{threshold:016x}.bin"
@@ -155,29 +155,29 @@ def _mapped(path: Path, corpus: Corpus) -> np.ndarray | None:
     """The sums in this file, if it is there and whole. A damaged one is written again: the corpus has it all."""
     with suppress(OSError, ValueError):
         numbers = np.asarray(np.memmap(path, "<i8", mode="r"))
-        if len(numbers) == 2 * (_num_chunks(corpus) + 1) + 1 and zlib.crc32(numbers[:-1]) == numbers[-1]:
+        if len(numbers) == 2 * (_num_bundles(corpus) + 1) + 1 and zlib.crc32(numbers[:-1]) == numbers[-1]:
             return numbers[:-1].reshape(2, -1)
     return None
 
 
-def _num_chunks(corpus: Corpus) -> int:
-    return -(-corpus.num_documents // CHUNK)
+def _num_bundles(corpus: Corpus) -> int:
+    return -(-corpus.num_documents // BUNDLE)
 
 
 def _sums(corpus: Corpus, threshold: np.uint64) -> np.ndarray:
-    count, chunks = corpus.num_documents, _num_chunks(corpus)
-    ends = np.zeros((2, chunks + 1), dtype=np.int64)
+    count, bundles = corpus.num_documents, _num_bundles(corpus)
+    ends = np.zeros((2, bundles + 1), dtype=np.int64)
 
     def add(first: int) -> None:
-        low, high = first * CHUNK, min((first + SPAN) * CHUNK, count)
+        low, high = first * BUNDLE, min((first + SPAN) * BUNDLE, count)
         offsets = corpus.offsets[low : high + 1]
-        all_of_it = np.diff(np.append(offsets[:-1:CHUNK], offsets[-1]))
+        all_of_it = np.diff(np.append(offsets[:-1:BUNDLE], offsets[-1]))
         held_out = np.zeros_like(all_of_it)
         if threshold:
             lengths = np.diff(offsets) * (corpus.hashes[low:high] < threshold)
-            held_out = np.add.reduceat(lengths, np.arange(0, high - low, CHUNK))
+            held_out = np.add.reduceat(lengths, np.arange(0, high - low, BUNDLE))
         ends[:, first + 1 : first + 1 + len(all_of_it)] = all_of_it - held_out, held_out
 
     with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        list(pool.map(add, range(0, chunks, SPAN)))
+        list(pool.map(add, range(0, bundles, SPAN)))
     return np.cumsum(ends, axis=1, out=ends)
