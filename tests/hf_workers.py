@@ -10,6 +10,7 @@ import threading
 import time
 import zlib
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -34,7 +35,14 @@ LARGE = replace(
     KDA, vocab_size=65536, dim=4096, hidden_dim=14336, num_layers=6,
     pattern=(mixers.KDA(heads=32, v_heads=32, head_dim=128, v_head_dim=128),),
 )  # fmt: skip
-SHAPES = {placement.name: placement.shape for placement in placements(KDA, "KDAForCausalLM")}
+
+
+@cache
+def shapes() -> dict[str, tuple[int, ...]]:
+    """Of the tensors of KDA as a Hugging Face folder has them; not at import, for the meta device imports Triton."""
+    return {placement.name: placement.shape for placement in placements(KDA, "KDAForCausalLM")}
+
+
 EVERY = 100  # rows between the marks in a tensor
 
 
@@ -137,7 +145,7 @@ def export_until_killed(folder: Path, moment: int) -> None:
 
 
 def export(folder: Path, value: float) -> None:
-    write_folder(folder, KDA, "KDAForCausalLM", lambda name: torch.full(SHAPES[name], value), dtype=torch.float32)
+    write_folder(folder, KDA, "KDAForCausalLM", lambda name: torch.full(shapes()[name], value), dtype=torch.float32)
 
 
 def anonymous_memory() -> int:
