@@ -74,7 +74,7 @@ def test_what_tensor_parallelism_cannot_split(name: str, degree: int, said: str,
 def test_an_all_to_all_splits_the_heads_that_tensor_parallelism_leaves(tmp_path: Path) -> None:
     keys = {"parallelism__context_parallel_degree": 2, "parallelism__context_parallel_linear_method": "ulysses"}
     check_heads(preset("hybrid", "debug"), run(tmp_path, **keys))
-    with pytest.raises(ValueError, match=r"the 2 heads .* degree = 2 × tensor_parallel_degree = 2 ranks"):
+    with pytest.raises(ValueError, match=r"the 2 heads .*degree = 2 × tensor_parallel_degree = 2 ranks"):
         check_heads(preset("hybrid", "debug"), run(tmp_path, **keys, parallelism__tensor_parallel_degree=2))
 
 

@@ -10,7 +10,7 @@ What follows `--` is the run, as for run_train.sh. Its types are those that it h
 tokenizer has to be there (without the latter a preset has its own vocabulary). The report is of the GPU that holds
 most, in GiB:
 
-    parameters, gradients, optimizer   exact: this GPU's shards, and what every GPU keeps whole
+    parameters, gradients, optimizer   exact: this GPU's shards, and what FSDP leaves whole
     gathered                           FSDP: the two largest units whole (layers, embedding), one with its gradients
     activations                        what autograd keeps of one micro-step, as counted while a layer of each kind
                                        runs on the meta device with the PyTorch ops; with full activation checkpointing
@@ -36,10 +36,13 @@ from titan_linear.build import DTYPES, model_config, model_without_tokenizer, to
 from titan_linear.config import Config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.parallelize import replicated_parameters
+from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.decoder import Block, Decoder
+from titan_linear.models.decoder import Decoder
 from titan_linear.models.moe import MoE
 from titan_linear.models.plan import BatchPlan
+from titan_linear.ops.collectives import Ranks
+from titan_linear.preflight import check_tensor_parallel
 
 GIB = 2**30
 SAMPLE = 512  # tokens of which activations are counted; they grow linearly
@@ -65,6 +68,7 @@ def main(argv: list[str]) -> int:
     try:
         config = load_config(run, cuda=True)
         model = planned_model(config)
+        check_tensor_parallel(model, config)
         reports = {gpus: memory(config, model, gpus) for gpus in args.gpus}
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -86,10 +90,12 @@ def planned_model(config: Config) -> ModelConfig:
 def memory(config: Config, model_config: ModelConfig, gpus: int) -> dict[str, float]:
     """Bytes on the GPU that holds most, by PARTS."""
     t = config.training
-    replicas, _ = data_parallel_degrees(config, gpus)
+    _, shards = data_parallel_degrees(config, gpus)
+    shards *= config.parallelism.context_parallel_degree
     types = Types(*(DTYPES[d].itemsize for d in (t.dtype, t.mixed_precision_param, t.mixed_precision_reduce)))
     model = unallocated(model_config, DTYPES[t.dtype])
-    trained = [(p, _owned(p, gpus // replicas)) for p in _sharded(model)]
+    _leave_part(model, config)
+    trained = [(p, _owned(p, shards)) for p in _sharded(model)]
     whole = replicated_parameters(model)
     stored = sum(n for _, n in trained) * types.stored + sum(p.numel() * p.element_size() for p in whole)
     return {
@@ -98,8 +104,14 @@ def memory(config: Config, model_config: ModelConfig, gpus: int) -> dict[str, fl
         "optimizer": 2 * stored,
         "gathered": _gathered(model, types),
         "activations": _activations(config, model_config, t.local_batch_size * t.seq_len),
-        "head": _head(config, model_config, types),
+        "head": _head(config, model, types),
     }
+
+
+def _leave_part(model: Decoder, config: Config) -> None:
+    """Of each tensor what one rank of tensor parallelism has; on the meta device its group is not asked for."""
+    if (degree := config.parallelism.tensor_parallel_degree) > 1:
+        leave_part(model, Ranks("", degree, 0))
 
 
 def _sharded(model: nn.Module) -> list[nn.Parameter]:
@@ -118,28 +130,33 @@ def _gathered(model: Decoder, types: Types) -> float:
     return sum(sizes[-2:]) * types.compute + sizes[-1] * (types.compute + types.reduce)
 
 
-def _head(config: Config, model: ModelConfig, types: Types) -> float:
+def _head(config: Config, model: Decoder, types: Types) -> float:
     """The loss accumulates the weight's gradient in float32, scales it, and has logits, their log and its gradient."""
-    weight, logits = model.vocab_size * model.dim, model.vocab_size * config.training.loss_chunk_size
-    return weight * (types.compute + 2 * 4) + logits * (2 * 4 + types.compute)
+    weight = model.head.weight
+    logits = len(weight) * config.training.loss_chunk_size
+    return weight.numel() * (types.compute + 2 * 4) + logits * (2 * 4 + types.compute)
 
 
 def _activations(config: Config, model: ModelConfig, tokens: int) -> float:
-    dtype = DTYPES[config.training.mixed_precision_param]
+    dtype, tp = DTYPES[config.training.mixed_precision_param], config.parallelism.tensor_parallel_degree
     tokens //= config.parallelism.context_parallel_degree
     layers = list(zip(model.layers, map(model.has_experts, range(model.num_layers))))
-    each = {kind: _saved_per_token(model, layers.index(kind), dtype) for kind in set(layers)}
+    each = {kind: _saved_per_token(config, model, layers.index(kind), dtype) for kind in set(layers)}
     if config.activation_checkpoint.mode == "full":
-        return tokens * (len(layers) * model.dim * dtype.itemsize + max(each.values()))
+        return tokens * (len(layers) * model.dim * dtype.itemsize / tp + max(each.values()))
     return tokens * sum(each[kind] for kind in layers)
 
 
-def _saved_per_token(model: ModelConfig, layer: int, dtype: torch.dtype) -> float:
+def _saved_per_token(config: Config, model: ModelConfig, layer: int, dtype: torch.dtype) -> float:
     """Bytes that autograd keeps of a layer's forward, parameters aside."""
+    own = SAMPLE // config.parallelism.tensor_parallel_degree  # tokens of this rank between layers
+    tokens = own * config.parallelism.tensor_parallel_degree
     with torch.device("meta"):
-        block = Block(model, layer).to(dtype)
-        x = torch.empty(1, SAMPLE, model.dim, dtype=dtype, requires_grad=True)
-        plan = BatchPlan(torch.arange(SAMPLE))
+        decoder = Decoder(model).to(dtype)
+        x = torch.empty(1, own, model.dim, dtype=dtype, requires_grad=True)
+        plan = BatchPlan(torch.arange(tokens))
+    _leave_part(decoder, config)
+    block = decoder.layers[layer]
     if isinstance(block.mlp, MoE):
         block.mlp._routed = partial(_routed_by_one, block.mlp)
     parameters = {p.untyped_storage()._cdata for p in block.parameters()}
@@ -153,7 +170,7 @@ def _saved_per_token(model: ModelConfig, layer: int, dtype: torch.dtype) -> floa
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         block(x, plan)
-    return sum(storage.nbytes() for storage in kept.values()) / SAMPLE
+    return sum(storage.nbytes() for storage in kept.values()) / tokens
 
 
 def _routed_by_one(moe: MoE, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -168,11 +185,12 @@ def _routed_by_one(moe: MoE, x: torch.Tensor, experts: torch.Tensor, weights: to
 def describe(config: Config, model: ModelConfig) -> str:
     built = unallocated(model, torch.float32)
     total = sum(p.numel() for p in built.parameters())
-    t, cp = config.training, config.parallelism.context_parallel_degree
+    t, p = config.training, config.parallelism
+    sharers = p.context_parallel_degree * p.tensor_parallel_degree
     return (
         f"{config.model.name}/{config.model.flavor}: {total:,} parameters, {model.num_layers} layers\n"
-        f"{t.local_batch_size} x {t.seq_len} tokens in a micro-step on {cp} GPU{'s' if cp > 1 else ''}; parameters "
-        f"{t.dtype}, compute {t.mixed_precision_param}, reductions {t.mixed_precision_reduce}; activation "
+        f"{t.local_batch_size} x {t.seq_len} tokens in a micro-step on {sharers} GPU{'s' if sharers > 1 else ''}; "
+        f"parameters {t.dtype}, compute {t.mixed_precision_param}, reductions {t.mixed_precision_reduce}; activation "
         f"checkpointing {config.activation_checkpoint.mode}"
     )
 

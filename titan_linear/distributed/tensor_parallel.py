@@ -74,8 +74,13 @@ def tensor_splits(model: nn.Module) -> dict[str, int]:
 
 
 def split_tensors(model: Decoder, dims: ParallelDims) -> None:
-    """Leave a decoder this rank's part of each tensor, and have its modules gather tokens and sum outputs. In place."""
-    ranks, splits = dims.tp_ranks, tensor_splits(model)
+    """Leave a decoder this rank's part of each tensor, which its checkpoints will know as such. In place."""
+    model.tensor_parallel = TensorParallel(leave_part(model, dims.tp_ranks), dims.parameter_mesh)
+
+
+def leave_part(model: Decoder, ranks: Ranks) -> dict[str, int]:
+    """Leave a decoder the part of one of `ranks`, and have its modules gather tokens and sum outputs; its splits."""
+    splits = tensor_splits(model)
     for name, dim in splits.items():
         owner, _, leaf = name.rpartition(".")
         _take_part(model.get_submodule(owner), leaf, dim, ranks)
@@ -89,7 +94,7 @@ def split_tensors(model: Decoder, dims: ParallelDims) -> None:
             shared.forward = partial(_on_all_tokens, shared.forward, ranks)
     model.embedding.forward = partial(_embed, model.embedding, ranks)
     model.head.forward = partial(_head, model.head, ranks)
-    model.tensor_parallel = TensorParallel(splits, dims.parameter_mesh)
+    return splits
 
 
 def _take_part(module: nn.Module, leaf: str, dim: int, ranks: Ranks) -> None:
