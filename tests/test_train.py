@@ -57,7 +57,8 @@ WIDE_NORMS = replace(
     SMALL, num_layers=2, pattern=(replace(SMALL.pattern[2], qk_norm="width"), SMALL.pattern[1]),
     post_norm=("attention",), tie_embeddings=True,
 )  # fmt: skip
-OWN_FLAVORS = {"small": SMALL, "wide norms": WIDE_NORMS}
+SOFTMAX = replace(SMALL, num_layers=2, pattern=tuple(mixer for mixer in SMALL.pattern if not mixer.linear))
+OWN_FLAVORS = {"small": SMALL, "wide norms": WIDE_NORMS, "softmax": SOFTMAX}
 
 # name: (processes, what differs from one process). local_batch_size 1 makes four micro-steps of a step.
 SPLITS = {
@@ -207,6 +208,17 @@ def test_tied_embeddings_and_other_presets(corpus: Path, worlds: Callable[[int],
             got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split), str(corpus.parent))[0]
             assert worst(got[0], losses) < 1e-9 and worst(got[1], norms) < 1e-9
             assert max(((got[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9
+
+
+def test_a_compiled_run_is_equal(corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
+    """Documents change from step to step, and the graphs stay (`tests/models/test_plan.py` compiles each mixer)."""
+    keys = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "softmax"}
+    compiled = {"compile.enable": "true", "compile.backend": "aot_eager"}
+    losses, norms, weights = one_process(keys)
+    processes, split = SPLITS["cp 2"]
+    got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split, compiled), str(corpus.parent))[0]
+    assert worst(got[0], losses) < 1e-9 and worst(got[1], norms) < 1e-9
+    assert max(((got[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "kimi-linear"])

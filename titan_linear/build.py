@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -16,6 +17,7 @@ from titan_linear.data import Corpus, PackedStreams, Tokenizer, open_corpus, spl
 from titan_linear.distributed.batch import BatchSharding
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
+from titan_linear.distributed.precision import ComputeCopies
 from titan_linear.hf_io import check_tokenizer, find_family, read_config, read_model, write_folder
 from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig
@@ -46,8 +48,8 @@ def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = Fal
     keys = ["training.dataset_path", "validation.dataset_path"]
     return [
         open_corpus(
-            t.dataset, path or None, tokenizer, text_field=t.dataset_text_field, on_bad_document=t.on_bad_document,
-            show_progress=show_progress, path_key=key,
+            t.dataset, path or None, tokenizer, text_field=t.dataset_text_field, dataset_format=t.dataset_format,
+            on_bad_document=t.on_bad_document, show_progress=show_progress, path_key=key,
         )
         for path, key in zip(paths, keys, strict=False)
     ]  # fmt: skip
@@ -155,7 +157,7 @@ def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, devic
     return BatchSharding.of(
         model, dims, device, DTYPES[config.training.mixed_precision_param],
         layout=p.context_parallel_layout, softmax_method=p.context_parallel_method,
-        linear_method=p.context_parallel_linear_method, impl=config.model.impl,
+        linear_method=p.context_parallel_linear_method, impl=config.model.impl, compiled=config.compile.enable,
     )  # fmt: skip
 
 
@@ -172,9 +174,15 @@ def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: 
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[t.mixed_precision_param], reduce_dtype=DTYPES[t.mixed_precision_reduce]
     )
-    parallelize(decoder, dims, ac_mode=config.activation_checkpoint.mode, policy=policy)
+    backend = config.compile.backend if config.compile.enable else None
+    parallelize(decoder, dims, ac_mode=config.activation_checkpoint.mode, backend=backend, policy=policy)
     materialise(decoder, device)
     return decoder
+
+
+def mixed_precision(config: Config, model: Decoder, dims: ParallelDims) -> AbstractContextManager[object]:
+    """Inside it `model` computes in training.mixed_precision_param; reusable. FSDP2 needs none."""
+    return nullcontext() if dims.sharded else ComputeCopies(model, DTYPES[config.training.mixed_precision_param])
 
 
 # --- The folders -----------------------------------------------------------------------------------------------------

@@ -77,9 +77,12 @@ class Training(_Strict):
     """File, folder or globs (separated by commas) of the corpus; every dataset but stdlib needs it."""
     dataset_text_field: str = Field("text", min_length=1)
     """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
+    dataset_format: Literal["text", "messages", "completion"] = "text"
+    """What a record of jsonl, parquet or arrow is: a text; a conversation, its messages written by the tokenizer's chat
+    template; or a prompt and its completion. Of the last two the answers alone are learnt."""
     on_bad_document: Literal["stop", "skip"] = "stop"
-    """What is no text (no JSON, no such field, no UTF-8 for a tokenizer that needs it) stops the run before it starts,
-    or is skipped, counted, and the first few are named."""
+    """What is no document (no JSON, no such field, no UTF-8 for a tokenizer that needs it, a conversation without an
+    answer) stops the run before it starts, or is skipped, counted, and the first few are named."""
     seq_len: int = Field(2048, ge=1)
     """Tokens of one packed stream, over all context-parallel ranks."""
     local_batch_size: int = Field(1, ge=1)
@@ -195,6 +198,15 @@ class ActivationCheckpoint(_Strict):
     """full: keep only the input of each layer and compute the layer again in backward."""
 
 
+class Compile(_Strict):
+    """What torch.compile does."""
+
+    enable: bool = False
+    """Compile each layer: what is between products, delta rule and attention becomes few kernels."""
+    backend: Literal["inductor", "aot_eager"] = "inductor"
+    """aot_eager: graphs without code of their own, to find out which of the two an error comes from."""
+
+
 class Metrics(_Strict):
     """What a run reports."""
 
@@ -274,6 +286,7 @@ class Config(_Strict):
     parallelism: Parallelism = Parallelism()
     checkpoint: Checkpoint = Checkpoint()
     activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
     metrics: Metrics = Metrics()
     profiling: Profiling = Profiling()
     validation: Validation = Validation()
@@ -293,7 +306,6 @@ ABSENT = {
     "parameters",
     "expert_parallel_degree": "there is no expert parallelism; parallelism.data_parallel_shard_degree splits the "
     "experts as it does all parameters",
-    "compile": "nothing is compiled by torch.compile here; the linear layers run Triton's kernels on GPUs",
     "float8": "there is no float8; training.mixed_precision_param is the type of compute",
 }
 
@@ -585,6 +597,17 @@ def _check_data(config: Config) -> None:
         )
     if t.dataset != "stdlib" and not t.dataset_path:
         raise ValueError(f"training.dataset = {t.dataset!r} needs training.dataset_path: a file, folder or glob")
+    records = ("jsonl", "parquet", "arrow")
+    if t.dataset_format != "text" and t.dataset not in records:
+        raise ValueError(
+            f"training.dataset_format = {t.dataset_format!r} is for training.dataset = {', '.join(records)}, and it is "
+            f"{t.dataset!r}; remove the format (a corpus of tokens knows its answers), or change training.dataset"
+        )
+    if t.dataset_format != "text" and t.dataset_text_field != "text":
+        raise ValueError(
+            f"training.dataset_text_field = {t.dataset_text_field!r} is not used by training.dataset_format = "
+            f"{t.dataset_format!r}; remove one of them"
+        )
     if v.enable and v.dataset_path and t.dataset == "stdlib":
         raise ValueError(
             f"validation.dataset_path = {v.dataset_path!r} is not used by training.dataset = 'stdlib'; remove it to "

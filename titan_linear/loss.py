@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from titan_linear.ops.collectives import Ranks, gather_along
+from titan_linear.ops.support import implementation
 
 IGNORE = -100  # the label that cross-entropy leaves out
+ELSEWHERE = -1  # one that is in another rank's part of the vocabulary
 
 
 def chunked_cross_entropy(
@@ -27,6 +28,28 @@ def chunked_cross_entropy(
     return _ChunkedCrossEntropy.apply(x, weight, labels, chunk, ranks, torch.is_grad_enabled())
 
 
+def _triton() -> Any:
+    from titan_linear.ops.triton import cross_entropy  # Triton is there on Linux only
+
+    return cross_entropy.row_logsumexp, cross_entropy.softmax_gradient
+
+
+def _row_logsumexp(logits: torch.Tensor) -> torch.Tensor:
+    return logits.logsumexp(-1)
+
+
+def _softmax_gradient(
+    logits: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """In the place of the logits."""
+    d = logits.sub_(lse.unsqueeze(-1)).exp_()
+    d[torch.arange(len(d), device=d.device), target.clamp(min=0)] -= (target >= 0).to(d.dtype)
+    return d.mul_((target != IGNORE).unsqueeze(-1)).to(dtype)
+
+
+IMPLEMENTATIONS = {"torch": lambda: (_row_logsumexp, _softmax_gradient), "triton": _triton}
+
+
 def _logits(x: torch.Tensor, weight: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
     """x Wᵀ accumulated and kept in `wide`: rounding logits of 10 to bfloat16 would cost 0.04 nats each."""
     if x.is_cuda and x.dtype != wide:
@@ -34,21 +57,27 @@ def _logits(x: torch.Tensor, weight: torch.Tensor, wide: torch.dtype) -> torch.T
     return x.to(wide) @ weight.T.to(wide)
 
 
-def _log_softmax(logits: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
-    """Of logits [chunk, vocab], or of the part [chunk, vocab / size] that this rank has, in their place."""
+def _add_product(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+    """total += a b, in total's dtype."""
+    if total.is_cuda and a.dtype != total.dtype:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
+    else:
+        total.addmm_(a.to(total.dtype), b.to(total.dtype))
+
+
+def _of_all(lse: torch.Tensor, ranks: Ranks | None) -> torch.Tensor:
+    """Log-sum-exps [chunk] over the whole vocabulary, from those of the part that this rank has."""
     if ranks is None:
-        return F.log_softmax(logits, -1)
-    own = logits.logsumexp(-1, keepdim=True)  # [chunk, 1]
-    of_all = gather_along(own.unsqueeze(0), 0, ranks.group, ranks.size)  # [size, chunk, 1]
-    return logits.sub_(of_all.logsumexp(0))
+        return lse
+    return gather_along(lse.unsqueeze(0), 0, ranks.group, ranks.size).logsumexp(0)
 
 
 def _own_labels(labels: torch.Tensor, rows: int, ranks: Ranks | None) -> torch.Tensor:
-    """Labels as rows of this rank's part of the vocabulary; −100 for those in other ranks' parts."""
+    """Labels as rows of this rank's part of the vocabulary; −1 for those in other ranks' parts."""
     if ranks is None:
         return labels
     own = labels - ranks.rank * rows
-    return own.masked_fill((own < 0) | (own >= rows), IGNORE)
+    return own.masked_fill((own < 0) | (own >= rows), ELSEWHERE).where(labels != IGNORE, IGNORE)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -58,21 +87,21 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_enabled: bool,
     ) -> torch.Tensor:  # fmt: skip
         wide = torch.promote_types(x.dtype, torch.float32)
+        row_logsumexp, softmax_gradient = IMPLEMENTATIONS[implementation("cross_entropy", "auto", x.device, wide)]()
         total = x.new_zeros((), dtype=wide)
         wants_grad = grad_enabled and any(ctx.needs_input_grad[:2])  # what inputs need, they need under no_grad too
         dx = torch.empty_like(x) if wants_grad else None
         dweight = torch.zeros_like(weight, dtype=wide) if wants_grad else None
         for start in range(0, len(x), chunk):
             rows = slice(start, start + chunk)
-            target = _own_labels(labels[rows], len(weight), ranks)
-            log_p = _log_softmax(_logits(x[rows], weight, wide), ranks)  # [chunk, vocab]
-            total += F.nll_loss(log_p, target, ignore_index=IGNORE, reduction="sum")
+            logits, target = _logits(x[rows], weight, wide), _own_labels(labels[rows], len(weight), ranks)
+            lse = _of_all(row_logsumexp(logits), ranks)
+            of_target = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
+            total += (lse - of_target).masked_fill_(target < 0, 0).sum()
             if wants_grad:
-                d = log_p.exp_()
-                d[torch.arange(len(d), device=d.device), target.clamp(min=0)] -= (target != IGNORE).to(wide)
-                d = (d * (labels[rows] != IGNORE).unsqueeze(-1)).to(x.dtype)
-                dx[rows] = d @ weight
-                dweight += d.T @ x[rows]
+                d = softmax_gradient(logits, lse, target, x.dtype)  # [chunk, vocab]
+                torch.mm(d, weight, out=dx[rows])
+                _add_product(dweight, d.T, x[rows])
         ctx.save_for_backward(dx, dweight)
         ctx.weight_dtype = weight.dtype
         return total

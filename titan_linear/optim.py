@@ -57,15 +57,17 @@ def step_numbers(loss: torch.Tensor, parameters: Iterable[nn.Parameter], signal:
 
 def _sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """A scalar in float64: one number per rank, so that its width costs nothing."""
-    wide = torch.promote_types(tensors[0].dtype, torch.float32) if tensors else None
-    norms = torch._foreach_norm(tensors, 2, dtype=wide) if tensors else []
-    return sum((n.double().square() for n in norms), torch.zeros((), dtype=torch.float64, device=device))
+    if not tensors:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    norms = torch._foreach_norm(tensors, 2, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+    return torch.stack(norms).double().square().sum()
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
     """Scale gradients so that their 2-norm is at most max_norm."""
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for p in parameters:
-        if p.grad is not None:
-            local = p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad
-            local.mul_(coefficient.to(local.dtype))
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for grad in (p.grad for p in parameters if p.grad is not None):
+        by_dtype.setdefault(grad.dtype, []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
+    for dtype, grads in by_dtype.items():
+        torch._foreach_mul_(grads, coefficient.to(dtype))

@@ -38,7 +38,8 @@ MARK = "# The configuration of the run in"  # begins a config.toml
 # what may change when a run resumes: how it is computed, saved and shown, and how long it is. The rest decides what
 # the steps so far have computed.
 MAY_CHANGE = (
-    "job.", "parallelism.", "checkpoint.", "activation_checkpoint.", "metrics.", "profiling.", "sample.", "comm.",
+    "job.", "parallelism.", "checkpoint.", "activation_checkpoint.", "compile.", "metrics.", "profiling.", "sample.",
+    "comm.",
     "model.impl", "model.hf_assets_path", "training.steps", "training.local_batch_size", "training.loss_chunk_size",
     "training.on_nonfinite", "training.num_workers", "lr_scheduler.total_steps", "validation.freq", "validation.steps",
     "validation.local_batch_size", "debug.deterministic",

@@ -29,6 +29,7 @@ from titan_linear.build import (
     export,
     export_folder,
     implementations,
+    mixed_precision,
     model_config,
     tokenizer_path,
 )
@@ -78,6 +79,7 @@ class Trainer:
         dist.barrier(self.host)  # a node without the token cache has written it just now
         self.dims = build_dims(config, self.device)
         self.model = build_model(config, model_config(config, self.tokenizer), self.dims, self.device)
+        self.precision = mixed_precision(config, self.model, self.dims)
         self.sharding = build_sharding(config, self.model.config, self.dims, self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.checkpointer = self._build_checkpointer()
@@ -157,9 +159,10 @@ class Trainer:
     def _forward_backward(self, batch: MicroBatch, valid: int) -> torch.Tensor:
         """This rank's part of the loss of one micro-batch; gradients are added up."""
         chunk = self.config.training.loss_chunk_size
-        loss = self.model(batch.tokens, batch.plan, batch.labels, loss_chunk=chunk) / max(valid, 1)
-        with torch.autograd.set_multithreading_enabled(False):  # a thread of its own takes the host twice as long
-            loss.backward()
+        with self.precision:
+            loss = self.model(batch.tokens, batch.plan, batch.labels, loss_chunk=chunk) / max(valid, 1)
+            with torch.autograd.set_multithreading_enabled(False):  # a thread of its own takes the host twice as long
+                loss.backward()
         return loss.detach()
 
     def _learning_rate(self) -> float:
@@ -305,7 +308,8 @@ class Trainer:
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
             tokens, labels, plan = self.sharding(batch)
-            total[0] += self.model(tokens, plan, labels, loss_chunk=self.config.training.loss_chunk_size)
+            with self.precision:
+                total[0] += self.model(tokens, plan, labels, loss_chunk=self.config.training.loss_chunk_size)
             total[1] += (labels != IGNORE).sum()
         dist.all_reduce(total)
         return (total[0] / total[1] * self.dims.tp).item()  # all ranks of tp have counted the same labels
@@ -314,10 +318,13 @@ class Trainer:
         s = self.config.sample
         if not s.max_new_tokens:
             return
-        (text,) = generate(
-            self.model, self.tokenizer, [s.prompt], max_new_tokens=s.max_new_tokens, device=self.device,
-            sampling=Sampling(s.temperature, s.top_p, self.config.debug.seed), impl=self.config.model.impl,
-        )  # fmt: skip
+        # Graphs are for streams, not for a text that grows by a token at each call.
+        uncompiled = torch.compiler.set_stance("force_eager") if self.config.compile.enable else nullcontext()
+        with self.precision, uncompiled:
+            (text,) = generate(
+                self.model, self.tokenizer, [s.prompt], max_new_tokens=s.max_new_tokens, device=self.device,
+                sampling=Sampling(s.temperature, s.top_p, self.config.debug.seed), impl=self.config.model.impl,
+            )  # fmt: skip
         if dist.get_rank() == 0:
             print(f"--- sample\n{text}\n---", flush=True)
 

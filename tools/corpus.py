@@ -22,7 +22,7 @@ from pathlib import Path
 from titan_linear.config import SECTIONS
 from titan_linear.data import Corpus, build_tokenizer, load_corpus, tokenise_corpus, verify_corpus
 from titan_linear.data.cache import CACHE_NAME, default_cache_dir, remove_cache
-from titan_linear.data.sources import TEXT_SOURCES
+from titan_linear.data.sources import FIELD_SOURCES, FORMATS, TEXT_SOURCES
 
 DAY = 86400  # seconds
 
@@ -45,9 +45,12 @@ def main(argv: list[str]) -> int:
 
 
 def write(args: argparse.Namespace) -> int:
+    if args.format != "text" and args.dataset not in FIELD_SOURCES:
+        raise ValueError(f"--format {args.format} is for --dataset {', '.join(FIELD_SOURCES)}; remove it")
     corpus = tokenise_corpus(
         Path(args.folder).expanduser().absolute(), args.dataset, args.path, build_tokenizer(args.tokenizer),
-        text_field=args.text_field, on_bad_document=args.on_bad_document, show_progress=True, path_key="--path",
+        text_field=args.text_field, dataset_format=args.format, on_bad_document=args.on_bad_document,
+        show_progress=True, path_key="--path",
     )  # fmt: skip
     print(corpus.summary)
     return 0
@@ -136,7 +139,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     make.add_argument("--path", help="a file, a folder, or globs separated by commas")
     make.add_argument("--tokenizer", default="", help="a tokenizer.json or the folder that holds one (default: bytes)")
     make.add_argument("--text-field", default="text", help="field or column of a document's text (default: text)")
-    bad = SECTIONS["training"].model_fields["on_bad_document"].description
+    keys = SECTIONS["training"].model_fields
+    about = keys["dataset_format"].description
+    make.add_argument("--format", choices=FORMATS, default="text", help=f"{about} (default: text)")
+    bad = keys["on_bad_document"].description
     make.add_argument("--on-bad-document", choices=("stop", "skip"), default="stop", help=bad)
     commands.add_parser("list")
     look = commands.add_parser("check")

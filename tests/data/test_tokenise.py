@@ -49,7 +49,7 @@ def test_in_order(num_workers: int):
     texts = [f"{i % 7} text {i}" for i in range(200)]
     texts[5], texts[77] = "a\ud800", "\udcff"
     found = list(tokenise(Uneven(), documents(*texts), num_workers))
-    assert [document.text for document, _ in found] == texts
+    assert [document.content for document, _ in found] == texts
     for i, (_, tokens) in enumerate(found):
         if i == 5:
             assert tokens == "not UTF-8 at character 1; repair it"

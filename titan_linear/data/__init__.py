@@ -2,8 +2,9 @@
 
 1. **Sources** (sources.py) give documents in a fixed order: files, lines or rows of text, or a corpus of tokens.
 2. **A tokenizer** (tokenizer.py), bytes or any Hugging Face tokenizer.json, turns each into tokens and an end token;
-   processes on all cores do (tokenise.py).
-3. **A corpus** (cache.py) holds them on disk: all tokens end to end, where each document begins, and a hash of each.
+   processes on all cores do (tokenise.py). Of conversations (chat.py) it also says which tokens are learnt.
+3. **A corpus** (cache.py) holds them on disk: all tokens end to end, where each document begins, and a hash of each;
+   of conversations, where each answer begins and ends.
    It is written once, by one process, and memory-mapped by all; ranks of a machine share its pages.
 4. **A split** (packing.py) holds documents out for validation by their hash, so that no text is on both sides.
 5. **Packed streams** (packing.py): every epoch lays the training documents end to end in an order drawn from (seed,

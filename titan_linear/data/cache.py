@@ -5,6 +5,8 @@ A corpus is a folder (little-endian, no headers):
     tokens.bin    uint16 if the vocabulary has at most 2¹⁶ ids, else uint32   [num_tokens], documents end to end
     offsets.bin   int64    [num_documents + 1]; document d is tokens[offsets[d] : offsets[d+1]], never empty
     hashes.bin    uint64   [num_documents]; blake2b of the document's tokens, which decides the held-out split
+    answers.bin   int64    [2 · num_answers], of conversations alone: tokens[answers[2a] : answers[2a + 1]] is answer a,
+                           which is learnt; the other tokens are not. Without this file all are
     corpus.json   counts, dtype, the tokenizer's fingerprint, the content's fingerprint, the source, and each file's
                   size and CRC-32 per 16 MiB; a CRC-32 of the JSON itself under "checksum"
 
@@ -14,12 +16,13 @@ flock on `<folder>.lock`, fsync, and rename, so that a corpus is whole or absent
 together one writes and the others wait. A tokenising that was stopped goes on where it was: every few seconds the files
 in `<folder>.tmp` are brought to the disk, and progress.json says how much of them counts.
 
-A cache's folder is named by what would change its content: the format, the dataset, the text field, the tokenizer's
-fingerprint, and path, size and modification time of every file. The texts themselves are not read for it, because that
-would mean reading all of a terabyte at every start; so a file changed with its size and time kept is not noticed. What
-identifies a corpus elsewhere (in a checkpoint, say) is `Corpus.fingerprint`, made from the tokens alone: it is the
-same on another machine, under other paths and times. Whether bad documents stop the work or are skipped is no part of
-the name: a corpus notes those that it lacks, and is refused where they should have stopped it.
+A cache's folder is named by what would change its content: the format, the dataset, the text field (of conversations
+their kind and template), the tokenizer's fingerprint, and path, size and modification time of every file. The texts
+themselves are not read for it, because that would mean reading all of a terabyte at every start; so a file changed with
+its size and time kept is not noticed. What identifies a corpus elsewhere (in a checkpoint, say) is
+`Corpus.fingerprint`, made from the tokens alone and which of them are learnt: it is the same on another machine, under
+other paths and times. Whether bad documents stop the work or are skipped is no part of the name: a corpus notes those
+that it lacks, and is refused where they should have stopped it.
 
 Opening checks corpus.json and the sizes and structure of every file. `verify_corpus` reads everything once (at
 the disk's speed, in threads) against the checksums; the preflight does that before training starts. A damaged
@@ -40,6 +43,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -47,18 +51,21 @@ from typing import Any, BinaryIO
 import numpy as np
 from tqdm import tqdm
 
-from titan_linear.data.sources import FIELD_SOURCES, TEXT_SOURCES, read_documents, source_files
-from titan_linear.data.tokenise import tokenise, worker_count
+from titan_linear.data.chat import Completions, Conversations, Learnt
+from titan_linear.data.sources import FIELD_SOURCES, FORMATS, TEXT_SOURCES, read_documents, source_files
+from titan_linear.data.tokenise import Encoder, Tokens, tokenise, worker_count
 from titan_linear.data.tokenizer import Tokenizer
 
 DATASETS = (*TEXT_SOURCES, "tokens")
 FORMAT = "titan_linear corpus 1"
+ANSWERS_FORMAT = "titan_linear corpus 2"  # what reads the first alone would learn every token
 CRC_BLOCK = 1 << 24  # bytes
 JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
 CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")  # of the folders that are ours to remove
 _FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
+_ANSWERS = "answers.bin"
 _INFO, _JOURNAL = "corpus.json", "progress.json"
-_OURS = {*_FILES, *(name + end for name in (_INFO, _JOURNAL) for end in ("", ".new"))}
+_OURS = {*_FILES, _ANSWERS, *(name + end for name in (_INFO, _JOURNAL) for end in ("", ".new"))}
 _NAMED = 3  # of the bad documents that were skipped
 _SKIP = 'training.on_bad_document = "skip" goes past such documents and counts them'
 
@@ -72,6 +79,7 @@ class Corpus:
     offsets: np.ndarray  # [num_documents + 1] int64
     hashes: np.ndarray  # [num_documents] uint64
     info: dict[str, Any]  # corpus.json
+    answers: np.ndarray | None = None  # [2 · num_answers] int64, rising; None: all tokens are learnt
 
     def __reduce__(self) -> tuple:
         return load_corpus, (self.folder,)
@@ -86,8 +94,15 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the content: these tokens, as these documents, in this order. The tokenizer has its own."""
+        """Identifies the content: these tokens, as these documents, in this order, and which of them are learnt. The
+        tokenizer has its own."""
         return self.info["fingerprint"]
+
+    def is_learnt(self, positions: np.ndarray) -> np.ndarray:
+        """Which tokens are to be predicted, [n] bool, of those at these positions in `tokens`, [n] int64."""
+        if self.answers is None:
+            return np.ones(len(positions), dtype=bool)
+        return np.searchsorted(self.answers, positions, side="right") % 2 == 1
 
     @property
     def summary(self) -> str:
@@ -95,9 +110,10 @@ class Corpus:
         source = self.info["source"] or {"dataset": "tokens", "skipped_empty": 0}
         what = "texts" if source["dataset"] in FIELD_SOURCES else "files"
         skipped = f" ({source['skipped_empty']:,} empty {what} skipped)" if source["skipped_empty"] else ""
+        learnt = "" if self.answers is None else f", {self.info['num_learnt']:,} of them in answers"
         lines = [
-            f"corpus {source['dataset']}: {self.num_documents:,} documents{skipped}, {self.num_tokens:,} tokens, "
-            f"in {self.folder}"
+            f"corpus {source['dataset']}: {self.num_documents:,} documents{skipped}, {self.num_tokens:,} tokens"
+            f"{learnt}, in {self.folder}"
         ]
         if bad := source.get("skipped_bad"):
             lines.append(f"warning: {bad:,} bad documents skipped: " + "; ".join([*source["bad"], "…"][:bad]))
@@ -106,6 +122,11 @@ class Corpus:
                 "warning: the tokenizer has no end token, so nothing in the tokens separates documents: the model will "
                 "not learn to end a text, and generation goes on to its last token; name one as eos_token in a "
                 "tokenizer_config.json beside tokenizer.json"
+            )
+        elif self.answers is not None and not self.info["num_ended"]:
+            lines.append(
+                f"warning: no answer ends in the tokenizer's end token, {self.info['tokenizer']['eos']}, where "
+                "generation stops; name the end of a turn as eos_token in a tokenizer_config.json beside tokenizer.json"
             )
         return "\n".join(lines)
 
@@ -117,9 +138,20 @@ class _Texts:
     dataset: str
     files: list[Path]
     text_field: str
+    dataset_format: str
     tokenizer: Tokenizer
     on_bad_document: str
     show_progress: bool
+
+    @cached_property
+    def encoder(self) -> Encoder:
+        """Of the documents: the tokenizer of texts, or what knows conversations."""
+        makers = {"messages": Conversations, "completion": Completions}
+        return self.tokenizer if self.dataset_format == "text" else makers[self.dataset_format](self.tokenizer)
+
+    @property
+    def format(self) -> str:
+        return FORMAT if self.dataset_format == "text" else ANSWERS_FORMAT
 
     @property
     def key(self) -> str:
@@ -128,8 +160,10 @@ class _Texts:
             stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in self.files]
         except OSError as error:
             raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from error
-        text_field = self.text_field if self.dataset in FIELD_SOURCES else None
-        key = json.dumps([FORMAT, self.dataset, text_field, self.tokenizer.fingerprint, stats])
+        field_or_format = self.text_field if self.dataset in FIELD_SOURCES else None
+        if self.dataset_format != "text":
+            field_or_format = self.encoder.fingerprint
+        key = json.dumps([self.format, self.dataset, field_or_format, self.tokenizer.fingerprint, stats])
         return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
@@ -139,6 +173,7 @@ def open_corpus(
     tokenizer: Tokenizer,
     *,
     text_field: str = "text",
+    dataset_format: str = "text",
     on_bad_document: str = "stop",
     cache_dir: Path | None = None,
     show_progress: bool = False,
@@ -146,15 +181,17 @@ def open_corpus(
 ) -> Corpus:
     """Opens a corpus, tokenising its texts first if no cache of them exists.
 
-    Each document ends in `tokenizer.eos_id` where there is one. Empty documents are skipped and counted.
-    on_bad_document: what is no text (no JSON, no such field, no UTF-8 for a tokenizer that needs it) is an error
-    ("stop"), or it is skipped, counted, and the first few are named in `Corpus.summary` ("skip").
+    Each text ends in `tokenizer.eos_id` where there is one. Empty texts are skipped and counted.
+    dataset_format: "text", or of records that are conversations "messages" or "completion" (chat.py).
+    on_bad_document: what is none (no JSON, no such field, no UTF-8 for a tokenizer that needs it, no answer) is an
+    error ("stop"), or it is skipped, counted, and the first few are named in `Corpus.summary` ("skip").
     cache_dir: $XDG_CACHE_HOME/titan_linear, or ~/.cache/titan_linear. path_key: the key that errors name.
     ValueError: an unknown dataset, a bad path, a bad document (file and line named), a damaged corpus, a corpus of
     another tokenizer.
     """
     if dataset not in DATASETS:
         raise ValueError(f"training.dataset = {dataset!r}: there are {', '.join(DATASETS)}")
+    assert dataset_format in FORMATS, dataset_format
     if dataset == "tokens":
         if not dataset_path:
             raise ValueError(f'{path_key} is empty: training.dataset = "tokens" needs a corpus\'s folder')
@@ -163,7 +200,7 @@ def open_corpus(
             raise ValueError(f"{path_key} = {dataset_path!r}: there is no such folder")
     else:
         files = source_files(dataset, dataset_path, path_key=path_key)
-        texts = _Texts(dataset, files, text_field, tokenizer, on_bad_document, show_progress)
+        texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, show_progress)
         folder = (cache_dir or default_cache_dir()) / f"{dataset}-{texts.key}"
         if not folder.exists():
             _build_cache(folder, texts)
@@ -185,16 +222,19 @@ def default_cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "titan_linear"
 
 
-def write_corpus(folder: Path, documents: Iterable[np.ndarray], tokenizer: Tokenizer) -> None:
+def write_corpus(
+    folder: Path, documents: Iterable[np.ndarray] | Iterable[Learnt], tokenizer: Tokenizer, *, answers: bool = False
+) -> None:
     """Writes a corpus from documents that are tokens, each [n] integers with its eos if it is to have one.
 
+    answers: each document is its tokens and which of them are learnt, [n] bool; else all are.
     ValueError: the folder exists, there is no document, a document is empty or has an id outside the vocabulary.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         if folder.exists():
             raise ValueError(f"{folder} exists already: choose another folder")
-        _write_corpus(folder, iter(documents), tokenizer, _Progress())
+        _write_corpus(folder, iter(documents), tokenizer, _Progress(answers=answers))
 
 
 def tokenise_corpus(
@@ -204,6 +244,7 @@ def tokenise_corpus(
     tokenizer: Tokenizer,
     *,
     text_field: str = "text",
+    dataset_format: str = "text",
     on_bad_document: str = "stop",
     show_progress: bool = False,
     path_key: str = "training.dataset_path",
@@ -215,12 +256,13 @@ def tokenise_corpus(
     if dataset not in TEXT_SOURCES:
         raise ValueError(f"training.dataset = {dataset!r}: there are {', '.join(TEXT_SOURCES)}")
     files = source_files(dataset, dataset_path, path_key=path_key)
+    texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, show_progress)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             if folder.exists():
                 raise ValueError(f"{folder} exists already: choose another folder")
-            _tokenise_into(folder, _Texts(dataset, files, text_field, tokenizer, on_bad_document, show_progress))
+            _tokenise_into(folder, texts)
     except OSError as error:
         raise ValueError(f"{folder} cannot be written: {error}") from error
     return load_corpus(folder)
@@ -247,27 +289,30 @@ def load_corpus(folder: Path) -> Corpus:
     ValueError: a file is missing, truncated or not what corpus.json says.
     """
     info, remedy = _read_info(folder), _remedy(folder)
-    dtypes = dict(zip(_FILES, (info["dtype"], "<i8", "<u8")))
+    dtypes = dict(zip((*_FILES, _ANSWERS), (info["dtype"], "<i8", "<u8", "<i8")))
     arrays = []
-    for name in _FILES:
+    for name in _names(info["format"] == ANSWERS_FORMAT):
         path, expected = folder / name, info["files"][name]["size"]
         if not path.is_file():
             raise ValueError(f"{path} is missing; {remedy}")
         if path.stat().st_size != expected:
             raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {expected:,}; {remedy}")
         arrays.append(np.asarray(np.memmap(path, dtypes[name], mode="r")))
-    tokens, offsets, hashes = arrays
+    tokens, offsets, hashes, *rest = arrays
     if offsets[0] != 0 or offsets[-1] != len(tokens) or len(offsets) != len(hashes) + 1:
         raise ValueError(f"{folder / 'offsets.bin'} does not fit the other files; {remedy}")
     if not (rising := offsets[1:] > offsets[:-1]).all():
         raise ValueError(f"{folder / 'offsets.bin'}: document {rising.argmin()} has no tokens; {remedy}")
-    return Corpus(folder, tokens, offsets, hashes, info)
+    for answers in rest:
+        if len(answers) % 2 or answers[0] < 0 or answers[-1] > len(tokens) or (answers[1:] < answers[:-1]).any():
+            raise ValueError(f"{folder / _ANSWERS} does not fit the other files; {remedy}")
+    return Corpus(folder, tokens, offsets, hashes, info, *rest)
 
 
 def verify_corpus(corpus: Corpus) -> None:
     """Reads every byte of a corpus against its checksums. ValueError naming the file and the place."""
     remedy = _remedy(corpus.folder)
-    for name in _FILES:
+    for name in _names(corpus.answers is not None):
         expected, found = corpus.info["files"][name]["crc32"], _checksums(corpus.folder / name)
         for block, (want, got) in enumerate(zip(expected, found, strict=True)):
             if want != got:
@@ -296,6 +341,10 @@ class _Progress:
     bad: list[str] = field(default_factory=list)  # the first few
     num_documents: int = 0  # written
     num_tokens: int = 0
+    answers: bool = False  # documents say which of their tokens are learnt
+    num_answers: int = 0
+    num_learnt: int = 0  # tokens
+    num_ended: int = 0  # documents whose last answer ends in the end token
 
 
 def _build_cache(folder: Path, texts: _Texts) -> None:
@@ -311,27 +360,30 @@ def _build_cache(folder: Path, texts: _Texts) -> None:
 
 
 def _tokenise_into(folder: Path, texts: _Texts) -> None:
-    progress = _read_journal(folder, texts) or _Progress(texts.key)
+    progress = _read_journal(folder, texts) or _Progress(texts.key, answers=texts.format == ANSWERS_FORMAT)
     if progress.read:
         print(f"continuing where tokenising was stopped, after {progress.num_documents:,} documents", flush=True)
     _write_corpus(folder, _tokenised(texts, progress), texts.tokenizer, progress, texts)
 
 
-def _tokenised(texts: _Texts, progress: _Progress) -> Iterator[np.ndarray]:
-    """The tokens of each document that `progress` has not read, [n] with eos. Counts what it reads and skips."""
+def _tokenised(texts: _Texts, progress: _Progress) -> Iterator[Tokens]:
+    """The tokens of each document that `progress` has not read, of texts with eos. Counts what it reads and skips."""
     eos = np.array([] if texts.tokenizer.eos_id is None else [texts.tokenizer.eos_id], dtype=np.int64)
     total = sum(file.stat().st_size for file in texts.files)
-    documents = islice(read_documents(texts.dataset, texts.files, texts.text_field), progress.read, None)
+    documents = read_documents(texts.dataset, texts.files, texts.text_field, texts.dataset_format)
+    documents = islice(documents, progress.read, None)
     bar = tqdm(
         total=total, initial=progress.size, unit="B", unit_scale=True, desc=f"tokenising {texts.dataset}", smoothing=0,
         disable=not texts.show_progress,
     )  # fmt: skip
-    with bar, closing(tokenise(texts.tokenizer, documents, worker_count(total))) as encoded:
+    with bar, closing(tokenise(texts.encoder, documents, worker_count(total))) as encoded:
         for document, tokens in encoded:
             bar.update(document.size)
             progress.read, progress.size = progress.read + 1, progress.size + document.size
             if problem := document.problem or (tokens if isinstance(tokens, str) else ""):
                 _meet_bad_document(f"{document.origin}: {problem}", texts, progress)
+            elif progress.answers:
+                yield tokens
             elif len(tokens):
                 yield np.concatenate([tokens, eos])
             else:
@@ -375,7 +427,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _write_corpus(
-    folder: Path, documents: Iterator[np.ndarray], tokenizer: Tokenizer, progress: _Progress,
+    folder: Path, documents: Iterator[Tokens], tokenizer: Tokenizer, progress: _Progress,
     texts: _Texts | None = None,
 ) -> None:  # fmt: skip
     """Writes `<folder>.tmp` whole, or the rest of it, then renames it."""
@@ -384,11 +436,13 @@ def _write_corpus(
         _remove_remains(temporary)  # of a writer that was killed: the caller holds the lock
         temporary.mkdir(parents=True)
     try:
-        content = _write_arrays(temporary, documents, tokenizer.vocab_size, progress)
-        files = {n: {"size": (temporary / n).stat().st_size, "crc32": _checksums(temporary / n)} for n in _FILES}
+        content = _write_arrays(temporary, documents, tokenizer, progress)
+        names = _names(progress.answers)
+        files = {n: {"size": (temporary / n).stat().st_size, "crc32": _checksums(temporary / n)} for n in names}
         described = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos_id}
         source = None if texts is None else _describe(texts, progress)
-        info = {"format": FORMAT, **content, "tokenizer": described, "source": source, "files": files}
+        head = {"format": ANSWERS_FORMAT if progress.answers else FORMAT, **content}
+        info = {**head, "tokenizer": described, "source": source, "files": files}
         info["checksum"] = _info_checksum(info)
         _write_json(temporary / _INFO, info)
         (temporary / _JOURNAL).unlink(missing_ok=True)
@@ -418,26 +472,24 @@ def _remove_remains(temporary: Path) -> None:
 
 
 def _write_arrays(
-    folder: Path, documents: Iterator[np.ndarray], vocab_size: int, progress: _Progress
+    folder: Path, documents: Iterator[Tokens], tokenizer: Tokenizer, progress: _Progress
 ) -> dict[str, Any]:
-    """Writes tokens, offsets and hashes after those that count; the counts, dtype and fingerprint for corpus.json."""
-    dtype = _dtype(vocab_size)
+    """Writes what is in _names after what counts of it; the counts, dtype and fingerprint for corpus.json."""
+    dtype = _dtype(tokenizer.vocab_size)
     with ExitStack() as stack:
         if hasattr(documents, "close"):
             stack.callback(documents.close)  # its processes end with the writing, however that ends
         files = _open_arrays(folder, dtype, progress, stack)
-        tokens, offsets, hashes = files
+        tokens, offsets, hashes, *answers = files
         content = _content_so_far(folder / "hashes.bin")
         journaled = time.monotonic()
-        for ids in map(np.asarray, documents):
-            n = progress.num_documents
-            if not ids.size:
-                raise ValueError(f"document {n} has no tokens")
-            if ids.min() < 0 or ids.max() >= vocab_size:
-                raise ValueError(f"document {n} has tokens outside the vocabulary, 0 to {vocab_size - 1}")
-            data = ids.astype(dtype).tobytes()
+        for document in documents:
+            ids, learnt = document if progress.answers else (document, None)
+            data = _checked(np.asarray(ids), progress.num_documents, tokenizer.vocab_size).astype(dtype).tobytes()
             digest = hashlib.blake2b(data, digest_size=8).digest()
-            progress.num_documents, progress.num_tokens = n + 1, progress.num_tokens + ids.size
+            for file in answers:
+                file.write(_answers(np.asarray(ids), np.asarray(learnt), tokenizer, progress))
+            progress.num_documents, progress.num_tokens = progress.num_documents + 1, progress.num_tokens + len(ids)
             tokens.write(data)
             offsets.write(np.int64(progress.num_tokens).tobytes())
             hashes.write(digest)
@@ -452,30 +504,64 @@ def _write_arrays(
         for file in files:
             _sync(file)
     counts = {"num_documents": progress.num_documents, "num_tokens": progress.num_tokens, "dtype": dtype}
+    if progress.answers:
+        _digest(folder / _ANSWERS, content)
+        counts |= {"num_learnt": progress.num_learnt, "num_ended": progress.num_ended}
     return {**counts, "fingerprint": content.hexdigest()[:32]}
+
+
+def _checked(ids: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
+    """The tokens of document n, [n]."""
+    if not ids.size:
+        raise ValueError(f"document {n} has no tokens")
+    if ids.min() < 0 or ids.max() >= vocab_size:
+        raise ValueError(f"document {n} has tokens outside the vocabulary, 0 to {vocab_size - 1}")
+    return ids
+
+
+def _answers(ids: np.ndarray, learnt: np.ndarray, tokenizer: Tokenizer, progress: _Progress) -> bytes:
+    """Of answers.bin, for the document that follows; ids [n], learnt [n] bool."""
+    if learnt.shape != ids.shape or not learnt.any():
+        raise ValueError(f"document {progress.num_documents}: which of its tokens are learnt is [n] bool, one at least")
+    edges = np.flatnonzero(np.diff(learnt, prepend=False, append=False))  # begin, end, begin, end, …
+    progress.num_answers += len(edges) // 2
+    progress.num_learnt += int(learnt.sum())
+    progress.num_ended += int(ids[edges[-1] - 1] == tokenizer.eos_id)
+    return (progress.num_tokens + edges).astype("<i8").tobytes()
 
 
 def _content_so_far(hashes: Path) -> Any:
     content = hashlib.sha256()
-    with hashes.open("rb") as file:
+    _digest(hashes, content)
+    return content
+
+
+def _digest(path: Path, content: Any) -> None:
+    """Add a file to a hash."""
+    with path.open("rb") as file:
         while block := file.read(CRC_BLOCK):
             content.update(block)
-    return content
 
 
 def _dtype(vocab_size: int) -> str:
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
+def _names(answers: bool) -> tuple[str, ...]:
+    """The files of a corpus beside corpus.json."""
+    return (*_FILES, _ANSWERS) if answers else _FILES
+
+
 def _sizes(progress: _Progress, dtype: str) -> list[int]:
-    """Bytes that count of each of _FILES."""
+    """Bytes that count of each of _names."""
     n = progress.num_documents
-    return [progress.num_tokens * np.dtype(dtype).itemsize, 8 * (n + 1), 8 * n]
+    answers = [16 * progress.num_answers] if progress.answers else []
+    return [progress.num_tokens * np.dtype(dtype).itemsize, 8 * (n + 1), 8 * n, *answers]
 
 
 def _open_arrays(folder: Path, dtype: str, progress: _Progress, stack: ExitStack) -> list[BinaryIO]:
-    """_FILES, cut to what counts of them and at their ends."""
-    files = [stack.enter_context((folder / name).open("ab")) for name in _FILES]
+    """Those of _names, cut to what counts of them and at their ends."""
+    files = [stack.enter_context((folder / name).open("ab")) for name in _names(progress.answers)]
     for file, size in zip(files, _sizes(progress, dtype)):
         file.truncate(size)  # to 8 zeros for offsets.bin, which begins with 0
     return files
@@ -485,7 +571,7 @@ def _read_journal(folder: Path, texts: _Texts) -> _Progress | None:
     """How far an earlier writer of the same texts came, if what it wrote is there."""
     try:
         progress = _Progress(**json.loads((_temporary(folder) / _JOURNAL).read_bytes()))
-        sizes = [(_temporary(folder) / name).stat().st_size for name in _FILES]
+        sizes = [(_temporary(folder) / name).stat().st_size for name in _names(progress.answers)]
     except (OSError, ValueError, TypeError):
         return None
     whole = all(there >= size for there, size in zip(sizes, _sizes(progress, _dtype(texts.tokenizer.vocab_size))))
@@ -552,8 +638,8 @@ def _read_info(folder: Path) -> dict[str, Any]:
         info = json.loads(path.read_bytes())
     except ValueError as error:
         raise ValueError(f"{path} is not JSON: {error}; {remedy}") from error
-    if not isinstance(info, dict) or info.get("format") != FORMAT:
-        raise ValueError(f"{path} does not say that it is a {FORMAT!r}; {remedy}")
+    if not isinstance(info, dict) or info.get("format") not in (FORMAT, ANSWERS_FORMAT):
+        raise ValueError(f"{path} does not say that it is a {FORMAT!r} or {ANSWERS_FORMAT!r}; {remedy}")
     if info.get("checksum") != _info_checksum(info):
         raise ValueError(f"{path} was altered: it does not have its checksum; {remedy}")
     return info

@@ -25,7 +25,7 @@ class Stream:
     """T tokens of packed documents. A document cut by the stream's edge is, in the next stream, a document anew."""
 
     tokens: np.ndarray  # [T] int64
-    labels: np.ndarray  # [T] int64: the next token of the same document, or IGNORE
+    labels: np.ndarray  # [T] int64: the next token of the same document, where it is learnt; else IGNORE
     cu_seqlens: np.ndarray  # [N+1] int32, from 0 to T
     position_ids: np.ndarray  # [T] int64, from 0 in each document
 
@@ -96,9 +96,11 @@ class PackedStreams:
         starts, lengths, next_token = self._runs(start, stop if self.repeat else min(stop, self.num_tokens))
         edges = np.concatenate([[0], np.cumsum(lengths)])
         within = np.arange(edges[-1]) - np.repeat(edges[:-1], lengths)
-        tokens = self.corpus.tokens[np.repeat(starts, lengths) + within].astype(np.int64)
+        positions = np.repeat(starts, lengths) + within
+        tokens = self.corpus.tokens[positions].astype(np.int64)
         labels = np.append(tokens[1:], next_token)
         labels[edges[1:-1] - 1] = IGNORE  # inside a stream, a run ends where its document ends
+        labels[~self.corpus.is_learnt(positions + 1)] = IGNORE
         return self._padded(tokens, labels, edges, within)
 
     def padding(self) -> Stream:

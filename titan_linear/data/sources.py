@@ -8,6 +8,7 @@
     arrow     the same, *.arrow in folders; a row is a document. A folder that Hugging Face's `datasets` saved is read
               in the order that its state.json gives
 
+Of records (lines, rows) a document is one field, a text, or in another format several: a conversation (chat.py).
 Files are read in the order of their sorted paths, so that a corpus does not depend on the file system.
 """
 
@@ -27,7 +28,10 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet", "arrow")
-FIELD_SOURCES = ("jsonl", "parquet", "arrow")  # whose documents are one field of records
+FIELD_SOURCES = ("jsonl", "parquet", "arrow")  # of records
+# Fields of a record that is no text: those it must have, and those it may have.
+RECORD_FIELDS = {"messages": (("messages",), ("tools",)), "completion": (("prompt", "completion"), ())}
+FORMATS = ("text", *RECORD_FIELDS)
 SUFFIXES = {
     "text": ("",), "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",), "arrow": (".arrow",),
 }  # fmt: skip
@@ -36,12 +40,40 @@ ROWS = 256  # read at a time
 
 @dataclass(frozen=True)
 class Document:
-    """A text and where it comes from. Bytes of a text file that are no UTF-8 are surrogate escapes."""
+    """A text, or a record of several fields, and where it comes from.
 
-    text: str
+    Bytes of a text file that are no UTF-8 are surrogate escapes.
+    """
+
+    content: str | dict[str, Any]
     origin: str  # "file", "file, line 3" or "file, row 3"
     size: float  # bytes of the source that were read for it
-    problem: str = ""  # what is wrong with it; then its text is empty
+    problem: str = ""  # what is wrong with it; then it has no content
+
+
+@dataclass(frozen=True)
+class _Fields:
+    """Those of a record that make a document."""
+
+    needed: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    is_text: bool = True
+    remedy: str = "set training.dataset_text_field"
+
+    def document(self, record: dict[str, Any], origin: str, size: float) -> Document:
+        if missing := self.missing(record):
+            return Document("", origin, size, missing)
+        if not self.is_text:
+            return Document({name: record.get(name) for name in self.needed + self.optional}, origin, size)
+        (name,) = self.needed
+        if not isinstance(text := record[name], str):
+            return Document("", origin, size, f"{name!r} is {type(text).__name__}, not text")
+        return Document(text, origin, size)
+
+    def missing(self, names: Iterable[str], what: str = "field") -> str:
+        """What to say where one is; else ""."""
+        name = next((name for name in self.needed if name not in names), None)
+        return "" if name is None else f"no {what} {name!r} (it has: {', '.join(map(repr, names))}); {self.remedy}"
 
 
 def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "training.dataset_path") -> list[Path]:
@@ -65,17 +97,22 @@ def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "tra
     return sorted(files) if dataset != "arrow" else _as_saved(files, path_key)
 
 
-def read_documents(dataset: str, files: Iterable[Path], text_field: str = "text") -> Iterator[Document]:
-    """The documents of these files, in order; a bad one says its problem.
+def read_documents(
+    dataset: str, files: Iterable[Path], text_field: str = "text", dataset_format: str = "text"
+) -> Iterator[Document]:
+    """The documents of these files, in order; a bad one says its problem. dataset_format: one of FORMATS.
 
     ValueError naming a file that cannot be read.
     """
     read = {
         "stdlib": _read_text, "text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "arrow": _read_arrow,
     }[dataset]  # fmt: skip
+    fields = _Fields((text_field,))
+    if dataset_format != "text":
+        fields = _Fields(*RECORD_FIELDS[dataset_format], False, "rename the field, or set training.dataset_format")
     for file in files:
         try:
-            yield from read(file, text_field)
+            yield from read(file, fields)
         except (OSError, EOFError, zlib.error) as error:  # the last two: of a damaged .gz
             raise ValueError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
 
@@ -149,30 +186,28 @@ def _listed(state: Path) -> list[Path]:
 # --- reading them ------------------------------------------------------------------------------------------------
 
 
-def _read_text(file: Path, _: str) -> Iterator[Document]:
+def _read_text(file: Path, _: _Fields) -> Iterator[Document]:
     data = file.read_bytes()
     yield Document(data.decode("utf-8", "surrogateescape"), str(file), len(data))
 
 
-def _read_jsonl(file: Path, text_field: str) -> Iterator[Document]:
+def _read_jsonl(file: Path, fields: _Fields) -> Iterator[Document]:
     with file.open("rb") as raw, _decompressed(file, raw) as lines:
         read = 0
         for number, line in enumerate(lines, 1):
             before, read = read, raw.tell()  # of the file as it is on disk: it is read in blocks
             if line := line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").strip():
-                yield _record(line, f"{file}, line {number}", read - before, text_field)
+                yield _line(line, f"{file}, line {number}", read - before, fields)
 
 
-def _record(line: bytes, origin: str, size: float, text_field: str) -> Document:
+def _line(line: bytes, origin: str, size: float, fields: _Fields) -> Document:
     try:
         record = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         return Document("", origin, size, f"not JSON in UTF-8: {error}")
-    if not isinstance(record, dict) or text_field not in record:
-        fields = ", ".join(map(repr, record)) if isinstance(record, dict) else "no object"
-        problem = f"no field {text_field!r} (it has: {fields}); set training.dataset_text_field"
-        return Document("", origin, size, problem)
-    return _row(record[text_field], origin, size, text_field)
+    if not isinstance(record, dict):
+        return Document("", origin, size, f"no field {fields.needed[0]!r} (it has: no object); {fields.remedy}")
+    return fields.document(record, origin, size)
 
 
 @contextmanager
@@ -189,21 +224,20 @@ def _decompressed(file: Path, raw: BinaryIO) -> Iterator[BinaryIO]:
         yield raw
 
 
-def _read_parquet(file: Path, text_field: str) -> Iterator[Document]:
+def _read_parquet(file: Path, fields: _Fields) -> Iterator[Document]:
     import pyarrow as pa  # 0.3 s that only this source pays
     import pyarrow.parquet as pq
 
     try:
         with pq.ParquetFile(file) as table:
-            _check_column(file, table.schema_arrow.names, text_field)
+            columns = _columns(file, table.schema_arrow.names, fields)
             size = file.stat().st_size / max(table.metadata.num_rows, 1)
-            batches = table.iter_batches(batch_size=ROWS, columns=[text_field])
-            yield from _rows(file, (batch.column(0) for batch in batches), size, text_field)
+            yield from _rows(file, table.iter_batches(batch_size=ROWS, columns=columns), size, fields)
     except pa.ArrowException as error:
         raise ValueError(f"{file}: not a whole parquet file: {error}") from error
 
 
-def _read_arrow(file: Path, text_field: str) -> Iterator[Document]:
+def _read_arrow(file: Path, fields: _Fields) -> Iterator[Document]:
     """Arrow's stream format, which `datasets` writes, or its file format."""
     import pyarrow as pa
 
@@ -212,27 +246,20 @@ def _read_arrow(file: Path, text_field: str) -> Iterator[Document]:
             open_table = pa.ipc.open_file if source.read(6) == b"ARROW1" else pa.ipc.open_stream
             source.seek(0)
             table = open_table(source).read_all()  # mapped: what a column takes is read when it is used
-            _check_column(file, table.column_names, text_field)
-            chunks = (c.slice(i, ROWS) for c in table[text_field].chunks for i in range(0, len(c), ROWS))
-            yield from _rows(file, chunks, file.stat().st_size / max(table.num_rows, 1), text_field)
+            rows = table.select(_columns(file, table.column_names, fields)).to_batches(max_chunksize=ROWS)
+            yield from _rows(file, rows, file.stat().st_size / max(table.num_rows, 1), fields)
     except pa.ArrowException as error:
         raise ValueError(f"{file}: not a whole arrow file: {error}") from error
 
 
-def _check_column(file: Path, names: list[str], text_field: str) -> None:
-    if text_field not in names:
-        raise ValueError(
-            f"{file}: no column {text_field!r} (it has: {', '.join(map(repr, names))}); set training.dataset_text_field"
-        )
+def _columns(file: Path, names: list[str], fields: _Fields) -> list[str]:
+    """Those to read."""
+    if missing := fields.missing(names, "column"):
+        raise ValueError(f"{file}: {missing}")
+    return [name for name in fields.needed + fields.optional if name in names]
 
 
-def _rows(file: Path, columns: Iterable[Any], size: float, text_field: str) -> Iterator[Document]:
-    values = (value for column in columns for value in column.to_pylist())
-    for number, value in enumerate(values, 1):
-        yield _row(value, f"{file}, row {number}", size, text_field)
-
-
-def _row(value: object, origin: str, size: float, text_field: str) -> Document:
-    if not isinstance(value, str):
-        return Document("", origin, size, f"{text_field!r} is {type(value).__name__}, not text")
-    return Document(value, origin, size)
+def _rows(file: Path, batches: Iterable[Any], size: float, fields: _Fields) -> Iterator[Document]:
+    records = (record for batch in batches for record in batch.to_pylist())
+    for number, record in enumerate(records, 1):
+        yield fields.document(record, f"{file}, row {number}", size)

@@ -12,16 +12,20 @@ import os
 import signal
 from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection, wait
+from typing import Any
 
 import numpy as np
 
+from titan_linear.data.chat import Learnt, RecordEncoder
 from titan_linear.data.sources import Document
 from titan_linear.data.tokenizer import Tokenizer
 
 BLOCK_CHARACTERS, BLOCK_DOCUMENTS = 1 << 18, 1024
 AHEAD = 4  # blocks per worker that may wait for one before them
 Block = list[Document]
-Encoded = list[np.ndarray | str]  # of each document: its tokens [n], or why it has none
+Encoder = Tokenizer | RecordEncoder
+Tokens = np.ndarray | Learnt  # of a text [n], or of a conversation with what is learnt of it
+Encoded = list[Tokens | str]  # of each document: its tokens, or why it has none
 
 
 def worker_count(num_bytes: int) -> int:
@@ -32,18 +36,18 @@ def worker_count(num_bytes: int) -> int:
 
 
 def tokenise(
-    tokenizer: Tokenizer, documents: Iterable[Document], num_workers: int
-) -> Iterator[tuple[Document, np.ndarray | str]]:
-    """Each document with its tokens [n], without eos, or with the reason why the tokenizer cannot take it.
+    encoder: Encoder, documents: Iterable[Document], num_workers: int
+) -> Iterator[tuple[Document, Tokens | str]]:
+    """Each document with its tokens, or with the reason why it cannot have any. To texts no eos is added.
 
     Close it when it is left before its end. ValueError: a worker was killed.
     """
     blocks = _blocks(documents)
     if not num_workers:
         for block in blocks:
-            yield from zip(block, _encode(tokenizer, [document.text for document in block]))
+            yield from zip(block, _encode(encoder, [document.content for document in block]))
         return
-    workers = _start(tokenizer, num_workers)
+    workers = _start(encoder, num_workers)
     try:
         for block, encoded in _in_order(list(workers), blocks):
             yield from zip(block, encoded)
@@ -63,7 +67,7 @@ def _blocks(documents: Iterable[Document]) -> Iterator[Block]:
     block, size = [], 0
     for document in documents:
         block.append(document)
-        size += len(document.text)
+        size += len(document.content) if isinstance(document.content, str) else int(document.size)
         if size >= BLOCK_CHARACTERS or len(block) == BLOCK_DOCUMENTS:
             yield block
             block, size = [], 0
@@ -71,12 +75,12 @@ def _blocks(documents: Iterable[Document]) -> Iterator[Block]:
         yield block
 
 
-def _encode(tokenizer: Tokenizer, texts: Sequence[str]) -> Encoded:
+def _encode(encoder: Encoder, contents: Sequence[Any]) -> Encoded:
     try:
-        return list(tokenizer.encode_batch(texts))
+        return list(encoder.encode_batch(contents))
     except UnicodeEncodeError as error:
-        if len(texts) > 1:
-            return [encoded for text in texts for encoded in _encode(tokenizer, [text])]
+        if len(contents) > 1:
+            return [encoded for content in contents for encoded in _encode(encoder, [content])]
         is_byte = 0xDC80 <= ord(error.object[error.start]) <= 0xDCFF  # of a file that is no UTF-8
         remedy = "; repair it" + (", or train on bytes (no model.tokenizer_path)" if is_byte else "")
         return [f"not UTF-8 at character {error.start}{remedy}"]
@@ -90,7 +94,7 @@ def _in_order(workers: list[Connection], blocks: Iterator[Block]) -> Iterator[tu
     while True:
         while idle and len(done) < AHEAD * (len(idle) + len(at_work)) and (item := next(numbered, None)):
             worker = idle.pop()
-            worker.send([document.text for document in item[1]])
+            worker.send([document.content for document in item[1]])
             at_work[worker] = item
         if not at_work:
             return
@@ -106,7 +110,7 @@ def _in_order(workers: list[Connection], blocks: Iterator[Block]) -> Iterator[tu
             following += 1
 
 
-def _start(tokenizer: Tokenizer, num_workers: int) -> dict[Connection, multiprocessing.Process]:
+def _start(encoder: Encoder, num_workers: int) -> dict[Connection, multiprocessing.Process]:
     """Our end of each worker's pipe, and the worker."""
     fork, workers = multiprocessing.get_context("fork"), {}
     name = "TOKENIZERS_PARALLELISM"  # set, the library is silent about the fork; its threads would not outlive it
@@ -116,7 +120,7 @@ def _start(tokenizer: Tokenizer, num_workers: int) -> dict[Connection, multiproc
     try:
         for _ in range(num_workers):
             ours, theirs = fork.Pipe()
-            process = fork.Process(target=_work, args=(tokenizer, theirs, [ours, *workers]), daemon=True)
+            process = fork.Process(target=_work, args=(encoder, theirs, [ours, *workers]), daemon=True)
             process.start()
             theirs.close()  # so that its end is noticed here
             workers[ours] = process
@@ -129,15 +133,15 @@ def _start(tokenizer: Tokenizer, num_workers: int) -> dict[Connection, multiproc
     return workers
 
 
-def _work(tokenizer: Tokenizer, connection: Connection, inherited: list[Connection]) -> None:
+def _work(encoder: Encoder, connection: Connection, inherited: list[Connection]) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     for other in inherited:  # so that the end of the process that forked us is noticed
         other.close()
     try:
         while True:
-            texts = connection.recv()
+            contents = connection.recv()
             try:
-                encoded: Encoded | Exception = _encode(tokenizer, texts)
+                encoded: Encoded | Exception = _encode(encoder, contents)
             except Exception as error:  # the tokenizer's own, whatever it is, is raised where it was asked for
                 encoded = error
             connection.send(encoded)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -15,6 +16,7 @@ import numpy as np
 import tokenizers
 
 TOKENIZER, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 # What ends a document where no file beside tokenizer.json says so: the first of these that is a special token.
 _USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 # For transformers: tokenizer.json as it is, by whatever name the model goes.
@@ -26,7 +28,7 @@ _CHANGES_TOKENS = (
 )  # fmt: skip
 _NAMED_TOKENS = ("bos_token", "cls_token", "mask_token", "pad_token", "sep_token", "unk_token")
 _TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
-_COPIED = ("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "generation_config.json")
+_COPIED = ("vocab.json", "merges.txt", "tokenizer.model", CHAT_TEMPLATE, "generation_config.json")
 
 
 class Tokenizer(Protocol):
@@ -110,6 +112,8 @@ class HuggingFaceTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
         except Exception as error:  # tokenizers raises bare Exception, and nothing narrower
             raise ValueError(f"model.tokenizer_path: {file} is no Hugging Face tokenizer: {error}") from error
+        self._adds_tokens = self._tokenizer.num_special_tokens_to_add(is_pair=False) > 0
+        self._tokenizer.post_processor = None  # it also moves the places of tokens
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -129,6 +133,34 @@ class HuggingFaceTokenizer:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
+    def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """`encode`, and the characters [begin, end) of each token, [n, 2] int64."""
+        text.encode("utf-8")
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+
+    @cached_property
+    def chat_template(self) -> str | None:
+        """The one of the folder, as transformers finds it: a file of its own before a setting; None without any."""
+        if (file := self._file.with_name(CHAT_TEMPLATE)).is_file():
+            return _read(file).decode("utf-8", "surrogateescape")
+        found = _read_json(self._file.with_name(SETTINGS)).get("chat_template")
+        if isinstance(found, list):  # several, by name
+            found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
+        return found.get("default") if isinstance(found, dict) else found
+
+    @cached_property
+    def token_names(self) -> dict[str, str]:
+        """bos_token, eos_token, … → their texts, as chat templates know them."""
+        settings = _read_json(self._file.with_name(SPECIAL)) | _read_json(self._file.with_name(SETTINGS))
+        names = {name: _name_of(settings.get(name)) for name in _NAMED_TOKENS}
+        names["eos_token"] = None if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id)
+        return {name: text for name, text in names.items() if isinstance(text, str)}
+
+    @cached_property
+    def special_tokens(self) -> tuple[str, ...]:
+        return tuple(t["content"] for t in json.loads(self._content).get("added_tokens") or [] if t.get("special"))
+
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
@@ -142,7 +174,7 @@ class HuggingFaceTokenizer:
         """tokenizer.json as it is, or without truncation, padding and tokens that it would add."""
         content = json.loads(self._content)
         off = dict.fromkeys(key for key in ("truncation", "padding") if content.get(key) is not None)
-        if self._tokenizer.num_special_tokens_to_add(is_pair=False):
+        if self._adds_tokens:
             off["post_processor"] = None
         return _json({**content, **off}) if off else self._content
 

@@ -28,11 +28,13 @@ class BatchSharding:
     conv1d_kernel_size: int | None  # of the model's convolutions, if all have one size
     rotaries: tuple[Rotary, ...]  # of the model's mixers
     compute_dtype: torch.dtype
+    compiled: bool  # torch.compile reads the plan
 
     @classmethod
     def of(
-        cls, model: ModelConfig, dims: ParallelDims, device: torch.device, compute_dtype: torch.dtype, **methods: str
-    ) -> BatchSharding:
+        cls, model: ModelConfig, dims: ParallelDims, device: torch.device, compute_dtype: torch.dtype, *,
+        compiled: bool = False, **methods: str,
+    ) -> BatchSharding:  # fmt: skip
         """What this model's mixers will ask of a batch is planned for. methods: layout, softmax_method, linear_method,
         impl."""
         needs = [mixer.ops for mixer in model.layers]
@@ -40,7 +42,7 @@ class BatchSharding:
         rotaries = dict.fromkeys(mixer.rotary for mixer in model.layers if mixer.rotary is not None)
         return cls(
             dims, device, conv1d_kernel_size=sizes.pop() if len(sizes) == 1 else None, rotaries=tuple(rotaries),
-            compute_dtype=compute_dtype, **methods,
+            compute_dtype=compute_dtype, compiled=compiled, **methods,
         )  # fmt: skip
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, BatchPlan]:
@@ -50,6 +52,8 @@ class BatchSharding:
             layout=self.layout if self.dims.cp > 1 else "contiguous",
             conv1d_kernel_size=self.conv1d_kernel_size, device=self.device,
         )  # fmt: skip
+        if self.compiled:
+            context.mark_dynamic()
         mine = [slice(start, end) for start, end in context.fragments]
         local = {"tokens": batch.tokens, "labels": batch.labels}
         if self.dims.cp > 1:

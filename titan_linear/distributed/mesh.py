@@ -29,6 +29,11 @@ class ParallelDims:
         return self.dp_replicate * self.dp_shard
 
     @property
+    def sharded(self) -> bool:
+        """Several ranks have the same parameters, and share them: FSDP2's work."""
+        return self.fsdp_mesh.size() > 1
+
+    @property
     def dp_rank(self) -> int:
         return self.mesh.get_rank() // self.copies
 

@@ -19,13 +19,24 @@ from titan_linear.distributed.tensor_parallel import split_tensors
 from titan_linear.models.decoder import Decoder
 
 
-def parallelize(model: Decoder, dims: ParallelDims, *, ac_mode: str, policy: MixedPrecisionPolicy) -> None:
-    """Wrap a decoder (on the meta device) in place. Gradients become sums over all ranks, never means."""
+def parallelize(
+    model: Decoder, dims: ParallelDims, *, ac_mode: str, backend: str | None = None, policy: MixedPrecisionPolicy
+) -> None:
+    """Wrap a decoder (on the meta device) in place. Gradients become sums over all ranks, never means. Where no
+    other rank has the same parameters FSDP2 is left out: `ComputeCopies` (precision.py) brings its mixed precision.
+
+    backend: of torch.compile; None: nothing is compiled.
+    """
     if dims.tp > 1:
         split_tensors(model, dims)
+    if backend is not None:
+        from titan_linear.distributed.compiling import compile_layers  # imports the compiler
+
+        compile_layers(model, backend)
     if ac_mode == "full":
         checkpoint_layers(model)
-    shard(model, dims, policy)
+    if dims.sharded:
+        shard(model, dims, policy)
 
 
 def checkpoint_layers(model: Decoder) -> None:

@@ -10,7 +10,7 @@ from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.halo import with_halo
 from titan_linear.ops.options import boundaries_of, check_boundaries, check_cp, refuse
 from titan_linear.ops.states import States
-from titan_linear.ops.support import implementation
+from titan_linear.ops.support import implementation, outside_graphs
 from titan_linear.ops.torch import convolution as torch_convolution
 
 
@@ -20,7 +20,7 @@ def _triton() -> Any:
     return packed_conv1d
 
 
-IMPLEMENTATIONS = {"torch": lambda: torch_convolution.causal_conv1d, "triton": _triton}
+IMPLEMENTATIONS = {"torch": lambda: outside_graphs(torch_convolution.causal_conv1d), "triton": _triton}
 
 
 def causal_conv1d(

@@ -21,7 +21,7 @@ from titan_linear.ops.cp.kcp import Chains, incoming_states
 from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.options import DeltaRuleOptions, boundaries_of, check_boundaries, check_cp
 from titan_linear.ops.states import Inputs, States, state_dtype
-from titan_linear.ops.support import implementation, one_dtype
+from titan_linear.ops.support import implementation, one_dtype, outside_graphs
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule, normalise, step
 
 
@@ -128,7 +128,8 @@ class _DeltaRule(torch.autograd.Function):
             d_leaving = incoming_states(dS_ext, M, call.cp.reverse_chains, call.cp.group_name, reverse=True)
             final = States(d_leaving, call.cp.leaves_slot)
         else:
-            final = None if d_final is None else States(d_final.to(state_dtype(inputs)))
+            wanted = call.need_final and d_final is not None  # compiled code gives an empty gradient to empty states
+            final = States(d_final.to(state_dtype(inputs))) if wanted else None
         _, need_d_initial, *_ = ctx.needs_input_grad
         grads, d_initial = rule.backward(do, _initial(states, call, inputs), final, need_d_initial)
         return None, d_initial.to(states.dtype) if need_d_initial else None, *grads
@@ -177,8 +178,13 @@ def chunk_delta_rule(
     else:
         boundaries = boundaries_of(q, cu_seqlens, cp_context, cu_seqlens_cpu)
         call = Call(rule, options, boundaries, cp_context if several else None, output_final_state)
-        o, final = _DeltaRule.apply(call, initial_state, *inputs)
+        o, final = _apply(call, initial_state, *inputs)
     return o.unflatten(0, q.shape[:2]), final if output_final_state else None
+
+
+def _apply(call: Call, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    apply = outside_graphs(_DeltaRule.apply) if call.implementation is TorchDeltaRule else _DeltaRule.apply
+    return apply(call, *tensors)
 
 
 def _implementation(inputs: Inputs, impl: str) -> type[DeltaRule]:
@@ -203,7 +209,7 @@ def _over_heads(
     tokens = [tokens_to_heads(x, cp) for x in (q, k, v, g, beta)]
     gates = [None if x is None else x.view(cp.world_size, -1)[cp.rank] for x in (A_log, dt_bias)]
     inputs = Inputs(*(x.flatten(0, 1) for x in tokens), *gates)
-    o, _ = _DeltaRule.apply(Call(_implementation(inputs, impl), options, cp.stream, None, False), None, *inputs)
+    o, _ = _apply(Call(_implementation(inputs, impl), options, cp.stream, None, False), None, *inputs)
     return heads_to_tokens(o.unsqueeze(0), cp)
 
 

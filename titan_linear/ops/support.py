@@ -8,11 +8,12 @@ one that is named and not supported is a ValueError that says why.
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping
-from functools import cache
+from functools import cache, wraps
 from importlib.util import find_spec
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -148,6 +149,7 @@ DELTA_RULE = (*TRITON, dim_in("K", HEAD_DIMS), dim_in("V", HEAD_DIMS))
 TABLE: dict[str, dict[str, tuple[Check, ...]]] = {
     "chunk_kda": {"triton": (*DELTA_RULE, has_configurations("kda")), "torch": ()},
     "chunk_gated_delta_rule": {"triton": (*DELTA_RULE, has_configurations("gdn")), "torch": ()},
+    "cross_entropy": {"triton": (on_gpu, triton_installed, dtype_in(torch.float32)), "torch": ()},
     "causal_conv1d": {"triton": (*TRITON, dim_up_to("W", MAX_WIDTH)), "torch": ()},
     "attention": {
         "cpu": (on_cpu,),
@@ -218,6 +220,18 @@ def one_dtype(*tensors: torch.Tensor) -> torch.dtype | None:
 
 # What torch.compiler.assume_constant_result sets; that function imports the compiler, which costs two seconds.
 implementation._dynamo_marked_constant = True
+
+
+def outside_graphs(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fn for compiled code, which breaks off where it is called: it works on the host. `torch.compiler.disable` by
+    itself imports the compiler."""
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        compiler = sys.modules.get("torch._dynamo")
+        return fn(*args, **kwargs) if compiler is None else compiler.disable(fn)(*args, **kwargs)
+
+    return call
 
 
 @cache

@@ -96,7 +96,13 @@ def compile_launch(kernel, grid, arguments: dict, target: int = 90) -> dict:
     from triton.compiler import ASTSource
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    names = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int32: "*i32"}
+    names = {
+        torch.float32: "*fp32",
+        torch.bfloat16: "*bf16",
+        torch.float16: "*fp16",
+        torch.int32: "*i32",
+        torch.int64: "*i64",
+    }
     options = {key: arguments.pop(key) for key in ("num_warps", "num_stages", "maxnreg") if key in arguments}
     signature, constants, attributes = {}, {}, {}
     for i, (parameter, value) in enumerate(zip(kernel.params, (arguments[p.name] for p in kernel.params))):
@@ -201,6 +207,16 @@ def fold_case(K: int, V: int) -> None:
         launch(fold.fold, states, M, offsets, rows, rows, reverse)
 
 
+def cross_entropy_case() -> None:
+    import torch
+
+    from titan_linear.ops.triton import cross_entropy
+
+    logits, target = torch.empty(2048, 32000, device="meta"), torch.empty(2048, dtype=torch.int64, device="meta")
+    lse = launch(cross_entropy.row_logsumexp, logits)
+    launch(cross_entropy.softmax_gradient, logits, lse, target, torch.bfloat16)
+
+
 CASES: dict[str, tuple[Callable, tuple]] = {
     f"conv1d {dtype} W={W}": (conv1d_case, (dtype, W)) for dtype in ("bfloat16", "float32") for W in (2, 4)
 }
@@ -217,6 +233,7 @@ CASES |= {
     ]
 }
 CASES |= {
+    "cross-entropy": (cross_entropy_case, ()),
     "fold K=128 V=128": (fold_case, (128, 128)),
     "fold K=256 V=64": (fold_case, (256, 64)),
     "kda bfloat16 K=128 V=128 plain": (kda_case, ("bfloat16", 128, 128)),

@@ -7,6 +7,7 @@ apply a delta rule to normalised q and k, norm and gate each head's output, and 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from typing import ClassVar
 
 import torch
@@ -89,8 +90,8 @@ class DeltaMixer(nn.Module):
         )
         if cache is not None:
             cache["conv"] = tail
-        dims = self.head_dim, self.head_dim, self.v_head_dim
-        parts = qkv.split([len(weight) for weight in weights], -1)
+        dims, edges = (self.head_dim, self.head_dim, self.v_head_dim), [0, *accumulate(map(len, weights))]
+        parts = [qkv[..., a:b] for a, b in pairwise(edges)]  # slices: the compiler would keep what split gives
         return [part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True)]
 
     def _raw_gate(self, x: torch.Tensor) -> torch.Tensor:

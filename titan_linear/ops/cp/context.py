@@ -89,6 +89,7 @@ class CPContext:
     def mark_dynamic(self) -> None:
         """Tell torch.compile which sizes differ from batch to batch: those that count documents and chunks."""
         counted = [self.cu_seqlens, self.cu_seqlens_cpu, self.enters_slot, self.leaves_slot]
+        counted += [self.stream.cu_seqlens, self.stream.cu_seqlens_cpu]  # now: compiled code cannot take its lock
         for table in (*counted, *(x for chunks in self.boundaries.chunks.values() for x in chunks)):
             torch._dynamo.mark_dynamic(table, 0)
 

@@ -1,0 +1,368 @@
+"""Conversations: transformers' tokens, the answers alone learnt, in the cache, in streams and in runs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import tokenizers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import AutoTokenizer
+
+from tests.worlds import World
+from titan_linear.config import check_config, load_config
+from titan_linear.data import (
+    IGNORE,
+    ByteTokenizer,
+    Corpus,
+    PackedStreams,
+    build_tokenizer,
+    load_corpus,
+    open_corpus,
+    verify_corpus,
+    write_corpus,
+)
+from titan_linear.data.chat import Conversations
+from titan_linear.train import Trainer
+from tools import corpus as tool
+
+PLAIN = """\
+{{- bos_token }}
+{%- if tools %}
+    {{- '<|im_start|>tools\\n' }}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{{ '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.role == 'user' and message.content is not string %}{{ raise_exception('no text') }}{% endif %}
+    {{- '<|im_start|>' + message.role + '\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}
+        {{- message.content }}
+        {%- if message.tool_calls %}{{ message.tool_calls | tojson }}{% endif %}
+        {{- '<|im_end|>' }}
+        {%- endgeneration %}
+        {{- '\\n' }}
+    {%- else %}
+        {{- message.content | trim + '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+MARKED = PLAIN
+UNMARKED = PLAIN.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+# Only the last answer keeps its reasoning.
+THINKING = UNMARKED.replace("{{- message.content }}", "{{- '<think>' if loop.last }}{{- message.content }}")
+
+TOOLS = [{"type": "function", "function": {"name": "area", "parameters": {"é": ["<", "number"]}}}]
+CALL = {"name": "area", "arguments": {"r": 2}}
+CHATS: list[dict] = [
+    {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]},
+    {"messages": [
+        {"role": "system", "content": "  Be brief.\n"}, {"role": "user", "content": "né 漢字?"},
+        {"role": "assistant", "content": "  🙂 two  words \n"}, {"role": "user", "content": "again"},
+        {"role": "assistant", "content": ""}]},
+    {"tools": TOOLS, "messages": [
+        {"role": "user", "content": "area?", "name": None},
+        {"role": "assistant", "content": "", "tool_calls": [CALL]},
+        {"role": "tool", "content": "12.6"}, {"role": "assistant", "content": "12.6"},
+        {"role": "assistant", "content": "<b> indeed </b>"}]},
+]  # fmt: skip
+SAID = [
+    f"{answer}<|im_end|>" for answer in ("Me.", "  🙂 two  words \n", "", json.dumps([CALL]), "12.6", "<b> indeed </b>")
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """folder(template): a tokenizer of Qwen's kind with a chat template."""
+
+    def make(template: str | None = MARKED, *, beside: bool = False, **settings: object) -> Path:
+        path = tmp_path_factory.mktemp("tokenizer")
+        tokenizer = tokenizers.Tokenizer(models.BPE())
+        tokenizer.normalizer = normalizers.NFC()
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder, tokenizer.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=True)
+        trainer = trainers.BpeTrainer(
+            vocab_size=320, special_tokens=["<|bos|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        )  # fmt: skip
+        tokenizer.train_from_iterator([json.dumps(CHATS)] * 5, trainer)
+        tokenizer.save(str(path / "tokenizer.json"))
+        settings = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", **settings}
+        if beside:
+            (path / "chat_template.jinja").write_text(template)
+        elif template is not None:
+            settings["chat_template"] = template
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+        (path / "tokenizer_config.json").write_text(json.dumps(settings))
+        return path
+
+    return make
+
+
+def as_lines(file: Path, records: list[dict]) -> Path:
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return file
+
+
+def documents(corpus: Corpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    for begin, end in zip(corpus.offsets[:-1], corpus.offsets[1:]):
+        yield corpus.tokens[begin:end], corpus.is_learnt(np.arange(begin, end))
+
+
+def runs(ids: np.ndarray, learnt: np.ndarray) -> list[list[int]]:
+    """The tokens of each answer."""
+    edges = np.flatnonzero(np.diff(learnt, prepend=False, append=False)).reshape(-1, 2)
+    return [ids[begin:end].tolist() for begin, end in edges]
+
+
+# --- tokens ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("template", [MARKED, UNMARKED])
+@pytest.mark.parametrize("beside", [False, True])
+def test_transformers_tokens(folder: Callable, template: str, beside: bool):
+    path = folder(template, beside=beside)
+    ours, theirs = Conversations(build_tokenizer(str(path))), AutoTokenizer.from_pretrained(path)
+    said = []
+    for chat, (ids, learnt) in zip(CHATS, ours.encode_batch(CHATS), strict=True):
+        expected = theirs.apply_chat_template(
+            chat["messages"], tools=chat.get("tools"), return_dict=True, return_assistant_tokens_mask=template is MARKED
+        )
+        assert ids.tolist() == expected["input_ids"] and ids.dtype == np.int64 and learnt.dtype == bool
+        if template is MARKED:
+            # transformers leaves out all but the first token of an answer's last character
+            assert (learnt >= np.array(expected["assistant_masks"], dtype=bool)).all()
+        said += [theirs.decode(run) for run in runs(ids, learnt)]
+    assert said == SAID  # with the end of the turn, and nothing after it
+
+
+def test_several_templates_by_name(folder: Callable):
+    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": MARKED}]
+    assert build_tokenizer(str(folder(several))).chat_template == MARKED
+
+
+def test_a_template_that_writes_answers_otherwise_later(folder: Callable):
+    encoder = Conversations(build_tokenizer(str(folder(THINKING))))
+    (ids, learnt), problem, _ = encoder.encode_batch(CHATS)
+    assert encoder._tokenizer.decode(runs(ids, learnt)[0]) == "<think>Me."
+    assert problem.startswith("message 3: the chat template writes this answer otherwise as a prompt, or once the")
+    assert "put {% generation %} and {% endgeneration %} around answers" in problem
+
+
+USER, ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}
+
+
+@pytest.mark.parametrize(
+    ("template", "messages", "problem"),
+    [
+        (MARKED, "Hi", "'messages' is no list of objects with a 'role'"),
+        (MARKED, [{"from": "user", "value": "x"}], "'messages' is no list of objects with a 'role'"),
+        (MARKED, [], "no answer to learn"),
+        (MARKED, [USER], "no answer to learn"),
+        (UNMARKED, [USER], "no answer to learn"),
+        (MARKED, [{"role": "user", "content": ["x"]}], "the chat template refuses it: TemplateError: no text"),
+        ("{{ strftime_now('%d') }}", [USER, ASSISTANT], "refuses it: UndefinedError: 'strftime_now' is undefined"),
+        ("{{ messages.append(1) }}", [USER, ASSISTANT], "refuses it: SecurityError"),
+        ("{{ ''.__class__.__mro__[1].__subclasses__() }}", [USER], "refuses it: SecurityError"),
+        ("{{ 1 // 0 }}", [USER], "refuses it: ZeroDivisionError"),
+    ],
+)  # fmt: skip
+def test_bad_conversations(folder: Callable, template: str, messages: object, problem: str):
+    (found,) = Conversations(build_tokenizer(str(folder(template)))).encode_batch([{"messages": messages}])
+    assert problem in found
+
+
+def test_tokenizers_without_a_template(folder: Callable):
+    for tokenizer in (ByteTokenizer(), build_tokenizer(str(folder(None)))):
+        with pytest.raises(ValueError, match=r"dataset_format = 'messages' needs a chat template.*or use 'completion'"):
+            Conversations(tokenizer)
+    with pytest.raises(ValueError, match=r"model\.tokenizer_path: its chat template is not one: .*; repair it"):
+        Conversations(build_tokenizer(str(folder("{% if %}"))))
+
+
+# --- on disk -----------------------------------------------------------------------------------------------------
+
+
+def test_completions_of_bytes(tmp_path: Path):
+    pairs = [{"prompt": "2+2=", "completion": "4"}, {"prompt": "", "completion": "é"}]
+    file = as_lines(tmp_path / "a.jsonl", [*pairs, {"prompt": "x", "completion": ""}, {"prompt": 3, "completion": "x"}])
+    with pytest.raises(ValueError, match=r"line 3: no answer to learn: 'completion' is empty; training.on_bad_doc"):
+        opened(file, tmp_path, dataset_format="completion")
+    corpus = opened(file, tmp_path, dataset_format="completion", on_bad_document="skip")
+    first, second = documents(corpus)
+    assert bytes(first[0][:-1].astype(np.uint8)) == b"2+2=4" and first[1].tolist() == [False] * 4 + [True] * 2
+    assert second[0].tolist() == [0xC3, 0xA9, 256] and second[1].all()
+    line, warning = corpus.summary.splitlines()
+    assert "2 documents, 9 tokens, 5 of them in answers, in " in line
+    assert "2 bad documents skipped" in warning and "line 4: 'prompt' is int, not text" in warning
+
+
+def opened(file: Path, tmp_path: Path, tokenizer: object = None, dataset: str = "jsonl", **options: object) -> Corpus:
+    options = {"dataset_format": "messages", "cache_dir": tmp_path / "cache", **options}
+    corpus = open_corpus(dataset, str(file), tokenizer or ByteTokenizer(), **options)
+    verify_corpus(corpus)
+    return corpus
+
+
+def test_records_of_each_kind(folder: Callable, tmp_path: Path):
+    """The same corpus; and with another template another one, though no token differs."""
+    tokenizer = build_tokenizer(str(folder(MARKED)))
+    lines = as_lines(tmp_path / "a.jsonl", CHATS)
+    arguments = [chat | {"messages": [m | {"tool_calls": None} for m in chat["messages"]]} for chat in CHATS[:2]]
+    table = pa.Table.from_pylist(arguments)
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.OSFile(str(tmp_path / "a.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write_table(table)
+    corpus = opened(lines, tmp_path, tokenizer)
+    decode = partial(tokenizer._tokenizer.decode, skip_special_tokens=False)
+    assert [decode(answer) for document in documents(corpus) for answer in runs(*document)] == SAID
+    two = {opened(tmp_path / f"a.{kind}", tmp_path, tokenizer, kind).fingerprint for kind in ("parquet", "arrow")}
+    assert two == {opened(as_lines(tmp_path / "b.jsonl", CHATS[:2]), tmp_path, tokenizer).fingerprint}
+    with pytest.raises(
+        ValueError, match=r"no column 'prompt' \(it has: 'messages'\); rename the field, or set training.d"
+    ):
+        opened(tmp_path / "a.parquet", tmp_path, tokenizer, "parquet", dataset_format="completion")
+    short = build_tokenizer(str(folder(MARKED.replace("{{- '<|im_end|>' }}\n        {%- endgeneration %}",
+                                                      "{%- endgeneration %}{{- '<|im_end|>' }}"))))  # fmt: skip
+    other = opened(as_lines(tmp_path / "c.jsonl", CHATS[2:]), tmp_path, short, on_bad_document="skip")
+    assert other.num_tokens == len(list(documents(corpus))[2][0]) and "no answer ends in the tokenizer's end token" in (
+        other.summary.splitlines()[1])  # fmt: skip
+    whole = opened(as_lines(tmp_path / "c.jsonl", CHATS[2:]), tmp_path, tokenizer)
+    assert np.array_equal(whole.tokens, other.tokens) and np.array_equal(whole.hashes, other.hashes)
+    assert whole.fingerprint != other.fingerprint and whole.folder != other.folder
+
+
+def test_stopped_and_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("titan_linear.data.tokenise.BLOCK_DOCUMENTS", 10)
+    monkeypatch.setattr("titan_linear.data.cache.JOURNAL_SECONDS", 0)
+    pairs = [{"prompt": "a" * (i % 7), "completion": f"answer {i}"} for i in range(30)]
+    file = as_lines(tmp_path / "a.jsonl", pairs)
+    whole = opened(file, tmp_path, dataset_format="completion")
+
+    class Interrupted(ByteTokenizer):
+        left = 15
+
+        def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+            self.left -= 1
+            if not self.left:
+                raise KeyboardInterrupt
+            return super().encode_batch(texts)
+
+    cache = tmp_path / "stopped"
+    with pytest.raises(KeyboardInterrupt):
+        opened(file, tmp_path, Interrupted(), dataset_format="completion", cache_dir=cache)
+    (temporary,) = cache.glob("*.tmp")
+    assert json.loads((temporary / "progress.json").read_text())["num_answers"] == 10
+    with (temporary / "answers.bin").open("ab") as torn:
+        torn.write(b"torn")
+    assert opened(file, tmp_path, dataset_format="completion", cache_dir=cache).info == whole.info
+    monkeypatch.setattr("titan_linear.data.cache.worker_count", lambda _: 2)
+    assert opened(file, tmp_path, dataset_format="completion", cache_dir=tmp_path / "two").info == whole.info
+
+
+def test_the_tool_and_a_corpus_of_tokens(tmp_path: Path, capsys: pytest.CaptureFixture):
+    file = as_lines(tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": "4"}])
+    argv = ["write", str(tmp_path / "tokens"), "--path", str(file), "--format", "completion", "--dataset"]
+    assert tool.main([*argv, "text"]) == 2 and "--format completion is for" in capsys.readouterr().err
+    assert tool.main([*argv, "jsonl"]) == 0 and "2 of them in answers" in capsys.readouterr().out
+    corpus = open_corpus("tokens", str(tmp_path / "tokens"), ByteTokenizer())
+    assert corpus.fingerprint == opened(file, tmp_path, dataset_format="completion").fingerprint
+    answers = tmp_path / "tokens" / "answers.bin"
+    for damaged in (answers.read_bytes()[:-8], b"\xff" * 16):
+        answers.write_bytes(damaged)
+        with pytest.raises(ValueError, match=r"answers\.bin .*restore it from a copy"):
+            load_corpus(tmp_path / "tokens")
+
+
+def test_own_tokens_with_answers(tmp_path: Path):
+    ids, learnt = np.arange(5), np.array([0, 1, 1, 0, 1], dtype=bool)
+    write_corpus(tmp_path / "c", [(ids, learnt), (ids, ~learnt)], ByteTokenizer(), answers=True)
+    corpus = load_corpus(tmp_path / "c")
+    assert corpus.answers.tolist() == [1, 3, 4, 5, 5, 6, 8, 9]
+    assert [d[1].tolist() for d in documents(corpus)] == [learnt.tolist(), (~learnt).tolist()]
+    for wrong in (np.zeros(5, dtype=bool), np.ones(4, dtype=bool)):
+        with pytest.raises(ValueError, match=r"document 0: which of its tokens are learnt is \[n\] bool, one at least"):
+            write_corpus(tmp_path / "d", [(ids, wrong)], ByteTokenizer(), answers=True)
+
+
+# --- in streams and runs -----------------------------------------------------------------------------------------
+
+
+def test_streams(tmp_path: Path):
+    """Those of the same tokens, all learnt, but for labels of tokens that are not."""
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, 257, n) for n in (1, 7, 30, 2, 64, 5)]
+    learnt = [rng.random(len(d)) < 0.4 for d in ids]
+    for mask in learnt:
+        mask[-1] = True
+    write_corpus(tmp_path / "all", ids, ByteTokenizer())
+    write_corpus(tmp_path / "answers", zip(ids, learnt, strict=True), ByteTokenizer(), answers=True)
+    # the same once more, each token's place in the vocabulary saying whether it is learnt
+    write_corpus(tmp_path / "marks", [m.astype(int) for m in learnt], ByteTokenizer())
+    every, some, marks = (
+        PackedStreams(load_corpus(tmp_path / name), np.arange(6), seq_len=20, seed=1)
+        for name in ("all", "answers", "marks")
+    )
+    for i in range(20):
+        for name in ("tokens", "cu_seqlens", "position_ids"):
+            assert np.array_equal(getattr(some[i], name), getattr(every[i], name))
+        assert np.array_equal(some[i].labels, np.where(marks[i].labels == 1, every[i].labels, IGNORE))
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"training.dataset_format": "messages"}, r"dataset_format = 'messages' is for training\.dataset = jsonl,"),
+        ({"training.dataset": "tokens", "training.dataset_path": "x", "training.dataset_format": "completion"},
+         r"it is 'tokens'; remove the format \(a corpus of tokens knows its answers\)"),
+        ({"training.dataset": "jsonl", "training.dataset_path": "x", "training.dataset_format": "messages",
+          "training.dataset_text_field": "body"}, r"dataset_text_field = 'body' is not used by training\."),
+    ],
+)  # fmt: skip
+def test_keys_that_contradict(keys: dict[str, str], message: str):
+    with pytest.raises(ValueError, match=message):
+        check_config(load_config([f"--{key}={value}" for key, value in keys.items()]), 1)
+
+
+def trained(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[int, list[float]]:
+    os.environ["XDG_CACHE_HOME"] = cache
+    trainer = Trainer(load_config(argv))
+    begins_from, losses = trainer.step, []
+    while trainer.step < trainer.config.training.steps:
+        losses.append(trainer.train_step()["loss"])
+        trainer.save(last=False)
+    return begins_from, [*losses, trainer.validate()]
+
+
+def test_runs(folder: Callable, tmp_path: Path, worlds: Callable[[int], World]):
+    """Losses of answers do not depend on the processes, and a run resumes in the middle."""
+    words = ["four", "eight", "sixteen", "two and a half", "a lot"]
+    chats = [
+        {"messages": [m for i in range(n % 3 + 1) for m in (
+            {"role": "user", "content": f"{n} and {i}?"}, {"role": "assistant", "content": words[(n + i) % 5]})]}
+        for n in range(60)
+    ]  # fmt: skip
+    keys = {
+        "training.dataset": "jsonl", "training.dataset_path": as_lines(tmp_path / "chats.jsonl", chats),
+        "training.dataset_format": "messages", "model.tokenizer_path": folder(UNMARKED), "training.seq_len": 64,
+        "training.dtype": "float64", "training.global_batch_size": 4, "training.steps": 3, "validation.enable": "true",
+        "validation.holdout": 0.2,
+    }  # fmt: skip
+
+    def run(processes: int, name: str, **more: object) -> list[tuple[int, list[float]]]:
+        given = keys | {"job.dump_folder": tmp_path / name} | {k.replace("__", "."): v for k, v in more.items()}
+        argv = [text for key, value in given.items() for text in (f"--{key}", str(value))]
+        return worlds(processes).run(trained, argv, str(tmp_path))
+
+    ((_, alone),) = run(1, "alone")
+    for _, losses in run(2, "cp", parallelism__context_parallel_degree=2):
+        assert losses == pytest.approx(alone, rel=1e-9)
+    run(1, "resumed", training__steps=1, lr_scheduler__total_steps=3)
+    for begins_from, losses in run(2, "resumed", lr_scheduler__total_steps=3):  # dp 2
+        assert begins_from == 1 and losses == pytest.approx(alone[1:], rel=1e-9)

@@ -1,0 +1,210 @@
+"""Conversations: a record's tokens, and which of them are learnt. `training.dataset_format` chooses one of
+
+    messages     `messages`, a list of {"role", "content"}, and `tools` if there are any, as the chat template of the
+                 tokenizer's folder writes them; learnt are the answers, the messages of the role "assistant"
+    completion   `prompt` and `completion`, two texts, each tokenised by itself, and the end token; learnt is what
+                 follows the prompt
+
+A chat template is a jinja2 program of somebody else. It runs in jinja2's sandbox and sees the record and the names of
+special tokens, and nothing else: no clock either (`strftime_now` is not defined), so that the same record always gives
+the same tokens. Those are what transformers' `apply_chat_template` gives.
+
+An answer is what the template has between {% generation %} and {% endgeneration %}. Where it has none of these, the
+conversation is rendered up to each answer, as a prompt and with it: if the first text begins the second, and the second
+the whole, the answer is what the second has more, up to the special token that ends it. A template that writes an
+answer otherwise once the conversation goes on (drops its reasoning, say) has no such texts: the document is a bad one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import jinja2
+import numpy as np
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from titan_linear.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+
+Record = Mapping[str, Any]
+Learnt = tuple[np.ndarray, np.ndarray]  # tokens [n] int64, and which of them are learnt [n] bool
+ANSWERER = "assistant"
+_BEGIN, _END = "\ufdd0answer\ufdd1", "\ufdd0/answer\ufdd1"  # around what is learnt; noncharacters: no text has them
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+_REMEDY = "put {% generation %} and {% endgeneration %} around answers in the chat template (docs/data.md)"
+
+
+class RecordEncoder(Protocol):
+    """Gives the tokens of records, or says what is wrong with them.
+
+    fingerprint: changes whenever the tokens of some record may change, by another cause than the tokenizer.
+    """
+
+    fingerprint: str
+
+    def encode_batch(self, records: Sequence[Record]) -> list[Learnt | str]: ...
+
+
+class Completions:
+    """`prompt` and `completion`, two texts."""
+
+    fingerprint = "completion"
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+
+    def encode_batch(self, records: Sequence[Record]) -> list[Learnt | str]:
+        return [self._encode(record["prompt"], record["completion"]) for record in records]
+
+    def _encode(self, prompt: object, completion: object) -> Learnt | str:
+        for name, text in (("prompt", prompt), ("completion", completion)):
+            if not isinstance(text, str):
+                return f"{name!r} is {type(text).__name__}, not text"
+        if not completion:
+            return "no answer to learn: 'completion' is empty"
+        eos = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
+        before, after = self._tokenizer.encode_batch([prompt, completion])
+        ids = np.concatenate([before, after, np.array(eos, dtype=np.int64)])
+        return _with_answer(ids, np.arange(len(ids)) >= len(before))
+
+
+class Conversations:
+    """`messages`, by the tokenizer's chat template.
+
+    ValueError: the tokenizer has none, or it is no template.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        source = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
+        if source is None:
+            raise ValueError(
+                "training.dataset_format = 'messages' needs a chat template, and the tokenizer has none: set "
+                "model.tokenizer_path to a folder with one (chat_template in tokenizer_config.json, or a "
+                "chat_template.jinja beside tokenizer.json; docs/data.md has an example), or use 'completion'"
+            )
+        try:
+            self._template = _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"model.tokenizer_path: its chat template is not one: {error}; repair it") from error
+        self._marks, self._tokenizer = bool(_GENERATION.search(source)), tokenizer
+        self._names = tokenizer.token_names
+        content = json.dumps([source, self._names, tokenizer.special_tokens])
+        self.fingerprint = "messages-" + hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+    def encode_batch(self, records: Sequence[Record]) -> list[Learnt | str]:
+        return [self._encode(record) for record in records]
+
+    def _encode(self, record: Record) -> Learnt | str:
+        messages = record["messages"]
+        if not isinstance(messages, list) or not all(isinstance(m, dict) and _has_role(m) for m in messages):
+            return "'messages' is no list of objects with a 'role'"
+        # Saved tables give every message the fields of all, null where it has none of its own.
+        messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
+        try:
+            text, answers = self._rendered(messages, record.get("tools") or None)
+        except _Problem as problem:
+            return str(problem)
+        except Exception as error:  # the template's own, whatever it is
+            return f"the chat template refuses it: {type(error).__name__}: {error}"
+        ids, places = self._tokenizer.encode_with_places(text)  # places [n, 2]: characters of each token
+        learnt = np.zeros(len(ids), dtype=bool)
+        for begin, end in answers:
+            learnt |= (places[:, 0] < end) & (begin < places[:, 1])
+        return _with_answer(ids, learnt)
+
+    def _rendered(self, messages: list[Record], tools: object) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and the ranges of its characters that are answers."""
+
+        def render(messages: list[Record], prompts: bool = False) -> str:
+            return self._template.render(
+                messages=messages, tools=tools, documents=None, add_generation_prompt=prompts, **self._names
+            )
+
+        whole = render(messages)
+        if self._marks:
+            return _cut_marks(whole)
+        answers = []
+        for i, message in enumerate(messages):
+            if message["role"] != ANSWERER:
+                continue
+            prompt, answered = render(messages[:i], prompts=True), render(messages[: i + 1])
+            if not (answered.startswith(prompt) and whole.startswith(answered)):
+                raise _Problem(
+                    f"message {i + 1}: the chat template writes this answer otherwise as a prompt, or once the "
+                    f"conversation goes on; {_REMEDY}, or let conversations end in such an answer"
+                )
+            closed = answered.rstrip()  # what follows the end of the turn is no part of the answer
+            end = len(closed if closed.endswith(self._tokenizer.special_tokens) else answered)
+            answers.append((len(prompt), end))
+        return whole, answers
+
+
+class _Problem(Exception):
+    """What is wrong with a document."""
+
+
+def _has_role(message: Record) -> bool:
+    return isinstance(message.get("role"), str)
+
+
+def _with_answer(ids: np.ndarray, learnt: np.ndarray) -> Learnt | str:
+    """The first token is never predicted."""
+    return (ids, learnt) if learnt[1:].any() else f"no answer to learn: nothing is said by the role {ANSWERER!r}"
+
+
+def _cut_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
+    """A text without its marks, and the ranges that were between them."""
+    parts = re.split(f"({_BEGIN}|{_END})", text)
+    plain, length, answers = [], 0, []
+    for part in parts:
+        if part == _BEGIN:
+            answers.append((length, length))
+        elif part == _END:
+            answers[-1] = answers[-1][0], length
+        else:
+            plain.append(part)
+            length += len(part)
+    return "".join(plain), answers
+
+
+# --- jinja2 ----------------------------------------------------------------------------------------------------------
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    """What chat templates are written for: transformers' environment, but for the clock."""
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    return environment
+
+
+class _Generation(Extension):
+    """{% generation %} … {% endgeneration %}: what is between is written with marks around it."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2's own way)
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
+        return nodes.Scope([begin, *body, end]).set_lineno(line)
+
+
+def _to_json(
+    value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:  # fmt: skip
+    """jinja2's own escapes HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)

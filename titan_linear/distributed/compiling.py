@@ -1,0 +1,54 @@
+"""torch.compile for layers, and what their graphs compute again in backward instead of keeping it.
+
+Imported where something is compiled: the compiler is slow to import.
+"""
+
+from __future__ import annotations
+
+from operator import getitem
+from pathlib import Path
+
+import torch
+import torch._functorch.config
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.utils.checkpoint import CheckpointPolicy
+
+from titan_linear.models.decoder import Decoder
+
+CHEAP = ("conv1d",)  # as fast as reading what it would have to keep
+PREPARE, RECOMPUTE = ("kda_prepare", "gdn_prepare"), ("kda_recompute", "gdn_recompute")
+
+
+def compile_layers(model: Decoder, backend: str) -> None:
+    """Compile each layer's `forward`: layers of one kind share their code, and documents do not change it.
+
+    What is between products and our operators is computed again in backward: norms, gates, activations.
+    """
+    # By default only if the product that reads it could be fused with it.
+    torch._functorch.config.ban_recompute_materialized_backward = False
+    options = {"joint_custom_pre_pass": ComputedAgain()} if backend == "inductor" else None
+    for layer in model.layers:
+        layer.forward = torch.compile(layer.forward, backend=backend, options=options)
+
+
+class ComputedAgain(CustomGraphPass):
+    """Marks the operators of ours that are cheap, and the chunks of a delta rule that backward prepares again as it
+    does uncompiled: the compiler would find that both calls are the same, and keep all of what the first one gave."""
+
+    def __call__(self, graph: fx.Graph) -> None:
+        names = {node: _own_name(node) for node in graph.nodes}
+        again = CHEAP if set(RECOMPUTE) & set(names.values()) else (*CHEAP, *PREPARE)
+        for node, name in names.items():
+            if name in again:
+                for marked in (node, *(user for user in node.users if user.target is getitem)):
+                    marked.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+    def uuid(self) -> bytes:
+        return get_hash_for_files((str(Path(__file__)),))
+
+
+def _own_name(node: fx.Node) -> str:
+    """Of one of our operators, or ""."""
+    own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "titan_linear"
+    return node.target._opname if own else ""
