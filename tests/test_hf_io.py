@@ -134,13 +134,13 @@ def with_even_vocabulary(source: Path, folder: Path) -> Path:
     return folder
 
 
-def test_in_and_out_with_tensor_parallelism(
+def test_in_and_out_with_tensor_and_expert_parallelism(
     folders: Callable[[str], Path], worlds: Callable[[int], World], tmp_path: Path
 ) -> None:
-    """Two ranks of tp, each with two shards: parts of rows, of columns and of fused tensors."""
+    """Two ranks of tp, each with two shards, or half of the experts: parts of rows, of columns, of fused tensors."""
     sources = [with_even_vocabulary(folders(name), tmp_path / f"in {name}") for name in hf_models.MODELS]
     paths = [(source, tmp_path / f"out {i}") for i, source in enumerate(sources)]
-    worlds(4).run(workers.in_and_out, paths, 1, 2)
+    worlds(4).run(workers.in_and_out, paths, 1, 2, 2)
     assert all(tensor_bytes(target) == tensor_bytes(source) for source, target in paths)
 
 

@@ -55,6 +55,7 @@ def preflight(config: Config, world_size: int) -> None:
     if line := vocabulary(config, model, tokenizer):
         print(line, flush=True)
     check_tensor_parallel(model, config)
+    check_expert_parallel(model, config)
     check_heads(model, config)
     if warning := spans_nodes(config, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))):
         print(warning, flush=True)
@@ -164,6 +165,18 @@ def check_tensor_parallel(model: ModelConfig, config: Config) -> None:
         raise ValueError(
             f"parallelism.tensor_parallel_degree = {degree} cannot split the {', '.join(left)} in model.name = "
             f"{config.model.name!r}, model.flavor = {config.model.flavor!r}; use {fitting}"
+        )
+
+
+def check_expert_parallel(model: ModelConfig, config: Config) -> None:
+    """Experts that the ranks do not divide."""
+    degree = config.parallelism.expert_parallel_degree
+    experts = model.moe.num_experts if model.moe else 0
+    if degree > 1 and (not experts or experts % degree):
+        what = f"has {experts} experts, which this does not divide" if experts else "has no experts"
+        raise ValueError(
+            f"parallelism.expert_parallel_degree = {degree}: model.name = {config.model.name!r}, model.flavor = "
+            f"{config.model.flavor!r} {what}; use {'a divisor' if experts else '1'}"
         )
 
 

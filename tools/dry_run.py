@@ -35,14 +35,15 @@ from torch.autograd.graph import saved_tensors_hooks
 from titan_linear.build import DTYPES, model_config, model_without_tokenizer, tokenizer_path, unallocated
 from titan_linear.config import Config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer
+from titan_linear.distributed.experts import spread_experts
 from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.moe import MoE
+from titan_linear.models.moe import AtHome, Experts, MoE
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.collectives import Ranks
-from titan_linear.preflight import check_tensor_parallel
+from titan_linear.preflight import check_expert_parallel, check_tensor_parallel
 
 GIB = 2**30
 SAMPLE = 512  # tokens of which activations are counted; they grow linearly
@@ -69,6 +70,7 @@ def main(argv: list[str]) -> int:
         config = load_config(run, cuda=True)
         model = planned_model(config)
         check_tensor_parallel(model, config)
+        check_expert_parallel(model, config)
         reports = {gpus: memory(config, model, gpus) for gpus in args.gpus}
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -92,10 +94,12 @@ def memory(config: Config, model_config: ModelConfig, gpus: int) -> dict[str, fl
     t = config.training
     _, shards = data_parallel_degrees(config, gpus)
     shards *= config.parallelism.context_parallel_degree
+    ep = config.parallelism.expert_parallel_degree
     types = Types(*(DTYPES[d].itemsize for d in (t.dtype, t.mixed_precision_param, t.mixed_precision_reduce)))
     model = unallocated(model_config, DTYPES[t.dtype])
     _leave_part(model, config)
-    trained = [(p, _owned(p, shards)) for p in _sharded(model)]
+    experts = {p for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
+    trained = [(p, _owned(p, shards // ep if p in experts else shards)) for p in _sharded(model)]
     whole = replicated_parameters(model)
     stored = sum(n for _, n in trained) * types.stored + sum(p.numel() * p.element_size() for p in whole)
     return {
@@ -109,9 +113,15 @@ def memory(config: Config, model_config: ModelConfig, gpus: int) -> dict[str, fl
 
 
 def _leave_part(model: Decoder, config: Config) -> None:
-    """Of each tensor what one rank of tensor parallelism has; on the meta device its group is not asked for."""
-    if (degree := config.parallelism.tensor_parallel_degree) > 1:
-        leave_part(model, Ranks("", degree, 0))
+    """Of each tensor what one rank of tensor and expert parallelism has; on the meta device its groups are not asked
+    for. Rows for experts stay here: as many come as go, if loads are equal."""
+    p = config.parallelism
+    if p.expert_parallel_degree > 1:
+        spread_experts(model, Ranks("", p.expert_parallel_degree, 0))
+        for moe in (m for m in model.modules() if isinstance(m, MoE)):
+            moe.dispatch = AtHome
+    if p.tensor_parallel_degree > 1:
+        leave_part(model, Ranks("", p.tensor_parallel_degree, 0))
 
 
 def _sharded(model: nn.Module) -> list[nn.Parameter]:
@@ -158,7 +168,7 @@ def _saved_per_token(config: Config, model: ModelConfig, layer: int, dtype: torc
     _leave_part(decoder, config)
     block = decoder.layers[layer]
     if isinstance(block.mlp, MoE):
-        block.mlp._routed = partial(_routed_by_one, block.mlp)
+        block.mlp.experts.forward = partial(_one_expert, block.mlp.experts)
     parameters = {p.untyped_storage()._cdata for p in block.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -173,13 +183,10 @@ def _saved_per_token(config: Config, model: ModelConfig, layer: int, dtype: torc
     return sum(storage.nbytes() for storage in kept.values()) / tokens
 
 
-def _routed_by_one(moe: MoE, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """`MoE._routed` with the shapes of `top_k` experts and no counts, which the meta device cannot know."""
-    rows = x[torch.arange(len(x) * moe.config.top_k, device="meta") // moe.config.top_k]
-    gate, up = nn.functional.linear(rows, moe.experts.gate_up_proj[0].flatten(0, 1)).chunk(2, -1)
-    y = nn.functional.linear(nn.functional.silu(gate) * up, moe.experts.down_proj[0])
-    y = y[experts.flatten()].unflatten(0, (-1, moe.config.top_k))  # sorted back
-    return (weights.to(y.dtype).unsqueeze(1) @ y).squeeze(1)
+def _one_expert(experts: Experts, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """`Experts.forward` with all rows for one, whatever the counts are: the meta device cannot know them."""
+    gate, up = nn.functional.linear(x, experts.gate_up_proj[0].flatten(0, 1)).chunk(2, -1)
+    return nn.functional.linear(nn.functional.silu(gate) * up, experts.down_proj[0])
 
 
 def describe(config: Config, model: ModelConfig) -> str:

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ops.inputs import boundaries
 from tests.worlds import World
 from titan_linear.distributed.mesh import build_mesh
-from titan_linear.distributed.tensor_parallel import split_tensors
+from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.init import initialise
@@ -41,7 +41,7 @@ def block_of(mixer: str, device: torch.device, tp: int = 1) -> Block:
     model = Decoder(config).to(device)
     initialise(model, seed=0)
     if tp > 1:
-        split_tensors(model, build_mesh(device.type, 1, 1, 1, tp))
+        leave_part(model, build_mesh(device.type, 1, 1, 1, tp).tp_ranks)
     return model.layers[0]
 
 
