@@ -269,7 +269,7 @@ class Trainer:
         parameters = sum(p.numel() for p in self.model.parameters())
         print(f"model {self.config.model.name}/{self.config.model.flavor}: {parameters:,} parameters", flush=True)
         print("\n".join(start_lines(choices)), flush=True)
-        print("mesh " + " × ".join(f"{name} {n}" for name, n in self.dims.degrees.items()), flush=True)
+        print(f"mesh {self.dims.description}", flush=True)
         if self.step:
             print(f"resuming from step {self.step}", flush=True)
         return MetricsLogger(self.config, start_step=self.step, start_tokens=self._tokens())

@@ -69,8 +69,15 @@ class ParallelDims:
 
     @property
     def degrees(self) -> dict[str, int]:
-        degrees = {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
+        """Of all dimensions; ep, which multiplies nothing, where it is used."""
+        degrees = {name: self.mesh.size(dim) for dim, name in enumerate(self.mesh.mesh_dim_names)}
         return degrees | ({"ep": self.ep} if self.ep > 1 else {})
+
+    @property
+    def description(self) -> str:
+        """For people: "dp_replicate 1 × dp_shard 2 × cp 2 × tp 1, ep 2"."""
+        sizes = [f"{name} {size}" for name, size in self.degrees.items()]
+        return ", ".join([" × ".join(sizes[: self.mesh.ndim]), *sizes[self.mesh.ndim :]])
 
     @cached_property
     def parameter_mesh(self) -> DeviceMesh:
