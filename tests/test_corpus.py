@@ -33,7 +33,7 @@ def test_write(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     written = open_corpus("tokens", str(tmp_path / "out" / "tokens"), ByteTokenizer())
     assert written.fingerprint == load_corpus(cache).fingerprint
     assert corpus.main(argv) == 2
-    assert "exists already: choose another folder" in capsys.readouterr().err
+    assert "exists already; choose another folder" in capsys.readouterr().err
     assert corpus.main([*argv[:-1], str(tmp_path / "nowhere")]) == 2
     assert capsys.readouterr().err.startswith(f"error: --path = '{tmp_path}/nowhere'")
 

@@ -18,9 +18,11 @@ from titan_linear.distributed.parallelize import materialise, parallelize, set_d
 from titan_linear.hf_io import owned
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Block, Decoder
-from titan_linear.models.mixers import MLA
+from titan_linear.models.init import initialise
+from titan_linear.models.mixers import GDN, KDA, MLA
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
+from titan_linear.ops.kept import contexts
 from tools import dry_run
 
 ROOT = Path(__file__).parents[1]
@@ -80,6 +82,29 @@ def test_activations_are_split_by_tensor_parallelism() -> None:
         assert 0.5 < part / whole < 0.65
 
 
+@pytest.mark.parametrize("mixer", [KDA, GDN])
+def test_what_selective_checkpointing_keeps(mixer: type[KDA] | type[GDN]) -> None:
+    """Of a linear layer by its kernels."""
+    one_head = mixer(heads=1, v_heads=1, head_dim=32, v_head_dim=32)
+    config, T = replace(preset("hybrid", "debug"), pattern=(one_head,), dim=32), 128
+    model = Decoder(config)
+    initialise(model, seed=0)
+    block, (forward, _) = model.layers[0], contexts()
+    with forward:
+        block(torch.randn(1, T, 32), BatchPlan(torch.arange(T), impl="triton"))
+    counted = dry_run._kept_per_token(load_config([]), config, 0, torch.float32)
+    assert counted == pytest.approx(forward.region.nbytes / T, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["hybrid", "kimi-linear"])
+def test_checkpointing_takes_memory_in_order(name: str) -> None:
+    sums = []
+    for mode in ("full", "selective", "none"):
+        config = load_config(["--model.name", name, "--activation_checkpoint.mode", mode], cuda=True)
+        sums.append(dry_run.memory(config, preset(name, "debug"), gpus=1)["activations"])
+    assert sums[0] < sums[1] < sums[2]
+
+
 def test_the_command(capsys: pytest.CaptureFixture) -> None:
     run = ["--training.seq_len", "4096", "--parallelism.context_parallel_degree", "2"]
     assert dry_run.main(["--gpus", "2", "8", "--", *run]) == 0
@@ -87,6 +112,7 @@ def test_the_command(capsys: pytest.CaptureFixture) -> None:
     assert lines[0].startswith("hybrid/debug: 5") and [line[:5] for line in lines[-2:]] == ["| 2 |", "| 8 |"]
     assert dry_run.main(["--gpus", "3", "--", *run]) == 2
     assert "need a multiple of 2 processes" in capsys.readouterr().err
+    assert dry_run.main(["--gpus", "0"]) == 2 and "--gpus 0 must be 1 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("config", sorted(ROOT.glob("train_configs/*.toml")), ids=lambda path: path.stem)

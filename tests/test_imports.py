@@ -18,7 +18,7 @@ LAYERS = (
     ("rundir",),
     ("distributed",),
     ("checkpoint",),
-    ("generate", "hf_io", "optim", "profiling"),
+    ("flops", "generate", "hf_io", "optim", "profiling"),
     ("metrics",),
     ("build",),
     ("preflight",),

@@ -13,7 +13,7 @@ import pytest
 
 from titan_linear import metrics
 from titan_linear.config import Config, load_config
-from titan_linear.metrics import MetricsLogger, is_logged, peak_memory_gib
+from titan_linear.metrics import MetricsLogger, Work, is_logged, peak_memory_gib
 
 ROOT = Path(__file__).parents[1]
 VALUES = {"loss": 2.5, "grad_norm": 0.75, "lr": 1e-3, "memory_gib": 1.5}
@@ -57,6 +57,24 @@ def test_a_step_is_a_flat_line(config, clock):
         {"step": 1, "tokens": 1000, "tokens_per_second": 500.0, "skipped": 0, **VALUES},
         {"step": 10, "tokens": 10000, "tokens_per_second": 3000.0, **VALUES},
     ]
+
+
+def test_rates_of_what_was_done(config, clock):
+    """Of the whole run: valid tokens; of one of its GPUs: TFLOP/s and, where the peak is known, their share of it."""
+    out, written = io.StringIO(), []
+    for peak in (None, 400.0):
+        logger = MetricsLogger(config, gpus=2, peak_tflops=peak, out=out)
+        clock[0] += 2
+        logger.log(1, tokens=1000, work=Work(flops=800 * 10**12, valid=900, waited=0.5), **VALUES)
+        logger.close()
+        written += lines(config)
+    without, known = written
+    rates = {"valid_tokens_per_second": 450.0, "tflops": 200.0, "data_wait": 0.25}
+    assert without == {"step": 1, "tokens": 1000, "tokens_per_second": 500.0, **rates, **VALUES}
+    assert known == without | {"mfu": 0.5}
+    shown = [re.sub(" +", " ", line) for line in out.getvalue().splitlines()]
+    assert "tok/s 500 TFLOP/s 200 wait 25.0% mem" in shown[0]
+    assert "tok/s 500 TFLOP/s 200 mfu 50.0% wait 25.0% mem" in shown[1]
 
 
 def test_time_outside_training_counts_for_no_step(config, clock):
@@ -141,9 +159,10 @@ def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
     from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
     config = configured(tmp_path, "--metrics.enable_tensorboard=true", "--optimizer.lr=0.125")
-    logger = MetricsLogger(config, out=io.StringIO())
+    logger = MetricsLogger(config, peak_tflops=1.0, out=io.StringIO())
     clock[0] += 6
-    logger.log(3, tokens=3, skipped_steps=0, data_seconds=0.5, memory_reserved_gib=2.0, **VALUES)
+    more = {"skipped_steps": 0, "data_seconds": 0.5, "memory_reserved_gib": 2.0}
+    logger.log(3, tokens=3, work=Work(flops=1, valid=1, waited=0.0), **more, **VALUES)
     logger.log_validation(3, 2.25)
     logger.close()
     assert "step_seconds" not in lines(config)[0] and lines(config)[0]["data_seconds"] == 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -121,3 +122,19 @@ def test_a_shipped_configuration_starts_with_one_line_changed(
     own.write_text(file.read_text().replace(line, 'dataset_path = "own.jsonl"'))
     config = load_config(["--job.config_file", str(own)])
     preflight(config, config.parallelism.context_parallel_degree)
+
+
+def test_the_first_hour_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The page's own configuration, with the texts that it takes."""
+    root = Path(__file__).parents[1]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    page = (root / "docs" / "first_hour.md").read_text()
+    _, _, copied = next(line for line in page.splitlines() if "cp docs" in line).partition("cp ")
+    *globs, texts = copied.split()
+    (tmp_path / texts).mkdir()
+    for file in (file for pattern in globs for file in root.glob(pattern)):
+        (tmp_path / texts / file.name).write_bytes(file.read_bytes())
+    block = page[page.index("    [job]") : page.index("What it resolves to")]
+    (tmp_path / "mine.toml").write_text(textwrap.dedent(block))
+    monkeypatch.chdir(tmp_path)
+    preflight(load_config(["--job.config_file", "mine.toml"]), 1)

@@ -78,6 +78,9 @@ SPLITS = {
     "accumulation": (1, {"training.local_batch_size": 1}),
     "full activation checkpointing": (2, {"parallelism.context_parallel_degree": 2,
                                           "activation_checkpoint.mode": "full"}),
+    "selective activation checkpointing": (4, {"parallelism.context_parallel_degree": 2,
+                                               "parallelism.tensor_parallel_degree": 2,
+                                               "activation_checkpoint.mode": "selective"}),
     **{
         f"cp 2 {method} {layout}": (2, {"parallelism.context_parallel_degree": 2,
                                         "parallelism.context_parallel_method": method,
@@ -92,7 +95,7 @@ SPLITS = {
 EXPERT_SPLITS = {
     "ep 2, dp 2": (2, {"parallelism.expert_parallel_degree": 2, "training.local_batch_size": 1}),
     "ep 2, dp 2 x cp 2": (4, {"parallelism.expert_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
-                              "training.local_batch_size": 2}),
+                              "training.local_batch_size": 2, "activation_checkpoint.mode": "selective"}),
     "ep 2, HSDP x cp 2 x tp 2": (8, {"parallelism.expert_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
                                      "parallelism.data_parallel_replicate_degree": 2,
                                      "parallelism.tensor_parallel_degree": 2, "training.local_batch_size": 1}),
@@ -102,6 +105,7 @@ FLOAT64_ONLY = [
     "HSDP x cp",
     "tp 2 x cp 2 zig-zag",
     "HSDP x tp",
+    "selective activation checkpointing",
     "cp 2 all heads",
     *(f"cp 2 {method} zigzag" for method in ("ring", "allgather", "ulysses")),
 ]

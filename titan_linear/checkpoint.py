@@ -304,7 +304,7 @@ def _read(path: Path, state: dict[str, dict[str, Any]], group: dist.ProcessGroup
     try:
         dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except dcp.CheckpointException as failure:  # a BaseException, the same on every rank
-        raise ValueError(f"'{path}' cannot be loaded: {_reasons(failure)}") from failure
+        raise ValueError(f"'{path}' cannot be loaded: {_reasons(failure)}; restore it from a copy") from failure
 
 
 # --- What is on disk -------------------------------------------------------------------------------------------------
@@ -350,7 +350,8 @@ def rewind(folder: Path, step: int, load_step: int) -> None:
             sync(folder)
     except OSError as error:
         raise ValueError(
-            f"checkpoint.load_step = {load_step}: '{folder}' cannot be written: {describe(error)}"
+            f"checkpoint.load_step = {load_step}: '{folder}' cannot be written: {describe(error)}; make room or give "
+            "the permission, and start again"
         ) from error
 
 
@@ -402,7 +403,7 @@ def weights_path(path: Path, key: str = "checkpoint.initial_load_path") -> Path:
             return folder / f"step-{steps[-1]}"
     raise ValueError(
         f"{key} = '{path}' is neither a whole checkpoint (a step-N folder with its {MANIFEST}) nor a folder of them, "
-        "nor the folder of a run that has one"
+        "nor the folder of a run that has one; give one of these"
     )
 
 

@@ -197,8 +197,9 @@ class Checkpoint(_Strict):
 class ActivationCheckpoint(_Strict):
     """Memory against time."""
 
-    mode: Literal["none", "full"] = "none"
-    """full: keep only the input of each layer and compute the layer again in backward."""
+    mode: Literal["none", "selective", "full"] = "none"
+    """full: keep only the input of each layer and compute the layer again in backward. selective: keep what attention,
+    the delta rule, the convolution and exchanges between ranks gave too, and compute the rest again."""
 
 
 class Compile(_Strict):
@@ -217,6 +218,9 @@ class Metrics(_Strict):
     """Steps between reports; the first step is always reported."""
     enable_tensorboard: bool = True
     """Write TensorBoard events to tb/ in job.dump_folder."""
+    peak_tflops: float = Field(0.0, ge=0)
+    """TFLOP/s that a GPU can reach at most in the type of compute, of which MFU is a share; 0: what is known of its
+    name. Of a GPU that is not known there is no MFU."""
 
 
 class Profiling(_Strict):
@@ -380,9 +384,9 @@ def _read_toml(path: str) -> dict[str, Any]:
         with open(path, "rb") as file:
             return tomllib.load(file)
     except OSError as error:
-        raise ValueError(f"job.config_file = {path!r} cannot be read: {error.strerror}") from None
+        raise ValueError(f"job.config_file = {path!r} cannot be read: {error.strerror}; give a TOML file") from None
     except ValueError as error:  # malformed TOML or UTF-8
-        raise ValueError(f"{path} is not TOML: {error}") from None
+        raise ValueError(f"{path} is not TOML: {error}; correct it there") from None
 
 
 def _read_command_line(argv: list[str]) -> dict[str, dict[str, Any]]:
@@ -591,7 +595,7 @@ def _check_types(t: Training) -> None:
     if "float64" in types and set(types) - {"float64", "auto"}:
         raise ValueError(
             f"training.dtype = {types[0]!r}, mixed_precision_param = {types[1]!r}, mixed_precision_reduce = "
-            f"{types[2]!r}: float64 is for all three or for none"
+            f"{types[2]!r}: float64 is for all three or for none; set them alike"
         )
     if t.dtype == "float64" and _on_cuda():
         raise ValueError(

@@ -101,9 +101,9 @@ def read_config(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"cannot be read ({error.strerror}); give a Hugging Face folder") from None
     except ValueError as error:
-        raise ValueError(f"is not JSON: {error}") from None
+        raise ValueError(f"is not JSON: {error}; fetch it again") from None
     if not isinstance(config, dict):
-        raise ValueError("is not a JSON object")
+        raise ValueError("is not a JSON object; fetch it again")
     return config
 
 
@@ -118,7 +118,7 @@ def open_folder(path: Path) -> Folder:
     headers = {file: read_header(path / file) for file in sorted(set(where.values()))}
     for name, file in where.items():
         if name not in headers[file]:
-            raise ValueError(f"'{path / file}' lacks tensor {name!r}, which {INDEX} says it holds")
+            raise ValueError(f"'{path / file}' lacks tensor {name!r}, which {INDEX} says it holds; fetch it again")
     config = read_config(path) if (path / CONFIG).is_file() else {}
     return Folder(path, config, {name: headers[file][name] for name, file in where.items()})
 
@@ -174,7 +174,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
             size = os.fstat(stream.fileno()).st_size
             header = json.loads(stream.read(length)) if 8 + length <= size else None
     except OSError as error:
-        raise ValueError(f"'{file}' cannot be read: {error.strerror}") from None
+        raise ValueError(f"'{file}' cannot be read: {error.strerror}; give the permission, or fetch it again") from None
     except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict):
@@ -250,8 +250,10 @@ def _index(path: Path) -> dict[str, str]:
     if (path / SINGLE).is_file():
         return dict.fromkeys(read_header(path / SINGLE), SINGLE)
     pickles = [file.name for pattern in PICKLES for file in sorted(path.glob(pattern))]
-    why = f"; {pickles[0]} is a pickle file, which is never loaded: convert it to safetensors" if pickles else ""
-    raise ValueError(f"'{path}' holds neither {INDEX} nor {SINGLE}{why}")
+    remedy = "give the folder of a model with its weights"
+    if pickles:
+        remedy = f"{pickles[0]} is a pickle file, which is never loaded: convert it to safetensors"
+    raise ValueError(f"'{path}' holds neither {INDEX} nor {SINGLE}; {remedy}")
 
 
 # --- Reading ---------------------------------------------------------------------------------------------------------
@@ -354,7 +356,7 @@ def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
             else:
                 return family
     why = "; ".join(reasons) or f"none has layers {', '.join(sorted(kind.name for kind in kinds))}"
-    raise ValueError(f"no Hugging Face architecture holds this model: {why}")
+    raise ValueError(f"no Hugging Face architecture holds this model: {why}; choose another preset, or no export")
 
 
 def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) -> None:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 import torch
 
@@ -33,6 +33,10 @@ TAGS = {  # name in metrics.jsonl → TensorBoard's; a name that is not here sta
     "tokens_per_second": "perf/tokens_per_second",
     "step_seconds": "perf/step_seconds",
     "data_seconds": "perf/data_seconds",
+    "data_wait": "perf/data_wait",
+    "valid_tokens_per_second": "perf/valid_tokens_per_second",
+    "tflops": "perf/tflops",
+    "mfu": "perf/mfu",
     "memory_gib": "memory/allocated_gib",
     "memory_reserved_gib": "memory/reserved_gib",
 }
@@ -57,44 +61,72 @@ def reserved_memory_gib() -> dict[str, float]:
     return {"memory_reserved_gib": torch.cuda.max_memory_reserved() / GIB} if torch.cuda.is_available() else {}
 
 
+class Work(NamedTuple):
+    """What all ranks did since the report before."""
+
+    flops: int  # of the model (see flops.py)
+    valid: int  # tokens with a label
+    waited: float  # seconds without work for the device, for want of data
+
+
 class MetricsLogger:
     """Writes metrics to the console, metrics.jsonl and tb/ in `job.dump_folder`.
 
     Args:
         start_step: the step this start resumes from (0: from the beginning); what was reported after it is cut.
         start_tokens: tokens seen up to that step.
+        gpus: that share the work.
+        peak_tflops: of one of them; None: not known, and there is no MFU.
     """
 
-    def __init__(self, config: Config, *, start_step: int = 0, start_tokens: int = 0, out: TextIO | None = None):
+    def __init__(
+        self, config: Config, *, start_step: int = 0, start_tokens: int = 0, gpus: int = 1,
+        peak_tflops: float | None = None, out: TextIO | None = None,
+    ):  # fmt: skip
         folder = config.job.dump_folder
         cut_metrics(folder, start_step)
         self.steps, self.out = config.training.steps, out or sys.stdout
+        self.gpus, self.peak_tflops = gpus, peak_tflops
         self.colour = self.out.isatty() and "NO_COLOR" not in os.environ
         self.file = open(Path(folder) / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         self.board = _tensorboard(config, start_step) if config.metrics.enable_tensorboard else None
         self.last = (time.perf_counter(), start_step, start_tokens)
 
     def log(
-        self, step: int, *, loss: float, grad_norm: float, lr: float, tokens: int, memory_gib: float, **more: float
-    ) -> None:
+        self, step: int, *, loss: float, grad_norm: float, lr: float, tokens: int, memory_gib: float,
+        work: Work | None = None, **more: float,
+    ) -> None:  # fmt: skip
         """Report a training step.
 
         Args:
-            loss: nats per token. tokens: seen by the whole run up to this step. more: further numbers by name.
+            loss: nats per token. tokens: seen by the whole run up to this step. work: done since the report before.
+            more: further numbers by name.
         """
         then, last_step, last_tokens = self.last
         now = time.perf_counter()
         per_second = (tokens - last_tokens) / (now - then)
+        rates = {} if work is None else self._rates(work, now - then)
         eta = (self.steps - step) * (now - then) / (step - last_step)
         if self.board is not None:
             self.board.add_scalar(TAGS["step_seconds"], (now - then) / (step - last_step), step)
         self.last = (now, step, tokens)
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens, "tokens_per_second": per_second}
-        self._write(step, values | {"memory_gib": memory_gib} | more)
+        self._write(step, values | rates | {"memory_gib": memory_gib} | more)
         self._print(step, [
             ("loss", f"{loss:.4f}", 32), ("grad", f"{grad_norm:.3g}", 33), ("lr", f"{lr:.2e}", 0),
-            ("tok/s", f"{per_second:,.0f}", 36), ("mem", f"{memory_gib:.2f} GiB", 0), ("eta", _duration(eta), 0),
+            ("tok/s", f"{per_second:,.0f}", 36), *_shown(rates), ("mem", f"{memory_gib:.2f} GiB", 0),
+            ("eta", _duration(eta), 0),
         ])  # fmt: skip
+
+    def _rates(self, work: Work, seconds: float) -> dict[str, float]:
+        """Valid tokens a second of the whole run, TFLOP/s of one GPU, as a share of its peak, and the share of time
+        without data."""
+        tflops = work.flops / seconds / self.gpus / 1e12
+        mfu = {} if self.peak_tflops is None else {"mfu": tflops / self.peak_tflops}
+        return {
+            "valid_tokens_per_second": work.valid / seconds, "tflops": tflops, **mfu,
+            "data_wait": min(work.waited / seconds, 1.0),
+        }  # fmt: skip
 
     def log_validation(self, step: int, loss: float, **more: float) -> None:
         """Report a validation after `step`: the loss in nats per token, and further numbers by name."""
@@ -144,6 +176,12 @@ def _tensorboard(config: Config, start_step: int) -> Any:
     board.add_custom_scalars(CHARTS)
     board.add_text("configuration", textwrap.indent(config_to_toml(config), "    "), start_step)  # indented: code
     return board
+
+
+def _shown(rates: dict[str, float]) -> list[tuple[str, str, int]]:
+    """What of `_rates` is on the console."""
+    formats = {"tflops": ("TFLOP/s", "{:.3g}", 36), "mfu": ("mfu", "{:.1%}", 36), "data_wait": ("wait", "{:.1%}", 0)}
+    return [(name, text.format(rates[key]), colour) for key, (name, text, colour) in formats.items() if key in rates]
 
 
 def _duration(seconds: float) -> str:

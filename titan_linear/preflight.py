@@ -20,7 +20,15 @@ from titan_linear.build import (
     under_key,
     vocabulary,
 )
-from titan_linear.checkpoint import REWOUND, find_step, holds_optimizer, read_progress, verify, weights_path
+from titan_linear.checkpoint import (
+    REWOUND,
+    Progress,
+    find_step,
+    holds_optimizer,
+    read_progress,
+    verify,
+    weights_path,
+)
 from titan_linear.config import Config, check_config, hf_weights, load_config
 from titan_linear.data import Tokenizer, build_tokenizer, verify_corpus
 from titan_linear.hf_io import check_folder
@@ -61,16 +69,16 @@ def preflight(config: Config, world_size: int) -> None:
         print(warning, flush=True)
     _check_hugging_face(config, model, tokenizer)
     implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    progress = _check_checkpoint(config) if config.checkpoint.enable else {}
     corpora = open_corpora(config, tokenizer, show_progress=True)
     for corpus in corpora:
         verify_corpus(corpus)
         print(corpus.summary, flush=True)
     build_streams(config, tokenizer)
-    if config.checkpoint.enable:
-        data = {"corpus": corpora[0].fingerprint, "tokenizer": tokenizer.fingerprint}
-        if len(corpora) > 1:
-            data["validation"] = corpora[1].fingerprint
-        _check_checkpoint(config, data)
+    data = {"corpus": corpora[0].fingerprint, "tokenizer": tokenizer.fingerprint}
+    if len(corpora) > 1:
+        data["validation"] = corpora[1].fingerprint
+    _check_data(config, progress, data)
 
 
 def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -82,14 +90,17 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
         under_key("checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model)
 
 
-def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
-    """The checkpoint that the run will resume from is whole, has all it needs, and was made with this data."""
+def _check_checkpoint(config: Config) -> Progress:
+    """The checkpoint that the run begins or resumes from is whole and has all it needs; of the latter, what it knows.
+
+    It comes before the corpus, which may take hours to tokenise.
+    """
     c, folder = config.checkpoint, checkpoint_folder(config)
     step = find_step(folder, c.load_step)
     if step is None:
         if c.initial_load_path and not c.initial_load_in_hf:
             verify(weights_path(Path(c.initial_load_path)))
-        return
+        return {}
     verify(folder / f"step-{step}")
     rewound = c.load_step not in (-1, step)
     if rewound:
@@ -109,13 +120,17 @@ def _check_checkpoint(config: Config, data: dict[str, str]) -> None:
             "start a new run with checkpoint.initial_load_path, or resume from an earlier checkpoint.load_step"
         )
     check_schedule(config, step)
-    progress = read_progress(folder / f"step-{step}")
+    return read_progress(folder / f"step-{step}")
+
+
+def _check_data(config: Config, progress: Progress, data: dict[str, str]) -> None:
+    """The run was trained on this data so far."""
     for key, (what, path_key) in CONTENT.items():
         known, given = progress.get(key), data.get(key)  # checkpoints of older versions know no validation corpus
         if known and given and known != given:
             raise ValueError(
                 f"{path_key} gives another {what} than the run in {config.job.dump_folder!r} has (fingerprints "
-                f"{given} and {known}): restore it, or start a new run in another job.dump_folder"
+                f"{given} and {known}); restore it, or start a new run in another job.dump_folder"
             )
 
 

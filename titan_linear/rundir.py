@@ -61,7 +61,9 @@ def lock_folder(folder: str) -> TextIO:
         Path(folder).mkdir(parents=True, exist_ok=True)
         file = open(Path(folder) / LOCK, "a+")  # noqa: SIM115 (the caller keeps it open)
     except OSError as error:
-        raise ValueError(f"job.dump_folder = {folder!r} cannot be written: {error.strerror}") from None
+        raise ValueError(
+            f"job.dump_folder = {folder!r} cannot be written: {error.strerror}; use another folder"
+        ) from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # POSIX allows either

@@ -40,9 +40,10 @@ from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.feed import Feed, MicroBatch
 from titan_linear.distributed.groups import on_rank_0, process_group, set_timeout, unhurried, unhurried_group
 from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
+from titan_linear.flops import no_peak, peak_tflops, training_flops
 from titan_linear.generate import Sampling, generate
 from titan_linear.hf_io import gather, load_weights
-from titan_linear.metrics import MetricsLogger, is_logged, peak_memory_gib, reserved_memory_gib
+from titan_linear.metrics import MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory_gib
 from titan_linear.models.init import initialise
 from titan_linear.ops.support import start_lines
 from titan_linear.optim import build_optimizer, learning_rate, scale_gradients, step_numbers
@@ -119,7 +120,9 @@ class Trainer:
             dp_rank=dims.dp_rank, dp_degree=dims.dp, cursor=self.step * t.global_batch_size, num_workers=t.num_workers,
         )  # fmt: skip
         micro_steps = t.global_batch_size // (dims.dp * t.local_batch_size)
-        return Feed(iter(loader), self.sharding, micro_steps=micro_steps, copies=dims.copies, host=self.host)
+        return Feed(
+            iter(loader), self.sharding, micro_steps=micro_steps, copies=dims.copies, host=self.host, device=self.device
+        )
 
     # --- One step ----------------------------------------------------------------------------------------------------
 
@@ -217,9 +220,17 @@ class Trainer:
                 dist.barrier(self.host)
                 set_timeout(self.dims.groups, self._timeout)
             if logger and (is_logged(self.config, self.step) or self.step == first or self.stop.agreed):
-                more = {"data_seconds": self.feed.seconds_per_step(), **reserved_memory_gib()}
-                logger.log(self.step, tokens=self._tokens(), memory_gib=peak_memory_gib(), **numbers, **more)
+                self._report(logger, numbers)
             self._validate_and_save(logger)
+
+    def _report(self, logger: MetricsLogger, numbers: dict[str, float]) -> None:
+        """This step's numbers, and what the steps since the last report did."""
+        fed = self.feed.take()
+        work = Work(training_flops(self.model.config, fed.documents), fed.valid, fed.waited)
+        more = {"data_seconds": fed.seconds / max(fed.steps, 1), **reserved_memory_gib()}
+        logger.log(
+            self.step, tokens=self._tokens(), memory_gib=peak_memory_gib(), work=work, **numbers, **more
+        )  # fmt: skip
 
     def _validate_and_save(self, logger: MetricsLogger | None) -> None:
         """What is due after this step."""
@@ -272,7 +283,12 @@ class Trainer:
         print(f"mesh {self.dims.description}", flush=True)
         if self.step:
             print(f"resuming from step {self.step}", flush=True)
-        return MetricsLogger(self.config, start_step=self.step, start_tokens=self._tokens())
+        peak = peak_tflops(self.config, self.device)
+        if peak is None:
+            print(no_peak(self.config, self.device), flush=True)
+        return MetricsLogger(
+            self.config, start_step=self.step, start_tokens=self._tokens(), gpus=dist.get_world_size(), peak_tflops=peak
+        )
 
     def _tokens(self) -> int:
         return self.step * self.config.training.global_batch_size * self.config.training.seq_len

@@ -120,7 +120,7 @@ def prune(args: argparse.Namespace) -> int:
     if strange := [name for name in args.names if folder / name not in caches(folder)]:
         raise ValueError(f"{strange[0]!r} is not a token cache in {folder}; python -m tools.corpus list names them")
     if sum((bool(args.names), args.older_than is not None, args.all)) != 1:
-        raise ValueError("prune takes names of caches, or --older-than DAYS, or --all")
+        raise ValueError("prune needs names of caches, or --older-than DAYS, or --all")
     for cache in [folder / name for name in args.names] or caches(folder):
         if args.older_than is None or days(cache) > args.older_than:
             freed = size(cache)

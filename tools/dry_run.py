@@ -14,7 +14,8 @@ most, in GiB:
     gathered                           FSDP: the two largest units whole (layers, embedding), one with its gradients
     activations                        what autograd keeps of one micro-step, as counted while a layer of each kind
                                        runs on the meta device with the PyTorch ops; with full activation checkpointing
-                                       each layer's input, and all of the layer that is being computed again
+                                       each layer's input, and all of the layer that is being computed again; with
+                                       selective what is kept of the ops too, as their kernels keep it
     head                               its weight and gradient whole, and the logits of training.loss_chunk_size tokens
 
 It leaves out: workspaces of kernels and of NCCL, and fragmentation; keep a tenth of the GPU free.
@@ -39,13 +40,18 @@ from titan_linear.distributed.experts import spread_experts
 from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.decoder import Decoder
+from titan_linear.models.decoder import Block, Decoder
+from titan_linear.models.mixers import GDN, KDA
+from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.models.moe import AtHome, Experts, MoE
 from titan_linear.models.plan import BatchPlan
+from titan_linear.ops.boundaries import CHUNK
 from titan_linear.ops.collectives import Ranks
+from titan_linear.ops.kept import contexts
 from titan_linear.preflight import check_expert_parallel, check_tensor_parallel
 
 GIB = 2**30
+MATRICES = {KDA: 2, GDN: 1}  # of a chunk, that the kernels keep for backward
 SAMPLE = 512  # tokens of which activations are counted; they grow linearly
 PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "head")
 
@@ -69,6 +75,8 @@ def main(argv: list[str]) -> int:
     try:
         config = load_config(run, cuda=True)
         model = planned_model(config)
+        if min(args.gpus) < 1:
+            raise ValueError(f"--gpus {min(args.gpus)} must be 1 or more")
         check_tensor_parallel(model, config)
         check_expert_parallel(model, config)
         reports = {gpus: memory(config, model, gpus) for gpus in args.gpus}
@@ -152,23 +160,19 @@ def _activations(config: Config, model: ModelConfig, tokens: int) -> float:
     tokens //= config.parallelism.context_parallel_degree
     layers = list(zip(model.layers, map(model.has_experts, range(model.num_layers))))
     each = {kind: _saved_per_token(config, model, layers.index(kind), dtype) for kind in set(layers)}
-    if config.activation_checkpoint.mode == "full":
-        return tokens * (len(layers) * model.dim * dtype.itemsize / tp + max(each.values()))
-    return tokens * sum(each[kind] for kind in layers)
+    mode = config.activation_checkpoint.mode
+    if mode == "none":
+        return tokens * sum(each[kind] for kind in layers)
+    inputs = len(layers) * model.dim * dtype.itemsize / tp
+    if mode == "selective":
+        kept = {kind: _kept_per_token(config, model, layers.index(kind), dtype) for kind in each}
+        inputs += sum(kept[kind] for kind in layers)
+    return tokens * (inputs + max(each.values()))
 
 
 def _saved_per_token(config: Config, model: ModelConfig, layer: int, dtype: torch.dtype) -> float:
     """Bytes that autograd keeps of a layer's forward, parameters aside."""
-    own = SAMPLE // config.parallelism.tensor_parallel_degree  # tokens of this rank between layers
-    tokens = own * config.parallelism.tensor_parallel_degree
-    with torch.device("meta"):
-        decoder = Decoder(model).to(dtype)
-        x = torch.empty(1, own, model.dim, dtype=dtype, requires_grad=True)
-        plan = BatchPlan(torch.arange(tokens))
-    _leave_part(decoder, config)
-    block = decoder.layers[layer]
-    if isinstance(block.mlp, MoE):
-        block.mlp.experts.forward = partial(_one_expert, block.mlp.experts)
+    block, x, plan = _layer_on_meta(config, model, layer, dtype)
     parameters = {p.untyped_storage()._cdata for p in block.parameters()}
     kept: dict[int, torch.UntypedStorage] = {}
 
@@ -180,7 +184,38 @@ def _saved_per_token(config: Config, model: ModelConfig, layer: int, dtype: torc
 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         block(x, plan)
-    return sum(storage.nbytes() for storage in kept.values()) / tokens
+    return sum(storage.nbytes() for storage in kept.values()) / len(plan.position_ids)
+
+
+def _kept_per_token(config: Config, model: ModelConfig, layer: int, dtype: torch.dtype) -> float:
+    """Bytes that selective checkpointing keeps of a layer (ops/kept.py): what the PyTorch ops keep and, of a linear
+    layer, what only kernels do, at most: the convolution's output, and of each value head rows of chunk matrices."""
+    block, x, plan = _layer_on_meta(config, model, layer, dtype)
+    forward, _ = contexts()
+    with forward:
+        block(x, plan)
+    kept, mixer = forward.region.nbytes / len(plan.position_ids), model.layers[layer]
+    if isinstance(mixer, DeltaOptions):
+        channels = 2 * mixer.heads * mixer.head_dim + mixer.v_heads * mixer.v_head_dim
+        of_kernels = channels + MATRICES[type(mixer)] * CHUNK * mixer.v_heads
+        kept += of_kernels * dtype.itemsize / config.parallelism.tensor_parallel_degree
+    return kept
+
+
+def _layer_on_meta(
+    config: Config, model: ModelConfig, layer: int, dtype: torch.dtype
+) -> tuple[Block, torch.Tensor, BatchPlan]:
+    """A layer, about SAMPLE tokens to run it on, of which a rank has its part between layers, and their plan."""
+    tp = config.parallelism.tensor_parallel_degree
+    with torch.device("meta"):
+        decoder = Decoder(model).to(dtype)
+        x = torch.empty(1, SAMPLE // tp, model.dim, dtype=dtype, requires_grad=True)
+        plan = BatchPlan(torch.arange(SAMPLE // tp * tp))
+    _leave_part(decoder, config)
+    block = decoder.layers[layer]
+    if isinstance(block.mlp, MoE):
+        block.mlp.experts.forward = partial(_one_expert, block.mlp.experts)
+    return block, x, plan
 
 
 def _one_expert(experts: Experts, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -58,9 +58,9 @@ def device_of(name: str | None) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # no such name; built without CUDA
-        raise ValueError(f"--device {name} cannot be used: {str(error).partition(chr(10))[0]}") from error
+        raise ValueError(f"--device {name} cannot be used: {str(error).partition(chr(10))[0]}; leave it out") from error
     if device.type not in ("cpu", "cuda"):
-        raise ValueError(f"--device {name} is neither cpu nor cuda, where the ops run")
+        raise ValueError(f"--device {name} is neither cpu nor cuda, where the ops run; use one of them")
     return device
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from tests.data.conftest import random_documents
 from titan_linear.data import ByteTokenizer, load_corpus, open_corpus, verify_corpus, write_corpus
+from titan_linear.data.cache import remove_cache
 
 FORK = multiprocessing.get_context("fork")
 
@@ -92,6 +93,37 @@ def test_reused_until_something_changes(lines: Path, tmp_path: Path):
     lines.write_text(content.replace("line 7", "LINE 7"))  # the same size
     os.utime(lines, ns=(0, 1))
     assert batches() == 3
+
+
+def test_the_same_texts_elsewhere(lines: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Moved, copied or touched they are not tokenised again, and not even read again once that is known."""
+    log, cache = tmp_path / "log", tmp_path / "cache"
+
+    def batches(path: Path, **options: object) -> int:
+        tokenizer = SlowTokenizer(log)
+        verify_corpus(open_corpus("jsonl", str(path), tokenizer, cache_dir=cache, **options))
+        return tokenizer.batches
+
+    assert batches(lines) == 3
+    copy = tmp_path / "copy.jsonl"
+    copy.write_bytes(lines.read_bytes())
+    os.utime(lines, ns=(0, 1))
+    moved = lines.rename(tmp_path / "moved.jsonl")
+    assert batches(copy) == batches(moved) == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("titan_linear.data.cache._digest", None)
+        assert batches(copy) == batches(moved) == 0
+    assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock", ".lock", ".lock", ".same", ".same"]
+    other = tmp_path / "other.jsonl"
+    other.write_text(moved.read_text().replace("line 7", "LINE 7"))
+    assert batches(other) == 3
+    copy.write_text(copy.read_text().replace('"text"', '"body"'))
+    assert batches(copy, text_field="body") == 3
+    for folder in [path for path in cache.iterdir() if path.is_dir()]:
+        remove_cache(folder)
+    assert (batches(moved), batches(moved)) == (3, 0)  # what its name meant is gone
+    (next(path for path in cache.iterdir() if path.is_dir()) / "corpus.json").write_text("{")
+    assert batches(other) == 3  # a damaged one is nobody's
 
 
 def test_content_identifies_a_corpus(lines: Path, tmp_path: Path):

@@ -142,6 +142,15 @@ def test_transformers_tokens(folder: Callable, template: str, beside: bool):
     assert said == SAID  # with the end of the turn, and nothing after it
 
 
+def test_the_page_has_a_template_to_begin_from(folder: Callable):
+    page = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+    lines = [line.removeprefix("    ") for line in page.splitlines() if line.startswith("    ")]
+    template = "\n".join(line for line in lines if line.lstrip().startswith(("{%-", "{{-")))
+    tokenizer = build_tokenizer(str(folder(template)))
+    found = [answer for document in Conversations(tokenizer).encode_batch(CHATS[:2]) for answer in runs(*document)]
+    assert [tokenizer._tokenizer.decode(answer, skip_special_tokens=False) for answer in found] == SAID[:3]
+
+
 def test_several_templates_by_name(folder: Callable):
     several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": MARKED}]
     assert build_tokenizer(str(folder(several))).chat_template == MARKED
@@ -180,7 +189,7 @@ def test_bad_conversations(folder: Callable, template: str, messages: object, pr
 
 def test_tokenizers_without_a_template(folder: Callable):
     for tokenizer in (ByteTokenizer(), build_tokenizer(str(folder(None)))):
-        with pytest.raises(ValueError, match=r"dataset_format = 'messages' needs a chat template.*or use 'completion'"):
+        with pytest.raises(ValueError, match=r"dataset_format = 'messages' takes a chat template.*or use 'completion'"):
             Conversations(tokenizer)
     with pytest.raises(ValueError, match=r"model\.tokenizer_path: its chat template is not one: .*; repair it"):
         Conversations(build_tokenizer(str(folder("{% if %}"))))
@@ -287,7 +296,7 @@ def test_own_tokens_with_answers(tmp_path: Path):
     assert corpus.answers.tolist() == [1, 3, 4, 5, 5, 6, 8, 9]
     assert [d[1].tolist() for d in documents(corpus)] == [learnt.tolist(), (~learnt).tolist()]
     for wrong in (np.zeros(5, dtype=bool), np.ones(4, dtype=bool)):
-        with pytest.raises(ValueError, match=r"document 0: which of its tokens are learnt is \[n\] bool, one at least"):
+        with pytest.raises(ValueError, match=r"document 0: which of its tokens are learnt must be \[n\] bool"):
             write_corpus(tmp_path / "d", [(ids, wrong)], ByteTokenizer(), answers=True)
 
 

@@ -80,7 +80,7 @@ def test_text_bad_paths(texts: Callable, tmp_path: Path):
     with pytest.raises(ValueError, match="has no text: 1 files, all empty"):
         texts("text", tmp_path / "void.txt")
     with pytest.raises(
-        ValueError, match=r"training\.dataset = 'c4': there are stdlib, text, jsonl, parquet, arrow, tok"
+        ValueError, match=r"training\.dataset = 'c4' must be one of stdlib, text, jsonl, parquet, arrow, tok"
     ):
         texts("c4", None)
     (tmp_path / "broken").symlink_to(tmp_path / "nowhere")

@@ -9,9 +9,11 @@ import torch.distributed as dist
 
 from tests.worlds import World
 from titan_linear.data import IGNORE, Batch
-from titan_linear.distributed.feed import Feed
+from titan_linear.distributed.feed import Fed, Feed
+from titan_linear.models.documents import Documents
 
 T, MICRO_STEPS = 8, 2
+CPU = torch.device("cpu")
 
 
 def batches(data_rank: int, log: list[str]) -> Iterator[Batch]:
@@ -23,15 +25,15 @@ def batches(data_rank: int, log: list[str]) -> Iterator[Batch]:
         yield Batch(labels, labels, torch.tensor([0, T], dtype=torch.int32), labels, 1, (10 * data_rank + n,))
 
 
-def two_steps(rank: int, world_size: int, cp: int) -> tuple[list[str], list[tuple[int, list]]]:
-    """What happened in order, and each step's count and streams."""
+def two_steps(rank: int, world_size: int, cp: int) -> tuple[list[str], list[tuple[int, list]], Fed]:
+    """What happened in order, each step's count and streams, and what the feed says of both."""
     log: list[str] = []
 
     def cut(batch: Batch) -> tuple:
         log.append(f"cut {batch.streams[0] % 10}")
         return batch.tokens, batch.labels, None
 
-    feed = Feed(batches(rank // cp, log), cut, micro_steps=MICRO_STEPS, copies=cp, host=dist.group.WORLD)
+    feed = Feed(batches(rank // cp, log), cut, micro_steps=MICRO_STEPS, copies=cp, host=dist.group.WORLD, device=CPU)
     steps = []
     for _ in range(2):
         valid, micro_batches = feed.next_step()
@@ -43,15 +45,21 @@ def two_steps(rank: int, world_size: int, cp: int) -> tuple[list[str], list[tupl
         feed.prefetch()  # nothing more
         log.append("update")
         steps.append((valid, streams))
-    return log, steps
+    fed = feed.take()
+    assert feed.take() == Fed()
+    return log, steps, fed
 
 
 def test_steps_are_fetched_ahead_and_counted_over_all_ranks(worlds: Callable[[int], World]) -> None:
     first, later = "fetch 0, fetch 1, cut 0", "compute, cut {}, compute, fetch {}, fetch {}, cut {}, update"
     order = ", ".join([first, later.format(1, 2, 3, 2), later.format(3, 4, 5, 4)])
     for cp, counts in ((1, [0 + 1 + 1 + 2, 2 + 3 + 3 + 4]), (2, [0 + 1, 2 + 3])):
-        for rank, (log, steps) in enumerate(worlds(2).run(two_steps, cp)):
+        for rank, (log, steps, fed) in enumerate(worlds(2).run(two_steps, cp)):
             base = 10 * (rank // cp)
             assert ", ".join(log) == order
             assert [valid for valid, _ in steps] == counts
+            documents = 2 * MICRO_STEPS * 2 // cp  # each of T tokens
+            assert fed.steps == 2 and fed.valid == sum(counts)
+            assert fed.documents == Documents(*(documents * n for n in (T, T * (T + 1) // 2, T * T)))
+            assert 0 < fed.seconds < fed.waited  # on a CPU all of it, and the wait for the count
             assert [streams for _, streams in steps] == [[(base,), (base + 1,)], [(base + 2,), (base + 3,)]]

@@ -19,10 +19,12 @@ in `<folder>.tmp` are brought to the disk, and progress.json says how much of th
 A cache's folder is named by what would change its content: the format, the dataset, the text field (of conversations
 their kind and template), the tokenizer's fingerprint, and path, size and modification time of every file. The texts
 themselves are not read for it, because that would mean reading all of a terabyte at every start; so a file changed with
-its size and time kept is not noticed. What identifies a corpus elsewhere (in a checkpoint, say) is
-`Corpus.fingerprint`, made from the tokens alone and which of them are learnt: it is the same on another machine, under
-other paths and times. Whether bad documents stop the work or are skipped is no part of the name: a corpus notes those
-that it lacks, and is refused where they should have stopped it.
+its size and time kept is not noticed. Where there is no folder of that name, the texts are read once, which takes
+little beside tokenising them: if they are those of a cache that is there, under whatever paths and times, a file
+`<folder>.same` names that one from then on. What identifies a corpus elsewhere (in a checkpoint, say) is
+`Corpus.fingerprint`, made from the tokens alone and which of them are learnt. Whether bad documents stop the work or
+are skipped is no part of the name: a corpus notes those that it lacks, and is refused where they should have stopped
+it.
 
 Opening checks corpus.json and the sizes and structure of every file. `verify_corpus` reads everything once (at
 the disk's speed, in threads) against the checksums; the preflight does that before training starts. A damaged
@@ -153,17 +155,34 @@ class _Texts:
     def format(self) -> str:
         return FORMAT if self.dataset_format == "text" else ANSWERS_FORMAT
 
+    @cached_property
+    def content(self) -> str:
+        """Another one for whatever does change them: the same under other paths and times. Reads all files."""
+        content = hashlib.blake2b(json.dumps(self._how).encode("utf-8", "surrogateescape"), digest_size=16)
+        try:
+            for file in tqdm(self.files, desc=f"reading {self.dataset}", disable=not self.show_progress, delay=2):
+                content.update(f"\n{file.suffix} {file.stat().st_size}\n".encode("utf-8", "surrogateescape"))
+                _digest(file, content)
+        except OSError as error:
+            raise _unreadable(error) from error
+        return content.hexdigest()
+
+    @property
+    def _how(self) -> list[str | None]:
+        """What the tokens depend on beside the files."""
+        field_or_format = self.text_field if self.dataset in FIELD_SOURCES else None
+        if self.dataset_format != "text":
+            field_or_format = self.encoder.fingerprint
+        return [self.format, self.dataset, field_or_format, self.tokenizer.fingerprint]
+
     @property
     def key(self) -> str:
         """Another one for whatever could change the tokens."""
         try:
             stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in self.files]
         except OSError as error:
-            raise ValueError(f"{error.filename} cannot be read: {error.strerror}") from error
-        field_or_format = self.text_field if self.dataset in FIELD_SOURCES else None
-        if self.dataset_format != "text":
-            field_or_format = self.encoder.fingerprint
-        key = json.dumps([self.format, self.dataset, field_or_format, self.tokenizer.fingerprint, stats])
+            raise _unreadable(error) from error
+        key = json.dumps([*self._how, stats])
         return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
@@ -190,20 +209,21 @@ def open_corpus(
     another tokenizer.
     """
     if dataset not in DATASETS:
-        raise ValueError(f"training.dataset = {dataset!r}: there are {', '.join(DATASETS)}")
+        raise ValueError(f"training.dataset = {dataset!r} must be one of {', '.join(DATASETS)}")
     assert dataset_format in FORMATS, dataset_format
     if dataset == "tokens":
         if not dataset_path:
             raise ValueError(f'{path_key} is empty: training.dataset = "tokens" needs a corpus\'s folder')
         folder = Path(dataset_path).expanduser().absolute()
         if not folder.is_dir():
-            raise ValueError(f"{path_key} = {dataset_path!r}: there is no such folder")
+            raise ValueError(
+                f"{path_key} = {dataset_path!r}: there is no such folder; give a corpus's (tools.corpus writes one)"
+            )
     else:
         files = source_files(dataset, dataset_path, path_key=path_key)
         texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, show_progress)
         folder = (cache_dir or default_cache_dir()) / f"{dataset}-{texts.key}"
-        if not folder.exists():
-            _build_cache(folder, texts)
+        folder = _named(folder) or _build_cache(folder, texts)
         with suppress(OSError):  # a cache that others wrote for us
             os.utime(_lock_file(folder))  # its last use
     corpus = load_corpus(folder)
@@ -233,7 +253,7 @@ def write_corpus(
     folder.parent.mkdir(parents=True, exist_ok=True)
     with _locked(folder):
         if folder.exists():
-            raise ValueError(f"{folder} exists already: choose another folder")
+            raise ValueError(f"{folder} exists already; choose another folder")
         _write_corpus(folder, iter(documents), tokenizer, _Progress(answers=answers))
 
 
@@ -254,17 +274,17 @@ def tokenise_corpus(
     ValueError, too: the folder exists, or cannot be written.
     """
     if dataset not in TEXT_SOURCES:
-        raise ValueError(f"training.dataset = {dataset!r}: there are {', '.join(TEXT_SOURCES)}")
+        raise ValueError(f"training.dataset = {dataset!r} must be one of {', '.join(TEXT_SOURCES)}")
     files = source_files(dataset, dataset_path, path_key=path_key)
     texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, show_progress)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
             if folder.exists():
-                raise ValueError(f"{folder} exists already: choose another folder")
+                raise ValueError(f"{folder} exists already; choose another folder")
             _tokenise_into(folder, texts)
     except OSError as error:
-        raise ValueError(f"{folder} cannot be written: {error}") from error
+        raise ValueError(f"{folder} cannot be written: {error}; choose a folder that can") from error
     return load_corpus(folder)
 
 
@@ -334,6 +354,7 @@ class _Progress:
     """How far the writing of a corpus has come; as JSON, the journal of the files in <folder>.tmp."""
 
     key: str = ""  # of the texts; empty: documents that are tokens, which are not journaled
+    texts: str = ""  # their content
     read: int = 0  # documents of the source
     size: float = 0.0  # their bytes
     skipped_empty: int = 0
@@ -347,20 +368,50 @@ class _Progress:
     num_ended: int = 0  # documents whose last answer ends in the end token
 
 
-def _build_cache(folder: Path, texts: _Texts) -> None:
+def _unreadable(error: OSError) -> ValueError:
+    return ValueError(f"{error.filename} cannot be read: {error.strerror}; leave it out, or give the permission")
+
+
+def _named(folder: Path) -> Path | None:
+    """The cache that a name means: its own, or that of the same texts elsewhere."""
+    if folder.exists():
+        return folder
+    with suppress(OSError, ValueError):
+        same = folder.with_name(_same_file(folder).read_text())
+        return same if CACHE_NAME.fullmatch(same.name) and same.exists() else None
+    return None
+
+
+def _build_cache(folder: Path, texts: _Texts) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with _locked(folder):
-            if not folder.exists():  # else another process wrote it while this one waited
-                _tokenise_into(folder, texts)
+            if there := _named(folder):  # another process wrote it while this one waited
+                return there
+            if same := _same_texts(folder.parent, texts):
+                _check_unchanged(folder.name.rpartition("-")[2], texts)
+                _same_file(folder).write_text(same.name)
+                return same
+            _tokenise_into(folder, texts)
+            return folder
     except OSError as error:  # no permission, a full disk, no locks on this file system
         raise ValueError(
             f"the token cache {folder} cannot be written ({error}); set XDG_CACHE_HOME to a folder that can"
         ) from error
 
 
+def _same_texts(caches: Path, texts: _Texts) -> Path | None:
+    """A cache of these texts, under whatever paths and times they had."""
+    known = {}
+    for info in caches.glob(f"{texts.dataset}-*/{_INFO}"):
+        with suppress(OSError, ValueError, TypeError, KeyError):  # damaged, or of an older version
+            known[json.loads(info.read_bytes())["texts"]] = info.parent
+    return known.get(texts.content) if known else None
+
+
 def _tokenise_into(folder: Path, texts: _Texts) -> None:
-    progress = _read_journal(folder, texts) or _Progress(texts.key, answers=texts.format == ANSWERS_FORMAT)
+    new = _Progress(texts.key, texts.content, answers=texts.format == ANSWERS_FORMAT)
+    progress = _read_journal(folder, texts) or new
     if progress.read:
         print(f"continuing where tokenising was stopped, after {progress.num_documents:,} documents", flush=True)
     _write_corpus(folder, _tokenised(texts, progress), texts.tokenizer, progress, texts)
@@ -392,9 +443,13 @@ def _tokenised(texts: _Texts, progress: _Progress) -> Iterator[Tokens]:
         bad = f"; bad are {progress.skipped_bad:,}: {progress.bad[0]}" if progress.bad else ""
         raise ValueError(
             f"training.dataset = {texts.dataset!r} has no text: {len(texts.files)} files, all empty "
-            f"({texts.files[0]}, …){bad}"
+            f"({texts.files[0]}, …){bad}; give others (training.dataset_path)"
         )
-    if texts.key != progress.key:
+    _check_unchanged(progress.key, texts)
+
+
+def _check_unchanged(key: str, texts: _Texts) -> None:
+    if texts.key != key:
         raise ValueError(f"files of training.dataset = {texts.dataset!r} changed while they were read; start again")
 
 
@@ -408,6 +463,10 @@ def _meet_bad_document(problem: str, texts: _Texts, progress: _Progress) -> None
 
 def _temporary(folder: Path) -> Path:
     return folder.with_name(folder.name + ".tmp")
+
+
+def _same_file(folder: Path) -> Path:
+    return folder.with_name(folder.name + ".same")
 
 
 def _lock_file(folder: Path) -> Path:
@@ -443,6 +502,8 @@ def _write_corpus(
         source = None if texts is None else _describe(texts, progress)
         head = {"format": ANSWERS_FORMAT if progress.answers else FORMAT, **content}
         info = {**head, "tokenizer": described, "source": source, "files": files}
+        if progress.texts:
+            info["texts"] = progress.texts
         info["checksum"] = _info_checksum(info)
         _write_json(temporary / _INFO, info)
         (temporary / _JOURNAL).unlink(missing_ok=True)
@@ -500,7 +561,7 @@ def _write_arrays(
                 _write_json(folder / _JOURNAL, asdict(progress))
                 journaled = time.monotonic()
         if not progress.num_documents:
-            raise ValueError(f"no documents to write to {folder}")
+            raise ValueError(f"no documents to write to {folder}; give one at least")
         for file in files:
             _sync(file)
     counts = {"num_documents": progress.num_documents, "num_tokens": progress.num_tokens, "dtype": dtype}
@@ -513,16 +574,17 @@ def _write_arrays(
 def _checked(ids: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
     """The tokens of document n, [n]."""
     if not ids.size:
-        raise ValueError(f"document {n} has no tokens")
+        raise ValueError(f"document {n} has no tokens; leave it out")
     if ids.min() < 0 or ids.max() >= vocab_size:
-        raise ValueError(f"document {n} has tokens outside the vocabulary, 0 to {vocab_size - 1}")
+        raise ValueError(f"document {n} has tokens outside the vocabulary, 0 to {vocab_size - 1}; leave them out")
     return ids
 
 
 def _answers(ids: np.ndarray, learnt: np.ndarray, tokenizer: Tokenizer, progress: _Progress) -> bytes:
     """Of answers.bin, for the document that follows; ids [n], learnt [n] bool."""
     if learnt.shape != ids.shape or not learnt.any():
-        raise ValueError(f"document {progress.num_documents}: which of its tokens are learnt is [n] bool, one at least")
+        n = progress.num_documents
+        raise ValueError(f"document {n}: which of its tokens are learnt must be [n] bool, one of them true at least")
     edges = np.flatnonzero(np.diff(learnt, prepend=False, append=False))  # begin, end, begin, end, …
     progress.num_answers += len(edges) // 2
     progress.num_learnt += int(learnt.sum())

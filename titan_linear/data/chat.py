@@ -84,9 +84,9 @@ class Conversations:
         source = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
         if source is None:
             raise ValueError(
-                "training.dataset_format = 'messages' needs a chat template, and the tokenizer has none: set "
+                "training.dataset_format = 'messages' takes a chat template, and the tokenizer has none; set "
                 "model.tokenizer_path to a folder with one (chat_template in tokenizer_config.json, or a "
-                "chat_template.jinja beside tokenizer.json; docs/data.md has an example), or use 'completion'"
+                "chat_template.jinja beside tokenizer.json: docs/data.md has an example), or use 'completion'"
             )
         try:
             self._template = _environment().from_string(source)

@@ -107,8 +107,8 @@ class StreamLoader(StatefulDataLoader):
         cursor = int(state_dict["cursor"])
         if cursor < 0 or cursor % self._global_batch_size:
             raise ValueError(
-                f"training.global_batch_size = {self._global_batch_size} does not divide the data cursor {cursor}: "
-                "a run resumes with the global batch that it began with"
+                f"training.global_batch_size = {self._global_batch_size} does not divide the data cursor {cursor}; "
+                "resume with the global batch that the run began with"
             )
         self._order.start = cursor // self._global_batch_size * self._micro_steps
 

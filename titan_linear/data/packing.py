@@ -39,7 +39,7 @@ def split_documents(corpus: Corpus, holdout: float, split: str) -> np.ndarray:
     """
     assert split in ("train", "validation"), split
     if not 0 <= holdout < 1:
-        raise ValueError(f"validation.holdout = {holdout}: the share of documents to hold out is in [0, 1)")
+        raise ValueError(f"validation.holdout = {holdout}, the share of documents to hold out, must be in [0, 1)")
     fractions = (corpus.hashes >> np.uint64(11)) * 2.0**-53
     held_out = fractions < holdout
     documents = np.flatnonzero(held_out if split == "validation" else ~held_out)
@@ -73,7 +73,7 @@ class PackedStreams:
 
     def __init__(self, corpus: Corpus, documents: np.ndarray, *, seq_len: int, seed: int, repeat: bool = True):
         if seq_len < 1:
-            raise ValueError(f"training.seq_len = {seq_len}: a stream has at least one token")
+            raise ValueError(f"training.seq_len = {seq_len} must be 1 or more")
         assert len(documents), "no documents"
         self.corpus, self.documents = corpus, np.asarray(documents, dtype=np.int64)
         self.seq_len, self.seed, self.repeat = seq_len, seed, repeat

@@ -114,7 +114,8 @@ def read_documents(
         try:
             yield from read(file, fields)
         except (OSError, EOFError, zlib.error) as error:  # the last two: of a damaged .gz
-            raise ValueError(f"{file} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+            why = getattr(error, "strerror", None) or error
+            raise ValueError(f"{file} cannot be read: {why}; leave it out, or restore it from a copy") from error
 
 
 # --- finding files -----------------------------------------------------------------------------------------------
@@ -234,7 +235,7 @@ def _read_parquet(file: Path, fields: _Fields) -> Iterator[Document]:
             size = file.stat().st_size / max(table.metadata.num_rows, 1)
             yield from _rows(file, table.iter_batches(batch_size=ROWS, columns=columns), size, fields)
     except pa.ArrowException as error:
-        raise ValueError(f"{file}: not a whole parquet file: {error}") from error
+        raise ValueError(f"{file}: not a whole parquet file: {error}; leave it out, or write it again") from error
 
 
 def _read_arrow(file: Path, fields: _Fields) -> Iterator[Document]:
@@ -249,7 +250,7 @@ def _read_arrow(file: Path, fields: _Fields) -> Iterator[Document]:
             rows = table.select(_columns(file, table.column_names, fields)).to_batches(max_chunksize=ROWS)
             yield from _rows(file, rows, file.stat().st_size / max(table.num_rows, 1), fields)
     except pa.ArrowException as error:
-        raise ValueError(f"{file}: not a whole arrow file: {error}") from error
+        raise ValueError(f"{file}: not a whole arrow file: {error}; leave it out, or write it again") from error
 
 
 def _columns(file: Path, names: list[str], fields: _Fields) -> list[str]:

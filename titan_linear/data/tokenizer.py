@@ -111,14 +111,16 @@ class HuggingFaceTokenizer:
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(data.decode("utf-8"))
         except Exception as error:  # tokenizers raises bare Exception, and nothing narrower
-            raise ValueError(f"model.tokenizer_path: {file} is no Hugging Face tokenizer: {error}") from error
+            raise ValueError(
+                f"model.tokenizer_path: {file} is no Hugging Face tokenizer: {error}; fetch it again"
+            ) from error
         self._adds_tokens = self._tokenizer.num_special_tokens_to_add(is_pair=False) > 0
         self._tokenizer.post_processor = None  # it also moves the places of tokens
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
-            raise ValueError(f"model.tokenizer_path: {file} has an empty vocabulary")
+            raise ValueError(f"model.tokenizer_path: {file} has an empty vocabulary; give another")
         self.vocab_size = max(vocabulary.values()) + 1
         self.eos_id = _find_eos(file, json.loads(data), vocabulary)
         self._content = data
@@ -215,7 +217,7 @@ def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
     except OSError as error:
-        raise ValueError(f"model.tokenizer_path: cannot read {file}: {error.strerror}") from error
+        raise ValueError(f"model.tokenizer_path: cannot read {file}: {error.strerror}; give the permission") from error
 
 
 def _read_json(file: Path) -> dict[str, Any]:
@@ -225,7 +227,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     try:
         settings = json.loads(_read(file))
     except ValueError as error:
-        raise ValueError(f"model.tokenizer_path: {file} is not JSON: {error}") from error
+        raise ValueError(f"model.tokenizer_path: {file} is not JSON: {error}; correct it there") from error
     return settings if isinstance(settings, dict) else {}
 
 
@@ -250,7 +252,10 @@ def _find_eos(file: Path, content: dict[str, Any], vocabulary: dict[str, int]) -
         eos = _name_of(_read_json(beside).get("eos_token"))
         if eos is not None:
             if eos not in vocabulary:
-                raise ValueError(f"model.tokenizer_path: eos_token {eos!r} of {beside} is not in {file}'s vocabulary")
+                raise ValueError(
+                    f"model.tokenizer_path: eos_token {eos!r} of {beside} is not in {file}'s vocabulary; name one "
+                    "that is"
+                )
             return vocabulary[eos]
     special = {token["content"] for token in content.get("added_tokens") or [] if token.get("special")}
     return next((vocabulary[name] for name in _USUAL_EOS if name in special and name in vocabulary), None)

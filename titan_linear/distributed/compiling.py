@@ -40,12 +40,17 @@ class ComputedAgain(CustomGraphPass):
         names = {node: _own_name(node) for node in graph.nodes}
         again = CHEAP if set(RECOMPUTE) & set(names.values()) else (*CHEAP, *PREPARE)
         for node, name in names.items():
-            if name in again:
+            if name in again or _joins_parameters(node):
                 for marked in (node, *(user for user in node.users if user.target is getitem)):
                     marked.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
     def uuid(self) -> bytes:
         return get_hash_for_files((str(Path(__file__)),))
+
+
+def _joins_parameters(node: fx.Node) -> bool:
+    """Weights side by side (`models.layers.project`): kept, they would be a copy that FSDP cannot free."""
+    return node.target is torch.ops.aten.cat.default and all(x.op == "placeholder" for x in node.args[0])
 
 
 def _own_name(node: fx.Node) -> str:

@@ -14,6 +14,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.moe import MoE
 from titan_linear.ops.collectives import Ranks
 from titan_linear.ops.cp.exchange import all_to_all, group_named
+from titan_linear.ops.kept import kept
 
 
 def spread_experts(model: Decoder, ranks: Ranks) -> frozenset[str]:
@@ -37,13 +38,10 @@ class Travelling:
 
     def __init__(self, ranks: Ranks, rows: torch.Tensor, counts: torch.Tensor):
         """rows [M, dim] in the order of their experts; counts [E] int64."""
-        sent = counts.unflatten(0, (ranks.size, -1))  # [ranks, own experts], by receiver
-        came = torch.empty_like(sent)  # by sender
-        dist.all_to_all_single(came, sent.contiguous(), group=group_named(ranks.group))
-        to, of = torch.stack([sent.sum(1), came.sum(1)]).tolist()
+        to, of, came = _agree(counts, ranks)
         self.sizes, self.group = (to, of), ranks.group
         self.counts = came.sum(0)  # [own experts]
-        own = torch.arange(sent.shape[1], device=rows.device).repeat(ranks.size)
+        own = torch.arange(came.shape[1], device=rows.device).repeat(ranks.size)
         of_expert = own.repeat_interleave(came.flatten(), output_size=sum(of))  # of each row that comes
         self.order = of_expert.argsort(stable=True)
         self.pending: list[dist.Work] = []
@@ -61,6 +59,16 @@ class Travelling:
         out = _Exchange.apply(y[self.order.argsort()], of, to, self.group, pending)
         pending.pop().wait()
         return out
+
+
+@kept
+def _agree(counts: torch.Tensor, ranks: Ranks) -> tuple[list[int], list[int], torch.Tensor]:
+    """Rows for each expert [E] -> how many go to each rank, how many come, and those by sender [ranks, own experts]."""
+    sent = counts.unflatten(0, (ranks.size, -1)).contiguous()  # by receiver
+    came = torch.empty_like(sent)
+    dist.all_to_all_single(came, sent, group=group_named(ranks.group))
+    to, of = torch.stack([sent.sum(1), came.sum(1)]).tolist()
+    return to, of, came
 
 
 class _Exchange(torch.autograd.Function):

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
 
 from titan_linear.data import IGNORE, Batch
+from titan_linear.models.documents import Documents
 from titan_linear.models.plan import BatchPlan
 
 
@@ -22,6 +23,20 @@ class MicroBatch:
     labels: torch.Tensor  # [1, T_local] int64
     plan: BatchPlan
     streams: tuple[int, ...]  # global indices, for error messages
+
+
+NO_DOCUMENTS = Documents(0, 0, 0)
+
+
+@dataclass(frozen=True)
+class Fed:
+    """What some steps had, over all ranks, and what it took this rank's host."""
+
+    steps: int = 0
+    valid: int = 0  # tokens with a label
+    documents: Documents = NO_DOCUMENTS
+    seconds: float = 0.0  # to read and cut batches
+    waited: float = 0.0  # to read and cut them, or for other ranks to, with nothing left for the device to do
 
 
 class Feed:
@@ -37,33 +52,39 @@ class Feed:
         cut: a batch → tokens, labels and plan of this rank, on its device (`BatchSharding`).
         micro_steps: batches of a step.
         copies: ranks that get the same batches.
-        host: a gloo group of all ranks, in which valid tokens are counted; no device takes part.
+        host: a gloo group of all ranks, in which tokens are counted; no device takes part.
+        device: that computes the micro-batches.
     """
 
     def __init__(
         self, batches: Iterator[Batch], cut: Callable[[Batch], tuple[torch.Tensor, torch.Tensor, BatchPlan]], *,
-        micro_steps: int, copies: int, host: dist.ProcessGroup,
+        micro_steps: int, copies: int, host: dist.ProcessGroup, device: torch.device,
     ):  # fmt: skip
-        self.batches, self.cut, self.micro_steps, self.copies, self.host = batches, cut, micro_steps, copies, host
+        self.batches, self.cut, self.micro_steps, self.copies = batches, cut, micro_steps, copies
+        self.host, self.device = host, device
         self._ahead: tuple[list[Batch], MicroBatch, torch.Tensor, dist.Work] | None = None
-        self._seconds, self._steps = 0.0, 0  # since they were asked for
+        self._fed = Fed()  # since it was taken
 
     def prefetch(self) -> None:
-        """Fetch the next step's batches, begin to count its valid tokens, and move its first micro-batch."""
+        """Fetch the next step's batches, begin to count its tokens, and move its first micro-batch."""
         if self._ahead is None:
             with self._timed():
                 batches = [next(self.batches) for _ in range(self.micro_steps)]
-                valid = torch.tensor(sum(int((batch.labels != IGNORE).sum()) for batch in batches))
-            counting = dist.all_reduce(valid, group=self.host, async_op=True)
-            self._ahead = batches, self._move(batches[0]), valid, counting
+                counts = torch.tensor([_counts(batch) for batch in batches]).sum(0)
+            counting = dist.all_reduce(counts, group=self.host, async_op=True)
+            self._ahead = batches, self._move(batches[0]), counts, counting
 
     def next_step(self) -> tuple[int, Iterator[MicroBatch]]:
         """The valid tokens of the next step over all ranks, and this rank's micro-batches of it."""
         self.prefetch()
-        (batches, first, valid, counting), self._ahead = self._ahead, None
-        self._steps += 1
-        counting.wait()
-        return int(valid) // self.copies, self._micro_batches(first, batches[1:])
+        (batches, first, counts, counting), self._ahead = self._ahead, None
+        with self._timed(reads=False):
+            counting.wait()
+        valid, *documents = (count // self.copies for count in counts.tolist())
+        fed = self._fed
+        documents = Documents(*(a + b for a, b in zip(fed.documents, documents, strict=True)))
+        self._fed = replace(fed, steps=fed.steps + 1, valid=fed.valid + valid, documents=documents)
+        return valid, self._micro_batches(first, batches[1:])
 
     def _micro_batches(self, first: MicroBatch, rest: list[Batch]) -> Iterator[MicroBatch]:
         yield first
@@ -75,13 +96,22 @@ class Feed:
             return MicroBatch(*self.cut(batch), batch.streams)
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def _timed(self, reads: bool = True) -> Iterator[None]:
+        """Count the seconds inside. The device waited, for these seconds at most, if in the end it has done all that
+        was queued before."""
+        queued = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         begin = time.perf_counter()
         yield
-        self._seconds += time.perf_counter() - begin
+        seconds, fed = time.perf_counter() - begin, self._fed
+        waited = seconds if queued is None or queued.query() else 0.0
+        self._fed = replace(fed, seconds=fed.seconds + reads * seconds, waited=fed.waited + waited)
 
-    def seconds_per_step(self) -> float:
-        """What the host has taken to read and cut the batches of a step, on average since this was last asked."""
-        seconds, steps = self._seconds, self._steps
-        self._seconds, self._steps = 0.0, 0
-        return seconds / max(steps, 1)
+    def take(self) -> Fed:
+        """Of the steps since this was last called."""
+        fed, self._fed = self._fed, Fed()
+        return fed
+
+
+def _counts(batch: Batch) -> list[int]:
+    """Valid tokens, and `Documents`."""
+    return [int((batch.labels != IGNORE).sum()), *Documents.of(batch.cu_seqlens.numpy())]

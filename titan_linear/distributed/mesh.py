@@ -92,11 +92,7 @@ class ParallelDims:
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh:
         """What FSDP shards a rank's experts over; with replicas before (HSDP)."""
-        return (
-            self.expert_mesh["dp_replicate", "expert_shard"]
-            if self.dp_replicate > 1
-            else self.expert_mesh["expert_shard"]
-        )
+        return self.expert_mesh["expert_shard" if self.dp_replicate == 1 else ("dp_replicate", "expert_shard")]
 
     @cached_property
     def expert_parameter_mesh(self) -> DeviceMesh:
@@ -128,7 +124,6 @@ def build_mesh(device_type: str, dp_replicate: int, dp_shard: int, cp: int, tp: 
     expert_mesh = None
     if ep > 1:
         sizes = (dp_replicate, dp_shard * cp // ep, ep, tp)
-        expert_mesh = init_device_mesh(
-            device_type, sizes, mesh_dim_names=("dp_replicate", "expert_shard", "ep", "tp")
-        )  # fmt: skip
+        names = ("dp_replicate", "expert_shard", "ep", "tp")
+        expert_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
     return ParallelDims(dp_replicate, dp_shard, cp, tp, ep, mesh, fsdp_mesh, expert_mesh, data_group)

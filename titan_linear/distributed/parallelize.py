@@ -20,6 +20,7 @@ from titan_linear.distributed.parts import Parts
 from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.moe import MoE
+from titan_linear.ops.kept import contexts
 
 
 def parallelize(
@@ -35,8 +36,8 @@ def parallelize(
         from titan_linear.distributed.compiling import compile_layers  # imports the compiler
 
         compile_layers(model, backend)
-    if ac_mode == "full":
-        checkpoint_layers(model)
+    if ac_mode != "none":
+        checkpoint_layers(model, selective=ac_mode == "selective", compiled=backend is not None)
     if dims.sharded:
         shard(model, dims, policy)
 
@@ -49,13 +50,15 @@ def cut(model: Decoder, dims: ParallelDims) -> None:
         model.parts = Parts(splits, dims.parameter_mesh, experts, dims.expert_parameter_mesh if experts else None)
 
 
-def checkpoint_layers(model: Decoder) -> None:
-    """Keep each layer's input alone and compute the layer again in backward; no layer draws random numbers.
+def checkpoint_layers(model: Decoder, *, selective: bool, compiled: bool) -> None:
+    """Keep each layer's input and compute the layer again in backward; no layer draws random numbers. `selective`: keep
+    what ops/kept.py lists too.
 
     The layer's `forward` is replaced rather than the layer wrapped, so that parameters keep their names.
     """
+    options = {"context_fn": partial(contexts, copied=compiled)} if selective else {}
     for layer in model.layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False)
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **options)
 
 
 def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy) -> None:

@@ -145,7 +145,9 @@ def config_from_hf(config: Mapping[str, object]) -> tuple[str, ModelConfig]:
         if architecture in (name, *family.wrappers):
             text = {**config, **config["text_config"]} if "text_config" in config else dict(config)
             return name, family.config_from_hf(text)
-    raise ValueError(f"architectures = {config.get('architectures')}: unknown; known are {', '.join(FAMILIES)}")
+    raise ValueError(
+        f"architectures = {config.get('architectures')}: unknown; give a folder of one of {', '.join(FAMILIES)}"
+    )
 
 
 def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str, object]:
@@ -154,11 +156,11 @@ def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str,
     if family not in FAMILIES:
         raise ValueError(f"family = {family!r} is unknown; use one of {', '.join(FAMILIES)}")
     if unknown := {mixer.name for mixer in config.pattern if type(mixer) not in FAMILIES[family].layers}:
-        raise ValueError(f"{family} cannot hold this model: it has no layers {', '.join(sorted(unknown))}")
+        raise ValueError(f"{family} cannot hold this model: it has no layers {', '.join(sorted(unknown))}; use another")
     written = FAMILIES[family].config_to_hf(config)
     if found := differences(config, FAMILIES[family].config_from_hf(written)):
         said = ", ".join(f"{option} = {ours!r}" for option, (ours, _) in found.items())
-        raise ValueError(f"{family} cannot hold this model: {said}")
+        raise ValueError(f"{family} cannot hold this model: {said}; use another")
     tokens = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))  # transformers' defaults are one model's
     return {"architectures": [family], **written, **tokens, **extra}
 

@@ -8,6 +8,8 @@ from typing import ClassVar
 
 from torch import nn
 
+from titan_linear.models.documents import Documents
+
 
 @dataclass(frozen=True)
 class MoEConfig:
@@ -51,6 +53,10 @@ class MixerOptions(ABC):
     def rotary(self) -> tuple[float, int] | None:
         """(theta, rotated channels of each head); None: no positions."""
         return None
+
+    @abstractmethod
+    def flops(self, dim: int, documents: Documents) -> int:
+        """Of the products in forward, in a model of width `dim` (see titan_linear/flops.py)."""
 
     @property
     @abstractmethod

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from itertools import accumulate, pairwise
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -46,6 +47,31 @@ class GatedRMSNorm(RMSNorm):
         return (normed * self.activation(widen(z))).to(x.dtype)
 
 
+def project(x: torch.Tensor, *projections: nn.Linear) -> torch.Tensor:
+    """x [.., dim] through several projections without biases, as one product: their outputs side by side."""
+    return _Project.apply(x, *(projection.weight for projection in projections))
+
+
+class _Project(torch.autograd.Function):
+    """Backward puts the weights side by side again: kept, they would be a copy that FSDP cannot free."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, *weights)
+        return F.linear(x, torch.cat(weights))
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        x, *weights = ctx.saved_tensors
+        dweight = dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
+        return dy @ torch.cat(weights), *dweight.split([len(weight) for weight in weights])
+
+
+def sliced(x: torch.Tensor, *widths: int) -> list[torch.Tensor]:
+    """x [.., Σ widths] cut along its last dimension; by slices, for the compiler keeps what torch.split gives."""
+    return [x[..., a:b] for a, b in pairwise([0, *accumulate(widths)])]
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)).  [.., dim] -> [.., dim]"""
 
@@ -58,7 +84,10 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = sliced(
+            project(x, self.gate_proj, self.up_proj), len(self.gate_proj.weight), len(self.up_proj.weight)
+        )
+        return self.down_proj(F.silu(gate) * up)
 
 
 class ConvWeight(nn.Module):

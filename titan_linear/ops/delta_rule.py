@@ -19,6 +19,7 @@ from titan_linear.ops.boundaries import Boundaries
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.kcp import Chains, incoming_states
 from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
+from titan_linear.ops.kept import kept
 from titan_linear.ops.options import DeltaRuleOptions, boundaries_of, check_boundaries, check_cp
 from titan_linear.ops.states import Inputs, States, state_dtype
 from titan_linear.ops.support import implementation, one_dtype, outside_graphs
@@ -104,17 +105,13 @@ class _DeltaRule(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         inputs = Inputs(*tensors)
         keep = call.options.disable_recompute and any(ctx.needs_input_grad)
-        rule = call.implementation(inputs, call.options, call.boundaries, differentiable=keep)
-        states, M = initial_state, None
-        if call.cp is not None:
-            S_ext, M = rule.boundary(call.cp.forward_chains)
-            states = incoming_states(S_ext, M, call.cp.forward_chains, call.cp.group_name)
-        o, final = rule.forward(_initial(states, call, inputs), call.need_final)
-        ctx.call, ctx.rule = call, rule if keep else None
-        ctx.save_for_backward(*Saved(inputs, states, M, tuple(rule.kept)).tensors())
+        o, final, entering, M, of_rule, rule = _forward(call, inputs, initial_state, keep)
+        ctx.call, ctx.rule = call, rule
+        states = initial_state if call.cp is None else entering
+        ctx.save_for_backward(*Saved(inputs, states, M, of_rule).tensors())
         ctx.set_materialize_grads(False)
         # Views: torch 2.11's compiler drops the gradient of an output that is itself an intermediate of this function.
-        return o.to(inputs.v.dtype).view_as(o), final.view_as(final)
+        return o.view_as(o), final.view_as(final)
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, d_final: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -133,6 +130,23 @@ class _DeltaRule(torch.autograd.Function):
         _, need_d_initial, *_ = ctx.needs_input_grad
         grads, d_initial = rule.backward(do, _initial(states, call, inputs), final, need_d_initial)
         return None, d_initial.to(states.dtype) if need_d_initial else None, *grads
+
+
+Forward = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor, ...], DeltaRule | None
+]
+
+
+@kept
+def _forward(call: Call, inputs: Inputs, initial_state: torch.Tensor | None, keep: bool) -> Forward:
+    """o, final states, the states that enter from other ranks and M, what the rule keeps, and itself if `keep`."""
+    rule = call.implementation(inputs, call.options, call.boundaries, differentiable=keep)
+    states, entering, M = initial_state, None, None
+    if call.cp is not None:
+        S_ext, M = rule.boundary(call.cp.forward_chains)
+        states = entering = incoming_states(S_ext, M, call.cp.forward_chains, call.cp.group_name)
+    o, final = rule.forward(_initial(states, call, inputs), call.need_final)
+    return o.to(inputs.v.dtype), final, entering, M, tuple(rule.kept), rule if keep else None
 
 
 def _initial(states: torch.Tensor | None, call: Call, inputs: Inputs) -> States | None:
@@ -245,10 +259,10 @@ def _check(
     if g.shape not in ((B, T, HV), (B, T, HV, K)) or beta.shape != (B, T, HV):
         raise ValueError(f"g {tuple(g.shape)} and beta {tuple(beta.shape)} must be those of B, T, HV = {B}, {T}, {HV}")
     if options.gate_in_kernel != (A_log is not None):
-        raise ValueError("use_gate_in_kernel = True and A_log [HV] go together: give both or neither")
+        raise ValueError("use_gate_in_kernel = True and A_log [HV] go together; give both or neither")
     if A_log is not None and A_log.numel() != HV:
         raise ValueError(f"A_log {tuple(A_log.shape)} must be [HV] = [{HV}]")
     if dt_bias is not None and not options.gate_in_kernel:
-        raise ValueError("dt_bias comes with use_gate_in_kernel = True: give both or neither")
+        raise ValueError("dt_bias comes with use_gate_in_kernel = True; give both or neither")
     if initial_state is not None and initial_state.shape != (N, HV, K, V):
         raise ValueError(f"initial_state {tuple(initial_state.shape)} must be [N, HV, K, V] = [{N}, {HV}, {K}, {V}]")

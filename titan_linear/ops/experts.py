@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from titan_linear.ops.cp.context import CPContext
+from titan_linear.ops.kept import kept
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -21,6 +22,7 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
     return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
 
 
+@kept
 @torch.no_grad()
 def stream_means(x: torch.Tensor, num_streams: int, cp_context: CPContext | None) -> torch.Tensor:
     """x [T, E], this rank's tokens of each of its streams in turn -> [num_streams, E], means over whole streams."""

@@ -70,7 +70,7 @@ def chunk_kda(
     Raises:
         ValueError: an argument that does not fit the others or that is not supported; the message names it.
     """
-    refuse("only o and final states are returned", return_intermediate_states=return_intermediate_states)
+    refuse("leave it out, only o and final states are returned", return_intermediate_states=return_intermediate_states)
     check_chunk_size(chunk_size)
     if g.dim() != 4:
         raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV, K] for KDA")

@@ -75,7 +75,7 @@ def refuse(remedy: str, **given: object) -> None:
     for name, value in given.items():
         if value is not None and value is not False:
             what = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
-            raise ValueError(f"{name} = {what} is not supported here: {remedy}")
+            raise ValueError(f"{name} = {what} is not supported here; {remedy}")
 
 
 def check_cp(
@@ -90,6 +90,6 @@ def check_cp(
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens must not be passed with cp_context, which holds this rank's own")
     if initial_state is not None or output_final_state:
-        raise ValueError("initial_state and output_final_state are not available with cp_context: leave them out")
+        raise ValueError("initial_state and output_final_state are not available with cp_context; leave them out")
     if x.shape[:2] != (1, cp.tokens):
         raise ValueError(f"{name} has [B, T] = {list(x.shape[:2])}; cp_context gives this rank [1, {cp.tokens}]")

@@ -130,7 +130,7 @@ class Keys:
     def __call__(self, key: str, *default: object) -> object:
         if key in self.config or default:
             return self.config.get(key, *default)
-        raise ValueError(f"config.json: {key!r} is missing")
+        raise ValueError(f"config.json: {key!r} is missing; fetch it again")
 
     def only(self, key: str, *known: object) -> None:
         """The first of `known` is the default."""
@@ -156,7 +156,8 @@ class Keys:
             raise ValueError(f"config.json: layer_types has {sorted(unknown)}; known are {sorted(read)}")
         if len(types) != self("num_hidden_layers"):
             raise ValueError(
-                f"config.json: layer_types has {len(types)} layers, num_hidden_layers = {self('num_hidden_layers')}"
+                f"config.json: layer_types has {len(types)} layers; num_hidden_layers = {self('num_hidden_layers')} "
+                "must be as many"
             )
         mixers = {t: read[t]() for t in set(types)}
         return shortest([mixers[t] for t in types])

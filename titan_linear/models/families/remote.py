@@ -43,5 +43,5 @@ def _mixer(options: Json) -> MixerOptions:
     names = {"kind", *(f.name for f in fields(kind))} if kind else set()
     if options.keys() != names:
         wrong = sorted(options.keys() ^ names) if kind else f"kind {options.get('kind')!r}"
-        raise ValueError(f"config.json: pattern has {wrong} that we do not know, or lacks it")
+        raise ValueError(f"config.json: pattern has {wrong} that we do not know, or lacks it; export the model again")
     return kind(**{name: value for name, value in options.items() if name != "kind"})

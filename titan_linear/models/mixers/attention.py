@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.documents import Documents
 from titan_linear.models.layers import RMSNorm, rotate, widened
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import attention
@@ -34,6 +35,12 @@ class Attention(MixerOptions):
     @property
     def rotary(self) -> tuple[float, int] | None:
         return None if self.rope_theta is None else (self.rope_theta, int(self.head_dim * self.rotary_fraction))
+
+    def flops(self, dim: int, documents: Documents) -> int:
+        """q, k, v, the output gate, o; scores and their use, on pairs that the mask leaves."""
+        heads = (2 + self.output_gate) * self.heads + 2 * self.kv_heads
+        attended = 4 * self.head_dim * self.heads * documents.pairs
+        return 2 * dim * heads * self.head_dim * documents.tokens + attended
 
     @property
     def head_counts(self) -> dict[str, int]:

@@ -6,16 +6,17 @@ apply a delta rule to normalised q and k, norm and gate each head's output, and 
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 from typing import ClassVar
 
 import torch
 from torch import nn
 
 from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.documents import Documents
 from titan_linear.models.draws import Draw, time_step_bias
-from titan_linear.models.layers import ConvWeight, GatedRMSNorm
+from titan_linear.models.layers import ConvWeight, GatedRMSNorm, project, sliced
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import causal_conv1d
 
@@ -36,6 +37,23 @@ class DeltaOptions(MixerOptions):
     @property
     def ops(self) -> dict[str, dict[str, int]]:
         return {self.op: {"K": self.head_dim, "V": self.v_head_dim}, "causal_conv1d": {"W": self.conv_size}}
+
+    def flops(self, dim: int, documents: Documents) -> int:
+        """Projections of q, k, v, β and o, the gates', the convolution of q, k and v, the delta rule.
+
+        The rule by chunks, of a token and value head with K and V: 6 K V for what the state is read for (q, k) and
+        what is added to it; of each pair of tokens in a chunk 4 K for the two matrices of q kᵀ and k kᵀ, and 4 V for
+        their use, the second one's inverse as a product. Chunks are whole squares, as kernels compute them.
+        """
+        K, V = self.head_dim, self.v_head_dim
+        qkv = 2 * self.heads * K + self.v_heads * V
+        projections = 2 * dim * (qkv + self.v_heads * (V + 1)) + self.gate_flops(dim)
+        rule = self.v_heads * (6 * K * V * documents.tokens + 4 * (K + V) * documents.chunk_pairs)
+        return (projections + 2 * self.conv_size * qkv) * documents.tokens + rule
+
+    @abstractmethod
+    def gate_flops(self, dim: int) -> int:
+        """Of a token: the projections of the decay and of the output gate."""
 
     @property
     def head_counts(self) -> dict[str, int]:
@@ -83,15 +101,14 @@ class DeltaMixer(nn.Module):
     def _convolved(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
         """q, k [B, T, H, K] and v [B, T, HV, V] after the convolution: one over the three, so one halo under CP."""
         weights = [self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        qkv = project(x, self.q_proj, self.k_proj, self.v_proj)
         states = {} if cache is None else {"initial_state": cache.get("conv"), "output_final_state": True}
         qkv, tail = causal_conv1d(
             qkv, torch.cat(weights), activation="silu", impl=plan.impl, **plan.documents, **states
         )
         if cache is not None:
             cache["conv"] = tail
-        dims, edges = (self.head_dim, self.head_dim, self.v_head_dim), [0, *accumulate(map(len, weights))]
-        parts = [qkv[..., a:b] for a, b in pairwise(edges)]  # slices: the compiler would keep what split gives
+        parts, dims = sliced(qkv, *map(len, weights)), (self.head_dim, self.head_dim, self.v_head_dim)
         return [part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True)]
 
     def _raw_gate(self, x: torch.Tensor) -> torch.Tensor:

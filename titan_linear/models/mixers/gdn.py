@@ -19,6 +19,9 @@ class GDN(DeltaOptions):
     name: ClassVar[str] = "gdn"
     op: ClassVar[str] = "chunk_gated_delta_rule"
 
+    def gate_flops(self, dim: int) -> int:
+        return 2 * dim * self.v_heads * (1 + self.v_head_dim)
+
     def build(self, config: ModelConfig) -> GDNMixer:
         return GDNMixer(self, config)
 

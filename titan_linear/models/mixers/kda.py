@@ -22,6 +22,11 @@ class KDA(DeltaOptions):
     name: ClassVar[str] = "kda"
     op: ClassVar[str] = "chunk_kda"
 
+    def gate_flops(self, dim: int) -> int:
+        """Each by a projection to `v_head_dim` and one from there."""
+        rank, widths = self.v_head_dim, self.v_heads * (self.head_dim + self.v_head_dim)
+        return 2 * rank * (2 * dim + widths)
+
     def build(self, config: ModelConfig) -> KDAMixer:
         return KDAMixer(self, config)
 

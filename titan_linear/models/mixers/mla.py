@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.documents import Documents
 from titan_linear.models.layers import RMSNorm
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import attention
@@ -30,6 +31,13 @@ class MLA(MixerOptions):
     @property
     def ops(self) -> dict[str, dict[str, int]]:
         return {"attention": {"D": self.nope_dim + self.shared_k_dim, "Dv": self.v_dim}}
+
+    def flops(self, dim: int, documents: Documents) -> int:
+        """q, the latent and what is made of it, o; scores and their use, on pairs that the mask leaves."""
+        q_dim = self.nope_dim + self.shared_k_dim
+        widths = self.heads * (q_dim + self.v_dim) + self.kv_rank + self.shared_k_dim
+        per_token = 2 * dim * widths + 2 * self.kv_rank * self.heads * (self.nope_dim + self.v_dim)
+        return per_token * documents.tokens + 2 * (q_dim + self.v_dim) * self.heads * documents.pairs
 
     @property
     def head_counts(self) -> dict[str, int]:

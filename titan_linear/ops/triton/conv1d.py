@@ -376,9 +376,10 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, dy, d_final_state):
-    _, weight, bias, initial_state, *_ = ctx.saved_tensors
+    saved = ctx.saved_tensors  # read once: checkpointing gives what it computed again once
+    _, weight, bias, initial_state, *_ = saved
     d_final = d_final_state if ctx.output_final_state and weight.shape[1] > 1 else None
-    dx, dw, db, ds = conv1d_backward(dy, d_final, *ctx.saved_tensors, ctx.silu)
+    dx, dw, db, ds = conv1d_backward(dy, d_final, *saved, ctx.silu)
     d_inputs = dx, dw, db if bias is not None else None, ds if initial_state is not None else None
     return (*d_inputs, None, None, None, None, None)
 

@@ -1,0 +1,220 @@
+"""Selective checkpointing: gradients to the last bit, and no kernel of an op or exchange that runs again."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.ops.inputs import boundaries
+from tests.worlds import World
+from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.init import initialise
+from titan_linear.models.mixers import GDN, KDA, MLA, Attention
+from titan_linear.models.plan import BatchPlan
+from titan_linear.ops import build_cp_context
+from titan_linear.ops.kept import OPERATORS, Run, contexts, kept
+from titan_linear.ops.torch import delta_rule, local_attention
+from titan_linear.ops.triton import delta_rule as triton_rules
+from titan_linear.ops.triton.launch import Launcher
+
+LENGTHS = [5, 70, 37]  # of 112 tokens: one document crosses the cut of two ranks
+FEW = [3, 66]  # for the interpreter, which is slow
+MIXERS: dict[str, MixerOptions] = {
+    "kda": KDA(heads=2, v_heads=2, head_dim=32, v_head_dim=32),
+    "gdn": GDN(heads=2, v_heads=2, head_dim=32, v_head_dim=32),
+    "attention": Attention(heads=4, kv_heads=2, head_dim=8, qk_norm="head", output_gate=True),
+    "mla": MLA(heads=2, kv_rank=16, nope_dim=16, shared_k_dim=16, v_dim=32),
+    "kda, one head": KDA(heads=1, v_heads=1, head_dim=32, v_head_dim=32),
+    "gdn, one head": GDN(heads=1, v_heads=1, head_dim=32, v_head_dim=32),
+}
+MOE = MoEConfig(num_experts=4, top_k=2, hidden_dim=16, balance_coefficient=0.1)
+CHECKPOINTED = {
+    "none": lambda forward, *x: forward(*x),
+    "selective": lambda forward, *x: checkpoint(
+        forward,
+        *x,
+        use_reentrant=False,
+        preserve_rng_state=False,
+        context_fn=partial(contexts, copied=hasattr(forward.forward, "_torchdynamo_orig_callable")),
+    ),
+    "full": partial(checkpoint, use_reentrant=False, preserve_rng_state=False),
+}
+EXCHANGES = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "batch_isend_irecv", "all_reduce")
+
+
+def block_of(mixer: str, dtype: torch.dtype, moe: MoEConfig | None = None) -> nn.Module:
+    config = ModelConfig(vocab_size=8, dim=32, pattern=(MIXERS[mixer],), num_layers=1, hidden_dim=32, moe=moe)
+    model = Decoder(config).to(dtype)
+    initialise(model, seed=0)
+    return model.layers[0]
+
+
+def counting(patch: pytest.MonkeyPatch) -> Counter[str]:
+    """Of kernels and exchanges, from here on."""
+    counts: Counter[str] = Counter()
+
+    def count(owner: Any, name: str, label: Callable[..., str]) -> None:
+        original = getattr(owner, name)
+
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            counts[label(*args)] += 1
+            return original(*args, **kwargs)
+
+        patch.setattr(owner, name, counted)
+
+    count(Launcher, "_launch", lambda kernel, *_: kernel.__name__)
+    count(delta_rule.TorchDeltaRule, "__init__", lambda *_: "prepare")
+    count(delta_rule, "scan", lambda *_: "scan")
+    count(local_attention, "attend_documents", lambda *_: "attention")
+    for name in EXCHANGES:
+        count(dist, name, lambda *_, name=name: name)
+    return counts
+
+
+def plan_of(
+    *, lengths: list[int] = LENGTHS, group: dist.ProcessGroup | None = None, layout: str = "contiguous", **methods: str
+) -> BatchPlan:
+    ranks = {"group": group} if group is not None else {"rank": 0, "world_size": 1}
+    context = build_cp_context(boundaries(lengths), conv1d_kernel_size=4, layout=layout, **ranks)
+    context.mark_dynamic()  # as a compiled run does
+    plan = BatchPlan(context.position_ids, cp_context=context, **methods)
+    plan.prepare([m.rotary for m in MIXERS.values() if m.rotary is not None], torch.float64)
+    return plan
+
+
+def results(mode: str, block: nn.Module, dtype: torch.dtype, **cut: Any) -> tuple[list[torch.Tensor], Counter]:
+    """Output, gradients, and the work of forward and backward."""
+    plan = plan_of(**cut)  # a plan of its own: the first layer that asks derives tables
+    x = torch.randn(1, len(plan.position_ids), 32, dtype=dtype, generator=torch.Generator().manual_seed(0))
+    patch = pytest.MonkeyPatch()
+    counts = counting(patch)
+    try:
+        with torch.autograd.set_multithreading_enabled(False):
+            y, balance = CHECKPOINTED[mode](block, x.requires_grad_(), plan)
+            loss = y.square().sum() + (0 if balance is None else balance)
+            return [y, *torch.autograd.grad(loss, [x, *block.parameters()])], counts
+    finally:
+        patch.undo()
+
+
+def compare(block: nn.Module, dtype: torch.dtype, **cut: Any) -> None:
+    """cut: of `plan_of`."""
+    (want, plain), (got, selective) = (results(mode, block, dtype, **cut) for mode in ("none", "selective"))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    assert plain and selective == plain
+
+
+@pytest.mark.parametrize("mixer", ["kda", "gdn", "attention", "mla"])
+def test_in_pytorch(mixer: str) -> None:
+    block = block_of(mixer, torch.float64)
+    compare(block, torch.float64)
+    assert results("full", block, torch.float64)[1] != results("none", block, torch.float64)[1]  # work again is seen
+
+
+@pytest.mark.parametrize(("mixer", "segments"), [("kda", False), ("gdn", False), ("kda", True)])
+def test_kernels(mixer: str, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if segments:
+        monkeypatch.setattr(triton_rules, "segment_length", lambda *_: 64)
+    compare(block_of(f"{mixer}, one head", torch.float32), torch.float32, lengths=FEW, impl="triton")
+
+
+@pytest.mark.parametrize("mixer", ["kda", "attention"])
+def test_compiled(mixer: str) -> None:
+    """The rule's chunks alone are prepared again: compiled code does not see a call of it as a whole."""
+    name, dtype = ("kda, one head", torch.float32) if mixer == "kda" else (mixer, torch.float64)
+    block = block_of(name, dtype)
+    block.forward = torch.compile(block.forward, backend="aot_eager")
+    cut = {"lengths": FEW, "impl": "triton"} if mixer == "kda" else {}
+    (want, plain), (got, selective) = (results(mode, block, dtype, **cut) for mode in ("none", "selective"))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    again = Counter(prepare_kernel=1, solve_kernel=1) if mixer == "kda" else Counter()
+    assert plain and selective == plain + again
+
+
+CASES = [
+    ("kda", "contiguous", {}),
+    ("gdn", "zigzag", {}),
+    ("kda", "contiguous", {"linear_method": "ulysses"}),
+    *(("attention", "zigzag", {"softmax_method": method}) for method in ("ring", "allgather", "ulysses")),
+]
+
+
+def on_rank(rank: int, world_size: int) -> None:
+    for mixer, layout, methods in CASES:
+        moe = MOE if mixer == "gdn" else None
+        block = block_of(mixer, torch.float64, moe)
+        compare(block, torch.float64, group=dist.group.WORLD, layout=layout, **methods)
+
+
+def test_exchanges_between_ranks(worlds: Callable[[int], World]) -> None:
+    worlds(2).run(on_rank)
+
+
+# --- The mechanism ---------------------------------------------------------------------------------------------------
+
+
+def test_every_operator_named_is_there() -> None:
+    assert all(hasattr(torch.ops.titan_linear, name) for name in OPERATORS)
+
+
+@kept
+def doubled(x: torch.Tensor, calls: list[int]) -> tuple[torch.Tensor, None]:
+    calls.append(1)
+    return tripled(2 * x, calls)
+
+
+@kept
+def tripled(x: torch.Tensor, calls: list[int]) -> tuple[torch.Tensor, None]:
+    calls.append(1)
+    return 3 * x, None
+
+
+def run_once(calls: list[int]) -> tuple[Run, torch.Tensor]:
+    first, again = contexts()
+    with first:
+        out, _ = doubled(torch.ones(2), calls)
+    return again, out
+
+
+def test_a_kept_result_comes_again_once() -> None:
+    calls: list[int] = []
+    again, out = run_once(calls)
+    assert len(calls) == 2 and again.region.nbytes == 8  # what a kept function calls is part of it
+    with again:
+        second, nothing = doubled(torch.zeros(2), calls)
+        assert torch.equal(second, out) and second is not out and nothing is None and len(calls) == 2
+        with pytest.raises(RuntimeError, match="runs once"):
+            doubled(torch.zeros(2), calls)
+    assert doubled(torch.ones(1), calls)[0] == 6  # outside of a region
+
+
+def test_what_is_not_the_same_is_noticed() -> None:
+    again, out = run_once([])
+    with again, pytest.raises(AssertionError, match="tripled is called where doubled was"):
+        tripled(torch.zeros(2), [])
+    again, out = run_once([])
+    out.add_(1)
+    with again, pytest.raises(AssertionError, match="doubled gave was changed in place"):
+        doubled(torch.zeros(2), [])
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    calls: list[int] = []
+    regions = []
+
+    def noted() -> tuple[Run, Run]:
+        regions.append(contexts())
+        return regions[-1]
+
+    with torch.no_grad():
+        checkpoint(doubled, torch.ones(2), calls, use_reentrant=False, context_fn=noted)
+    assert len(calls) == 2 and all(run.region.nbytes == 0 for pair in regions for run in pair)

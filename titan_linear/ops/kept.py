@@ -1,0 +1,120 @@
+"""What selective activation checkpointing keeps: results of the ops that are dear to compute again.
+
+A region, one layer in training, is run twice: in forward, and again in backward, to have what its own backward needs.
+Inside of a region a kept function runs once; the second time it gives what it gave the first time. All else is
+computed again. What is kept:
+
+    the delta rule          o, and what its backward keeps of the call anyway: chunk matrices, or states of segments;
+                            under context parallelism the states that came from other ranks, and M
+    the convolution         its output (Triton's), and the halo from other ranks
+    softmax attention       o and the log-sum-exp
+    all-to-all over heads   what came
+    tensor parallelism      this rank's tokens of what the ranks summed; gathered tokens are gathered again
+    experts                 means over streams, which ranks sum, and how many rows travel; the rows travel again
+
+So none of these kernels and exchanges runs a second time. Compiled code calls the operators alone: the delta rule then
+keeps what its operators give, but for its prepared chunks, which are prepared again; and copies are kept, as compiled
+code may write into memory that it has done with.
+
+torch's own selective checkpointing watches
+every operator of a region through a dispatch mode in Python, which costs the host as much as the operators do; and it
+keeps all outputs of an operator or none.
+
+Kept functions run below autograd: inside an `autograd.Function`, under no_grad, or as an operator's implementation.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+# Operators (ops/operators.py) whose results are kept. The delta rule's driver keeps a call as a whole, unless compiled.
+OPERATORS = (
+    "attention_forward", "ring_forward", "allgather_forward", "exchange_heads", "conv1d", "fetch_halo", "scatter_along",
+    "sum_ranks", "kda_scan", "gdn_scan", "kda_boundary", "gdn_boundary", "fold_segments", "kcp_incoming",
+)  # fmt: skip
+
+_current: ContextVar[Run | None] = ContextVar("run of a region", default=None)
+P, R = ParamSpec("P"), TypeVar("R")
+
+
+class Region:
+    """Results between a region's two runs, in the order of the calls."""
+
+    def __init__(self, copied: bool):
+        self.copied = copied
+        self.results: deque[tuple[Callable, list[Any], TreeSpec, list[int]]] = deque()
+
+    def put(self, fn: Callable, result: Any) -> None:
+        leaves, spec = tree_flatten(result)
+        # Another tensor: autograd makes the result itself part of its graph.
+        keep = torch.clone if self.copied else torch.Tensor.detach
+        leaves = [keep(x) if isinstance(x, torch.Tensor) else x for x in leaves]
+        self.results.append((fn, leaves, spec, _versions(leaves)))
+
+    def take(self, fn: Callable) -> Any:
+        if not self.results:
+            raise RuntimeError("backward through a selectively checkpointed layer runs once; what it kept is gone")
+        kept_fn, leaves, spec, versions = self.results.popleft()
+        assert kept_fn is fn, f"{fn.__name__} is called where {kept_fn.__name__} was"
+        assert _versions(leaves) == versions, f"what {fn.__name__} gave was changed in place"
+        return tree_unflatten(leaves, spec)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the storages that are kept."""
+        tensors = (x for _, leaves, *_ in self.results for x in leaves if isinstance(x, torch.Tensor))
+        return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
+
+
+def _versions(leaves: list[Any]) -> list[int]:
+    return [x._version for x in leaves if isinstance(x, torch.Tensor)]
+
+
+class Run:
+    """One of a region's two runs, as a context."""
+
+    def __init__(self, region: Region, again: bool):
+        self.region, self.again = region, again
+
+    def __enter__(self) -> Run:
+        self.token = _current.set(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _current.reset(self.token)
+
+
+def contexts(copied: bool = False) -> tuple[Run, Run]:
+    """A region's forward and its recomputation: `context_fn` of `torch.utils.checkpoint.checkpoint`.
+
+    copied: copies are kept, for compiled code.
+    """
+    region = Region(copied)
+    return Run(region, again=False), Run(region, again=True)
+
+
+def kept(fn: Callable[P, R]) -> Callable[P, R]:
+    """`fn` with its result kept, inside of a region; elsewhere `fn` as it is. What it calls is part of it."""
+
+    @wraps(fn)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if torch.compiler.is_compiling() or (here := _current.get()) is None:
+            return fn(*args, **kwargs)
+        if here.again:
+            return here.region.take(fn)
+        token = _current.set(None)
+        try:
+            result = fn(*args, **kwargs)
+        finally:
+            _current.reset(token)
+        here.region.put(fn, result)
+        return result
+
+    return run
