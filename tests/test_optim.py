@@ -15,7 +15,7 @@ from tests.worlds import World
 from titan_linear.config import LRScheduler, Optimizer
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import preset
-from titan_linear.optim import build_optimizer, learning_rate, scale_gradients, step_numbers
+from titan_linear.optim import build_optimizer, learning_rate, scale_gradients, step_numbers, update
 
 
 @pytest.mark.parametrize(
@@ -68,3 +68,24 @@ def test_loss_norm_and_signal_across_ranks_and_kinds_of_tensors(worlds: Callable
     for (loss, before, signal), after in worlds(4).run(numbers):
         assert loss == 8 and signal == 15
         assert before == pytest.approx(want, rel=1e-14) and after == pytest.approx(1.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [None, 0, 1])
+def test_an_update_clips_and_leaves_out_what_is_not_finite(bad: int | None) -> None:
+    """bad: which of loss and norm is NaN."""
+    numbers = torch.tensor([2.0, 10.0, 0.0], dtype=torch.float64)
+    results = []
+    for clipped_by_hand in (False, True):
+        p = nn.Parameter(torch.linspace(-1, 1, 6))
+        optimizer = torch.optim.AdamW([p], lr=1.0, fused=True, eps=1.0)  # not free of the gradient's scale
+        for _ in range(2):
+            p.grad = torch.full_like(p, 3.0) * (0.5 / (10 + 1e-6) if clipped_by_hand else 1.0)
+            update(optimizer, torch.zeros(3) if clipped_by_hand else numbers, 0.1, 0.5)
+        results.append((p.detach().clone(), optimizer.state[p]["exp_avg_sq"].clone()))
+        if bad is not None and not clipped_by_hand:
+            numbers[bad], p.grad = float("nan"), torch.full_like(p, 3.0)
+            update(optimizer, numbers, 0.1, 0.5)
+            assert torch.equal(p, results[0][0]) and torch.equal(optimizer.state[p]["exp_avg_sq"], results[0][1])
+            assert optimizer.state[p]["step"] == 2
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want)

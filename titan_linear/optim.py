@@ -64,6 +64,19 @@ def _sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.
     return torch.stack(norms).double().square().sum()
 
 
+def update(optimizer: torch.optim.AdamW, numbers: torch.Tensor, lr: float, max_norm: float) -> None:
+    """One step with gradients clipped to a 2-norm of max_norm, unless loss or norm is not finite: then neither weights
+    nor moments change. The optimizer's own kernels decide that on the device; the host need not know the numbers yet.
+
+    numbers: [loss, norm, ...] (`step_numbers`).
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        scale_gradients(group["params"], numbers[1], max_norm)
+    optimizer.found_inf = (~numbers[:2].isfinite().all()).float()  # as torch.amp.GradScaler says it
+    optimizer.step()
+
+
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
     """Scale gradients so that their 2-norm is at most max_norm."""
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -72,3 +85,19 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_
         by_dtype.setdefault(grad.dtype, []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
     for dtype, grads in by_dtype.items():
         torch._foreach_mul_(grads, coefficient.to(dtype))
+
+
+class Reading:
+    """Numbers on their way from the device to the host, which may go on."""
+
+    def __init__(self, numbers: torch.Tensor):
+        self.arrived = torch.cuda.Event() if numbers.is_cuda else None
+        self.numbers = torch.empty_like(numbers, device="cpu", pin_memory=numbers.is_cuda)
+        self.numbers.copy_(numbers, non_blocking=True)
+        if self.arrived is not None:
+            self.arrived.record()
+
+    def wait(self) -> list[float]:
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        return self.numbers.tolist()

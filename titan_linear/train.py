@@ -46,7 +46,7 @@ from titan_linear.hf_io import gather, load_weights
 from titan_linear.metrics import MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory_gib
 from titan_linear.models.init import initialise
 from titan_linear.ops.support import start_lines
-from titan_linear.optim import build_optimizer, learning_rate, scale_gradients, step_numbers
+from titan_linear.optim import Reading, build_optimizer, learning_rate, step_numbers, update
 from titan_linear.preflight import preflight
 from titan_linear.process import StopSignal, be_deterministic, die_with_parent, own_device, under_launcher
 from titan_linear.profiling import profiler
@@ -129,21 +129,21 @@ class Trainer:
     def train_step(self) -> dict[str, float]:
         """One optimizer step over the next global_batch_size streams; its numbers.
 
-        The host waits for the device once, for the numbers that decide what becomes of the step.
+        The host waits for the device once, for the step's numbers, after it has given it all of the step's work.
         """
         losses, streams = self._accumulate()
         sum_gradients(self.model, self.dims)
         # The signal goes with the loss, so that all ranks stop at the same step.
         numbers = step_numbers(losses.sum(), counted_parameters(self.model, self.dims), self.stop.received)
-        if self.step + 1 < self.config.training.steps:
-            self.feed.prefetch()  # while the device computes
-        loss, grad_norm, stop = numbers.tolist()
-        self.step, self.stop.agreed = self.step + 1, int(stop)
+        reading, self.step = Reading(numbers), self.step + 1
         lr = self._learning_rate()
+        update(self.optimizer, numbers, lr, self.config.training.max_norm)
+        if self.step < self.config.training.steps:
+            self.feed.prefetch()  # while the device computes
+        loss, grad_norm, stop = reading.wait()
+        self.stop.agreed = int(stop)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
-        if finite:
-            self._update(numbers[1], lr)
-        else:
+        if not finite:
             self._leave_out(loss, grad_norm, losses, streams)
         move_selection_biases(self.model, apply=finite)
         self.optimizer.zero_grad(set_to_none=True)
@@ -173,14 +173,8 @@ class Trainer:
             self.step, self.config.optimizer.lr, self.config.lr_scheduler, self.config.training.steps
         )  # fmt: skip
 
-    def _update(self, norm: torch.Tensor, lr: float) -> None:
-        scale_gradients(self.model.parameters(), norm, self.config.training.max_norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
-
     def _leave_out(self, loss: float, norm: float, losses: torch.Tensor, streams: list[tuple[int, ...]]) -> None:
-        """The step may not touch the weights: it is skipped and counted, or the run stops."""
+        """The step has not touched the weights: it is skipped and counted, or the run stops."""
         if self.config.training.on_nonfinite == "skip":
             self.skipped += 1
             return

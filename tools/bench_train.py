@@ -66,7 +66,7 @@ from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.documents import Documents
 from titan_linear.models.init import initialise
-from titan_linear.optim import build_optimizer, scale_gradients, step_numbers
+from titan_linear.optim import Reading, build_optimizer, step_numbers, update
 from titan_linear.process import own_device
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
@@ -125,11 +125,11 @@ class Ours:
         sum_gradients(self.model, self.dims)
         counted = counted_parameters(self.model, self.dims)
         numbers = step_numbers(torch.stack(losses).double().sum(), counted, signal=0)
+        reading = Reading(numbers)
+        update(self.optimizer, numbers, self.config.optimizer.lr, self.config.training.max_norm)
         self.feed.prefetch()
-        if not all(map(math.isfinite, numbers.tolist())):
+        if not all(map(math.isfinite, reading.wait())):
             raise RuntimeError("the loss or a gradient is not finite")
-        scale_gradients(self.model.parameters(), numbers[1], self.config.training.max_norm)
-        self.optimizer.step()
         move_selection_biases(self.model)
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -405,7 +405,7 @@ def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
     if args.fla and not find_spec("fla"):
         raise ValueError("--fla needs flash-linear-attention, which is not installed here")
     if args.fla and (ranks > 1 or not torch.cuda.is_available()):
-        raise ValueError("--fla times its models on one GPU: start one process, where there is a GPU")
+        raise ValueError("--fla times its models on one GPU; start one process, where there is a GPU")
     for _, config in configurations(args, keys, ranks):
         model_without_tokenizer(config)
 

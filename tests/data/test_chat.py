@@ -1,9 +1,8 @@
-"""Conversations: transformers' tokens, the answers alone learnt, in the cache, in streams and in runs."""
+"""Conversations: transformers' tokens, the answers alone learnt, in the cache and in streams."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,7 +15,6 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
-from tests.worlds import World
 from titan_linear.config import check_config, load_config
 from titan_linear.data import (
     IGNORE,
@@ -30,7 +28,6 @@ from titan_linear.data import (
     write_corpus,
 )
 from titan_linear.data.chat import Conversations
-from titan_linear.train import Trainer
 from tools import corpus as tool
 
 PLAIN = """\
@@ -77,29 +74,33 @@ SAID = [
 ]
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
-    """folder(template): a tokenizer of Qwen's kind with a chat template."""
+def make_tokenizer(path: Path, template: str | list | None, beside: bool = False) -> None:
+    """A folder with a tokenizer of Qwen's kind and a chat template."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder, tokenizer.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=320, special_tokens=["<|bos|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    tokenizer.train_from_iterator([json.dumps(CHATS)] * 5, trainer)
+    path.mkdir(exist_ok=True)
+    tokenizer.save(str(path / "tokenizer.json"))
+    settings = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", "tokenizer_class": "PreTrainedTokenizerFast"}
+    if beside:
+        (path / "chat_template.jinja").write_text(template)
+    elif template is not None:
+        settings["chat_template"] = template
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
 
-    def make(template: str | None = MARKED, *, beside: bool = False, **settings: object) -> Path:
-        path = tmp_path_factory.mktemp("tokenizer")
-        tokenizer = tokenizers.Tokenizer(models.BPE())
-        tokenizer.normalizer = normalizers.NFC()
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-        tokenizer.decoder, tokenizer.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=True)
-        trainer = trainers.BpeTrainer(
-            vocab_size=320, special_tokens=["<|bos|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
-            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        )  # fmt: skip
-        tokenizer.train_from_iterator([json.dumps(CHATS)] * 5, trainer)
-        tokenizer.save(str(path / "tokenizer.json"))
-        settings = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>", **settings}
-        if beside:
-            (path / "chat_template.jinja").write_text(template)
-        elif template is not None:
-            settings["chat_template"] = template
-        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
-        (path / "tokenizer_config.json").write_text(json.dumps(settings))
+
+@pytest.fixture
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """folder(template): that of a tokenizer."""
+
+    def make(template: str | list | None = MARKED, beside: bool = False) -> Path:
+        make_tokenizer(path := tmp_path_factory.mktemp("tokenizer"), template, beside)
         return path
 
     return make
@@ -300,7 +301,7 @@ def test_own_tokens_with_answers(tmp_path: Path):
             write_corpus(tmp_path / "d", [(ids, wrong)], ByteTokenizer(), answers=True)
 
 
-# --- in streams and runs -----------------------------------------------------------------------------------------
+# --- in streams ------------------------------------------------------------------------------------------------------
 
 
 def test_streams(tmp_path: Path):
@@ -337,41 +338,3 @@ def test_streams(tmp_path: Path):
 def test_keys_that_contradict(keys: dict[str, str], message: str):
     with pytest.raises(ValueError, match=message):
         check_config(load_config([f"--{key}={value}" for key, value in keys.items()]), 1)
-
-
-def trained(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[int, list[float]]:
-    os.environ["XDG_CACHE_HOME"] = cache
-    trainer = Trainer(load_config(argv))
-    begins_from, losses = trainer.step, []
-    while trainer.step < trainer.config.training.steps:
-        losses.append(trainer.train_step()["loss"])
-        trainer.save(last=False)
-    return begins_from, [*losses, trainer.validate()]
-
-
-def test_runs(folder: Callable, tmp_path: Path, worlds: Callable[[int], World]):
-    """Losses of answers do not depend on the processes, and a run resumes in the middle."""
-    words = ["four", "eight", "sixteen", "two and a half", "a lot"]
-    chats = [
-        {"messages": [m for i in range(n % 3 + 1) for m in (
-            {"role": "user", "content": f"{n} and {i}?"}, {"role": "assistant", "content": words[(n + i) % 5]})]}
-        for n in range(60)
-    ]  # fmt: skip
-    keys = {
-        "training.dataset": "jsonl", "training.dataset_path": as_lines(tmp_path / "chats.jsonl", chats),
-        "training.dataset_format": "messages", "model.tokenizer_path": folder(UNMARKED), "training.seq_len": 64,
-        "training.dtype": "float64", "training.global_batch_size": 4, "training.steps": 3, "validation.enable": "true",
-        "validation.holdout": 0.2,
-    }  # fmt: skip
-
-    def run(processes: int, name: str, **more: object) -> list[tuple[int, list[float]]]:
-        given = keys | {"job.dump_folder": tmp_path / name} | {k.replace("__", "."): v for k, v in more.items()}
-        argv = [text for key, value in given.items() for text in (f"--{key}", str(value))]
-        return worlds(processes).run(trained, argv, str(tmp_path))
-
-    ((_, alone),) = run(1, "alone")
-    for _, losses in run(2, "cp", parallelism__context_parallel_degree=2):
-        assert losses == pytest.approx(alone, rel=1e-9)
-    run(1, "resumed", training__steps=1, lr_scheduler__total_steps=3)
-    for begins_from, losses in run(2, "resumed", lr_scheduler__total_steps=3):  # dp 2
-        assert begins_from == 1 and losses == pytest.approx(alone[1:], rel=1e-9)

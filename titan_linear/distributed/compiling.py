@@ -16,7 +16,6 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_linear.models.decoder import Decoder
 
-CHEAP = ("conv1d",)  # as fast as reading what it would have to keep
 PREPARE, RECOMPUTE = ("kda_prepare", "gdn_prepare"), ("kda_recompute", "gdn_recompute")
 
 
@@ -33,12 +32,12 @@ def compile_layers(model: Decoder, backend: str) -> None:
 
 
 class ComputedAgain(CustomGraphPass):
-    """Marks the operators of ours that are cheap, and the chunks of a delta rule that backward prepares again as it
-    does uncompiled: the compiler would find that both calls are the same, and keep all of what the first one gave."""
+    """Marks weights put side by side, and the chunks of a delta rule that backward prepares again, as uncompiled: the
+    compiler would find that both calls are the same, and keep all of what the first one gave."""
 
     def __call__(self, graph: fx.Graph) -> None:
         names = {node: _own_name(node) for node in graph.nodes}
-        again = CHEAP if set(RECOMPUTE) & set(names.values()) else (*CHEAP, *PREPARE)
+        again = () if set(RECOMPUTE) & set(names.values()) else PREPARE  # with the others, backward has its own
         for node, name in names.items():
             if name in again or _joins_parameters(node):
                 for marked in (node, *(user for user in node.users if user.target is getitem)):

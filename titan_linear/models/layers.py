@@ -67,9 +67,22 @@ class _Project(torch.autograd.Function):
         return dy @ torch.cat(weights), *dweight.split([len(weight) for weight in weights])
 
 
-def sliced(x: torch.Tensor, *widths: int) -> list[torch.Tensor]:
-    """x [.., Σ widths] cut along its last dimension; by slices, for the compiler keeps what torch.split gives."""
-    return [x[..., a:b] for a, b in pairwise([0, *accumulate(widths)])]
+def cut(x: torch.Tensor, *widths: int) -> tuple[torch.Tensor, ...]:
+    """x [.., Σ widths] → its parts [.., width], side by side, as views."""
+    return _Cut.apply(x, widths)
+
+
+class _Cut(torch.autograd.Function):
+    """Slices, for a compiler keeps for backward what torch.split gives; and one concatenation in backward, where slices
+    alone would each be padded to the whole and added."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        return tuple(x[..., a:b] for a, b in pairwise([0, *accumulate(widths)]))
+
+    @staticmethod
+    def backward(ctx: Any, *parts: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.cat(parts, -1), None
 
 
 class SwiGLU(nn.Module):
@@ -84,10 +97,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = sliced(
-            project(x, self.gate_proj, self.up_proj), len(self.gate_proj.weight), len(self.up_proj.weight)
-        )
-        return self.down_proj(F.silu(gate) * up)
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
 class ConvWeight(nn.Module):

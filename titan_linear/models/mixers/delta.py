@@ -16,7 +16,7 @@ from torch import nn
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.documents import Documents
 from titan_linear.models.draws import Draw, time_step_bias
-from titan_linear.models.layers import ConvWeight, GatedRMSNorm, project, sliced
+from titan_linear.models.layers import ConvWeight, GatedRMSNorm, cut, project
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import causal_conv1d
 
@@ -108,7 +108,7 @@ class DeltaMixer(nn.Module):
         )
         if cache is not None:
             cache["conv"] = tail
-        parts, dims = sliced(qkv, *map(len, weights)), (self.head_dim, self.head_dim, self.v_head_dim)
+        parts, dims = cut(qkv, *map(len, weights)), (self.head_dim, self.head_dim, self.v_head_dim)
         return [part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True)]
 
     def _raw_gate(self, x: torch.Tensor) -> torch.Tensor:
