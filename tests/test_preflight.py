@@ -89,9 +89,9 @@ def test_an_all_to_all_splits_the_heads_that_tensor_parallelism_leaves(tmp_path:
 @pytest.mark.parametrize(
     ("name", "degree", "said"),
     [
-        ("qwen3.5", 3, "= 3: .* experts, which this does not divide; use a divisor"),
-        ("qwen3.5", 512, "= 512: .* use a divisor"),
-        ("hybrid", 2, "= 2: .* has no experts; use 1"),
+        ("qwen3.5", 3, "= 3 cannot share out the .* experts .*; use a divisor of"),
+        ("qwen3.5", 512, "= 512 cannot share out"),
+        ("hybrid", 2, "= 2: .* has no experts; leave it at 1"),
     ],
 )
 def test_experts_that_cannot_be_shared_out(name: str, degree: int, said: str, tmp_path: Path) -> None:

@@ -185,13 +185,18 @@ def check_tensor_parallel(model: ModelConfig, config: Config) -> None:
 
 def check_expert_parallel(model: ModelConfig, config: Config) -> None:
     """Experts that the ranks do not divide."""
-    degree = config.parallelism.expert_parallel_degree
-    experts = model.moe.num_experts if model.moe else 0
-    if degree > 1 and (not experts or experts % degree):
-        what = f"has {experts} experts, which this does not divide" if experts else "has no experts"
+    degree, flavor = config.parallelism.expert_parallel_degree, config.model.flavor
+    if degree == 1:
+        return
+    if model.moe is None:
         raise ValueError(
             f"parallelism.expert_parallel_degree = {degree}: model.name = {config.model.name!r}, model.flavor = "
-            f"{config.model.flavor!r} {what}; use {'a divisor' if experts else '1'}"
+            f"{flavor!r} has no experts; leave it at 1"
+        )
+    if model.moe.num_experts % degree:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree = {degree} cannot share out the {model.moe.num_experts} experts of "
+            f"model.name = {config.model.name!r}, model.flavor = {flavor!r}; use a divisor of {model.moe.num_experts}"
         )
 
 
