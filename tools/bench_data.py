@@ -30,6 +30,8 @@ PERIOD = 1 << 16  # documents of the pattern
 class Simulated:
     """An array that is computed where it is read."""
 
+    base = None
+
     def __init__(self, length: int, value: Any):
         self.length, self.value = length, value
 

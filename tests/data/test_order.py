@@ -118,6 +118,12 @@ def test_sums_of_a_large_corpus_are_kept(
     for damaged in (whole[:-9], whole[:40] + b"\x01" + whole[41:], b""):
         file.write_bytes(damaged)
         assert np.array_equal(split_corpus(corpus, 0.1, "train").ends, expected) and file.read_bytes() == whole
+    offsets = np.fromfile(corpus.folder / "offsets.bin", "<i8")
+    offsets[400] = offsets[399]
+    offsets.tofile(corpus.folder / "offsets.bin")
+    file.unlink()
+    with pytest.raises(ValueError, match=r"offsets.bin: document 399 has no tokens; restore it"):
+        split_corpus(corpus, 0.1, "train")
     (tmp_path / "none").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "none"))
     with pytest.raises(ValueError, match=r"sums of a split, .* cannot be written .*; set XDG_CACHE_HOME"):

@@ -62,6 +62,7 @@ DATASETS = (*TEXT_SOURCES, "tokens")
 FORMAT = "titan_linear corpus 1"
 ANSWERS_FORMAT = "titan_linear corpus 2"  # what reads the first alone would learn every token
 CRC_BLOCK = 1 << 24  # bytes
+SMALL = 1 << 22  # documents of which every process may look at all
 JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
 CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")  # of the folders that are ours to remove
 _FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
@@ -304,7 +305,8 @@ def remove_cache(folder: Path) -> bool:
 
 
 def load_corpus(folder: Path) -> Corpus:
-    """Opens a corpus's folder; checks corpus.json and each file's size and structure (not its checksums).
+    """Opens a corpus's folder; checks corpus.json and each file's size and structure (not its checksums). The lengths
+    of more than SMALL documents are checked once in a machine, with their sums (split.py).
 
     ValueError: a file is missing, truncated or not what corpus.json says.
     """
@@ -321,21 +323,40 @@ def load_corpus(folder: Path) -> Corpus:
     tokens, offsets, hashes, *rest = arrays
     if offsets[0] != 0 or offsets[-1] != len(tokens) or len(offsets) != len(hashes) + 1:
         raise ValueError(f"{folder / 'offsets.bin'} does not fit the other files; {remedy}")
-    if (empty := _first_step(offsets, 1)) is not None:
-        raise ValueError(f"{folder / 'offsets.bin'}: document {empty} has no tokens; {remedy}")
+    corpus = Corpus(folder, tokens, offsets, hashes, info, *rest)
+    if corpus.num_documents <= SMALL:
+        check_lengths(corpus, 0, corpus.num_documents)
     for answers in rest:
-        if len(answers) % 2 or answers[0] < 0 or answers[-1] > len(tokens) or _first_step(answers, 0) is not None:
+        if len(answers) % 2 or answers[0] < 0 or answers[-1] > len(tokens) or _falls(answers):
             raise ValueError(f"{folder / _ANSWERS} does not fit the other files; {remedy}")
-    return Corpus(folder, tokens, offsets, hashes, info, *rest)
+    return corpus
 
 
-def _first_step(numbers: np.ndarray, least: int) -> int | None:
-    """The first i where numbers[i + 1] is not `least` above numbers[i]; a block at a time, as there may be 10⁹."""
-    for start in range(0, len(numbers) - 1, 1 << 20):
-        block = numbers[start : start + (1 << 20) + 1]
-        if not (rising := block[1:] >= block[:-1] + least).all():
-            return start + int(rising.argmin())
-    return None
+def check_lengths(corpus: Corpus, low: int, high: int) -> np.ndarray:
+    """Where documents [low, high) begin, and the last one's end, [high − low + 1] int64.
+
+    ValueError: one has no tokens.
+    """
+    offsets = read(corpus.offsets, low, high + 1)
+    if not (rising := offsets[1:] > offsets[:-1]).all():
+        empty, remedy = low + int(rising.argmin()), _remedy(corpus.folder)
+        raise ValueError(f"{corpus.folder / 'offsets.bin'}: document {empty} has no tokens; {remedy}")
+    return offsets
+
+
+def read(numbers: np.ndarray, low: int, high: int) -> np.ndarray:
+    """numbers[low:high]; those of a mapped file by reading it, which for all of a large one is several times as fast as
+    the faults of its pages, and leaves none of them in this process."""
+    if isinstance(numbers.base, np.memmap):
+        offset = low * numbers.itemsize
+        return np.fromfile(numbers.base.filename, numbers.dtype, high - low, offset=offset)
+    return numbers[low:high]
+
+
+def _falls(numbers: np.ndarray) -> bool:
+    """Whether some number is less than the one before; part by part, as there may be 10⁹."""
+    parts = (read(numbers, low, min(low + SMALL, len(numbers))) for low in range(0, len(numbers), SMALL - 1))
+    return any((part[1:] < part[:-1]).any() for part in parts)
 
 
 def verify_corpus(corpus: Corpus) -> None:

@@ -24,11 +24,10 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_linear.data.cache import Corpus, default_cache_dir, locked
+from titan_linear.data.cache import SMALL, Corpus, check_lengths, default_cache_dir, locked, read
 
 BUNDLE = 128  # documents
 SPAN = 512  # bundles that are summed at once: their numbers stay in a core's cache
-SMALL = 1 << 22  # documents whose sums every process makes for itself
 SPLITS = ("train", "validation")
 
 
@@ -170,11 +169,11 @@ def _sums(corpus: Corpus, threshold: np.uint64) -> np.ndarray:
 
     def add(first: int) -> None:
         low, high = first * BUNDLE, min((first + SPAN) * BUNDLE, count)
-        offsets = corpus.offsets[low : high + 1]
+        offsets = check_lengths(corpus, low, high)
         all_of_it = np.diff(np.append(offsets[:-1:BUNDLE], offsets[-1]))
         held_out = np.zeros_like(all_of_it)
         if threshold:
-            lengths = np.diff(offsets) * (corpus.hashes[low:high] < threshold)
+            lengths = np.diff(offsets) * (read(corpus.hashes, low, high) < threshold)
             held_out = np.add.reduceat(lengths, np.arange(0, high - low, BUNDLE))
         ends[:, first + 1 : first + 1 + len(all_of_it)] = all_of_it - held_out, held_out
 
