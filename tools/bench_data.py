@@ -99,10 +99,12 @@ def timed(streams: PackedStreams, i: int) -> tuple[float, float]:
 
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    began = time.perf_counter()
+    began, own = time.perf_counter(), time.process_time()
     split_corpus(simulated_corpus(args.documents), args.holdout, "train")
+    seconds, own = time.perf_counter() - began, time.process_time() - own
     print(
-        f"sums of {args.documents:,} documents, {args.documents * MEAN:,} tokens: {time.perf_counter() - began:.1f} s"
+        f"sums of {args.documents:,} documents, {args.documents * MEAN:,} tokens: {seconds:.1f} s, {own:.1f} s of "
+        "processors, most of it for the simulation"
     )
     context = multiprocessing.get_context("spawn")
     start, results = context.Barrier(args.processes), context.Queue()
@@ -112,13 +114,13 @@ def main(argv: list[str]) -> int:
     found = [results.get() for _ in processes]
     for process in processes:
         process.join()
-    seconds, own = (sorted(s) for s in zip(*(pair for _, pairs, _ in found for pair in pairs), strict=True))
+    seconds, owns = (sorted(s) for s in zip(*(pair for _, pairs, _ in found for pair in pairs), strict=True))
     started, its_own = (max(times) for times in zip(*(times for times, *_ in found), strict=True))
     print(f"{args.processes} processes start in {started:.2f} s, each in at most {its_own:.2f} s of a processor")
     print(
         f"a stream of {args.seq_len:,} tokens at a random place: median {statistics.median(seconds) * 1e3:.1f} ms, "
         f"99% {seconds[int(0.99 * len(seconds))] * 1e3:.1f} ms, longest {seconds[-1] * 1e3:.1f} ms, of which the "
-        f"processor at most {own[-1] * 1e3:.1f} ms"
+        f"processor at most {owns[-1] * 1e3:.1f} ms"
     )
     print(f"memory of all together: {sum(memory for *_, memory in found):,.0f} MB")
     return 0
