@@ -103,6 +103,9 @@ class Training(_Strict):
     on_bad_document: Literal["stop", "skip"] = "stop"
     """What is no document (no JSON, no such field, no UTF-8 for a tokenizer that needs it, a conversation without an
     answer) stops the run before it starts, or is skipped, counted, and the first few are named."""
+    verify: Literal["always", "changed"] = "always"
+    """Read every byte of the corpus against its checksums at every start, or at those where a file is another, by size,
+    time and inode, than when it was last found whole on this machine."""
     seq_len: int = Field(2048, ge=1)
     """Tokens of one packed stream, over all context-parallel ranks."""
     local_batch_size: int = Field(1, ge=1)

@@ -31,7 +31,7 @@ from titan_linear.checkpoint import (
     weights_path,
 )
 from titan_linear.config import Config, check_config, hf_weights, load_config
-from titan_linear.data import Tokenizer, build_tokenizer, verify_corpus
+from titan_linear.data import Tokenizer, build_tokenizer, verify_changed, verify_corpus
 from titan_linear.hf_io import check_folder
 from titan_linear.models.config import ModelConfig
 from titan_linear.optim import learning_rate
@@ -73,7 +73,7 @@ def preflight(config: Config, world_size: int) -> None:
     progress = _check_checkpoint(config) if config.checkpoint.enable else {}
     corpora = open_corpora(config, tokenizer, show_progress=True)
     for corpus in corpora:
-        verify_corpus(corpus)
+        (verify_corpus if config.training.verify == "always" else verify_changed)(corpus)
         print(corpus.summary, flush=True)
     streams, held_out = build_streams(config, tokenizer, progress)
     _check_data(config, progress, data_content(config, tokenizer, streams, held_out))

@@ -44,7 +44,7 @@ MAY_CHANGE = (
     "training.on_nonfinite", "training.num_workers", "lr_scheduler.total_steps", "validation.freq", "validation.steps",
     "validation.local_batch_size", "debug.deterministic",
     "training.on_bad_document",  # the checkpoint knows the corpus by its content
-    "training.mixture_from_step",
+    "training.mixture_from_step", "training.verify",
 )  # fmt: skip
 # From one path to another, where the checkpoint knows the content.
 MAY_MOVE = ("training.dataset_path", "validation.dataset_path", "model.tokenizer_path", "training.mixture")

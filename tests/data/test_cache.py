@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import random_documents
-from titan_linear.data import ByteTokenizer, load_corpus, open_corpus, verify_corpus, write_corpus
+from titan_linear.data import ByteTokenizer, load_corpus, open_corpus, verify_changed, verify_corpus, write_corpus
+from titan_linear.data import cache as cache_module
 from titan_linear.data.cache import remove_cache
 
 FORK = multiprocessing.get_context("fork")
@@ -332,3 +333,26 @@ def test_damaged_cache_is_not_rebuilt_silently(lines: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=r"tokens\.bin has 0 bytes instead of .*delete its folder"):
         open_corpus("jsonl", str(lines), ByteTokenizer(), cache_dir=tmp_path / "cache")
     assert (folder / "corpus.json").exists()
+
+
+def test_a_corpus_that_did_not_change_is_read_once(make_corpus: Callable, tmp_path: Path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    read, whole = [], cache_module.verify_corpus
+    monkeypatch.setattr(cache_module, "verify_corpus", lambda corpus: (read.append(corpus.folder), whole(corpus)))
+    one, other = (make_corpus([[n, n + 1, 256]]) for n in (1, 2))
+    for corpus in (one, one, other, load_corpus(one.folder)):
+        verify_changed(corpus)
+    assert read == [one.folder, other.folder]
+    os.utime(one.folder / "hashes.bin", (1, 1))
+    verify_changed(one)
+    verify_changed(one)
+    assert len(read) == 3
+    data = (one.folder / "tokens.bin").read_bytes()
+    (one.folder / "tokens.bin").write_bytes(b"\xff" + data[1:])
+    for _ in range(2):  # a damaged one is never noted as whole
+        with pytest.raises(ValueError, match=r"tokens.bin was altered"):
+            verify_changed(one)
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ValueError, match=r"cannot be written .*; set XDG_CACHE_HOME"):
+        verify_changed(other)

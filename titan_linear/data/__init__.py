@@ -26,7 +26,15 @@ that a checkpoint keeps is one number, the cursor: how many streams whole steps 
     for batch in loader: ...
 """
 
-from titan_linear.data.cache import Corpus, load_corpus, open_corpus, tokenise_corpus, verify_corpus, write_corpus
+from titan_linear.data.cache import (
+    Corpus,
+    load_corpus,
+    open_corpus,
+    tokenise_corpus,
+    verify_changed,
+    verify_corpus,
+    write_corpus,
+)
 from titan_linear.data.loader import Batch, StreamLoader, build_dataloader, validation_batches
 from titan_linear.data.mixture import MixedStreams, Phase, Streams
 from titan_linear.data.order import ORDER
@@ -59,6 +67,7 @@ __all__ = [
     "split_documents",
     "tokenise_corpus",
     "validation_batches",
+    "verify_changed",
     "verify_corpus",
     "write_corpus",
 ]

@@ -372,6 +372,25 @@ def verify_corpus(corpus: Corpus) -> None:
                 )
 
 
+def verify_changed(corpus: Corpus) -> None:
+    """`verify_corpus`, unless every file still has the size, time and inode that it had when this last found it whole.
+
+    ValueError, too: that cannot be noted among the caches.
+    """
+    note = default_cache_dir() / f"whole-{hashlib.sha256(os.fsencode(corpus.folder)).hexdigest()[:24]}.json"
+    stats = ((name, (corpus.folder / name).stat()) for name in (_INFO, *_names(corpus.answers is not None)))
+    files = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats}
+    with suppress(OSError, ValueError):
+        if json.loads(note.read_bytes()) == files:
+            return
+    verify_corpus(corpus)
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        _write_json(note, files)
+    except OSError as error:
+        raise ValueError(f"{note} cannot be written ({error}); set XDG_CACHE_HOME to a folder that can") from error
+
+
 # --- writing -----------------------------------------------------------------------------------------------------
 
 
