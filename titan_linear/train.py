@@ -38,7 +38,7 @@ from titan_linear.config import Config, hf_weights, load_config
 from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, validation_batches
 from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.feed import Feed, MicroBatch
-from titan_linear.distributed.groups import on_rank_0, process_group, set_timeout, unhurried, unhurried_group
+from titan_linear.distributed.groups import is_gone, on_rank_0, process_group, set_timeout, unhurried, unhurried_group
 from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
 from titan_linear.flops import no_peak, peak_tflops, training_flops
 from titan_linear.generate import Sampling, generate
@@ -48,7 +48,16 @@ from titan_linear.models.init import initialise
 from titan_linear.ops.support import start_lines
 from titan_linear.optim import Reading, build_optimizer, learning_rate, step_numbers, update
 from titan_linear.preflight import preflight
-from titan_linear.process import StopSignal, be_deterministic, die_with_parent, own_device, under_launcher
+from titan_linear.process import (
+    FAILED,
+    LOST,
+    MISTAKE,
+    StopSignal,
+    be_deterministic,
+    die_with_parent,
+    own_device,
+    under_launcher,
+)
 from titan_linear.profiling import profiler
 from titan_linear.rundir import (
     check_resume,
@@ -362,8 +371,14 @@ def main(argv: list[str]) -> int:
         alike = isinstance(error, (NonFinite, SaveFailed)) and not isinstance(error, WriteFailed)  # on all ranks
         if int(os.environ.get("RANK", "0")) == 0 or not alike:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, ValueError) else 3
-    return 128 + stopped if stopped and not under_launcher() else 0
+        return MISTAKE if isinstance(error, ValueError) else FAILED
+    except RuntimeError as error:
+        if not is_gone(error):
+            raise
+        if not under_launcher():  # which says what became of the other
+            print(f"error: rank {os.environ['RANK']}: another rank is gone: {error}", file=sys.stderr, flush=True)
+        return LOST
+    return 128 + stopped if stopped else 0
 
 
 def _run(config: Config) -> int:
@@ -383,7 +398,7 @@ def _claim(config: Config, held: ExitStack) -> None:
     held.enter_context(lock_folder(config.job.dump_folder))
     for change in check_resume(config):
         print(f"resuming with {change}", flush=True)
-    preflight(config, dist.get_world_size())
+    preflight(config, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 def _train(config: Config) -> int:
