@@ -24,6 +24,7 @@ GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", 
 @contextmanager
 def process_group(timeout: timedelta) -> Iterator[dist.Store]:
     """The default group, which torchrun's environment describes, and an orderly end of all groups; its store."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that the flight recorder keeps (hangs.py)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     # One store may serve all starts of the workers, and what an earlier one wrote there is of no use.
     store = dist.PrefixStore(f"workers-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
