@@ -10,6 +10,7 @@ import threading
 import time
 import zlib
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -34,7 +35,14 @@ LARGE = replace(
     KDA, vocab_size=65536, dim=4096, hidden_dim=14336, num_layers=6,
     pattern=(mixers.KDA(heads=32, v_heads=32, head_dim=128, v_head_dim=128),),
 )  # fmt: skip
-SHAPES = {placement.name: placement.shape for placement in placements(KDA, "KDAForCausalLM")}
+
+
+@cache
+def shapes() -> dict[str, tuple[int, ...]]:
+    """Of the tensors of KDA as a Hugging Face folder has them; not at import, for the meta device imports Triton."""
+    return {placement.name: placement.shape for placement in placements(KDA, "KDAForCausalLM")}
+
+
 EVERY = 100  # rows between the marks in a tensor
 
 
@@ -43,25 +51,27 @@ def mark(name: str, row: int) -> float:
 
 
 def sharded(
-    config: ModelConfig, world_size: int, replicas: int = 1, tp: int = 1, dtype: torch.dtype = torch.float32
-) -> Decoder:
+    config: ModelConfig, world_size: int, replicas: int = 1, tp: int = 1, ep: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> Decoder:  # fmt: skip
     with torch.device("meta"):
         model = Decoder(config)
     set_dtype(model, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    parallelize(model, build_mesh("cpu", replicas, world_size // replicas // tp, 1, tp), ac_mode="full", policy=policy)
+    dims = build_mesh("cpu", replicas, world_size // replicas // tp, 1, tp, ep)
+    parallelize(model, dims, ac_mode="full", policy=policy)
     materialise(model, torch.device("cpu"))
     return model
 
 
 def in_and_out(
-    rank: int, world_size: int, paths: list[tuple[Path, Path]], replicas: int = 1, tp: int = 1
+    rank: int, world_size: int, paths: list[tuple[Path, Path]], replicas: int = 1, tp: int = 1, ep: int = 1
 ) -> list[dict[str, torch.Tensor]]:
     """Load each folder, write it again; the loaded parameters."""
     states = []
     for source, target in paths:
         family, config = read_model(source)
-        model = sharded(config, world_size, replicas, tp)
+        model = sharded(config, world_size, replicas, tp, ep if config.moe else 1)
         load_weights(source, model)
         write_folder(target, config, family, gather(model), dtype=None, like=source, shard_bytes=20_000)
         get = gather(model)
@@ -137,7 +147,7 @@ def export_until_killed(folder: Path, moment: int) -> None:
 
 
 def export(folder: Path, value: float) -> None:
-    write_folder(folder, KDA, "KDAForCausalLM", lambda name: torch.full(SHAPES[name], value), dtype=torch.float32)
+    write_folder(folder, KDA, "KDAForCausalLM", lambda name: torch.full(shapes()[name], value), dtype=torch.float32)
 
 
 def anonymous_memory() -> int:

@@ -235,6 +235,11 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
         ),
         (4, {"parallelism__tensor_parallel_degree": 4, "training__seq_len": 66}, "by 4 ranks .* for example 68"),
         (
+            4,
+            {"parallelism__tensor_parallel_degree": 2, "parallelism__expert_parallel_degree": 4},
+            "expert_parallel_degree = 4 does not divide the 2 ranks",
+        ),
+        (
             2,
             {
                 "parallelism__context_parallel_degree": 2,

@@ -31,19 +31,20 @@ LATENT = MLA(heads=4, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16)
 MIXED = replace(preset("hybrid", "debug"), pattern=(*preset("hybrid", "debug").pattern, LATENT), num_layers=4)
 
 
-def owned_bytes(rank: int, world_size: int) -> int:
+def owned_bytes(rank: int, world_size: int, tp: int) -> int:
     with torch.device("meta"):
         model = Decoder(MIXED)
     set_dtype(model, torch.float32)
     policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    parallelize(model, build_mesh("cpu", 1, world_size, 1), ac_mode="none", policy=policy)
+    parallelize(model, build_mesh("cpu", 1, world_size // tp, 1, tp), ac_mode="none", policy=policy)
     materialise(model, torch.device("cpu"))
     return sum(owned(p)[0].numel() * p.element_size() for p in model.parameters())
 
 
-def test_parameters_are_those_of_the_fullest_rank(worlds: Callable[[int], World]) -> None:
-    report = dry_run.memory(load_config([]), MIXED, gpus=4)
-    assert report["parameters"] == max(worlds(4).run(owned_bytes))
+@pytest.mark.parametrize("tp", [1, 2])
+def test_parameters_are_those_of_the_fullest_rank(tp: int, worlds: Callable[[int], World]) -> None:
+    report = dry_run.memory(load_config([f"--parallelism.tensor_parallel_degree={tp}"]), MIXED, gpus=4)
+    assert report["parameters"] == max(worlds(4).run(owned_bytes, tp))
     assert report["gradients"] == report["optimizer"] / 2 == report["parameters"]
     assert set(report) == set(dry_run.PARTS)
 
@@ -68,9 +69,17 @@ def test_activations_are_those_that_autograd_keeps(layer: int, moe: MoEConfig | 
     with saved_tensors_hooks(keep, lambda tensor: tensor):
         block(x, BatchPlan(torch.arange(dry_run.SAMPLE)))
     real = sum(storage.nbytes() for storage in kept.values()) / dry_run.SAMPLE
-    counted = dry_run._saved_per_token(config, layer, torch.float32)
+    counted = dry_run._saved_per_token(load_config([]), config, layer, torch.float32)
     padded = config.layers[layer] is LATENT  # the CPU's attention keeps an output as wide as the queries
     assert counted == pytest.approx(real, rel=0.06 if padded else 0.01)
+
+
+def test_activations_are_split_by_tensor_parallelism() -> None:
+    """All but what layers do on all tokens with whole tensors: their gathered inputs, the latents."""
+    alone, shared = (load_config([f"--parallelism.tensor_parallel_degree={tp}"]) for tp in (1, 2))
+    for layer in range(4):
+        whole, part = (dry_run._saved_per_token(run, MIXED, layer, torch.float32) for run in (alone, shared))
+        assert 0.5 < part / whole < 0.65
 
 
 @pytest.mark.parametrize("mixer", [KDA, GDN])
@@ -83,7 +92,7 @@ def test_what_selective_checkpointing_keeps(mixer: type[KDA] | type[GDN]) -> Non
     block, (forward, _) = model.layers[0], contexts()
     with forward:
         block(torch.randn(1, T, 32), BatchPlan(torch.arange(T), impl="triton"))
-    counted = dry_run._kept_per_token(config, 0, torch.float32)
+    counted = dry_run._kept_per_token(load_config([]), config, 0, torch.float32)
     assert counted == pytest.approx(forward.region.nbytes / T, rel=0.01)
 
 

@@ -142,19 +142,21 @@ def test_text() -> None:
         generate(model, ByteTokenizer(), [""], **options)
 
 
-def sharded(rank: int, world_size: int, tp: int) -> list[list[int]]:
+def sharded(rank: int, world_size: int, name: str, tp: int, ep: int) -> list[list[int]]:
     with torch.device("meta"):
-        model = Decoder(MODELS["bounded gates"])
+        model = Decoder(MODELS[name])
     set_dtype(model, torch.float64)
     policy = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
-    parallelize(model, build_mesh("cpu", 1, world_size // tp, 1, tp), ac_mode="full", policy=policy)
+    parallelize(model, build_mesh("cpu", 1, world_size // tp, 1, tp, ep), ac_mode="full", policy=policy)
     materialise(model, CPU)
     initialise(model, seed=1, parameters=named_parameters(model))
     return generate_tokens(model, PROMPTS, max_new_tokens=6, sampling=Sampling(1.0, 0.9), device=CPU)
 
 
-def test_a_sharded_model_says_the_same(worlds: Callable[[int], World]) -> None:
-    model = build(MODELS["bounded gates"])
+@pytest.mark.parametrize(
+    ("name", "tp", "ep"), [("bounded gates", 1, 1), ("bounded gates", 2, 1), ("latent attention, experts", 1, 2)]
+)
+def test_a_model_that_ranks_share_says_the_same(name: str, tp: int, ep: int, worlds: Callable[[int], World]) -> None:
+    model = build(MODELS[name])
     alone = generate_tokens(model, PROMPTS, max_new_tokens=6, sampling=Sampling(1.0, 0.9), device=CPU)
-    for tp in (1, 2):
-        assert worlds(2).run(sharded, tp) == [alone, alone]
+    assert worlds(2).run(sharded, name, tp, ep) == [alone, alone]

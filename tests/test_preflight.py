@@ -10,7 +10,14 @@ import pytest
 
 from titan_linear.config import Config, load_config
 from titan_linear.models.presets import preset
-from titan_linear.preflight import check_heads, check_schedule, check_tensor_parallel, preflight, spans_nodes
+from titan_linear.preflight import (
+    check_expert_parallel,
+    check_heads,
+    check_schedule,
+    check_tensor_parallel,
+    preflight,
+    spans_nodes,
+)
 from titan_linear.rundir import write_config
 
 
@@ -77,6 +84,21 @@ def test_an_all_to_all_splits_the_heads_that_tensor_parallelism_leaves(tmp_path:
     check_heads(preset("hybrid", "debug"), run(tmp_path, **keys))
     with pytest.raises(ValueError, match=r"the 2 heads .*degree = 2 × tensor_parallel_degree = 2 ranks"):
         check_heads(preset("hybrid", "debug"), run(tmp_path, **keys, parallelism__tensor_parallel_degree=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "degree", "said"),
+    [
+        ("qwen3.5", 3, "= 3 cannot share out the .* experts .*; use a divisor of"),
+        ("qwen3.5", 512, "= 512 cannot share out"),
+        ("hybrid", 2, "= 2: .* has no experts; leave it at 1"),
+    ],
+)
+def test_experts_that_cannot_be_shared_out(name: str, degree: int, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        check_expert_parallel(
+            preset(name, "debug"), run(tmp_path, model__name=name, parallelism__expert_parallel_degree=degree)
+        )
 
 
 def test_tensor_parallelism_across_nodes_is_a_warning(tmp_path: Path) -> None:

@@ -195,19 +195,22 @@ def test_from_dp_2_to_cp_2(
     assert max(abs(resumed[s] / uninterrupted[s] - 1) for s in resumed) < 1e-5
 
 
-def test_from_dp_2_and_cp_2_to_tp_2_and_back(
-    corpus: Path, worlds: Callable[[int], World], tmp_path: Path, uninterrupted: dict[int, float]
+def test_from_dp_2_and_cp_2_to_tp_2_and_ep_2_and_back(
+    corpus: Path, worlds: Callable[[int], World], tmp_path: Path
 ) -> None:
     """What a rank has of a tensor, and of its moments, is another part each time."""
-    total, whole = {"lr_scheduler__total_steps": STEPS}, {"parallelism__context_parallel_degree": 1}
-    train_in(worlds(4), 0, corpus, tmp_path, training__steps=4, **total)
-    train_in(
-        worlds(2), 4, corpus, tmp_path, training__steps=8, parallelism__tensor_parallel_degree=2,
-        checkpoint__async_mode="async", **total, **whole,
-    )  # fmt: skip
-    resumed = train_in(worlds(4), 8, corpus, tmp_path, **total)
-    assert set(resumed) == set(uninterrupted)
-    assert max(abs(resumed[s] / uninterrupted[s] - 1) for s in resumed) < 1e-5
+    keys = {"model__name": "qwen3.5", "lr_scheduler__total_steps": 6, "lr_scheduler__warmup_steps": 2}
+    alone, run = (tmp_path / "alone", tmp_path / "run")
+    alone.mkdir()
+    run.mkdir()
+    whole = train_in(worlds(1), 0, corpus, alone, training__steps=6, parallelism__context_parallel_degree=1, **keys)
+    parts = {"parallelism__context_parallel_degree": 1, "parallelism__tensor_parallel_degree": 2,
+             "parallelism__expert_parallel_degree": 2, "checkpoint__async_mode": "async"}  # fmt: skip
+    for begins_from, more in ((0, {}), (2, parts), (4, {})):
+        steps = begins_from + 2
+        resumed = train_in(worlds(4), begins_from, corpus, run, training__steps=steps, **keys, **more)
+    assert set(resumed) == set(whole) == set(range(1, 7))
+    assert max(abs(resumed[s] / whole[s] - 1) for s in resumed) < 1e-5
 
 
 def stopped(process: subprocess.Popen, folder: Path, number: int, code: int) -> int:

@@ -75,8 +75,6 @@ SPLITS = {
                                 "parallelism.context_parallel_layout": "zigzag"}),
     "HSDP x tp": (4, {"parallelism.tensor_parallel_degree": 2, "parallelism.data_parallel_replicate_degree": 2,
                       "training.local_batch_size": 1, "activation_checkpoint.mode": "full"}),
-    "dp 2 x cp 2 x tp 2": (8, {"parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
-                               "training.local_batch_size": 1}),
     "accumulation": (1, {"training.local_batch_size": 1}),
     "full activation checkpointing": (2, {"parallelism.context_parallel_degree": 2,
                                           "activation_checkpoint.mode": "full"}),
@@ -93,11 +91,20 @@ SPLITS = {
                            "parallelism.context_parallel_linear_method": "ulysses"}),
 }  # fmt: skip
 
+# Of models with experts.
+EXPERT_SPLITS = {
+    "ep 2, dp 2": (2, {"parallelism.expert_parallel_degree": 2, "training.local_batch_size": 1}),
+    "ep 2, dp 2 x cp 2": (4, {"parallelism.expert_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
+                              "training.local_batch_size": 2, "activation_checkpoint.mode": "selective"}),
+    "ep 2, HSDP x cp 2 x tp 2": (8, {"parallelism.expert_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
+                                     "parallelism.data_parallel_replicate_degree": 2,
+                                     "parallelism.tensor_parallel_degree": 2, "training.local_batch_size": 1}),
+}  # fmt: skip
+
 FLOAT64_ONLY = [
     "HSDP x cp",
     "tp 2 x cp 2 zig-zag",
     "HSDP x tp",
-    "dp 2 x cp 2 x tp 2",
     "selective activation checkpointing",
     "cp 2 all heads",
     *(f"cp 2 {method} zigzag" for method in ("ring", "allgather", "ulysses")),
@@ -219,10 +226,10 @@ def test_a_compiled_run_is_equal(corpus: Path, worlds: Callable[[int], World], o
     keys = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "softmax"}
     compiled = {"compile.enable": "true", "compile.backend": "aot_eager"}
     losses, norms, weights = one_process(keys)
-    processes, split = SPLITS["cp 2"]
-    got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split, compiled), str(corpus.parent))[0]
-    assert worst(got[0], losses) < 1e-9 and worst(got[1], norms) < 1e-9
-    assert max(((got[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9
+    for processes, split in (SPLITS["cp 2"], SPLITS["tp 2"]):
+        got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split, compiled), str(corpus.parent))[0]
+        assert worst(got[0], losses) < 1e-9 and worst(got[1], norms) < 1e-9
+        assert max(((got[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9
 
 
 @pytest.mark.parametrize("name", ["qwen3.5", "kimi-linear"])
@@ -232,8 +239,12 @@ def test_mixtures_of_experts(
     """A load-balance loss, a selection bias that moves, and latent attention, over FSDP and both layouts."""
     keys = FLOAT64 | {"training.steps": 5, "model.name": name, "activation_checkpoint.mode": "full"}
     losses, norms, weights = one_process(keys)
-    splits = ("accumulation", "dp 2", "dp 2 x cp 2", "cp 2 zig-zag", "tp 2", "tp 2 x cp 2 zig-zag")
-    for processes, split in [*(SPLITS[s] for s in splits), (1, {"activation_checkpoint.mode": "none"})]:
+    splits = ("accumulation", "dp 2", "dp 2 x cp 2", "cp 2 zig-zag", "tp 2 x cp 2 zig-zag")
+    for processes, split in [
+        *(SPLITS[s] for s in splits),
+        *EXPERT_SPLITS.values(),
+        (1, {"activation_checkpoint.mode": "none"}),
+    ]:
         got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split), str(corpus.parent))[0]
         assert worst(got[0], losses) < 1e-9 and worst(got[1], norms) < 1e-9
         assert max(((got[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9

@@ -46,5 +46,6 @@ def test_the_loss_does_not_depend_on_the_processes(steps: int, corpus: Path, wor
         losses(2),
         losses(2, validation__local_batch_size=2),
         losses(2, parallelism__context_parallel_degree=2),
+        losses(2, parallelism__tensor_parallel_degree=2),
     ):
         assert others == pytest.approx([alone, alone], rel=1e-12)

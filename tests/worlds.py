@@ -12,6 +12,7 @@ import socket
 import traceback
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -21,8 +22,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.interpreter import quicken
 
-# What most processes of tests import, imported once, in the server that they are forked from. No Triton kernel may be
-# among it: where there are GPUs, only the forked process knows whether it interprets them.
+# What most processes of tests import, imported once, in the server that they are forked from.
 mp.set_forkserver_preload(["titan_linear.train", "tests.hf_workers", "tests.test_checkpoint"])
 
 
@@ -42,8 +42,7 @@ def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue,
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic algorithms want, before cuBLAS starts
         torch.cuda.set_device(rank)
         backend = "cpu:gloo,cuda:nccl"  # as in a run
-    else:  # on the CPU, on a machine with GPUs too
-        os.environ.update(CUDA_VISIBLE_DEVICES="", TRITON_INTERPRET="1")
+    else:
         quicken()
     dist.init_process_group(backend, rank=rank, world_size=world_size)
     while (task := tasks.get()) is not None:
@@ -85,8 +84,10 @@ class World:
             )
             for r in range(world_size)
         ]
-        for process in self.processes:
-            process.start()
+        # On the CPU, on a machine with GPUs too: the server has imported what decides by these.
+        with patch.dict(os.environ, {} if backend == "nccl" else {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}):
+            for process in self.processes:
+                process.start()
 
     def run(self, fn: Callable, *args: Any, timeout: float = 300) -> list[Any]:
         """fn(rank, world_size, *args) on every rank; the results in rank order."""

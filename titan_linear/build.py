@@ -148,7 +148,9 @@ def build_dims(config: Config, device: torch.device) -> ParallelDims:
     """The mesh over all ranks."""
     replicate, shard = data_parallel_degrees(config, dist.get_world_size())
     p = config.parallelism
-    return build_mesh(device.type, replicate, shard, p.context_parallel_degree, p.tensor_parallel_degree)
+    return build_mesh(
+        device.type, replicate, shard, p.context_parallel_degree, p.tensor_parallel_degree, p.expert_parallel_degree
+    )
 
 
 def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> BatchSharding:

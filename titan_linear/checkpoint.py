@@ -44,7 +44,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from titan_linear.distributed.tensor_parallel import whole
+from titan_linear.distributed.parts import whole
 from titan_linear.rundir import checkpoints_of, unused
 
 MANIFEST, PROGRESS, METADATA, REWOUND = "manifest.json", "progress.json", ".metadata", "rewound.json"

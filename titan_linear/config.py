@@ -160,6 +160,9 @@ class Parallelism(_Strict):
     """Exchange of the linear layers: states of the recurrence (KCP), or all-to-all over heads."""
     tensor_parallel_degree: int = Field(1, ge=1)
     """Ranks that share every layer, by heads and hidden channels, the vocabulary, and the tokens between layers."""
+    expert_parallel_degree: int = Field(1, ge=1)
+    """Ranks, of those that share parameters (data_parallel_shard_degree × context_parallel_degree), that share out the
+    experts instead: tokens travel to them."""
 
 
 class Checkpoint(_Strict):
@@ -311,8 +314,6 @@ PRINT = "--print-config"
 ABSENT = {
     "pipeline_parallel_degree": "there is no pipeline parallelism; parallelism.data_parallel_shard_degree splits the "
     "parameters",
-    "expert_parallel_degree": "there is no expert parallelism; parallelism.data_parallel_shard_degree splits the "
-    "experts as it does all parameters",
     "float8": "there is no float8; training.mixed_precision_param is the type of compute",
 }
 
@@ -541,6 +542,7 @@ def check_config(config: Config, world_size: int) -> None:
     """
     replicate, shard = data_parallel_degrees(config, world_size)
     _check_batch(config, replicate * shard)
+    _check_expert_parallel(config.parallelism, shard * config.parallelism.context_parallel_degree)
     _check_schedule(config)
     _check_types(config.training)
     _check_data(config)
@@ -575,6 +577,15 @@ def _check_batch(config: Config, dp: int) -> None:
         raise ValueError(
             f"training.global_batch_size = {t.global_batch_size} is not a multiple of training.local_batch_size × "
             f"data-parallel ranks = {t.local_batch_size} × {dp} = {t.local_batch_size * dp}; change one of them"
+        )
+
+
+def _check_expert_parallel(p: Parallelism, sharers: int) -> None:
+    if sharers % p.expert_parallel_degree:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree = {p.expert_parallel_degree} does not divide the {sharers} ranks that "
+            "share parameters (data_parallel_shard_degree × context_parallel_degree), from which it is borrowed; use a "
+            f"divisor of {sharers}"
         )
 
 

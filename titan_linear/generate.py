@@ -146,7 +146,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> in
 
 
 def _agreed(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-    """Of a sharded model, the first rank's tokens: ranks that rounded differently would part ways and hang."""
-    if any(isinstance(p, DTensor) for p in model.parameters()):
+    """Of a model that ranks share, the first one's tokens: ranks that rounded differently would part ways and hang."""
+    if hasattr(model, "parts") or any(isinstance(p, DTensor) for p in model.parameters()):
         dist.broadcast(tokens, 0)
     return tokens

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_linear.config import LRScheduler, Optimizer
@@ -15,10 +16,10 @@ from titan_linear.config import LRScheduler, Optimizer
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
     """AdamW; weight decay for matrices alone: not for norms, biases, A_log and dt_bias."""
-    groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
+    groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for p in (p for p in model.parameters() if p.requires_grad):
-        decays, sharded = p.dim() > 1, isinstance(p, DTensor)  # one fused call takes only one kind of tensor
-        groups.setdefault((decays, sharded), []).append(p)
+        decays, mesh = p.dim() > 1, p.device_mesh if isinstance(p, DTensor) else None  # a fused call takes one kind
+        groups.setdefault((decays, mesh), []).append(p)
     return torch.optim.AdamW(
         [{"params": ps, "weight_decay": config.weight_decay * decays} for (decays, _), ps in groups.items()],
         lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True,

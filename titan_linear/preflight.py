@@ -64,6 +64,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     if line := vocabulary(config, model, tokenizer):
         print(line, flush=True)
     check_tensor_parallel(model, config)
+    check_expert_parallel(model, config)
     check_heads(model, config)
     if warning := spans_nodes(config, node_size or world_size):
         print(warning, flush=True)
@@ -180,6 +181,23 @@ def check_tensor_parallel(model: ModelConfig, config: Config) -> None:
         raise ValueError(
             f"parallelism.tensor_parallel_degree = {degree} cannot split the {', '.join(left)} in model.name = "
             f"{config.model.name!r}, model.flavor = {config.model.flavor!r}; use {fitting}"
+        )
+
+
+def check_expert_parallel(model: ModelConfig, config: Config) -> None:
+    """Experts that the ranks do not divide."""
+    degree, flavor = config.parallelism.expert_parallel_degree, config.model.flavor
+    if degree == 1:
+        return
+    if model.moe is None:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree = {degree}: model.name = {config.model.name!r}, model.flavor = "
+            f"{flavor!r} has no experts; leave it at 1"
+        )
+    if model.moe.num_experts % degree:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree = {degree} cannot share out the {model.moe.num_experts} experts of "
+            f"model.name = {config.model.name!r}, model.flavor = {flavor!r}; use a divisor of {model.moe.num_experts}"
         )
 
 

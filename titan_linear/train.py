@@ -283,10 +283,10 @@ class Trainer:
             self.config, world_size=dist.get_world_size(), degrees=self.dims.degrees,
             implementations={op: choice.implementation for op, choice in choices.items()},
         )  # fmt: skip
-        parameters = sum(p.numel() for p in self.model.parameters())
+        parameters = sum(p.numel() for p in named_parameters(self.model).values())
         print(f"model {self.config.model.name}/{self.config.model.flavor}: {parameters:,} parameters", flush=True)
         print("\n".join(start_lines(choices)), flush=True)
-        print("mesh " + " × ".join(f"{name} {n}" for name, n in self.dims.degrees.items()), flush=True)
+        print(f"mesh {self.dims.description}", flush=True)
         if self.step:
             print(f"resuming from step {self.step}", flush=True)
         peak = peak_tflops(self.config, self.device)

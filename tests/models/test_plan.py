@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,6 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.inputs import boundaries
 from tests.worlds import World
+from titan_linear.distributed.mesh import build_mesh
+from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.init import initialise
@@ -29,13 +32,16 @@ MIXERS: dict[str, MixerOptions] = {
     "attention": Attention(heads=4, kv_heads=2, head_dim=32, qk_norm="head"),
     "mla": MLA(heads=2, kv_rank=16, nope_dim=16, shared_k_dim=16, v_dim=32),
 }
+WIDE_NORMS = {"wide norms": replace(MIXERS["attention"], qk_norm="width")}
 aten = torch.ops.aten
 
 
-def block_of(mixer: str, device: torch.device) -> Block:
-    config = ModelConfig(vocab_size=8, dim=32, pattern=(MIXERS[mixer],), num_layers=1, hidden_dim=32)
+def block_of(mixer: str, device: torch.device, tp: int = 1) -> Block:
+    config = ModelConfig(vocab_size=8, dim=32, pattern=((MIXERS | WIDE_NORMS)[mixer],), num_layers=1, hidden_dim=32)
     model = Decoder(config).to(device)
     initialise(model, seed=0)
+    if tp > 1:
+        leave_part(model, build_mesh(device.type, 1, 1, 1, tp).tp_ranks)
     return model.layers[0]
 
 
@@ -129,17 +135,19 @@ def test_what_the_host_does_is_seen() -> None:
     assert work.seen["built"] == 1
 
 
-def compiled(rank: int, world_size: int, mixer: str, methods: dict[str, str]) -> tuple[int, list[float]]:
+def compiled(rank: int, world_size: int, mixer: str, methods: dict[str, str], tp: int = 1) -> tuple[int, list[float]]:
     """Graphs compiled for all document lists, and the largest differences of outputs and gradients from eager."""
     device = torch.device("cpu")
-    block = block_of(mixer, device)
+    block = block_of(mixer, device, tp)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     compile_: Callable[[nn.Module], nn.Module] = partial(torch.compile, backend="aot_eager", fullgraph=True)
     fast, errors = compile_(block), []
     for lengths in DOCUMENTS:
-        plan = plan_of(lengths, device, dist.group.WORLD if world_size > 1 else None, **methods)
-        x = torch.randn(1, plan.cp_context.tokens, 32, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+        plan = plan_of(lengths, device, dist.group.WORLD if world_size > tp else None, **methods)
+        x = torch.randn(
+            1, plan.cp_context.tokens // tp, 32, generator=torch.Generator().manual_seed(rank)
+        ).requires_grad_()
         results = []
         for forward in (block, fast):
             y, _ = forward(x, plan)
@@ -163,4 +171,9 @@ def test_a_block_compiles_once_under_context_parallelism(
 ) -> None:
     """Without a break in the graph, and once for all documents: in the operators the tables are tensors."""
     for graphs, errors in worlds(2).run(compiled, mixer, methods):
+        assert graphs == 1 and max(errors) < 1e-5
+
+
+def test_a_block_compiles_once_under_tensor_parallelism(worlds: Callable[..., World]) -> None:
+    for graphs, errors in worlds(2).run(compiled, "wide norms", {}, 2):
         assert graphs == 1 and max(errors) < 1e-5

@@ -1,12 +1,90 @@
-"""Balance of experts across all ranks, between steps."""
+"""Experts over ranks (expert parallelism), and the balance of their loads between steps."""
 
 from __future__ import annotations
+
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from titan_linear.distributed.parts import take_part
+from titan_linear.models.decoder import Decoder
 from titan_linear.models.moe import MoE
+from titan_linear.ops.collectives import Ranks
+from titan_linear.ops.cp.exchange import all_to_all, group_named
+from titan_linear.ops.kept import kept
+
+
+def spread_experts(model: Decoder, ranks: Ranks) -> frozenset[str]:
+    """Leave each of `ranks` an equal share of the experts of every layer, to which the others send rows; the names of
+    the parameters that are shared out. In place."""
+    shared = set()
+    for i, layer in enumerate(model.layers):
+        if isinstance(layer.mlp, MoE):
+            for name in dict(layer.mlp.experts.named_parameters()):
+                take_part(layer.mlp.experts, name, 0, ranks.size, ranks.rank)
+                shared.add(f"layers.{i}.mlp.experts.{name}")
+            layer.mlp.dispatch = partial(Travelling, ranks)
+    return frozenset(shared)
+
+
+class Travelling:
+    """Rows on their way to the ranks that have their experts. See `AtHome` in models/moe.py.
+
+    Every row travels, however many there are for an expert. The host reads how many there are once, in forward.
+    """
+
+    def __init__(self, ranks: Ranks, rows: torch.Tensor, counts: torch.Tensor):
+        """rows [M, dim] in the order of their experts; counts [E] int64."""
+        to, of, came = _agree(counts, ranks)
+        self.sizes, self.group = (to, of), ranks.group
+        self.counts = came.sum(0)  # [own experts]
+        own = torch.arange(came.shape[1], device=rows.device).repeat(ranks.size)
+        of_expert = own.repeat_interleave(came.flatten(), output_size=sum(of))  # of each row that comes
+        self.order = of_expert.argsort(stable=True)
+        self.pending: list[dist.Work] = []
+        self.arriving = _Exchange.apply(rows, to, of, ranks.group, self.pending)
+
+    def rows(self) -> torch.Tensor:
+        """What has come, in the order of this rank's experts."""
+        self.pending.pop().wait()
+        return self.arriving[self.order]
+
+    def back(self, y: torch.Tensor) -> torch.Tensor:
+        """Outputs of `rows()` → this rank's rows, as they were given."""
+        to, of = self.sizes
+        pending: list[dist.Work] = []
+        out = _Exchange.apply(y[self.order.argsort()], of, to, self.group, pending)
+        pending.pop().wait()
+        return out
+
+
+@kept
+def _agree(counts: torch.Tensor, ranks: Ranks) -> tuple[list[int], list[int], torch.Tensor]:
+    """Rows for each expert [E] -> how many go to each rank, how many come, and those by sender [ranks, own experts]."""
+    sent = counts.unflatten(0, (ranks.size, -1)).contiguous()  # by receiver
+    came = torch.empty_like(sent)
+    dist.all_to_all_single(came, sent, group=group_named(ranks.group))
+    to, of = torch.stack([sent.sum(1), came.sum(1)]).tolist()
+    return to, of, came
+
+
+class _Exchange(torch.autograd.Function):
+    """All-to-all of rows that has begun when this returns; what is appended to `pending` waits for it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], group: str, pending: list[dist.Work]):
+        ctx.sizes, ctx.group = (receive, send), group
+        out = x.new_empty(sum(receive), *x.shape[1:])
+        work = dist.all_to_all_single(out, x.contiguous(), receive, send, group=group_named(group), async_op=True)
+        pending.append(work)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return all_to_all(grad.contiguous(), *ctx.sizes, ctx.group), None, None, None, None
 
 
 @torch.no_grad()
@@ -14,7 +92,8 @@ def move_selection_biases(model: nn.Module, *, apply: bool = True) -> None:
     """Raise the bias of experts that had less than their share of the step's tokens and lower the others' (DeepSeek-V3,
     section 2.1.2), by `bias_update_rate`; then count anew. One collective. Without `apply` only count anew.
 
-    Every rank counts the tokens it computes, so that sums over all ranks are those of the whole batch.
+    Every rank counts the tokens it computes, so that sums over all ranks are those of the whole batch, or a multiple:
+    ranks of tp compute the same tokens.
     """
     layers = [m for m in model.modules() if isinstance(m, MoE) and m.loads is not None]
     if layers and apply:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -19,8 +20,10 @@ class ParallelDims:
     dp_shard: int
     cp: int
     tp: int
+    ep: int  # ranks of dp_shard × cp, side by side, that share the experts out
     mesh: DeviceMesh  # dp_replicate, dp_shard, cp, tp
     fsdp_mesh: DeviceMesh  # what FSDP shards over: dp_shard × cp; with replicas before them (HSDP)
+    expert_mesh: DeviceMesh | None  # dp_replicate, expert_shard, ep, tp: the same ranks; None: ep is 1
     data_group: dist.ProcessGroup  # dp_replicate × dp_shard × cp: the ranks that have the same part of each tensor
 
     @property
@@ -53,26 +56,59 @@ class ParallelDims:
         return Ranks(self.mesh.get_group("tp").group_name, self.tp, self.mesh.get_local_rank("tp"))
 
     @property
+    def ep_ranks(self) -> Ranks:
+        """The ranks that share the experts out."""
+        return Ranks(self.expert_mesh.get_group("ep").group_name, self.ep, self.expert_mesh.get_local_rank("ep"))
+
+    @property
     def groups(self) -> list[dist.ProcessGroup]:
         """All groups in which ranks train."""
-        return [dist.group.WORLD, *self.mesh.get_all_groups(), *self.fsdp_mesh.get_all_groups(), self.data_group]
+        experts = self.expert_mesh.get_all_groups() if self.expert_mesh else []
+        meshes = [*self.mesh.get_all_groups(), *self.fsdp_mesh.get_all_groups(), *experts]
+        return [dist.group.WORLD, *meshes, self.data_group]
 
     @property
     def degrees(self) -> dict[str, int]:
-        return {"dp_replicate": self.dp_replicate, "dp_shard": self.dp_shard, "cp": self.cp, "tp": self.tp}
+        """Of all dimensions; ep, which multiplies nothing, where it is used."""
+        degrees = {name: self.mesh.size(dim) for dim, name in enumerate(self.mesh.mesh_dim_names)}
+        return degrees | ({"ep": self.ep} if self.ep > 1 else {})
+
+    @property
+    def description(self) -> str:
+        """For people: "dp_replicate 1 × dp_shard 2 × cp 2 × tp 1, ep 2"."""
+        sizes = [f"{name} {size}" for name, size in self.degrees.items()]
+        return ", ".join([" × ".join(sizes[: self.mesh.ndim]), *sizes[self.mesh.ndim :]])
 
     @cached_property
     def parameter_mesh(self) -> DeviceMesh:
         """tp, then the dimensions of `fsdp_mesh`: the order in which parameters are cut."""
         sizes = [self.fsdp_mesh.size(dim) for dim in range(self.fsdp_mesh.ndim)]
-        ranks = self.mesh.mesh.reshape(*sizes, self.tp).movedim(-1, 0).contiguous()
-        return DeviceMesh.from_group(
-            [self.mesh.get_group("tp"), *self.fsdp_mesh.get_all_groups()], self.mesh.device_type, ranks,
-            mesh_dim_names=("tp", *self.fsdp_mesh.mesh_dim_names),
+        ranks = self.mesh.mesh.reshape(*sizes, self.tp).movedim(-1, 0)
+        return _mesh_of(
+            self.mesh.device_type, ranks, tp=self.mesh.get_group("tp"),
+            **dict(zip(self.fsdp_mesh.mesh_dim_names, self.fsdp_mesh.get_all_groups(), strict=True)),
         )  # fmt: skip
 
+    @property
+    def expert_fsdp_mesh(self) -> DeviceMesh:
+        """What FSDP shards a rank's experts over; with replicas before (HSDP)."""
+        return self.expert_mesh["expert_shard" if self.dp_replicate == 1 else ("dp_replicate", "expert_shard")]
 
-def build_mesh(device_type: str, dp_replicate: int, dp_shard: int, cp: int, tp: int = 1) -> ParallelDims:
+    @cached_property
+    def expert_parameter_mesh(self) -> DeviceMesh:
+        """tp, ep, then the dimensions of `expert_fsdp_mesh`: the order in which experts are cut."""
+        ranks = self.expert_mesh.mesh.permute(3, 2, 0, 1)
+        names = ("tp", "ep", *self.expert_fsdp_mesh.mesh_dim_names)
+        ranks = ranks if self.dp_replicate > 1 else ranks.squeeze(2)
+        return _mesh_of(self.mesh.device_type, ranks, **{name: self.expert_mesh.get_group(name) for name in names})
+
+
+def _mesh_of(device_type: str, ranks: torch.Tensor, **groups: dist.ProcessGroup) -> DeviceMesh:
+    """A mesh of groups that there are, by dimension."""
+    return DeviceMesh.from_group(list(groups.values()), device_type, ranks.contiguous(), mesh_dim_names=tuple(groups))
+
+
+def build_mesh(device_type: str, dp_replicate: int, dp_shard: int, cp: int, tp: int = 1, ep: int = 1) -> ParallelDims:
     """The mesh over all ranks. tp is innermost, then cp: ranks that share a layer, or a stream, talk most and sit side
     by side."""
     assert dp_replicate * dp_shard * cp * tp == dist.get_world_size()
@@ -83,8 +119,11 @@ def build_mesh(device_type: str, dp_replicate: int, dp_shard: int, cp: int, tp: 
     if dp_replicate > 1:
         data_group = mesh["dp_replicate", "dp_shard", "cp"]._flatten("data").get_group()
         ranks = mesh.mesh[..., mesh.get_local_rank("tp")].reshape(dp_replicate, dp_shard * cp)
-        fsdp_mesh = DeviceMesh.from_group(
-            [mesh.get_group("dp_replicate"), fsdp_mesh.get_group()], device_type, ranks,
-            mesh_dim_names=("dp_replicate", "fsdp"),
-        )  # fmt: skip
-    return ParallelDims(dp_replicate, dp_shard, cp, tp, mesh, fsdp_mesh, data_group)
+        groups = {"dp_replicate": mesh.get_group("dp_replicate"), "fsdp": fsdp_mesh.get_group()}
+        fsdp_mesh = _mesh_of(device_type, ranks, **groups)
+    expert_mesh = None
+    if ep > 1:
+        sizes = (dp_replicate, dp_shard * cp // ep, ep, tp)
+        names = ("dp_replicate", "expert_shard", "ep", "tp")
+        expert_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
+    return ParallelDims(dp_replicate, dp_shard, cp, tp, ep, mesh, fsdp_mesh, expert_mesh, data_group)

@@ -14,9 +14,12 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
+from titan_linear.distributed.experts import spread_experts
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.distributed.tensor_parallel import split_tensors
+from titan_linear.distributed.parts import Parts
+from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.moe import MoE
 from titan_linear.ops.kept import contexts
 
 
@@ -28,8 +31,7 @@ def parallelize(
 
     backend: of torch.compile; None: nothing is compiled.
     """
-    if dims.tp > 1:
-        split_tensors(model, dims)
+    cut(model, dims)
     if backend is not None:
         from titan_linear.distributed.compiling import compile_layers  # imports the compiler
 
@@ -38,6 +40,14 @@ def parallelize(
         checkpoint_layers(model, selective=ac_mode == "selective", compiled=backend is not None)
     if dims.sharded:
         shard(model, dims, policy)
+
+
+def cut(model: Decoder, dims: ParallelDims) -> None:
+    """Leave a decoder this rank's part of each tensor that tp splits, and its share of the experts."""
+    experts = spread_experts(model, dims.ep_ranks) if dims.ep > 1 else frozenset()
+    splits = leave_part(model, dims.tp_ranks) if dims.tp > 1 else {}
+    if experts or splits:
+        model.parts = Parts(splits, dims.parameter_mesh, experts, dims.expert_parameter_mesh if experts else None)
 
 
 def checkpoint_layers(model: Decoder, *, selective: bool, compiled: bool) -> None:
@@ -55,6 +65,8 @@ def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy) -> N
     """FSDP2 by layer. Embedding and head are units of their own unless they share their weight."""
     options = {"mesh": dims.fsdp_mesh, "mp_policy": policy, "ignored_params": set(replicated_parameters(model))}
     for layer in model.layers:
+        if dims.ep > 1 and isinstance(layer.mlp, MoE):
+            fully_shard(layer.mlp.experts, **options | {"mesh": dims.expert_fsdp_mesh})
         fully_shard(layer, **options)
     if not model.config.tie_embeddings:
         fully_shard(model.embedding, **options)
@@ -92,7 +104,7 @@ def sum_gradients(model: nn.Module, dims: ParallelDims) -> None:
     them with, and of those that are whole on each rank of tp over tp. One collective each."""
     _sum(replicated_parameters(model), dims.data_group)
     if dims.tp > 1:
-        splits = model.tensor_parallel.splits
+        splits = model.parts.splits
         _sum([p for name, p in model.named_parameters() if name not in splits], dims.mesh.get_group("tp"))
 
 
@@ -110,8 +122,8 @@ def _local(tensor: torch.Tensor) -> torch.Tensor:
 
 def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Parameter]:
     """Of every shard the first rank's copy: what the ranks hold of these is, together, each parameter once."""
-    splits = model.tensor_parallel.splits if dims.tp > 1 else {}
-    where = {name: dims.mesh.get_local_rank(name) for name in dims.degrees}
+    splits = model.parts.splits if dims.tp > 1 else {}
+    where = {name: dims.mesh.get_local_rank(name) for name in dims.mesh.mesh_dim_names}
 
     def counts(name: str, p: nn.Parameter) -> bool:
         copies = ["dp_replicate", *([] if isinstance(p, DTensor) else ["dp_shard", "cp"])]

@@ -18,48 +18,17 @@ Without gradients (validation, generation) every rank keeps all tokens, and sums
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.distributed.parts import take_part
 from titan_linear.loss import chunked_cross_entropy
 from titan_linear.models.decoder import Decoder, Head
 from titan_linear.models.layers import RMSNorm, widen
 from titan_linear.ops.collectives import Ranks, gather_along, gather_tokens, scatter_tokens, sum_over_ranks
-
-
-@dataclass(frozen=True)
-class TensorParallel:
-    """What the ranks of tp have of a decoder's parameters."""
-
-    splits: dict[str, int]  # parameter → the dimension that is split
-    mesh: DeviceMesh  # tp, then what FSDP shards over
-
-    def whole(self, name: str, tensor: torch.Tensor) -> DTensor:
-        """A parameter, or a tensor of its shape, as the part that it is of the whole one. It shares its memory."""
-        dim, shape = self.splits.get(name), list(tensor.shape)
-        if dim is not None:
-            shape[dim] *= self.mesh.size(0)
-        local, sharding = tensor.detach(), [Replicate()] * (self.mesh.ndim - 1)
-        if isinstance(local, DTensor):
-            local, sharding = local.to_local(), local.placements
-        whole = torch.empty(shape, device="meta")
-        return DTensor.from_local(
-            local, self.mesh, [Replicate() if dim is None else Shard(dim), *sharding], run_check=False,
-            shape=whole.shape, stride=whole.stride(),
-        )  # fmt: skip
-
-
-def whole(model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter of `model`, or a tensor of its shape, that says where it lies in the whole one, if it is a part."""
-    parallel = getattr(model, "tensor_parallel", None)
-    return tensor if parallel is None else parallel.whole(name, tensor)
 
 
 def tensor_splits(model: nn.Module) -> dict[str, int]:
@@ -73,15 +42,15 @@ def tensor_splits(model: nn.Module) -> dict[str, int]:
     return {name: dim for name, dim in stated.items() if name in own}
 
 
-def split_tensors(model: Decoder, dims: ParallelDims) -> None:
-    """Leave a decoder this rank's part of each tensor, and have its modules gather tokens and sum outputs. In place."""
-    ranks, splits = dims.tp_ranks, tensor_splits(model)
+def leave_part(model: Decoder, ranks: Ranks) -> dict[str, int]:
+    """Leave a decoder the part of one of `ranks`, and have its modules gather tokens and sum outputs; its splits."""
+    splits = tensor_splits(model)
     for name, dim in splits.items():
         owner, _, leaf = name.rpartition(".")
-        _take_part(model.get_submodule(owner), leaf, dim, ranks)
-        norm = model.get_submodule(owner)
-        if isinstance(norm, RMSNorm):
-            norm.forward = partial(_norm_over_ranks, norm, ranks)
+        module = model.get_submodule(owner)
+        take_part(module, leaf, dim, ranks.size, ranks.rank)
+        if isinstance(module, RMSNorm):
+            module.forward = partial(_norm_over_ranks, module, ranks)
     if model.config.tie_embeddings:
         model.head.weight = model.embedding.weight
     for layer in model.layers:
@@ -89,14 +58,7 @@ def split_tensors(model: Decoder, dims: ParallelDims) -> None:
             shared.forward = partial(_on_all_tokens, shared.forward, ranks)
     model.embedding.forward = partial(_embed, model.embedding, ranks)
     model.head.forward = partial(_head, model.head, ranks)
-    model.tensor_parallel = TensorParallel(splits, dims.parameter_mesh)
-
-
-def _take_part(module: nn.Module, leaf: str, dim: int, ranks: Ranks) -> None:
-    parameter = getattr(module, leaf)
-    assert parameter.shape[dim] % ranks.size == 0, (leaf, parameter.shape, dim)
-    part = parameter.detach().chunk(ranks.size, dim)[ranks.rank].contiguous()
-    setattr(module, leaf, nn.Parameter(part, requires_grad=parameter.requires_grad))
+    return splits
 
 
 # --- The forward of modules of which a rank has a part ---------------------------------------------------------------

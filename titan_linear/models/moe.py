@@ -7,6 +7,7 @@ section 2.1.2) moves after each step: see `update_selection_biases` in distribut
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -74,6 +75,22 @@ class Experts(nn.Module):
         return grouped_linear(F.silu(gate) * up, self.down_proj, counts)
 
 
+class AtHome:
+    """Rows for experts that are all here: what `MoE` asks of its `dispatch`."""
+
+    def __init__(self, rows: torch.Tensor, counts: torch.Tensor):
+        """rows [M, dim] in the order of their experts, of which each has counts [E] int64."""
+        self.counts, self._rows = counts, rows
+
+    def rows(self) -> torch.Tensor:
+        """The rows of the experts that are here, in their order, `counts` of each."""
+        return self._rows
+
+    def back(self, y: torch.Tensor) -> torch.Tensor:
+        """Outputs of `rows()` -> outputs of the rows that were given."""
+        return y
+
+
 class MoE(nn.Module):
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
@@ -82,27 +99,33 @@ class MoE(nn.Module):
         self.experts = Experts(dim, config)
         self.shared = SwiGLU(dim, config.shared_hidden_dim) if config.shared_hidden_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
+        self.dispatch: Callable[[torch.Tensor, torch.Tensor], AtHome] = AtHome
         self.loads: torch.Tensor | None = None  # [E] tokens sent to each expert since the bias was last moved
 
     def forward(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [B, T, dim] -> [B, T, dim], and this rank's part of the load-balance loss (None: not wanted)."""
         flat = x.flatten(0, 1)
         experts, weights, scores = self.router(flat)
-        y = self._routed(flat, experts, weights)
-        if self.shared is not None:
-            shared = self.shared(flat)
-            y = y + (shared if self.shared_gate is None else shared * self.shared_gate(flat).sigmoid())
+        order, counts = self._by_expert(experts)
+        self._count(counts)
+        sent = self.dispatch(flat[order // self.config.top_k], counts)
+        shared = self._shared(flat)  # while rows travel
+        y = sent.back(self.experts(sent.rows(), sent.counts))
+        y = y[order.argsort()].unflatten(0, (-1, self.config.top_k))  # [N, k, dim]
+        y = (weights.to(y.dtype).unsqueeze(1) @ y).squeeze(1)  # Σ weight · expert(x)
+        y = y if shared is None else y + shared
         return y.view_as(x), self._balance_loss(experts, scores, plan)
 
-    def _routed(self, x: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Σ weight · expert(x) over each token's experts: copies of x are sorted by expert, and sorted back."""
-        by_expert, order = experts.flatten().sort(stable=True)  # [N·k]
-        ends = torch.searchsorted(by_expert, torch.arange(self.config.num_experts, device=x.device), right=True)
-        counts = ends.diff(prepend=ends.new_zeros(1))  # [E]; not bincount, for which CUDA waits
-        self._count(counts)
-        y = self.experts(x[order // self.config.top_k], counts)
-        y = y[order.argsort()].unflatten(0, (-1, self.config.top_k))  # [N, k, dim]
-        return (weights.to(y.dtype).unsqueeze(1) @ y).squeeze(1)
+    def _by_expert(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """experts [N, k] -> the order [N·k] that sorts copies of tokens by expert, and how many go to each [E]."""
+        by_expert, order = experts.flatten().sort(stable=True)
+        ends = torch.searchsorted(by_expert, torch.arange(self.config.num_experts, device=experts.device), right=True)
+        return order, ends.diff(prepend=ends.new_zeros(1))  # not bincount, for which CUDA waits
+
+    def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
+        if self.shared is None:
+            return None
+        return self.shared(x) if self.shared_gate is None else self.shared(x) * self.shared_gate(x).sigmoid()
 
     def _count(self, counts: torch.Tensor) -> None:
         """Loads of training alone. Activation checkpointing counts all of them twice, which leaves their order."""

@@ -10,7 +10,7 @@ computed again. What is kept:
     softmax attention       o and the log-sum-exp
     all-to-all over heads   what came
     tensor parallelism      this rank's tokens of what the ranks summed; gathered tokens are gathered again
-    experts                 means over streams, which ranks sum
+    experts                 means over streams, which ranks sum, and how many rows travel; the rows travel again
 
 So none of these kernels and exchanges runs a second time. Compiled code calls the operators alone: the delta rule then
 keeps what its operators give, but for its prepared chunks, which are prepared again; and copies are kept, as compiled

@@ -185,12 +185,18 @@ def exchange(
     """Every S_ext [., *, K, V] and M [., *, K, K] that this rank folds. One message to each rank."""
     sizes = S_ext[0].numel(), M[0].numel()
     parts = [(M if kind else S_ext)[slot].flatten() for slot, kind in sends.tolist() if slot >= 0]
-    message = torch.cat(parts) if parts else S_ext.new_empty(0)
+    message = _joined(parts, S_ext)
     counts = receive_counts.tolist()
     came = all_to_all(message, _elements(send_counts.tolist(), sizes), _elements(counts, sizes), group)
     blocks = came.split([n * size for row in counts for n, size in zip(row, sizes)])
-    S_rows, M_rows = torch.cat(blocks[0::2]), torch.cat(blocks[1::2])
+    S_rows, M_rows = _joined(blocks[0::2], S_ext), _joined(blocks[1::2], M)
     return S_rows.view(-1, *S_ext.shape[1:]), M_rows.view(-1, *M.shape[1:])
+
+
+def _joined(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """One after the other; a single one as it is: a copy less, where most chains have one link."""
+    parts = [part for part in parts if part.numel()]
+    return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else like.new_empty(0)
 
 
 def _elements(counts: list[list[int]], sizes: tuple[int, int]) -> list[int]:

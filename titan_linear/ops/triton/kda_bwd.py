@@ -99,6 +99,7 @@ def reverse_scan_kernel(
         store_state(d_initial_state, state_index, i_n, HV * K * V, o_s, dS)
 
 
+@Launcher
 @triton.jit
 def boundary_bwd_kernel(
     do,  # [T, HV, V]

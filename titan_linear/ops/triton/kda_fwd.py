@@ -334,6 +334,7 @@ def scan_kernel(
         store_state(final_state, final_index, i_n, HV * K * V, o_s, S)
 
 
+@Launcher
 @triton.jit
 def boundary_kernel(
     v,  # [T, HV, V]

@@ -1,0 +1,61 @@
+"""What a rank of tensor parallelism has, and that it says of what it is a part. Whole runs are in test_train.py."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from titan_linear.distributed.tensor_parallel import leave_part, tensor_splits
+from titan_linear.models.config import ModelConfig, MoEConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.mixers import GDN, KDA, MLA, Attention
+from titan_linear.ops.collectives import Ranks
+
+MIXERS = {
+    "kda": (KDA(heads=2, v_heads=4, head_dim=8, v_head_dim=12), ("heads", "v_heads")),
+    "gdn": (GDN(heads=2, v_heads=4, head_dim=8, v_head_dim=12), ("heads", "v_heads")),
+    "attention": (Attention(heads=4, kv_heads=2, head_dim=8, qk_norm="head", output_gate=True), ("heads", "kv_heads")),
+    "norms over the width": (Attention(heads=4, kv_heads=2, head_dim=8, qk_norm="width"), ("heads", "kv_heads")),
+    "mla": (MLA(heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=10), ("heads",)),
+}
+MOE = MoEConfig(num_experts=4, top_k=2, hidden_dim=6, shared_hidden_dim=10, shared_gate=True, selection_bias=True)
+
+
+def shapes(model: Decoder) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("moe", [None, MOE])
+@pytest.mark.parametrize("name", MIXERS)
+def test_a_part_is_a_model_of_fewer_heads(name: str, moe: MoEConfig | None, tied: bool) -> None:
+    """And of fewer hidden channels, and rows of the vocabulary: no parameter is forgotten."""
+    mixer, counts = MIXERS[name]
+    half = replace(mixer, **{count: getattr(mixer, count) // 2 for count in counts})
+    less = moe and replace(moe, hidden_dim=3, shared_hidden_dim=5)
+    config = ModelConfig(32, 16, (mixer,), 1, 24, moe=moe, tie_embeddings=tied)
+    with torch.device("meta"):
+        part, fewer = Decoder(config), Decoder(ModelConfig(16, 16, (half,), 1, 12, moe=less, tie_embeddings=tied))
+    whole = shapes(part)
+    leave_part(part, Ranks("", 2, 1))
+    assert shapes(part) == shapes(fewer)
+    assert {name for name in whole if whole[name] != shapes(part)[name]} == tensor_splits(part).keys()
+    assert (part.head.weight is part.embedding.weight) == tied
+
+
+def test_a_part_holds_whole_heads() -> None:
+    """Of the fused gate and up projections of experts a part of each."""
+    mixer, _ = MIXERS["kda"]
+    model = Decoder(ModelConfig(32, 16, (mixer,), 1, 24, moe=MOE))
+    before = {name: torch.nn.init.normal_(p).detach().clone() for name, p in model.named_parameters()}
+    leave_part(model, Ranks("", 2, 1))
+    after = dict(model.named_parameters())
+    for name, part in (
+        ("mixer.v_proj.weight", before["layers.0.mixer.v_proj.weight"][24:]),  # two heads of 12
+        ("mixer.o_proj.weight", before["layers.0.mixer.o_proj.weight"][:, 24:]),
+        ("mixer.dt_bias", before["layers.0.mixer.dt_bias"][16:]),
+        ("mlp.experts.gate_up_proj", before["layers.0.mlp.experts.gate_up_proj"][:, :, 3:]),
+    ):
+        assert torch.equal(after[f"layers.0.{name}"], part)
