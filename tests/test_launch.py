@@ -324,7 +324,7 @@ def test_nodes_that_do_not_fit_are_refused():
         (["--training.step", "3"], "did you mean training.steps?"),
         (["--parallelism.context_parallel_degree", "3"], "need a multiple of 3 processes, and there are 2"),
         (["--job.dump_folder", "/dev/null/x"], "job.dump_folder = '/dev/null/x' cannot be written"),
-        (["--comm.max_restarts", "1", "--checkpoint.enable", "false"], "needs checkpoint.enable = true"),
+        (["--comm.max_restarts", "1", "--checkpoint.enable", "false"], "set checkpoint.enable = true"),
     ],
 )
 def test_a_mistake_is_a_short_message(calls, capsys, argv, message):

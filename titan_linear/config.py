@@ -549,8 +549,8 @@ def check_config(config: Config, world_size: int) -> None:
     _check_checkpoint(config.checkpoint)
     if config.comm.max_restarts and not config.checkpoint.enable:
         raise ValueError(
-            f"comm.max_restarts = {config.comm.max_restarts} needs checkpoint.enable = true; else there is nothing "
-            "to start again from, and 0 is right"
+            f"comm.max_restarts = {config.comm.max_restarts} starts again from checkpoints, and there are none; set "
+            "checkpoint.enable = true, or comm.max_restarts = 0"
         )
     _check_hugging_face(config)
 
