@@ -21,12 +21,13 @@ LAYERS = (
     ("flops", "generate", "hf_io", "optim", "profiling"),
     ("metrics",),
     ("build",),
-    ("preflight",),
+    ("preflight", "nodes"),
+    ("agent",),
     ("train", "launch"),
     ("tools",),
 )
 # Lower, and still not theirs: tools stand beside the trainer, and it holds no mathematics.
-FORBIDDEN = {"tools": ("train", "launch"), "train": ("loss", "ops")}
+FORBIDDEN = {"tools": ("train", "launch", "agent", "nodes"), "train": ("loss", "ops")}
 EXCEPT = {("train", "ops.support")}  # names of what runs, to print
 PACKAGE = "titan_linear"
 

@@ -13,11 +13,13 @@ from types import SimpleNamespace
 
 import pytest
 
-import tests.worlds  # noqa: F401 (what the server imports)
-from titan_linear import launch
+from tests.worlds import free_port  # and what the server imports
+from titan_linear import agent, launch, nodes
+from titan_linear.process import Node
 from titan_linear.rundir import lock_folder
 
 ROOT = Path(__file__).parents[1]
+ALONE = Node(2)
 FORKSERVER = multiprocessing.get_context("forkserver")
 WORKER = """
 import os, signal, sys, time
@@ -36,10 +38,12 @@ def note(word):
 
 def on_term(number, frame):
     note(signal.Signals(number).name)
-    if mode != "deaf":
+    if mode == "nodes":
+        (folder / "stop").touch()
+    elif mode != "deaf":
         time.sleep(0.5)  # a save
         note("saved")
-        sys.exit(4 if mode == "unsaved" else 0)
+        sys.exit(3 if mode == "unsaved" else 143)
 
 assert under_launcher()
 if mode == "late":
@@ -53,11 +57,19 @@ if mode != "starting":
 note(os.getpid())
 if mode == "done":
     sys.exit(0)
-if mode in ("fails", "dies") and rank == "1":
+if mode == "loses" and rank == "0":
+    sys.exit(4)
+if mode in ("fails", "dies", "loses") and rank == "1":
     while not (folder / "rank-0").exists():
         time.sleep(0.01)
+    time.sleep(0.2)
     print("why rank 1 failed", file=sys.stderr, flush=True)
     sys.exit(3) if mode == "fails" else os.kill(os.getpid(), signal.SIGSEGV)
+if mode == "nodes":
+    note("start-" + os.environ["TORCHELASTIC_RESTART_COUNT"])
+    while not (folder / "stop").exists():
+        time.sleep(0.01)
+    sys.exit(143)
 if mode == "joins":
     import torch, torch.distributed as dist
     dist.init_process_group("gloo")
@@ -71,23 +83,23 @@ while True:
 """
 
 
-def launch_workers(mode: str, folder: Path, grace: float) -> None:
-    """`run_workers` with two processes of WORKER, in a process of its own that has a terminal's session."""
+def launch_workers(mode: str, folder: Path, grace: float, node: Node, max_restarts: int) -> None:
+    """`run_workers` with processes of WORKER, in a process of its own that has a terminal's session."""
     os.setsid()
-    os.dup2(os.open(folder / "stderr", os.O_WRONLY | os.O_CREAT), 2)
+    os.dup2(os.open(folder / f"stderr-{node.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.chdir(ROOT)
     os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{ROOT}"
-    launch.GRACE = grace
-    sys.exit(launch.run_workers("worker", [mode, str(folder)], 2))
+    agent.GRACE = grace
+    sys.exit(agent.run_workers("worker", [mode, str(folder)], node, max_restarts))
 
 
 class Run:
     """A launcher, forked from a server that has imported torch, and its workers."""
 
-    def __init__(self, folder: Path, mode: str, grace: float):
+    def __init__(self, folder: Path, mode: str, grace: float, node: Node, max_restarts: int):
         (folder / "worker.py").write_text(WORKER)
-        self.folder = folder
-        self.process = FORKSERVER.Process(target=launch_workers, args=(mode, folder, grace))
+        self.folder, self.node = folder, node
+        self.process = FORKSERVER.Process(target=launch_workers, args=(mode, folder, grace, node, max_restarts))
         self.process.start()
 
     def events(self, rank: int) -> list[str]:
@@ -104,8 +116,9 @@ class Run:
     def end(self) -> tuple[int, str]:
         """(exit code, stderr)"""
         self.process.join(60)
-        err = (self.folder / "stderr").read_text()
-        assert not any(alive(self.events(rank)) for rank in range(2)), "a worker outlived its launcher"
+        err = (self.folder / f"stderr-{self.node.rank}").read_text()
+        own = range(self.node.rank, self.node.rank + self.node.processes)
+        assert not any(alive(self.events(rank)) for rank in own), "a worker outlived its launcher"
         assert "Traceback" not in err
         return self.process.exitcode, err
 
@@ -129,8 +142,8 @@ def until(done: Callable[[], bool]) -> None:
 def start(tmp_path) -> Iterator[Callable[..., Run]]:
     runs = []
 
-    def start(mode: str, grace: float = 0.3) -> Run:
-        runs.append(Run(tmp_path, mode, grace))
+    def start(mode: str, grace: float = 0.3, node: Node = ALONE, max_restarts: int = 0) -> Run:
+        runs.append(Run(tmp_path, mode, grace, node, max_restarts))
         return runs[-1]
 
     yield start
@@ -186,12 +199,16 @@ def test_a_failed_save_is_a_failure(start):
     run.wait_for("ready")
     os.kill(run.process.pid, signal.SIGTERM)
     code, err = run.end()
-    assert code == 4 and "failed (exit code 4)" in err
+    assert code == 3 and "failed (exit code 3)" in err
 
 
-@pytest.mark.parametrize("mode, code, how", [("fails", 3, "exit code 3"), ("dies", 139, "killed by SIGSEGV")])
+@pytest.mark.parametrize(
+    "mode, code, how",
+    [("fails", 3, "exit code 3"), ("dies", 139, "killed by SIGSEGV"), ("loses", 139, "killed by SIGSEGV")],
+)
 def test_a_failed_worker_ends_the_run(start, mode, code, how):
-    run = start(mode)
+    """The one that is the cause, not another that failed before for want of it."""
+    run = start(mode, max_restarts=1 if mode == "fails" else 0)  # which would come again
     assert run.end() == (code, f"why rank 1 failed\nerror: rank 1 failed ({how})\n")
     assert "SIGTERM" not in run.events(0)  # it must not save without rank 1
 
@@ -213,6 +230,28 @@ def test_a_worker_whose_launcher_died_before_it_asked_ends_itself(start):
     assert [run.events(rank)[1:] for rank in range(2)] == [["orphaned"]] * 2
 
 
+def test_nodes_start_again_together_and_stop_together(start):
+    """After the crash of a rank, and of a node that somebody starts again; then one node is asked to stop."""
+    port = free_port()
+    runs = [start("nodes", node=Node(1, rank, 2, "127.0.0.1", port), max_restarts=2) for rank in (1, 0)]
+    runs[0].wait_for("start-0")
+    os.kill(int(runs[0].events(1)[0]), signal.SIGSEGV)
+    runs[0].wait_for("start-1")
+    runs[0].process.kill()
+    runs[0].process.join()
+    again = start("nodes", node=runs[0].node, max_restarts=2)
+    runs[1].wait_for("start-2")
+    os.kill(runs[1].process.pid, signal.SIGTERM)
+    assert [run.end()[0] for run in (again, runs[1])] == [143, 143]
+    assert "rank 1 failed (killed by SIGSEGV): restart 1 of 2\n" in again.end()[1]
+
+
+def test_a_failure_ends_all_nodes(start):
+    runs = [start("fails", node=Node(1, rank, 2, "127.0.0.1", port)) for port in [free_port()] for rank in (0, 1)]
+    assert runs[1].end()[0] == 3
+    assert runs[0].end() == (1, "error: the run has failed on another node\n")
+
+
 # --- main ------------------------------------------------------------------------------------------------------------
 
 
@@ -220,11 +259,12 @@ def test_a_worker_whose_launcher_died_before_it_asked_ends_itself(start):
 def calls(monkeypatch, tmp_path) -> Iterator[list]:
     """What main calls, in a folder of its own, with no GPU and two processes."""
     calls = []
-    module = SimpleNamespace(preflight=lambda config, world_size: calls.append(("preflight", world_size)))
+    module = SimpleNamespace(preflight=lambda config, *sizes: calls.append(("preflight", *sizes)))
     monkeypatch.setitem(sys.modules, "titan_linear.preflight", module)
-    monkeypatch.setattr(launch, "run_workers", lambda *args: calls.append(args) or 0)
+    monkeypatch.setattr(agent, "run_workers", lambda *args: calls.append(args) or 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
-    monkeypatch.delenv("NGPU", raising=False)
+    for name in ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     yield calls
@@ -235,7 +275,47 @@ def calls(monkeypatch, tmp_path) -> Iterator[list]:
 def test_main_checks_then_starts_the_workers(calls):
     argv = ["--parallelism.context_parallel_degree", "2"]
     assert launch.main(argv) == 0
-    assert calls == [("preflight", 2), ("titan_linear.train", argv, 2)]
+    assert calls == [("preflight", 2, 2), ("titan_linear.train", argv, Node(2), 0)]
+
+
+def test_main_on_one_of_several_nodes(calls, monkeypatch):
+    """Which prepares its data before it meets the others, and does not lock the folder that node 0 has locked."""
+    for name, value in {"NGPU": 1, "NNODES": 4, "NODE_RANK": 3, "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, str(value))
+    argv = ["--comm.max_restarts", "2"]
+    assert launch.main(argv) == 0
+    assert calls == [("preflight", 4, 1), ("titan_linear.train", argv, Node(1, 3, 4, "127.0.0.1", 29500), 2)]
+    assert not Path("outputs/.lock").exists()
+
+
+@pytest.mark.parametrize(
+    "environment, message",
+    [
+        ({"NNODES": "x"}, "NNODES = 'x' must be a number, 1 or more"),
+        ({"NNODES": "2"}, "NODE_RANK = '' must be a number, 0 or more"),
+        ({"NNODES": "2", "NODE_RANK": "2"}, "NODE_RANK = 2 must be less than NNODES = 2"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "NNODES = 2 needs MASTER_ADDR"),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "no host"}, "MASTER_ADDR = 'no host'"),
+        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}, "MASTER_PORT = '0' must"),
+    ],
+)
+def test_wrong_nodes_are_refused(calls, capsys, monkeypatch, environment, message):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert launch.main([]) == 2
+    assert message in capsys.readouterr().err and calls == []
+
+
+def test_nodes_that_do_not_fit_are_refused():
+    port = free_port()
+    node = nodes.Nodes(Node(1, 0, 2, "127.0.0.1", port))
+    node.store = nodes._open_store(node.here)
+    node.store.set("processes/1", "8")
+    node.store.set("0/1", "")
+    with pytest.raises(ValueError, match="NGPU = 1 on node 0 and 8 on node 1"):
+        node.next_rendezvous()
+    with pytest.raises(ValueError, match=f"MASTER_PORT = {port} cannot be opened on node 0"):
+        nodes._open_store(node.here)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +324,7 @@ def test_main_checks_then_starts_the_workers(calls):
         (["--training.step", "3"], "did you mean training.steps?"),
         (["--parallelism.context_parallel_degree", "3"], "need a multiple of 3 processes, and there are 2"),
         (["--job.dump_folder", "/dev/null/x"], "job.dump_folder = '/dev/null/x' cannot be written"),
+        (["--comm.max_restarts", "1", "--checkpoint.enable", "false"], "set checkpoint.enable = true"),
     ],
 )
 def test_a_mistake_is_a_short_message(calls, capsys, argv, message):
@@ -254,7 +335,7 @@ def test_a_mistake_is_a_short_message(calls, capsys, argv, message):
 
 
 def test_preflight_refuses_before_workers_start(calls, capsys, monkeypatch):
-    def refuse(config, world_size):
+    def refuse(config, *sizes):
         raise ValueError("training.dataset_path = 'x' holds no document")
 
     monkeypatch.setattr(sys.modules["titan_linear.preflight"], "preflight", refuse)
@@ -302,9 +383,9 @@ def test_a_wrong_ngpu_is_refused(monkeypatch, asked, gpus):
 def test_waiting_threads_sleep(monkeypatch):
     """Spinning, they would take the core from what they wait for on a busy machine. The user's word holds."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert launch._environment(0, 1, 1)["OMP_WAIT_POLICY"] == "PASSIVE"
+    assert agent._environment(1)["OMP_WAIT_POLICY"] == "PASSIVE"
     monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert launch._environment(0, 1, 1)["OMP_WAIT_POLICY"] == "ACTIVE"
+    assert agent._environment(1)["OMP_WAIT_POLICY"] == "ACTIVE"
 
 
 def test_help_of_flavors(capsys):

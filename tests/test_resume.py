@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 import torch
 
 from tests.worlds import World, free_port
-from titan_linear import launch
+from titan_linear import agent, launch
 from titan_linear.config import load_config
 from titan_linear.train import Trainer
 
@@ -52,9 +53,13 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "corpus.jsonl"
 
 
-def start(corpus: Path, folder: Path, **overrides: object) -> subprocess.Popen:
-    """The launcher, as run_train.sh execs it."""
-    return command([sys.executable, "-m", "titan_linear.launch", *arguments(corpus, folder, **overrides)], corpus)
+def start(corpus: Path, folder: Path, node: tuple[int, int] | None = None, **overrides: object) -> subprocess.Popen:
+    """The launcher, as run_train.sh execs it, with two processes; or with one, as one of two nodes: (rank, port)."""
+    argv = [sys.executable, "-m", "titan_linear.launch", *arguments(corpus, folder, **overrides)]
+    if node is None:
+        return command(argv, corpus)
+    place = {"NNODES": 2, "NODE_RANK": node[0], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": node[1], "NGPU": 1}
+    return command(argv, corpus, **place)
 
 
 def arguments(corpus: Path, folder: Path, **overrides: object) -> list[str]:
@@ -64,8 +69,9 @@ def arguments(corpus: Path, folder: Path, **overrides: object) -> list[str]:
     return [text for key, value in keys.items() for text in (f"--{key}", str(value))]
 
 
-def command(argv: list[str], corpus: Path) -> subprocess.Popen:
+def command(argv: list[str], corpus: Path, **variables: object) -> subprocess.Popen:
     environment = os.environ | {"NGPU": "2", "XDG_CACHE_HOME": str(corpus.parent), "OMP_NUM_THREADS": "1"}
+    environment |= {name: str(value) for name, value in variables.items()}
     environment.pop("TRITON_INTERPRET", None)  # as a user would have it
     environment["PYTHONPATH"] = str(ROOT)
     return subprocess.Popen(argv, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
@@ -126,7 +132,7 @@ def answer(corpus: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.Monke
     """answer(code, folder, **keys): what the launcher says in this process before it exits with `code`, or where that
     is STARTS, before it would start workers."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    monkeypatch.setattr(launch, "run_workers", lambda *_: STARTS)
+    monkeypatch.setattr(agent, "run_workers", lambda *_: STARTS)
     monkeypatch.setenv("NGPU", "2")
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus.parent))
 
@@ -150,18 +156,25 @@ def newest_step(folder: Path) -> int:
 
 
 def test_sigkill_and_restart(corpus: Path, tmp_path: Path, uninterrupted: dict[int, float], answer: Callable) -> None:
-    """Killed while it saves in either mode, and finished by a third start."""
-    before = None
-    for mode, step in (("disabled", 5), ("async", 8)):
-        process = start(corpus, tmp_path, checkpoint__async_mode=mode)
-        wait_for_step(process, tmp_path, step)
-        process.kill()
-        assert before is None or f"resuming from step {before}" in process.communicate()[0]
-        process.wait()
-        time.sleep(0.5)  # the kernel ends the workers, which hold nothing that the restart needs
-        before = newest_step(tmp_path)
-        assert before in (3, 6)  # the save before the last may be all there is when the kill meets a save
-    assert f"resuming from step {before}" in finish(start(corpus, tmp_path, checkpoint__async_mode="async"))
+    """The launcher killed while it saves; then, on two nodes, a rank, after which all start again."""
+    process = start(corpus, tmp_path, checkpoint__async_mode="disabled")
+    wait_for_step(process, tmp_path, 5)
+    process.kill()
+    process.communicate()
+    time.sleep(0.5)  # the kernel ends the workers, which hold nothing that the restart needs
+    before = newest_step(tmp_path)
+    port = free_port()
+    nodes = [
+        start(corpus, tmp_path, (rank, port), checkpoint__async_mode="async", comm__max_restarts=1) for rank in (0, 1)
+    ]
+    wait_for_step(nodes[0], tmp_path, 8)
+    (worker,) = Path(f"/proc/{nodes[1].pid}/task/{nodes[1].pid}/children").read_text().split()
+    os.kill(int(worker), signal.SIGKILL)
+    said, other = finish(nodes[0]), finish(nodes[1])
+    assert "Traceback" not in said + other and "rank 1 failed (killed by SIGKILL): restart 1 of 1\n" in other
+    assert before in (3, 6)  # the save before the last may be all there is when the kill meets a save
+    again = [int(step) for step in re.findall(r"resuming from step (\d+)", said)]
+    assert again[0] == before and again[1] in (3, 6, 9) and again[1] >= before
     assert losses(tmp_path) == uninterrupted
     assert "is finished" in answer(0, tmp_path)
 

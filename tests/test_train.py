@@ -27,7 +27,7 @@ from titan_linear.hf_io import gather
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.presets import OWN
 from titan_linear.preflight import preflight
-from titan_linear.process import be_deterministic
+from titan_linear.process import FAILED, LAUNCHER, LOST, be_deterministic
 from titan_linear.train import NonFinite, Trainer, WriteFailed
 
 STEPS = 20
@@ -486,3 +486,42 @@ def test_errors_are_one_line(error: Exception, rank: int, code: int, shown: str,
     monkeypatch.setattr(train, "_run", fail)
     monkeypatch.setenv("RANK", str(rank))
     assert train.main([]) == code and capsys.readouterr().err == shown
+
+
+def test_too_little_memory_is_a_line_with_what_takes_less(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    def runs(config: object) -> None:
+        raise torch.OutOfMemoryError(
+            "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
+        )
+
+    monkeypatch.setattr(train, "_run", runs)
+    monkeypatch.setattr(train, "die_with_parent", lambda: None)
+    monkeypatch.setenv("RANK", "3")
+    argv = ["--activation_checkpoint.mode", "selective", "--training.local_batch_size", "4"]
+    assert train.main([*argv, "--parallelism.context_parallel_degree", "2"]) == FAILED
+    assert capsys.readouterr().err == (
+        "error: rank 3: CUDA out of memory. Tried to allocate 2.00 GiB; what takes less, cheapest first: "
+        "activation_checkpoint.mode = 'full', training.local_batch_size = 2, training.loss_chunk_size = 1024, "
+        "parallelism.context_parallel_degree = 4; python -m tools.dry_run says how much each takes\n"
+    )
+
+
+def test_a_lost_rank_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    """The agent says which is gone; without it this rank says what it knows. Another error stays a traceback."""
+
+    def runs(config: object) -> None:
+        raise RuntimeError(reason)
+
+    monkeypatch.setattr(train, "_run", runs)
+    monkeypatch.setattr(train, "die_with_parent", lambda: None)
+    monkeypatch.setenv("RANK", "1")
+    reason = "[gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:19378"
+    assert train.main([]) == LOST
+    assert capsys.readouterr().err == f"error: rank 1: another rank is gone: {reason}\n"
+    monkeypatch.setenv(LAUNCHER, "1")
+    assert train.main([]) == LOST and capsys.readouterr().err == ""
+    reason = "shapes differ"
+    with pytest.raises(RuntimeError, match=reason):
+        train.main([])

@@ -288,12 +288,15 @@ class Sample(_Strict):
 
 
 class Comm(_Strict):
-    """Collective communication."""
+    """Collective communication, and what happens when a rank is gone."""
 
     init_timeout_seconds: int = Field(300, ge=1)
     """Timeout until the first step is done."""
     train_timeout_seconds: int = Field(100, ge=1)
     """Timeout after the first step. Validation, saves and exports have none: they wait for the slowest disk."""
+    max_restarts: int = Field(0, ge=0)
+    """Times that all workers are started again, from the newest checkpoint, after a rank or a node has crashed. An
+    error that would come again (a mistake, a non-finite loss, a failed save, too little memory) ends the run."""
 
 
 class Debug(_Strict):
@@ -583,6 +586,11 @@ def check_config(config: Config, world_size: int) -> None:
     _check_types(config.training)
     _check_data(config)
     _check_checkpoint(config.checkpoint)
+    if config.comm.max_restarts and not config.checkpoint.enable:
+        raise ValueError(
+            f"comm.max_restarts = {config.comm.max_restarts} starts again from checkpoints, and there are none; set "
+            "checkpoint.enable = true, or comm.max_restarts = 0"
+        )
     _check_hugging_face(config)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from pathlib import Path
 
 import torch
@@ -45,8 +44,10 @@ CONTENT = {
 }
 
 
-def preflight(config: Config, world_size: int) -> None:
+def preflight(config: Config, world_size: int, node_size: int | None = None) -> None:
     """Everything that can be refused before a process starts, and the token cache, built once with a progress bar.
+
+    node_size: processes of this machine; None: all of them.
 
     Raises:
         ValueError: a corpus, tokenizer, model or checkpoint that cannot be used.
@@ -66,7 +67,7 @@ def preflight(config: Config, world_size: int) -> None:
     check_tensor_parallel(model, config)
     check_expert_parallel(model, config)
     check_heads(model, config)
-    if warning := spans_nodes(config, int(os.environ.get("LOCAL_WORLD_SIZE", world_size))):
+    if warning := spans_nodes(config, node_size or world_size):
         print(warning, flush=True)
     _check_hugging_face(config, model, tokenizer)
     implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))

@@ -9,6 +9,7 @@ import ctypes
 import os
 import signal
 import sys
+from dataclasses import dataclass
 from types import FrameType
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,26 @@ if TYPE_CHECKING:
 
 LAUNCHER = "TITAN_LINEAR_LAUNCHER"  # environment of the workers: the launcher's process id
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+
+# Exit codes of a worker, which tell the agent what to do.
+MISTAKE, FAILED, LOST = 2, 3, 4  # a user's; a loss, a save or a GPU's memory; another rank is gone
+FINAL = (MISTAKE, FAILED)  # would come again
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # asked to stop, after a save
+
+
+@dataclass(frozen=True)
+class Node:
+    """This machine among those of a run, and where they meet: NODE_RANK of NNODES, MASTER_ADDR, MASTER_PORT."""
+
+    processes: int
+    rank: int = 0
+    count: int = 1
+    address: str = "127.0.0.1"
+    port: int = 0  # 0: any that is free
+
+    @property
+    def world_size(self) -> int:
+        return self.count * self.processes
 
 
 def die_with_parent() -> None:
@@ -33,7 +54,7 @@ def die_with_parent() -> None:
 
 
 def under_launcher() -> bool:
-    """This process is a worker of `python -m titan_linear.launch`, which holds the lock of the run's folder."""
+    """This process is a worker of `python -m titan_linear.launch`, which has checked, and locked the run's folder."""
     return LAUNCHER in os.environ
 
 

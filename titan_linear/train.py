@@ -47,7 +47,8 @@ from titan_linear.config import Config, hf_weights, load_config
 from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, validation_batches
 from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.feed import Feed, MicroBatch
-from titan_linear.distributed.groups import on_rank_0, process_group, set_timeout, unhurried, unhurried_group
+from titan_linear.distributed.groups import is_gone, on_rank_0, process_group, set_timeout, unhurried, unhurried_group
+from titan_linear.distributed.hangs import Watch, watched
 from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
 from titan_linear.flops import no_peak, peak_tflops, training_flops
 from titan_linear.generate import Sampling, generate
@@ -57,7 +58,16 @@ from titan_linear.models.init import initialise
 from titan_linear.ops.support import start_lines
 from titan_linear.optim import Reading, build_optimizer, learning_rate, step_numbers, update
 from titan_linear.preflight import preflight
-from titan_linear.process import StopSignal, be_deterministic, die_with_parent, own_device, under_launcher
+from titan_linear.process import (
+    FAILED,
+    LOST,
+    MISTAKE,
+    StopSignal,
+    be_deterministic,
+    die_with_parent,
+    own_device,
+    under_launcher,
+)
 from titan_linear.profiling import profiler
 from titan_linear.rundir import (
     check_resume,
@@ -94,6 +104,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.checkpointer = self._build_checkpointer()
         self.step, self.skipped = self._set_weights()
+        self.begun = self.step  # the step that is being computed
         dist.barrier(self.host)  # disks differ
         self.feed = self._build_feed()
 
@@ -150,6 +161,7 @@ class Trainer:
 
         The host waits for the device once, for the step's numbers, after it has given it all of the step's work.
         """
+        self.begun = self.step + 1
         losses, streams = self._accumulate()
         sum_gradients(self.model, self.dims)
         # The signal goes with the loss, so that all ranks stop at the same step.
@@ -374,23 +386,34 @@ def main(argv: list[str]) -> int:
     die_with_parent()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch about itself
     try:
-        stopped = _run(load_config(argv))
+        stopped = _run(config := load_config(argv))
+    except torch.OutOfMemoryError as error:
+        rank, reason = os.environ.get("RANK", "0"), str(error).partition(". GPU")[0]
+        print(f"error: rank {rank}: {reason}; {_less_memory(config)}", file=sys.stderr, flush=True)
+        return FAILED
     except (ValueError, NonFinite, SaveFailed) as error:
         alike = isinstance(error, (NonFinite, SaveFailed)) and not isinstance(error, WriteFailed)  # on all ranks
         if int(os.environ.get("RANK", "0")) == 0 or not alike:
             print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2 if isinstance(error, ValueError) else 3
-    return 128 + stopped if stopped and not under_launcher() else 0
+        return MISTAKE if isinstance(error, ValueError) else FAILED
+    except RuntimeError as error:
+        if not is_gone(error):
+            raise
+        if not under_launcher():  # which says what became of the other
+            print(f"error: rank {os.environ['RANK']}: another rank is gone: {error}", file=sys.stderr, flush=True)
+        return LOST
+    return 128 + stopped if stopped else 0
 
 
 def _run(config: Config) -> int:
     """The signal that ended the run, or 0."""
     if config.debug.deterministic:
         be_deterministic()
-    with process_group(timedelta(seconds=config.comm.init_timeout_seconds)), ExitStack() as held:
+    recorders = Path(config.job.dump_folder) / "flight_recorder"
+    with process_group(timedelta(seconds=config.comm.init_timeout_seconds)) as store, ExitStack() as held:
         if not under_launcher():  # but torchrun: joined, the others can wait for what rank 0 checks and tokenises
             on_rank_0(lambda: _claim(config, held), unhurried_group())
-        return _train(config)
+        return _train(config, held.enter_context(watched(recorders, store, config.comm.train_timeout_seconds)))
 
 
 def _claim(config: Config, held: ExitStack) -> None:
@@ -400,14 +423,30 @@ def _claim(config: Config, held: ExitStack) -> None:
     held.enter_context(lock_folder(config.job.dump_folder))
     for change in check_resume(config):
         print(f"resuming with {change}", flush=True)
-    preflight(config, dist.get_world_size())
+    preflight(config, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
-def _train(config: Config) -> int:
+def _train(config: Config, watch: Watch) -> int:
     trainer = Trainer(config)
+    watch.step = lambda: trainer.begun
     with trainer.stop:
         trainer.train()
     return trainer.stop.agreed
+
+
+def _less_memory(config: Config) -> str:
+    """The settings that take less memory, those that cost least first."""
+    t, p, mode = config.training, config.parallelism, config.activation_checkpoint.mode
+    modes = ("none", "selective", "full")
+    settings = [f"activation_checkpoint.mode = {other!r}" for other in modes[modes.index(mode) + 1 :]]
+    if t.local_batch_size > 1:
+        settings.append(f"training.local_batch_size = {t.local_batch_size // 2}")
+    if t.loss_chunk_size > 512:
+        settings.append(f"training.loss_chunk_size = {t.loss_chunk_size // 2}")
+    if p.data_parallel_replicate_degree > 1:
+        settings.append("parallelism.data_parallel_replicate_degree = 1")
+    settings.append(f"parallelism.context_parallel_degree = {2 * p.context_parallel_degree}")
+    return f"what takes less, cheapest first: {', '.join(settings)}; python -m tools.dry_run says how much each takes"
 
 
 if __name__ == "__main__":

@@ -32,6 +32,7 @@ folders that a remedy removes are token caches, which are written again from the
 SECTIONS = {
     "titan_linear/config.py": "Keys",
     "titan_linear/launch.py": "Keys",
+    "titan_linear/nodes.py": "Keys",
     "titan_linear/build.py": "Keys",
     "titan_linear/models/presets.py": "Keys",
     "titan_linear/preflight.py": "Runs and their folders",
@@ -61,6 +62,9 @@ COMPOSED: dict[str, list[tuple[str, str]]] = {
         ("FILE: … is not a key: there is no …", "leave it out; the message names what there is instead"),
         ("FILE: … = … must be a section, […]", "must be a table of keys"),
         ("FILE: … = … must …", "give a value of the type, or in the range, that is named"),
+    ],
+    "… = … must be a number, … or more": [
+        ("NNODES = …, NODE_RANK = …, MASTER_PORT = …", "must be a number; NODE_RANK from 0, the others from 1"),
     ],
     "command line: … is not a key…": [("command line: … is not a key; did you mean …?", "take the key that is named")],
     "command line: …: …": [("command line: --…: expected one argument", "give the key a value")],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -16,16 +17,30 @@ UNHURRIED = timedelta(days=1)
 T = TypeVar("T")
 
 
+# What gloo says of a rank that is gone, or that did not come in time.
+GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+
+
 @contextmanager
-def process_group(timeout: timedelta) -> Iterator[None]:
-    """The default group, which torchrun's environment describes, and an orderly end of all groups."""
-    dist.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo", timeout=timeout)
+def process_group(timeout: timedelta) -> Iterator[dist.Store]:
+    """The default group, which torchrun's environment describes, and an orderly end of all groups; its store."""
+    os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that the flight recorder keeps (hangs.py)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
+    # One store may serve all starts of the workers, and what an earlier one wrote there is of no use.
+    store = dist.PrefixStore(f"workers-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
-        yield
+        yield store
     finally:
         # Groups live as long as a mesh refers to them, and threads of a group that outlive the interpreter abort it.
         gc.collect()
         dist.destroy_process_group()
+
+
+def is_gone(error: RuntimeError) -> bool:
+    """A collective failed for want of another rank."""
+    return any(words in str(error) for words in GONE)
 
 
 def unhurried_group() -> dist.ProcessGroup:

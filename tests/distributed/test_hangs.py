@@ -1,0 +1,65 @@
+"""What a run that hangs says, and that one that does not hang says nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.worlds import World
+from titan_linear.distributed.hangs import late_collective, recorded, watched
+
+LATER = int(1e18)  # nanoseconds: past every time-out
+
+
+def hang(rank: int, world_size: int, folder: str) -> tuple[bool, str, bool]:
+    """Whether nothing is late after one of each collective; what is said when rank 1 stays away; whether it failed."""
+    group = dist.new_group(timeout=timedelta(seconds=4))
+    x, parts = torch.ones(2), [torch.ones(2), torch.ones(2)]
+    dist.all_reduce(x, group=group)
+    dist.all_gather_into_tensor(torch.ones(4), x, group=group)
+    dist.reduce_scatter_tensor(torch.ones(1), x, group=group)
+    dist.all_to_all(parts, [x, x], group=group)
+    dist.broadcast(x, 0, group=group)
+    dist.barrier(group)
+    exchange = [dist.P2POp(dist.isend, x, 1 - rank, group), dist.P2POp(dist.irecv, parts[0], 1 - rank, group)]
+    for request in dist.batch_isend_irecv(exchange):
+        request.wait()
+    nothing = late_collective(recorded(), time.time_ns() + LATER) is None
+    said, failed = io.StringIO(), False
+    store = dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
+    with watched(Path(folder), store, 4) as watch, contextlib.redirect_stderr(said):
+        watch.step = lambda: 7
+        time.sleep(5 if rank == 1 else 0)
+        try:
+            dist.all_reduce(x, group=group)
+        except RuntimeError:
+            failed = True
+    return nothing, said.getvalue(), failed
+
+
+def test_a_hang_is_said_in_one_line(worlds: Callable[[int], World], tmp_path: Path) -> None:
+    (nothing, said, failed), (nothing_1, said_1, _) = worlds(2).run(hang, str(tmp_path / "recorder"))
+    assert nothing and nothing_1 and failed
+    assert said.startswith("hang: step 7: rank 0 in all_reduce for ") and "of 4 s, rank 1 not there; " in said
+    assert said.count("\n") == 1 and said_1 == ""
+    assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == ["rank-0", "rank-1"]
+
+
+def entry(group: int, began: float, *, retired: bool) -> dict[str, object]:
+    return {"pg_id": group, "time_created_ns": int(began * 1e9), "timeout_ms": 100_000, "retired": retired}
+
+
+def test_what_a_later_collective_of_its_group_has_passed_is_not_late() -> None:
+    """Parts of a batch are never marked as ended."""
+    part, batch = entry(0, 0, retired=False), entry(0, 1, retired=True)
+    behind, first = entry(1, 30, retired=False), entry(0, 20, retired=False)
+    assert late_collective([part, batch], int(1e12)) is None
+    assert late_collective([part, batch, behind, first], int(80e9)) is None
+    assert late_collective([part, batch, behind, first], int(96e9)) is first

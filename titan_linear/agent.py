@@ -1,0 +1,189 @@
+"""The workers of a node: torch's elastic agent, which starts them, watches them and starts them again.
+
+What `torchrun` would do differently, in every version of torch that this runs with:
+
+- SIGTERM and Ctrl-C reach every worker once, as SIGTERM; workers save, for as long as it takes, and the exit code is
+  143 or 130 (143 on nodes that were not asked themselves); a second Ctrl-C kills the workers;
+- when a worker fails, the others have GRACE seconds to say why they fail too and are killed: they must not save without
+  it. One line says which failed, and the exit code is its own;
+- an error that would come again (a user's mistake, a non-finite loss, a failed save) starts nothing again;
+- ranks follow NODE_RANK, and one port serves the agents and the workers of all starts (nodes.py);
+- workers die with the agent, whatever killed it (process.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+import time
+from types import FrameType
+
+from torch.distributed import DistError
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
+
+from titan_linear.nodes import Nodes
+from titan_linear.process import FINAL, LAUNCHER, LOST, STOPPED, Node
+
+GRACE = 5.0  # seconds
+
+
+def run_workers(module: str, argv: list[str], here: Node, max_restarts: int) -> int:
+    """`python -m module *argv` in the processes of this node; the exit code of the whole (see the module).
+
+    Raises:
+        ValueError: the nodes' environment is wrong.
+    """
+    os.environ.update(_environment(here.processes))
+    elastic = logging.getLogger("torch.distributed.elastic")
+    elastic.propagate, elastic.handlers = False, [logging.NullHandler()]  # what it does is said here
+    nodes = Nodes(here)
+    agent = Agent(
+        WorkerSpec(
+            role="trainer", local_world_size=here.processes, entrypoint=sys.executable, args=("-m", module, *argv),
+            rdzv_handler=nodes, max_restarts=max_restarts, monitor_interval=0.1,
+        )
+    )  # fmt: skip
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, agent.on_signal)
+    code = 1
+    try:
+        code = agent.run_to_end()
+    except RendezvousClosedError:
+        print("error: the run has failed on another node", file=sys.stderr)
+    except RendezvousTimeoutError as error:
+        print(f"error: {error}", file=sys.stderr)
+    except DistError:
+        print(f"error: node 0 ({here.address}:{here.port}) is gone", file=sys.stderr)
+    finally:
+        nodes.leave(failed=code not in (0, *STOPPED), at_once=agent.at_once)
+    return code
+
+
+def _environment(processes: int) -> dict[str, str]:
+    """What workers inherit; the user's word holds."""
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    defaults = {
+        "OMP_NUM_THREADS": str(max(1, cores // processes)),
+        # Threads that wait sleep: spinning, they take the core that the one they wait for needs, where others work too.
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
+    own = {LAUNCHER: str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP"}  # of the others, `on_signal`
+    return {name: os.environ.get(name, value) for name, value in defaults.items()} | own
+
+
+class Agent(LocalElasticAgent):
+    """Ends and restarts of the workers of this node."""
+
+    def __init__(self, spec: WorkerSpec):
+        super().__init__(spec, DefaultLogsSpecs(os.devnull))
+        self.failures: dict[int, int] = {}  # of this start, as they were seen: rank → exit code
+        self.asked, self.asked_at, self.at_once = 0, 0.0, False
+
+    def on_signal(self, number: int, _: FrameType | None) -> None:
+        """The first request to stop ends the agent's loop. A later Ctrl-C kills: wrappers repeat at once what the
+        terminal has sent already, and a person takes longer."""
+        if self.asked:
+            if number != signal.SIGINT or time.monotonic() - self.asked_at < 0.3:
+                return
+            self.at_once = True  # raised again, the exception has the agent kill what it waits for
+        else:
+            self.asked, self.asked_at = number, time.monotonic()
+        raise SignalException("asked to stop", signal.Signals(number))
+
+    def run_to_end(self) -> int:
+        """The exit code."""
+        code = 0
+        try:
+            self.run()
+        except SignalException as stop:
+            code = 128 + (self.asked or stop.sigval)
+        # A worker that was asked to stop before it could listen has died of the request, which is no failure.
+        failures = {r: c for r, c in self.failures.items() if not (code and c == -signal.SIGTERM)}
+        if not failures or self.at_once:
+            return code
+        rank, failed = _cause(failures)
+        print(f"error: {_how(rank, failed)}", file=sys.stderr)
+        return failed if failed > 0 else 128 - failed
+
+    # --- What the elastic agent asks for ------------------------------------------------------------------------------
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        super()._rendezvous(worker_group)
+        spec = worker_group.spec
+        self._remaining_restarts = spec.max_restarts - spec.rdzv_handler.start  # on all nodes, whoever failed
+        self.failures = {}
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        codes = [process.poll() for process in self._processes()]
+        if self._look():
+            self._end()
+            self._prepare_restart()
+        elif stopped := [code for code in codes if code in STOPPED]:
+            if None in codes:
+                return RunResult(state=WorkerState.HEALTHY)  # the others are ending
+            raise SignalException("stopped", signal.Signals(stopped[0] - 128))  # maybe asked on another node
+        return super()._monitor_workers(worker_group)
+
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+        self._kill()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 0) -> None:
+        """With a signal's number after a SignalException, without one after anything else."""
+        if death_sig != signal.SIGKILL and any(process.poll() is None for process in self._processes()):
+            print("stopping after a last save; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+            for process in self._processes():
+                process.send_signal(signal.SIGTERM)  # does nothing to one that has ended
+            self._end()
+        self._kill()
+
+    # ------------------------------------------------------------------------------------------------------------------
+
+    def _processes(self) -> list:
+        return [handler.proc for handler in self._pcontext.subprocess_handlers.values()] if self._pcontext else []
+
+    def _look(self) -> dict[int, int]:
+        for worker, process in zip(self._worker_group.workers, self._processes()):
+            if process.poll() and process.returncode not in STOPPED:
+                self.failures.setdefault(worker.global_rank, process.returncode)
+        return self.failures
+
+    def _end(self) -> None:
+        """Wait until all workers have ended; once one has failed, until the others have said why they fail too."""
+        deadline = None
+        while any(process.poll() is None for process in self._processes()):
+            if self._look() and deadline is None:
+                deadline = time.monotonic() + GRACE
+            if deadline and time.monotonic() > deadline:
+                return self._kill()
+            time.sleep(0.05)
+        self._look()
+
+    def _kill(self) -> None:
+        if self._pcontext:
+            self._pcontext.close(signal.SIGKILL, timeout=30)
+
+    def _prepare_restart(self) -> None:
+        rank, code = _cause(self.failures)
+        if code in FINAL:
+            self._remaining_restarts = 0
+        if self._remaining_restarts > 0:
+            most = self._worker_group.spec.max_restarts
+            number = most - self._remaining_restarts + 1
+            print(f"{_how(rank, code)}: restart {number} of {most}", file=sys.stderr, flush=True)
+
+
+def _cause(failures: dict[int, int]) -> tuple[int, int]:
+    """Rank and exit code of the first failure, other than that of a rank which lost another."""
+    return min(failures.items(), key=lambda failure: failure[1] == LOST)
+
+
+def _how(rank: int, code: int) -> str:
+    if code == LOST:
+        return f"rank {rank} lost another rank"
+    how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+    return f"rank {rank} failed ({how})"

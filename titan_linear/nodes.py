@@ -1,0 +1,139 @@
+"""Where the nodes of a run meet: a rendezvous for torch's elastic agent, and the store that its workers use.
+
+torch's own give ranks by address, use a second port, or know of no restarts on other nodes.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from datetime import timedelta
+
+from torch.distributed import DistError, PrefixStore, TCPStore
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from titan_linear.process import Node
+
+PREPARE, RETURN = 24 * 3600.0, 1800.0  # seconds for the nodes to meet: after preparing their data, after a crash
+LEAVE = 60.0  # seconds that node 0 stays for the others
+
+
+class Nodes(RendezvousHandler):
+    """Where the nodes of a run meet before each start of its workers: a store on node 0.
+
+    Starts are numbered from 0. A node that was in the current start already, itself or its predecessor that crashed,
+    opens the next; the others see it (`num_nodes_waiting`), kill their workers and follow.
+    """
+
+    use_agent_store = True
+
+    def __init__(self, here: Node):
+        self.here, self.start = here, -1
+        self.store: TCPStore | None = None
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        patience = RETURN if self.store else PREPARE
+        self.store = self.store or _open_store(self.here)
+        began, said = time.monotonic(), False
+        self._join()
+        while missing := [n for n in range(self.here.count) if not self.store.check([f"{self.start}/{n}"])]:
+            if self.is_closed():
+                raise RendezvousClosedError
+            if self.num_nodes_waiting():
+                self._join()
+            waited, who = time.monotonic() - began, f"node {', '.join(map(str, missing))}"
+            if waited > patience:
+                raise RendezvousTimeoutError(f"{who} did not come in {patience / 60:.0f} minutes")
+            if waited > 5 and not said:
+                print(f"waiting for {who} of {self.here.count}", flush=True)
+                said = True
+            time.sleep(0.1)
+        self._check_alike()
+        return RendezvousInfo(
+            PrefixStore(f"start-{self.start}", self.store), self.here.rank, self.here.count,
+            RendezvousStoreInfo(self.here.address, self.store.port),
+        )  # fmt: skip
+
+    def _join(self) -> None:
+        while True:
+            self.start = self.store.add("start", 0)
+            self.store.set(f"processes/{self.here.rank}", str(self.here.processes))
+            if self.store.add(f"{self.start}/{self.here.rank}", 1) == 1:
+                return
+            self.store.compare_set("start", str(self.start), str(self.start + 1))
+
+    def _check_alike(self) -> None:
+        for node in range(self.here.count):
+            if (count := int(self.store.get(f"processes/{node}"))) != self.here.processes:
+                raise ValueError(
+                    f"NGPU = {self.here.processes} on node {self.here.rank} and {count} on node {node}; give every "
+                    "node as many processes"
+                )
+
+    def num_nodes_waiting(self) -> int:
+        """More than 0 where the workers have to be killed, for another start or for none."""
+        return self.store.add("start", 0) - self.start + self.store.add("closed", 0)
+
+    def is_closed(self) -> bool:
+        return self.store.add("closed", 0) > 0
+
+    def set_closed(self) -> None:
+        self.store.add("closed", 1)
+
+    def leave(self, *, failed: bool, at_once: bool) -> None:
+        """The last word of this node. Node 0, whose store the others' workers use, stays until they have ended."""
+        try:
+            if self.store is None or self.here.count == 1:
+                return
+            if failed:
+                self.set_closed()
+            self.store.add("left", 1)
+            deadline = time.monotonic() + LEAVE
+            while self.here.rank == 0 and not at_once and self.store.add("left", 0) < self.here.count:
+                if time.monotonic() > deadline:
+                    return
+                time.sleep(0.1)
+        except (DistError, SignalException):
+            pass  # node 0 is gone, or is told to go
+
+    def get_backend(self) -> str:
+        return "nodes"
+
+    def get_run_id(self) -> str:
+        return "run"
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def _open_store(here: Node) -> TCPStore:
+    timeout = timedelta(seconds=60)
+    if here.rank == 0:
+        try:
+            return TCPStore(here.address, here.port, is_master=True, wait_for_workers=False, timeout=timeout)
+        except DistError as error:
+            reason = str(error).partition("\n")[0]
+            raise ValueError(
+                f"MASTER_ADDR = {here.address!r}, MASTER_PORT = {here.port} cannot be opened on node 0 ({reason}); "
+                "give its own address, and a port that is free there"
+            ) from None
+    began, said = time.monotonic(), False
+    while True:  # a signal ends this, and not a connection that PyTorch waits for
+        try:
+            socket.create_connection((here.address, here.port), timeout=1).close()
+            return TCPStore(here.address, here.port, is_master=False, timeout=timeout)
+        except OSError as error:
+            waited = time.monotonic() - began
+            if waited > PREPARE:
+                raise RendezvousTimeoutError(f"node 0 ({here.address}:{here.port}) does not answer: {error}") from None
+            if waited > 5 and not said:
+                print(f"waiting for node 0 at {here.address}:{here.port}", flush=True)
+                said = True
+            time.sleep(0.5)
