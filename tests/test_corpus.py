@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titan_linear.data import ByteTokenizer, load_corpus, open_corpus
-from titan_linear.data.cache import _locked
+from titan_linear.data.cache import locked
 from tools import corpus
 
 
@@ -69,7 +69,7 @@ def test_prune(cache: Path, capsys: pytest.CaptureFixture):
     for argv in (["prune"], ["prune", "--all", "--older-than", "3"], ["prune", mine.name], ["prune", "../xdg"]):
         assert corpus.main(argv) == 2 and capsys.readouterr().err.startswith("error: ")
     assert corpus.main(["prune", "--older-than", "41"]) == 0 and cache.exists()
-    with _locked(cache):
+    with locked(cache):
         assert corpus.main(["prune", "--all"]) == 0
     assert cache.exists() and not unfinished.exists()
     assert f"in use: {cache.name}" in capsys.readouterr().out

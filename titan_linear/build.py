@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +12,20 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from titan_linear.config import Config, data_parallel_degrees, hf_assets, hf_weights
-from titan_linear.data import Corpus, PackedStreams, Tokenizer, open_corpus, split_documents
+from titan_linear.checkpoint import Progress
+from titan_linear.config import Config, data_parallel_degrees, hf_assets, hf_weights, sources
+from titan_linear.data import (
+    ORDER,
+    Corpus,
+    MixedStreams,
+    PackedStreams,
+    Phase,
+    Streams,
+    Tokenizer,
+    open_corpus,
+    split_corpus,
+    split_documents,
+)
 from titan_linear.distributed.batch import BatchSharding
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
@@ -42,30 +54,104 @@ def tokenizer_path(config: Config) -> str | None:
 
 
 def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = False) -> list[Corpus]:
-    """The training corpus, and validation's own if it has one."""
+    """The training corpus, or each of the mixture's sources, and validation's own if it has one."""
     t, v = config.training, config.validation
-    paths = [t.dataset_path] + ([v.dataset_path] if v.enable and v.dataset_path else [])
-    keys = ["training.dataset_path", "validation.dataset_path"]
+    wanted = [(source, source.dataset_path, f"{where}dataset_path") for where, source in sources(config).items()]
+    if v.enable and v.dataset_path:
+        wanted.append((t, v.dataset_path, "validation.dataset_path"))
     return [
         open_corpus(
-            t.dataset, path or None, tokenizer, text_field=t.dataset_text_field, dataset_format=t.dataset_format,
+            s.dataset, path or None, tokenizer, text_field=s.dataset_text_field, dataset_format=s.dataset_format,
             on_bad_document=t.on_bad_document, show_progress=show_progress, path_key=key,
         )
-        for path, key in zip(paths, keys, strict=False)
+        for s, path, key in wanted
     ]  # fmt: skip
 
 
-def build_streams(config: Config, tokenizer: Tokenizer) -> tuple[PackedStreams, PackedStreams | None]:
-    """Streams to train on, without end, and one pass over those to validate on."""
-    t, v = config.training, config.validation
-    train, *own = open_corpora(config, tokenizer)
+def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress) -> tuple[Streams, Streams | None]:
+    """Streams to train on, without end, and one pass over those to validate on.
+
+    progress: what the checkpoint knows that the run resumes from; of a new run nothing.
+    """
+    t, v, seed = config.training, config.validation, config.debug.seed
+    corpora, wheres = open_corpora(config, tokenizer), list(sources(config))
+    trained, own = corpora[: len(wheres)], corpora[len(wheres) :]
     holdout = v.holdout if v.enable and not own else 0.0
-    streams = PackedStreams(train, split_documents(train, holdout, "train"), seq_len=t.seq_len, seed=config.debug.seed)
+    split = split_documents if stream_order(progress) == 1 else split_corpus
+
+    def side(of: Callable[..., T], n: int, name: str) -> T:
+        arguments = (of, trained[n], holdout, name)
+        return under_key(wheres[n].rstrip(": "), *arguments) if t.mixture else of(*arguments[1:])
+
+    packed = [PackedStreams(c, side(split, n, "train"), seq_len=t.seq_len, seed=seed) for n, c in enumerate(trained)]
+    streams = _mixed(config, packed, progress) if t.mixture else packed[0]
     if not v.enable:
         return streams, None
-    corpus = own[0] if own else train
-    documents = split_documents(corpus, holdout, "validation") if not own else split_documents(corpus, 0.0, "train")
-    return streams, PackedStreams(corpus, documents, seq_len=t.seq_len, seed=config.debug.seed, repeat=False)
+    held_out = [side(split_corpus, n, "validation") for n in range(len(trained))] if not own else []
+    held_out += [split_corpus(corpus, 0.0, "train") for corpus in own]
+    passes = [PackedStreams(s.corpus, s, seq_len=t.seq_len, seed=seed, repeat=False) for s in held_out]
+    if not t.mixture:
+        return streams, passes[0]
+    return streams, MixedStreams(dict(zip(streams.sources, passes, strict=True)), seed=seed, repeat=False)
+
+
+def _mixed(config: Config, packed: list[PackedStreams], progress: Progress) -> MixedStreams:
+    """The mixture of these sources, in the order of training.mixture."""
+    named = {source.name: streams for source, streams in zip(config.training.mixture, packed, strict=True)}
+    phases, known = mixture_phases(config, progress), progress.get("sources")
+    return MixedStreams(named, phases, seed=config.debug.seed, known=known)
+
+
+def mixture_phases(config: Config, progress: Progress) -> list[Phase]:
+    """The run's mixtures so far, and from this step on.
+
+    ValueError: training.mixture is not the run's, and nothing says that it is to change here.
+    """
+    t = config.training
+    weights = {source.name: source.weight for source in t.mixture}
+    if not progress:
+        return [Phase(0, weights)]
+    step, cursor = progress["step"], int(progress["cursor"])
+    phases = [Phase(int(phase["start"]), phase["weights"]) for phase in progress["mixture"]]
+    if phases[-1].weights == weights:
+        return phases
+    if t.mixture_from_step != step:
+        raise ValueError(
+            f"training.mixture is another than that of the run in {config.job.dump_folder!r} at step {step} "
+            f"({_mixture_changes(phases[-1].weights, weights)}); restore it, or say that it changes here: "
+            f"training.mixture_from_step = {step}"
+        )
+    return [*(phase for phase in phases if phase.start < cursor), Phase(cursor, weights)]
+
+
+def _mixture_changes(old: Mapping[str, float], new: Mapping[str, float]) -> str:
+    """By name."""
+    lines = [f"{name!r} added" for name in new if name not in old]
+    lines += [f"{name!r} left out" for name in old if name not in new]
+    lines += [f"{name!r}: weight {old[name]} → {new[name]}" for name in new if old.get(name, new[name]) != new[name]]
+    return ", ".join(lines)
+
+
+def data_content(config: Config, tokenizer: Tokenizer, streams: Streams, held_out: Streams | None) -> Progress:
+    """What a checkpoint has to know of the data, by its content."""
+    content = {**streams.content, "tokenizer": tokenizer.fingerprint}
+    if config.validation.enable and config.validation.dataset_path:
+        content["validation"] = held_out.corpus.fingerprint
+    return content
+
+
+def stream_order(progress: Progress) -> int:
+    """The version of the documents' order (data/order.py) in which the run's streams are, or a new run's are to be.
+
+    ValueError: a later version of this program began the run.
+    """
+    order = int(progress.get("order", 1 if progress else ORDER))  # checkpoints before the second do not say it
+    if order > ORDER:
+        raise ValueError(
+            f"this run lays its documents in order {order}, and this version of titan_linear knows up to {ORDER}; "
+            "resume with the version that began the run"
+        )
+    return order
 
 
 # --- The model -------------------------------------------------------------------------------------------------------

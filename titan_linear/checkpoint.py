@@ -51,7 +51,7 @@ MANIFEST, PROGRESS, METADATA, REWOUND = "manifest.json", "progress.json", ".meta
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # names are compared here, with better words
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
 BLOCK = 1 << 20  # bytes read at a time
-Progress = dict[str, int | float | str]  # what the trainer keeps beside tensors
+Progress = dict[str, Any]  # what the trainer keeps beside tensors
 # What .metadata refers to, dtypes aside. BytesStorageMetadata is not among it: DCP unpickles what that announces.
 METADATA_NAMES = {
     *(("torch.distributed.checkpoint.metadata", name) for name in (

@@ -16,7 +16,7 @@ import json
 import math
 import sys
 from collections.abc import Mapping
-from typing import Any, Literal, get_args
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -67,19 +67,39 @@ class Model(_Strict):
     """Implementation of the ops; auto takes the fastest that supports the device, and says which."""
 
 
+Dataset = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"]
+DatasetFormat = Literal["text", "messages", "completion"]
+
+
+class Source(_Strict):
+    """A source of training.mixture. What it does not say is as in [training]'s defaults."""
+
+    name: str = Field(min_length=1)
+    weight: float = Field(gt=0)
+    dataset: Dataset
+    dataset_path: str = ""
+    dataset_text_field: str = Field("text", min_length=1)
+    dataset_format: DatasetFormat = "text"
+
+
 class Training(_Strict):
     """The data, the batch and the numbers."""
 
-    dataset: Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"] = "stdlib"
+    dataset: Dataset = "stdlib"
     """Source of the documents: Python's own standard library, text files, JSON lines, parquet, a folder that Hugging
     Face's datasets saved (arrow), or token files."""
     dataset_path: str = ""
     """File, folder or globs (separated by commas) of the corpus; every dataset but stdlib needs it."""
     dataset_text_field: str = Field("text", min_length=1)
     """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
-    dataset_format: Literal["text", "messages", "completion"] = "text"
+    dataset_format: DatasetFormat = "text"
     """What a record of jsonl, parquet or arrow is: a text; a conversation, its messages written by the tokenizer's chat
     template; or a prompt and its completion. Of the last two the answers alone are learnt."""
+    mixture: list[Source] = []
+    """Several sources instead of the one above, [{name = "web", weight = 0.7, dataset = "jsonl", dataset_path = "…"},
+    …], each with the keys above as it needs them. Streams are taken from them in proportion to their weights."""
+    mixture_from_step: int = Field(-1, ge=-1)
+    """Step from which training.mixture is another than it was: the step that the run resumes from; -1: it is not."""
     on_bad_document: Literal["stop", "skip"] = "stop"
     """What is no document (no JSON, no such field, no UTF-8 for a tokenizer that needs it, a conversation without an
     answer) stops the run before it starts, or is skipped, counted, and the first few are named."""
@@ -309,6 +329,7 @@ SECTIONS: dict[str, type[_Strict]] = {name: field.annotation for name, field in 
 KEYS = {f"{section}.{key}": field for section, cls in SECTIONS.items() for key, field in cls.model_fields.items()}
 
 PRINT = "--print-config"
+SMALLEST_SHARE = 1 << 16  # of a mixture, one in so many streams
 
 # Keys and sections of TorchTitan whose capability is not here, and what there is.
 ABSENT = {
@@ -377,8 +398,12 @@ def _origins(config: Config, given: Config, sources: Mapping[str, Mapping[str, A
     return origins
 
 
-def toml_value(value: bool | int | float | str) -> str:
-    """bool, int, float and str are written in JSON as in TOML, but for the escape of DEL."""
+def toml_value(value: Any) -> str:
+    """Of a key. bool, int, float and str are written in JSON as in TOML, but for the escape of DEL."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml_value(x)}" for key, x in value.items()) + "}"
     return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
@@ -408,13 +433,18 @@ def _read_command_line(argv: list[str]) -> dict[str, dict[str, Any]]:
     return tables
 
 
-def _typed(text: str, annotation: type) -> bool | int | float | str:
+def _typed(text: str, annotation: type) -> Any:
     """The value that `text` spells, as strictly as TOML would; text that spells none stays for validation to refuse."""
     if annotation is bool:
         return {"true": True, "false": False}.get(text, text)
     if annotation in (int, float):
         try:
             return annotation(text)
+        except ValueError:
+            return text
+    if get_origin(annotation) is list:
+        try:
+            return tomllib.loads(f"value = {text}")["value"]
         except ValueError:
             return text
     return text
@@ -456,6 +486,8 @@ class _Help(argparse.Action):
 def type_name(annotation: type) -> str:
     if annotation is bool:
         return "{true,false}"
+    if get_origin(annotation) is list:
+        return "LIST"
     choices = get_args(annotation)
     return f"{{{','.join(choices)}}}" if choices else annotation.__name__.upper()
 
@@ -472,6 +504,10 @@ def _explain(error: Any) -> str:
     key, value = ".".join(map(str, error["loc"])), error["input"]
     if error["type"] == "extra_forbidden":
         return f"{key} is not a {'key' if '.' in key else 'section'}{_nearest(key)}"
+    if error["type"] == "missing":
+        return f"{key} is missing; give it"
+    if error["type"] == "model_type" and "." in key:
+        return f"{key} = {value!r} must be a table, {{name = …, weight = …, dataset = …}}"
     if error["type"] == "model_type":
         return f"{key} = {value!r} must be a section, [{key}]"
     if error["type"] == "bool_type":
@@ -611,27 +647,19 @@ def _check_types(t: Training) -> None:
         )
 
 
+def sources(config: Config) -> dict[str, Training | Source]:
+    """What is trained on, by the beginning of its keys in messages."""
+    t = config.training
+    return {f"training.mixture, source {s.name!r}: ": s for s in t.mixture} if t.mixture else {"training.": t}
+
+
 def _check_data(config: Config) -> None:
     t, v = config.training, config.validation
-    if t.dataset == "stdlib" and t.dataset_path:
-        raise ValueError(
-            f"training.dataset_path = {t.dataset_path!r} is not used by training.dataset = 'stdlib'; remove it, or set "
-            "training.dataset to its kind: text, jsonl, parquet, arrow or tokens"
-        )
-    if t.dataset != "stdlib" and not t.dataset_path:
-        raise ValueError(f"training.dataset = {t.dataset!r} needs training.dataset_path: a file, folder or glob")
-    records = ("jsonl", "parquet", "arrow")
-    if t.dataset_format != "text" and t.dataset not in records:
-        raise ValueError(
-            f"training.dataset_format = {t.dataset_format!r} is for training.dataset = {', '.join(records)}, and it is "
-            f"{t.dataset!r}; remove the format (a corpus of tokens knows its answers), or change training.dataset"
-        )
-    if t.dataset_format != "text" and t.dataset_text_field != "text":
-        raise ValueError(
-            f"training.dataset_text_field = {t.dataset_text_field!r} is not used by training.dataset_format = "
-            f"{t.dataset_format!r}; remove one of them"
-        )
-    if v.enable and v.dataset_path and t.dataset == "stdlib":
+    if t.mixture:
+        _check_mixture(t, v)
+    for where, source in sources(config).items():
+        _check_source(where, source)
+    if v.enable and v.dataset_path and t.dataset == "stdlib" and not t.mixture:
         raise ValueError(
             f"validation.dataset_path = {v.dataset_path!r} is not used by training.dataset = 'stdlib'; remove it to "
             "validate on held-out documents"
@@ -643,6 +671,52 @@ def _check_data(config: Config) -> None:
         )
     if v.steps == 0:
         raise ValueError("validation.steps = 0 validates nothing; use -1 for all, or validation.enable = false")
+
+
+def _check_source(where: str, s: Training | Source) -> None:
+    """where: the beginning of its keys."""
+    if s.dataset == "stdlib" and s.dataset_path:
+        raise ValueError(
+            f"{where}dataset_path = {s.dataset_path!r} is not used by {where}dataset = 'stdlib'; remove it, or set "
+            f"{where}dataset to its kind: text, jsonl, parquet, arrow or tokens"
+        )
+    if s.dataset != "stdlib" and not s.dataset_path:
+        raise ValueError(f"{where}dataset = {s.dataset!r} needs {where}dataset_path: a file, folder or glob")
+    records = ("jsonl", "parquet", "arrow")
+    if s.dataset_format != "text" and s.dataset not in records:
+        raise ValueError(
+            f"{where}dataset_format = {s.dataset_format!r} is for {where}dataset = {', '.join(records)}, and it is "
+            f"{s.dataset!r}; remove the format (a corpus of tokens knows its answers), or change {where}dataset"
+        )
+    if s.dataset_format != "text" and s.dataset_text_field != "text":
+        raise ValueError(
+            f"{where}dataset_text_field = {s.dataset_text_field!r} is not used by {where}dataset_format = "
+            f"{s.dataset_format!r}; remove one of them"
+        )
+
+
+def _check_mixture(t: Training, v: Validation) -> None:
+    default = Training()
+    for key in ("dataset", "dataset_path", "dataset_text_field", "dataset_format"):
+        if getattr(t, key) != getattr(default, key):
+            raise ValueError(
+                f"training.{key} = {getattr(t, key)!r} is not used beside training.mixture, whose sources have each "
+                "their own; remove one of them"
+            )
+    names = [s.name for s in t.mixture]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"training.mixture has two sources with name = {twice!r}; give each a name of its own")
+    least, total = min(t.mixture, key=lambda s: s.weight), sum(s.weight for s in t.mixture)
+    if least.weight * SMALLEST_SHARE < total:
+        raise ValueError(
+            f"training.mixture, source {least.name!r}: weight = {least.weight} is less than 1/{SMALLEST_SHARE} of all, "
+            f"{total}; raise it, or leave the source out"
+        )
+    if v.enable and v.dataset_path:
+        raise ValueError(
+            f"validation.dataset_path = {v.dataset_path!r} is not used beside training.mixture; remove it to validate "
+            "on documents held out of every source"
+        )
 
 
 def _check_checkpoint(c: Checkpoint) -> None:

@@ -10,6 +10,7 @@ import torch
 from titan_linear.build import (
     build_streams,
     checkpoint_folder,
+    data_content,
     export_family,
     export_folder,
     implementations,
@@ -75,11 +76,8 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     for corpus in corpora:
         verify_corpus(corpus)
         print(corpus.summary, flush=True)
-    build_streams(config, tokenizer)
-    data = {"corpus": corpora[0].fingerprint, "tokenizer": tokenizer.fingerprint}
-    if len(corpora) > 1:
-        data["validation"] = corpora[1].fingerprint
-    _check_data(config, progress, data)
+    streams, held_out = build_streams(config, tokenizer, progress)
+    _check_data(config, progress, data_content(config, tokenizer, streams, held_out))
 
 
 def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -124,8 +122,15 @@ def _check_checkpoint(config: Config) -> Progress:
     return read_progress(folder / f"step-{step}")
 
 
-def _check_data(config: Config, progress: Progress, data: dict[str, str]) -> None:
+def _check_data(config: Config, progress: Progress, data: Progress) -> None:
     """The run was trained on this data so far."""
+    for name, known in progress.get("sources", {}).items():
+        given = data["sources"].get(name, known)
+        if given != known:
+            raise ValueError(
+                f"training.mixture, source {name!r} is another corpus than the run in {config.job.dump_folder!r} has "
+                f"(fingerprints {given} and {known}); restore it, or give a new source a name of its own"
+            )
     for key, (what, path_key) in CONTENT.items():
         known, given = progress.get(key), data.get(key)  # checkpoints of older versions know no validation corpus
         if known and given and known != given:

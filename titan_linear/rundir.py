@@ -44,9 +44,10 @@ MAY_CHANGE = (
     "training.on_nonfinite", "training.num_workers", "lr_scheduler.total_steps", "validation.freq", "validation.steps",
     "validation.local_batch_size", "debug.deterministic",
     "training.on_bad_document",  # the checkpoint knows the corpus by its content
+    "training.mixture_from_step",
 )  # fmt: skip
 # From one path to another, where the checkpoint knows the content.
-MAY_MOVE = ("training.dataset_path", "validation.dataset_path", "model.tokenizer_path")
+MAY_MOVE = ("training.dataset_path", "validation.dataset_path", "model.tokenizer_path", "training.mixture")
 
 
 def lock_folder(folder: str) -> TextIO:
@@ -93,10 +94,10 @@ def check_resume(config: Config) -> list[str]:
         return []
     if not (folder / CONFIG).exists():
         raise ValueError(f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder")
-    given, stored = _flat(config), _flat(load_config(["--job.config_file", str(folder / CONFIG)]))
-    paths = {f"{section}.{key}" for section, keys in PATHS.items() for key in keys}
-    same = {key for key in given if stored[key] == given[key]}
-    same |= {key for key in paths if absolute(stored[key]) == absolute(given[key])}
+    stored = load_config(["--job.config_file", str(folder / CONFIG)])
+    from_root = _flat(_with_absolute_paths(stored)), _flat(_with_absolute_paths(config))
+    given, stored = _flat(config), _flat(stored)
+    same = {key for key in given if from_root[0][key] == from_root[1][key]}
     changes = {key: (stored[key], new) for key, new in given.items() if key not in same}
     refused = {key: change for key, change in changes.items() if not _may_change(key, *change)}
     if refused:
@@ -210,14 +211,23 @@ def _flat(config: Config) -> dict[str, Any]:
 
 def write_config(config: Config) -> None:
     """Write config.toml, its paths from the root, so that it starts the same run from anywhere."""
+    config = _with_absolute_paths(config)
+    # Begun anew, it is a run like others: its file stays with it.
+    written = config.model_copy(update={"job": config.job.model_copy(update={"start_anew": False})})
+    folder = config.job.dump_folder
+    text = f"{MARK} '{folder}'; with another job.dump_folder it starts the same run anew\n\n"
+    _replace(Path(folder) / CONFIG, text + config_to_toml(written))
+
+
+def _with_absolute_paths(config: Config) -> Config:
     given = config.model_dump()
     paths = {section: {key: absolute(given[section][key]) for key in keys} for section, keys in PATHS.items()}
-    sections = {name: getattr(config, name).model_copy(update=update) for name, update in paths.items()}
-    # Begun anew, it is a run like others: its file stays with it.
-    sections["job"] = sections["job"].model_copy(update={"start_anew": False})
-    folder = absolute(config.job.dump_folder)
-    text = f"{MARK} '{folder}'; with another job.dump_folder it starts the same run anew\n\n"
-    _replace(Path(folder) / CONFIG, text + config_to_toml(config.model_copy(update=sections)))
+    paths["training"]["mixture"] = [
+        source.model_copy(update={"dataset_path": absolute(source.dataset_path)}) for source in config.training.mixture
+    ]
+    return config.model_copy(
+        update={name: getattr(config, name).model_copy(update=update) for name, update in paths.items()}
+    )
 
 
 def write_manifest(

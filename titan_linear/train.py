@@ -26,6 +26,7 @@ from titan_linear.build import (
     build_sharding,
     build_streams,
     checkpoint_folder,
+    data_content,
     export,
     export_folder,
     implementations,
@@ -33,7 +34,15 @@ from titan_linear.build import (
     model_config,
     tokenizer_path,
 )
-from titan_linear.checkpoint import Checkpointer, SaveFailed, find_step, named_parameters, rewind
+from titan_linear.checkpoint import (
+    Checkpointer,
+    Progress,
+    SaveFailed,
+    find_step,
+    named_parameters,
+    read_progress,
+    rewind,
+)
 from titan_linear.config import Config, hf_weights, load_config
 from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, validation_batches
 from titan_linear.distributed.experts import move_selection_biases
@@ -87,7 +96,7 @@ class Trainer:
         self.config, self.stop = config, StopSignal()
         self.device, self.host = own_device(), unhurried_group()
         self.tokenizer = build_tokenizer(tokenizer_path(config))
-        self.streams, self.held_out = build_streams(config, self.tokenizer)
+        self.streams, self.held_out = build_streams(config, self.tokenizer, self._known())
         dist.barrier(self.host)  # a node without the token cache has written it just now
         self.dims = build_dims(config, self.device)
         self.model = build_model(config, model_config(config, self.tokenizer), self.dims, self.device)
@@ -106,6 +115,16 @@ class Trainer:
             return None
         folder = checkpoint_folder(self.config)
         return Checkpointer(folder, async_mode=c.async_mode, keep_latest_k=c.keep_latest_k, group=unhurried_group())
+
+    def _known(self) -> Progress:
+        """What the checkpoint knows that this run resumes from; of a new run nothing."""
+        c, folder = self.config.checkpoint, checkpoint_folder(self.config)
+
+        def known() -> Progress:
+            step = find_step(folder, c.load_step) if c.enable else None
+            return {} if step is None else read_progress(folder / f"step-{step}")
+
+        return on_rank_0(known, self.host)
 
     def _set_weights(self) -> tuple[int, int]:
         """From the run's checkpoint, or what it begins from, or drawn; (steps done, steps skipped)."""
@@ -306,9 +325,7 @@ class Trainer:
         model_only = last and self.config.checkpoint.last_save_model_only
         cursor = self.step * self.config.training.global_batch_size  # of whole steps, whatever was fetched ahead
         progress = {"step": self.step, "cursor": cursor, "tokens": self._tokens(), "skipped": self.skipped}
-        data = {"corpus": self.streams.corpus.fingerprint, "tokenizer": self.tokenizer.fingerprint}
-        if self.config.validation.enable and self.config.validation.dataset_path:
-            data["validation"] = self.held_out.corpus.fingerprint
+        data = data_content(self.config, self.tokenizer, self.streams, self.held_out)
         with _writing(f"saving step-{self.step}"):
             self.checkpointer.save(self.step, self.model, None if model_only else self.optimizer, progress | data)
 

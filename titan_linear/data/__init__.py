@@ -6,11 +6,12 @@
 3. **A corpus** (cache.py) holds them on disk: all tokens end to end, where each document begins, and a hash of each;
    of conversations, where each answer begins and ends.
    It is written once, by one process, and memory-mapped by all; ranks of a machine share its pages.
-4. **A split** (packing.py) holds documents out for validation by their hash, so that no text is on both sides.
+4. **A split** (split.py) holds documents out for validation by their hash, so that no text is on both sides.
 5. **Packed streams** (packing.py): every epoch lays the training documents end to end in an order drawn from (seed,
-   epoch), epochs follow without a gap, and stream i is tokens [i·T, (i+1)·T) of that endless line. It is computed from
-   i directly. Nothing is dropped, nothing is padded, and labels never look into another document.
-6. **A loader** (loader.py) gives step s the streams [s·G, (s+1)·G) and each data-parallel rank its share of them,
+   epoch) (order.py), epochs follow without a gap, and stream i is tokens [i·T, (i+1)·T) of that endless line. It is
+   computed from i directly. Nothing is dropped, nothing is padded, and labels never look into another document.
+6. **A mixture** (mixture.py), where there is one, takes each of its streams from one of several sources.
+7. **A loader** (loader.py) gives step s the streams [s·G, (s+1)·G) and each data-parallel rank its share of them,
    L at a time, as a `Batch`. Context parallelism cuts a batch later, elsewhere.
 
 So the tokens of step s depend on the corpus, the tokenizer, seq_len, G and the seed, and on nothing else: not on how
@@ -20,32 +21,41 @@ that a checkpoint keeps is one number, the cursor: how many streams whole steps 
     tokenizer = build_tokenizer(None)
     corpus = open_corpus("stdlib", None, tokenizer, show_progress=True)
     verify_corpus(corpus)
-    streams = PackedStreams(corpus, split_documents(corpus, 0.01, "train"), seq_len=4096, seed=0)
+    streams = PackedStreams(corpus, split_corpus(corpus, 0.01, "train"), seq_len=4096, seed=0)
     loader = build_dataloader(streams, global_batch_size=8, local_batch_size=1, dp_rank=0, dp_degree=2)
     for batch in loader: ...
 """
 
 from titan_linear.data.cache import Corpus, load_corpus, open_corpus, tokenise_corpus, verify_corpus, write_corpus
 from titan_linear.data.loader import Batch, StreamLoader, build_dataloader, validation_batches
-from titan_linear.data.packing import IGNORE, PackedStreams, Stream, split_documents
+from titan_linear.data.mixture import MixedStreams, Phase, Streams
+from titan_linear.data.order import ORDER
+from titan_linear.data.packing import IGNORE, PackedStreams, Stream
 from titan_linear.data.sources import Document
+from titan_linear.data.split import Side, split_corpus, split_documents
 from titan_linear.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
 
 __all__ = [
     "IGNORE",
+    "ORDER",
     "Batch",
     "ByteTokenizer",
     "Corpus",
     "Document",
     "HuggingFaceTokenizer",
+    "MixedStreams",
     "PackedStreams",
+    "Phase",
+    "Side",
     "Stream",
     "StreamLoader",
+    "Streams",
     "Tokenizer",
     "build_dataloader",
     "build_tokenizer",
     "load_corpus",
     "open_corpus",
+    "split_corpus",
     "split_documents",
     "tokenise_corpus",
     "validation_batches",

@@ -62,6 +62,7 @@ DATASETS = (*TEXT_SOURCES, "tokens")
 FORMAT = "titan_linear corpus 1"
 ANSWERS_FORMAT = "titan_linear corpus 2"  # what reads the first alone would learn every token
 CRC_BLOCK = 1 << 24  # bytes
+SMALL = 1 << 22  # documents of which every process may look at all
 JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
 CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")  # of the folders that are ours to remove
 _FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
@@ -251,7 +252,7 @@ def write_corpus(
     ValueError: the folder exists, there is no document, a document is empty or has an id outside the vocabulary.
     """
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder):
+    with locked(folder):
         if folder.exists():
             raise ValueError(f"{folder} exists already; choose another folder")
         _write_corpus(folder, iter(documents), tokenizer, _Progress(answers=answers))
@@ -279,7 +280,7 @@ def tokenise_corpus(
     texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, show_progress)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with locked(folder):
             if folder.exists():
                 raise ValueError(f"{folder} exists already; choose another folder")
             _tokenise_into(folder, texts)
@@ -304,7 +305,8 @@ def remove_cache(folder: Path) -> bool:
 
 
 def load_corpus(folder: Path) -> Corpus:
-    """Opens a corpus's folder; checks corpus.json and each file's size and structure (not its checksums).
+    """Opens a corpus's folder; checks corpus.json and each file's size and structure (not its checksums). The lengths
+    of more than SMALL documents are checked once in a machine, with their sums (split.py).
 
     ValueError: a file is missing, truncated or not what corpus.json says.
     """
@@ -321,12 +323,40 @@ def load_corpus(folder: Path) -> Corpus:
     tokens, offsets, hashes, *rest = arrays
     if offsets[0] != 0 or offsets[-1] != len(tokens) or len(offsets) != len(hashes) + 1:
         raise ValueError(f"{folder / 'offsets.bin'} does not fit the other files; {remedy}")
-    if not (rising := offsets[1:] > offsets[:-1]).all():
-        raise ValueError(f"{folder / 'offsets.bin'}: document {rising.argmin()} has no tokens; {remedy}")
+    corpus = Corpus(folder, tokens, offsets, hashes, info, *rest)
+    if corpus.num_documents <= SMALL:
+        check_lengths(corpus, 0, corpus.num_documents)
     for answers in rest:
-        if len(answers) % 2 or answers[0] < 0 or answers[-1] > len(tokens) or (answers[1:] < answers[:-1]).any():
+        if len(answers) % 2 or answers[0] < 0 or answers[-1] > len(tokens) or _falls(answers):
             raise ValueError(f"{folder / _ANSWERS} does not fit the other files; {remedy}")
-    return Corpus(folder, tokens, offsets, hashes, info, *rest)
+    return corpus
+
+
+def check_lengths(corpus: Corpus, low: int, high: int) -> np.ndarray:
+    """Where documents [low, high) begin, and the last one's end, [high − low + 1] int64.
+
+    ValueError: one has no tokens.
+    """
+    offsets = read(corpus.offsets, low, high + 1)
+    if not (rising := offsets[1:] > offsets[:-1]).all():
+        empty, remedy = low + int(rising.argmin()), _remedy(corpus.folder)
+        raise ValueError(f"{corpus.folder / 'offsets.bin'}: document {empty} has no tokens; {remedy}")
+    return offsets
+
+
+def read(numbers: np.ndarray, low: int, high: int) -> np.ndarray:
+    """numbers[low:high]; those of a mapped file by reading it, which for all of a large one is several times as fast as
+    the faults of its pages, and leaves none of them in this process."""
+    if isinstance(numbers.base, np.memmap):
+        offset = low * numbers.itemsize
+        return np.fromfile(numbers.base.filename, numbers.dtype, high - low, offset=offset)
+    return numbers[low:high]
+
+
+def _falls(numbers: np.ndarray) -> bool:
+    """Whether some number is less than the one before; part by part, as there may be 10⁹."""
+    parts = (read(numbers, low, min(low + SMALL, len(numbers))) for low in range(0, len(numbers), SMALL - 1))
+    return any((part[1:] < part[:-1]).any() for part in parts)
 
 
 def verify_corpus(corpus: Corpus) -> None:
@@ -385,7 +415,7 @@ def _named(folder: Path) -> Path | None:
 def _build_cache(folder: Path, texts: _Texts) -> Path:
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(folder):
+        with locked(folder):
             if there := _named(folder):  # another process wrote it while this one waited
                 return there
             if same := _same_texts(folder.parent, texts):
@@ -474,7 +504,7 @@ def _lock_file(folder: Path) -> Path:
 
 
 @contextmanager
-def _locked(folder: Path) -> Iterator[None]:
+def locked(folder: Path) -> Iterator[None]:
     """Holds `<folder>.lock`, which stays behind: removing it would let two processes lock different files."""
     with _lock_file(folder).open("w") as file:
         try:

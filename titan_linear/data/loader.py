@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from titan_linear.data.packing import PackedStreams, Stream
+from titan_linear.data.mixture import Streams
+from titan_linear.data.packing import Stream
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,7 +31,7 @@ class Batch:
 
 
 def build_dataloader(
-    streams: PackedStreams,
+    streams: Streams,
     *,
     global_batch_size: int,
     local_batch_size: int,
@@ -59,7 +60,7 @@ def build_dataloader(
 
 
 def validation_batches(
-    streams: PackedStreams, *, local_batch_size: int, dp_rank: int, dp_degree: int, limit: int = -1
+    streams: Streams, *, local_batch_size: int, dp_rank: int, dp_degree: int, limit: int = -1
 ) -> Iterator[Batch]:
     """This rank's micro-batches of one pass over streams with repeat=False, or over the first `limit` of them.
 
@@ -128,7 +129,7 @@ class _MicroBatches(Dataset):
     at n = s·G / (dp·L), and the number of micro-steps need not be known here."""
 
     def __init__(
-        self, streams: PackedStreams, local_batch_size: int, dp_rank: int, dp_degree: int, end: float = math.inf
+        self, streams: Streams, local_batch_size: int, dp_rank: int, dp_degree: int, end: float = math.inf
     ):  # fmt: skip
         self.streams, self.local_batch_size, self.dp_rank, self.end = streams, local_batch_size, dp_rank, end
         self.per_micro_step = dp_degree * local_batch_size

@@ -1,0 +1,144 @@
+"""Runs on mixtures: the same losses on any number of processes, and changes by name alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tests.data.conftest import random_documents
+from tests.worlds import World
+from titan_linear.build import mixture_phases
+from titan_linear.config import check_config, load_config
+from titan_linear.data import ByteTokenizer, Phase, write_corpus
+from titan_linear.preflight import preflight
+from titan_linear.rundir import check_resume, write_config
+from titan_linear.train import Trainer
+
+
+def mixture(folder: Path, **weights: float) -> str:
+    parts = (f'{{name="{n}", weight={w}, dataset="tokens", dataset_path="{folder / n}"}}' for n, w in weights.items())
+    return f"[{', '.join(parts)}]"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for n, name in enumerate(["a", "b", "c"]):
+        write_corpus(tmp_path / name, random_documents([20 + n] * 50, seed=n), ByteTokenizer())
+    return tmp_path
+
+
+def keys(folder: Path, **more: object) -> list[str]:
+    given = {
+        "training.seq_len": 32, "training.dtype": "float64", "training.global_batch_size": 4, "training.steps": 2,
+        "validation.enable": "true", "validation.holdout": 0.1, "job.dump_folder": folder / "run",
+        "lr_scheduler.total_steps": 6,
+    }  # fmt: skip
+    given |= {name.replace("__", "."): value for name, value in more.items()}
+    return [text for key, value in given.items() for text in (f"--{key}", str(value))]
+
+
+def trained(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], dict]:
+    config = load_config(argv)
+    if rank == 0:
+        preflight(config, world_size)
+    trainer, losses = Trainer(config), []
+    while trainer.step < trainer.config.training.steps:
+        losses.append(trainer.train_step()["loss"])
+    trainer.save(last=True)
+    return [*losses, trainer.validate()], trainer.streams.content
+
+
+def test_runs(folder: Path, worlds: Callable[[int], World]) -> None:
+    """The losses do not depend on the processes; a run resumes, changes by name, and its checkpoint knows all of it."""
+
+    def run(processes: int, step: int, **more: object) -> tuple[list[float], dict]:
+        return worlds(processes).run(trained, keys(folder, training__steps=step, **more))[0]
+
+    two, three = mixture(folder, a=3, b=1.5), mixture(folder, c=1, b=2)
+    alone, _ = run(1, 4, training__mixture=two, job__dump_folder=folder / "alone")
+    first, _ = run(2, 2, training__mixture=two)
+    resumed, content = run(1, 4, training__mixture=two)
+    assert [*first[:-1], *resumed] == pytest.approx(alone, rel=1e-9)
+    assert content["mixture"] == [{"start": 0, "weights": {"a": 3.0, "b": 1.5}}] and content["order"] == 2
+    refused = load_config(keys(folder, training__steps=6, training__mixture=three))
+    with pytest.raises(
+        ValueError, match=r"at step 4 \('c' added, 'a' left out, 'b': weight 1.5 → 2.0\); restore it, or "
+    ):
+        preflight(refused, 1)
+    with pytest.raises(ValueError, match=r"training\.mixture_from_step = 4"):
+        preflight(
+            load_config(keys(folder, training__steps=6, training__mixture=three, training__mixture_from_step=2)), 1
+        )
+    _, content = run(2, 5, training__mixture=three, training__mixture_from_step=4)
+    assert content["mixture"][1] == {"start": 16, "weights": {"c": 1.0, "b": 2.0}} and set(content["sources"]) == set(
+        "abc"
+    )
+    os.rename(folder / "a", folder / "elsewhere")  # it is not needed any more
+    _, content = run(1, 6, training__mixture=three, training__mixture_from_step=4)
+    assert len(content["mixture"]) == 2
+    os.rename(folder / "b", folder / "was b")
+    write_corpus(folder / "b", random_documents([7] * 50), ByteTokenizer())
+    with pytest.raises(
+        ValueError, match=r"source 'b' is another corpus than .*; restore it, or give a new source a name"
+    ):
+        preflight(load_config(keys(folder, training__steps=7, lr_scheduler__total_steps=7, training__mixture=three)), 1)
+
+
+def test_a_change_twice_at_a_step_is_the_last_one() -> None:
+    progress = {
+        "step": 4,
+        "cursor": 16,
+        "mixture": [{"start": 0, "weights": {"a": 1}}, {"start": 16, "weights": {"b": 1}}],
+    }
+    source = SimpleNamespace(name="c", weight=1.0)
+    config = SimpleNamespace(training=SimpleNamespace(mixture=[source], mixture_from_step=4))
+    assert mixture_phases(config, progress) == [Phase(0, {"a": 1}), Phase(16, {"c": 1.0})]
+
+
+WEB = '{name="web", weight=1, dataset="jsonl", dataset_path="x"}'
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ("[3]", r"training.mixture.0 = 3 must be a table, \{name"),
+        ("3", "training.mixture = 3 must be a valid list"),
+        ("nothing", "training.mixture = 'nothing' must be a valid list"),
+        ('[{name="web"}]', r"(?s)training.mixture.0.weight is missing; give it.*mixture.0.dataset is missing"),
+        (f"[{WEB.replace('}', ', wieght=3}')}]", "training.mixture.0.wieght is not a key"),
+        (f"[{WEB.replace('weight=1', 'weight=0')}]", "training.mixture.0.weight = 0 must be greater than 0"),
+        (f"[{WEB}, {WEB}]", "two sources with name = 'web'; give each"),
+        (f"[{WEB.replace('jsonl', 'stdlib')}]", "source 'web': dataset_path = 'x' is not used by"),
+        (f"[{WEB.replace('x', '')}]", "source 'web': dataset = 'jsonl' needs .* dataset_path"),
+        (f"[{WEB}, {WEB.replace('web', 'rare').replace('=1', '=1e-6')}]", "source 'rare': weight = 1e-06 is less than"),
+    ],
+)
+def test_bad_mixtures(value: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_config(load_config(["--training.mixture", value]), 1)
+
+
+@pytest.mark.parametrize("key", ["training.dataset=text", "training.dataset_path=y", "validation.dataset_path=y"])
+def test_what_a_mixture_leaves_unused(key: str) -> None:
+    with pytest.raises(ValueError, match=rf"{key.partition('=')[0]} = .* is not used beside training.mixture"):
+        check_config(load_config(["--training.mixture", f"[{WEB}]", "--validation.enable=true", f"--{key}"]), 1)
+
+
+def test_the_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Paths are written from the root; a run keeps its mixture, or its one corpus."""
+    monkeypatch.chdir(tmp_path)
+    config = load_config(["--job.dump_folder=run", "--training.mixture", f"[{WEB}]"])
+    os.mkdir("run")
+    write_config(config)
+    (tmp_path / "run/metrics.jsonl").write_text('{"step": 1}\n')
+    stored = load_config(["--job.config_file", "run/config.toml"])
+    assert stored.training.mixture[0].dataset_path == f"{tmp_path}/x"
+    assert check_resume(config) == check_resume(stored) == []
+    moved = load_config(["--job.dump_folder=run", "--training.mixture", f"[{WEB.replace('x', 'y')}]"])
+    assert len(check_resume(moved)) == 1  # the checkpoint knows the content
+    with pytest.raises(ValueError, match=r"training.mixture: \[.*'web'.*\] → \[\]"):
+        check_resume(load_config(["--job.dump_folder=run"]))

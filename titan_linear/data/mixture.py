@@ -1,0 +1,141 @@
+"""Mixtures: which source a stream is from, in exact proportions, and which of the source's own streams it is.
+
+    cycle    | web web code web chat web code web …|code web web …     P streams each; P is 256 for most weights
+    streams  | 0   1   2    3   4    5   6    7    | …
+
+Of the first b·P streams, a source has its exact share, rounded up or down: so its count at the edge of a cycle is known
+without counting, and never more than one off. Within a cycle the sources stand in an order drawn from (seed, cycle).
+A source gives its own streams one after the other, those of a run on it alone.
+
+A run may change its mixture at a step: the streams from there on are another `Phase`, in which every source goes on
+with the stream after its last one. All phases are in the checkpoint, so that stream i stays a function of i.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from titan_linear.data.packing import PackedStreams, Stream
+
+CYCLE = 256  # streams, at least
+
+
+@dataclass(frozen=True)
+class Phase:
+    """From this stream on, of each source this share."""
+
+    start: int
+    weights: Mapping[str, float]
+
+
+class MixedStreams:
+    """streams[i]: stream i of a mixture of sources; random access, the same everywhere.
+
+    sources: by name, all of the last phase's. Those of earlier phases may be missing: their streams cannot be had.
+    known: fingerprints of the corpora that sources of these names had so far.
+    repeat=False: one pass over `sources` that are passes, in proportion to their lengths; the phases are left out.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, PackedStreams], phases: Sequence[Phase] = (), *, seed: int, repeat: bool = True,
+        known: Mapping[str, str] | None = None,
+    ):  # fmt: skip
+        if not repeat:
+            phases = [Phase(0, {name: len(streams) for name, streams in sources.items()})]
+        assert phases and phases[0].start == 0 and set(phases[-1].weights) <= set(sources), phases
+        self.sources, self.phases, self.repeat, self.known = dict(sources), list(phases), repeat, dict(known or {})
+        self._shares = [Interleaving(list(p.weights.values()), seed, p.start, finite=not repeat) for p in phases]
+        self._before: list[dict[str, int]] = [{}]  # of each phase: streams that sources gave in those before
+        for phase, share, following in zip(phases, self._shares, phases[1:]):
+            counts = dict(zip(phase.weights, share.counts(following.start - phase.start), strict=True))
+            self._before.append(self._before[-1] | {n: self._before[-1].get(n, 0) + c for n, c in counts.items()})
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """What a checkpoint has to know, so that these streams go on."""
+        phases = [{"start": phase.start, "weights": dict(phase.weights)} for phase in self.phases]
+        sources = {name: streams.corpus.fingerprint for name, streams in self.sources.items()}
+        return {"mixture": phases, "sources": self.known | sources, "order": next(iter(self.sources.values())).order}
+
+    def __len__(self) -> int:
+        if self.repeat:
+            raise TypeError("repeated streams have no end")
+        return sum(len(streams) for streams in self.sources.values())
+
+    def __getitem__(self, i: int) -> Stream:
+        name, own = self.source(i)
+        return self.sources[name][own]
+
+    def source(self, i: int) -> tuple[str, int]:
+        """The source of stream i, and which of the source's streams it is."""
+        i = operator.index(i)
+        if i < 0 or (not self.repeat and i >= len(self)):
+            raise IndexError(f"stream {i}")
+        n = bisect_right([phase.start for phase in self.phases], i) - 1
+        place, own = self._shares[n].place(i - self.phases[n].start)
+        name = list(self.phases[n].weights)[place]
+        return name, self._before[n].get(name, 0) + own
+
+    def padding(self) -> Stream:
+        """A stream of padding only: it gives a rank as many streams as the others have."""
+        return next(iter(self.sources.values())).padding()
+
+
+class Interleaving:
+    """0, 2, 0, 1, 0, …: as often as the weights say.
+
+    weights: decimal numbers mean what they are written as, not the nearest binary ones. start: it varies the order.
+    finite: weights are counts, and the sequence ends where each has come so many times.
+    """
+
+    def __init__(self, weights: Sequence[float], seed: int, start: int = 0, *, finite: bool = False):
+        exact = [Fraction(str(weight)) for weight in weights]
+        common = math.lcm(*(weight.denominator for weight in exact))
+        counts = [int(weight * common) for weight in exact]
+        self.sums = [sum(counts[:n]) for n in range(len(counts) + 1)]
+        self.end = self.sums[-1] if finite else None
+        least = -(-self.sums[-1] // min(counts))  # streams of which each source has one
+        self.cycle = max(CYCLE, 1 << (least - 1).bit_length())
+        self.seed, self.start = seed, start
+        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0))
+
+    def place(self, i: int) -> tuple[int, int]:
+        """Which weight has its turn at i, and how many it had before."""
+        cycle, rest = divmod(i, self.cycle)
+        order = self._cycle(cycle)
+        mine = int(order[rest])
+        return mine, self._at_edge(cycle)[mine] + int(np.count_nonzero(order[:rest] == mine))
+
+    def counts(self, i: int) -> list[int]:
+        """How many turns each weight had before i."""
+        cycle, rest = divmod(i, self.cycle)
+        within = np.bincount(self._cycle(cycle)[:rest], minlength=len(self.sums) - 1) if rest else [0] * len(self.sums)
+        return [edge + int(more) for edge, more in zip(self._at_edge(cycle), within)]
+
+    def _at_edge(self, cycle: int) -> list[int]:
+        """Turns before a cycle. What is rounded is the sums of the weights, so all add up to the cycle's edge."""
+        edge = cycle * self.cycle if self.end is None else min(cycle * self.cycle, self.end)
+        sums = [edge * weight // self.sums[-1] for weight in self.sums]
+        return [high - low for low, high in pairwise(sums)]
+
+    def _cycle(self, cycle: int) -> np.ndarray:
+        if self._order[0] != cycle:
+            turns = [after - before for before, after in zip(self._at_edge(cycle), self._at_edge(cycle + 1))]
+            order = np.repeat(np.arange(len(turns)), turns)
+            key = np.array([self.seed % 2**64, cycle], dtype=np.uint64)
+            counter = np.array([0, 0, 1, self.start], dtype=np.uint64)
+            draws = np.random.Philox(key=key, counter=counter).random_raw(len(order))
+            self._order = cycle, order[np.argsort(draws, kind="stable")]
+        return self._order[1]
+
+
+Streams = PackedStreams | MixedStreams

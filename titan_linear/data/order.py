@@ -1,0 +1,169 @@
+"""The order of the documents in each epoch. Its version is in a run's checkpoints, since no order may ever change.
+
+1   `Listed`: all documents at once, sorted by draws of their own. 16 bytes of memory per document and process.
+2   `Pooled`: bundles of 128 consecutive documents, in an order that a keyed permutation gives, 128 of them a pool, and
+    the documents of a pool sorted by draws of their own. What is kept is how many tokens are before each pool: 8 bytes
+    for 16,384 documents, and the few pools in use.
+
+Both draw from the counter-based generator Philox(key=(seed, epoch)), whose bits numpy keeps for good.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+
+from titan_linear.data.cache import Corpus
+from titan_linear.data.split import Side
+
+ORDER = 2  # of new runs
+POOL = 128  # bundles
+ROUNDS = 8
+POOLS_KEPT = 8
+Key, T = TypeVar("Key", bound=tuple), TypeVar("T")
+
+
+class Line(Protocol):
+    """Documents laid end to end, epoch after epoch."""
+
+    num_tokens: int  # of an epoch
+
+    def around(self, epoch: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        """Documents [n] int64 that follow each other in this epoch and hold its tokens [first, last), and perhaps more;
+        and where each ends in the epoch, [n] int64."""
+
+
+class Listed:
+    """Order 1, or with shuffle=False the order in which the documents [n] int64 are given."""
+
+    def __init__(self, corpus: Corpus, documents: np.ndarray, seed: int, *, shuffle: bool):
+        assert len(documents), "no documents"
+        self.corpus, self.documents = corpus, np.asarray(documents, dtype=np.int64)
+        self.seed, self.shuffle = seed, shuffle
+        self.num_tokens = int(_lengths(corpus, self.documents).sum())
+        self._epochs: dict[tuple[int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_epochs": {}}  # to a loader's worker: it derives them again
+
+    def around(self, epoch: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        return _kept(self._epochs, (epoch,), self._epoch, most=2)  # a stream can lie across two
+
+    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        order = self.documents
+        if self.shuffle:
+            order = order[np.argsort(_draws(self.seed, epoch, len(order)), kind="stable")]
+        return order, np.cumsum(_lengths(self.corpus, order))
+
+
+class InPlace:
+    """One epoch of a side, in the corpus's order."""
+
+    def __init__(self, side: Side):
+        self.side, self.num_tokens = side, side.num_tokens
+
+    def around(self, epoch: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        assert epoch == 0, epoch
+        low, high = np.searchsorted(self.side.ends[1:], [first, last - 1], side="right")
+        documents = self.side.documents(np.arange(low, high + 1))
+        return documents, self.side.ends[low] + np.cumsum(_lengths(self.side.corpus, documents))
+
+
+class Pooled:
+    """Order 2. A corpus of at most POOL bundles is one pool: every order of its documents is as likely."""
+
+    def __init__(self, side: Side, seed: int):
+        self.side, self.seed, self.num_tokens = side, seed, side.num_tokens
+        self._epochs: dict[tuple[int], np.ndarray] = {}
+        self._pools: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_epochs": {}, "_pools": {}}
+
+    def around(self, epoch: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
+        ends = _kept(self._epochs, (epoch,), self._pool_ends, most=2)
+        low, high = np.searchsorted(ends, [first, last - 1], side="right")
+        documents, document_ends = [], []
+        for pool in range(low, high + 1):
+            order, lengths = _kept(self._pools, (epoch, int(pool)), self._pool, most=POOLS_KEPT)
+            documents.append(order)
+            document_ends.append(ends[pool] - lengths.sum() + np.cumsum(lengths))
+        return np.concatenate(documents), np.concatenate(document_ends)
+
+    def _pool(self, epoch: int, pool: int) -> tuple[np.ndarray, np.ndarray]:
+        """A pool's documents in their order [n], and their lengths [n]."""
+        documents = self.side.documents(self._bundles(epoch, pool * POOL, (pool + 1) * POOL))
+        order = documents[np.argsort(_draws(self.seed, epoch, len(documents), stream=pool + 1), kind="stable")]
+        return order, _lengths(self.side.corpus, order)
+
+    def _pool_ends(self, epoch: int) -> np.ndarray:
+        """Where each pool ends in this epoch, [pools] int64."""
+        sums, step = [], 512 * POOL
+        for first in range(0, self.side.num_bundles, step):
+            bundles = self._bundles(epoch, first, first + step)
+            tokens = self.side.ends[bundles + 1] - self.side.ends[bundles]
+            sums.append(np.add.reduceat(tokens, np.arange(0, len(tokens), POOL)))
+        return np.cumsum(np.concatenate(sums))
+
+    def _bundles(self, epoch: int, first: int, last: int) -> np.ndarray:
+        """Which bundles are at these places of this epoch, [n] int64."""
+        count = self.side.num_bundles
+        return permuted(np.arange(first, min(last, count)), count, _draws(self.seed, epoch, ROUNDS))
+
+
+def permuted(places: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
+    """What a permutation of range(count), one for each `keys`, has at these places, [n] int64, without the others.
+
+    A Feistel network permutes the numbers of as few bits as count − 1 has; what falls outside of range(count) goes
+    through it again until it is inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+    keys: [ROUNDS] uint64.
+    """
+    bits = (count - 1).bit_length()
+    values = _network(places.astype(np.uint64), bits, keys)
+    outside = np.flatnonzero(values >= np.uint64(count))
+    while len(outside):
+        values[outside] = _network(values[outside], bits, keys)
+        outside = outside[values[outside] >= np.uint64(count)]
+    return values.astype(np.int64)
+
+
+def _network(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
+    """Each round changes one part of the bits by what is in the other."""
+    below = np.uint64(bits // 2)
+    low_mask, high_mask = np.uint64((1 << bits // 2) - 1), np.uint64((1 << bits - bits // 2) - 1)
+    high, low = values >> below, values & low_mask
+    for i, key in enumerate(keys):
+        if i % 2 == 0:
+            high ^= _scrambled(low, key) & high_mask
+        else:
+            low ^= _scrambled(high, key) & low_mask
+    return high << below | low
+
+
+def _scrambled(values: np.ndarray, key: np.uint64) -> np.ndarray:
+    """64 bits that all depend on all of a value's and the key's. (Multipliers: those of splitmix64.)"""
+    mixed = (values ^ key) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= np.uint64(0x94D049BB133111EB)
+    return mixed >> np.uint64(32)
+
+
+def _draws(seed: int, epoch: int, count: int, stream: int = 0) -> np.ndarray:
+    """[count] uint64; `stream` of them are independent of each other."""
+    key = np.array([seed % 2**64, epoch], dtype=np.uint64)
+    return np.random.Philox(key=key, counter=np.array([0, stream, 0, 0], dtype=np.uint64)).random_raw(count)
+
+
+def _lengths(corpus: Corpus, documents: np.ndarray) -> np.ndarray:
+    return corpus.offsets[documents + 1] - corpus.offsets[documents]
+
+
+def _kept(known: dict[Key, T], key: Key, make: Callable[..., T], most: int) -> T:
+    """make(*key); of the last `most` that were made, what was made then."""
+    if key not in known:
+        while len(known) >= most:
+            del known[next(iter(known))]
+        known[key] = make(*key)
+    return known[key]

@@ -1,0 +1,182 @@
+"""The held-out split of a corpus, and where each side's tokens lie, at any size.
+
+A document is held out if its hash, as a fraction of 2⁶⁴, is below `holdout`: this depends on its tokens alone, so equal
+documents are never on both sides, and documents that join the corpus move no other.
+
+A `Side` finds its documents by bundles: BUNDLE consecutive documents of the corpus, less those of the other side. All
+that is kept of them is how many tokens of the side are before each bundle, 8 bytes for BUNDLE documents. Of more than
+SMALL documents this is read off the corpus once and then kept in a file beside the token caches, which the processes
+of a machine map together:
+
+    split-<fingerprint of the corpus>-<threshold>.bin     int64 [2, bundles + 1]: to train on, held out; then a CRC-32
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import zlib
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from titan_linear.data.cache import SMALL, Corpus, check_lengths, default_cache_dir, locked, read
+
+BUNDLE = 128  # documents
+SPAN = 512  # bundles that are summed at once: their numbers stay in a core's cache
+SPLITS = ("train", "validation")
+
+
+@dataclass(frozen=True, eq=False)
+class Side:
+    """The documents of a corpus that are trained on, or those held out. Pickled, it travels as the corpus's path."""
+
+    corpus: Corpus
+    holdout: float
+    split: str  # one of SPLITS
+    ends: np.ndarray  # [bundles + 1] int64: tokens of this side before each bundle
+
+    def __reduce__(self) -> tuple:
+        return split_corpus, (self.corpus, self.holdout, self.split)
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.ends[-1])
+
+    @property
+    def num_bundles(self) -> int:
+        return len(self.ends) - 1
+
+    def documents(self, bundles: np.ndarray) -> np.ndarray:
+        """Indices [n] int64 of this side's documents in these bundles, [m] int64."""
+        documents = (bundles[:, None] * BUNDLE + np.arange(BUNDLE)).ravel()
+        documents = documents[documents < self.corpus.num_documents]
+        if not self.holdout:  # all are trained on
+            return documents
+        return documents[(self.corpus.hashes[documents] < _threshold(self.holdout)) == (self.split == "validation")]
+
+
+def split_corpus(corpus: Corpus, holdout: float, split: str) -> Side:
+    """The documents of "train" or "validation".
+
+    ValueError (naming validation.holdout): not in [0, 1), or nothing is left on this side; the sums of a large corpus
+    cannot be written.
+    """
+    assert split in SPLITS, split
+    ends = _ends(corpus, _threshold(holdout))[SPLITS.index(split)]
+    if not ends[-1]:
+        raise _empty(corpus, holdout, split)
+    return Side(corpus, holdout, split, ends)
+
+
+def split_documents(corpus: Corpus, holdout: float, split: str) -> np.ndarray:
+    """Indices [n] int64 of the documents of "train" or "validation", in the corpus's order: all of them at once.
+
+    ValueError (naming validation.holdout): not in [0, 1), or nothing is left on this side.
+    """
+    assert split in SPLITS, split
+    held_out = corpus.hashes < _threshold(holdout)
+    documents = np.flatnonzero(held_out if split == "validation" else ~held_out)
+    if not len(documents):
+        raise _empty(corpus, holdout, split)
+    return documents
+
+
+def _threshold(holdout: float) -> np.uint64:
+    """Documents whose hash is below it are held out. Of a hash, the 53 bits that a float64 holds decide."""
+    if not 0 <= holdout < 1:
+        raise ValueError(f"validation.holdout = {holdout}, the share of documents to hold out, must be in [0, 1)")
+    return np.uint64(math.ceil(holdout * 2**53) << 11)
+
+
+def _empty(corpus: Corpus, holdout: float, split: str) -> ValueError:
+    return ValueError(
+        f"validation.holdout = {holdout} leaves no document for {split}, of {corpus.num_documents:,}; "
+        + _better_holdout(corpus.hashes, split)
+    )
+
+
+def _better_holdout(hashes: np.ndarray, split: str) -> str:
+    """What to do where one side has no documents; hashes: of all, [n] uint64."""
+    low, high = ((int(x) >> 11) * 2.0**-53 for x in (hashes.min(), hashes.max()))
+    if low == high:
+        return "all are the same: give validation.dataset_path, or train on more documents"
+    # Just above the smallest, to the fewest digits that leave a document on each side.
+    first = math.ceil(-math.log10(max(low, 1e-9)))
+    tries = (math.floor(low * 10**n + 1) / 10**n for n in range(first, 18))
+    better = next((x for x in tries if low < x <= high), high)
+    return f"{'raise' if split == 'validation' else 'lower'} it, to {better} for example, or train on more documents"
+
+
+# --- Sums ------------------------------------------------------------------------------------------------------------
+
+
+def _ends(corpus: Corpus, threshold: np.uint64) -> np.ndarray:
+    """Tokens before each bundle of the documents to train on and of those held out, [2, bundles + 1] int64."""
+    if corpus.num_documents <= SMALL:
+        return _sums(corpus, threshold)
+    path = default_cache_dir() / f"split-{corpus.fingerprint}-{threshold:016x}.bin"
+
+    def kept() -> np.ndarray | None:
+        return _mapped(path, corpus)
+
+    ends = kept()
+    return ends if ends is not None else _keep(path, kept, corpus, threshold)
+
+
+def _keep(path: Path, kept: Callable[[], np.ndarray | None], corpus: Corpus, threshold: np.uint64) -> np.ndarray:
+    """Write the sums, unless another process has just done it, and map them."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with locked(path):
+            if (ends := kept()) is None:
+                ends, new = _sums(corpus, threshold), path.with_name(f"{path.name}.new")
+                with new.open("wb") as file:
+                    file.write(ends.tobytes())
+                    file.write(np.int64(zlib.crc32(ends)).tobytes())
+                    file.flush()
+                    os.fsync(file.fileno())
+                new.replace(path)
+                ends = kept()
+    except OSError as error:
+        raise ValueError(
+            f"the sums of a split, {path}, cannot be written ({error}); set XDG_CACHE_HOME to a folder that can"
+        ) from error
+    assert ends is not None, path
+    return ends
+
+
+def _mapped(path: Path, corpus: Corpus) -> np.ndarray | None:
+    """The sums in this file, if it is there and whole. A damaged one is written again: the corpus has it all."""
+    with suppress(OSError, ValueError):
+        numbers = np.asarray(np.memmap(path, "<i8", mode="r"))
+        if len(numbers) == 2 * (_num_bundles(corpus) + 1) + 1 and zlib.crc32(numbers[:-1]) == numbers[-1]:
+            return numbers[:-1].reshape(2, -1)
+    return None
+
+
+def _num_bundles(corpus: Corpus) -> int:
+    return -(-corpus.num_documents // BUNDLE)
+
+
+def _sums(corpus: Corpus, threshold: np.uint64) -> np.ndarray:
+    count, bundles = corpus.num_documents, _num_bundles(corpus)
+    ends = np.zeros((2, bundles + 1), dtype=np.int64)
+
+    def add(first: int) -> None:
+        low, high = first * BUNDLE, min((first + SPAN) * BUNDLE, count)
+        offsets = check_lengths(corpus, low, high)
+        all_of_it = np.diff(np.append(offsets[:-1:BUNDLE], offsets[-1]))
+        held_out = np.zeros_like(all_of_it)
+        if threshold:
+            lengths = np.diff(offsets) * (read(corpus.hashes, low, high) < threshold)
+            held_out = np.add.reduceat(lengths, np.arange(0, high - low, BUNDLE))
+        ends[:, first + 1 : first + 1 + len(all_of_it)] = all_of_it - held_out, held_out
+
+    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        list(pool.map(add, range(0, bundles, SPAN)))
+    return np.cumsum(ends, axis=1, out=ends)

@@ -1,0 +1,139 @@
+"""How long a corpus of any size takes to start from, how much memory, and how long a stream takes.
+
+python -m tools.bench_data                                           # 10⁹ documents, 10¹³ tokens, simulated
+python -m tools.bench_data --documents 100000000 --seq-len 131072 --processes 8
+
+Offsets, hashes and tokens are computed where they are asked for, from a pattern that repeats: no disk takes part. Timed
+is what trainers do: the sums of the split, once in a machine (kept where token caches are), then in each of the
+processes at once the start (the sums mapped, and the order of an epoch) and streams at random places. Memory is that of
+the processes alone and of their parts of what they share (PSS), less what they had before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titan_linear.data import Corpus, PackedStreams, split_corpus
+
+MEAN = 10_000  # tokens of a document
+PERIOD = 1 << 16  # documents of the pattern
+
+
+class Simulated:
+    """An array that is computed where it is read."""
+
+    base = None
+
+    def __init__(self, length: int, value: Any):
+        self.length, self.value = length, value
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, where: Any) -> np.ndarray:
+        index = np.arange(*where.indices(self.length)) if isinstance(where, slice) else np.asarray(where)
+        return self.value(index)
+
+
+def simulated_corpus(num_documents: int) -> Corpus:
+    """Documents of 1 to 2 · MEAN tokens, and MEAN in the mean."""
+    rng = np.random.default_rng(0)
+    half = rng.integers(1, MEAN, PERIOD // 2)
+    inside = np.concatenate([[0], np.cumsum(np.concatenate([half, 2 * MEAN - half]))])[:-1]  # [PERIOD]
+    hashes = rng.integers(2**64, size=PERIOD, dtype=np.uint64)
+
+    def offset(index: np.ndarray) -> np.ndarray:
+        return (index >> 16) * (PERIOD * MEAN) + inside[index & PERIOD - 1]
+
+    def token(index: np.ndarray) -> np.ndarray:
+        return (index % 257).astype(np.uint16)
+
+    return Corpus(
+        folder=Path("simulated"),
+        tokens=Simulated(num_documents * MEAN, token),
+        offsets=Simulated(num_documents + 1, offset),
+        hashes=Simulated(num_documents, lambda index: hashes[index & PERIOD - 1]),
+        info={"fingerprint": f"simulated-{num_documents}"},
+    )
+
+
+def own_memory() -> float:
+    """MB of this process, and its parts of what is shared."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1e3
+
+
+def measure(args: argparse.Namespace, start: Any, results: Any) -> None:
+    """One process: seconds of its start, of each stream, MB."""
+    corpus, rng = simulated_corpus(args.documents), np.random.default_rng(0)
+    before = own_memory()
+    start.wait()
+    began, own = time.perf_counter(), time.process_time()
+    train, validation = (split_corpus(corpus, args.holdout, split) for split in ("train", "validation"))
+    streams = PackedStreams(corpus, train, seq_len=args.seq_len, seed=0)
+    held_out = PackedStreams(corpus, validation, seq_len=args.seq_len, seed=0, repeat=False)
+    streams[0], held_out[0]
+    started = time.perf_counter() - began, time.process_time() - own
+    seconds = [timed(streams, int(i)) for i in rng.integers(streams.num_tokens // args.seq_len, size=200)]
+    seconds += [timed(held_out, int(i)) for i in rng.integers(len(held_out), size=50)]
+    start.wait()  # all still hold what they hold
+    memory = own_memory() - before
+    start.wait()
+    results.put((started, seconds, memory))
+
+
+def timed(streams: PackedStreams, i: int) -> tuple[float, float]:
+    """Seconds of a stream, and those of the processor."""
+    began, own = time.perf_counter(), time.thread_time()
+    streams[i]
+    return time.perf_counter() - began, time.thread_time() - own
+
+
+def main(argv: list[str]) -> int:
+    args = parse(argv)
+    began = time.perf_counter()
+    split_corpus(simulated_corpus(args.documents), args.holdout, "train")
+    print(
+        f"sums of {args.documents:,} documents, {args.documents * MEAN:,} tokens: {time.perf_counter() - began:.1f} s"
+    )
+    context = multiprocessing.get_context("spawn")
+    start, results = context.Barrier(args.processes), context.Queue()
+    processes = [context.Process(target=measure, args=(args, start, results)) for _ in range(args.processes)]
+    for process in processes:
+        process.start()
+    found = [results.get() for _ in processes]
+    for process in processes:
+        process.join()
+    seconds, own = (sorted(s) for s in zip(*(pair for _, pairs, _ in found for pair in pairs), strict=True))
+    started, its_own = (max(times) for times in zip(*(times for times, *_ in found), strict=True))
+    print(f"{args.processes} processes start in {started:.2f} s, each in at most {its_own:.2f} s of a processor")
+    print(
+        f"a stream of {args.seq_len:,} tokens at a random place: median {statistics.median(seconds) * 1e3:.1f} ms, "
+        f"99% {seconds[int(0.99 * len(seconds))] * 1e3:.1f} ms, longest {seconds[-1] * 1e3:.1f} ms, of which the "
+        f"processor at most {own[-1] * 1e3:.1f} ms"
+    )
+    print(f"memory of all together: {sum(memory for *_, memory in found):,.0f} MB")
+    return 0
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench_data", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--documents", type=int, default=10**9)
+    parser.add_argument("--seq-len", type=int, default=32768)
+    parser.add_argument("--holdout", type=float, default=0.01)
+    parser.add_argument("--processes", type=int, default=8)
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
