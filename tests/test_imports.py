@@ -21,7 +21,7 @@ LAYERS = (
     ("flops", "generate", "hf_io", "optim", "profiling"),
     ("metrics",),
     ("build",),
-    ("preflight", "nodes"),
+    ("preflight", "nodes", "memory"),
     ("agent",),
     ("train", "launch"),
     ("tools",),

@@ -53,6 +53,7 @@ from titan_linear.distributed.parallelize import counted_parameters, sum_gradien
 from titan_linear.flops import no_peak, peak_tflops, training_flops
 from titan_linear.generate import Sampling, generate
 from titan_linear.hf_io import gather, load_weights
+from titan_linear.memory import what_fits
 from titan_linear.metrics import MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory_gib
 from titan_linear.models.init import initialise
 from titan_linear.ops.support import start_lines
@@ -389,7 +390,7 @@ def main(argv: list[str]) -> int:
         stopped = _run(config := load_config(argv))
     except torch.OutOfMemoryError as error:
         rank, reason = os.environ.get("RANK", "0"), str(error).partition(". GPU")[0]
-        print(f"error: rank {rank}: {reason}; {_less_memory(config)}", file=sys.stderr, flush=True)
+        print(f"error: rank {rank}: {reason}; {_what_fits(config)}", file=sys.stderr, flush=True)
         return FAILED
     except (ValueError, NonFinite, SaveFailed) as error:
         alike = isinstance(error, (NonFinite, SaveFailed)) and not isinstance(error, WriteFailed)  # on all ranks
@@ -434,19 +435,11 @@ def _train(config: Config, watch: Watch) -> int:
     return trainer.stop.agreed
 
 
-def _less_memory(config: Config) -> str:
-    """The settings that take less memory, those that cost least first."""
-    t, p, mode = config.training, config.parallelism, config.activation_checkpoint.mode
-    modes = ("none", "selective", "full")
-    settings = [f"activation_checkpoint.mode = {other!r}" for other in modes[modes.index(mode) + 1 :]]
-    if t.local_batch_size > 1:
-        settings.append(f"training.local_batch_size = {t.local_batch_size // 2}")
-    if t.loss_chunk_size > 512:
-        settings.append(f"training.loss_chunk_size = {t.loss_chunk_size // 2}")
-    if p.data_parallel_replicate_degree > 1:
-        settings.append("parallelism.data_parallel_replicate_degree = 1")
-    settings.append(f"parallelism.context_parallel_degree = {2 * p.context_parallel_degree}")
-    return f"what takes less, cheapest first: {', '.join(settings)}; python -m tools.dry_run says how much each takes"
+def _what_fits(config: Config) -> str:
+    """Settings with which this rank's GPU would have had the memory, as planned."""
+    model = model_config(config, build_tokenizer(tokenizer_path(config)))
+    room = torch.cuda.get_device_properties().total_memory
+    return what_fits(config, model, int(os.environ["WORLD_SIZE"]), room)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,18 @@ from titan_linear.data.sources import Document
 from titan_linear.data.tokenise import tokenise, worker_count
 
 
+OTHERS: set[int] = set()  # processes that tests of other files share
+
+
+@pytest.fixture(autouse=True)
+def notice_others() -> None:
+    OTHERS.update(process.pid for process in multiprocessing.active_children())
+
+
+def workers() -> list[multiprocessing.Process]:
+    return [process for process in multiprocessing.active_children() if process.pid not in OTHERS]
+
+
 class Uneven(ByteTokenizer):
     """Takes longest for what comes first; refuses surrogates; dies, fails or is slow on request."""
 
@@ -58,20 +70,20 @@ def test_in_order(num_workers: int):
         else:
             assert bytes(tokens.astype(np.uint8)).decode() == texts[i]
     assert list(tokenise(Uneven(), [], num_workers)) == []
-    assert not multiprocessing.active_children()
+    assert not workers()
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])
 def test_errors_of_the_tokenizer_are_raised(num_workers: int):
     with pytest.raises(ArithmeticError, match="no such token"):
         list(tokenise(Uneven(), documents(*"abcdefgh", "fail"), num_workers))
-    assert not multiprocessing.active_children()
+    assert not workers()
 
 
 def test_a_killed_worker_is_an_error():
     with pytest.raises(ValueError, match="a process that tokenises was killed, perhaps because memory ran out"):
         list(tokenise(Uneven(), documents(*"abcdefgh", "die"), 2))
-    assert not multiprocessing.active_children()
+    assert not workers()
 
 
 def test_sources_are_read_a_little_ahead():
@@ -86,7 +98,7 @@ def test_sources_are_read_a_little_ahead():
     for _ in range(30):
         next(found)
     found.close()
-    assert len(taken) < 100 and not multiprocessing.active_children()
+    assert len(taken) < 100 and not workers()
 
 
 def test_as_many_workers_as_cores():

@@ -2,8 +2,8 @@
 
 PyTorch's flight recorder keeps the last collectives of each process, gloo's and NCCL's. A thread of each rank looks at
 it while no step is done; where a collective has used up most of its time-out, every rank writes its recorder into the
-run's folder (`torchfrtrace FOLDER --prefix rank-` compares NCCL's) and one of them says the line. The time-out is the
-backend's: gloo raises an error in the rank that waits, NCCL aborts its process.
+run's folder (`torchfrtrace FOLDER --prefix rank-` compares NCCL's) and one of them says the line. The time-out itself
+is the backend's: gloo raises an error in the rank that waits, NCCL aborts its process.
 """
 
 from __future__ import annotations
