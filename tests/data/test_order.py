@@ -130,23 +130,23 @@ def test_sums_of_a_large_corpus_are_kept(
         split_corpus(corpus, 0.1, "train")
 
 
-def test_a_large_corpus_takes_little_memory_and_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_corpus_takes_little_memory_and_time() -> None:
     """4 million documents, 40 billion tokens: 0.5 MB of sums for the 64 MB of offsets and hashes."""
     corpus = simulated_corpus(1 << 22)
     tracemalloc.start()
     try:
         streams = PackedStreams(corpus, split_corpus(corpus, 0.01, "train"), seq_len=4096, seed=0)
-        ends, far = [], []
-        for i in (0, 10**6, 10**7, 3 * 10**13):
-            stream, began = streams[i], time.thread_time()
-            assert np.array_equal(streams[i].tokens, stream.tokens) and len(stream.tokens) == 4096
-            far.append(time.thread_time() - began)
-            ends.append(stream.tokens[:8].tolist())
+        epoch = streams.num_tokens // 4096
+        found, seconds = {streams[0].tokens.tobytes(), streams[10**13].tokens.tobytes()}, []
+        for i in range(epoch // 7, epoch, epoch // 7):  # each in a pool that was not asked for yet
+            began = time.thread_time()
+            found.add(streams[i].tokens.tobytes())
+            seconds.append(time.thread_time() - began)
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert peak < 24e6 and max(far) < 0.05
-    assert len({tuple(x) for x in ends}) == 4
+    assert peak < 24e6 and np.median(seconds) < 0.05
+    assert len(found) == len(seconds) + 2
 
 
 def test_places_of_a_corpus_are_mixed() -> None:
