@@ -21,7 +21,6 @@ from titan_linear.data import tokenise as module
 from titan_linear.data.sources import Document
 from titan_linear.data.tokenise import tokenise, worker_count
 
-
 OTHERS: set[int] = set()  # processes that tests of other files share
 
 
