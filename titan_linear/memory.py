@@ -1,48 +1,55 @@
-"""Memory per GPU of a run, planned: the model is built on the meta device, where nothing is allocated.
+"""Memory per GPU of a run, planned: its layers run on the meta device, where nothing is allocated (counting.py).
 
-The parts are of the GPU that holds most, in bytes:
+The parts are of the GPU that holds most, in bytes, at the moment at which it holds most: in the head, in backward of the
+last layer, or after backward. What is not there at that moment is 0.
 
-    parameters, gradients, optimizer   exact: this GPU's shards, and what FSDP leaves whole
-    gathered                           FSDP: the two largest units whole (layers, embedding), one with its gradients
-    activations                        what autograd keeps of one micro-step, as counted while a layer of each kind
-                                       runs on the meta device with the PyTorch ops; with full activation checkpointing
-                                       each layer's input, and all of the layer that is being computed again; with
-                                       selective what is kept of the ops too, as their kernels keep it
-    head                               its weight and gradient whole, and the logits of training.loss_chunk_size tokens
+    parameters, gradients, optimizer   this GPU's shards, and what FSDP leaves whole. Where nothing is accumulated there
+                                       are no gradients before backward
+    copies                             of parameters in the dtype of compute: FSDP's two largest units, gathered, and
+                                       one's gradients; where nothing is shared all of them, and when backward has ended
+                                       their gradients
+    activations                        what layers keep of one micro-step until their backward: all that it needs, with
+                                       compile.enable what is dear to compute again; with activation checkpointing the
+                                       layer's input (selective: and what ops/kept.py lists), and all that the layer
+                                       needs that is being computed again
+    working                            what backward of a layer needs at most beside these
+    head                               the final norm's input and output, logits of training.loss_chunk_size tokens and
+                                       their gradient, the gradients of the head's input and weight
 
-It leaves out: workspaces of kernels and of NCCL, and fragmentation; keep a tenth of the GPU free.
+`SPARE` of a GPU is left for what is not in it: fragmentation, workspaces of libraries and NCCL's buffers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
-from torch.autograd.graph import saved_tensors_hooks
 
 from titan_linear.build import DTYPES, unallocated
 from titan_linear.config import Config, check_config, data_parallel_degrees
+from titan_linear.counting import Layer, Memory, count
 from titan_linear.distributed.experts import spread_experts
-from titan_linear.distributed.parallelize import replicated_parameters
+from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
 from titan_linear.distributed.tensor_parallel import leave_part
-from titan_linear.models.config import ModelConfig
-from titan_linear.models.decoder import Block, Decoder
-from titan_linear.models.mixers import GDN, KDA
-from titan_linear.models.mixers.delta import DeltaOptions
+from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.layers import widened
 from titan_linear.models.moe import AtHome, Experts, MoE
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops.boundaries import CHUNK
+from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.collectives import Ranks
-from titan_linear.ops.kept import contexts
 
 GIB = 2**30
-MATRICES = {KDA: 2, GDN: 1}  # of a chunk, that the kernels keep for backward
-SAMPLE = 512  # tokens of which activations are counted; they grow linearly
-PARTS = ("parameters", "gradients", "optimizer", "gathered", "activations", "head")
-SPARE = 0.1  # of a GPU, for workspaces of kernels and of NCCL, and fragmentation
+PARTS = ("parameters", "gradients", "optimizer", "copies", "activations", "working", "head")
+SPARE = 0.1  # of a GPU
+
+
+# --- A rank's part of the model --------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -54,39 +61,58 @@ class Types:
     reduce: int
 
 
-def memory(config: Config, model_config: ModelConfig, gpus: int) -> dict[str, float]:
-    """Bytes on the GPU that holds most, by PARTS."""
-    t = config.training
-    _, shards = data_parallel_degrees(config, gpus)
-    shards *= config.parallelism.context_parallel_degree
-    ep = config.parallelism.expert_parallel_degree
+@dataclass(frozen=True)
+class Units:
+    """Elements of a rank's parameters."""
+
+    own: int  # its shards
+    whole: int  # in float32 or wider, shared with nobody
+    layers: tuple[int, ...]  # of each layer, as FSDP gathers it
+    vocabulary: int  # of the embedding, and of the head, likewise
+    types: Types
+    sharded: bool  # FSDP2 shares them
+
+
+def units(config: Config, model: ModelConfig, gpus: int) -> Units:
+    t, p = config.training, config.parallelism
+    replicas, shards = data_parallel_degrees(config, gpus)
+    shards *= p.context_parallel_degree
     types = Types(*(DTYPES[d].itemsize for d in (t.dtype, t.mixed_precision_param, t.mixed_precision_reduce)))
-    model = unallocated(model_config, DTYPES[t.dtype])
-    _leave_part(model, config)
-    experts = {p for m in model.modules() if isinstance(m, Experts) for p in m.parameters()}
-    trained = [(p, _owned(p, shards // ep if p in experts else shards)) for p in _sharded(model)]
-    whole = replicated_parameters(model)
-    stored = sum(n for _, n in trained) * types.stored + sum(p.numel() * p.element_size() for p in whole)
-    return {
-        "parameters": stored,
-        "gradients": stored,
-        "optimizer": 2 * stored,
-        "gathered": _gathered(model, types),
-        "activations": _activations(config, model_config, t.local_batch_size * t.seq_len),
-        "head": _head(config, model, types),
-    }
+    return Units(*_units(model, shards, p.tensor_parallel_degree, p.expert_parallel_degree), types, replicas * shards > 1)
 
 
-def _leave_part(model: Decoder, config: Config) -> None:
+def _units(model: ModelConfig, shards: int, tp: int, ep: int) -> tuple[int, int, tuple[int, ...], int]:
+    decoder, experts = _parts(model, tp, ep)
+    return (
+        sum(_owned(p, shards // ep if p in experts else shards) for p in _sharded(decoder)),
+        sum(p.numel() for p in replicated_parameters(decoder)),
+        tuple(sum(p.numel() for p in _sharded(layer)) for layer in decoder.layers),
+        decoder.head.weight.numel(),
+    )
+
+
+def parameters(model: ModelConfig) -> int:
+    """Of the whole model."""
+    return sum(p.numel() for p in _parts(model, 1, 1)[0].parameters())
+
+
+@cache
+def _parts(model: ModelConfig, tp: int, ep: int) -> tuple[Decoder, set[nn.Parameter]]:
+    """On the meta device, what a rank of tp and ep has; and which parameters are experts."""
+    decoder = unallocated(model, torch.float32)
+    _leave_part(decoder, tp, ep)
+    return decoder, {p for m in decoder.modules() if isinstance(m, Experts) for p in m.parameters()}
+
+
+def _leave_part(model: Decoder, tp: int, ep: int) -> None:
     """Of each tensor what one rank of tensor and expert parallelism has; on the meta device its groups are not asked
     for. Rows for experts stay here: as many come as go, if loads are equal."""
-    p = config.parallelism
-    if p.expert_parallel_degree > 1:
-        spread_experts(model, Ranks("", p.expert_parallel_degree, 0))
+    if ep > 1:
+        spread_experts(model, Ranks("", ep, 0))
         for moe in (m for m in model.modules() if isinstance(m, MoE)):
             moe.dispatch = AtHome
-    if p.tensor_parallel_degree > 1:
-        leave_part(model, Ranks("", p.tensor_parallel_degree, 0))
+    if tp > 1:
+        leave_part(model, Ranks("", tp, 0))
 
 
 def _sharded(model: nn.Module) -> list[nn.Parameter]:
@@ -99,80 +125,83 @@ def _owned(parameter: torch.Tensor, shards: int) -> int:
     return -(-parameter.shape[0] // shards) * parameter[0].numel()
 
 
-def _gathered(model: Decoder, types: Types) -> float:
-    """Two units whole (the next is gathered while one computes), and one's gradients, before and in reduction."""
-    sizes = sorted(sum(p.numel() for p in _sharded(unit)) for unit in (*model.layers, model.embedding))
-    return sum(sizes[-2:]) * types.compute + sizes[-1] * (types.compute + types.reduce)
+# --- A rank's part of a micro-step -----------------------------------------------------------------------------------
 
 
-def _head(config: Config, model: Decoder, types: Types) -> float:
-    """The loss accumulates the weight's gradient in float32, scales it, and has logits, their log and its gradient."""
-    weight = model.head.weight
-    logits = len(weight) * config.training.loss_chunk_size
-    return weight.numel() * (types.compute + 2 * 4) + logits * (2 * 4 + types.compute)
+class Batch(NamedTuple):
+    """What decides how a layer runs on the rank that has most to do: a micro-step's streams, and how they are cut."""
+
+    seq_len: int
+    streams: int
+    mean: int | None  # tokens of a document; None: a stream is one
+    cp: int
+    layout: str
+    softmax_method: str
+    linear_method: str
+    tp: int
+    ep: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, config: Config, mean: int | None = None) -> Batch:
+        t, p = config.training, config.parallelism
+        layout = p.context_parallel_layout if p.context_parallel_degree > 1 else "contiguous"
+        return cls(
+            t.seq_len, t.local_batch_size, mean, p.context_parallel_degree, layout, p.context_parallel_method,
+            p.context_parallel_linear_method, p.tensor_parallel_degree, p.expert_parallel_degree,
+            DTYPES[t.mixed_precision_param],
+        )  # fmt: skip
+
+    @property
+    def tokens(self) -> int:
+        """Of a rank, between layers."""
+        return self.streams * self.seq_len // (self.cp * self.tp)
 
 
-def _activations(config: Config, model: ModelConfig, tokens: int) -> float:
-    dtype, tp = DTYPES[config.training.mixed_precision_param], config.parallelism.tensor_parallel_degree
-    tokens //= config.parallelism.context_parallel_degree
-    layers = list(zip(model.layers, map(model.has_experts, range(model.num_layers))))
-    each = {kind: _saved_per_token(config, model, layers.index(kind), dtype) for kind in set(layers)}
-    mode = config.activation_checkpoint.mode
-    if mode == "none":
-        return tokens * sum(each[kind] for kind in layers)
-    inputs = len(layers) * model.dim * dtype.itemsize / tp
-    if mode == "selective":
-        kept = {kind: _kept_per_token(config, model, layers.index(kind), dtype) for kind in each}
-        inputs += sum(kept[kind] for kind in layers)
-    return tokens * (inputs + max(each.values()))
+@cache
+def boundaries(seq_len: int, streams: int, mean: int | None) -> np.ndarray:
+    """[N+1] int32 of streams that are one document each, or have documents of random lengths around `mean`."""
+    edges = [np.arange(streams + 1) * seq_len]
+    if mean is not None:
+        draw = np.random.Generator(np.random.Philox(key=seq_len))
+        lengths = 1 + draw.exponential(mean, size=2 + 8 * streams * seq_len // mean).astype(np.int64)
+        edges.append(lengths.cumsum().clip(max=streams * seq_len))
+    return np.unique(np.concatenate(edges)).astype(np.int32)
 
 
-def _saved_per_token(config: Config, model: ModelConfig, layer: int, dtype: torch.dtype) -> float:
-    """Bytes that autograd keeps of a layer's forward, parameters aside."""
-    block, x, plan = _layer_on_meta(config, model, layer, dtype)
-    parameters = {p.untyped_storage()._cdata for p in block.parameters()}
-    kept: dict[int, torch.UntypedStorage] = {}
-
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in parameters:
-            kept[storage._cdata] = storage
-        return tensor
-
-    with saved_tensors_hooks(keep, lambda tensor: tensor):
-        block(x, plan)
-    return sum(storage.nbytes() for storage in kept.values()) / len(plan.position_ids)
+@cache
+def context(batch: Batch) -> CPContext:
+    """On the meta device, of the last rank of cp: where fragments are contiguous, it has most keys to look at."""
+    cu_seqlens = torch.from_numpy(boundaries(batch.seq_len, batch.streams, batch.mean))
+    described = build_cp_context(
+        cu_seqlens, rank=batch.cp - 1, world_size=batch.cp, layout=batch.layout, num_streams=batch.streams,
+        device=torch.device("meta"),
+    )  # fmt: skip
+    return replace(described, group="planned", group_name="planned") if batch.cp > 1 else described  # nobody calls it
 
 
-def _kept_per_token(config: Config, model: ModelConfig, layer: int, dtype: torch.dtype) -> float:
-    """Bytes that selective checkpointing keeps of a layer (ops/kept.py): what the PyTorch ops keep and, of a linear
-    layer, what only kernels do, at most: the convolution's output, and of each value head rows of chunk matrices."""
-    block, x, plan = _layer_on_meta(config, model, layer, dtype)
-    forward, _ = contexts()
-    with forward:
-        block(x, plan)
-    kept, mixer = forward.region.nbytes / len(plan.position_ids), model.layers[layer]
-    if isinstance(mixer, DeltaOptions):
-        channels = 2 * mixer.heads * mixer.head_dim + mixer.v_heads * mixer.v_head_dim
-        of_kernels = channels + MATRICES[type(mixer)] * CHUNK * mixer.v_heads
-        kept += of_kernels * dtype.itemsize / config.parallelism.tensor_parallel_degree
-    return kept
+def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
+    """Each layer of a rank, counted."""
+    return [_layer(model, mixer, model.has_experts(i), batch) for i, mixer in enumerate(model.layers)]
 
 
-def _layer_on_meta(
-    config: Config, model: ModelConfig, layer: int, dtype: torch.dtype
-) -> tuple[Block, torch.Tensor, BatchPlan]:
-    """A layer, about SAMPLE tokens to run it on, of which a rank has its part between layers, and their plan."""
-    tp = config.parallelism.tensor_parallel_degree
+@cache
+def _layer(model: ModelConfig, mixer: MixerOptions, experts: bool, batch: Batch) -> Layer:
+    alone = replace(model, pattern=(mixer,), num_layers=1, dense_layers=() if experts else (0,))
     with torch.device("meta"):
-        decoder = Decoder(model).to(dtype)
-        x = torch.empty(1, SAMPLE // tp, model.dim, dtype=dtype, requires_grad=True)
-        plan = BatchPlan(torch.arange(SAMPLE // tp * tp))
-    _leave_part(decoder, config)
-    block = decoder.layers[layer]
+        decoder = Decoder(alone)
+        x = torch.empty(1, batch.tokens, model.dim, dtype=batch.dtype, requires_grad=True)
+    set_dtype(decoder, batch.dtype)
+    _leave_part(decoder, batch.tp, batch.ep)
+    (block,) = decoder.layers
     if isinstance(block.mlp, MoE):
         block.mlp.experts.forward = partial(_one_expert, block.mlp.experts)
-    return block, x, plan
+    cp = context(batch)
+    plan = BatchPlan(
+        cp.position_ids, cp_context=cp, num_streams=batch.streams, softmax_method=batch.softmax_method,
+        linear_method=batch.linear_method,
+    )  # fmt: skip
+    return count(block, x, plan)
 
 
 def _one_expert(experts: Experts, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -181,12 +210,81 @@ def _one_expert(experts: Experts, x: torch.Tensor, counts: torch.Tensor) -> torc
     return nn.functional.linear(nn.functional.silu(gate) * up, experts.down_proj[0])
 
 
+# --- Memory ----------------------------------------------------------------------------------------------------------
+
+
+def memory(config: Config, model: ModelConfig, gpus: int, mean: int | None = None) -> dict[str, float]:
+    """Bytes on the GPU that holds most, by PARTS. mean: tokens of a document; None: a stream is one."""
+    u, batch = units(config, model, gpus), Batch.of(config, mean)
+    counted, accumulates = layers(model, batch), micro_steps(config, gpus) > 1
+    stored = u.own * u.types.stored + u.whole * widened(DTYPES[config.training.dtype]).itemsize
+    kept, copies = sum(saved(config, layer) for layer in counted), _copies(u)
+    # Where nothing is shared, the copies' gradients are there too, and in the parameters' type before they are added.
+    of_copies = 0 if u.sharded else copies + u.own * u.types.stored * accumulates
+    moments = [
+        {"gradients": stored * accumulates, "copies": copies, "activations": kept, "head": _head(config, model, u, batch)},
+        {"gradients": stored * accumulates, "copies": copies, "activations": kept + _again(config, counted),
+         "working": _working(config, model, u, batch, counted)},
+        {"gradients": stored, "copies": copies + of_copies},
+    ]  # fmt: skip
+    most = max(moments, key=lambda moment: sum(moment.values())) | {"parameters": stored, "optimizer": 2 * stored}
+    return {part: float(most.get(part, 0)) for part in PARTS}
+
+
+def micro_steps(config: Config, gpus: int) -> int:
+    replicas, shards = data_parallel_degrees(config, gpus)
+    return config.training.global_batch_size // (replicas * shards * config.training.local_batch_size)
+
+
+def saved(config: Config, layer: Layer) -> int:
+    """Bytes that a layer keeps from forward until its backward begins."""
+    of, mode = _memory_of(config, layer), config.activation_checkpoint.mode
+    return of.kept if mode == "none" else layer.given + of.selective * (mode == "selective")
+
+
+def _memory_of(config: Config, layer: Layer) -> Memory:
+    return layer.compiled if config.compile.enable else layer.plain
+
+
+def _again(config: Config, counted: list[Layer]) -> int:
+    """What a layer keeps while it is computed again."""
+    return (config.activation_checkpoint.mode != "none") * max(_memory_of(config, layer).kept for layer in counted)
+
+
+def _working(config: Config, model: ModelConfig, u: Units, batch: Batch, counted: list[Layer]) -> int:
+    """What backward of a layer takes at most, the stream's gradient (of the final norm in float32 too), and that of the
+    head's weight."""
+    around = model.dim * batch.tokens * (u.types.compute + 4) + u.vocabulary * u.types.compute
+    return around + max(_memory_of(config, layer).working for layer in counted)
+
+
+def _copies(u: Units) -> int:
+    """FSDP: two units whole (the next is gathered while one computes), and one's gradients, before and in reduction."""
+    compute, stored = u.types.compute, u.types.stored
+    if not u.sharded:
+        return u.own * compute * (compute != stored)
+    sizes = sorted((*u.layers, u.vocabulary))
+    return sum(sizes[-2:]) * compute + sizes[-1] * (compute + u.types.reduce)
+
+
+def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> int:
+    """The norm's input in float32; of all tokens of a rank of tp its output and the gradient of that; the weight's
+    gradient in float32, and the weight, where FSDP has gathered it; logits in float32, and their gradient."""
+    compute, tokens = u.types.compute, batch.tokens * batch.tp
+    stream = model.dim * (4 * batch.tokens + 2 * compute * tokens)
+    logits = min(config.training.loss_chunk_size, tokens) * u.vocabulary // model.dim * (4 + compute)
+    return stream + u.vocabulary * (4 + compute * u.sharded) + logits
+
+
+# --- Settings that fit ------------------------------------------------------------------------------------------------
+
+
 def what_fits(config: Config, model: ModelConfig, gpus: int, room: float) -> str:
     """Settings with which a run that did not fit on GPUs of `room` bytes would, the cheapest first; or that none do."""
     room *= 1 - SPARE
     changes: dict[str, object] = {}
     for key, value in _settings(config):
-        other = _with(config, changes | {key: value})
+        other = changed(config, changes | {key: value})
         try:
             check_config(other, gpus)
         except ValueError:
@@ -218,7 +316,8 @@ def _halves(size: int, least: int) -> Iterator[int]:
         yield size
 
 
-def _with(config: Config, changes: dict[str, object]) -> Config:
+def changed(config: Config, changes: dict[str, object]) -> Config:
+    """With other values of some keys."""
     for name, value in changes.items():
         section, key = name.split(".")
         config = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})

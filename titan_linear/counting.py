@@ -1,0 +1,303 @@
+"""What a layer computes, and the memory that it takes, counted while it runs on the meta device, which allocates nothing.
+
+A layer runs forward and backward as on a GPU: with the operators of the kernels (their fake implementations), on a
+rank's tokens, with its parts of the parameters. Every call is seen, with what it reads and writes:
+
+    products     matrix products, by their sizes
+    calls        of our operators: attention, delta rule, convolution, exchanges between ranks
+    elementwise  all else
+
+Compiled code fuses what is elementwise between two products or operators: only what these give is read, and only what
+they take is written. What backward needs of elementwise results it computes again from what products and operators
+gave, and this alone is kept (`distributed/compiling.py`).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.autograd.graph import saved_tensors_hooks
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from titan_linear.models.decoder import Block
+from titan_linear.models.plan import BatchPlan
+from titan_linear.ops.boundaries import CHUNK
+from titan_linear.ops.kept import OPERATORS, contexts
+
+aten = torch.ops.aten
+PRODUCTS = (aten.mm, aten.bmm, aten.addmm)
+# Operators that the driver of the delta rule calls, which selective checkpointing keeps as a whole unless compiled.
+OF_DRIVER = ("kda_", "gdn_", "fold_", "kcp_")
+Size = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Call:
+    """Of one of our operators: its arguments and what it gave, tensors on the meta device."""
+
+    name: str
+    given: tuple[Any, ...]
+    gave: tuple[torch.Tensor, ...]
+
+    @property
+    def temporary(self) -> int:
+        """Bytes that it takes and gives back, of those that take much."""
+        return TEMPORARIES[self.name](*self.given) if self.name in TEMPORARIES else 0
+
+
+@dataclass
+class Work:
+    """Of one pass through a layer."""
+
+    products: Counter[Size] = field(default_factory=Counter)  # [m, k] @ [k, n] as (m, n, k) → how many
+    calls: list[Call] = field(default_factory=list)
+    elementwise: int = 0  # bytes read and written by operations one by one
+    fused: int = 0  # the same where they are compiled
+    operations: int = 0  # elementwise ones
+    groups: int = 0  # of them, as compiled code fuses them
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that a layer takes, parameters and their gradients aside."""
+
+    kept: int  # from forward to backward
+    selective: int  # by selective checkpointing, the layer's input aside
+    working: int  # at most in backward, beyond what is kept
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer, for all tokens of a micro-step that are on a rank."""
+
+    forward: Work
+    backward: Work
+    given: int  # bytes of its input
+    plain: Memory
+    compiled: Memory
+
+
+def count(block: Block, x: torch.Tensor, plan: BatchPlan) -> Layer:
+    """x [1, T, dim], which wants a gradient, and `plan` on the meta device, as on a rank."""
+    seen, saved = _Seen(x), {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    region, _ = contexts()
+    with _OneKernelNorms(), region, saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(x, plan)
+    selective = region.region.nbytes
+    saved.clear()
+    with _OneKernelNorms(), seen:
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            y, _ = block(x, plan)
+        seen.turn(y)
+        y.backward(torch.empty_like(y))
+        seen.take(x.grad)
+    parameters = {p.untyped_storage()._cdata for p in block.parameters()}
+    kept = sum(size for key, size in saved.items() if key not in parameters)
+    leaves = (seen.leaves(saved) | {seen.key(x)}) - parameters
+    for key in leaves:
+        seen.compiled_lives[key][1] = seen.place  # a compiled backward pass holds all of it until it ends
+    kept_compiled = sum(seen.nbytes(key) for key in leaves)
+    selected = [call for call in seen.forward.calls if call.name in OPERATORS]
+    others = [call for call in selected if not call.name.startswith(OF_DRIVER)]
+    return Layer(
+        seen.forward, seen.backward, x.nbytes,
+        Memory(kept, selective + _bytes(others), max(seen.peak(parameters, seen.lives) - kept, 0)),
+        Memory(kept_compiled, _bytes(selected), max(seen.peak(parameters, seen.compiled_lives) - kept_compiled, 0)),
+    )  # fmt: skip
+
+
+def _bytes(calls: Iterable[Call]) -> int:
+    return sum(x.nbytes for call in calls for x in call.gave)
+
+
+class _Seen(TorchDispatchMode):
+    """Every call of a layer's forward and backward. Tensors are known by their storage (`key`), which is held."""
+
+    def __init__(self, x: torch.Tensor):
+        super().__init__()
+        self.forward, self.backward = Work(), Work()
+        self.work, self.place = self.forward, 0  # which goes up with each product and operator
+        self.storages: dict[int, torch.UntypedStorage] = {}
+        self.made_of: dict[int, set[int]] = {}  # results of elementwise operations: of which tensors
+        self.of_forward: set[int] = set()  # in backward: those that forward made
+        self.done: set[tuple[str, int, int]] = set()  # what is read or written once at a place, or in a pass
+        self.lives: dict[int, list[int]] = {self.key(x): [0, 0]}  # from which place to which, if nothing is compiled
+        self.compiled_lives: dict[int, list[int]] = {self.key(x): [0, 0]}
+        self.temporaries: Counter[int] = Counter()  # by place
+        self.turned = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        out = function(*args, **(kwargs or {}))
+        given, gave = _tensors((args, kwargs)), _tensors(out)
+        if function.namespace == "titan_linear":
+            call = Call(function._opname, args, tuple(gave))
+            self.work.calls.append(call)
+            self._anchor(given, gave, call.temporary)
+        elif function.overloadpacket in PRODUCTS:
+            a, b = given[-2:]
+            self.work.products[a.shape[-2], b.shape[-1], a.shape[-1]] += a.shape[0] if a.dim() == 3 else 1
+            self._anchor(given, gave)
+        elif written := self._written(function, given, gave):
+            self._elementwise(given, written)
+        return out
+
+    def turn(self, y: torch.Tensor) -> None:
+        """Forward is done and gave y; backward begins."""
+        self.take(y)
+        self.place += 1
+        self.work, self.of_forward, self.turned = self.backward, set(self.made_of), self.place
+
+    def take(self, x: torch.Tensor) -> None:
+        """A product, an operator or what is beyond the layer takes x: if it is elementwise, it is written here."""
+        key = self.key(x)
+        if key not in self.made_of:
+            self._live(self.compiled_lives, key)
+            return
+        if self._first("written", key, self.turned):
+            self.work.fused += x.nbytes
+            self._live(self.compiled_lives, key if not self.turned else -key)
+        if key in self.of_forward:
+            self._read(x)
+
+    def key(self, x: torch.Tensor) -> int:
+        storage = x.untyped_storage()
+        self.storages[storage._cdata] = storage
+        return storage._cdata
+
+    def nbytes(self, key: int) -> int:
+        return self.storages[abs(key)].nbytes()
+
+    def leaves(self, keys: Iterable[int]) -> set[int]:
+        """What these tensors are made of by elementwise operations: what products, operators and the input gave."""
+        ways, found = set(keys), set()
+        while ways:
+            key = ways.pop()
+            found.add(key)
+            ways |= self.made_of.get(key, set()) - found
+        return found - set(self.made_of)
+
+    def peak(self, parameters: set[int], lives: dict[int, list[int]]) -> int:
+        """The most bytes at any place of backward."""
+        changes: Counter[int] = Counter()
+        for key, (first, last) in lives.items():
+            if key not in parameters and last >= self.turned:
+                changes[max(first, self.turned)] += self.nbytes(key)
+                changes[last + 1] -= self.nbytes(key)
+        now, most = 0, 0
+        for place in range(self.turned, self.place + 2):
+            now += changes[place]
+            most = max(most, now + self.temporaries[place])
+        return most
+
+    def _live(self, lives: dict[int, list[int]], key: int) -> None:
+        lives.setdefault(key, [self.place, self.place])[1] = self.place
+
+    def _anchor(self, given: list[torch.Tensor], gave: list[torch.Tensor], temporary: int = 0) -> None:
+        self.place += 1
+        self.temporaries[self.place] = temporary
+        for x in given:
+            self._live(self.lives, self.key(x))
+            self.take(x)
+        for x in gave:
+            self._live(self.lives, self.key(x))
+            self._live(self.compiled_lives, self.key(x))
+
+    def _written(self, function: Any, given: list[torch.Tensor], gave: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What an elementwise operation has written; nothing: it gives views."""
+        if function._schema.is_mutable:
+            return gave
+        old = set(map(self.key, given))
+        return [x for x in gave if self.key(x) not in old]
+
+    def _elementwise(self, given: list[torch.Tensor], gave: list[torch.Tensor]) -> None:
+        keys = set(map(self.key, given))
+        self.work.elementwise += sum(x.nbytes for x in (*given, *gave))
+        self.work.operations += 1
+        self.work.groups += self._first("group", 0, self.place)
+        for x in given:
+            self._read(x)
+        for x in gave:
+            self.made_of.setdefault(self.key(x), set()).update(keys - {self.key(x)})
+        for x in (*given, *gave):
+            self._live(self.lives, self.key(x))
+
+    def _read(self, x: torch.Tensor) -> None:
+        """An elementwise operation reads x: compiled, once at a place; what forward made of others is made of them
+        again; and what was made in this pass is at hand."""
+        key = self.key(x)
+        if key in self.made_of and key not in self.of_forward:
+            return
+        for leaf in self.leaves([key]):
+            self._live(self.compiled_lives, leaf)
+            if self._first("read", leaf, self.place):
+                self.work.fused += min(self.nbytes(leaf), x.nbytes) if leaf == key else self.nbytes(leaf)
+
+    def _first(self, what: str, key: int, where: int) -> bool:
+        new = (what, key, where) not in self.done
+        self.done.add((what, key, where))
+        return new
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor) and x.device.type == "meta"]
+
+
+class _OneKernelNorms(TorchFunctionMode):
+    """RMSNorm as one operation that keeps its input, as on a GPU; the meta device takes it apart."""
+
+    def __torch_function__(self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if function is F.rms_norm:
+            return _Norm.apply(args[0], kwargs["weight"])
+        return function(*args, **(kwargs or {}))
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, x.new_empty(x.shape[:-1]))
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, weight, _ = ctx.saved_tensors
+        return dy * x, weight.clone()
+
+
+# --- What operators take while they run ------------------------------------------------------------------------------
+
+
+def _of_kda_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> int:
+    """States and their gradients, r and y, the gradients of two matrices, of each chunk."""
+    (T, HV, V), K = v.shape, k.shape[-1]
+    return T * HV * (2 * K * V // CHUNK + 2 * V + 2 * CHUNK) * v.element_size()
+
+
+def _of_gdn_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> int:
+    """States and their gradients of each chunk, y."""
+    (T, HV, V), K = v.shape, k.shape[-1]
+    return T * HV * (2 * K * V // CHUNK + V) * v.element_size()
+
+
+def _of_attention_backward(do: torch.Tensor, q: torch.Tensor, *_: Any) -> int:
+    """The sum of dq in float32."""
+    return 4 * q.numel()
+
+
+TEMPORARIES: dict[str, Callable[..., int]] = {
+    "kda_backward": _of_kda_backward, "gdn_backward": _of_gdn_backward,
+    "attention_backward": _of_attention_backward, "allgather_backward": _of_attention_backward,
+    "ring_backward": _of_attention_backward,
+}  # fmt: skip

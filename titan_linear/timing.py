@@ -1,0 +1,357 @@
+"""Time of a training step, planned: what its layers compute (counting.py), at rates measured on a GPU.
+
+Rates are a JSON file, which `tools/bench_rates.py` writes: of the machine at hand, or one of those shipped (rates/). Seconds
+by part, of the rank that has most to do:
+
+    products       matrix products, by the smallest of their three sizes; never faster than their bytes
+    attention      on the pairs that the mask leaves, by kernel and head dim
+    delta rule     each of its operators: a time per token and head, and per token of the longest entry, which a head
+                   scans alone; the convolution, per token and channel
+    elementwise    bytes read and written, as operations one by one or as compiled
+    head           its products, the loss's reads and writes of logits
+    optimizer      bytes of parameters, gradients and moments; copies in the dtype of compute
+    communication  what of it is not hidden: exchanges inside layers, which wait; of FSDP's, what takes longer than the
+                   layers that it hides behind
+    launches       gaps between kernels; or what the host takes more than the GPU
+
+Not modelled: kernels that slow down beside a collective, other jobs, input, checkpoints, validation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from math import log2
+from pathlib import Path
+
+import numpy as np
+
+from titan_linear.config import Config, data_parallel_degrees
+from titan_linear.counting import OF_DRIVER, Call, Layer, Size, Work
+from titan_linear.flops import training_flops
+from titan_linear.memory import Batch, Units, boundaries, context, layers, micro_steps, units
+from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.documents import Documents
+from titan_linear.models.mixers.delta import DeltaOptions
+from titan_linear.ops.boundaries import CHUNK
+from titan_linear.ops.kept import OPERATORS
+
+SHIPPED = Path(__file__).parent / "rates"
+PARTS = (
+    "products", "attention", "delta rule", "elementwise", "head", "optimizer", "communication", "launches",
+)  # fmt: skip
+DIM = 128  # K and V of the delta rule's rates
+PROGRAMS = 132  # of a scan, side by side: multiprocessors of an H100 or H200
+LAUNCHES = 4  # of an operator, on average
+SLICES = 4  # in which keys travel: the first one is waited for
+ATTENTION = ("attention_", "ring_", "allgather_")  # operators
+
+
+@dataclass(frozen=True)
+class Link:
+    """Between the GPUs of a node, or of several: seconds of a message, bytes per second that a GPU sends."""
+
+    latency: float
+    all_gather: float
+    reduce_scatter: float
+    all_to_all: float
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a GPU was measured to do; in `sources` where each figure is from."""
+
+    gpu: str
+    memory_gib: float
+    peak_tflops: float
+    copy: float  # bytes per second, read and written, as the next two
+    elementwise: float  # of operations one by one
+    fused: float  # of compiled ones
+    products: list[tuple[int, float]]  # smallest size, TFLOP/s
+    attention: dict[str, dict[str, tuple[float, float]]]  # kernel → head dim → TFLOP/s forward, forward and backward
+    operators: dict[str, tuple[float, float]]  # ns of a token and head (of K = V = 128) or channel, of an entry's token
+    gap: float  # seconds between kernels
+    host: float  # seconds of the host for a launch
+    node: Link | None  # None: not measured
+    sources: dict[str, str]
+
+    def product(self, size: Size) -> float:
+        """Seconds of [m, k] @ [k, n] in bfloat16."""
+        m, n, k = size
+        moved = 2 * (m * k + k * n + m * n)
+        return max(2 * m * n * k / self._tflops(min(size)) / 1e12, moved / self.copy)
+
+    def _tflops(self, smallest: int) -> float:
+        known = sorted((log2(width), rate) for width, rate in self.products)
+        return float(np.interp(log2(smallest), *zip(*known, strict=True)))
+
+
+def shipped() -> dict[str, Path]:
+    """GPU → its file."""
+    return {path.stem.upper(): path for path in sorted(SHIPPED.glob("*.json"))}
+
+
+def read_rates(path: Path) -> Rates:
+    """ValueError: no file of rates."""
+    try:
+        read = json.loads(path.read_text(encoding="utf-8"))
+        found = {field.name: read[field.name] for field in fields(Rates)}
+        rates = Rates(**found | {"node": None if read["node"] is None else Link(**read["node"])})
+        numbers = [rates.copy, rates.elementwise, rates.fused, *(rate for _, rate in rates.products)]
+        if not rates.products or not all(number > 0 for number in numbers):
+            raise ValueError("a rate is not above 0")
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        what = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"'{path}' is no file of rates ({what}); python -m tools.bench_rates writes one") from None
+    return rates
+
+
+@dataclass(frozen=True)
+class Machine:
+    rates: Rates
+    node_size: int  # GPUs of a node
+    network: float  # bytes per second that a GPU sends to other nodes
+    attention: str  # the kernel; "cudnn" where lengths recur, and "flash" where they do not
+
+    def attention_rates(self, D: int, recurring: bool) -> tuple[float, float]:
+        """TFLOP/s forward, forward and backward, of heads of D channels: those of the nearest that was measured."""
+        kernel = "flash" if self.attention == "cudnn" and not (recurring and D <= 128) else self.attention
+        table = self.rates.attention[kernel]
+        return table[min(table, key=lambda dim: abs(int(dim) - D))]
+
+    def link(self, ranks: int, stride: int) -> Link:
+        """Of a group of so many ranks, so far apart."""
+        node = self.rates.node
+        if ranks == 1:
+            return Link(0.0, 1.0, 1.0, 1.0)
+        if node is None:
+            raise ValueError(
+                f"the rates of {self.rates.gpu} do not say how fast GPUs exchange data; torchrun --nproc-per-node 2 -m "
+                "tools.bench_rates measures that"
+            )
+        if ranks * stride <= self.node_size:
+            return node
+        speed = min(self.network, node.all_gather)
+        return Link(node.latency, speed, speed, speed)
+
+
+# --- A pass through a layer ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Seconds by part, and how many kernels are launched."""
+
+    parts: dict[str, float]
+    launches: int
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+
+class Clock:
+    """Times the layers of one micro-step on a rank."""
+
+    def __init__(self, machine: Machine, batch: Batch, compiled: bool):
+        self.machine, self.rates, self.batch, self.compiled = machine, machine.rates, batch, compiled
+        self.cp, self.tp = machine.link(batch.cp, batch.tp), machine.link(batch.tp, 1)
+        self.pairs, self.longest = attended(batch)
+
+    def of(self, mixer: MixerOptions, work: Work, calls: Sequence[Call]) -> Pass:
+        """calls: those of `work` that run."""
+        parts = dict.fromkeys(PARTS, 0.0)
+        parts["products"] = sum(self.rates.product(size) * times for size, times in work.products.items())
+        if self.compiled:
+            parts["elementwise"] = work.fused / self.rates.fused
+        else:
+            parts["elementwise"] = work.elementwise / self.rates.elementwise
+        segments = next((call.gave[0].shape[0] for call in calls if call.name == "fold_segments"), 0)
+        for call in calls:
+            if "attention" in mixer.ops and call.name.startswith(ATTENTION):
+                seconds = self._attention(call)
+                parts["attention"] += seconds
+                parts["communication"] += self._keys_exposed(call, seconds)
+            elif call.name.startswith("conv1d"):
+                parts["delta rule"] += self.rates.operators[call.name][0] * call.given[0].numel() * 1e-9
+            elif call.name in self.rates.operators:
+                assert isinstance(mixer, DeltaOptions)
+                parts["delta rule"] += self._delta_rule(call.name, mixer, segments)
+            else:
+                parts["communication"] += self._exchange(call)
+        operations = work.groups if self.compiled else work.operations
+        return Pass(parts, work.products.total() + operations + LAUNCHES * len(calls))
+
+    def _attention(self, call: Call) -> float:
+        backward = call.name.endswith("_backward")
+        q, _, v = call.given[backward : 3 + backward]  # backward has do before them
+        D, scattered = q.shape[3], self.batch.cp > 1 and self.batch.softmax_method == "ulysses"
+        pairs = self.pairs * self.batch.cp if scattered else self.pairs  # of all tokens, for fewer heads
+        flops = 2 * (D + v.shape[3]) * q.shape[2] * pairs
+        forward, both = self.machine.attention_rates(D, self.batch.mean is None)
+        seconds = flops / forward / 1e12
+        return 3.5 * flops / both / 1e12 - seconds if backward else seconds
+
+    def _keys_exposed(self, call: Call, compute: float) -> float:
+        """Of keys and values, and in backward of their gradients in float32, that travel while blocks are computed."""
+        if call.name.startswith("attention_"):
+            return 0.0
+        backward, ranks = call.name.endswith("_backward"), self.batch.cp
+        _, k, v = call.given[backward : 3 + backward]
+        moved = (k.numel() + v.numel()) * (k.element_size() + 4 * backward) * (ranks - 1)
+        seconds = self.cp.latency * (ranks - 1) + moved / self.cp.all_gather
+        return max(seconds - compute, seconds / SLICES)
+
+    def _delta_rule(self, name: str, mixer: DeltaOptions, segments: int) -> float:
+        """What streams through all heads; and what a head scans longer than the GPU needs for all of them."""
+        each, of_chain = self.rates.operators[name]
+        tokens, heads = self.batch.tokens * self.batch.tp, mixer.v_heads // self.batch.tp
+        if self.batch.linear_method == "ulysses":
+            tokens, heads = tokens * self.batch.cp, heads / self.batch.cp
+        K, V = mixer.head_dim, mixer.v_head_dim
+        chain = tokens / segments if segments else self.longest
+        scale = (K * V + CHUNK * (K + V)) / (DIM * DIM + 2 * CHUNK * DIM)
+        alone = max(chain - tokens * heads * V / 64 / PROGRAMS, 0.0)
+        return (each * tokens * heads * scale + of_chain * alone * K / DIM) * 1e-9
+
+    def _exchange(self, call: Call) -> float:
+        x, (W, cp), (n, tp) = call.given[0], (self.batch.cp, self.cp), (self.batch.tp, self.tp)
+        if call.name == "gather_along":
+            return tp.latency + x.nbytes * (n - 1) / tp.all_gather
+        if call.name == "scatter_along":
+            return tp.latency + x.nbytes * (n - 1) / n / tp.reduce_scatter
+        if call.name == "sum_ranks":
+            return 2 * tp.latency + x.nbytes * (n - 1) / n * (1 / tp.all_gather + 1 / tp.reduce_scatter)
+        if call.name == "exchange_heads":
+            return cp.latency + x.nbytes * (W - 1) / W / cp.all_to_all
+        if call.name == "kcp_incoming":
+            return cp.latency + (x.nbytes + call.given[1].nbytes * (W > 2)) / cp.all_to_all
+        return cp.latency if call.name in ("fetch_halo", "return_halo") else 0.0  # tables and folds are small
+
+
+def attended(batch: Batch) -> tuple[int, int]:
+    """Of the rank's tokens: the pairs of a query and a key that the mask leaves, and the longest entry."""
+    edges = boundaries(batch.seq_len, batch.streams, batch.mean).astype(np.int64)
+    pairs = longest = 0
+    for begin, end in context(batch).fragments:
+        cuts = np.unique(np.concatenate([[begin, end], edges[(edges > begin) & (edges < end)]]))
+        first = edges[np.searchsorted(edges, cuts[:-1], side="right") - 1]  # where the document of each cut begins
+        a, b = cuts[:-1] - first, cuts[1:] - first
+        pairs += int((b * (b + 1) - a * (a + 1)).sum()) // 2
+        longest = max(longest, int(np.diff(cuts).max()))
+    return pairs, longest
+
+
+# --- A step ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Step:
+    """A planned step."""
+
+    parts: dict[str, float]  # seconds
+    tokens: int
+    flops: int
+    gpus: int
+    peak_tflops: float
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.parts.values())
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Of all GPUs."""
+        return self.tokens / self.seconds
+
+    @property
+    def mfu(self) -> float:
+        return self.flops / self.seconds / self.gpus / self.peak_tflops / 1e12
+
+
+def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None = None) -> Step:
+    batch, t, u = Batch.of(config, mean), config.training, units(config, model, gpus)
+    clock, times = Clock(machine, batch, config.compile.enable), micro_steps(config, gpus)
+    passes = [_passes(clock, config, *pair) for pair in zip(model.layers, layers(model, batch), strict=True)]
+    everything = [p for pair in passes for p in pair]
+    parts = {part: times * sum(p.parts[part] for p in everything) for part in PARTS}
+    parts["head"] = times * _head(config, model, u, batch, machine)
+    parts["optimizer"] = _optimizer(u, times) / machine.rates.elementwise
+    parts["communication"] += times * (_shared(config, u, gpus, machine, passes) + _experts(model, batch, machine))
+    chunks = -(-batch.tokens * batch.tp // t.loss_chunk_size)
+    launches = times * (sum(p.launches for p in everything) + 7 * chunks)  # 7 of a chunk's logits
+    spent = sum(parts.values())
+    parts["launches"] = max(machine.rates.gap * launches, machine.rates.host * launches - spent)
+    one = Documents.of(boundaries(t.seq_len, t.local_batch_size, mean))
+    documents = Documents(*(n * t.global_batch_size // t.local_batch_size for n in one))
+    return Step(parts, documents.tokens, training_flops(model, documents), gpus, machine.rates.peak_tflops)
+
+
+def _passes(clock: Clock, config: Config, mixer: MixerOptions, layer: Layer) -> tuple[Pass, Pass]:
+    """Forward and backward of a layer, which begins with what is computed again."""
+    forward = clock.of(mixer, layer.forward, layer.forward.calls)
+    backward = clock.of(mixer, layer.backward, layer.backward.calls)
+    mode = config.activation_checkpoint.mode
+    if mode == "none":
+        return forward, backward
+    calls = layer.forward.calls
+    if mode == "selective":
+        kept = () if config.compile.enable else OF_DRIVER
+        calls = [call for call in calls if call.name not in OPERATORS and not call.name.startswith(kept)]
+    again = clock.of(mixer, layer.forward, calls)
+    both = {part: again.parts[part] + backward.parts[part] for part in PARTS}
+    return forward, Pass(both, again.launches + backward.launches)
+
+
+def _head(config: Config, model: ModelConfig, u: Units, batch: Batch, machine: Machine) -> float:
+    """Three products on chunks of tokens; logits in float32 that are written, read twice, and their gradient written;
+    the weight's gradient in float32, read and written for each chunk."""
+    rates, D = machine.rates, model.dim
+    tokens, rows = batch.tokens * batch.tp, u.vocabulary // D
+    chunk = min(config.training.loss_chunk_size, tokens)
+    chunks = tokens / chunk
+    products = sum(rates.product(size) for size in ((chunk, rows, D), (chunk, D, rows), (rows, D, chunk)))
+    moved = tokens * rows * (3 * 4 + 2) + chunks * u.vocabulary * 2 * 4
+    return products * chunks + moved / rates.elementwise
+
+
+def _optimizer(u: Units, times: int) -> float:
+    """Bytes: the gradient's norm and scaling, AdamW; where nothing is shared, copies and their gradients each time."""
+    stored, compute = u.types.stored, u.types.compute
+    copies = 0 if u.sharded or compute == stored else 2 * times * (stored + compute)
+    return u.own * (10 * stored + copies)
+
+
+def _shared(
+    config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]
+) -> float:
+    """Seconds of FSDP2's exchanges in a micro-step that layers do not hide: a layer is gathered while the one before is
+    computed, again in backward, where gradients of the one before are reduced too. And of the replicas' sum."""
+    p = config.parallelism
+    replicas, shards = data_parallel_degrees(config, gpus)
+    n, stride = shards * p.context_parallel_degree, p.tensor_parallel_degree
+    exposed = 0.0
+    if n > 1:
+        link, part = machine.link(n, stride), (n - 1) / n
+        gather = [link.latency + size * u.types.compute * part / link.all_gather for size in (*u.layers, u.vocabulary)]
+        reduce = [link.latency + size * u.types.reduce * part / link.reduce_scatter for size in (*u.layers, u.vocabulary)]
+        exposed += gather[0] + gather[-1] + reduce[0] + reduce[-1]
+        for i in range(1, len(u.layers)):
+            exposed += max(gather[i] - passes[i - 1][0].seconds, 0.0)
+            exposed += max(gather[i - 1] + reduce[i] - passes[i - 1][1].seconds, 0.0)
+    if replicas > 1:
+        link = machine.link(replicas, n * stride)
+        sums = 2 * u.own * u.types.reduce * (replicas - 1) / replicas / link.reduce_scatter
+        exposed += link.latency + max(sums - sum(backward.seconds for _, backward in passes), sums / len(u.layers))
+    return exposed
+
+
+def _experts(model: ModelConfig, batch: Batch, machine: Machine) -> float:
+    """Rows of a micro-step on their way to experts of other ranks and back, forward and backward; layers wait."""
+    if model.moe is None or batch.ep == 1:
+        return 0.0
+    link, part = machine.link(batch.ep, batch.tp), (batch.ep - 1) / batch.ep
+    rows = batch.tokens * batch.tp * model.moe.top_k * model.dim * batch.dtype.itemsize
+    exchanges = 4 * sum(map(model.has_experts, range(model.num_layers)))
+    return exchanges * (link.latency + rows * part / link.all_to_all)

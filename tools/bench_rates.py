@@ -1,0 +1,323 @@
+"""Measures what a GPU can do, for the planner: products, attention, the delta rule's operators, bandwidths, links.
+
+    python -m tools.bench_rates --out h200.json
+    torchrun --nproc-per-node 2 -m tools.bench_rates --out h200.json     # and the links between the GPUs of a node
+    python -m tools.plan --gpus 64 --rates h200.json --job.config_file my.toml
+
+Each figure is the median of a few rounds, with the host ahead as in a training step; in bfloat16 on a GPU. It takes about
+a minute, most of it compiling. On a CPU sizes are small and in float32, and PyTorch's implementation stands for the
+operators: the whole of a delta rule's forward pass for its scan, of its backward pass for that.
+
+Heads are of 128 × 128, q and k are normalised and gates made in the kernels, as mixers call them. Of an operator two
+numbers: the time per token and head where heads fill the GPU, and the time per token of an entry where four heads do not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import platform
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from titan_linear.distributed.groups import process_group
+from titan_linear.flops import known_peak
+from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops.support import attention_kernel
+from titan_linear.timing import DIM, PROGRAMS
+
+GIB = 2**30
+ROUNDS = 5
+RULES: dict[str, Callable[..., Any]] = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule}
+
+
+class Bench:
+    """One device, its sizes, and how to time there."""
+
+    def __init__(self, device: torch.device):
+        self.device, self.gpu = device, device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.gpu else torch.float32
+        self.tokens, self.heads, self.few = (16384, 64, 4) if self.gpu else (128, 2, 1)
+        self.flush = torch.empty(8 * GIB if self.gpu else 1, dtype=torch.uint8, device=device)
+
+    def randn(self, *shape: int) -> torch.Tensor:
+        return torch.randn(*shape, device=self.device).to(self.dtype)
+
+    def seconds(self, work: Callable[[], object], rounds: int = ROUNDS) -> float:
+        work()
+        return median(self._once(work) for _ in range(rounds))
+
+    def _once(self, work: Callable[[], object]) -> float:
+        self.mark(ahead=True)
+        begin = self.mark()
+        work()
+        return self.between(begin, self.mark())
+
+    def mark(self, ahead: bool = False) -> Any:
+        """A moment of the device. ahead: the host gets a start."""
+        if not self.gpu:
+            return time.perf_counter()
+        if ahead:
+            torch.cuda.synchronize()
+            for _ in range(4):  # 8 ms, more than the host takes to queue a pass
+                self.flush.zero_()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def between(self, begin: Any, end: Any) -> float:
+        if not self.gpu:
+            return end - begin
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) / 1e3
+
+
+# --- Bandwidths, products, launches ----------------------------------------------------------------------------------
+
+
+def bandwidths(bench: Bench) -> dict[str, float]:
+    """Bytes read and written per second: copies, operations one by one, and a norm with its gate, compiled."""
+    rows = 32768 if bench.gpu else 256
+    x, z, weight = bench.randn(rows, 4096), bench.randn(rows, 4096), bench.randn(4096)
+    y = torch.empty_like(x)
+
+    def one_by_one() -> None:
+        F.silu(x).mul_(z)
+        x.float().mul_(2.0)
+
+    def gated_norm(x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x.float(), (4096,), weight.float(), 1e-5).mul(z.float().sigmoid()).to(x.dtype)
+
+    compiled = torch.compile(gated_norm) if bench.gpu else gated_norm
+    wide = 4 / x.element_size()
+    elementwise = (2 + 3 + 1 + wide + 2 * wide) * x.nbytes
+    return {
+        "copy": 2 * x.nbytes / bench.seconds(lambda: y.copy_(x)),
+        "elementwise": elementwise / bench.seconds(one_by_one),
+        "fused": 3 * x.nbytes / bench.seconds(lambda: compiled(x, z)),
+    }
+
+
+def products(bench: Bench) -> list[tuple[int, float]]:
+    """TFLOP/s by width: of tokens with a square weight, and of the weight's gradient."""
+    rates = []
+    for width in (256, 512, 1024, 2048, 4096) if bench.gpu else (64, 128):
+        x, weight = bench.randn(bench.tokens, width), bench.randn(width, width)
+        seconds = bench.seconds(lambda x=x, weight=weight: (x @ weight, x.T @ x))
+        rates.append((width, 4 * bench.tokens * width**2 / seconds / 1e12))
+    return rates
+
+
+def launches(bench: Bench) -> dict[str, float]:
+    """Seconds between kernels that do nothing, and of the host to queue one."""
+    x, number = bench.randn(1), 200
+
+    def tiny() -> None:
+        for _ in range(number):
+            x.mul_(1.0)
+
+    gap = bench.seconds(tiny) / number
+    times = []
+    for _ in range(ROUNDS):
+        begin = time.perf_counter()
+        tiny()
+        times.append(time.perf_counter() - begin)
+    return {"gap": gap if bench.gpu else 0.0, "host": median(times) / number}
+
+
+# --- Attention and the delta rule ------------------------------------------------------------------------------------
+
+
+def attentions(bench: Bench) -> dict[str, dict[str, tuple[float, float]]]:
+    """Kernel → head dim → TFLOP/s on unmasked pairs, forward, and forward with backward: of a document, of several."""
+    found: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
+    T, H = (32768, 8) if bench.gpu else (256, 2)
+    for D in (64, 128, 256) if bench.gpu else (32,):
+        q, k, v = (bench.randn(1, T, H, D).requires_grad_() for _ in range(3))
+        for documents in (1, 4):
+            kernel = attention_kernel(bench.device, bench.dtype, D, D, documents == 1)
+            if str(D) in found[kernel]:
+                continue
+            cu = torch.arange(documents + 1, dtype=torch.int32) * (T // documents)
+            context = build_cp_context(cu, rank=0, world_size=1, device=bench.device)
+            flops = 4 * D * H * documents * (T // documents) ** 2 / 2
+            found[kernel][str(D)] = tuple(flops * n / s / 1e12 for n, s in zip((1, 3.5), _both(bench, q, k, v, context)))
+    return found
+
+
+def _both(bench: Bench, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Any) -> tuple[float, float]:
+    """Seconds forward, and forward with backward."""
+
+    def forward() -> torch.Tensor:
+        return attention(q, k, v, cp_context=context)
+
+    do = torch.randn_like(q)
+    with torch.no_grad():
+        ahead = bench.seconds(forward)
+    return ahead, bench.seconds(lambda: torch.autograd.grad(forward(), (q, k, v), do))
+
+
+class Operators(TorchDispatchMode):
+    """The moments before and after each of our operators."""
+
+    def __init__(self, bench: Bench):
+        super().__init__()
+        self.bench, self.marks = bench, []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        if function.namespace != "titan_linear":
+            return function(*args, **(kwargs or {}))
+        begin = self.bench.mark()
+        out = function(*args, **(kwargs or {}))
+        self.marks.append((function._opname, begin, self.bench.mark()))
+        return out
+
+    def seconds(self) -> dict[str, float]:
+        sums: dict[str, float] = defaultdict(float)
+        for name, begin, end in self.marks:
+            sums[name] += self.bench.between(begin, end)
+        return sums
+
+
+def by_operator(
+    bench: Bench, whole: tuple[str, str], forward: Callable[[], torch.Tensor], inputs: list[torch.Tensor]
+) -> dict[str, float]:
+    """Seconds of each operator of a forward and backward pass; where there are none, of the passes, by the names `whole`."""
+    rounds, dy = [], torch.randn_like(forward())
+    for _ in range(ROUNDS + 1):
+        seen, marks = Operators(bench), [bench.mark(ahead=True)]
+        with torch.autograd.set_multithreading_enabled(False), seen:
+            marks[0] = bench.mark()
+            y = forward()
+            marks.append(bench.mark())
+            torch.autograd.grad(y, inputs, dy)
+            marks.append(bench.mark())
+        passes = zip(whole, itertools.starmap(bench.between, itertools.pairwise(marks)), strict=True)
+        rounds.append(seen.seconds() or dict(passes))
+    return {name: median(seconds[name] for seconds in rounds[1:]) for name in rounds[0]}
+
+
+def operators(bench: Bench) -> dict[str, tuple[float, float]]:
+    """ns of a token and head (of the convolution: a token and channel), and of a token of an entry that few heads scan."""
+    found: dict[str, tuple[float, float]] = {}
+    for rule in RULES:
+        many, few = (delta_rule(bench, rule, heads, may_split=False) for heads in (bench.heads, bench.few))
+        for name in (name for name in many if name.startswith(rule)):
+            each = many[name] / bench.tokens / bench.heads
+            # What a token takes beyond its heads' share, where a scan waits for itself on an idle GPU.
+            beyond = max(few[name] / bench.tokens - each * bench.few, 0.0) / (1 - bench.few * DIM / 64 / PROGRAMS)
+            found[name] = (each * 1e9, beyond * 1e9)
+        segments = delta_rule(bench, rule, bench.few, may_split=True)
+        for name in (f"{rule}_boundary", f"{rule}_boundary_bwd"):  # which only segments and context parallelism have
+            if name in segments:
+                found[name] = (segments[name] / bench.tokens / bench.few * 1e9, found[f"{rule}_scan"][1])
+    x = bench.randn(1, bench.tokens, 3 * bench.heads * DIM).requires_grad_()
+    weight = bench.randn(x.shape[2], 4).requires_grad_()
+    names = ("conv1d", "conv1d_backward")
+    seconds = by_operator(bench, names, lambda: causal_conv1d(x, weight, activation="silu")[0], [x, weight])
+    return found | {name: (seconds[name] / x.numel() * 1e9, 0.0) for name in names}
+
+
+def delta_rule(bench: Bench, rule: str, heads: int, *, may_split: bool) -> dict[str, float]:
+    """One document, as mixers call the rule: seconds by operator."""
+    cu = torch.tensor([0, bench.tokens], dtype=torch.int32)
+    context = build_cp_context(cu, rank=0, world_size=1, device=bench.device)
+    context = replace(context, boundaries=replace(context.boundaries, may_split=may_split))
+    gates, options = ((heads, DIM), {"lower_bound": -5.0}) if rule == "kda" else ((heads,), {})
+    shapes = [(heads, DIM)] * 3 + [gates, (heads,)]
+    q, k, v, g, beta = inputs = [bench.randn(1, bench.tokens, *shape).requires_grad_() for shape in shapes]
+    inputs += [torch.zeros(n, device=bench.device).requires_grad_() for n in (heads, math.prod(gates))]
+
+    def forward() -> torch.Tensor:
+        return RULES[rule](
+            q, k, v, g, beta, A_log=inputs[5], dt_bias=inputs[6], use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, cp_context=context, **options,
+        )[0]  # fmt: skip
+
+    return by_operator(bench, (f"{rule}_scan", f"{rule}_backward"), forward, inputs)
+
+
+# --- Links -----------------------------------------------------------------------------------------------------------
+
+
+def links(bench: Bench) -> dict[str, float] | None:
+    """Between the processes of torchrun: seconds of a small message, bytes that a rank sends per second."""
+    if not dist.is_initialized():
+        return None
+    W = dist.get_world_size()
+    own = bench.randn((64 << 20) // 2 if bench.gpu else 4096)
+    every = own.new_empty(W * len(own))
+    part, small, others = own.new_empty(len(own) // W), bench.randn(W), bench.randn(W)
+    latency = bench.seconds(lambda: dist.all_to_all_single(others, small))
+    exchanges: dict[str, tuple[int, Callable[[], object]]] = {
+        "all_gather": (own.nbytes * (W - 1), lambda: dist.all_gather_into_tensor(every, own)),
+        "reduce_scatter": (part.nbytes * (W - 1), lambda: dist.reduce_scatter_tensor(part, own[: W * len(part)])),
+        "all_to_all": (part.nbytes * (W - 1), lambda: dist.all_to_all_single(every[: W * len(part)], own[: W * len(part)])),
+    }
+    rates = {name: moved / max(bench.seconds(fn) - latency, 1e-9) for name, (moved, fn) in exchanges.items()}
+    return {"latency": latency, **rates}
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+
+def measured(device: torch.device) -> dict[str, Any]:
+    """What a file of rates holds (titan_linear/timing.py, `Rates`)."""
+    bench, gpu = Bench(device), device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine()
+    memory = torch.cuda.get_device_properties(device).total_memory if gpu else _memory_of_host()
+    found = {
+        "gpu": name, "memory_gib": memory / GIB, **bandwidths(bench), "products": products(bench),
+        "attention": attentions(bench), "operators": operators(bench), **launches(bench), "node": links(bench),
+    }  # fmt: skip
+    fastest = max(rate for _, rate in found["products"])
+    source = f"tools/bench_rates.py, torch {torch.__version__}, {dist.get_world_size() if found['node'] else 1} processes"
+    return found | {"peak_tflops": (known_peak(name) if gpu else None) or fastest, "sources": {"all": source}}
+
+
+def _memory_of_host() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench_rates", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", default="", help="the file to write; by default it is printed")
+    args = parser.parse_args(argv)
+    if args.out and not Path(args.out).parent.is_dir():
+        print(f"error: --out {args.out}: there is no such folder", file=sys.stderr)
+        return 2
+    first, device = os.environ.get("RANK", "0") == "0", torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(device)
+    with process_group(timedelta(minutes=10)) if "RANK" in os.environ else nullcontext():
+        found = measured(device)
+    rounded = json.loads(json.dumps(found), parse_float=lambda number: float(f"{float(number):.4g}"))
+    text = json.dumps(rounded, indent=1) + "\n"
+    if first and args.out:
+        Path(args.out).write_text(text, encoding="utf-8")
+    elif first:
+        print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,382 @@
+"""Memory, time and the best ways to split a run, before it runs and without a GPU.
+
+    python -m tools.plan --gpus 64 --job.config_file my.toml --tokens 100B
+    python -m tools.plan --gpus 8 --gpu H200 --model.name kda --model.flavor 1.3B --training.seq_len 131072
+    python -m tools.plan --gpus 8 --model.flavor hf --model.hf_assets_path Qwen3-Next-80B-A3B --training.seq_len 131072
+    python -m tools.plan --gpus 2 --rates mine.json --job.config_file my.toml
+    python -m tools.plan --check                      # what is planned beside what was measured
+
+Keys of the run are given as for run_train.sh. Its types are those that it has on GPUs; neither its corpus nor its
+tokenizer has to be there (without the latter a preset has its own vocabulary), and nothing is written. What is printed:
+
+    memory    of the GPU that holds most, by part (titan_linear/memory.py explains each); a tenth of it is kept free
+    time      of a step, by part, from rates measured on such a GPU (titan_linear/timing.py); tokens per second, MFU
+    splits    the fastest that fit, of all degrees, activation checkpointing and local batch sizes, for the same step
+    longest   the longest stream that would fit on as many GPUs
+
+`--rates` is a file that tools/bench_rates.py wrote; `--gpu` names one that comes with the package. docs/planning.md says
+what is modelled, and how far it is off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import NamedTuple
+
+from titan_linear.build import model_config, model_without_tokenizer, tokenizer_path
+from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
+from titan_linear.data import build_tokenizer
+from titan_linear.memory import GIB, SPARE, Batch, changed, layers, memory, parameters, saved
+from titan_linear.models.config import ModelConfig
+from titan_linear.preflight import check_expert_parallel, check_heads, check_tensor_parallel
+from titan_linear.timing import Machine, Rates, Step, read_rates, shipped, step
+
+BEST = 5  # splits that are printed
+LOCAL = 4  # the largest local batch that is tried
+LONGEST = 1 << 26  # tokens of a stream, beyond which nobody looks
+MODES = ("none", "selective", "full")
+MEASURED = Path(__file__).with_name("measured_steps.json")
+UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+
+
+class Split(NamedTuple):
+    """A configuration, what it takes and how fast it is."""
+
+    config: Config
+    bytes: float
+    step: Step
+
+
+def main(argv: list[str]) -> int:
+    args, keys = parse(argv)
+    try:
+        if args.check:
+            print(checked())
+        else:
+            plan(args, keys)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What is this command's, and the run's keys."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--gpus", type=int, default=8, help="of the run (default: 8)")
+    parser.add_argument("--gpu", default="H200", help=f"{', '.join(shipped())} (default: H200)")
+    parser.add_argument("--rates", default="", help="file of tools/bench_rates.py; instead of --gpu")
+    parser.add_argument("--node", type=int, default=8, help="GPUs of a node (default: 8)")
+    parser.add_argument("--network", type=float, default=50.0, help="GB/s of each GPU to other nodes (default: 50)")
+    parser.add_argument("--attention", default="", help="kernel of softmax attention, of those in the rates")
+    parser.add_argument("--documents", default="one", help='"one" of a whole stream, or their mean length (default: one)')
+    parser.add_argument("--tokens", default="", help="budget of the run, to say how many days it takes: 100B, 2.5T")
+    parser.add_argument("--check", action="store_true", help="print what is planned beside what was measured")
+    args, keys = parser.parse_known_args(argv)
+    return args, [key for key in keys if key != "--"]
+
+
+def plan(args: argparse.Namespace, keys: list[str]) -> None:
+    """Print all of it. ValueError: the run cannot be planned, or does not fit."""
+    mean, budget, machine = _mean(args.documents), _tokens(args.tokens), machine_of(args)
+    config = load_config(keys, cuda=True)
+    model = planned_model(config)
+    for flag, number in (("--gpus", args.gpus), ("--node", args.node)):
+        if number < 1:
+            raise ValueError(f"{flag} {number} must be 1 or more")
+    check(config, model, args.gpus)
+    room = (1 - SPARE) * machine.rates.memory_gib * GIB
+    print(describe(config, model), memory_table(config, model, args.gpus, machine, mean), sep="\n\n", end="\n\n")
+    print(time_table(step(config, model, args.gpus, machine, mean), machine, budget), end="\n\n")
+    splits = sorted(fitting(config, model, args.gpus, machine, mean, room), key=lambda split: split.step.seconds)
+    if not splits:
+        raise ValueError(nothing_fits(config, model, args.gpus, machine, mean, room))
+    print(splits_table(splits[:BEST], args.gpus, budget), longest(splits, model, args.gpus, mean, room), sep="\n\n")
+    needed = sum(memory(config, model, args.gpus, mean).values())
+    if needed > room:
+        raise ValueError(
+            f"this configuration takes {needed / GIB:.1f} GiB of the {room / GIB:.1f} that {machine.rates.gpu} has for it; "
+            "use one of the splits above"
+        )
+
+
+def planned_model(config: Config) -> ModelConfig:
+    """The run's model; without its tokenizer's file, as if every vocabulary were large enough."""
+    path = tokenizer_path(config)
+    if path and not Path(path).expanduser().exists():
+        model = model_without_tokenizer(config)
+        print(f"model.tokenizer_path = {path!r} is not here: a vocabulary of {model.vocab_size} is assumed")
+        return model
+    return model_config(config, build_tokenizer(path))
+
+
+def check(config: Config, model: ModelConfig, gpus: int) -> None:
+    """ValueError: it cannot run on so many GPUs."""
+    check_config(config, gpus)
+    check_tensor_parallel(model, config)
+    check_expert_parallel(model, config)
+    check_heads(model, config)
+
+
+def machine_of(args: argparse.Namespace) -> Machine:
+    known = shipped()
+    if not args.rates and args.gpu.upper() not in known:
+        raise ValueError(
+            f"--gpu {args.gpu!r} is unknown; use one of {', '.join(known)}, or --rates with a file of tools.bench_rates"
+        )
+    rates = read_rates(Path(args.rates) if args.rates else known[args.gpu.upper()])
+    kernel = args.attention or next(name for name in ("cudnn", *rates.attention) if name in rates.attention)
+    if kernel not in rates.attention:
+        raise ValueError(f"--attention {kernel!r} is not in the rates; use one of {', '.join(rates.attention)}")
+    if args.network <= 0:
+        raise ValueError(f"--network {args.network:g} must be above 0")
+    return Machine(rates, args.node, args.network * 1e9, kernel)
+
+
+def _mean(documents: str) -> int | None:
+    if documents != "one" and not (documents.isdigit() and int(documents)):
+        raise ValueError(f"--documents {documents!r} must be 'one', or the mean length of a document in tokens")
+    return None if documents == "one" else int(documents)
+
+
+def _tokens(text: str) -> float | None:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.upper())
+    if text and not found:
+        raise ValueError(f"--tokens {text!r} must be a number of tokens, such as 100B or 2.5T")
+    return float(found[1]) * UNITS[found[2]] if found else None
+
+
+# --- Splits ----------------------------------------------------------------------------------------------------------
+
+
+def fitting(
+    config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None, room: float
+) -> Iterator[Split]:
+    """Those that fit, each with the cheapest activation checkpointing; of tensor parallelism the run's own degree, or
+    where nothing fits more, for every layer waits for it."""
+    own, found = config.parallelism.tensor_parallel_degree, False
+    for tp in (n for n in _powers(machine.node_size) if n >= own):
+        for degrees in candidates(config, model, gpus, machine.node_size, tp):
+            for mode in MODES:
+                split = changed(degrees, {"activation_checkpoint.mode": mode})
+                needed = sum(memory(split, model, gpus, mean).values())
+                if needed <= room:
+                    found = True
+                    yield Split(split, needed, step(split, model, gpus, machine, mean))
+                    break
+        if found:
+            return
+
+
+def candidates(config: Config, model: ModelConfig, gpus: int, node: int, tp: int) -> Iterator[Config]:
+    """Every split of the same step that can run: ep within a node, replicas of whole nodes."""
+    ep = _powers(node) if model.moe else [1]
+    local = [n for n in _powers(config.training.global_batch_size) if n <= LOCAL]
+    for cp, experts, size in product(_powers(gpus), ep, local):
+        for replicas in dict.fromkeys((1, max(gpus // max(node, cp * tp), 1))):
+            layout = "zigzag" if cp > 1 and not all(m.linear for m in model.layers) else "contiguous"
+            split = changed(config, {
+                "parallelism.tensor_parallel_degree": tp, "parallelism.context_parallel_degree": cp,
+                "parallelism.expert_parallel_degree": experts, "parallelism.data_parallel_shard_degree": -1,
+                "parallelism.data_parallel_replicate_degree": replicas, "parallelism.context_parallel_layout": layout,
+                "training.local_batch_size": size,
+            })  # fmt: skip
+            try:
+                check(split, model, gpus)
+            except ValueError:
+                continue
+            yield split
+
+
+def _powers(limit: int) -> list[int]:
+    return [1 << n for n in range(limit.bit_length())]
+
+
+def nothing_fits(
+    config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None, room: float
+) -> str:
+    """What the split that takes least takes, and of what."""
+    full = [
+        changed(split, {"activation_checkpoint.mode": "full"})
+        for tp in _powers(machine.node_size)
+        for split in candidates(config, model, gpus, machine.node_size, tp)
+    ]
+    parts, split = min(((memory(c, model, gpus, mean), c) for c in full), key=lambda pair: sum(pair[0].values()))
+    part = max(parts, key=parts.get)
+    return (
+        f"nothing fits: {model.num_layers} layers on {gpus} GPUs of {machine.rates.memory_gib:.0f} GiB, of which "
+        f"{room / GIB:.1f} are used, take {sum(parts.values()) / GIB:.1f} at least ({_degrees(split, gpus)}, full "
+        f"checkpointing), {parts[part] / GIB:.1f} of them {part}; take more GPUs, a shorter training.seq_len or a "
+        "smaller model"
+    )
+
+
+def longest(splits: list[Split], model: ModelConfig, gpus: int, mean: int | None, room: float) -> str:
+    """Doubling the stream until no way to split it fits."""
+    best, length = None, splits[0].config.training.seq_len
+    while length <= LONGEST:
+        fits = next(_of_length(splits, model, gpus, mean, room, length), None)
+        if fits is None:
+            break
+        best, length = (fits, length), 2 * length
+    config, tokens = best
+    return f"longest stream that fits: {tokens:,} tokens, with {_degrees(config, gpus)}, full checkpointing"
+
+
+def _of_length(
+    splits: list[Split], model: ModelConfig, gpus: int, mean: int | None, room: float, length: int
+) -> Iterator[Config]:
+    """Settings of the largest cp with which a stream of that length fits."""
+    for split in sorted(splits, key=lambda split: -split.config.parallelism.context_parallel_degree):
+        config = changed(split.config, {
+            "training.seq_len": length, "activation_checkpoint.mode": "full", "training.local_batch_size": 1,
+        })  # fmt: skip
+        if sum(memory(config, model, gpus, mean).values()) <= room:
+            yield config
+
+
+# --- What is printed -------------------------------------------------------------------------------------------------
+
+
+def describe(config: Config, model: ModelConfig) -> str:
+    t, p = config.training, config.parallelism
+    sharers = p.context_parallel_degree * p.tensor_parallel_degree
+    return (
+        f"{config.model.name}/{config.model.flavor}: {parameters(model):,} parameters, {model.num_layers} layers\n"
+        f"{t.local_batch_size} x {t.seq_len} tokens in a micro-step on {sharers} GPU{'s' if sharers > 1 else ''}; "
+        f"parameters {t.dtype}, compute {t.mixed_precision_param}, reductions {t.mixed_precision_reduce}; activation "
+        f"checkpointing {config.activation_checkpoint.mode}; layers {'' if config.compile.enable else 'not '}compiled"
+    )
+
+
+def memory_table(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None) -> str:
+    parts = memory(config, model, gpus, mean)
+    total, size = sum(parts.values()) / GIB, machine.rates.memory_gib
+    rows = [(part, f"{value / GIB:.2f}") for part, value in parts.items()]
+    rows += [("sum", f"{total:.2f}"), ("kept free for fragmentation and buffers", f"{SPARE * size:.2f}")]
+    verdict = "fits" if total <= (1 - SPARE) * size else "does not fit"
+    counted = layers(model, Batch.of(config, mean))
+    each = Counter((mixer.name, saved(config, layer)) for mixer, layer in zip(model.layers, counted, strict=True))
+    kept = ", ".join(f"{number} {name} {number * value / GIB:.2f}" for (name, value), number in each.items())
+    return (
+        _table(("memory of a GPU, GiB", str(gpus) + " GPUs"), rows)
+        + f"\n{verdict} in {machine.rates.gpu} ({size:.0f} GiB); activations of layers: {kept}"
+    )
+
+
+def time_table(planned: Step, machine: Machine, budget: float | None) -> str:
+    rows = [(part, f"{1e3 * seconds:.1f}") for part, seconds in planned.parts.items()]
+    rows.append(("step", f"{1e3 * planned.seconds:.1f}"))
+    line = (
+        f"{planned.tokens_per_second:,.0f} tokens/s, {planned.tokens_per_second / planned.gpus:,.0f} a GPU; MFU "
+        f"{planned.mfu:.1%} of {planned.peak_tflops:.0f} TFLOP/s; exposed communication "
+        f"{planned.parts['communication'] / planned.seconds:.1%}"
+    )
+    if budget is not None:
+        line += f"; {_days(planned, budget):.1f} days for {budget:.3g} tokens"
+    return _table(("time of a step, ms", machine.rates.gpu), rows) + f"\n{line}; attention by {machine.attention}"
+
+
+def splits_table(splits: list[Split], gpus: int, budget: float | None) -> str:
+    head = ["split", "checkpointing", "local batch", "GiB", "ms a step", "tokens/s/GPU", "MFU"]
+    rows = []
+    for config, needed, planned in splits:
+        rows.append([
+            _degrees(config, gpus), config.activation_checkpoint.mode, config.training.local_batch_size,
+            f"{needed / GIB:.1f}", f"{1e3 * planned.seconds:.0f}", f"{planned.tokens_per_second / gpus:,.0f}",
+            f"{planned.mfu:.1%}", *([f"{_days(planned, budget):.1f}"] if budget else []),
+        ])  # fmt: skip
+    return _table([*head, *(["days"] if budget else [])], rows)
+
+
+def _days(planned: Step, budget: float) -> float:
+    return budget / planned.tokens_per_second / 86400
+
+
+def _degrees(config: Config, gpus: int) -> str:
+    p = config.parallelism
+    replicas, shards = data_parallel_degrees(config, gpus)
+    degrees = {
+        "dp_replicate": replicas, "dp_shard": shards, "cp": p.context_parallel_degree, "tp": p.tensor_parallel_degree,
+        "ep": p.expert_parallel_degree,
+    }  # fmt: skip
+    layout = f" ({p.context_parallel_layout})" if p.context_parallel_degree > 1 else ""
+    shown = [f"{name} {degree}{layout if name == 'cp' else ''}" for name, degree in degrees.items() if degree > 1]
+    return ", ".join(shown) or "one GPU"
+
+
+def _table(head: list[str] | tuple[str, ...], rows: list) -> str:
+    lines = [f"| {' | '.join(map(str, row))} |" for row in (head, *rows)]
+    return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
+
+
+# --- Beside what was measured ----------------------------------------------------------------------------------------
+
+
+class Measured(NamedTuple):
+    """A row of MEASURED: a setting as tools/bench_train.py had it, and what it took."""
+
+    gpu: str
+    gpus: int
+    keys: list[str]
+    attention: str
+    documents: str
+    tokens_per_second: float | None  # per GPU
+    memory_gib: float | None
+    source: str
+
+
+def predictions() -> list[tuple[Measured, float, float]]:
+    """Each with the tokens per second of a GPU and the GiB that are planned."""
+    found = []
+    for row in (Measured(**row) for row in json.loads(MEASURED.read_text(encoding="utf-8"))):
+        rates: Rates = read_rates(shipped()[row.gpu])
+        config, mean = load_config(row.keys, cuda=True), _mean(row.documents)
+        model = model_without_tokenizer(config)
+        needed = sum(memory(config, model, row.gpus, mean).values()) / GIB
+        planned = step(config, model, row.gpus, Machine(rates, 8, 50e9, row.attention), mean)
+        found.append((row, planned.tokens_per_second / row.gpus, needed))
+    return found
+
+
+def checked() -> str:
+    """The table of docs/planning.md."""
+    head = ("setting", "GPUs", "tokens/s/GPU", "planned", "time off by", "GiB", "planned", "off by")
+    rows = []
+    for row, speed, needed in predictions():
+        time = _beside(row.tokens_per_second, speed, "{:,.0f}", inverse=True)
+        rows.append((setting(row.keys), row.gpus, *time, *_beside(row.memory_gib, needed, "{:.1f}")))
+    return _table(head, rows)
+
+
+def _beside(measured: float | None, planned: float, shape: str, inverse: bool = False) -> tuple[str, str, str]:
+    """Measured, planned, and by how much the plan is off; of speeds, by how much its time is."""
+    if measured is None:
+        return "–", shape.format(planned), "–"
+    off = measured / planned - 1 if inverse else planned / measured - 1
+    return shape.format(measured), shape.format(planned), f"{off:+.0%}"
+
+
+def setting(keys: list[str]) -> str:
+    """Of a row's keys what people want to know, in a line."""
+    config = load_config(keys, cuda=True)
+    p, t = config.parallelism, config.training
+    parts = [f"{config.model.name} {config.model.flavor}, {t.seq_len // 1024}k"]
+    if p.context_parallel_degree > 1:
+        parts.append(f"cp {p.context_parallel_degree} {p.context_parallel_layout}")
+    parts.append(f"checkpointing {config.activation_checkpoint.mode}")
+    return ", ".join([*parts, "compiled" if config.compile.enable else "not compiled"])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
