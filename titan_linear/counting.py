@@ -1,4 +1,4 @@
-"""What a layer computes, and the memory that it takes, counted while it runs on the meta device, which allocates nothing.
+"""What a layer computes, and the memory that it takes, counted while it runs on the meta device, which has none.
 
 A layer runs forward and backward as on a GPU: with the operators of the kernels (their fake implementations), on a
 rank's tokens, with its parts of the parameters. Every call is seen, with what it reads and writes:
@@ -57,6 +57,7 @@ class Work:
     """Of one pass through a layer."""
 
     products: Counter[Size] = field(default_factory=Counter)  # [m, k] @ [k, n] as (m, n, k) → how many
+    multiplications: int = 0  # calls that compute them
     calls: list[Call] = field(default_factory=list)
     elementwise: int = 0  # bytes read and written by operations one by one
     fused: int = 0  # the same where they are compiled
@@ -149,6 +150,7 @@ class _Seen(TorchDispatchMode):
         elif function.overloadpacket in PRODUCTS:
             a, b = given[-2:]
             self.work.products[a.shape[-2], b.shape[-1], a.shape[-1]] += a.shape[0] if a.dim() == 3 else 1
+            self.work.multiplications += 1
             self._anchor(given, gave)
         elif written := self._written(function, given, gave):
             self._elementwise(given, written)

@@ -1,7 +1,7 @@
 """Memory per GPU of a run, planned: its layers run on the meta device, where nothing is allocated (counting.py).
 
-The parts are of the GPU that holds most, in bytes, at the moment at which it holds most: in the head, in backward of the
-last layer, or after backward. What is not there at that moment is 0.
+The parts are of the GPU that holds most, in bytes, at the moment at which it holds most: in the head, in backward of
+the last layer or of the first, or after it. What is not there at that moment is 0.
 
     parameters, gradients, optimizer   this GPU's shards, and what FSDP leaves whole. Where nothing is accumulated there
                                        are no gradients before backward
@@ -43,8 +43,10 @@ from titan_linear.models.moe import AtHome, Experts, MoE
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.collectives import Ranks
+from titan_linear.ops.support import TABLE, Target, reason_against
 
 GIB = 2**30
+META = torch.device("meta")
 PARTS = ("parameters", "gradients", "optimizer", "copies", "activations", "working", "head")
 SPARE = 0.1  # of a GPU
 
@@ -78,7 +80,9 @@ def units(config: Config, model: ModelConfig, gpus: int) -> Units:
     replicas, shards = data_parallel_degrees(config, gpus)
     shards *= p.context_parallel_degree
     types = Types(*(DTYPES[d].itemsize for d in (t.dtype, t.mixed_precision_param, t.mixed_precision_reduce)))
-    return Units(*_units(model, shards, p.tensor_parallel_degree, p.expert_parallel_degree), types, replicas * shards > 1)
+    return Units(
+        *_units(model, shards, p.tensor_parallel_degree, p.expert_parallel_degree), types, replicas * shards > 1
+    )
 
 
 def _units(model: ModelConfig, shards: int, tp: int, ep: int) -> tuple[int, int, tuple[int, ...], int]:
@@ -175,24 +179,31 @@ def context(batch: Batch) -> CPContext:
     cu_seqlens = torch.from_numpy(boundaries(batch.seq_len, batch.streams, batch.mean))
     described = build_cp_context(
         cu_seqlens, rank=batch.cp - 1, world_size=batch.cp, layout=batch.layout, num_streams=batch.streams,
-        device=torch.device("meta"),
+        device=META,
     )  # fmt: skip
     return replace(described, group="planned", group_name="planned") if batch.cp > 1 else described  # nobody calls it
 
 
 def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
-    """Each layer of a rank, counted."""
-    return [_layer(model, mixer, model.has_experts(i), batch) for i, mixer in enumerate(model.layers)]
+    """Each layer of a rank, counted. ValueError: the GPU's kernels do not take the model.
+
+    Rows for experts are as many whatever ep is, if loads are equal.
+    """
+    for op, dims in (pair for mixer in dict.fromkeys(model.layers) for pair in mixer.ops.items()):
+        if "triton" in TABLE[op] and (reason := reason_against(op, "triton", Target("meta", None, batch.dtype, dims))):
+            raise ValueError(f"{op} is planned as the GPU's kernels compute it: {reason}; use a model that they take")
+    alike = batch._replace(ep=1)
+    return [_layer(model, mixer, model.has_experts(i), alike) for i, mixer in enumerate(model.layers)]
 
 
 @cache
 def _layer(model: ModelConfig, mixer: MixerOptions, experts: bool, batch: Batch) -> Layer:
     alone = replace(model, pattern=(mixer,), num_layers=1, dense_layers=() if experts else (0,))
-    with torch.device("meta"):
+    with META:
         decoder = Decoder(alone)
         x = torch.empty(1, batch.tokens, model.dim, dtype=batch.dtype, requires_grad=True)
     set_dtype(decoder, batch.dtype)
-    _leave_part(decoder, batch.tp, batch.ep)
+    _leave_part(decoder, batch.tp, 1)
     (block,) = decoder.layers
     if isinstance(block.mlp, MoE):
         block.mlp.experts.forward = partial(_one_expert, block.mlp.experts)
@@ -219,14 +230,15 @@ def memory(config: Config, model: ModelConfig, gpus: int, mean: int | None = Non
     counted, accumulates = layers(model, batch), micro_steps(config, gpus) > 1
     stored = u.own * u.types.stored + u.whole * widened(DTYPES[config.training.dtype]).itemsize
     kept, copies = sum(saved(config, layer) for layer in counted), _copies(u)
-    # Where nothing is shared, the copies' gradients are there too, and in the parameters' type before they are added.
-    of_copies = 0 if u.sharded else copies + u.own * u.types.stored * accumulates
-    moments = [
-        {"gradients": stored * accumulates, "copies": copies, "activations": kept, "head": _head(config, model, u, batch)},
-        {"gradients": stored * accumulates, "copies": copies, "activations": kept + _again(config, counted),
-         "working": _working(config, model, u, batch, counted)},
-        {"gradients": stored, "copies": copies + of_copies},
-    ]  # fmt: skip
+    accumulated = stored * accumulates
+    # Where nothing is shared, gradients are of the copies first, then in the parameters' type, and then added to those.
+    own = {} if u.sharded else {"gradients": accumulated, "copies": 2 * copies}
+    again, working = _again(config, counted), {"working": _working(config, model, u, batch, counted)}
+    begins = {"gradients": accumulated, "copies": copies, "activations": kept}
+    ends = {"gradients": stored, "copies": copies, "activations": saved(config, counted[0]) + again} | working | own
+    added = {"gradients": stored, "copies": copies if u.sharded else 2 * copies + u.own * u.types.stored * accumulates}
+    head, last = {"head": _head(config, model, u, batch)}, {"activations": kept + again} | working
+    moments = (begins | head, begins | last, ends, added)
     most = max(moments, key=lambda moment: sum(moment.values())) | {"parameters": stored, "optimizer": 2 * stored}
     return {part: float(most.get(part, 0)) for part in PARTS}
 
@@ -287,10 +299,11 @@ def what_fits(config: Config, model: ModelConfig, gpus: int, room: float) -> str
         other = changed(config, changes | {key: value})
         try:
             check_config(other, gpus)
+            needed = sum(memory(other, model, gpus).values())
         except ValueError:
-            continue  # it does not divide
+            continue  # it does not divide, or is not planned
         changes[key] = value
-        if (needed := sum(memory(other, model, gpus).values())) <= room:
+        if needed <= room:
             settings = ", ".join(f"{key} = {value!r}" for key, value in changes.items())
             return f"{settings} would fit ({needed / GIB:.1f} of {room / GIB:.1f} GiB)"
     return "no activation checkpointing, batch or context parallelism would fit; take more GPUs or a smaller model"

@@ -1,7 +1,7 @@
 """Time of a training step, planned: what its layers compute (counting.py), at rates measured on a GPU.
 
-Rates are a JSON file, which `tools/bench_rates.py` writes: of the machine at hand, or one of those shipped (rates/). Seconds
-by part, of the rank that has most to do:
+Rates are a JSON file, which `tools/bench_rates.py` writes: of the machine at hand, or one of those shipped (rates/).
+Seconds by part, of the rank that has most to do:
 
     products       matrix products, by the smallest of their three sizes; never faster than their bytes
     attention      on the pairs that the mask leaves, by kernel and head dim
@@ -181,7 +181,7 @@ class Clock:
             else:
                 parts["communication"] += self._exchange(call)
         operations = work.groups if self.compiled else work.operations
-        return Pass(parts, work.products.total() + operations + LAUNCHES * len(calls))
+        return Pass(parts, work.multiplications + operations + LAUNCHES * len(calls))
 
     def _attention(self, call: Call) -> float:
         backward = call.name.endswith("_backward")
@@ -323,9 +323,7 @@ def _optimizer(u: Units, times: int) -> float:
     return u.own * (10 * stored + copies)
 
 
-def _shared(
-    config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]
-) -> float:
+def _shared(config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
     """Seconds of FSDP2's exchanges in a micro-step that layers do not hide: a layer is gathered while the one before is
     computed, again in backward, where gradients of the one before are reduced too. And of the replicas' sum."""
     p = config.parallelism
@@ -335,7 +333,9 @@ def _shared(
     if n > 1:
         link, part = machine.link(n, stride), (n - 1) / n
         gather = [link.latency + size * u.types.compute * part / link.all_gather for size in (*u.layers, u.vocabulary)]
-        reduce = [link.latency + size * u.types.reduce * part / link.reduce_scatter for size in (*u.layers, u.vocabulary)]
+        reduce = [
+            link.latency + size * u.types.reduce * part / link.reduce_scatter for size in (*u.layers, u.vocabulary)
+        ]
         exposed += gather[0] + gather[-1] + reduce[0] + reduce[-1]
         for i in range(1, len(u.layers)):
             exposed += max(gather[i] - passes[i - 1][0].seconds, 0.0)

@@ -4,12 +4,12 @@
     torchrun --nproc-per-node 2 -m tools.bench_rates --out h200.json     # and the links between the GPUs of a node
     python -m tools.plan --gpus 64 --rates h200.json --job.config_file my.toml
 
-Each figure is the median of a few rounds, with the host ahead as in a training step; in bfloat16 on a GPU. It takes about
-a minute, most of it compiling. On a CPU sizes are small and in float32, and PyTorch's implementation stands for the
-operators: the whole of a delta rule's forward pass for its scan, of its backward pass for that.
+Each figure is the median of a few rounds, with the host ahead as in a training step; in bfloat16 on a GPU. It takes
+about a minute, most of it compiling. On a CPU sizes are small and in float32, and PyTorch's implementation stands for
+the operators: the whole of a delta rule's forward pass for its scan, of its backward pass for that.
 
 Heads are of 128 × 128, q and k are normalised and gates made in the kernels, as mixers call them. Of an operator two
-numbers: the time per token and head where heads fill the GPU, and the time per token of an entry where four heads do not.
+numbers: the time per token and head where heads fill the GPU; and per token of an entry, where few heads do not.
 """
 
 from __future__ import annotations
@@ -157,7 +157,9 @@ def attentions(bench: Bench) -> dict[str, dict[str, tuple[float, float]]]:
             cu = torch.arange(documents + 1, dtype=torch.int32) * (T // documents)
             context = build_cp_context(cu, rank=0, world_size=1, device=bench.device)
             flops = 4 * D * H * documents * (T // documents) ** 2 / 2
-            found[kernel][str(D)] = tuple(flops * n / s / 1e12 for n, s in zip((1, 3.5), _both(bench, q, k, v, context)))
+            found[kernel][str(D)] = tuple(
+                flops * n / s / 1e12 for n, s in zip((1, 3.5), _both(bench, q, k, v, context))
+            )
     return found
 
 
@@ -198,7 +200,7 @@ class Operators(TorchDispatchMode):
 def by_operator(
     bench: Bench, whole: tuple[str, str], forward: Callable[[], torch.Tensor], inputs: list[torch.Tensor]
 ) -> dict[str, float]:
-    """Seconds of each operator of a forward and backward pass; where there are none, of the passes, by the names `whole`."""
+    """Seconds of each operator of a forward and backward pass; where none are, of the passes, by the names `whole`."""
     rounds, dy = [], torch.randn_like(forward())
     for _ in range(ROUNDS + 1):
         seen, marks = Operators(bench), [bench.mark(ahead=True)]
@@ -214,7 +216,7 @@ def by_operator(
 
 
 def operators(bench: Bench) -> dict[str, tuple[float, float]]:
-    """ns of a token and head (of the convolution: a token and channel), and of a token of an entry that few heads scan."""
+    """ns of a token and head (of the convolution: a token and channel), and of an entry's token, if few heads scan."""
     found: dict[str, tuple[float, float]] = {}
     for rule in RULES:
         many, few = (delta_rule(bench, rule, heads, may_split=False) for heads in (bench.heads, bench.few))
@@ -268,7 +270,10 @@ def links(bench: Bench) -> dict[str, float] | None:
     exchanges: dict[str, tuple[int, Callable[[], object]]] = {
         "all_gather": (own.nbytes * (W - 1), lambda: dist.all_gather_into_tensor(every, own)),
         "reduce_scatter": (part.nbytes * (W - 1), lambda: dist.reduce_scatter_tensor(part, own[: W * len(part)])),
-        "all_to_all": (part.nbytes * (W - 1), lambda: dist.all_to_all_single(every[: W * len(part)], own[: W * len(part)])),
+        "all_to_all": (
+            part.nbytes * (W - 1),
+            lambda: dist.all_to_all_single(every[: W * len(part)], own[: W * len(part)]),
+        ),
     }
     rates = {name: moved / max(bench.seconds(fn) - latency, 1e-9) for name, (moved, fn) in exchanges.items()}
     return {"latency": latency, **rates}
@@ -287,7 +292,9 @@ def measured(device: torch.device) -> dict[str, Any]:
         "attention": attentions(bench), "operators": operators(bench), **launches(bench), "node": links(bench),
     }  # fmt: skip
     fastest = max(rate for _, rate in found["products"])
-    source = f"tools/bench_rates.py, torch {torch.__version__}, {dist.get_world_size() if found['node'] else 1} processes"
+    source = (
+        f"tools/bench_rates.py, torch {torch.__version__}, {dist.get_world_size() if found['node'] else 1} processes"
+    )
     return found | {"peak_tflops": (known_peak(name) if gpu else None) or fastest, "sources": {"all": source}}
 
 

@@ -14,8 +14,8 @@ tokenizer has to be there (without the latter a preset has its own vocabulary), 
     splits    the fastest that fit, of all degrees, activation checkpointing and local batch sizes, for the same step
     longest   the longest stream that would fit on as many GPUs
 
-`--rates` is a file that tools/bench_rates.py wrote; `--gpu` names one that comes with the package. docs/planning.md says
-what is modelled, and how far it is off.
+`--rates` is a file that tools/bench_rates.py wrote; `--gpu` names one that comes with the package. docs/planning.md
+says what is modelled, and how far it is off.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from titan_linear.timing import Machine, Rates, Step, read_rates, shipped, step
 
 BEST = 5  # splits that are printed
 LOCAL = 4  # the largest local batch that is tried
-LONGEST = 1 << 26  # tokens of a stream, beyond which nobody looks
+LONGEST = 1 << 24  # tokens of a stream, beyond which nobody looks
 MODES = ("none", "selective", "full")
 MEASURED = Path(__file__).with_name("measured_steps.json")
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
@@ -52,6 +52,10 @@ class Split(NamedTuple):
     config: Config
     bytes: float
     step: Step
+
+    def rank(self) -> tuple[float, float]:
+        """The fastest first; of those as fast, to a thousandth, the one that takes least."""
+        return float(f"{self.step.seconds:.3g}"), self.bytes
 
 
 def main(argv: list[str]) -> int:
@@ -79,7 +83,9 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--node", type=int, default=8, help="GPUs of a node (default: 8)")
     parser.add_argument("--network", type=float, default=50.0, help="GB/s of each GPU to other nodes (default: 50)")
     parser.add_argument("--attention", default="", help="kernel of softmax attention, of those in the rates")
-    parser.add_argument("--documents", default="one", help='"one" of a whole stream, or their mean length (default: one)')
+    parser.add_argument(
+        "--documents", default="one", help='"one" of a whole stream, or their mean length (default: one)'
+    )
     parser.add_argument("--tokens", default="", help="budget of the run, to say how many days it takes: 100B, 2.5T")
     parser.add_argument("--check", action="store_true", help="print what is planned beside what was measured")
     args, keys = parser.parse_known_args(argv)
@@ -98,15 +104,15 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     room = (1 - SPARE) * machine.rates.memory_gib * GIB
     print(describe(config, model), memory_table(config, model, args.gpus, machine, mean), sep="\n\n", end="\n\n")
     print(time_table(step(config, model, args.gpus, machine, mean), machine, budget), end="\n\n")
-    splits = sorted(fitting(config, model, args.gpus, machine, mean, room), key=lambda split: split.step.seconds)
+    splits = sorted(fitting(config, model, args.gpus, machine, mean, room), key=Split.rank)
     if not splits:
         raise ValueError(nothing_fits(config, model, args.gpus, machine, mean, room))
     print(splits_table(splits[:BEST], args.gpus, budget), longest(splits, model, args.gpus, mean, room), sep="\n\n")
     needed = sum(memory(config, model, args.gpus, mean).values())
     if needed > room:
         raise ValueError(
-            f"this configuration takes {needed / GIB:.1f} GiB of the {room / GIB:.1f} that {machine.rates.gpu} has for it; "
-            "use one of the splits above"
+            f"this configuration takes {needed / GIB:.1f} GiB, and a GPU has {room / GIB:.1f} for it; use one of the "
+            "splits above"
         )
 
 
@@ -202,9 +208,7 @@ def _powers(limit: int) -> list[int]:
     return [1 << n for n in range(limit.bit_length())]
 
 
-def nothing_fits(
-    config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None, room: float
-) -> str:
+def nothing_fits(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None, room: float) -> str:
     """What the split that takes least takes, and of what."""
     full = [
         changed(split, {"activation_checkpoint.mode": "full"})

@@ -1,0 +1,120 @@
+"""What is counted on the meta device against what layers compute and keep."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from titan_linear.counting import Layer, _OneKernelNorms, count
+from titan_linear.memory import Batch, layers
+from titan_linear.models.config import MoEConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.init import initialise
+from titan_linear.models.mixers import GDN, KDA, MLA, Attention
+from titan_linear.models.plan import BatchPlan
+from titan_linear.models.presets import preset
+from titan_linear.ops import build_cp_context
+from titan_linear.ops.kept import contexts
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+T = 192
+MOE = MoEConfig(num_experts=8, top_k=2, hidden_dim=32, shared_hidden_dim=32, score="sigmoid")
+MIXERS = (
+    KDA(heads=1, v_heads=2, head_dim=32, v_head_dim=32),
+    GDN(heads=1, v_heads=2, head_dim=32, v_head_dim=32),
+    Attention(heads=4, kv_heads=2, head_dim=32, qk_norm="head", output_gate=True),
+    MLA(heads=4, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16),
+)
+MODEL = replace(preset("hybrid", "debug"), dim=64, hidden_dim=96, pattern=MIXERS, num_layers=4)
+
+
+def plan(device: str) -> BatchPlan:
+    cu_seqlens = torch.tensor([0, 100, T], dtype=torch.int32)
+    context = build_cp_context(cu_seqlens, rank=0, world_size=1, device=torch.device(device))
+    return BatchPlan(context.position_ids, cp_context=context, impl="triton" if device == "cpu" else "auto")
+
+
+def counted(layer: int, moe: MoEConfig | None) -> Layer:
+    """By itself, in float32."""
+    with torch.device("meta"):
+        block = Decoder(replace(MODEL, moe=moe)).layers[layer]
+        x = torch.empty(1, T, MODEL.dim, requires_grad=True)
+    return count(block, x, plan("meta"))
+
+
+@pytest.mark.parametrize("layer", range(4), ids=lambda i: MIXERS[i].name)
+def test_what_layers_keep(layer: int) -> None:
+    """By the kernels, interpreted, and by the CPU's attention."""
+    model = Decoder(MODEL)
+    initialise(model, seed=0)
+    block, kept = model.layers[layer], {}
+    parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            kept[storage.data_ptr()] = storage  # held: its address is not used again
+        return tensor
+
+    x, (forward, _) = torch.randn(1, T, MODEL.dim, requires_grad=True), contexts()
+    with _OneKernelNorms(), saved_tensors_hooks(keep, lambda tensor: tensor):
+        block(x, plan("cpu"))
+    with forward:
+        block(x, plan("cpu"))
+    found = counted(layer, None)
+    assert found.plain.kept == pytest.approx(sum(storage.nbytes() for storage in kept.values()), rel=0.05)
+    assert found.plain.selective == pytest.approx(forward.region.nbytes, rel=0.05)
+    assert found.given == x.nbytes
+
+
+@pytest.mark.parametrize("moe", [None, MOE], ids=["dense", "experts"])
+def test_products_are_those_of_the_flops(moe: MoEConfig | None) -> None:
+    """Backward's are twice forward's, and forward's those that PyTorch counts, of attention's layer."""
+    found = counted(2, None)
+    flops = [
+        sum(2 * m * n * k * times for (m, n, k), times in w.products.items()) for w in (found.forward, found.backward)
+    ]
+    assert flops[1] == 2 * flops[0]
+    model = Decoder(MODEL)
+    initialise(model, seed=0)
+    attention = 4 * 4 * 32 * (100 * 100 + 92 * 92)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        model.layers[2](torch.randn(1, T, MODEL.dim), plan("cpu"))
+    products = {op: n for op, n in counter.get_flop_counts()["Global"].items() if "attention" not in str(op)}
+    assert (
+        flops[0] == pytest.approx(sum(products.values()), abs=attention)
+        and flops[0] >= sum(products.values()) - attention
+    )
+
+
+def test_what_is_fused() -> None:
+    """Compiled, the residual x + y is read and written once; y comes from a product."""
+    found = counted(2, None)
+    assert 0 < found.forward.fused < 0.5 * found.forward.elementwise
+    assert 0 < found.forward.groups < found.forward.operations
+
+
+@pytest.mark.parametrize("keys", [
+    dict(cp=2, layout="zigzag"), dict(cp=4, softmax_method="ring"),
+    dict(cp=2, softmax_method="ulysses", linear_method="ulysses"),
+    dict(tp=2), dict(cp=2, tp=2), dict(streams=2), dict(mean=64),
+], ids=str)  # fmt: skip
+def test_every_split_is_counted(keys: dict[str, object]) -> None:
+    """Exchanges are seen, and work is shared."""
+    plain = Batch(1024, 1, None, 1, "contiguous", "auto", "kcp", 1, 1, torch.bfloat16)
+    model = preset("hybrid", "debug")
+    whole, part = layers(model, plain), layers(model, plain._replace(**keys))
+    shares = plain._replace(**keys).cp * plain._replace(**keys).tp / plain._replace(**keys).streams
+    for one, other in zip(whole, part, strict=True):
+        flops = [sum(m * n * k * t for (m, n, k), t in layer.forward.products.items()) for layer in (one, other)]
+        assert flops[1] * shares == pytest.approx(flops[0], rel=0.1)
+    names = {call.name for layer in part for call in layer.forward.calls}
+    exchanges = {"kcp_incoming", "ring_forward", "allgather_forward", "exchange_heads", "gather_along"}
+    assert bool(names & exchanges) == (shares > 1)

@@ -1,0 +1,145 @@
+"""The planner as a command, and what it plans beside what was measured."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from titan_linear.config import load_config
+from titan_linear.memory import Batch
+from titan_linear.models.presets import preset
+from titan_linear.timing import Clock, Machine, attended, read_rates, shipped, step
+from tools import bench_rates, plan
+
+ROOT = Path(__file__).parents[1]
+RUN = ["--training.seq_len", "4096", "--compile.enable", "true"]
+
+
+def machine(network: float = 50e9, node_size: int = 8) -> Machine:
+    return Machine(read_rates(shipped()["H200"]), node_size, network, "cudnn")
+
+
+def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    argv = ["--gpus", "2", "--tokens", "1B", *RUN, "--job.dump_folder", str(folder), "--model.name", "kda"]
+    argv += ["--model.flavor", "340M", "--training.global_batch_size", "2"]
+    assert plan.main(argv) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("kda/340M: 354,") and "| parameters |" in out and "days for 1e+09 tokens" in out
+    assert "| dp_shard 2 | none |" in out and "longest stream that fits: " in out
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["--gpus", "3", "--parallelism.context_parallel_degree", "2"], "parallelism: "),
+        (["--gpus", "0"], "--gpus 0 must be 1 or more"),
+        (["--gpus", "3"], "training.global_batch_size = 8 is not a multiple of"),
+        (["--gpu", "abacus"], "--gpu 'abacus' is unknown; use one of H"),
+        (["--rates", "none.json"], "'none.json' is no file of rates (No such file or directory); python -m"),
+        (["--tokens", "many"], "--tokens 'many' must be a number of tokens"),
+        (["--documents", "few"], "--documents 'few' must be 'one', or"),
+        (["--attention", "abacus"], "--attention 'abacus' is not in the rates; use one of"),
+        (["--network", "0"], "--network 0 must be above 0"),
+        (["--model.flavor", "7T"], "model.flavor = '7T' is unknown"),
+        (["--training.seq_ln", "7"], "command line: --training.seq_ln is not a key"),
+    ],
+)
+def test_what_is_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
+    assert plan.main(argv) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+
+
+def test_what_does_not_fit(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    """A GPU too small for one layer; one on which other settings fit."""
+    rates = json.loads(shipped()["H200"].read_text(encoding="utf-8"))
+    file, one = tmp_path / "rates.json", [*RUN, "--training.seq_len", "65536", "--training.global_batch_size", "1"]
+    for size, message in ((0.01, "nothing fits: 3 layers on 1 GPUs of 0 GiB"), (0.9, "this configuration takes")):
+        file.write_text(json.dumps(rates | {"memory_gib": size}), encoding="utf-8")
+        assert plan.main(["--gpus", "1", "--rates", str(file), *one]) == 2
+        error = capsys.readouterr().err
+        assert error.startswith(f"error: {message}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("config", sorted(ROOT.glob("train_configs/*.toml")), ids=lambda path: path.stem)
+def test_the_shipped_configurations_as_they_are(config: Path, capsys: pytest.CaptureFixture) -> None:
+    """No GPU, no corpus and no tokenizer is here, and the types are those of GPUs."""
+    absent = ["--model.tokenizer_path", "none/tokenizer.json", "--training.dataset", "jsonl"]
+    run = load_config(["--job.config_file", str(config), *absent], cuda=True)
+    model = plan.planned_model(run)
+    plan.check(run, model, 8)
+    assert "compute bfloat16" in plan.describe(run, model) and "fits in" in plan.memory_table(
+        run, model, 8, machine(), None
+    )
+    assert "'none/tokenizer.json' is not here: a vocabulary of" in capsys.readouterr().out
+
+
+def test_predictions_beside_what_was_measured() -> None:
+    """Memory within 8%; time within 15% of compiled steps."""
+    compared = plan.predictions()
+    for row, speed, needed in compared:
+        if row.memory_gib is not None:
+            assert needed == pytest.approx(row.memory_gib, rel=0.08), plan.setting(row.keys)
+        if row.tokens_per_second is not None and "--compile.enable=true" in row.keys:
+            assert 1 / speed == pytest.approx(1 / row.tokens_per_second, rel=0.15), plan.setting(row.keys)
+    assert sum(row.memory_gib is not None for row, *_ in compared) >= 8
+    assert plan.checked().count("\n") == len(compared) + 1
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("mean", [None, 100])
+def test_pairs_that_a_rank_attends(layout: str, mean: int | None) -> None:
+    """All ranks together have those of the documents; zig-zag shares one document's out equally."""
+    alone = Batch.of(load_config(["--training.seq_len", "2048"], cuda=True), mean)
+    pairs, longest = attended(alone)
+    if mean is None:
+        assert (pairs, longest) == (2048 * 2049 // 2, 2048)
+    last, entry = attended(alone._replace(cp=4, layout=layout))
+    assert entry <= min(longest, 512) and pairs / 8 < last <= pairs
+    if mean is None:
+        assert last == pytest.approx(pairs / 4 if layout == "zigzag" else pairs * 7 / 16, rel=0.01)
+
+
+def test_time_of_parts() -> None:
+    """Recomputation, accumulation, a slow network and the host show where they should."""
+    run, model = [*RUN, "--training.global_batch_size", "16"], preset("kda", "340M")
+
+    def parts(*keys: str, gpus: int = 16, on: Machine | None = None) -> dict[str, float]:
+        config = load_config([*run, "--model.name=kda", "--model.flavor=340M", *keys], cuda=True)
+        return step(config, model, gpus, on or machine()).parts
+
+    plain, again = parts(), parts("--activation_checkpoint.mode=full")
+    assert again["products"] == pytest.approx(plain["products"] * 4 / 3) and again["head"] == plain["head"]
+    selective = parts("--activation_checkpoint.mode=selective")
+    assert plain["delta rule"] < selective["delta rule"] < again["delta rule"]
+    assert parts(gpus=4)["products"] == pytest.approx(4 * plain["products"])
+    slow = parts(on=machine(network=1e8))
+    assert slow["communication"] > 10 * plain["communication"] and slow["products"] == plain["products"]
+    host = Machine(replace(machine().rates, host=1.0), 8, 50e9, "cudnn")
+    assert parts(on=host)["launches"] > 100 > plain["launches"]
+
+
+def test_rates_of_one_gpu_know_no_links() -> None:
+    alone = Machine(replace(machine().rates, node=None), 8, 50e9, "cudnn")
+    batch = Batch.of(load_config(RUN, cuda=True))
+    assert Clock(alone, batch, True).of
+    with pytest.raises(ValueError, match="do not say how fast GPUs exchange data; torchrun"):
+        Clock(alone, batch._replace(cp=2), True)
+
+
+def test_rates_measured_here(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """On whatever is here: the file is one that the planner reads."""
+    file = tmp_path / "rates.json"
+    assert bench_rates.main(["--out", str(file)]) == 0
+    rates = read_rates(file)
+    assert all(each > 0 for each, _ in rates.operators.values()) and {"kda_scan", "gdn_backward"} <= set(
+        rates.operators
+    )
+    assert bench_rates.main(["--out", str(tmp_path / "none" / "rates.json")]) == 2
+    assert "there is no such folder" in capsys.readouterr().err
+    assert plan.main(["--gpus", "1", "--rates", str(file), "--training.seq_len", "256"]) == 0
