@@ -7,10 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from titan_linear.config import load_config
-from titan_linear.memory import Batch
+from titan_linear.memory import Batch, boundaries
 from titan_linear.models.presets import preset
+from titan_linear.ops import build_cp_context
 from titan_linear.timing import Clock, Machine, attended, read_rates, shipped, step
 from tools import bench_rates, plan
 
@@ -38,6 +40,7 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     [
         (["--gpus", "3", "--parallelism.context_parallel_degree", "2"], "parallelism: "),
         (["--gpus", "0"], "--gpus 0 must be 1 or more"),
+        (["--node", "0"], "--node 0 must be 1 or more"),
         (["--gpus", "3"], "training.global_batch_size = 8 is not a multiple of"),
         (["--gpu", "abacus"], "--gpu 'abacus' is unknown; use one of H"),
         (["--rates", "none.json"], "'none.json' is no file of rates (No such file or directory); python -m"),
@@ -59,7 +62,10 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture, tmp_path: Path) -> Non
     """A GPU too small for one layer; one on which other settings fit."""
     rates = json.loads(shipped()["H200"].read_text(encoding="utf-8"))
     file, one = tmp_path / "rates.json", [*RUN, "--training.seq_len", "65536", "--training.global_batch_size", "1"]
-    for size, message in ((0.01, "nothing fits: 3 layers on 1 GPUs of 0 GiB"), (0.9, "this configuration takes")):
+    for size, message in (
+        (0.01, "nothing fits: 3 layers on 1 GPUs, each with 0.0 GiB"),
+        (0.9, "this configuration takes"),
+    ):
         file.write_text(json.dumps(rates | {"memory_gib": size}), encoding="utf-8")
         assert plan.main(["--gpus", "1", "--rates", str(file), *one]) == 2
         error = capsys.readouterr().err
@@ -70,12 +76,12 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture, tmp_path: Path) -> Non
 def test_the_shipped_configurations_as_they_are(config: Path, capsys: pytest.CaptureFixture) -> None:
     """No GPU, no corpus and no tokenizer is here, and the types are those of GPUs."""
     absent = ["--model.tokenizer_path", "none/tokenizer.json", "--training.dataset", "jsonl"]
-    run = load_config(["--job.config_file", str(config), *absent], cuda=True)
+    absent += ["--training.dataset_path", "none.jsonl"]
+    run, gpus = load_config(["--job.config_file", str(config), *absent], cuda=True), 2 if config.stem == "debug" else 8
     model = plan.planned_model(run)
-    plan.check(run, model, 8)
-    assert "compute bfloat16" in plan.describe(run, model) and "fits in" in plan.memory_table(
-        run, model, 8, machine(), None
-    )
+    plan.check(run, model, gpus)
+    assert "compute bfloat16" in plan.describe(run, model)
+    assert "\nfits in NVIDIA H200" in plan.memory_table(run, model, gpus, machine(), None)
     assert "'none/tokenizer.json' is not here: a vocabulary of" in capsys.readouterr().out
 
 
@@ -94,15 +100,13 @@ def test_predictions_beside_what_was_measured() -> None:
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("mean", [None, 100])
 def test_pairs_that_a_rank_attends(layout: str, mean: int | None) -> None:
-    """All ranks together have those of the documents; zig-zag shares one document's out equally."""
-    alone = Batch.of(load_config(["--training.seq_len", "2048"], cuda=True), mean)
-    pairs, longest = attended(alone)
-    if mean is None:
-        assert (pairs, longest) == (2048 * 2049 // 2, 2048)
-    last, entry = attended(alone._replace(cp=4, layout=layout))
-    assert entry <= min(longest, 512) and pairs / 8 < last <= pairs
-    if mean is None:
-        assert last == pytest.approx(pairs / 4 if layout == "zigzag" else pairs * 7 / 16, rel=0.01)
+    """Each token sees those of its document up to itself; the last rank has most."""
+    batch = Batch.of(load_config(["--training.seq_len", "2048"], cuda=True), mean)._replace(cp=4, layout=layout)
+    cu_seqlens = torch.from_numpy(boundaries(2048, 1, mean))
+    ranks = [build_cp_context(cu_seqlens, rank=rank, world_size=4, layout=layout) for rank in range(4)]
+    pairs = [int((context.position_ids + 1).sum()) for context in ranks]
+    assert attended(batch) == (pairs[-1], int(ranks[-1].cu_seqlens.diff().max()))
+    assert mean is not None or pairs[-1] == max(pairs)
 
 
 def test_time_of_parts() -> None:

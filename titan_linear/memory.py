@@ -231,12 +231,12 @@ def memory(config: Config, model: ModelConfig, gpus: int, mean: int | None = Non
     stored = u.own * u.types.stored + u.whole * widened(DTYPES[config.training.dtype]).itemsize
     kept, copies = sum(saved(config, layer) for layer in counted), _copies(u)
     accumulated = stored * accumulates
-    # Where nothing is shared, gradients are of the copies first, then in the parameters' type, and then added to those.
-    own = {} if u.sharded else {"gradients": accumulated, "copies": 2 * copies}
+    # Where there are copies of all parameters, gradients are theirs first, then as wide as the parameters, then added.
+    own = {"gradients": accumulated, "copies": 2 * copies} if copies and not u.sharded else {}
     again, working = _again(config, counted), {"working": _working(config, model, u, batch, counted)}
     begins = {"gradients": accumulated, "copies": copies, "activations": kept}
     ends = {"gradients": stored, "copies": copies, "activations": saved(config, counted[0]) + again} | working | own
-    added = {"gradients": stored, "copies": copies if u.sharded else 2 * copies + u.own * u.types.stored * accumulates}
+    added = {"gradients": stored, "copies": 2 * copies + u.own * u.types.stored * accumulates if own else copies}
     head, last = {"head": _head(config, model, u, batch)}, {"activations": kept + again} | working
     moments = (begins | head, begins | last, ends, added)
     most = max(moments, key=lambda moment: sum(moment.values())) | {"parameters": stored, "optimizer": 2 * stored}

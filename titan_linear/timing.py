@@ -100,7 +100,7 @@ def read_rates(path: Path) -> Rates:
         rates = Rates(**found | {"node": None if read["node"] is None else Link(**read["node"])})
         numbers = [rates.copy, rates.elementwise, rates.fused, *(rate for _, rate in rates.products)]
         if not rates.products or not all(number > 0 for number in numbers):
-            raise ValueError("a rate is not above 0")
+            raise KeyError("a rate above 0")
     except (OSError, ValueError, TypeError, KeyError) as error:
         what = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"'{path}' is no file of rates ({what}); python -m tools.bench_rates writes one") from None
@@ -116,8 +116,8 @@ class Machine:
 
     def attention_rates(self, D: int, recurring: bool) -> tuple[float, float]:
         """TFLOP/s forward, forward and backward, of heads of D channels: those of the nearest that was measured."""
-        kernel = "flash" if self.attention == "cudnn" and not (recurring and D <= 128) else self.attention
-        table = self.rates.attention[kernel]
+        other = self.attention == "cudnn" and not (recurring and D <= 128) and "flash" in self.rates.attention
+        table = self.rates.attention["flash" if other else self.attention]
         return table[min(table, key=lambda dim: abs(int(dim) - D))]
 
     def link(self, ranks: int, stride: int) -> Link:

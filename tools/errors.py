@@ -43,6 +43,8 @@ SECTIONS = {
     "titan_linear/models": "Hugging Face folders",
     "titan_linear/generate.py": "Tools",
     "tools": "Tools",
+    "titan_linear/memory.py": "Tools",
+    "titan_linear/timing.py": "Tools",
     "titan_linear/ops": "Arguments of the ops",
 }
 

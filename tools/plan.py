@@ -97,16 +97,13 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     mean, budget, machine = _mean(args.documents), _tokens(args.tokens), machine_of(args)
     config = load_config(keys, cuda=True)
     model = planned_model(config)
-    for flag, number in (("--gpus", args.gpus), ("--node", args.node)):
-        if number < 1:
-            raise ValueError(f"{flag} {number} must be 1 or more")
     check(config, model, args.gpus)
     room = (1 - SPARE) * machine.rates.memory_gib * GIB
     print(describe(config, model), memory_table(config, model, args.gpus, machine, mean), sep="\n\n", end="\n\n")
     print(time_table(step(config, model, args.gpus, machine, mean), machine, budget), end="\n\n")
     splits = sorted(fitting(config, model, args.gpus, machine, mean, room), key=Split.rank)
     if not splits:
-        raise ValueError(nothing_fits(config, model, args.gpus, machine, mean, room))
+        refuse(config, model, args.gpus, machine, mean, room)
     print(splits_table(splits[:BEST], args.gpus, budget), longest(splits, model, args.gpus, mean, room), sep="\n\n")
     needed = sum(memory(config, model, args.gpus, mean).values())
     if needed > room:
@@ -144,6 +141,10 @@ def machine_of(args: argparse.Namespace) -> Machine:
     kernel = args.attention or next(name for name in ("cudnn", *rates.attention) if name in rates.attention)
     if kernel not in rates.attention:
         raise ValueError(f"--attention {kernel!r} is not in the rates; use one of {', '.join(rates.attention)}")
+    if args.gpus < 1:
+        raise ValueError(f"--gpus {args.gpus} must be 1 or more")
+    if args.node < 1:
+        raise ValueError(f"--node {args.node} must be 1 or more")
     if args.network <= 0:
         raise ValueError(f"--network {args.network:g} must be above 0")
     return Machine(rates, args.node, args.network * 1e9, kernel)
@@ -208,8 +209,8 @@ def _powers(limit: int) -> list[int]:
     return [1 << n for n in range(limit.bit_length())]
 
 
-def nothing_fits(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None, room: float) -> str:
-    """What the split that takes least takes, and of what."""
+def refuse(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None, room: float) -> None:
+    """ValueError: nothing fits; with what the split that takes least takes."""
     full = [
         changed(split, {"activation_checkpoint.mode": "full"})
         for tp in _powers(machine.node_size)
@@ -217,11 +218,10 @@ def nothing_fits(config: Config, model: ModelConfig, gpus: int, machine: Machine
     ]
     parts, split = min(((memory(c, model, gpus, mean), c) for c in full), key=lambda pair: sum(pair[0].values()))
     part = max(parts, key=parts.get)
-    return (
-        f"nothing fits: {model.num_layers} layers on {gpus} GPUs of {machine.rates.memory_gib:.0f} GiB, of which "
-        f"{room / GIB:.1f} are used, take {sum(parts.values()) / GIB:.1f} at least ({_degrees(split, gpus)}, full "
-        f"checkpointing), {parts[part] / GIB:.1f} of them {part}; take more GPUs, a shorter training.seq_len or a "
-        "smaller model"
+    raise ValueError(
+        f"nothing fits: {model.num_layers} layers on {gpus} GPUs, each with {room / GIB:.1f} GiB for them, take "
+        f"{sum(parts.values()) / GIB:.1f} at least ({_degrees(split, gpus)}, full checkpointing), "
+        f"{parts[part] / GIB:.1f} of it {part}; take more GPUs, a shorter training.seq_len or a smaller model"
     )
 
 
