@@ -64,7 +64,7 @@ def test_checkpointing_takes_memory_in_order(name: str) -> None:
     for mode in ("full", "selective", "none"):
         config = load_config(["--model.name", name, "--activation_checkpoint.mode", mode], cuda=True)
         sums.append(memory.memory(config, preset(name, "debug"), gpus=1)["activations"])
-    assert sums[0] < sums[1] and sums[0] < sums[2]
+    assert sums[0] < sums[1] < sums[2]
 
 
 @pytest.mark.parametrize(
