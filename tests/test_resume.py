@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.processes import children, gone, until
 from tests.worlds import World, free_port
 from titan_linear import agent, launch
 from titan_linear.config import load_config
@@ -159,17 +160,18 @@ def test_sigkill_and_restart(corpus: Path, tmp_path: Path, uninterrupted: dict[i
     """The launcher killed while it saves; then, on two nodes, a rank, after which all start again."""
     process = start(corpus, tmp_path, checkpoint__async_mode="disabled")
     wait_for_step(process, tmp_path, 5)
+    workers = children(process.pid)
     process.kill()
     process.communicate()
-    time.sleep(0.5)  # the kernel ends the workers, which hold nothing that the restart needs
+    until(lambda: all(map(gone, workers)))  # the kernel ends them
     before = newest_step(tmp_path)
     port = free_port()
     nodes = [
         start(corpus, tmp_path, (rank, port), checkpoint__async_mode="async", comm__max_restarts=1) for rank in (0, 1)
     ]
     wait_for_step(nodes[0], tmp_path, 8)
-    (worker,) = Path(f"/proc/{nodes[1].pid}/task/{nodes[1].pid}/children").read_text().split()
-    os.kill(int(worker), signal.SIGKILL)
+    (worker,) = children(nodes[1].pid)
+    os.kill(worker, signal.SIGKILL)
     said, other = finish(nodes[0]), finish(nodes[1])
     assert "Traceback" not in said + other and "rank 1 failed (killed by SIGKILL): restart 1 of 1\n" in other
     assert before in (3, 6)  # the save before the last may be all there is when the kill meets a save
