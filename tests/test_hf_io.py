@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, KimiLinearConfig, 
 from tests import hf_workers as workers
 from tests.hf_workers import EVERY, KDA, LARGE, mark
 from tests.models import hf_models
+from tests.refusals import is_refused
 from tests.worlds import World
 from titan_linear import hf_io
 from titan_linear.checkpoint import SaveFailed
@@ -493,8 +494,7 @@ def test_commands_say_what_is_wrong(
         (generate.main, [folder, "--prompt", ""], "prompt '' has no tokens"),
         (generate.main, [folder, *prompt, "--tokenizer", "none.json"], "none.json does not exist"),
     ):
-        assert main(argv) == 2
-        assert words in (said := capsys.readouterr().err) and said.startswith("error: ") and said.count("\n") == 1
+        assert words in is_refused(main, argv, capsys)
     assert not (tmp_path / "out").exists()
 
 
