@@ -4,6 +4,10 @@ import os
 from collections.abc import Iterator
 
 import pytest
+
+# Tensors of tests are small: threads that wait for the next one, spinning, would take as long again as the work does.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch and numpy are imported, here and in processes
+
 import torch
 
 if not torch.cuda.is_available():
@@ -15,7 +19,6 @@ from tests.worlds import Worlds
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     quicken()
-torch.set_num_threads(2)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

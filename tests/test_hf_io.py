@@ -43,15 +43,6 @@ FLA = {"FLA KDA": KDA, "FLA GDN": replace(preset("gdn", "debug"), norm_eps=1e-6,
 CASES = [*hf_models.MODELS, *FLA]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small only wait for threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """A folder of each family, in bfloat16 but for the gates' parameters, as published models are."""
