@@ -7,6 +7,7 @@ import pytest
 
 # Tensors of tests are small: threads that wait for the next one, spinning, would take as long again as the work does.
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch and numpy are imported, here and in processes
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # gigabytes, of the test that has them, in large pages
 
 import torch
 
