@@ -70,7 +70,8 @@ SPLITS = {
     "cp 2 zig-zag": (2, {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_layout": "zigzag"}),
     "HSDP": (4, {"parallelism.data_parallel_replicate_degree": 2, "training.local_batch_size": 1}),
     "HSDP x cp": (4, {"parallelism.data_parallel_replicate_degree": 2, "parallelism.context_parallel_degree": 2,
-                      "training.local_batch_size": 2}),
+                      "parallelism.context_parallel_layout": "zigzag", "activation_checkpoint.mode": "selective",
+                      "training.local_batch_size": 1}),
     "tp 2": (2, {"parallelism.tensor_parallel_degree": 2}),
     "tp 2 x cp 2 zig-zag": (4, {"parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
                                 "parallelism.context_parallel_layout": "zigzag"}),
@@ -94,8 +95,10 @@ SPLITS = {
 
 # Of models with experts.
 EXPERT_SPLITS = {
-    "ep 2, dp 2": (2, {"parallelism.expert_parallel_degree": 2, "training.local_batch_size": 1}),
+    "ep 2, dp 2": (2, {"parallelism.expert_parallel_degree": 2, "training.local_batch_size": 1,
+                       "activation_checkpoint.mode": "none"}),
     "ep 2, dp 2 x cp 2": (4, {"parallelism.expert_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
+                              "parallelism.context_parallel_layout": "zigzag",
                               "training.local_batch_size": 2, "activation_checkpoint.mode": "selective"}),
     "ep 2, HSDP x cp 2 x tp 2": (8, {"parallelism.expert_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
                                      "parallelism.data_parallel_replicate_degree": 2,
