@@ -86,14 +86,15 @@ def test_the_shipped_configurations_as_they_are(config: Path, capsys: pytest.Cap
 
 
 def test_predictions_beside_what_was_measured() -> None:
-    """Memory within 8%; time within 15% of compiled steps."""
+    """Memory within 8%, time within 15%, of the program as it is."""
     compared = plan.predictions()
-    for row, speed, needed in compared:
+    now = [(row, speed, needed) for row, speed, needed in compared if not row.earlier]
+    for row, speed, needed in now:
         if row.memory_gib is not None:
             assert needed == pytest.approx(row.memory_gib, rel=0.08), plan.setting(row.keys)
-        if row.tokens_per_second is not None and "--compile.enable=true" in row.keys:
+        if row.tokens_per_second is not None:
             assert 1 / speed == pytest.approx(1 / row.tokens_per_second, rel=0.15), plan.setting(row.keys)
-    assert sum(row.memory_gib is not None for row, *_ in compared) >= 8
+    assert sum(row.memory_gib is not None for row, *_ in now) >= 8
     assert plan.checked().count("\n") == len(compared) + 1
 
 

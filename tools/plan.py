@@ -338,6 +338,7 @@ class Measured(NamedTuple):
     tokens_per_second: float | None  # per GPU
     memory_gib: float | None
     source: str
+    earlier: bool = False  # of a program that kept or computed something else
 
 
 def predictions() -> list[tuple[Measured, float, float]]:
@@ -359,7 +360,8 @@ def checked() -> str:
     rows = []
     for row, speed, needed in predictions():
         time = _beside(row.tokens_per_second, speed, "{:,.0f}", inverse=True)
-        rows.append((setting(row.keys), row.gpus, *time, *_beside(row.memory_gib, needed, "{:.1f}")))
+        name = setting(row.keys) + " (earlier)" * row.earlier
+        rows.append((name, row.gpus, *time, *_beside(row.memory_gib, needed, "{:.1f}")))
     return _table(head, rows)
 
 
