@@ -22,6 +22,7 @@ import os
 import platform
 import sys
 import time
+import warnings
 from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -275,7 +276,10 @@ def links(bench: Bench) -> dict[str, float] | None:
             lambda: dist.all_to_all_single(every[: W * len(part)], own[: W * len(part)]),
         ),
     }
-    rates = {name: moved / max(bench.seconds(fn) - latency, 1e-9) for name, (moved, fn) in exchanges.items()}
+    rates = {}
+    for name, (moved, exchange) in exchanges.items():
+        seconds = bench.seconds(exchange)
+        rates[name] = moved / max(seconds - latency, seconds / 2)
     return {"latency": latency, **rates}
 
 
@@ -311,6 +315,7 @@ def main(argv: list[str]) -> int:
     if args.out and not Path(args.out).parent.is_dir():
         print(f"error: --out {args.out}: there is no such folder", file=sys.stderr)
         return 2
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch about itself
     first, device = os.environ.get("RANK", "0") == "0", torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
