@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_linear.models.draws import ones, zeros
+from titan_linear.ops.swiglu import swiglu
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
@@ -97,8 +98,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = cut(project(x, self.gate_proj, self.up_proj), len(self.gate_proj.weight), len(self.up_proj.weight))
-        return self.down_proj(F.silu(gate) * up)
+        return swiglu(project(x, self.gate_proj, self.up_proj), self.down_proj.weight)
 
 
 class ConvWeight(nn.Module):
