@@ -241,6 +241,12 @@ class Metrics(_Strict):
     """Steps between reports; the first step is always reported."""
     enable_tensorboard: bool = True
     """Write TensorBoard events to tb/ in job.dump_folder."""
+    telemetry_freq: int = Field(50, ge=0)
+    """Steps between looks inside: norms by layer, decay half-lives, attention's entropy, loss by position and source,
+    experts' loads (telemetry.jsonl; docs/telemetry.md says what each means); 0: none."""
+    spike_sigmas: float = Field(6.0, ge=0)
+    """A loss that lies so many standard deviations above the mean of the last 128 is noted with its step's streams in
+    spikes.jsonl, as a non-finite one always is; 0: no others."""
     peak_tflops: float = Field(0.0, ge=0)
     """TFLOP/s that a GPU can reach at most in the type of compute, of which MFU is a share; 0: what is known of its
     name. Of a GPU that is not known there is no MFU."""

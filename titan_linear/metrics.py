@@ -12,15 +12,16 @@ import resource
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import numpy as np
 import torch
 
 from titan_linear.config import Config, config_to_toml
-from titan_linear.rundir import BOARD, METRICS, cut_metrics
+from titan_linear.rundir import BOARD, METRICS, TELEMETRY, cut_metrics
 
 GIB = 2**30
 TAGS = {  # name in metrics.jsonl → TensorBoard's; a name that is not here stays
@@ -83,12 +84,12 @@ class MetricsLogger:
         self, config: Config, *, start_step: int = 0, start_tokens: int = 0, gpus: int = 1,
         peak_tflops: float | None = None, out: TextIO | None = None,
     ):  # fmt: skip
-        folder = config.job.dump_folder
-        cut_metrics(folder, start_step)
+        self.folder = Path(config.job.dump_folder)
+        cut_metrics(config.job.dump_folder, start_step)
         self.steps, self.out = config.training.steps, out or sys.stdout
         self.gpus, self.peak_tflops = gpus, peak_tflops
         self.colour = self.out.isatty() and "NO_COLOR" not in os.environ
-        self.file = open(Path(folder) / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self.file = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
         self.board = _tensorboard(config, start_step) if config.metrics.enable_tensorboard else None
         self.last = (time.perf_counter(), start_step, start_tokens)
 
@@ -127,6 +128,18 @@ class MetricsLogger:
             "valid_tokens_per_second": work.valid / seconds, "tflops": tflops, **mfu,
             "data_wait": min(work.waited / seconds, 1.0),
         }  # fmt: skip
+
+    def log_telemetry(self, step: int, seen: Mapping[str, Mapping[str, Any]]) -> None:
+        """Note what was seen inside a step (telemetry.py). In TensorBoard what is by head or expert is a histogram."""
+        with (self.folder / TELEMETRY).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **_finite(seen)}, allow_nan=False) + "\n")
+        if self.board is None:
+            return
+        for quantity, found in seen.items():
+            for where, value in found.items():
+                add = self.board.add_histogram if isinstance(value, list) else self.board.add_scalar
+                add(f"{quantity}/{where}", np.array(value), step)
+        self.board.flush()
 
     def log_validation(self, step: int, loss: float, **more: float) -> None:
         """Report a validation after `step`: the loss in nats per token, and further numbers by name."""
@@ -176,6 +189,15 @@ def _tensorboard(config: Config, start_step: int) -> Any:
     board.add_custom_scalars(CHARTS)
     board.add_text("configuration", textwrap.indent(config_to_toml(config), "    "), start_step)  # indented: code
     return board
+
+
+def _finite(value: Any) -> Any:
+    """Mappings, lists and numbers, null for what is not finite: JSON has no word for it."""
+    if isinstance(value, Mapping):
+        return {key: _finite(x) for key, x in value.items()}
+    if isinstance(value, list):
+        return [_finite(x) for x in value]
+    return value if math.isfinite(value) else None
 
 
 def _shown(rates: dict[str, float]) -> list[tuple[str, str, int]]:

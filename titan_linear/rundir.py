@@ -3,6 +3,8 @@
     config.toml      resolved; starts the same run again
     manifest.json    what the run was made with: versions, commit, hardware, world, implementations
     metrics.jsonl    a line per logged step
+    telemetry.jsonl  what was seen inside every metrics.telemetry_freq steps
+    spikes.jsonl     steps whose loss was an outlier or not finite, with their streams
     tb/              the same for TensorBoard
     checkpoint/      step-N/
 
@@ -28,6 +30,7 @@ from titan_linear import __version__
 from titan_linear.config import Config, config_to_toml, load_config
 
 CONFIG, MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
+TELEMETRY, SPIKES = "telemetry.jsonl", "spikes.jsonl"
 PATHS = {
     "job": ("dump_folder",), "model": ("hf_assets_path", "tokenizer_path"), "training": ("dataset_path",),
     "checkpoint": ("initial_load_path",), "validation": ("dataset_path",),
@@ -122,7 +125,9 @@ def starts_anew(config: Config) -> bool:
 def set_run_aside(config: Config) -> None:
     """Move what a run without checkpoints left into abandoned-DATE/ in its folder; for `starts_anew`."""
     folder = Path(config.job.dump_folder)
-    if left := [folder / name for name in (CONFIG, MANIFEST, METRICS, BOARD) if (folder / name).exists()]:
+    if left := [
+        folder / name for name in (CONFIG, MANIFEST, METRICS, TELEMETRY, SPIKES, BOARD) if (folder / name).exists()
+    ]:
         aside = unused(folder / time.strftime("abandoned-%Y%m%d-%H%M%S"))
         aside.mkdir()
         for path in left:
@@ -301,14 +306,17 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def cut_metrics(folder: str, step: int) -> None:
-    """Drop the lines of metrics.jsonl after `step`, and a last line that was torn while it was written.
+    """Drop the lines after `step` of what a run writes line by line, and last lines that were torn while written.
 
     Raises:
         ValueError: a line before the last is not a line of metrics.
     """
-    path = Path(folder) / METRICS
-    if not path.exists():
-        return
+    for name in (METRICS, TELEMETRY, SPIKES):
+        if (Path(folder) / name).exists():
+            _cut(Path(folder) / name, step)
+
+
+def _cut(path: Path, step: int) -> None:
     text = path.read_text(encoding="utf-8")
     *lines, _torn = text.split("\n")  # a whole line ends in \n
     kept = "".join(f"{line}\n" for number, line in enumerate(lines, 1) if _step(path, number, line) <= step)

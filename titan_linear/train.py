@@ -79,6 +79,7 @@ from titan_linear.rundir import (
     write_config,
     write_manifest,
 )
+from titan_linear.telemetry import Seen, Telemetry
 
 
 class NonFinite(RuntimeError):
@@ -108,6 +109,11 @@ class Trainer:
         self.begun = self.step  # the step that is being computed
         dist.barrier(self.host)  # disks differ
         self.feed = self._build_feed()
+        mixture = {"sources": list(self.streams.sources), "source_of": lambda i: self.streams.source(i)[0]}
+        self.telemetry = Telemetry(
+            config, self.model, self.dims, self.device, **(mixture if config.training.mixture else {})
+        )
+        self.seen: Seen = {}  # by telemetry in the last step
 
     def _build_checkpointer(self) -> Checkpointer | None:
         c = self.config.checkpoint
@@ -163,16 +169,21 @@ class Trainer:
         The host waits for the device once, for the step's numbers, after it has given it all of the step's work.
         """
         self.begun = self.step + 1
+        self.telemetry.begin(self.begun)
         losses, streams = self._accumulate()
         sum_gradients(self.model, self.dims)
         # The signal goes with the loss, so that all ranks stop at the same step.
         numbers = step_numbers(losses.sum(), counted_parameters(self.model, self.dims), self.stop.received)
+        self.telemetry.gradients()
         reading, self.step = Reading(numbers), self.step + 1
         lr = self._learning_rate()
         update(self.optimizer, numbers, lr, self.config.training.max_norm)
+        if self.telemetry.on:
+            reading = Reading(torch.cat([numbers, self.telemetry.sums(numbers, self.optimizer)]))
         if self.step < self.config.training.steps:
             self.feed.prefetch()  # while the device computes
-        loss, grad_norm, stop = reading.wait()
+        loss, grad_norm, stop, *seen = reading.wait()
+        self.seen = self.telemetry.named(seen) if seen else {}
         self.stop.agreed = int(stop)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if not finite:
@@ -187,7 +198,8 @@ class Trainer:
         valid, batches = self.feed.next_step()
         losses, streams = [], []
         for batch in batches:
-            losses.append(self._forward_backward(batch, valid))
+            with self.telemetry.watching(batch):
+                losses.append(self._forward_backward(batch, valid))
             streams.append(batch.streams)
         return torch.stack(losses).double(), streams
 
@@ -247,6 +259,8 @@ class Trainer:
                 set_timeout(self.dims.groups, self._timeout)
             if logger and (is_logged(self.config, self.step) or self.step == first or self.stop.agreed):
                 self._report(logger, numbers)
+            if logger and self.seen:
+                logger.log_telemetry(self.step, self.seen)
             self._validate_and_save(logger)
 
     def _report(self, logger: MetricsLogger, numbers: dict[str, float]) -> None:
