@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from titan_linear.config import Config, config_to_toml
-from titan_linear.rundir import BOARD, METRICS, TELEMETRY, cut_metrics
+from titan_linear.rundir import BOARD, METRICS, TELEMETRY, cut_metrics, json_line
 
 GIB = 2**30
 TAGS = {  # name in metrics.jsonl → TensorBoard's; a name that is not here stays
@@ -132,7 +132,7 @@ class MetricsLogger:
     def log_telemetry(self, step: int, seen: Mapping[str, Mapping[str, Any]]) -> None:
         """Note what was seen inside a step (telemetry.py). In TensorBoard what is by head or expert is a histogram."""
         with (self.folder / TELEMETRY).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, **_finite(seen)}, allow_nan=False) + "\n")
+            file.write(json_line({"step": step, **seen}))
         if self.board is None:
             return
         for quantity, found in seen.items():
@@ -189,15 +189,6 @@ def _tensorboard(config: Config, start_step: int) -> Any:
     board.add_custom_scalars(CHARTS)
     board.add_text("configuration", textwrap.indent(config_to_toml(config), "    "), start_step)  # indented: code
     return board
-
-
-def _finite(value: Any) -> Any:
-    """Mappings, lists and numbers, null for what is not finite: JSON has no word for it."""
-    if isinstance(value, Mapping):
-        return {key: _finite(x) for key, x in value.items()}
-    if isinstance(value, list):
-        return [_finite(x) for x in value]
-    return value if math.isfinite(value) else None
 
 
 def _shown(rates: dict[str, float]) -> list[tuple[str, str, int]]:

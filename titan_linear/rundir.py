@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import platform
 import socket
@@ -322,6 +323,19 @@ def _cut(path: Path, step: int) -> None:
     kept = "".join(f"{line}\n" for number, line in enumerate(lines, 1) if _step(path, number, line) <= step)
     if kept != text:
         _replace(path, kept)
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    """A line of a .jsonl file. Numbers that are not finite are text: JSON has no word for them."""
+    return json.dumps(_finite(value), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(x) for x in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step(path: Path, number: int, line: str) -> int:

@@ -44,7 +44,7 @@ from titan_linear.checkpoint import (
     rewind,
 )
 from titan_linear.config import Config, hf_weights, load_config
-from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, validation_batches
+from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, learnt, validation_batches
 from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.feed import Feed, MicroBatch
 from titan_linear.distributed.groups import is_gone, on_rank_0, process_group, set_timeout, unhurried, unhurried_group
@@ -79,6 +79,7 @@ from titan_linear.rundir import (
     write_config,
     write_manifest,
 )
+from titan_linear.spikes import MicroLoss, Outliers, write_spike
 from titan_linear.telemetry import Seen, Telemetry
 
 
@@ -114,6 +115,7 @@ class Trainer:
             config, self.model, self.dims, self.device, **(mixture if config.training.mixture else {})
         )
         self.seen: Seen = {}  # by telemetry in the last step
+        self.outliers = Outliers(config.metrics.spike_sigmas)
 
     def _build_checkpointer(self) -> Checkpointer | None:
         c = self.config.checkpoint
@@ -186,6 +188,8 @@ class Trainer:
         self.seen = self.telemetry.named(seen) if seen else {}
         self.stop.agreed = int(stop)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if spike := self.outliers.judge(loss, grad_norm):
+            self._note(spike, losses, streams)
         if not finite:
             self._leave_out(loss, grad_norm, losses, streams)
         move_selection_biases(self.model, apply=finite)
@@ -216,6 +220,14 @@ class Trainer:
         return learning_rate(
             self.step, self.config.optimizer.lr, self.config.lr_scheduler, self.config.training.steps
         )  # fmt: skip
+
+    def _note(self, spike: dict[str, Any], losses: torch.Tensor, streams: list[tuple[int, ...]]) -> None:
+        """Write down the step's streams and their losses. Every rank calls it."""
+        own = [MicroLoss(i, learnt(self.streams, i), x) for i, x in zip(streams, losses.tolist(), strict=True)]
+        reports: list[list[MicroLoss]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(reports, own, group=self.host)
+        if dist.get_rank() == 0:
+            write_spike(self.config.job.dump_folder, self.step, spike, reports)
 
     def _leave_out(self, loss: float, norm: float, losses: torch.Tensor, streams: list[tuple[int, ...]]) -> None:
         """The step has not touched the weights: it is skipped and counted, or the run stops."""
