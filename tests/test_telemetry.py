@@ -22,8 +22,7 @@ from titan_linear.train import Trainer
 
 SPLITS = {
     "dp 2": (2, {"training.local_batch_size": 2}),
-    "cp 2 zig-zag, compiled": (2, {"parallelism.context_parallel_degree": 2, "compile.enable": "true",
-                                   "parallelism.context_parallel_layout": "zigzag", "compile.backend": "aot_eager"}),
+    "cp 2 zig-zag": (2, {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_layout": "zigzag"}),
     "tp 2 x cp 2": (4, {"parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
                         "activation_checkpoint.mode": "full"}),
 }  # fmt: skip

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import nn
 
 from titan_linear.config import Config
-from titan_linear.data import IGNORE
+from titan_linear.data import IGNORE, MixedStreams, Streams
 from titan_linear.distributed.feed import MicroBatch
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parallelize import counted_parameters
@@ -53,17 +53,14 @@ class Part(NamedTuple):
 
 
 class Telemetry:
-    """Of this rank. Where a step is not watched, nothing is computed.
-
-    source_of: stream → the name of its source; None: there is one source.
-    """
+    """Of this rank. Where a step is not watched, nothing is computed."""
 
     def __init__(
-        self, config: Config, model: Decoder, dims: ParallelDims, device: torch.device,
-        sources: list[str] | None = None, source_of: Callable[[int], str] | None = None,
+        self, config: Config, model: Decoder, dims: ParallelDims, device: torch.device, streams: Streams
     ):  # fmt: skip
         self.freq, self.model, self.dims, self.device = config.metrics.telemetry_freq, model, dims, device
-        self.sources, self.source_of = sources or [], source_of
+        self.streams, mixed = streams, isinstance(streams, MixedStreams)
+        self.sources = list(streams.sources) if mixed else []
         self.buckets = config.training.seq_len.bit_length()
         self.units = list(dict.fromkeys(_unit(name) for name, _ in model.named_parameters()))
         self.experts = {f"layers.{i}": m.mlp for i, m in enumerate(model.layers) if isinstance(m.mlp, MoE)}
@@ -118,8 +115,8 @@ class Telemetry:
         powers = 2 ** torch.arange(1, self.buckets, device=losses.device)
         bucket = torch.bucketize(positions, powers, right=True)
         self._add("loss_by_position", pairs, bucket, [str(2**b) for b in range(self.buckets)])
-        if self.source_of is not None:
-            sources = torch.tensor([self.sources.index(self.source_of(i)) for i in batch.streams])
+        if self.sources:
+            sources = torch.tensor([self.sources.index(self.streams.source(i)[0]) for i in batch.streams])
             of_token = sources.to(losses.device).repeat_interleave(len(losses) // len(sources))
             self._add("loss_by_source", pairs, of_token, self.sources)
         rank = torch.full_like(positions, dist.get_rank() // self.dims.tp)

@@ -110,10 +110,7 @@ class Trainer:
         self.begun = self.step  # the step that is being computed
         dist.barrier(self.host)  # disks differ
         self.feed = self._build_feed()
-        mixture = {"sources": list(self.streams.sources), "source_of": lambda i: self.streams.source(i)[0]}
-        self.telemetry = Telemetry(
-            config, self.model, self.dims, self.device, **(mixture if config.training.mixture else {})
-        )
+        self.telemetry = Telemetry(config, self.model, self.dims, self.device, self.streams)
         self.seen: Seen = {}  # by telemetry in the last step
         self.outliers = Outliers(config.metrics.spike_sigmas)
 
