@@ -138,8 +138,10 @@ def test_lines_of_a_run(folder: Path, worlds: Callable[[int], World], tmp_path: 
     events = EventAccumulator(str(tmp_path / "tb" / tmp_path.name))
     events.Reload()
     tags = events.Tags()
-    assert {"grad_norm/layers.0", "loss_by_position/16", "loss_by_source/a"} <= set(tags["scalars"])
-    assert "half_life/layers.0" in tags["histograms"]
+    assert {"per_layer_grad_norm/layers.0", "loss_by_position/16", "loss_by_source/a", "perf/work_balance"} <= set(
+        tags["scalars"]
+    )
+    assert "per_layer_half_life/layers.0" in tags["histograms"]
 
 
 def whole_run(rank: int, world_size: int, argv: list[str], cache: str) -> None:

@@ -5,6 +5,7 @@ All three show the same numbers; in TensorBoard they are laid out in groups (`TA
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -35,13 +36,41 @@ TAGS = {  # name in metrics.jsonl → TensorBoard's; a name that is not here sta
     "step_seconds": "perf/step_seconds",
     "data_seconds": "perf/data_seconds",
     "data_wait": "perf/data_wait",
+    "gc_seconds": "perf/gc_seconds",
     "valid_tokens_per_second": "perf/valid_tokens_per_second",
     "tflops": "perf/tflops",
     "mfu": "perf/mfu",
     "memory_gib": "memory/allocated_gib",
     "memory_reserved_gib": "memory/reserved_gib",
+    "memory_fragmentation": "memory/fragmentation",
 }
-CHARTS = {"loss": {"train and validation": ["Multiline", [TAGS["loss"], TAGS["validation_loss"]]]}}
+# Custom scalars: category → chart → tags, which are regular expressions.
+CHARTS = {
+    "loss": {
+        "train and validation": ["Multiline", [TAGS["loss"], TAGS["validation_loss"]]],
+        "by position in the document": ["Multiline", ["loss_by_position/.*"]],
+        "by source": ["Multiline", ["loss_by_source/.*"]],
+    },
+    "optimizer": {
+        "learning rate": ["Multiline", [TAGS["lr"]]],
+        "gradient norm": ["Multiline", [TAGS["grad_norm"]]],
+        "gradient norm by layer": ["Multiline", ["per_layer_grad_norm/.*"]],
+        "update norm by layer": ["Multiline", ["per_layer_update_norm/.*"]],
+    },
+    "speed": {
+        "tokens a second": ["Multiline", [TAGS["tokens_per_second"], TAGS["valid_tokens_per_second"]]],
+        "TFLOP/s": ["Multiline", [TAGS["tflops"]]],
+        "MFU": ["Multiline", [TAGS["mfu"]]],
+        "seconds of a step, for data, in the garbage collector": [
+            "Multiline", [TAGS["step_seconds"], TAGS["data_seconds"], TAGS["gc_seconds"]],
+        ],
+        "share of time without data": ["Multiline", [TAGS["data_wait"]]],
+    },
+    "memory": {
+        "allocated and reserved, GiB": ["Multiline", [TAGS["memory_gib"], TAGS["memory_reserved_gib"]]],
+        "fragmentation": ["Multiline", [TAGS["memory_fragmentation"]]],
+    },
+}  # fmt: skip
 
 
 def is_logged(config: Config, step: int) -> bool:
@@ -57,9 +86,43 @@ def peak_memory_gib() -> float:
     return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
 
 
-def reserved_memory_gib() -> dict[str, float]:
-    """The most that PyTorch has held of this process's GPU, as a further number to log; none on a CPU."""
-    return {"memory_reserved_gib": torch.cuda.max_memory_reserved() / GIB} if torch.cuda.is_available() else {}
+def reserved_memory() -> dict[str, float]:
+    """The most that PyTorch has held of this process's GPU, and the share of what it holds now that lies idle in blocks
+    of which a part is in use: fragmentation. Further numbers to log; none on a CPU."""
+    if not torch.cuda.is_available():
+        return {}
+    stats = torch.cuda.memory_stats()
+    held, idle = stats.get("reserved_bytes.all.current", 0), stats.get("inactive_split_bytes.all.current", 0)
+    return {
+        "memory_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        "memory_fragmentation": idle / max(held, 1),
+    }  # fmt: skip
+
+
+class GarbageClock:
+    """Seconds that Python's garbage collector took of this process, inside `with`."""
+
+    def __init__(self) -> None:
+        self.seconds, self._begun = 0.0, 0.0
+
+    def __enter__(self) -> GarbageClock:
+        gc.callbacks.append(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._begun = now
+        else:
+            self.seconds += now - self._begun
+
+    def take(self) -> float:
+        """Since this was last called."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
 
 class Work(NamedTuple):
@@ -138,7 +201,7 @@ class MetricsLogger:
         for quantity, found in seen.items():
             for where, value in found.items():
                 add = self.board.add_histogram if isinstance(value, list) else self.board.add_scalar
-                add(f"{quantity}/{where}", np.array(value), step)
+                add(_tag(quantity, where), np.array(value), step)
         self.board.flush()
 
     def log_validation(self, step: int, loss: float, **more: float) -> None:
@@ -189,6 +252,13 @@ def _tensorboard(config: Config, start_step: int) -> Any:
     board.add_custom_scalars(CHARTS)
     board.add_text("configuration", textwrap.indent(config_to_toml(config), "    "), start_step)  # indented: code
     return board
+
+
+def _tag(quantity: str, where: str) -> str:
+    """TensorBoard's name of what telemetry saw: groups stand in the alphabet's order, and the first two are open."""
+    if quantity == "work":
+        return "perf/work_balance"
+    return f"{quantity if quantity.startswith('loss') else f'per_layer_{quantity}'}/{where}"
 
 
 def _shown(rates: dict[str, float]) -> list[tuple[str, str, int]]:

@@ -54,7 +54,7 @@ from titan_linear.flops import no_peak, peak_tflops, training_flops
 from titan_linear.generate import Sampling, generate
 from titan_linear.hf_io import gather, load_weights
 from titan_linear.memory import what_fits
-from titan_linear.metrics import MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory_gib
+from titan_linear.metrics import GarbageClock, MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory
 from titan_linear.models.init import initialise
 from titan_linear.ops.support import start_lines
 from titan_linear.optim import Reading, build_optimizer, learning_rate, step_numbers, update
@@ -112,6 +112,7 @@ class Trainer:
         self.feed = self._build_feed()
         self.telemetry = Telemetry(config, self.model, self.dims, self.device, self.streams)
         self.seen: Seen = {}  # by telemetry in the last step
+        self.garbage = GarbageClock()
         self.outliers = Outliers(config.metrics.spike_sigmas)
 
     def _build_checkpointer(self) -> Checkpointer | None:
@@ -251,7 +252,7 @@ class Trainer:
     def train(self) -> None:
         """Steps until the last, or until a signal, which ends the run after a save."""
         logger = self._begin()
-        with profiler(self.config) as profile:
+        with profiler(self.config) as profile, self.garbage:
             self._loop(logger, profile)
         with self._unhurried():
             self._finish()
@@ -276,7 +277,8 @@ class Trainer:
         """This step's numbers, and what the steps since the last report did."""
         fed = self.feed.take()
         work = Work(training_flops(self.model.config, fed.documents), fed.valid, fed.waited)
-        more = {"data_seconds": fed.seconds / max(fed.steps, 1), **reserved_memory_gib()}
+        of_step = {"data_seconds": fed.seconds, "gc_seconds": self.garbage.take()}
+        more = {name: seconds / max(fed.steps, 1) for name, seconds in of_step.items()} | reserved_memory()
         logger.log(
             self.step, tokens=self._tokens(), memory_gib=peak_memory_gib(), work=work, **numbers, **more
         )  # fmt: skip
