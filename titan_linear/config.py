@@ -241,6 +241,9 @@ class Metrics(_Strict):
     """Steps between reports; the first step is always reported."""
     enable_tensorboard: bool = True
     """Write TensorBoard events to tb/ in job.dump_folder."""
+    enable_wandb: bool = False
+    """Report to Weights & Biases too, as one run however often it resumes. The package is not a dependency: pip install
+    wandb. Its environment decides the rest: WANDB_PROJECT, WANDB_MODE=offline."""
     telemetry_freq: int = Field(50, ge=0)
     """Steps between looks inside: norms by layer, decay half-lives, attention's entropy, loss by position and source,
     experts' loads (telemetry.jsonl; docs/telemetry.md says what each means); 0: none."""
@@ -278,6 +281,10 @@ class Validation(_Strict):
     """Streams of a validation, over all ranks; -1: all held-out documents."""
     local_batch_size: int = Field(1, ge=1)
     """Streams of one validation batch on one data-parallel rank."""
+    sample_tokens: int = Field(0, ge=0)
+    """Tokens of a text generated at each validation, with sample.temperature and sample.top_p; 0: none."""
+    sample_prompt: str = Field("def ", min_length=1)
+    """What that text begins with."""
 
 
 class Sample(_Strict):
@@ -677,6 +684,11 @@ def _check_data(config: Config) -> None:
         raise ValueError(
             "validation.enable = true has nothing to validate on; set validation.holdout above 0, or "
             "validation.dataset_path"
+        )
+    if v.sample_tokens and not v.enable:
+        raise ValueError(
+            f"validation.sample_tokens = {v.sample_tokens} has no effect with validation.enable = false; set "
+            "validation.enable = true, or remove it (sample.max_new_tokens gives a text when the run ends)"
         )
     if v.steps == 0:
         raise ValueError("validation.steps = 0 validates nothing; use -1 for all, or validation.enable = false")

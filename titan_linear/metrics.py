@@ -1,11 +1,12 @@
-"""What a run reports: a console line, a line of metrics.jsonl and TensorBoard scalars per logged step.
+"""What a run reports: a console line, a line of metrics.jsonl and scalars for TensorBoard and W&B, per logged step.
 
-All three show the same numbers; in TensorBoard they are laid out in groups (`TAGS`). Rank 0 has the only logger.
+All show the same numbers; in TensorBoard they are laid out in groups (`TAGS`). Rank 0 has the only logger.
 """
 
 from __future__ import annotations
 
 import gc
+import html
 import json
 import math
 import os
@@ -13,6 +14,7 @@ import resource
 import sys
 import textwrap
 import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +24,7 @@ import numpy as np
 import torch
 
 from titan_linear.config import Config, config_to_toml
-from titan_linear.rundir import BOARD, METRICS, TELEMETRY, cut_metrics, json_line
+from titan_linear.rundir import BOARD, METRICS, TELEMETRY, WANDB, cut_metrics, json_line
 
 GIB = 2**30
 TAGS = {  # name in metrics.jsonl → TensorBoard's; a name that is not here stays
@@ -153,7 +155,8 @@ class MetricsLogger:
         self.gpus, self.peak_tflops = gpus, peak_tflops
         self.colour = self.out.isatty() and "NO_COLOR" not in os.environ
         self.file = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        self.board = _tensorboard(config, start_step) if config.metrics.enable_tensorboard else None
+        boards = {_tensorboard: config.metrics.enable_tensorboard, WandbBoard: config.metrics.enable_wandb}
+        self.boards = [board(config, start_step) for board, wanted in boards.items() if wanted]
         self.last = (time.perf_counter(), start_step, start_tokens)
 
     def log(
@@ -171,8 +174,8 @@ class MetricsLogger:
         per_second = (tokens - last_tokens) / (now - then)
         rates = {} if work is None else self._rates(work, now - then)
         eta = (self.steps - step) * (now - then) / (step - last_step)
-        if self.board is not None:
-            self.board.add_scalar(TAGS["step_seconds"], (now - then) / (step - last_step), step)
+        for board in self.boards:
+            board.add_scalar(TAGS["step_seconds"], (now - then) / (step - last_step), step)
         self.last = (now, step, tokens)
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens, "tokens_per_second": per_second}
         self._write(step, values | rates | {"memory_gib": memory_gib} | more)
@@ -196,18 +199,24 @@ class MetricsLogger:
         """Note what was seen inside a step (telemetry.py). In TensorBoard what is by head or expert is a histogram."""
         with (self.folder / TELEMETRY).open("a", encoding="utf-8") as file:
             file.write(json_line({"step": step, **seen}))
-        if self.board is None:
-            return
-        for quantity, found in seen.items():
-            for where, value in found.items():
-                add = self.board.add_histogram if isinstance(value, list) else self.board.add_scalar
-                add(_tag(quantity, where), np.array(value), step)
-        self.board.flush()
+        for board in self.boards:
+            for quantity, found in seen.items():
+                for where, value in found.items():
+                    add = board.add_histogram if isinstance(value, list) else board.add_scalar
+                    add(_tag(quantity, where), np.array(value), step)
+            board.flush()
 
     def log_validation(self, step: int, loss: float, **more: float) -> None:
         """Report a validation after `step`: the loss in nats per token, and further numbers by name."""
         self._write(step, {"validation_loss": loss} | more)
         self._print(step, [("validation loss", f"{loss:.4f}", 35)])
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """Report a text after `step`."""
+        print(f"--- {name}, step {step}\n{text}\n---", file=self.out, flush=True)
+        for board in self.boards:
+            board.add_text(name, textwrap.indent(text, "    "), step)
+            board.flush()
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -219,8 +228,8 @@ class MetricsLogger:
 
     def close(self) -> None:
         self.file.close()
-        if self.board is not None:
-            self.board.close()
+        for board in self.boards:
+            board.close()
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         # JSON has no NaN or infinity: such a number is null, and its text stands in "nonfinite".
@@ -230,10 +239,10 @@ class MetricsLogger:
             line["nonfinite"] = ", ".join(f"{key} = {value}" for key, value in nonfinite.items())
         self.file.write(json.dumps(line, allow_nan=False) + "\n")
         self.file.flush()
-        if self.board is not None:
+        for board in self.boards:
             for key, value in values.items():
-                self.board.add_scalar(TAGS.get(key, key), value, step)
-            self.board.flush()
+                board.add_scalar(TAGS.get(key, key), value, step)
+            board.flush()
 
     def _print(self, step: int, fields: list[tuple[str, str, int]]) -> None:
         width = len(str(self.steps))
@@ -259,6 +268,44 @@ def _tag(quantity: str, where: str) -> str:
     if quantity == "work":
         return "perf/work_balance"
     return f"{quantity if quantity.startswith('loss') else f'per_layer_{quantity}'}/{where}"
+
+
+class WandbBoard:
+    """Weights & Biases, in the words of TensorBoard's writer. Steps are a number of their own there: a run that resumes
+    from an earlier one gives some a second time."""
+
+    def __init__(self, config: Config, _start_step: int):
+        import wandb  # optional
+
+        folder = Path(config.job.dump_folder).absolute()
+        known = folder / WANDB  # one run, however often it is started
+        if not known.exists():
+            known.write_text(uuid.uuid4().hex, encoding="utf-8")
+        self.wandb = wandb
+        self.run = wandb.init(
+            id=known.read_text(encoding="utf-8"), resume="allow", name=folder.name, dir=str(folder),
+            notes=config.job.description or None, config=config.model_dump(),
+        )  # fmt: skip
+        self.run.define_metric("*", step_metric="step")
+        self.pending: dict[str, Any] = {}
+
+    def add_scalar(self, tag: str, value: Any, step: int) -> None:
+        self.pending |= {"step": step, tag: float(value)}
+
+    def add_histogram(self, tag: str, values: np.ndarray, step: int) -> None:
+        self.pending |= {"step": step, tag: self.wandb.Histogram(values[np.isfinite(values)])}
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        self.pending |= {"step": step, tag: self.wandb.Html(f"<pre>{html.escape(textwrap.dedent(text))}</pre>")}
+
+    def flush(self) -> None:
+        if self.pending:
+            self.run.log(self.pending)
+        self.pending = {}
+
+    def close(self) -> None:
+        self.flush()
+        self.run.finish()
 
 
 def _shown(rates: dict[str, float]) -> list[tuple[str, str, int]]:

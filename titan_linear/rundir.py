@@ -31,7 +31,7 @@ from titan_linear import __version__
 from titan_linear.config import Config, config_to_toml, load_config
 
 CONFIG, MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
-TELEMETRY, SPIKES = "telemetry.jsonl", "spikes.jsonl"
+TELEMETRY, SPIKES, WANDB = "telemetry.jsonl", "spikes.jsonl", "wandb_id"
 PATHS = {
     "job": ("dump_folder",), "model": ("hf_assets_path", "tokenizer_path"), "training": ("dataset_path",),
     "checkpoint": ("initial_load_path",), "validation": ("dataset_path",),
@@ -46,7 +46,7 @@ MAY_CHANGE = (
     "comm.",
     "model.impl", "model.hf_assets_path", "training.steps", "training.local_batch_size", "training.loss_chunk_size",
     "training.on_nonfinite", "training.num_workers", "lr_scheduler.total_steps", "validation.freq", "validation.steps",
-    "validation.local_batch_size", "debug.deterministic",
+    "validation.local_batch_size", "validation.sample_tokens", "validation.sample_prompt", "debug.deterministic",
     "training.on_bad_document",  # the checkpoint knows the corpus by its content
     "training.mixture_from_step", "training.verify",
 )  # fmt: skip
@@ -127,7 +127,9 @@ def set_run_aside(config: Config) -> None:
     """Move what a run without checkpoints left into abandoned-DATE/ in its folder; for `starts_anew`."""
     folder = Path(config.job.dump_folder)
     if left := [
-        folder / name for name in (CONFIG, MANIFEST, METRICS, TELEMETRY, SPIKES, BOARD) if (folder / name).exists()
+        folder / name
+        for name in (CONFIG, MANIFEST, METRICS, TELEMETRY, SPIKES, WANDB, BOARD)
+        if (folder / name).exists()
     ]:
         aside = unused(folder / time.strftime("abandoned-%Y%m%d-%H%M%S"))
         aside.mkdir()

@@ -292,11 +292,18 @@ class Trainer:
             return
         with self._unhurried(), logger.untimed() if logger else nullcontext():
             if validates:
-                loss = self.validate()
-                if logger:
-                    logger.log_validation(self.step, loss)
+                self._validate(logger)
             if saves:
                 self.save(last)
+
+    def _validate(self, logger: MetricsLogger | None) -> None:
+        v, loss = self.config.validation, self.validate()
+        if logger:
+            logger.log_validation(self.step, loss)
+        if v.sample_tokens:
+            text = self._sample(v.sample_prompt, v.sample_tokens)
+            if logger:
+                logger.log_text(self.step, "sample", text)
 
     def _finish(self) -> None:
         """After the last step."""
@@ -306,7 +313,7 @@ class Trainer:
         if not self.stop.agreed:
             if self.config.checkpoint.last_save_in_hf:
                 self._export()
-            self._sample()
+            self._print_sample()
 
     @property
     def _timeout(self) -> timedelta:
@@ -379,19 +386,24 @@ class Trainer:
         dist.all_reduce(total)
         return (total[0] / total[1] * self.dims.tp).item()  # all ranks of tp have counted the same labels
 
-    def _sample(self) -> None:
+    def _print_sample(self) -> None:
+        """When the run ends."""
+        if s := self.config.sample.max_new_tokens:
+            text = self._sample(self.config.sample.prompt, s)
+            if dist.get_rank() == 0:
+                print(f"--- sample\n{text}\n---", flush=True)
+
+    def _sample(self, prompt: str, tokens: int) -> str:
+        """The prompt and what the weights make of it. Every rank calls it, whatever the model is split by."""
         s = self.config.sample
-        if not s.max_new_tokens:
-            return
         # Graphs are for streams, not for a text that grows by a token at each call.
         uncompiled = torch.compiler.set_stance("force_eager") if self.config.compile.enable else nullcontext()
         with self.precision, uncompiled:
             (text,) = generate(
-                self.model, self.tokenizer, [s.prompt], max_new_tokens=s.max_new_tokens, device=self.device,
+                self.model, self.tokenizer, [prompt], max_new_tokens=tokens, device=self.device,
                 sampling=Sampling(s.temperature, s.top_p, self.config.debug.seed), impl=self.config.model.impl,
             )  # fmt: skip
-        if dist.get_rank() == 0:
-            print(f"--- sample\n{text}\n---", flush=True)
+        return text
 
 
 @contextmanager
