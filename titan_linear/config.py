@@ -256,7 +256,7 @@ class Metrics(_Strict):
 
 
 class Profiling(_Strict):
-    """Traces of the PyTorch profiler."""
+    """Traces of the PyTorch profiler (tools/trace.py reads them), and snapshots of a GPU's memory."""
 
     enable_profiling: bool = False
     """Record traces."""
@@ -264,6 +264,17 @@ class Profiling(_Strict):
     """Folder of the traces, inside job.dump_folder."""
     profile_freq: int = Field(10, ge=1)
     """Steps between traces."""
+    profiler_active: int = Field(1, ge=1)
+    """Steps of a trace."""
+    profiler_warmup: int = Field(3, ge=0)
+    """Steps before them in which the profiler runs and keeps nothing, as many as there is room for."""
+    profile_count: int = Field(0, ge=0)
+    """Traces of a start; 0: without end."""
+    enable_memory_snapshot: bool = False
+    """Record where memory of the GPU is allocated, for snapshots: one when it runs out, and one of a process that gets
+    SIGUSR1, after its step. Without this key the latter tells what is allocated, not where."""
+    save_memory_snapshot_folder: str = Field("memory_snapshots", min_length=1)
+    """Folder of the snapshots, inside job.dump_folder."""
 
 
 class Validation(_Strict):
@@ -599,6 +610,7 @@ def check_config(config: Config, world_size: int) -> None:
     _check_types(config.training)
     _check_data(config)
     _check_checkpoint(config.checkpoint)
+    _check_profiling(config.profiling)
     if config.comm.max_restarts and not config.checkpoint.enable:
         raise ValueError(
             f"comm.max_restarts = {config.comm.max_restarts} starts again from checkpoints, and there are none; set "
@@ -737,6 +749,14 @@ def _check_mixture(t: Training, v: Validation) -> None:
         raise ValueError(
             f"validation.dataset_path = {v.dataset_path!r} is not used beside training.mixture; remove it to validate "
             "on documents held out of every source"
+        )
+
+
+def _check_profiling(p: Profiling) -> None:
+    if p.enable_profiling and p.profiler_active > p.profile_freq:
+        raise ValueError(
+            f"profiling.profiler_active = {p.profiler_active} steps of a trace are more than profiling.profile_freq = "
+            f"{p.profile_freq}, the steps between traces; lower one, or raise the other"
         )
 
 

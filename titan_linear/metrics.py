@@ -155,8 +155,11 @@ class MetricsLogger:
         self.gpus, self.peak_tflops = gpus, peak_tflops
         self.colour = self.out.isatty() and "NO_COLOR" not in os.environ
         self.file = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        boards = {_tensorboard: config.metrics.enable_tensorboard, WandbBoard: config.metrics.enable_wandb}
-        self.boards = [board(config, start_step) for board, wanted in boards.items() if wanted]
+        self.boards: list[Any] = []  # in the words of TensorBoard's writer
+        if config.metrics.enable_tensorboard:
+            self.boards.append(_tensorboard(config, start_step, with_mfu=peak_tflops is not None))
+        if config.metrics.enable_wandb:
+            self.boards.append(WandbBoard(config))
         self.last = (time.perf_counter(), start_step, start_tokens)
 
     def log(
@@ -252,13 +255,21 @@ class MetricsLogger:
         print("  ".join(shown), file=self.out, flush=True)
 
 
-def _tensorboard(config: Config, start_step: int) -> Any:
+def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
     """A writer of tb/NAME, which TensorBoard shows as the run NAME: that of its folder."""
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
 
     folder = Path(config.job.dump_folder).absolute()
     board = SummaryWriter(str(folder / BOARD / folder.name), purge_step=start_step + 1)
-    board.add_custom_scalars(CHARTS)
+    telemetry = config.metrics.telemetry_freq
+    drawn = {
+        "MFU": with_mfu, "by source": telemetry and config.training.mixture, "by position in the document": telemetry,
+        "gradient norm by layer": telemetry, "update norm by layer": telemetry,
+        "fragmentation": torch.cuda.is_available(),
+    }  # fmt: skip
+    board.add_custom_scalars(
+        {group: {name: c for name, c in charts.items() if drawn.get(name, True)} for group, charts in CHARTS.items()}
+    )
     board.add_text("configuration", textwrap.indent(config_to_toml(config), "    "), start_step)  # indented: code
     return board
 
@@ -274,7 +285,7 @@ class WandbBoard:
     """Weights & Biases, in the words of TensorBoard's writer. Steps are a number of their own there: a run that resumes
     from an earlier one gives some a second time."""
 
-    def __init__(self, config: Config, _start_step: int):
+    def __init__(self, config: Config):
         import wandb  # optional
 
         folder = Path(config.job.dump_folder).absolute()

@@ -69,7 +69,7 @@ from titan_linear.process import (
     own_device,
     under_launcher,
 )
-from titan_linear.profiling import profiler
+from titan_linear.profiling import MemorySnapshots, profiler, write_memory_snapshot
 from titan_linear.rundir import (
     check_resume,
     copied_configuration,
@@ -252,18 +252,19 @@ class Trainer:
     def train(self) -> None:
         """Steps until the last, or until a signal, which ends the run after a save."""
         logger = self._begin()
-        with profiler(self.config) as profile, self.garbage:
-            self._loop(logger, profile)
+        with profiler(self.config) as profile, self.garbage, MemorySnapshots(self.config) as snapshots:
+            self._loop(logger, profile, snapshots)
         with self._unhurried():
             self._finish()
         if logger:
             logger.close()
 
-    def _loop(self, logger: MetricsLogger | None, profile: Any) -> None:
+    def _loop(self, logger: MetricsLogger | None, profile: Any, snapshots: MemorySnapshots) -> None:
         first = self.step + 1
         while self.step < self.config.training.steps and not self.stop.agreed:
             numbers = self.train_step()
             profile.step()
+            snapshots.after(self.step)
             if self.step == first:  # it has compiled and connected everything
                 dist.barrier(self.host)
                 set_timeout(self.dims.groups, self._timeout)
@@ -427,7 +428,9 @@ def main(argv: list[str]) -> int:
         stopped = _run(config := load_config(argv))
     except torch.OutOfMemoryError as error:
         rank, reason = os.environ.get("RANK", "0"), str(error).partition(". GPU")[0]
-        print(f"error: rank {rank}: {reason}; {_what_fits(config)}", file=sys.stderr, flush=True)
+        recorded = config.profiling.enable_memory_snapshot
+        snapshot = f"; {write_memory_snapshot(config, 'out_of_memory')}" if recorded else ""
+        print(f"error: rank {rank}: {reason}; {_what_fits(config)}{snapshot}", file=sys.stderr, flush=True)
         return FAILED
     except (ValueError, NonFinite, SaveFailed) as error:
         alike = isinstance(error, (NonFinite, SaveFailed)) and not isinstance(error, WriteFailed)  # on all ranks

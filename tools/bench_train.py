@@ -29,13 +29,11 @@ import gc
 import json
 import math
 import os
-import re
 import socket
 import sys
 import tempfile
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -43,7 +41,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,8 +66,8 @@ from titan_linear.models.documents import Documents
 from titan_linear.models.init import initialise
 from titan_linear.optim import Reading, build_optimizer, step_numbers, update
 from titan_linear.process import own_device
+from tools.trace import Cost, of_trace
 
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
 HEAD = (
     "model", "by", "checkpointing", "tokens", "documents", "GPUs", "tokens/s/GPU", "TFLOP/s", "MFU", "memory, GiB",
     "launches", "idle", "first step, s",
@@ -200,12 +198,6 @@ Batches = Callable[[], Iterator[Batch]]
 # --- Measuring -------------------------------------------------------------------------------------------------------
 
 
-class Cost(NamedTuple):
-    name: str
-    ms: float  # in one step
-    calls: int
-
-
 @dataclass(frozen=True)
 class Row:
     model: str
@@ -282,26 +274,6 @@ def profiled(step: Callable[[], None], device: torch.device) -> tuple[int | None
     with tempfile.TemporaryDirectory() as folder:
         profile.export_chrome_trace(f"{folder}/trace.json")
         return of_trace(json.loads(Path(folder, "trace.json").read_text())["traceEvents"])
-
-
-def of_trace(events: list[dict[str, Any]]) -> tuple[int, float, list[Cost]]:
-    """`profiled`, from the events of a Chrome trace."""
-    ran = sorted((e for e in events if e.get("cat") in ON_DEVICE and e.get("ph") == "X"), key=lambda e: e["ts"])
-    busy, until = 0.0, -math.inf  # µs: the union of all streams'
-    by_name: dict[str, list[float]] = defaultdict(list)
-    for e in ran:
-        begin, end = e["ts"], e["ts"] + e["dur"]
-        busy += max(0.0, end - max(begin, until))
-        until = max(until, end)
-        by_name[_short(e["name"])].append(e["dur"])
-    costs = sorted((Cost(name, sum(each) / 1e3, len(each)) for name, each in by_name.items()), key=lambda c: -c.ms)
-    return len(ran), busy / 1e6, costs[:10]
-
-
-def _short(name: str) -> str:
-    """A kernel's name without what all have."""
-    name = re.sub(r"^void |at::native::|\(anonymous namespace\)::|\s*\(.*$", "", name)
-    return name if len(name) <= 100 else name[:97] + "…"
 
 
 # --- Rows ------------------------------------------------------------------------------------------------------------
