@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from titan_linear.config import check_config, load_config
+from titan_linear.config import load_config
 from titan_linear.profiling import MemorySnapshots, profiler
 from tools import trace
 
@@ -34,7 +34,7 @@ def test_a_gpus_trace(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
         json.dump({"traceEvents": events}, file)
     assert trace.main([str(path), "--rows", "2"]) == 0
     head, _, _, _, *rows = capsys.readouterr().out.splitlines()
-    assert head == "0.1 ms of 1 steps, 4 launches: idle 10.0%, communication 30.0%, exposed 20.0%"
+    assert head == "0.1 ms, training steps: 1, 4 launches: idle 10.0%, communication 30.0%, exposed 20.0%"
     assert rows == ["| 0.06 | 66.7% | 2 | `gemm` |", "| 0.03 | 33.3% | 1 | `ncclDevKernel_AllReduce` |"]
 
 
@@ -74,12 +74,6 @@ def test_a_trace_of_the_profiler(
 def test_no_trace(text: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "t.json").write_text(text)
     assert trace.main([str(tmp_path / "t.json")]) == 2 and "is no trace" in capsys.readouterr().err
-
-
-def test_a_longer_trace_than_its_interval_is_refused() -> None:
-    config = load_config(["--profiling.enable_profiling=true", "--profiling.profiler_active=11"])
-    with pytest.raises(ValueError, match=r"profiling.profiler_active = 11 .* profiling.profile_freq = 10"):
-        check_config(config, 1)
 
 
 def test_a_signal_asks_for_a_memory_snapshot(

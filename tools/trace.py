@@ -146,7 +146,7 @@ def report(events: Sequence[Event], rows: int) -> str:
     s, host = summary(events), not on_device(events)
     largest, whole = (own_costs if host else costs)(on_device(events) if not host else events, rows), s.busy * 1e3
     lines = ["no kernels of a GPU: operators of the host" if host else (
-        f"{s.span * 1e3:,.1f} ms{f' of {s.steps} steps' if s.steps else ''}, {s.launches:,} launches: idle "
+        f"{s.span * 1e3:,.1f} ms{f', training steps: {s.steps}' if s.steps else ''}, {s.launches:,} launches: idle "
         f"{1 - s.busy / s.span:.1%}, communication {s.communication / s.span:.1%}, exposed {s.exposed / s.span:.1%}"
     )]  # fmt: skip
     lines += ["", "| ms | of the busy time | calls | |", "|---|---|---|---|"]
