@@ -12,10 +12,10 @@ loss by position and source, experts' loads, balance of the work.
     work                                  pairs of query and key that the mask leaves, of the rank that has most over
                                           the mean of all: 1 is even
 
-Mixers are looked at in the first WINDOW tokens that each rank has of the step's first micro-batch: hooks before the
-layers, outside of what is compiled or computed again, give a layer's input to its mixer's `watch`, without gradients.
-Norms and losses are of all of the step. What a rank says are numerators and denominators: their sums over ranks are one
-collective, read with the step's numbers. The step itself computes what it computes without.
+Mixers are looked at in a window, the first of the tokens that each rank has of the step's first micro-batch: hooks
+before the layers, outside of what is compiled or computed again, give a layer's input to its mixer's `watch`, without
+gradients. Norms and losses are of all of the step. What a rank says are numerators and denominators: their sums over
+ranks are one collective, read with the step's numbers. The step itself computes what it computes without.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops.collectives import gather_along
 from titan_linear.optim import sum_of_squares, update_squares
 
-WINDOW = 1024  # tokens
+WINDOW = (256, 4096)  # tokens, at least and at most, of the SHARE of a rank's that is looked at
+SHARE = 16  # one in so many
 Seen = dict[str, dict[str, Any]]  # quantity → layer, position or source → number, or numbers by head or expert
 
 
@@ -93,7 +94,7 @@ class Telemetry:
         """In the step's first micro-batch."""
         if self._windowed:
             return
-        self._windowed, window = True, Window.of(plan, min(WINDOW, len(plan.position_ids)))
+        self._windowed, window = True, Window.of(plan, _window_tokens(len(plan.position_ids)))
         for i, layer in enumerate(self.model.layers):
             handle = layer.register_forward_pre_hook(partial(self._look_at, f"layers.{i}", window))
             hooks.callback(handle.remove)
@@ -198,6 +199,12 @@ def _by_name(names: list[str], sums: torch.Tensor) -> dict[str, float]:
 def _uneven(sums: torch.Tensor) -> dict[str, float]:
     of_ranks = sums.sum((0, 1))
     return {"max over mean": (of_ranks.max() / of_ranks.mean()).item()}
+
+
+def _window_tokens(tokens: int) -> int:
+    """Of so many."""
+    least, most = WINDOW
+    return min(tokens, max(least, min(tokens // SHARE, most)))
 
 
 def _unit(parameter: str) -> str:
