@@ -55,7 +55,9 @@ def folder(tmp_path: Path) -> Path:
 def test_streams_are_written_down_and_shown(
     folder: Path, worlds: Callable[[int], World], capsys: pytest.CaptureFixture
 ) -> None:
-    keys = arguments(folder, {"training.local_batch_size": 2, "parallelism.context_parallel_degree": 2})
+    keys = arguments(
+        folder, {"training.local_batch_size": 2, "parallelism.context_parallel_degree": 2, "model.flavor": "debug"}
+    )
     preflight(load_config(keys), 2)
     worlds(2).run(spiking, keys, str(folder))
     outlier, bad = map(json.loads, (folder / "run/spikes.jsonl").read_text().splitlines())
