@@ -59,7 +59,7 @@ def two_steps(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[
     trainer = Trainer(config)
     losses = [trainer.train_step()["loss"]]
     assert trainer.seen == {}
-    before = whole_weights(trainer)
+    before = {name: p.clone() for name, p in whole_weights(trainer).items()}
     losses.append(trainer.train_step()["loss"])
     after = whole_weights(trainer)
     return losses, trainer.seen, {name: (after[name] - before[name], after[name]) for name in after}

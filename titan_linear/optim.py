@@ -92,12 +92,13 @@ def update_squares(
         if not (own := [p for p in group["params"] if p in wanted and optimizer.state.get(p)]):
             continue
         moments = [[_local(optimizer.state[p][name]) for p in own] for name in ("exp_avg", "exp_avg_sq")]
-        step, (beta1, beta2) = optimizer.state[own[0]]["step"], group["betas"]
+        step, dtype = optimizer.state[own[0]]["step"].double(), moments[0][0].dtype
+        bias1, bias2 = (1 - beta**step for beta in group["betas"])
         root = torch._foreach_sqrt(moments[1])
-        torch._foreach_div_(root, (1 - beta2**step).sqrt())
+        torch._foreach_div_(root, bias2.sqrt().to(dtype))
         torch._foreach_add_(root, group["eps"])
         update = torch._foreach_div(moments[0], root)
-        torch._foreach_div_(update, 1 - beta1**step)
+        torch._foreach_div_(update, bias1.to(dtype))
         torch._foreach_add_(update, [_local(p) for p in own], alpha=group["weight_decay"])
         scale = group["lr"] / (1 - group["lr"] * group["weight_decay"])
         total += sum_of_squares(update, device) * scale**2

@@ -143,7 +143,7 @@ class Telemetry:
         numbers: of the step (`step_numbers`): an update that was left out is zero.
         """
         finite = numbers[:2].isfinite().all()
-        self._add_norms("update_norm", lambda ps, at: update_squares(optimizer, ps, at) * finite)
+        self._add_norms("update_norm", lambda ps, at: update_squares(optimizer, ps, at).where(finite, 0.0))
         self._add_norms("weight_norm", sum_of_squares)
         for name, moe in self.experts.items():
             loads = moe.loads.double()
