@@ -120,15 +120,15 @@ class Telemetry:
             sources = torch.tensor([self.sources.index(self.streams.source(i)[0]) for i in batch.streams])
             of_token = sources.to(losses.device).repeat_interleave(len(losses) // len(sources))
             self._add("loss_by_source", pairs, of_token, self.sources)
-        rank = torch.full_like(positions, dist.get_rank() // self.dims.tp)
+        rank = torch.full((1,), dist.get_rank() // self.dims.tp, device=losses.device)
         ranks = [str(r) for r in range(self.dims.dp * self.dims.cp)]
-        self._add("work", positions.double().unsqueeze(0) * first, rank, ranks, _uneven)
+        self._add("work", positions.sum().double().view(1, 1) * first, rank, ranks, _uneven)
 
     def _add(
         self, quantity: str, values: torch.Tensor, index: torch.Tensor, names: list[str],
         finish: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:  # fmt: skip
-        """values [n, T] by index [T] into names, on top of what there is."""
+        """values [n, m] by index [m] into names, on top of what there is."""
         new = Part(values.new_zeros(len(values), len(names)), finish or partial(_by_name, names))
         self._parts.setdefault((quantity, ""), new).values.index_add_(1, index, values)
 
