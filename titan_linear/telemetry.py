@@ -57,8 +57,9 @@ class Telemetry:
     """Of this rank. Where a step is not watched, nothing is computed."""
 
     def __init__(
-        self, config: Config, model: Decoder, dims: ParallelDims, device: torch.device, streams: Streams
+        self, config: Config, model: Decoder, dims: ParallelDims, device: torch.device, streams: Streams | None = None
     ):  # fmt: skip
+        """streams: that the batches are from, where losses by source are wanted."""
         self.freq, self.model, self.dims, self.device = config.metrics.telemetry_freq, model, dims, device
         self.streams, mixed = streams, isinstance(streams, MixedStreams)
         self.sources = list(streams.sources) if mixed else []

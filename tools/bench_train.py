@@ -8,8 +8,8 @@
         --parallelism.context_parallel_degree 4
 
 A row per model and checkpointing, as the trainer builds and steps them, on random tokens; keys after `--` are the
-run's, as for run_train.sh, and hold for all rows. A step has one stream on each data-parallel rank, unless keys say
-otherwise.
+run's, as for run_train.sh, and hold for all rows (`--metrics.telemetry_freq 1`: what a step costs that is looked into).
+A step has one stream on each data-parallel rank, unless keys say otherwise.
 
     tokens/s/GPU, TFLOP/s, MFU   median of --steps steps after --warmup, of the slowest rank; FLOPs: docs/training.md
     memory                       the most that PyTorch allocated in those steps, GiB, on the rank that had most
@@ -66,6 +66,7 @@ from titan_linear.models.documents import Documents
 from titan_linear.models.init import initialise
 from titan_linear.optim import Reading, build_optimizer, step_numbers, update
 from titan_linear.process import own_device
+from titan_linear.telemetry import Telemetry
 from tools.trace import Cost, of_trace
 
 HEAD = (
@@ -111,6 +112,7 @@ class Ours:
         self.precision = mixed_precision(config, self.model, dims)
         initialise(self.model, 0, named_parameters(self.model))
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.telemetry, self.steps = Telemetry(config, self.model, dims, device), 0
         sharding, t = build_sharding(config, model, dims, device), config.training
         micro_steps = t.global_batch_size // (dims.dp * t.local_batch_size)
         self.feed = Feed(
@@ -118,22 +120,27 @@ class Ours:
         )  # fmt: skip
 
     def step(self) -> None:
+        self.steps += 1
+        self.telemetry.begin(self.steps)
         valid, batches = self.feed.next_step()
         losses = [self._forward_backward(batch, valid) for batch in batches]
         sum_gradients(self.model, self.dims)
         counted = counted_parameters(self.model, self.dims)
         numbers = step_numbers(torch.stack(losses).double().sum(), counted, signal=0)
+        self.telemetry.gradients()
         reading = Reading(numbers)
         update(self.optimizer, numbers, self.config.optimizer.lr, self.config.training.max_norm)
+        if self.telemetry.on:
+            reading = Reading(torch.cat([numbers, self.telemetry.sums(numbers, self.optimizer)]))
         self.feed.prefetch()
-        if not all(map(math.isfinite, reading.wait())):
+        if not all(map(math.isfinite, reading.wait()[:3])):
             raise RuntimeError("the loss or a gradient is not finite")
         move_selection_biases(self.model)
         self.optimizer.zero_grad(set_to_none=True)
 
     def _forward_backward(self, batch: Any, valid: int) -> torch.Tensor:
         chunk = self.config.training.loss_chunk_size
-        with self.precision:
+        with self.telemetry.watching(batch), self.precision:
             loss = self.model(batch.tokens, batch.plan, batch.labels, loss_chunk=chunk) / max(valid, 1)
             with torch.autograd.set_multithreading_enabled(False):
                 loss.backward()
