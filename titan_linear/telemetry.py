@@ -169,7 +169,7 @@ class Telemetry:
             size = part.values.numel()
             found = part.finish(rows[:, start : start + size].unflatten(1, part.values.shape))
             start += size
-            if found:
+            if found not in (None, {}):
                 seen.setdefault(quantity, {}).update({where: found} if where else found)
         return seen
 
@@ -181,13 +181,13 @@ def _norm(sums: torch.Tensor) -> float:
     return math.sqrt(sums.sum())
 
 
-def _means(sums: torch.Tensor) -> list[float]:
-    """Numerators over denominators; empty where there is a mean of nothing."""
+def _means(sums: torch.Tensor) -> list[float] | None:
+    """Numerators over denominators, if none is a mean of nothing."""
     numerators, denominators = sums.sum(0)
-    return (numerators / denominators).tolist() if denominators.all() else []
+    return (numerators / denominators).tolist() if denominators.all() else None
 
 
-def _by_head(sums: torch.Tensor) -> list[float]:
+def _by_head(sums: torch.Tensor) -> list[float] | None:
     """Of the heads of all ranks of tp."""
     return _means(sums.movedim(0, 1).flatten(1).unsqueeze(0))
 
