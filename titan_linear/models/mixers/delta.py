@@ -88,18 +88,18 @@ class DeltaMixer(nn.Module):
         """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left, and is brought up to date."""
         q, k, v = self._convolved(x, plan, cache)
         states = {} if cache is None else {"initial_state": cache.get("state"), "output_final_state": True}
-        o, state = self._rule(q, k, v, self._raw_gate(x), self.b_proj(x), plan, **states)
+        g, beta, z = self._gates(x)
+        o, state = self._rule(q, k, v, g, beta, plan, **states)
         if cache is not None:
             cache["state"] = state
-        z = self.g_proj(x).unflatten(-1, (-1, self.v_head_dim))
-        return self.o_proj(self.o_norm(o, z).flatten(-2))
+        return self.o_proj(self.o_norm(o, z.unflatten(-1, (-1, self.v_head_dim))).flatten(-2))
 
     def watch(self, x: torch.Tensor, window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """half_life: tokens after which a state is half gone, ln 2 over the mean log decay (of a head's channels too).
         state_norm: 2-norm of the states at the ends of documents. carried_share: of the longest document's
         second half, the part of the output, in squares, that comes from the first: from the state that crosses."""
         q, k, v = self._convolved(x, window.plan, None)
-        gate, beta = self._raw_gate(x), self.b_proj(x)
+        gate, beta, _ = self._gates(x)
         o, states = self._rule(q, k, v, gate, beta, window.plan, output_final_state=True)
         alone, _ = self._rule(q, k, v, gate, beta, window.halves)
         decay = -self._log_decay(gate).reshape(*gate.shape[1:3], -1).mean(-1)  # [W, HV]
@@ -115,7 +115,7 @@ class DeltaMixer(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor,
         plan: BatchPlan, **states: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """o [B, T, HV, V] and, where asked for, the final states [N, HV, K, V]; gate and beta as they are projected."""
+        """o [B, T, HV, V] and, where asked for, the final states [N, HV, K, V]; gate and beta as `_gates` gives them."""
         return self._delta_rule(
             q, k, v, gate, beta, A_log=self.A_log, dt_bias=self.dt_bias,
             use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
@@ -136,11 +136,12 @@ class DeltaMixer(nn.Module):
         parts, dims = cut(qkv, *map(len, weights)), (self.head_dim, self.head_dim, self.v_head_dim)
         return [part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True)]
 
-    def _raw_gate(self, x: torch.Tensor) -> torch.Tensor:
+    def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The raw gate [B, T, HV] or [B, T, HV, K], the logits of β [B, T, HV], the output gate [B, T, HV·V]."""
         raise NotImplementedError
 
     def _log_decay(self, gate: torch.Tensor) -> torch.Tensor:
-        """[B, T, HV] or [B, T, HV, K] ≤ 0, of what `_raw_gate` gives."""
+        """[B, T, HV] or [B, T, HV, K] ≤ 0, of the raw gate."""
         raise NotImplementedError
 
     def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
