@@ -127,8 +127,10 @@ def test_loads_of_experts(folder: Path, worlds: Callable[[int], World]) -> None:
 
 
 def test_lines_of_a_run(folder: Path, worlds: Callable[[int], World], tmp_path: Path) -> None:
-    argv = arguments(folder, {"job.dump_folder": tmp_path, "metrics.enable_tensorboard": "true"})
-    worlds(1).run(whole_run, argv, str(folder))
+    keys = {"job.dump_folder": tmp_path, "metrics.enable_tensorboard": "true", "training.local_batch_size": 2,
+            "validation.enable": "true", "validation.steps": 2, "validation.holdout": 0.1,
+            "validation.sample_tokens": 3}  # fmt: skip
+    worlds(2).run(whole_run, arguments(folder, keys), str(folder))
     (line,) = (tmp_path / "telemetry.jsonl").read_text().splitlines()
     line = json.loads(line)
     assert line["step"] == 2 and line["grad_norm"]["embedding"] > 0
@@ -142,6 +144,8 @@ def test_lines_of_a_run(folder: Path, worlds: Callable[[int], World], tmp_path: 
         tags["scalars"]
     )
     assert "per_layer_half_life/layers.0" in tags["histograms"]
+    (text,) = events.Tensors("sample/text_summary")
+    assert text.step == 2 and text.tensor_proto.string_val[0].decode().startswith("    def ")
 
 
 def whole_run(rank: int, world_size: int, argv: list[str], cache: str) -> None:

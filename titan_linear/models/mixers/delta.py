@@ -115,7 +115,7 @@ class DeltaMixer(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor,
         plan: BatchPlan, **states: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """o [B, T, HV, V] and, where asked for, the final states [N, HV, K, V]; gate and beta as `_gates` gives them."""
+        """o [B, T, HV, V] and, where asked for, the final states [N, HV, K, V]; gate and beta are those of `_gates`."""
         return self._delta_rule(
             q, k, v, gate, beta, A_log=self.A_log, dt_bias=self.dt_bias,
             use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
