@@ -88,6 +88,13 @@ def test_axes() -> None:
     ]  # fmt: skip
 
 
+def test_long_curves_are_thinned() -> None:
+    points = [(float(x), 100.0 if x == 4321 else float(x % 7)) for x in range(50000)]
+    few = report.thinned(points)
+    assert len(few) <= 2 * report.POINTS and few == sorted(few) and (4321.0, 100.0) in few
+    assert report.thinned(points[:9]) == points[:9]
+
+
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert report.main([str(tmp_path)]) == 2
     assert "holds no metrics.jsonl; give the folder of a run" in capsys.readouterr().err

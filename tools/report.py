@@ -26,6 +26,7 @@ from titan_linear.rundir import CONFIG, MANIFEST, METRICS, SPIKES, TELEMETRY
 
 COLOURS = ("#2f6fde", "#d9622b", "#2a9d5c", "#9b4fc4", "#c23a6b", "#6d7a1f", "#158a9c", "#7a5c3e")
 DASHES = ("", "6 4")
+POINTS = 2000  # of a curve, about
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 280, 62, 12, 12, 34  # of a chart and of its margins
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #66707f; --line: #dfe3ea; --paper: #fff; --mark: #fff4d6; }
@@ -223,7 +224,7 @@ def _drawn(curve: Curve, at: Callable[[float, float], tuple[float, float]]) -> s
         else:
             pieces[-1].append((x, y))
     out, dash = [], f' stroke-dasharray="{DASHES[curve.style]}"' if curve.style else ""
-    for piece in filter(None, pieces):
+    for piece in map(thinned, filter(None, pieces)):
         path = " ".join(f"{u:.1f},{v:.1f}" for u, v in (at(x, y) for x, y in piece))
         out.append(f'<polyline points="{path}" fill="none" stroke="{curve.colour}" stroke-width="1.8"{dash}/>')
     whole = [point for piece in pieces for point in piece]
@@ -231,6 +232,15 @@ def _drawn(curve: Curve, at: Callable[[float, float], tuple[float, float]]) -> s
         (u, v), text = at(x, y), html.escape(f"{curve.name}: {short(y)} at {short(x)}")
         out.append(f'<circle cx="{u:.1f}" cy="{v:.1f}" r="2.6" fill="{curve.colour}"><title>{text}</title></circle>')
     return "".join(out)
+
+
+def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most POINTS or so: of neighbours the highest and the lowest, so that what stands out stays."""
+    size = -(-2 * len(points) // POINTS)
+    if len(points) <= POINTS:
+        return points
+    parts = [points[i : i + size] for i in range(0, len(points), size)]
+    return [p for part in parts for p in sorted({min(part, key=lambda p: p[1]), max(part, key=lambda p: p[1])})]
 
 
 def charts(runs: Sequence[Run], x: str) -> list[str]:
