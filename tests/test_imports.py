@@ -19,7 +19,7 @@ LAYERS = (
     ("distributed",),
     ("checkpoint",),
     ("flops", "generate", "hf_io", "optim", "profiling"),
-    ("metrics",),
+    ("metrics", "spikes", "telemetry"),
     ("build",),
     ("preflight", "nodes", "counting"),
     ("memory",),

@@ -26,6 +26,7 @@ from math import log2
 from pathlib import Path
 
 import numpy as np
+import torch
 
 from titan_linear.config import Config, data_parallel_degrees
 from titan_linear.counting import OF_DRIVER, Call, Layer, Size, Work
@@ -46,6 +47,9 @@ PROGRAMS = 132  # of a scan, side by side: multiprocessors of an H100 or H200
 LAUNCHES = 4  # of an operator, on average
 SLICES = 4  # in which keys travel: the first one is waited for
 ATTENTION = ("attention_", "ring_", "allgather_")  # operators
+EXCHANGES = (
+    "gather_along", "scatter_along", "sum_ranks", "exchange_heads", "kcp_incoming", "fetch_halo", "return_halo",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -178,8 +182,11 @@ class Clock:
             elif call.name in self.rates.operators:
                 assert isinstance(mixer, DeltaOptions)
                 parts["delta rule"] += self._delta_rule(call.name, mixer, segments)
-            else:
+            elif call.name in EXCHANGES:
                 parts["communication"] += self._exchange(call)
+            else:  # what is fused in one kernel; tables and folds are small
+                given = [x for x in call.given if isinstance(x, torch.Tensor)]
+                parts["elementwise"] += sum(x.nbytes for x in (*given, *call.gave)) / self.rates.fused
         operations = work.groups if self.compiled else work.operations
         return Pass(parts, work.multiplications + operations + LAUNCHES * len(calls))
 
@@ -227,7 +234,7 @@ class Clock:
             return cp.latency + x.nbytes * (W - 1) / W / cp.all_to_all
         if call.name == "kcp_incoming":
             return cp.latency + (x.nbytes + call.given[1].nbytes * (W > 2)) / cp.all_to_all
-        return cp.latency if call.name in ("fetch_halo", "return_halo") else 0.0  # tables and folds are small
+        return cp.latency  # a halo is small
 
 
 def attended(batch: Batch) -> tuple[int, int]:

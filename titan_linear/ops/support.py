@@ -135,7 +135,7 @@ def flash4_installed(_: Target) -> str | None:
 
 
 def flash4_is_right(t: Target) -> str | None:
-    return flash4.problem(t.dtype, *(-(-t.dims[name] // 8) * 8 for name in ("D", "Dv")))
+    return flash4.problem(t.dtype, t.dims["D"], t.dims["Dv"])
 
 
 def may_vary(t: Target) -> str | None:
@@ -161,6 +161,7 @@ TABLE: dict[str, dict[str, tuple[Check, ...]]] = {
     "chunk_kda": {"triton": (*DELTA_RULE, has_configurations("kda")), "torch": ()},
     "chunk_gated_delta_rule": {"triton": (*DELTA_RULE, has_configurations("gdn")), "torch": ()},
     "cross_entropy": {"triton": (on_gpu, triton_installed, dtype_in(torch.float32)), "torch": ()},
+    "swiglu": {"triton": TRITON, "torch": ()},
     "causal_conv1d": {"triton": (*TRITON, dim_up_to("W", MAX_WIDTH)), "torch": ()},
     "attention": {
         "flash4": (
