@@ -86,12 +86,15 @@ def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, fir
 
 
 def choose_method(cp: CPContext, Hkv: int, width: int, dtype: torch.dtype) -> str:
-    """The rule of "auto": "allgather" while two slices of K|V of the whole stream and of its fp32 gradient fit in
-    `GATHER_LIMIT`.
+    """The rule of "auto".
 
-    It is faster (the largest blocks, and all documents in one call); beyond, "ring" has memory that does not grow with
-    the stream. width = D + Dv. A function of shapes alone: every rank chooses the same.
+    "ulysses" where the ranks divide the key heads: all ranks have the same work, whatever the documents and the layout,
+    and memory does not grow with the ranks. Else "allgather" while two slices of K|V of the whole stream and of its
+    fp32 gradient fit in `GATHER_LIMIT`: larger blocks than the ring's, and all documents in one call; else "ring".
+    width = D + Dv. A function of shapes alone: every rank chooses the same.
     """
+    if Hkv % cp.world_size == 0:
+        return "ulysses"
     size = dtype.itemsize + accumulator_dtype(dtype).itemsize
     heads = min(2 * heads_at_once(Hkv), Hkv)
     return "allgather" if cp.stream_tokens * heads * width * size <= GATHER_LIMIT else "ring"

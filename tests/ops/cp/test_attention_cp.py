@@ -305,12 +305,13 @@ def test_half_precision(worlds, method):
 
 
 def test_auto_depends_on_shapes_alone():
-    def choose(T, rank):
-        cp = build_cp_context(torch.tensor([0, T]), rank=rank, world_size=4)
-        return choose_method(cp, 32, 256, torch.bfloat16)
+    def choose(T, Hkv):
+        contexts = (build_cp_context(torch.tensor([0, T]), rank=rank, world_size=4) for rank in range(4))
+        return {choose_method(cp, Hkv, 256, torch.bfloat16) for cp in contexts}
 
-    assert {choose(131072, r) for r in range(4)} == {"allgather"}
-    assert {choose(262144, r) for r in range(4)} == {"ring"}
+    assert choose(131072, 32) == choose(1048576, 4) == {"ulysses"}
+    assert choose(131072, 30) == {"allgather"}
+    assert choose(262144, 30) == {"ring"}
 
 
 def errors_raised(rank, world_size):

@@ -43,10 +43,14 @@ def ulysses_attention(
     W must divide Hq, and divide Hkv or be a multiple of it; a key head is then sent to each rank that has queries
     for it, and autograd sums its gradients.
     """
-    copies = _key_head_copies(q.shape[2], k.shape[2], cp.world_size)
+    W, copies = cp.world_size, _key_head_copies(q.shape[2], k.shape[2], cp.world_size)
     if copies > 1:
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
-    q, k, v = (tokens_to_heads(x, cp) for x in (q, k, v))
+    # One exchange for the three, side by side, and one copy: as they leave, by receiver.
+    by_rank = [x[0].unflatten(1, (W, -1)).flatten(2).movedim(1, 0) for x in (q, k, v)]  # [W, T_local, H/W·D]
+    mine = tokens_to_heads(torch.cat(by_rank, -1).movedim(0, 1).unsqueeze(0), cp)[:, :, 0]  # [1, T, …]
+    parts = mine.split([x.shape[-1] for x in by_rank], -1)
+    q, k, v = (x.unflatten(-1, (-1, dim)) for x, dim in zip(parts, (q.shape[3], k.shape[3], v.shape[3]), strict=True))
     return heads_to_tokens(local_attention(q, k, v, scale, causal, cp.stream), cp)
 
 
