@@ -1,0 +1,100 @@
+"""All proofs of a configuration, a line each: `python -m tools.doctor --job.config_file my.toml`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from titan_linear.config import load_config
+from titan_linear.distributed.one_process import RankFailed
+from titan_linear.process import FAILED, MISTAKE
+from titan_linear.proof import data, hf, model, ops, resume
+from titan_linear.proof.findings import Finding, Findings
+from titan_linear.proof.subject import Subject, subject_of
+
+
+def checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Findings]]]:
+    """What is proved, by name, in order: what others rest on comes first."""
+    for check in (data.labels, data.cut, data.stream):
+        yield check.__name__, lambda check=check: check(subject)
+    for case in ops.cases(subject):
+        for check in (ops.implementations, ops.split, ops.documents, ops.repeated):
+            yield f"{check.__name__}, {case}", lambda check=check, case=case: check(subject, case)
+    for check in (model.split, model.documents, model.repeated, resume.resume, hf.logits):
+        yield check.__name__, lambda check=check: check(subject)
+
+
+def findings(subject: Subject) -> Findings:
+    """All of them. A check that cannot go on is a finding too."""
+    for name, check in checks(subject):
+        try:
+            yield from check()
+        except (RankFailed, AssertionError, RuntimeError) as error:
+            if isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError):
+                raise
+            yield Finding(name, "cannot be computed", float("inf"), 0, f"{type(error).__name__}: {error}")
+
+
+def main(argv: list[str]) -> int:
+    """0 if all holds, 1 if something does not, 2 for a user's mistake, 3 where memory is short."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch about itself
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic algorithms want
+    try:
+        config = load_config(argv)
+        subject = subject_of(config, show_progress=True)
+        print(_introduction(subject), flush=True)
+        with _one_process():
+            return _report(findings(subject))
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". GPU")[0]
+        print(f"error: {reason}; a device with more free memory proves more of this model", file=sys.stderr)
+        return FAILED
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+
+
+def _introduction(subject: Subject) -> str:
+    c, device = subject.run, subject.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    kinds = ", ".join(mixer.name for mixer in subject.model.layers)
+    compute = str(subject.dtype).removeprefix("torch.")
+    lines = [
+        f"model {c.model.name}/{c.model.flavor}: layers {kinds}; dim {subject.model.dim}; compute {compute}",
+        f"{subject.degrees.ranks} ranks in one process on {name}: {subject.degrees}, "
+        f"{c.parallelism.context_parallel_layout}",
+        *(f"cut: {line}" for line in subject.said),
+    ]
+    return "\n".join(lines)
+
+
+def _report(found: Findings) -> int:
+    begin, failed, count = time.perf_counter(), 0, 0
+    for finding in found:
+        print(finding, flush=True)
+        count, failed = count + 1, failed + (not finding.holds)
+    seconds = time.perf_counter() - begin
+    print(f"{count - failed} of {count} hold, {seconds:.0f} s" if failed else f"all {count} hold, {seconds:.0f} s")
+    return 1 if failed else 0
+
+
+@contextmanager
+def _one_process() -> Iterator[None]:
+    """The default group, of this process alone, for what asks for one."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

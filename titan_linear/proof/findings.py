@@ -1,0 +1,55 @@
+"""A finding: a figure, its bound, and where the worst lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+# What a product or a sum may be off, relatively. Products of float32 are exact to 2^-21 in our kernels.
+UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+class Finding(NamedTuple):
+    check: str  # "split, float64"
+    what: str  # what was compared
+    figure: float
+    bound: float
+    where: str = ""  # op, layer, rank, document of the worst
+
+    @property
+    def holds(self) -> bool:
+        return self.figure <= self.bound  # not so for NaN
+
+    def __str__(self) -> str:
+        sign, state = ("≤", "ok  ") if self.holds else (">", "FAIL")
+        where = f" ({self.where})" if self.where else ""
+        return f"{state} {self.check}: {self.what}  {_short(self.figure)} {sign} {_short(self.bound)}{where}"
+
+
+Findings = Iterator[Finding]
+
+
+def _short(x: float) -> str:
+    return f"{x:g}" if x == int(x if abs(x) < 1e15 else 0) else f"{x:.1e}"
+
+
+def off(a: torch.Tensor, b: torch.Tensor) -> float:
+    """‖a − b‖ / ‖b‖; infinite where a is not finite."""
+    a, b = a.detach().double(), b.detach().double()
+    if not torch.isfinite(a).all():
+        return float("inf")
+    difference = (a - b).norm().item()
+    return difference / b.norm().item() if difference else 0.0
+
+
+def worst(errors: Mapping[str, float], bounds: Mapping[str, float]) -> str:
+    """The name whose error is the largest part of its bound."""
+    return max(errors, key=lambda name: _part(errors[name], bounds[name]))
+
+
+def _part(error: float, bound: float) -> float:
+    if error != error:
+        return float("inf")
+    return error / bound if bound else (float("inf") if error else 0.0)
