@@ -72,6 +72,7 @@ from titan_linear.process import (
     under_launcher,
 )
 from titan_linear.profiling import profiler
+from titan_linear.proof.start import prove
 from titan_linear.rundir import (
     check_resume,
     copied_configuration,
@@ -421,6 +422,8 @@ def _claim(config: Config, held: ExitStack) -> None:
     for change in check_resume(config):
         print(f"resuming with {change}", flush=True)
     preflight(config, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
+    if config.doctor.at_start:
+        prove(sys.argv[1:], dist.get_world_size())
 
 
 def _train(config: Config, watch: Watch) -> int:

@@ -105,7 +105,8 @@ def stream(subject: Subject) -> Findings:
                     outside = not step * G <= i < (step + 1) * G
                     wrong += bad or outside
                     where = where or (f"rank {dp_rank}, step {step + 1}, stream {i}" if bad or outside else "")
-        yield Finding("streams", f"dp {dp}, {local} at a time: streams that differ from those of one rank", wrong, 0, where)
+        what = f"dp {dp}, {local} at a time: streams that differ from those of one rank"
+        yield Finding("streams", what, wrong, 0, where)
 
 
 def _splits(G: int) -> list[tuple[int, int]]:

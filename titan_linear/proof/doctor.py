@@ -16,7 +16,7 @@ from titan_linear.config import load_config
 from titan_linear.distributed.one_process import RankFailed
 from titan_linear.process import FAILED, MISTAKE
 from titan_linear.proof import data, hf, model, ops, resume
-from titan_linear.proof.findings import Finding, Findings
+from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.subject import Subject, subject_of
 
 
@@ -31,15 +31,14 @@ def checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Findings]]]:
         yield check.__name__, lambda check=check: check(subject)
 
 
-def findings(subject: Subject) -> Findings:
-    """All of them. A check that cannot go on is a finding too."""
-    for name, check in checks(subject):
-        try:
-            yield from check()
-        except (RankFailed, AssertionError, RuntimeError) as error:
-            if isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError):
-                raise
-            yield Finding(name, "cannot be computed", float("inf"), 0, f"{type(error).__name__}: {error}")
+def guarded(name: str, check: Callable[[], Findings]) -> Findings:
+    """A check that cannot go on is a finding too."""
+    try:
+        yield from check()
+    except (RankFailed, AssertionError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
+        yield Finding(name, "cannot be computed", float("inf"), 0, f"{type(error).__name__}: {error}")
 
 
 def main(argv: list[str]) -> int:
@@ -50,8 +49,8 @@ def main(argv: list[str]) -> int:
         config = load_config(argv)
         subject = subject_of(config, show_progress=True)
         print(_introduction(subject), flush=True)
-        with _one_process():
-            return _report(findings(subject))
+        with one_process():
+            return _report(finding for name, check in checks(subject) for finding in guarded(name, check))
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". GPU")[0]
         print(f"error: {reason}; a device with more free memory proves more of this model", file=sys.stderr)
@@ -65,9 +64,9 @@ def _introduction(subject: Subject) -> str:
     c, device = subject.run, subject.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     kinds = ", ".join(mixer.name for mixer in subject.model.layers)
-    compute = str(subject.dtype).removeprefix("torch.")
     lines = [
-        f"model {c.model.name}/{c.model.flavor}: layers {kinds}; dim {subject.model.dim}; compute {compute}",
+        f"model {c.model.name}/{c.model.flavor}: layers {kinds}; dim {subject.model.dim}; compute "
+        f"{ops.short(subject.dtype)}",
         f"{subject.degrees.ranks} ranks in one process on {name}: {subject.degrees}, "
         f"{c.parallelism.context_parallel_layout}",
         *(f"cut: {line}" for line in subject.said),
@@ -76,17 +75,21 @@ def _introduction(subject: Subject) -> str:
 
 
 def _report(found: Findings) -> int:
-    begin, failed, count = time.perf_counter(), 0, 0
+    begin, lines = time.perf_counter(), []
     for finding in found:
         print(finding, flush=True)
-        count, failed = count + 1, failed + (not finding.holds)
+        lines += [] if isinstance(finding, Note) else [finding]
+    failed = [finding for finding in lines if not finding.holds]
     seconds = time.perf_counter() - begin
-    print(f"{count - failed} of {count} hold, {seconds:.0f} s" if failed else f"all {count} hold, {seconds:.0f} s")
-    return 1 if failed else 0
+    if not failed:
+        print(f"all {len(lines)} hold, {seconds:.0f} s")
+        return 0
+    print(f"{len(failed)} of {len(lines)} do not hold, {seconds:.0f} s; the first: {failed[0]}")
+    return 1
 
 
 @contextmanager
-def _one_process() -> Iterator[None]:
+def one_process() -> Iterator[None]:
     """The default group, of this process alone, for what asks for one."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)

@@ -7,8 +7,21 @@ from typing import NamedTuple
 
 import torch
 
-# What a product or a sum may be off, relatively. Products of float32 are exact to 2^-21 in our kernels.
-UNIT = {torch.float64: 2.0**-53, torch.float32: 2.0**-21, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+# What a result may be off, relatively. What is stored in half precision is rounded to it, by half of its last bit. In
+# float32 sums count for more: products are exact to 2^-21 in the kernels, and a chunk sums a few hundred of them.
+UNIT = {torch.float32: 2.0**-17, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+ROUNDINGS = 20  # of a token's activations in a layer
+
+
+class Note(NamedTuple):
+    """What was not compared, and why."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return f"--   {self.text}"
 
 
 class Finding(NamedTuple):
@@ -28,7 +41,7 @@ class Finding(NamedTuple):
         return f"{state} {self.check}: {self.what}  {_short(self.figure)} {sign} {_short(self.bound)}{where}"
 
 
-Findings = Iterator[Finding]
+Findings = Iterator[Finding | Note]
 
 
 def _short(x: float) -> str:

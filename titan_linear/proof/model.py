@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import torch
 
+from titan_linear.build import DTYPES
 from titan_linear.data import IGNORE
 from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.parallelize import sum_gradients
@@ -16,13 +17,12 @@ from titan_linear.gradients import forward_backward
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.proof.data import tokens_of
-from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
-from titan_linear.proof.ops import ALONE, DELTA, _short, allowed
+from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, off, worst
+from titan_linear.proof.ops import ALONE, DELTA, allowed, begins, short
 from titan_linear.proof.ranks import LocalDims, model_of, on_ranks, sharding_of, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import Subject
 
 Tensors = dict[str, torch.Tensor]
-ROUNDINGS = 20  # of a token's activations in a layer
 
 
 @dataclass
@@ -119,9 +119,7 @@ def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str
     return Split(sum(loss for loss, *_ in ranks), copies, between, backward)
 
 
-def _together(
-    subject: Subject, traces: list[tuple[LocalDims, Trace]]
-) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """What ranks keep of their tokens → of all tokens."""
     lists = [trace.lists() for _, trace in traces]
     wholes = tuple([x.new_empty(1, subject.batch.tokens.shape[1], x.shape[2]) for x in kind] for kind in lists[0])
@@ -141,36 +139,27 @@ def split(subject: Subject) -> Findings:
     yield from _compared(subject, on_all_ranks(subject, whole, exact, "torch"), want, exact, None)
     if subject.dtype == exact:
         return
-    whole = subject.whole(_stored(subject))
+    whole = subject.whole(DTYPES[subject.config.training.dtype])
     one = in_one_process(subject, whole, subject.dtype, impl)
     errors = {name: off(g, want.gradients[name]) for name, g in one.gradients.items()}
     total = math.sqrt(sum((errors[n] * want.gradients[n].norm().item()) ** 2 for n in errors))
     total /= math.sqrt(sum(want.gradients[n].norm().item() ** 2 for n in errors))
     bound = 2 * UNIT[subject.dtype] * math.sqrt(ROUNDINGS * (subject.model.num_layers + 1))
     what = "gradient of one process against float64"
-    yield Finding(f"one process, {_short(subject.dtype)}", what, total, bound, max(errors, key=errors.get))
+    yield Finding(f"one process, {short(subject.dtype)}", what, total, bound, max(errors, key=errors.get))
     yield from _compared(subject, on_all_ranks(subject, whole, subject.dtype, impl), want, subject.dtype, one)
-
-
-def _stored(subject: Subject) -> torch.dtype:
-    """Of parameters, in the run."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}[
-        subject.config.training.dtype
-    ]
 
 
 def _compared(subject: Subject, got: Split, want: Step, dtype: torch.dtype, one: Step | None) -> Findings:
     """Against float64; where the run's type rounds, a split may be off twice as far as one process is."""
-    slack = 4 * UNIT[dtype]
 
     def bound(of_one: float | None) -> float:
-        return DELTA if of_one is None else 2 * of_one + slack
+        return DELTA if of_one is None else 2 * of_one + 4 * UNIT[dtype]
 
-    check, split = f"split, {_short(dtype)}", f"{subject.degrees} against one process"
+    check, split = f"split, {short(dtype)}", f"{subject.degrees} against one process"
     where = _first_wrong(subject, got, want, dtype)
-    yield Finding(
-        check, f"loss, {split}", off(got.loss, want.loss), bound(None if one is None else off(one.loss, want.loss)), where
-    )
+    limit = bound(None if one is None else off(one.loss, want.loss))
+    yield Finding(check, f"loss, {split}", off(got.loss, want.loss), limit, where)
     errors, bounds = {}, {}
     for rank, gradients in got.copies:
         for name, x in want.gradients.items():
@@ -184,21 +173,21 @@ def _compared(subject: Subject, got: Split, want: Step, dtype: torch.dtype, one:
 
 
 def _first_wrong(subject: Subject, got: Split, want: Step, dtype: torch.dtype) -> str:
-    """Where a split first parts from one process: the layer, and the rank and document of its worst token."""
+    """Where a split first parts from one process: the layer, and the rank and document where it begins to."""
     bound = DELTA if dtype == torch.float64 else 1.0
     for i, (x, y) in enumerate(zip(got.between, want.between, strict=True)):
         if not off(x, y) <= bound:
             name = "the embedding" if i == 0 else subject.layer(i - 1)
-            return f"{name}, forward, {_place(subject, x, y)}"
+            return f"{name}, forward, {_place(subject, x, y, backward=False)}"
     for i, (x, y) in reversed(list(enumerate(zip(got.backward, want.backward, strict=True)))):
         if not off(x, y) <= bound:
             name = "the head or the loss" if i == len(got.backward) - 1 else subject.layer(i)
-            return f"{name}, backward, {_place(subject, x, y)}"
+            return f"{name}, backward, {_place(subject, x, y, backward=True)}"
     return ""
 
 
-def _place(subject: Subject, x: torch.Tensor, y: torch.Tensor) -> str:
-    token = int((x - y).abs().nan_to_num(torch.inf, torch.inf).amax((0, 2)).argmax())
+def _place(subject: Subject, x: torch.Tensor, y: torch.Tensor, *, backward: bool) -> str:
+    token = begins((x - y).abs().nan_to_num(torch.inf, torch.inf).amax((0, 2)), backward)
     dp_rank = next(d for d in range(subject.degrees.dp) if token in _of_rank(subject, d))
     cp_rank = next(r for r in range(subject.degrees.cp) if token in tokens_of(subject, dp_rank, r))
     rank = (dp_rank * subject.degrees.cp + cp_rank) * subject.degrees.tp
@@ -240,7 +229,7 @@ def _forward(subject: Subject, whole: Decoder, tokens: torch.Tensor, bounds: tor
 
 def repeated(subject: Subject) -> Findings:
     """A step that is taken twice gives the same bits."""
-    whole, impl = subject.whole(_stored(subject)), subject.config.model.impl
+    whole, impl = subject.whole(DTYPES[subject.config.training.dtype]), subject.config.model.impl
     first, again = (on_all_ranks(subject, whole, subject.dtype, impl) for _ in range(2))
     differ = [] if torch.equal(first.loss, again.loss) else ["loss"]
     differ += [name for name, x in first.copies[0][1].items() if not torch.equal(x, again.copies[0][1][name])]

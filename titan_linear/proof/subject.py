@@ -198,7 +198,7 @@ def _one_period(model: ModelConfig) -> ModelConfig:
 
 
 def _fitting(model: ModelConfig, config: Config, degrees: Degrees, device: torch.device) -> tuple[ModelConfig, int]:
-    """The model, or a narrower one, that this device holds as often as the proofs need it; and by what it is divided."""
+    """The model, or a narrower one that this device holds as often as proofs need it; and by what it is divided."""
     most = CPU_PARAMETERS
     if device.type == "cuda":
         most = torch.cuda.mem_get_info(device)[0] * ROOM / (24 + 12 * degrees.ranks)
