@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +19,8 @@ from titan_linear.checkpoint import Checkpointer
 from titan_linear.config import load_config
 from titan_linear.data import PackedStreams, Stream
 from titan_linear.distributed import feed, parallelize
+from titan_linear.models.config import MoEConfig
+from titan_linear.models.presets import OWN
 from titan_linear.ops.cp import context, halo, kcp
 from titan_linear.ops.torch import delta_rule
 from titan_linear.proof import data, doctor, hf, model, ops, resume, start
@@ -203,6 +206,29 @@ def test_sabotage_is_found_and_named(name: str, subject: Subject) -> None:
             if re.search(said, line):
                 return
     raise AssertionError(found)
+
+
+SPLITS = {
+    "tp 2 × cp 2, zig-zag": {
+        "parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_layout": "zigzag",
+        "activation_checkpoint.mode": "selective",
+    },
+    "ep 2, all-to-all": {
+        "model.flavor": "experts", "parallelism.expert_parallel_degree": 2, "activation_checkpoint.mode": "full",
+        "parallelism.context_parallel_linear_method": "ulysses", "parallelism.context_parallel_method": "ulysses",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_every_way_to_split_holds(name: str, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moe = MoEConfig(num_experts=4, top_k=2, hidden_dim=32, shared_hidden_dim=32, balance_coefficient=0.01)
+    monkeypatch.setitem(OWN["hybrid"], "experts", replace(OWN["hybrid"]["debug"], moe=moe, dense_layers=(0,)))
+    more = {"parallelism.context_parallel_degree": 2, "training.seq_len": 128, **SPLITS[name]}
+    subject = subject_of(load_config(arguments(corpus, **more)))
+    assert not list(failures(data.cut(subject)))
+    loss, gradients = islice(model.split(subject), 2)
+    assert loss.check == gradients.check == "split, float64" and loss.holds and gradients.holds
 
 
 def test_ranks_that_cannot_go_on_are_a_finding(subject: Subject) -> None:

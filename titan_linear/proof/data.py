@@ -73,7 +73,7 @@ def cut(subject: Subject) -> Findings:
             wrong[name] += int(bad.sum())
             if bad.any() and not where[name]:
                 where[name] = f"rank {rank}, {subject.document(int(mine[int(bad.nonzero()[0])]))}"
-        begins = torch.isin(mine, torch.from_numpy(bounds)) | (mine.diff(prepend=mine[:1] - 2) != 1)
+        begins = torch.isin(mine, torch.from_numpy(bounds)) | (torch.arange(len(mine)) % _fragment(subject) == 0)
         missing = sorted(set(begins.nonzero().flatten().tolist()) ^ set(starts))
         wrong["documents"] += len(missing)
         if missing and not where["documents"]:
@@ -86,10 +86,16 @@ def cut(subject: Subject) -> Findings:
 def tokens_of(subject: Subject, dp_rank: int, cp_rank: int) -> torch.Tensor:
     """[T_local] int64: which of the batch's tokens a rank has, in the order in which it has them."""
     T, W = subject.config.training.seq_len, subject.degrees.cp
-    zigzag = subject.config.parallelism.context_parallel_layout == "zigzag" and W > 1
-    blocks = torch.arange(T).view(2 * W if zigzag else W, -1)
-    own = blocks[[cp_rank, 2 * W - 1 - cp_rank] if zigzag else [cp_rank]].flatten()
+    blocks = torch.arange(T).view(-1, _fragment(subject))
+    own = blocks[[cp_rank, 2 * W - 1 - cp_rank] if len(blocks) > W else [cp_rank]].flatten()
     return torch.cat([own + (dp_rank * STREAMS + s) * T for s in range(STREAMS)])
+
+
+def _fragment(subject: Subject) -> int:
+    """Tokens of one."""
+    W = subject.degrees.cp
+    zigzag = subject.config.parallelism.context_parallel_layout == "zigzag" and W > 1
+    return subject.config.training.seq_len // (2 * W if zigzag else W)
 
 
 def stream(subject: Subject) -> Findings:

@@ -354,14 +354,15 @@ def repeated(subject: Subject, case: Case) -> Findings:
     first, again = (split_among_ranks(subject, case, dtype, impl) for _ in range(2))
     pairs = [(name, x, again[i][name]) for i in range(2) for name, x in first[i].items()]
     differ = [name for name, x, y in pairs if not torch.equal(x, y)]
-    softmax = any(not subject.model.layers[i].linear for i in case.layers)
     what = f"{case}: results that differ in their bits when it runs again"
-    yield Finding("repeated", what, len(differ), allowed(subject, softmax), ", ".join(differ))
+    softmax = any(not subject.model.layers[i].linear for i in case.layers)
+    yield Finding("repeated", what, len(differ), may_differ(subject) if softmax else 0, ", ".join(differ))
 
 
-def allowed(subject: Subject, softmax: bool) -> float:
-    """Results that may differ: on GPUs attention's, whose fastest kernels do not repeat, unless the run asks for it."""
-    return float("inf") if softmax and subject.device.type == "cuda" and not subject.config.debug.deterministic else 0
+def may_differ(subject: Subject) -> float:
+    """A bound where not all kernels repeat their bits: on GPUs PyTorch's fastest of attention, unless the run asks for
+    debug.deterministic."""
+    return float("inf") if subject.device.type == "cuda" and not subject.config.debug.deterministic else 0
 
 
 def short(dtype: torch.dtype) -> str:

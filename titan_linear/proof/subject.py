@@ -73,14 +73,22 @@ class Subject:
             streams, global_batch_size=step, local_batch_size=local, dp_rank=dp_rank, dp_degree=dp
         )  # fmt: skip
 
-    def whole(self, dtype: torch.dtype) -> Decoder:
-        """The model, its parameters in `dtype`, with weights as a run draws them, but that no two heads are alike."""
-        decoder = unallocated(self.model, dtype)
-        decoder.to_empty(device=self.device)
-        if self.model.tie_embeddings:
-            decoder.head.weight = decoder.embedding.weight
+    @cached_property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """float32, on the CPU: as a run draws them, but that no two heads or channels are alike."""
+        decoder = unallocated(self.model, torch.float32).to_empty(device="cpu")
         initialise(decoder, self.config.debug.seed)
         vary(decoder, self.config.debug.seed)
+        return {name: p.detach() for name, p in decoder.named_parameters()}
+
+    def whole(self, dtype: torch.dtype) -> Decoder:
+        """The model, its parameters in `dtype`."""
+        decoder = unallocated(self.model, dtype).to_empty(device=self.device)
+        if self.model.tie_embeddings:
+            decoder.head.weight = decoder.embedding.weight
+        with torch.no_grad():
+            for name, p in decoder.named_parameters():
+                p.copy_(self.weights[name])
         return decoder
 
     def document(self, token: int) -> str:
@@ -100,8 +108,7 @@ def vary(decoder: Decoder, seed: int) -> None:
     """Add noise to vectors, which a run draws alike for all heads or channels: gates, norms, biases."""
     for name, p in decoder.named_parameters():
         if p.dim() == 1:
-            noise = torch.randn(p.shape, generator=generator(seed, "proof", name)) / 4
-            p.copy_(p.float().cpu() + noise)
+            p += torch.randn(p.shape, generator=generator(seed, "proof", name)) / 4
 
 
 class MoreDocuments:
@@ -201,7 +208,7 @@ def _fitting(model: ModelConfig, config: Config, degrees: Degrees, device: torch
     """The model, or a narrower one that this device holds as often as proofs need it; and by what it is divided."""
     most = CPU_PARAMETERS
     if device.type == "cuda":
-        most = torch.cuda.mem_get_info(device)[0] * ROOM / (24 + 12 * degrees.ranks)
+        most = torch.cuda.mem_get_info(device)[0] * ROOM / (24 + 8 * degrees.ranks)  # gradients, mostly
     tried = []
     for factor in (1, 2, 4, 8, 16, 32):
         thinner = _thinner(model, factor, config)
