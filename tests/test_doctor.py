@@ -14,7 +14,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 
+from titan_linear import agent, launch
 from titan_linear.checkpoint import Checkpointer
 from titan_linear.config import load_config
 from titan_linear.data import PackedStreams, Stream
@@ -23,7 +25,7 @@ from titan_linear.models.config import MoEConfig
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cp import context, halo, kcp
 from titan_linear.ops.torch import delta_rule
-from titan_linear.proof import data, doctor, hf, model, ops, resume, start
+from titan_linear.proof import data, doctor, hf, model, ops, processes, resume, start
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.subject import STREAMS, Subject, subject_of
 
@@ -231,6 +233,25 @@ def test_every_way_to_split_holds(name: str, corpus: Path, monkeypatch: pytest.M
     assert loss.check == gradients.check == "split, float64" and loss.holds and gradients.holds
 
 
+def of_processes(rank: int, world_size: int, argv: list[str], means: bool) -> list[str]:
+    """What fails of real processes; with `means`, where FSDP2 takes the mean of gradients."""
+    subject = subject_of(load_config(argv))
+
+    def keep(*_: object) -> None:
+        pass
+
+    broken = sabotaged(FSDPModule, "set_gradient_divide_factor", keep) if means else nullcontext()
+    with broken:
+        return list(failures(processes.split(subject)))
+
+
+def test_processes_equal_one(worlds: Callable, corpus: Path) -> None:
+    argv = arguments(corpus, **{"parallelism.context_parallel_degree": 1, "training.seq_len": 64})
+    assert worlds(2).run(of_processes, argv, False) == [[], []]
+    for found in worlds(2).run(of_processes, argv, True):
+        assert re.match(r"FAIL processes, float64: 54 gradients, .*dp_shard 2.* 5\.0e-01 > ", found[0]), found
+
+
 def test_ranks_that_cannot_go_on_are_a_finding(subject: Subject) -> None:
     def fails(*_: object) -> torch.Tensor:
         raise AssertionError("what broke")
@@ -301,6 +322,19 @@ def test_at_the_start_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         start.prove([], 8)
     assert stopped.value.code == 1 and "the run is not started" in capsys.readouterr().err
     assert commands[0] == (["-m", "titan_linear.proof.doctor", "--training.steps", "3"], "4", False)
+
+
+def test_a_run_that_does_not_hold_is_not_started(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(argv: list[str], world_size: int) -> None:
+        assert "--doctor.at_start" in argv and world_size == 4
+        raise SystemExit(1)
+
+    monkeypatch.setattr(start, "prove", refuse)
+    monkeypatch.setattr(agent, "run_workers", lambda *_: pytest.fail("it is started"))
+    monkeypatch.setenv("NGPU", "4")
+    with pytest.raises(SystemExit) as stopped:
+        launch.main(arguments(corpus, **{"doctor.at_start": "true", "job.dump_folder": corpus.parent / "not started"}))
+    assert stopped.value.code == 1
 
 
 def test_the_logits_of_a_hugging_face_folder(subject: Subject, tmp_path: Path) -> None:

@@ -8,16 +8,21 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
+from itertools import chain
 
 import torch
 import torch.distributed as dist
 
 from titan_linear.config import load_config
+from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.one_process import RankFailed
-from titan_linear.process import FAILED, MISTAKE
-from titan_linear.proof import data, hf, model, ops, resume
+from titan_linear.process import FAILED, MISTAKE, own_device
+from titan_linear.proof import data, hf, model, ops, processes, resume
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.subject import Subject, subject_of
+
+PATIENCE = timedelta(minutes=10)  # of processes, for each other
 
 
 def checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Findings]]]:
@@ -46,11 +51,16 @@ def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch about itself
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic algorithms want
     try:
-        config = load_config(argv)
-        subject = subject_of(config, show_progress=True)
-        print(_introduction(subject), flush=True)
+        own_device()
+        subject, first = subject_of(load_config(argv), show_progress=True), os.environ.get("RANK", "0") == "0"
+        if first:
+            print(_introduction(subject), flush=True)
+        found = list(_of_processes(subject)) if "WORLD_SIZE" in os.environ else []
+        if not first:
+            return 0  # the first rank reports, and proves the rest
         with one_process():
-            return _report(finding for name, check in checks(subject) for finding in guarded(name, check))
+            more = (finding for name, check in checks(subject) for finding in guarded(name, check))
+            return _report(chain(found, more))
     except torch.OutOfMemoryError as error:
         reason = str(error).partition(". GPU")[0]
         print(f"error: {reason}; a device with more free memory proves more of this model", file=sys.stderr)
@@ -58,6 +68,12 @@ def main(argv: list[str]) -> int:
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE
+
+
+def _of_processes(subject: Subject) -> Findings:
+    """Under torchrun: what all of its processes prove together."""
+    with process_group(PATIENCE):
+        yield from processes.split(subject)
 
 
 def _introduction(subject: Subject) -> str:

@@ -153,23 +153,25 @@ def split(subject: Subject) -> Findings:
 def _compared(subject: Subject, got: Split, want: Step, dtype: torch.dtype, one: Step | None) -> Findings:
     """Against float64; where the run's type rounds, a split may be off twice as far as one process is."""
 
-    def bound(of_one: float | None) -> float:
-        return DELTA if of_one is None else 2 * of_one + 8 * UNIT[dtype]
-
     check, split = f"split, {short(dtype)}", f"{subject.degrees} against one process"
     where = _first_wrong(subject, got, want, dtype)
-    limit = bound(None if one is None else off(one.loss, want.loss))
+    limit = gradient_bound(dtype, None if one is None else off(one.loss, want.loss))
     yield Finding(check, f"loss, {split}", off(got.loss, want.loss), limit, where)
     errors, bounds = {}, {}
     for rank, gradients in got.copies:
         for name, x in want.gradients.items():
             key = f"{name}, rank {rank}"
             errors[key] = off(gradients[name], x) if name in gradients else float("inf")
-            bounds[key] = bound(None if one is None else off(one.gradients[name], x))
+            bounds[key] = gradient_bound(dtype, None if one is None else off(one.gradients[name], x))
     name = worst(errors, bounds)
     holds = errors[name] <= bounds[name]
     said = name if holds or not where else f"{name}; first {where}"
     yield Finding(check, f"{len(want.gradients)} gradients, {split}", errors[name], bounds[name], said)
+
+
+def gradient_bound(dtype: torch.dtype, of_one: float | None) -> float:
+    """Of a split step, whose one process is `of_one` off float64 (None: in float64 itself)."""
+    return DELTA if of_one is None else 2 * of_one + 8 * UNIT[dtype]
 
 
 def _first_wrong(subject: Subject, got: Split, want: Step, dtype: torch.dtype) -> str:

@@ -173,10 +173,10 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
 
 
 def _processes(config: Config) -> int:
-    """NGPU, or as few as the degrees allow."""
+    """NGPU, torchrun's, or as few as the degrees allow."""
     p = config.parallelism
     least = p.data_parallel_replicate_degree * max(p.data_parallel_shard_degree, 1)
-    asked = os.environ.get("NGPU", "")
+    asked = os.environ.get("WORLD_SIZE", os.environ.get("NGPU", ""))
     return int(asked) if asked.isdecimal() and int(asked) else least * (
         p.context_parallel_degree * p.tensor_parallel_degree
     )  # fmt: skip
@@ -187,7 +187,7 @@ def _degrees(config: Config, processes: int) -> Degrees:
     p = config.parallelism
     cp, tp = p.context_parallel_degree, p.tensor_parallel_degree
     dp = processes // (cp * tp)
-    if dp == 1 and p.data_parallel_shard_degree == -1 and "NGPU" not in os.environ:
+    if dp == 1 and p.data_parallel_shard_degree == -1 and not {"NGPU", "WORLD_SIZE"} & os.environ.keys():
         dp = 2  # the rest, of which nothing is known
     dp = min(dp, 2, max(MOST_RANKS // (cp * tp), 1))
     return Degrees(dp, cp, tp, math.gcd(p.expert_parallel_degree, dp * cp))
