@@ -5,6 +5,7 @@ from itertools import pairwise
 import pytest
 import torch
 
+from titan_linear.ops import flash4, support
 from titan_linear.ops.attention import attention
 from titan_linear.ops.reference.attention import attention as reference
 from titan_linear.ops.torch import attention as blocks
@@ -112,7 +113,9 @@ def test_gradients_that_autograd_expanded(kernel, monkeypatch):
     assert torch.equal(q.grad, expected[1]) and torch.equal(v.grad, expected[3]) and k.grad is None
 
 
-def test_the_choice_of_the_kernel():
+def test_the_choice_of_the_kernel(monkeypatch):
+    monkeypatch.setattr(flash4, "installed", lambda: "left out")
+
     def choose(device, dtype, *shape):
         return blocks.block_kernel(torch.device(device), dtype, *shape)
 
@@ -158,11 +161,22 @@ def test_errors_name_the_argument(argument, change):
 
 # kernel: a case in which it computes every block
 ON_CUDA = {
+    "flash4, one stream": ("flash4", (1, 1024, 1024, 4, 4, 128, 128, True, None)),
+    "flash4, batch, grouped": ("flash4", (2, 333, 333, 8, 2, 64, 64, True, None)),
+    "flash4, decoding": ("flash4", (2, 100, 333, 8, 2, 64, 64, True, None)),
+    "flash4, cross": ("flash4", (1, 256, 1000, 4, 2, 128, 128, False, None)),
+    "flash4, odd widths": ("flash4", (1, 512, 512, 4, 2, 60, 36, True, None)),
+    "flash4, MLA": ("flash4", (1, 512, 512, 4, 4, 192, 128, True, [0, 100, 512])),
+    "flash4, width 256": ("flash4", (1, 512, 512, 4, 2, 256, 256, True, None)),
+    "flash4, packed": ("flash4", (1, 640, 640, 8, 2, 128, 64, True, [0, 1, 2, 129, 256, 256, 257, 500, 640])),
+    "flash4, packed, not causal": ("flash4", (1, 640, 640, 8, 2, 128, 128, False, [0, 1, 300, 640])),
     "cudnn, one stream": ("cudnn", (1, 1024, 1024, 4, 4, 128, 128, True, None)),
     "cudnn, batch, grouped": ("cudnn", (2, 512, 512, 8, 2, 64, 64, True, None)),
     "cudnn, narrow values": ("cudnn", (1, 512, 512, 4, 2, 128, 64, False, None)),
     "cudnn, odd widths": ("cudnn", (1, 512, 512, 4, 2, 60, 36, True, None)),
     "cudnn, cross": ("cudnn", (1, 256, 1024, 4, 2, 128, 128, False, None)),
+    "cudnn, decoding": ("cudnn", (1, 256, 1024, 4, 2, 128, 128, True, None)),
+    "cudnn, few documents": ("cudnn", (1, 1024, 1024, 4, 2, 128, 128, True, [0, 256, 1024])),
     "flash, any length": ("flash", (2, 333, 333, 8, 2, 128, 128, True, None)),
     "flash, one query": ("flash", (2, 1, 333, 8, 2, 128, 128, True, None)),
     "flash, decoding": ("flash", (2, 100, 333, 8, 2, 64, 64, True, None)),
@@ -174,17 +188,56 @@ ON_CUDA = {
 }
 
 
+@pytest.fixture
+def only(monkeypatch):
+    """only(kernel): FlashAttention-4 is used for it alone."""
+
+    def choose(kernel):
+        if kernel == "flash4":
+            if why := flash4.installed():
+                pytest.skip(why)
+        else:
+            monkeypatch.setattr(flash4, "installed", lambda: "left out")
+        support.choose.cache_clear()
+
+    yield choose
+    support.choose.cache_clear()
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("name", ON_CUDA)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_kernels_on_cuda(name, dtype, monkeypatch):
+def test_kernels_on_cuda(name, dtype, monkeypatch, only):
     """2 unit roundoffs for o and 4 for gradients, as on the CPU; and no other kernel took a block."""
     kernel, case = ON_CUDA[name]
+    only(kernel)
     chosen, choose = set(), blocks.block_kernel
     monkeypatch.setattr(blocks, "block_kernel", lambda *shape: chosen.add(choose(*shape)) or choose(*shape))
     o, *gradients = against_reference(case, dtype=dtype, device="cuda")
     unit = torch.finfo(dtype).eps / 2
     assert chosen == {kernel} and o <= 2 * unit and max(gradients) <= 4 * unit
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kernel", ["flash4", "flash"])
+def test_documents_do_not_see_each_other_on_cuda(kernel, only):
+    """As on the CPU, in the kernels that take all documents in one call."""
+    only(kernel)
+    boundaries = [0, 1, 130, 257, 400, 640]
+    *tensors, do = make(1, 640, 640, 4, 2, 128, 128, dtype=torch.bfloat16, device="cuda")
+    kwargs = {"cu_seqlens": torch.tensor(boundaries)}
+    torch.use_deterministic_algorithms(True)
+    try:
+        before = run(attention, *tensors, do, **kwargs)
+        for a, b in pairwise(boundaries):
+            others = torch.ones(640, dtype=torch.bool, device="cuda")
+            others[a:b] = False
+            poisoned = [x.detach().masked_fill(~others[None, :, None, None], torch.nan) for x in (*tensors, do)]
+            after = run(attention, *(x.requires_grad_() for x in poisoned[:3]), poisoned[3], **kwargs)
+            assert all(torch.equal(x[:, others], y[:, others]) for x, y in zip(before, after)), (a, b)
+            assert not any(y[:, a:b].isfinite().any() for y in after)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 @pytest.mark.cuda
@@ -195,22 +248,27 @@ def test_full_precision_on_cuda(name):
 
 
 @pytest.mark.cuda
-def test_memory_on_cuda_is_linear():
+@pytest.mark.parametrize(
+    ("kernel", "dtype", "extra"),
+    [
+        ("flash4", torch.bfloat16, 1),
+        ("cudnn", torch.bfloat16, 0),
+        ("flash", torch.bfloat16, 1),
+        ("tiled", torch.float32, 0),
+    ],
+)
+def test_memory_on_cuda_is_linear(kernel, dtype, extra, only):
     """Twice the tokens take at most 2.1 times the memory, forward and backward, in every kernel."""
-    for kernel, dtype, D, extra in (
-        ("cudnn", torch.bfloat16, 64, 0),
-        ("flash", torch.bfloat16, 64, 1),
-        ("tiled", torch.float32, 64, 0),
-    ):
-        peaks = []
-        for T in (8192 + extra, 16384 + extra):
-            assert blocks.block_kernel(torch.device("cuda"), dtype, D, D, T, T) == kernel
-            q, k, v = (torch.randn(1, T, 4, D, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            attention(q, k, v).sum().backward()
-            peaks.append(torch.cuda.max_memory_allocated() - before)
-        assert peaks[1] <= 2.1 * peaks[0], (kernel, peaks)
+    only(kernel)
+    peaks, D = [], 64
+    for T in (8192 + extra, 16384 + extra):
+        assert blocks.block_kernel(torch.device("cuda"), dtype, D, D, T, T) == kernel
+        q, k, v = (torch.randn(1, T, 4, D, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        attention(q, k, v).sum().backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+    assert peaks[1] <= 2.1 * peaks[0], (kernel, peaks)
 
 
 @pytest.mark.cuda

@@ -74,7 +74,7 @@ def counting(patch: pytest.MonkeyPatch) -> Counter[str]:
     count(Launcher, "_launch", lambda kernel, *_: kernel.__name__)
     count(delta_rule.TorchDeltaRule, "__init__", lambda *_: "prepare")
     count(delta_rule, "scan", lambda *_: "scan")
-    count(local_attention, "attend_documents", lambda *_: "attention")
+    count(local_attention, "attend_spans", lambda *_: "attention")
     for name in EXCHANGES:
         count(dist, name, lambda *_, name=name: name)
     return counts

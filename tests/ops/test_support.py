@@ -9,7 +9,7 @@ from timeit import timeit
 import pytest
 import torch
 
-from titan_linear.ops import chunk_kda, support
+from titan_linear.ops import chunk_kda, flash4, support
 from titan_linear.ops.support import TABLE, Target, choose, choose_implementations, reason_against, start_lines
 
 BF16, CPU, GPU = torch.bfloat16, torch.device("cpu"), torch.device("cuda")
@@ -29,6 +29,7 @@ def on_gpu_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, 
 
     def set_capability(own: tuple[int, int]) -> None:
         monkeypatch.setattr(support, "capability", lambda device: own if device.type == "cuda" else None)
+        monkeypatch.setattr(flash4, "installed", lambda: "flash-attn-4 is not installed")
         for cached in (choose, support._warn):
             cached.cache_clear()
 
@@ -140,8 +141,14 @@ def test_the_lines_of_a_start(on_gpu_of) -> None:
     assert start_lines(choose_implementations(requests, "auto", GPU, BF16)) == [
         "ops chunk_kda: torch, causal_conv1d: triton, attention: flash",
         "  chunk_kda: torch, because K = 96 is not one of (32, 64, 128, 256); expect it to be many times slower",
-        "  attention: flash, and cudnn for whole streams and fragments of them",
+        "  attention: flash, and cudnn for whole streams and fragments of them; because flash-attn-4 is not installed; "
+        "packed documents take nearly twice as long without it (docs/training.md)",
     ]
+    on_gpu_of((8, 0))
+    assert start_lines(choose_implementations({"attention": {"D": 128, "Dv": 128}}, "auto", GPU, BF16)) == [
+        "ops attention: flash"
+    ]
+    on_gpu_of((9, 0))
     assert start_lines(choose_implementations({"attention": {"D": 128, "Dv": 128}}, "triton", GPU, torch.float32)) == [
         "ops attention: tiled",
         "  attention: tiled, because the dtype float32 is not one of bfloat16, float16; expect it to be several times "
@@ -150,6 +157,17 @@ def test_the_lines_of_a_start(on_gpu_of) -> None:
     assert start_lines(choose_implementations(requests, "auto", CPU, torch.float32)) == [
         "ops chunk_kda: torch, causal_conv1d: torch, attention: cpu"
     ]
+
+
+def test_flash_attention_4_is_taken_where_its_numbers_are_right(on_gpu_of, monkeypatch) -> None:
+    on_gpu_of((9, 0))
+    monkeypatch.setattr(flash4, "installed", lambda: None)
+    monkeypatch.setattr(flash4, "problem", lambda dtype, D, Dv: "wrong" if D == 192 else None)
+    requests = {"attention": {"D": 128, "Dv": 128}}
+    assert start_lines(choose_implementations(requests, "auto", GPU, BF16)) == ["ops attention: flash4"]
+    assert choose("attention", "auto", GPU, BF16, D=192, Dv=128, recurring=0) == (
+        "flash", "because wrong; packed documents take nearly twice as long without it (docs/training.md)"
+    )  # fmt: skip
 
 
 def test_a_look_at_the_table_costs_little() -> None:

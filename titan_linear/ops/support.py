@@ -17,13 +17,15 @@ from typing import Any, NamedTuple
 
 import torch
 
+from titan_linear.ops import flash4
 from titan_linear.ops.triton.configs import CONFIGS, MEASURED, capability, largest_dim, shipped_for
 
 IMPLS = ("auto", "torch", "triton")
 HEAD_DIMS = (32, 64, 128, 256)  # K and V of the delta rules' kernels
 MAX_WIDTH = 8  # W of the convolution's kernels
 HALF = (torch.bfloat16, torch.float16)
-CUDNN = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which cuDNN's attention is the faster one
+CUDNN = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which cuDNN's attention is faster than PyTorch's flash
+FLASH4 = CUDNN  # those that FlashAttention-4 has kernels of their own for
 
 
 class Choice(NamedTuple):
@@ -127,6 +129,14 @@ def lengths_recur(t: Target) -> str | None:
     return None if t.dims.get("recurring") else "it compiles a plan for every new pair of lengths"
 
 
+def flash4_installed(_: Target) -> str | None:
+    return flash4.installed()
+
+
+def flash4_is_right(t: Target) -> str | None:
+    return flash4.problem(t.dtype, t.dims["D"], t.dims["Dv"])
+
+
 def may_vary(t: Target) -> str | None:
     """Of what is not bitwise repeatable."""
     return "torch.use_deterministic_algorithms is on" if t.dims.get("deterministic") else None
@@ -145,13 +155,17 @@ def _dotted(version: tuple[int, int]) -> str:
 TRITON = (on_gpu, triton_installed, known_generation, dtype_in(*HALF, torch.float32))
 DELTA_RULE = (*TRITON, dim_in("K", HEAD_DIMS), dim_in("V", HEAD_DIMS))
 # op -> implementation, the fastest first and one that takes everything last -> what it asks for.
-# attention's are PyTorch's own kernels for a block of it (ops/torch/attention.py).
+# attention's are kernels for a block of it (ops/torch/attention.py).
 TABLE: dict[str, dict[str, tuple[Check, ...]]] = {
     "chunk_kda": {"triton": (*DELTA_RULE, has_configurations("kda")), "torch": ()},
     "chunk_gated_delta_rule": {"triton": (*DELTA_RULE, has_configurations("gdn")), "torch": ()},
     "cross_entropy": {"triton": (on_gpu, triton_installed, dtype_in(torch.float32)), "torch": ()},
     "causal_conv1d": {"triton": (*TRITON, dim_up_to("W", MAX_WIDTH)), "torch": ()},
     "attention": {
+        "flash4": (
+            on_gpu, capability_in(FLASH4), dtype_in(*HALF), dim_up_to("D", 256), dim_up_to("Dv", 256), flash4_installed,
+            flash4_is_right,
+        ),
         "cpu": (on_cpu,),
         "cudnn": (
             on_gpu, capability_in(CUDNN), dtype_in(*HALF), dim_up_to("D", 128), dim_up_to("Dv", 128), lengths_recur,
@@ -201,6 +215,8 @@ def _remark(name: str, target: Target, against: Mapping[str, str | None]) -> str
         return f"because {against['triton']}; expect it to be many times slower"
     if name == "tiled":
         return f"because {against['flash']}; expect it to be several times slower"
+    if name == "flash" and target.capability in FLASH4 and against.get("flash4"):
+        return f"because {against['flash4']}; packed documents take nearly twice as long without it (docs/training.md)"
     return ""
 
 
@@ -265,7 +281,8 @@ def _with_whole_streams(packed: Choice, device: torch.device, dtype: torch.dtype
     recurring = choose("attention", "auto", device, dtype, recurring=1, deterministic=_deterministic(), **dims)
     if recurring.implementation == packed.implementation:
         return packed
-    return packed._replace(why=f"and {recurring.implementation} for whole streams and fragments of them")
+    where = f"and {recurring.implementation} for whole streams and fragments of them"
+    return packed._replace(why="; ".join(filter(None, (where, packed.why))))
 
 
 def attention_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, recurring: bool) -> str:

@@ -1,31 +1,26 @@
-"""All-gather attention (Llama 3, section 3.3.2): every rank gathers all keys and values, once, in global order.
+"""All-gather attention (Llama 3, section 3.3.2): every rank gathers all keys and values, and one call of the kernel
+computes all of its spans (ops/cp/spans.py).
 
-A rank's remote rectangles are then whole (one per fragment), and the squares of its own tokens are computed
-while K and V arrive. In backward K and V are gathered again and dK|dV is summed to its owners by a
-reduce-scatter in fp32. Memory per rank grows with the whole stream, where ring attention's does not.
+Heads come in slices, each gathered while the one before is computed; in backward K and V are gathered again, and dK|dV
+of a slice is summed to its owners by a reduce-scatter in fp32 while the next is computed. Memory per rank, that of two
+slices, grows with the whole stream, where ring attention's does not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.exchange import group_named
-from titan_linear.ops.cp.order import to_global_order, to_rank_order
-from titan_linear.ops.cp.rectangles import Rectangle
+from titan_linear.ops.cp.order import to_rank_order, tokens_in_global_order
 from titan_linear.ops.operators import operator, register_fake
-from titan_linear.ops.torch.attention import (
-    Packing,
-    accumulator_dtype,
-    attend,
-    attend_backward,
-    attend_documents,
-    attend_documents_backward,
-    merge_,
-)
+from titan_linear.ops.torch.attention import Spans, accumulator_dtype, attend_spans, attend_spans_backward
+
+SLICES = 4  # at most
 
 
 def allgather_attention(
@@ -35,12 +30,16 @@ def allgather_attention(
     return _AllGatherAttention.apply(q, k, v, scale, causal, cp)
 
 
+def heads_at_once(Hkv: int) -> int:
+    """Key heads of a slice."""
+    return Hkv // next(n for n in range(SLICES, 0, -1) if Hkv % n == 0)
+
+
 class _AllGatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale: float, causal: bool, cp: CPContext) -> torch.Tensor:
-        rectangles = cp.rectangles if causal else cp.full_rectangles
-        squares = Packing(cp.cu_seqlens, cp.cu_seqlens_cpu, cp.boundaries.longest)
-        ctx.where = *squares, rectangles.gathered, rectangles.crosses, list(cp.order), cp.group_name
+        spans, ranges, crosses = cp.gathered if causal else cp.full_gathered
+        ctx.where = list(spans), ranges, crosses, list(cp.order), cp.group_name
         o, lse = allgather_forward(q, k, v, *ctx.where, scale, causal)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.scale, ctx.causal = scale, causal
@@ -53,49 +52,40 @@ class _AllGatherAttention(torch.autograd.Function):
 
 @operator
 def allgather_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor,
-    longest: torch.Tensor, rectangles: torch.Tensor, crosses: torch.Tensor, order: list[int], group: str, scale: float,
-    causal: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[torch.Tensor], ranges: torch.Tensor,
+    crosses: torch.Tensor, order: list[int], group: str, scale: float, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """o like q with Dv, lse [1, Hq, T_local]; rectangles are `Rectangles.gathered`."""
-    gathering = _Gathering(k, v, bool(crosses), order, group)
-    o, lse = attend_documents(q, k, v, scale, causal, Packing(cu_seqlens, cu_seqlens_cpu, longest))
-    k_all, v_all = gathering.wait()
-    o = o.to(accumulator_dtype(q.dtype))
-    for (a, b), (c, d) in _remote(rectangles):
-        block = attend(q[:, a:b], k_all[:, c:d], v_all[:, c:d], scale, causal=False)
-        merge_(o[:, a:b], lse[:, :, a:b], *block)
-    return o.to(q.dtype).contiguous(), lse.contiguous()
+    """o like q with Dv, lse [1, Hq, T_local]; spans, ranges, crosses: `GatheredSpans`."""
+    slices = _slices(q, k, v, ranges, bool(crosses), order, group)
+    parts = [attend_spans(q[:, :, s.of_q], s.k, s.v, scale, causal, Spans(*spans)) for s in slices]
+    o, lse = (torch.cat(x, dim=dim) for x, dim in zip(zip(*parts, strict=True), (2, 1), strict=True))
+    return o, lse
 
 
 @operator
 def allgather_backward(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor, longest: torch.Tensor, rectangles: torch.Tensor,
-    crosses: torch.Tensor, order: list[int], group: str, scale: float, causal: bool,
+    spans: list[torch.Tensor], ranges: torch.Tensor, crosses: torch.Tensor, order: list[int], group: str, scale: float,
+    causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    acc, D = accumulator_dtype(q.dtype), k.shape[-1]
-    gathering = _Gathering(k, v, bool(crosses), order, group)
-    squares = attend_documents_backward(
-        do, q, k, v, o, lse, scale, causal, Packing(cu_seqlens, cu_seqlens_cpu, longest)
-    )  # fmt: skip
-    dq, dkv = squares[0].to(acc), torch.cat(squares[1:], dim=-1).to(acc)
-    k_all, v_all = gathering.wait()
-    if gathering.needed:
-        dkv_all = dkv.new_zeros(1, k_all.shape[1], *dkv.shape[2:])  # [1, T, Hkv, D + Dv]
-        for (a, b), (c, d) in _remote(rectangles):
-            rows = do[:, a:b], q[:, a:b], k_all[:, c:d], v_all[:, c:d], o[:, a:b], lse[:, :, a:b]
-            dq_block, dk_block, dv_block = attend_backward(*rows, scale, causal=False)
-            dq[:, a:b] += dq_block
-            dkv_all[:, c:d, :, :D] += dk_block
-            dkv_all[:, c:d, :, D:] += dv_block
-        dkv += _sum_to_owners(dkv_all[0], order, group)
-    return dq.to(q.dtype).contiguous(), dkv[..., :D].to(k.dtype).contiguous(), dkv[..., D:].to(v.dtype).contiguous()
+    dq, dkv, sums = [], [], None
+    for s in _slices(q, k, v, ranges, bool(crosses), order, group):
+        rows = (x[:, :, s.of_q] for x in (do, q))
+        grads = attend_spans_backward(
+            *rows, s.k, s.v, o[:, :, s.of_q], lse[:, s.of_q], scale, causal, Spans(*spans)
+        )  # fmt: skip
+        dq.append(grads[0])
+        if sums is not None:
+            dkv.append(sums.wait())
+        sums = _Sums(torch.cat(grads[1:], dim=-1)[0], ranges, bool(crosses), order, group, k.shape[1])
+    dkv = torch.cat([*dkv, sums.wait()], dim=1).unsqueeze(0)  # [1, T_local, Hkv, D + Dv]
+    dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
+    return torch.cat(dq, dim=2).to(q.dtype), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
 
 
 @register_fake(allgather_forward)
-def _(q, k, v, cu_seqlens, cu_seqlens_cpu, longest, rectangles, crosses, order, group, scale, causal):
-    B, T, Hq, _ = q.shape
+def _(q, k, v, *_):
+    B, T, Hq, _D = q.shape
     return q.new_empty(B, T, Hq, v.shape[-1]), q.new_empty(B, Hq, T, dtype=accumulator_dtype(q.dtype))
 
 
@@ -104,35 +94,63 @@ def _(do, q, k, v, *_):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _remote(rectangles: torch.Tensor) -> Iterator[Rectangle]:
-    return (Rectangle((a, b), (c, d)) for a, b, c, d in rectangles.tolist() if a >= 0)
+class Slice(NamedTuple):
+    """Some heads, with the keys of this rank's spans."""
+
+    of_q: slice  # query heads
+    k: torch.Tensor  # [1, keys, h, D]
+    v: torch.Tensor  # [1, keys, h, Dv]
 
 
-class _Gathering:
-    """K|V of all ranks on their way here; nothing is sent where no document crosses a cut."""
+def _slices(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, crosses: bool, order: list[int], name: str
+) -> Iterator[Slice]:
+    """All heads, each slice gathered while the one before is worked on; nothing is sent where no document crosses a
+    cut."""
+    if not crosses:
+        yield Slice(slice(None), k, v)
+        return
+    Hkv, (D, Dv), groups = k.shape[2], (k.shape[-1], v.shape[-1]), q.shape[2] // k.shape[2]
+    step = heads_at_once(Hkv)
+    starts = iter(range(0, Hkv, step))
+    group, following = group_named(name), None
 
-    def __init__(self, k: torch.Tensor, v: torch.Tensor, needed: bool, order: list[int], name: str):
-        self.own, self.needed, self.order = (k, v), needed, order
-        if needed:
-            group = group_named(name)
-            packed = torch.cat([k[0], v[0]], dim=-1)  # [T_local, Hkv, D + Dv]
-            self.gathered = packed.new_empty(group.size(), *packed.shape)
-            self.work = dist.all_gather_into_tensor(self.gathered.flatten(0, 1), packed, group=group, async_op=True)
+    def gather(first: int) -> tuple[int, torch.Tensor, dist.Work]:
+        kv = torch.cat([x[0, :, first : first + step] for x in (k, v)], dim=-1)  # [T_local, h, D + Dv]
+        everything = kv.new_empty(group.size(), *kv.shape)
+        return first, everything, dist.all_gather_into_tensor(everything.flatten(0, 1), kv, group=group, async_op=True)
 
-    def wait(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """k [1, T, Hkv, D] and v [1, T, Hkv, Dv] in global order."""
-        if not self.needed:
-            return self.own
-        self.work.wait()
-        everything = to_global_order(self.gathered, self.order).unsqueeze(0)
-        k, v = everything.split([x.shape[-1] for x in self.own], dim=-1)
-        return k, v
+    following = gather(next(starts))
+    while following is not None:
+        (first, everything, work), start = following, next(starts, None)
+        following = None if start is None else gather(start)
+        work.wait()
+        keys = tokens_in_global_order(everything, order, ranges.tolist()).unsqueeze(0)
+        yield Slice(slice(first * groups, (first + step) * groups), *keys.split([D, Dv], dim=-1))
 
 
-def _sum_to_owners(dkv: torch.Tensor, order: list[int], name: str) -> torch.Tensor:
-    """Sum [T, ...] in global order over the ranks; each gets its own tokens [T_local, ...]."""
-    group = group_named(name)
-    parts = to_rank_order(dkv, order, group.size()).contiguous()
-    own = torch.empty_like(parts[0])
-    dist.reduce_scatter_tensor(own, parts.flatten(0, 1), group=group)
-    return own
+class _Sums:
+    """dK|dV of spans on their way to the owners of the tokens, as a sum."""
+
+    def __init__(
+        self, dkv: torch.Tensor, ranges: torch.Tensor, crosses: bool, order: list[int], name: str, T_local: int
+    ):
+        """dkv: [keys, h, D + Dv]."""
+        self.own, self.work = dkv, None
+        if not crosses:
+            return
+        group = group_named(name)
+        everything = dkv.new_zeros(group.size() * T_local, *dkv.shape[1:], dtype=accumulator_dtype(dkv.dtype))
+        row = 0
+        for start, end in ranges.tolist():
+            everything[start:end] += dkv[row : row + end - start]
+            row += end - start
+        parts = to_rank_order(everything, order, group.size()).contiguous()
+        self.own = torch.empty_like(parts[0])
+        self.work = dist.reduce_scatter_tensor(self.own, parts.flatten(0, 1), group=group, async_op=True)
+
+    def wait(self) -> torch.Tensor:
+        """[T_local, h, D + Dv]"""
+        if self.work is not None:
+            self.work.wait()
+        return self.own

@@ -22,6 +22,8 @@ from titan_linear.ops.cp.fragments import LAYOUTS, Fragment, cut, owned
 from titan_linear.ops.cp.halo import HaloRoutes, halo_routes
 from titan_linear.ops.cp.kcp import Chains, chains
 from titan_linear.ops.cp.rectangles import Rectangles, rectangle_tables
+from titan_linear.ops.cp.spans import GatheredSpans, span_tables
+from titan_linear.ops.torch.attention import Spans
 from titan_linear.ops.transfer import to_device
 
 
@@ -49,7 +51,8 @@ class CPContext:
     forward_chains: Chains
     reverse_chains: Chains
     halo: HaloRoutes | None  # of a convolution of conv1d_kernel_size taps
-    rectangles: Rectangles  # of causal attention
+    rectangles: Rectangles  # of causal attention, where keys travel around the ring
+    gathered: GatheredSpans  # of causal attention, where keys are gathered
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
@@ -86,9 +89,19 @@ class CPContext:
         """Of attention without a causal mask."""
         return _rectangles(rectangle_tables(self.all_fragments, self.rank, self.world_size, causal=False))
 
+    @cached_property
+    def full_gathered(self) -> GatheredSpans:
+        """Of attention without a causal mask."""
+        local = self.cu_seqlens_cpu.numpy()
+        starts = np.cumsum([0, *(f.end - f.start for f in self.own_fragments)])
+        first, after = np.searchsorted(local, starts[:-1]), np.searchsorted(local, starts[1:])
+        tables = span_tables(self.all_fragments, self.rank, local, np.stack([first, after - 1], 1), causal=False)
+        return _gathered(tables, _move({"spans": tables}, self.cu_seqlens.device)["spans"], self.boundaries)
+
     def mark_dynamic(self) -> None:
         """Tell torch.compile which sizes differ from batch to batch: those that count documents and chunks."""
         counted = [self.cu_seqlens, self.cu_seqlens_cpu, self.enters_slot, self.leaves_slot]
+        counted += [self.gathered.spans.k, self.gathered.spans.k_cpu]
         counted += [self.stream.cu_seqlens, self.stream.cu_seqlens_cpu]  # now: compiled code cannot take its lock
         for table in (*counted, *(x for chunks in self.boundaries.chunks.values() for x in chunks)):
             torch._dynamo.mark_dynamic(table, 0)
@@ -181,28 +194,30 @@ def build_cp_context(
         "tokens": {"position_ids": positions, **_slots_of_entries(mine, entries, len(local) - 1)},
         "forward": chains(fragments, rank, world_size, entries, reverse=False),
         "reverse": chains(fragments, rank, world_size, entries, reverse=True),
+        "spans": span_tables(fragments, rank, local, entries, causal=True),
         **{f"chunks of {n}": dict(zip(("index", "offsets"), chunk_arrays(local, n))) for n in (CHUNK, CONV_RUN)},
     }
     if conv1d_kernel_size is not None:
         tables["halo"] = halo_routes(fragments, rank, world_size, conv1d_kernel_size - 1)
     moved = _move(tables, cu_seqlens.device if device is None else torch.device(device))
+    boundaries = Boundaries(
+        moved["boundaries"]["cu_seqlens"], torch.from_numpy(local), _longest(local), world_size == 1,
+        {n: ChunkTable(**moved[f"chunks of {n}"]) for n in (CHUNK, CONV_RUN)},
+    )  # fmt: skip
     return CPContext(
         group=group, group_name="" if group is None else group.group_name, layout=layout, rank=rank,
         world_size=world_size, conv1d_kernel_size=conv1d_kernel_size, num_streams=num_streams, slots=len(mine),
         tokens=int(local[-1]), stream_tokens=int(documents[-1]), all_fragments=fragments,
         order=tuple(f.rank * len(mine) + f.slot for f in fragments), documents=documents,
-        boundaries=Boundaries(
-            moved["boundaries"]["cu_seqlens"], torch.from_numpy(local), _longest(local), world_size == 1,
-            {n: ChunkTable(**moved[f"chunks of {n}"]) for n in (CHUNK, CONV_RUN)},
-        ),
-        **moved["tokens"],
+        boundaries=boundaries, **moved["tokens"],
         forward_chains=Chains(**moved["forward"]), reverse_chains=Chains(**moved["reverse"]),
         halo=HaloRoutes(**moved["halo"]) if "halo" in moved else None,
         rectangles=_rectangles(rectangle_tables(fragments, rank, world_size, causal=True)),
+        gathered=_gathered(tables["spans"], moved["spans"], boundaries),
     )  # fmt: skip
 
 
-ON_HOST = {"slots", "crosses", "sends", "send_counts", "receive_counts", "links"}  # tables read on the CPU
+ON_HOST = {"slots", "crosses", "ranges", "sends", "send_counts", "receive_counts", "links"}  # tables read on the CPU
 
 
 def _move(tables: Mapping[str, Mapping[str, np.ndarray]], device: torch.device) -> dict[str, dict[str, torch.Tensor]]:
@@ -221,6 +236,13 @@ def _longest(cu_seqlens: np.ndarray) -> torch.Tensor:
 
 def _rectangles(arrays: Mapping[str, np.ndarray]) -> Rectangles:
     return Rectangles(**{name: torch.from_numpy(array) for name, array in arrays.items()})
+
+
+def _gathered(arrays: Mapping[str, np.ndarray], moved: Mapping[str, torch.Tensor], own: Boundaries) -> GatheredSpans:
+    assert own.cu_seqlens_cpu is not None and own.longest is not None
+    k = torch.from_numpy(arrays["k"])
+    spans = Spans(own.cu_seqlens, moved["k"], own.cu_seqlens_cpu, k, own.longest, _longest(arrays["k"]))
+    return GatheredSpans(spans, moved["ranges"], moved["crosses"])
 
 
 def _routes_at_first_use(

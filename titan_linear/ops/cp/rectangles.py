@@ -28,10 +28,9 @@ class Rectangle(NamedTuple):
 
 
 class Rectangles(NamedTuple):
-    """This rank's rectangles, for the two ways in which keys come. On the CPU; rows beyond the last are −1, so that the
-    tables have one shape whatever the documents are."""
+    """This rank's rectangles. On the CPU; rows beyond the last are −1, so that the table has one shape whatever the
+    documents are."""
 
-    gathered: torch.Tensor  # [., 4] q in local rows, kv in global tokens
     by_hop: torch.Tensor  # [., 5] hop around the ring, q in local rows, kv in rows of the owner's tokens
     hops: torch.Tensor  # [1] how far around the ring keys travel, on any rank
     crosses: torch.Tensor  # [1] whether any rank has a rectangle
@@ -46,7 +45,6 @@ def rectangle_tables(fragments: Sequence[Fragment], rank: int, world_size: int, 
     for hop in range(world_size):
         by_hop += [(hop, *q, *kv) for q, kv in _with_keys_of(mine, by_rank[(rank - hop) % world_size])]
     return {
-        "gathered": _padded([(*q, *kv) for q, kv in mine], 2 * len(by_rank[rank]), 4),
         "by_hop": _padded(by_hop, 2 * len(fragments), 5),
         "hops": np.array([_hops(fragments, world_size, causal)]),
         "crosses": np.array([any(_beyond(f, causal) for f in fragments)]),

@@ -18,12 +18,13 @@ from titan_linear.ops.cp.exchange import group_named
 from titan_linear.ops.cp.rectangles import Rectangle
 from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
-    Packing,
+    Spans,
     accumulator_dtype,
     attend,
     attend_backward,
-    attend_documents,
-    attend_documents_backward,
+    attend_spans,
+    attend_spans_backward,
+    document_spans,
     merge_,
 )
 
@@ -39,8 +40,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale: float, causal: bool, cp: CPContext) -> torch.Tensor:
         rectangles = cp.rectangles if causal else cp.full_rectangles
-        squares = Packing(cp.cu_seqlens, cp.cu_seqlens_cpu, cp.boundaries.longest)
-        ctx.where = *squares, rectangles.by_hop, rectangles.hops, cp.group_name
+        ctx.where = list(document_spans(cp.boundaries)), rectangles.by_hop, rectangles.hops, cp.group_name
         o, lse = ring_forward(q, k, v, *ctx.where, scale, causal)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.scale, ctx.causal = scale, causal
@@ -53,12 +53,12 @@ class _RingAttention(torch.autograd.Function):
 
 @operator
 def ring_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor,
-    longest: torch.Tensor, by_hop: torch.Tensor, hops: torch.Tensor, group: str, scale: float, causal: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, squares: list[torch.Tensor], by_hop: torch.Tensor,
+    hops: torch.Tensor, group: str, scale: float, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """o like q with Dv, lse [1, Hq, T_local]; by_hop and hops are those of `Rectangles`."""
+    """o like q with Dv, lse [1, Hq, T_local]; squares: the fields of `Spans`, by_hop and hops those of `Rectangles`."""
     kv = _Travelling(k, v, group, int(hops))
-    o, lse = attend_documents(q, k, v, scale, causal, Packing(cu_seqlens, cu_seqlens_cpu, longest))
+    o, lse = attend_spans(q, k, v, scale, causal, Spans(*squares))
     o = o.to(accumulator_dtype(q.dtype))
     rectangles = _by_hop(by_hop, kv.hops)
     for hop, blocks in enumerate(rectangles):
@@ -72,15 +72,12 @@ def ring_forward(
 @operator
 def ring_backward(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    cu_seqlens: torch.Tensor, cu_seqlens_cpu: torch.Tensor, longest: torch.Tensor, by_hop: torch.Tensor,
-    hops: torch.Tensor, group: str, scale: float, causal: bool,
+    squares: list[torch.Tensor], by_hop: torch.Tensor, hops: torch.Tensor, group: str, scale: float, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     acc, D = accumulator_dtype(q.dtype), k.shape[-1]
     kv = _Travelling(k, v, group, int(hops))
-    squares = attend_documents_backward(
-        do, q, k, v, o, lse, scale, causal, Packing(cu_seqlens, cu_seqlens_cpu, longest)
-    )  # fmt: skip
-    dq, home = squares[0].to(acc), torch.cat(squares[1:], dim=-1).to(acc)  # home: dK|dV of this rank's keys
+    grads = attend_spans_backward(do, q, k, v, o, lse, scale, causal, Spans(*squares))
+    dq, home = grads[0].to(acc), torch.cat(grads[1:], dim=-1).to(acc)  # home: dK|dV of this rank's keys
     gradient = _FollowingGradient(home, group, kv.hops)
     for hop, blocks in enumerate(_by_hop(by_hop, kv.hops)):
         k_hop, v_hop = kv.arrive(hop)
@@ -94,8 +91,8 @@ def ring_backward(
 
 
 @register_fake(ring_forward)
-def _(q, k, v, cu_seqlens, cu_seqlens_cpu, longest, by_hop, hops, group, scale, causal):
-    B, T, Hq, _ = q.shape
+def _(q, k, v, *_):
+    B, T, Hq, _D = q.shape
     return q.new_empty(B, T, Hq, v.shape[-1]), q.new_empty(B, Hq, T, dtype=accumulator_dtype(q.dtype))
 
 

@@ -1,9 +1,10 @@
-"""Softmax attention over blocks: each a rectangle without a mask, or a causal square.
+"""Softmax attention over blocks: each a rectangle without a mask, or one that is causal to its end.
 
 The mask of packed, causal attention is never built. A packed stream is one causal square per document; under
-context parallelism (`ops/cp/rectangles.py`) rectangles join them; decoding (Tq < Tk) is a rectangle beside a
-square. A block gives its output and its log-sum-exp (LSE) over its own keys, and blocks over the same queries
-merge exactly (Milakov & Gimelshein 2018; Dao et al. 2022):
+context parallelism a *span* is the part of a document that lies here, as queries, and the document up to its end, as
+keys: causal, aligned to the end, as decoding (Tq < Tk) is. Kernels that take packed sequences compute all spans in one
+call. A block gives its output and its log-sum-exp (LSE) over its own keys, and blocks over the same queries merge
+exactly (Milakov & Gimelshein 2018; Dao et al. 2022):
 
     lse = log(exp lse_a + exp lse_b),   o = o_a · exp(lse_a − lse) + o_b · exp(lse_b − lse).
 
@@ -16,11 +17,14 @@ k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse [B, Hq, Tq] in fp32
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 
+from titan_linear.ops import flash4
+from titan_linear.ops.boundaries import Boundaries
 from titan_linear.ops.support import attention_kernel
 
 aten = torch.ops.aten
@@ -30,28 +34,43 @@ Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 TILE = 128  # query rows that the tiled kernel takes at a time
 CUDNN_MULTIPLE = 128  # see block_kernel
+FEW = 4  # spans whose lengths cuDNN may make a plan for
+TO_THE_END = ("flash4", "flash")  # kernels whose causal mask is aligned to the end, and that take all spans in one call
 
 
-class Packing(NamedTuple):
-    """The documents of a packed stream. What is on the CPU is read there, so that no device is waited for."""
+class Spans(NamedTuple):
+    """Queries of a packed stream and the keys that each sees: span i has rows q[i] to q[i+1] of the queries, rows k[i]
+    to k[i+1] of the keys, and none is empty. What is on the CPU is read there, so that no device is waited for."""
 
-    cu_seqlens: torch.Tensor  # [N+1] int32, on the device
-    cu_seqlens_cpu: torch.Tensor  # the same on the CPU
-    longest: torch.Tensor  # [1] on the CPU: tokens of the longest document
+    q: torch.Tensor  # [N+1] int32, on the device
+    k: torch.Tensor  # [N+1] int32, on the device
+    q_cpu: torch.Tensor  # the same on the CPU
+    k_cpu: torch.Tensor
+    longest_q: torch.Tensor  # [1] on the CPU: rows of the longest
+    longest_k: torch.Tensor
 
-    @property
-    def is_one(self) -> bool:
-        return self.cu_seqlens.shape[0] == 2
+    def rows(self) -> Iterator[tuple[slice, slice]]:
+        """Of each span, those of its queries and of its keys."""
+        return zip(*([slice(a, b) for a, b in pairwise(x.tolist())] for x in (self.q_cpu, self.k_cpu)), strict=True)
 
-    def bounds(self) -> list[int]:
-        return self.cu_seqlens_cpu.tolist()
+    def recur(self) -> bool:
+        """Whether these lengths come again in every batch, as those of fragments do and those of documents do not."""
+        if len(self.q_cpu) - 1 > FEW:
+            return False
+        return not any(x % CUDNN_MULTIPLE for x in (*self.q_cpu.tolist(), *self.k_cpu.tolist()))
 
     def varlen(self) -> Varlen:
-        longest = int(self.longest)
-        return self.cu_seqlens, self.cu_seqlens, longest, longest
+        return self.q, self.k, int(self.longest_q), int(self.longest_k)
 
 
-Varlen = tuple[torch.Tensor, torch.Tensor, int, int]  # cu_seqlens of q and of k, longest of q and of k
+Varlen = tuple[torch.Tensor, torch.Tensor, int, int]  # boundaries of q and of k, longest of q and of k
+
+
+def document_spans(documents: Boundaries) -> Spans:
+    """Each document with itself."""
+    device, host, longest = documents.cu_seqlens, documents.cu_seqlens_cpu, documents.longest
+    assert host is not None and longest is not None
+    return Spans(device, device, host, host, longest, longest)
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -62,9 +81,10 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 def block_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: int, Tk: int) -> str:
     """The name of the kernel that computes a block of these shapes; ops/support.py has the conditions.
 
+    "flash4" FlashAttention-4 where it is installed (bf16, fp16; ops/flash4.py): the fastest, for any lengths.
     "cpu"    PyTorch's flash attention for the CPU.
-    "cudnn"  cuDNN's, the fastest on Hopper (bf16, fp16; D, Dv <= 128): 54 ms for 32768 causal tokens of 32 heads of
-             128, forward and backward, where flash takes 97 (H100). But it compiles a plan for every new pair of
+    "cudnn"  cuDNN's, PyTorch's fastest on Hopper (bf16, fp16; D, Dv <= 128): 54 ms for 32768 causal tokens of 32 heads
+             of 128, forward and backward, where flash takes 97 (H100). But it compiles a plan for every new pair of
              lengths (0.15 s), so it takes lengths that come again in every batch, multiples of 128 (whole
              fragments, whole streams), and not the lengths of documents. Its dq is not bitwise repeatable, so it
              is not taken under torch.use_deterministic_algorithms.
@@ -76,10 +96,16 @@ def block_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: 
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> Pair:
-    """One block: (o, lse). `causal` needs Tq = Tk; every length is at least 1."""
-    assert q.shape[1] and k.shape[1] and (q.shape[1] == k.shape[1] or not causal)
-    kernel = block_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], q.shape[1], k.shape[1])
-    return FORWARD[kernel](q, k, v, scale, causal)
+    """One block: (o, lse). `causal` needs Tq <= Tk and is aligned to the end; every length is at least 1."""
+    assert q.shape[1] and k.shape[1] and (q.shape[1] <= k.shape[1] or not causal)
+    past = k.shape[1] - q.shape[1] if causal else 0  # keys that every query sees
+    kernel = _kernel_of(q, k, v)
+    if not past or kernel in TO_THE_END:
+        return FORWARD[kernel](q, k, v, scale, causal)
+    o, lse = attend(q, k[:, past:], v[:, past:], scale, causal)
+    o = o.to(accumulator_dtype(q.dtype))
+    merge_(o, lse, *attend(q, k[:, :past], v[:, :past], scale, causal=False))
+    return o.to(q.dtype), lse
 
 
 def attend_backward(
@@ -93,23 +119,31 @@ def attend_backward(
     causal: bool,
 ) -> Triple:
     """(dq, dk, dv) of one block, given the merged o [B, Tq, Hq, Dv] and lse [B, Hq, Tq]."""
-    kernel = block_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], q.shape[1], k.shape[1])
-    return BACKWARD[kernel](do, q, k, v, o, lse, scale, causal)
+    past = k.shape[1] - q.shape[1] if causal else 0
+    kernel = _kernel_of(q, k, v)
+    if not past or kernel in TO_THE_END:
+        return BACKWARD[kernel](do, q, k, v, o, lse, scale, causal)
+    dq, *square = attend_backward(do, q, k[:, past:], v[:, past:], o, lse, scale, causal)
+    dq_past, *rectangle = attend_backward(do, q, k[:, :past], v[:, :past], o, lse, scale, causal=False)
+    acc = accumulator_dtype(q.dtype)
+    dk, dv = (torch.cat(parts, dim=1) for parts in zip(rectangle, square, strict=True))
+    return dq.to(acc) + dq_past.to(acc), dk, dv
 
 
-def attend_documents(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, packing: Packing | None
+def attend_spans(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, spans: Spans | None
 ) -> Pair:
-    """The squares of a packed stream (B = 1), or of a whole batch where `packing` is None."""
-    if packing is None or packing.is_one:
+    """(o, lse) of the spans of a packed stream (B = 1), or of a whole batch where there are none."""
+    if spans is None or len(spans.q) == 2:
         return attend(q, k, v, scale, causal)
-    if _packed_kernel(q, v) == "flash":
-        return _flash_forward(q, k, v, scale, causal, packing.varlen())
-    parts = [attend(q[:, a:b], k[:, a:b], v[:, a:b], scale, causal) for a, b in pairwise(packing.bounds())]
+    kernel = _packed_kernel(q, v, spans)
+    if kernel in TO_THE_END:
+        return FORWARD[kernel](q, k, v, scale, causal, spans.varlen())
+    parts = [attend(q[:, i], k[:, j], v[:, j], scale, causal) for i, j in spans.rows()]
     return torch.cat([o for o, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=2)
 
 
-def attend_documents_backward(
+def attend_spans_backward(
     do: torch.Tensor,
     q: torch.Tensor,
     k: torch.Tensor,
@@ -118,18 +152,19 @@ def attend_documents_backward(
     lse: torch.Tensor,
     scale: float,
     causal: bool,
-    packing: Packing | None,
+    spans: Spans | None,
 ) -> Triple:
-    """(dq, dk, dv) of `attend_documents`, given the merged o and lse."""
-    if packing is None or packing.is_one:
+    """(dq, dk, dv) of `attend_spans`, given the merged o and lse."""
+    if spans is None or len(spans.q) == 2:
         return attend_backward(do, q, k, v, o, lse, scale, causal)
-    if _packed_kernel(q, v) == "flash":
-        return _flash_backward(do, q, k, v, o, lse, scale, causal, packing.varlen())
+    kernel = _packed_kernel(q, v, spans)
+    if kernel in TO_THE_END:
+        return BACKWARD[kernel](do, q, k, v, o, lse, scale, causal, spans.varlen())
     parts = [
-        attend_backward(*(x[:, a:b] for x in (do, q, k, v, o)), lse[:, :, a:b], scale, causal)
-        for a, b in pairwise(packing.bounds())
+        attend_backward(do[:, i], q[:, i], k[:, j], v[:, j], o[:, i], lse[:, :, i], scale, causal)
+        for i, j in spans.rows()
     ]
-    dq, dk, dv = (torch.cat(grads, dim=1) for grads in zip(*parts))
+    dq, dk, dv = (torch.cat(grads, dim=1) for grads in zip(*parts, strict=True))
     return dq, dk, dv
 
 
@@ -144,9 +179,33 @@ def merge_(o: torch.Tensor, lse: torch.Tensor, o_block: torch.Tensor, lse_block:
     lse.copy_(torch.logaddexp(lse, lse_block))
 
 
-def _packed_kernel(q: torch.Tensor, v: torch.Tensor) -> str:
-    """Documents have any length; only flash takes all of them in one call."""
-    return block_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], 1, 1)
+def _kernel_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
+    return block_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], q.shape[1], k.shape[1])
+
+
+def _packed_kernel(q: torch.Tensor, v: torch.Tensor, spans: Spans) -> str:
+    """That of spans of any lengths, or of lengths that recur."""
+    length = CUDNN_MULTIPLE if spans.recur() else 1
+    return block_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], length, length)
+
+
+# --- flash4: FlashAttention-4 ---------------------------------------------------------------------------------
+
+
+def _flash4_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = None) -> Pair:
+    Dv = v.shape[-1]
+    q, k = _equal_width(q, k, multiple=8)
+    (v,) = _equal_width(v, multiple=8)
+    o, lse = flash4.forward(q, k, v, scale, causal, varlen)
+    return o[..., :Dv], lse
+
+
+def _flash4_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Varlen | None = None) -> Triple:
+    D, Dv = q.shape[-1], v.shape[-1]
+    q, k = _equal_width(q, k, multiple=8)
+    do, v, o = _equal_width(do, v, o, multiple=8)
+    dq, dk, dv = flash4.backward(do, q, k, v, o, lse.contiguous(), scale, causal, varlen)
+    return dq[..., :D], dk[..., :D], dv[..., :Dv]
 
 
 # --- cpu: aten's flash attention ------------------------------------------------------------------------------
@@ -303,5 +362,11 @@ def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-FORWARD = {"cpu": _cpu_forward, "cudnn": _cudnn_forward, "flash": _flash_forward, "tiled": _tiled_forward}
-BACKWARD = {"cpu": _cpu_backward, "cudnn": _cudnn_backward, "flash": _flash_backward, "tiled": _tiled_backward}
+FORWARD = {
+    "flash4": _flash4_forward, "cpu": _cpu_forward, "cudnn": _cudnn_forward, "flash": _flash_forward,
+    "tiled": _tiled_forward,
+}  # fmt: skip
+BACKWARD = {
+    "flash4": _flash4_backward, "cpu": _cpu_backward, "cudnn": _cudnn_backward, "flash": _flash_backward,
+    "tiled": _tiled_backward,
+}  # fmt: skip

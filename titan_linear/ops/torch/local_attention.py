@@ -1,4 +1,4 @@
-"""Softmax attention on one device: squares (of a batch or of documents) beside a rectangle where Tq < Tk."""
+"""Softmax attention on one device: of a batch, causal to its end, or of documents."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ import torch
 from titan_linear.ops.boundaries import Boundaries
 from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
-    Packing,
+    Spans,
     accumulator_dtype,
-    attend,
-    attend_backward,
-    attend_documents,
-    attend_documents_backward,
-    merge_,
+    attend_spans,
+    attend_spans_backward,
+    document_spans,
 )
 
 
@@ -29,54 +27,38 @@ class _Attention(torch.autograd.Function):
     def forward(
         ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, documents: Boundaries | None
     ) -> torch.Tensor:
-        ctx.packing = (None, None, None)
-        if documents is not None:
-            ctx.packing = documents.cu_seqlens, documents.cu_seqlens_cpu, documents.longest
-        o, lse = attention_forward(q, k, v, *ctx.packing, scale, causal)
+        ctx.spans = [] if documents is None else list(document_spans(documents))
+        o, lse = attention_forward(q, k, v, ctx.spans, scale, causal)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.scale, ctx.causal = scale, causal
         return o.view_as(o)
 
     @staticmethod
     def backward(ctx, do: torch.Tensor):
-        return *attention_backward(do, *ctx.saved_tensors, *ctx.packing, ctx.scale, ctx.causal), None, None, None
+        return *attention_backward(do, *ctx.saved_tensors, ctx.spans, ctx.scale, ctx.causal), None, None, None
 
 
 @operator
 def attention_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor | None,
-    cu_seqlens_cpu: torch.Tensor | None, longest: torch.Tensor | None, scale: float, causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """o like q with Dv, lse [B, Hq, Tq]."""
-    past = k.shape[1] - q.shape[1] if causal else 0  # keys that every query sees
-    packing = None if cu_seqlens is None else Packing(cu_seqlens, cu_seqlens_cpu, longest)
-    o, lse = attend_documents(q, k[:, past:], v[:, past:], scale, causal, packing)
-    if past:
-        o = o.to(accumulator_dtype(q.dtype))
-        merge_(o, lse, *attend(q, k[:, :past], v[:, :past], scale, causal=False))
-        o = o.to(q.dtype)
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[torch.Tensor], scale: float, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o like q with Dv, lse [B, Hq, Tq]. spans: the fields of `Spans`, or none: a whole batch."""
+    o, lse = attend_spans(q, k, v, scale, causal, Spans(*spans) if spans else None)
     return o.contiguous(), lse.contiguous()
 
 
 @operator
 def attention_backward(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None, longest: torch.Tensor | None, scale: float,
-    causal: bool,
+    spans: list[torch.Tensor], scale: float, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    past = k.shape[1] - q.shape[1] if causal else 0
-    packing = None if cu_seqlens is None else Packing(cu_seqlens, cu_seqlens_cpu, longest)
-    dq, dk, dv = attend_documents_backward(do, q, k[:, past:], v[:, past:], o, lse, scale, causal, packing)
-    if past:
-        dq_past, dk_past, dv_past = attend_backward(do, q, k[:, :past], v[:, :past], o, lse, scale, causal=False)
-        acc = accumulator_dtype(q.dtype)
-        dq = dq.to(acc) + dq_past.to(acc)
-        dk, dv = torch.cat([dk_past, dk], dim=1), torch.cat([dv_past, dv], dim=1)
-    return dq.to(q.dtype).contiguous(), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+    grads = attend_spans_backward(do, q, k, v, o, lse, scale, causal, Spans(*spans) if spans else None)
+    dq, dk, dv = (grad.to(x.dtype).contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
+    return dq, dk, dv
 
 
 @register_fake(attention_forward)
-def _(q, k, v, cu_seqlens, cu_seqlens_cpu, longest, scale, causal):
+def _(q, k, v, spans, scale, causal):
     B, T, Hq, _ = q.shape
     return q.new_empty(B, T, Hq, v.shape[-1]), q.new_empty(B, Hq, T, dtype=accumulator_dtype(q.dtype))
 

@@ -1,0 +1,113 @@
+"""FlashAttention-4 (`flash-attn-4` on PyPI), bound here alone: its entries are private, and its API is young.
+
+Nothing is taken on trust: `problem` asks for a version that this module was written for, and compares a small packed
+case, forward and backward, with exact attention on the GPU at hand. PyTorch's kernels run where it finds anything.
+
+Shapes: q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse [B, Hq, Tq] fp32. Packed, B = 1
+and `varlen` has the boundaries of q and of k, [N+1] int32 on the device, and the rows of the longest. The causal mask
+is aligned to the end.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from functools import cache
+from types import ModuleType
+
+import torch
+from packaging.specifiers import SpecifierSet
+
+PACKAGE = "flash-attn-4"
+VERSIONS = SpecifierSet(">=4.0.0b36,<4.1", prereleases=True)
+CHECKED = 2**-5  # relative RMS error of the small case: bf16's own is below 2^-7, and a wrong mask's is above 2^-2
+
+Varlen = tuple[torch.Tensor, torch.Tensor, int, int]
+
+
+def forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, varlen: Varlen | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """o and lse."""
+    if varlen is None:
+        return _interface()._flash_attn_fwd(q, k, v, softmax_scale=scale, causal=causal, return_lse=True)[:2]
+    o, lse = _interface()._flash_attn_fwd(
+        q[0], k[0], v[0], **_named(varlen), softmax_scale=scale, causal=causal, return_lse=True
+    )[:2]
+    return o[None], lse[None]
+
+
+def backward(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    scale: float, causal: bool, varlen: Varlen | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """dq, dk, dv, given the merged o and lse."""
+    how = {"deterministic": torch.are_deterministic_algorithms_enabled()}
+    if varlen is None:
+        return _interface()._flash_attn_bwd(q, k, v, o, do, lse, scale, causal, **how)[:3]
+    packed = (x[0] for x in (q, k, v, o, do, lse))
+    dq, dk, dv = _interface()._flash_attn_bwd(*packed, scale, causal, **_named(varlen), **how)[:3]
+    return dq[None], dk[None], dv[None]
+
+
+def _named(varlen: Varlen) -> dict:
+    return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), varlen, strict=True))
+
+
+@cache
+def _interface() -> ModuleType:
+    # Kernels are compiled at first use, for seconds: keep them for the next process, as Triton does.
+    os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    from flash_attn.cute import interface
+
+    return interface
+
+
+def installed() -> str | None:
+    """Why it cannot be used on any GPU, or None."""
+    try:
+        version = importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return f"{PACKAGE} is not installed"
+    return None if version in VERSIONS else f"{PACKAGE} is {version}, and {VERSIONS} is known"
+
+
+@cache
+def problem(dtype: torch.dtype, D: int, Dv: int) -> str | None:
+    """Why it is not used for these head dims on the current GPU, or None: its numbers are those of attention."""
+    try:
+        errors = _errors(dtype, -(-D // 8) * 8, -(-Dv // 8) * 8)
+    except Exception as error:  # whatever a compiler, a driver or another version of it says
+        return f"{PACKAGE} fails on a small case: {type(error).__name__}: {str(error)[:200]}"
+    wrong = {name: f"{e:.1g}" for name, e in errors.items() if not e <= CHECKED}
+    return f"{PACKAGE} gives wrong numbers on a small case: {wrong}" if wrong else None
+
+
+def _errors(dtype: torch.dtype, D: int, Dv: int) -> dict[str, float]:
+    """Relative RMS errors of two spans, of which the first begins elsewhere, with grouped heads."""
+    generator, on = torch.Generator().manual_seed(0), {"device": "cuda", "dtype": dtype}
+    rows, keys, heads = [0, 40, 100], [0, 72, 132], (4, 2)
+    shapes = (rows[-1], heads[0], D), (keys[-1], heads[1], D), (keys[-1], heads[1], Dv), (rows[-1], heads[0], Dv)
+    q, k, v, do = (torch.randn(1, *s, generator=generator).to(**on) for s in shapes)
+    cu_q, cu_k = (torch.tensor(x, dtype=torch.int32, device="cuda") for x in (rows, keys))
+    varlen, scale = (cu_q, cu_k, 60, 72), D**-0.5
+    o, lse = forward(q, k, v, scale, True, varlen)
+    ours = {"o": o, **dict(zip(("dq", "dk", "dv"), backward(do, q, k, v, o, lse, scale, True, varlen), strict=True))}
+    exact = _exact(*(x.double() for x in (q, k, v, do)), rows, keys, scale)
+    return {name: ((ours[name] - x).norm() / x.norm()).item() for name, x in exact.items()}
+
+
+def _exact(q, k, v, do, rows: list[int], keys: list[int], scale: float) -> dict[str, torch.Tensor]:
+    """The same by a mask, in the dtype of its inputs."""
+    span_q, span_k = (torch.bucketize(torch.arange(x[-1]), torch.tensor(x[1:]), right=True) for x in (rows, keys))
+    to_end_q = torch.tensor(rows[1:])[span_q] - torch.arange(rows[-1])
+    to_end_k = torch.tensor(keys[1:])[span_k] - torch.arange(keys[-1])
+    sees = ((span_q[:, None] == span_k) & (to_end_q[:, None] <= to_end_k)).to(q.device)
+    with torch.enable_grad():
+        q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+        groups = q.shape[2] // k.shape[2]
+        scores = torch.einsum("bqhd,bkhd->bhqk", q, k.repeat_interleave(groups, 2)) * scale
+        p = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+        o = torch.einsum("bhqk,bkhd->bqhd", p, v.repeat_interleave(groups, 2))
+        grads = torch.autograd.grad(o, (q, k, v), do)
+    return {"o": o.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
