@@ -49,6 +49,7 @@ def guarded(name: str, check: Callable[[], Findings]) -> Findings:
 def main(argv: list[str]) -> int:
     """0 if all holds, 1 if something does not, 2 for a user's mistake, 3 where memory is short."""
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch about itself
+    warnings.filterwarnings("ignore", message=".*deterministic")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic algorithms want
     try:
         own_device()

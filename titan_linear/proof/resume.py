@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +21,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.optim import build_optimizer, learning_rate, step_numbers, update
 from titan_linear.proof.findings import Finding, Findings
+from titan_linear.proof.ops import repeatable
 from titan_linear.proof.subject import STREAMS, MoreDocuments, Subject
 
 BEFORE = 2  # steps before the save
@@ -82,7 +81,7 @@ def resume(subject: Subject) -> Findings:
     """Saved after some steps and loaded into a new model, a run is where it was, and its next step is the same one."""
     one = _on_one_rank(subject)
     dims, host = build_mesh(subject.device.type, 1, 1, 1), unhurried_group()
-    with tempfile.TemporaryDirectory(prefix="titan_linear-doctor-") as folder, _repeatable():
+    with tempfile.TemporaryDirectory(prefix="titan_linear-doctor-") as folder, repeatable():
         run = _new(one, dims, host)
         initialise(run.model, one.config.debug.seed, named_parameters(run.model))
         run.begin(0)
@@ -136,14 +135,3 @@ def _on_one_rank(subject: Subject) -> Subject:
     })  # fmt: skip
     compiled = c.compile.model_copy(update={"enable": False})
     return replace(subject, config=c.model_copy(update={"training": t, "parallelism": p, "compile": compiled}))
-
-
-@contextmanager
-def _repeatable() -> Iterator[None]:
-    """Deterministic algorithms, inside: two equal steps give the same bits."""
-    before = torch.are_deterministic_algorithms_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)

@@ -249,12 +249,12 @@ def _fewer_experts(moe: MoEConfig, factor: int, tp: int, ep: int) -> MoEConfig:
 
 
 def _fewer_heads(mixer: MixerOptions, factor: int, config: Config) -> MixerOptions:
-    """A fraction of all heads, where ranks can split them as before; heads stay as wide as they are."""
+    """A fraction of all heads, but at least four, where ranks can split them as before; they stay as wide."""
     p = config.parallelism
     kinds = {name: getattr(mixer, name) for name in ("heads", "v_heads", "kv_heads") if hasattr(mixer, name)}
     while factor > 1:
         fewer = replace(mixer, **{name: count // factor for name, count in kinds.items()})
-        whole = all(count % factor == 0 for count in kinds.values())
+        whole = all(count % factor == 0 for count in kinds.values()) and fewer.heads >= 4
         splits = all(count % p.tensor_parallel_degree == 0 for count in fewer.head_counts.values())
         method = p.context_parallel_linear_method if mixer.linear else p.context_parallel_method
         ranks = p.context_parallel_degree * p.tensor_parallel_degree
