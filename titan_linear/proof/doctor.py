@@ -57,8 +57,8 @@ def main(argv: list[str]) -> int:
         if first:
             print(_introduction(subject), flush=True)
         found = list(_of_processes(subject)) if "WORLD_SIZE" in os.environ else []
-        if not first:
-            return 0  # the first rank reports, and proves the rest
+        if not first:  # it reports, and proves the rest
+            return 0
         with one_process():
             more = (finding for name, check in checks(subject) for finding in guarded(name, check))
             return _report(chain(found, more))
@@ -74,7 +74,7 @@ def main(argv: list[str]) -> int:
 def _of_processes(subject: Subject) -> Findings:
     """Under torchrun: what all of its processes prove together."""
     with process_group(PATIENCE):
-        yield from processes.split(subject)
+        yield from guarded("processes", lambda: processes.split(subject))
 
 
 def _introduction(subject: Subject) -> str:

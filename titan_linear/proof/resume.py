@@ -22,9 +22,10 @@ from titan_linear.models.init import initialise
 from titan_linear.optim import build_optimizer, learning_rate, step_numbers, update
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.ops import repeatable
-from titan_linear.proof.subject import STREAMS, MoreDocuments, Subject
+from titan_linear.proof.subject import STREAMS, MoreDocuments, Subject, narrowed
 
 BEFORE = 2  # steps before the save
+PARAMETERS = 32_000_000  # that are saved: more would be the same, and wait for a disk
 
 
 @dataclass
@@ -126,7 +127,7 @@ def _new(subject: Subject, dims: ParallelDims, host: dist.ProcessGroup) -> Run:
 
 
 def _on_one_rank(subject: Subject) -> Subject:
-    """Uncompiled, with a global batch that it takes; steps of which each has a rate of its own."""
+    """Narrow, uncompiled, with a global batch that it takes."""
     c = subject.config
     t = c.training.model_copy(update={"global_batch_size": STREAMS, "local_batch_size": 1})
     p = c.parallelism.model_copy(update={
@@ -134,4 +135,7 @@ def _on_one_rank(subject: Subject) -> Subject:
         "tensor_parallel_degree": 1, "expert_parallel_degree": 1,
     })  # fmt: skip
     compiled = c.compile.model_copy(update={"enable": False})
-    return replace(subject, config=c.model_copy(update={"training": t, "parallelism": p, "compile": compiled}))
+    model, _ = narrowed(subject.model, c, PARAMETERS)
+    return replace(
+        subject, model=model, config=c.model_copy(update={"training": t, "parallelism": p, "compile": compiled})
+    )

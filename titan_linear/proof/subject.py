@@ -209,17 +209,23 @@ def _fitting(model: ModelConfig, config: Config, degrees: Degrees, device: torch
     most = CPU_PARAMETERS
     if device.type == "cuda":
         most = torch.cuda.mem_get_info(device)[0] * ROOM / (24 + 8 * degrees.ranks)  # gradients, mostly
-    tried = []
+    thinner, factor = narrowed(model, config, most)
+    if device.type == "cuda" and (least := count_parameters(thinner)) > most:
+        raise ValueError(
+            f"model.name = {config.model.name!r}, model.flavor = {config.model.flavor!r}: this device has room for "
+            f"{most:,.0f} parameters of the model with {degrees.ranks} ranks, and the narrowest, of {model.num_layers} "
+            f"layers, has {least:,}; take a larger one, or a smaller vocabulary or degree"
+        )
+    return thinner, factor
+
+
+def narrowed(model: ModelConfig, config: Config, most: float) -> tuple[ModelConfig, int]:
+    """The model with at most so many parameters, if one of a dim of 128 or more has so few; and its divisor."""
     for factor in (1, 2, 4, 8, 16, 32):
         thinner = _thinner(model, factor, config)
-        tried.append(count_parameters(thinner))
-        if tried[-1] <= most or (device.type == "cpu" and thinner.dim <= 128):
-            return thinner, factor
-    raise ValueError(
-        f"model.name = {config.model.name!r}, model.flavor = {config.model.flavor!r}: this device has room for "
-        f"{most:,.0f} parameters of the model with {degrees.ranks} ranks, and the narrowest, of {model.num_layers} "
-        f"layers, has {min(tried):,}; take a larger one, or a smaller vocabulary or degree"
-    )
+        if count_parameters(thinner) <= most or thinner.dim <= 128:
+            break
+    return thinner, factor
 
 
 def _thinner(model: ModelConfig, factor: int, config: Config) -> ModelConfig:
