@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from functools import cache
 
 import pytest
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from tests.ops.inputs import boundaries, call, leaves, raw_gate_inputs
 from titan_linear.distributed.one_process import LocalGroup, RankFailed, run_ranks
 from titan_linear.ops import attention, build_cp_context, causal_conv1d
+from titan_linear.proof.doctor import one_process
 
 LENGTHS = [5, 1200, 1, 2, 200, 1, 639]  # of 2048 tokens: through many ranks of 64, and several within one
 METHODS = ("ring", "allgather", "ulysses")
@@ -120,6 +122,10 @@ def absent(group: LocalGroup) -> None:
         dist.all_reduce(torch.ones(2), group=group)
 
 
+def too_few(group: LocalGroup) -> None:
+    dist.all_to_all_single(torch.empty(2), torch.ones(3), [0, 1, 1], [1, 1, 1], group=group)
+
+
 def wrong(group: LocalGroup) -> None:
     if group.rank() == 2:
         raise ValueError("what was wrong")
@@ -129,9 +135,11 @@ def wrong(group: LocalGroup) -> None:
 @pytest.mark.parametrize(("on_rank", "message"), [
     (different, "rank 1 of 3 in one process.* rank 1 calls all_reduce where rank.s. 0 called barrier"),
     (absent, "no rank can go on: rank 0 waits in all_reduce for rank.s. 1, 2; rank 1 has ended; rank 2 waits"),
+    (too_few, r"rank 2 of 3 in one process: AssertionError: rank 0 expects .0, 1, 1. rows, and .1, 1, 1. come"),
     (wrong, "rank 2 of 3 in one process: ValueError: what was wrong"),
 ])  # fmt: skip
-def test_ranks_that_cannot_go_on_say_why(on_rank: Callable, message: str) -> None:
-    with pytest.raises(RankFailed, match=message):
+@pytest.mark.parametrize("default_group", [False, True])
+def test_ranks_that_cannot_go_on_say_why(on_rank: Callable, message: str, default_group: bool) -> None:
+    with one_process() if default_group else nullcontext(), pytest.raises(RankFailed, match=message):
         run_ranks(on_rank, 3)
     assert run_ranks(lambda group: group.rank(), 3) == [0, 1, 2]

@@ -25,7 +25,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -258,10 +258,10 @@ class LocalGroup(dist.ProcessGroup):
         meeting = shared.meetings.setdefault(number, _Meeting(kind))
         if meeting.kind != kind:
             others = ", ".join(map(str, meeting.given))
-            raise RuntimeError(
+            _fail(RuntimeError(
                 f"collective {number} of a group of {shared.size}: rank {self._rank} calls {kind} where rank(s) "
                 f"{others} called {meeting.kind}"
-            )
+            ))  # fmt: skip
         meeting.given[self._rank] = x, out, more
         if x.is_cuda:
             meeting.events.append(torch.cuda.current_stream(x.device).record_event())
@@ -269,7 +269,10 @@ class LocalGroup(dist.ProcessGroup):
             del shared.meetings[number]
             for event in meeting.events:
                 event.wait()
-            COPIES[kind]([meeting.given[r] for r in range(shared.size)])
+            try:
+                COPIES[kind]([meeting.given[r] for r in range(shared.size)])
+            except Exception as error:
+                _fail(error)
             meeting.done = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else True
 
         def then() -> None:
@@ -279,6 +282,13 @@ class LocalGroup(dist.ProcessGroup):
         missing = [r for r in range(shared.size) if r not in meeting.given]
         what = f"waits in {kind} for rank(s) {', '.join(map(str, missing))}"
         return Work(lambda: meeting.done is not False, what, then)
+
+
+def _fail(error: Exception) -> NoReturn:
+    """End all ranks with this error. Raised, it would not get past torch.distributed, which looks up the group then."""
+    turns, rank = _turns.get()
+    turns.failed = turns.failed or (rank, error)
+    raise _Abandoned
 
 
 # --- What a collective copies: (input, output, more) of each rank, in rank order -------------------------------------
