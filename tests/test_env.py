@@ -121,3 +121,25 @@ def test_a_python_without_venv_is_named(env, monkeypatch):
     with pytest.raises(SystemExit, match="has no venv module"):
         env.install([])
     assert env.commands == []
+
+
+@pytest.mark.parametrize(("capability", "code", "tried"), [("8.0", 0, False), ("9.0", 0, True), ("10.0\n9.0", 1, True)])
+def test_flash_attention_4_is_tried_once_where_it_has_kernels(env, monkeypatch, capsys, capability, code, tried):
+    env.install([])
+    commands, subprocess_run = [], env.subprocess.run
+
+    def run(command, **options):
+        if command[0] == "nvidia-smi":
+            return subprocess.CompletedProcess(command, 0, stdout=f"{capability}\n")
+        if "pip" in command:
+            commands.append(command[-1])
+            return subprocess.CompletedProcess(command, code)
+        return subprocess_run(command, **options)
+
+    monkeypatch.setattr(env.subprocess, "run", run)
+    monkeypatch.setattr(env, "missing", lambda extras: "torch")  # of the interpreter that runs this
+    for _ in range(2):
+        env.main([])
+    assert commands == [f"{env.ROOT}[gpu]"] * tried
+    captured = capsys.readouterr()
+    assert captured.out == f"{env.PYTHON}\n" * 2 and ("cannot be installed" in captured.err) == bool(code)

@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 4 -m tools.bench_cp                           # KDA, GDN, the convolution, attention
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops kda gdn --heads 64 16 --layouts contiguous zigzag
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops ring allgather ulysses --tokens 32768 131072
+    torchrun --nproc-per-node 4 -m tools.bench_cp --compiled                # as a run with compile.enable has them
 
 Milliseconds of the slowest rank, forward and forward + backward, in bfloat16. "GPU": the median from the first kernel
 to the last, the host ahead, as it is in a training step. "host": what the host takes to queue it, the least of all
@@ -109,12 +110,17 @@ def print_rows(args: argparse.Namespace, flush: torch.Tensor) -> None:
     for op in args.ops:
         for T, H in ((T, H) for T in args.tokens for H in args.heads):
             x, fn = make_inputs(op, T // W, H), function(op)
+            if args.compiled:
+                torch.compiler.reset()
+                fn = torch.compile(fn, fullgraph=True)
             cases = [(d, layout) for d in args.documents for layout in args.layouts]
             for documents, layout in [("one", "alone"), *cases]:
                 cu = boundaries(documents, T)
                 options: dict[str, Any] = {}
                 if layout != "alone":
                     context = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu)
+                    if args.compiled:
+                        context.mark_dynamic()
                     options = {"cp_context": context}
                 times = measure(fn, x, options, flush)
                 rates = ""
@@ -134,6 +140,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, nargs="+", default=[64])
     parser.add_argument("--documents", nargs="+", default=["one", "packed"], choices=["one", "packed"])
     parser.add_argument("--layouts", nargs="+", default=["contiguous", "zigzag"], choices=["contiguous", "zigzag"])
+    parser.add_argument("--compiled", action="store_true", help="the ops in graphs of torch.compile")
     args = parser.parse_args()
     if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
         why = "there is no GPU here" if not torch.cuda.is_available() else "torchrun starts it, a process on each GPU"

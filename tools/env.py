@@ -19,6 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STATE = VENV / ".titan_linear"  # only in a .venv made here: "installing", then "installed"
+TRIED = VENV / ".titan_linear.gpu"  # in such a one, once the extra "gpu" was tried
+RECENT_GPUS = ("9.0", "10.0", "10.3")  # compute capabilities that FlashAttention-4 has kernels of its own for
 MISSING = 3  # exit code of --check
 
 
@@ -32,6 +34,8 @@ def main(extras: list[str]) -> None:
             fcntl.flock(file, fcntl.LOCK_EX)
             if not ready(extras):
                 install(extras)
+    if STATE.exists() and not TRIED.exists() and set(capabilities()) & set(RECENT_GPUS):
+        install_for_gpus()
     print(PYTHON)
 
 
@@ -90,6 +94,26 @@ def install(extras: list[str]) -> None:
     target = f"{ROOT}[{','.join(extras)}]" if extras else str(ROOT)
     run(PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "-e", target)
     STATE.write_text("installed")
+
+
+def capabilities() -> list[str]:
+    """Of the GPUs here, as the driver's tool has them."""
+    try:
+        done = subprocess.run(
+            ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True
+        )
+    except OSError:
+        return []
+    return done.stdout.split()
+
+
+def install_for_gpus() -> None:
+    """The extra "gpu", without which all runs, only slower: so it is tried once, and may fail."""
+    say("adding FlashAttention-4 for this GPU")
+    command = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "-e", f"{ROOT}[gpu]"]
+    if subprocess.run(command, stdout=sys.stderr).returncode:
+        say(f"it cannot be installed: attention will run by PyTorch's kernels. Remove {TRIED} to try again")
+    TRIED.write_text("")
 
 
 def run(*command: str | Path) -> None:

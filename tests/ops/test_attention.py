@@ -219,9 +219,10 @@ def test_kernels_on_cuda(name, dtype, monkeypatch, only):
 
 
 @pytest.mark.cuda
-@pytest.mark.parametrize("kernel", ["flash4", "flash"])
-def test_documents_do_not_see_each_other_on_cuda(kernel, only):
-    """As on the CPU, in the kernels that take all documents in one call."""
+@pytest.mark.parametrize(("kernel", "poison"), [("flash4", 1e4), ("flash", torch.nan)])
+def test_documents_do_not_see_each_other_on_cuda(kernel, poison, only):
+    """As on the CPU, in the kernels that take all documents in one call; FlashAttention-4 multiplies what is masked by
+    zero (docs/kernels.md)."""
     only(kernel)
     boundaries = [0, 1, 130, 257, 400, 640]
     *tensors, do = make(1, 640, 640, 4, 2, 128, 128, dtype=torch.bfloat16, device="cuda")
@@ -232,10 +233,10 @@ def test_documents_do_not_see_each_other_on_cuda(kernel, only):
         for a, b in pairwise(boundaries):
             others = torch.ones(640, dtype=torch.bool, device="cuda")
             others[a:b] = False
-            poisoned = [x.detach().masked_fill(~others[None, :, None, None], torch.nan) for x in (*tensors, do)]
+            poisoned = [x.detach().masked_fill(~others[None, :, None, None], poison) for x in (*tensors, do)]
             after = run(attention, *(x.requires_grad_() for x in poisoned[:3]), poisoned[3], **kwargs)
             assert all(torch.equal(x[:, others], y[:, others]) for x, y in zip(before, after)), (a, b)
-            assert not any(y[:, a:b].isfinite().any() for y in after)
+            assert not any(torch.equal(x[:, a:b], y[:, a:b]) for x, y in zip(before[::3], after[::3]))  # o and dv
     finally:
         torch.use_deterministic_algorithms(False)
 
@@ -261,14 +262,14 @@ def test_memory_on_cuda_is_linear(kernel, dtype, extra, only):
     """Twice the tokens take at most 2.1 times the memory, forward and backward, in every kernel."""
     only(kernel)
     peaks, D = [], 64
-    for T in (8192 + extra, 16384 + extra):
+    for T in (1024 + extra, 8192 + extra, 16384 + extra):  # the first has what a kernel makes once
         assert blocks.block_kernel(torch.device("cuda"), dtype, D, D, T, T) == kernel
         q, k, v = (torch.randn(1, T, 4, D, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3))
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         attention(q, k, v).sum().backward()
         peaks.append(torch.cuda.max_memory_allocated() - before)
-    assert peaks[1] <= 2.1 * peaks[0], (kernel, peaks)
+    assert peaks[2] <= 2.1 * peaks[1], (kernel, peaks)
 
 
 @pytest.mark.cuda

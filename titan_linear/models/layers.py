@@ -97,7 +97,8 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = cut(project(x, self.gate_proj, self.up_proj), len(self.gate_proj.weight), len(self.up_proj.weight))
+        return self.down_proj(F.silu(gate) * up)
 
 
 class ConvWeight(nn.Module):

@@ -87,16 +87,16 @@ class DeltaMixer(nn.Module):
         """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left, and is brought up to date."""
         q, k, v = self._convolved(x, plan, cache)
         states = {} if cache is None else {"initial_state": cache.get("state"), "output_final_state": True}
+        g, beta, z = self._gates(x)
         o, state = self._delta_rule(
-            q, k, v, self._raw_gate(x), self.b_proj(x), A_log=self.A_log, dt_bias=self.dt_bias,
+            q, k, v, g, beta, A_log=self.A_log, dt_bias=self.dt_bias,
             use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
             allow_neg_eigval=self.beta_range == 2.0, impl=plan.impl, cp_method=plan.linear_method, **plan.documents,
             **states,
         )  # fmt: skip
         if cache is not None:
             cache["state"] = state
-        z = self.g_proj(x).unflatten(-1, (-1, self.v_head_dim))
-        return self.o_proj(self.o_norm(o, z).flatten(-2))
+        return self.o_proj(self.o_norm(o, z.unflatten(-1, (-1, self.v_head_dim))).flatten(-2))
 
     def _convolved(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
         """q, k [B, T, H, K] and v [B, T, HV, V] after the convolution: one over the three, so one halo under CP."""
@@ -111,7 +111,8 @@ class DeltaMixer(nn.Module):
         parts, dims = cut(qkv, *map(len, weights)), (self.head_dim, self.head_dim, self.v_head_dim)
         return [part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True)]
 
-    def _raw_gate(self, x: torch.Tensor) -> torch.Tensor:
+    def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The raw gate [B, T, HV] or [B, T, HV, K], the logits of β [B, T, HV], the output gate [B, T, HV·V]."""
         raise NotImplementedError
 
     def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:

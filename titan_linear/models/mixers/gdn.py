@@ -10,6 +10,7 @@ from torch import nn
 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.draws import log_uniform_decay
+from titan_linear.models.layers import cut, project
 from titan_linear.models.mixers.delta import DeltaMixer, DeltaOptions
 from titan_linear.ops import chunk_gated_delta_rule
 
@@ -36,8 +37,10 @@ class GDNMixer(DeltaMixer):
         self.A_log = nn.Parameter(torch.empty(options.v_heads))
         self.dt_bias = nn.Parameter(torch.empty(options.v_heads))
 
-    def _raw_gate(self, x: torch.Tensor) -> torch.Tensor:
-        return self.a_proj(x)
+    def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        heads = len(self.A_log)
+        g, beta = cut(project(x, self.a_proj, self.b_proj), heads, heads)
+        return g, beta, self.g_proj(x)
 
     def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
         return chunk_gated_delta_rule(*inputs, **options)

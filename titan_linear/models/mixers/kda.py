@@ -10,6 +10,7 @@ from torch import nn
 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.draws import log_uniform_decay, zeros
+from titan_linear.models.layers import cut, project
 from titan_linear.models.mixers.delta import DeltaMixer, DeltaOptions
 from titan_linear.ops import chunk_kda
 
@@ -50,8 +51,10 @@ class KDAMixer(DeltaMixer):
         self.A_log = nn.Parameter(torch.empty(options.v_heads))
         self.dt_bias = nn.Parameter(torch.empty(gate_dim))
 
-    def _raw_gate(self, x: torch.Tensor) -> torch.Tensor:
-        return self.f_proj(x).unflatten(-1, (-1, self.head_dim))
+    def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        (f_in, f_out), (g_in, g_out) = self.f_proj, self.g_proj
+        f, g = cut(project(x, f_in, g_in), f_in.out_features, g_in.out_features)
+        return f_out(f).unflatten(-1, (-1, self.head_dim)), self.b_proj(x), g_out(g)
 
     def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
         return chunk_kda(*inputs, lower_bound=self.lower_bound, **options)

@@ -193,19 +193,23 @@ def _packed_kernel(q: torch.Tensor, v: torch.Tensor, spans: Spans) -> str:
 
 
 def _flash4_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = None) -> Pair:
-    Dv = v.shape[-1]
-    q, k = _equal_width(q, k, multiple=8)
-    (v,) = _equal_width(v, multiple=8)
+    Dv, (q, k, v) = v.shape[-1], _flash4_widths(q, k, v)
     o, lse = flash4.forward(q, k, v, scale, causal, varlen)
     return o[..., :Dv], lse
 
 
 def _flash4_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Varlen | None = None) -> Triple:
     D, Dv = q.shape[-1], v.shape[-1]
-    q, k = _equal_width(q, k, multiple=8)
-    do, v, o = _equal_width(do, v, o, multiple=8)
+    q, k, v, do, o = _flash4_widths(q, k, v, do, o)
     dq, dk, dv = flash4.backward(do, q, k, v, o, lse.contiguous(), scale, causal, varlen)
     return dq[..., :D], dk[..., :D], dv[..., :Dv]
+
+
+def _flash4_widths(q: torch.Tensor, k: torch.Tensor, *wide_as_v: torch.Tensor) -> list[torch.Tensor]:
+    """In widths that it takes: multiples of 8, and one width where heads are grouped."""
+    if q.shape[2] != k.shape[2]:
+        return _equal_width(q, k, *wide_as_v, multiple=8)
+    return [*_equal_width(q, k, multiple=8), *_equal_width(*wide_as_v, multiple=8)]
 
 
 # --- cpu: aten's flash attention ------------------------------------------------------------------------------
