@@ -48,13 +48,13 @@ def _short(x: float) -> str:
     return f"{x:g}" if x == int(x if abs(x) < 1e15 else 0) else f"{x:.1e}"
 
 
-def off(a: torch.Tensor, b: torch.Tensor) -> float:
-    """‖a − b‖ / ‖b‖; infinite where a is not finite."""
+def off(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
+    """‖a − b‖ / ‖b‖, or over `least`, where that is more; infinite where a is not finite."""
     a, b = a.detach().double(), b.detach().double()
     if not torch.isfinite(a).all():
         return float("inf")
-    difference = (a - b).norm().item()
-    return difference / b.norm().item() if difference else 0.0
+    difference, size = (a - b).norm().item(), max(b.norm().item(), least)
+    return difference / size if size else float("inf") if difference else 0.0
 
 
 def worst(errors: Mapping[str, float], bounds: Mapping[str, float]) -> str:

@@ -18,7 +18,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.proof.data import tokens_of
 from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, off, worst
-from titan_linear.proof.ops import ALONE, DELTA, begins, may_differ, short
+from titan_linear.proof.ops import ALONE, DELTA, SMALL, begins, may_differ, short
 from titan_linear.proof.ranks import LocalDims, model_of, on_ranks, sharding_of, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import Subject
 
@@ -211,7 +211,7 @@ def documents(subject: Subject) -> Findings:
     for a, b in dict.fromkeys([*order[: ALONE // 2], *order[-ALONE // 2 :]]):
         alone = _forward(subject, whole, subject.batch.tokens[:, a:b], torch.tensor([0, b - a], dtype=torch.int32))
         for i, (x, y) in enumerate(zip(packed, alone, strict=True)):
-            error = off(x[:, a:b], y)
+            error = off(x[:, a:b], y, SMALL * x.norm().item())
             if not error <= max(figure, DELTA):
                 name = "the embedding" if i == 0 else subject.layer(i - 1)
                 figure, where = error, f"{name}, {subject.document(a)}"

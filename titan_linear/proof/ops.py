@@ -29,6 +29,7 @@ Tensors = dict[str, torch.Tensor]
 DELTA, EXACT = 1e-9, 1e-10  # bounds in float64, of recurrences and of softmax attention
 ORACLE_TOKENS = 192  # of what runs token by token
 ALONE = 6  # documents that are computed by themselves
+SMALL = 1e-3  # a part of the batch that documents, of a token say, are taken for at least
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Case:
     units: Mapping[str, float]  # what results may be off in other dtypes, in UNITs; "": any other
     oracle: Callable[[Tensors, torch.Tensor], torch.Tensor] | None = None  # of an op: (x, cu_seqlens), written out
     usual: Mapping[str, torch.Tensor] = field(default_factory=dict)  # parameters in the place of those that amplify
+    first: int = 0  # where its tokens begin in the batch
 
     def __str__(self) -> str:
         return f"{self.name}, layer{'s' * (len(self.layers) > 1)} {', '.join(map(str, self.layers))}"
@@ -260,7 +262,7 @@ def _where(subject: Subject, case: Case, name: str, got: torch.Tensor, want: tor
         return ", ".join(said)
     if heads:
         said.append(f"head {int(wrong.transpose(0, 2).flatten(1).amax(1).argmax())}")
-    return ", ".join([*said, _place(subject, begins(wrong[0].flatten(1).amax(1), backward=name != "y"))])
+    return ", ".join([*said, _place(subject, case.first + begins(wrong[0].flatten(1).amax(1), name != "y"))])
 
 
 def begins(wrong: torch.Tensor, backward: bool) -> int:
@@ -305,7 +307,7 @@ def _few(subject: Subject, case: Case) -> tuple[Case, torch.Tensor]:
     first = max(int(bounds[-1]) - ORACLE_TOKENS, 0)
     bounds = torch.cat([torch.tensor([first, first + ORACLE_TOKENS // 3]), bounds[bounds > first + ORACLE_TOKENS // 3]])
     tokens = {name: x[:, first:] for name, x in case.tokens.items()}
-    few = replace(case, tokens=tokens, dy=case.dy[:, first:])
+    few = replace(case, tokens=tokens, dy=case.dy[:, first:], first=first)
     return few, (bounds - first).int()
 
 
@@ -322,7 +324,8 @@ def documents(subject: Subject, case: Case) -> Findings:
             _plan(subject, torch.tensor([0, int(lengths[n])], dtype=torch.int32), "torch"),
         )  # fmt: skip
         for name, x in alone.tokens.items():
-            error = off(packed.tokens[name][:, own], x)
+            whole = packed.tokens[name]
+            error = off(whole[:, own], x, SMALL * whole.norm().item())
             if not error <= worst_of[0]:
                 worst_of = error, f"{name}, {subject.document(own.start)}"
     yield Finding("documents", f"{case}, packed and alone, float64", worst_of[0], case.bound, worst_of[1])

@@ -12,7 +12,15 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from titan_linear.build import DTYPES, build_streams, model_config, open_corpora, tokenizer_path, unallocated
+from titan_linear.build import (
+    DTYPES,
+    build_streams,
+    implementations,
+    model_config,
+    open_corpora,
+    tokenizer_path,
+    unallocated,
+)
 from titan_linear.config import Config, check_config
 from titan_linear.data import IGNORE, Batch, MixedStreams, Stream, Streams, Tokenizer, build_dataloader, build_tokenizer
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
@@ -149,6 +157,7 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
     check_tensor_parallel(full, config)
     check_expert_parallel(full, config)
     check_heads(full, config)
+    implementations(config, full, device)
     open_corpora(config, tokenizer, show_progress)
     said = []
     degrees = _degrees(config, processes)
