@@ -1,9 +1,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+
+# Tensors of tests are small: threads that wait for the next one, spinning, would take as long again as the work does.
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch and numpy are imported, here and in processes
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # gigabytes, of the test that has them, in large pages
+
 import torch
 
 if not torch.cuda.is_available():
@@ -11,11 +16,10 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from tests.interpreter import quicken
-from tests.worlds import World
+from tests.worlds import Worlds
 
 if os.environ.get("TRITON_INTERPRET") == "1":
     quicken()
-torch.set_num_threads(2)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -31,16 +35,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture(scope="session")
-def worlds() -> Iterator[Callable[..., World]]:
-    """worlds(n): the shared world of n gloo processes, spawned at its first use; worlds(n, "nccl"): of n GPUs."""
-    alive: dict[tuple[int, str], World] = {}
+def worlds() -> Iterator[Worlds]:
+    """worlds(n): the shared world of n gloo processes, forked at its first use; worlds(n, "nccl"): of n GPUs."""
+    worlds = Worlds()
+    yield worlds
+    worlds.close(set(worlds.alive))
 
-    def get(world_size: int, backend: str = "gloo") -> World:
-        key = world_size, backend
-        if key not in alive or alive[key].broken:
-            alive[key] = World(world_size, backend)
-        return alive[key]
 
-    yield get
-    for world in alive.values():
-        world.close()
+@pytest.fixture(scope="module", autouse=True)
+def end_idle_worlds(worlds: Worlds) -> Iterator[None]:
+    """Those that the tests of a file do not use: each process takes 4 ms of a second while it waits."""
+    worlds.used.clear()
+    yield
+    worlds.close(set(worlds.alive) - worlds.used)

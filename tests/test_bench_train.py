@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
+from tests.refusals import is_refused
 from tests.worlds import World
 from titan_linear.data import IGNORE
 from tools import bench_train
@@ -78,6 +79,4 @@ def test_what_is_refused(
     monkeypatch.setattr(bench_train, "find_spec", lambda name: None)
     for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    assert bench_train.main(argv) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: {message}") and error.count("\n") == 1
+    assert is_refused(bench_train.main, argv, capsys).startswith(message)

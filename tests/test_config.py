@@ -258,6 +258,8 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
         (1, {"validation__enable": True, "validation__dataset_path": "x"}, "validation.dataset_path = 'x' is not used"),
         (1, {"validation__enable": True, "validation__holdout": 0.0}, "nothing to validate on"),
         (1, {"validation__steps": 0}, "validation.steps = 0"),
+        (1, {"validation__sample_tokens": 9}, "validation.sample_tokens = 9 has no effect"),
+        (1, {"profiling__enable_profiling": True, "profiling__profiler_active": 11}, "profile_freq = 10, the steps"),
         (1, {"checkpoint__enable": False, "checkpoint__load_step": 5}, "checkpoint.load_step = 5 has no effect"),
         (1, {"checkpoint__enable": False, "checkpoint__initial_load_path": "x"}, "initial_load_path = 'x' has no"),
         (1, {"checkpoint__enable": False, "checkpoint__last_save_model_only": True}, "last_save_model_only = True has"),

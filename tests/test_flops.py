@@ -6,13 +6,14 @@ import time
 from collections import Counter
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from tests.dispatch import Inside
 from tests.models.ours import labels_of, positions
 from titan_linear import flops
 from titan_linear.config import load_config
@@ -39,19 +40,14 @@ MIXERS: dict[str, MixerOptions] = {
 MOE = MoEConfig(num_experts=8, top_k=2, hidden_dim=16, shared_hidden_dim=20, shared_gate=True)
 
 
-class Products(TorchDispatchMode):
-    """Counts the operations of products by operator, inside of this project's operators too."""
+class Products(Inside):
+    """Counts the operations of products by operator."""
 
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[str] = Counter()
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if op.namespace == "titan_linear":
-            with self:
-                return op.python(*args, **kwargs)
-        out = op(*args, **kwargs)
+    def ran(self, op: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
         packet = aten.addmm if op.overloadpacket is aten.addmm_ else op.overloadpacket
         if packet is aten._scaled_dot_product_flash_attention_for_cpu:
             (B, H, T, D), Dv, causal = args[0].shape, args[2].shape[-1], args[4]
@@ -63,7 +59,6 @@ class Products(TorchDispatchMode):
         elif packet in flop_registry:
             name = "convolution" if packet is aten.convolution else "products"
             self.counts[name] += flop_registry[packet](*args, **kwargs, out_val=out)
-        return out
 
     @property
     def total(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -35,15 +35,6 @@ MODELS = {
     ),
     "latent attention, experts": replace(preset("hybrid", "debug"), pattern=(KDA, LATENT), num_layers=2, moe=MOE),
 }
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small only wait for threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def build(config: ModelConfig, dtype: torch.dtype = torch.float64) -> Decoder:

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, KimiLinearConfig, 
 from tests import hf_workers as workers
 from tests.hf_workers import EVERY, KDA, LARGE, mark
 from tests.models import hf_models
+from tests.refusals import is_refused
 from tests.worlds import World
 from titan_linear import hf_io
 from titan_linear.checkpoint import SaveFailed
@@ -40,15 +41,6 @@ from tools import convert, generate
 
 FLA = {"FLA KDA": KDA, "FLA GDN": replace(preset("gdn", "debug"), norm_eps=1e-6, tie_embeddings=True)}
 CASES = [*hf_models.MODELS, *FLA]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Models this small only wait for threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="module")
@@ -493,8 +485,7 @@ def test_commands_say_what_is_wrong(
         (generate.main, [folder, "--prompt", ""], "prompt '' has no tokens"),
         (generate.main, [folder, *prompt, "--tokenizer", "none.json"], "none.json does not exist"),
     ):
-        assert main(argv) == 2
-        assert words in (said := capsys.readouterr().err) and said.startswith("error: ") and said.count("\n") == 1
+        assert words in is_refused(main, argv, capsys)
     assert not (tmp_path / "out").exists()
 
 

@@ -19,7 +19,7 @@ LAYERS = (
     ("distributed",),
     ("checkpoint",),
     ("flops", "generate", "gradients", "hf_io", "optim", "profiling"),
-    ("metrics",),
+    ("metrics", "spikes", "telemetry"),
     ("build",),
     ("preflight", "nodes", "memory"),
     ("proof",),

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -13,6 +12,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from tests.processes import gone, until
+from tests.refusals import is_refused
 from tests.worlds import free_port  # and what the server imports
 from titan_linear import agent, launch, nodes
 from titan_linear.process import Node
@@ -41,7 +42,8 @@ def on_term(number, frame):
     if mode == "nodes":
         (folder / "stop").touch()
     elif mode != "deaf":
-        time.sleep(0.5)  # a save
+        while mode == "works" and not (folder / "disk").exists():  # that a save waits for
+            time.sleep(0.01)
         note("saved")
         sys.exit(3 if mode == "unsaved" else 143)
 
@@ -62,7 +64,8 @@ if mode == "loses" and rank == "0":
 if mode in ("fails", "dies", "loses") and rank == "1":
     while not (folder / "rank-0").exists():
         time.sleep(0.01)
-    time.sleep(0.2)
+    while mode == "loses" and Path("/proc", (folder / "rank-0").read_text()).exists():  # until the launcher has seen it
+        time.sleep(0.01)
     print("why rank 1 failed", file=sys.stderr, flush=True)
     sys.exit(3) if mode == "fails" else os.kill(os.getpid(), signal.SIGSEGV)
 if mode == "nodes":
@@ -79,27 +82,27 @@ if mode == "joins":
     dist.destroy_process_group()
     sys.exit(0)
 while True:
-    time.sleep(0.05)
+    signal.pause()
 """
 
 
-def launch_workers(mode: str, folder: Path, grace: float, node: Node, max_restarts: int) -> None:
+def launch_workers(mode: str, folder: Path, node: Node, grace: float, repeat: float, max_restarts: int) -> None:
     """`run_workers` with processes of WORKER, in a process of its own that has a terminal's session."""
     os.setsid()
     os.dup2(os.open(folder / f"stderr-{node.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.chdir(ROOT)
     os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{ROOT}"
-    agent.GRACE = grace
+    agent.GRACE, agent.REPEAT = grace, repeat
     sys.exit(agent.run_workers("worker", [mode, str(folder)], node, max_restarts))
 
 
 class Run:
     """A launcher, forked from a server that has imported torch, and its workers."""
 
-    def __init__(self, folder: Path, mode: str, grace: float, node: Node, max_restarts: int):
+    def __init__(self, folder: Path, mode: str, node: Node, *options: float):
         (folder / "worker.py").write_text(WORKER)
         self.folder, self.node = folder, node
-        self.process = FORKSERVER.Process(target=launch_workers, args=(mode, folder, grace, node, max_restarts))
+        self.process = FORKSERVER.Process(target=launch_workers, args=(mode, folder, node, *options))
         self.process.start()
 
     def events(self, rank: int) -> list[str]:
@@ -124,26 +127,16 @@ class Run:
 
 
 def alive(events: list[str]) -> bool:
-    """The process whose id a worker noted first runs (a zombie does not)."""
-    try:
-        return bool(events) and Path(f"/proc/{events[0]}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def until(done: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not done():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
+    """The process whose id a worker noted first runs."""
+    return bool(events) and not gone(int(events[0]))
 
 
 @pytest.fixture
 def start(tmp_path) -> Iterator[Callable[..., Run]]:
     runs = []
 
-    def start(mode: str, grace: float = 0.3, node: Node = ALONE, max_restarts: int = 0) -> Run:
-        runs.append(Run(tmp_path, mode, grace, node, max_restarts))
+    def start(mode: str, grace: float = 0.3, repeat: float = 0.3, node: Node = ALONE, max_restarts: int = 0) -> Run:
+        runs.append(Run(tmp_path, mode, node, grace, repeat, max_restarts))
         return runs[-1]
 
     yield start
@@ -167,21 +160,21 @@ def test_workers_join_one_process_group(start):
 
 @pytest.mark.parametrize("number, code", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_a_signal_reaches_every_worker_once_and_lets_it_save(start, number, code):
-    run = start("works")
+    run = start("works", repeat=60)
     run.wait_for("ready")
     os.killpg(run.process.pid, number)  # as a terminal does
-    time.sleep(0.15)
+    run.wait_for("SIGTERM")
     os.kill(run.process.pid, number)  # as a wrapper does that passes signals on
+    (run.folder / "disk").touch()
     assert run.end()[0] == code
     assert [run.events(rank)[1:] for rank in range(2)] == [["SIGTERM", "saved"]] * 2
 
 
 def test_a_second_interrupt_kills(start):
-    run = start("deaf")
+    run = start("deaf", repeat=0)
     run.wait_for("ready")
     os.kill(run.process.pid, signal.SIGINT)
     run.wait_for("SIGTERM")
-    time.sleep(0.5)
     os.kill(run.process.pid, signal.SIGINT)
     assert run.end()[0] == 130
 
@@ -328,9 +321,7 @@ def test_nodes_that_do_not_fit_are_refused():
     ],
 )
 def test_a_mistake_is_a_short_message(calls, capsys, argv, message):
-    assert launch.main(argv) == 2
-    shown = capsys.readouterr().err
-    assert shown.startswith("error: ") and message in shown and shown.count("\n") == 1
+    assert message in is_refused(launch.main, argv, capsys)
     assert calls == []
 
 

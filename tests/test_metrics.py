@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import io
 import json
 import math
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -161,7 +163,8 @@ def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
     config = configured(tmp_path, "--metrics.enable_tensorboard=true", "--optimizer.lr=0.125")
     logger = MetricsLogger(config, peak_tflops=1.0, out=io.StringIO())
     clock[0] += 6
-    more = {"skipped_steps": 0, "data_seconds": 0.5, "memory_reserved_gib": 2.0}
+    more = {"skipped_steps": 0, "data_seconds": 0.5, "gc_seconds": 0.1, "memory_reserved_gib": 2.0,
+            "memory_fragmentation": 0.1}  # fmt: skip
     logger.log(3, tokens=3, work=Work(flops=1, valid=1, waited=0.0), **more, **VALUES)
     logger.log_validation(3, 2.25)
     logger.close()
@@ -175,8 +178,42 @@ def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
     (text,) = events.Tensors("configuration/text_summary")
     assert "    lr = 0.125" in text.tensor_proto.string_val[0].decode()
     (layout,) = events.Tensors("custom_scalars__config__")
-    (category,) = Layout.FromString(layout.tensor_proto.string_val[0]).category
-    assert list(category.chart[0].multiline.tag) == ["loss/train", "loss/validation"]
+    categories = Layout.FromString(layout.tensor_proto.string_val[0]).category
+    assert [category.title for category in categories] == ["loss", "optimizer", "speed", "memory"]
+    assert list(categories[0].chart[0].multiline.tag) == ["loss/train", "loss/validation"]
+    charts = {tag for category in categories for chart in category.chart for tag in chart.multiline.tag}
+    assert {tag for tag in charts if "*" not in tag} <= set(metrics.TAGS.values())
+
+
+def test_weights_and_biases(tmp_path, monkeypatch, clock):
+    """With a stand-in for the package: one run however often it is started, the same tags, steps as a number."""
+    started, logged = [], []
+    run = SimpleNamespace(define_metric=lambda *a, **k: None, log=logged.append, finish=lambda: logged.append("end"))
+    stub = SimpleNamespace(
+        init=lambda **keys: started.append(keys) or run, Histogram=list, Html=lambda text: text, __spec__=None
+    )
+    monkeypatch.setitem(sys.modules, "wandb", stub)
+    config = configured(tmp_path, "--metrics.enable_wandb=true", "--job.description=why")
+    for _ in range(2):
+        logger = MetricsLogger(config, out=io.StringIO())
+        clock[0] += 2
+        logger.log(1, tokens=1000, **VALUES)
+        logger.log_telemetry(1, {"half_life": {"layers.0": [1.0, math.inf]}, "loss_by_position": {"1": 2.0}})
+        logger.log_text(1, "sample", "a < b")
+        logger.close()
+    assert started[0]["id"] == started[1]["id"] and started[0]["resume"] == "allow" and started[0]["notes"] == "why"
+    numbers, seen, text, end = logged[:4]
+    assert numbers["step"] == 1 and numbers["loss/train"] == 2.5 and numbers["perf/step_seconds"] == 2.0
+    assert seen == {"step": 1, "per_layer_half_life/layers.0": [1.0], "loss_by_position/1": 2.0}
+    assert text == {"step": 1, "sample": "<pre>a &lt; b</pre>"} and end == "end"
+
+
+def test_time_in_the_garbage_collector(clock):
+    with metrics.GarbageClock() as garbage:
+        garbage._note("start", {})
+        clock[0] += 2
+        garbage._note("stop", {})
+    assert garbage.take() == 2 and garbage.take() == 0 and garbage._note not in gc.callbacks
 
 
 def test_a_killed_run_keeps_every_line(config):

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import shutil
-import subprocess
-import sys
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.worlds import World
+from titan_linear import agent, launch
 from titan_linear.config import Config, load_config
 from titan_linear.rundir import (
     check_resume,
@@ -20,6 +24,7 @@ from titan_linear.rundir import (
     starts_anew,
     write_config,
 )
+from titan_linear.train import Trainer
 
 ROOT = Path(__file__).parents[1]
 
@@ -120,23 +125,56 @@ def test_a_run_with_a_checkpoint_is_not_begun_anew(tmp_path: Path) -> None:
         check_resume(run(folder, "--training.steps=3", "--model.name=kda", "--job.start_anew=true"))
 
 
-def launched(corpus: Path, folder: Path, code: int = 0, **keys: object) -> str:
-    """What a run of four steps in one process prints; "__" stands for the dot."""
+def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> str:
+    """What a worker prints."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        Trainer(load_config(argv)).train()
+    return said.getvalue()
+
+
+@pytest.fixture
+def launched(
+    worlds: Callable[[int], World], capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Callable[..., str]]:
+    """launched(corpus, folder, code, **keys): what a run of four steps in one process prints; "__" stands for the dot.
+    The launcher is this process, its worker one that other tests use too."""
+    cache = str(tmp_path / "cache")
+    monkeypatch.setenv("NGPU", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", cache)
+
+    def run_workers(module: str, argv: list[str], *_: object) -> int:
+        print(*worlds(1).run(train_on_rank, argv, cache))
+        return 0
+
+    monkeypatch.setattr(agent, "run_workers", run_workers)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+
+    def launched(corpus: Path, folder: Path, code: int = 0, **keys: object) -> str:
+        capfd.readouterr()
+        try:
+            found = launch.main(arguments(corpus, folder, **keys))
+        except SystemExit as exit:
+            found = exit.code
+        said = "".join(capfd.readouterr())
+        assert (found or 0) == code, said
+        return said
+
+    yield launched
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+
+
+def arguments(corpus: Path, folder: Path, **keys: object) -> list[str]:
     given = {
         "training.dataset": "jsonl", "training.dataset_path": corpus, "job.dump_folder": folder, "training.steps": 4,
         "training.seq_len": 64, "training.global_batch_size": 1, "checkpoint.interval": 2, "metrics.log_freq": 1,
         "metrics.enable_tensorboard": "false", **{name.replace("__", "."): value for name, value in keys.items()},
     }  # fmt: skip
-    argv = [text for key, value in given.items() for text in (f"--{key}", str(value))]
-    environment = os.environ | {"NGPU": "1", "XDG_CACHE_HOME": str(folder.parent / "cache"), "OMP_NUM_THREADS": "1"}
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, "-m", "titan_linear.launch", *argv]
-    done = subprocess.run(command, env=environment, cwd=ROOT, text=True, capture_output=True, timeout=240)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done.stdout + done.stderr
+    return [text for key, value in given.items() for text in (f"--{key}", str(value))]
 
 
-def test_a_run_goes_back_and_its_corpus_moves(tmp_path: Path) -> None:
+def test_a_run_goes_back_and_its_corpus_moves(tmp_path: Path, launched: Callable[..., str]) -> None:
     corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "run"
     corpus.write_text("".join(json.dumps({"text": f"document {n} " * (n % 9 + 1)}) + "\n" for n in range(100)))
     steps = folder / "checkpoint"
@@ -160,7 +198,9 @@ def test_a_run_goes_back_and_its_corpus_moves(tmp_path: Path) -> None:
                                                                     lr_scheduler__total_steps=6)  # fmt: skip
 
 
-def test_a_finished_run_without_checkpoints_says_how_to_begin_anew(tmp_path: Path) -> None:
+def test_a_finished_run_without_checkpoints_says_how_to_begin_anew(
+    tmp_path: Path, launched: Callable[..., str]
+) -> None:
     corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "run"
     corpus.write_text("".join(json.dumps({"text": f"document {n} " * (n % 9 + 1)}) + "\n" for n in range(100)))
     keys = {"checkpoint__enable": "false", "training__steps": 1}

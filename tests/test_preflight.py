@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from titan_linear import preflight as preflight_module
 from titan_linear.config import Config, load_config
 from titan_linear.models.presets import preset
 from titan_linear.preflight import (
@@ -138,3 +139,10 @@ def test_the_first_hour_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     (tmp_path / "mine.toml").write_text(textwrap.dedent(block))
     monkeypatch.chdir(tmp_path)
     preflight(load_config(["--job.config_file", "mine.toml"]), 1)
+
+
+def test_weights_and_biases_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight_module, "find_spec", lambda name: None)
+    config = load_config([f"--job.dump_folder={tmp_path}", "--metrics.enable_wandb=true"])
+    with pytest.raises(ValueError, match=r"metrics.enable_wandb = true needs the package wandb, .* pip install wandb"):
+        preflight_module.preflight(config, 1)

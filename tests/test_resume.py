@@ -19,9 +19,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.commands import Launch
+from tests.processes import children, gone, until
 from tests.worlds import World, free_port
 from titan_linear import agent, launch
 from titan_linear.config import load_config
+from titan_linear.rundir import unused
 from titan_linear.train import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -53,13 +56,14 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "corpus.jsonl"
 
 
-def start(corpus: Path, folder: Path, node: tuple[int, int] | None = None, **overrides: object) -> subprocess.Popen:
+def start(corpus: Path, folder: Path, node: tuple[int, int] | None = None, **overrides: object) -> Launch:
     """The launcher, as run_train.sh execs it, with two processes; or with one, as one of two nodes: (rank, port)."""
-    argv = [sys.executable, "-m", "titan_linear.launch", *arguments(corpus, folder, **overrides)]
-    if node is None:
-        return command(argv, corpus)
-    place = {"NNODES": 2, "NODE_RANK": node[0], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": node[1], "NGPU": 1}
-    return command(argv, corpus, **place)
+    place = {}
+    if node is not None:
+        place = {"NNODES": 2, "NODE_RANK": node[0], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": node[1], "NGPU": 1}
+    output = unused(folder / "output")
+    output.touch()
+    return Launch(arguments(corpus, folder, **overrides), output, environment(corpus, **place))
 
 
 def arguments(corpus: Path, folder: Path, **overrides: object) -> list[str]:
@@ -69,15 +73,19 @@ def arguments(corpus: Path, folder: Path, **overrides: object) -> list[str]:
     return [text for key, value in keys.items() for text in (f"--{key}", str(value))]
 
 
-def command(argv: list[str], corpus: Path, **variables: object) -> subprocess.Popen:
-    environment = os.environ | {"NGPU": "2", "XDG_CACHE_HOME": str(corpus.parent), "OMP_NUM_THREADS": "1"}
-    environment |= {name: str(value) for name, value in variables.items()}
-    environment.pop("TRITON_INTERPRET", None)  # as a user would have it
-    environment["PYTHONPATH"] = str(ROOT)
-    return subprocess.Popen(argv, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def environment(corpus: Path, **variables: object) -> dict[str, str]:
+    found = os.environ | {"NGPU": "2", "XDG_CACHE_HOME": str(corpus.parent), "OMP_NUM_THREADS": "1"}
+    found |= {name: str(value) for name, value in variables.items()}
+    found.pop("TRITON_INTERPRET", None)  # as a user would have it
+    return found | {"PYTHONPATH": str(ROOT)}
 
 
-def finish(process: subprocess.Popen, code: int = 0) -> str:
+def command(argv: list[str], corpus: Path) -> subprocess.Popen:
+    argv, output = [sys.executable, "-m", *argv], {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.Popen(argv, env=environment(corpus), text=True, **output)
+
+
+def finish(process: subprocess.Popen | Launch, code: int = 0) -> str:
     output, _ = process.communicate(timeout=240)
     assert process.returncode == code, output
     return output
@@ -89,7 +97,7 @@ def losses(folder: Path) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in lines}
 
 
-def wait_for_step(process: subprocess.Popen, folder: Path, step: int) -> None:
+def wait_for_step(process: Launch, folder: Path, step: int) -> None:
     """Until `step` is reported."""
     while process.poll() is None:
         metrics = folder / "metrics.jsonl"
@@ -159,17 +167,18 @@ def test_sigkill_and_restart(corpus: Path, tmp_path: Path, uninterrupted: dict[i
     """The launcher killed while it saves; then, on two nodes, a rank, after which all start again."""
     process = start(corpus, tmp_path, checkpoint__async_mode="disabled")
     wait_for_step(process, tmp_path, 5)
+    workers = children(process.pid)
     process.kill()
     process.communicate()
-    time.sleep(0.5)  # the kernel ends the workers, which hold nothing that the restart needs
+    until(lambda: all(map(gone, workers)))  # the kernel ends them
     before = newest_step(tmp_path)
     port = free_port()
     nodes = [
         start(corpus, tmp_path, (rank, port), checkpoint__async_mode="async", comm__max_restarts=1) for rank in (0, 1)
     ]
     wait_for_step(nodes[0], tmp_path, 8)
-    (worker,) = Path(f"/proc/{nodes[1].pid}/task/{nodes[1].pid}/children").read_text().split()
-    os.kill(int(worker), signal.SIGKILL)
+    (worker,) = children(nodes[1].pid)
+    os.kill(worker, signal.SIGKILL)
     said, other = finish(nodes[0]), finish(nodes[1])
     assert "Traceback" not in said + other and "rank 1 failed (killed by SIGKILL): restart 1 of 1\n" in other
     assert before in (3, 6)  # the save before the last may be all there is when the kill meets a save
@@ -213,7 +222,7 @@ def test_from_dp_2_and_cp_2_to_tp_2_and_ep_2_and_back(
     assert max(abs(resumed[s] / whole[s] - 1) for s in resumed) < 1e-5
 
 
-def stopped(process: subprocess.Popen, folder: Path, number: int, code: int) -> int:
+def stopped(process: Launch, folder: Path, number: int, code: int) -> int:
     """A run that a signal ended with a save: the step it reached."""
     process.send_signal(number)
     assert "Traceback" not in finish(process, code)
@@ -262,7 +271,8 @@ def test_what_cannot_run_is_refused_before_anything_starts(
 def test_the_command_refuses(corpus: Path, tmp_path: Path) -> None:
     """The process itself, in which kernels are not interpreted as they are here."""
     keys, message = REFUSED[-1]
-    is_refused(finish(start(corpus, tmp_path, **keys), 2), message, tmp_path)
+    launcher = ["titan_linear.launch", *arguments(corpus, tmp_path, **keys)]
+    is_refused(finish(command(launcher, corpus), 2), message, tmp_path)
 
 
 def test_a_run_in_its_folder(corpus: Path, tmp_path: Path, answer: Callable) -> None:
@@ -308,7 +318,7 @@ def test_under_torchrun_the_others_wait_for_rank_0(corpus: Path, tmp_path: Path)
     """It checks and tokenises for longer than collectives may take before the first step."""
     (tmp_path / "slow.py").write_text(SLOW_RANK_0)
     argv = arguments(corpus, tmp_path / "run", training__steps=2, comm__init_timeout_seconds=15)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
+    torchrun = ["torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
     process = command([*torchrun, str(free_port()), str(tmp_path / "slow.py"), *argv], corpus)
     output = finish(process)
     assert set(losses(tmp_path / "run")) == {1, 2} and output.count("corpus jsonl: ") == 1

@@ -17,7 +17,7 @@ from titan_linear.train import Trainer
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("corpus") / "corpus.jsonl"
-    texts = [" ".join(["def", "return", "self", "import"][i % (n % 4 + 1)] for i in range(n % 37)) for n in range(300)]
+    texts = [" ".join(["def", "return", "self", "import"][i % (n % 4 + 1)] for i in range(n % 37)) for n in range(100)]
     file.write_text("".join(json.dumps({"text": f"{n} {text}"}) + "\n" for n, text in enumerate(texts)))
     return file
 

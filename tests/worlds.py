@@ -109,3 +109,22 @@ class World:
         self.broken = True
         for process in self.processes:
             process.kill()
+
+
+class Worlds:
+    """One of each size and backend, as they are asked for."""
+
+    def __init__(self) -> None:
+        self.alive: dict[tuple[int, str], World] = {}
+        self.used: set[tuple[int, str]] = set()
+
+    def __call__(self, world_size: int, backend: str = "gloo") -> World:
+        key = world_size, backend
+        if key not in self.alive or self.alive[key].broken:
+            self.alive[key] = World(*key)
+        self.used.add(key)
+        return self.alive[key]
+
+    def close(self, keys: set[tuple[int, str]]) -> None:
+        for key in keys:
+            self.alive.pop(key).close()

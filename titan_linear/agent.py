@@ -30,6 +30,7 @@ from titan_linear.nodes import Nodes
 from titan_linear.process import FINAL, LAUNCHER, LOST, STOPPED, Node
 
 GRACE = 5.0  # seconds
+REPEAT = 0.3  # seconds in which a signal may come again from what passes signals on
 
 
 def run_workers(module: str, argv: list[str], here: Node, max_restarts: int) -> int:
@@ -88,7 +89,7 @@ class Agent(LocalElasticAgent):
         """The first request to stop ends the agent's loop. A later Ctrl-C kills: wrappers repeat at once what the
         terminal has sent already, and a person takes longer."""
         if self.asked:
-            if number != signal.SIGINT or time.monotonic() - self.asked_at < 0.3:
+            if number != signal.SIGINT or time.monotonic() - self.asked_at < REPEAT:
                 return
             self.at_once = True  # raised again, the exception has the agent kill what it waits for
         else:

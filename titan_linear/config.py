@@ -241,13 +241,22 @@ class Metrics(_Strict):
     """Steps between reports; the first step is always reported."""
     enable_tensorboard: bool = True
     """Write TensorBoard events to tb/ in job.dump_folder."""
+    enable_wandb: bool = False
+    """Report to Weights & Biases too, as one run however often it resumes. The package is not a dependency: pip install
+    wandb. Its environment decides the rest: WANDB_PROJECT, WANDB_MODE=offline."""
+    telemetry_freq: int = Field(50, ge=0)
+    """Steps between looks inside: norms by layer, decay half-lives, attention's entropy, loss by position and source,
+    experts' loads (telemetry.jsonl; docs/telemetry.md says what each means); 0: none."""
+    spike_sigmas: float = Field(6.0, ge=0)
+    """A loss that lies so many standard deviations above the mean of the last 128 is noted with its step's streams in
+    spikes.jsonl, as a non-finite one always is; 0: no others."""
     peak_tflops: float = Field(0.0, ge=0)
     """TFLOP/s that a GPU can reach at most in the type of compute, of which MFU is a share; 0: what is known of its
     name. Of a GPU that is not known there is no MFU."""
 
 
 class Profiling(_Strict):
-    """Traces of the PyTorch profiler."""
+    """Traces of the PyTorch profiler (tools/trace.py reads them), and snapshots of a GPU's memory."""
 
     enable_profiling: bool = False
     """Record traces."""
@@ -255,6 +264,17 @@ class Profiling(_Strict):
     """Folder of the traces, inside job.dump_folder."""
     profile_freq: int = Field(10, ge=1)
     """Steps between traces."""
+    profiler_active: int = Field(1, ge=1)
+    """Steps of a trace."""
+    profiler_warmup: int = Field(3, ge=0)
+    """Steps before them in which the profiler runs and keeps nothing, as many as there is room for."""
+    profile_count: int = Field(0, ge=0)
+    """Traces of a start; 0: without end."""
+    enable_memory_snapshot: bool = False
+    """Record where memory of the GPU is allocated, for snapshots: one when it runs out, and one of a process that gets
+    SIGUSR1, after its step. Without this key the latter tells what is allocated, not where."""
+    save_memory_snapshot_folder: str = Field("memory_snapshots", min_length=1)
+    """Folder of the snapshots, inside job.dump_folder."""
 
 
 class Validation(_Strict):
@@ -272,6 +292,10 @@ class Validation(_Strict):
     """Streams of a validation, over all ranks; -1: all held-out documents."""
     local_batch_size: int = Field(1, ge=1)
     """Streams of one validation batch on one data-parallel rank."""
+    sample_tokens: int = Field(0, ge=0)
+    """Tokens of a text generated at each validation, with sample.temperature and sample.top_p; 0: none."""
+    sample_prompt: str = Field("def ", min_length=1)
+    """What that text begins with."""
 
 
 class Sample(_Strict):
@@ -595,6 +619,7 @@ def check_config(config: Config, world_size: int) -> None:
     _check_types(config.training)
     _check_data(config)
     _check_checkpoint(config.checkpoint)
+    _check_profiling(config.profiling)
     if config.comm.max_restarts and not config.checkpoint.enable:
         raise ValueError(
             f"comm.max_restarts = {config.comm.max_restarts} starts again from checkpoints, and there are none; set "
@@ -681,6 +706,11 @@ def _check_data(config: Config) -> None:
             "validation.enable = true has nothing to validate on; set validation.holdout above 0, or "
             "validation.dataset_path"
         )
+    if v.sample_tokens and not v.enable:
+        raise ValueError(
+            f"validation.sample_tokens = {v.sample_tokens} has no effect with validation.enable = false; set "
+            "validation.enable = true, or remove it (sample.max_new_tokens gives a text when the run ends)"
+        )
     if v.steps == 0:
         raise ValueError("validation.steps = 0 validates nothing; use -1 for all, or validation.enable = false")
 
@@ -728,6 +758,14 @@ def _check_mixture(t: Training, v: Validation) -> None:
         raise ValueError(
             f"validation.dataset_path = {v.dataset_path!r} is not used beside training.mixture; remove it to validate "
             "on documents held out of every source"
+        )
+
+
+def _check_profiling(p: Profiling) -> None:
+    if p.enable_profiling and p.profiler_active > p.profile_freq:
+        raise ValueError(
+            f"profiling.profiler_active = {p.profiler_active} steps of a trace are more than profiling.profile_freq = "
+            f"{p.profile_freq}, the steps between traces; lower one, or raise the other"
         )
 
 

@@ -14,8 +14,9 @@ ELSEWHERE = -1  # one that is in another rank's part of the vocabulary
 
 
 def chunked_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, ranks: Ranks | None = None
-) -> torch.Tensor:
+    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, ranks: Ranks | None = None,
+    token_losses: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Σ_t cross_entropy(x_t Wᵀ, label_t) over labels that are not −100, in float32 or wider.
 
     x [T, D], weight [vocab, D], labels [T] int64. At most [chunk, vocab] logits exist at a time: where gradients are
@@ -24,8 +25,10 @@ def chunked_cross_entropy(
     ranks: of those that share the vocabulary, each has vocab / size rows of W, in their order, and all have the same x
     and labels. Logits stay where they are. A rank's loss is that of the labels in its rows, and dx what its rows say:
     parts of sums over the ranks.
+
+    token_losses: [T], into which the terms of the sum are written, zeros where there is no label (in these rows).
     """
-    return _ChunkedCrossEntropy.apply(x, weight, labels, chunk, ranks, torch.is_grad_enabled())
+    return _ChunkedCrossEntropy.apply(x, weight, labels, chunk, ranks, token_losses, torch.is_grad_enabled())
 
 
 def _triton() -> Any:
@@ -84,7 +87,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, ranks: Ranks | None,
-        grad_enabled: bool,
+        token_losses: torch.Tensor | None, grad_enabled: bool,
     ) -> torch.Tensor:  # fmt: skip
         wide = torch.promote_types(x.dtype, torch.float32)
         row_logsumexp, softmax_gradient = IMPLEMENTATIONS[implementation("cross_entropy", "auto", x.device, wide)]()
@@ -97,7 +100,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             logits, target = _logits(x[rows], weight, wide), _own_labels(labels[rows], len(weight), ranks)
             lse = _of_all(row_logsumexp(logits), ranks)
             of_target = logits.gather(1, target.clamp(min=0).unsqueeze(1)).squeeze(1)
-            total += (lse - of_target).masked_fill_(target < 0, 0).sum()
+            losses = (lse - of_target).masked_fill_(target < 0, 0)
+            total += losses.sum()
+            if token_losses is not None:
+                token_losses[rows] = losses
             if wants_grad:
                 d = softmax_gradient(logits, lse, target, x.dtype)  # [chunk, vocab]
                 torch.mm(d, weight, out=dx[rows])
@@ -109,4 +115,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dweight = ctx.saved_tensors
-        return (dx * scale).to(dx.dtype), (dweight * scale).to(ctx.weight_dtype), None, None, None, None
+        return (dx * scale).to(dx.dtype), (dweight * scale).to(ctx.weight_dtype), None, None, None, None, None

@@ -16,7 +16,7 @@ It leaves out: workspaces of kernels and of NCCL, and fragmentation; keep a tent
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -164,12 +164,14 @@ def _layer_on_meta(
 ) -> tuple[Block, torch.Tensor, BatchPlan]:
     """A layer, about SAMPLE tokens to run it on, of which a rank has its part between layers, and their plan."""
     tp = config.parallelism.tensor_parallel_degree
+    dense = () if model.has_experts(layer) else (0,)
+    alone = replace(model, pattern=(model.layers[layer],), num_layers=1, dense_layers=dense)
     with torch.device("meta"):
-        decoder = Decoder(model).to(dtype)
+        decoder = Decoder(alone).to(dtype)
         x = torch.empty(1, SAMPLE // tp, model.dim, dtype=dtype, requires_grad=True)
         plan = BatchPlan(torch.arange(SAMPLE // tp * tp))
     _leave_part(decoder, config)
-    block = decoder.layers[layer]
+    (block,) = decoder.layers
     if isinstance(block.mlp, MoE):
         block.mlp.experts.forward = partial(_one_expert, block.mlp.experts)
     return block, x, plan

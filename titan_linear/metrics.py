@@ -1,10 +1,12 @@
-"""What a run reports: a console line, a line of metrics.jsonl and TensorBoard scalars per logged step.
+"""What a run reports: a console line, a line of metrics.jsonl and scalars for TensorBoard and W&B, per logged step.
 
-All three show the same numbers; in TensorBoard they are laid out in groups (`TAGS`). Rank 0 has the only logger.
+All show the same numbers; in TensorBoard they are laid out in groups (`TAGS`). Rank 0 has the only logger.
 """
 
 from __future__ import annotations
 
+import gc
+import html
 import json
 import math
 import os
@@ -12,15 +14,17 @@ import resource
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+import uuid
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+import numpy as np
 import torch
 
 from titan_linear.config import Config, config_to_toml
-from titan_linear.rundir import BOARD, METRICS, cut_metrics
+from titan_linear.rundir import BOARD, METRICS, TELEMETRY, WANDB, cut_metrics, json_line
 
 GIB = 2**30
 TAGS = {  # name in metrics.jsonl → TensorBoard's; a name that is not here stays
@@ -34,13 +38,41 @@ TAGS = {  # name in metrics.jsonl → TensorBoard's; a name that is not here sta
     "step_seconds": "perf/step_seconds",
     "data_seconds": "perf/data_seconds",
     "data_wait": "perf/data_wait",
+    "gc_seconds": "perf/gc_seconds",
     "valid_tokens_per_second": "perf/valid_tokens_per_second",
     "tflops": "perf/tflops",
     "mfu": "perf/mfu",
     "memory_gib": "memory/allocated_gib",
     "memory_reserved_gib": "memory/reserved_gib",
+    "memory_fragmentation": "memory/fragmentation",
 }
-CHARTS = {"loss": {"train and validation": ["Multiline", [TAGS["loss"], TAGS["validation_loss"]]]}}
+# Custom scalars: category → chart → tags, which are regular expressions.
+CHARTS = {
+    "loss": {
+        "train and validation": ["Multiline", [TAGS["loss"], TAGS["validation_loss"]]],
+        "by position in the document": ["Multiline", ["loss_by_position/.*"]],
+        "by source": ["Multiline", ["loss_by_source/.*"]],
+    },
+    "optimizer": {
+        "learning rate": ["Multiline", [TAGS["lr"]]],
+        "gradient norm": ["Multiline", [TAGS["grad_norm"]]],
+        "gradient norm by layer": ["Multiline", ["per_layer_grad_norm/.*"]],
+        "update norm by layer": ["Multiline", ["per_layer_update_norm/.*"]],
+    },
+    "speed": {
+        "tokens a second": ["Multiline", [TAGS["tokens_per_second"], TAGS["valid_tokens_per_second"]]],
+        "TFLOP/s": ["Multiline", [TAGS["tflops"]]],
+        "MFU": ["Multiline", [TAGS["mfu"]]],
+        "seconds of a step, for data, in the garbage collector": [
+            "Multiline", [TAGS["step_seconds"], TAGS["data_seconds"], TAGS["gc_seconds"]],
+        ],
+        "share of time without data": ["Multiline", [TAGS["data_wait"]]],
+    },
+    "memory": {
+        "allocated and reserved, GiB": ["Multiline", [TAGS["memory_gib"], TAGS["memory_reserved_gib"]]],
+        "fragmentation": ["Multiline", [TAGS["memory_fragmentation"]]],
+    },
+}  # fmt: skip
 
 
 def is_logged(config: Config, step: int) -> bool:
@@ -56,9 +88,43 @@ def peak_memory_gib() -> float:
     return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
 
 
-def reserved_memory_gib() -> dict[str, float]:
-    """The most that PyTorch has held of this process's GPU, as a further number to log; none on a CPU."""
-    return {"memory_reserved_gib": torch.cuda.max_memory_reserved() / GIB} if torch.cuda.is_available() else {}
+def reserved_memory() -> dict[str, float]:
+    """The most that PyTorch has held of this process's GPU, and the share of what it holds now that lies idle in blocks
+    of which a part is in use: fragmentation. Further numbers to log; none on a CPU."""
+    if not torch.cuda.is_available():
+        return {}
+    stats = torch.cuda.memory_stats()
+    held, idle = stats.get("reserved_bytes.all.current", 0), stats.get("inactive_split_bytes.all.current", 0)
+    return {
+        "memory_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        "memory_fragmentation": idle / max(held, 1),
+    }  # fmt: skip
+
+
+class GarbageClock:
+    """Seconds that Python's garbage collector took of this process, inside `with`."""
+
+    def __init__(self) -> None:
+        self.seconds, self._begun = 0.0, 0.0
+
+    def __enter__(self) -> GarbageClock:
+        gc.callbacks.append(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._note)
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._begun = now
+        else:
+            self.seconds += now - self._begun
+
+    def take(self) -> float:
+        """Since this was last called."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds
 
 
 class Work(NamedTuple):
@@ -83,13 +149,17 @@ class MetricsLogger:
         self, config: Config, *, start_step: int = 0, start_tokens: int = 0, gpus: int = 1,
         peak_tflops: float | None = None, out: TextIO | None = None,
     ):  # fmt: skip
-        folder = config.job.dump_folder
-        cut_metrics(folder, start_step)
+        self.folder = Path(config.job.dump_folder)
+        cut_metrics(config.job.dump_folder, start_step)
         self.steps, self.out = config.training.steps, out or sys.stdout
         self.gpus, self.peak_tflops = gpus, peak_tflops
         self.colour = self.out.isatty() and "NO_COLOR" not in os.environ
-        self.file = open(Path(folder) / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        self.board = _tensorboard(config, start_step) if config.metrics.enable_tensorboard else None
+        self.file = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self.boards: list[Any] = []  # in the words of TensorBoard's writer
+        if config.metrics.enable_tensorboard:
+            self.boards.append(_tensorboard(config, start_step, with_mfu=peak_tflops is not None))
+        if config.metrics.enable_wandb:
+            self.boards.append(WandbBoard(config))
         self.last = (time.perf_counter(), start_step, start_tokens)
 
     def log(
@@ -107,8 +177,8 @@ class MetricsLogger:
         per_second = (tokens - last_tokens) / (now - then)
         rates = {} if work is None else self._rates(work, now - then)
         eta = (self.steps - step) * (now - then) / (step - last_step)
-        if self.board is not None:
-            self.board.add_scalar(TAGS["step_seconds"], (now - then) / (step - last_step), step)
+        for board in self.boards:
+            board.add_scalar(TAGS["step_seconds"], (now - then) / (step - last_step), step)
         self.last = (now, step, tokens)
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens, "tokens_per_second": per_second}
         self._write(step, values | rates | {"memory_gib": memory_gib} | more)
@@ -128,10 +198,28 @@ class MetricsLogger:
             "data_wait": min(work.waited / seconds, 1.0),
         }  # fmt: skip
 
+    def log_telemetry(self, step: int, seen: Mapping[str, Mapping[str, Any]]) -> None:
+        """Note what was seen inside a step (telemetry.py). In TensorBoard what is by head or expert is a histogram."""
+        with (self.folder / TELEMETRY).open("a", encoding="utf-8") as file:
+            file.write(json_line({"step": step, **seen}))
+        for board in self.boards:
+            for quantity, found in seen.items():
+                for where, value in found.items():
+                    add = board.add_histogram if isinstance(value, list) else board.add_scalar
+                    add(_tag(quantity, where), np.array(value), step)
+            board.flush()
+
     def log_validation(self, step: int, loss: float, **more: float) -> None:
         """Report a validation after `step`: the loss in nats per token, and further numbers by name."""
         self._write(step, {"validation_loss": loss} | more)
         self._print(step, [("validation loss", f"{loss:.4f}", 35)])
+
+    def log_text(self, step: int, name: str, text: str) -> None:
+        """Report a text after `step`."""
+        print(f"--- {name}, step {step}\n{text}\n---", file=self.out, flush=True)
+        for board in self.boards:
+            board.add_text(name, textwrap.indent(text, "    "), step)
+            board.flush()
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
@@ -143,8 +231,8 @@ class MetricsLogger:
 
     def close(self) -> None:
         self.file.close()
-        if self.board is not None:
-            self.board.close()
+        for board in self.boards:
+            board.close()
 
     def _write(self, step: int, values: dict[str, float]) -> None:
         # JSON has no NaN or infinity: such a number is null, and its text stands in "nonfinite".
@@ -154,10 +242,10 @@ class MetricsLogger:
             line["nonfinite"] = ", ".join(f"{key} = {value}" for key, value in nonfinite.items())
         self.file.write(json.dumps(line, allow_nan=False) + "\n")
         self.file.flush()
-        if self.board is not None:
+        for board in self.boards:
             for key, value in values.items():
-                self.board.add_scalar(TAGS.get(key, key), value, step)
-            self.board.flush()
+                board.add_scalar(TAGS.get(key, key), value, step)
+            board.flush()
 
     def _print(self, step: int, fields: list[tuple[str, str, int]]) -> None:
         width = len(str(self.steps))
@@ -167,15 +255,68 @@ class MetricsLogger:
         print("  ".join(shown), file=self.out, flush=True)
 
 
-def _tensorboard(config: Config, start_step: int) -> Any:
+def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
     """A writer of tb/NAME, which TensorBoard shows as the run NAME: that of its folder."""
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
 
     folder = Path(config.job.dump_folder).absolute()
     board = SummaryWriter(str(folder / BOARD / folder.name), purge_step=start_step + 1)
-    board.add_custom_scalars(CHARTS)
+    telemetry = config.metrics.telemetry_freq
+    drawn = {
+        "MFU": with_mfu, "by source": telemetry and config.training.mixture, "by position in the document": telemetry,
+        "gradient norm by layer": telemetry, "update norm by layer": telemetry,
+        "fragmentation": torch.cuda.is_available(),
+    }  # fmt: skip
+    board.add_custom_scalars(
+        {group: {name: c for name, c in charts.items() if drawn.get(name, True)} for group, charts in CHARTS.items()}
+    )
     board.add_text("configuration", textwrap.indent(config_to_toml(config), "    "), start_step)  # indented: code
     return board
+
+
+def _tag(quantity: str, where: str) -> str:
+    """TensorBoard's name of what telemetry saw: groups stand in the alphabet's order, and the first two are open."""
+    if quantity == "work":
+        return "perf/work_balance"
+    return f"{quantity if quantity.startswith('loss') else f'per_layer_{quantity}'}/{where}"
+
+
+class WandbBoard:
+    """Weights & Biases, in the words of TensorBoard's writer. Steps are a number of their own there: a run that resumes
+    from an earlier one gives some a second time."""
+
+    def __init__(self, config: Config):
+        import wandb  # optional
+
+        folder = Path(config.job.dump_folder).absolute()
+        known = folder / WANDB  # one run, however often it is started
+        if not known.exists():
+            known.write_text(uuid.uuid4().hex, encoding="utf-8")
+        self.wandb = wandb
+        self.run = wandb.init(
+            id=known.read_text(encoding="utf-8"), resume="allow", name=folder.name, dir=str(folder),
+            notes=config.job.description or None, config=config.model_dump(),
+        )  # fmt: skip
+        self.run.define_metric("*", step_metric="step")
+        self.pending: dict[str, Any] = {}
+
+    def add_scalar(self, tag: str, value: Any, step: int) -> None:
+        self.pending |= {"step": step, tag: float(value)}
+
+    def add_histogram(self, tag: str, values: np.ndarray, step: int) -> None:
+        self.pending |= {"step": step, tag: self.wandb.Histogram(values[np.isfinite(values)])}
+
+    def add_text(self, tag: str, text: str, step: int) -> None:
+        self.pending |= {"step": step, tag: self.wandb.Html(f"<pre>{html.escape(textwrap.dedent(text))}</pre>")}
+
+    def flush(self) -> None:
+        if self.pending:
+            self.run.log(self.pending)
+        self.pending = {}
+
+    def close(self) -> None:
+        self.flush()
+        self.run.finish()
 
 
 def _shown(rates: dict[str, float]) -> list[tuple[str, str, int]]:

@@ -48,20 +48,24 @@ def step_numbers(loss: torch.Tensor, parameters: Iterable[nn.Parameter], signal:
         signal: this rank's; the highest is taken.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
-    grads = [g.to_local() if isinstance(g, DTensor) else g for g in grads]
-    row = torch.stack([loss.double(), _sum_of_squares(grads, loss.device), torch.full_like(loss, signal).double()])
+    row = torch.stack([loss.double(), sum_of_squares(grads, loss.device), torch.full_like(loss, signal).double()])
     rows = row.new_empty(dist.get_world_size() * len(row))
     dist.all_gather_into_tensor(rows, row)
     losses, squares, signals = rows.view(-1, len(row)).unbind(1)
     return torch.stack([losses.sum(), squares.sum().sqrt(), signals.max()])
 
 
-def _sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """A scalar in float64: one number per rank, so that its width costs nothing."""
+def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """Of what this rank has of them: a scalar in float64, one number, so that its width costs nothing."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
+    tensors = [_local(tensor) for tensor in tensors]
     norms = torch._foreach_norm(tensors, 2, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
     return torch.stack(norms).double().square().sum()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def update(optimizer: torch.optim.AdamW, numbers: torch.Tensor, lr: float, max_norm: float) -> None:
@@ -77,12 +81,36 @@ def update(optimizer: torch.optim.AdamW, numbers: torch.Tensor, lr: float, max_n
     optimizer.step()
 
 
+@torch.no_grad()
+def update_squares(
+    optimizer: torch.optim.AdamW, parameters: list[nn.Parameter], device: torch.device
+) -> torch.Tensor:  # fmt: skip
+    """The sum of squares of what the last step added to these (to what this rank has of them), from the moments that it
+    left: Δ = −lr (u + wd p) / (1 − lr wd) with u = m̂ / (√v̂ + ε) and p as it is now. A float64 scalar."""
+    wanted, total = set(parameters), torch.zeros((), dtype=torch.float64, device=device)
+    for group in optimizer.param_groups:
+        if not (own := [p for p in group["params"] if p in wanted and optimizer.state.get(p)]):
+            continue
+        moments = [[_local(optimizer.state[p][name]) for p in own] for name in ("exp_avg", "exp_avg_sq")]
+        step, dtype = optimizer.state[own[0]]["step"].double(), moments[0][0].dtype
+        bias1, bias2 = (1 - beta**step for beta in group["betas"])
+        root = torch._foreach_sqrt(moments[1])
+        torch._foreach_div_(root, bias2.sqrt().to(dtype))
+        torch._foreach_add_(root, group["eps"])
+        update = torch._foreach_div(moments[0], root)
+        torch._foreach_div_(update, bias1.to(dtype))
+        torch._foreach_add_(update, [_local(p) for p in own], alpha=group["weight_decay"])
+        scale = group["lr"] / (1 - group["lr"] * group["weight_decay"])
+        total += sum_of_squares(update, device) * scale**2
+    return total
+
+
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
     """Scale gradients so that their 2-norm is at most max_norm."""
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
     for grad in (p.grad for p in parameters if p.grad is not None):
-        by_dtype.setdefault(grad.dtype, []).append(grad.to_local() if isinstance(grad, DTensor) else grad)
+        by_dtype.setdefault(grad.dtype, []).append(_local(grad))
     for dtype, grads in by_dtype.items():
         torch._foreach_mul_(grads, coefficient.to(dtype))
 

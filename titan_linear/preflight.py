@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -60,6 +61,11 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
             "it again (and sets its metrics aside), another job.dump_folder starts another run"
         )
         raise SystemExit(0)
+    if config.metrics.enable_wandb and find_spec("wandb") is None:
+        raise ValueError(
+            "metrics.enable_wandb = true needs the package wandb, which is not installed; pip install wandb, or set it "
+            "to false"
+        )
     tokenizer = build_tokenizer(tokenizer_path(config))
     model = model_config(config, tokenizer)
     if line := vocabulary(config, model, tokenizer):

@@ -1,15 +1,18 @@
-"""Traces of the PyTorch profiler, one every `profiling.profile_freq` steps."""
+"""Traces of the PyTorch profiler, every `profiling.profile_freq` steps, and snapshots of a GPU's memory when asked."""
 
 from __future__ import annotations
 
 import os
+import signal
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
 
 from titan_linear.config import Config
+
+EVENTS = 100_000  # allocations and frees that a memory snapshot tells of, the latest
 
 
 class _Nothing:
@@ -32,8 +35,49 @@ def profiler(config: Config) -> Any:
         return _Nothing()
     folder, rank = Path(config.job.dump_folder) / p.save_traces_folder, os.environ["RANK"]
     folder.mkdir(parents=True, exist_ok=True)
-    active, warmup = 1, min(3, p.profile_freq - 1)
+    active, warmup = p.profiler_active, min(p.profiler_warmup, p.profile_freq - p.profiler_active)
     return torch.profiler.profile(
-        schedule=torch.profiler.schedule(wait=p.profile_freq - warmup - active, warmup=warmup, active=active),
+        schedule=torch.profiler.schedule(
+            wait=p.profile_freq - warmup - active, warmup=warmup, active=active, repeat=p.profile_count
+        ),
         on_trace_ready=lambda trace: trace.export_chrome_trace(str(folder / f"rank{rank}_step{trace.step_num}.json")),
     )
+
+
+class MemorySnapshots:
+    """Inside `with`, SIGUSR1 asks this process for a snapshot of its GPU's memory, which `after` a step writes.
+
+    With profiling.enable_memory_snapshot a snapshot tells of the latest allocations and where in the code they were
+    made; without, of what is allocated. https://pytorch.org/memory_viz shows it.
+    """
+
+    def __init__(self, config: Config):
+        self.config, self.asked = config, False
+
+    def __enter__(self) -> MemorySnapshots:
+        if self.config.profiling.enable_memory_snapshot and torch.cuda.is_available():
+            torch.cuda.memory._record_memory_history(max_entries=EVENTS)
+        self.previous = signal.signal(signal.SIGUSR1, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        signal.signal(signal.SIGUSR1, self.previous)
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        self.asked = True
+
+    def after(self, step: int) -> None:
+        if self.asked:
+            self.asked = False
+            print(f"rank {os.environ['RANK']}: {write_memory_snapshot(self.config, f'step{step}')}", flush=True)
+
+
+def write_memory_snapshot(config: Config, name: str) -> str:
+    """Write one of this process's GPU into the run's folder; a line that says where."""
+    if not torch.cuda.is_available():
+        return "there is no GPU, and no snapshot of its memory"
+    folder = Path(config.job.dump_folder) / config.profiling.save_memory_snapshot_folder
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"rank{os.environ['RANK']}_{name}.pickle"
+    torch.cuda.memory._dump_snapshot(str(path))
+    return f"'{path}' is a snapshot of the GPU's memory"

@@ -3,6 +3,8 @@
     config.toml      resolved; starts the same run again
     manifest.json    what the run was made with: versions, commit, hardware, world, implementations
     metrics.jsonl    a line per logged step
+    telemetry.jsonl  what was seen inside every metrics.telemetry_freq steps
+    spikes.jsonl     steps whose loss was an outlier or not finite, with their streams
     tb/              the same for TensorBoard
     checkpoint/      step-N/
 
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import platform
 import socket
@@ -28,6 +31,7 @@ from titan_linear import __version__
 from titan_linear.config import Config, config_to_toml, load_config
 
 CONFIG, MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
+TELEMETRY, SPIKES, WANDB = "telemetry.jsonl", "spikes.jsonl", "wandb_id"
 PATHS = {
     "job": ("dump_folder",), "model": ("hf_assets_path", "tokenizer_path"), "training": ("dataset_path",),
     "checkpoint": ("initial_load_path",), "validation": ("dataset_path",),
@@ -42,7 +46,7 @@ MAY_CHANGE = (
     "comm.", "doctor.",
     "model.impl", "model.hf_assets_path", "training.steps", "training.local_batch_size", "training.loss_chunk_size",
     "training.on_nonfinite", "training.num_workers", "lr_scheduler.total_steps", "validation.freq", "validation.steps",
-    "validation.local_batch_size", "debug.deterministic",
+    "validation.local_batch_size", "validation.sample_tokens", "validation.sample_prompt", "debug.deterministic",
     "training.on_bad_document",  # the checkpoint knows the corpus by its content
     "training.mixture_from_step", "training.verify",
 )  # fmt: skip
@@ -122,7 +126,11 @@ def starts_anew(config: Config) -> bool:
 def set_run_aside(config: Config) -> None:
     """Move what a run without checkpoints left into abandoned-DATE/ in its folder; for `starts_anew`."""
     folder = Path(config.job.dump_folder)
-    if left := [folder / name for name in (CONFIG, MANIFEST, METRICS, BOARD) if (folder / name).exists()]:
+    if left := [
+        folder / name
+        for name in (CONFIG, MANIFEST, METRICS, TELEMETRY, SPIKES, WANDB, BOARD)
+        if (folder / name).exists()
+    ]:
         aside = unused(folder / time.strftime("abandoned-%Y%m%d-%H%M%S"))
         aside.mkdir()
         for path in left:
@@ -301,19 +309,35 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def cut_metrics(folder: str, step: int) -> None:
-    """Drop the lines of metrics.jsonl after `step`, and a last line that was torn while it was written.
+    """Drop the lines after `step` of what a run writes line by line, and last lines that were torn while written.
 
     Raises:
         ValueError: a line before the last is not a line of metrics.
     """
-    path = Path(folder) / METRICS
-    if not path.exists():
-        return
+    for name in (METRICS, TELEMETRY, SPIKES):
+        if (Path(folder) / name).exists():
+            _cut(Path(folder) / name, step)
+
+
+def _cut(path: Path, step: int) -> None:
     text = path.read_text(encoding="utf-8")
     *lines, _torn = text.split("\n")  # a whole line ends in \n
     kept = "".join(f"{line}\n" for number, line in enumerate(lines, 1) if _step(path, number, line) <= step)
     if kept != text:
         _replace(path, kept)
+
+
+def json_line(value: Mapping[str, Any]) -> str:
+    """A line of a .jsonl file. Numbers that are not finite are text: JSON has no word for them."""
+    return json.dumps(_finite(value), allow_nan=False) + "\n"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(x) for x in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _step(path: Path, number: int, line: str) -> int:

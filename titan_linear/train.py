@@ -45,7 +45,7 @@ from titan_linear.checkpoint import (
     rewind,
 )
 from titan_linear.config import Config, hf_weights, load_config
-from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, validation_batches
+from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, learnt, validation_batches
 from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.feed import Feed, MicroBatch
 from titan_linear.distributed.groups import is_gone, on_rank_0, process_group, set_timeout, unhurried, unhurried_group
@@ -56,7 +56,7 @@ from titan_linear.generate import Sampling, generate
 from titan_linear.gradients import forward_backward
 from titan_linear.hf_io import gather, load_weights
 from titan_linear.memory import what_fits
-from titan_linear.metrics import MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory_gib
+from titan_linear.metrics import GarbageClock, MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory
 from titan_linear.models.init import initialise
 from titan_linear.ops.support import start_lines
 from titan_linear.optim import Reading, build_optimizer, learning_rate, step_numbers, update
@@ -71,7 +71,7 @@ from titan_linear.process import (
     own_device,
     under_launcher,
 )
-from titan_linear.profiling import profiler
+from titan_linear.profiling import MemorySnapshots, profiler, write_memory_snapshot
 from titan_linear.proof.start import prove
 from titan_linear.rundir import (
     check_resume,
@@ -82,6 +82,8 @@ from titan_linear.rundir import (
     write_config,
     write_manifest,
 )
+from titan_linear.spikes import MicroLoss, Outliers, write_spike
+from titan_linear.telemetry import Seen, Telemetry
 
 
 class NonFinite(RuntimeError):
@@ -111,6 +113,10 @@ class Trainer:
         self.begun = self.step  # the step that is being computed
         dist.barrier(self.host)  # disks differ
         self.feed = self._build_feed()
+        self.telemetry = Telemetry(config, self.model, self.dims, self.device, self.streams)
+        self.seen: Seen = {}  # by telemetry in the last step
+        self.garbage = GarbageClock()
+        self.outliers = Outliers(config.metrics.spike_sigmas)
 
     def _build_checkpointer(self) -> Checkpointer | None:
         c = self.config.checkpoint
@@ -166,18 +172,25 @@ class Trainer:
         The host waits for the device once, for the step's numbers, after it has given it all of the step's work.
         """
         self.begun = self.step + 1
+        self.telemetry.begin(self.begun)
         losses, streams = self._accumulate()
         sum_gradients(self.model, self.dims)
         # The signal goes with the loss, so that all ranks stop at the same step.
         numbers = step_numbers(losses.sum(), counted_parameters(self.model, self.dims), self.stop.received)
+        self.telemetry.gradients()
         reading, self.step = Reading(numbers), self.step + 1
         lr = self._learning_rate()
         update(self.optimizer, numbers, lr, self.config.training.max_norm)
+        if self.telemetry.on:
+            reading = Reading(torch.cat([numbers, self.telemetry.sums(numbers, self.optimizer)]))
         if self.step < self.config.training.steps:
             self.feed.prefetch()  # while the device computes
-        loss, grad_norm, stop = reading.wait()
+        loss, grad_norm, stop, *seen = reading.wait()
+        self.seen = self.telemetry.named(seen) if seen else {}
         self.stop.agreed = int(stop)
         finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if spike := self.outliers.judge(loss, grad_norm):
+            self._note(spike, losses, streams)
         if not finite:
             self._leave_out(loss, grad_norm, losses, streams)
         move_selection_biases(self.model, apply=finite)
@@ -190,7 +203,8 @@ class Trainer:
         valid, batches = self.feed.next_step()
         losses, streams = [], []
         for batch in batches:
-            losses.append(self._forward_backward(batch, valid))
+            with self.telemetry.watching(batch):
+                losses.append(self._forward_backward(batch, valid))
             streams.append(batch.streams)
         return torch.stack(losses).double(), streams
 
@@ -202,6 +216,14 @@ class Trainer:
         return learning_rate(
             self.step, self.config.optimizer.lr, self.config.lr_scheduler, self.config.training.steps
         )  # fmt: skip
+
+    def _note(self, spike: dict[str, Any], losses: torch.Tensor, streams: list[tuple[int, ...]]) -> None:
+        """Write down the step's streams and their losses. Every rank calls it."""
+        own = [MicroLoss(i, learnt(self.streams, i), x) for i, x in zip(streams, losses.tolist(), strict=True)]
+        reports: list[list[MicroLoss]] = [[] for _ in range(dist.get_world_size())]
+        dist.all_gather_object(reports, own, group=self.host)
+        if dist.get_rank() == 0:
+            write_spike(self.config.job.dump_folder, self.step, spike, reports)
 
     def _leave_out(self, loss: float, norm: float, losses: torch.Tensor, streams: list[tuple[int, ...]]) -> None:
         """The step has not touched the weights: it is skipped and counted, or the run stops."""
@@ -228,30 +250,34 @@ class Trainer:
     def train(self) -> None:
         """Steps until the last, or until a signal, which ends the run after a save."""
         logger = self._begin()
-        with profiler(self.config) as profile:
-            self._loop(logger, profile)
+        with profiler(self.config) as profile, self.garbage, MemorySnapshots(self.config) as snapshots:
+            self._loop(logger, profile, snapshots)
         with self._unhurried():
             self._finish()
         if logger:
             logger.close()
 
-    def _loop(self, logger: MetricsLogger | None, profile: Any) -> None:
+    def _loop(self, logger: MetricsLogger | None, profile: Any, snapshots: MemorySnapshots) -> None:
         first = self.step + 1
         while self.step < self.config.training.steps and not self.stop.agreed:
             numbers = self.train_step()
             profile.step()
+            snapshots.after(self.step)
             if self.step == first:  # it has compiled and connected everything
                 dist.barrier(self.host)
                 set_timeout(self.dims.groups, self._timeout)
             if logger and (is_logged(self.config, self.step) or self.step == first or self.stop.agreed):
                 self._report(logger, numbers)
+            if logger and self.seen:
+                logger.log_telemetry(self.step, self.seen)
             self._validate_and_save(logger)
 
     def _report(self, logger: MetricsLogger, numbers: dict[str, float]) -> None:
         """This step's numbers, and what the steps since the last report did."""
         fed = self.feed.take()
         work = Work(training_flops(self.model.config, fed.documents), fed.valid, fed.waited)
-        more = {"data_seconds": fed.seconds / max(fed.steps, 1), **reserved_memory_gib()}
+        of_step = {"data_seconds": fed.seconds, "gc_seconds": self.garbage.take()}
+        more = {name: seconds / max(fed.steps, 1) for name, seconds in of_step.items()} | reserved_memory()
         logger.log(
             self.step, tokens=self._tokens(), memory_gib=peak_memory_gib(), work=work, **numbers, **more
         )  # fmt: skip
@@ -265,11 +291,18 @@ class Trainer:
             return
         with self._unhurried(), logger.untimed() if logger else nullcontext():
             if validates:
-                loss = self.validate()
-                if logger:
-                    logger.log_validation(self.step, loss)
+                self._validate(logger)
             if saves:
                 self.save(last)
+
+    def _validate(self, logger: MetricsLogger | None) -> None:
+        v, loss = self.config.validation, self.validate()
+        if logger:
+            logger.log_validation(self.step, loss)
+        if v.sample_tokens:
+            text = self._sample(v.sample_prompt, v.sample_tokens)
+            if logger:
+                logger.log_text(self.step, "sample", text)
 
     def _finish(self) -> None:
         """After the last step."""
@@ -279,7 +312,7 @@ class Trainer:
         if not self.stop.agreed:
             if self.config.checkpoint.last_save_in_hf:
                 self._export()
-            self._sample()
+            self._print_sample()
 
     @property
     def _timeout(self) -> timedelta:
@@ -351,19 +384,24 @@ class Trainer:
         dist.all_reduce(total)
         return (total[0] / total[1] * self.dims.tp).item()  # all ranks of tp have counted the same labels
 
-    def _sample(self) -> None:
+    def _print_sample(self) -> None:
+        """When the run ends."""
+        if s := self.config.sample.max_new_tokens:
+            text = self._sample(self.config.sample.prompt, s)
+            if dist.get_rank() == 0:
+                print(f"--- sample\n{text}\n---", flush=True)
+
+    def _sample(self, prompt: str, tokens: int) -> str:
+        """The prompt and what the weights make of it. Every rank calls it, whatever the model is split by."""
         s = self.config.sample
-        if not s.max_new_tokens:
-            return
         # Graphs are for streams, not for a text that grows by a token at each call.
         uncompiled = torch.compiler.set_stance("force_eager") if self.config.compile.enable else nullcontext()
         with self.precision, uncompiled:
             (text,) = generate(
-                self.model, self.tokenizer, [s.prompt], max_new_tokens=s.max_new_tokens, device=self.device,
+                self.model, self.tokenizer, [prompt], max_new_tokens=tokens, device=self.device,
                 sampling=Sampling(s.temperature, s.top_p, self.config.debug.seed), impl=self.config.model.impl,
             )  # fmt: skip
-        if dist.get_rank() == 0:
-            print(f"--- sample\n{text}\n---", flush=True)
+        return text
 
 
 @contextmanager
@@ -387,7 +425,9 @@ def main(argv: list[str]) -> int:
         stopped = _run(config := load_config(argv))
     except torch.OutOfMemoryError as error:
         rank, reason = os.environ.get("RANK", "0"), str(error).partition(". GPU")[0]
-        print(f"error: rank {rank}: {reason}; {_what_fits(config)}", file=sys.stderr, flush=True)
+        recorded = config.profiling.enable_memory_snapshot
+        snapshot = f"; {write_memory_snapshot(config, 'out_of_memory')}" if recorded else ""
+        print(f"error: rank {rank}: {reason}; {_what_fits(config)}{snapshot}", file=sys.stderr, flush=True)
         return FAILED
     except (ValueError, NonFinite, SaveFailed) as error:
         alike = isinstance(error, (NonFinite, SaveFailed)) and not isinstance(error, WriteFailed)  # on all ranks

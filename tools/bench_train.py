@@ -8,8 +8,8 @@
         --parallelism.context_parallel_degree 4
 
 A row per model and checkpointing, as the trainer builds and steps them, on random tokens; keys after `--` are the
-run's, as for run_train.sh, and hold for all rows. A step has one stream on each data-parallel rank, unless keys say
-otherwise.
+run's, as for run_train.sh, and hold for all rows (`--metrics.telemetry_freq 1`: what a step costs that is looked into).
+A step has one stream on each data-parallel rank, unless keys say otherwise.
 
     tokens/s/GPU, TFLOP/s, MFU   median of --steps steps after --warmup, of the slowest rank; FLOPs: docs/training.md
     memory                       the most that PyTorch allocated in those steps, GiB, on the rank that had most
@@ -29,13 +29,11 @@ import gc
 import json
 import math
 import os
-import re
 import socket
 import sys
 import tempfile
 import time
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -43,7 +41,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -68,8 +66,9 @@ from titan_linear.models.documents import Documents
 from titan_linear.models.init import initialise
 from titan_linear.optim import Reading, build_optimizer, step_numbers, update
 from titan_linear.process import own_device
+from titan_linear.telemetry import Telemetry
+from tools.trace import Cost, of_trace
 
-ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
 HEAD = (
     "model", "by", "checkpointing", "tokens", "documents", "GPUs", "tokens/s/GPU", "TFLOP/s", "MFU", "memory, GiB",
     "launches", "idle", "first step, s",
@@ -113,6 +112,7 @@ class Ours:
         self.precision = mixed_precision(config, self.model, dims)
         initialise(self.model, 0, named_parameters(self.model))
         self.optimizer = build_optimizer(self.model, config.optimizer)
+        self.telemetry, self.steps = Telemetry(config, self.model, dims, device), 0
         sharding, t = build_sharding(config, model, dims, device), config.training
         micro_steps = t.global_batch_size // (dims.dp * t.local_batch_size)
         self.feed = Feed(
@@ -120,22 +120,27 @@ class Ours:
         )  # fmt: skip
 
     def step(self) -> None:
+        self.steps += 1
+        self.telemetry.begin(self.steps)
         valid, batches = self.feed.next_step()
         losses = [self._forward_backward(batch, valid) for batch in batches]
         sum_gradients(self.model, self.dims)
         counted = counted_parameters(self.model, self.dims)
         numbers = step_numbers(torch.stack(losses).double().sum(), counted, signal=0)
+        self.telemetry.gradients()
         reading = Reading(numbers)
         update(self.optimizer, numbers, self.config.optimizer.lr, self.config.training.max_norm)
+        if self.telemetry.on:
+            reading = Reading(torch.cat([numbers, self.telemetry.sums(numbers, self.optimizer)]))
         self.feed.prefetch()
-        if not all(map(math.isfinite, reading.wait())):
+        if not all(map(math.isfinite, reading.wait()[:3])):
             raise RuntimeError("the loss or a gradient is not finite")
         move_selection_biases(self.model)
         self.optimizer.zero_grad(set_to_none=True)
 
     def _forward_backward(self, batch: Any, valid: int) -> torch.Tensor:
         chunk = self.config.training.loss_chunk_size
-        with self.precision:
+        with self.telemetry.watching(batch), self.precision:
             loss = self.model(batch.tokens, batch.plan, batch.labels, loss_chunk=chunk) / max(valid, 1)
             with torch.autograd.set_multithreading_enabled(False):
                 loss.backward()
@@ -198,12 +203,6 @@ Batches = Callable[[], Iterator[Batch]]
 
 
 # --- Measuring -------------------------------------------------------------------------------------------------------
-
-
-class Cost(NamedTuple):
-    name: str
-    ms: float  # in one step
-    calls: int
 
 
 @dataclass(frozen=True)
@@ -282,26 +281,6 @@ def profiled(step: Callable[[], None], device: torch.device) -> tuple[int | None
     with tempfile.TemporaryDirectory() as folder:
         profile.export_chrome_trace(f"{folder}/trace.json")
         return of_trace(json.loads(Path(folder, "trace.json").read_text())["traceEvents"])
-
-
-def of_trace(events: list[dict[str, Any]]) -> tuple[int, float, list[Cost]]:
-    """`profiled`, from the events of a Chrome trace."""
-    ran = sorted((e for e in events if e.get("cat") in ON_DEVICE and e.get("ph") == "X"), key=lambda e: e["ts"])
-    busy, until = 0.0, -math.inf  # µs: the union of all streams'
-    by_name: dict[str, list[float]] = defaultdict(list)
-    for e in ran:
-        begin, end = e["ts"], e["ts"] + e["dur"]
-        busy += max(0.0, end - max(begin, until))
-        until = max(until, end)
-        by_name[_short(e["name"])].append(e["dur"])
-    costs = sorted((Cost(name, sum(each) / 1e3, len(each)) for name, each in by_name.items()), key=lambda c: -c.ms)
-    return len(ran), busy / 1e6, costs[:10]
-
-
-def _short(name: str) -> str:
-    """A kernel's name without what all have."""
-    name = re.sub(r"^void |at::native::|\(anonymous namespace\)::|\s*\(.*$", "", name)
-    return name if len(name) <= 100 else name[:97] + "…"
 
 
 # --- Rows ------------------------------------------------------------------------------------------------------------

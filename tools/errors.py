@@ -10,11 +10,11 @@ import ast
 import importlib
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 
-ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "errors.md"
+from tools.pages import DOCS, ROOT, write
+
+PAGE = DOCS / "errors.md"
 RAISED = ("ValueError", "_BadDocument")
 ANY = "…"  # what a message fills in
 
@@ -190,11 +190,5 @@ def _text(node: ast.expr, module: ModuleType) -> str:
     return value if isinstance(value, str) else ANY
 
 
-def main() -> int:
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write(PAGE, page()))

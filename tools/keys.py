@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from titan_linear.config import SECTIONS, toml_value, type_name
+from tools.pages import DOCS, write
 
-PAGE = Path(__file__).parents[1] / "docs" / "keys.md"
+PAGE = DOCS / "keys.md"
 HEAD = """\
 # Every key
 
@@ -30,11 +30,5 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def main() -> int:
-    PAGE.write_text(page(), encoding="utf-8")
-    print(f"wrote {PAGE}")
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(write(PAGE, page()))

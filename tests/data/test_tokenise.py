@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.processes import children, gone, until
 from titan_linear.data import ByteTokenizer, open_corpus
 from titan_linear.data import tokenise as module
 from titan_linear.data.sources import Document
@@ -42,6 +43,8 @@ class Uneven(ByteTokenizer):
             os.kill(os.getpid(), signal.SIGKILL)
         if text == "fail":
             raise ArithmeticError("no such token")
+        if text == "slow":
+            print(text, flush=True)
         time.sleep(0.05 if text.startswith("0") else 60 if text == "slow" else 0)
         return super().encode(text)
 
@@ -120,26 +123,16 @@ def test_a_corpus_is_the_same_by_one_process_and_by_several(tmp_path: Path, monk
 
 
 SCRIPT = """
-import sys, time
+import signal, sys
 from pathlib import Path
 from tests.data.test_tokenise import Uneven
 from titan_linear.data import open_corpus
 from titan_linear.data import cache
 cache.worker_count = lambda _: 2
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, tests among them, ignore it
 print("ready", flush=True)
 open_corpus("jsonl", sys.argv[1], Uneven(), cache_dir=Path(sys.argv[2]))
 """
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def gone(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except OSError:
-        return True
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
@@ -153,11 +146,9 @@ def test_workers_end_at_once(number: int, tmp_path: Path):
             text=True, start_new_session=True,
         )  # fmt: skip
     assert process.stdout.readline() == "ready\n"
-    deadline = time.monotonic() + 60
-    while len(workers := children(process.pid)) < 2:
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.01)
-    time.sleep(0.5)
+    assert process.stdout.readline() == "slow\n"
+    workers = children(process.pid)
+    assert len(workers) == 2
     os.killpg(process.pid, number) if number == signal.SIGINT else process.kill()
     process.wait(timeout=50)
     if number == signal.SIGINT:
@@ -166,8 +157,7 @@ def test_workers_end_at_once(number: int, tmp_path: Path):
         assert text.count("Traceback") == text.count("KeyboardInterrupt") == 1  # the script's own, which has no answer
         assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]
         return
-    while not any(map(gone, workers)):  # the one that has no work; the other notices when it has done its own
-        time.sleep(0.01)
+    until(lambda: any(map(gone, workers)))  # the one that has no work; the other notices when it has done its own
     for worker in workers:
         if not gone(worker):
             os.kill(worker, signal.SIGKILL)

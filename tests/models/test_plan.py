@@ -7,13 +7,14 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.dispatch import Inside
 from tests.ops.inputs import boundaries
 from tests.worlds import World
 from titan_linear.distributed.mesh import build_mesh
@@ -55,20 +56,15 @@ def plan_of(lengths: list[int], device: torch.device, group: dist.ProcessGroup |
     return plan
 
 
-class HostWork(TorchDispatchMode):
+class HostWork(Inside):
     """Counts what makes the host build or wait: tensors made of Python's numbers, numbers read from tensors, and, where
-    there is another device, tensors on the CPU and copies from one to the other. Looks into our own operators."""
+    there is another device, tensors on the CPU and copies from one to the other."""
 
     def __init__(self, device: torch.device):
         super().__init__()
         self.device, self.seen = device, Counter()
 
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if op.namespace == "titan_linear":
-            with self:
-                return op.python(*args, **kwargs)
-        out = op(*args, **kwargs)
+    def ran(self, op: Any, args: tuple, kwargs: dict[str, Any], out: Any) -> None:
         devices = {x.device.type for x in (*args, out) if isinstance(x, torch.Tensor)}
         if op in (aten.lift_fresh.default, aten.lift_fresh_copy.default):
             self.seen["built"] += 1
@@ -77,7 +73,6 @@ class HostWork(TorchDispatchMode):
             self.seen["read"] += 1
         if self.device.type != "cpu" and "cpu" in devices and op not in ON_HOST:
             self.seen[str(op)] += 1
-        return out
 
 
 # Views of tables that are on the CPU, and numbers read from there.

@@ -18,6 +18,7 @@ DIMS = {
     "chunk_gated_delta_rule": {"K": 128, "V": 128},
     "causal_conv1d": {"W": 4},
     "cross_entropy": {},
+    "swiglu": {},
     "attention": {"D": 128, "Dv": 128, "recurring": 1},
 }
 HOPPER = Target("cuda", (9, 0), BF16, {})

@@ -35,7 +35,7 @@ from titan_linear.data.cache import (
     verify_corpus,
     write_corpus,
 )
-from titan_linear.data.loader import Batch, StreamLoader, build_dataloader, validation_batches
+from titan_linear.data.loader import Batch, StreamLoader, build_dataloader, learnt, validation_batches
 from titan_linear.data.mixture import MixedStreams, Phase, Streams
 from titan_linear.data.order import ORDER
 from titan_linear.data.packing import IGNORE, PackedStreams, Stream
@@ -61,6 +61,7 @@ __all__ = [
     "Tokenizer",
     "build_dataloader",
     "build_tokenizer",
+    "learnt",
     "load_corpus",
     "open_corpus",
     "split_corpus",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_linear.data.mixture import Streams
 from titan_linear.data.packing import Stream
+from titan_linear.loss import IGNORE
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +70,11 @@ def validation_batches(
     end = len(streams) if limit == -1 else min(limit, len(streams))
     micro_batches = _MicroBatches(streams, local_batch_size, dp_rank, dp_degree, end)
     return (micro_batches[n] for n in range(-(-end // (dp_degree * local_batch_size))))
+
+
+def learnt(streams: Streams, indices: Iterable[int]) -> int:
+    """Tokens with a label in these streams."""
+    return sum(int((streams[i].labels != IGNORE).sum()) for i in indices)
 
 
 class StreamLoader(StatefulDataLoader):

@@ -42,7 +42,7 @@ class Listed:
         assert len(documents), "no documents"
         self.corpus, self.documents = corpus, np.asarray(documents, dtype=np.int64)
         self.seed, self.shuffle = seed, shuffle
-        self.num_tokens = int(_lengths(corpus, self.documents).sum())
+        self.num_tokens = int(document_lengths(corpus, self.documents).sum())
         self._epochs: dict[tuple[int], tuple[np.ndarray, np.ndarray]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class Listed:
         order = self.documents
         if self.shuffle:
             order = order[np.argsort(_draws(self.seed, epoch, len(order)), kind="stable")]
-        return order, np.cumsum(_lengths(self.corpus, order))
+        return order, np.cumsum(document_lengths(self.corpus, order))
 
 
 class InPlace:
@@ -68,7 +68,7 @@ class InPlace:
         assert epoch == 0, epoch
         low, high = np.searchsorted(self.side.ends[1:], [first, last - 1], side="right")
         documents = self.side.documents(np.arange(low, high + 1))
-        return documents, self.side.ends[low] + np.cumsum(_lengths(self.side.corpus, documents))
+        return documents, self.side.ends[low] + np.cumsum(document_lengths(self.side.corpus, documents))
 
 
 class Pooled:
@@ -96,7 +96,7 @@ class Pooled:
         """A pool's documents in their order [n], and their lengths [n]."""
         documents = self.side.documents(self._bundles(epoch, pool * POOL, (pool + 1) * POOL))
         order = documents[np.argsort(_draws(self.seed, epoch, len(documents), stream=pool + 1), kind="stable")]
-        return order, _lengths(self.side.corpus, order)
+        return order, document_lengths(self.side.corpus, order)
 
     def _pool_ends(self, epoch: int) -> np.ndarray:
         """Where each pool ends in this epoch, [pools] int64."""
@@ -156,7 +156,8 @@ def _draws(seed: int, epoch: int, count: int, stream: int = 0) -> np.ndarray:
     return np.random.Philox(key=key, counter=np.array([0, stream, 0, 0], dtype=np.uint64)).random_raw(count)
 
 
-def _lengths(corpus: Corpus, documents: np.ndarray) -> np.ndarray:
+def document_lengths(corpus: Corpus, documents: np.ndarray) -> np.ndarray:
+    """Tokens of these documents, [n] int64."""
     return corpus.offsets[documents + 1] - corpus.offsets[documents]
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from titan_linear.data.cache import Corpus
-from titan_linear.data.order import InPlace, Line, Listed, Pooled
+from titan_linear.data.order import InPlace, Line, Listed, Pooled, document_lengths
 from titan_linear.data.split import Side
 from titan_linear.loss import IGNORE
 
@@ -101,7 +101,7 @@ class PackedStreams:
             documents, ends = self.line.around(epoch, first, last)
             low, high = np.searchsorted(ends, [first, last - 1], side="right")
             documents, document_ends = documents[low : high + 1], ends[low : high + 1]
-            document_starts = document_ends - (self.corpus.offsets[documents + 1] - self.corpus.offsets[documents])
+            document_starts = document_ends - document_lengths(self.corpus, documents)
             begin = np.maximum(document_starts, first)
             starts.append(self.corpus.offsets[documents] + begin - document_starts)
             lengths.append(np.minimum(document_ends, last) - begin)

@@ -47,8 +47,9 @@ def tokenise(
         for block in blocks:
             yield from zip(block, _encode(encoder, [document.content for document in block]))
         return
-    workers = _start(encoder, num_workers)
+    workers: dict[Connection, multiprocessing.Process] = {}  # our end of each one's pipe, and the worker
     try:
+        _start(workers, encoder, num_workers)
         for block, encoded in _in_order(list(workers), blocks):
             yield from zip(block, encoded)
     except (EOFError, ConnectionError):
@@ -110,9 +111,9 @@ def _in_order(workers: list[Connection], blocks: Iterator[Block]) -> Iterator[tu
             following += 1
 
 
-def _start(encoder: Encoder, num_workers: int) -> dict[Connection, multiprocessing.Process]:
-    """Our end of each worker's pipe, and the worker."""
-    fork, workers = multiprocessing.get_context("fork"), {}
+def _start(workers: dict[Connection, multiprocessing.Process], encoder: Encoder, num_workers: int) -> None:
+    """Add them to `workers`. A Ctrl-C meanwhile is raised when all are there."""
+    fork = multiprocessing.get_context("fork")
     name = "TOKENIZERS_PARALLELISM"  # set, the library is silent about the fork; its threads would not outlive it
     before = os.environ.get(name)
     os.environ[name] = "false"
@@ -125,12 +126,11 @@ def _start(encoder: Encoder, num_workers: int) -> dict[Connection, multiprocessi
             theirs.close()  # so that its end is noticed here
             workers[ours] = process
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if before is None:
             del os.environ[name]
         else:
             os.environ[name] = before
-    return workers
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 def _work(encoder: Encoder, connection: Connection, inherited: list[Connection]) -> None:

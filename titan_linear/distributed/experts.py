@@ -95,12 +95,13 @@ def move_selection_biases(model: nn.Module, *, apply: bool = True) -> None:
     Every rank counts the tokens it computes, so that sums over all ranks are those of the whole batch, or a multiple:
     ranks of tp compute the same tokens.
     """
-    layers = [m for m in model.modules() if isinstance(m, MoE) and m.loads is not None]
+    counted = [m for m in model.modules() if isinstance(m, MoE) and m.loads is not None]
+    layers = [m for m in counted if m.config.bias_update_rate]
     if layers and apply:
         loads = torch.cat([m.loads for m in layers])
         dist.all_reduce(loads)
         for m, load in zip(layers, loads.split([m.config.num_experts for m in layers]), strict=True):
             load = load.to(m.router.selection_bias.dtype)
             m.router.selection_bias += m.config.bias_update_rate * torch.sign(load.mean() - load)
-    for m in layers:
+    for m in counted:
         m.loads = None

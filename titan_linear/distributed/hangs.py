@@ -55,7 +55,7 @@ class Watch(threading.Thread):
         self._dump()
         if not first:
             return
-        time.sleep(2 * self.period)  # the other ranks look as well
+        self.ended.wait(2 * self.period)  # the other ranks look as well
         waiting = [rank for rank in self.ranks if self.store.check([f"waits/{rank}"])]
         missing = [rank for rank in self.ranks if rank not in waiting]
         waited = (time.time_ns() - entry["time_created_ns"]) / 1e9

@@ -97,7 +97,9 @@ def _head(
     """Logits [B, T, vocab], without gradients; or this rank's part of the loss."""
     x = _gathered(head.norm(x), ranks)
     if labels is not None:
-        return chunked_cross_entropy(x.flatten(0, 1), head.weight, labels.flatten(), loss_chunk, ranks)
+        return chunked_cross_entropy(
+            x.flatten(0, 1), head.weight, labels.flatten(), loss_chunk, ranks, head.token_losses
+        )
     assert not torch.is_grad_enabled(), "logits of a split vocabulary have no gradient"
     logits = (x @ head.weight.T).movedim(-1, 0)  # [vocab / size, B, T]
     return gather_along(logits, 0, ranks.group, ranks.size).movedim(0, -1)

@@ -42,7 +42,9 @@ class MixerOptions(ABC):
         """forward(x [B, T, dim], plan, cache) -> [B, T, dim]. The module may name in `initial` how parameters are
         drawn that are not normal, in `kept_whole` those that FSDP neither shards nor casts, and in `split` those of
         which each rank of tensor parallelism has an equal part, by the dimension that is split: it then computes its
-        heads, and its part of the output's sum."""
+        heads, and its part of the output's sum. What telemetry shows of it (telemetry.py) the module gives as
+
+        watch(x [1, W, dim], window) -> name -> (numerator [heads], denominator [heads]) of a mean by head."""
 
     @property
     @abstractmethod

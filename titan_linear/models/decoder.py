@@ -36,10 +36,13 @@ class Block(nn.Module):
         self, x: torch.Tensor, plan: BatchPlan, cache: LayerCache | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [B, T, dim] -> [B, T, dim], and the load-balance loss of the experts, if there is one."""
-        y = self.mixer(x if self.post_norm else self.mixer_norm(x), plan, cache)
+        y = self.mixer(self.mixer_input(x), plan, cache)
         x = x + (self.mixer_norm(y) if self.post_norm else y)
         y, balance = self._mlp(x if self.post_norm else self.mlp_norm(x), plan)
         return x + (self.mlp_norm(y) if self.post_norm else y), balance
+
+    def mixer_input(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.post_norm else self.mixer_norm(x)
 
     def _mlp(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
         return self.mlp(x, plan) if isinstance(self.mlp, MoE) else (self.mlp(x), None)
@@ -52,13 +55,16 @@ class Head(nn.Module):
         super().__init__()
         self.norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
+        self.token_losses: torch.Tensor | None = None  # [B·T] into which the loss's terms are written, where wanted
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048) -> torch.Tensor:
         """x [B, T, dim] -> logits [B, T, vocab]; with labels [B, T] the sum of cross-entropies, in float32 or wider."""
         x = self.norm(x)
         if labels is None:
             return x @ self.weight.T
-        return chunked_cross_entropy(x.flatten(0, 1), self.weight, labels.flatten(), loss_chunk)
+        return chunked_cross_entropy(
+            x.flatten(0, 1), self.weight, labels.flatten(), loss_chunk, token_losses=self.token_losses
+        )
 
 
 class Decoder(nn.Module):

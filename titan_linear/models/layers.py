@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_linear.models.draws import ones, zeros
+from titan_linear.ops.swiglu import swiglu
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
@@ -85,6 +86,28 @@ class _Cut(torch.autograd.Function):
         return torch.cat(parts, -1), None
 
 
+def attention_entropy(
+    q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor, queries: int = 32
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """How evenly some queries attend: the entropy of the weights over its greatest, ln of the number of keys.
+
+    q [1, T, H, D], k [1, T, Hkv, D], causal, packed documents of cu_seqlens [N+1] -> its sum over the queries [H], and
+    how many they were [H]: those that see one key alone are left out.
+    """
+    T, H = q.shape[1:3]
+    rows = (torch.arange(1, queries + 1, device=q.device) * T // queries - 1).clamp(min=0)
+    keys = torch.arange(T, device=q.device)
+    first = cu_seqlens[torch.searchsorted(cu_seqlens, rows, right=True) - 1]  # [queries], of each its document's
+    seen = (keys >= first[:, None]) & (keys <= rows[:, None])  # [queries, T]
+    k = widen(k[0]).repeat_interleave(H // k.shape[2], dim=1)
+    scores = torch.einsum("qhd,khd->hqk", widen(q[0, rows]), k) * q.shape[-1] ** -0.5
+    logs = scores.masked_fill(~seen, float("-inf")).log_softmax(-1)
+    entropy = -(logs.exp() * logs.masked_fill(~seen, 0.0)).sum(-1)  # [H, queries]
+    count = seen.sum(-1)
+    several = (count > 1).to(entropy.dtype)
+    return (entropy / count.clamp(min=2).log() * several).sum(-1), several.sum().expand(H)
+
+
 class SwiGLU(nn.Module):
     """down(silu(gate(x)) · up(x)).  [.., dim] -> [.., dim]"""
 
@@ -97,8 +120,7 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = cut(project(x, self.gate_proj, self.up_proj), len(self.gate_proj.weight), len(self.up_proj.weight))
-        return self.down_proj(F.silu(gate) * up)
+        return swiglu(project(x, self.gate_proj, self.up_proj), self.down_proj.weight)
 
 
 class ConvWeight(nn.Module):

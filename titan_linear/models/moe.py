@@ -101,6 +101,7 @@ class MoE(nn.Module):
         self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
         self.dispatch: Callable[[torch.Tensor, torch.Tensor], AtHome] = AtHome
         self.loads: torch.Tensor | None = None  # [E] tokens sent to each expert since the bias was last moved
+        self.watched = False  # count them though they move no bias
 
     def forward(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [B, T, dim] -> [B, T, dim], and this rank's part of the load-balance loss (None: not wanted)."""
@@ -129,7 +130,7 @@ class MoE(nn.Module):
 
     def _count(self, counts: torch.Tensor) -> None:
         """Loads of training alone. Activation checkpointing counts all of them twice, which leaves their order."""
-        if self.config.bias_update_rate and torch.is_grad_enabled():
+        if (self.config.bias_update_rate or self.watched) and torch.is_grad_enabled():
             self.loads = counts if self.loads is None else self.loads + counts
 
     def _balance_loss(self, experts: torch.Tensor, scores: torch.Tensor, plan: BatchPlan) -> torch.Tensor | None:

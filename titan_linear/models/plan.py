@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 
 from titan_linear.models.layers import angles
 from titan_linear.ops import CPContext
+from titan_linear.ops.transfer import to_device
 
 Rotary = tuple[float, int]  # theta, rotated channels of a head
 
@@ -46,3 +48,29 @@ class BatchPlan:
         """Compute the angles of these before any layer asks: compiled code only reads them."""
         for rotary in rotaries:
             self.angles(rotary, dtype)
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """The first W tokens of what a rank has of a batch, in which telemetry looks at the mixers. What lies before or
+    after is left out: documents begin and end at its edges."""
+
+    plan: BatchPlan
+    halves: BatchPlan  # the same with one more edge, in the middle of the longest document
+    carried: slice  # that document's tokens after it
+
+    @classmethod
+    def of(cls, plan: BatchPlan, tokens: int) -> Window:
+        """plan: a training batch's."""
+        edges = np.unique(np.clip(plan.cp_context.cu_seqlens_cpu.numpy(), 0, tokens))  # int32
+        longest = int(np.diff(edges).argmax())
+        start, end = edges[longest : longest + 2].tolist()
+        arrays = {"whole": edges, "halves": np.insert(edges, longest + 1, (start + end + 1) // 2)}
+        moved, positions = to_device(arrays, plan.position_ids.device), plan.position_ids[:tokens]
+        whole, halves = (BatchPlan(positions, moved[name], impl=plan.impl) for name in arrays)
+        return cls(whole, halves, slice((start + end + 1) // 2, end))
+
+    @property
+    def tokens(self) -> int:
+        """W."""
+        return len(self.plan.position_ids)

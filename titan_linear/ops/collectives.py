@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.ops.cp.exchange import group_named
-from titan_linear.ops.operators import operator, register_fake
+from titan_linear.ops.operators import LIBRARY, operator, register_fake
 
 
 class Ranks(NamedTuple):
@@ -64,47 +64,31 @@ def _(x, group):
 
 def gather_tokens(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """x [1, T / size, ...], this rank's tokens → [1, T, ...], all of them. Backward sums what the ranks say of them."""
-    return _GatherTokens.apply(x, ranks.group, ranks.size)
+    return gather_along(x, 1, ranks.group, ranks.size)
 
 
 def scatter_tokens(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """x [1, T, ...], this rank's part of a sum → [1, T / size, ...], the whole sum of this rank's tokens."""
-    return _ScatterTokens.apply(x, ranks.group, ranks.size)
+    return scatter_along(x, 1, ranks.group, ranks.size)
 
 
 def sum_over_ranks(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     """x [...], this rank's part of a sum → [...], the sum, of which each rank then computes something else."""
-    return _SumOverRanks.apply(x, ranks.group)
+    return sum_ranks(x, ranks.group)
 
 
-class _GatherTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str, size: int) -> torch.Tensor:
-        ctx.ranks = group, size
-        return gather_along(x, 1, group, size)
+def _register_adjoint(op: torch._ops.OpOverload, adjoint: torch._ops.OpOverload) -> None:
+    """The gradient of what is linear: the adjoint, which takes the same arguments."""
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return scatter_along(grad, 1, *ctx.ranks), None, None
+    def keep(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
+        _, *ctx.arguments = inputs
 
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return adjoint(grad, *ctx.arguments), *(None for _ in ctx.arguments)
 
-class _ScatterTokens(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str, size: int) -> torch.Tensor:
-        ctx.ranks = group, size
-        return scatter_along(x, 1, group, size)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return gather_along(grad, 1, *ctx.ranks), None, None
+    torch.library.register_autograd(op, backward, setup_context=keep, lib=LIBRARY)
 
 
-class _SumOverRanks(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, group: str) -> torch.Tensor:
-        ctx.group = group
-        return sum_ranks(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return sum_ranks(grad, ctx.group), None
+_register_adjoint(gather_along, scatter_along)
+_register_adjoint(scatter_along, gather_along)
+_register_adjoint(sum_ranks, sum_ranks)

@@ -16,9 +16,8 @@ So none of these kernels and exchanges runs a second time. Compiled code calls t
 keeps what its operators give, but for its prepared chunks, which are prepared again; and copies are kept, as compiled
 code may write into memory that it has done with.
 
-torch's own selective checkpointing watches
-every operator of a region through a dispatch mode in Python, which costs the host as much as the operators do; and it
-keeps all outputs of an operator or none.
+torch's own selective checkpointing watches every operator of a region through a dispatch mode in Python, which costs
+the host as much as the operators do; and it keeps all outputs of an operator or none.
 
 Kept functions run below autograd: inside an `autograd.Function`, under no_grad, or as an operator's implementation.
 """

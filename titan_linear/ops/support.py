@@ -160,6 +160,7 @@ TABLE: dict[str, dict[str, tuple[Check, ...]]] = {
     "chunk_kda": {"triton": (*DELTA_RULE, has_configurations("kda")), "torch": ()},
     "chunk_gated_delta_rule": {"triton": (*DELTA_RULE, has_configurations("gdn")), "torch": ()},
     "cross_entropy": {"triton": (on_gpu, triton_installed, dtype_in(torch.float32)), "torch": ()},
+    "swiglu": {"triton": TRITON, "torch": ()},
     "causal_conv1d": {"triton": (*TRITON, dim_up_to("W", MAX_WIDTH)), "torch": ()},
     "attention": {
         "flash4": (

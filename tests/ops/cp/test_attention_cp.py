@@ -7,8 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.dispatch import Inside
 from tests.ops.test_attention import error, make, run
 from titan_linear.ops.attention import attention, choose_method
 from titan_linear.ops.cp.context import build_cp_context
@@ -208,25 +208,20 @@ def test_hops_end_where_documents_do():
 # --- communication ----------------------------------------------------------------------------------------------
 
 
-class PeakBytes(TorchDispatchMode):
+class PeakBytes(Inside):
     """The most bytes that tensors of numbers (not tables of indices) made inside held at once."""
 
     def __init__(self):
         super().__init__()
         self.storages, self.peak = {}, 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "titan_linear":
-            with self:
-                return func.python(*args, **(kwargs or {}))
-        out = func(*args, **(kwargs or {}))
+    def ran(self, op, args, kwargs, out):
         for x in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(x, torch.Tensor) and x.is_floating_point():
                 storage = x.untyped_storage()
                 self.storages[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
         self.storages = {key: value for key, value in self.storages.items() if not value[0].expired()}
         self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
-        return out
 
 
 def peak_bytes(rank, world_size, method):

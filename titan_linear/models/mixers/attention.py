@@ -10,8 +10,8 @@ from torch import nn
 
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.documents import Documents
-from titan_linear.models.layers import RMSNorm, rotate, widened
-from titan_linear.models.plan import BatchPlan
+from titan_linear.models.layers import RMSNorm, attention_entropy, rotate, widened
+from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops import attention
 
 
@@ -76,16 +76,25 @@ class AttentionMixer(nn.Module):
 
     def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds the keys and values of earlier tokens, and grows."""
-        q, k = self._normed(self.q_proj(x), self.k_proj(x))
+        q, k = self._queries_and_keys(x, plan)
         v = self.v_proj(x).unflatten(-1, (-1, self.head_dim))
-        if self.rotary is not None:
-            cos, sin = plan.angles(self.rotary, widened(q.dtype))
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         if cache is not None:
             k, v = (torch.cat([cache[n], t], 1) if n in cache else t for n, t in (("k", k), ("v", v)))
             cache.update(k=k, v=v)
         o = attention(q, k, v, method=plan.softmax_method, first_key=plan.first_key, **plan.documents).flatten(-2)
         return self.o_proj(o if self.g_proj is None else o * self.g_proj(x).sigmoid())
+
+    def watch(self, x: torch.Tensor, window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        q, k = self._queries_and_keys(x, window.plan)
+        return {"attention_entropy": attention_entropy(q, k, window.plan.cu_seqlens)}
+
+    def _queries_and_keys(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [B, T, H, D], k [B, T, Hkv, D], normed and rotated."""
+        q, k = self._normed(self.q_proj(x), self.k_proj(x))
+        if self.rotary is None:
+            return q, k
+        cos, sin = plan.angles(self.rotary, widened(q.dtype))
+        return rotate(q, cos, sin), rotate(k, cos, sin)
 
     def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """q [B, T, H·D], k [B, T, Hkv·D] -> by heads, normed over the whole width before or over each head after."""

@@ -6,6 +6,7 @@ apply a delta rule to normalised q and k, norm and gate each head's output, and 
 
 from __future__ import annotations
 
+import math
 from abc import abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar
@@ -16,8 +17,8 @@ from torch import nn
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.documents import Documents
 from titan_linear.models.draws import Draw, time_step_bias
-from titan_linear.models.layers import ConvWeight, GatedRMSNorm, cut, project
-from titan_linear.models.plan import BatchPlan
+from titan_linear.models.layers import ConvWeight, GatedRMSNorm, cut, project, widen
+from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops import causal_conv1d
 
 
@@ -88,15 +89,39 @@ class DeltaMixer(nn.Module):
         q, k, v = self._convolved(x, plan, cache)
         states = {} if cache is None else {"initial_state": cache.get("state"), "output_final_state": True}
         g, beta, z = self._gates(x)
-        o, state = self._delta_rule(
-            q, k, v, g, beta, A_log=self.A_log, dt_bias=self.dt_bias,
+        o, state = self._rule(q, k, v, g, beta, plan, **states)
+        if cache is not None:
+            cache["state"] = state
+        return self.o_proj(self.o_norm(o, z.unflatten(-1, (-1, self.v_head_dim))).flatten(-2))
+
+    def watch(self, x: torch.Tensor, window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """half_life: tokens after which a state is half gone, ln 2 over the mean log decay (of a head's channels too).
+        state_norm: 2-norm of the states at the ends of documents. carried_share: of the longest document's
+        second half, the part of the output, in squares, that comes from the first: from the state that crosses."""
+        q, k, v = self._convolved(x, window.plan, None)
+        gate, beta, _ = self._gates(x)
+        o, states = self._rule(q, k, v, gate, beta, window.plan, output_final_state=True)
+        alone, _ = self._rule(q, k, v, gate, beta, window.halves)
+        decay = -self._log_decay(gate).reshape(*gate.shape[1:3], -1).mean(-1)  # [W, HV]
+        norms = widen(states).flatten(2).norm(dim=-1)  # [N, HV]
+        o, alone = widen(o[0, window.carried]), widen(alone[0, window.carried])  # [., HV, V]
+        return {
+            "half_life": (torch.full_like(decay[0], math.log(2) * len(decay)), decay.sum(0)),
+            "state_norm": (norms.sum(0), torch.full_like(norms[0], len(norms))),
+            "carried_share": ((o - alone).square().sum((0, 2)), o.square().sum((0, 2))),
+        }
+
+    def _rule(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor,
+        plan: BatchPlan, **states: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        """o [B, T, HV, V] and, where asked for, the final states [N, HV, K, V]; gate and beta are those of `_gates`."""
+        return self._delta_rule(
+            q, k, v, gate, beta, A_log=self.A_log, dt_bias=self.dt_bias,
             use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
             allow_neg_eigval=self.beta_range == 2.0, impl=plan.impl, cp_method=plan.linear_method, **plan.documents,
             **states,
         )  # fmt: skip
-        if cache is not None:
-            cache["state"] = state
-        return self.o_proj(self.o_norm(o, z.unflatten(-1, (-1, self.v_head_dim))).flatten(-2))
 
     def _convolved(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
         """q, k [B, T, H, K] and v [B, T, HV, V] after the convolution: one over the three, so one halo under CP."""
@@ -113,6 +138,10 @@ class DeltaMixer(nn.Module):
 
     def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The raw gate [B, T, HV] or [B, T, HV, K], the logits of β [B, T, HV], the output gate [B, T, HV·V]."""
+        raise NotImplementedError
+
+    def _log_decay(self, gate: torch.Tensor) -> torch.Tensor:
+        """[B, T, HV] or [B, T, HV, K] ≤ 0, of the raw gate."""
         raise NotImplementedError
 
     def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.draws import log_uniform_decay
-from titan_linear.models.layers import cut, project
+from titan_linear.models.layers import cut, project, widen
 from titan_linear.models.mixers.delta import DeltaMixer, DeltaOptions
 from titan_linear.ops import chunk_gated_delta_rule
 
@@ -41,6 +42,9 @@ class GDNMixer(DeltaMixer):
         heads = len(self.A_log)
         g, beta = cut(project(x, self.a_proj, self.b_proj), heads, heads)
         return g, beta, self.g_proj(x)
+
+    def _log_decay(self, gate: torch.Tensor) -> torch.Tensor:
+        return -self.A_log.exp() * F.softplus(widen(gate) + self.dt_bias)
 
     def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
         return chunk_gated_delta_rule(*inputs, **options)

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.draws import log_uniform_decay, zeros
-from titan_linear.models.layers import cut, project
+from titan_linear.models.layers import cut, project, widen
 from titan_linear.models.mixers.delta import DeltaMixer, DeltaOptions
 from titan_linear.ops import chunk_kda
 
@@ -55,6 +56,10 @@ class KDAMixer(DeltaMixer):
         (f_in, f_out), (g_in, g_out) = self.f_proj, self.g_proj
         f, g = cut(project(x, f_in, g_in), f_in.out_features, g_in.out_features)
         return f_out(f).unflatten(-1, (-1, self.head_dim)), self.b_proj(x), g_out(g)
+
+    def _log_decay(self, gate: torch.Tensor) -> torch.Tensor:
+        rate, gate = self.A_log.exp()[:, None], widen(gate) + self.dt_bias.view(-1, self.head_dim)
+        return -rate * F.softplus(gate) if self.lower_bound is None else self.lower_bound * (rate * gate).sigmoid()
 
     def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
         return chunk_kda(*inputs, lower_bound=self.lower_bound, **options)

@@ -10,8 +10,8 @@ from torch import nn
 
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.documents import Documents
-from titan_linear.models.layers import RMSNorm
-from titan_linear.models.plan import BatchPlan
+from titan_linear.models.layers import RMSNorm, attention_entropy
+from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops import attention
 
 LATENT_EPS = 1e-6  # of the latent's norm, whatever the model's own
@@ -75,8 +75,18 @@ class MLAMixer(nn.Module):
             earlier = cache.get("latent"), cache.get("shared")
             latent, shared = (t if e is None else torch.cat([e, t], 1) for e, t in zip(earlier, (latent, shared)))
             cache.update(latent=latent, shared=shared)
-        k, v = self.kv_b_proj(latent).unflatten(-1, (-1, sum(self.kv_dims))).split(self.kv_dims, -1)
-        k = torch.cat([k, shared.unsqueeze(2).expand(-1, -1, k.shape[2], -1)], -1)
+        k, v = self._keys_and_values(latent, shared)
         documents = {"first_key": plan.first_key, **plan.documents}
         o = attention(q, k, v.contiguous(), method=plan.softmax_method, **documents)
         return self.o_proj(o.flatten(-2))
+
+    def watch(self, x: torch.Tensor, window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        latent, shared = self.kv_a_proj(x).split(self.latent_dims, -1)
+        k, _ = self._keys_and_values(self.kv_norm(latent), shared)
+        q = self.q_proj(x).unflatten(-1, (-1, self.q_dim))
+        return {"attention_entropy": attention_entropy(q, k, window.plan.cu_seqlens)}
+
+    def _keys_and_values(self, latent: torch.Tensor, shared: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """latent [B, T, rank], normed, shared [B, T, shared] -> k [B, T, H, nope + shared], v [B, T, H, V]."""
+        k, v = self.kv_b_proj(latent).unflatten(-1, (-1, sum(self.kv_dims))).split(self.kv_dims, -1)
+        return torch.cat([k, shared.unsqueeze(2).expand(-1, -1, k.shape[2], -1)], -1), v

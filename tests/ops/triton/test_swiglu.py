@@ -1,0 +1,61 @@
+"""SwiGLU against the same in float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from titan_linear.ops.swiglu import swiglu
+from titan_linear.ops.triton.swiglu import swiglu_backward, swiglu_forward
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def run(fn, *shape, dtype):
+    """y and the gradients of gate_up [.., 2 H] and weight [D, H]."""
+    generator = torch.Generator().manual_seed(0)
+    *rows, H, D = shape
+    gate_up, weight, dy = (torch.randn(*s, generator=generator) for s in ((*rows, 2 * H), (D, H), (*rows, D)))
+    device = DEVICE if fn is not exact else "cpu"
+    gate_up, weight, dy = ((3 * gate_up).to(device, dtype), weight.to(device, dtype), dy.to(device, dtype))
+    leaves = gate_up.requires_grad_(), weight.requires_grad_()
+    y = fn(*leaves)
+    return [x.detach().cpu().double() for x in (y, *torch.autograd.grad(y, leaves, dy))]
+
+
+def exact(gate_up, weight):
+    gate, up = gate_up.chunk(2, -1)
+    return F.linear(F.silu(gate) * up, weight)
+
+
+def error(x, y):
+    return ((x - y).norm() / y.norm()).item()
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 8, 8), (2, 37, 40, 16), (1, 9, 300, 8)])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+def test_matches_float64(shape, impl):
+    def ours(gate_up, weight):
+        return swiglu(gate_up, weight, impl)
+
+    bounds = {torch.float32: 1e-6, torch.bfloat16: 2**-7}  # a rounding of what the products read, one of their result
+    for dtype, bound in bounds.items():
+        rounded = [error(x, y) for x, y in zip(run(ours, *shape, dtype=dtype), run(exact, *shape, dtype=torch.float64))]
+        inputs = 0 if dtype == torch.float32 else 2**-7  # both read inputs in their own precision
+        assert max(rounded) <= bound + inputs, (dtype, rounded)
+    if impl == "torch":
+        pairs = zip(run(ours, *shape, dtype=torch.float64), run(exact, *shape, dtype=torch.float64))
+        assert max(error(x, y) for x, y in pairs) <= 1e-14
+
+
+def test_large_and_not_finite():
+    gate_up = torch.tensor([[100.0, -100.0, torch.inf, torch.nan, 1, 1, 1, 1]], device=DEVICE)
+    y = swiglu_forward(gate_up).cpu()[0]
+    assert y[:2].tolist() == [100.0, 0.0] and y[2] == torch.inf and y[3].isnan()
+
+
+def test_operators_are_well_formed():
+    gate_up, dy = torch.randn(2, 3, 8, device=DEVICE), torch.randn(2, 3, 4, device=DEVICE)
+    torch.library.opcheck(swiglu_forward, (gate_up,))
+    torch.library.opcheck(swiglu_backward, (gate_up, dy))

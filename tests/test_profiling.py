@@ -1,0 +1,100 @@
+"""When traces and memory snapshots are written, and what tools/trace.py makes of a trace."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+
+from titan_linear.config import load_config
+from titan_linear.profiling import MemorySnapshots, profiler
+from tools import trace
+
+
+def event(name: str, ts: float, dur: float, cat: str = "kernel", **more: object) -> dict:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, **more}
+
+
+def test_a_gpus_trace(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """100 µs: 10 idle; a collective for 30, 10 of them while a product runs."""
+    events = [
+        event("ProfilerStep#3", 0, 200, "user_annotation"),
+        event("gemm", 1000, 40), event("ncclDevKernel_AllReduce(int)", 1030, 30), event("gemm", 1070, 20),
+        event("copy", 1085, 15, "gpu_memcpy"), event("aten::mm", 900, 500, "cpu_op"),
+    ]  # fmt: skip
+    found = trace.summary(events)
+    assert found == pytest.approx((1, 4, 100e-6, 90e-6, 30e-6, 20e-6))
+    path = tmp_path / "trace.json.gz"
+    with gzip.open(path, "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    assert trace.main([str(path), "--rows", "2"]) == 0
+    head, _, _, _, *rows = capsys.readouterr().out.splitlines()
+    assert head == "0.1 ms, training steps: 1, 4 launches: idle 10.0%, communication 30.0%, exposed 20.0%"
+    assert rows == ["| 0.06 | 66.7% | 2 | `gemm` |", "| 0.03 | 33.3% | 1 | `ncclDevKernel_AllReduce` |"]
+
+
+def test_own_times_of_operators() -> None:
+    events = [
+        event("outer", 0, 100, "cpu_op", tid=1), event("inner", 10, 30, "cpu_op", tid=1),
+        event("inner", 50, 20, "cpu_op", tid=1), event("deep", 55, 5, "cpu_op", tid=1),
+        event("inner", 20, 7, "cpu_op", tid=2),
+    ]  # fmt: skip
+    assert trace.own_costs(events) == [("inner", 0.052, 3), ("outer", 0.05, 1), ("deep", 0.005, 1)]
+
+
+def test_a_trace_of_the_profiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """By the schedule of the keys: two steps, once."""
+    monkeypatch.setenv("RANK", "0")
+    keys = {
+        "profile_freq": 3,
+        "profiler_active": 2,
+        "profiler_warmup": 5,
+        "profile_count": 1,
+        "enable_profiling": "true",
+    }
+    config = load_config([f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())])
+    with profiler(config) as profile:
+        for _ in range(7):
+            torch.ones(8) @ torch.ones(8)
+            profile.step()
+    (file,) = (tmp_path / "profile_traces").iterdir()
+    assert file.name == "rank0_step3.json" and trace.main([str(file)]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("no kernels of a GPU") and "| 2 | `aten::dot` |" in shown
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}"])
+def test_no_trace(text: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "t.json").write_text(text)
+    assert trace.main([str(tmp_path / "t.json")]) == 2 and "is no trace" in capsys.readouterr().err
+
+
+def test_a_signal_asks_for_a_memory_snapshot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    recorded = []
+    monkeypatch.setenv("RANK", "1")
+    before = signal.getsignal(signal.SIGUSR1)
+    config = load_config([f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot=true"])
+    with MemorySnapshots(config) as snapshots:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        if not torch.cuda.is_available():
+            snapshots.after(1)
+            assert "there is no GPU" in capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **keys: recorded.append(keys))
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("dumped"))
+    with MemorySnapshots(config) as snapshots:
+        snapshots.after(1)
+        os.kill(os.getpid(), signal.SIGUSR1)
+        snapshots.after(2)
+        snapshots.after(3)
+    assert signal.getsignal(signal.SIGUSR1) == before and len(recorded) == 1
+    assert [file.name for file in (tmp_path / "memory_snapshots").iterdir()] == ["rank1_step2.pickle"]

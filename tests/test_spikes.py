@@ -1,0 +1,90 @@
+"""Steps whose loss stands out are written down, and can be looked at."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.test_telemetry import arguments
+from tests.worlds import World
+from titan_linear.config import load_config
+from titan_linear.data import ByteTokenizer, write_corpus
+from titan_linear.preflight import preflight
+from titan_linear.spikes import Outliers
+from titan_linear.train import NonFinite, Trainer
+from tools import show_batch
+
+
+def test_the_rule() -> None:
+    judge = Outliers(4.0)
+    assert all(judge.judge(2.0 + n % 2, 1.0) is None for n in range(40))  # mean 2.5, sigma 0.5
+    assert judge.judge(4.5, 1.0) is None
+    assert judge.judge(7.0, 3.0)["why"] == "outlier"
+    assert judge.judge(float("nan"), 1.0)["why"] == judge.judge(2.0, float("inf"))["why"] == "not finite"
+    assert Outliers(4.0).judge(1e9, 1.0) is None  # nothing to compare with
+    off = Outliers(0.0)
+    assert all(off.judge(2.0 if n < 50 else 99.0, 1.0) is None for n in range(60))
+    assert off.judge(float("nan"), 1.0) is not None
+
+
+def spiking(rank: int, world_size: int, argv: list[str], cache: str) -> None:
+    """Step 2's second micro-batch is an outlier, step 3 is not finite."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    trainer = Trainer(load_config(argv))
+    trainer.outliers.last.extend([2.0, 2.1] * 16)
+    forward, factors = trainer._forward_backward, iter([0.3, 0.3, 0.3, 9.0, float("nan"), 1.0])
+    trainer._forward_backward = lambda batch, valid: forward(batch, valid) * next(factors)
+    for _ in range(2):
+        trainer.train_step()
+    with pytest.raises(NonFinite):
+        trainer.train_step()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for name in "ab":
+        texts = [f"{name} text {n} ".encode() * (1 + n % 5) for n in range(40)]
+        write_corpus(tmp_path / name, map(ByteTokenizer().encode, map(bytes.decode, texts)), ByteTokenizer())
+    return tmp_path
+
+
+def test_streams_are_written_down_and_shown(
+    folder: Path, worlds: Callable[[int], World], capsys: pytest.CaptureFixture
+) -> None:
+    keys = arguments(
+        folder, {"training.local_batch_size": 2, "parallelism.context_parallel_degree": 2, "model.flavor": "debug"}
+    )
+    preflight(load_config(keys), 2)
+    worlds(2).run(spiking, keys, str(folder))
+    outlier, bad = map(json.loads, (folder / "run/spikes.jsonl").read_text().splitlines())
+    assert (outlier["step"], outlier["why"], bad["step"], bad["why"]) == (2, "outlier", 3, "not finite")
+    calm, spike = outlier["micro_batches"]
+    assert (calm["streams"], spike["streams"]) == ([4, 5], [6, 7]) and spike["loss"] > 10 * calm["loss"]
+    total = calm["tokens"] + spike["tokens"]
+    mean = (calm["loss"] * calm["tokens"] + spike["loss"] * spike["tokens"]) / total
+    assert mean == pytest.approx(outlier["loss"], rel=1e-12) and bad["micro_batches"][0]["loss"] == "nan"
+
+    capsys.readouterr()
+    assert show_batch.main([*keys, "--spike", "1"]) == 0
+    shown = capsys.readouterr().out
+    order = [shown.index(f"stream {i}, source ") for i in (6, 7, 4, 5)]
+    assert order == sorted(order) and "document 0: [0, " in shown and " text " in shown
+    assert show_batch.main([*keys, "--step", "2", "--stream", "5", "--characters", "0"]) == 0
+    assert capsys.readouterr().out.count("stream ") == 1
+
+
+@pytest.mark.parametrize(
+    ("own", "message"),
+    [
+        (["--step", "0"], "--step 0 must be 1 or more"),
+        (["--step", "1", "--stream", "4"], "--stream 4 is not of step 1; its streams are 0 to 3"),
+        (["--spike", "1"], "--spike 1: there is no "),
+    ],
+)
+def test_refusals(own: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture) -> None:
+    assert show_batch.main([*arguments(folder), *own]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}") and not (folder / "run").exists()

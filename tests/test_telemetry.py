@@ -1,0 +1,154 @@
+"""What is seen inside a step: the same on any number of processes, and nothing of the step changes by it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.data.conftest import random_documents
+from tests.test_train import SMALL, whole_weights
+from tests.worlds import World
+from titan_linear.config import load_config
+from titan_linear.data import ByteTokenizer, write_corpus
+from titan_linear.models.presets import OWN
+from titan_linear.preflight import preflight
+from titan_linear.telemetry import Seen
+from titan_linear.train import Trainer
+
+SPLITS = {
+    "dp 2": (2, {"training.local_batch_size": 2}),
+    "cp 2 zig-zag": (2, {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_layout": "zigzag"}),
+    "tp 2 x cp 2": (4, {"parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
+                        "activation_checkpoint.mode": "full"}),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("telemetry")
+    for n, name in enumerate(["a", "b"]):
+        write_corpus(path / name, random_documents([30 + 50 * n] * 60, seed=n), ByteTokenizer())
+    return path
+
+
+def arguments(folder: Path, *overrides: dict) -> list[str]:
+    parts = (f'{{name="{n}", weight=1, dataset="tokens", dataset_path="{folder / n}"}}' for n in "ab")
+    keys: dict[str, object] = {
+        "training.mixture": f"[{', '.join(parts)}]", "training.seq_len": 64, "training.dtype": "float64",
+        "training.global_batch_size": 4, "training.local_batch_size": 4, "training.loss_chunk_size": 48,
+        "training.steps": 2, "lr_scheduler.warmup_steps": 0, "optimizer.lr": 3e-3, "model.flavor": "small",
+        "checkpoint.enable": "false", "metrics.enable_tensorboard": "false", "metrics.telemetry_freq": 2,
+        "job.dump_folder": folder / "run",
+    }  # fmt: skip
+    for more in overrides:
+        keys |= more
+    return [text for key, value in keys.items() for text in (f"--{key}", str(value))]
+
+
+def two_steps(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[list[float], Seen, dict]:
+    """Losses, what was seen in the second step, and norms of what it added to whole weights and of these, by layer."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    OWN["hybrid"]["small"] = SMALL
+    config = load_config(argv)
+    preflight(config, world_size)
+    trainer = Trainer(config)
+    losses = [trainer.train_step()["loss"]]
+    assert trainer.seen == {}
+    before = {name: p.clone() for name, p in whole_weights(trainer).items()}
+    losses.append(trainer.train_step()["loss"])
+    after = whole_weights(trainer)
+    return losses, trainer.seen, {name: (after[name] - before[name], after[name]) for name in after}
+
+
+def close(got: dict, want: dict, rel: float = 1e-9) -> bool:
+    flat = [{k: v if isinstance(v, list) else [v] for k, v in each.items()} for each in (got, want)]
+    return flat[0].keys() == flat[1].keys() and all(flat[0][k] == pytest.approx(v, rel=rel) for k, v in flat[1].items())
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path, worlds: Callable[[int], World]) -> tuple[list[float], Seen, dict]:
+    return worlds(1).run(two_steps, arguments(folder), str(folder))[0]
+
+
+def test_of_one_process(folder: Path, alone: tuple, worlds: Callable[[int], World]) -> None:
+    losses, seen, weights = alone
+    layers = [f"layers.{i}" for i in range(SMALL.num_layers)]
+    for n, quantity in enumerate(("update_norm", "weight_norm")):
+        squares: dict[str, float] = {}
+        for name, both in weights.items():
+            unit = ".".join(name.split(".")[: 2 if name.startswith("layers") else 1])
+            squares[unit] = squares.get(unit, 0.0) + both[n].square().sum().item()
+        assert list(squares) == ["embedding", *layers, "head"]
+        assert close(seen[quantity], {unit: square**0.5 for unit, square in squares.items()}, 1e-8)
+    linear = [name for name, mixer in zip(layers, SMALL.layers, strict=True) if mixer.linear]
+    for quantity in ("half_life", "state_norm", "carried_share"):
+        assert list(seen[quantity]) == linear
+        assert all(len(seen[quantity][f"layers.{i}"]) == SMALL.layers[i].v_heads for i in range(2))
+    assert all(0 < share < 1 for by_head in seen["carried_share"].values() for share in by_head)
+    assert all(0 < e <= 1 for by_head in seen["attention_entropy"].values() for e in by_head)
+    assert set(seen["attention_entropy"]) == set(layers) - set(linear)
+    assert list(seen["loss_by_position"]) == ["1", "2", "4", "8", "16", "32", "64"]
+    assert list(seen["loss_by_source"]) == ["a", "b"] and seen["work"] == {"max over mean": 1.0}
+    without = worlds(1).run(two_steps, arguments(folder, {"metrics.telemetry_freq": 0}), str(folder))[0]
+    assert without[0] == losses and not without[1]
+    assert all(torch.equal(both[1], weights[name][1]) for name, both in without[2].items())
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_of_several(name: str, folder: Path, alone: tuple, worlds: Callable[[int], World]) -> None:
+    processes, keys = SPLITS[name]
+    ranks = worlds(processes).run(two_steps, arguments(folder, keys), str(folder))
+    off = worlds(processes).run(two_steps, arguments(folder, keys, {"metrics.telemetry_freq": 0}), str(folder))
+    for losses, seen, weights in ranks:
+        assert losses == off[0][0]
+        assert all(torch.equal(both[1], weights[name][1]) for name, both in off[0][2].items())
+        assert seen.keys() == alone[1].keys() and seen["work"]["max over mean"] >= 1
+        same = ["grad_norm", "update_norm", "weight_norm", "half_life", "loss_by_position", "loss_by_source"]
+        for quantity in [*same, *(["state_norm", "attention_entropy"] if "cp" not in name else [])]:
+            if not ("dp" in name and quantity == "attention_entropy"):  # of as many queries on each rank
+                assert close(seen[quantity], alone[1][quantity]), quantity
+
+
+def test_loads_of_experts(folder: Path, worlds: Callable[[int], World]) -> None:
+    """Where a bias moves by them, and where none does."""
+    for name, split in (("kimi-linear", {"parallelism.expert_parallel_degree": 2, "training.local_batch_size": 2}),
+                        ("qwen3.5", {"parallelism.tensor_parallel_degree": 2})):  # fmt: skip
+        keys = {"model.name": name, "model.flavor": "debug"}
+        (alone,) = worlds(1).run(two_steps, arguments(folder, keys), str(folder))
+        for losses, seen, _ in worlds(2).run(two_steps, arguments(folder, keys, split), str(folder)):
+            assert losses == pytest.approx(alone[0], rel=1e-9)
+            assert seen["router_load"] and close(seen["router_load"], alone[1]["router_load"])
+        assert all(sum(loads) == pytest.approx(len(loads)) for loads in alone[1]["router_load"].values())
+
+
+def test_lines_of_a_run(folder: Path, worlds: Callable[[int], World], tmp_path: Path) -> None:
+    keys = {"job.dump_folder": tmp_path, "metrics.enable_tensorboard": "true", "training.local_batch_size": 2,
+            "validation.enable": "true", "validation.steps": 2, "validation.holdout": 0.1,
+            "validation.sample_tokens": 3}  # fmt: skip
+    worlds(2).run(whole_run, arguments(folder, keys), str(folder))
+    (line,) = (tmp_path / "telemetry.jsonl").read_text().splitlines()
+    line = json.loads(line)
+    assert line["step"] == 2 and line["grad_norm"]["embedding"] > 0
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "tb" / tmp_path.name))
+    events.Reload()
+    tags = events.Tags()
+    assert {"per_layer_grad_norm/layers.0", "loss_by_position/16", "loss_by_source/a", "perf/work_balance"} <= set(
+        tags["scalars"]
+    )
+    assert "per_layer_half_life/layers.0" in tags["histograms"]
+    (text,) = events.Tensors("sample/text_summary")
+    assert text.step == 2 and text.tensor_proto.string_val[0].decode().startswith("    def ")
+
+
+def whole_run(rank: int, world_size: int, argv: list[str], cache: str) -> None:
+    os.environ["XDG_CACHE_HOME"] = cache
+    OWN["hybrid"]["small"] = SMALL
+    Trainer(load_config(argv)).train()

@@ -1,0 +1,62 @@
+"""SwiGLU and the projection that follows it: (silu(gate) · up) Wᵀ (Shazeer 2020).
+
+Backward keeps gate and up alone, side by side as one product gave them: the pass that makes their gradients makes what
+the projection read again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from titan_linear.ops.support import implementation
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+def swiglu(gate_up: torch.Tensor, weight: torch.Tensor, impl: str = "auto") -> torch.Tensor:
+    """gate_up [.., 2 H], gate before up, weight [D, H] -> [.., D]. Elementwise work is done in float32 or wider.
+
+    impl: "torch", "triton", or "auto" (ops/support.py).
+    """
+    return _SwiGLU.apply(gate_up, weight, implementation("swiglu", impl, gate_up.device, gate_up.dtype))
+
+
+def _forward(gate_up: torch.Tensor) -> torch.Tensor:
+    gate, up = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32)).chunk(2, -1)
+    return (F.silu(gate) * up).to(gate_up.dtype)
+
+
+def _backward(gate_up: torch.Tensor, dy: torch.Tensor) -> Pair:
+    wide = torch.promote_types(gate_up.dtype, torch.float32)
+    gate, up = gate_up.to(wide).chunk(2, -1)
+    dy, sigmoid = dy.to(wide), gate.sigmoid()
+    silu = gate * sigmoid
+    d = torch.cat([dy * up * sigmoid * (1 + gate * (1 - sigmoid)), dy * silu], -1)
+    return d.to(gate_up.dtype), (silu * up).to(gate_up.dtype)
+
+
+def _triton() -> tuple[Callable[..., torch.Tensor], Callable[..., Pair]]:
+    from titan_linear.ops.triton import swiglu as kernels  # Triton is there on Linux only
+
+    return kernels.swiglu_forward, kernels.swiglu_backward
+
+
+IMPLEMENTATIONS = {"torch": lambda: (_forward, _backward), "triton": _triton}
+
+
+class _SwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.save_for_backward(gate_up, weight)
+        ctx.name = name
+        return F.linear(IMPLEMENTATIONS[name]()[0](gate_up.contiguous()), weight)
+
+    @staticmethod
+    def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        gate_up, weight = ctx.saved_tensors
+        d, activated = IMPLEMENTATIONS[ctx.name]()[1](gate_up.contiguous(), (dy @ weight).contiguous())
+        return d, dy.flatten(0, -2).T @ activated.flatten(0, -2), None

@@ -1,0 +1,74 @@
+"""silu(gate) · up with gate and up side by side, and both gradients in one pass that gives the product again."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from titan_linear.ops.operators import operator, register_fake
+from titan_linear.ops.triton.launch import Launcher
+
+TILE = {"ROWS": 8, "BH": 256, "num_warps": 4}  # rows and channels of a program
+
+
+@Launcher
+@triton.jit
+def swiglu_fwd_kernel(gate_up, y, rows, H, ROWS: tl.constexpr, BH: tl.constexpr):
+    o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    o_h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
+    m = (o_r < rows) & (o_h < H)
+    b_gate = tl.load(gate_up + o_r * 2 * H + o_h, mask=m, other=0).to(tl.float32)
+    b_up = tl.load(gate_up + o_r * 2 * H + H + o_h, mask=m, other=0).to(tl.float32)
+    tl.store(y + o_r * H + o_h, (b_gate * tl.sigmoid(b_gate) * b_up).to(y.dtype.element_ty), mask=m)
+
+
+@Launcher
+@triton.jit
+def swiglu_bwd_kernel(gate_up, dy, d, y, rows, H, ROWS: tl.constexpr, BH: tl.constexpr):
+    o_r = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    o_h = tl.program_id(1) * BH + tl.arange(0, BH)[None, :]
+    m = (o_r < rows) & (o_h < H)
+    b_gate = tl.load(gate_up + o_r * 2 * H + o_h, mask=m, other=0).to(tl.float32)
+    b_up = tl.load(gate_up + o_r * 2 * H + H + o_h, mask=m, other=0).to(tl.float32)
+    b_dy = tl.load(dy + o_r * H + o_h, mask=m, other=0).to(tl.float32)
+    b_sigmoid = tl.sigmoid(b_gate)
+    b_silu = b_gate * b_sigmoid
+    b_dgate = b_dy * b_up * b_sigmoid * (1 + b_gate * (1 - b_sigmoid))
+    tl.store(d + o_r * 2 * H + o_h, b_dgate.to(d.dtype.element_ty), mask=m)
+    tl.store(d + o_r * 2 * H + H + o_h, (b_dy * b_silu).to(d.dtype.element_ty), mask=m)
+    tl.store(y + o_r * H + o_h, (b_silu * b_up).to(y.dtype.element_ty), mask=m)
+
+
+def _grid(rows: int, H: int) -> tuple[int, int]:
+    return triton.cdiv(rows, TILE["ROWS"]), triton.cdiv(H, TILE["BH"])
+
+
+@operator
+def swiglu_forward(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [.., 2 H] contiguous -> [.., H]."""
+    H = gate_up.shape[-1] // 2
+    y = gate_up.new_empty(*gate_up.shape[:-1], H)
+    rows = y.numel() // H
+    swiglu_fwd_kernel[_grid(rows, H)](gate_up, y, rows, H, **TILE)
+    return y
+
+
+@operator
+def swiglu_backward(gate_up: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both contiguous, dy [.., H] -> the gradient of gate_up, and what forward gave."""
+    d, y = torch.empty_like(gate_up), torch.empty_like(dy)
+    H = dy.shape[-1]
+    rows = dy.numel() // H
+    swiglu_bwd_kernel[_grid(rows, H)](gate_up, dy, d, y, rows, H, **TILE)
+    return d, y
+
+
+@register_fake(swiglu_forward)
+def _(gate_up):
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+@register_fake(swiglu_backward)
+def _(gate_up, dy):
+    return torch.empty_like(gate_up), torch.empty_like(dy)

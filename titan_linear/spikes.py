@@ -1,0 +1,65 @@
+"""Steps whose loss stands out, written down with their streams: spikes.jsonl, which tools/show_batch.py reads."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean, pstdev
+from typing import Any, NamedTuple
+
+from titan_linear.rundir import SPIKES, json_line
+
+LAST, LEAST = 128, 16  # losses with which one is compared, at most and at least
+
+
+class MicroLoss(NamedTuple):
+    """A rank's part of a micro-batch's."""
+
+    streams: tuple[int, ...]
+    learnt: int  # tokens with a label
+    part: float  # of the step's loss: nats over the step's tokens
+
+
+class Outliers:
+    """Which losses stand out of the last ones of this start: by so many standard deviations above their mean.
+
+    sigmas: 0: none but those that are not finite.
+    """
+
+    def __init__(self, sigmas: float):
+        self.sigmas, self.last = sigmas, deque[float](maxlen=LAST)
+
+    def judge(self, loss: float, grad_norm: float) -> dict[str, Any] | None:
+        """What is to be written of a step, or None. Ranks that have the same numbers agree."""
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            return {"why": "not finite", "loss": loss, "grad_norm": grad_norm}
+        before = list(self.last)
+        self.last.append(loss)
+        if not self.sigmas or len(before) < LEAST:
+            return None
+        mean, sigma = fmean(before), pstdev(before)
+        if loss <= mean + self.sigmas * sigma:
+            return None
+        return {"why": "outlier", "loss": loss, "grad_norm": grad_norm, "mean": mean, "sigma": sigma}
+
+
+def write_spike(folder: str, step: int, spike: dict[str, Any], ranks: Iterable[Sequence[MicroLoss]]) -> None:
+    """Append a line: what `judge` gave, and nats per token of every micro-batch, summed over ranks that share it.
+
+    ranks: of each its micro-batches.
+    """
+    parts: dict[tuple[int, ...], list[MicroLoss]] = {}
+    for micro_loss in (m for own in ranks for m in own):
+        parts.setdefault(micro_loss.streams, []).append(micro_loss)
+    tokens = sum(of[0].learnt for of in parts.values())
+    micro_batches = [
+        {"streams": streams, "tokens": of[0].learnt,
+         "loss": sum(m.part for m in of) * tokens / of[0].learnt if of[0].learnt else 0.0}
+        for streams, of in sorted(parts.items())
+    ]  # fmt: skip
+    line = {"step": step, **spike, "micro_batches": micro_batches}
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    with (Path(folder) / SPIKES).open("a", encoding="utf-8") as file:
+        file.write(json_line(line))

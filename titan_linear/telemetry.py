@@ -1,0 +1,213 @@
+"""What every `metrics.telemetry_freq`-th step shows beyond its loss: norms by layer, what mixers say of themselves,
+loss by position and source, experts' loads, balance of the work.
+
+    grad_norm, update_norm, weight_norm   of each layer, embedding and head: 2-norms of the gradient before clipping, of
+                                          what AdamW adds to the weights (before they are rounded to their type), and of
+                                          the weights after it
+    half_life, state_norm, carried_share  of delta rules, by head (models/mixers/delta.py)
+    attention_entropy                     of softmax attention, by head, as a share of the greatest (models/layers.py)
+    router_load                           tokens sent to each expert, 1: an equal share
+    loss_by_position                      nats per token of positions 1, 2–3, 4–7, … of documents, by the first of them
+    loss_by_source                        of a mixture's sources
+    work                                  pairs of query and key that the mask leaves, of the rank that has most over
+                                          the mean of all: 1 is even
+
+Mixers are looked at in a window, the first of the tokens that each rank has of the step's first micro-batch: hooks
+before the layers, outside of what is compiled or computed again, give a layer's input to its mixer's `watch`, without
+gradients. Norms and losses are of all of the step. What a rank says are numerators and denominators: their sums over
+ranks are one collective, read with the step's numbers. The step itself computes what it computes without.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titan_linear.config import Config
+from titan_linear.data import IGNORE, MixedStreams, Streams
+from titan_linear.distributed.feed import MicroBatch
+from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.distributed.parallelize import counted_parameters
+from titan_linear.models.decoder import Block, Decoder
+from titan_linear.models.moe import MoE
+from titan_linear.models.plan import BatchPlan, Window
+from titan_linear.ops.collectives import gather_along
+from titan_linear.optim import sum_of_squares, update_squares
+
+WINDOW = (256, 4096)  # tokens, at least and at most, of the SHARE of a rank's that is looked at
+SHARE = 16  # one in so many
+Seen = dict[str, dict[str, Any]]  # quantity → layer, position or source → number, or numbers by head or expert
+
+
+class Part(NamedTuple):
+    """Of a sum over ranks."""
+
+    values: torch.Tensor  # [n, m] this rank's, on the device
+    finish: Callable[[torch.Tensor], Any]  # sums over the ranks [tp, n, m] on the host → what is shown
+
+
+class Telemetry:
+    """Of this rank. Where a step is not watched, nothing is computed."""
+
+    def __init__(
+        self, config: Config, model: Decoder, dims: ParallelDims, device: torch.device, streams: Streams | None = None
+    ):  # fmt: skip
+        """streams: that the batches are from, where losses by source are wanted."""
+        self.freq, self.model, self.dims, self.device = config.metrics.telemetry_freq, model, dims, device
+        self.streams, mixed = streams, isinstance(streams, MixedStreams)
+        self.sources = list(streams.sources) if mixed else []
+        self.buckets = config.training.seq_len.bit_length()
+        self.units = list(dict.fromkeys(_unit(name) for name, _ in model.named_parameters()))
+        self.experts = {f"layers.{i}": m.mlp for i, m in enumerate(model.layers) if isinstance(m.mlp, MoE)}
+        self.on = False
+        self._parts: dict[tuple[str, str], Part] = {}  # by quantity and layer
+        self._windowed = False
+
+    def begin(self, step: int) -> None:
+        """A step (from 1) begins."""
+        self.on = bool(self.freq) and step % self.freq == 0
+        self._parts, self._windowed = {}, False
+        for moe in self.experts.values():
+            moe.watched = self.on
+
+    @contextmanager
+    def watching(self, batch: MicroBatch) -> Iterator[None]:
+        """Around the forward and backward of a micro-batch."""
+        if not self.on:
+            yield
+            return
+        losses = torch.zeros(batch.labels.numel(), dtype=torch.float64, device=batch.labels.device)
+        with ExitStack() as undone:
+            self._look_at_mixers(batch.plan, undone)
+            undone.callback(setattr, self.model.head, "token_losses", None)
+            self.model.head.token_losses = losses
+            yield
+        self._add_losses(batch, losses)
+
+    def _look_at_mixers(self, plan: BatchPlan, hooks: ExitStack) -> None:
+        """In the step's first micro-batch."""
+        if self._windowed:
+            return
+        self._windowed, window = True, Window.of(plan, _window_tokens(len(plan.position_ids)))
+        for i, layer in enumerate(self.model.layers):
+            handle = layer.register_forward_pre_hook(partial(self._look_at, f"layers.{i}", window))
+            hooks.callback(handle.remove)
+
+    @torch.no_grad()
+    def _look_at(self, name: str, window: Window, layer: Block, inputs: tuple[torch.Tensor, ...]) -> None:
+        """inputs: the layer's, x [1, T, dim] first; under tensor parallelism of this rank's tokens."""
+        x = inputs[0][:, : window.tokens]
+        if self.dims.tp > 1:
+            x = gather_along(x, 1, self.dims.tp_ranks.group, self.dims.tp)[:, : window.tokens]
+        for quantity, pair in layer.mixer.watch(layer.mixer_input(x), window).items():
+            self._parts[quantity, name] = Part(torch.stack(pair), _by_head)
+
+    def _add_losses(self, batch: MicroBatch, losses: torch.Tensor) -> None:
+        """losses: [T] nats, under tensor parallelism of this rank's part of the vocabulary."""
+        first = self.dims.tp_ranks.rank == 0  # all of tp have the same tokens: one counts them
+        pairs = torch.stack([losses, (batch.labels.flatten() != IGNORE).double() * first])  # [2, T]
+        positions = batch.plan.position_ids + 1
+        powers = 2 ** torch.arange(1, self.buckets, device=losses.device)
+        bucket = torch.bucketize(positions, powers, right=True)
+        self._add("loss_by_position", pairs, bucket, [str(2**b) for b in range(self.buckets)])
+        if self.sources:
+            sources = torch.tensor([self.sources.index(self.streams.source(i)[0]) for i in batch.streams])
+            of_token = sources.to(losses.device).repeat_interleave(len(losses) // len(sources))
+            self._add("loss_by_source", pairs, of_token, self.sources)
+        rank = torch.full((1,), dist.get_rank() // self.dims.tp, device=losses.device)
+        ranks = [str(r) for r in range(self.dims.dp * self.dims.cp)]
+        self._add("work", positions.sum().double().view(1, 1) * first, rank, ranks, _uneven)
+
+    def _add(
+        self, quantity: str, values: torch.Tensor, index: torch.Tensor, names: list[str],
+        finish: Callable[[torch.Tensor], Any] | None = None,
+    ) -> None:  # fmt: skip
+        """values [n, m] by index [m] into names, on top of what there is."""
+        new = Part(values.new_zeros(len(values), len(names)), finish or partial(_by_name, names))
+        self._parts.setdefault((quantity, ""), new).values.index_add_(1, index, values)
+
+    def gradients(self) -> None:
+        """Before they are clipped."""
+        if self.on:
+            self._add_norms("grad_norm", lambda ps, at: sum_of_squares([p.grad for p in ps if p.grad is not None], at))
+
+    def sums(self, numbers: torch.Tensor, optimizer: torch.optim.AdamW) -> torch.Tensor:
+        """After the update, of all ranks: [.] float64, which `named` reads.
+
+        numbers: of the step (`step_numbers`): an update that was left out is zero.
+        """
+        finite = numbers[:2].isfinite().all()
+        self._add_norms("update_norm", lambda ps, at: update_squares(optimizer, ps, at).where(finite, 0.0))
+        self._add_norms("weight_norm", sum_of_squares)
+        for name, moe in self.experts.items():
+            loads = moe.loads.double()
+            self._parts["router_load", name] = Part(torch.stack([loads, loads.mean().expand_as(loads)]), _means)
+        flat = torch.cat([part.values.double().flatten() for part in self._parts.values()])
+        rows = flat.new_zeros(self.dims.tp, len(flat))  # ranks of tp have other heads
+        rows[self.dims.tp_ranks.rank] = flat
+        dist.all_reduce(rows)
+        return rows.flatten()
+
+    def _add_norms(self, quantity: str, squares: Callable[[list[nn.Parameter], torch.device], torch.Tensor]) -> None:
+        unit_of = {p: _unit(name) for name, p in self.model.named_parameters()}
+        counted = [p for p in counted_parameters(self.model, self.dims) if p.requires_grad]
+        for unit in self.units:
+            sum_here = squares([p for p in counted if unit_of[p] == unit], self.device)
+            self._parts[quantity, unit] = Part(sum_here.view(1, 1), _norm)
+
+    def named(self, numbers: list[float]) -> Seen:
+        """`sums` on the host → what was seen. Means of nothing are left out."""
+        rows, seen, start = torch.tensor(numbers, dtype=torch.float64).view(self.dims.tp, -1), {}, 0
+        for (quantity, where), part in self._parts.items():
+            size = part.values.numel()
+            found = part.finish(rows[:, start : start + size].unflatten(1, part.values.shape))
+            start += size
+            if found not in (None, {}):
+                seen.setdefault(quantity, {}).update({where: found} if where else found)
+        return seen
+
+
+# How sums [tp, n, m] become what is shown.
+
+
+def _norm(sums: torch.Tensor) -> float:
+    return math.sqrt(sums.sum())
+
+
+def _means(sums: torch.Tensor) -> list[float] | None:
+    """Numerators over denominators, if none is a mean of nothing."""
+    numerators, denominators = sums.sum(0)
+    return (numerators / denominators).tolist() if denominators.all() else None
+
+
+def _by_head(sums: torch.Tensor) -> list[float] | None:
+    """Of the heads of all ranks of tp."""
+    return _means(sums.movedim(0, 1).flatten(1).unsqueeze(0))
+
+
+def _by_name(names: list[str], sums: torch.Tensor) -> dict[str, float]:
+    numerators, denominators = sums.sum(0).tolist()
+    return {name: a / b for name, a, b in zip(names, numerators, denominators, strict=True) if b}
+
+
+def _uneven(sums: torch.Tensor) -> dict[str, float]:
+    of_ranks = sums.sum((0, 1))
+    return {"max over mean": (of_ranks.max() / of_ranks.mean()).item()}
+
+
+def _window_tokens(tokens: int) -> int:
+    """Of so many."""
+    least, most = WINDOW
+    return min(tokens, max(least, min(tokens // SHARE, most)))
+
+
+def _unit(parameter: str) -> str:
+    """layers.3.mixer.q_proj.weight → layers.3; head.norm.weight → head."""
+    return ".".join(parameter.split(".")[: 2 if parameter.startswith("layers.") else 1])

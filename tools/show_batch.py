@@ -1,0 +1,115 @@
+"""What a step was trained on: its streams, their documents, where they begin and end, and their text.
+
+python -m tools.show_batch --job.config_file outputs/debug/config.toml --step 40
+python -m tools.show_batch --job.config_file outputs/debug/config.toml --step 40 --stream 79 --characters 0
+python -m tools.show_batch --job.config_file outputs/debug/config.toml --spike -1
+
+--spike N is line N of the run's spikes.jsonl (-1: the last): the step's micro-batches with their losses, the highest
+first. Keys are the run's, as for run_train.sh; nothing is written into its folder. Of each document there is where it
+lies in its stream, how many of its tokens are learnt, and how its text begins and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titan_linear.build import build_streams, checkpoint_folder, tokenizer_path
+from titan_linear.checkpoint import find_step, read_progress
+from titan_linear.config import Config, load_config
+from titan_linear.data import IGNORE, MixedStreams, Stream, Streams, Tokenizer, build_tokenizer
+from titan_linear.rundir import SPIKES
+
+
+def main(argv: list[str]) -> int:
+    try:
+        args, keys = parse(argv)
+        config = load_config(keys)
+        tokenizer = build_tokenizer(tokenizer_path(config))
+        streams, _ = build_streams(config, tokenizer, _progress(config))
+        for line in shown(args, config, streams, tokenizer):
+            print(line)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _progress(config: Config) -> dict[str, Any]:
+    """What the run's newest checkpoint knows: the order of its documents, its mixtures."""
+    step = find_step(checkpoint_folder(config), -1) if config.checkpoint.enable else None
+    return {} if step is None else read_progress(checkpoint_folder(config) / f"step-{step}")
+
+
+def shown(args: argparse.Namespace, config: Config, streams: Streams, tokenizer: Tokenizer) -> Iterator[str]:
+    """Lines to print."""
+    G, step, losses = config.training.global_batch_size, args.step, {}
+    if args.spike is not None:
+        spike = read_spike(Path(config.job.dump_folder) / SPIKES, args.spike)
+        step = spike["step"]
+        numbers = "  ".join(f"{key} {spike[key]}" for key in ("loss", "grad_norm", "mean", "sigma") if key in spike)
+        yield f"step {step}: {spike['why']}  {numbers}"
+        losses = {i: m["loss"] for m in sorted(spike["micro_batches"], key=_badness) for i in m["streams"]}
+    first = (step - 1) * G
+    for i in args.stream or losses or range(first, first + G):
+        if not first <= i < first + G:
+            raise ValueError(f"--stream {i} is not of step {step}; its streams are {first} to {first + G - 1}")
+        source = f", source {streams.source(i)[0]!r}" if isinstance(streams, MixedStreams) else ""
+        loss = f", its micro-batch's loss {losses[i]}" if i in losses else ""
+        yield f"\nstream {i}{source}{loss}"
+        yield from documents(streams[i], tokenizer, args.characters)
+
+
+def _badness(micro_batch: dict[str, Any]) -> float:
+    loss = micro_batch["loss"]
+    return -loss if isinstance(loss, float) else float("-inf")  # text: not finite
+
+
+def documents(stream: Stream, tokenizer: Tokenizer, characters: int) -> Iterator[str]:
+    """Lines of a stream's documents. characters: of a text's beginning and of its end; 0: all."""
+    for n, (start, end) in enumerate(zip(stream.cu_seqlens[:-1].tolist(), stream.cu_seqlens[1:].tolist(), strict=True)):
+        learnt = int(np.count_nonzero(stream.labels[start:end] != IGNORE))
+        text = tokenizer.decode(stream.tokens[start:end].tolist())
+        if characters and len(text) > 2 * characters:
+            text = f"{text[:characters]} … {text[-characters:]}"
+        what = json.dumps(text, ensure_ascii=False) if characters else text
+        yield f"  document {n}: [{start}, {end}), {end - start} tokens, {learnt} learnt: {what}"
+
+
+def read_spike(path: Path, number: int) -> dict[str, Any]:
+    """Line `number` of spikes.jsonl, from 1, or from the end if below 0."""
+    if not path.is_file():
+        raise ValueError(f"--spike {number}: there is no '{path}': no loss of this run stood out; give --step")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    if not 1 <= abs(number) <= len(lines):
+        raise ValueError(f"--spike {number} must be 1 to {len(lines)}, a line of '{path}', or -1 to {-len(lines)}")
+    return json.loads(lines[number - 1 if number > 0 else number])
+
+
+def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our own options, and the run's keys."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.show_batch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )  # fmt: skip
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--step", type=int, help="of the run, from 1")
+    which.add_argument("--spike", type=int, help="line of spikes.jsonl, from 1; -1: the last")
+    parser.add_argument("--stream", type=int, action="append", help="of the step's alone; may be given several times")
+    parser.add_argument(
+        "--characters", type=int, default=60, help="of a text's beginning and end; 0: all (default: 60)"
+    )
+    args, keys = parser.parse_known_args(argv)
+    if args.step is not None and args.step < 1:
+        raise ValueError(f"--step {args.step} must be 1 or more")
+    return args, keys
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
