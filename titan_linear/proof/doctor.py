@@ -84,7 +84,7 @@ def _introduction(subject: Subject) -> str:
     lines = [
         f"model {c.model.name}/{c.model.flavor}: layers {kinds}; dim {subject.model.dim}; compute "
         f"{ops.short(subject.dtype)}",
-        f"{subject.degrees.ranks} ranks in one process on {name}: {subject.degrees}, "
+        f"{(n := subject.degrees.ranks)} rank{'s' * (n > 1)} in one process on {name}: {subject.degrees}, "
         f"{c.parallelism.context_parallel_layout}",
         *(f"cut: {line}" for line in subject.said),
     ]
