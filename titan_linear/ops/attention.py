@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from titan_linear.ops.boundaries import Boundaries
-from titan_linear.ops.cp.allgather import allgather_attention
+from titan_linear.ops.cp.allgather import allgather_attention, heads_at_once
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.ring import ring_attention
 from titan_linear.ops.cp.ulysses import ulysses_attention
@@ -16,7 +16,7 @@ from titan_linear.ops.torch.local_attention import local_attention
 
 METHODS = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ulysses_attention}
 IMPLS = ("auto", "torch")
-GATHER_LIMIT = 2 * 2**30  # bytes of gathered K|V and its gradient up to which "auto" takes the all-gather
+GATHER_LIMIT = 4 * 2**30  # bytes of gathered K|V and its gradient up to which "auto" takes the all-gather
 
 
 def attention(
@@ -86,13 +86,15 @@ def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, fir
 
 
 def choose_method(cp: CPContext, Hkv: int, width: int, dtype: torch.dtype) -> str:
-    """The rule of "auto": "allgather" while K|V of the whole stream and its fp32 gradient fit in `GATHER_LIMIT`.
+    """The rule of "auto": "allgather" while two slices of K|V of the whole stream and of its fp32 gradient fit in
+    `GATHER_LIMIT`.
 
-    It is faster at moderate lengths (one collective, the largest blocks); beyond, "ring" is as fast and its memory
-    does not grow with the stream. width = D + Dv. A function of shapes alone: every rank chooses the same.
+    It is faster (the largest blocks, and all documents in one call); beyond, "ring" has memory that does not grow with
+    the stream. width = D + Dv. A function of shapes alone: every rank chooses the same.
     """
     size = dtype.itemsize + accumulator_dtype(dtype).itemsize
-    return "allgather" if cp.stream_tokens * Hkv * width * size <= GATHER_LIMIT else "ring"
+    heads = min(2 * heads_at_once(Hkv), Hkv)
+    return "allgather" if cp.stream_tokens * heads * width * size <= GATHER_LIMIT else "ring"
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:

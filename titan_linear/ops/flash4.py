@@ -5,7 +5,7 @@ case, forward and backward, with exact attention on the GPU at hand. PyTorch's k
 
 Shapes: q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse [B, Hq, Tq] fp32. Packed, B = 1
 and `varlen` has the boundaries of q and of k, [N+1] int32 on the device, and the rows of the longest. The causal mask
-is aligned to the end. D and Dv are multiples of 8, and equal where heads are grouped: its backward takes no others.
+is aligned to the end. D and Dv are those of `widths`: its backward takes no others.
 
 A row that is not finite reaches the documents beside its own: masked scores are 0, and 0 · NaN is NaN.
 """
@@ -53,6 +53,12 @@ def backward(
     return dq[None], dk[None], dv[None]
 
 
+def widths(D: int, Dv: int, grouped: bool = False) -> tuple[int, int]:
+    """What head dims are padded to: multiples of 8, and one width but for that of MLA where heads are not grouped."""
+    D, Dv = (-(-x // 8) * 8 for x in (D, Dv))
+    return (D, Dv) if (D, Dv) == (192, 128) and not grouped else 2 * (max(D, Dv),)
+
+
 def _named(varlen: Varlen) -> dict:
     return dict(zip(("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"), varlen, strict=True))
 
@@ -80,7 +86,7 @@ def installed() -> str | None:
 def problem(dtype: torch.dtype, D: int, Dv: int) -> str | None:
     """Why it is not used for these head dims on the current GPU, or None: its numbers are those of attention."""
     try:
-        errors = _errors(dtype, D, Dv)
+        errors = _errors(dtype, *widths(D, Dv))
     except Exception as error:  # whatever a compiler, a driver or another version of it says
         return f"{PACKAGE} fails on a small case: {type(error).__name__}: {str(error)[:200]}"
     wrong = {name: f"{e:.1g}" for name, e in errors.items() if not e <= CHECKED}

@@ -309,8 +309,8 @@ def test_auto_depends_on_shapes_alone():
         cp = build_cp_context(torch.tensor([0, T]), rank=rank, world_size=4)
         return choose_method(cp, 32, 256, torch.bfloat16)
 
-    assert {choose(32768, r) for r in range(4)} == {"allgather"}
-    assert {choose(131072, r) for r in range(4)} == {"ring"}
+    assert {choose(131072, r) for r in range(4)} == {"allgather"}
+    assert {choose(262144, r) for r in range(4)} == {"ring"}
 
 
 def errors_raised(rank, world_size):

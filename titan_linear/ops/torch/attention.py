@@ -205,11 +205,9 @@ def _flash4_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Va
     return dq[..., :D], dk[..., :D], dv[..., :Dv]
 
 
-def _flash4_widths(q: torch.Tensor, k: torch.Tensor, *wide_as_v: torch.Tensor) -> list[torch.Tensor]:
-    """In widths that it takes: multiples of 8, and one width where heads are grouped."""
-    if q.shape[2] != k.shape[2]:
-        return _equal_width(q, k, *wide_as_v, multiple=8)
-    return [*_equal_width(q, k, multiple=8), *_equal_width(*wide_as_v, multiple=8)]
+def _flash4_widths(q: torch.Tensor, k: torch.Tensor, *as_v: torch.Tensor) -> list[torch.Tensor]:
+    D, Dv = flash4.widths(q.shape[-1], as_v[0].shape[-1], grouped=q.shape[2] != k.shape[2])
+    return [*_equal_width(q, k, at_least=D, multiple=8), *_equal_width(*as_v, at_least=Dv, multiple=8)]
 
 
 # --- cpu: aten's flash attention ------------------------------------------------------------------------------
@@ -339,12 +337,12 @@ def _unfold_groups(x: torch.Tensor, Hkv: int, like: torch.Tensor) -> torch.Tenso
     return x.unflatten(2, (-1, like.shape[1])).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-def _equal_width(*tensors: torch.Tensor, multiple: int = 1) -> list[torch.Tensor]:
+def _equal_width(*tensors: torch.Tensor, at_least: int = 0, multiple: int = 1) -> list[torch.Tensor]:
     """Pad the last dims with zeros to one width, which changes no score and no output.
 
     With a `multiple`, the width and every stride are multiples of it: the alignment that CUDA kernels ask for.
     """
-    width = max(x.shape[-1] for x in tensors)
+    width = max(at_least, *(x.shape[-1] for x in tensors))
     width = -(-width // multiple) * multiple
     return [x if _is_aligned(x, width, multiple) else _padded(x, width) for x in tensors]
 
