@@ -132,6 +132,12 @@ def _mixture_changes(old: Mapping[str, float], new: Mapping[str, float]) -> str:
     return ", ".join(lines)
 
 
+def progress_at(config: Config, step: int, skipped: int) -> Progress:
+    """What a checkpoint has to know of how far the run is. The cursor is of whole steps, whatever was fetched ahead."""
+    cursor = step * config.training.global_batch_size
+    return {"step": step, "cursor": cursor, "tokens": cursor * config.training.seq_len, "skipped": skipped}
+
+
 def data_content(config: Config, tokenizer: Tokenizer, streams: Streams, held_out: Streams | None) -> Progress:
     """What a checkpoint has to know of the data, by its content."""
     content = {**streams.content, "tokenizer": tokenizer.fingerprint}

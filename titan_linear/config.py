@@ -332,6 +332,14 @@ class Debug(_Strict):
     """Use deterministic algorithms only."""
 
 
+class Doctor(_Strict):
+    """Proofs of the configuration, before it costs a week (docs/proof.md)."""
+
+    at_start: bool = False
+    """Prove the run before it starts, as `python -m tools.doctor` does, and do not start it if something does not
+    hold. It takes a minute or two, on the first GPU."""
+
+
 class Config(_Strict):
     """A whole run."""
 
@@ -349,6 +357,7 @@ class Config(_Strict):
     validation: Validation = Validation()
     sample: Sample = Sample()
     comm: Comm = Comm()
+    doctor: Doctor = Doctor()
     debug: Debug = Debug()
 
 

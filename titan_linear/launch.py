@@ -47,6 +47,10 @@ def main(argv: list[str]) -> int:
             from titan_linear.preflight import preflight
 
             preflight(config, node.world_size, node.processes)
+            if config.doctor.at_start and node.rank == 0:
+                from titan_linear.proof.start import prove
+
+                prove(argv, node.world_size)
             return run_workers("titan_linear.train", argv, node, config.comm.max_restarts)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -59,12 +59,12 @@ def under_launcher() -> bool:
 
 
 def own_device() -> torch.device:
-    """This process's GPU, which becomes the current one; the CPU where there are no GPUs."""
+    """This process's GPU, which becomes the current one; the CPU where there are no GPUs. Alone it takes the first."""
     import torch
 
     if not torch.cuda.is_available():
         return torch.device("cpu")
-    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
 

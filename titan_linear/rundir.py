@@ -43,7 +43,7 @@ MARK = "# The configuration of the run in"  # begins a config.toml
 # the steps so far have computed.
 MAY_CHANGE = (
     "job.", "parallelism.", "checkpoint.", "activation_checkpoint.", "compile.", "metrics.", "profiling.", "sample.",
-    "comm.",
+    "comm.", "doctor.",
     "model.impl", "model.hf_assets_path", "training.steps", "training.local_batch_size", "training.loss_chunk_size",
     "training.on_nonfinite", "training.num_workers", "lr_scheduler.total_steps", "validation.freq", "validation.steps",
     "validation.local_batch_size", "validation.sample_tokens", "validation.sample_prompt", "debug.deterministic",

@@ -32,6 +32,7 @@ from titan_linear.build import (
     implementations,
     mixed_precision,
     model_config,
+    progress_at,
     tokenizer_path,
 )
 from titan_linear.checkpoint import (
@@ -52,6 +53,7 @@ from titan_linear.distributed.hangs import Watch, watched
 from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
 from titan_linear.flops import no_peak, peak_tflops, training_flops
 from titan_linear.generate import Sampling, generate
+from titan_linear.gradients import forward_backward
 from titan_linear.hf_io import gather, load_weights
 from titan_linear.memory import what_fits
 from titan_linear.metrics import GarbageClock, MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory
@@ -70,6 +72,7 @@ from titan_linear.process import (
     under_launcher,
 )
 from titan_linear.profiling import MemorySnapshots, profiler, write_memory_snapshot
+from titan_linear.proof.start import prove
 from titan_linear.rundir import (
     check_resume,
     copied_configuration,
@@ -207,12 +210,7 @@ class Trainer:
 
     def _forward_backward(self, batch: MicroBatch, valid: int) -> torch.Tensor:
         """This rank's part of the loss of one micro-batch; gradients are added up."""
-        chunk = self.config.training.loss_chunk_size
-        with self.precision:
-            loss = self.model(batch.tokens, batch.plan, batch.labels, loss_chunk=chunk) / max(valid, 1)
-            with torch.autograd.set_multithreading_enabled(False):  # a thread of its own takes the host twice as long
-                loss.backward()
-        return loss.detach()
+        return forward_backward(self.model, batch, valid, self.precision, self.config.training.loss_chunk_size)
 
     def _learning_rate(self) -> float:
         return learning_rate(
@@ -356,8 +354,7 @@ class Trainer:
         if self.checkpointer is None:
             return
         model_only = last and self.config.checkpoint.last_save_model_only
-        cursor = self.step * self.config.training.global_batch_size  # of whole steps, whatever was fetched ahead
-        progress = {"step": self.step, "cursor": cursor, "tokens": self._tokens(), "skipped": self.skipped}
+        progress = progress_at(self.config, self.step, self.skipped)
         data = data_content(self.config, self.tokenizer, self.streams, self.held_out)
         with _writing(f"saving step-{self.step}"):
             self.checkpointer.save(self.step, self.model, None if model_only else self.optimizer, progress | data)
@@ -465,6 +462,8 @@ def _claim(config: Config, held: ExitStack) -> None:
     for change in check_resume(config):
         print(f"resuming with {change}", flush=True)
     preflight(config, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
+    if config.doctor.at_start:
+        prove(sys.argv[1:], dist.get_world_size())
 
 
 def _train(config: Config, watch: Watch) -> int:

@@ -42,6 +42,7 @@ SECTIONS = {
     "titan_linear/hf_io.py": "Hugging Face folders",
     "titan_linear/models": "Hugging Face folders",
     "titan_linear/generate.py": "Tools",
+    "titan_linear/proof": "Tools",
     "tools": "Tools",
     "titan_linear/memory.py": "Tools",
     "titan_linear/timing.py": "Tools",

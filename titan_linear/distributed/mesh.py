@@ -51,9 +51,14 @@ class ParallelDims:
         return self.mesh.get_group("cp")
 
     @property
-    def tp_ranks(self) -> Ranks:
+    def tp_group(self) -> dist.ProcessGroup:
         """The ranks that share every layer."""
-        return Ranks(self.mesh.get_group("tp").group_name, self.tp, self.mesh.get_local_rank("tp"))
+        return self.mesh.get_group("tp")
+
+    @property
+    def tp_ranks(self) -> Ranks:
+        """The same, for operators."""
+        return Ranks(self.tp_group.group_name, self.tp, self.mesh.get_local_rank("tp"))
 
     @property
     def ep_ranks(self) -> Ranks:

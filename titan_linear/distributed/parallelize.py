@@ -105,7 +105,7 @@ def sum_gradients(model: nn.Module, dims: ParallelDims) -> None:
     _sum(replicated_parameters(model), dims.data_group)
     if dims.tp > 1:
         splits = model.parts.splits
-        _sum([p for name, p in model.named_parameters() if name not in splits], dims.mesh.get_group("tp"))
+        _sum([p for name, p in model.named_parameters() if name not in splits], dims.tp_group)
 
 
 def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:

@@ -182,7 +182,7 @@ def build_cp_context(
     if layout not in LAYOUTS:
         raise ValueError(f"layout = {layout!r} is unknown; use one of {', '.join(map(repr, LAYOUTS))}")
     if group is not None:
-        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        rank, world_size = group.rank(), group.size()
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise ValueError(f"rank = {rank}, world_size = {world_size}; give a group, or both with 0 <= rank < world_size")
     documents = _documents(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu, num_streams)

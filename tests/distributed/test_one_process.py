@@ -1,0 +1,145 @@
+"""Groups whose ranks live in one process: any degree of context parallelism equals one rank, in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ops.inputs import boundaries, call, leaves, raw_gate_inputs
+from titan_linear.distributed.one_process import LocalGroup, RankFailed, run_ranks
+from titan_linear.ops import attention, build_cp_context, causal_conv1d
+from titan_linear.proof.doctor import one_process
+
+LENGTHS = [5, 1200, 1, 2, 200, 1, 639]  # of 2048 tokens: through many ranks of 64, and several within one
+METHODS = ("ring", "allgather", "ulysses")
+PARAMETERS = {"A_log", "dt_bias", "weight"}
+BOUNDS = {"kda": 1e-9, "gdn": 1e-9, "conv": 1e-9, **dict.fromkeys(METHODS, 1e-10)}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are small: more threads would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@cache
+def inputs_of(op: str, heads: int) -> dict[str, torch.Tensor]:
+    rng, T = torch.Generator().manual_seed(0), sum(LENGTHS)
+    if op == "conv":
+        shapes = {"x": (1, T, 3), "weight": (3, 4)}
+    elif op in METHODS:
+        shapes = dict.fromkeys("qkv", (1, T, heads, 4))
+    else:
+        x = raw_gate_inputs(op, T, H=heads, HV=heads, K=4, V=3)
+        return x | {"dt_bias": x["dt_bias"] - 3}  # a decay that lasts for hundreds of tokens
+    return {name: torch.randn(shape, generator=rng, dtype=torch.float64) for name, shape in shapes.items()}
+
+
+def results(op: str, x: dict[str, torch.Tensor], mine: torch.Tensor, **where: object) -> dict[str, torch.Tensor]:
+    """The output and every gradient, of these tokens of inputs of all."""
+    x = leaves({name: t if name in PARAMETERS else t[:, mine] for name, t in x.items()})
+    if op == "conv":
+        y = causal_conv1d(**x, activation="silu", **where)[0]
+    elif op in METHODS:
+        y = attention(**x, **where, **({"method": op} if "cp_context" in where else {}))
+    else:
+        y = call(op, x, **where)[0]
+    whole = (1, sum(LENGTHS), *y.shape[2:])
+    dy = torch.randn(whole, generator=torch.Generator().manual_seed(1), dtype=torch.float64)[:, mine]
+    return dict(zip(("y", *x), (y.detach(), *torch.autograd.grad(y, list(x.values()), dy)), strict=True))
+
+
+@pytest.mark.parametrize(("world_size", "heads", "ops"), [
+    (64, 1, ("kda", "gdn", "conv", "ring", "allgather")), (8, 8, ("kda", *METHODS)), (2, 2, ("kda", "gdn", *METHODS)),
+])  # fmt: skip
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_any_degree_equals_one_rank(world_size: int, heads: int, ops: tuple[str, ...], layout: str) -> None:
+    cu = boundaries(LENGTHS)
+
+    def on_rank(group: LocalGroup) -> tuple[torch.Tensor, dict[str, dict[str, torch.Tensor]]]:
+        context = build_cp_context(cu, group, layout=layout)
+        mine = torch.cat([torch.arange(a, b) for a, b in context.fragments])
+        return mine, {op: results(op, inputs_of(op, heads), mine, cp_context=context) for op in ops}
+
+    ranks = run_ranks(on_rank, world_size)
+    for op in ops:
+        for name, want in results(op, inputs_of(op, heads), torch.arange(sum(LENGTHS)), cu_seqlens=cu).items():
+            if name in PARAMETERS:
+                got = sum(found[op][name] for _, found in ranks)
+            else:
+                got = torch.empty_like(want)
+                for mine, found in ranks:
+                    got[:, mine] = found[op][name]
+            assert (got - want).norm() <= BOUNDS[op] * want.norm(), (op, name)
+
+
+def every_collective(group: LocalGroup) -> list[torch.Tensor]:
+    rank, W = group.rank(), group.size()
+    x = torch.arange(2.0 * W) + 100 * rank
+    summed, most = x.clone(), x.clone()
+    dist.all_reduce(summed, group=group)
+    dist.all_reduce(most, dist.ReduceOp.MAX, group=group)
+    gathered, part = torch.empty(2 * W * W), torch.empty(2)
+    pending = dist.all_gather_into_tensor(gathered, x, group=group, async_op=True)
+    dist.reduce_scatter_tensor(part, x, group=group)
+    pending.wait()
+    came = torch.empty(2 * W)
+    dist.all_to_all_single(came, x, group=group)
+    arrived = torch.empty(2)
+    ops = [dist.P2POp(dist.isend, part, group=group, group_peer=(rank + 1) % W),
+           dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - 1) % W)]  # fmt: skip
+    works = dist.batch_isend_irecv(ops)
+    for work in works:
+        work.wait()
+    group.barrier().wait()
+    return [summed, most, gathered, part, came, arrived]
+
+
+def same_with_gloo(rank: int, world_size: int) -> list[torch.Tensor]:
+    return every_collective(dist.group.WORLD)
+
+
+def test_the_collectives_are_those_of_processes(worlds: Callable) -> None:
+    ours, gloo = run_ranks(every_collective, 4), worlds(4).run(same_with_gloo)
+    assert all(torch.equal(a, b) for x, y in zip(ours, gloo, strict=True) for a, b in zip(x, y, strict=True))
+
+
+def different(group: LocalGroup) -> None:
+    x = torch.ones(2)
+    dist.all_reduce(x, group=group) if group.rank() else group.barrier().wait()
+
+
+def absent(group: LocalGroup) -> None:
+    if group.rank() != 1:
+        dist.all_reduce(torch.ones(2), group=group)
+
+
+def too_few(group: LocalGroup) -> None:
+    dist.all_to_all_single(torch.empty(2), torch.ones(3), [0, 1, 1], [1, 1, 1], group=group)
+
+
+def wrong(group: LocalGroup) -> None:
+    if group.rank() == 2:
+        raise ValueError("what was wrong")
+    group.barrier().wait()
+
+
+@pytest.mark.parametrize(("on_rank", "message"), [
+    (different, "rank 1 of 3 in one process.* rank 1 calls all_reduce where rank.s. 0 called barrier"),
+    (absent, "no rank can go on: rank 0 waits in all_reduce for rank.s. 1, 2; rank 1 has ended; rank 2 waits"),
+    (too_few, r"rank 2 of 3 in one process: AssertionError: rank 0 expects .0, 1, 1. rows, and .1, 1, 1. come"),
+    (wrong, "rank 2 of 3 in one process: ValueError: what was wrong"),
+])  # fmt: skip
+@pytest.mark.parametrize("default_group", [False, True])
+def test_ranks_that_cannot_go_on_say_why(on_rank: Callable, message: str, default_group: bool) -> None:
+    with one_process() if default_group else nullcontext(), pytest.raises(RankFailed, match=message):
+        run_ranks(on_rank, 3)
+    assert run_ranks(lambda group: group.rank(), 3) == [0, 1, 2]

@@ -1,0 +1,365 @@
+"""The doctor finds what is broken on purpose, and names it; a sound configuration has nothing to find."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from titan_linear import agent, launch
+from titan_linear.checkpoint import Checkpointer
+from titan_linear.config import load_config
+from titan_linear.data import PackedStreams, Stream
+from titan_linear.distributed import feed, parallelize
+from titan_linear.models.config import MoEConfig
+from titan_linear.models.presets import OWN
+from titan_linear.ops.cp import context, halo, kcp
+from titan_linear.ops.torch import delta_rule
+from titan_linear.proof import data, doctor, hf, model, ops, processes, resume, start
+from titan_linear.proof.findings import Finding, Findings
+from titan_linear.proof.subject import STREAMS, Subject, subject_of
+
+ROOT = Path(__file__).parents[1]
+KEYS = {
+    "training.dataset": "jsonl", "training.seq_len": 256, "training.global_batch_size": 4, "debug.seed": 1,
+    "parallelism.context_parallel_degree": 4, "lr_scheduler.warmup_steps": 4,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tensors are small: more threads would wait for each other."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Documents of 20 to 200 bytes; the cache stays in the same folder."""
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = torch.Generator().manual_seed(0)
+    lengths = torch.randint(20, 200, (100,), generator=rng).tolist()
+    texts = ["".join(chr(97 + i) for i in torch.randint(26, (n,), generator=rng).tolist()) for n in lengths]
+    (folder / "corpus.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        patch.delenv("NGPU", raising=False)
+        yield folder / "corpus.jsonl"
+
+
+def arguments(corpus: Path, **more: object) -> list[str]:
+    keys = KEYS | {"training.dataset_path": corpus, "job.dump_folder": corpus.parent / "run"} | more
+    return [argument for key, value in keys.items() for argument in (f"--{key}", str(value))]
+
+
+@pytest.fixture(scope="module")
+def subject(corpus: Path) -> Subject:
+    """The debug hybrid, whose stream four ranks share, two data-parallel ones of them."""
+    return subject_of(load_config(arguments(corpus)))
+
+
+@contextmanager
+def sabotaged(owner: object, name: str, broken: Callable) -> Iterator[None]:
+    """`owner.name(...)` is broken(what it was, ...) inside."""
+    was = getattr(owner, name)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, name, lambda *arguments, **keywords: broken(was, *arguments, **keywords))
+        yield
+
+
+def failures(findings: Findings) -> Iterator[str]:
+    return (str(finding) for finding in findings if isinstance(finding, Finding) and not finding.holds)
+
+
+def of_case(check: Callable, name: str) -> Callable[[Subject], Findings]:
+    return lambda subject: check(subject, next(case for case in ops.cases(subject) if case.name == name))
+
+
+# --- What is broken: each takes what it replaces, then the arguments ------------------------------------------------
+
+
+def fold_without_transitions(fold: Callable, S: torch.Tensor, M: torch.Tensor, links: torch.Tensor, *rest: object):
+    return fold(S, M, torch.cat([links[:, :2], torch.full_like(links[:, 2:], -1)], 1), *rest)
+
+
+def no_halo(fetch: Callable, x: torch.Tensor, *arguments: object) -> torch.Tensor:
+    return torch.zeros_like(fetch(x, *arguments))
+
+
+def positions_of_fragments(layout: Callable, documents: object, fragments: object):
+    local, positions, entries = layout(documents, fragments)
+    starts = torch.from_numpy(local)[:-1].long()
+    counted = torch.arange(len(positions)) - starts.repeat_interleave(torch.from_numpy(local).diff().long())
+    return local, counted.numpy(), entries
+
+
+def tokens_of_each_rank(counts: Callable, batch: object) -> list[int]:
+    """Of which the ranks that share a stream count all: twice, say."""
+    valid, *documents = counts(batch)
+    return [2 * valid, *documents]
+
+
+def no_sum(reduce: Callable, parameters: object, group: object) -> None:
+    pass
+
+
+def one_boundary_less(documents: Callable, cu_seqlens: torch.Tensor, num_streams: int):
+    bounds = documents(cu_seqlens, num_streams)
+    return bounds[bounds != 256 + 161]  # of the second stream
+
+
+def two_documents_in_one(get: Callable, streams: PackedStreams, i: int) -> Stream:
+    stream = get(streams, i)
+    return replace(stream, cu_seqlens=stream.cu_seqlens[[0, *range(2, len(stream.cu_seqlens))]])
+
+
+def shifted_twice(get: Callable, streams: PackedStreams, i: int) -> Stream:
+    stream = get(streams, i)
+    labels = stream.labels.copy()
+    labels[:-1] = stream.labels[1:]
+    return replace(stream, labels=labels)
+
+
+def another_head(normalise: Callable, inputs: delta_rule.Inputs, options: object):
+    A_log = inputs.A_log.clone()
+    A_log[1] = inputs.A_log[0]
+    return normalise(inputs._replace(A_log=A_log), options)
+
+
+def ahead(progress: Callable, config: object, step: int, skipped: int) -> dict:
+    """The cursor of what was fetched, not of what was done."""
+    found = progress(config, step, skipped)
+    return found | {"cursor": found["cursor"] + STREAMS}
+
+
+def without_a_moment(load: Callable, checkpointer: Checkpointer, step: int, model: object, optimizer: object) -> dict:
+    progress = load(checkpointer, step, model, optimizer)
+    optimizer.state[model.layers[1].mlp.up_proj.weight]["exp_avg_sq"].zero_()
+    return progress
+
+
+# name: what is replaced, by what, the check that must find it, and what it must say.
+SABOTAGES = {
+    "the fold": (
+        kcp, "fold_in_float64", fold_without_transitions, of_case(ops.split, "chunk_kda"),
+        r"split, float64: chunk_kda, layer 0, cp 4 .*head \d, rank 2, stream 0, document 0, token 128",
+    ),
+    "the halo": (
+        halo, "fetch_halo", no_halo, of_case(ops.split, "causal_conv1d"),
+        r"split, float64: causal_conv1d, layer 0, cp 4 .*rank 1, stream 0, document \d, token",
+    ),
+    "a position": (
+        context, "_local_layout", positions_of_fragments, data.cut,
+        r"position_ids .*rank 1, stream \d, document \d, token",
+    ),
+    "a position, by what it does": (
+        context, "_local_layout", positions_of_fragments, model.split,
+        r"float64: loss.*layer 2 \(attention\), forward, rank \d, stream \d, document \d, token",
+    ),
+    "the loss's denominator": (
+        feed, "_counts", tokens_of_each_rank, model.split,
+        r"split, float64: loss.* 5\.0e-01 > .*the head or the loss, backward",
+    ),
+    "a gradient's reduction": (
+        parallelize, "_sum", no_sum, model.split, r"split, float64: 54 gradients.*mixer\.(A_log|dt_bias), rank",
+    ),
+    "a document boundary, in the plan": (
+        context, "_documents", one_boundary_less, data.cut,
+        r"boundaries of documents .*rank \d, stream 1, document 2, token 0",
+    ),
+    "a document boundary, by what it does": (
+        context, "_documents", one_boundary_less, of_case(ops.documents, "mixer attention"),
+        r"documents: mixer attention, layer 2, cp 4: what changing one document changes of others.*document",
+    ),
+    "a document boundary, in the data": (
+        PackedStreams, "__getitem__", two_documents_in_one, data.labels,
+        r"tokens within a document that have none .*stream 0, document 0",
+    ),
+    "one head's gate": (
+        delta_rule, "normalise", another_head, of_case(ops.implementations, "chunk_gated_delta_rule"),
+        r"float64: chunk_gated_delta_rule, layer 1, against the definition .*y, head 1, rank \d, stream 1, document \d",
+    ),
+    "the label shift": (
+        PackedStreams, "__getitem__", shifted_twice, data.labels,
+        r"not the next token of their document .*stream 0, document 0, token 0",
+    ),
+    "a saved cursor": (
+        resume, "progress_at", ahead, resume.resume,
+        r"streams of the next step.*the cursor 6 gives streams \(6, 7\), not \(4, 5\)",
+    ),
+    "an optimizer state": (
+        Checkpointer, "load", without_a_moment, resume.resume,
+        r"what is loaded: .*optimizer state exp_avg_sq of layers\.1\.mlp\.up_proj\.weight",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SABOTAGES)
+def test_sabotage_is_found_and_named(name: str, subject: Subject) -> None:
+    owner, attribute, broken, check, said = SABOTAGES[name]
+    alone = doctor.one_process() if check is resume.resume else nullcontext()
+    with alone, sabotaged(owner, attribute, broken):
+        found = []
+        for line in failures(check(replace(subject))):  # anew: it keeps its batch
+            found.append(line)
+            if re.search(said, line):
+                return
+    raise AssertionError(found)
+
+
+SPLITS = {
+    "tp 2 × cp 2, zig-zag": {
+        "parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_layout": "zigzag",
+        "activation_checkpoint.mode": "selective",
+    },
+    "ep 2, all-to-all": {
+        "model.flavor": "experts", "parallelism.expert_parallel_degree": 2, "activation_checkpoint.mode": "full",
+        "parallelism.context_parallel_linear_method": "ulysses", "parallelism.context_parallel_method": "ulysses",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPLITS)
+def test_every_way_to_split_holds(name: str, corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    moe = MoEConfig(num_experts=4, top_k=2, hidden_dim=32, shared_hidden_dim=32, balance_coefficient=0.01)
+    monkeypatch.setitem(OWN["hybrid"], "experts", replace(OWN["hybrid"]["debug"], moe=moe, dense_layers=(0,)))
+    more = {"parallelism.context_parallel_degree": 2, "training.seq_len": 128, **SPLITS[name]}
+    subject = subject_of(load_config(arguments(corpus, **more)))
+    assert not list(failures(data.cut(subject)))
+    loss, gradients = islice(model.split(subject), 2)
+    assert loss.check == gradients.check == "split, float64" and loss.holds and gradients.holds
+
+
+def of_processes(rank: int, world_size: int, argv: list[str], means: bool) -> list[str]:
+    """What fails of real processes; with `means`, where FSDP2 takes the mean of gradients."""
+    subject = subject_of(load_config(argv))
+
+    def keep(*_: object) -> None:
+        pass
+
+    broken = sabotaged(FSDPModule, "set_gradient_divide_factor", keep) if means else nullcontext()
+    with broken:
+        return list(failures(processes.split(subject)))
+
+
+def test_processes_equal_one(worlds: Callable, corpus: Path) -> None:
+    argv = arguments(corpus, **{"parallelism.context_parallel_degree": 1, "training.seq_len": 64})
+    assert worlds(2).run(of_processes, argv, False) == [[], []]
+    for found in worlds(2).run(of_processes, argv, True):
+        assert re.match(r"FAIL processes, float64: 54 gradients, .*dp_shard 2.* 5\.0e-01 > ", found[0]), found
+
+
+def test_ranks_that_cannot_go_on_are_a_finding(subject: Subject) -> None:
+    def fails(*_: object) -> torch.Tensor:
+        raise AssertionError("what broke")
+
+    check = partial(ops.split, subject, next(ops.cases(subject)))
+    with sabotaged(kcp, "fold_in_float64", fails):
+        (found,) = doctor.guarded("split, chunk_kda", check)
+    assert "FAIL split, chunk_kda: cannot be computed" in str(found) and "of 4 in one process" in str(found)
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+
+def test_the_debug_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.delenv("NGPU", raising=False)
+    run = ["--job.config_file", str(ROOT / "train_configs/debug.toml"), "--job.dump_folder", str(tmp_path / "run")]
+    code = doctor.main(run)
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert "4 ranks in one process on the CPU: dp 2 × cp 2 × tp 1, contiguous" in out
+    assert "cut: training.seq_len 4096 → 256" in out and out.splitlines()[-1].startswith("all ")
+    for check in ("labels", "cut", "streams", "implementation, float32", "split, float64", "documents", "repeated"):
+        assert f"ok   {check}: " in out
+    assert not (tmp_path / "run").exists()
+
+
+MISTAKES = {
+    "a key": ({"training.seq_length": 256}, "training.seq_length is not a key; did you mean training.seq_len"),
+    "a stream that cannot be cut": ({"training.seq_len": 250}, "training.seq_len = 250 cannot be cut into 4 equal"),
+    "a corpus of less than a step": ({"training.seq_len": 16384}, "the corpus has 1[0-9],[0-9]* tokens, and a step"),
+    "no corpus": ({"training.dataset_path": "none.jsonl"}, "training.dataset_path = 'none.jsonl'"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_what_cannot_run_is_said_in_a_line(mistake: str, corpus: Path, capsys: pytest.CaptureFixture) -> None:
+    keys, message = MISTAKES[mistake]
+    assert doctor.main(arguments(corpus, **keys)) == 2
+    error = capsys.readouterr().err
+    assert re.match(f"error: .*{message}", error) and error.count("\n") == 1
+    assert not (corpus.parent / "run").exists()
+
+
+def test_a_model_that_does_not_fit_is_narrowed_and_that_is_said(corpus: Path) -> None:
+    wide = arguments(corpus, **{"model.flavor": "1.3B", "parallelism.tensor_parallel_degree": 2})
+    found = subject_of(load_config(wide))
+    assert [mixer.name for mixer in found.model.layers] == ["kda"] * 3 + ["attention"]
+    assert found.said[1:] == (
+        "layers 24 → 4, one period of their pattern",
+        f"widths / 16: dim 2048 → {found.model.dim}",
+    )
+    assert found.model.layers[0].head_dim == 128 and found.model.layers[0].heads % 2 == 0
+
+
+def test_at_the_start_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
+    commands = []
+
+    def run(command: list[str], env: dict[str, str], check: bool) -> SimpleNamespace:
+        commands.append((command[1:], env["NGPU"], "RANK" in env))
+        return SimpleNamespace(returncode=len(commands) - 1)
+
+    monkeypatch.setattr(start.subprocess, "run", run)
+    monkeypatch.setenv("RANK", "0")
+    start.prove(["--training.steps", "3"], 4)
+    with pytest.raises(SystemExit) as stopped:
+        start.prove([], 8)
+    assert stopped.value.code == 1 and "the run is not started" in capsys.readouterr().err
+    assert commands[0] == (["-m", "titan_linear.proof.doctor", "--training.steps", "3"], "4", False)
+
+
+def test_a_run_that_does_not_hold_is_not_started(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(argv: list[str], world_size: int) -> None:
+        assert "--doctor.at_start" in argv and world_size == 4
+        raise SystemExit(1)
+
+    monkeypatch.setattr(start, "prove", refuse)
+    monkeypatch.setattr(agent, "run_workers", lambda *_: pytest.fail("it is started"))
+    monkeypatch.setenv("NGPU", "4")
+    with pytest.raises(SystemExit) as stopped:
+        launch.main(arguments(corpus, **{"doctor.at_start": "true", "job.dump_folder": corpus.parent / "not started"}))
+    assert stopped.value.code == 1
+
+
+def test_the_logits_of_a_hugging_face_folder(subject: Subject, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.models import hf_models
+
+    hf_models.save(hf_models.build("Qwen3.5, tied"), tmp_path)
+    imported = subject.run.model_copy(
+        update={"model": subject.run.model.model_copy(update={"hf_assets_path": str(tmp_path)})}
+    )
+    (found,) = hf.logits(replace(subject, run=imported))
+    assert found.holds and "logits of Qwen3_5ForCausalLM" in found.what
+
+    def another(load: Callable, path: Path, decoder: torch.nn.Module) -> None:
+        load(path, decoder)
+        decoder.layers[1].mixer.g_proj.weight.data.mul_(1.01)
+
+    with sabotaged(hf, "load_weights", another):
+        assert list(failures(hf.logits(replace(subject, run=imported))))

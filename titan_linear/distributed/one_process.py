@@ -1,0 +1,350 @@
+"""Groups whose ranks live in one process, on one device or the CPU: the code of many ranks, with exchanges that copy.
+
+    def on_rank(group):                                # each of 8 ranks runs it, in a thread of its own
+        context = build_cp_context(cu_seqlens, group)
+        o, _ = chunk_kda(..., cp_context=context)
+        ...
+    results = run_ranks(on_rank, 8)                    # in rank order
+
+Any degree, without a launcher and without `torch.distributed.init_process_group`: for tests, for proofs, and for who
+wants to look into a rank with a debugger. What has a group gets a `LocalGroup`, and finds it by its name as it would
+another; `torch.distributed`'s functions take it too, but for those that ask for the default group.
+
+Ranks take turns: one runs until it waits for what others have not done, so that a run is the same each time, a
+breakpoint stops everything, and nothing has to be safe for threads. Ranks that all wait for each other, or that call
+different collectives, are an error that says who waits for whom, at once. On a GPU they share one device.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
+from typing import Any, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+_turns: ContextVar[tuple[Turns, int]] = ContextVar("turns of the ranks, and which one this thread is")
+_numbers = count()
+
+
+class RankFailed(RuntimeError):
+    """What a rank of `run_ranks` raised, which is this error's cause."""
+
+    def __init__(self, rank: int, size: int, error: BaseException):
+        super().__init__(f"rank {rank} of {size} in one process: {type(error).__name__}: {error}")
+        self.rank = rank
+
+
+class _Abandoned(BaseException):
+    """Ends the threads of the other ranks."""
+
+
+# --- Ranks as threads ------------------------------------------------------------------------------------------------
+
+
+def run_ranks(on_rank: Callable[[LocalGroup], T], size: int) -> list[T]:
+    """on_rank(group) for each of `size` ranks, with one group of all of them; the results in rank order.
+
+    Raises:
+        RankFailed: a rank raised; the others are ended where they wait.
+    """
+    with local_groups(size) as groups:
+        return take_turns([partial(on_rank, group) for group in groups])
+
+
+def take_turns(work: Sequence[Callable[[], T]]) -> list[T]:
+    """What each rank's function gives, for ranks that talk in several groups (`local_groups`). Raises `RankFailed`."""
+    turns, results = Turns(len(work)), [None] * len(work)
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+
+    def run(rank: int) -> None:
+        _turns.set((turns, rank))
+        error = None
+        try:
+            turns.wait(rank)
+            if device is not None:
+                torch.cuda.set_device(device)
+            # Backward in this thread too: those that autograd keeps for devices are nobody's turn.
+            with torch.autograd.set_multithreading_enabled(False):
+                results[rank] = work[rank]()
+        except BaseException as raised:
+            error = raised
+        turns.end(rank, error)
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"rank {rank}", daemon=True) for rank in range(len(work))
+    ]
+    for thread in threads:
+        thread.start()
+    turns.begin()
+    for thread in threads:
+        thread.join()
+    if turns.failed is not None:
+        raise RankFailed(turns.failed[0], len(work), turns.failed[1]) from turns.failed[1]
+    return results
+
+
+class Turns:
+    """Which of several threads runs: one at a time, until it waits or ends."""
+
+    def __init__(self, size: int):
+        self.wakes = [threading.Semaphore(0) for _ in range(size)]
+        self.ready: list[Callable[[], bool] | None] = [lambda: True] * size  # None: this rank has ended
+        self.awaits = [""] * size  # in words
+        self.failed: tuple[int, BaseException] | None = None
+
+    def begin(self) -> None:
+        self._pass_on(-1)
+
+    def pause(self, rank: int, ready: Callable[[], bool], what: str) -> None:
+        """Let others run until `ready`, if it is not yet."""
+        if not ready():
+            self.ready[rank], self.awaits[rank] = ready, what
+            self._pass_on(rank)
+            self.wait(rank)
+            self.awaits[rank] = ""
+
+    def wait(self, rank: int) -> None:
+        """For this rank's turn."""
+        self.wakes[rank].acquire()
+        if self.failed is not None:
+            raise _Abandoned
+
+    def end(self, rank: int, error: BaseException | None) -> None:
+        self.ready[rank], self.awaits[rank] = None, "has ended"
+        if error is not None and self.failed is None:
+            self.failed = rank, error
+        self._pass_on(rank)
+
+    def _pass_on(self, rank: int) -> None:
+        """To the next rank that can go on. After a failure each goes on, to its end."""
+        size = len(self.ready)
+        left = [r % size for r in range(rank + 1, rank + 1 + size) if self.ready[r % size] is not None]
+        able = left if self.failed is not None else [r for r in left if self.ready[r]()]
+        if left and not able:
+            said = "; ".join(f"rank {r} {what}" for r, what in enumerate(self.awaits) if what)
+            self.failed, able = (left[0], RuntimeError(f"no rank can go on: {said}")), left
+        if able:
+            self.wakes[able[0]].release()
+
+
+# --- Their groups ----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def local_groups(size: int) -> Iterator[list[LocalGroup]]:
+    """A group of `size` ranks: what each of them has of it, in rank order. For calls inside of `take_turns`."""
+    shared = _Shared(size, next(_numbers))
+    groups = [LocalGroup(shared, rank) for rank in range(size)]
+    registry = dist.distributed_c10d
+    for group in groups:
+        registry._register_process_group(group.group_name, group)
+        registry._world.pg_group_ranks[group] = {r: r for r in range(size)}  # where P2POp looks
+    try:
+        yield groups
+    finally:
+        for group in groups:
+            registry._unregister_process_group(group.group_name)
+            del registry._world.pg_group_ranks[group]
+
+
+@dataclass
+class _Meeting:
+    """One collective: what each rank that has come gives and wants to be filled."""
+
+    kind: str
+    given: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = field(default_factory=dict)  # input, output, more
+    events: list[torch.cuda.Event] = field(default_factory=list)  # on GPUs: the inputs are there
+    done: torch.cuda.Event | bool = False
+
+
+class _Shared:
+    """What the ranks of a group have in common."""
+
+    def __init__(self, size: int, number: int):
+        self.size, self.number = size, number
+        self.meetings: dict[int, _Meeting] = {}
+        self.sent: dict[tuple[int, int, int], deque[torch.Tensor]] = defaultdict(deque)  # by sender, receiver and tag
+
+
+class Work:
+    """What `wait` waits for."""
+
+    def __init__(self, ready: Callable[[], bool], what: str, then: Callable[[], None]):
+        self.ready, self.what, self.then = ready, what, then
+        self.over = False
+
+    def is_completed(self) -> bool:
+        return self.over or self.ready()
+
+    def wait(self, timeout: object = None) -> bool:
+        if not self.over:
+            turns, rank = _turns.get()
+            turns.pause(rank, self.ready, self.what)
+            self.then()
+            self.over = True
+        return True
+
+
+class LocalGroup(dist.ProcessGroup):
+    """One rank's view of a group in this process; `torch.distributed` calls these methods."""
+
+    def __init__(self, shared: _Shared, rank: int):
+        super().__init__(rank, shared.size)
+        self._shared, self._rank, self._count = shared, rank, 0
+        # A name for each rank, not one for all: what finds a group by its name finds this rank's.
+        self._name = f"one process, group {shared.number}, rank {rank}"
+
+    def rank(self) -> int:
+        return self._rank
+
+    def size(self) -> int:
+        return self._shared.size
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    def getBackendName(self) -> str:
+        return "one process"
+
+    # Collectives
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
+        (x,) = tensors
+        return self._meet("all_reduce", x, x, None if opts is None else opts.reduceOp)
+
+    def all_gather_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
+        return self._meet("all_gather", x, out)
+
+    def reduce_scatter_single(self, out: torch.Tensor, x: torch.Tensor, opts: Any = None) -> Work:
+        return self._meet("reduce_scatter", x, out, None if opts is None else opts.reduceOp)
+
+    def all_to_all_single(
+        self, out: torch.Tensor, x: torch.Tensor, out_sizes: list[int], sizes: list[int], opts: Any = None
+    ) -> Work:
+        return self._meet("all_to_all", x, out, (out_sizes, sizes))
+
+    def barrier(self, opts: Any = None) -> Work:
+        nothing = torch.empty(0)
+        return self._meet("barrier", nothing, nothing)
+
+    # The same, as torch up to 2.12 calls them.
+    _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
+
+    # Between two ranks
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Work:
+        self._shared.sent[self._rank, to, tag].append(tensors[0].detach().clone())  # the sender may go on to change it
+        return Work(lambda: True, "", lambda: None)
+
+    def recv(self, tensors: list[torch.Tensor], of: int, tag: int) -> Work:
+        mail = self._shared.sent[of, self._rank, tag]
+        what = f"waits for what rank {of} is to send it"
+        return Work(lambda: bool(mail), what, lambda: _fill(tensors[0], mail.popleft()))
+
+    def _meet(self, kind: str, x: torch.Tensor, out: torch.Tensor, more: Any = None) -> Work:
+        """Come to this rank's next collective; the last to come does everyone's copies."""
+        shared, number = self._shared, self._count
+        self._count += 1
+        meeting = shared.meetings.setdefault(number, _Meeting(kind))
+        if meeting.kind != kind:
+            others = ", ".join(map(str, meeting.given))
+            _fail(RuntimeError(
+                f"collective {number} of a group of {shared.size}: rank {self._rank} calls {kind} where rank(s) "
+                f"{others} called {meeting.kind}"
+            ))  # fmt: skip
+        meeting.given[self._rank] = x, out, more
+        if x.is_cuda:
+            meeting.events.append(torch.cuda.current_stream(x.device).record_event())
+        if len(meeting.given) == shared.size:
+            del shared.meetings[number]
+            for event in meeting.events:
+                event.wait()
+            try:
+                COPIES[kind]([meeting.given[r] for r in range(shared.size)])
+            except Exception as error:
+                _fail(error)
+            meeting.done = torch.cuda.current_stream(x.device).record_event() if x.is_cuda else True
+
+        def then() -> None:
+            if isinstance(meeting.done, torch.cuda.Event):
+                meeting.done.wait()
+
+        missing = [r for r in range(shared.size) if r not in meeting.given]
+        what = f"waits in {kind} for rank(s) {', '.join(map(str, missing))}"
+        return Work(lambda: meeting.done is not False, what, then)
+
+
+def _fail(error: Exception) -> NoReturn:
+    """End all ranks with this error. Raised, it would not get past torch.distributed, which looks up the group then."""
+    turns, rank = _turns.get()
+    turns.failed = turns.failed or (rank, error)
+    raise _Abandoned
+
+
+# --- What a collective copies: (input, output, more) of each rank, in rank order -------------------------------------
+
+Given = list[tuple[torch.Tensor, torch.Tensor, Any]]
+
+
+def _fill(out: torch.Tensor, x: torch.Tensor) -> None:
+    out.detach().copy_(x.view_as(out))
+
+
+@torch.no_grad()
+def _all_gather(ranks: Given) -> None:
+    whole = torch.cat([x.flatten() for x, *_ in ranks])
+    for _, out, _ in ranks:
+        _fill(out, whole)
+
+
+@torch.no_grad()
+def _all_reduce(ranks: Given) -> None:
+    total = _reduced(ranks)
+    for _, out, _ in ranks:
+        _fill(out, total)
+
+
+@torch.no_grad()
+def _reduce_scatter(ranks: Given) -> None:
+    for part, (_, out, _) in zip(_reduced(ranks).flatten().chunk(len(ranks)), ranks, strict=True):
+        _fill(out, part)
+
+
+def _reduced(ranks: Given) -> torch.Tensor:
+    op = ranks[0][2]
+    if op is None or op == dist.ReduceOp.SUM:
+        total = ranks[0][0].clone()
+        for x, *_ in ranks[1:]:
+            total += x
+        return total
+    if op == dist.ReduceOp.MAX:
+        return torch.stack([x for x, *_ in ranks]).amax(0)
+    raise NotImplementedError(f"a group in one process sums and takes maxima; it does not know {op}")
+
+
+@torch.no_grad()
+def _all_to_all(ranks: Given) -> None:
+    """Rows of each rank's input, by receiver, to rows of their outputs, by sender."""
+    W = len(ranks)
+    parts = [x.split(sizes or [len(x) // W] * W) for x, _, (_, sizes) in ranks]
+    for r, (_, out, (sizes, _)) in enumerate(ranks):
+        wanted = list(sizes) or [len(out) // W] * W
+        came = [parts[s][r] for s in range(W)]
+        assert [len(x) for x in came] == wanted, f"rank {r} expects {wanted} rows, and {[len(x) for x in came]} come"
+        out.detach().copy_(torch.cat(came).view_as(out))
+
+
+COPIES: dict[str, Callable[[Given], None]] = {
+    "all_gather": _all_gather, "all_reduce": _all_reduce, "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all,
+    "barrier": lambda ranks: None,
+}  # fmt: skip

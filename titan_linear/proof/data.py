@@ -1,0 +1,129 @@
+"""What the ranks get of the corpus: labels, their cut of a batch, the same streams under other degrees."""
+
+from __future__ import annotations
+
+from itertools import islice
+
+import numpy as np
+import torch
+
+from titan_linear.data import IGNORE, Batch, MixedStreams, build_dataloader
+from titan_linear.proof.findings import Finding, Findings
+from titan_linear.proof.ranks import LocalDims, on_ranks, sharding_of
+from titan_linear.proof.subject import STREAMS, Subject
+
+STEPS = 2  # of which streams are compared
+
+
+def labels(subject: Subject) -> Findings:
+    """Every label is the next token of the same document, and what is learnt has one."""
+    wrong, missing, where, of = 0, 0, "", 0
+    all_learnt = _all_learnt(subject)
+    for i in range(STREAMS * subject.degrees.dp):
+        stream = subject.streams[i]
+        want, given = np.append(stream.tokens[1:], _first_of_next(subject, i)), stream.labels != IGNORE
+        ends = np.zeros(len(want), dtype=bool)  # documents, but for the last, which may go on in the next stream
+        ends[stream.cu_seqlens[1:-1] - 1] = True
+        bad = given & (ends | (stream.labels != want))
+        absent = ~given & ~ends & all_learnt
+        absent[-1] = False
+        wrong, missing, of = wrong + int(bad.sum()), missing + int(absent.sum()), of + len(want)
+        if not where and (bad | absent).any():
+            at = int(np.flatnonzero(bad | absent)[0])
+            n = int(np.searchsorted(stream.cu_seqlens, at, side="right")) - 1
+            where = f"stream {i}, document {n}, token {at - int(stream.cu_seqlens[n])}"
+    yield Finding("labels", f"of {of} tokens, labels that are not the next token of their document", wrong, 0, where)
+    yield Finding("labels", "tokens within a document that have none", missing, 0, where)
+
+
+def _all_learnt(subject: Subject) -> bool:
+    corpora = subject.streams.sources.values() if isinstance(subject.streams, MixedStreams) else [subject.streams]
+    return all(streams.corpus.answers is None for streams in corpora)
+
+
+def _first_of_next(subject: Subject, i: int) -> int:
+    """The token after the last one of stream i, if its document goes on."""
+    streams = subject.streams
+    if isinstance(streams, MixedStreams):
+        name, i = streams.source(i)
+        streams = streams.sources[name]
+    return int(streams[i + 1].tokens[0])
+
+
+def cut(subject: Subject) -> Findings:
+    """What the ranks have of a batch is, put together, the batch: tokens, labels, positions, documents."""
+
+    def on_rank(dims: LocalDims) -> tuple[int, int, dict[str, torch.Tensor], list[int]]:
+        batch = next(iter(subject.loader(dims.dp_rank, dims.degrees.dp)))
+        tokens, own_labels, plan = sharding_of(subject, dims, subject.dtype, "torch")(batch)
+        context = plan.cp_context
+        found = {"tokens": tokens[0], "labels": own_labels[0], "position_ids": plan.position_ids}
+        starts = [int(a) for a in context.cu_seqlens_cpu[:-1]]
+        return dims.dp_rank, dims.cp_group.rank(), {n: x.cpu() for n, x in found.items()}, starts
+
+    batch, degrees = subject.batch, subject.degrees
+    bounds = batch.cu_seqlens.numpy().astype(np.int64)
+    position = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
+    want = {"tokens": batch.tokens[0], "labels": batch.labels[0], "position_ids": torch.from_numpy(position)}
+    wrong, where = dict.fromkeys([*want, "documents"], 0), dict.fromkeys([*want, "documents"], "")
+    for rank, (dp_rank, cp_rank, found, starts) in enumerate(on_ranks(degrees, on_rank)):
+        mine = tokens_of(subject, dp_rank, cp_rank)
+        for name, x in found.items():
+            bad = (x != want[name][mine]) if len(x) == len(mine) else torch.ones(len(mine), dtype=torch.bool)
+            wrong[name] += int(bad.sum())
+            if bad.any() and not where[name]:
+                where[name] = f"rank {rank}, {subject.document(int(mine[int(bad.nonzero()[0])]))}"
+        begins = torch.isin(mine, torch.from_numpy(bounds)) | (torch.arange(len(mine)) % _fragment(subject) == 0)
+        missing = sorted(set(begins.nonzero().flatten().tolist()) ^ set(starts))
+        wrong["documents"] += len(missing)
+        if missing and not where["documents"]:
+            where["documents"] = f"rank {rank}, {subject.document(int(mine[missing[0]]))}"
+    for name, count in wrong.items():
+        what = "boundaries of documents" if name == "documents" else name
+        yield Finding("cut", f"{what} of {degrees.ranks} ranks that differ from the streams'", count, 0, where[name])
+
+
+def tokens_of(subject: Subject, dp_rank: int, cp_rank: int) -> torch.Tensor:
+    """[T_local] int64: which of the batch's tokens a rank has, in the order in which it has them."""
+    T, W = subject.config.training.seq_len, subject.degrees.cp
+    blocks = torch.arange(T).view(-1, _fragment(subject))
+    own = blocks[[cp_rank, 2 * W - 1 - cp_rank] if len(blocks) > W else [cp_rank]].flatten()
+    return torch.cat([own + (dp_rank * STREAMS + s) * T for s in range(STREAMS)])
+
+
+def _fragment(subject: Subject) -> int:
+    """Tokens of one."""
+    W = subject.degrees.cp
+    zigzag = subject.config.parallelism.context_parallel_layout == "zigzag" and W > 1
+    return subject.config.training.seq_len // (2 * W if zigzag else W)
+
+
+def stream(subject: Subject) -> Findings:
+    """The streams of a step do not depend on the data-parallel degree, the micro-batch, or where the run resumed."""
+    G = subject.run.training.global_batch_size
+    want = [subject.streams[i].tokens for i in range(STEPS * G)][: 16 * STEPS]
+    for dp, local in _splits(G):
+        wrong, where = 0, ""
+        for step in range(STEPS):
+            for dp_rank in range(dp):
+                for i, tokens in _taken(subject, G, dp, local, dp_rank, step):
+                    bad = i < len(want) and not np.array_equal(tokens, want[i])
+                    outside = not step * G <= i < (step + 1) * G
+                    wrong += bad or outside
+                    where = where or (f"rank {dp_rank}, step {step + 1}, stream {i}" if bad or outside else "")
+        what = f"dp {dp}, {local} at a time: streams that differ from those of one rank"
+        yield Finding("streams", what, wrong, 0, where)
+
+
+def _splits(G: int) -> list[tuple[int, int]]:
+    """(data-parallel degree, streams of a micro-batch)."""
+    return list(dict.fromkeys((dp, local) for dp in (1, 2, G) for local in (1, 2) if G % (dp * local) == 0 and dp <= 8))
+
+
+def _taken(subject: Subject, G: int, dp: int, local: int, dp_rank: int, step: int) -> list[tuple[int, np.ndarray]]:
+    """A rank's streams of a step, and their tokens, where the run has resumed at that step."""
+    loader = build_dataloader(
+        subject.streams, global_batch_size=G, local_batch_size=local, dp_rank=dp_rank, dp_degree=dp, cursor=step * G
+    )  # fmt: skip
+    batches: list[Batch] = list(islice(iter(loader), G // (dp * local)))
+    return [(i, x) for b in batches for i, x in zip(b.streams, b.tokens[0].numpy().reshape(local, -1), strict=True)]

@@ -1,0 +1,120 @@
+"""All proofs of a configuration, a line each: `python -m tools.doctor --job.config_file my.toml`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import chain
+
+import torch
+import torch.distributed as dist
+
+from titan_linear.config import load_config
+from titan_linear.distributed.groups import process_group
+from titan_linear.distributed.one_process import RankFailed
+from titan_linear.process import FAILED, MISTAKE, own_device
+from titan_linear.proof import data, hf, model, ops, processes, resume
+from titan_linear.proof.findings import Finding, Findings, Note
+from titan_linear.proof.subject import Subject, subject_of
+
+PATIENCE = timedelta(minutes=10)  # of processes, for each other
+
+
+def checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Findings]]]:
+    """What is proved, by name, in order: what others rest on comes first."""
+    for check in (data.labels, data.cut, data.stream):
+        yield check.__name__, lambda check=check: check(subject)
+    for case in ops.cases(subject):
+        for check in (ops.implementations, ops.split, ops.documents, ops.repeated):
+            yield f"{check.__name__}, {case}", lambda check=check, case=case: check(subject, case)
+    for check in (model.split, model.documents, model.repeated, resume.resume, hf.logits):
+        yield check.__name__, lambda check=check: check(subject)
+
+
+def guarded(name: str, check: Callable[[], Findings]) -> Findings:
+    """A check that cannot go on is a finding too."""
+    try:
+        yield from check()
+    except (RankFailed, AssertionError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError):
+            raise
+        yield Finding(name, "cannot be computed", float("inf"), 0, f"{type(error).__name__}: {error}")
+
+
+def main(argv: list[str]) -> int:
+    """0 if all holds, 1 if something does not, 2 for a user's mistake, 3 where memory is short."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch about itself
+    warnings.filterwarnings("ignore", message=".*deterministic")
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic algorithms want
+    try:
+        own_device()
+        subject, first = subject_of(load_config(argv), show_progress=True), os.environ.get("RANK", "0") == "0"
+        if first:
+            print(_introduction(subject), flush=True)
+        found = list(_of_processes(subject)) if "WORLD_SIZE" in os.environ else []
+        if not first:  # it reports, and proves the rest
+            return 0
+        with one_process():
+            more = (finding for name, check in checks(subject) for finding in guarded(name, check))
+            return _report(chain(found, more))
+    except torch.OutOfMemoryError as error:
+        reason = str(error).partition(". GPU")[0]
+        print(f"error: {reason}; a device with more free memory proves more of this model", file=sys.stderr)
+        return FAILED
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return MISTAKE
+
+
+def _of_processes(subject: Subject) -> Findings:
+    """Under torchrun: what all of its processes prove together."""
+    with process_group(PATIENCE):
+        yield from guarded("processes", lambda: processes.split(subject))
+
+
+def _introduction(subject: Subject) -> str:
+    c, device = subject.run, subject.device
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
+    kinds = ", ".join(mixer.name for mixer in subject.model.layers)
+    lines = [
+        f"model {c.model.name}/{c.model.flavor}: layers {kinds}; dim {subject.model.dim}; compute "
+        f"{ops.short(subject.dtype)}",
+        f"{(n := subject.degrees.ranks)} rank{'s' * (n > 1)} in one process on {name}: {subject.degrees}, "
+        f"{c.parallelism.context_parallel_layout}",
+        *(f"cut: {line}" for line in subject.said),
+    ]
+    return "\n".join(lines)
+
+
+def _report(found: Findings) -> int:
+    begin, lines = time.perf_counter(), []
+    for finding in found:
+        print(finding, flush=True)
+        lines += [] if isinstance(finding, Note) else [finding]
+    failed = [finding for finding in lines if not finding.holds]
+    seconds = time.perf_counter() - begin
+    if not failed:
+        print(f"all {len(lines)} hold, {seconds:.0f} s")
+        return 0
+    print(f"{len(failed)} of {len(lines)} do not hold, {seconds:.0f} s; the first: {failed[0]}")
+    return 1
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """The default group, of this process alone, for what asks for one."""
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

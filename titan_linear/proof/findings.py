@@ -1,0 +1,68 @@
+"""A finding: a figure, its bound, and where the worst lies."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+
+# What a result may be off, relatively. What is stored in half precision is rounded to it, by half of its last bit. In
+# float32 sums count for more: products are exact to 2^-21 in the kernels, and a chunk sums a few hundred of them.
+UNIT = {torch.float32: 2.0**-17, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+ROUNDINGS = 20  # of a token's activations in a layer
+
+
+class Note(NamedTuple):
+    """What was not compared, and why."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return f"--   {self.text}"
+
+
+class Finding(NamedTuple):
+    check: str  # "split, float64"
+    what: str  # what was compared
+    figure: float
+    bound: float
+    where: str = ""  # op, layer, rank, document of the worst
+
+    @property
+    def holds(self) -> bool:
+        return self.figure <= self.bound  # not so for NaN
+
+    def __str__(self) -> str:
+        sign, state = ("≤", "ok  ") if self.holds else (">", "FAIL")
+        where = f" ({self.where})" if self.where else ""
+        return f"{state} {self.check}: {self.what}  {_short(self.figure)} {sign} {_short(self.bound)}{where}"
+
+
+Findings = Iterator[Finding | Note]
+
+
+def _short(x: float) -> str:
+    return f"{x:g}" if x == int(x if abs(x) < 1e15 else 0) else f"{x:.1e}"
+
+
+def off(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
+    """‖a − b‖ / ‖b‖, or over `least`, where that is more; infinite where a is not finite."""
+    a, b = a.detach().double(), b.detach().double()
+    if not torch.isfinite(a).all():
+        return float("inf")
+    difference, size = (a - b).norm().item(), max(b.norm().item(), least)
+    return difference / size if size else float("inf") if difference else 0.0
+
+
+def worst(errors: Mapping[str, float], bounds: Mapping[str, float]) -> str:
+    """The name whose error is the largest part of its bound."""
+    return max(errors, key=lambda name: _part(errors[name], bounds[name]))
+
+
+def _part(error: float, bound: float) -> float:
+    if error != error:
+        return float("inf")
+    return error / bound if bound else (float("inf") if error else 0.0)

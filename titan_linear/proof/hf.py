@@ -1,0 +1,65 @@
+"""Logits of the run's Hugging Face folder beside those of transformers."""
+
+from __future__ import annotations
+
+import math
+import os
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+
+from titan_linear.build import unallocated
+from titan_linear.config import hf_assets, hf_weights
+from titan_linear.hf_io import load_weights, read_config, read_model
+from titan_linear.models.init import count_parameters
+from titan_linear.models.plan import BatchPlan
+from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, Note, off
+from titan_linear.proof.subject import ROOM, Subject
+
+TOKENS = 100  # of a document, compared
+
+
+@torch.no_grad()
+def logits(subject: Subject) -> Findings:
+    """Of the folder that the run begins from, in float32, the whole model; where it fits and transformers has it."""
+    folder = hf_weights(subject.run) or hf_assets(subject.run)
+    if not folder or not any(Path(folder).glob("*.safetensors")):
+        return
+    family, config = read_model(Path(folder))
+    if reason := _reason_against(Path(folder), 2 * 4 * count_parameters(config), subject.device):
+        yield Note(f"hugging face: the logits of '{folder}' are not compared: {reason}")
+        return
+    from transformers import AutoModelForCausalLM, logging
+
+    logging.disable_progress_bar()
+    tokens = subject.batch.tokens[:, :TOKENS].to(subject.device) % config.vocab_size
+    ours = unallocated(config, torch.float32).to_empty(device=subject.device)
+    if config.tie_embeddings:
+        ours.head.weight = ours.embedding.weight
+    load_weights(Path(folder), ours)
+    T = tokens.shape[1]
+    bounds = torch.tensor([0, T], dtype=torch.int32, device=subject.device)
+    got = ours(tokens, BatchPlan(torch.arange(T, device=subject.device), cu_seqlens=bounds, impl="torch"))
+    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(subject.device).eval()
+    want = theirs(tokens, use_cache=False).logits
+    bound = 2 * UNIT[torch.float32] * math.sqrt(ROUNDINGS * (config.num_layers + 1))
+    wrong = (got - want).abs().amax((0, 2))
+    where = f"token {int(wrong.argmax())} of {T}"
+    yield Finding("hugging face", f"logits of {family} against transformers', float32", off(got, want), bound, where)
+
+
+def _reason_against(folder: Path, size: int, device: torch.device) -> str:
+    if find_spec("transformers") is None:
+        return "transformers is not installed"
+    if "auto_map" in read_config(folder):
+        return "transformers would run the folder's own code"
+    room = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else _host_memory()
+    if size > room * ROOM:
+        return f"two models of {size / 2**31:.1f} GiB do not fit in {room / 2**30:.1f} GiB"
+    return ""
+
+
+def _host_memory() -> int:
+    """Bytes that are free."""
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

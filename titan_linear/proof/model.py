@@ -1,0 +1,240 @@
+"""The whole model: split as the run splits it and in one process, documents alone, two steps alike."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import torch
+
+from titan_linear.build import DTYPES
+from titan_linear.data import IGNORE
+from titan_linear.distributed.feed import Feed
+from titan_linear.distributed.parallelize import sum_gradients
+from titan_linear.distributed.precision import ComputeCopies
+from titan_linear.gradients import forward_backward
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.plan import BatchPlan
+from titan_linear.proof.data import tokens_of
+from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, off, worst
+from titan_linear.proof.ops import ALONE, DELTA, SMALL, begins, may_differ, short
+from titan_linear.proof.ranks import LocalDims, model_of, on_ranks, sharding_of, sum_as_fsdp, whole_gradients
+from titan_linear.proof.subject import Subject
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Step:
+    """What a step gives: its loss, gradients, and what passes between layers."""
+
+    loss: torch.Tensor
+    gradients: Tensors
+    between: list[torch.Tensor] = field(default_factory=list)  # [1, T, dim]: what enters each layer, then the head
+    backward: list[torch.Tensor] = field(default_factory=list)  # [1, T, dim]: the gradients of these
+
+
+class Trace:
+    """Keeps what enters each layer and the head, and its gradients, inside `with`."""
+
+    def __init__(self, model: Decoder):
+        self.modules = [*model.layers, model.head]
+        self.between: dict[int, torch.Tensor] = {}
+        self.backward: dict[int, torch.Tensor] = {}
+
+    def __enter__(self) -> Trace:
+        self.hooks = [m.register_forward_pre_hook(self._keep(i)) for i, m in enumerate(self.modules)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+
+    def _keep(self, i: int):
+        def keep(_: object, arguments: tuple[torch.Tensor, ...]) -> None:
+            x = arguments[0]
+            self.between[i] = x.detach().double()
+            if x.requires_grad:
+                x.register_hook(lambda grad: self.backward.__setitem__(i, grad.detach().double()))
+
+        return keep
+
+    def lists(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        n = range(len(self.modules))
+        return [self.between[i] for i in n], [self.backward[i] for i in n if i in self.backward]
+
+
+def in_one_process(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str) -> Step:
+    """A step on all streams at once, by the model alone: documents by their boundaries, labels counted here."""
+    batch = subject.batch
+    bounds, valid = batch.cu_seqlens, int((batch.labels != IGNORE).sum())
+    positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()])
+    device = subject.device
+    plan = BatchPlan(
+        positions.to(device), cu_seqlens=bounds.to(device), num_streams=batch.num_streams, impl=impl
+    )  # fmt: skip
+    tokens, labels = batch.tokens.to(device), batch.labels.to(device)
+    chunk = subject.config.training.loss_chunk_size
+    whole.zero_grad(set_to_none=True)
+    with torch.autograd.set_multithreading_enabled(False), Trace(whole) as trace, ComputeCopies(whole, dtype):
+        loss = whole(tokens, plan, labels, loss_chunk=chunk) / valid
+        loss.backward()
+    gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
+    whole.zero_grad(set_to_none=True)
+    return Step(loss.detach().double(), gradients, *trace.lists())
+
+
+@dataclass
+class Split:
+    """A step on the run's ranks."""
+
+    loss: torch.Tensor
+    copies: list[tuple[int, Tensors]]  # (rank, gradients): whole ones, of each set of ranks that has them
+    between: list[torch.Tensor]
+    backward: list[torch.Tensor]
+
+
+def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str) -> Split:
+    """A step as the trainer takes it, on every rank. Raises `RankFailed`."""
+
+    def on_rank(dims: LocalDims) -> tuple[torch.Tensor, LocalDims, Decoder, Trace]:
+        model = model_of(subject, whole, dims)
+        precision = ComputeCopies(model, dtype)
+        feed = Feed(
+            iter(subject.loader(dims.dp_rank, dims.degrees.dp)), sharding_of(subject, dims, dtype, impl), micro_steps=1,
+            copies=dims.copies, host=dims.world, device=subject.device,
+        )  # fmt: skip
+        valid, batches = feed.next_step()
+        chunk = subject.config.training.loss_chunk_size
+        with Trace(model) as trace:
+            loss = torch.stack([forward_backward(model, b, valid, precision, chunk) for b in batches]).double().sum()
+        sum_as_fsdp(model, dims)
+        sum_gradients(model, dims)
+        return loss, dims, model, trace
+
+    ranks = on_ranks(subject.degrees, on_rank)
+    between, backward = _together(subject, [(dims, trace) for _, dims, _, trace in ranks])
+    copies = whole_gradients([(dims, model) for _, dims, model, _ in ranks])
+    return Split(sum(loss for loss, *_ in ranks), copies, between, backward)
+
+
+def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """What ranks keep of their tokens → of all tokens."""
+    lists = [trace.lists() for _, trace in traces]
+    wholes = tuple([x.new_empty(1, subject.batch.tokens.shape[1], x.shape[2]) for x in kind] for kind in lists[0])
+    for (dims, _), kinds in zip(traces, lists, strict=True):
+        mine = tokens_of(subject, dims.dp_rank, dims.cp_group.rank()).chunk(dims.tp)[dims.tp_group.rank()]
+        for kind, whole in zip(kinds, wholes, strict=True):
+            for x, out in zip(kind, whole, strict=True):
+                out[:, mine.to(out.device)] = x
+    return wholes
+
+
+def split(subject: Subject) -> Findings:
+    """The run's split gives the loss and every gradient of one process, in float64 and in the run's type."""
+    impl, exact = subject.config.model.impl, torch.float64
+    whole = subject.whole(exact)
+    want = in_one_process(subject, whole, exact, "torch")
+    yield from _compared(subject, on_all_ranks(subject, whole, exact, "torch"), want, exact, None)
+    if subject.dtype == exact:
+        return
+    whole = subject.whole(DTYPES[subject.config.training.dtype])
+    one = in_one_process(subject, whole, subject.dtype, impl)
+    errors = {name: off(g, want.gradients[name]) for name, g in one.gradients.items()}
+    total = math.sqrt(sum((errors[n] * want.gradients[n].norm().item()) ** 2 for n in errors))
+    total /= math.sqrt(sum(want.gradients[n].norm().item() ** 2 for n in errors))
+    bound = 2 * UNIT[subject.dtype] * math.sqrt(ROUNDINGS * (subject.model.num_layers + 1))
+    what = "gradient of one process against float64"
+    yield Finding(f"one process, {short(subject.dtype)}", what, total, bound, max(errors, key=errors.get))
+    yield from _compared(subject, on_all_ranks(subject, whole, subject.dtype, impl), want, subject.dtype, one)
+
+
+def _compared(subject: Subject, got: Split, want: Step, dtype: torch.dtype, one: Step | None) -> Findings:
+    """Against float64; where the run's type rounds, a split may be off twice as far as one process is."""
+
+    check, split = f"split, {short(dtype)}", f"{subject.degrees} against one process"
+    where = _first_wrong(subject, got, want, dtype)
+    limit = gradient_bound(dtype, None if one is None else off(one.loss, want.loss))
+    yield Finding(check, f"loss, {split}", off(got.loss, want.loss), limit, where)
+    errors, bounds = {}, {}
+    for rank, gradients in got.copies:
+        for name, x in want.gradients.items():
+            key = f"{name}, rank {rank}"
+            errors[key] = off(gradients[name], x) if name in gradients else float("inf")
+            bounds[key] = gradient_bound(dtype, None if one is None else off(one.gradients[name], x))
+    name = worst(errors, bounds)
+    holds = errors[name] <= bounds[name]
+    said = name if holds or not where else f"{name}; first {where}"
+    yield Finding(check, f"{len(want.gradients)} gradients, {split}", errors[name], bounds[name], said)
+
+
+def gradient_bound(dtype: torch.dtype, of_one: float | None) -> float:
+    """Of a split step, whose one process is `of_one` off float64 (None: in float64 itself)."""
+    return DELTA if of_one is None else 2 * of_one + 8 * UNIT[dtype]
+
+
+def _first_wrong(subject: Subject, got: Split, want: Step, dtype: torch.dtype) -> str:
+    """Where a split first parts from one process: the layer, and the rank and document where it begins to."""
+    bound = DELTA if dtype == torch.float64 else 1.0
+    for i, (x, y) in enumerate(zip(got.between, want.between, strict=True)):
+        if not off(x, y) <= bound:
+            name = "the embedding" if i == 0 else subject.layer(i - 1)
+            return f"{name}, forward, {_place(subject, x, y, backward=False)}"
+    for i, (x, y) in reversed(list(enumerate(zip(got.backward, want.backward, strict=True)))):
+        if not off(x, y) <= bound:
+            name = "the head or the loss" if i == len(got.backward) - 1 else subject.layer(i)
+            return f"{name}, backward, {_place(subject, x, y, backward=True)}"
+    return ""
+
+
+def _place(subject: Subject, x: torch.Tensor, y: torch.Tensor, *, backward: bool) -> str:
+    token = begins((x - y).abs().nan_to_num(torch.inf, torch.inf).amax((0, 2)), backward)
+    dp_rank = next(d for d in range(subject.degrees.dp) if token in _of_rank(subject, d))
+    cp_rank = next(r for r in range(subject.degrees.cp) if token in tokens_of(subject, dp_rank, r))
+    rank = (dp_rank * subject.degrees.cp + cp_rank) * subject.degrees.tp
+    return f"rank {rank}, {subject.document(token)}"
+
+
+def _of_rank(subject: Subject, dp_rank: int) -> range:
+    each = subject.batch.tokens.shape[1] // subject.degrees.dp
+    return range(dp_rank * each, (dp_rank + 1) * each)
+
+
+def documents(subject: Subject) -> Findings:
+    """What passes between layers is, of each document, what it is alone."""
+    whole = subject.whole(torch.float64)
+    packed = _forward(subject, whole, subject.batch.tokens, subject.batch.cu_seqlens)
+    bounds = subject.batch.cu_seqlens.tolist()
+    order = sorted(pairwise(bounds), key=lambda d: d[1] - d[0])
+    figure, where = 0.0, ""
+    for a, b in dict.fromkeys([*order[: ALONE // 2], *order[-ALONE // 2 :]]):
+        alone = _forward(subject, whole, subject.batch.tokens[:, a:b], torch.tensor([0, b - a], dtype=torch.int32))
+        for i, (x, y) in enumerate(zip(packed, alone, strict=True)):
+            error = off(x[:, a:b], y, SMALL * x.norm().item())
+            if not error <= max(figure, DELTA):
+                name = "the embedding" if i == 0 else subject.layer(i - 1)
+                figure, where = error, f"{name}, {subject.document(a)}"
+                break
+            figure = max(figure, error)
+    yield Finding("documents", "the whole model, packed and alone, float64", figure, DELTA, where)
+
+
+@torch.no_grad()
+def _forward(subject: Subject, whole: Decoder, tokens: torch.Tensor, bounds: torch.Tensor) -> list[torch.Tensor]:
+    positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()]).to(subject.device)
+    plan = BatchPlan(positions, cu_seqlens=bounds.to(subject.device), impl="torch")
+    with Trace(whole) as trace:
+        whole(tokens.to(subject.device), plan, torch.full_like(tokens, IGNORE).to(subject.device))
+    return trace.lists()[0]
+
+
+def repeated(subject: Subject) -> Findings:
+    """A step that is taken twice gives the same bits."""
+    whole, impl = subject.whole(DTYPES[subject.config.training.dtype]), subject.config.model.impl
+    first, again = (on_all_ranks(subject, whole, subject.dtype, impl) for _ in range(2))
+    differ = [] if torch.equal(first.loss, again.loss) else ["loss"]
+    differ += [name for name, x in first.copies[0][1].items() if not torch.equal(x, again.copies[0][1][name])]
+    what = "a step: loss and gradients that differ in their bits when it runs again"
+    more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
+    yield Finding("repeated", what, len(differ), may_differ(subject), ", ".join(differ[:3]) + more)

@@ -1,0 +1,385 @@
+"""Ops and mixers of the run's model: split among ranks, beside float64, documents apart, repeated."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from titan_linear.models.config import MixerOptions
+from titan_linear.models.draws import generator
+from titan_linear.models.mixers import KDA, MLA
+from titan_linear.models.mixers.delta import DeltaOptions
+from titan_linear.models.plan import BatchPlan
+from titan_linear.ops import attention, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops.reference.attention import attention as direct_attention
+from titan_linear.ops.reference.convolution import direct_causal_conv1d
+from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
+from titan_linear.proof.data import tokens_of
+from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
+from titan_linear.proof.ranks import LocalDims, on_ranks, sharding_of
+from titan_linear.proof.subject import STREAMS, Degrees, Subject
+
+Tensors = dict[str, torch.Tensor]
+DELTA, EXACT = 1e-9, 1e-10  # bounds in float64, of recurrences and of softmax attention
+ORACLE_TOKENS = 192  # of what runs token by token
+ALONE = 6  # documents that are computed by themselves
+SMALL = 1e-3  # a part of the batch that documents, of a token say, are taken for at least
+
+
+@dataclass(frozen=True)
+class Case:
+    """An op with the shapes that a mixer gives it, or a mixer."""
+
+    name: str  # "chunk_kda", "kda"
+    layers: tuple[int, ...]
+    tokens: Tensors  # [1, T, ...] float64
+    dy: torch.Tensor  # [1, T, ...] float64, the output's gradient
+    parameters: Tensors  # float64
+    run: Callable[[Tensors, BatchPlan], torch.Tensor]  # -> [1, T, ...]
+    bound: float  # in float64
+    units: Mapping[str, float]  # what results may be off in other dtypes, in UNITs; "": any other
+    oracle: Callable[[Tensors, torch.Tensor], torch.Tensor] | None = None  # of an op: (x, cu_seqlens), written out
+    usual: Mapping[str, torch.Tensor] = field(default_factory=dict)  # parameters in the place of those that amplify
+    first: int = 0  # where its tokens begin in the batch
+
+    def __str__(self) -> str:
+        return f"{self.name}, layer{'s' * (len(self.layers) > 1)} {', '.join(map(str, self.layers))}"
+
+
+# --- The cases of a model --------------------------------------------------------------------------------------------
+
+OF_DELTA = {"": 1.5, "g": 3.0, "beta": 3.0, "A_log": 6.0, "dt_bias": 6.0}  # the last are sums that cancel
+OF_ATTENTION = {"": 6.0, "y": 3.0}
+OF_CONV = {"": 1.5}
+OF_MIXER = {"": 12.0}
+IN_KERNEL = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
+WIDE = ("A_log", "dt_bias")  # never narrower than float32
+
+
+def cases(subject: Subject) -> Iterator[Case]:
+    """Of each kind of mixer its ops, then itself."""
+    whole = subject.whole(torch.float64)
+    for kind in dict.fromkeys(subject.model.layers):
+        layers = tuple(i for i, mixer in enumerate(subject.model.layers) if mixer == kind)
+        draw = _Draws(subject, kind.name)
+        if isinstance(kind, DeltaOptions):
+            yield _delta_rule(kind, layers, draw)
+            yield _convolution(kind, layers, draw)
+        else:
+            yield _attention(kind, layers, draw)
+        yield _mixer(kind, layers, draw, whole.layers[layers[0]].mixer)
+
+
+class _Draws:
+    """Normal numbers by name, for the tokens of one data-parallel rank's streams."""
+
+    def __init__(self, subject: Subject, kind: str):
+        self.T = STREAMS * subject.config.training.seq_len
+        self.seed, self.kind, self.device, self.dim = subject.config.debug.seed, kind, subject.device, subject.model.dim
+
+    def __call__(self, name: str, *shape: int) -> torch.Tensor:
+        rng = generator(self.seed, "proof", self.kind, name)
+        return torch.randn(shape, generator=rng).double().to(self.device)
+
+    def tokens(self, name: str, *shape: int) -> torch.Tensor:
+        return self(name, 1, self.T, *shape)
+
+
+def _delta_rule(kind: DeltaOptions, layers: tuple[int, ...], draw: _Draws) -> Case:
+    H, HV, K, V = kind.heads, kind.v_heads, kind.head_dim, kind.v_head_dim
+    g = (HV, K) if isinstance(kind, KDA) else (HV,)
+    shapes = {"q": (H, K), "k": (H, K), "v": (HV, V), "g": g, "beta": (HV,)}
+    # Decays that last for hundreds of tokens, and are each head's own: a leak must not fade, nor heads be exchanged.
+    # They amplify what is rounded: in half precision kernels are held to what they promise of usual ones.
+    dt_bias = draw("dt_bias", HV * K if isinstance(kind, KDA) else HV)
+    gates = {"A_log": torch.linspace(-1, 1, HV).double().to(draw.device), "dt_bias": dt_bias - 7}
+    bounds = {"lower_bound": kind.lower_bound} if isinstance(kind, KDA) else {}
+    op, beta_range = chunk_kda if isinstance(kind, KDA) else chunk_gated_delta_rule, kind.beta_range
+
+    def run(x: Tensors, plan: BatchPlan) -> torch.Tensor:
+        options = {"allow_neg_eigval": beta_range == 2.0, **IN_KERNEL, **bounds}
+        return op(**x, impl=plan.impl, cp_method=plan.linear_method, **plan.documents, **options)[0]
+
+    def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        gate = kda_gate(x["g"], x["A_log"], x["dt_bias"], **bounds) if bounds else gdn_gate(x["g"], *map(x.get, WIDE))
+        rest = {"q": l2norm(x["q"]), "k": l2norm(x["k"]), "v": x["v"], "beta": beta_range * x["beta"].sigmoid()}
+        return recurrent_delta_rule(**rest, g=gate, cu_seqlens=cu_seqlens)[0]
+
+    tokens = {name: draw.tokens(name, *shape) for name, shape in shapes.items()}
+    return Case(
+        kind.op, layers, tokens, draw.tokens("dy", HV, V), gates, run, DELTA, OF_DELTA, oracle, {"dt_bias": dt_bias}
+    )
+
+
+def _convolution(kind: DeltaOptions, layers: tuple[int, ...], draw: _Draws) -> Case:
+    D = 2 * kind.heads * kind.head_dim + kind.v_heads * kind.v_head_dim
+
+    def run(x: Tensors, plan: BatchPlan) -> torch.Tensor:
+        return causal_conv1d(**x, activation="silu", impl=plan.impl, **plan.documents)[0]
+
+    def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return direct_causal_conv1d(**x, activation="silu", cu_seqlens=cu_seqlens)[0]
+
+    weight, dy = {"weight": draw("weight", D, kind.conv_size) / 2}, draw.tokens("dy of conv", D)
+    return Case("causal_conv1d", layers, {"x": draw.tokens("x", D)}, dy, weight, run, DELTA, OF_CONV, oracle)
+
+
+def _attention(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws) -> Case:
+    D, Dv = kind.ops["attention"].values()
+    heads = (kind.heads, kind.heads) if isinstance(kind, MLA) else (kind.heads, kind.kv_heads)
+    shapes = {"q": (heads[0], D), "k": (heads[1], D), "v": (heads[1], Dv)}
+
+    def run(x: Tensors, plan: BatchPlan) -> torch.Tensor:
+        return attention(**x, method=plan.softmax_method, **plan.documents)
+
+    def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
+        return direct_attention(**x, cu_seqlens=cu_seqlens)
+
+    tokens = {name: draw.tokens(name, *shape) for name, shape in shapes.items()}
+    return Case("attention", layers, tokens, draw.tokens("dy", heads[0], Dv), {}, run, EXACT, OF_ATTENTION, oracle)
+
+
+def _mixer(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws, mixer: nn.Module) -> Case:
+    def run(x: Tensors, plan: BatchPlan) -> torch.Tensor:
+        x = dict(x)
+        own, tokens = copy.deepcopy(mixer), x.pop("x")  # its own: ranks run it in turns
+        for name, p in x.items():
+            owner, _, leaf = name.rpartition(".")
+            module = own.get_submodule(owner)
+            del module._parameters[leaf]
+            setattr(module, leaf, p)
+        return own(tokens, plan)
+
+    parameters = {name: p.detach() for name, p in mixer.named_parameters()}
+    x, dy = draw.tokens("x", draw.dim), draw.tokens("dy of mixer", draw.dim)
+    return Case(f"mixer {kind.name}", layers, {"x": x}, dy, parameters, run, DELTA, OF_MIXER)
+
+
+# --- A case on one rank or many --------------------------------------------------------------------------------------
+
+
+class Results(NamedTuple):
+    """The output and gradients of a case: of its tokens, and of its parameters."""
+
+    tokens: Tensors
+    parameters: Tensors
+
+
+def rounded(case: Case, dtype: torch.dtype) -> Case:
+    """The case with its values as they are in `dtype`, still in float64."""
+    if dtype != torch.float64:
+        case = replace(case, parameters=case.parameters | case.usual)
+    tokens, parameters = (
+        {name: x.to(_dtype_of(name, dtype)).double() for name, x in part.items()}
+        for part in (case.tokens, case.parameters)
+    )
+    return replace(case, tokens=tokens, parameters=parameters, dy=case.dy.to(dtype).double())
+
+
+def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32) if name.rpartition(".")[2] in WIDE else dtype
+
+
+def computed(case: Case, dtype: torch.dtype, plan: BatchPlan, mine: torch.Tensor | slice = slice(None)) -> Results:
+    """The case on these of its tokens, in `dtype`."""
+    tokens = {n: x[:, mine].to(dtype, copy=True).requires_grad_() for n, x in case.tokens.items()}
+    parameters = {n: x.to(_dtype_of(n, dtype), copy=True).requires_grad_() for n, x in case.parameters.items()}
+    y = case.run(tokens | parameters, plan)
+    grads = torch.autograd.grad(y, [*tokens.values(), *parameters.values()], case.dy[:, mine].to(dtype))
+    found = dict(zip([*tokens, *parameters], grads, strict=True))
+    return Results({"y": y.detach()} | {f"d{n}": found[n] for n in tokens}, {f"d{n}": found[n] for n in parameters})
+
+
+def on_one(subject: Subject, case: Case, dtype: torch.dtype, impl: str = "torch") -> Results:
+    """On one rank, without a plan: documents are given by their boundaries."""
+    return computed(case, dtype, _plan(subject, _bounds(subject), impl))
+
+
+def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: str) -> Results:
+    """On the ranks that share a stream, put together. Raises `RankFailed`."""
+    degrees = Degrees(1, subject.degrees.cp, 1, 1)
+
+    def on_rank(dims: LocalDims) -> Results:
+        batch = next(iter(subject.loader(0, subject.degrees.dp)))
+        plan = sharding_of(subject, dims, dtype, impl)(batch)[2]
+        return computed(case, dtype, plan, tokens_of(subject, 0, dims.rank).to(subject.device))
+
+    ranks = on_ranks(degrees, on_rank)
+    whole = {name: x.new_empty(1, case.dy.shape[1], *x.shape[2:]) for name, x in ranks[0].tokens.items()}
+    for rank, found in enumerate(ranks):
+        for name, x in found.tokens.items():
+            whole[name][:, tokens_of(subject, 0, rank).to(x.device)] = x
+    return Results(whole, {n: sum(r.parameters[n].double() for r in ranks) for n in ranks[0].parameters})
+
+
+def _bounds(subject: Subject) -> torch.Tensor:
+    """[N+1] int32, on the CPU: of the streams of the first data-parallel rank."""
+    bounds = subject.batch.cu_seqlens
+    return bounds[bounds <= STREAMS * subject.config.training.seq_len]
+
+
+def _plan(subject: Subject, bounds: torch.Tensor, impl: str) -> BatchPlan:
+    lengths = bounds.diff()
+    positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).to(subject.device)
+    return BatchPlan(positions, cu_seqlens=bounds.to(subject.device), num_streams=1, impl=impl)
+
+
+# --- What is compared ------------------------------------------------------------------------------------------------
+
+
+def _compared(
+    subject: Subject, case: Case, got: Results, want: Results, dtype: torch.dtype
+) -> tuple[float, float, str]:
+    """The worst error, its bound, and where it is."""
+    both = (got.tokens | got.parameters), (want.tokens | want.parameters)
+    errors = {name: off(x, both[1][name]) for name, x in both[0].items()}
+    bounds = {name: _bound(case, name, dtype) for name in errors}
+    # Out of bounds, the first result that says where is named: those of tokens, and of these the output.
+    name = next((name for name in got.tokens if not errors[name] <= bounds[name]), worst(errors, bounds))
+    return errors[name], bounds[name], _where(subject, case, name, both[0][name], both[1][name], name in got.tokens)
+
+
+def _bound(case: Case, name: str, dtype: torch.dtype) -> float:
+    if dtype == torch.float64:
+        return case.bound
+    return case.units.get(name if name == "y" else name[1:], case.units[""]) * UNIT[dtype]
+
+
+def _where(subject: Subject, case: Case, name: str, got: torch.Tensor, want: torch.Tensor, of_tokens: bool) -> str:
+    """In words: the result, its worst head, and the rank and document where it begins to be wrong."""
+    wrong = (got.double() - want.double()).abs().nan_to_num(torch.inf, torch.inf)
+    heads = case.name in ("attention", "chunk_kda", "chunk_gated_delta_rule")
+    said = [name]
+    if not of_tokens:
+        if heads:  # [HV] or [HV·K]
+            said.append(f"head {int(wrong.view(case.dy.shape[2], -1).amax(1).argmax())}")
+        return ", ".join(said)
+    if heads:
+        said.append(f"head {int(wrong.transpose(0, 2).flatten(1).amax(1).argmax())}")
+    return ", ".join([*said, _place(subject, case.first + begins(wrong[0].flatten(1).amax(1), name != "y"))])
+
+
+def begins(wrong: torch.Tensor, backward: bool) -> int:
+    """The first token, or in backward the last one, that is about as wrong as the worst; wrong [T]."""
+    about = (wrong >= wrong.max() / 100).nonzero().flatten()
+    return int(about[-1 if backward else 0])
+
+
+def _place(subject: Subject, token: int) -> str:
+    ranks = [r for r in range(subject.degrees.cp) if token in tokens_of(subject, 0, r)]
+    return f"rank {ranks[0]}, {subject.document(token)}"
+
+
+def split(subject: Subject, case: Case) -> Findings:
+    """Split among ranks it equals float64 on one rank; in the run's type, within what rounding costs."""
+    what = f"{case}, cp {subject.degrees.cp}"
+    for dtype in dict.fromkeys((torch.float64, subject.dtype)):
+        given = rounded(case, dtype)
+        impl = "torch" if dtype == torch.float64 else subject.config.model.impl
+        got, want = split_among_ranks(subject, given, dtype, impl), on_one(subject, given, torch.float64)
+        yield Finding(f"split, {short(dtype)}", what, *_compared(subject, case, got, want, dtype))
+
+
+def implementations(subject: Subject, case: Case) -> Findings:
+    """The run's implementation equals float64 on these lengths, and float64 the recurrence token by token."""
+    dtype, given = subject.dtype, rounded(case, subject.dtype)
+    got = on_one(subject, given, dtype, subject.config.model.impl)
+    compared = _compared(subject, case, got, on_one(subject, given, torch.float64), dtype)
+    yield Finding(f"implementation, {short(dtype)}", f"{case}, against float64", *compared)
+    if case.oracle is not None:
+        few, bounds = _few(subject, case)
+        got = computed(few, torch.float64, _plan(subject, bounds, "torch"))
+        written = replace(few, run=lambda x, plan: few.oracle(x, bounds))
+        want = computed(written, torch.float64, _plan(subject, bounds, "torch"))
+        compared = _compared(subject, few, got, want, torch.float64)
+        yield Finding("implementation, float64", f"{case}, against the definition", *compared)
+
+
+def _few(subject: Subject, case: Case) -> tuple[Case, torch.Tensor]:
+    """The last tokens of the batch, in documents of which the first is cut off."""
+    bounds = _bounds(subject)
+    first = max(int(bounds[-1]) - ORACLE_TOKENS, 0)
+    bounds = torch.cat([torch.tensor([first, first + ORACLE_TOKENS // 3]), bounds[bounds > first + ORACLE_TOKENS // 3]])
+    tokens = {name: x[:, first:] for name, x in case.tokens.items()}
+    few = replace(case, tokens=tokens, dy=case.dy[:, first:], first=first)
+    return few, (bounds - first).int()
+
+
+def documents(subject: Subject, case: Case) -> Findings:
+    """A document gives what it gives alone, and what others are changes nothing of it."""
+    bounds = _bounds(subject)
+    lengths, order = bounds.diff(), bounds.diff().argsort(descending=True).tolist()
+    packed, worst_of = on_one(subject, case, torch.float64), (0.0, "")
+    for n in [*order[: ALONE // 2], *order[::-1][: ALONE // 2]]:
+        own = slice(int(bounds[n]), int(bounds[n + 1]))
+        tokens = {name: x[:, own] for name, x in case.tokens.items()}
+        alone = computed(
+            replace(case, tokens=tokens, dy=case.dy[:, own]), torch.float64,
+            _plan(subject, torch.tensor([0, int(lengths[n])], dtype=torch.int32), "torch"),
+        )  # fmt: skip
+        for name, x in alone.tokens.items():
+            whole = packed.tokens[name]
+            error = off(whole[:, own], x, SMALL * whole.norm().item())
+            if not error <= worst_of[0]:
+                worst_of = error, f"{name}, {subject.document(own.start)}"
+    yield Finding("documents", f"{case}, packed and alone, float64", worst_of[0], case.bound, worst_of[1])
+    with repeatable():
+        yield _perturbed(subject, case, [order[0], order[-1], 0])
+
+
+def _perturbed(subject: Subject, case: Case, changed: list[int]) -> Finding:
+    dtype, impl, bounds = subject.dtype, subject.config.model.impl, _bounds(subject)
+    before, most, where = split_among_ranks(subject, case, dtype, impl).tokens, 0.0, ""
+    for n in dict.fromkeys(changed):
+        own = slice(int(bounds[n]), int(bounds[n + 1]))
+        other = {name: x.clone() for name, x in (case.tokens | {"dy": case.dy}).items()}
+        for x in other.values():
+            x[:, own] = 1.5 * x[:, own].flip(-1) + 0.25
+        dy = other.pop("dy")
+        after = split_among_ranks(subject, replace(case, tokens=other, dy=dy), dtype, impl).tokens
+        for name, x in after.items():
+            change = (x.double() - before[name].double()).abs()
+            change[:, own] = 0
+            if not change.max() <= most:
+                token = int(change[0].flatten(1).amax(1).argmax())
+                most, where = change.max().item(), f"{name}, {_place(subject, token)}, by {subject.document(own.start)}"
+    what = f"{case}, cp {subject.degrees.cp}: what changing one document changes of others, {short(dtype)}"
+    return Finding("documents", what, most, 0.0, where)
+
+
+def repeated(subject: Subject, case: Case) -> Findings:
+    """Twice the same gives the same bits; what does not is named."""
+    dtype, impl = subject.dtype, subject.config.model.impl
+    first, again = (split_among_ranks(subject, case, dtype, impl) for _ in range(2))
+    pairs = [(name, x, again[i][name]) for i in range(2) for name, x in first[i].items()]
+    differ = [name for name, x, y in pairs if not torch.equal(x, y)]
+    what = f"{case}: results that differ in their bits when it runs again"
+    softmax = any(not subject.model.layers[i].linear for i in case.layers)
+    yield Finding("repeated", what, len(differ), may_differ(subject) if softmax else 0, ", ".join(differ))
+
+
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Deterministic algorithms where there are some, inside: what is computed twice has the same bits."""
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+
+
+def may_differ(subject: Subject) -> float:
+    """A bound where not all kernels repeat their bits: on GPUs PyTorch's fastest of attention, unless the run asks for
+    debug.deterministic."""
+    return float("inf") if subject.device.type == "cuda" and not subject.config.debug.deterministic else 0
+
+
+def short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

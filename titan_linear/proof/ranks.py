@@ -1,0 +1,146 @@
+"""The run's ranks in one process: their groups, their models, and a step as the trainer takes it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from titan_linear.distributed.batch import BatchSharding
+from titan_linear.distributed.experts import spread_experts
+from titan_linear.distributed.one_process import LocalGroup, local_groups, take_turns
+from titan_linear.distributed.parallelize import checkpoint_layers, replicated_parameters
+from titan_linear.distributed.parts import Parts
+from titan_linear.distributed.tensor_parallel import leave_part
+from titan_linear.models.decoder import Decoder
+from titan_linear.ops.collectives import Ranks
+from titan_linear.proof.subject import Degrees, Subject
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class LocalDims:
+    """What `ParallelDims` says of the ranks of a mesh, of a rank in one process."""
+
+    degrees: Degrees
+    rank: int
+    world: LocalGroup
+    cp_group: LocalGroup
+    tp_group: LocalGroup
+    ep_group: LocalGroup
+    data_group: LocalGroup  # dp × cp
+    expert_group: LocalGroup  # those of data_group that have the same experts
+
+    @property
+    def cp(self) -> int:
+        return self.degrees.cp
+
+    @property
+    def tp(self) -> int:
+        return self.degrees.tp
+
+    @property
+    def copies(self) -> int:
+        return self.cp * self.tp
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // self.copies
+
+    @property
+    def tp_ranks(self) -> Ranks:
+        return _as_ranks(self.tp_group)
+
+    @property
+    def ep_ranks(self) -> Ranks:
+        return _as_ranks(self.ep_group)
+
+
+def _as_ranks(group: LocalGroup) -> Ranks:
+    return Ranks(group.group_name, group.size(), group.rank())
+
+
+def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
+    """on_rank(dims) of every rank of these degrees, in rank order. Raises `RankFailed`."""
+    grid = torch.arange(degrees.ranks).view(degrees.dp, degrees.cp, degrees.tp)
+    data = grid.flatten(0, 1)  # [dp · cp, tp]
+    experts = data.unflatten(0, (-1, degrees.ep))  # [., ep, tp]
+    members = {
+        "world": grid.view(1, -1), "cp_group": grid.transpose(1, 2).flatten(0, 1), "tp_group": grid.flatten(0, 1),
+        "data_group": data.T, "ep_group": experts.transpose(1, 2).flatten(0, 1),
+        "expert_group": experts.movedim(0, -1).flatten(0, 1),
+    }  # fmt: skip
+    with ExitStack() as stack:
+        own: list[dict[str, LocalGroup]] = [{} for _ in range(degrees.ranks)]
+        for name, rows in members.items():
+            for row in rows.tolist():
+                for rank, group in zip(row, stack.enter_context(local_groups(len(row))), strict=True):
+                    own[rank][name] = group
+        return take_turns([partial(on_rank, LocalDims(degrees, rank, **groups)) for rank, groups in enumerate(own)])
+
+
+def sharding_of(subject: Subject, dims: LocalDims, dtype: torch.dtype, impl: str) -> BatchSharding:
+    """How the run cuts batches for this rank."""
+    p = subject.config.parallelism
+    return BatchSharding.of(
+        subject.model, dims, subject.device, dtype, layout=p.context_parallel_layout, impl=impl,
+        softmax_method=p.context_parallel_method, linear_method=p.context_parallel_linear_method,
+    )  # fmt: skip
+
+
+def model_of(subject: Subject, whole: Decoder, dims: LocalDims) -> Decoder:
+    """A rank's model: parameters of its own that share the whole ones' memory, or its parts of them."""
+    with torch.device("meta"):
+        model = Decoder(whole.config)
+    for name, p in whole.named_parameters(remove_duplicate=False):
+        owner, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(owner), leaf, nn.Parameter(p.detach(), requires_grad=p.requires_grad))
+    if whole.config.tie_embeddings:
+        model.head.weight = model.embedding.weight
+    experts = spread_experts(model, dims.ep_ranks) if dims.degrees.ep > 1 else frozenset()
+    splits = leave_part(model, dims.tp_ranks) if dims.tp > 1 else {}
+    model.parts = Parts(splits, None, experts, None)  # the meshes are for tensors that lie on several processes
+    if (mode := subject.config.activation_checkpoint.mode) != "none":
+        checkpoint_layers(model, selective=mode == "selective", compiled=False)
+    return model
+
+
+def sum_as_fsdp(model: Decoder, dims: LocalDims) -> None:
+    """Sum the gradients that FSDP2 sums in a run, which is no part of this process."""
+    whole = {id(p) for p in replicated_parameters(model)}
+    for name, p in model.named_parameters():
+        if p.requires_grad and id(p) not in whole:
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+            dist.all_reduce(p.grad, group=dims.expert_group if name in model.parts.experts else dims.data_group)
+
+
+def whole_gradients(parts: Sequence[tuple[LocalDims, Decoder]]) -> list[tuple[int, dict[str, torch.Tensor]]]:
+    """Every parameter's gradient put together from the ranks that have its parts; once for each set of ranks that has
+    all of it, with the first rank of the set."""
+    degrees, sets = parts[0][0].degrees, {}
+    for dims, model in parts:  # a set: ranks of one group of experts, all of tp
+        sets.setdefault(dims.rank // (degrees.ep * degrees.tp), []).append((dims, model))
+    return [(ranks[0][0].rank, _joined(ranks)) for ranks in sets.values()]
+
+
+def _joined(ranks: list[tuple[LocalDims, Decoder]]) -> dict[str, torch.Tensor]:
+    tp, joined = ranks[0][0].tp, {}
+    parts = ranks[0][1].parts
+    grads = [{name: p.grad for name, p in model.named_parameters()} for _, model in ranks]
+    for name, grad in grads[0].items():
+        if grad is None:
+            continue
+        rows = [g[name] for g in grads]
+        if name in parts.splits:
+            rows = [torch.cat(rows[i : i + tp], parts.splits[name]) for i in range(0, len(rows), tp)]
+        else:
+            rows = rows[::tp]
+        joined[name] = torch.cat(rows) if name in parts.experts else rows[0]
+    return joined

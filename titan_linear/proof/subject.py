@@ -1,0 +1,300 @@
+"""What is examined: the run's model cut to one period of its layers, a few of its streams, its degrees."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import torch
+
+from titan_linear.build import (
+    DTYPES,
+    build_streams,
+    implementations,
+    model_config,
+    open_corpora,
+    tokenizer_path,
+    unallocated,
+)
+from titan_linear.config import Config, check_config
+from titan_linear.data import IGNORE, Batch, MixedStreams, Stream, Streams, Tokenizer, build_dataloader, build_tokenizer
+from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.draws import generator
+from titan_linear.models.init import count_parameters, initialise
+from titan_linear.ops.boundaries import CHUNK
+from titan_linear.preflight import check_expert_parallel, check_heads, check_tensor_parallel
+
+LENGTH = {"cpu": 256, "cuda": 2048}  # tokens of a stream, at least
+CPU_PARAMETERS = 4_000_000  # of which a few passes in float64 take two cores seconds
+STREAMS = 2  # of a data-parallel rank: one as the corpus gives it, one cut into more documents
+MOST_RANKS = 64  # in one process
+ROOM = 0.6  # of the free memory
+
+
+@dataclass(frozen=True)
+class Degrees:
+    dp: int
+    cp: int
+    tp: int
+    ep: int
+
+    @property
+    def ranks(self) -> int:
+        return self.dp * self.cp * self.tp
+
+    def __str__(self) -> str:
+        return f"dp {self.dp} × cp {self.cp} × tp {self.tp}" + (f", ep {self.ep}" if self.ep > 1 else "")
+
+
+@dataclass(frozen=True)
+class Subject:
+    config: Config  # the run's, with shorter streams
+    run: Config  # the run's
+    model: ModelConfig
+    degrees: Degrees
+    tokenizer: Tokenizer
+    streams: Streams
+    device: torch.device
+    said: tuple[str, ...]  # how it differs from the run
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of compute, in the run."""
+        return DTYPES[self.config.training.mixed_precision_param]
+
+    @cached_property
+    def batch(self) -> Batch:
+        """All streams that a step takes, on one rank."""
+        return next(iter(self.loader(0, 1, STREAMS * self.degrees.dp)))
+
+    def loader(self, dp_rank: int, dp: int, local: int = STREAMS) -> Iterator[Batch]:
+        """A data-parallel rank's batches of `local` streams, from the first step on."""
+        streams = MoreDocuments(self.streams)
+        step = STREAMS * self.degrees.dp
+        return build_dataloader(
+            streams, global_batch_size=step, local_batch_size=local, dp_rank=dp_rank, dp_degree=dp
+        )  # fmt: skip
+
+    @cached_property
+    def weights(self) -> dict[str, torch.Tensor]:
+        """float32, on the CPU: as a run draws them, but that no two heads or channels are alike."""
+        decoder = unallocated(self.model, torch.float32).to_empty(device="cpu")
+        initialise(decoder, self.config.debug.seed)
+        vary(decoder, self.config.debug.seed)
+        return {name: p.detach() for name, p in decoder.named_parameters()}
+
+    def whole(self, dtype: torch.dtype) -> Decoder:
+        """The model, its parameters in `dtype`."""
+        decoder = unallocated(self.model, dtype).to_empty(device=self.device)
+        if self.model.tie_embeddings:
+            decoder.head.weight = decoder.embedding.weight
+        with torch.no_grad():
+            for name, p in decoder.named_parameters():
+                p.copy_(self.weights[name])
+        return decoder
+
+    def document(self, token: int) -> str:
+        """In words, where a token of `batch` is."""
+        bounds, seq_len = self.batch.cu_seqlens.tolist(), self.config.training.seq_len
+        stream = token // seq_len
+        n = int(np.searchsorted(bounds, token, side="right")) - 1
+        first = int(np.searchsorted(bounds, stream * seq_len, side="right")) - 1
+        return f"stream {stream}, document {n - first}, token {token - bounds[n]}"
+
+    def layer(self, i: int) -> str:
+        return f"layer {i} ({self.model.layers[i].name})"
+
+
+@torch.no_grad()
+def vary(decoder: Decoder, seed: int) -> None:
+    """Add noise to vectors, which a run draws alike for all heads or channels: gates, norms, biases."""
+    for name, p in decoder.named_parameters():
+        if p.dim() == 1:
+            p += torch.randn(p.shape, generator=generator(seed, "proof", name)) / 4
+
+
+class MoreDocuments:
+    """Streams of which every second one is cut into more documents than the corpus has there: of 5 tokens, one that
+    goes through more than half of the stream, of 1 and 2 tokens, and the rest."""
+
+    def __init__(self, streams: Streams):
+        self.streams = streams
+
+    def __getitem__(self, i: int) -> Stream:
+        stream = self.streams[i]
+        return self._cut(stream) if i % STREAMS else stream
+
+    def _cut(self, s: Stream) -> Stream:
+        T = len(s.tokens)
+        more = [5, 5 * T // 8 + 1, 5 * T // 8 + 2, 5 * T // 8 + 4]
+        edges = np.unique([0, *more, T])
+        labels, positions = s.labels.copy(), np.concatenate([np.arange(b - a) for a, b in pairwise(edges)])
+        labels[edges[1:-1] - 1] = IGNORE
+        return Stream(s.tokens, labels, edges.astype(np.int32), positions)
+
+
+# --- From a configuration --------------------------------------------------------------------------------------------
+
+
+def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
+    """What a run's configuration asks for, cut to what can be examined on this machine.
+
+    Raises:
+        ValueError: the run could not start; a corpus of less than a step; no memory for a layer.
+    """
+    p, t = config.parallelism, config.training
+    device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    processes = _processes(config)
+    check_config(config, processes)
+    tokenizer = build_tokenizer(tokenizer_path(config))
+    full = model_config(config, tokenizer)
+    check_tensor_parallel(full, config)
+    check_expert_parallel(full, config)
+    check_heads(full, config)
+    implementations(config, full, device)
+    open_corpora(config, tokenizer, show_progress)
+    said = []
+    degrees = _degrees(config, processes)
+    if (dp := processes // (p.context_parallel_degree * p.tensor_parallel_degree)) != degrees.dp:
+        said.append(f"dp {dp} → {degrees.dp}")
+    if degrees.ep != p.expert_parallel_degree:
+        said.append(f"ep {p.expert_parallel_degree} → {degrees.ep}")
+    model = _one_period(full)
+    if model.num_layers != full.num_layers:
+        said.append(f"layers {full.num_layers} → {model.num_layers}, one period of their pattern")
+    model, factor = _fitting(model, config, degrees, device)
+    if factor > 1:
+        said.append(f"widths / {factor}: dim {full.dim} → {model.dim}")
+    seq_len = _length(config, device)
+    if seq_len != t.seq_len:
+        said.append(f"training.seq_len {t.seq_len} → {seq_len}")
+    shorter = t.model_copy(update={"seq_len": seq_len, "loss_chunk_size": min(t.loss_chunk_size, seq_len // 2 + 1)})
+    cut = config.model_copy(update={"training": shorter})
+    streams, _ = build_streams(cut, tokenizer, {})
+    _check_size(streams, config)
+    return Subject(cut, config, model, degrees, tokenizer, streams, device, tuple(said))
+
+
+def _processes(config: Config) -> int:
+    """NGPU, torchrun's, or as few as the degrees allow."""
+    p = config.parallelism
+    least = p.data_parallel_replicate_degree * max(p.data_parallel_shard_degree, 1)
+    asked = os.environ.get("WORLD_SIZE", os.environ.get("NGPU", ""))
+    return int(asked) if asked.isdecimal() and int(asked) else least * (
+        p.context_parallel_degree * p.tensor_parallel_degree
+    )  # fmt: skip
+
+
+def _degrees(config: Config, processes: int) -> Degrees:
+    """The run's; of data-parallel ranks, which all do the same, at most two."""
+    p = config.parallelism
+    cp, tp = p.context_parallel_degree, p.tensor_parallel_degree
+    dp = processes // (cp * tp)
+    if dp == 1 and p.data_parallel_shard_degree == -1 and not {"NGPU", "WORLD_SIZE"} & os.environ.keys():
+        dp = 2  # the rest, of which nothing is known
+    dp = min(dp, 2, max(MOST_RANKS // (cp * tp), 1))
+    return Degrees(dp, cp, tp, math.gcd(p.expert_parallel_degree, dp * cp))
+
+
+def _one_period(model: ModelConfig) -> ModelConfig:
+    """The first layers, up to where their pattern begins again; at least one with experts where there are some."""
+    layers = model.layers
+    n = next(n for n in range(1, len(layers) + 1) if all(layers[i] == layers[i % n] for i in range(len(layers))))
+    if n == len(layers):  # no period: until each kind has come
+        n = max(layers.index(kind) for kind in set(layers)) + 1
+    with_experts = [i for i in range(model.num_layers) if model.has_experts(i)]
+    n = max(n, with_experts[0] + 1) if with_experts else n
+    return replace(model, num_layers=n, pattern=layers[:n])
+
+
+def _fitting(model: ModelConfig, config: Config, degrees: Degrees, device: torch.device) -> tuple[ModelConfig, int]:
+    """The model, or a narrower one that this device holds as often as proofs need it; and by what it is divided."""
+    most = CPU_PARAMETERS
+    if device.type == "cuda":
+        most = torch.cuda.mem_get_info(device)[0] * ROOM / (24 + 8 * degrees.ranks)  # gradients, mostly
+    thinner, factor = narrowed(model, config, most)
+    if device.type == "cuda" and (least := count_parameters(thinner)) > most:
+        raise ValueError(
+            f"model.name = {config.model.name!r}, model.flavor = {config.model.flavor!r}: this device has room for "
+            f"{most:,.0f} parameters of the model with {degrees.ranks} ranks, and the narrowest, of {model.num_layers} "
+            f"layers, has {least:,}; take a larger one, or a smaller vocabulary or degree"
+        )
+    return thinner, factor
+
+
+def narrowed(model: ModelConfig, config: Config, most: float) -> tuple[ModelConfig, int]:
+    """The model with at most so many parameters, if one of a dim of 128 or more has so few; and its divisor."""
+    for factor in (1, 2, 4, 8, 16, 32):
+        thinner = _thinner(model, factor, config)
+        if count_parameters(thinner) <= most or thinner.dim <= 128:
+            break
+    return thinner, factor
+
+
+def _thinner(model: ModelConfig, factor: int, config: Config) -> ModelConfig:
+    p = config.parallelism
+    tp, ep = p.tensor_parallel_degree, p.expert_parallel_degree
+    if factor == 1:
+        return model
+    moe = model.moe and _fewer_experts(model.moe, factor, tp, ep)
+    return replace(
+        model, dim=_divided(model.dim, factor, 2), hidden_dim=_divided(model.hidden_dim, factor, tp), moe=moe,
+        pattern=tuple(_fewer_heads(mixer, factor, config) for mixer in model.layers),
+    )  # fmt: skip
+
+
+def _divided(count: int, factor: int, multiple: int) -> int:
+    return max(count // factor // multiple, 1) * multiple
+
+
+def _fewer_experts(moe: MoEConfig, factor: int, tp: int, ep: int) -> MoEConfig:
+    fewer = moe.num_experts // factor
+    if moe.num_experts % factor or fewer % math.lcm(ep, moe.groups) or fewer < 2 * moe.top_k:
+        fewer = moe.num_experts
+    shared = moe.shared_hidden_dim and _divided(moe.shared_hidden_dim, factor, tp)
+    return replace(
+        moe, num_experts=fewer, hidden_dim=_divided(moe.hidden_dim, factor, tp), shared_hidden_dim=shared
+    )  # fmt: skip
+
+
+def _fewer_heads(mixer: MixerOptions, factor: int, config: Config) -> MixerOptions:
+    """A fraction of all heads, but at least four, where ranks can split them as before; they stay as wide."""
+    p = config.parallelism
+    kinds = {name: getattr(mixer, name) for name in ("heads", "v_heads", "kv_heads") if hasattr(mixer, name)}
+    while factor > 1:
+        fewer = replace(mixer, **{name: count // factor for name, count in kinds.items()})
+        whole = all(count % factor == 0 for count in kinds.values()) and fewer.heads >= 4
+        splits = all(count % p.tensor_parallel_degree == 0 for count in fewer.head_counts.values())
+        method = p.context_parallel_linear_method if mixer.linear else p.context_parallel_method
+        ranks = p.context_parallel_degree * p.tensor_parallel_degree
+        if whole and splits and (method != "ulysses" or fewer.indivisible_heads(ranks) is None):
+            return fewer
+        factor //= 2
+    return mixer
+
+
+def _length(config: Config, device: torch.device) -> int:
+    """Tokens of a stream: enough for every fragment to have more than a chunk, and no more than the run's."""
+    p, t = config.parallelism, config.training
+    blocks = p.context_parallel_degree * (2 if p.context_parallel_layout == "zigzag" else 1)
+    unit = math.lcm(blocks, p.context_parallel_degree * p.tensor_parallel_degree)
+    wanted = max(LENGTH[device.type], blocks * (CHUNK + CHUNK // 2))
+    return min(-(-wanted // unit) * unit, t.seq_len)
+
+
+def _check_size(streams: Streams, config: Config) -> None:
+    t = config.training
+    packed = streams.sources.values() if isinstance(streams, MixedStreams) else [streams]
+    tokens, step = sum(s.num_tokens for s in packed), t.global_batch_size * t.seq_len
+    if tokens < step:
+        raise ValueError(
+            f"training.dataset_path: the corpus has {tokens:,} tokens, and a step takes training.global_batch_size × "
+            f"training.seq_len = {t.global_batch_size} × {t.seq_len} = {step:,}, so that a batch would hold documents "
+            "twice; take more texts, or smaller batches"
+        )

@@ -1,0 +1,17 @@
+"""Prove a run before it costs a week: the configuration's own model, tokenizer, corpus and parallelism (docs/proof.md).
+
+python -m tools.doctor --job.config_file my.toml
+python -m tools.doctor --job.config_file my.toml --training.seq_len 32768 --parallelism.context_parallel_degree 8
+
+Keys are those of run_train.sh. It prints a line for each thing it proves, with a figure and its bound, and exits with 0
+only if all hold. On one GPU or the CPU: all ranks are in one process. It writes nothing into the run's folder.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from titan_linear.proof.doctor import main
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
