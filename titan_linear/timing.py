@@ -193,7 +193,7 @@ class Clock:
     def _attention(self, call: Call) -> float:
         backward = call.name.endswith("_backward")
         q, _, v = call.given[backward : 3 + backward]  # backward has do before them
-        D, scattered = q.shape[3], self.batch.cp > 1 and self.batch.softmax_method == "ulysses"
+        D, scattered = q.shape[3], self.batch.cp > 1 and call.name.startswith("attention_")
         pairs = self.pairs * self.batch.cp if scattered else self.pairs  # of all tokens, for fewer heads
         flops = 2 * (D + v.shape[3]) * q.shape[2] * pairs
         forward, both = self.machine.attention_rates(D, self.batch.mean is None)
