@@ -1,27 +1,37 @@
 """Launches in processes that are forked from a server which has imported PyTorch: importing it is most of what a launch
-takes. Workers are started as always.
+takes, and most of what a worker takes.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import multiprocessing
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
+
+import torch
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
 from tests import worlds  # noqa: F401 (what the server imports)
 from titan_linear import launch
 
 FORKSERVER = multiprocessing.get_context("forkserver")
+FORK = multiprocessing.get_context("fork")
 
 
 class Launch:
-    """`python -m titan_linear.launch *argv`, of which `output` gets stdout and stderr; as far as it goes, a Popen."""
+    """`python -m titan_linear.launch *argv`, of which `output` gets stdout and stderr; as far as it goes, a Popen.
 
-    def __init__(self, argv: list[str], output: Path, environment: dict[str, str]):
+    fresh: start workers as always, as interpreters of their own; else they are forked, where there are no GPUs.
+    """
+
+    def __init__(self, argv: list[str], output: Path, environment: dict[str, str], fresh: bool = False):
         self.output = output
-        self.process = FORKSERVER.Process(target=_launch, args=(argv, output, environment))
+        self.process = FORKSERVER.Process(target=_launch, args=(argv, output, environment, fresh))
         self.process.start()
         self.pid, self.kill = self.process.pid, self.process.kill
 
@@ -41,11 +51,52 @@ class Launch:
         return self.output.read_text(), None
 
 
-def _launch(argv: list[str], output: Path, environment: dict[str, str]) -> None:
+def _launch(argv: list[str], output: Path, environment: dict[str, str], fresh: bool) -> None:
     os.setsid()
     file = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.environ.clear()
     os.environ.update(environment)
+    if not fresh and not torch.cuda.device_count():
+        SubprocessHandler._popen = lambda _, command, environment: Worker(command, environment)
     sys.exit(launch.main(argv))
+
+
+class Worker:
+    """`python -m module *argv`, forked from its launcher; what the elastic agent asks of a Popen."""
+
+    def __init__(self, command: tuple[str, ...], environment: dict[str, str]):
+        self.process = FORK.Process(target=_work, args=(command[2:], environment))
+        self.process.start()
+        self.pid = self.process.pid
+        os.setpgid(self.pid, self.pid)  # the worker does too: whichever comes first
+
+    @property
+    def returncode(self) -> int | None:
+        return self.process.exitcode
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+    def wait(self, timeout: float | None = None) -> None:
+        self.process.join(timeout)
+        if self.returncode is None:
+            raise subprocess.TimeoutExpired("a worker", timeout)
+
+
+def _work(module_and_argv: tuple[str, ...], environment: dict[str, str]) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the launcher's are not the worker's
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    gc.freeze()  # what the launcher has must not be collected here: it would close files of this process
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+    os.setpgid(0, 0)
+    os.environ.clear()
+    os.environ.update(environment)
+    module, *argv = module_and_argv
+    sys.exit(importlib.import_module(module).main(argv))

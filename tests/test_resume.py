@@ -56,14 +56,16 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "corpus.jsonl"
 
 
-def start(corpus: Path, folder: Path, node: tuple[int, int] | None = None, **overrides: object) -> Launch:
+def start(
+    corpus: Path, folder: Path, node: tuple[int, int] | None = None, fresh: bool = False, **overrides: object
+) -> Launch:
     """The launcher, as run_train.sh execs it, with two processes; or with one, as one of two nodes: (rank, port)."""
     place = {}
     if node is not None:
         place = {"NNODES": 2, "NODE_RANK": node[0], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": node[1], "NGPU": 1}
     output = unused(folder / "output")
     output.touch()
-    return Launch(arguments(corpus, folder, **overrides), output, environment(corpus, **place))
+    return Launch(arguments(corpus, folder, **overrides), output, environment(corpus, **place), fresh)
 
 
 def arguments(corpus: Path, folder: Path, **overrides: object) -> list[str]:
@@ -234,8 +236,8 @@ def stopped(process: Launch, folder: Path, number: int, code: int) -> int:
 def test_a_signal_saves_and_stops(
     corpus: Path, worlds: Callable[[int], World], tmp_path: Path, uninterrupted: dict[int, float]
 ) -> None:
-    """SIGTERM, which a Ctrl-C comes to the workers as too (see the next test)."""
-    process = start(corpus, tmp_path, checkpoint__interval=1000)
+    """SIGTERM, which a Ctrl-C comes to the workers as too (see below); of workers as they always start."""
+    process = start(corpus, tmp_path, fresh=True, checkpoint__interval=1000)
     wait_for_step(process, tmp_path, 2)
     reached = stopped(process, tmp_path, signal.SIGTERM, 143)
     assert reached < STEPS

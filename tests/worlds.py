@@ -23,7 +23,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from tests.interpreter import quicken
 
 # What most processes of tests import, imported once, in the server that they are forked from.
-mp.set_forkserver_preload(["titan_linear.train", "tests.hf_workers", "tests.test_checkpoint"])
+mp.set_forkserver_preload(["titan_linear.train", "torch._dynamo", "tests.hf_workers", "tests.test_checkpoint"])
 
 
 def free_port() -> int:
