@@ -286,9 +286,9 @@ def checkpoint_folder(config: Config) -> Path:
     return Path(config.job.dump_folder) / config.checkpoint.folder
 
 
-def export_folder(config: Config) -> Path:
-    """The Hugging Face folder that a run leaves."""
-    return checkpoint_folder(config) / f"step-{config.training.steps}-hf"
+def export_folder(config: Config, step: int = 0) -> Path:
+    """The Hugging Face folder of a step; by default the one that a run leaves."""
+    return checkpoint_folder(config) / f"step-{step or config.training.steps}-hf"
 
 
 def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like: str = "") -> str:

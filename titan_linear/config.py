@@ -201,6 +201,12 @@ class Checkpoint(_Strict):
     """Write while training goes on, or before it does."""
     keep_latest_k: int = Field(10, ge=0)
     """Older checkpoints than the latest k are removed; 0 keeps all."""
+    verify: bool = True
+    """Read what a save wrote back from the disk before older checkpoints are removed; what is not the same is written
+    once more, and then the save has failed. Asynchronous saves do it while training goes on."""
+    grace_seconds: int = Field(0, ge=0)
+    """Time that a machine leaves a run after SIGTERM (a spot instance: 30 to 120). If the rest of the step and a save
+    would take longer, the step is given up and the state before it is saved; 0: as long as it takes."""
     load_step: int = Field(-1, ge=-1)
     """Step to go back to, once: later ones are set aside, and the same command started again resumes from its newest;
     -1: the newest whole checkpoint."""
@@ -213,8 +219,11 @@ class Checkpoint(_Strict):
     """The last save holds the weights only: smaller, but the run cannot be continued from it."""
     last_save_in_hf: bool = False
     """When the run ends, write its weights as a Hugging Face folder too: step-N-hf, beside the checkpoints."""
+    export_interval: int = Field(0, ge=0)
+    """Steps between Hugging Face folders of checkpoints, step-N-hf, which a process of its own writes while training
+    goes on: a multiple of checkpoint.interval; 0: none. They are never removed."""
     export_dtype: Literal["float16", "bfloat16", "float32", "source"] = "float32"
-    """Type of the tensors in that folder; source: of each as in the folder that the run began from."""
+    """Type of the tensors in these folders; source: of each as in the folder that the run began from."""
 
 
 class ActivationCheckpoint(_Strict):
@@ -770,6 +779,12 @@ def _check_profiling(p: Profiling) -> None:
 
 
 def _check_checkpoint(c: Checkpoint) -> None:
+    if c.export_interval % c.interval:
+        fitting = math.ceil(c.export_interval / c.interval) * c.interval
+        raise ValueError(
+            f"checkpoint.export_interval = {c.export_interval} must be a multiple of checkpoint.interval = "
+            f"{c.interval}: what is exported is a checkpoint; for example {fitting}"
+        )
     if c.enable:
         return
     for key, asked in (
@@ -778,6 +793,8 @@ def _check_checkpoint(c: Checkpoint) -> None:
         ("initial_load_in_hf", c.initial_load_in_hf),
         ("last_save_model_only", c.last_save_model_only),
         ("last_save_in_hf", c.last_save_in_hf),
+        ("export_interval", c.export_interval != 0),
+        ("grace_seconds", c.grace_seconds != 0),
     ):
         if asked:
             raise ValueError(
@@ -814,10 +831,10 @@ def _check_hugging_face(config: Config) -> None:
             f"model.hf_assets_path = {config.model.hf_assets_path!r} is the model of model.flavor = 'hf', and this run "
             f"has {config.model.flavor!r}; change one of them"
         )
-    if c.export_dtype != "float32" and not c.last_save_in_hf:
+    if c.export_dtype != "float32" and not (c.last_save_in_hf or c.export_interval):
         raise ValueError(
-            f"checkpoint.export_dtype = {c.export_dtype!r} has no effect without checkpoint.last_save_in_hf = true; "
-            "set it, or remove checkpoint.export_dtype"
+            f"checkpoint.export_dtype = {c.export_dtype!r} has no effect without checkpoint.last_save_in_hf = true or "
+            "checkpoint.export_interval; set one, or remove checkpoint.export_dtype"
         )
     if c.export_dtype == "source" and not c.initial_load_in_hf:
         raise ValueError(
