@@ -82,6 +82,13 @@ class Source(_Strict):
     dataset_format: DatasetFormat = "text"
 
 
+class Shorter(_Strict):
+    """A part of training.seq_len_schedule."""
+
+    until_step: int = Field(ge=1)
+    seq_len: int = Field(ge=1)
+
+
 class Training(_Strict):
     """The data, the batch and the numbers."""
 
@@ -108,6 +115,9 @@ class Training(_Strict):
     time and inode, than when it was last found whole on this machine."""
     seq_len: int = Field(2048, ge=1)
     """Tokens of one packed stream, over all context-parallel ranks."""
+    seq_len_schedule: list[Shorter] = []
+    """Shorter streams first, [{until_step = 1000, seq_len = 8192}, …]: up to this step, and this one too, of so many
+    tokens; after the last of them of training.seq_len. Steps have training.global_batch_size streams throughout."""
     local_batch_size: int = Field(1, ge=1)
     """Streams of one micro-step on one data-parallel rank."""
     global_batch_size: int = Field(8, ge=1)
@@ -552,7 +562,8 @@ def _explain(error: Any) -> str:
     if error["type"] == "missing":
         return f"{key} is missing; give it"
     if error["type"] == "model_type" and "." in key:
-        return f"{key} = {value!r} must be a table, {{name = …, weight = …, dataset = …}}"
+        keys = "until_step = …, seq_len = …" if "seq_len" in key else "name = …, weight = …, dataset = …"
+        return f"{key} = {value!r} must be a table, {{{keys}}}"
     if error["type"] == "model_type":
         return f"{key} = {value!r} must be a section, [{key}]"
     if error["type"] == "bool_type":
@@ -637,28 +648,59 @@ def check_config(config: Config, world_size: int) -> None:
     _check_hugging_face(config)
 
 
+def seq_len_at(t: Training, step: int) -> int:
+    """Tokens of a stream of this step, of which the first is 1."""
+    return next((part.seq_len for part in t.seq_len_schedule if step <= part.until_step), t.seq_len)
+
+
+def tokens_at(t: Training, step: int) -> int:
+    """Tokens of the first `step` steps."""
+    done = streams_of_one = 0
+    for part in t.seq_len_schedule:
+        steps = max(0, min(part.until_step, step) - done)
+        done, streams_of_one = done + steps, streams_of_one + steps * part.seq_len
+    return (streams_of_one + (step - done) * t.seq_len) * t.global_batch_size
+
+
 def _check_batch(config: Config, dp: int) -> None:
-    t, p = config.training, config.parallelism
-    blocks = p.context_parallel_degree * (2 if p.context_parallel_layout == "zigzag" else 1)
-    if t.seq_len % blocks:
-        raise ValueError(
-            f"training.seq_len = {t.seq_len} cannot be cut into {blocks} equal blocks (context_parallel_degree = "
-            f"{p.context_parallel_degree}, context_parallel_layout = {p.context_parallel_layout!r}); use a multiple of "
-            f"{blocks}, for example {math.ceil(t.seq_len / blocks) * blocks}"
-        )
-    copies = p.context_parallel_degree * p.tensor_parallel_degree
-    if t.seq_len % copies:
-        multiple = math.lcm(blocks, copies)
-        raise ValueError(
-            f"training.seq_len = {t.seq_len} cannot be shared between layers by {copies} ranks "
-            f"(context_parallel_degree = {p.context_parallel_degree} × tensor_parallel_degree = "
-            f"{p.tensor_parallel_degree}); use a multiple of {multiple}, for example "
-            f"{math.ceil(t.seq_len / multiple) * multiple}"
-        )
+    t = config.training
+    _check_length(config, "seq_len", t.seq_len)
+    for n, part in enumerate(t.seq_len_schedule):
+        if part.seq_len > t.seq_len:
+            raise ValueError(
+                f"training.seq_len_schedule: seq_len = {part.seq_len} is more than training.seq_len = {t.seq_len}, at "
+                "which streams arrive; raise that, or lower this"
+            )
+        if n and part.until_step <= (before := t.seq_len_schedule[n - 1].until_step):
+            raise ValueError(
+                f"training.seq_len_schedule: until_step = {part.until_step} comes after {before}; let the steps ascend"
+            )
+        _check_length(config, "seq_len_schedule: seq_len", part.seq_len)
     if t.global_batch_size % (dp * t.local_batch_size):
         raise ValueError(
             f"training.global_batch_size = {t.global_batch_size} is not a multiple of training.local_batch_size × "
             f"data-parallel ranks = {t.local_batch_size} × {dp} = {t.local_batch_size * dp}; change one of them"
+        )
+
+
+def _check_length(config: Config, key: str, seq_len: int) -> None:
+    """Ranks can cut streams of this length."""
+    p = config.parallelism
+    blocks = p.context_parallel_degree * (2 if p.context_parallel_layout == "zigzag" else 1)
+    if seq_len % blocks:
+        raise ValueError(
+            f"training.{key} = {seq_len} cannot be cut into {blocks} equal blocks (context_parallel_degree = "
+            f"{p.context_parallel_degree}, context_parallel_layout = {p.context_parallel_layout!r}); use a multiple of "
+            f"{blocks}, for example {math.ceil(seq_len / blocks) * blocks}"
+        )
+    copies = p.context_parallel_degree * p.tensor_parallel_degree
+    if seq_len % copies:
+        multiple = math.lcm(blocks, copies)
+        raise ValueError(
+            f"training.{key} = {seq_len} cannot be shared between layers by {copies} ranks "
+            f"(context_parallel_degree = {p.context_parallel_degree} × tensor_parallel_degree = "
+            f"{p.tensor_parallel_degree}); use a multiple of {multiple}, for example "
+            f"{math.ceil(seq_len / multiple) * multiple}"
         )
 
 

@@ -44,7 +44,7 @@ from titan_linear.checkpoint import (
     read_progress,
     rewind,
 )
-from titan_linear.config import Config, hf_weights, load_config
+from titan_linear.config import Config, hf_weights, load_config, seq_len_at, tokens_at
 from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, learnt, validation_batches
 from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.feed import Feed, MicroBatch
@@ -280,10 +280,11 @@ class Trainer:
     def _loop(self, logger: MetricsLogger | None, profile: Any, snapshots: MemorySnapshots) -> None:
         first = self.step + 1
         while self.step < self.config.training.steps and not self.stop.agreed:
+            longer = self._lengthen()
             numbers = self.train_step()
             profile.step()
             snapshots.after(self.step)
-            if self.step == first:  # it has compiled and connected everything
+            if self.step == first or longer:  # it has compiled and connected everything
                 dist.barrier(self.host)
                 set_timeout(self.dims.groups, self._timeout)
             if logger and (is_logged(self.config, self.step) or self.step == first or self.stop.agreed):
@@ -295,6 +296,20 @@ class Trainer:
             self._validate_and_save(logger)
             if self.exports:
                 self.exports.look()
+
+    def _lengthen(self) -> bool:
+        """Whether the next step's streams are of another length than those of the one before: layers are compiled for
+        it anew, which may take longer than a step may."""
+        t = self.config.training
+        before, now = seq_len_at(t, self.step), seq_len_at(t, self.step + 1)
+        if before == now or not self.step:
+            return False
+        if dist.get_rank() == 0:
+            print(f"from step {self.step + 1} on streams have {now} tokens (before: {before})", flush=True)
+        set_timeout(self.dims.groups, timedelta(seconds=self.config.comm.init_timeout_seconds))
+        if self.config.compile.enable:
+            torch.compiler.reset()  # else the length would become a variable of the code, or be too many to compile
+        return True
 
     def _give_up(self, why: str) -> None:
         """A signal came between two micro-steps, or while validating: nothing has changed since the last step's end."""
@@ -316,6 +331,8 @@ class Trainer:
         work = Work(training_flops(self.model.config, fed.documents), fed.valid, fed.waited)
         of_step = {"data_seconds": fed.seconds, "gc_seconds": self.garbage.take()}
         more = {name: seconds / max(fed.steps, 1) for name, seconds in of_step.items()} | reserved_memory()
+        if self.config.training.seq_len_schedule:
+            more["seq_len"] = seq_len_at(self.config.training, self.step)
         logger.log(
             self.step, tokens=self._tokens(), memory_gib=peak_memory_gib(), work=work, **numbers, **more
         )  # fmt: skip
@@ -392,7 +409,7 @@ class Trainer:
         )
 
     def _tokens(self) -> int:
-        return self.step * self.config.training.global_batch_size * self.config.training.seq_len
+        return tokens_at(self.config.training, self.step)
 
     def save(self, last: bool) -> None:
         if self.checkpointer is None:
