@@ -160,7 +160,7 @@ def conv1d_case(dtype: str, W: int, by_index: bool = False) -> None:
     launch(conv.conv1d_backward, meta(T, D), d_final, *inputs)
 
 
-def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False) -> None:
+def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False, HV: int = 64) -> None:
     """All stages; plain: normalised inputs, no states (what is timed); else l2norm, gate, β's sigmoid and states by
     index in the kernels."""
     import torch
@@ -171,8 +171,7 @@ def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False) -> Non
     def meta(*shape, kind=dtype):
         return torch.empty(*shape, dtype=getattr(torch, kind), device="meta")
 
-    T, H, N = 32768, 64 // R, 10
-    HV = H * R
+    T, H, N = 32768, HV // R, 10
     q, k, v, do = meta(T, H, K), meta(T, H, K), meta(T, HV, V), meta(T, HV, V)
     g, beta = meta(T, HV, kind="float32"), meta(T, HV, kind="float32")
     gate = (None, None) if plain else (meta(HV, kind="float32"), meta(HV, kind="float32"))
@@ -232,14 +231,20 @@ CASES |= {
         ("float32", 256, 256, 1, False),
     ]
 }
+CASES |= {  # K = 96 filled up (padded.py); the heads of OLMo-Hybrid, whose number is no multiple of 16
+    f"gdn bfloat16 K=128 V=192 30 heads{' plain' if plain else ''}": (gdn_case, ("bfloat16", 128, 192, 1, plain, 30))
+    for plain in (True, False)
+}
 CASES |= {
     "cross-entropy": (cross_entropy_case, ()),
     "fold K=128 V=128": (fold_case, (128, 128)),
+    "fold K=128 V=192": (fold_case, (128, 192)),
     "fold K=256 V=64": (fold_case, (256, 64)),
     "kda bfloat16 K=128 V=128 plain": (kda_case, ("bfloat16", 128, 128)),
     "kda bfloat16 K=128 V=128 bounded": (kda_case, ("bfloat16", 128, 128, "bounded")),
     "kda bfloat16 K=32 V=32 softplus": (kda_case, ("bfloat16", 32, 32, "softplus", False, 2)),
     "kda bfloat16 K=64 V=64 plain": (kda_case, ("bfloat16", 64, 64)),
+    "kda bfloat16 K=128 V=192 plain": (kda_case, ("bfloat16", 128, 192)),
     "kda bfloat16 K=256 V=256 softplus": (kda_case, ("bfloat16", 256, 256, "softplus", False)),
     "kda float32 K=32 V=32 plain": (kda_case, ("float32", 32, 32)),
     "kda float32 K=32 V=32 softplus": (kda_case, ("float32", 32, 32, "softplus", False, 2, False)),
