@@ -269,7 +269,10 @@ def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: 
         param_dtype=DTYPES[t.mixed_precision_param], reduce_dtype=DTYPES[t.mixed_precision_reduce]
     )
     backend = config.compile.backend if config.compile.enable else None
-    parallelize(decoder, dims, ac_mode=config.activation_checkpoint.mode, backend=backend, policy=policy)
+    parallelize(
+        decoder, dims, ac_mode=config.activation_checkpoint.mode, policy=policy, backend=backend,
+        reshard=config.parallelism.fsdp_reshard_after_forward == "always",
+    )  # fmt: skip
     materialise(decoder, device)
     return decoder
 

@@ -173,12 +173,16 @@ class Parallelism(_Strict):
     """Replicas of the sharded model (HSDP)."""
     data_parallel_shard_degree: int = Field(-1, ge=-1)
     """Ranks that share parameters and take different streams (FSDP); -1: the ranks that are left."""
+    fsdp_reshard_after_forward: Literal["always", "never"] = "always"
+    """Free a layer's gathered parameters after its forward and gather them again in backward, or keep them until then:
+    faster, for 2 bytes a parameter of all layers in bfloat16."""
     context_parallel_degree: int = Field(1, ge=1)
     """Ranks that share one stream."""
     context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
-    """One run of tokens per rank, or two mirrored ones, which balance causal attention."""
+    """One run of tokens per rank, or two mirrored ones, which balance causal attention by ring and all-gather;
+    all-to-all over heads is balanced in both, and linear layers are faster in the first."""
     context_parallel_method: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
-    """Exchange of the softmax layers."""
+    """Exchange of the softmax layers; "auto" is all-to-all over heads ("ulysses") if the ranks divide the key heads."""
     context_parallel_linear_method: Literal["kcp", "ulysses"] = "kcp"
     """Exchange of the linear layers: states of the recurrence (KCP), or all-to-all over heads."""
     tensor_parallel_degree: int = Field(1, ge=1)

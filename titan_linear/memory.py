@@ -229,7 +229,7 @@ def memory(config: Config, model: ModelConfig, gpus: int, mean: int | None = Non
     u, batch = units(config, model, gpus), Batch.of(config, mean)
     counted, accumulates = layers(model, batch), micro_steps(config, gpus) > 1
     stored = u.own * u.types.stored + u.whole * widened(DTYPES[config.training.dtype]).itemsize
-    kept, copies = sum(saved(config, layer) for layer in counted), _copies(u)
+    kept, copies = sum(saved(config, layer) for layer in counted), _copies(config, u)
     accumulated = stored * accumulates
     # Where there are copies of all parameters, gradients are theirs first, then as wide as the parameters, then added.
     own = {"gradients": accumulated, "copies": 2 * copies} if copies and not u.sharded else {}
@@ -270,13 +270,15 @@ def _working(config: Config, model: ModelConfig, u: Units, batch: Batch, counted
     return around + max(_memory_of(config, layer).working for layer in counted)
 
 
-def _copies(u: Units) -> int:
-    """FSDP: two units whole (the next is gathered while one computes), and one's gradients, before and in reduction."""
+def _copies(config: Config, u: Units) -> int:
+    """FSDP: two units whole (the next is gathered while one computes), or all, and one's gradients, before and in
+    reduction."""
     compute, stored = u.types.compute, u.types.stored
     if not u.sharded:
         return u.own * compute * (compute != stored)
     sizes = sorted((*u.layers, u.vocabulary))
-    return sum(sizes[-2:]) * compute + sizes[-1] * (compute + u.types.reduce)
+    whole = sizes if config.parallelism.fsdp_reshard_after_forward == "never" else sizes[-2:]
+    return sum(whole) * compute + sizes[-1] * (compute + u.types.reduce)
 
 
 def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> int:

@@ -333,7 +333,8 @@ def _optimizer(u: Units, times: int) -> float:
 
 def _shared(config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
     """Seconds of FSDP2's exchanges in a micro-step that layers do not hide: a layer is gathered while the one before is
-    computed, again in backward, where gradients of the one before are reduced too. And of the replicas' sum."""
+    computed, again in backward if it was freed, where gradients of the one before are reduced too; and of the replicas'
+    sum."""
     p = config.parallelism
     replicas, shards = data_parallel_degrees(config, gpus)
     n, stride = shards * p.context_parallel_degree, p.tensor_parallel_degree
@@ -347,7 +348,8 @@ def _shared(config: Config, u: Units, gpus: int, machine: Machine, passes: list[
         exposed += gather[0] + gather[-1] + reduce[0] + reduce[-1]
         for i in range(1, len(u.layers)):
             exposed += max(gather[i] - passes[i - 1][0].seconds, 0.0)
-            exposed += max(gather[i - 1] + reduce[i] - passes[i - 1][1].seconds, 0.0)
+            again = gather[i - 1] * (p.fsdp_reshard_after_forward == "always")
+            exposed += max(again + reduce[i] - passes[i - 1][1].seconds, 0.0)
     if replicas > 1:
         link = machine.link(replicas, n * stride)
         sums = 2 * u.own * u.types.reduce * (replicas - 1) / replicas / link.reduce_scatter

@@ -158,6 +158,7 @@ def compiled(rank: int, world_size: int, mixer: str, methods: dict[str, str], tp
         ("gdn", {"impl": "triton"}),
         ("attention", {"softmax_method": "ring"}),
         ("attention", {"softmax_method": "allgather"}),
+        ("attention", {"softmax_method": "ulysses"}),
         ("mla", {}),
     ],
 )

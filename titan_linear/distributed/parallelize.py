@@ -24,12 +24,19 @@ from titan_linear.ops.kept import contexts
 
 
 def parallelize(
-    model: Decoder, dims: ParallelDims, *, ac_mode: str, backend: str | None = None, policy: MixedPrecisionPolicy
+    model: Decoder,
+    dims: ParallelDims,
+    *,
+    ac_mode: str,
+    policy: MixedPrecisionPolicy,
+    backend: str | None = None,
+    reshard: bool = True,
 ) -> None:
     """Wrap a decoder (on the meta device) in place. Gradients become sums over all ranks, never means. Where no
     other rank has the same parameters FSDP2 is left out: `ComputeCopies` (precision.py) brings its mixed precision.
 
     backend: of torch.compile; None: nothing is compiled.
+    reshard: FSDP frees a layer's gathered parameters after its forward, and gathers them again for its backward.
     """
     cut(model, dims)
     if backend is not None:
@@ -39,7 +46,7 @@ def parallelize(
     if ac_mode != "none":
         checkpoint_layers(model, selective=ac_mode == "selective", compiled=backend is not None)
     if dims.sharded:
-        shard(model, dims, policy)
+        shard(model, dims, policy, reshard)
 
 
 def cut(model: Decoder, dims: ParallelDims) -> None:
@@ -61,15 +68,15 @@ def checkpoint_layers(model: Decoder, *, selective: bool, compiled: bool) -> Non
         layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **options)
 
 
-def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy) -> None:
+def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy, reshard: bool) -> None:
     """FSDP2 by layer. Embedding and head are units of their own unless they share their weight."""
     options = {"mesh": dims.fsdp_mesh, "mp_policy": policy, "ignored_params": set(replicated_parameters(model))}
     for layer in model.layers:
         if dims.ep > 1 and isinstance(layer.mlp, MoE):
-            fully_shard(layer.mlp.experts, **options | {"mesh": dims.expert_fsdp_mesh})
-        fully_shard(layer, **options)
+            fully_shard(layer.mlp.experts, reshard_after_forward=reshard, **options | {"mesh": dims.expert_fsdp_mesh})
+        fully_shard(layer, reshard_after_forward=reshard, **options)
     if not model.config.tie_embeddings:
-        fully_shard(model.embedding, **options)
+        fully_shard(model.embedding, reshard_after_forward=reshard, **options)
         fully_shard(model.head, reshard_after_forward=False, **options)  # backward begins with it
     fully_shard(model, **options)
     for module in model.modules():

@@ -59,4 +59,5 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         gate_up, weight = ctx.saved_tensors
         d, activated = IMPLEMENTATIONS[ctx.name]()[1](gate_up.contiguous(), (dy @ weight).contiguous())
-        return d, dy.flatten(0, -2).T @ activated.flatten(0, -2), None
+        dweight = dy.reshape(-1, dy.shape[-1]).T @ activated.reshape(-1, activated.shape[-1])
+        return d, dweight, None

@@ -43,14 +43,10 @@ def ulysses_attention(
     W must divide Hq, and divide Hkv or be a multiple of it; a key head is then sent to each rank that has queries
     for it, and autograd sums its gradients.
     """
-    W, copies = cp.world_size, _key_head_copies(q.shape[2], k.shape[2], cp.world_size)
+    copies = _key_head_copies(q.shape[2], k.shape[2], cp.world_size)
     if copies > 1:
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
-    # One exchange for the three, side by side, and one copy: as they leave, by receiver.
-    by_rank = [x[0].unflatten(1, (W, -1)).flatten(2).movedim(1, 0) for x in (q, k, v)]  # [W, T_local, H/W·D]
-    mine = tokens_to_heads(torch.cat(by_rank, -1).movedim(0, 1).unsqueeze(0), cp)[:, :, 0]  # [1, T, …]
-    parts = mine.split([x.shape[-1] for x in by_rank], -1)
-    q, k, v = (x.unflatten(-1, (-1, dim)) for x, dim in zip(parts, (q.shape[3], k.shape[3], v.shape[3]), strict=True))
+    q, k, v = (tokens_to_heads(x, cp) for x in (q, k, v))
     return heads_to_tokens(local_attention(q, k, v, scale, causal, cp.stream), cp)
 
 
@@ -83,7 +79,7 @@ def exchange_heads(x: torch.Tensor, order: list[int], world_size: int, group: st
         parts = x[0].unflatten(1, (world_size, -1)).movedim(1, 0)  # [W, T_local, H/W, ...], by receiver
         return to_global_order(_all_to_all(parts, group), order).unsqueeze(0)
     parts = _all_to_all(to_rank_order(x[0], order, world_size), group)  # [W, T_local, H/W, ...], by sender
-    return parts.movedim(0, 1).flatten(1, 2).unsqueeze(0)
+    return parts.movedim(0, 1).flatten(1, 2).unsqueeze(0).contiguous()  # flatten copies, but for one head a rank
 
 
 @register_fake(exchange_heads)
