@@ -19,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 from unittest.mock import patch
 
@@ -443,9 +444,10 @@ def test_saving_a_step_again(worlds, tmp_path):
 # --- Errors and kills ------------------------------------------------------------------------------------------------
 
 
-def save_with_broken_disk(rank, world_size, folder, broken_rank, fault, async_mode):
+def save_with_broken_disk(rank, world_size, folder, broken_rank, fault, async_mode, verify=True):
     model, optimizer = build((world_size,))
-    checkpointer = Checkpointer(folder, async_mode=async_mode)
+    keep = 1 if fault == "lies" and verify else 10
+    checkpointer = Checkpointer(folder, async_mode=async_mode, keep_latest_k=keep, verify=verify)
     checkpointer.save(1, model, optimizer, {"step": 1})
     checkpointer.wait()
     step(model, optimizer)
@@ -490,9 +492,32 @@ def full_device(_, path, mode):
         yield stream
 
 
+@contextlib.contextmanager
+def lying_device(_, path, mode):
+    """In place of DCP's own stream, which it is below: of each block the last byte is another on the disk."""
+    with open(path, mode) as stream:
+        if mode == "wb":
+            write = stream.write
+            stream = types.SimpleNamespace(
+                write=lambda data: write(bytes(data)[:-1] + bytes([bytes(data)[-1] ^ 1])) if len(data) else 0,
+                tell=stream.tell, flush=stream.flush, close=stream.close,
+            )  # fmt: skip
+        yield stream
+
+
+@contextlib.contextmanager
+def lies_once():
+    streams = iter([lying_device])
+    honest = FileSystem.create_stream
+    with patch.object(FileSystem, "create_stream", lambda *args: next(streams, honest)(*args)):
+        yield
+
+
 FAULTS = {
     "none": lambda: patch.dict({}),
     "write": SmallFiles,
+    "lies": lambda: patch.object(FileSystem, "create_stream", lying_device),
+    "lies once": lies_once,
     "device": lambda: patch.object(FileSystem, "create_stream", full_device),
     "runtime": lambda: patch("titan_linear.checkpoint._measure", broken),
     "sync": lambda: patch("titan_linear.checkpoint.os.fsync", full_disk),
@@ -505,13 +530,21 @@ FAULTS = {
 REASONS = dict.fromkeys(FAULTS, "No space left on device") | {
     "write": "File too large",
     "runtime": "RuntimeError('not a disk error')",
+    "lies": "__1_0.distcp on the disk is not what was written",
 }
 
 
 @pytest.mark.parametrize(
     "fault, broken_rank, async_mode",
     [(*at, "disabled") for at in (("mkdir", 0), ("write", 0), ("write", 1), ("rename", 0), ("sync", 1), ("commit", 0))]
-    + [("write", 1, "async"), ("commit", 0, "async"), ("device", 1, "disabled"), ("runtime", 1, "async")],
+    + [
+        ("write", 1, "async"),
+        ("commit", 0, "async"),
+        ("device", 1, "disabled"),
+        ("runtime", 1, "async"),
+        ("lies", 1, "disabled"),
+        ("lies", 1, "async"),
+    ],
 )
 def test_an_error_on_one_rank_is_raised_on_all(worlds, tmp_path, fault, broken_rank, async_mode):
     results = worlds(2).run(save_with_broken_disk, tmp_path, broken_rank, fault, async_mode, timeout=60)
@@ -519,8 +552,20 @@ def test_an_error_on_one_rank_is_raised_on_all(worlds, tmp_path, fault, broken_r
         assert error.startswith(f"saving step-2 in '{tmp_path}' failed: rank {broken_rank}: "), error
         assert error.partition(f"rank {broken_rank}: ")[2] == REASONS[fault], error
         assert (whole, leftovers) == ([1], [])
-    assert whole_steps(tmp_path) == [1, 3]
+    assert whole_steps(tmp_path) == ([3] if fault == "lies" else [1, 3])
     assert worlds(2).run(load_step, tmp_path, (2,), 3)[0][2] == results[0][2]
+
+
+def test_what_a_disk_alters_is_written_again(worlds, tmp_path):
+    """Without verify it is seen when the checkpoint is read: its checksums are of what was to be written."""
+    for (error, (whole, _), _), _ in zip(
+        worlds(2).run(save_with_broken_disk, tmp_path / "a", 1, "lies once", "async"), range(2), strict=True
+    ):
+        assert error is None and whole == [1, 2]
+    verify(tmp_path / "a" / "step-2")
+    worlds(2).run(save_with_broken_disk, tmp_path / "b", 1, "lies", "disabled", False)
+    with pytest.raises(ValueError, match=r"__1_0.distcp' was altered since it was saved"):
+        verify(tmp_path / "b" / "step-2")
 
 
 def save_until_killed(port, folder, moment):

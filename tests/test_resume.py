@@ -237,7 +237,7 @@ def test_a_signal_saves_and_stops(
     corpus: Path, worlds: Callable[[int], World], tmp_path: Path, uninterrupted: dict[int, float]
 ) -> None:
     """SIGTERM, which a Ctrl-C comes to the workers as too (see below); of workers as they always start."""
-    process = start(corpus, tmp_path, fresh=True, checkpoint__interval=1000)
+    process = start(corpus, tmp_path, fresh=True, checkpoint__interval=1000, checkpoint__grace_seconds=60)
     wait_for_step(process, tmp_path, 2)
     reached = stopped(process, tmp_path, signal.SIGTERM, 143)
     assert reached < STEPS

@@ -32,9 +32,11 @@ def start(folder: Path, load_step: int) -> int:
 
 
 def test_later_steps_are_set_aside_at_once(folder: Path) -> None:
+    for step in (6, 9):
+        (folder / f"step-{step}-hf").mkdir()  # what was exported of them
     assert start(folder, 6) == 6
-    assert whole_steps(folder) == [3, 6]
-    assert sorted(path.name for path in folder.glob("abandoned-*/*")) == ["step-12", "step-9"]
+    assert whole_steps(folder) == [3, 6] and (folder / "step-6-hf").exists()
+    assert sorted(path.name for path in folder.glob("abandoned-*/*")) == ["step-12", "step-9", "step-9-hf"]
 
 
 def test_the_same_command_goes_on_from_the_newest(folder: Path) -> None:

@@ -243,7 +243,7 @@ def test_mixtures_of_experts(
     name: str, corpus: Path, worlds: Callable[[int], World], one_process: Callable[[dict], tuple]
 ) -> None:
     """A load-balance loss, a selection bias that moves, and latent attention, over FSDP and both layouts."""
-    keys = FLOAT64 | {"training.steps": 3, "model.name": name, "activation_checkpoint.mode": "full"}
+    keys = FLOAT64 | {"training.steps": 5, "model.name": name, "activation_checkpoint.mode": "full"}
     losses, norms, weights = one_process(keys)
     splits = ("accumulation", "dp 2", "dp 2 x cp 2", "cp 2 zig-zag", "tp 2 x cp 2 zig-zag")
     for processes, split in [

@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from titan_linear.checkpoint import Progress
-from titan_linear.config import Config, data_parallel_degrees, hf_assets, hf_weights, sources
+from titan_linear.config import Config, data_parallel_degrees, hf_assets, hf_weights, sources, tokens_at
 from titan_linear.data import (
     ORDER,
     Corpus,
+    Length,
     MixedStreams,
     PackedStreams,
     Phase,
@@ -84,7 +85,7 @@ def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress) -> t
         return under_key(wheres[n].rstrip(": "), *arguments) if t.mixture else of(*arguments[1:])
 
     packed = [PackedStreams(c, side(split, n, "train"), seq_len=t.seq_len, seed=seed) for n, c in enumerate(trained)]
-    streams = _mixed(config, packed, progress) if t.mixture else packed[0]
+    streams = _mixed(config, packed, progress) if t.mixture else packed[0].of_lengths(lengths(config))
     if not v.enable:
         return streams, None
     held_out = [side(split_corpus, n, "validation") for n in range(len(trained))] if not own else []
@@ -99,7 +100,14 @@ def _mixed(config: Config, packed: list[PackedStreams], progress: Progress) -> M
     """The mixture of these sources, in the order of training.mixture."""
     named = {source.name: streams for source, streams in zip(config.training.mixture, packed, strict=True)}
     phases, known = mixture_phases(config, progress), progress.get("sources")
-    return MixedStreams(named, phases, seed=config.debug.seed, known=known)
+    return MixedStreams(named, phases, seed=config.debug.seed, known=known, lengths=lengths(config))
+
+
+def lengths(config: Config) -> list[Length]:
+    """Of the run's streams, by training.seq_len_schedule; they change where a step begins."""
+    t = config.training
+    starts = [0, *(part.until_step * t.global_batch_size for part in t.seq_len_schedule)]
+    return list(map(Length, starts, [*(part.seq_len for part in t.seq_len_schedule), t.seq_len]))
 
 
 def mixture_phases(config: Config, progress: Progress) -> list[Phase]:
@@ -135,7 +143,7 @@ def _mixture_changes(old: Mapping[str, float], new: Mapping[str, float]) -> str:
 def progress_at(config: Config, step: int, skipped: int) -> Progress:
     """What a checkpoint has to know of how far the run is. The cursor is of whole steps, whatever was fetched ahead."""
     cursor = step * config.training.global_batch_size
-    return {"step": step, "cursor": cursor, "tokens": cursor * config.training.seq_len, "skipped": skipped}
+    return {"step": step, "cursor": cursor, "tokens": tokens_at(config.training, step), "skipped": skipped}
 
 
 def data_content(config: Config, tokenizer: Tokenizer, streams: Streams, held_out: Streams | None) -> Progress:
@@ -289,9 +297,9 @@ def checkpoint_folder(config: Config) -> Path:
     return Path(config.job.dump_folder) / config.checkpoint.folder
 
 
-def export_folder(config: Config) -> Path:
-    """The Hugging Face folder that a run leaves."""
-    return checkpoint_folder(config) / f"step-{config.training.steps}-hf"
+def export_folder(config: Config, step: int = 0) -> Path:
+    """The Hugging Face folder of a step; by default the one that a run leaves."""
+    return checkpoint_folder(config) / f"step-{step or config.training.steps}-hf"
 
 
 def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like: str = "") -> str:

@@ -10,10 +10,11 @@
       abandoned-DATE/      checkpoints of a future that the run left by resuming from an earlier step
       rewound.json         the checkpoint.load_step that the run has gone back to; the same command resumes from here
 
-A save fills step-N.tmp, every rank syncs its own files and reads them back for their checksums, rank 0 adds the
-manifest and renames. So SIGKILL costs at most the save in progress. DCP notices a truncated file but not an altered
-one: `verify` reads everything. No code of a checkpoint runs: tensors are loaded as weights only, and of the pickle in
-.metadata only the classes that it needs (`Reader`).
+A save fills step-N.tmp, every rank sums up its own files while it writes them, syncs them and reads them back from the
+disk to compare, rank 0 adds the manifest and renames; only then older checkpoints go. So SIGKILL costs at most the save
+in progress, and what a disk alters is noticed while the state is still there to be written again. DCP notices a
+truncated file but not an altered one: `verify` reads everything. No code of a checkpoint runs: tensors are loaded as
+weights only, and of the pickle in .metadata only the classes that it needs (`Reader`).
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
@@ -75,20 +78,23 @@ class Checkpointer:
         folder: holds the step-N folders; on a file system that all ranks share.
         async_mode: "disabled", or "async": `save` returns once the state is copied to host memory, which is kept.
         keep_latest_k: older checkpoints than the latest k are removed; 0 keeps all.
+        verify: read what was written back from the disk, and write once more what is not the same.
         group: a gloo group of all ranks that nothing else uses; one is made by default. An async save talks in it
             while training talks in the others.
     """
 
     def __init__(
-        self, folder: Path, *, async_mode: str = "disabled", keep_latest_k: int = 10,
+        self, folder: Path, *, async_mode: str = "disabled", keep_latest_k: int = 10, verify: bool = True,
         group: dist.ProcessGroup | None = None,
     ):  # fmt: skip
         if async_mode not in ("disabled", "async"):
             raise ValueError(f"checkpoint.async_mode = {async_mode!r} must be 'disabled' or 'async'")
-        self.folder, self.keep_latest_k = Path(folder), keep_latest_k
+        self.folder, self.keep_latest_k, self.verify = Path(folder), keep_latest_k, verify
         self.group = group or dist.new_group(backend="gloo")
         self.rank = dist.get_rank(self.group)
         self._saved: tuple[int, bool] | None = None  # the step that this run is at on disk; with its optimizer?
+        self.in_use: set[int] = set()  # steps that somebody reads: they are not removed
+        self._longest = 0.0  # seconds of a save
         self._pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if async_mode == "async" else None
 
@@ -101,15 +107,21 @@ class Checkpointer:
         self.wait()
         if self._saved in ((step, True), (step, optimizer is not None)):
             return
-        state = {"model": named_parameters(model)}
+        begun, state = time.monotonic(), {"model": named_parameters(model)}
         if optimizer is not None:
             state["optimizer"] = _of_whole(_optimizer_state(model, optimizer)[0], model)
         if self._thread is None:
-            self._write(step, state, progress)
+            self._timed(begun, step, state, progress)
         else:
             # A plain copy to host memory. torch 2.11's stager is for one save: its second fails.
             staged = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
-            self._pending = self._thread.submit(self._write, step, staged, dict(progress))
+            self._pending = self._thread.submit(self._timed, begun, step, staged, dict(progress))
+
+    @property
+    def seconds(self) -> float:
+        """What another save would take: as long as the longest, and as long again if one is under way; 0: unknown."""
+        under_way = self._pending is not None and not self._pending.done()
+        return self._longest * (2 if under_way else 1)
 
     def wait(self) -> None:
         """Finish an async save.
@@ -164,11 +176,13 @@ class Checkpointer:
         """Everything that touches the disk; in async mode on a thread of its own."""
         tmp = self.folder / f"step-{step}.tmp"
         try:
-            self._together(lambda: self.rank == 0 and self._prepare(tmp, progress))
-            writer = _Writer(tmp, sync_files=False)  # it would sync before its last block is written
-            dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
-            parts = self._together(lambda: self._sync_own_files(tmp))
-            files = {name: entry for part in parts for name, entry in part.items()}
+            files, altered = self._fill(tmp, state, progress, planner)
+            if altered:
+                if self.rank == 0:
+                    print(f"warning: saving step-{step}: {altered}; it is written once more", flush=True)
+                files, altered = self._fill(tmp, state, progress, planner)
+            if altered:
+                raise OSError(altered)
             self._together(lambda: self.rank == 0 and self._commit(step, tmp, files))
             self._saved = (step, "optimizer" in state)
             self._together(lambda: self.rank == 0 and self._prune(step))
@@ -176,6 +190,23 @@ class Checkpointer:
             if self.rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)  # the disk may be full
             raise SaveFailed(f"saving step-{step} in '{self.folder}' failed: {_reasons(failure)}") from failure
+
+    def _timed(self, begun: float, *arguments: Any) -> None:
+        self._write(*arguments)
+        self._longest = max(self._longest, time.monotonic() - begun)
+
+    def _fill(
+        self, tmp: Path, state: dict[str, Any], progress: Progress, planner: dcp.SavePlanner | None
+    ) -> tuple[dict[str, list[int]], str]:
+        """Write everything but the manifest; [size, CRC-32] of each file, and which the disk has otherwise."""
+        text = json.dumps(progress, indent=2) + "\n"
+        self._together(lambda: self.rank == 0 and self._prepare(tmp, text))
+        writer = _Writer(tmp, sync_files=False)  # it would sync before its last block is written
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
+        own = writer.fs.written | ({PROGRESS: _sum(text.encode())} if self.rank == 0 else {})
+        parts = self._together(lambda: (own, self._sync(tmp, own)))
+        files = {name: entry for part, _ in parts for name, entry in part.items()}
+        return files, "; ".join(f"rank {rank}: {names}" for rank, (_, names) in enumerate(parts) if names)
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
         """Each rank's result of `work`, in order; an error of any rank is raised on all of them."""
@@ -190,23 +221,27 @@ class Checkpointer:
             raise OSError("; ".join(errors))
         return [result for result, _ in outcomes]
 
-    def _prepare(self, tmp: Path, progress: Progress) -> None:
+    def _prepare(self, tmp: Path, progress: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         for leftover in self.folder.glob("step-*.tmp"):
             shutil.rmtree(leftover)
         tmp.mkdir()
-        (tmp / PROGRESS).write_text(json.dumps(progress, indent=2) + "\n")
+        (tmp / PROGRESS).write_text(progress)
 
-    def _sync_own_files(self, tmp: Path) -> dict[str, list[int]]:
-        own = [*tmp.glob(f"__{self.rank}_*"), *([tmp / METADATA, tmp / PROGRESS] if self.rank == 0 else [])]
-        return {file.name: _measure(sync(file)) for file in own}
+    def _sync(self, tmp: Path, own: dict[str, list[int]]) -> str:
+        """Bring files to the disk; which it has otherwise than they were written, else ""."""
+        files = [sync(tmp / name, forget=self.verify) for name in own]
+        altered = [file.name for file in files if self.verify and _inspect(file) != own[file.name]]
+        return f"{', '.join(altered)} on the disk is not what was written" if altered else ""
 
     def _commit(self, step: int, tmp: Path, files: dict[str, list[int]]) -> None:
         for name, (size, _) in files.items():
             if not (tmp / name).exists() or (tmp / name).stat().st_size != size:
                 raise OSError(f"{name} of another node is not there: checkpoints need a file system that nodes share")
-        (tmp / MANIFEST).write_text(json.dumps({"files": files}, indent=2))
-        sync(tmp / MANIFEST)
+        text = json.dumps({"files": files}, indent=2)
+        (tmp / MANIFEST).write_text(text)
+        if altered := self._sync(tmp, {MANIFEST: _sum(text.encode())}):
+            raise OSError(altered)
         sync(tmp)
         _set_aside(self.folder, step, f"this run came to step {step} another way")
         tmp.rename(self.folder / f"step-{step}")
@@ -214,13 +249,48 @@ class Checkpointer:
 
     def _prune(self, step: int) -> None:
         older = [old for old in whole_steps(self.folder) if old < step]
-        for old in older[: max(0, len(older) + 1 - self.keep_latest_k)] if self.keep_latest_k else []:
+        too_many = older[: max(0, len(older) + 1 - self.keep_latest_k)] if self.keep_latest_k else []
+        for old in (old for old in too_many if old not in self.in_use):
             doomed = self.folder / f"step-{old}.tmp"  # a removal that is cut short leaves no broken step-N
             (self.folder / f"step-{old}").rename(doomed)
             shutil.rmtree(doomed)
 
 
+class _Summed(FileSystem):
+    """Files whose bytes are summed up before they go to the disk."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, list[int]] = {}  # name → [size, CRC-32]
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            yield _Stream(stream, self.written.setdefault(Path(path).name, [0, 0])) if mode == "wb" else stream
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class _Stream:
+    """A file that is written from its beginning to its end; `entry` becomes its [size, CRC-32]."""
+
+    def __init__(self, stream: Any, entry: list[int]):
+        self.stream, self.entry = stream, entry
+
+    def write(self, data: Any) -> int:
+        self.entry[:] = _sum(data, self.entry)
+        return self.stream.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
 class _Writer(dcp.FileSystemWriter):
+    def __init__(self, path: Path, **options: Any):
+        super().__init__(path, **options)
+        self.fs = _Summed()
+
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Raises the disk's error where PyTorch says, on the way out of it, that its archive is torn."""
         try:
@@ -367,7 +437,8 @@ def _rewound_to(folder: Path) -> int | None:
 
 def _set_aside(folder: Path, step: int, why: str) -> None:
     """A run's steps ascend: checkpoints of this step and later ones are of a future that it has left."""
-    if left := [path for number, path in _step_folders(folder).items() if number >= step]:
+    folders = [*_step_folders(folder).items(), *_step_folders(folder, "-hf").items()]  # and what was exported of them
+    if left := [path for number, path in folders if number >= step]:
         aside = unused(folder / time.strftime("abandoned-%Y%m%d-%H%M%S"))
         aside.mkdir()
         for path in left:
@@ -439,8 +510,8 @@ def read_progress(path: Path) -> Progress:
     return json.loads((path / PROGRESS).read_text())
 
 
-def _step_folders(folder: Path) -> dict[int, Path]:
-    matches = [(re.fullmatch(r"step-(0|[1-9]\d*)", path.name), path) for path in folder.glob("step-*")]
+def _step_folders(folder: Path, suffix: str = "") -> dict[int, Path]:
+    matches = [(re.fullmatch(rf"step-(0|[1-9]\d*){suffix}", path.name), path) for path in folder.glob("step-*")]
     return {int(match[1]): path for match, path in matches if match}
 
 
@@ -470,18 +541,29 @@ def _inspect(file: Path) -> list[int] | str:
 
 
 def _measure(file: Path) -> list[int]:
-    size = crc = 0
+    entry = [0, 0]
     with file.open("rb") as stream:
         while block := stream.read(BLOCK):
-            size, crc = size + len(block), zlib.crc32(block, crc)
-    return [size, crc]
+            entry = _sum(block, entry)
+    return entry
 
 
-def sync(path: Path) -> Path:
-    """Bring a written file, or the names in a folder, to the disk."""
+def _sum(data: Any, before: list[int] | None = None) -> list[int]:
+    """[size in bytes, CRC-32] of what was `before` and these bytes."""
+    size, crc = before or (0, 0)
+    return [size + memoryview(data).nbytes, zlib.crc32(data, crc)]
+
+
+def sync(path: Path, *, forget: bool = False) -> Path:
+    """Bring a written file, or the names in a folder, to the disk.
+
+    forget: have the system drop what it keeps of the file in memory, where it can, so that it is read from the disk.
+    """
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+        if forget and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
     finally:
         os.close(fd)
     return path

@@ -82,6 +82,13 @@ class Source(_Strict):
     dataset_format: DatasetFormat = "text"
 
 
+class Shorter(_Strict):
+    """A part of training.seq_len_schedule."""
+
+    until_step: int = Field(ge=1)
+    seq_len: int = Field(ge=1)
+
+
 class Training(_Strict):
     """The data, the batch and the numbers."""
 
@@ -108,6 +115,9 @@ class Training(_Strict):
     time and inode, than when it was last found whole on this machine."""
     seq_len: int = Field(2048, ge=1)
     """Tokens of one packed stream, over all context-parallel ranks."""
+    seq_len_schedule: list[Shorter] = []
+    """Shorter streams first, [{until_step = 1000, seq_len = 8192}, …]: up to this step, and this one too, of so many
+    tokens; after the last of them of training.seq_len. Steps have training.global_batch_size streams throughout."""
     local_batch_size: int = Field(1, ge=1)
     """Streams of one micro-step on one data-parallel rank."""
     global_batch_size: int = Field(8, ge=1)
@@ -205,6 +215,12 @@ class Checkpoint(_Strict):
     """Write while training goes on, or before it does."""
     keep_latest_k: int = Field(10, ge=0)
     """Older checkpoints than the latest k are removed; 0 keeps all."""
+    verify: bool = True
+    """Read what a save wrote back from the disk before older checkpoints are removed; what is not the same is written
+    once more, and then the save has failed. Asynchronous saves do it while training goes on."""
+    grace_seconds: int = Field(0, ge=0)
+    """Time that a machine leaves a run after SIGTERM (a spot instance: 30 to 120). If the rest of the step and a save
+    would take longer, the step is given up and the state before it is saved; 0: as long as it takes."""
     load_step: int = Field(-1, ge=-1)
     """Step to go back to, once: later ones are set aside, and the same command started again resumes from its newest;
     -1: the newest whole checkpoint."""
@@ -217,8 +233,11 @@ class Checkpoint(_Strict):
     """The last save holds the weights only: smaller, but the run cannot be continued from it."""
     last_save_in_hf: bool = False
     """When the run ends, write its weights as a Hugging Face folder too: step-N-hf, beside the checkpoints."""
+    export_interval: int = Field(0, ge=0)
+    """Steps between Hugging Face folders of checkpoints, step-N-hf, which a process of its own writes while training
+    goes on: a multiple of checkpoint.interval; 0: none. They are never removed."""
     export_dtype: Literal["float16", "bfloat16", "float32", "source"] = "float32"
-    """Type of the tensors in that folder; source: of each as in the folder that the run began from."""
+    """Type of the tensors in these folders; source: of each as in the folder that the run began from."""
 
 
 class ActivationCheckpoint(_Strict):
@@ -547,7 +566,8 @@ def _explain(error: Any) -> str:
     if error["type"] == "missing":
         return f"{key} is missing; give it"
     if error["type"] == "model_type" and "." in key:
-        return f"{key} = {value!r} must be a table, {{name = …, weight = …, dataset = …}}"
+        keys = "until_step = …, seq_len = …" if "seq_len" in key else "name = …, weight = …, dataset = …"
+        return f"{key} = {value!r} must be a table, {{{keys}}}"
     if error["type"] == "model_type":
         return f"{key} = {value!r} must be a section, [{key}]"
     if error["type"] == "bool_type":
@@ -632,28 +652,59 @@ def check_config(config: Config, world_size: int) -> None:
     _check_hugging_face(config)
 
 
+def seq_len_at(t: Training, step: int) -> int:
+    """Tokens of a stream of this step, of which the first is 1."""
+    return next((part.seq_len for part in t.seq_len_schedule if step <= part.until_step), t.seq_len)
+
+
+def tokens_at(t: Training, step: int) -> int:
+    """Tokens of the first `step` steps."""
+    done = streams_of_one = 0
+    for part in t.seq_len_schedule:
+        steps = max(0, min(part.until_step, step) - done)
+        done, streams_of_one = done + steps, streams_of_one + steps * part.seq_len
+    return (streams_of_one + (step - done) * t.seq_len) * t.global_batch_size
+
+
 def _check_batch(config: Config, dp: int) -> None:
-    t, p = config.training, config.parallelism
-    blocks = p.context_parallel_degree * (2 if p.context_parallel_layout == "zigzag" else 1)
-    if t.seq_len % blocks:
-        raise ValueError(
-            f"training.seq_len = {t.seq_len} cannot be cut into {blocks} equal blocks (context_parallel_degree = "
-            f"{p.context_parallel_degree}, context_parallel_layout = {p.context_parallel_layout!r}); use a multiple of "
-            f"{blocks}, for example {math.ceil(t.seq_len / blocks) * blocks}"
-        )
-    copies = p.context_parallel_degree * p.tensor_parallel_degree
-    if t.seq_len % copies:
-        multiple = math.lcm(blocks, copies)
-        raise ValueError(
-            f"training.seq_len = {t.seq_len} cannot be shared between layers by {copies} ranks "
-            f"(context_parallel_degree = {p.context_parallel_degree} × tensor_parallel_degree = "
-            f"{p.tensor_parallel_degree}); use a multiple of {multiple}, for example "
-            f"{math.ceil(t.seq_len / multiple) * multiple}"
-        )
+    t = config.training
+    _check_length(config, "seq_len", t.seq_len)
+    for n, part in enumerate(t.seq_len_schedule):
+        if part.seq_len > t.seq_len:
+            raise ValueError(
+                f"training.seq_len_schedule: seq_len = {part.seq_len} is more than training.seq_len = {t.seq_len}, at "
+                "which streams arrive; raise that, or lower this"
+            )
+        if n and part.until_step <= (before := t.seq_len_schedule[n - 1].until_step):
+            raise ValueError(
+                f"training.seq_len_schedule: until_step = {part.until_step} comes after {before}; let the steps ascend"
+            )
+        _check_length(config, "seq_len_schedule: seq_len", part.seq_len)
     if t.global_batch_size % (dp * t.local_batch_size):
         raise ValueError(
             f"training.global_batch_size = {t.global_batch_size} is not a multiple of training.local_batch_size × "
             f"data-parallel ranks = {t.local_batch_size} × {dp} = {t.local_batch_size * dp}; change one of them"
+        )
+
+
+def _check_length(config: Config, key: str, seq_len: int) -> None:
+    """Ranks can cut streams of this length."""
+    p = config.parallelism
+    blocks = p.context_parallel_degree * (2 if p.context_parallel_layout == "zigzag" else 1)
+    if seq_len % blocks:
+        raise ValueError(
+            f"training.{key} = {seq_len} cannot be cut into {blocks} equal blocks (context_parallel_degree = "
+            f"{p.context_parallel_degree}, context_parallel_layout = {p.context_parallel_layout!r}); use a multiple of "
+            f"{blocks}, for example {math.ceil(seq_len / blocks) * blocks}"
+        )
+    copies = p.context_parallel_degree * p.tensor_parallel_degree
+    if seq_len % copies:
+        multiple = math.lcm(blocks, copies)
+        raise ValueError(
+            f"training.{key} = {seq_len} cannot be shared between layers by {copies} ranks "
+            f"(context_parallel_degree = {p.context_parallel_degree} × tensor_parallel_degree = "
+            f"{p.tensor_parallel_degree}); use a multiple of {multiple}, for example "
+            f"{math.ceil(seq_len / multiple) * multiple}"
         )
 
 
@@ -774,6 +825,12 @@ def _check_profiling(p: Profiling) -> None:
 
 
 def _check_checkpoint(c: Checkpoint) -> None:
+    if c.export_interval % c.interval:
+        fitting = math.ceil(c.export_interval / c.interval) * c.interval
+        raise ValueError(
+            f"checkpoint.export_interval = {c.export_interval} must be a multiple of checkpoint.interval = "
+            f"{c.interval}: what is exported is a checkpoint; for example {fitting}"
+        )
     if c.enable:
         return
     for key, asked in (
@@ -782,6 +839,8 @@ def _check_checkpoint(c: Checkpoint) -> None:
         ("initial_load_in_hf", c.initial_load_in_hf),
         ("last_save_model_only", c.last_save_model_only),
         ("last_save_in_hf", c.last_save_in_hf),
+        ("export_interval", c.export_interval != 0),
+        ("grace_seconds", c.grace_seconds != 0),
     ):
         if asked:
             raise ValueError(
@@ -818,10 +877,10 @@ def _check_hugging_face(config: Config) -> None:
             f"model.hf_assets_path = {config.model.hf_assets_path!r} is the model of model.flavor = 'hf', and this run "
             f"has {config.model.flavor!r}; change one of them"
         )
-    if c.export_dtype != "float32" and not c.last_save_in_hf:
+    if c.export_dtype != "float32" and not (c.last_save_in_hf or c.export_interval):
         raise ValueError(
-            f"checkpoint.export_dtype = {c.export_dtype!r} has no effect without checkpoint.last_save_in_hf = true; "
-            "set it, or remove checkpoint.export_dtype"
+            f"checkpoint.export_dtype = {c.export_dtype!r} has no effect without checkpoint.last_save_in_hf = true or "
+            "checkpoint.export_interval; set one, or remove checkpoint.export_dtype"
         )
     if c.export_dtype == "source" and not c.initial_load_in_hf:
         raise ValueError(

@@ -34,6 +34,7 @@ TAGS = {  # name in metrics.jsonl → TensorBoard's; a name that is not here sta
     "grad_norm": "optim/grad_norm",
     "skipped_steps": "optim/skipped_steps",
     "tokens": "perf/tokens",
+    "seq_len": "perf/seq_len",
     "tokens_per_second": "perf/tokens_per_second",
     "step_seconds": "perf/step_seconds",
     "data_seconds": "perf/data_seconds",

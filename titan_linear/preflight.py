@@ -89,9 +89,11 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
 def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
     """The folder that the run begins from holds the model; the one that it ends in can."""
     c = config.checkpoint
-    if c.last_save_in_hf:
-        under_key("checkpoint.last_save_in_hf = true", export_family, config, model, tokenizer)
-    if hf_weights(config) and (c.last_save_in_hf or find_step(checkpoint_folder(config), c.load_step) is None):
+    exports = c.last_save_in_hf or c.export_interval > 0
+    if exports:
+        key = "last_save_in_hf = true" if c.last_save_in_hf else f"export_interval = {c.export_interval}"
+        under_key(f"checkpoint.{key}", export_family, config, model, tokenizer)
+    if hf_weights(config) and (exports or find_step(checkpoint_folder(config), c.load_step) is None):
         under_key("checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model)
 
 

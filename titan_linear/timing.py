@@ -37,6 +37,7 @@ from titan_linear.models.documents import Documents
 from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.ops.boundaries import CHUNK
 from titan_linear.ops.kept import OPERATORS
+from titan_linear.ops.triton.configs import kernel_dims
 
 SHIPPED = Path(__file__).parent / "rates"
 PARTS = (
@@ -216,7 +217,7 @@ class Clock:
         tokens, heads = self.batch.tokens * self.batch.tp, mixer.v_heads // self.batch.tp
         if self.batch.linear_method == "ulysses":
             tokens, heads = tokens * self.batch.cp, heads / self.batch.cp
-        K, V = mixer.head_dim, mixer.v_head_dim
+        K, V = kernel_dims(mixer.head_dim, mixer.v_head_dim)
         chain = tokens / segments if segments else self.longest
         scale = (K * V + CHUNK * (K + V)) / (DIM * DIM + 2 * CHUNK * DIM)
         alone = max(chain - tokens * heads * V / 64 / PROGRAMS, 0.0)

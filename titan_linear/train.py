@@ -44,15 +44,17 @@ from titan_linear.checkpoint import (
     read_progress,
     rewind,
 )
-from titan_linear.config import Config, hf_weights, load_config
+from titan_linear.config import Config, hf_weights, load_config, seq_len_at, tokens_at
 from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, learnt, validation_batches
 from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.feed import Feed, MicroBatch
 from titan_linear.distributed.groups import is_gone, on_rank_0, process_group, set_timeout, unhurried, unhurried_group
 from titan_linear.distributed.hangs import Watch, watched
 from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
+from titan_linear.exports import Exports
 from titan_linear.flops import no_peak, peak_tflops, training_flops
 from titan_linear.generate import Sampling, generate
+from titan_linear.grace import GivenUp, Grace
 from titan_linear.gradients import forward_backward
 from titan_linear.hf_io import gather, load_weights
 from titan_linear.memory import what_fits
@@ -113,6 +115,8 @@ class Trainer:
         self.begun = self.step  # the step that is being computed
         dist.barrier(self.host)  # disks differ
         self.feed = self._build_feed()
+        self.grace = Grace(config.checkpoint.grace_seconds, self.stop, self.host)
+        self.exports: Exports | None = None  # on rank 0
         self.telemetry = Telemetry(config, self.model, self.dims, self.device, self.streams)
         self.seen: Seen = {}  # by telemetry in the last step
         self.garbage = GarbageClock()
@@ -123,7 +127,9 @@ class Trainer:
         if not c.enable:
             return None
         folder = checkpoint_folder(self.config)
-        return Checkpointer(folder, async_mode=c.async_mode, keep_latest_k=c.keep_latest_k, group=unhurried_group())
+        return Checkpointer(
+            folder, async_mode=c.async_mode, keep_latest_k=c.keep_latest_k, verify=c.verify, group=unhurried_group()
+        )
 
     def _known(self) -> Progress:
         """What the checkpoint knows that this run resumes from; of a new run nothing."""
@@ -159,10 +165,15 @@ class Trainer:
             self.streams, global_batch_size=t.global_batch_size, local_batch_size=t.local_batch_size,
             dp_rank=dims.dp_rank, dp_degree=dims.dp, cursor=self.step * t.global_batch_size, num_workers=t.num_workers,
         )  # fmt: skip
-        micro_steps = t.global_batch_size // (dims.dp * t.local_batch_size)
         return Feed(
-            iter(loader), self.sharding, micro_steps=micro_steps, copies=dims.copies, host=self.host, device=self.device
-        )
+            iter(loader), self.sharding, micro_steps=self._micro_steps, copies=dims.copies, host=self.host,
+            device=self.device,
+        )  # fmt: skip
+
+    @property
+    def _micro_steps(self) -> int:
+        t = self.config.training
+        return t.global_batch_size // (self.dims.dp * t.local_batch_size)
 
     # --- One step ----------------------------------------------------------------------------------------------------
 
@@ -170,8 +181,12 @@ class Trainer:
         """One optimizer step over the next global_batch_size streams; its numbers.
 
         The host waits for the device once, for the step's numbers, after it has given it all of the step's work.
+
+        Raises:
+            GivenUp: a signal came, and there is no time to complete the step (grace.py).
         """
         self.begun = self.step + 1
+        self.grace.begin()
         self.telemetry.begin(self.begun)
         losses, streams = self._accumulate()
         sum_gradients(self.model, self.dims)
@@ -195,6 +210,7 @@ class Trainer:
             self._leave_out(loss, grad_norm, losses, streams)
         move_selection_biases(self.model, apply=finite)
         self.optimizer.zero_grad(set_to_none=True)
+        self.grace.end()
         return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "skipped_steps": self.skipped}
 
     def _accumulate(self) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
@@ -202,7 +218,8 @@ class Trainer:
         its streams."""
         valid, batches = self.feed.next_step()
         losses, streams = [], []
-        for batch in batches:
+        for done, batch in enumerate(batches):
+            self.grace.heed(done, self._save_seconds)
             with self.telemetry.watching(batch):
                 losses.append(self._forward_backward(batch, valid))
             streams.append(batch.streams)
@@ -251,7 +268,10 @@ class Trainer:
         """Steps until the last, or until a signal, which ends the run after a save."""
         logger = self._begin()
         with profiler(self.config) as profile, self.garbage, MemorySnapshots(self.config) as snapshots:
-            self._loop(logger, profile, snapshots)
+            try:
+                self._loop(logger, profile, snapshots)
+            except GivenUp as why:
+                self._give_up(str(why))
         with self._unhurried():
             self._finish()
         if logger:
@@ -260,17 +280,50 @@ class Trainer:
     def _loop(self, logger: MetricsLogger | None, profile: Any, snapshots: MemorySnapshots) -> None:
         first = self.step + 1
         while self.step < self.config.training.steps and not self.stop.agreed:
+            longer = self._lengthen()
             numbers = self.train_step()
             profile.step()
             snapshots.after(self.step)
-            if self.step == first:  # it has compiled and connected everything
+            if self.step == first or longer:  # it has compiled and connected everything
                 dist.barrier(self.host)
                 set_timeout(self.dims.groups, self._timeout)
             if logger and (is_logged(self.config, self.step) or self.step == first or self.stop.agreed):
                 self._report(logger, numbers)
             if logger and self.seen:
                 logger.log_telemetry(self.step, self.seen)
+            if (warning := self.grace.warning(self._micro_steps, self._save_seconds)) and dist.get_rank() == 0:
+                print(warning, flush=True)
             self._validate_and_save(logger)
+            if self.exports:
+                self.exports.look()
+
+    def _lengthen(self) -> bool:
+        """Whether the next step's streams are of another length than those of the one before: layers are compiled for
+        it anew, which may take longer than a step may."""
+        t = self.config.training
+        before, now = seq_len_at(t, self.step), seq_len_at(t, self.step + 1)
+        if before == now or not self.step:
+            return False
+        if dist.get_rank() == 0:
+            print(f"from step {self.step + 1} on streams have {now} tokens (before: {before})", flush=True)
+        set_timeout(self.dims.groups, timedelta(seconds=self.config.comm.init_timeout_seconds))
+        if self.config.compile.enable:
+            torch.compiler.reset()  # else the length would become a variable of the code, or be too many to compile
+        return True
+
+    def _give_up(self, why: str) -> None:
+        """A signal came between two micro-steps, or while validating: nothing has changed since the last step's end."""
+        if why and dist.get_rank() == 0:
+            grace = self.config.checkpoint.grace_seconds
+            print(f"stopping after step {self.step}: {why} (checkpoint.grace_seconds = {grace})", flush=True)
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.step:
+            with self._unhurried():
+                self.save(last=False)
+
+    @property
+    def _save_seconds(self) -> float:
+        return self.checkpointer.seconds if self.checkpointer else 0.0
 
     def _report(self, logger: MetricsLogger, numbers: dict[str, float]) -> None:
         """This step's numbers, and what the steps since the last report did."""
@@ -278,6 +331,8 @@ class Trainer:
         work = Work(training_flops(self.model.config, fed.documents), fed.valid, fed.waited)
         of_step = {"data_seconds": fed.seconds, "gc_seconds": self.garbage.take()}
         more = {name: seconds / max(fed.steps, 1) for name, seconds in of_step.items()} | reserved_memory()
+        if self.config.training.seq_len_schedule:
+            more["seq_len"] = seq_len_at(self.config.training, self.step)
         logger.log(
             self.step, tokens=self._tokens(), memory_gib=peak_memory_gib(), work=work, **numbers, **more
         )  # fmt: skip
@@ -290,6 +345,8 @@ class Trainer:
         if not (validates or saves):
             return
         with self._unhurried(), logger.untimed() if logger else nullcontext():
+            if self.stop.agreed:
+                self.save(last)  # before anything else: there may be little time
             if validates:
                 self._validate(logger)
             if saves:
@@ -313,6 +370,8 @@ class Trainer:
             if self.config.checkpoint.last_save_in_hf:
                 self._export()
             self._print_sample()
+        if self.exports:
+            self.exports.finish(self.stop)
 
     @property
     def _timeout(self) -> timedelta:
@@ -334,6 +393,8 @@ class Trainer:
             self.config, world_size=dist.get_world_size(), degrees=self.dims.degrees,
             implementations={op: choice.implementation for op, choice in choices.items()},
         )  # fmt: skip
+        if self.config.checkpoint.export_interval:
+            self.exports = Exports(self.config, self.step, self.checkpointer.in_use)
         parameters = sum(p.numel() for p in named_parameters(self.model).values())
         print(f"model {self.config.model.name}/{self.config.model.flavor}: {parameters:,} parameters", flush=True)
         print("\n".join(start_lines(choices)), flush=True)
@@ -348,7 +409,7 @@ class Trainer:
         )
 
     def _tokens(self) -> int:
-        return self.step * self.config.training.global_batch_size * self.config.training.seq_len
+        return tokens_at(self.config.training, self.step)
 
     def save(self, last: bool) -> None:
         if self.checkpointer is None:
@@ -358,6 +419,8 @@ class Trainer:
         data = data_content(self.config, self.tokenizer, self.streams, self.held_out)
         with _writing(f"saving step-{self.step}"):
             self.checkpointer.save(self.step, self.model, None if model_only else self.optimizer, progress | data)
+        if self.exports:
+            self.exports.add(self.step)
 
     def _export(self) -> None:
         """The weights as a Hugging Face folder, step-N-hf."""
@@ -377,6 +440,7 @@ class Trainer:
         )  # fmt: skip
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
+            self.grace.heed_validating()
             tokens, labels, plan = self.sharding(batch)
             with self.precision:
                 total[0] += self.model(tokens, plan, labels, loss_chunk=self.config.training.loss_chunk_size)

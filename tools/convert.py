@@ -21,12 +21,10 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.build import DTYPES, EXPORT_DTYPES, export, model_config, tokenizer_path
-from titan_linear.checkpoint import Checkpointer, stored_weights, verify, weights_path, whole_steps
-from titan_linear.config import hf_weights
-from titan_linear.data import build_tokenizer
+from titan_linear.build import DTYPES, EXPORT_DTYPES
+from titan_linear.checkpoint import Checkpointer, whole_steps
+from titan_linear.exports import export_checkpoint
 from titan_linear.hf_io import Reader, locate, open_folder, read_model
-from titan_linear.rundir import config_of
 
 
 def main(argv: list[str]) -> int:
@@ -47,15 +45,7 @@ def to_hf(checkpoint: Path, folder: Path, export_dtype: str, like: str | None) -
     """Write a Hugging Face folder."""
     if folder.exists():
         raise ValueError(f"'{folder}' is there already; choose another name")
-    checkpoint = weights_path(checkpoint, key="CHECKPOINT")
-    verify(checkpoint)
-    run = config_of(checkpoint)
-    like = like or hf_weights(run)
-    if export_dtype == "source" and not like:
-        raise ValueError("--export-dtype source: this run did not begin from a Hugging Face folder; name one by --like")
-    tokenizer = build_tokenizer(tokenizer_path(run))
-    model = model_config(run, tokenizer)
-    export(folder, run, model, tokenizer, stored_weights(checkpoint), dtype=export_dtype, like=like)
+    export_checkpoint(checkpoint, folder, export_dtype, like or "")
 
 
 def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:

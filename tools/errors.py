@@ -39,6 +39,7 @@ SECTIONS = {
     "titan_linear/rundir.py": "Runs and their folders",
     "titan_linear/checkpoint.py": "Checkpoints",
     "titan_linear/data": "Texts, tokenizers and corpora",
+    "titan_linear/exports.py": "Hugging Face folders",
     "titan_linear/hf_io.py": "Hugging Face folders",
     "titan_linear/models": "Hugging Face folders",
     "titan_linear/generate.py": "Tools",

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from titan_linear.config import Config, load_config, toml_value
+from titan_linear.config import Config, load_config, tokens_at, toml_value
 from titan_linear.rundir import CONFIG, MANIFEST, METRICS, SPIKES, TELEMETRY
 
 COLOURS = ("#2f6fde", "#d9622b", "#2a9d5c", "#9b4fc4", "#c23a6b", "#6d7a1f", "#158a9c", "#7a5c3e")
@@ -119,7 +119,7 @@ def curves(runs: Sequence[Run], key: str, x: str, of: str = "steps", style: int 
 def _place(run: Run, line: dict[str, Any], x: str) -> float:
     if x == "step" or run.config is None:
         return line["step"]
-    return line["step"] * run.config.training.global_batch_size * run.config.training.seq_len
+    return tokens_at(run.config.training, line["step"])
 
 
 def _number(value: Any) -> float | None:

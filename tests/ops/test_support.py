@@ -9,8 +9,10 @@ from timeit import timeit
 import pytest
 import torch
 
+from titan_linear.models.presets import MODELS
 from titan_linear.ops import chunk_kda, flash4, support
 from titan_linear.ops.support import TABLE, Target, choose, choose_implementations, reason_against, start_lines
+from titan_linear.ops.triton.configs import kernel_dims
 
 BF16, CPU, GPU = torch.bfloat16, torch.device("cpu"), torch.device("cuda")
 DIMS = {
@@ -65,8 +67,12 @@ TRITON_OPS = (*DELTA_RULES, "causal_conv1d")
             ("chunk_gated_delta_rule",), "triton", {"capability": (12, 0), "dims": {"K": 128, "V": 256}},
             r"12.0 has no .* head dims above 128, and max\(K, V\) = 256",
         ),
-        (DELTA_RULES, "triton", {"dims": {"K": 96, "V": 128}}, r"K = 96 is not one of \(32, 64, 128, 256\)"),
-        (DELTA_RULES, "triton", {"dims": {"K": 128, "V": 48}}, "V = 48 is not one of"),
+        (
+            ("chunk_gated_delta_rule",), "triton", {"capability": (12, 0), "dims": {"K": 136, "V": 64}},
+            r"12.0 has no .* head dims above 128, and max\(K, V\) = 136",
+        ),
+        (DELTA_RULES, "triton", {"dims": {"K": 264, "V": 128}}, "K = 264 is too large: K <= 256"),
+        (DELTA_RULES, "triton", {"dims": {"K": 128, "V": 257}}, "V = 257 is too large: V <= 256"),
         (("causal_conv1d",), "triton", {"dims": {"W": 9}}, "W = 9 is too large: W <= 8"),
         (("attention",), "cpu", {}, "needs tensors on the CPU, not on cuda"),
         (("attention",), "cudnn", {"device": "cpu", "capability": None}, "needs tensors on a GPU"),
@@ -103,33 +109,49 @@ def test_other_generations_run_the_kernels_and_say_that_nobody_has_measured_them
     assert ("not measured on this GPU" in choice.why) == (own != (9, 0))
 
 
+@pytest.mark.parametrize("own", [(8, 0), (9, 0), (12, 0)])
+def test_every_preset_runs_on_the_kernels(on_gpu_of, own) -> None:
+    on_gpu_of(own)
+    for model in (model for sizes in MODELS.values() for model in sizes.values()):
+        for op, dims in (pair for mixer in model.layers for pair in mixer.ops.items() if "triton" in TABLE[pair[0]]):
+            assert choose(op, "auto", GPU, BF16, **dims).implementation == "triton", dims
+
+
+@pytest.mark.parametrize(
+    ("K", "V", "computed"),
+    [(8, 8, (32, 32)), (32, 64, (32, 64)), (40, 72, (64, 96)), (96, 192, (128, 192)), (129, 250, (256, 256))],
+)
+def test_the_head_dims_that_kernels_compute(K: int, V: int, computed: tuple[int, int]) -> None:
+    assert kernel_dims(K, V) == computed
+
+
 def test_auto_is_never_refused_and_says_what_it_costs(on_gpu_of) -> None:
     on_gpu_of((9, 0))
-    assert choose("chunk_kda", "auto", GPU, BF16, K=96, V=128) == (
-        "torch", "because K = 96 is not one of (32, 64, 128, 256); expect it to be many times slower",
+    assert choose("chunk_kda", "auto", GPU, BF16, K=320, V=128) == (
+        "torch", "because K = 320 is too large: K <= 256; expect it to be many times slower",
     )  # fmt: skip
     assert choose("causal_conv1d", "auto", GPU, torch.float64, W=4).implementation == "torch"
     assert choose("chunk_kda", "auto", GPU, BF16, K=128, V=128) == ("triton", "")
     assert choose("chunk_kda", "torch", GPU, BF16, K=128, V=128) == ("torch", "")  # asked for: nothing to say
     on_gpu_of((7, 5))
     assert "compute capability 7.5" in choose("chunk_kda", "auto", GPU, torch.float16, K=128, V=128).why
-    assert choose("chunk_kda", "auto", CPU, BF16, K=96, V=128) == ("torch", "")
+    assert choose("chunk_kda", "auto", CPU, BF16, K=320, V=128) == ("torch", "")
 
 
 def test_a_call_that_falls_back_warns_once(on_gpu_of) -> None:
     on_gpu_of((9, 0))
-    with pytest.warns(UserWarning, match="chunk_kda: torch, because K = 96"):
-        assert support.implementation("chunk_kda", "auto", GPU, BF16, K=96, V=96) == "torch"
+    with pytest.warns(UserWarning, match="chunk_kda: torch, because K = 320"):
+        assert support.implementation("chunk_kda", "auto", GPU, BF16, K=320, V=96) == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        support.implementation("chunk_kda", "auto", GPU, BF16, K=96, V=96)
-        support.implementation("chunk_kda", "torch", GPU, BF16, K=48, V=96)
+        support.implementation("chunk_kda", "auto", GPU, BF16, K=320, V=96)
+        support.implementation("chunk_kda", "torch", GPU, BF16, K=288, V=96)
 
 
 def test_what_is_named_and_not_supported_is_refused(on_gpu_of) -> None:
     on_gpu_of((9, 0))
-    with pytest.raises(ValueError, match=r"impl = 'triton' cannot run chunk_kda: K = 96 .* use 'auto' or 'torch'"):
-        choose("chunk_kda", "triton", GPU, BF16, K=96, V=128)
+    with pytest.raises(ValueError, match=r"impl = 'triton' cannot run chunk_kda: K = 320 .* use 'auto' or 'torch'"):
+        choose("chunk_kda", "triton", GPU, BF16, K=320, V=128)
     with pytest.raises(ValueError, match="impl = 'cuda' is unknown"):
         choose("chunk_kda", "cuda", GPU, BF16, K=128, V=128)
     with pytest.raises(ValueError, match=r"^model.impl = 'triton' cannot run causal_conv1d: the dtype float64"):
@@ -138,10 +160,10 @@ def test_what_is_named_and_not_supported_is_refused(on_gpu_of) -> None:
 
 def test_the_lines_of_a_start(on_gpu_of) -> None:
     on_gpu_of((9, 0))
-    requests = {"chunk_kda": {"K": 96, "V": 96}, "causal_conv1d": {"W": 4}, "attention": {"D": 128, "Dv": 128}}
+    requests = {"chunk_kda": {"K": 320, "V": 96}, "causal_conv1d": {"W": 4}, "attention": {"D": 128, "Dv": 128}}
     assert start_lines(choose_implementations(requests, "auto", GPU, BF16)) == [
         "ops chunk_kda: torch, causal_conv1d: triton, attention: flash",
-        "  chunk_kda: torch, because K = 96 is not one of (32, 64, 128, 256); expect it to be many times slower",
+        "  chunk_kda: torch, because K = 320 is too large: K <= 256; expect it to be many times slower",
         "  attention: flash, and cudnn for whole streams and fragments of them; because flash-attn-4 is not installed; "
         "packed documents take nearly twice as long without it (docs/training.md)",
     ]

@@ -14,9 +14,9 @@
 7. **A loader** (loader.py) gives step s the streams [s·G, (s+1)·G) and each data-parallel rank its share of them,
    L at a time, as a `Batch`. Context parallelism cuts a batch later, elsewhere.
 
-So the tokens of step s depend on the corpus, the tokenizer, seq_len, G and the seed, and on nothing else: not on how
-many ranks there are, what each of them does, how many workers read ahead, or whether the run was restarted. All
-that a checkpoint keeps is one number, the cursor: how many streams whole steps have consumed.
+So the tokens of step s depend on the corpus, the tokenizer, seq_len (and its schedule), G and the seed, and on nothing
+else: not on how many ranks there are, what each of them does, how many workers read ahead, or whether the run was
+restarted. All that a checkpoint keeps is one number, the cursor: how many streams whole steps have consumed.
 
     tokenizer = build_tokenizer(None)
     corpus = open_corpus("stdlib", None, tokenizer, show_progress=True)
@@ -38,7 +38,7 @@ from titan_linear.data.cache import (
 from titan_linear.data.loader import Batch, StreamLoader, build_dataloader, learnt, validation_batches
 from titan_linear.data.mixture import MixedStreams, Phase, Streams
 from titan_linear.data.order import ORDER
-from titan_linear.data.packing import IGNORE, PackedStreams, Stream
+from titan_linear.data.packing import IGNORE, Length, PackedStreams, Stream
 from titan_linear.data.sources import Document
 from titan_linear.data.split import Side, split_corpus, split_documents
 from titan_linear.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
@@ -51,6 +51,7 @@ __all__ = [
     "Corpus",
     "Document",
     "HuggingFaceTokenizer",
+    "Length",
     "MixedStreams",
     "PackedStreams",
     "Phase",

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_linear.data.packing import PackedStreams, Stream
+from titan_linear.data.packing import Length, PackedStreams, Stream
 
 CYCLE = 256  # streams, at least
 
@@ -42,12 +42,13 @@ class MixedStreams:
 
     sources: by name, all of the last phase's. Those of earlier phases may be missing: their streams cannot be had.
     known: fingerprints of the corpora that sources of these names had so far.
+    lengths: of the mixture's streams, where they change; by default those of the sources.
     repeat=False: one pass over `sources` that are passes, in proportion to their lengths; the phases are left out.
     """
 
     def __init__(
         self, sources: Mapping[str, PackedStreams], phases: Sequence[Phase] = (), *, seed: int, repeat: bool = True,
-        known: Mapping[str, str] | None = None,
+        known: Mapping[str, str] | None = None, lengths: Sequence[Length] = (),
     ):  # fmt: skip
         if not repeat:
             phases = [Phase(0, {name: len(streams) for name, streams in sources.items()})]
@@ -58,6 +59,11 @@ class MixedStreams:
         for phase, share, following in zip(phases, self._shares, phases[1:]):
             counts = dict(zip(phase.weights, share.counts(following.start - phase.start), strict=True))
             self._before.append(self._before[-1] | {n: self._before[-1].get(n, 0) + c for n, c in counts.items()})
+        if lengths:
+            given = [(self._given(length.start), length.seq_len) for length in lengths]
+            for name, streams in sources.items():
+                own = [Length(counts.get(name, 0), seq_len) for counts, seq_len in given]
+                self.sources[name] = streams.of_lengths(own)
 
     @property
     def content(self) -> dict[str, Any]:
@@ -84,6 +90,12 @@ class MixedStreams:
         place, own = self._shares[n].place(i - self.phases[n].start)
         name = list(self.phases[n].weights)[place]
         return name, self._before[n].get(name, 0) + own
+
+    def _given(self, i: int) -> dict[str, int]:
+        """How many streams each source gives before stream i."""
+        n = bisect_right([phase.start for phase in self.phases], i) - 1
+        counts = zip(self.phases[n].weights, self._shares[n].counts(i - self.phases[n].start), strict=True)
+        return self._before[n] | {name: self._before[n].get(name, 0) + count for name, count in counts}
 
     def padding(self) -> Stream:
         """A stream of padding only: it gives a rank as many streams as the others have."""

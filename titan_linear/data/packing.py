@@ -5,12 +5,18 @@
 
 Stream i is found without looking at those before it: i·T gives the epoch and the place in it, and binary searches find
 the document there (order.py). Of a corpus of any size this takes little memory, and never a copy of tokens.
+
+Streams may become longer at some index: the line goes on where the last shorter one ended.
 """
 
 from __future__ import annotations
 
 import operator
+from bisect import bisect_right
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -31,6 +37,14 @@ class Stream:
     position_ids: np.ndarray  # [T] int64, from 0 in each document
 
 
+@dataclass(frozen=True)
+class Length:
+    """From this stream on, of so many tokens."""
+
+    start: int
+    seq_len: int
+
+
 class PackedStreams:
     """streams[i]: stream i of the endless line of these documents; random access, the same everywhere.
 
@@ -42,13 +56,33 @@ class PackedStreams:
     def __init__(self, corpus: Corpus, documents: Side | np.ndarray, *, seq_len: int, seed: int, repeat: bool = True):
         if seq_len < 1:
             raise ValueError(f"training.seq_len = {seq_len} must be 1 or more")
-        self.corpus, self.seq_len, self.repeat = corpus, seq_len, repeat
+        self.corpus, self.repeat = corpus, repeat
+        self._set_lengths([Length(0, seq_len)])
         self.line: Line
         if not isinstance(documents, Side):
             self.line, self.order = Listed(corpus, documents, seed, shuffle=repeat), 1
         else:
             self.line, self.order = Pooled(documents, seed) if repeat else InPlace(documents), 2
         self.num_tokens = self.line.num_tokens  # of one epoch
+
+    def of_lengths(self, lengths: Sequence[Length]) -> PackedStreams:
+        """The same line in streams of these lengths, of which the first is from stream 0 on."""
+        assert self.repeat and lengths[0].start == 0, lengths
+        other = copy(self)
+        other._set_lengths(lengths)
+        return other
+
+    def _set_lengths(self, lengths: Sequence[Length]) -> None:
+        self.lengths, self.seq_len = list(lengths), lengths[-1].seq_len
+        self._begin = [0]  # of each: its first token in the line
+        for length, following in pairwise(lengths):
+            self._begin.append(self._begin[-1] + (following.start - length.start) * length.seq_len)
+
+    def place(self, i: int) -> tuple[int, int]:
+        """The first token of stream i in the line, and how many it has."""
+        n = bisect_right([length.start for length in self.lengths], i) - 1
+        start, seq_len = self.lengths[n].start, self.lengths[n].seq_len
+        return self._begin[n] + (i - start) * seq_len, seq_len
 
     @property
     def content(self) -> dict[str, Any]:
@@ -64,7 +98,8 @@ class PackedStreams:
         i = operator.index(i)
         if i < 0 or (not self.repeat and i >= len(self)):
             raise IndexError(f"stream {i}")
-        start, stop = i * self.seq_len, (i + 1) * self.seq_len
+        start, seq_len = self.place(i)
+        stop = start + seq_len
         starts, lengths, next_token = self._runs(start, stop if self.repeat else min(stop, self.num_tokens))
         edges = np.concatenate([[0], np.cumsum(lengths)])
         within = np.arange(edges[-1]) - np.repeat(edges[:-1], lengths)
@@ -73,19 +108,21 @@ class PackedStreams:
         labels = np.append(tokens[1:], next_token)
         labels[edges[1:-1] - 1] = IGNORE  # inside a stream, a run ends where its document ends
         labels[~self.corpus.is_learnt(positions + 1)] = IGNORE
-        return self._padded(tokens, labels, edges, within)
+        return self._padded(tokens, labels, edges, within, seq_len)
 
     def padding(self) -> Stream:
         """A stream of padding only: it gives a rank as many streams as the others have."""
         none = np.zeros(0, dtype=np.int64)
-        return self._padded(none, none, np.zeros(1, dtype=np.int64), none)
+        return self._padded(none, none, np.zeros(1, dtype=np.int64), none, self.seq_len)
 
-    def _padded(self, tokens: np.ndarray, labels: np.ndarray, edges: np.ndarray, positions: np.ndarray) -> Stream:
-        missing = self.seq_len - len(tokens)
+    def _padded(
+        self, tokens: np.ndarray, labels: np.ndarray, edges: np.ndarray, positions: np.ndarray, seq_len: int
+    ) -> Stream:
+        missing = seq_len - len(tokens)
         if missing:
             tokens = np.append(tokens, np.zeros(missing, dtype=np.int64))
             labels = np.append(labels, np.full(missing, IGNORE))
-            edges = np.append(edges, self.seq_len)
+            edges = np.append(edges, seq_len)
             positions = np.append(positions, np.arange(missing))
         return Stream(tokens, labels, edges.astype(np.int32), positions)
 

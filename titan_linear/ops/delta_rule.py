@@ -53,7 +53,7 @@ class DeltaRule(Protocol):
 
     def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
         """S_ext [slots,HV,K,V] and M [slots,HV,K,K] of each slot's entry, what `chains.wanted` asks for: the entry's
-        end state is M S + S_ext if S enters it."""
+        end state is M S + S_ext if S enters it. These, and what is made of them, may have zeros behind K and V."""
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """o [T,HV,V] and the final states [N,HV,K,V] (empty unless needed), from the initial ones (None: zeros)."""

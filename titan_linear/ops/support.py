@@ -18,10 +18,18 @@ from typing import Any, NamedTuple
 import torch
 
 from titan_linear.ops import flash4
-from titan_linear.ops.triton.configs import CONFIGS, MEASURED, capability, largest_dim, shipped_for
+from titan_linear.ops.triton.configs import (
+    CONFIGS,
+    MEASURED,
+    capability,
+    kernel_dims,
+    largest_dim,
+    shipped_for,
+    widest_slice,
+)
 
 IMPLS = ("auto", "torch", "triton")
-HEAD_DIMS = (32, 64, 128, 256)  # K and V of the delta rules' kernels
+MAX_HEAD_DIM = 256  # K and V of the delta rules' kernels
 MAX_WIDTH = 8  # W of the convolution's kernels
 HALF = (torch.bfloat16, torch.float16)
 CUDNN = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which cuDNN's attention is faster than PyTorch's flash
@@ -75,11 +83,14 @@ def has_configurations(family: str) -> Check:
     def check(t: Target) -> str | None:
         if t.capability is None:
             return None
-        limit, dim = largest_dim(shipped_for(t.capability), family, t.dtype.itemsize), max(t.dims["K"], t.dims["V"])
+        limit = largest_dim(shipped_for(t.capability), family, t.dtype.itemsize)
+        K, V = kernel_dims(t.dims["K"], t.dims["V"])
         where = f"compute capability {_dotted(t.capability)} has no configurations of its kernels for"
         if not limit:
             return f"{where} {_short(t.dtype)}"
-        return None if dim <= limit else f"{where} head dims above {limit}, and max(K, V) = {dim}"
+        if max(K, widest_slice(V)) <= limit:
+            return None
+        return f"{where} head dims above {limit}, and max(K, V) = {max(t.dims['K'], t.dims['V'])}"
 
     return check
 
@@ -108,13 +119,6 @@ def dtype_in(*dtypes: torch.dtype) -> Check:
         if t.dtype is None:
             return f"q, k and v differ in dtype; it takes one of {names} for all three"
         return None if t.dtype in dtypes else f"the dtype {_short(t.dtype)} is not one of {names}"
-
-    return check
-
-
-def dim_in(name: str, values: tuple[int, ...]) -> Check:
-    def check(t: Target) -> str | None:
-        return None if t.dims[name] in values else f"{name} = {t.dims[name]} is not one of {values}"
 
     return check
 
@@ -154,7 +158,7 @@ def _dotted(version: tuple[int, int]) -> str:
 # --- The table ---------------------------------------------------------------------------------------------------
 
 TRITON = (on_gpu, triton_installed, known_generation, dtype_in(*HALF, torch.float32))
-DELTA_RULE = (*TRITON, dim_in("K", HEAD_DIMS), dim_in("V", HEAD_DIMS))
+DELTA_RULE = (*TRITON, dim_up_to("K", MAX_HEAD_DIM), dim_up_to("V", MAX_HEAD_DIM))
 # op -> implementation, the fastest first and one that takes everything last -> what it asks for.
 # attention's are kernels for a block of it (ops/torch/attention.py).
 TABLE: dict[str, dict[str, tuple[Check, ...]]] = {

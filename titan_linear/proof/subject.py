@@ -174,7 +174,11 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
     seq_len = _length(config, device)
     if seq_len != t.seq_len:
         said.append(f"training.seq_len {t.seq_len} → {seq_len}")
-    shorter = t.model_copy(update={"seq_len": seq_len, "loss_chunk_size": min(t.loss_chunk_size, seq_len // 2 + 1)})
+    if t.seq_len_schedule:
+        said.append("training.seq_len_schedule left out")
+    shorter = t.model_copy(update={
+        "seq_len": seq_len, "seq_len_schedule": [], "loss_chunk_size": min(t.loss_chunk_size, seq_len // 2 + 1),
+    })  # fmt: skip
     cut = config.model_copy(update={"training": shorter})
     streams, _ = build_streams(cut, tokenizer, {})
     _check_size(streams, config)

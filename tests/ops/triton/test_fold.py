@@ -24,7 +24,7 @@ def folded(S_ext: torch.Tensor, M: torch.Tensor, chains: list[list[tuple[int, in
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize(("K", "V"), [(32, 64), (128, 32)])
+@pytest.mark.parametrize(("K", "V"), [(32, 64), (128, 32), (32, 96)])
 def test_fold(K: int, V: int, reverse: bool) -> None:
     """Chains of none, one, two and four links, in any order of rows; one begins with an M, of a zero state."""
     generator = torch.Generator().manual_seed(0)

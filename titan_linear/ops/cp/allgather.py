@@ -111,9 +111,8 @@ def _slices(
         yield Slice(slice(None), k, v)
         return
     Hkv, (D, Dv), groups = k.shape[2], (k.shape[-1], v.shape[-1]), q.shape[2] // k.shape[2]
-    step = heads_at_once(Hkv)
+    group, step = group_named(name), heads_at_once(Hkv)
     starts = iter(range(0, Hkv, step))
-    group, following = group_named(name), None
 
     def gather(first: int) -> tuple[int, torch.Tensor, dist.Work]:
         kv = torch.cat([x[0, :, first : first + step] for x in (k, v)], dim=-1)  # [T_local, h, D + Dv]

@@ -157,6 +157,17 @@ def architecture(device: torch.device) -> tuple[int, int]:
     return (9, 0) if own is None else shipped_for(own)
 
 
+def kernel_dims(K: int, V: int) -> tuple[int, int]:
+    """The head dims that the kernels compute for heads of K and V (`padded.py` fills up): K is one tile, of a power of
+    two; V comes in slices of at least 32 columns."""
+    return max(1 << (K - 1).bit_length(), 32), -(-V // 32) * 32
+
+
+def widest_slice(V: int) -> int:
+    """The columns of V that a block may have at most: the largest power of two that divides V."""
+    return V & -V
+
+
 def config(kernel: str, x: torch.Tensor, dim: int, **limits: int) -> Config:
     """Launch arguments of `kernel` for operands of x's device and dtype and head dims up to `dim`.
 

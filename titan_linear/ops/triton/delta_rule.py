@@ -13,6 +13,8 @@ from titan_linear.ops.options import DeltaRuleOptions
 from titan_linear.ops.states import Inputs, States
 from titan_linear.ops.triton import gdn, kda
 from titan_linear.ops.triton.chunks import Chunks, chunks_of
+from titan_linear.ops.triton.configs import kernel_dims
+from titan_linear.ops.triton.padded import Padded
 from titan_linear.ops.triton.split_documents import SplitDocuments, segment_length
 
 
@@ -22,9 +24,18 @@ def triton_delta_rule(
     boundaries: Boundaries,
     differentiable: bool,
     kept: Sequence[Tensor] = (),
+) -> TritonRule | SplitDocuments | Padded:
+    """The kernels for these inputs: KDA's for a gate per channel, GDN's for a gate per head; heads filled up to dims
+    that they have, long documents in segments where that fills the GPU. ops/support.py has what they take."""
+    dims = inputs.q.shape[-1], inputs.v.shape[-1]
+    if kernel_dims(*dims) != dims:
+        return Padded(_of_kernel_dims, inputs, options, boundaries, kept)
+    return _of_kernel_dims(inputs, options, boundaries, kept)
+
+
+def _of_kernel_dims(
+    inputs: Inputs, options: DeltaRuleOptions, boundaries: Boundaries, kept: Sequence[Tensor]
 ) -> TritonRule | SplitDocuments:
-    """The kernels for these inputs: KDA's for a gate per channel, GDN's for a gate per head; long documents in segments
-    where that fills the GPU. ops/support.py has what they take."""
     rule = TritonKDA if inputs.g.dim() == 3 else TritonGDN
     tokens, HV, V = inputs.v.shape
     length = segment_length(tokens, len(boundaries), HV, V) if boundaries.may_split else None

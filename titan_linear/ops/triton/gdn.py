@@ -28,7 +28,7 @@ from torch import Tensor
 from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.triton import gdn_kernels as kernels
 from titan_linear.ops.triton.chunks import CHUNK as BT
-from titan_linear.ops.triton.configs import config
+from titan_linear.ops.triton.configs import Config, config, widest_slice
 from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.tiles import chunk_tiles, dense_heads, empty_gradients, empty_states, row_tiles
 
@@ -41,6 +41,12 @@ def _precision(x: Tensor) -> str:
 def _constants(k: Tensor, HV: int, norms: Tensor) -> dict[str, int | bool | str]:
     """Of every kernel but prepare."""
     return {"R": HV // k.shape[1], "K": k.shape[2], "BT": BT, "NORM": norms.numel() > 0, "PREC": _precision(k)}
+
+
+def _sliced(kernel: str, k: Tensor, V: int) -> Config:
+    """The configuration of a kernel that takes a state's K rows, and its V columns slice by slice."""
+    K, S = k.shape[2], widest_slice(V)
+    return config(kernel, k, max(K, S), BV=min(K, S))
 
 
 def _recomputed(k: Tensor, g: Tensor, chunk_index: Tensor, l2norm: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -116,7 +122,7 @@ def gdn_scan(
     K, (_, HV, V), N = k.shape[2], v.shape, cu_seqlens.shape[0] - 1
     q, k, v = dense_heads(q), dense_heads(k), dense_heads(v)
     o, final_state = _scan_outputs(k, v, final_rows)
-    chosen = config("gdn scan", k, max(K, V), BV=min(K, V))
+    chosen = _sliced("gdn scan", k, V)
     BV = chosen["BV"]
     kernels.scan_kernel[(N * HV * (V // BV),)](
         row_tiles(q, BT, K), row_tiles(k, BT, K), row_tiles(v, BT, BV), chunk_tiles(C, BT, BT), chunk_tiles(A, BT, BT),
@@ -147,7 +153,7 @@ def gdn_boundary(
     K, (_, HV, V), F = k.shape[2], v.shape, entries.shape[0]
     k, v = dense_heads(k), dense_heads(v)
     S_ext, M = _boundary_outputs(k, v, entries)
-    chosen = config("gdn boundary", k, max(K, V), BV=min(K, V))
+    chosen = _sliced("gdn boundary", k, V)
     BV = chosen["BV"]
     kernels.boundary_kernel[(F * HV * ((V + K) // BV),)](
         row_tiles(k, BT, K), row_tiles(v, BT, BV), chunk_tiles(C, BT, BT), gates, norms, entries, wanted, S_ext, M,
@@ -172,7 +178,7 @@ def gdn_boundary_bwd(
     K, (_, HV, V), F = k.shape[2], do.shape, entries.shape[0]
     q, k, do = dense_heads(q), dense_heads(k), dense_heads(do)
     dS_ext = empty_states(do, F, K)
-    chosen = config("gdn boundary", k, max(K, V), BV=min(K, V))
+    chosen = _sliced("gdn boundary", k, V)
     BV = chosen["BV"]
     kernels.boundary_bwd_kernel[(F * HV * (V // BV),)](
         row_tiles(q, BT, K), row_tiles(k, BT, K), row_tiles(do, BT, BV), chunk_tiles(C, BT, BT),
@@ -201,9 +207,7 @@ def gdn_backward(
     (T, H, K), (_, HV, V), NT, N = k.shape, v.shape, chunk_index.shape[0], cu_seqlens.shape[0] - 1
     q, k, v, g, do = (dense_heads(x) for x in (q, k, v, g, do))
     constants = {"V": V} | _constants(k, HV, norms)
-    states, reverse, chosen = (
-        config(f"gdn {name}", k, max(K, V), BV=min(K, V)) for name in ("states", "reverse", "gradients")
-    )
+    states, reverse, chosen = (_sliced(f"gdn {name}", k, V) for name in ("states", "reverse", "gradients"))
     q_rows, k_rows, C_tiles = row_tiles(q, BT, K), row_tiles(k, BT, K), chunk_tiles(C, BT, BT)
     h, y = k.new_empty(NT, HV, K, V), v.new_empty(v.shape)
     kernels.states_kernel[(N * HV * (V // states["BV"]),)](

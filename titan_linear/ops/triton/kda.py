@@ -30,7 +30,7 @@ from torch import Tensor
 
 from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.triton.chunks import CHUNK
-from titan_linear.ops.triton.configs import config
+from titan_linear.ops.triton.configs import config, widest_slice
 from titan_linear.ops.triton.kda_bwd import (
     boundary_bwd_kernel,
     gradient_kernel,
@@ -121,7 +121,7 @@ def _launch_scan(v, tiles, initial_state, state_index, o, final_state, final_ind
     """None leaves an input out or an output unwritten."""
     _, HV, K, _ = tiles[0].shape
     V, N, v = v.shape[2], cu_seqlens.shape[0] - 1, dense_heads(v)
-    chosen = config("kda scan", tiles[0], K, BV=V)
+    chosen = config("kda scan", tiles[0], K, BV=widest_slice(V))
     scan_kernel[V // chosen["BV"], N * HV](
         v, *tiles, initial_state, state_index, o, final_state, final_index, h, r, cu_seqlens, chunk_offsets,
         v.stride(0), HV=HV, K=K, V=V, CT=TRITON_DTYPE[tiles[0].dtype], **chosen,
@@ -163,7 +163,7 @@ def kda_boundary(
     """entries [F] int32 -> S_ext [F, HV, K, V], each listed entry's last state from a zero state, M [F, HV, K, K], its
     transition; fp32. wanted [F] int32: 0 leaves an entry's S_ext and M unwritten, 1 its M, 2 neither; None: all 2."""
     (S_ext, M), v, (_, HV, K, _), V = _boundary_outputs(v, qg, entries), dense_heads(v), qg.shape, v.shape[2]
-    chosen = config("kda scan", qg, K, BV=min(K, V))
+    chosen = config("kda scan", qg, K, BV=min(K, widest_slice(V)))
     boundary_kernel[(V + K) // chosen["BV"], entries.shape[0] * HV](
         v, kn, kg, decay, b, Gn, entries, wanted, S_ext, M, cu_seqlens, chunk_offsets, v.stride(0),
         HV=HV, K=K, V=V, CT=TRITON_DTYPE[qg.dtype], **chosen,
@@ -185,7 +185,7 @@ def kda_boundary_bwd(
     state has none. wanted [F] int32: 0 leaves it unwritten; None: all."""
     (_, HV, K, _), V, do = qg.shape, do.shape[2], dense_heads(do)
     dS_ext = empty_states(do, entries.shape[0], K)
-    chosen = config("kda reverse", qg, K, BV=V)
+    chosen = config("kda reverse", qg, K, BV=widest_slice(V))
     boundary_bwd_kernel[V // chosen["BV"], entries.shape[0] * HV](
         do, qg, kn, kg, decay, b, Aqk, Gn, entries, wanted, dS_ext, cu_seqlens, chunk_offsets, do.stride(0),
         HV=HV, K=K, V=V, CT=TRITON_DTYPE[qg.dtype], **chosen,
@@ -224,7 +224,7 @@ def kda_backward(
     r, y = (v.new_empty(NT, HV, V, CHUNK, dtype=CT) for _ in range(2))
     d_initial = v.new_empty(initial_state.shape if need_d_initial else 0, dtype=torch.float32)
     _launch_scan(v, tiles, initial_state, state_index, None, None, None, h, r, cu_seqlens, chunk_offsets)
-    reverse = config("kda reverse", qg, K, BV=V)
+    reverse = config("kda reverse", qg, K, BV=widest_slice(V))
     reverse_scan_kernel[V // reverse["BV"], N * HV](
         do, *tiles, d_final_state, final_index, d_initial if need_d_initial else None, state_index, dh, y,
         cu_seqlens, chunk_offsets, do.stride(0), HV=HV, K=K, V=V, CT=TRITON_DTYPE[CT], **reverse,
@@ -234,12 +234,12 @@ def kda_backward(
     dA, dK = (v.new_empty(NT, HV, CHUNK, CHUNK, dtype=CT) for _ in range(2))
     matrix_kernel[HV, NT](
         b, do, r, y, dA, dK, diagonal, dv, dbeta, cu_seqlens, chunk_index, scale, do.stride(0), HV=HV, V=V,
-        CT=TRITON_DTYPE[CT], BETA_RANGE=beta_range, **config("kda matrix", q, K, BV=V),
+        CT=TRITON_DTYPE[CT], BETA_RANGE=beta_range, **config("kda matrix", q, K, BV=widest_slice(V)),
     )  # fmt: skip
 
     # With grouped value heads each writes its own dq and dk, in fp32, summed below.
     dq, dk = (q.new_empty(T, HV, K, dtype=q.dtype if HV == H else torch.float32) for _ in range(2))
-    chosen, dg = config("kda gradient", q, K, BK=K, BV=V), g.new_empty(g.shape)
+    chosen, dg = config("kda gradient", q, K, BK=K, BV=widest_slice(V)), g.new_empty(g.shape)
     BK, BV = chosen["BK"], chosen["BV"]
     dA_part = None if A_log is None else g.new_zeros(NT, HV, K // BK, dtype=torch.float32)
     dbias_part = None if dt_bias is None else g.new_zeros(NT, HV * K, dtype=torch.float32)

@@ -1,0 +1,108 @@
+"""Hugging Face folders written beside the training: the same bytes as a conversion gives, and never in its way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.processes import until
+from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
+from tests.worlds import World
+from titan_linear import exports
+from titan_linear.config import Config, check_config, load_config
+from titan_linear.exports import Exports
+from titan_linear.preflight import preflight
+from titan_linear.process import StopSignal
+from titan_linear.train import Trainer
+from tools import convert
+
+KEYS = {
+    "model.name": "kda", "training.steps": 3, "training.local_batch_size": 2, "training.seq_len": 32,
+    "checkpoint.enable": "true", "checkpoint.interval": 1, "checkpoint.keep_latest_k": 1,
+    "checkpoint.export_interval": 2, "checkpoint.export_dtype": "bfloat16", "checkpoint.async_mode": "async",
+}  # fmt: skip
+
+
+def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> None:
+    os.environ["XDG_CACHE_HOME"] = cache
+    Trainer(load_config(argv)).train()
+
+
+def test_a_checkpoint_is_exported_while_training_goes_on(
+    corpus: Path, worlds: Callable[[int], World], tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    argv = arguments(corpus, KEYS, {"job.dump_folder": tmp_path})
+    preflight(load_config(argv), world_size=2)
+    worlds(2).run(train_on_rank, argv, str(corpus.parent))
+    folder = tmp_path / "checkpoint"
+    assert sorted(path.name for path in folder.iterdir()) == ["step-2", "step-2-hf", "step-3"]  # 2 was being read
+    assert convert.main(["to-hf", str(folder / "step-2"), str(tmp_path / "out"), "--export-dtype", "bfloat16"]) == 0
+    found, wanted = (load_file(path / "model.safetensors") for path in (folder / "step-2-hf", tmp_path / "out"))
+    assert found.keys() == wanted.keys() and all((found[name] == wanted[name]).all() for name in wanted)
+
+
+def saved(folder: Path, *steps: int) -> Config:
+    """A run that exports every second step; its checkpoints are but names."""
+    for step in steps:
+        (folder / "checkpoint" / f"step-{step}").mkdir(parents=True)
+        (folder / "checkpoint" / f"step-{step}" / "manifest.json").touch()
+    keys = {"job.dump_folder": folder, "training.steps": 8, "checkpoint.interval": 1, "checkpoint.export_interval": 2,
+            "checkpoint.last_save_in_hf": "true"}  # fmt: skip
+    return load_config([text for key, value in keys.items() for text in (f"--{key}", str(value))])
+
+
+def runs(monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """In place of the export: code that knows the folder that it is to write."""
+    monkeypatch.setattr(exports, "command", lambda _, folder, __: [sys.executable, "-c", code, str(folder)])
+
+
+def test_what_was_cut_short_is_made_up_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """One after the other; not twice; not of a future that is left, not what the run itself exports at its end."""
+    config, in_use = saved(tmp_path, 1, 2, 4, 6, 7, 8), set()
+    (tmp_path / "checkpoint/step-2-hf").mkdir()
+    runs(monkeypatch, "import os, sys; os.mkdir(sys.argv[1])")
+    found = Exports(config, 4, in_use)
+    for step in (5, 6, 6, 8):
+        found.add(step)
+    assert in_use == {4, 6} == set(found.waiting)
+    found.finish(StopSignal())
+    assert not in_use and capsys.readouterr().out == "".join(
+        f"exported '{tmp_path}/checkpoint/step-{step}-hf'\n" for step in (4, 6)
+    )
+
+
+def test_a_failure_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    config, in_use = saved(tmp_path, 2), set()
+    runs(monkeypatch, "import sys; print('Trace'); sys.exit('error: the disk is full')")
+    found = Exports(config, 2, in_use)
+    found.add(4)  # it is being saved
+    until(lambda: found.look() or 2 not in in_use)
+    assert capsys.readouterr().out == "warning: exporting step-2 failed: the disk is full\n"
+    assert found.waiting == [4] and found.process is None
+
+
+def test_a_stop_does_not_wait(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    runs(monkeypatch, "import time; time.sleep(100)")
+    found, stop = Exports(saved(tmp_path, 2), 2, set()), StopSignal()
+    began = time.monotonic()
+    found.look()
+    assert found.process.poll() is None
+    stop.received = stop.agreed = signal.SIGTERM
+    found.finish(stop)
+    assert time.monotonic() - began < 20 and found.process.returncode == -signal.SIGKILL
+    assert capsys.readouterr().out == ""
+
+
+def test_intervals_that_do_not_fit_are_refused() -> None:
+    argv = ["--checkpoint.interval", "100", "--checkpoint.export_interval", "150"]
+    with pytest.raises(ValueError, match=r"export_interval = 150 must be a multiple .* for example 200"):
+        check_config(load_config(argv), 1)

@@ -1,0 +1,120 @@
+"""A signal with little time left: what was begun is given up, and the run goes on from there as if nothing had been."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import torch.distributed as dist
+
+from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
+from tests.worlds import World
+from titan_linear.config import load_config
+from titan_linear.grace import GivenUp, Grace
+from titan_linear.process import StopSignal
+from titan_linear.train import Trainer
+
+KEYS = {
+    "model.name": "kda", "training.steps": 3, "training.local_batch_size": 1, "training.seq_len": 32,
+    "metrics.log_freq": 1, "checkpoint.enable": "true", "checkpoint.grace_seconds": 30,
+}  # fmt: skip
+
+
+def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str, step_seconds: float) -> int:
+    """A run in which rank 1 gets SIGTERM in the first micro-step of step 2, if steps take any time; the signal that all
+    ranks heed."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    trainer = Trainer(load_config(argv))
+    work = trainer._forward_backward
+
+    def signalled(*arguments: object) -> object:
+        if step_seconds and trainer.step == 1 and rank == 1:
+            trainer.stop.received = signal.SIGTERM
+        trainer.grace.step_seconds = step_seconds
+        return work(*arguments)
+
+    trainer._forward_backward = signalled
+    trainer.train()
+    return trainer.stop.agreed
+
+
+def reported(folder: Path) -> list[tuple[int, float, float]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line["loss"], line.get("grad_norm")) for line in lines if "loss" in line]
+
+
+def test_a_step_is_completed_if_there_is_time(
+    corpus: Path, worlds: Callable[[int], World], tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    """One that is not leaves no trace in the run that goes on."""
+    runs = {"alone": 0.0, "fits": 1.0, "does not": 1000.0, "does not, ": 0.0}
+    reached = {"alone": 3, "fits": 2, "does not": 1, "does not, ": 3}
+    for name, seconds in runs.items():
+        folder = tmp_path / name.rstrip(", ")
+        folder.mkdir(exist_ok=True)
+        argv = arguments(corpus, KEYS, {"job.dump_folder": folder})
+        signals = worlds(2).run(train_on_rank, argv, str(corpus.parent), seconds)
+        assert signals == [signal.SIGTERM if seconds else 0] * 2
+        assert max(path.name for path in (folder / "checkpoint").iterdir()) == f"step-{reached[name]}"
+    assert reported(tmp_path / "does not") == reported(tmp_path / "alone")
+
+
+def validate_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[int, int]:
+    """Rank 1 gets SIGTERM in a validation; the signal that all ranks heed, and the step they reach."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    trainer = Trainer(load_config(argv))
+    cut = trainer.sharding
+
+    def signalled(batch: object) -> object:
+        trainer.stop.received = signal.SIGTERM * rank
+        return cut(batch)
+
+    trainer.sharding = signalled  # the feed has its own
+    trainer.train()
+    return trainer.stop.agreed, trainer.step
+
+
+def test_a_validation_is_given_up(corpus: Path, worlds: Callable[[int], World], tmp_path: Path) -> None:  # noqa: F811
+    validation = {"validation.enable": "true", "validation.freq": 2, "validation.holdout": 0.2}
+    argv = arguments(corpus, KEYS, validation, {"job.dump_folder": tmp_path})
+    assert worlds(2).run(validate_on_rank, argv, str(corpus.parent)) == [(signal.SIGTERM, 2)] * 2
+    assert (tmp_path / "checkpoint/step-2/manifest.json").exists()
+    assert "validation_loss" not in (tmp_path / "metrics.jsonl").read_text()
+
+
+def decide(rank: int, world_size: int) -> list[str]:
+    """What is decided of a signal on rank 1 before micro-step `done` of a step of 40 s, a save taking 15."""
+    said = []
+    for seconds, done, save in ((50, 2, 15.0), (60, 2, 15.0), (60, 0, 15.0), (0, 2, 15.0), (81, 2, 0.0), (79, 2, 0.0)):
+        stop = StopSignal()
+        grace = Grace(seconds, stop, dist.group.WORLD)
+        grace.step_seconds = 40.0
+        said.append(grace.warning(4, save))
+        grace.begin()
+        grace.heed(done, save)
+        stop.received = signal.SIGTERM * rank
+        try:
+            grace.heed(done, save)
+            said.append(f"completed {stop.agreed}")
+        except GivenUp as why:
+            said.append(f"given up {stop.agreed}: {why}")
+    return said
+
+
+def test_decisions_are_of_all_ranks(worlds: Callable[[int], World]) -> None:
+    no, save = "completed 0", "given up 15: the rest of the step begun would take 40 s and a save"
+    for said in worlds(2).run(decide):
+        assert said[1::2] == [f"{save} 15 s", no, "given up 15: ", no, no, f"{save} 40 s"]
+        assert said[::2] == [""] * 6
+
+
+def test_a_warning_once_where_a_save_may_come_too_late() -> None:
+    grace = Grace(20, StopSignal(), None)
+    grace.begin()
+    grace.end()
+    assert grace.warning(1, 0.0) == ""  # the first step compiles
+    grace.step_seconds = 44.0
+    assert "a micro-step takes 11 s and a save 10 s (assumed" in grace.warning(4, 0.0) and not grace.warning(4, 0.0)

@@ -1,0 +1,139 @@
+"""Checkpoints as Hugging Face folders, while the run goes on: checkpoint.export_interval.
+
+A process on rank 0's machine, of the lowest priority and without a GPU, reads a finished checkpoint and writes
+step-N-hf beside it, one tensor at a time; no step waits for it. What fails is a warning. What a kill or a stop cut
+short is made up for at the next start, as long as the checkpoint is there.
+
+python -m titan_linear.exports CHECKPOINT FOLDER DTYPE      is that process
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import IO
+
+from titan_linear.build import checkpoint_folder, export, export_folder, model_config, tokenizer_path
+from titan_linear.checkpoint import stored_weights, verify, weights_path, whole_steps
+from titan_linear.config import Config, hf_weights
+from titan_linear.data import build_tokenizer
+from titan_linear.process import LAUNCHER, StopSignal, die_with_parent
+from titan_linear.rundir import config_of
+
+
+def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = "") -> None:
+    """Write a checkpoint as a Hugging Face folder, in one process that holds one tensor at a time.
+
+    Args:
+        checkpoint: what `weights_path` takes for one, in its run's folder.
+        dtype: a key of EXPORT_DTYPES.
+        like: a Hugging Face folder of the same model; by default the one that the run began from, if it did.
+
+    Raises:
+        ValueError: there is no such checkpoint, it is damaged, or no architecture holds its model.
+        SaveFailed: the folder could not be written.
+    """
+    checkpoint = weights_path(checkpoint, key="CHECKPOINT")
+    verify(checkpoint)
+    run = config_of(checkpoint)
+    if dtype == "source" and not (like or hf_weights(run)):
+        raise ValueError("--export-dtype source: this run did not begin from a Hugging Face folder; name one by --like")
+    tokenizer = build_tokenizer(tokenizer_path(run))
+    model = model_config(run, tokenizer)
+    export(folder, run, model, tokenizer, stored_weights(checkpoint), dtype=dtype, like=like)
+
+
+class Exports:
+    """The exports of a run, on rank 0.
+
+    Args:
+        step: that the run begins or resumes from.
+        in_use: steps whose checkpoints are not to be removed; what is exported is added to them meanwhile.
+    """
+
+    def __init__(self, config: Config, step: int, in_use: set[int]):
+        self.config, self.folder, self.in_use = config, checkpoint_folder(config), in_use
+        self.waiting: list[int] = []
+        self.process: subprocess.Popen | None = None  # of the first of these
+        self.output: IO[str]
+        for saved in whole_steps(self.folder):
+            if saved <= step:
+                self.add(saved)
+
+    def add(self, step: int) -> None:
+        """Export step-N once it is saved, if that is asked for."""
+        c = self.config.checkpoint
+        last = c.last_save_in_hf and step == self.config.training.steps  # the run does that itself
+        wanted = c.export_interval and step % c.export_interval == 0 and not last
+        if wanted and step not in self.waiting and not self._path(step).exists():
+            self.waiting.append(step)
+            self.in_use.add(step)
+
+    def look(self) -> None:
+        """Begin what can begin, say what has ended. It takes no time."""
+        if self.process and self.process.poll() is not None:
+            self._say(self.waiting.pop(0))
+        if self.waiting and not self.process and self.waiting[0] in whole_steps(self.folder):
+            self._begin(self.waiting[0])
+
+    def finish(self, stop: StopSignal) -> None:
+        """Wait for all of them, unless the run is asked to stop."""
+        while self.waiting and not stop.received:
+            self.look()
+            time.sleep(0.05)
+        if self.process:
+            self.process.kill()
+            self.process.wait()
+        if self.waiting and not stop.agreed:  # the run is complete: no start makes up for it
+            names = ", ".join(f"step-{step}" for step in self.waiting)
+            print(f"not exported: {names}; python -m tools.convert to-hf does it", flush=True)
+
+    def _path(self, step: int) -> Path:
+        return export_folder(self.config, step)
+
+    def _begin(self, step: int) -> None:
+        checkpoint, dtype = self.folder / f"step-{step}", self.config.checkpoint.export_dtype
+        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the process writes it)
+        self.process = subprocess.Popen(
+            command(checkpoint, self._path(step), dtype),
+            env={name: value for name, value in os.environ.items() if name != LAUNCHER}
+            | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            stdin=subprocess.DEVNULL, stdout=self.output, stderr=self.output,
+        )  # fmt: skip
+
+    def _say(self, step: int) -> None:
+        code, self.process = self.process.returncode, None
+        self.in_use.discard(step)
+        self.output.seek(0)
+        said = self.output.read().strip().splitlines() or [f"exit code {code}"]
+        self.output.close()
+        if code == 0:
+            print(f"exported '{self._path(step)}'", flush=True)
+        else:
+            print(f"warning: exporting step-{step} failed: {said[-1].removeprefix('error: ')}", flush=True)
+
+
+def command(checkpoint: Path, folder: Path, dtype: str) -> list[str]:
+    return [sys.executable, "-m", "titan_linear.exports", str(checkpoint), str(folder), dtype]
+
+
+def main(argv: list[str]) -> int:
+    die_with_parent()
+    os.nice(19)
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+    checkpoint, folder, dtype = argv
+    try:
+        export_checkpoint(Path(checkpoint), Path(folder), dtype)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,112 @@
+"""A stop that has to be over in time: after a signal the machine may be there for checkpoint.grace_seconds more.
+
+    step  |-- micro-step --|-- micro-step --|-- micro-step --|-- update --| save
+          ^ask             ^ask             ^ask                          ^ask
+
+Weights and moments change in the update alone, so until then the state is exactly that of the step before, and what has
+been computed of a step can be given up. Before each micro-step (and each batch of a validation) all ranks ask each
+other whether one has got a signal. If so, and the rest of the step and a save would take longer than there is time,
+they give the step up and save at once; otherwise it is completed and saved as without a time. A few bytes between the
+hosts, while devices compute.
+
+Python hears of a signal when the host is done waiting for the device, so what counts is the last time that it was asked
+and there was none.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import torch
+import torch.distributed as dist
+
+from titan_linear.process import StopSignal
+
+UNKNOWN = 0.5  # of the time, for a save, until one has been done
+
+
+class GivenUp(Exception):
+    """What is being computed is left, on every rank; the state is that of the last step's end. It says why."""
+
+
+class Grace:
+    """The time that a stop has. Every rank calls every method, in the same order.
+
+    seconds: after a signal; 0: as long as it takes, and nothing is asked.
+    host: a gloo group of all ranks.
+    """
+
+    def __init__(self, seconds: int, stop: StopSignal, host: dist.ProcessGroup):
+        self.seconds, self.stop, self.host = seconds, stop, host
+        self.step_seconds = math.inf  # of the last step
+        self.begun = self.clear = time.monotonic()  # when the step began; when there was no signal
+        self.first = True  # a step that compiles and connects, and tells nothing of the others
+        self.warned = False
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.begun = time.monotonic()
+
+    def end(self) -> None:
+        """It has ended."""
+        if not self.first:
+            self.step_seconds = time.monotonic() - self.begun
+        self.first = False
+
+    def heed(self, done: int, save_seconds: float) -> None:
+        """Ask all ranks, before a micro-step.
+
+        Args:
+            done: micro-steps of this step.
+            save_seconds: what a save takes, as measured; 0: none was.
+
+        Raises:
+            GivenUp: the run stops here.
+        """
+        if not self._asks:
+            return
+        now = time.monotonic()
+        rest = max(0.0, self.step_seconds - (now - self.begun))
+        signal, since, rest, save = self._ask(now - self.clear, rest, self._save(save_seconds))
+        if not signal:
+            self.clear = now
+        elif not done or since + rest + save > self.seconds:
+            self.stop.agreed = int(signal)
+            raise GivenUp(f"the rest of the step begun would take {rest:.0f} s and a save {save:.0f} s" if done else "")
+
+    def heed_validating(self) -> None:
+        """Ask all ranks, before a batch of a validation: after a signal it is not completed.
+
+        Raises:
+            GivenUp: the run stops here.
+        """
+        if self._asks and (signal := self._ask()[0]):
+            self.stop.agreed = int(signal)
+            raise GivenUp("validation is not completed")
+
+    @property
+    def _asks(self) -> bool:
+        return bool(self.seconds) and not self.stop.agreed
+
+    def _ask(self, *seconds: float) -> list[float]:
+        """The signal, or 0, and the longest of these times."""
+        asked = torch.tensor([self.stop.received, *seconds], dtype=torch.float64)
+        dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.host)
+        return asked.tolist()
+
+    def warning(self, micro_steps: int, save_seconds: float) -> str:
+        """Once, if a signal may come too late for a save; else ""."""
+        longest, save = self.step_seconds / micro_steps, self._save(save_seconds)
+        if self.warned or math.isinf(longest) or not 0 < self.seconds < longest + save:
+            return ""
+        self.warned = True
+        assumed = "" if save_seconds else " (assumed: none was done yet)"
+        return (
+            f"warning: checkpoint.grace_seconds = {self.seconds} may be too short for a save after a signal: a "
+            f"micro-step takes {longest:.0f} s and a save {save:.0f} s{assumed}; without one the run resumes from its "
+            "newest checkpoint (checkpoint.interval)"
+        )
+
+    def _save(self, measured: float) -> float:
+        return measured or UNKNOWN * self.seconds

@@ -1,0 +1,84 @@
+"""Heads of any K and V up to 256, filled up with zeros to those that the kernels compute (`configs.kernel_dims`).
+
+Channels of zeros change nothing: they add nothing to q·k, to what k reads of a state or to a norm, and their rows and
+columns of a state stay zero, as do their gradients. V is filled up to a multiple of 32 only: v and o of 192 channels
+stay as they are. What backward needs is kept as it was given, and filled up again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from titan_linear.ops.boundaries import Boundaries
+from titan_linear.ops.cp.kcp import Chains
+from titan_linear.ops.options import DeltaRuleOptions
+from titan_linear.ops.states import Inputs, States
+from titan_linear.ops.triton.configs import kernel_dims
+
+
+class Padded:
+    """A rule over filled-up heads that looks like one over the given ones. States that go to other ranks and come from
+    them stay filled up."""
+
+    def __init__(
+        self,
+        make: Callable[..., Any],
+        inputs: Inputs,
+        options: DeltaRuleOptions,
+        boundaries: Boundaries,
+        kept: Sequence[torch.Tensor],
+    ):
+        self.inputs, self.given = inputs, (inputs.q.shape[-1], inputs.v.shape[-1])
+        self.dims = K, V = kernel_dims(*self.given)
+        q, k, v, g, beta, A_log, dt_bias = inputs
+        if g.dim() == 3:
+            g = filled(g, K)
+            dt_bias = None if dt_bias is None else filled(dt_bias.reshape(-1, self.given[0]), K).flatten()
+        padded = Inputs(filled(q, K), filled(k, K), filled(v, V), g, beta, A_log, dt_bias)
+        self.rule = make(padded, options, boundaries, kept)
+
+    @property
+    def kept(self) -> tuple[torch.Tensor, ...]:
+        return self.rule.kept
+
+    def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.rule.boundary(chains)
+
+    def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        o, final = self.rule.forward(self._filled(initial), need_final)
+        return o[..., : self.given[1]], self._cut(final)
+
+    def boundary_backward(self, do: torch.Tensor, chains: Chains) -> torch.Tensor:
+        return self.rule.boundary_backward(filled(do, self.dims[1]), chains)
+
+    def backward(
+        self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
+    ) -> tuple[Inputs, torch.Tensor]:
+        states = self._filled(initial), self._filled(d_final)
+        grads, d_initial = self.rule.backward(filled(do, self.dims[1]), *states, need_d_initial)
+        (K, V), dg, ddt_bias = self.given, grads.g, grads.dt_bias
+        if dg.dim() == 3:
+            dg = dg[..., :K]
+            bias = self.inputs.dt_bias
+            ddt_bias = None if bias is None else ddt_bias.view(-1, self.dims[0])[:, :K].reshape(bias.shape)
+        grads = grads._replace(
+            q=grads.q[..., :K], k=grads.k[..., :K], v=grads.v[..., :V], g=dg, dt_bias=ddt_bias
+        )  # fmt: skip
+        return grads, self._cut(d_initial) if need_d_initial else d_initial
+
+    def _filled(self, states: States | None) -> States | None:
+        return None if states is None else states._replace(values=filled(states.values, *self.dims))
+
+    def _cut(self, states: torch.Tensor) -> torch.Tensor:
+        K, V = self.given
+        return states[..., :K, :V].contiguous()
+
+
+def filled(x: torch.Tensor, *dims: int) -> torch.Tensor:
+    """x with zeros behind each of its last dimensions, as many as make them `dims`; x itself where none are missing."""
+    missing = [dim - size for dim, size in zip(dims, x.shape[-len(dims) :], strict=True)]
+    return F.pad(x, [n for missed in reversed(missing) for n in (0, missed)]) if any(missing) else x
