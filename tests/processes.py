@@ -11,12 +11,21 @@ def children(pid: int) -> list[int]:
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def _state(stat: Path) -> str:
+    return stat.read_text().rpartition(")")[2].split()[0]
+
+
 def gone(pid: int) -> bool:
     """A zombie is."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        return _state(Path(f"/proc/{pid}/stat")) == "Z"
     except (FileNotFoundError, ProcessLookupError):
         return True
+
+
+def stopped(pid: int) -> bool:
+    """Each of its threads is."""
+    return all(_state(stat) == "T" for stat in Path(f"/proc/{pid}/task").glob("*/stat"))
 
 
 def until(done: Callable[[], bool]) -> None:

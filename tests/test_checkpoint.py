@@ -35,6 +35,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.processes import stopped, until
 from tests.worlds import free_port
 from titan_linear.checkpoint import (
     Checkpointer,
@@ -640,14 +641,26 @@ def save_for_ever(rank, port, folder, async_mode):
                 done.write(f"{number if async_mode == 'disabled' else number - 1}\n")
 
 
+def stopped_in_a_save(ranks, folder):
+    """Stop the processes. Where no save is in progress, they go on."""
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGSTOP)
+    until(lambda: all(stopped(rank.pid) for rank in ranks))
+    if any(folder.glob("*.tmp")):
+        return True
+    for rank in ranks:
+        os.kill(rank.pid, signal.SIGCONT)
+    return False
+
+
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_kill_at_any_moment(tmp_path, async_mode):
-    """Two processes are killed again and again, one after the other; each start resumes from the newest whole save."""
+    """Two processes are killed again and again, one after the other; each start resumes from the newest whole save.
+    The last time, they are stopped first until that is in the middle of a save."""
     rng = random.Random(async_mode)
     done = tmp_path / "done"
     done.touch()
-    in_progress = 0
-    for _ in range(3):
+    for last in (False, False, True):
         before, port = done.stat().st_size, free_port()
         ranks = processes(save_for_ever, [(rank, port, tmp_path, async_mode) for rank in range(2)])
         deadline = time.monotonic() + 60
@@ -655,6 +668,9 @@ def test_kill_at_any_moment(tmp_path, async_mode):
             assert all(rank.is_alive() for rank in ranks) and time.monotonic() < deadline
             time.sleep(0.002)
         time.sleep(rng.uniform(0, 0.1))
+        while last and not stopped_in_a_save(ranks, tmp_path):
+            assert time.monotonic() < deadline
+            time.sleep(rng.uniform(0, 0.02))
         for rank in rng.sample(ranks, 2):
             rank.kill()
             rank.join()
@@ -662,5 +678,4 @@ def test_kill_at_any_moment(tmp_path, async_mode):
         assert whole[-1] >= int(done.read_text().split()[-1]) and len(whole) >= 2, whole
         for number in whole:
             verify(tmp_path / f"step-{number}")
-        in_progress += any(tmp_path.glob("*.tmp"))
-    assert in_progress, "no kill hit a save: the test shows nothing"
+    assert any(tmp_path.glob("*.tmp")), "no kill hit a save: the test shows nothing"

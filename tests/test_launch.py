@@ -371,12 +371,18 @@ def test_a_wrong_ngpu_is_refused(monkeypatch, asked, gpus):
         launch.process_count()
 
 
-def test_waiting_threads_sleep(monkeypatch):
-    """Spinning, they would take the core from what they wait for on a busy machine. The user's word holds."""
+def test_waiting_threads_soon_sleep(monkeypatch):
+    """Spinning on, they would take the core from what they wait for on a busy machine. The user's word holds."""
     monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    assert agent._environment(1)["OMP_WAIT_POLICY"] == "PASSIVE"
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert agent._environment(1)["OMP_WAIT_POLICY"] == "ACTIVE"
+    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
+    found = agent._environment(1)
+    assert found["OMP_WAIT_POLICY"] == "PASSIVE" and found["GOMP_SPINCOUNT"] == "1000"
+    monkeypatch.setenv("GOMP_SPINCOUNT", "20000")
+    assert agent._environment(1)["GOMP_SPINCOUNT"] == "20000"
+    monkeypatch.delenv("GOMP_SPINCOUNT")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")  # a count would outweigh it
+    found = agent._environment(1)
+    assert found["OMP_WAIT_POLICY"] == "ACTIVE" and "GOMP_SPINCOUNT" not in found
 
 
 def test_help_of_flavors(capsys):

@@ -70,9 +70,12 @@ def _environment(processes: int) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // processes)),
-        # Threads that wait sleep: spinning, they take the core that the one they wait for needs, where others work too.
+        # Threads that wait soon sleep: spinning, they take the core that the one they wait for needs, where others work
+        # too. At once (libgomp's count is 0 under PASSIVE), waking them would halve the speed of a free machine.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
+    if "OMP_WAIT_POLICY" not in os.environ:
+        defaults["GOMP_SPINCOUNT"] = "1000"
     own = {LAUNCHER: str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP"}  # of the others, `on_signal`
     return {name: os.environ.get(name, value) for name, value in defaults.items()} | own
 
