@@ -24,6 +24,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from titan_linear.process import run_command
+
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
 Event = dict[str, Any]
 Spans = list[tuple[float, float]]
@@ -172,4 +174,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)
