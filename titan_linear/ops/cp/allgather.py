@@ -57,11 +57,12 @@ def allgather_forward(
     keys: list[torch.Tensor], group: str, scale: float, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """o like q with Dv, lse [1, Hq, T_local]; spans, queries, keys: `GatheredSpans`."""
-    moved, needed, arriving = _Queries(QueryRoutes(*queries), group), _Keys(KeyRoutes(*keys), group), []
+    moved, needed, results = _Queries(QueryRoutes(*queries), group), _Keys(KeyRoutes(*keys), group), _Arrivals()
     for k_slice, v_slice, (rows,) in _slices([q[0]], k[0], v[0], moved, needed):
         o, lse = attend_spans(rows[None], k_slice[None], v_slice[None], scale, causal, Spans(*spans))
-        arriving.append(moved.send_back(lse[0].T, o[0]))
-    lse, o = (_joined_heads(x) for x in zip(*(arrive() for arrive in arriving), strict=True))
+        results.take()
+        results.pending = moved.send_back(lse[0].T, o[0])
+    lse, o = results.joined()
     return o[None], lse.T[None].contiguous()
 
 
@@ -72,7 +73,7 @@ def allgather_backward(
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     moved, needed = _Queries(QueryRoutes(*queries), group), _Keys(KeyRoutes(*keys), group)
-    arriving, dkv, home = [], [], None
+    gradients, gradients_of_keys = _Arrivals(), _Arrivals()
     for k_slice, v_slice, rows in _slices([lse[0].T, do[0], q[0], o[0]], k[0], v[0], moved, needed):
         lse_rows, *rest = rows
         do_rows, q_rows, o_rows = (x[None] for x in rest)
@@ -80,14 +81,13 @@ def allgather_backward(
             do_rows, q_rows, k_slice[None], v_slice[None], o_rows, lse_rows.T[None].contiguous(), scale, causal,
             Spans(*spans),
         )  # fmt: skip
-        arriving.append(moved.send_back(dq[0].to(q.dtype)))
-        if home is not None:
-            dkv.append(home())
-        home = needed.send_home(torch.cat(grads, dim=-1)[0], k.shape[1])
-    dkv.append(home())
-    dk, dv = _joined_heads(dkv)[None].split([k.shape[-1], v.shape[-1]], dim=-1)
-    (dq,) = (_joined_heads(x) for x in zip(*(arrive() for arrive in arriving), strict=True))
-    return dq[None], dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+        gradients.take()
+        gradients.pending = moved.send_back(dq[0].to(q.dtype))
+        gradients_of_keys.take()
+        gradients_of_keys.pending = needed.send_home(*(x[0] for x in grads), k.shape[1])
+    (dq,), (dkv,) = gradients.joined(), gradients_of_keys.joined()
+    dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
+    return dq[None], dk[None].to(k.dtype).contiguous(), dv[None].to(v.dtype).contiguous()
 
 
 @register_fake(allgather_forward)
@@ -115,15 +115,29 @@ def _slices(
 
     following = start(0)
     for first in range(0, Hkv, step):
-        arrive_keys, arrive_rows = following
-        if first + step < Hkv:
-            following = start(first + step)
-        yield *arrive_keys(), arrive_rows()
+        keys_come, rows_come = following
+        following = start(first + step) if first + step < Hkv else None
+        arrived = *keys_come(), rows_come()
+        del keys_come, rows_come  # and with them what was copied
+        yield arrived
 
 
-def _joined_heads(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[T_local, h, ...] of each slice → [T_local, H, ...]"""
-    return parts[0].contiguous() if len(parts) == 1 else torch.cat(parts, dim=1)
+class _Arrivals:
+    """What slices gave, [T_local, h, ...] each; it is taken when the next one is computed and about to be sent."""
+
+    def __init__(self):
+        self.parts: list[Sequence[torch.Tensor]] = []
+        self.pending: Arriving | None = None
+
+    def take(self) -> None:
+        if self.pending is not None:
+            self.parts.append(self.pending())
+            self.pending = None
+
+    def joined(self) -> list[torch.Tensor]:
+        """[T_local, H, ...] of all heads."""
+        self.take()
+        return [x[0].contiguous() if len(x) == 1 else torch.cat(x, dim=1) for x in zip(*self.parts, strict=True)]
 
 
 # --- What travels ----------------------------------------------------------------------------------------------------
@@ -187,19 +201,23 @@ class _Keys:
             arrive = start_all_to_all(_rows([kv[a:b] for a, b in self.sent], kv), self.leaving, self.coming, self.group)
         return lambda: _rows(self._pieces_of(kv, arrive()), kv).split([k.shape[-1], v.shape[-1]], dim=-1)
 
-    def send_home(self, dkv: torch.Tensor, tokens: int) -> Callable[[], torch.Tensor]:
-        """dkv [keys, h, D + Dv] of this rank's spans → [T_local, h, D + Dv] of its tokens, from everybody's."""
+    def send_home(self, dk: torch.Tensor, dv: torch.Tensor, tokens: int) -> Arriving:
+        """dk [keys, h, D], dv [keys, h, Dv] of this rank's spans → dK|dV [T_local, h, D + Dv] of its tokens, from all
+        ranks."""
+        D, Dv = dk.shape[-1], dv.shape[-1]
         if self.travel == NOTHING:
-            return lambda: dkv
-        rows = sum(self.coming) + tokens * (self.travel == ALL)  # a gather brings a rank's own, too
-        here, there = (dkv.new_zeros(n, *dkv.shape[1:], dtype=accumulator_dtype(dkv.dtype)) for n in (tokens, rows))
-        lengths = [b - a for a, b in self.pieces]
-        for piece, gradient in zip(self._pieces_of(here, there), dkv.split(lengths), strict=True):
-            piece += gradient
+            return lambda: [torch.cat([dk, dv], dim=-1)]
+        rows = sum(self.coming) + tokens * (self.travel == ALL)  # a gather brought this rank's own, too
+        sizes, dtype = [b - a for a, b in self.pieces], accumulator_dtype(dk.dtype)
+        here, there = (dk.new_zeros(n, dk.shape[1], D + Dv, dtype=dtype) for n in (tokens, rows))
+        for piece, *of_piece in zip(self._pieces_of(here, there), dk.split(sizes), dv.split(sizes), strict=True):
+            for part, gradient in zip(piece.split([D, Dv], dim=-1), of_piece, strict=True):
+                part += gradient
         if self.travel == ALL:
-            return start_reduce_scatter(there, self.group)
+            arrive = start_reduce_scatter(there, self.group)
+            return lambda: [arrive()]
         arrive = start_all_to_all(there, self.coming, self.leaving, self.group)
-        return lambda: self._summed(here, arrive())
+        return lambda: [self._summed(here, arrive())]
 
     def _pieces_of(self, here: torch.Tensor, there: torch.Tensor) -> list[torch.Tensor]:
         """The keys of the spans, one after the other, as parts of what is here and what came."""
