@@ -70,7 +70,9 @@ _ANSWERS = "answers.bin"
 _INFO, _JOURNAL = "corpus.json", "progress.json"
 _OURS = {*_FILES, _ANSWERS, *(name + end for name in (_INFO, _JOURNAL) for end in ("", ".new"))}
 _NAMED = 3  # of the bad documents that were skipped
-_SKIP = 'training.on_bad_document = "skip" goes past such documents and counts them'
+_SKIP = (
+    'training.on_bad_document = "skip" (tools.corpus: --on-bad-document skip) goes past such documents and counts them'
+)
 
 
 @dataclass(frozen=True, eq=False)
