@@ -242,8 +242,15 @@ class Clock:
         if call.name == "exchange_heads":
             return cp.latency + x.nbytes * (W - 1) / W / cp.all_to_all
         if call.name == "kcp_incoming":
-            return cp.latency + (x.nbytes + call.given[1].nbytes * (W > 2)) / cp.all_to_all
+            return cp.latency + _bytes_of_states(call) / cp.all_to_all
         return cp.latency  # a halo is small
+
+
+def _bytes_of_states(call: Call) -> int:
+    """What `kcp_incoming` sends or receives, whichever is more: S_ext and M of other fragments."""
+    S_ext, M, *_, sent, received, _, _, _ = call.given
+    sizes = S_ext.nbytes // len(S_ext), M.nbytes // len(M)
+    return max(sum(n * size for n, size in zip(counts.sum(0).tolist(), sizes)) for counts in (sent, received))
 
 
 def attended(batch: Batch) -> tuple[int, int]:

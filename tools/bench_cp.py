@@ -4,12 +4,19 @@
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops kda gdn --heads 64 16 --layouts contiguous zigzag
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops ring allgather ulysses --tokens 32768 131072
     torchrun --nproc-per-node 4 -m tools.bench_cp --compiled                # as a run with compile.enable has them
+    torchrun --nproc-per-node 4 -m tools.bench_cp --ops ulysses --heads 32 --key-heads 8 --documents web mixed
+    python -m tools.bench_cp --estimate H200 --heads 32                     # nothing is run
 
 Milliseconds of the slowest rank, forward and forward + backward, in bfloat16. "GPU": the median from the first kernel
 to the last, the host ahead, as it is in a training step. "host": what the host takes to queue it, the least of all
 rounds, for others work there too; where that is more, the GPU waits. "alone": the op on T / W tokens of one document on
-one GPU, no context parallelism. For attention TFLOP/s per GPU on the pairs that the mask leaves. "packed" is ten
-documents. Heads are of 128 × 128; attention has as many query as key heads.
+one GPU, no context parallelism. For attention TFLOP/s per GPU on the pairs that the mask leaves. Documents: "one",
+"packed" (ten), "web" (lengths of a median of 1,000 tokens, log-normal), "mixed" (4,000, with long ones among them).
+Heads are of 128 × 128.
+
+--estimate, by rates measured on a GPU (rates/, tools/bench_rates.py) and the planner's account of each operator: what
+of a layer's communication is exposed, forward and backward, as a share of the op's own time on a rank, by T / W of one
+document, and from which T / W on it is below 5%. Ranks are of one node.
 """
 
 from __future__ import annotations
@@ -18,37 +25,54 @@ import argparse
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from statistics import median
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from titan_linear.memory import Batch, layers
+from titan_linear.models import mixers
+from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.timing import Clock, Machine, read_rates, shipped
 
 TEN = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)  # of 32768 tokens
 D = 128
 ROUNDS = 60
 Inputs = dict[str, torch.Tensor]
 METHODS = ("ring", "allgather", "ulysses")
+LENGTHS = {"web": (1000, 1.0), "mixed": (4000, 1.5)}  # median and log's standard deviation of documents' tokens
+SMALL = 0.05  # share of the op's time
 
 
 def boundaries(documents: str, T: int) -> torch.Tensor:
-    """[N+1] int32 on the CPU: "one" document, or the ten scaled to T tokens."""
+    """[N+1] int32 on the CPU: "one" document, the ten scaled to T tokens, or random ones, the same for all ranks."""
+    if documents in LENGTHS:
+        return torch.from_numpy(random_documents(documents, T, seed=0)).int()
     edges = TEN if documents == "packed" else (0, TEN[-1])
     return torch.tensor([e * T // TEN[-1] for e in edges], dtype=torch.int32)
 
 
-def make_inputs(op: str, T: int, H: int) -> Inputs:
+def random_documents(kind: str, T: int, seed: int) -> np.ndarray:
+    """[N+1] int64 boundaries; the last document is cut where the stream ends."""
+    rng, (middle, deviation) = np.random.default_rng(seed), LENGTHS[kind]
+    lengths = np.maximum(rng.lognormal(np.log(middle), deviation, 100 + 4 * T // middle), 1).astype(np.int64)
+    ends = np.cumsum(lengths)
+    return np.concatenate([[0], ends[ends < T], [T]])
+
+
+def make_inputs(op: str, T: int, H: int, Hkv: int) -> Inputs:
     def randn(*shape: int) -> torch.Tensor:
         return torch.randn(1, T, *shape, device="cuda")
 
     if op == "conv":
         return {"x": randn(3 * H * D).bfloat16(), "weight": torch.randn(3 * H * D, 4, device="cuda").bfloat16()}
     if op in METHODS:
-        return {name: randn(H, D).bfloat16() for name in "qkv"}
+        return {name: randn(heads, D).bfloat16() for name, heads in zip("qkv", (H, Hkv, Hkv))}
     q, k = (torch.nn.functional.normalize(randn(H, D), dim=-1).bfloat16() for _ in "qk")
     g = -5 * torch.rand(1, T, H, D, device="cuda") if op == "kda" else -torch.rand(1, T, H, device="cuda")
     return {"q": q, "k": k, "v": randn(H, D).bfloat16(), "g": g, "beta": torch.rand(1, T, H, device="cuda").bfloat16()}
@@ -109,7 +133,7 @@ def print_rows(args: argparse.Namespace, flush: torch.Tensor) -> None:
         print("| op | T | heads | documents | layout | GPU fwd | host | GPU fwd + bwd | host | |\n" + "|---" * 10 + "|")
     for op in args.ops:
         for T, H in ((T, H) for T in args.tokens for H in args.heads):
-            x, fn = make_inputs(op, T // W, H), function(op)
+            x, fn = make_inputs(op, T // W, H, args.key_heads or H), function(op)
             if args.compiled:
                 torch.compiler.reset()
                 fn = torch.compile(fn, fullgraph=True)
@@ -132,16 +156,59 @@ def print_rows(args: argparse.Namespace, flush: torch.Tensor) -> None:
                     print(f"| {' | '.join(map(str, cells))} |", flush=True)
 
 
+# --- Without GPUs ----------------------------------------------------------------------------------------------------
+
+
+def estimate(gpu: str, ranks: Sequence[int], tokens: Sequence[int], H: int, Hkv: int) -> str:
+    """The table of --estimate; tokens: of a rank, rising."""
+    machine = Machine(read_rates(shipped()[gpu]), max(ranks), np.inf, "flash4")
+    lines = [f"| {H} heads | ranks | {' | '.join(map(str, tokens))} | below {SMALL:.0%} from |"]
+    lines.append("|---" * (len(tokens) + 3) + "|")
+    for name, mixer, methods in planned(H, Hkv):
+        for W in ranks:
+            batches = [Batch(n * W, 1, None, W, *methods, 1, 1, torch.bfloat16) for n in tokens]
+            shares = [exposed(machine, mixer, batch) for batch in batches]
+            least = next((str(n) for n, share in zip(tokens, shares) if share < SMALL), "–")
+            lines.append(f"| {name} | {W} | {' | '.join(f'{share:.1%}' for share in shares)} | {least} |")
+    return "\n".join(lines)
+
+
+def planned(H: int, Hkv: int) -> Iterator[tuple[str, MixerOptions, tuple[str, str, str]]]:
+    """Name, mixer; layout, method of softmax and of linear layers. The ring's work is even in zig-zag alone."""
+    for of in (mixers.KDA, mixers.GDN):
+        for method in ("kcp", "ulysses"):
+            mixer = of(heads=H, v_heads=H, head_dim=D, v_head_dim=D)
+            yield f"{of.__name__}, {method}", mixer, ("contiguous", "auto", method)
+    for method in METHODS:
+        layout = "zigzag" if method == "ring" else "contiguous"
+        yield f"attention, {method}", mixers.Attention(heads=H, kv_heads=Hkv, head_dim=D), (layout, method, "kcp")
+
+
+def exposed(machine: Machine, mixer: MixerOptions, batch: Batch) -> float:
+    """Seconds of a layer's communication that nothing hides, over those of its attention or delta rule."""
+    model = ModelConfig(vocab_size=1024, dim=2048, pattern=(mixer,), num_layers=1, hidden_dim=2048)
+    (layer,), clock = layers(model, batch), Clock(machine, batch, compiled=True)
+    passes = [clock.of(mixer, work, work.calls) for work in (layer.forward, layer.backward)]
+    own = sum(p.parts[part] for p in passes for part in ("attention", "delta rule"))
+    return sum(p.parts["communication"] for p in passes) / own
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ops = ["kda", "gdn", "conv", *METHODS]
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
     parser.add_argument("--heads", type=int, nargs="+", default=[64])
-    parser.add_argument("--documents", nargs="+", default=["one", "packed"], choices=["one", "packed"])
+    parser.add_argument("--key-heads", type=int, help="of attention (default: as many as query heads)")
+    parser.add_argument("--documents", nargs="+", default=["one", "packed"], choices=["one", "packed", *LENGTHS])
     parser.add_argument("--layouts", nargs="+", default=["contiguous", "zigzag"], choices=["contiguous", "zigzag"])
     parser.add_argument("--compiled", action="store_true", help="the ops in graphs of torch.compile")
+    parser.add_argument("--estimate", choices=sorted(shipped()), metavar="GPU", help="run nothing; one of %(choices)s")
     args = parser.parse_args()
+    if args.estimate:
+        tokens = [2**n for n in range(11, 18)]
+        print("\n\n".join(estimate(args.estimate, (4, 8), tokens, H, args.key_heads or H) for H in args.heads))
+        return 0
     if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
         why = "there is no GPU here" if not torch.cuda.is_available() else "torchrun starts it, a process on each GPU"
         print(f"error: tools.bench_cp times the ops on several GPUs: {why}", file=sys.stderr)
