@@ -284,6 +284,8 @@ class Trainer:
         while self.step < self.config.training.steps and not self.stop.agreed:
             longer = self._lengthen()
             numbers = self.train_step()
+            if self.config.profiling.enable_profiling:
+                self.feed.settle()  # what ends on gloo's threads after the profiler's window writes into freed memory
             traced = profile.step()
             snapshots.after(self.step)
             if self.step == first or longer:  # it has compiled and connected everything

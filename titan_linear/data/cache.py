@@ -696,18 +696,18 @@ def _write_arrays(
         if hasattr(documents, "close"):
             stack.callback(documents.close)  # its processes end with the writing, however that ends
         files = _open_arrays(folder, dtype, progress, stack)
-        tokens, offsets, hashes = files[: len(_FILES)]
-        answers, sources = files[len(_FILES) :][: progress.answers], files[len(_FILES) + progress.answers :]
+        (tokens, offsets, hashes), rest = files[:3], dict(zip(_names(progress)[3:], files[3:]))
+        answers, sources = rest.get(_ANSWERS), rest.get(_SOURCE)
         content = _content_so_far(folder / "hashes.bin")
         journaled = time.monotonic()
         for document in documents:
             ids, learnt = document if progress.answers else (document, None)
             data = _checked(np.asarray(ids), progress.num_documents, tokenizer.vocab_size).astype(dtype).tobytes()
             digest = hashlib.blake2b(data, digest_size=8).digest()
-            for file in answers:
-                file.write(_answers(np.asarray(ids), np.asarray(learnt), tokenizer, progress))
-            for file in sources:
-                file.write(_file_ends(progress))
+            if answers:
+                answers.write(_answers(np.asarray(ids), np.asarray(learnt), tokenizer, progress))
+            if sources:
+                sources.write(_file_ends(progress))
             progress.num_documents, progress.num_tokens = progress.num_documents + 1, progress.num_tokens + len(ids)
             tokens.write(data)
             offsets.write(np.int64(progress.num_tokens).tobytes())
@@ -720,8 +720,8 @@ def _write_arrays(
                 journaled = time.monotonic()
         if not progress.num_documents:
             raise ValueError(f"no documents to write to {folder}; give one at least")
-        for file in sources:
-            file.write(_file_ends(progress))
+        if sources:
+            sources.write(_file_ends(progress))
         for file in files:
             _sync(file)
     counts = {"num_documents": progress.num_documents, "num_tokens": progress.num_tokens, "dtype": dtype}
@@ -790,10 +790,9 @@ def _names_in(info: dict[str, Any]) -> list[str]:
 def _sizes(progress: _Progress, dtype: str) -> list[int]:
     """Bytes that count of each of _names."""
     n = progress.num_documents
-    answers, sources = [16 * progress.num_answers] * progress.answers, [8 * (progress.num_files + 1)]
-    return [
-        progress.num_tokens * np.dtype(dtype).itemsize, 8 * (n + 1), 8 * n, *answers, *sources * bool(progress.texts)
-    ]  # fmt: skip
+    sizes = {_ANSWERS: 16 * progress.num_answers, _SOURCE: 8 * (progress.num_files + 1)}
+    sizes |= dict(zip(_FILES, (progress.num_tokens * np.dtype(dtype).itemsize, 8 * (n + 1), 8 * n)))
+    return [sizes[name] for name in _names(progress)]
 
 
 def _open_arrays(folder: Path, dtype: str, progress: _Progress, stack: ExitStack) -> list[BinaryIO]:
