@@ -23,17 +23,13 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 FORK = multiprocessing.get_context("fork")
 
 
-class Launch:
-    """`python -m titan_linear.launch *argv`, of which `output` gets stdout and stderr; as far as it goes, a Popen.
+class Forked:
+    """As far as it goes, a Popen."""
 
-    fresh: start workers as always, as interpreters of their own; else they are forked, where there are no GPUs.
-    """
-
-    def __init__(self, argv: list[str], output: Path, environment: dict[str, str], fresh: bool = False):
-        self.output = output
-        self.process = FORKSERVER.Process(target=_launch, args=(argv, output, environment, fresh))
-        self.process.start()
-        self.pid, self.kill = self.process.pid, self.process.kill
+    def __init__(self, process: multiprocessing.Process):
+        self.process = process
+        process.start()
+        self.pid, self.kill = process.pid, process.kill
 
     @property
     def returncode(self) -> int | None:
@@ -43,7 +39,19 @@ class Launch:
         return self.process.exitcode
 
     def send_signal(self, number: signal.Signals) -> None:
-        os.kill(self.pid, number)
+        if self.returncode is None:
+            os.kill(self.pid, number)
+
+
+class Launch(Forked):
+    """`python -m titan_linear.launch *argv`, of which `output` gets stdout and stderr.
+
+    fresh: start workers as always, as interpreters of their own; else they are forked, where there are no GPUs.
+    """
+
+    def __init__(self, argv: list[str], output: Path, environment: dict[str, str], fresh: bool = False):
+        super().__init__(FORKSERVER.Process(target=_launch, args=(argv, output, environment, fresh)))
+        self.output = output
 
     def communicate(self, timeout: float | None = None) -> tuple[str, None]:
         self.process.join(timeout)
@@ -63,25 +71,12 @@ def _launch(argv: list[str], output: Path, environment: dict[str, str], fresh: b
     sys.exit(launch.main(argv))
 
 
-class Worker:
+class Worker(Forked):
     """`python -m module *argv`, forked from its launcher; what the elastic agent asks of a Popen."""
 
     def __init__(self, command: tuple[str, ...], environment: dict[str, str]):
-        self.process = FORK.Process(target=_work, args=(command[2:], environment))
-        self.process.start()
-        self.pid = self.process.pid
+        super().__init__(FORK.Process(target=_work, args=(command[2:], environment)))
         os.setpgid(self.pid, self.pid)  # the worker does too: whichever comes first
-
-    @property
-    def returncode(self) -> int | None:
-        return self.process.exitcode
-
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
-    def send_signal(self, number: signal.Signals) -> None:
-        if self.returncode is None:
-            os.kill(self.pid, number)
 
     def wait(self, timeout: float | None = None) -> None:
         self.process.join(timeout)

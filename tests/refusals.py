@@ -1,8 +1,10 @@
-"""What commands say of a mistake."""
+"""What commands say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -13,3 +15,22 @@ def is_refused(main: Callable[[list[str]], int], argv: list[str], capsys: pytest
     error = capsys.readouterr().err
     assert error.startswith("error: ") and error.count("\n") == 1
     return error.removeprefix("error: ")
+
+
+def exit_of(main: Callable[[list[str]], object], argv: list[str], capfd: pytest.CaptureFixture) -> tuple[object, str]:
+    """What a command returns or exits with, and all that it says."""
+    capfd.readouterr()
+    try:
+        code = main(argv)
+    except SystemExit as exit:
+        code = exit.code
+    return code, "".join(capfd.readouterr())
+
+
+@contextmanager
+def own_handlers() -> Iterator[None]:
+    """For commands that set handlers of signals, in this process."""
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)

@@ -58,6 +58,7 @@ PATTERN = (
     Attention(heads=2, kv_heads=1, head_dim=4, qk_norm="head"),
 )
 CONFIG = dict(vocab_size=17, dim=6, pattern=PATTERN, num_layers=2, hidden_dim=10)
+SMALL = dict(pattern=PATTERN[:1], num_layers=1)  # where it is not what is in a checkpoint that matters
 LR = 1e-2
 WRAPS = {
     "none": lambda layer: layer,
@@ -369,7 +370,7 @@ def test_metadata_of_other_types_and_pythons(tmp_path):
 
 
 def test_half_written_is_passed_over_and_removed(worlds, tmp_path):
-    worlds(2).run(save_steps, tmp_path, (2,), [1])
+    worlds(2).run(save_steps, tmp_path, (2,), [1], SMALL)
     shutil.copytree(tmp_path / "step-1", tmp_path / "step-9.tmp")  # all but renamed
     shutil.copytree(tmp_path / "step-1", tmp_path / "step-8")
     (tmp_path / "step-8" / "manifest.json").unlink()
@@ -386,7 +387,7 @@ def test_half_written_is_passed_over_and_removed(worlds, tmp_path):
 
 
 def go_on(rank, world_size, folder, start, steps, options):
-    model, optimizer = build((world_size,))
+    model, optimizer = build((world_size,), **SMALL)
     checkpointer = Checkpointer(folder, **options)
     checkpointer.load(start, model, optimizer)
     kept = []
@@ -401,7 +402,7 @@ def go_on(rank, world_size, folder, start, steps, options):
 
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
 def test_keep_latest_k(worlds, tmp_path, async_mode):
-    worlds(2).run(save_steps, tmp_path, (2,), [1, 2])
+    worlds(2).run(save_steps, tmp_path, (2,), [1, 2], SMALL)
     kept = worlds(2).run(go_on, tmp_path, 2, [3, 4, 5], {"keep_latest_k": 2, "async_mode": async_mode})[0]
     assert kept == [[2, 3], [3, 4], [4, 5]]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-5"]
@@ -411,7 +412,7 @@ def test_keep_latest_k(worlds, tmp_path, async_mode):
 
 def test_going_on_from_an_earlier_step(worlds, tmp_path):
     """Nothing happens before the first save; then the future that was left is set aside, the same step included."""
-    worlds(2).run(save_steps, tmp_path, (2,), [1, 2, 3, 4])
+    worlds(2).run(save_steps, tmp_path, (2,), [1, 2, 3, 4], SMALL)
     old = {n: (tmp_path / f"step-{n}" / "__0_0.distcp").read_bytes() for n in (3, 4)}
     worlds(2).run(go_on, tmp_path, 2, [], {})
     assert whole_steps(tmp_path) == [1, 2, 3, 4]
@@ -446,7 +447,7 @@ def test_saving_a_step_again(worlds, tmp_path):
 
 
 def save_with_broken_disk(rank, world_size, folder, broken_rank, fault, async_mode, verify=True):
-    model, optimizer = build((world_size,))
+    model, optimizer = build((world_size,), **SMALL)
     keep = 1 if fault == "lies" and verify else 10
     checkpointer = Checkpointer(folder, async_mode=async_mode, keep_latest_k=keep, verify=verify)
     checkpointer.save(1, model, optimizer, {"step": 1})
@@ -554,7 +555,7 @@ def test_an_error_on_one_rank_is_raised_on_all(worlds, tmp_path, fault, broken_r
         assert error.partition(f"rank {broken_rank}: ")[2] == REASONS[fault], error
         assert (whole, leftovers) == ([1], [])
     assert whole_steps(tmp_path) == ([3] if fault == "lies" else [1, 3])
-    assert worlds(2).run(load_step, tmp_path, (2,), 3)[0][2] == results[0][2]
+    assert worlds(2).run(load_step, tmp_path, (2,), 3, SMALL)[0][2] == results[0][2]
 
 
 def test_what_a_disk_alters_is_written_again(worlds, tmp_path):

@@ -7,12 +7,12 @@ import io
 import json
 import os
 import shutil
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.refusals import exit_of, own_handlers
 from tests.worlds import World
 from titan_linear import agent, launch
 from titan_linear.config import Config, load_config
@@ -148,21 +148,14 @@ def launched(
         return 0
 
     monkeypatch.setattr(agent, "run_workers", run_workers)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def launched(corpus: Path, folder: Path, code: int = 0, **keys: object) -> str:
-        capfd.readouterr()
-        try:
-            found = launch.main(arguments(corpus, folder, **keys))
-        except SystemExit as exit:
-            found = exit.code
-        said = "".join(capfd.readouterr())
+        found, said = exit_of(launch.main, arguments(corpus, folder, **keys), capfd)
         assert (found or 0) == code, said
         return said
 
-    yield launched
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with own_handlers():
+        yield launched
 
 
 def arguments(corpus: Path, folder: Path, **keys: object) -> list[str]:

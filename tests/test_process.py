@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -25,3 +27,12 @@ def test_a_signal_is_noted_and_a_stop_is_not_cut_short(number: int, agreed: bool
         assert caught == ([] if agreed else ["before"])
     finally:
         signal.signal(number, before)
+
+
+def test_nobody_reads_what_a_command_prints() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "titan_linear.launch", "--help", "flavors"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")

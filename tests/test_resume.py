@@ -21,6 +21,7 @@ import torch
 
 from tests.commands import Launch
 from tests.processes import children, gone, until
+from tests.refusals import exit_of, own_handlers
 from tests.worlds import World, free_port
 from titan_linear import agent, launch
 from titan_linear.config import load_config
@@ -141,24 +142,17 @@ STARTS = "starts workers"
 def answer(corpus: Path, capfd: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable]:
     """answer(code, folder, **keys): what the launcher says in this process before it exits with `code`, or where that
     is STARTS, before it would start workers."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     monkeypatch.setattr(agent, "run_workers", lambda *_: STARTS)
     monkeypatch.setenv("NGPU", "2")
     monkeypatch.setenv("XDG_CACHE_HOME", str(corpus.parent))
 
     def answer(code: int | str, folder: Path, **overrides: object) -> str:
-        capfd.readouterr()
-        try:
-            found = launch.main(arguments(corpus, folder, **overrides))
-        except SystemExit as exit:
-            found = exit.code
-        said = "".join(capfd.readouterr())
+        found, said = exit_of(launch.main, arguments(corpus, folder, **overrides), capfd)
         assert found == code, said
         return said
 
-    yield answer
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with own_handlers():
+        yield answer
 
 
 def newest_step(folder: Path) -> int:

@@ -192,7 +192,7 @@ class Parallelism(_Strict):
     """One run of tokens per rank, or two mirrored ones, which balance causal attention by ring and all-gather;
     all-to-all over heads is balanced in both, and linear layers are faster in the first."""
     context_parallel_method: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
-    """Exchange of the softmax layers; "auto" is all-to-all over heads ("ulysses") if the ranks divide the key heads."""
+    """Exchange of the softmax layers; "auto" is all-to-all over heads ("ulysses") where it can be."""
     context_parallel_linear_method: Literal["kcp", "ulysses"] = "kcp"
     """Exchange of the linear layers: states of the recurrence (KCP), or all-to-all over heads."""
     tensor_parallel_degree: int = Field(1, ge=1)

@@ -20,7 +20,7 @@ from itertools import pairwise
 from types import FrameType
 
 from titan_linear.config import check_config, load_config
-from titan_linear.process import MISTAKE, Node
+from titan_linear.process import MISTAKE, Node, run_command
 from titan_linear.rundir import check_resume, copied_configuration, lock_folder
 
 
@@ -115,4 +115,4 @@ def _exit_now(number: int, _: FrameType | None) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

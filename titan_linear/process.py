@@ -9,9 +9,10 @@ import ctypes
 import os
 import signal
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
     import torch
@@ -38,6 +39,20 @@ class Node:
     @property
     def world_size(self) -> int:
         return self.count * self.processes
+
+
+def run_command(main: Callable[[list[str]], int]) -> NoReturn:
+    """Exit with the code of main(argv); silently where nobody reads any more what it prints (`| head`)."""
+    try:
+        try:
+            code = main(sys.argv[1:])
+        except SystemExit as exit:
+            code = exit.code
+        sys.stdout.flush()
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        code = 128 + signal.SIGPIPE
+    sys.exit(code)
 
 
 def die_with_parent() -> None:

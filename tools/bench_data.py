@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import statistics
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from titan_linear.data import Corpus, PackedStreams, split_corpus
+from titan_linear.process import run_command
 
 MEAN = 10_000  # tokens of a document
 PERIOD = 1 << 16  # documents of the pattern
@@ -138,4 +138,4 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

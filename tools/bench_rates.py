@@ -41,6 +41,7 @@ from titan_linear.distributed.groups import process_group
 from titan_linear.flops import known_peak
 from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.support import attention_kernel
+from titan_linear.process import run_command
 from titan_linear.timing import DIM, PROGRAMS
 
 GIB = 2**30
@@ -332,4 +333,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

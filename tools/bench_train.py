@@ -65,7 +65,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.documents import Documents
 from titan_linear.models.init import initialise
 from titan_linear.optim import Reading, build_optimizer, step_numbers, update
-from titan_linear.process import own_device
+from titan_linear.process import own_device, run_command
 from titan_linear.telemetry import Telemetry
 from titan_linear.traces import Cost, of_trace
 
@@ -423,4 +423,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

@@ -25,6 +25,7 @@ from titan_linear.build import DTYPES, EXPORT_DTYPES
 from titan_linear.checkpoint import Checkpointer, whole_steps
 from titan_linear.exports import export_checkpoint
 from titan_linear.hf_io import Reader, locate, open_folder, read_model
+from titan_linear.process import run_command
 
 
 def main(argv: list[str]) -> int:
@@ -85,4 +86,4 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

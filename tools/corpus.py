@@ -23,6 +23,7 @@ from titan_linear.config import SECTIONS
 from titan_linear.data import Corpus, build_tokenizer, load_corpus, tokenise_corpus, verify_corpus
 from titan_linear.data.cache import CACHE_NAME, default_cache_dir, remove_cache
 from titan_linear.data.sources import FIELD_SOURCES, FORMATS, TEXT_SOURCES
+from titan_linear.process import run_command
 
 DAY = 86400  # seconds
 
@@ -37,6 +38,8 @@ def main(argv: list[str]) -> int:
         if args.command == "check":
             return check([named(name) for name in args.folders] or caches(default_cache_dir()))
         return prune(args)
+    except BrokenPipeError:
+        raise  # of run_command
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -157,4 +160,4 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

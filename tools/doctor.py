@@ -9,9 +9,8 @@ only if all hold. On one GPU or the CPU: all ranks are in one process. It writes
 
 from __future__ import annotations
 
-import sys
-
+from titan_linear.process import run_command
 from titan_linear.proof.doctor import main
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

@@ -25,6 +25,7 @@ from titan_linear.generate import Sampling, generate
 from titan_linear.hf_io import CONFIG, check_folder
 from titan_linear.hf_io import load_weights as load_hf_weights
 from titan_linear.models.decoder import Decoder
+from titan_linear.process import run_command
 from titan_linear.rundir import config_of
 
 
@@ -104,4 +105,4 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

@@ -36,6 +36,7 @@ from titan_linear.data import build_tokenizer
 from titan_linear.memory import GIB, SPARE, Batch, changed, layers, memory, parameters, saved
 from titan_linear.models.config import ModelConfig
 from titan_linear.preflight import check_expert_parallel, check_heads, check_tensor_parallel
+from titan_linear.process import run_command
 from titan_linear.timing import Machine, Rates, Step, read_rates, shipped, step
 
 BEST = 5  # splits that are printed
@@ -385,4 +386,4 @@ def setting(keys: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

@@ -23,6 +23,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from titan_linear.config import Config, load_config, tokens_at, toml_value
+from titan_linear.process import run_command
 from titan_linear.rundir import CONFIG, MANIFEST, METRICS, SPIKES, TELEMETRY
 
 COLOURS = ("#2f6fde", "#d9622b", "#2a9d5c", "#9b4fc4", "#c23a6b", "#6d7a1f", "#158a9c", "#7a5c3e")
@@ -417,4 +418,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

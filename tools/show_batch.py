@@ -24,6 +24,7 @@ from titan_linear.build import build_streams, checkpoint_folder, tokenizer_path
 from titan_linear.checkpoint import find_step, read_progress
 from titan_linear.config import Config, load_config
 from titan_linear.data import IGNORE, MixedStreams, Stream, Streams, Tokenizer, build_tokenizer
+from titan_linear.process import run_command
 from titan_linear.rundir import SPIKES
 
 
@@ -112,4 +113,4 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    run_command(main)

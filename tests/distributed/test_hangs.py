@@ -12,14 +12,15 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from tests.processes import until
 from tests.worlds import World
 from titan_linear.distributed.hangs import late_collective, recorded, watched
 
 LATER = int(1e18)  # nanoseconds: past every time-out
 
 
-def hang(rank: int, world_size: int, folder: str) -> tuple[bool, str, bool]:
-    """Whether nothing is late after one of each collective; what is said when rank 1 stays away; whether it failed."""
+def hang(rank: int, world_size: int, folder: str) -> tuple[str, bool]:
+    """One of each collective, after which nothing is late; what is said when rank 1 stays away; whether it failed."""
     group = dist.new_group(timeout=timedelta(seconds=4))
     x, parts = torch.ones(2), [torch.ones(2), torch.ones(2)]
     dist.all_reduce(x, group=group)
@@ -31,7 +32,7 @@ def hang(rank: int, world_size: int, folder: str) -> tuple[bool, str, bool]:
     exchange = [dist.P2POp(dist.isend, x, 1 - rank, group), dist.P2POp(dist.irecv, parts[0], 1 - rank, group)]
     for request in dist.batch_isend_irecv(exchange):
         request.wait()
-    nothing = late_collective(recorded(), time.time_ns() + LATER) is None
+    until(lambda: late_collective(recorded(), time.time_ns() + LATER) is None)  # a thread of gloo's notes the end
     said, failed = io.StringIO(), False
     store = dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
     with watched(Path(folder), store, 4) as watch, contextlib.redirect_stderr(said):
@@ -42,12 +43,12 @@ def hang(rank: int, world_size: int, folder: str) -> tuple[bool, str, bool]:
         except RuntimeError:
             failed = True
         dist.barrier()  # which rank 1 waits in meanwhile, and which has all the time
-    return nothing, said.getvalue(), failed
+    return said.getvalue(), failed
 
 
 def test_a_hang_is_said_in_one_line(worlds: Callable[[int], World], tmp_path: Path) -> None:
-    (nothing, said, failed), (nothing_1, said_1, _) = worlds(2).run(hang, str(tmp_path / "recorder"))
-    assert nothing and nothing_1 and failed
+    (said, failed), (said_1, _) = worlds(2).run(hang, str(tmp_path / "recorder"))
+    assert failed
     assert said.startswith("hang: step 7: rank 0 in all_reduce for ") and "of 4 s, rank 1 not there; " in said
     assert said.count("\n") == 1 and said_1 == ""
     assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == ["rank-0", "rank-1"]

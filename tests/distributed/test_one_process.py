@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
 
@@ -19,15 +19,6 @@ LENGTHS = [5, 1200, 1, 2, 200, 1, 639]  # of 2048 tokens: through many ranks of 
 METHODS = ("ring", "allgather", "ulysses")
 PARAMETERS = {"A_log", "dt_bias", "weight"}
 BOUNDS = {"kda": 1e-9, "gdn": 1e-9, "conv": 1e-9, **dict.fromkeys(METHODS, 1e-10)}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors are small: more threads would wait for each other."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @cache

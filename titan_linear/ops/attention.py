@@ -10,7 +10,7 @@ from titan_linear.ops.boundaries import Boundaries
 from titan_linear.ops.cp.allgather import allgather_attention, heads_at_once
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.ring import ring_attention
-from titan_linear.ops.cp.ulysses import ulysses_attention
+from titan_linear.ops.cp.ulysses import key_head_copies, ulysses_attention
 from titan_linear.ops.torch.attention import accumulator_dtype
 from titan_linear.ops.torch.local_attention import local_attention
 
@@ -70,7 +70,7 @@ def attention(
     if cp_context.world_size == 1:
         return local_attention(q, k, v, scale, causal, cp_context.stream)
     if method == "auto":
-        method = choose_method(cp_context, k.shape[2], k.shape[-1] + v.shape[-1], k.dtype)
+        method = choose_method(cp_context, q.shape[2], k.shape[2], k.shape[-1] + v.shape[-1], k.dtype)
     return METHODS[method](q, k, v, scale, causal, cp_context)
 
 
@@ -85,15 +85,19 @@ def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, fir
     return o.transpose(1, 2)
 
 
-def choose_method(cp: CPContext, Hkv: int, width: int, dtype: torch.dtype) -> str:
+def choose_method(cp: CPContext, Hq: int, Hkv: int, width: int, dtype: torch.dtype) -> str:
     """The rule of "auto".
 
-    "ulysses" where the ranks divide the key heads: all ranks have the same work, whatever the documents and the layout,
-    and memory does not grow with the ranks. Else "allgather" while two slices of K|V of the whole stream and of its
-    fp32 gradient fit in `GATHER_LIMIT`: larger blocks than the ring's, and all documents in one call; else "ring".
-    width = D + Dv. A function of shapes alone: every rank chooses the same.
+    "ulysses" where the ranks divide the key heads, or share each of them and send no more for it than the all-gather
+    would: all ranks have the same work, whatever the documents and the layout, and memory does not grow with the ranks.
+    Else "allgather" while two slices of K|V of the whole stream and of its fp32 gradient fit in `GATHER_LIMIT`: larger
+    blocks than the ring's, and all documents in one call; else "ring". width = D + Dv. A function of shapes alone:
+    every rank chooses the same.
     """
-    if Hkv % cp.world_size == 0:
+    W = cp.world_size
+    copies = key_head_copies(Hq, Hkv, W)
+    sends_less = Hq + W <= W * Hkv  # a W-th of the stream of q, o and W heads' K|V; or K|V of all
+    if copies == 1 or (copies and sends_less):
         return "ulysses"
     size = dtype.itemsize + accumulator_dtype(dtype).itemsize
     heads = min(2 * heads_at_once(Hkv), Hkv)

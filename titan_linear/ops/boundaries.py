@@ -32,7 +32,7 @@ class Boundaries:
     cu_seqlens: torch.Tensor  # [N+1] int32, on the device of the tokens
     cu_seqlens_cpu: torch.Tensor | None = None  # the same on the CPU, where it is known
     longest: torch.Tensor | None = None  # [1] int64 on the CPU: tokens of the longest entry, where it is known
-    may_split: bool = True  # by an implementation, into segments: not where others ask for the states of an entry
+    may_split: bool = True  # by an implementation, into segments where heads are few
     chunks: Mapping[int, ChunkTable] = field(default_factory=dict)  # by tokens of a chunk, those that are known
     _derived: dict[Any, Any] = field(default_factory=dict, repr=False)
 

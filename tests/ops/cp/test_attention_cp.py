@@ -305,13 +305,15 @@ def test_half_precision(worlds, method):
 
 
 def test_auto_depends_on_shapes_alone():
-    def choose(T, Hkv):
-        contexts = (build_cp_context(torch.tensor([0, T]), rank=rank, world_size=4) for rank in range(4))
-        return {choose_method(cp, Hkv, 256, torch.bfloat16) for cp in contexts}
+    def choose(T, Hq, Hkv, W=4):
+        contexts = (build_cp_context(torch.tensor([0, T]), rank=rank, world_size=W) for rank in range(W))
+        return {choose_method(cp, Hq, Hkv, 256, torch.bfloat16) for cp in contexts}
 
-    assert choose(131072, 32) == choose(1048576, 4) == {"ulysses"}
-    assert choose(131072, 30) == {"allgather"}
-    assert choose(262144, 30) == {"ring"}
+    assert choose(131072, 32, 32) == choose(1048576, 32, 4) == {"ulysses"}
+    assert choose(131072, 30, 30) == {"allgather"}
+    assert choose(262144, 30, 30) == {"ring"}
+    assert choose(131072, 32, 8, W=16) == choose(131072, 32, 8, W=32) == {"ulysses"}  # of a key head 2 and 4 ranks
+    assert choose(131072, 16, 2, W=4) == {"allgather"}  # it sends less: K|V of 2 heads, not 16 + 4 of a fourth
 
 
 def errors_raised(rank, world_size):

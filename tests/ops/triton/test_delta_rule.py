@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from tests.ops.inputs import boundaries, call, gradients, leaves, make_inputs, oracle, raw_gate_inputs, relative_error
 from tests.worlds import World
+from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.triton import delta_rule as rules
 from titan_linear.ops.triton.chunks import chunks_of
@@ -74,6 +75,28 @@ def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None
     lengths = [0, 10, 64, 129]
     x = raw_gate_inputs(op, sum(lengths), H=1, HV=2, K=32, V=32, gate="slow")
     check(op, x, boundaries(lengths), {})
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_fragments_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four ranks: one document goes through two, each of them three segments, and a rank has two entries. Little of
+    the state decays on the way."""
+    monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
+    cu, x = boundaries([10, 450, 60]), make_inputs(op, 520, H=1, HV=1, K=32, V=32, gate="slow")
+    exact = leaves({n: t.double() for n, t in x.items()})
+    want = gradients([oracle(op, exact, cu_seqlens=cu)[0]], exact)
+    do = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+    def on_rank(group: LocalGroup) -> list[torch.Tensor]:
+        ctx = build_cp_context(cu, group, device=DEVICE)
+        mine = slice(*ctx.fragments[0])
+        own = leaves({n: t[:, mine].to(DEVICE, torch.float32) for n, t in x.items()})
+        o, _ = call(op, own, cp_context=ctx, impl="triton")
+        return [o.detach(), *torch.autograd.grad(o, list(own.values()), do[:, mine].to(o))]
+
+    ranks = run_ranks(on_rank, 4)
+    for name, got, exact in zip(["o", *x], zip(*ranks, strict=True), want, strict=True):
+        assert relative_error(torch.cat(got, 1).cpu(), exact) < TOLERANCE, name
 
 
 @pytest.mark.parametrize("indexed", [False, True])

@@ -201,8 +201,8 @@ def build_cp_context(
         tables["halo"] = halo_routes(fragments, rank, world_size, conv1d_kernel_size - 1)
     moved = _move(tables, cu_seqlens.device if device is None else torch.device(device))
     boundaries = Boundaries(
-        moved["boundaries"]["cu_seqlens"], torch.from_numpy(local), _longest(local), world_size == 1,
-        {n: ChunkTable(**moved[f"chunks of {n}"]) for n in (CHUNK, CONV_RUN)},
+        moved["boundaries"]["cu_seqlens"], torch.from_numpy(local), _longest(local),
+        chunks={n: ChunkTable(**moved[f"chunks of {n}"]) for n in (CHUNK, CONV_RUN)},
     )  # fmt: skip
     return CPContext(
         group=group, group_name="" if group is None else group.group_name, layout=layout, rank=rank,

@@ -43,22 +43,24 @@ def ulysses_attention(
     W must divide Hq, and divide Hkv or be a multiple of it; a key head is then sent to each rank that has queries
     for it, and autograd sums its gradients.
     """
-    copies = _key_head_copies(q.shape[2], k.shape[2], cp.world_size)
+    Hq, Hkv, W = q.shape[2], k.shape[2], cp.world_size
+    copies = key_head_copies(Hq, Hkv, W)
+    if not copies:
+        raise ValueError(
+            f"method = 'ulysses' cannot split {Hq} query and {Hkv} key heads among {W} ranks: the ranks must divide "
+            "the query heads, and divide or be a multiple of the key heads; use method 'ring' or 'allgather'"
+        )
     if copies > 1:
         k, v = (x.repeat_interleave(copies, dim=2) for x in (k, v))
     q, k, v = (tokens_to_heads(x, cp) for x in (q, k, v))
     return heads_to_tokens(local_attention(q, k, v, scale, causal, cp.stream), cp)
 
 
-def _key_head_copies(Hq: int, Hkv: int, W: int) -> int:
+def key_head_copies(Hq: int, Hkv: int, W: int) -> int:
+    """To how many ranks each key head is sent; 0: W ranks cannot share these heads."""
     if Hq % W == 0 and Hkv % W == 0:
         return 1
-    if Hq % W == 0 and W % Hkv == 0:
-        return W // Hkv
-    raise ValueError(
-        f"method = 'ulysses' cannot split {Hq} query and {Hkv} key heads among {W} ranks: the ranks must divide the "
-        "query heads, and divide or be a multiple of the key heads; use method 'ring' or 'allgather'"
-    )
+    return W // Hkv if Hq % W == 0 and W % Hkv == 0 else 0
 
 
 class _ExchangeHeads(torch.autograd.Function):

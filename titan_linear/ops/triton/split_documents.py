@@ -3,6 +3,7 @@
 A scan is sequential in a head; 16 heads keep a quarter of an H200's multiprocessors busy. Each segment's last state
 from a zero state and its transition (S_ext, M) are found for all segments at once, a short fold gives the state that
 enters each segment, and the scans then run over segments as if they were documents. Backward likewise, with the same M.
+Between ranks nothing changes: an entry's own S_ext and M follow from those of its segments.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.boundaries import Boundaries
+from titan_linear.ops.cp.kcp import Chains
 from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.options import DeltaRuleOptions
 from titan_linear.ops.states import Inputs, States
@@ -64,7 +66,7 @@ def _(cu_seqlens, tokens, length):
 
 
 class SplitDocuments:
-    """A rule over segments of `length` tokens that looks like one over documents; nobody asks it for boundaries."""
+    """A rule over segments of `length` tokens that looks like one over entries."""
 
     def __init__(
         self,
@@ -82,6 +84,8 @@ class SplitDocuments:
             self.segments, self.segment_offsets = boundaries.derived(_segments, len(inputs.q), length)
         self.rule = make(inputs, options, self.segments, ())
         self.all = torch.arange(len(self.segments.cu_seqlens) - 1, dtype=torch.int32, device=inputs.q.device)
+        self.S_ext: torch.Tensor | None = None  # of the segments, [S, HV, K, V]
+        self.dS_ext: torch.Tensor | None = None
 
     @property
     def kept(self) -> tuple[torch.Tensor, ...]:
@@ -89,17 +93,37 @@ class SplitDocuments:
         nothing per token."""
         return self.segment_offsets, self.states, self.M, *self.segments
 
+    def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
+        """M of an entry is what its segments make of the identity: columns beside those of the state."""
+        self.S_ext, self.M = self.rule.boundaries(self.all)
+        (*_, V), K = self.S_ext.shape, self.M.shape[-1]
+        x = torch.cat([self.S_ext, torch.zeros_like(self.M)], -1)  # [S, HV, K, V + K]
+        begin = torch.eye(K, V + K, dtype=x.dtype, device=x.device).roll(V, -1)  # [0 | I]
+        begin = begin.expand(len(self.segment_offsets), *x.shape[1:]).contiguous()  # N + 1: compiled code fixes a 1
+        entering = fold_segments(x, self.M, begin, self.segment_offsets, False)
+        last = self.segment_offsets[chains.entries + 1] - 1
+        S_ext, M = _moved(self.M[last], entering[last], x[last]).split([V, K], -1)
+        return S_ext.contiguous(), M.contiguous()
+
     def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        S_ext, self.M = self.rule.boundaries(self.all)
-        self.states = fold_segments(S_ext, self.M, _values(initial), self.segment_offsets, False)
+        if self.S_ext is None:
+            self.S_ext, self.M = self.rule.boundaries(self.all)
+        self.states = fold_segments(self.S_ext, self.M, _values(initial), self.segment_offsets, False)
         o, last = self.rule.forward(States(self.states), need_final)
         return o, last[self.segment_offsets[1:] - 1] if need_final else last
+
+    def boundary_backward(self, do: torch.Tensor, chains: Chains) -> torch.Tensor:
+        self.dS_ext = self.rule.boundary_gradients(do, self.all)
+        d_leaving = fold_segments(self.dS_ext, self.M, None, self.segment_offsets, True)
+        first = self.segment_offsets[chains.entries]
+        return _moved(self.M[first].mT, d_leaving[first], self.dS_ext[first])
 
     def backward(
         self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
     ) -> tuple[Inputs, torch.Tensor]:
-        dS_ext = self.rule.boundary_gradients(do, self.all)
-        d_last = fold_segments(dS_ext, self.M, _values(d_final), self.segment_offsets, True)
+        if self.dS_ext is None:
+            self.dS_ext = self.rule.boundary_gradients(do, self.all)
+        d_last = fold_segments(self.dS_ext, self.M, _values(d_final), self.segment_offsets, True)
         grads, d_first = self.rule.backward(do, States(self.states), States(d_last), need_d_initial)
         return grads, d_first[self.segment_offsets[:-1]] if need_d_initial else d_first
 
@@ -111,6 +135,12 @@ def _segments(boundaries: Boundaries, tokens: int, length: int) -> tuple[Chunks,
 
 
 def _values(states: States | None) -> torch.Tensor | None:
-    """States of the documents, which without context parallelism are in order."""
-    assert states is None or states.index is None
-    return None if states is None else states.values.contiguous()
+    """[≥ N, HV, K, V], of each entry its own."""
+    if states is None or states.index is None:
+        return None if states is None else states.values.contiguous()
+    return states.values[states.index.clamp(min=0)].where((states.index >= 0).view(-1, 1, 1, 1), 0.0)
+
+
+def _moved(M: torch.Tensor, state: torch.Tensor, S_ext: torch.Tensor) -> torch.Tensor:
+    """M state + S_ext, one segment further. In float64: where a user asked for it, float32 products run as TF32."""
+    return (M.double() @ state.double() + S_ext).to(S_ext.dtype)
