@@ -118,7 +118,9 @@ def test_of_several(name: str, folder: Path, alone: tuple, worlds: Callable[[int
     for losses, seen, weights in ranks:
         assert losses == off[0][0]
         assert all(torch.equal(both[1], weights[name][1]) for name, both in off[0][2].items())
-        assert seen.keys() == alone[1].keys() and seen["work"]["max over mean"] >= 1
+        assert seen.keys() == alone[1].keys()
+        work = seen["work"]["max over mean"]
+        assert work == 1 if name == "cp 2 zig-zag" else work > 1  # by heads; by dp, or of few tokens on each rank
         same = ["grad_norm", "update_norm", "weight_norm", "half_life", "loss_by_position", "loss_by_source"]
         for quantity in [*same, *(["state_norm", "attention_entropy"] if "cp" not in name else [])]:
             if not ("dp" in name and quantity == "attention_entropy"):  # of as many queries on each rank

@@ -227,13 +227,16 @@ def test_tied_embeddings_and_other_presets(corpus: Path, worlds: Callable[[int],
 
 def test_a_compiled_run_is_equal(corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
     """Documents change from step to step, and the graphs stay (`tests/models/test_plan.py` compiles each mixer)."""
-    keys = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "softmax"}
+    softmax = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "softmax"}
+    experts = FLOAT64 | {"training.steps": 2, "model.name": "qwen3.5"}
     compiled = {"compile.enable": "true", "compile.backend": "aot_eager"}
-    losses, norms, weights = one_process(keys)
-    for name, mode in (("cp 2 zig-zag", "selective"), ("tp 2", "full")):
-        processes, split = SPLITS[name]
-        more = compiled | {"activation_checkpoint.mode": mode, "training.local_batch_size": 2}  # two micro-steps
-        got = worlds(processes).run(train_on_rank, arguments(corpus, keys, split, more), str(corpus.parent))[0]
+    full = {"activation_checkpoint.mode": "full", "training.local_batch_size": 2}  # two micro-steps
+    for keys, (processes, split), more in (
+        (softmax, SPLITS["HSDP x cp"], {}), (softmax, SPLITS["tp 2"], full), (experts, EXPERT_SPLITS["ep 2, dp 2"], {}),
+    ):  # fmt: skip
+        losses, norms, weights = one_process(keys)
+        argv = arguments(corpus, keys, split, more, compiled)
+        got = worlds(processes).run(train_on_rank, argv, str(corpus.parent))[0]
         assert worst(got[0], losses) < 1e-9 and worst(got[1], norms) < 1e-9
         assert max(((got[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9
 

@@ -189,8 +189,8 @@ class Parallelism(_Strict):
     context_parallel_degree: int = Field(1, ge=1)
     """Ranks that share one stream."""
     context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
-    """One run of tokens per rank, or two mirrored ones, which balance causal attention by ring and all-gather;
-    all-to-all over heads is balanced in both, and linear layers are faster in the first."""
+    """One run of tokens per rank, or two mirrored ones, which balance causal attention by ring; all-to-all over heads
+    and all-gather are balanced in both, and linear layers are faster in the first."""
     context_parallel_method: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
     """Exchange of the softmax layers; "auto" is all-to-all over heads ("ulysses") where it can be."""
     context_parallel_linear_method: Literal["kcp", "ulysses"] = "kcp"

@@ -10,8 +10,8 @@ loss by position and source, experts' loads, balance of the work.
     loss_by_position                      nats per token of positions 1, 2–3, 4–7, … of documents, by the first of them
     loss_by_source                        of a mixture's sources, and of the groups of files in metrics.loss_by_source
     tokens_by_source                      with a label, of each of these groups
-    work                                  pairs of query and key that the mask leaves, of the rank that has most over
-                                          the mean of all: 1 is even
+    work                                  pairs of query and key that the mask leaves, of the rank that computes most
+                                          (in the first softmax layer, by its method) over the mean of all: 1 is even
 
 Mixers are looked at in a window, the first of the tokens that each rank has of the step's first micro-batch: hooks
 before the layers, outside of what is compiled or computed again, give a layer's input to its mixer's `watch`, without
@@ -132,7 +132,8 @@ class Telemetry:
             self._add("tokens_by_source", pairs[1:], group, self.groups.names, partial(_counts, self.groups.names))
         rank = torch.full((1,), dist.get_rank() // self.dims.tp, device=losses.device)
         ranks = [str(r) for r in range(self.dims.dp * self.dims.cp)]
-        self._add("work", positions.sum().double().view(1, 1) * first, rank, ranks, _uneven)
+        pairs_here = losses.new_full((1, 1), batch.plan.pairs * first)
+        self._add("work", pairs_here, rank, ranks, _uneven)
 
     def _groups_of_tokens(self, batch: MicroBatch) -> torch.Tensor:
         """[T] int64, of this rank's tokens, on the device."""

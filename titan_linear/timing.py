@@ -163,6 +163,7 @@ class Clock:
         self.machine, self.rates, self.batch, self.compiled = machine, machine.rates, batch, compiled
         self.cp, self.tp = machine.link(batch.cp, batch.tp), machine.link(batch.tp, 1)
         self.pairs, self.longest = attended(batch)
+        self.gathered = context(batch).gathered
 
     def of(self, mixer: MixerOptions, work: Work, calls: Sequence[Call]) -> Pass:
         """calls: those of `work` that run."""
@@ -194,8 +195,12 @@ class Clock:
     def _attention(self, call: Call) -> float:
         backward = call.name.endswith("_backward")
         q, _, v = call.given[backward : 3 + backward]  # backward has do before them
-        D, scattered = q.shape[3], self.batch.cp > 1 and call.name.startswith("attention_")
-        pairs = self.pairs * self.batch.cp if scattered else self.pairs  # of all tokens, for fewer heads
+        own, computed = self.gathered.pairs.tolist()
+        if call.name.startswith("attention_"):
+            pairs = sum(own)  # of all tokens, for fewer heads
+        else:
+            pairs = max(computed) if call.name.startswith("allgather_") else self.pairs
+        D = q.shape[3]
         flops = 2 * (D + v.shape[3]) * q.shape[2] * pairs
         forward, both = self.machine.attention_rates(D, self.batch.mean is None)
         seconds = flops / forward / 1e12
@@ -207,7 +212,10 @@ class Clock:
             return 0.0
         backward, ranks = call.name.endswith("_backward"), self.batch.cp
         _, k, v = call.given[backward : 3 + backward]
-        moved = (k.numel() + v.numel()) * (k.element_size() + 4 * backward) * (ranks - 1)
+        hops = ranks - 1
+        if call.name.startswith("allgather_"):
+            hops = self.gathered.keys.coming.sum().item() / k.shape[1]  # as many times its own
+        moved = (k.numel() + v.numel()) * (k.element_size() + 4 * backward) * hops
         seconds = self.cp.latency * (ranks - 1) + moved / self.cp.all_gather
         return max(seconds - compute, seconds / SLICES)
 

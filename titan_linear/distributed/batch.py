@@ -11,7 +11,8 @@ from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.layers import widened
 from titan_linear.models.plan import BatchPlan, Rotary
-from titan_linear.ops import build_cp_context
+from titan_linear.ops import CPContext, build_cp_context
+from titan_linear.ops.attention import choose_method, pairs_computed
 from titan_linear.ops.transfer import to_device
 
 
@@ -29,6 +30,7 @@ class BatchSharding:
     rotaries: tuple[Rotary, ...]  # of the model's mixers
     compute_dtype: torch.dtype
     compiled: bool  # torch.compile reads the plan
+    softmax: tuple[int, int, int] | None  # Hq, Hkv and D + Dv of the first softmax layer, on a rank of tp
 
     @classmethod
     def of(
@@ -42,7 +44,7 @@ class BatchSharding:
         rotaries = dict.fromkeys(mixer.rotary for mixer in model.layers if mixer.rotary is not None)
         return cls(
             dims, device, conv1d_kernel_size=sizes.pop() if len(sizes) == 1 else None, rotaries=tuple(rotaries),
-            compute_dtype=compute_dtype, compiled=compiled, **methods,
+            compute_dtype=compute_dtype, compiled=compiled, softmax=_softmax(model, dims.tp), **methods,
         )  # fmt: skip
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, BatchPlan]:
@@ -61,7 +63,22 @@ class BatchSharding:
         moved = to_device(local, self.device)
         plan = BatchPlan(
             context.position_ids, cp_context=context, num_streams=batch.num_streams, impl=self.impl,
-            softmax_method=self.softmax_method, linear_method=self.linear_method,
+            softmax_method=self.softmax_method, linear_method=self.linear_method, pairs=self._pairs(context),
         )  # fmt: skip
         plan.prepare(self.rotaries, widened(self.compute_dtype))
         return moved["tokens"], moved["labels"], plan
+
+    def _pairs(self, context: CPContext) -> float:
+        """Without softmax layers those of the rank's own tokens."""
+        method = self.softmax_method if self.softmax else "ring"
+        if method == "auto":
+            method = choose_method(context, *self.softmax, self.compute_dtype)
+        return pairs_computed(context, method)
+
+
+def _softmax(model: ModelConfig, tp: int) -> tuple[int, int, int] | None:
+    for mixer in model.layers:
+        if "attention" in mixer.ops:
+            heads = [count // tp for count in mixer.head_counts.values()]  # of queries, and of keys if they are fewer
+            return heads[0], heads[-1], sum(mixer.ops["attention"].values())
+    return None

@@ -104,6 +104,16 @@ def choose_method(cp: CPContext, Hq: int, Hkv: int, width: int, dtype: torch.dty
     return "allgather" if cp.stream_tokens * heads * width * size <= GATHER_LIMIT else "ring"
 
 
+def pairs_computed(cp: CPContext, method: str) -> float:
+    """Pairs of query and key under the causal mask that this rank computes; of a W-th of the heads, a W-th of them.
+
+    method: one of `METHODS`."""
+    own, computed = cp.gathered.pairs.tolist()
+    if method == "ulysses":
+        return sum(own) / cp.world_size
+    return (computed if method == "allgather" else own)[cp.rank]
+
+
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.dim() != 4 or 0 in x.shape:

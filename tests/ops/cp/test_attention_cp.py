@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from functools import cache
+from collections import Counter
+from functools import cache, partial
 from itertools import pairwise
 
 import pytest
@@ -10,9 +11,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.dispatch import Inside
 from tests.ops.test_attention import error, make, run
-from titan_linear.ops.attention import attention, choose_method
+from titan_linear.distributed.one_process import run_ranks
+from titan_linear.ops.attention import attention, choose_method, pairs_computed
 from titan_linear.ops.cp.context import build_cp_context
-from titan_linear.ops.cp.fragments import owned
+from titan_linear.ops.cp.spans import ALL, SOME
 from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.reference.attention import attention as reference
 
@@ -72,9 +74,9 @@ def on_one_process(name, causal):
     return run(reference, *inputs(name), causal=causal, cu_seqlens=torch.tensor(STREAMS[name][0]))
 
 
-def errors_on_rank(rank, world_size, name, layout, method, causal, expected):
+def errors_on_rank(rank, world_size, name, layout, method, causal, expected, group=None):
     """Relative errors of o, dq, dk, dv of this rank's tokens."""
-    cp = context(name, rank, world_size, layout, dist.group.WORLD)
+    cp = context(name, rank, world_size, layout, group or dist.group.WORLD)
     ours = run(attention, *local_leaves(inputs(name), cp), causal=causal, cp_context=cp, method=method)
     return [error(x, shard(y, cp)) for x, y in zip(ours, expected)]
 
@@ -95,6 +97,16 @@ def test_every_rank_equals_one_process(worlds, world_size, layout, method, causa
     for rank, errors in enumerate(worlds(world_size).run(all_errors, layout, method, causal, expected)):
         wrong = {name: e for name, e in errors.items() if not max(e) <= 1e-12}
         assert not wrong, f"rank {rank}: {wrong}"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_eight_ranks_that_share_the_work_equal_one(layout, causal):
+    for name in STREAMS:
+        check = partial(errors_on_rank, name=name, layout=layout, method="allgather", causal=causal)
+        expected = on_one_process(name, causal)
+        errors = run_ranks(lambda g, check=check, e=expected: check(g.rank(), 8, expected=e, group=g), 8)
+        assert max(map(max, errors)) <= 1e-12, name
 
 
 def poisoned_runs(rank, world_size, layout, method, name):
@@ -119,7 +131,9 @@ def poisoned_runs(rank, world_size, layout, method, name):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("method", METHODS)
 def test_documents_do_not_see_each_other(worlds, layout, method):
-    for name in ("over three and more ranks", "after the edges", "two streams, packed"):
+    names = ("over three and more ranks", "after the edges", "two streams, packed")
+    assert any(context(name, 0, 4, layout).gathered.queries.moves for name in names)
+    for name in names:
         for unchanged in worlds(4).run(poisoned_runs, layout, method, name):
             assert all(unchanged), name
 
@@ -137,37 +151,56 @@ def with_owner(cp, hop, causal=True):
     return [((a, b), (c, d)) for h, a, b, c, d in rows(rectangles.by_hop) if h == hop]
 
 
-def pairs_of_blocks(cp, causal):
-    """How often this rank's squares and rectangles cover each (query, key), as a [T, T] count in global tokens."""
-    T = cp.stream_tokens
-    tokens = [
-        torch.cat([torch.arange(f.start, f.end) for f in owned(cp.all_fragments, r)]) for r in range(cp.world_size)
-    ]
+def own_tokens(cp):
+    return torch.cat([torch.arange(f.start, f.end) for f in cp.own_fragments])
+
+
+def pairs_of_blocks(ranks, causal):
+    """How often the squares and rectangles of all ranks cover each (query, key), as a [T, T] count in global tokens."""
+    T = ranks[0].stream_tokens
+    tokens = [own_tokens(cp) for cp in ranks]
     count = torch.zeros(T, T, dtype=torch.int64)
-    for a, b in pairwise(cp.cu_seqlens.tolist()):
-        square = torch.ones(b - a, b - a, dtype=torch.int64)
-        mine = tokens[cp.rank][a:b]
-        count[mine[:, None], mine[None, :]] += square.tril() if causal else square
-    rectangles = cp.rectangles if causal else cp.full_rectangles
-    for hop, a, b, c, d in rows(rectangles.by_hop):
-        keys = tokens[(cp.rank - hop) % cp.world_size][c:d]
-        assert b > a and len(keys)
-        count[tokens[cp.rank][a:b][:, None], keys[None, :]] += 1
+    for cp in ranks:
+        for a, b in pairwise(cp.cu_seqlens.tolist()):
+            square = torch.ones(b - a, b - a, dtype=torch.int64)
+            mine = tokens[cp.rank][a:b]
+            count[mine[:, None], mine[None, :]] += square.tril() if causal else square
+        rectangles = cp.rectangles if causal else cp.full_rectangles
+        for hop, a, b, c, d in rows(rectangles.by_hop):
+            keys = tokens[(cp.rank - hop) % cp.world_size][c:d]
+            assert b > a and len(keys)
+            count[tokens[cp.rank][a:b][:, None], keys[None, :]] += 1
     return count
 
 
-def pairs_of_spans(cp, causal):
-    """The same of its spans."""
-    spans, ranges, _ = cp.gathered if causal else cp.full_gathered
-    own = torch.cat([torch.arange(f.start, f.end) for f in cp.own_fragments])
-    keys = torch.cat([torch.arange(a, b) for a, b in ranges.tolist()])
-    assert torch.equal(spans.q, spans.q_cpu) and torch.equal(spans.k, spans.k_cpu)
-    assert (spans.q[0], spans.q[-1], spans.k[0], spans.k[-1]) == (0, len(own), 0, len(keys))
-    assert (spans.longest_q, spans.longest_k) == (spans.q.diff().max(), spans.k.diff().max())
-    count = torch.zeros(cp.stream_tokens, cp.stream_tokens, dtype=torch.int64)
-    for i, j in spans.rows():
-        pairs = torch.ones(len(own[i]), len(keys[j]), dtype=torch.int64)
-        count[own[i][:, None], keys[j][None, :]] += pairs.tril(pairs.shape[1] - pairs.shape[0]) if causal else pairs
+def pairs_of_spans(ranks, causal):
+    """The same of their spans, whose rows arrive as the routes say."""
+    T, W, count = ranks[0].stream_tokens, len(ranks), 0
+    plans, tokens = [cp.gathered if causal else cp.full_gathered for cp in ranks], [own_tokens(cp) for cp in ranks]
+    queries = [
+        tokens[r][p.queries.rows].split([len(tokens[r]) - int(p.queries.leaving.sum()), *p.queries.leaving])
+        for r, p in enumerate(plans)
+    ]  # of each rank: those that stay, then those that leave for rank 0, 1, …
+    sent = [torch.cat([tokens[r][a:b] for a, b in p.keys.sent.tolist()]).split(p.keys.leaving.tolist())
+            if p.keys.travel != ALL else None for r, p in enumerate(plans)]  # fmt: skip
+    for r, (spans, moved, keys, _) in enumerate(plans):
+        assert torch.equal(tokens[r][moved.rows][moved.back], tokens[r])
+        q = torch.cat([queries[r][0], *(queries[s][1 + r] for s in range(W))])
+        assert [len(queries[s][1 + r]) for s in range(W)] == moved.coming.tolist()
+        came = torch.cat(tokens if keys.travel == ALL else [sent[s][r] for s in range(W)])
+        assert keys.travel == ALL or [len(sent[s][r]) for s in range(W)] == keys.coming.tolist()
+        k = torch.cat([torch.cat([tokens[r], came])[a:b] for a, b in keys.pieces.tolist()])
+        needed = {*k.tolist()} - {*tokens[r].tolist()}
+        assert keys.travel == ALL or sorted(needed) == sorted(came.tolist())  # what is sent is what is needed
+        assert torch.equal(spans.q, spans.q_cpu) and torch.equal(spans.k, spans.k_cpu)
+        assert (spans.q[0], spans.q[-1], spans.k[0], spans.k[-1]) == (0, len(q), 0, len(k))
+        assert (spans.longest_q, spans.longest_k) == (spans.q.diff().max(), spans.k.diff().max())
+        here = torch.zeros(T, T, dtype=torch.int64)
+        for i, j in spans.rows():
+            pairs = torch.ones(len(q[i]), len(k[j]), dtype=torch.int64)
+            here[q[i][:, None], k[j][None, :]] += pairs.tril(pairs.shape[1] - pairs.shape[0]) if causal else pairs
+        assert all(p.pairs[1, r] == here.sum() for p in plans)
+        count += here
     return count
 
 
@@ -182,7 +215,7 @@ def test_each_visible_pair_is_covered_once(layout, causal, pairs):
         document = torch.bucketize(torch.arange(T), torch.tensor(boundaries[1:]), right=True)
         visible = (document[:, None] == document[None, :]).long()
         visible = visible.tril() if causal else visible
-        assert torch.equal(sum(pairs(cp, causal) for cp in ranks), visible), name
+        assert torch.equal(pairs(ranks, causal), visible), name
 
 
 def test_the_ring_joins_rectangles():
@@ -244,6 +277,30 @@ def test_memory_of_the_ring_does_not_grow_with_the_ranks(worlds):
     assert four >= two + 2 * buffer
 
 
+def test_the_all_gather_sends_what_is_needed(monkeypatch):
+    """Of packed documents, forward and backward, in float64."""
+    sent, original = Counter(), dist.all_to_all_single
+    Hq, Hkv, D, Dv = 2, 1, 6, 10
+
+    def counted(out, x, *args, group, **kwargs):
+        sent[group.rank()] += x.nbytes
+        return original(out, x, *args, group=group, **kwargs)
+
+    def on_rank(group):
+        cp = build_cp_context(torch.tensor(lengths(*[11, 19, 32, 25, 41, 14, 28, 22, 50, 14])), group)
+        q, k, v, do = make(1, 64, 64, Hq, Hkv, D, Dv, seed=0)
+        attention(q, k, v, cp_context=cp, method="allgather").backward(do)
+        _, queries, keys, _ = cp.gathered
+        assert queries.moves and keys.travel == SOME
+        return [int(x.sum()) for x in (keys.leaving, keys.coming, queries.leaving, queries.coming)]
+
+    monkeypatch.setattr(dist, "all_to_all_single", counted)
+    there, back = D + (1 + 2 * Dv + D), (1 + Dv) + D  # q, then lse, do, q, o; lse, o, then dq
+    for rank, (k_leaving, k_coming, q_leaving, q_coming) in enumerate(run_ranks(on_rank, 4)):
+        keys = Hkv * (D + Dv) * (2 * k_leaving + k_coming)  # K|V twice, dK|dV
+        assert sent[rank] == 8 * (keys + Hq * (there * q_leaving + back * q_coming))
+
+
 def sent_messages(rank, world_size, name, layout):
     """Calls of batch_isend_irecv in forward, and in forward and backward."""
     cp = context(name, rank, world_size, layout, dist.group.WORLD)
@@ -302,6 +359,13 @@ def test_half_precision(worlds, method):
 
 
 # --- choices and errors -----------------------------------------------------------------------------------------
+
+
+def test_the_work_of_each_method():
+    ranks = [context("one document", r, 4, "contiguous") for r in range(4)]
+    ring, gathered, heads = ([pairs_computed(cp, method) for cp in ranks] for method in METHODS)
+    assert ring == [136, 392, 648, 904] and heads == [520.0] * 4
+    assert sum(gathered) == sum(ring) and max(gathered) <= 1.04 * 520 + 64  # a query may have as many
 
 
 def test_auto_depends_on_shapes_alone():

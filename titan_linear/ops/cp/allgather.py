@@ -1,26 +1,27 @@
-"""All-gather attention (Llama 3, section 3.3.2): every rank gathers all keys and values, and one call of the kernel
-computes all of its spans (ops/cp/spans.py).
+"""All-gather attention (Llama 3, section 3.3.2) with balanced work: K and V come to whoever computes, and so do queries
+of ranks that have more than others. One call of the kernel computes all of a rank's spans (ops/cp/spans.py).
 
-Heads come in slices, each gathered while the one before is computed; in backward K and V are gathered again, and dK|dV
-of a slice is summed to its owners by a reduce-scatter in fp32 while the next is computed. Memory per rank, that of two
-slices, grows with the whole stream, where ring attention's does not.
+Heads come in slices. While one is computed the next one's K|V and q are on their way, and so are the last one's o, back
+to the owners of the queries. K and V of all ranks are gathered, or, where few are needed, those alone exchanged: the
+plan of the batch says which. In backward everything travels again, with do and o beside q, and dK|dV of a slice goes to
+its owners in fp32 while the next is computed: by a reduce-scatter, or back the way that the keys came, and added up in
+rank order. Memory per rank, that of two slices, may grow with the whole stream, where ring attention's does not.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
-import torch.distributed as dist
 
 from titan_linear.ops.cp.context import CPContext
-from titan_linear.ops.cp.exchange import group_named
-from titan_linear.ops.cp.order import to_rank_order, tokens_in_global_order
+from titan_linear.ops.cp.exchange import start_all_gather, start_all_to_all, start_reduce_scatter
+from titan_linear.ops.cp.spans import ALL, NOTHING, KeyRoutes, QueryRoutes
 from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.torch.attention import Spans, accumulator_dtype, attend_spans, attend_spans_backward
 
 SLICES = 4  # at most
+Arriving = Callable[[], Sequence[torch.Tensor]]  # waits for what is on its way, and gives it
 
 
 def allgather_attention(
@@ -38,8 +39,8 @@ def heads_at_once(Hkv: int) -> int:
 class _AllGatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale: float, causal: bool, cp: CPContext) -> torch.Tensor:
-        spans, ranges, crosses = cp.gathered if causal else cp.full_gathered
-        ctx.where = list(spans), ranges, crosses, list(cp.order), cp.group_name
+        spans, queries, keys, _ = cp.gathered if causal else cp.full_gathered
+        ctx.where = list(spans), list(queries), list(keys), cp.group_name
         o, lse = allgather_forward(q, k, v, *ctx.where, scale, causal)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.scale, ctx.causal = scale, causal
@@ -52,35 +53,41 @@ class _AllGatherAttention(torch.autograd.Function):
 
 @operator
 def allgather_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[torch.Tensor], ranges: torch.Tensor,
-    crosses: torch.Tensor, order: list[int], group: str, scale: float, causal: bool,
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[torch.Tensor], queries: list[torch.Tensor],
+    keys: list[torch.Tensor], group: str, scale: float, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """o like q with Dv, lse [1, Hq, T_local]; spans, ranges, crosses: `GatheredSpans`."""
-    slices = _slices(q, k, v, ranges, bool(crosses), order, group)
-    parts = [attend_spans(q[:, :, s.of_q], s.k, s.v, scale, causal, Spans(*spans)) for s in slices]
-    o, lse = (torch.cat(x, dim=dim) for x, dim in zip(zip(*parts, strict=True), (2, 1), strict=True))
-    return o, lse
+    """o like q with Dv, lse [1, Hq, T_local]; spans, queries, keys: `GatheredSpans`."""
+    moved, needed, results = _Queries(QueryRoutes(*queries), group), _Keys(KeyRoutes(*keys), group), _Arrivals()
+    for k_slice, v_slice, (rows,) in _slices([q[0]], k[0], v[0], moved, needed):
+        o, lse = attend_spans(rows[None], k_slice[None], v_slice[None], scale, causal, Spans(*spans))
+        results.take()
+        results.pending = moved.send_back(lse[0].T, o[0])
+    lse, o = results.joined()
+    return o[None], lse.T[None].contiguous()
 
 
 @operator
 def allgather_backward(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    spans: list[torch.Tensor], ranges: torch.Tensor, crosses: torch.Tensor, order: list[int], group: str, scale: float,
+    spans: list[torch.Tensor], queries: list[torch.Tensor], keys: list[torch.Tensor], group: str, scale: float,
     causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    dq, dkv, sums = [], [], None
-    for s in _slices(q, k, v, ranges, bool(crosses), order, group):
-        rows = (x[:, :, s.of_q] for x in (do, q))
-        grads = attend_spans_backward(
-            *rows, s.k, s.v, o[:, :, s.of_q], lse[:, s.of_q], scale, causal, Spans(*spans)
+    moved, needed = _Queries(QueryRoutes(*queries), group), _Keys(KeyRoutes(*keys), group)
+    gradients, gradients_of_keys = _Arrivals(), _Arrivals()
+    for k_slice, v_slice, rows in _slices([lse[0].T, do[0], q[0], o[0]], k[0], v[0], moved, needed):
+        lse_rows, *rest = rows
+        do_rows, q_rows, o_rows = (x[None] for x in rest)
+        dq, *grads = attend_spans_backward(
+            do_rows, q_rows, k_slice[None], v_slice[None], o_rows, lse_rows.T[None].contiguous(), scale, causal,
+            Spans(*spans),
         )  # fmt: skip
-        dq.append(grads[0])
-        if sums is not None:
-            dkv.append(sums.wait())
-        sums = _Sums(torch.cat(grads[1:], dim=-1)[0], ranges, bool(crosses), order, group, k.shape[1])
-    dkv = torch.cat([*dkv, sums.wait()], dim=1).unsqueeze(0)  # [1, T_local, Hkv, D + Dv]
+        gradients.take()
+        gradients.pending = moved.send_back(dq[0].to(q.dtype))
+        gradients_of_keys.take()
+        gradients_of_keys.pending = needed.send_home(*(x[0] for x in grads), k.shape[1])
+    (dq,), (dkv,) = gradients.joined(), gradients_of_keys.joined()
     dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
-    return torch.cat(dq, dim=2).to(q.dtype), dk.to(k.dtype).contiguous(), dv.to(v.dtype).contiguous()
+    return dq[None], dk[None].to(k.dtype).contiguous(), dv[None].to(v.dtype).contiguous()
 
 
 @register_fake(allgather_forward)
@@ -94,62 +101,138 @@ def _(do, q, k, v, *_):
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-class Slice(NamedTuple):
-    """Some heads, with the keys of this rank's spans."""
-
-    of_q: slice  # query heads
-    k: torch.Tensor  # [1, keys, h, D]
-    v: torch.Tensor  # [1, keys, h, Dv]
-
-
 def _slices(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ranges: torch.Tensor, crosses: bool, order: list[int], name: str
-) -> Iterator[Slice]:
-    """All heads, each slice gathered while the one before is worked on; nothing is sent where no document crosses a
-    cut."""
-    if not crosses:
-        yield Slice(slice(None), k, v)
-        return
-    Hkv, (D, Dv), groups = k.shape[2], (k.shape[-1], v.shape[-1]), q.shape[2] // k.shape[2]
-    group, step = group_named(name), heads_at_once(Hkv)
-    starts = iter(range(0, Hkv, step))
+    tokens: Sequence[torch.Tensor], k: torch.Tensor, v: torch.Tensor, queries: _Queries, keys: _Keys
+) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]]:
+    """All heads, each slice under way while the one before is worked on: of this rank's spans k [keys, h, D],
+    v [keys, h, Dv], and rows of `tokens`, each [T_local, Hq, ...] here."""
+    Hkv, groups = k.shape[1], tokens[0].shape[1] // k.shape[1]
+    step = Hkv if keys.travel == NOTHING else heads_at_once(Hkv)
 
-    def gather(first: int) -> tuple[int, torch.Tensor, dist.Work]:
-        kv = torch.cat([x[0, :, first : first + step] for x in (k, v)], dim=-1)  # [T_local, h, D + Dv]
-        everything = kv.new_empty(group.size(), *kv.shape)
-        return first, everything, dist.all_gather_into_tensor(everything.flatten(0, 1), kv, group=group, async_op=True)
+    def start(first: int) -> tuple[Arriving, Arriving]:
+        of_k, of_q = slice(first, first + step), slice(first * groups, (first + step) * groups)
+        return keys.fetch(k[:, of_k], v[:, of_k]), queries.send(*(x[:, of_q] for x in tokens))
 
-    following = gather(next(starts))
-    while following is not None:
-        (first, everything, work), start = following, next(starts, None)
-        following = None if start is None else gather(start)
-        work.wait()
-        keys = tokens_in_global_order(everything, order, ranges.tolist()).unsqueeze(0)
-        yield Slice(slice(first * groups, (first + step) * groups), *keys.split([D, Dv], dim=-1))
+    following = start(0)
+    for first in range(0, Hkv, step):
+        keys_come, rows_come = following
+        following = start(first + step) if first + step < Hkv else None
+        arrived = *keys_come(), rows_come()
+        del keys_come, rows_come  # and with them what was copied
+        yield arrived
 
 
-class _Sums:
-    """dK|dV of spans on their way to the owners of the tokens, as a sum."""
+class _Arrivals:
+    """What slices gave, [T_local, h, ...] each; it is taken when the next one is computed and about to be sent."""
 
-    def __init__(
-        self, dkv: torch.Tensor, ranges: torch.Tensor, crosses: bool, order: list[int], name: str, T_local: int
-    ):
-        """dkv: [keys, h, D + Dv]."""
-        self.own, self.work = dkv, None
-        if not crosses:
-            return
-        group = group_named(name)
-        everything = dkv.new_zeros(group.size() * T_local, *dkv.shape[1:], dtype=accumulator_dtype(dkv.dtype))
-        row = 0
-        for start, end in ranges.tolist():
-            everything[start:end] += dkv[row : row + end - start]
-            row += end - start
-        parts = to_rank_order(everything, order, group.size()).contiguous()
-        self.own = torch.empty_like(parts[0])
-        self.work = dist.reduce_scatter_tensor(self.own, parts.flatten(0, 1), group=group, async_op=True)
+    def __init__(self):
+        self.parts: list[Sequence[torch.Tensor]] = []
+        self.pending: Arriving | None = None
 
-    def wait(self) -> torch.Tensor:
-        """[T_local, h, D + Dv]"""
-        if self.work is not None:
-            self.work.wait()
-        return self.own
+    def take(self) -> None:
+        if self.pending is not None:
+            self.parts.append(self.pending())
+            self.pending = None
+
+    def joined(self) -> list[torch.Tensor]:
+        """[T_local, H, ...] of all heads."""
+        self.take()
+        return [x[0].contiguous() if len(x) == 1 else torch.cat(x, dim=1) for x in zip(*self.parts, strict=True)]
+
+
+# --- What travels ----------------------------------------------------------------------------------------------------
+
+
+class _Queries:
+    """Rows of queries, on their way to where they are computed and back."""
+
+    def __init__(self, routes: QueryRoutes, group: str):
+        self.rows, self.back, self.group = routes.rows, routes.back, group
+        self.leaving, self.coming, self.moves = routes.leaving.tolist(), routes.coming.tolist(), bool(routes.moves)
+
+    def send(self, *tensors: torch.Tensor) -> Arriving:
+        """Of each [T_local, ...] the rows of this rank's spans."""
+        if not self.moves:
+            return lambda: tensors
+        return self._swap([x.index_select(0, self.rows) for x in tensors], self.leaving, self.coming)
+
+    def send_back(self, *tensors: torch.Tensor) -> Arriving:
+        """The inverse: of each [rows of the spans, ...] what belongs to this rank's tokens."""
+        if not self.moves:
+            return lambda: tensors
+        arrive = self._swap(tensors, self.coming, self.leaving)
+        return lambda: [x.index_select(0, self.back) for x in arrive()]
+
+    def _swap(self, tensors: Sequence[torch.Tensor], leaving: list[int], coming: list[int]) -> Arriving:
+        """The last rows leave, by receiver, and others come in their place."""
+        stay = len(tensors[0]) - sum(leaving)
+        arrive = start_all_to_all(_packed([x[stay:] for x in tensors]), leaving, coming, self.group)
+        return lambda: [torch.cat([x[:stay], y]) for x, y in zip(tensors, _unpacked(arrive(), tensors), strict=True)]
+
+
+def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """[n, ...] of several dtypes as rows of bytes: one message."""
+    rows = [x.flatten(1).clone(memory_format=torch.contiguous_format) for x in tensors]
+    return torch.cat([x.view(torch.uint8) for x in rows], dim=1)
+
+
+def _unpacked(rows: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    parts = rows.split([x.shape[1:].numel() * x.element_size() for x in like], dim=1)
+    parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]  # a dtype asks for its alignment
+    return [part.view(x.dtype).view(len(rows), *x.shape[1:]) for part, x in zip(parts, like, strict=True)]
+
+
+class _Keys:
+    """K|V on their way to ranks that need them, and dK|dV on their way home."""
+
+    def __init__(self, routes: KeyRoutes, group: str):
+        self.pieces, self.sent = ([(a, b) for a, b in x.tolist() if a < b] for x in (routes.pieces, routes.sent))
+        self.leaving, self.coming = routes.leaving.tolist(), routes.coming.tolist()
+        self.travel, self.group = int(routes.travel), group
+
+    def fetch(self, k: torch.Tensor, v: torch.Tensor) -> Arriving:
+        """k [T_local, h, D], v [T_local, h, Dv] → those of this rank's spans."""
+        if self.travel == NOTHING:
+            return lambda: (k, v)
+        kv = torch.cat([k, v], dim=-1)
+        if self.travel == ALL:
+            arrive = start_all_gather(kv, self.group)
+        else:
+            arrive = start_all_to_all(_rows([kv[a:b] for a, b in self.sent], kv), self.leaving, self.coming, self.group)
+        return lambda: _rows(self._pieces_of(kv, arrive()), kv).split([k.shape[-1], v.shape[-1]], dim=-1)
+
+    def send_home(self, dk: torch.Tensor, dv: torch.Tensor, tokens: int) -> Arriving:
+        """dk [keys, h, D], dv [keys, h, Dv] of this rank's spans → dK|dV [T_local, h, D + Dv] of its tokens, from all
+        ranks."""
+        D, Dv = dk.shape[-1], dv.shape[-1]
+        if self.travel == NOTHING:
+            return lambda: [torch.cat([dk, dv], dim=-1)]
+        rows = sum(self.coming) + tokens * (self.travel == ALL)  # a gather brought this rank's own, too
+        sizes, dtype = [b - a for a, b in self.pieces], accumulator_dtype(dk.dtype)
+        here, there = (dk.new_zeros(n, dk.shape[1], D + Dv, dtype=dtype) for n in (tokens, rows))
+        for piece, *of_piece in zip(self._pieces_of(here, there), dk.split(sizes), dv.split(sizes), strict=True):
+            for part, gradient in zip(piece.split([D, Dv], dim=-1), of_piece, strict=True):
+                part += gradient
+        if self.travel == ALL:
+            arrive = start_reduce_scatter(there, self.group)
+            return lambda: [arrive()]
+        arrive = start_all_to_all(there, self.coming, self.leaving, self.group)
+        return lambda: [self._summed(here, arrive())]
+
+    def _pieces_of(self, here: torch.Tensor, there: torch.Tensor) -> list[torch.Tensor]:
+        """The keys of the spans, one after the other, as parts of what is here and what came."""
+        n = len(here)
+        return [here[a:b] if b <= n else there[a - n : b - n] for a, b in self.pieces]
+
+    def _summed(self, here: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
+        """In rank order: to the last bit the same each time."""
+        for (a, b), gradient in zip(self.sent, came.split([b - a for a, b in self.sent]), strict=True):
+            here[a:b] += gradient
+        return here
+
+
+def _rows(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """One after the other; not copied where they are one."""
+    if len(parts) < 2:
+        return parts[0] if parts else like[:0]
+    return torch.cat(parts)

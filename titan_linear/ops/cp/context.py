@@ -22,7 +22,7 @@ from titan_linear.ops.cp.fragments import LAYOUTS, Fragment, cut, owned
 from titan_linear.ops.cp.halo import HaloRoutes, halo_routes
 from titan_linear.ops.cp.kcp import Chains, chains
 from titan_linear.ops.cp.rectangles import Rectangles, rectangle_tables
-from titan_linear.ops.cp.spans import GatheredSpans, span_tables
+from titan_linear.ops.cp.spans import GatheredSpans, KeyRoutes, QueryRoutes, span_tables
 from titan_linear.ops.torch.attention import Spans
 from titan_linear.ops.transfer import to_device
 
@@ -52,7 +52,7 @@ class CPContext:
     reverse_chains: Chains
     halo: HaloRoutes | None  # of a convolution of conv1d_kernel_size taps
     rectangles: Rectangles  # of causal attention, where keys travel around the ring
-    gathered: GatheredSpans  # of causal attention, where keys are gathered
+    gathered: GatheredSpans  # of causal attention, where queries and keys travel to who computes them
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
@@ -92,16 +92,14 @@ class CPContext:
     @cached_property
     def full_gathered(self) -> GatheredSpans:
         """Of attention without a causal mask."""
-        local = self.cu_seqlens_cpu.numpy()
-        starts = np.cumsum([0, *(f.end - f.start for f in self.own_fragments)])
-        first, after = np.searchsorted(local, starts[:-1]), np.searchsorted(local, starts[1:])
-        tables = span_tables(self.all_fragments, self.rank, local, np.stack([first, after - 1], 1), causal=False)
-        return _gathered(tables, _move({"spans": tables}, self.cu_seqlens.device)["spans"], self.boundaries)
+        tables = span_tables(self.all_fragments, self.documents, self.rank, self.world_size, causal=False)
+        return _gathered(tables, _move(tables, self.cu_seqlens.device))
 
     def mark_dynamic(self) -> None:
         """Tell torch.compile which sizes differ from batch to batch: those that count documents and chunks."""
         counted = [self.cu_seqlens, self.cu_seqlens_cpu, self.enters_slot, self.leaves_slot]
-        counted += [self.gathered.spans.k, self.gathered.spans.k_cpu]
+        spans, keys = self.gathered.spans, self.gathered.keys
+        counted += [spans.q, spans.q_cpu, spans.k, spans.k_cpu, keys.pieces, keys.sent]
         counted += [self.stream.cu_seqlens, self.stream.cu_seqlens_cpu]  # now: compiled code cannot take its lock
         for table in (*counted, *(x for chunks in self.boundaries.chunks.values() for x in chunks)):
             torch._dynamo.mark_dynamic(table, 0)
@@ -189,12 +187,13 @@ def build_cp_context(
     fragments = cut(documents, num_streams, world_size, layout)
     mine = owned(fragments, rank)
     local, positions, entries = _local_layout(documents, mine)
+    spans = span_tables(fragments, documents, rank, world_size, causal=True)
     tables = {
         "boundaries": {"cu_seqlens": local},
         "tokens": {"position_ids": positions, **_slots_of_entries(mine, entries, len(local) - 1)},
         "forward": chains(fragments, rank, world_size, entries, reverse=False),
         "reverse": chains(fragments, rank, world_size, entries, reverse=True),
-        "spans": span_tables(fragments, rank, local, entries, causal=True),
+        **spans,
         **{f"chunks of {n}": dict(zip(("index", "offsets"), chunk_arrays(local, n))) for n in (CHUNK, CONV_RUN)},
     }
     if conv1d_kernel_size is not None:
@@ -213,14 +212,18 @@ def build_cp_context(
         forward_chains=Chains(**moved["forward"]), reverse_chains=Chains(**moved["reverse"]),
         halo=HaloRoutes(**moved["halo"]) if "halo" in moved else None,
         rectangles=_rectangles(rectangle_tables(fragments, rank, world_size, causal=True)),
-        gathered=_gathered(tables["spans"], moved["spans"], boundaries),
+        gathered=_gathered(spans, moved),
     )  # fmt: skip
 
 
-ON_HOST = {"slots", "crosses", "ranges", "sends", "send_counts", "receive_counts", "links"}  # tables read on the CPU
+_Tables = Mapping[str, Mapping[str, np.ndarray]]
+ON_HOST = {  # tables read on the CPU
+    "slots", "crosses", "sends", "send_counts", "receive_counts", "links", "leaving", "coming", "moves", "pieces",
+    "sent", "travel", "pairs",
+}  # fmt: skip
 
 
-def _move(tables: Mapping[str, Mapping[str, np.ndarray]], device: torch.device) -> dict[str, dict[str, torch.Tensor]]:
+def _move(tables: _Tables, device: torch.device) -> dict[str, dict[str, torch.Tensor]]:
     """Every table as a tensor where it is read, in one copy."""
     flat = {(group, name): array for group, arrays in tables.items() for name, array in arrays.items()}
     moved: dict[Any, torch.Tensor] = {
@@ -238,11 +241,13 @@ def _rectangles(arrays: Mapping[str, np.ndarray]) -> Rectangles:
     return Rectangles(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
-def _gathered(arrays: Mapping[str, np.ndarray], moved: Mapping[str, torch.Tensor], own: Boundaries) -> GatheredSpans:
-    assert own.cu_seqlens_cpu is not None and own.longest is not None
-    k = torch.from_numpy(arrays["k"])
-    spans = Spans(own.cu_seqlens, moved["k"], own.cu_seqlens_cpu, k, own.longest, _longest(arrays["k"]))
-    return GatheredSpans(spans, moved["ranges"], moved["crosses"])
+def _gathered(arrays: _Tables, moved: Mapping[str, Mapping[str, torch.Tensor]]) -> GatheredSpans:
+    """arrays: of `span_tables`; moved: the same as tensors."""
+    on_host = {name: torch.from_numpy(x) for name, x in arrays["spans"].items()}
+    longest = {name: _longest(x) for name, x in arrays["spans"].items()}
+    spans = Spans(*(by_name[name] for by_name in (moved["spans"], on_host, longest) for name in ("q", "k")))
+    queries, keys = QueryRoutes(**moved["queries"]), KeyRoutes(**moved["keys"])
+    return GatheredSpans(spans, queries, keys, moved["pairs"]["pairs"])
 
 
 def _routes_at_first_use(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.distributed as dist
 
@@ -18,3 +20,37 @@ def all_to_all(x: torch.Tensor, send_sizes: list[int], receive_sizes: list[int],
     # The group itself: `dist.all_to_all_single` checks and logs for as long as the exchange takes to launch.
     group_named(group).alltoall_base(out, x, receive_sizes, send_sizes, dist.AllToAllOptions()).wait()
     return out
+
+
+# The same and others, under way while this rank goes on; what they return waits for the result, and gives it.
+
+
+def start_all_to_all(
+    x: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], group: str
+) -> Callable[[], torch.Tensor]:
+    out = x.new_empty(sum(receive_sizes), *x.shape[1:])
+    return _arrival(
+        dist.all_to_all_single(out, x, receive_sizes, send_sizes, group=group_named(group), async_op=True), out
+    )
+
+
+def start_all_gather(x: torch.Tensor, group: str) -> Callable[[], torch.Tensor]:
+    """x [n, ...] → [W·n, ...], every rank's one after the other."""
+    ranks = group_named(group)
+    out = x.new_empty(ranks.size() * len(x), *x.shape[1:])
+    return _arrival(dist.all_gather_into_tensor(out, x, group=ranks, async_op=True), out)
+
+
+def start_reduce_scatter(x: torch.Tensor, group: str) -> Callable[[], torch.Tensor]:
+    """x [W·n, ...] → [n, ...], the sum over ranks of this one's part."""
+    ranks = group_named(group)
+    out = x.new_empty(len(x) // ranks.size(), *x.shape[1:])
+    return _arrival(dist.reduce_scatter_tensor(out, x, group=ranks, async_op=True), out)
+
+
+def _arrival(work: dist.Work, out: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def wait() -> torch.Tensor:
+        work.wait()
+        return out
+
+    return wait
