@@ -53,7 +53,10 @@ SECTIONS = {
 
 # A message as it stands in the source (after the source's path, where several have it) → the messages that it becomes,
 # and what to do.
-_BAD = 'correct the document; training.on_bad_document = "skip" goes past such documents and counts them'
+_SKIP = (
+    'training.on_bad_document = "skip" (tools.corpus: --on-bad-document skip) goes past such documents and counts them'
+)
+_BAD = f"correct the document; {_SKIP}"
 _DAMAGED = (
     "restore it from a copy, or write the corpus again under another name; a token cache's folder, which is named, may "
     "be deleted: the next start writes it again"
@@ -81,7 +84,7 @@ COMPOSED: dict[str, list[tuple[str, str]]] = {
     "titan_linear/data/sources.py: …: …": [
         ("…: no column … (it has: …)", "set training.dataset_text_field, or training.dataset_format, to what it has"),
     ],
-    "…; training.on_bad_document = \"skip\" goes past such documents and counts them": [
+    f"…; {_SKIP}": [
         ("…, line …: not JSON in UTF-8: …", _BAD),
         ("…, line …: no field … (it has: …); set training.dataset_text_field", _BAD),
         ("…: … is …, not text", _BAD),
@@ -93,7 +96,7 @@ COMPOSED: dict[str, list[tuple[str, str]]] = {
          "in such an answer"),
         ("…: no answer to learn: …", _BAD),
     ],
-    "…; training.on_bad_document = \"skip\" goes past such documents and counts them (… in all)": [],  # the same
+    f"…; {_SKIP} (… in all)": [],  # the same
     "validation.holdout = … leaves no document for …, of …; …": [
         ("validation.holdout = … leaves no document for …, of …", "set it to what is named, or train on more texts"),
         ("validation.holdout = …: all are the same", "give validation.dataset_path, or train on more documents"),

@@ -84,7 +84,9 @@ _SOURCE, _PATHS = "files.bin", "files.json"  # of the texts
 _INFO, _JOURNAL = "corpus.json", "progress.json"
 _OURS = {*_FILES, _ANSWERS, _SOURCE, *(name + end for name in (_PATHS, _INFO, _JOURNAL) for end in ("", ".new"))}
 _NAMED = 3  # of the bad documents that were skipped
-_SKIP = 'training.on_bad_document = "skip" goes past such documents and counts them'
+_SKIP = (
+    'training.on_bad_document = "skip" (tools.corpus: --on-bad-document skip) goes past such documents and counts them'
+)
 
 
 @dataclass(frozen=True, eq=False)
