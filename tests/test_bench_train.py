@@ -11,7 +11,7 @@ from tests.refusals import is_refused
 from tests.worlds import World
 from titan_linear.data import IGNORE
 from tools import bench_train
-from tools.bench_train import HEAD, Cost, RandomStreams, Row, largest_costs, line, of_trace
+from tools.bench_train import HEAD, RandomStreams, Row, largest_costs, line
 
 SMALL = ["--models", "hybrid/debug", "--seq-len", "128", "--documents", "40", "--steps", "2", "--warmup", "0"]
 
@@ -33,21 +33,6 @@ def test_steps_of_two_ranks(worlds: Callable[[int], World]) -> None:
         assert theirs.step_ms == row.step_ms  # the slowest rank's
     assert line(rows[0]).count("|") == len(HEAD) + 1
     assert "hybrid/debug, titan_linear, checkpointing none" in largest_costs(rows[0])
-
-
-def test_kernels_of_a_trace() -> None:
-    """Two streams that overlap, a gap, and what did not run on the device."""
-    events = [
-        {"ph": "X", "cat": "kernel", "name": "void at::native::add<float>(int)", "ts": 0.0, "dur": 10.0},
-        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 5.0, "dur": 25.0},
-        {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)", "ts": 8.0, "dur": 2.0},
-        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 100.0, "dur": 20.0},
-        {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 30.0, "dur": 500.0},
-        {"ph": "i", "cat": "kernel", "name": "mark", "ts": 30.0},
-    ]
-    launches, busy, costs = of_trace(events)
-    assert launches == 4 and busy == pytest.approx(50e-6)
-    assert costs == [Cost("gemm", 0.045, 2), Cost("add<float>", 0.01, 1), Cost("Memcpy DtoD", 0.002, 1)]
 
 
 @pytest.mark.parametrize("mean", [None, 1, 30, 1000])

@@ -122,7 +122,12 @@ def test_an_unreadable_file_is_named(toml, tmp_path):
 
 def test_the_written_file_starts_the_same_run(toml):
     hard = 'a "b" \\ \n\t\x7f\x01 é 😀 #'
-    argv = [f"--job.description={hard}", "--optimizer.lr=1.2345678901234567e-05", "--model.tokenizer_path="]
+    argv = [
+        '--metrics.loss_by_source=[{name = "a b", files = "**/*.py, é/\\"*"}]',
+        f"--job.description={hard}",
+        "--optimizer.lr=1.2345678901234567e-05",
+        "--model.tokenizer_path=",
+    ]
     config = load_config(argv)
     written = config_to_toml(config)
     assert load_config(toml(written)).model_dump(exclude={"job": {"config_file"}}) == config.model_dump(
@@ -204,6 +209,21 @@ def test_a_configuration_does_not_change():
 
 
 @pytest.mark.parametrize(
+    "value, message",
+    [
+        ("*.py", r"loss_by_source = '\*.py' must be a valid list"),
+        ("[3]", r"loss_by_source.0 = 3 must be a table, {name = …, files = …}"),
+        ('[{name = "a"}]', r"loss_by_source.0.files is missing; give it"),
+        ('[{name = "", files = "*"}]', r"loss_by_source.0.name = '' must have at least 1 character"),
+        ('[{name = "a", glob = "*", files = "*"}]', r"loss_by_source.0.glob is not a key"),
+    ],
+)
+def test_groups_of_files_that_are_none(value, message):
+    with pytest.raises(ValueError, match=message):
+        load_config([f"--metrics.loss_by_source={value}"])
+
+
+@pytest.mark.parametrize(
     "world_size, keys, degrees",
     [
         (1, {}, (1, 1)),
@@ -260,6 +280,37 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
         (1, {"validation__steps": 0}, "validation.steps = 0"),
         (1, {"validation__sample_tokens": 9}, "validation.sample_tokens = 9 has no effect"),
         (1, {"profiling__enable_profiling": True, "profiling__profiler_active": 11}, "profile_freq = 10, the steps"),
+        (
+            1,
+            {"metrics__loss_by_source": '[{name = "a", files = "*"}]', "metrics__telemetry_freq": 0},
+            "loss_by_source is shown by telemetry, which metrics.telemetry_freq = 0 turns off; set that to 50",
+        ),
+        (
+            1,
+            {"metrics__loss_by_source": '[{name = "other", files = "*"}]'},
+            "name = 'other' stands for two",
+        ),
+        (
+            1,
+            {"metrics__loss_by_source": '[{name = "a", files = "*"}, {name = "a", files = "b"}]'},
+            "name = 'a' stands for two",
+        ),
+        (
+            1,
+            {
+                "metrics__loss_by_source": '[{name = "web", files = "*"}]',
+                "training__mixture": '[{name = "web", weight = 1, dataset = "stdlib"}]',
+            },
+            "name = 'web' stands for two, of groups, sources of training.mixture",
+        ),
+        (
+            1,
+            {
+                "metrics__loss_by_source": '[{name = "web", files = "*"}]',
+                "training__mixture": '[{name = "other", weight = 1, dataset = "stdlib"}]',
+            },
+            "name = 'other' stands for two",
+        ),
         (1, {"checkpoint__enable": False, "checkpoint__load_step": 5}, "checkpoint.load_step = 5 has no effect"),
         (1, {"checkpoint__enable": False, "checkpoint__initial_load_path": "x"}, "initial_load_path = 'x' has no"),
         (1, {"checkpoint__enable": False, "checkpoint__last_save_model_only": True}, "last_save_model_only = True has"),

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("ops",),
     ("loss",),
-    ("models", "data", "config", "process"),
+    ("models", "data", "config", "process", "traces"),
     ("rundir",),
     ("distributed",),
     ("checkpoint",),

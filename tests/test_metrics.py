@@ -94,11 +94,13 @@ def test_the_console_line(config, clock):
     clock[0] += 10
     logger.log(1, tokens=123456, **VALUES)
     logger.log_validation(1, 2.25)
-    first, second = out.getvalue().splitlines()
+    logger.log_exposed(1, 0.0625, 0.0123)
+    first, second, third = out.getvalue().splitlines()
     assert re.sub(" +", " ", first) == (
         "step 1/25 loss 2.5000 grad 0.75 lr 1.00e-03 tok/s 12,346 mem 1.50 GiB eta 4m00s"
     )
     assert re.sub(" +", " ", second) == "step 1/25 validation loss 2.2500"
+    assert re.sub(" +", " ", third) == "step 1/25 exposed communication 6.2%, 12.3 ms a step"
 
 
 @pytest.mark.parametrize("tty, no_colour, coloured", [(True, False, True), (True, True, False), (False, False, False)])
@@ -167,6 +169,7 @@ def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
             "memory_fragmentation": 0.1, "seq_len": 64}  # fmt: skip
     logger.log(3, tokens=3, work=Work(flops=1, valid=1, waited=0.0), **more, **VALUES)
     logger.log_validation(3, 2.25)
+    logger.log_exposed(3, 0.25, 0.5)
     logger.close()
     assert "step_seconds" not in lines(config)[0] and lines(config)[0]["data_seconds"] == 0.5
     events = EventAccumulator(str(tmp_path / "tb" / tmp_path.name))

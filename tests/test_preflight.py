@@ -141,6 +141,22 @@ def test_the_first_hour_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     preflight(load_config(["--job.config_file", "mine.toml"]), 1)
 
 
+def test_groups_of_files_fit_the_corpus(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "texts").mkdir()
+    for name in ("a.py", "b.md"):
+        (tmp_path / "texts" / name).write_text("text")
+    keys = {"training__dataset": "text", "training__dataset_path": tmp_path / "texts", "checkpoint__enable": "false"}
+    preflight(run(tmp_path, **keys, metrics__loss_by_source='[{name = "code", files = "**/*.py"}]'), 1)
+    assert capsys.readouterr().out.endswith("loss by source: code 5 tokens, other 5 tokens\n")
+    with pytest.raises(
+        ValueError, match=r"metrics.loss_by_source, group 'c': files = '\*.c' fits none of 2 files .*a.py"
+    ):
+        preflight(run(tmp_path, **keys, metrics__loss_by_source='[{name = "c", files = "*.c"}]'), 1)
+
+
 def test_weights_and_biases_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight_module, "find_spec", lambda name: None)
     config = load_config([f"--job.dump_folder={tmp_path}", "--metrics.enable_wandb=true"])

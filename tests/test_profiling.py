@@ -6,13 +6,17 @@ import gzip
 import json
 import os
 import signal
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.worlds import World
 from titan_linear.config import load_config
-from titan_linear.profiling import MemorySnapshots, profiler
+from titan_linear.profiling import MemorySnapshots, exposed_communication, profiler
+from titan_linear.traces import Summary
 from tools import trace
 
 
@@ -38,15 +42,6 @@ def test_a_gpus_trace(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert rows == ["| 0.06 | 66.7% | 2 | `gemm` |", "| 0.03 | 33.3% | 1 | `ncclDevKernel_AllReduce` |"]
 
 
-def test_own_times_of_operators() -> None:
-    events = [
-        event("outer", 0, 100, "cpu_op", tid=1), event("inner", 10, 30, "cpu_op", tid=1),
-        event("inner", 50, 20, "cpu_op", tid=1), event("deep", 55, 5, "cpu_op", tid=1),
-        event("inner", 20, 7, "cpu_op", tid=2),
-    ]  # fmt: skip
-    assert trace.own_costs(events) == [("inner", 0.052, 3), ("outer", 0.05, 1), ("deep", 0.005, 1)]
-
-
 def test_a_trace_of_the_profiler(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -60,14 +55,27 @@ def test_a_trace_of_the_profiler(
         "enable_profiling": "true",
     }
     config = load_config([f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())])
+    traced = []
     with profiler(config) as profile:
         for _ in range(7):
             torch.ones(8) @ torch.ones(8)
-            profile.step()
+            traced.append(profile.step())
+    assert [found and found.launches for found in traced] == [None, None, 0, None, None, None, None]
     (file,) = (tmp_path / "profile_traces").iterdir()
     assert file.name == "rank0_step3.json" and trace.main([str(file)]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("no kernels of a GPU") and "| 2 | `aten::dot` |" in shown
+
+
+def exposed_by_ranks(rank: int, world_size: int, traces: list[list[Summary]]) -> list[tuple[float, float] | None]:
+    return [exposed_communication(of_ranks[rank], dist.group.WORLD) for of_ranks in traces]
+
+
+def test_exposed_communication_of_all_ranks(worlds: Callable[[int], World]) -> None:
+    """The mean of those whose traces have kernels."""
+    none, one, other = Summary(2, 0, 0, 0, 0, 0), Summary(2, 9, 2.0, 1.5, 1.0, 0.5), Summary(2, 9, 2.0, 2.0, 1.0, 0.0)
+    for found in worlds(2).run(exposed_by_ranks, [[one, other], [none, one], [none, none], [other, other]]):
+        assert found == [(0.125, 0.125), (0.25, 0.25), None, (0.0, 0.0)]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}"])

@@ -31,10 +31,11 @@ def runs(tmp_path: Path) -> list[Path]:
         ]  # fmt: skip
         validation = [{"step": 4, "validation_loss": 1.25}] if n == 0 else []
         text = "".join(json.dumps(line) + "\n" for line in steps + validation)
+        text += '{"step": 4, "exposed_communication": 0.05, "exposed_communication_seconds": 0.02}\n'
         (folder / "metrics.jsonl").write_text(text + '{"step": 9, "lo' * n)
     telemetry = [
         {"step": s, "loss_by_position": {"1": 4.0, "2": 3.0, "4": 2.5}, "grad_norm": {"layers.0": 1.0, "head": 2.0},
-         "half_life": {"layers.0": [10.0, 30.0]}}
+         "half_life": {"layers.0": [10.0, 30.0]}, "loss_by_source": {"code": 3.0 / s, "<i>": 2.0}}
         for s in (2, 4)
     ]  # fmt: skip
     (folders[0] / "telemetry.jsonl").write_text("".join(json.dumps(line) + "\n" for line in telemetry))
@@ -67,6 +68,8 @@ def test_the_page(x: str, runs: list[Path], tmp_path: Path, capsys: pytest.Captu
     assert tags.links == [] and not {"script", "link", "img", "i"} & set(tags.names) and "http" not in text
     drawn = [ET.fromstring(svg) for svg in re.findall("<svg.*?</svg>", text)]
     titles = re.findall("<h3>(.*?)</h3>", text)
+    assert {"Loss of source code", "Loss of source &lt;i&gt;"} < set(titles)
+    assert "Share of a step in which a GPU only communicates" in titles
     assert len(drawn) == len(titles) and "Loss by position in the document (dashed: at first)" in titles
     loss = drawn[0]
     assert "a, b &lt;i&gt;, a, validation" in text

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import string
 from collections.abc import Callable
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.data.conftest import random_documents
 from tests.test_train import SMALL, whole_weights
 from tests.worlds import World
 from titan_linear.config import load_config
-from titan_linear.data import ByteTokenizer, write_corpus
+from titan_linear.data import IGNORE, ByteTokenizer, write_corpus
 from titan_linear.models.presets import OWN
 from titan_linear.preflight import preflight
 from titan_linear.telemetry import Seen
 from titan_linear.train import Trainer
+from tools.report import read_lines
 
 SPLITS = {
     "dp 2": (2, {"training.local_batch_size": 2}),
@@ -33,6 +38,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("telemetry")
     for n, name in enumerate(["a", "b"]):
         write_corpus(path / name, random_documents([30 + 50 * n] * 60, seed=n), ByteTokenizer())
+    draw = random.Random(0)
+    for name, letters in {"up": string.ascii_uppercase, "low": string.ascii_lowercase, "rest": string.digits}.items():
+        for n in range(12):
+            (path / "texts" / name).mkdir(parents=True, exist_ok=True)
+            text = "".join(draw.choices(letters, k=4 + 3 * n))
+            (path / "texts" / name / f"{n}.{name}").write_text(text)
     return path
 
 
@@ -128,23 +139,66 @@ def test_loads_of_experts(folder: Path, worlds: Callable[[int], World]) -> None:
         assert all(sum(loads) == pytest.approx(len(loads)) for loads in alone[1]["router_load"].values())
 
 
+def by_letters(rank: int, world_size: int, argv: list[str], cache: str) -> dict[str, list[float]]:
+    """Nats and tokens of the second step by the letters of the documents, from logits of the model before it."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    OWN["hybrid"]["small"] = SMALL
+    trainer = Trainer(load_config(argv))
+    trainer.train_step()
+    _, (batch,) = trainer.feed.next_step()
+    with torch.no_grad():
+        logits = trainer.model(batch.tokens, batch.plan)[0]
+    losses, letters = F.cross_entropy(logits, batch.labels[0], reduction="none"), bytes(batch.tokens[0].clamp(max=255))
+    found: dict[str, list[float]] = {}
+    for loss, label, letter in zip(losses.tolist(), batch.labels[0].tolist(), letters.decode("latin-1"), strict=True):
+        if label != IGNORE:  # of an end token there is none
+            sums = found.setdefault("up" if letter.isupper() else "low" if letter.islower() else "other", [0.0, 0])
+            sums[0], sums[1] = sums[0] + loss, sums[1] + 1
+    return found
+
+
+GROUPS = '[{name = "up", files = "up/*"}, {name = "low", files = "texts/low/*.low"}]'
+
+
+def test_losses_by_files(folder: Path, worlds: Callable[[int], World]) -> None:
+    texts = {"training.mixture": "[]", "training.dataset": "text", "training.dataset_path": folder / "texts"}
+    groups = {"metrics.loss_by_source": GROUPS}
+    losses, seen, _ = worlds(1).run(two_steps, arguments(folder, texts, groups), str(folder))[0]
+    assert worlds(1).run(two_steps, arguments(folder, texts), str(folder))[0][0] == losses
+    (want,) = worlds(1).run(by_letters, arguments(folder, texts), str(folder))
+    assert list(seen["loss_by_source"]) == list(seen["tokens_by_source"]) == ["up", "low", "other"]
+    assert seen["tokens_by_source"] == {name: count for name, (_, count) in want.items()}
+    assert close(seen["loss_by_source"], {name: nats / count for name, (nats, count) in want.items()})
+    split = {"training.local_batch_size": 2, "parallelism.context_parallel_degree": 2,
+             "parallelism.context_parallel_layout": "zigzag"}  # fmt: skip
+    for _, of_rank, _ in worlds(4).run(two_steps, arguments(folder, texts, groups, split), str(folder)):  # dp 2 × cp 2
+        assert of_rank["tokens_by_source"] == seen["tokens_by_source"]
+        assert close(of_rank["loss_by_source"], seen["loss_by_source"])
+
+
 def test_lines_of_a_run(folder: Path, worlds: Callable[[int], World], tmp_path: Path) -> None:
+    of_texts = f'{{name="t", weight=1, dataset="text", dataset_path="{folder}/texts"}}'
+    mixture = f'[{{name="a", weight=1, dataset="tokens", dataset_path="{folder}/a"}}, {of_texts}]'
     keys = {"job.dump_folder": tmp_path, "metrics.enable_tensorboard": "true", "training.local_batch_size": 2,
+            "training.mixture": mixture, "metrics.loss_by_source": GROUPS, "profiling.enable_profiling": "true",
+            "profiling.profile_freq": 2,
             "validation.enable": "true", "validation.steps": 2, "validation.holdout": 0.1,
             "validation.sample_tokens": 3}  # fmt: skip
     worlds(2).run(whole_run, arguments(folder, keys), str(folder))
     (line,) = (tmp_path / "telemetry.jsonl").read_text().splitlines()
     line = json.loads(line)
     assert line["step"] == 2 and line["grad_norm"]["embedding"] > 0
+    (traced,) = [line for line in read_lines(tmp_path / "metrics.jsonl") if "exposed_communication" in line]
+    assert traced == {"step": 2, "exposed_communication": 0.25, "exposed_communication_seconds": pytest.approx(25e-6)}
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tb" / tmp_path.name))
     events.Reload()
     tags = events.Tags()
-    assert {"per_layer_grad_norm/layers.0", "loss_by_position/16", "loss_by_source/a", "perf/work_balance"} <= set(
-        tags["scalars"]
-    )
+    assert {"per_layer_grad_norm/layers.0", "loss_by_position/16", "perf/work_balance", "loss_by_source/a",
+            "loss_by_source/other", "tokens_by_source/low",
+            "perf/exposed_communication"} <= set(tags["scalars"])  # fmt: skip
     assert "per_layer_half_life/layers.0" in tags["histograms"]
     (text,) = events.Tensors("sample/text_summary")
     assert text.step == 2 and text.tensor_proto.string_val[0].decode().startswith("    def ")
@@ -153,4 +207,11 @@ def test_lines_of_a_run(folder: Path, worlds: Callable[[int], World], tmp_path: 
 def whole_run(rank: int, world_size: int, argv: list[str], cache: str) -> None:
     os.environ["XDG_CACHE_HOME"] = cache
     OWN["hybrid"]["small"] = SMALL
-    Trainer(load_config(argv)).train()
+    step = {"name": "ProfilerStep#1", "cat": "user_annotation", "ph": "X", "ts": 0, "dur": 100}
+    trace = [step, kernel("gemm", 0, 80 - 10 * rank), kernel("ncclDevKernel_SendRecv", 20, 80)]  # as if of a GPU
+    with patch("titan_linear.profiling.read", lambda path: trace):
+        Trainer(load_config(argv)).train()
+
+
+def kernel(name: str, begin: float, duration: float) -> dict:
+    return {"name": name, "cat": "kernel", "ph": "X", "ts": begin, "dur": duration}

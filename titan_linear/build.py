@@ -13,10 +13,11 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from titan_linear.checkpoint import Progress
-from titan_linear.config import Config, data_parallel_degrees, hf_assets, hf_weights, sources, tokens_at
+from titan_linear.config import OTHER, Config, data_parallel_degrees, hf_assets, hf_weights, sources, tokens_at
 from titan_linear.data import (
     ORDER,
     Corpus,
+    FileGroups,
     Length,
     MixedStreams,
     PackedStreams,
@@ -57,15 +58,16 @@ def tokenizer_path(config: Config) -> str | None:
 def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = False) -> list[Corpus]:
     """The training corpus, or each of the mixture's sources, and validation's own if it has one."""
     t, v = config.training, config.validation
-    wanted = [(source, source.dataset_path, f"{where}dataset_path") for where, source in sources(config).items()]
+    groups = bool(config.metrics.loss_by_source)
+    wanted = [(s, s.dataset_path, f"{where}dataset_path", groups) for where, s in sources(config).items()]
     if v.enable and v.dataset_path:
-        wanted.append((t, v.dataset_path, "validation.dataset_path"))
+        wanted.append((t, v.dataset_path, "validation.dataset_path", False))
     return [
         open_corpus(
             s.dataset, path or None, tokenizer, text_field=s.dataset_text_field, dataset_format=s.dataset_format,
-            on_bad_document=t.on_bad_document, show_progress=show_progress, path_key=key,
+            on_bad_document=t.on_bad_document, with_paths=with_paths, show_progress=show_progress, path_key=key,
         )
-        for s, path, key in wanted
+        for s, path, key, with_paths in wanted
     ]  # fmt: skip
 
 
@@ -94,6 +96,12 @@ def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress) -> t
     if not t.mixture:
         return streams, passes[0]
     return streams, MixedStreams(dict(zip(streams.sources, passes, strict=True)), seed=seed, repeat=False)
+
+
+def file_groups(config: Config, streams: Streams) -> FileGroups | None:
+    """Those of metrics.loss_by_source, if there are any; streams: to train on. ValueError: one fits no file."""
+    patterns = {group.name: group.files for group in config.metrics.loss_by_source}
+    return FileGroups(streams, patterns, OTHER) if patterns else None
 
 
 def _mixed(config: Config, packed: list[PackedStreams], progress: Progress) -> MixedStreams:

@@ -257,6 +257,13 @@ class Compile(_Strict):
     """aot_eager: graphs without code of their own, to find out which of the two an error comes from."""
 
 
+class FileGroup(_Strict):
+    """A group of metrics.loss_by_source."""
+
+    name: str = Field(min_length=1)
+    files: str = Field(min_length=1)
+
+
 class Metrics(_Strict):
     """What a run reports."""
 
@@ -270,6 +277,9 @@ class Metrics(_Strict):
     telemetry_freq: int = Field(50, ge=0)
     """Steps between looks inside: norms by layer, decay half-lives, attention's entropy, loss by position and source,
     experts' loads (telemetry.jsonl; docs/telemetry.md says what each means); 0: none."""
+    loss_by_source: list[FileGroup] = []
+    """Groups of files whose losses telemetry shows each, [{name = "code", files = "**/*.py"}, …]: globs (separated by
+    commas) of paths or of how they end. A document belongs to the first group that its file fits, else to "other"."""
     spike_sigmas: float = Field(6.0, ge=0)
     """A loss that lies so many standard deviations above the mean of the last 128 is noted with its step's streams in
     spikes.jsonl, as a non-finite one always is; 0: no others."""
@@ -387,7 +397,15 @@ class Config(_Strict):
 SECTIONS: dict[str, type[_Strict]] = {name: field.annotation for name, field in Config.model_fields.items()}
 KEYS = {f"{section}.{key}": field for section, cls in SECTIONS.items() for key, field in cls.model_fields.items()}
 
+# Keys of the tables in a list.
+TABLES = {
+    "training.mixture": "name = …, weight = …, dataset = …",
+    "training.seq_len_schedule": "until_step = …, seq_len = …",
+    "metrics.loss_by_source": "name = …, files = …",
+}
+
 PRINT = "--print-config"
+OTHER = "other"  # of metrics.loss_by_source: what no group has
 SMALLEST_SHARE = 1 << 16  # of a mixture, one in so many streams
 
 # Keys and sections of TorchTitan whose capability is not here, and what there is.
@@ -566,8 +584,8 @@ def _explain(error: Any) -> str:
     if error["type"] == "missing":
         return f"{key} is missing; give it"
     if error["type"] == "model_type" and "." in key:
-        keys = "until_step = …, seq_len = …" if "seq_len" in key else "name = …, weight = …, dataset = …"
-        return f"{key} = {value!r} must be a table, {{{keys}}}"
+        list_key = key.rpartition(".")[0]
+        return f"{key} = {value!r} must be a table, {{{TABLES[list_key]}}}"
     if error["type"] == "model_type":
         return f"{key} = {value!r} must be a section, [{key}]"
     if error["type"] == "bool_type":
@@ -643,6 +661,7 @@ def check_config(config: Config, world_size: int) -> None:
     _check_types(config.training)
     _check_data(config)
     _check_checkpoint(config.checkpoint)
+    _check_file_groups(config)
     _check_profiling(config.profiling)
     if config.comm.max_restarts and not config.checkpoint.enable:
         raise ValueError(
@@ -813,6 +832,21 @@ def _check_mixture(t: Training, v: Validation) -> None:
         raise ValueError(
             f"validation.dataset_path = {v.dataset_path!r} is not used beside training.mixture; remove it to validate "
             "on documents held out of every source"
+        )
+
+
+def _check_file_groups(config: Config) -> None:
+    groups = config.metrics.loss_by_source
+    if groups and not config.metrics.telemetry_freq:
+        raise ValueError(
+            "metrics.loss_by_source is shown by telemetry, which metrics.telemetry_freq = 0 turns off; set that to 50, "
+            "or remove metrics.loss_by_source"
+        )
+    names = [*(s.name for s in config.training.mixture), *(group.name for group in groups), OTHER]
+    if groups and (twice := next((name for name in names if names.count(name) > 1), None)):
+        raise ValueError(
+            f"metrics.loss_by_source: name = {twice!r} stands for two, of groups, sources of training.mixture, and "
+            f"{OTHER!r}, which is what no group has; give each a name of its own"
         )
 
 

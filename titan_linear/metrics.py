@@ -41,6 +41,8 @@ TAGS = {  # name in metrics.jsonl → TensorBoard's; a name that is not here sta
     "data_wait": "perf/data_wait",
     "gc_seconds": "perf/gc_seconds",
     "valid_tokens_per_second": "perf/valid_tokens_per_second",
+    "exposed_communication": "perf/exposed_communication",
+    "exposed_communication_seconds": "perf/exposed_communication_seconds",
     "tflops": "perf/tflops",
     "mfu": "perf/mfu",
     "memory_gib": "memory/allocated_gib",
@@ -53,6 +55,7 @@ CHARTS = {
         "train and validation": ["Multiline", [TAGS["loss"], TAGS["validation_loss"]]],
         "by position in the document": ["Multiline", ["loss_by_position/.*"]],
         "by source": ["Multiline", ["loss_by_source/.*"]],
+        "tokens by source": ["Multiline", ["tokens_by_source/.*"]],
     },
     "optimizer": {
         "learning rate": ["Multiline", [TAGS["lr"]]],
@@ -68,6 +71,7 @@ CHARTS = {
             "Multiline", [TAGS["step_seconds"], TAGS["data_seconds"], TAGS["gc_seconds"]],
         ],
         "share of time without data": ["Multiline", [TAGS["data_wait"]]],
+        "share of a step in which a GPU only communicates": ["Multiline", [TAGS["exposed_communication"]]],
     },
     "memory": {
         "allocated and reserved, GiB": ["Multiline", [TAGS["memory_gib"], TAGS["memory_reserved_gib"]]],
@@ -210,6 +214,11 @@ class MetricsLogger:
                     add(_tag(quantity, where), np.array(value), step)
             board.flush()
 
+    def log_exposed(self, step: int, share: float, seconds: float) -> None:
+        """Report the exposed communication of a step, as a trace shows it that ended with this one."""
+        self._write(step, {"exposed_communication": share, "exposed_communication_seconds": seconds})
+        self._print(step, [("exposed communication", f"{share:.1%}, {seconds * 1e3:,.1f} ms a step", 0)])
+
     def log_validation(self, step: int, loss: float, **more: float) -> None:
         """Report a validation after `step`: the loss in nats per token, and further numbers by name."""
         self._write(step, {"validation_loss": loss} | more)
@@ -262,11 +271,14 @@ def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
 
     folder = Path(config.job.dump_folder).absolute()
     board = SummaryWriter(str(folder / BOARD / folder.name), purge_step=start_step + 1)
-    telemetry = config.metrics.telemetry_freq
+    telemetry, groups = config.metrics.telemetry_freq, config.metrics.loss_by_source
     drawn = {
-        "MFU": with_mfu, "by source": telemetry and config.training.mixture, "by position in the document": telemetry,
+        "MFU": with_mfu, "by position in the document": telemetry,
+        "by source": telemetry and (config.training.mixture or groups), "tokens by source": groups,
         "gradient norm by layer": telemetry, "update norm by layer": telemetry,
         "fragmentation": torch.cuda.is_available(),
+        "share of a step in which a GPU only communicates": config.profiling.enable_profiling
+        and torch.cuda.is_available(),
     }  # fmt: skip
     board.add_custom_scalars(
         {group: {name: c for name, c in charts.items() if drawn.get(name, True)} for group, charts in CHARTS.items()}
@@ -279,7 +291,7 @@ def _tag(quantity: str, where: str) -> str:
     """TensorBoard's name of what telemetry saw: groups stand in the alphabet's order, and the first two are open."""
     if quantity == "work":
         return "perf/work_balance"
-    return f"{quantity if quantity.startswith('loss') else f'per_layer_{quantity}'}/{where}"
+    return f"{quantity if '_by_' in quantity else f'per_layer_{quantity}'}/{where}"
 
 
 class WandbBoard:

@@ -14,6 +14,7 @@ from titan_linear.build import (
     data_content,
     export_family,
     export_folder,
+    file_groups,
     implementations,
     model_config,
     open_corpora,
@@ -83,6 +84,8 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
         (verify_corpus if config.training.verify == "always" else verify_changed)(corpus)
         print(corpus.summary, flush=True)
     streams, held_out = build_streams(config, tokenizer, progress)
+    if groups := file_groups(config, streams):
+        print(groups.summary, flush=True)
     _check_data(config, progress, data_content(config, tokenizer, streams, held_out))
 
 

@@ -1,4 +1,5 @@
-"""Traces of the PyTorch profiler, every `profiling.profile_freq` steps, and snapshots of a GPU's memory when asked."""
+"""Traces of the PyTorch profiler, every `profiling.profile_freq` steps, and the exposed communication that they show;
+snapshots of a GPU's memory when asked."""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from titan_linear.config import Config
+from titan_linear.traces import Summary, read, summary
 
 EVENTS = 100_000  # allocations and frees that a memory snapshot tells of, the latest
 
@@ -28,20 +31,50 @@ class _Nothing:
         pass
 
 
-def profiler(config: Config) -> Any:
-    """A context whose `step()` is called after every training step. Each rank writes its own Chrome traces."""
-    p = config.profiling
-    if not p.enable_profiling:
-        return _Nothing()
-    folder, rank = Path(config.job.dump_folder) / p.save_traces_folder, os.environ["RANK"]
-    folder.mkdir(parents=True, exist_ok=True)
-    active, warmup = p.profiler_active, min(p.profiler_warmup, p.profile_freq - p.profiler_active)
-    return torch.profiler.profile(
-        schedule=torch.profiler.schedule(
+class Profiler:
+    """A context whose `step` is called after every training step. Each rank writes its own Chrome traces."""
+
+    def __init__(self, config: Config):
+        p = config.profiling
+        self.folder, self.rank = Path(config.job.dump_folder) / p.save_traces_folder, os.environ["RANK"]
+        self.folder.mkdir(parents=True, exist_ok=True)
+        active, warmup = p.profiler_active, min(p.profiler_warmup, p.profile_freq - p.profiler_active)
+        schedule = torch.profiler.schedule(
             wait=p.profile_freq - warmup - active, warmup=warmup, active=active, repeat=p.profile_count
-        ),
-        on_trace_ready=lambda trace: trace.export_chrome_trace(str(folder / f"rank{rank}_step{trace.step_num}.json")),
-    )
+        )
+        self.profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
+        self.written: Path | None = None  # by the last step
+
+    def __enter__(self) -> Profiler:
+        self.profile.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self.profile.__exit__(*raised)
+
+    def step(self) -> Summary | None:
+        """What the trace says that has been written just now, if one has."""
+        self.written = None
+        self.profile.step()
+        return summary(read(self.written)) if self.written else None
+
+    def _write(self, trace: torch.profiler.profile) -> None:
+        self.written = self.folder / f"rank{self.rank}_step{trace.step_num}.json"
+        trace.export_chrome_trace(str(self.written))
+
+
+def profiler(config: Config) -> Profiler | _Nothing:
+    return Profiler(config) if config.profiling.enable_profiling else _Nothing()
+
+
+def exposed_communication(traced: Summary, group: dist.ProcessGroup) -> tuple[float, float] | None:
+    """Of a step, its share of the time and its seconds: the mean of the GPUs whose traces show kernels; None where no
+    trace does. Every rank calls it, with its own trace; group: of the hosts."""
+    share = traced.exposed / traced.span if traced.span else 0.0
+    sums = torch.tensor([share, traced.exposed / max(traced.steps, 1), traced.span > 0], dtype=torch.float64)
+    dist.all_reduce(sums, group=group)
+    share, seconds, gpus = sums.tolist()
+    return (share / gpus, seconds / gpus) if gpus else None
 
 
 class MemorySnapshots:

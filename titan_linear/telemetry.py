@@ -8,7 +8,8 @@ loss by position and source, experts' loads, balance of the work.
     attention_entropy                     of softmax attention, by head, as a share of the greatest (models/layers.py)
     router_load                           tokens sent to each expert, 1: an equal share
     loss_by_position                      nats per token of positions 1, 2–3, 4–7, … of documents, by the first of them
-    loss_by_source                        of a mixture's sources
+    loss_by_source                        of a mixture's sources, and of the groups of files in metrics.loss_by_source
+    tokens_by_source                      with a label, of each of these groups
     work                                  pairs of query and key that the mask leaves, of the rank that computes most
                                           (in the first softmax layer, by its method) over the mean of all: 1 is even
 
@@ -26,12 +27,13 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from titan_linear.config import Config
-from titan_linear.data import IGNORE, MixedStreams, Streams
+from titan_linear.data import IGNORE, FileGroups, MixedStreams, Streams
 from titan_linear.distributed.feed import MicroBatch
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parallelize import counted_parameters
@@ -39,6 +41,7 @@ from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.moe import MoE
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops.collectives import gather_along
+from titan_linear.ops.transfer import to_device
 from titan_linear.optim import sum_of_squares, update_squares
 
 WINDOW = (256, 4096)  # tokens, at least and at most, of the SHARE of a rank's that is looked at
@@ -57,12 +60,13 @@ class Telemetry:
     """Of this rank. Where a step is not watched, nothing is computed."""
 
     def __init__(
-        self, config: Config, model: Decoder, dims: ParallelDims, device: torch.device, streams: Streams | None = None
+        self, config: Config, model: Decoder, dims: ParallelDims, device: torch.device, streams: Streams | None = None,
+        groups: FileGroups | None = None,
     ):  # fmt: skip
-        """streams: that the batches are from, where losses by source are wanted."""
+        """streams: that the batches are from, where losses by source are wanted; groups: of their files."""
         self.freq, self.model, self.dims, self.device = config.metrics.telemetry_freq, model, dims, device
         self.streams, mixed = streams, isinstance(streams, MixedStreams)
-        self.sources = list(streams.sources) if mixed else []
+        self.sources, self.groups = list(streams.sources) if mixed else [], groups
         self.buckets = config.training.seq_len.bit_length()
         self.units = list(dict.fromkeys(_unit(name) for name, _ in model.named_parameters()))
         self.experts = {f"layers.{i}": m.mlp for i, m in enumerate(model.layers) if isinstance(m.mlp, MoE)}
@@ -117,14 +121,25 @@ class Telemetry:
         powers = 2 ** torch.arange(1, self.buckets, device=losses.device)
         bucket = torch.bucketize(positions, powers, right=True)
         self._add("loss_by_position", pairs, bucket, [str(2**b) for b in range(self.buckets)])
+        names = self.sources + (self.groups.names if self.groups else [])
         if self.sources:
             sources = torch.tensor([self.sources.index(self.streams.source(i)[0]) for i in batch.streams])
             of_token = sources.to(losses.device).repeat_interleave(len(losses) // len(sources))
-            self._add("loss_by_source", pairs, of_token, self.sources)
+            self._add("loss_by_source", pairs, of_token, names)
+        if self.groups:
+            group = self._groups_of_tokens(batch)
+            self._add("loss_by_source", pairs, group + len(self.sources), names)
+            self._add("tokens_by_source", pairs[1:], group, self.groups.names, partial(_counts, self.groups.names))
         rank = torch.full((1,), dist.get_rank() // self.dims.tp, device=losses.device)
         ranks = [str(r) for r in range(self.dims.dp * self.dims.cp)]
         pairs_here = losses.new_full((1, 1), batch.plan.pairs * first)
         self._add("work", pairs_here, rank, ranks, _uneven)
+
+    def _groups_of_tokens(self, batch: MicroBatch) -> torch.Tensor:
+        """[T] int64, of this rank's tokens, on the device."""
+        of_streams = np.concatenate([self.groups.of_stream(i) for i in batch.streams])
+        own = np.concatenate([of_streams[start:end] for start, end in batch.plan.cp_context.fragments])
+        return to_device({"groups": own}, self.device)["groups"]
 
     def _add(
         self, quantity: str, values: torch.Tensor, index: torch.Tensor, names: list[str],
@@ -196,6 +211,10 @@ def _by_head(sums: torch.Tensor) -> list[float] | None:
 def _by_name(names: list[str], sums: torch.Tensor) -> dict[str, float]:
     numerators, denominators = sums.sum(0).tolist()
     return {name: a / b for name, a, b in zip(names, numerators, denominators, strict=True) if b}
+
+
+def _counts(names: list[str], sums: torch.Tensor) -> dict[str, int]:
+    return dict(zip(names, map(int, sums.sum(0)[0].tolist()), strict=True))
 
 
 def _uneven(sums: torch.Tensor) -> dict[str, float]:

@@ -29,6 +29,7 @@ from titan_linear.build import (
     data_content,
     export,
     export_folder,
+    file_groups,
     implementations,
     mixed_precision,
     model_config,
@@ -73,7 +74,7 @@ from titan_linear.process import (
     own_device,
     under_launcher,
 )
-from titan_linear.profiling import MemorySnapshots, profiler, write_memory_snapshot
+from titan_linear.profiling import MemorySnapshots, exposed_communication, profiler, write_memory_snapshot
 from titan_linear.proof.start import prove
 from titan_linear.rundir import (
     check_resume,
@@ -117,7 +118,8 @@ class Trainer:
         self.feed = self._build_feed()
         self.grace = Grace(config.checkpoint.grace_seconds, self.stop, self.host)
         self.exports: Exports | None = None  # on rank 0
-        self.telemetry = Telemetry(config, self.model, self.dims, self.device, self.streams)
+        groups = file_groups(config, self.streams)
+        self.telemetry = Telemetry(config, self.model, self.dims, self.device, self.streams, groups)
         self.seen: Seen = {}  # by telemetry in the last step
         self.garbage = GarbageClock()
         self.outliers = Outliers(config.metrics.spike_sigmas)
@@ -282,13 +284,17 @@ class Trainer:
         while self.step < self.config.training.steps and not self.stop.agreed:
             longer = self._lengthen()
             numbers = self.train_step()
-            profile.step()
+            if self.config.profiling.enable_profiling:
+                self.feed.settle()  # what ends on gloo's threads after the profiler's window writes into freed memory
+            traced = profile.step()
             snapshots.after(self.step)
             if self.step == first or longer:  # it has compiled and connected everything
                 dist.barrier(self.host)
                 set_timeout(self.dims.groups, self._timeout)
             if logger and (is_logged(self.config, self.step) or self.step == first or self.stop.agreed):
                 self._report(logger, numbers)
+            if traced and (exposed := exposed_communication(traced, self.host)) and logger:
+                logger.log_exposed(self.step, *exposed)
             if logger and self.seen:
                 logger.log_telemetry(self.step, self.seen)
             if (warning := self.grace.warning(self._micro_steps, self._save_seconds)) and dist.get_rank() == 0:

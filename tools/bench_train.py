@@ -67,7 +67,7 @@ from titan_linear.models.init import initialise
 from titan_linear.optim import Reading, build_optimizer, step_numbers, update
 from titan_linear.process import own_device, run_command
 from titan_linear.telemetry import Telemetry
-from tools.trace import Cost, of_trace
+from titan_linear.traces import Cost, of_trace
 
 HEAD = (
     "model", "by", "checkpointing", "tokens", "documents", "GPUs", "tokens/s/GPU", "TFLOP/s", "MFU", "memory, GiB",

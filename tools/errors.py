@@ -47,6 +47,7 @@ SECTIONS = {
     "tools": "Tools",
     "titan_linear/memory.py": "Tools",
     "titan_linear/timing.py": "Tools",
+    "titan_linear/traces.py": "Tools",
     "titan_linear/ops": "Arguments of the ops",
 }
 

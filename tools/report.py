@@ -3,9 +3,10 @@
 python -m tools.report outputs/debug
 python -m tools.report outputs/kda outputs/gdn outputs/hybrid --out report.html --x tokens
 
-Loss and validation, gradient norm, learning rate, throughput, memory; what telemetry saw last: loss by position, decay
-half-lives and gradient norms by layer; where configurations differ; what each run was made with; spikes. Of a folder
-the page shows what is there: a run that is under way, or a copy of its .jsonl, .toml and .json files.
+Loss and validation, gradient norm, learning rate, throughput, memory, loss by source; what telemetry saw last: loss by
+position, decay half-lives and gradient norms by layer; where configurations differ; what each run was made with;
+spikes. Of a folder the page shows what is there: a run that is under way, or a copy of its .jsonl, .toml and .json
+files.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Run:
     colour: str
     steps: list[dict[str, Any]]  # lines of metrics.jsonl of training
     validations: list[dict[str, Any]]
+    traces: list[dict[str, Any]]  # lines of what they showed
     telemetry: list[dict[str, Any]]
     spikes: list[dict[str, Any]]
     config: Config | None
@@ -85,7 +87,8 @@ def read_run(folder: Path, name: str, colour: str) -> Run:
         raise ValueError(f"'{folder}' holds no {METRICS}; give the folder of a run (job.dump_folder)")
     lines, manifest, config = read_lines(folder / METRICS), folder / MANIFEST, folder / CONFIG
     return Run(
-        name, colour, [line for line in lines if "loss" in line], [line for line in lines if "validation_loss" in line],
+        name, colour,
+        *([line for line in lines if key in line] for key in ("loss", "validation_loss", "exposed_communication")),
         read_lines(folder / TELEMETRY), read_lines(folder / SPIKES),
         load_config(["--job.config_file", str(config)]) if config.is_file() else None,
         json.loads(manifest.read_text(encoding="utf-8")) if manifest.is_file() else {},
@@ -147,6 +150,18 @@ def by_position(runs: Sequence[Run]) -> list[Curve]:
         for line, style in [(line, 0) for line in lines[-1:]] + [(line, 1) for line in lines[:-1][:1]]:
             points = [(math.log2(int(p)), _number(y)) for p, y in line["loss_by_position"].items()]
             found.append(Curve(f"{run.name}, step {line['step']}", run.colour, points, style))
+    return found
+
+
+def by_source(runs: Sequence[Run], x: str) -> dict[str, list[Curve]]:
+    """By the name of a source or group of files, a curve of each run that has it: its loss, as telemetry saw it."""
+    found: dict[str, list[Curve]] = {}
+    for run in runs:
+        lines = [line for line in run.telemetry if "loss_by_source" in line]
+        for name in dict.fromkeys(name for line in lines for name in line["loss_by_source"]):
+            own = [line for line in lines if name in line["loss_by_source"]]
+            points = [(_place(run, line, x), _number(line["loss_by_source"][name])) for line in own]
+            found.setdefault(name, []).append(Curve(run.name, run.colour, points))
     return found
 
 
@@ -261,9 +276,12 @@ def charts(runs: Sequence[Run], x: str) -> list[str]:
         of("TFLOP/s of a GPU", "tflops"),
         of("MFU", "mfu"),
         of("Share of time without data", "data_wait"),
+        chart("Share of a step in which a GPU only communicates", curves(runs, "exposed_communication", x, "traces"),
+              name),
         of("Memory, GiB (dashed: reserved)", "memory_gib", "memory_reserved_gib", what=("", ", reserved")),
         chart("Loss by position in the document (dashed: at first)", by_position(runs), "position",
               lambda x: whole(x) and short(2**x)),
+        *(chart(f"Loss of source {source}", lines, name) for source, lines in by_source(runs, x).items()),
         chart("Gradient norm by layer, last", by_layer(runs, "grad_norm"), "layer", whole),
         chart("Update norm by layer, last", by_layer(runs, "update_norm"), "layer", whole),
         chart("Decay half-life in tokens by layer, median of heads, last", by_layer(runs, "half_life"), "layer", whole),

@@ -14,7 +14,15 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import random_documents
-from titan_linear.data import ByteTokenizer, load_corpus, open_corpus, verify_changed, verify_corpus, write_corpus
+from titan_linear.data import (
+    ByteTokenizer,
+    load_corpus,
+    open_corpus,
+    tokenise_corpus,
+    verify_changed,
+    verify_corpus,
+    write_corpus,
+)
 from titan_linear.data import cache as cache_module
 from titan_linear.data.cache import remove_cache
 
@@ -212,7 +220,7 @@ def test_it_goes_on_where_it_was_stopped(few_lines: Path, tmp_path: Path):
     assert corpus.info == whole.info and corpus.info["source"]["skipped_bad"] == 1
     assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"]
     assert sorted(path.name for path in corpus.folder.iterdir()) == [
-        "corpus.json", "hashes.bin", "offsets.bin", "tokens.bin"]  # fmt: skip
+        "corpus.json", "files.bin", "files.json", "hashes.bin", "offsets.bin", "tokens.bin"]  # fmt: skip
     verify_corpus(corpus)
 
 
@@ -225,6 +233,82 @@ class Interrupted(SlowTokenizer):
         if self.batches == 1:
             raise self.how
         return super().encode_batch(texts)
+
+
+@pytest.fixture
+def folder(few_lines: Path) -> Path:
+    """Files with 9, 0, 0 and 18 documents; others are empty or bad, and skipped."""
+    lines = few_lines.read_text().splitlines(keepends=True)
+    few_lines.unlink()
+    for name, own in {"a": ["[]\n", *lines[:9]], "b": [], "c": ['{"text": ""}\n'], "d": [*lines[9:27], "[]\n"]}.items():
+        (few_lines.parent / "texts").mkdir(exist_ok=True)
+        (few_lines.parent / "texts" / f"{name}.jsonl").write_text("".join(own))
+    return few_lines.parent / "texts"
+
+
+FILES = [0, 9, 9, 9, 27]
+
+
+def test_it_knows_which_file_a_document_is_from(folder: Path, tmp_path: Path):
+    log, options = tmp_path / "log", {"on_bad_document": "skip", "cache_dir": tmp_path / "cache"}
+    for stop in (Interrupted(log, KeyboardInterrupt), Interrupted(log, KeyboardInterrupt)):
+        with pytest.raises(KeyboardInterrupt):
+            open_corpus("jsonl", str(folder), stop, **options)
+    corpus = open_corpus("jsonl", str(folder), SlowTokenizer(log), **options)
+    assert corpus.files.tolist() == FILES and corpus.paths is None
+    verify_corpus(corpus)
+    moved = folder.rename(tmp_path / "moved")
+    corpus = open_corpus("jsonl", str(moved), SlowTokenizer(log), with_paths=True, **options)
+    assert corpus.paths == tuple(str(moved / f"{name}.jsonl") for name in "abcd") and corpus.files.tolist() == FILES
+
+    given = {"on_bad_document": "skip"}
+    own = tokenise_corpus(tmp_path / "own", "jsonl", str(moved), ByteTokenizer(), **given)
+    moved.rename(folder)
+    again = open_corpus("tokens", str(own.folder), ByteTokenizer(), with_paths=True)
+    assert again.files.tolist() == FILES and again.paths == corpus.paths  # of when it was written
+    write_corpus(tmp_path / "tokens", random_documents([5]), ByteTokenizer())
+    corpus = open_corpus("tokens", str(tmp_path / "tokens"), ByteTokenizer(), with_paths=True)
+    assert corpus.files is corpus.paths is None
+    (own.folder / "files.json").write_text("[]".ljust((own.folder / "files.json").stat().st_size))
+    with pytest.raises(ValueError, match=r"files.json does not fit the other files; restore it"):
+        open_corpus("tokens", str(own.folder), ByteTokenizer(), with_paths=True)
+    with pytest.raises(ValueError, match=r"files.json was altered"):
+        verify_corpus(load_corpus(own.folder))
+
+
+def without_files(folder: Path) -> None:
+    """As an earlier version wrote it."""
+    info = json.loads((folder / "corpus.json").read_text())
+    for name in ("files.bin", "files.json"):
+        del info["files"][name]
+        (folder / name).unlink()
+    info["checksum"] = cache_module._info_checksum(info)
+    (folder / "corpus.json").write_text(json.dumps(info))
+
+
+def test_a_cache_of_before_learns_its_files(folder: Path, tmp_path: Path):
+    options = {"on_bad_document": "skip", "cache_dir": tmp_path / "cache"}
+    cache = open_corpus("jsonl", str(folder), ByteTokenizer(), **options).folder
+    without_files(cache)
+    old = open_corpus("jsonl", str(folder), ByteTokenizer(), **options)
+    verify_corpus(old)
+    assert old.files is None
+    corpus = open_corpus("jsonl", str(folder), ByteTokenizer(), with_paths=True, **options)
+    assert corpus.files.tolist() == FILES and corpus.fingerprint == old.fingerprint and corpus.folder == cache
+    verify_corpus(corpus)
+    (folder / "a.jsonl").write_text((folder / "a.jsonl").read_text().replace("line 3", " "))
+
+    class NoSpaces(ByteTokenizer):
+        fingerprint = "no spaces"
+
+        def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
+            return super().encode_batch([text.strip() for text in texts])
+
+    cache = open_corpus("jsonl", str(folder), NoSpaces(), **options).folder
+    without_files(cache)
+    with pytest.raises(ValueError, match=rf"which were skipped; python -m tools.corpus prune {cache.name} removes it"):
+        open_corpus("jsonl", str(folder), NoSpaces(), with_paths=True, **options)
+    assert not (cache / "files.bin").exists()
 
 
 @pytest.mark.parametrize("damage", ["journal", "arrays", "key", "stop", "foreign"])

@@ -43,6 +43,8 @@ def two_steps(rank: int, world_size: int, cp: int) -> tuple[list[str], list[tupl
             log.append("compute")
         feed.prefetch()
         feed.prefetch()  # nothing more
+        feed.settle()
+        assert feed._ahead[-1].is_completed()
         log.append("update")
         steps.append((valid, streams))
     fed = feed.take()

@@ -4,7 +4,7 @@
 2. **A tokenizer** (tokenizer.py), bytes or any Hugging Face tokenizer.json, turns each into tokens and an end token;
    processes on all cores do (tokenise.py). Of conversations (chat.py) it also says which tokens are learnt.
 3. **A corpus** (cache.py) holds them on disk: all tokens end to end, where each document begins, and a hash of each;
-   of conversations, where each answer begins and ends.
+   of conversations, where each answer begins and ends; of texts, which documents each file gave.
    It is written once, by one process, and memory-mapped by all; ranks of a machine share its pages.
 4. **A split** (split.py) holds documents out for validation by their hash, so that no text is on both sides.
 5. **Packed streams** (packing.py): every epoch lays the training documents end to end in an order drawn from (seed,
@@ -35,6 +35,7 @@ from titan_linear.data.cache import (
     verify_corpus,
     write_corpus,
 )
+from titan_linear.data.file_groups import FileGroups
 from titan_linear.data.loader import Batch, StreamLoader, build_dataloader, learnt, validation_batches
 from titan_linear.data.mixture import MixedStreams, Phase, Streams
 from titan_linear.data.order import ORDER
@@ -50,6 +51,7 @@ __all__ = [
     "ByteTokenizer",
     "Corpus",
     "Document",
+    "FileGroups",
     "HuggingFaceTokenizer",
     "Length",
     "MixedStreams",

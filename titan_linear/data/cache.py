@@ -7,8 +7,13 @@ A corpus is a folder (little-endian, no headers):
     hashes.bin    uint64   [num_documents]; blake2b of the document's tokens, which decides the held-out split
     answers.bin   int64    [2 · num_answers], of conversations alone: tokens[answers[2a] : answers[2a + 1]] is answer a,
                            which is learnt; the other tokens are not. Without this file all are
+    files.bin     int64    [num_files + 1], of texts alone: documents files[f] to files[f + 1] are of text file f
+    files.json    the paths of these text files when they were tokenised
     corpus.json   counts, dtype, the tokenizer's fingerprint, the content's fingerprint, the source, and each file's
                   size and CRC-32 per 16 MiB; a CRC-32 of the JSON itself under "checksum"
+
+Corpora of earlier versions have neither files.bin nor files.json. A cache gets them when somebody asks for them, for
+which its texts are read once more.
 
 `write_corpus` writes one from documents that are tokens already and `tokenise_corpus` from texts (`training.dataset =
 "tokens"` then reads them); `open_corpus` writes one from texts, once, as a cache. All write to `<folder>.tmp` under an
@@ -41,10 +46,11 @@ import re
 import shutil
 import time
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -54,7 +60,14 @@ import numpy as np
 from tqdm import tqdm
 
 from titan_linear.data.chat import Completions, Conversations, Learnt
-from titan_linear.data.sources import FIELD_SOURCES, FORMATS, TEXT_SOURCES, read_documents, source_files
+from titan_linear.data.sources import (
+    FIELD_SOURCES,
+    FORMATS,
+    TEXT_SOURCES,
+    Document,
+    read_documents,
+    source_files,
+)
 from titan_linear.data.tokenise import Encoder, Tokens, tokenise, worker_count
 from titan_linear.data.tokenizer import Tokenizer
 
@@ -67,8 +80,9 @@ JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
 CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")  # of the folders that are ours to remove
 _FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
 _ANSWERS = "answers.bin"
+_SOURCE, _PATHS = "files.bin", "files.json"  # of the texts
 _INFO, _JOURNAL = "corpus.json", "progress.json"
-_OURS = {*_FILES, _ANSWERS, *(name + end for name in (_INFO, _JOURNAL) for end in ("", ".new"))}
+_OURS = {*_FILES, _ANSWERS, _SOURCE, *(name + end for name in (_PATHS, _INFO, _JOURNAL) for end in ("", ".new"))}
 _NAMED = 3  # of the bad documents that were skipped
 _SKIP = (
     'training.on_bad_document = "skip" (tools.corpus: --on-bad-document skip) goes past such documents and counts them'
@@ -85,6 +99,8 @@ class Corpus:
     hashes: np.ndarray  # [num_documents] uint64
     info: dict[str, Any]  # corpus.json
     answers: np.ndarray | None = None  # [2 · num_answers] int64, rising; None: all tokens are learnt
+    files: np.ndarray | None = None  # [num_files + 1] int64: documents before each text file; None: it is not known
+    paths: tuple[str, ...] | None = None  # of these files, where they were asked for
 
     def __reduce__(self) -> tuple:
         return load_corpus, (self.folder,)
@@ -198,6 +214,7 @@ def open_corpus(
     dataset_format: str = "text",
     on_bad_document: str = "stop",
     cache_dir: Path | None = None,
+    with_paths: bool = False,
     show_progress: bool = False,
     path_key: str = "training.dataset_path",
 ) -> Corpus:
@@ -208,6 +225,8 @@ def open_corpus(
     on_bad_document: what is none (no JSON, no such field, no UTF-8 for a tokenizer that needs it, no answer) is an
     error ("stop"), or it is skipped, counted, and the first few are named in `Corpus.summary` ("skip").
     cache_dir: $XDG_CACHE_HOME/titan_linear, or ~/.cache/titan_linear. path_key: the key that errors name.
+    with_paths: the text files' paths too, in `Corpus.paths`; of a corpus of tokens those of when it was written, if it
+    knows them.
     ValueError: an unknown dataset, a bad path, a bad document (file and line named), a damaged corpus, a corpus of
     another tokenizer.
     """
@@ -230,6 +249,8 @@ def open_corpus(
         with suppress(OSError):  # a cache that others wrote for us
             os.utime(_lock_file(folder))  # its last use
     corpus = load_corpus(folder)
+    if with_paths:
+        corpus = _with_own_paths(corpus) if dataset == "tokens" else _with_paths(corpus, texts)
     if corpus.info["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
         raise ValueError(
             f"{path_key} = {dataset_path!r}: written with tokenizer {corpus.info['tokenizer']['fingerprint']!r}, but "
@@ -313,24 +334,30 @@ def load_corpus(folder: Path) -> Corpus:
     ValueError: a file is missing, truncated or not what corpus.json says.
     """
     info, remedy = _read_info(folder), _remedy(folder)
-    dtypes = dict(zip((*_FILES, _ANSWERS), (info["dtype"], "<i8", "<u8", "<i8")))
-    arrays = []
-    for name in _names(info["format"] == ANSWERS_FORMAT):
+    dtypes = dict(zip((*_FILES, _ANSWERS, _SOURCE), (info["dtype"], "<i8", "<u8", "<i8", "<i8")))
+    arrays: dict[str, np.ndarray] = {}
+    for name in _names_in(info):
         path, expected = folder / name, info["files"][name]["size"]
         if not path.is_file():
             raise ValueError(f"{path} is missing; {remedy}")
         if path.stat().st_size != expected:
             raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {expected:,}; {remedy}")
-        arrays.append(np.asarray(np.memmap(path, dtypes[name], mode="r")))
-    tokens, offsets, hashes, *rest = arrays
+        if name in dtypes:
+            arrays[name] = np.asarray(np.memmap(path, dtypes[name], mode="r"))
+    (tokens, offsets, hashes), answers = (arrays[name] for name in _FILES), arrays.get(_ANSWERS)
     if offsets[0] != 0 or offsets[-1] != len(tokens) or len(offsets) != len(hashes) + 1:
         raise ValueError(f"{folder / 'offsets.bin'} does not fit the other files; {remedy}")
-    corpus = Corpus(folder, tokens, offsets, hashes, info, *rest)
+    corpus = Corpus(folder, tokens, offsets, hashes, info, answers, arrays.get(_SOURCE))
     if corpus.num_documents <= SMALL:
         check_lengths(corpus, 0, corpus.num_documents)
-    for answers in rest:
-        if len(answers) % 2 or answers[0] < 0 or answers[-1] > len(tokens) or _falls(answers):
-            raise ValueError(f"{folder / _ANSWERS} does not fit the other files; {remedy}")
+    if answers is not None and (
+        len(answers) % 2 or answers[0] < 0 or answers[-1] > len(tokens) or _falls(answers)
+    ):  # fmt: skip
+        raise ValueError(f"{folder / _ANSWERS} does not fit the other files; {remedy}")
+    if corpus.files is not None and (
+        corpus.files[0] != 0 or corpus.files[-1] != corpus.num_documents or _falls(corpus.files)
+    ):  # fmt: skip
+        raise ValueError(f"{folder / _SOURCE} does not fit the other files; {remedy}")
     return corpus
 
 
@@ -364,7 +391,7 @@ def _falls(numbers: np.ndarray) -> bool:
 def verify_corpus(corpus: Corpus) -> None:
     """Reads every byte of a corpus against its checksums. ValueError naming the file and the place."""
     remedy = _remedy(corpus.folder)
-    for name in _names(corpus.answers is not None):
+    for name in _names_in(corpus.info):
         expected, found = corpus.info["files"][name]["crc32"], _checksums(corpus.folder / name)
         for block, (want, got) in enumerate(zip(expected, found, strict=True)):
             if want != got:
@@ -380,7 +407,7 @@ def verify_changed(corpus: Corpus) -> None:
     ValueError, too: that cannot be noted among the caches.
     """
     note = default_cache_dir() / f"whole-{hashlib.sha256(os.fsencode(corpus.folder)).hexdigest()[:24]}.json"
-    stats = ((name, (corpus.folder / name).stat()) for name in (_INFO, *_names(corpus.answers is not None)))
+    stats = ((name, (corpus.folder / name).stat()) for name in (_INFO, *_names_in(corpus.info)))
     files = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats}
     with suppress(OSError, ValueError):
         if json.loads(note.read_bytes()) == files:
@@ -417,6 +444,63 @@ class _Progress:
     num_answers: int = 0
     num_learnt: int = 0  # tokens
     num_ended: int = 0  # documents whose last answer ends in the end token
+    files_read: int = 0  # to their ends
+    num_files: int = 0  # of them, those that are written
+
+
+# --- the texts' files --------------------------------------------------------------------------------------------
+
+
+def _with_own_paths(corpus: Corpus) -> Corpus:
+    """With the paths that it was written with, if it knows them."""
+    if corpus.files is None:
+        return corpus
+    path, paths = corpus.folder / _PATHS, ()
+    with suppress(OSError, ValueError, TypeError):
+        paths = tuple(json.loads(path.read_bytes()))
+    if len(paths) != len(corpus.files) - 1:
+        raise ValueError(f"{path} does not fit the other files; {_remedy(corpus.folder)}")
+    return replace(corpus, paths=paths)
+
+
+def _with_paths(corpus: Corpus, texts: _Texts) -> Corpus:
+    """With the paths under which its texts are now. A cache of an earlier version first learns its files."""
+    if corpus.files is None:
+        try:
+            with locked(corpus.folder):
+                if load_corpus(corpus.folder).files is None:  # no other process has just done it
+                    _add_files(corpus, texts)
+        except OSError as error:
+            raise ValueError(
+                f"the token cache {corpus.folder} cannot be written ({error}), and is of an earlier version, which did "
+                "not note the files of documents; set XDG_CACHE_HOME to a folder that can"
+            ) from error
+        corpus = load_corpus(corpus.folder)
+    assert corpus.files is not None and len(corpus.files) == len(texts.files) + 1, corpus.folder
+    return replace(corpus, paths=tuple(map(str, texts.files)))
+
+
+def _add_files(corpus: Corpus, texts: _Texts) -> None:
+    """Counts the documents of each file, and adds files.bin and files.json to a cache."""
+    folder, key, counts = corpus.folder, texts.key, [0]
+    for file in tqdm(texts.files, desc=f"reading {texts.dataset}", disable=not texts.show_progress, delay=2):
+        documents = read_documents(texts.dataset, [file], texts.text_field, texts.dataset_format)
+        counts.append(sum(document.content != "" and not document.problem for document in documents))
+    _check_unchanged(key, texts)
+    if sum(counts) != corpus.num_documents:  # the tokenizer had skipped some: which, it would have to say again
+        raise ValueError(
+            f"the token cache {folder} is of an earlier version, which did not note the files of documents, and their "
+            f"texts alone do not tell which were skipped; python -m tools.corpus prune {folder.name} removes it, and "
+            "the next start writes it again"
+        )
+    with (folder / _SOURCE).open("wb") as file:
+        file.write(np.cumsum(counts).astype("<i8").tobytes())
+        _sync(file)
+    _write_json(folder / _PATHS, [str(file) for file in texts.files])
+    added = {name: _described(folder / name) for name in (_SOURCE, _PATHS)}
+    info = corpus.info | {"files": corpus.info["files"] | added}
+    _write_json(folder / _INFO, info | {"checksum": _info_checksum(info)})
+    _sync_folder(folder)
 
 
 def _unreadable(error: OSError) -> ValueError:
@@ -470,10 +554,11 @@ def _tokenise_into(folder: Path, texts: _Texts) -> None:
 
 def _tokenised(texts: _Texts, progress: _Progress) -> Iterator[Tokens]:
     """The tokens of each document that `progress` has not read, of texts with eos. Counts what it reads and skips."""
+    ends: deque[int] = deque()  # of the files that are read: documents up to its end
     eos = np.array([] if texts.tokenizer.eos_id is None else [texts.tokenizer.eos_id], dtype=np.int64)
     total = sum(file.stat().st_size for file in texts.files)
-    documents = read_documents(texts.dataset, texts.files, texts.text_field, texts.dataset_format)
-    documents = islice(documents, progress.read, None)
+    documents = islice(_read(texts, ends), progress.read, None)
+    progress.files_read = 0
     bar = tqdm(
         total=total, initial=progress.size, unit="B", unit_scale=True, desc=f"tokenising {texts.dataset}", smoothing=0,
         disable=not texts.show_progress,
@@ -481,6 +566,9 @@ def _tokenised(texts: _Texts, progress: _Progress) -> Iterator[Tokens]:
     with bar, closing(tokenise(texts.encoder, documents, worker_count(total))) as encoded:
         for document, tokens in encoded:
             bar.update(document.size)
+            while ends and ends[0] <= progress.read:
+                ends.popleft()
+                progress.files_read += 1
             progress.read, progress.size = progress.read + 1, progress.size + document.size
             if problem := document.problem or (tokens if isinstance(tokens, str) else ""):
                 _meet_bad_document(f"{document.origin}: {problem}", texts, progress)
@@ -490,6 +578,7 @@ def _tokenised(texts: _Texts, progress: _Progress) -> Iterator[Tokens]:
                 yield np.concatenate([tokens, eos])
             else:
                 progress.skipped_empty += 1
+    progress.files_read = len(texts.files)
     if not progress.num_documents:
         bad = f"; bad are {progress.skipped_bad:,}: {progress.bad[0]}" if progress.bad else ""
         raise ValueError(
@@ -497,6 +586,16 @@ def _tokenised(texts: _Texts, progress: _Progress) -> Iterator[Tokens]:
             f"({texts.files[0]}, …){bad}; give others (training.dataset_path)"
         )
     _check_unchanged(progress.key, texts)
+
+
+def _read(texts: _Texts, ends: deque[int]) -> Iterator[Document]:
+    """The documents of all files. How many there are up to the end of each file is added to `ends` behind it."""
+    read = 0
+    for file in texts.files:
+        for document in read_documents(texts.dataset, [file], texts.text_field, texts.dataset_format):
+            read += 1
+            yield document
+        ends.append(read)
 
 
 def _check_unchanged(key: str, texts: _Texts) -> None:
@@ -547,8 +646,11 @@ def _write_corpus(
         temporary.mkdir(parents=True)
     try:
         content = _write_arrays(temporary, documents, tokenizer, progress)
-        names = _names(progress.answers)
-        files = {n: {"size": (temporary / n).stat().st_size, "crc32": _checksums(temporary / n)} for n in names}
+        names = list(_names(progress))
+        if texts is not None:
+            _write_json(temporary / _PATHS, [str(file) for file in texts.files])
+            names.append(_PATHS)
+        files = {name: _described(temporary / name) for name in names}
         described = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos_id}
         source = None if texts is None else _describe(texts, progress)
         head = {"format": ANSWERS_FORMAT if progress.answers else FORMAT, **content}
@@ -567,6 +669,10 @@ def _write_corpus(
         else:  # a full disk, say: leave no half corpus to fill it
             shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _described(path: Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "crc32": _checksums(path)}
 
 
 def _describe(texts: _Texts, progress: _Progress) -> dict[str, Any]:
@@ -592,15 +698,18 @@ def _write_arrays(
         if hasattr(documents, "close"):
             stack.callback(documents.close)  # its processes end with the writing, however that ends
         files = _open_arrays(folder, dtype, progress, stack)
-        tokens, offsets, hashes, *answers = files
+        (tokens, offsets, hashes), rest = files[:3], dict(zip(_names(progress)[3:], files[3:]))
+        answers, sources = rest.get(_ANSWERS), rest.get(_SOURCE)
         content = _content_so_far(folder / "hashes.bin")
         journaled = time.monotonic()
         for document in documents:
             ids, learnt = document if progress.answers else (document, None)
             data = _checked(np.asarray(ids), progress.num_documents, tokenizer.vocab_size).astype(dtype).tobytes()
             digest = hashlib.blake2b(data, digest_size=8).digest()
-            for file in answers:
-                file.write(_answers(np.asarray(ids), np.asarray(learnt), tokenizer, progress))
+            if answers:
+                answers.write(_answers(np.asarray(ids), np.asarray(learnt), tokenizer, progress))
+            if sources:
+                sources.write(_file_ends(progress))
             progress.num_documents, progress.num_tokens = progress.num_documents + 1, progress.num_tokens + len(ids)
             tokens.write(data)
             offsets.write(np.int64(progress.num_tokens).tobytes())
@@ -613,6 +722,8 @@ def _write_arrays(
                 journaled = time.monotonic()
         if not progress.num_documents:
             raise ValueError(f"no documents to write to {folder}; give one at least")
+        if sources:
+            sources.write(_file_ends(progress))
         for file in files:
             _sync(file)
     counts = {"num_documents": progress.num_documents, "num_tokens": progress.num_tokens, "dtype": dtype}
@@ -643,6 +754,13 @@ def _answers(ids: np.ndarray, learnt: np.ndarray, tokenizer: Tokenizer, progress
     return (progress.num_tokens + edges).astype("<i8").tobytes()
 
 
+def _file_ends(progress: _Progress) -> bytes:
+    """Of files.bin, for the files that have been read to their ends meanwhile."""
+    ends = np.full(progress.files_read - progress.num_files, progress.num_documents, dtype="<i8")
+    progress.num_files = progress.files_read
+    return ends.tobytes()
+
+
 def _content_so_far(hashes: Path) -> Any:
     content = hashlib.sha256()
     _digest(hashes, content)
@@ -660,23 +778,30 @@ def _dtype(vocab_size: int) -> str:
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
-def _names(answers: bool) -> tuple[str, ...]:
+def _names(progress: _Progress) -> tuple[str, ...]:
+    """The files of a corpus that are written document by document."""
+    return (*_FILES, *[_ANSWERS] * progress.answers, *[_SOURCE] * bool(progress.texts))
+
+
+def _names_in(info: dict[str, Any]) -> list[str]:
     """The files of a corpus beside corpus.json."""
-    return (*_FILES, _ANSWERS) if answers else _FILES
+    needed = (*_FILES, *[_ANSWERS] * (info["format"] == ANSWERS_FORMAT))
+    return [*needed, *(name for name in (_SOURCE, _PATHS) if name in info["files"])]
 
 
 def _sizes(progress: _Progress, dtype: str) -> list[int]:
     """Bytes that count of each of _names."""
     n = progress.num_documents
-    answers = [16 * progress.num_answers] if progress.answers else []
-    return [progress.num_tokens * np.dtype(dtype).itemsize, 8 * (n + 1), 8 * n, *answers]
+    sizes = {_ANSWERS: 16 * progress.num_answers, _SOURCE: 8 * (progress.num_files + 1)}
+    sizes |= dict(zip(_FILES, (progress.num_tokens * np.dtype(dtype).itemsize, 8 * (n + 1), 8 * n)))
+    return [sizes[name] for name in _names(progress)]
 
 
 def _open_arrays(folder: Path, dtype: str, progress: _Progress, stack: ExitStack) -> list[BinaryIO]:
     """Those of _names, cut to what counts of them and at their ends."""
-    files = [stack.enter_context((folder / name).open("ab")) for name in _names(progress.answers)]
+    files = [stack.enter_context((folder / name).open("ab")) for name in _names(progress)]
     for file, size in zip(files, _sizes(progress, dtype)):
-        file.truncate(size)  # to 8 zeros for offsets.bin, which begins with 0
+        file.truncate(size)  # to 8 zeros for offsets.bin and files.bin, which begin with 0
     return files
 
 
@@ -684,7 +809,7 @@ def _read_journal(folder: Path, texts: _Texts) -> _Progress | None:
     """How far an earlier writer of the same texts came, if what it wrote is there."""
     try:
         progress = _Progress(**json.loads((_temporary(folder) / _JOURNAL).read_bytes()))
-        sizes = [(_temporary(folder) / name).stat().st_size for name in _names(progress.answers)]
+        sizes = [(_temporary(folder) / name).stat().st_size for name in _names(progress)]
     except (OSError, ValueError, TypeError):
         return None
     whole = all(there >= size for there, size in zip(sizes, _sizes(progress, _dtype(texts.tokenizer.vocab_size))))
@@ -692,7 +817,7 @@ def _read_journal(folder: Path, texts: _Texts) -> _Progress | None:
     return progress if progress.key == texts.key and whole and not stops else None
 
 
-def _write_json(path: Path, content: dict[str, Any]) -> None:
+def _write_json(path: Path, content: Any) -> None:
     """Whole or not at all."""
     temporary = path.with_name(f"{path.name}.new")
     with temporary.open("w") as file:

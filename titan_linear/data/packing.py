@@ -110,6 +110,13 @@ class PackedStreams:
         labels[~self.corpus.is_learnt(positions + 1)] = IGNORE
         return self._padded(tokens, labels, edges, within, seq_len)
 
+    def runs(self, i: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where the documents of stream i begin in the corpus's tokens [n], and how many tokens of each it has [n]."""
+        assert self.repeat
+        start, seq_len = self.place(i)
+        starts, lengths, _ = self._runs(start, start + seq_len)
+        return starts, lengths
+
     def padding(self) -> Stream:
         """A stream of padding only: it gives a rank as many streams as the others have."""
         none = np.zeros(0, dtype=np.int64)

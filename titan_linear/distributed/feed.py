@@ -106,6 +106,12 @@ class Feed:
         waited = seconds if queued is None or queued.query() else 0.0
         self._fed = replace(fed, seconds=fed.seconds + reads * seconds, waited=fed.waited + waited)
 
+    def settle(self) -> None:
+        """Wait until the tokens of the step that is fetched ahead are counted."""
+        if self._ahead:
+            with self._timed(reads=False):
+                self._ahead[-1].wait()
+
     def take(self) -> Fed:
         """Of the steps since this was last called."""
         fed, self._fed = self._fed, Fed()

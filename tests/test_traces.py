@@ -1,0 +1,66 @@
+"""What is made of a trace's events."""
+
+from __future__ import annotations
+
+import pytest
+
+from titan_linear.traces import Cost, of_trace, own_costs, summary
+
+
+def event(name: str, ts: float, dur: float, cat: str = "kernel", **more: object) -> dict:
+    return {"ph": "X", "cat": cat, "name": name, "ts": ts, "dur": dur, **more}
+
+
+NCCL = "ncclDevKernel_AllReduce(int)"
+
+
+@pytest.mark.parametrize(
+    ("ran", "communication", "exposed"),
+    [
+        ([("gemm", 0, 40), (NCCL, 30, 30), ("gemm", 70, 30)], 30, 20),  # half hidden, half not, and a gap after it
+        ([("gemm", 0, 100), (NCCL, 10, 80)], 80, 0),  # hidden
+        ([(NCCL, 0, 100), ("gemm", 10, 20), ("gemm", 25, 25)], 100, 60),  # kernels of two streams overlap
+        ([(NCCL, 0, 60), ("ncclDevKernel_SendRecv", 40, 60)], 100, 100),  # and collectives do
+        ([(NCCL, 0, 50), ("gemm", 50, 50)], 50, 50),
+        ([("gemm", 0, 100)], 0, 0),
+    ],
+)
+def test_exposed_communication(ran: list, communication: int, exposed: int) -> None:
+    """Of 100 µs in two steps; where another kernel only begins, is of the host or a mark, nothing changes."""
+    marks = [
+        event(f"ProfilerStep#{n}", 50 * n, 50, cat)
+        for n in (3, 4)
+        for cat in ("user_annotation", "gpu_user_annotation")
+    ]
+    others = [event(NCCL, 0, 100, "cpu_op"), event("gemm", 0, 100, "cuda_runtime"), {**event("gemm", 0, 99), "ph": "i"}]
+    found = summary([*marks, *others, *(event(*one) for one in reversed(ran))])
+    assert found.steps == 2 and found.launches == len(ran) and found.span == pytest.approx(100e-6)
+    assert (found.communication, found.exposed) == pytest.approx((communication * 1e-6, exposed * 1e-6))
+
+
+def test_without_kernels() -> None:
+    assert summary([event("aten::mm", 0, 10, "cpu_op")]) == (0, 0, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_kernels_of_a_trace() -> None:
+    """Two streams that overlap, a gap, and what did not run on the device."""
+    events = [
+        {"ph": "X", "cat": "kernel", "name": "void at::native::add<float>(int)", "ts": 0.0, "dur": 10.0},
+        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 5.0, "dur": 25.0},
+        {"ph": "X", "cat": "gpu_memcpy", "name": "Memcpy DtoD (Device -> Device)", "ts": 8.0, "dur": 2.0},
+        {"ph": "X", "cat": "kernel", "name": "gemm", "ts": 100.0, "dur": 20.0},
+        {"ph": "X", "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": 30.0, "dur": 500.0},
+        {"ph": "i", "cat": "kernel", "name": "mark", "ts": 30.0},
+    ]
+    launches, busy, costs = of_trace(events)
+    assert launches == 4 and busy == pytest.approx(50e-6)
+    assert costs == [Cost("gemm", 0.045, 2), Cost("add<float>", 0.01, 1), Cost("Memcpy DtoD", 0.002, 1)]
+
+
+def test_own_times_of_operators() -> None:
+    events = [
+        event("outer", 0, 100, "cpu_op", tid=1), event("inner", 10, 30, "cpu_op", tid=1),
+        event("inner", 50, 20, "cpu_op", tid=1), event("deep", 55, 5, "cpu_op", tid=1),
+        event("inner", 20, 7, "cpu_op", tid=2),
+    ]  # fmt: skip
+    assert own_costs(events) == [("inner", 0.052, 3), ("outer", 0.05, 1), ("deep", 0.005, 1)]

@@ -1,0 +1,103 @@
+"""Groups of text files: to which of them each token of a stream belongs, by the file that its document is from.
+
+Patterns are globs: * and ? stand for characters of a name, ** for any folders. They fit a path from the root if they
+begin there, else from any folder on: "books/*.jsonl" is a .jsonl in any folder books, "**/*.py" any .py.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from titan_linear.data.cache import Corpus
+from titan_linear.data.mixture import MixedStreams, Streams
+
+_PART = re.compile(r"\*\*/|\*\*|.", re.DOTALL)
+_WILD = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
+
+
+class FileGroups:
+    """Of the corpora of streams without end.
+
+    patterns: of each group its globs, separated by commas. A file is of the first group of which one fits, else of the
+    last, `other`; so are documents of a mixture's sources that do not know their files.
+
+    ValueError (naming metrics.loss_by_source): a pattern fits no file, or a group's only files that others have; no
+    corpus knows its files.
+    """
+
+    def __init__(self, streams: Streams, patterns: Mapping[str, str], other: str):
+        self.streams, self.names = streams, [*patterns, other]
+        sources = streams.sources if isinstance(streams, MixedStreams) else {"": streams}
+        corpora = {name: source.corpus for name, source in sources.items()}
+        of_files = _grouped(corpora, patterns)
+        self._edges = {name: _edges(corpus) for name, corpus in corpora.items()}
+        self._groups = {name: of_files.get(name, np.array([len(patterns)])) for name in corpora}
+
+    def of_stream(self, i: int) -> np.ndarray:
+        """Of each token of stream i its group's place in `names`, [T] int64."""
+        name, own = self.streams.source(i) if isinstance(self.streams, MixedStreams) else ("", i)
+        packed = self.streams.sources[name] if isinstance(self.streams, MixedStreams) else self.streams
+        starts, lengths = packed.runs(own)
+        files = np.searchsorted(self._edges[name][1:], starts, side="right")
+        return np.repeat(self._groups[name][files], lengths)
+
+    @property
+    def summary(self) -> str:
+        """For the console: how many tokens each group has."""
+        tokens = sum(
+            np.bincount(groups, np.diff(self._edges[name]), minlength=len(self.names))
+            for name, groups in self._groups.items()
+        )
+        return "loss by source: " + ", ".join(f"{n} {count:,.0f} tokens" for n, count in zip(self.names, tokens))
+
+
+def _edges(corpus: Corpus) -> np.ndarray:
+    """Where each file's tokens begin, and the last one's end, [num_files + 1] int64; of all tokens, if no file is
+    known."""
+    return np.array([0, corpus.num_tokens]) if corpus.paths is None else corpus.offsets[corpus.files]
+
+
+def _grouped(corpora: Mapping[str, Corpus], patterns: Mapping[str, str]) -> dict[str, np.ndarray]:
+    """Of each corpus that knows its files, by its name, their groups, [num_files] int64."""
+    known = {name: corpus.paths for name, corpus in corpora.items() if corpus.paths is not None}
+    paths = [path for own in known.values() for path in own]
+    if not paths:
+        folders = ", ".join(str(corpus.folder) for corpus in corpora.values())
+        raise ValueError(
+            f"metrics.loss_by_source: {folders} does not know from which files its documents are: it was written from "
+            "tokens, or by an earlier version; write it from its texts (tools.corpus), or remove metrics.loss_by_source"
+        )
+    groups = np.full(len(paths), len(patterns))
+    for place, (name, globs) in reversed(list(enumerate(patterns.items()))):
+        fits = [_fits(glob.strip(), paths, name) for glob in globs.split(",")]
+        groups[np.any(fits, axis=0)] = place
+    for place, (name, globs) in enumerate(patterns.items()):
+        if not (groups == place).any():
+            raise ValueError(
+                f"metrics.loss_by_source, group {name!r}: files = {globs!r} fits only files of groups before it; "
+                "put it before them, or remove it"
+            )
+    sizes = np.cumsum([len(own) for own in known.values()])
+    return dict(zip(known, np.split(groups, sizes[:-1]), strict=True))
+
+
+def _fits(glob: str, paths: Sequence[str], name: str) -> np.ndarray:
+    """Which paths, [n] bool."""
+    pattern = re.compile(_regex(glob), re.DOTALL)
+    fits = np.array([pattern.fullmatch(path) is not None for path in paths])
+    if not fits.any():
+        raise ValueError(
+            f"metrics.loss_by_source, group {name!r}: files = {glob!r} fits none of {len(paths):,} files ({paths[0]}, "
+            "…); correct it, or remove it"
+        )
+    return fits
+
+
+def _regex(glob: str) -> str:
+    glob = str(Path(glob).expanduser())
+    start = "" if glob.startswith("/") else "(?:.*/)?"
+    return start + "".join(_WILD.get(part) or re.escape(part) for part in _PART.findall(glob))

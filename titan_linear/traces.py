@@ -1,0 +1,129 @@
+"""What the events of a trace of torch.profiler say: costs, busy time, communication that nothing hides. Collectives are
+NCCL's kernels, whatever streams they run on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
+Event = dict[str, Any]
+Spans = list[tuple[float, float]]
+
+
+class Cost(NamedTuple):
+    name: str
+    ms: float
+    calls: int
+
+
+class Summary(NamedTuple):
+    steps: int  # of training that the trace holds; 0: it does not say
+    launches: int  # kernels and copies
+    span: float  # seconds between the first one's beginning and the last one's end
+    busy: float  # seconds in which one of them ran
+    communication: float  # seconds in which a collective ran
+    exposed: float  # and nothing else did
+
+
+def of_trace(events: Iterable[Event]) -> tuple[int, float, list[Cost]]:
+    """Launches, the seconds in which one of them ran, and the ten largest costs of what ran on a GPU."""
+    ran = on_device(events)
+    return len(ran), length(union(map(span_of, ran))) / 1e6, costs(ran)
+
+
+def summary(events: Sequence[Event]) -> Summary:
+    """Of what ran on a GPU."""
+    ran = on_device(events)
+    steps = {e["name"] for e in events if str(e.get("name", "")).startswith("ProfilerStep#")}
+    if not ran:
+        return Summary(len(steps), 0, 0.0, 0.0, 0.0, 0.0)
+    everything, others = union(map(span_of, ran)), union(span_of(e) for e in ran if not communicates(e))
+    seconds = (
+        everything[-1][1] - everything[0][0], length(everything),
+        length(union(span_of(e) for e in ran if communicates(e))), length(everything) - length(others),
+    )  # fmt: skip
+    return Summary(len(steps), len(ran), *(us / 1e6 for us in seconds))
+
+
+def on_device(events: Iterable[Event]) -> list[Event]:
+    return [e for e in events if e.get("cat") in ON_DEVICE and e.get("ph") == "X"]
+
+
+def communicates(event: Event) -> bool:
+    return "nccl" in event["name"].lower()
+
+
+def span_of(event: Event) -> tuple[float, float]:
+    """Beginning and end, µs."""
+    return event["ts"], event["ts"] + event["dur"]
+
+
+def union(spans: Iterable[tuple[float, float]]) -> Spans:
+    """In order, without overlaps."""
+    merged: Spans = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def length(spans: Spans) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def costs(ran: Iterable[Event], rows: int = 10) -> list[Cost]:
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for e in ran:
+        by_name[_short(e["name"])].append(e["dur"])
+    return _largest(by_name, rows)
+
+
+def own_costs(events: Iterable[Event], rows: int = 10) -> list[Cost]:
+    """Operators of the host by their own time: that of operators inside them is theirs."""
+    by_name: dict[str, list[float]] = defaultdict(list)
+    threads: dict[Any, list[Event]] = defaultdict(list)
+    for e in events:
+        if e.get("cat") == "cpu_op" and e.get("ph") == "X":
+            threads[e.get("pid"), e.get("tid")].append(e)
+    for ops in threads.values():
+        inside: list[tuple[float, str, int]] = []  # operators that have not ended: end, name, place of their time
+        for e in sorted(ops, key=lambda e: (e["ts"], -e["dur"])):
+            while inside and e["ts"] >= inside[-1][0]:
+                inside.pop()
+            if inside:
+                _, outer, place = inside[-1]
+                by_name[outer][place] -= e["dur"]
+            by_name[e["name"]].append(e["dur"])
+            inside.append((span_of(e)[1], e["name"], len(by_name[e["name"]]) - 1))
+    return _largest(by_name, rows)
+
+
+def _largest(by_name: dict[str, list[float]], rows: int) -> list[Cost]:
+    found = (Cost(name, sum(each) / 1e3, len(each)) for name, each in by_name.items())
+    return sorted(found, key=lambda cost: -cost.ms)[:rows]
+
+
+def _short(name: str) -> str:
+    """A kernel's name without what all have."""
+    name = re.sub(r"^void |at::native::|\(anonymous namespace\)::|\s*\(.*$", "", name)
+    return name if len(name) <= 100 else name[:97] + "…"
+
+
+def read(path: Path) -> list[Event]:
+    """The events of a Chrome trace. ValueError: the file holds none."""
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+            return json.load(file)["traceEvents"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"'{path}' is no trace ({error}); give a .json or .json.gz that torch.profiler wrote, of a run those in "
+            "profiling.save_traces_folder"
+        ) from None
