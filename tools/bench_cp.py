@@ -9,10 +9,10 @@
 
 Milliseconds of the slowest rank, forward and forward + backward, in bfloat16. "GPU": the median from the first kernel
 to the last, the host ahead, as it is in a training step. "host": what the host takes to queue it, the least of all
-rounds, for others work there too; where that is more, the GPU waits. "alone": the op on T / W tokens of one document on
-one GPU, no context parallelism. For attention TFLOP/s per GPU on the pairs that the mask leaves. Documents: "one",
-"packed" (ten), "web" (lengths of a median of 1,000 tokens, log-normal), "mixed" (4,000, with long ones among them).
-Heads are of 128 × 128.
+rounds, for others work there too; where that is more, the GPU waits. "exposed": what of forward + backward a collective
+runs in and nothing else does, by the profiler. "alone": the op on T / W tokens of one document on one GPU, no context
+parallelism. For attention TFLOP/s per GPU on the pairs that the mask leaves. Documents: "one", "packed" (ten), "web"
+(lengths of a median of 1,000 tokens, log-normal), "mixed" (4,000, with long ones among them). Heads are of 128 × 128.
 
 --estimate, by rates measured on a GPU (rates/, tools/bench_rates.py) and the planner's account of each operator: what
 of a layer's communication is exposed, forward and backward, as a share of the op's own time on a rank, by T / W of one
@@ -24,9 +24,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -39,10 +41,11 @@ from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
 from titan_linear.timing import Clock, Machine, read_rates, shipped
+from titan_linear.traces import Event, communicates, on_device, read, span_of, summary
 
 TEN = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)  # of 32768 tokens
 D = 128
-ROUNDS = 60
+ROUNDS, PROFILED = 60, 5
 Inputs = dict[str, torch.Tensor]
 METHODS = ("ring", "allgather", "ulysses")
 LENGTHS = {"web": (1000, 1.0), "mixed": (4000, 1.5)}  # median and log's standard deviation of documents' tokens
@@ -109,15 +112,37 @@ def timed(fn: Callable[[], Any], flush: torch.Tensor) -> tuple[float, float]:
     return median(spans), min(host)
 
 
+def exposed(fn: Callable[[], Any], flush: torch.Tensor) -> float:
+    """Milliseconds on this GPU in which only collectives ran, of a round on average."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        torch.cuda.synchronize()
+        dist.barrier()  # ranks do not wait for each other's profilers
+        flush.zero_()
+        for _ in range(PROFILED):
+            fn()
+        torch.cuda.synchronize()
+    with tempfile.TemporaryDirectory() as folder:
+        profile.export_chrome_trace(f"{folder}/trace.json")
+        return 1e3 * summary(after_flush(read(Path(folder, "trace.json")))).exposed / PROFILED
+
+
+def after_flush(events: Sequence[Event]) -> list[Event]:
+    """What ran after the flush, the first kernel of milliseconds that is no collective."""
+    ran = sorted(on_device(events), key=span_of)
+    end = span_of(next(e for e in ran if e["dur"] > 1000 and not communicates(e)))[1]
+    return [e for e in ran if e["ts"] >= end]
+
+
 def measure(fn: Callable[..., torch.Tensor], x: Inputs, options: dict[str, Any], flush: torch.Tensor) -> list[float]:
-    """Of the slowest rank: GPU forward, host forward, GPU forward + backward, host forward + backward."""
+    """Of the slowest rank: GPU forward, host forward, GPU forward + backward, host forward + backward, exposed."""
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
     dy = torch.randn_like(fn(**x, **options))
     with torch.no_grad():
         forward = timed(lambda: fn(**x, **options), flush)
     with torch.autograd.set_multithreading_enabled(False):  # as the trainer has it
-        both = timed(lambda: torch.autograd.grad(fn(**x, **options), list(x.values()), dy), flush)
-    times = torch.tensor([*forward, *both], device="cuda", dtype=torch.float64)
+        step = lambda: torch.autograd.grad(fn(**x, **options), list(x.values()), dy)  # noqa: E731
+        both, alone = timed(step, flush), exposed(step, flush)
+    times = torch.tensor([*forward, *both, alone], device="cuda", dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return times.tolist()
 
@@ -130,7 +155,8 @@ def pairs(bounds: torch.Tensor) -> int:
 def print_rows(args: argparse.Namespace, flush: torch.Tensor) -> None:
     W, first = dist.get_world_size(), dist.get_rank() == 0
     if first:
-        print("| op | T | heads | documents | layout | GPU fwd | host | GPU fwd + bwd | host | |\n" + "|---" * 10 + "|")
+        print("| op | T | heads | documents | layout | GPU fwd | host | GPU fwd + bwd | host | exposed | |")
+        print("|---" * 11 + "|")
     for op in args.ops:
         for T, H in ((T, H) for T in args.tokens for H in args.heads):
             x, fn = make_inputs(op, T // W, H, args.key_heads or H), function(op)
@@ -167,7 +193,7 @@ def estimate(gpu: str, ranks: Sequence[int], tokens: Sequence[int], H: int, Hkv:
     for name, mixer, methods in planned(H, Hkv):
         for W in ranks:
             batches = [Batch(n * W, 1, None, W, *methods, 1, 1, torch.bfloat16) for n in tokens]
-            shares = [exposed(machine, mixer, batch) for batch in batches]
+            shares = [planned_share(machine, mixer, batch) for batch in batches]
             least = next((str(n) for n, share in zip(tokens, shares) if share < SMALL), "–")
             lines.append(f"| {name} | {W} | {' | '.join(f'{share:.1%}' for share in shares)} | {least} |")
     return "\n".join(lines)
@@ -184,7 +210,7 @@ def planned(H: int, Hkv: int) -> Iterator[tuple[str, MixerOptions, tuple[str, st
         yield f"attention, {method}", mixers.Attention(heads=H, kv_heads=Hkv, head_dim=D), (layout, method, "kcp")
 
 
-def exposed(machine: Machine, mixer: MixerOptions, batch: Batch) -> float:
+def planned_share(machine: Machine, mixer: MixerOptions, batch: Batch) -> float:
     """Seconds of a layer's communication that nothing hides, over those of its attention or delta rule."""
     model = ModelConfig(vocab_size=1024, dim=2048, pattern=(mixer,), num_layers=1, hidden_dim=2048)
     (layer,), clock = layers(model, batch), Clock(machine, batch, compiled=True)

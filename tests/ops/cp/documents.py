@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from tools.bench_cp import random_documents
+
 # T = 512: with 2, 4 and 8 ranks the cuts are multiples of 256, 128 and 64 (of half that for zigzag).
 EDGES = {
     "one": [512],
@@ -19,17 +21,10 @@ FLA_CP2 = [[3000, 4000, 3240], [5120, 5120], [1000, 1500, 2000, 2500, 1240, 1000
 FLA_CP4 = [[7000, 3240], [10240]]
 FLA_CONV = [[513, 511], [514, 510], [512, 1, 511], [257, 1, 253, 257, 1, 253, 2]]
 
-# Median and log's standard deviation of the tokens of documents: web pages, and a mixture with books and code.
-LENGTHS = {"web": (1000, 1.0), "mixed": (4000, 1.5)}
-
 
 def packed(kind: str, T: int, seed: int, streams: int = 1) -> np.ndarray:
     """[N+1] int64 boundaries of streams of T tokens each: of "one" document, or of many with lengths of that kind."""
-    rng, edges = np.random.default_rng(seed), [np.arange(streams + 1) * T]
+    edges = [np.arange(streams + 1) * T]
     if kind != "one":
-        median, deviation = LENGTHS[kind]
-        for i in range(streams):
-            lengths = np.maximum(rng.lognormal(np.log(median), deviation, 100 + 4 * T // median), 1).astype(np.int64)
-            ends = np.cumsum(lengths)
-            edges.append(i * T + ends[ends < T])
+        edges += [i * T + random_documents(kind, T, seed * streams + i) for i in range(streams)]
     return np.unique(np.concatenate(edges))
