@@ -1,4 +1,5 @@
-"""KDA's kernels, stage by stage, against the token recurrence in fp64: fp32, in the interpreter or on a GPU.
+"""KDA's kernels, stage by stage, against the token recurrence in fp64: fp32, in the interpreter or on a GPU; and
+bf16, beside what rounding the operands costs.
 
 fp32 bounds: 1e-5 is a hundred roundings, and the recurrence's own condition is near 1 here. The gradients of A_log and
 dt_bias sum terms of both signs: in fp32 their errors are relative to the sum of the terms' absolute values.
@@ -14,6 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.ops.triton.bfloat16 import interpret_bfloat16
 from tests.ops.triton.kda_cases import (
     NAMES,
     error,
@@ -23,6 +25,8 @@ from tests.ops.triton.kda_cases import (
     run_kernels,
     run_reference,
 )
+from tests.ops.triton.rounding import rounded_delta_rule
+from titan_linear.ops.reference.delta_rule import l2norm
 from titan_linear.ops.triton.chunks import chunks_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -51,6 +55,22 @@ def test_matches_the_recurrence(name):
     ours, reference = run_kernels(x, cu, **options), run_reference(x, cu, **options)
     errors = {n: error(ours[n], reference[n], reference.get(f"size of {n}")) for n in NAMES if n in reference}
     assert not {name: e for name, e in errors.items() if not e <= 1e-5}
+
+
+def test_bfloat16_costs_what_rounding_the_operands_costs(monkeypatch):
+    """Keys that are alike, where it costs most (docs/kernels.md): q ~ N(1, 1), k ~ N(−50, 10), slow gates."""
+    if DEVICE == "cpu":
+        interpret_bfloat16(monkeypatch)
+    x, cu = make_inputs(192, 1, 1, 64, 64, 1, fast=0.05, state=False), [0, 192]
+    rng = torch.Generator().manual_seed(1)
+    q, k = (a * torch.randn(192, 1, 64, generator=rng) + b for a, b in ((1, 1), (10, -50)))
+    x |= {"q": l2norm(q), "k": l2norm(k)}
+    x = {n: t.float() if n == "g" else t.bfloat16() for n, t in x.items()}
+    exact = run_reference(x, cu)
+    emulated = rounded_delta_rule(*(x[n] for n in ("q", "k", "v", "g", "beta", "do")), cu)
+    ours = run_kernels({n: t.to(DEVICE) for n, t in x.items()}, cu, safe=True)
+    errors = {n: (error(ours[n], exact[n]), error(emulated[n], exact[n])) for n in emulated}
+    assert not {n: (found, cost) for n, (found, cost) in errors.items() if not found <= 1.25 * cost}
 
 
 def test_every_element_is_written():

@@ -118,7 +118,8 @@ def test_long(op: str, gate: str) -> None:
 
 
 def hard_inputs(op: str, kind: str, T: int, K: int) -> dict[str, torch.Tensor]:
-    """Slow decay; nearly collinear keys with β near 1; one key repeated; q and k far from zero mean."""
+    """Slow decay; nearly collinear keys with β near 1; one key repeated; q and k far from zero mean; keys that are
+    alike with slow gates (q ~ N(1, 1), k ~ N(−50, 10): the case of docs/kernels.md)."""
     x = make_inputs(op, T, H=4, HV=4, K=K, V=K, gate="slow" if kind in ("slow", "repeated") else "usual")
     if kind in ("slow", "repeated"):
         x["g"] = torch.full_like(x["g"], -1e-3)
@@ -130,6 +131,12 @@ def hard_inputs(op: str, kind: str, T: int, K: int) -> dict[str, torch.Tensor]:
         x["k"] = x["k"][:, :4].repeat(1, T // 4 + 1, 1, 1)[:, :T].contiguous()
     if kind == "mean":
         x["q"], x["k"] = (normalize(x[n] + 3 * K**-0.5, dim=-1) for n in "qk")
+    if kind == "alike":
+        rng = torch.Generator().manual_seed(1)
+        for name, spread, mean in (("q", 1, 1), ("k", 10, -50)):
+            normal = torch.randn(x[name].shape, generator=rng, dtype=torch.float64)
+            x[name] = normalize(spread * normal + mean, dim=-1)
+        x["g"] = 0.05 * x["g"]
     return x
 
 
@@ -151,7 +158,7 @@ def test_the_rounding_reference_without_rounding(op: str, kind: str, monkeypatch
 
 @pytest.mark.cuda
 @pytest.mark.parametrize("K", [64, 128])
-@pytest.mark.parametrize("kind", ["slow", "collinear", "repeated", "mean"])
+@pytest.mark.parametrize("kind", ["slow", "collinear", "repeated", "mean", "alike"])
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_hard_cases(op: str, kind: str, K: int) -> None:
     lengths = [1, 15, 63, 64, 65, 1000]
