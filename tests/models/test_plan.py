@@ -25,6 +25,7 @@ from titan_linear.models.init import initialise
 from titan_linear.models.mixers import GDN, KDA, MLA, Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
+from titan_linear.ops.attention import pairs_computed
 
 DOCUMENTS = [[64], [5, 20, 20, 19], [32, 32]]  # one that crosses the cut of two ranks, some, none
 MIXERS: dict[str, MixerOptions] = {
@@ -50,7 +51,7 @@ def plan_of(lengths: list[int], device: torch.device, group: dist.ProcessGroup |
     """For this rank; dimensions that count documents are marked, as a compiled run marks them."""
     ranks = {"group": group} if group is not None else {"rank": 0, "world_size": 1}
     context = build_cp_context(boundaries(lengths), conv1d_kernel_size=4, device=device, **ranks)
-    plan = BatchPlan(context.position_ids, cp_context=context, **methods)
+    plan = BatchPlan(context.position_ids, cp_context=context, pairs=pairs_computed(context, "ring"), **methods)
     plan.prepare([m.rotary for m in MIXERS.values() if m.rotary is not None], torch.float32)
     context.mark_dynamic()
     return plan

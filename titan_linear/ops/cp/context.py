@@ -27,7 +27,7 @@ from titan_linear.ops.torch.attention import Spans
 from titan_linear.ops.transfer import to_device
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # frozen, every number in it would be a guard of what torch 2.11 compiles
 class CPContext:
     """This rank's part of a packed stream, and what its layers need to know of the rest (see `build_cp_context`)."""
 
