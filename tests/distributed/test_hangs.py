@@ -22,14 +22,14 @@ LATER = int(1e18)  # nanoseconds: past every time-out
 def hang(rank: int, world_size: int, folder: str) -> tuple[str, bool]:
     """One of each collective, after which nothing is late; what is said when rank 1 stays away; whether it failed."""
     group = dist.new_group(timeout=timedelta(seconds=4))
-    x, parts = torch.ones(2), [torch.ones(2), torch.ones(2)]
+    x, came = torch.ones(2), torch.ones(2)
     dist.all_reduce(x, group=group)
     dist.all_gather_into_tensor(torch.ones(4), x, group=group)
     dist.reduce_scatter_tensor(torch.ones(1), x, group=group)
-    dist.all_to_all(parts, [x, x], group=group)
+    dist.all_to_all_single(came, x, group=group)
     dist.broadcast(x, 0, group=group)
     dist.barrier(group)
-    exchange = [dist.P2POp(dist.isend, x, 1 - rank, group), dist.P2POp(dist.irecv, parts[0], 1 - rank, group)]
+    exchange = [dist.P2POp(dist.isend, x, 1 - rank, group), dist.P2POp(dist.irecv, came, 1 - rank, group)]
     for request in dist.batch_isend_irecv(exchange):
         request.wait()
     until(lambda: late_collective(recorded(), time.time_ns() + LATER) is None)  # a thread of gloo's notes the end
