@@ -255,15 +255,9 @@ def _bytes_of_states(call: Call) -> int:
 
 def attended(batch: Batch) -> tuple[int, int]:
     """Of the rank's tokens: the pairs of a query and a key that the mask leaves, and the longest entry."""
-    edges = boundaries(batch.seq_len, batch.streams, batch.mean).astype(np.int64)
-    pairs = longest = 0
-    for begin, end in context(batch).fragments:
-        cuts = np.unique(np.concatenate([[begin, end], edges[(edges > begin) & (edges < end)]]))
-        first = edges[np.searchsorted(edges, cuts[:-1], side="right") - 1]  # where the document of each cut begins
-        a, b = cuts[:-1] - first, cuts[1:] - first
-        pairs += int((b * (b + 1) - a * (a + 1)).sum()) // 2
-        longest = max(longest, int(np.diff(cuts).max()))
-    return pairs, longest
+    described = context(batch)
+    own, _ = described.gathered.pairs.tolist()
+    return own[described.rank], int(described.boundaries.longest)
 
 
 # --- A step ----------------------------------------------------------------------------------------------------------

@@ -6,10 +6,13 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import tempfile
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import torch
 
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
 Event = dict[str, Any]
@@ -115,6 +118,14 @@ def _short(name: str) -> str:
     """A kernel's name without what all have."""
     name = re.sub(r"^void |at::native::|\(anonymous namespace\)::|\s*\(.*$", "", name)
     return name if len(name) <= 100 else name[:97] + "…"
+
+
+def events_of(profile: torch.profiler.profile) -> list[Event]:
+    """Those of a profile that has ended."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "trace.json")
+        profile.export_chrome_trace(str(path))
+        return read(path)
 
 
 def read(path: Path) -> list[Event]:

@@ -24,11 +24,9 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -41,7 +39,7 @@ from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
 from titan_linear.timing import Clock, Machine, read_rates, shipped
-from titan_linear.traces import Event, communicates, on_device, read, span_of, summary
+from titan_linear.traces import Event, communicates, events_of, on_device, span_of, summary
 
 TEN = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)  # of 32768 tokens
 D = 128
@@ -121,9 +119,7 @@ def exposed(fn: Callable[[], Any], flush: torch.Tensor) -> float:
         for _ in range(PROFILED):
             fn()
         torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        profile.export_chrome_trace(f"{folder}/trace.json")
-        return 1e3 * summary(after_flush(read(Path(folder, "trace.json")))).exposed / PROFILED
+    return 1e3 * summary(after_flush(events_of(profile))).exposed / PROFILED
 
 
 def after_flush(events: Sequence[Event]) -> list[Event]:

@@ -31,7 +31,6 @@ import math
 import os
 import socket
 import sys
-import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -67,7 +66,7 @@ from titan_linear.models.init import initialise
 from titan_linear.optim import Reading, build_optimizer, step_numbers, update
 from titan_linear.process import own_device, run_command
 from titan_linear.telemetry import Telemetry
-from titan_linear.traces import Cost, of_trace
+from titan_linear.traces import Cost, events_of, of_trace
 
 HEAD = (
     "model", "by", "checkpointing", "tokens", "documents", "GPUs", "tokens/s/GPU", "TFLOP/s", "MFU", "memory, GiB",
@@ -278,9 +277,7 @@ def profiled(step: Callable[[], None], device: torch.device) -> tuple[int | None
     if device.type != "cuda":
         ops = sorted(profile.key_averages(), key=lambda op: -op.self_cpu_time_total)
         return None, None, [Cost(op.key, op.self_cpu_time_total / 1e3, op.count) for op in ops[:10]]
-    with tempfile.TemporaryDirectory() as folder:
-        profile.export_chrome_trace(f"{folder}/trace.json")
-        return of_trace(json.loads(Path(folder, "trace.json").read_text())["traceEvents"])
+    return of_trace(events_of(profile))
 
 
 # --- Rows ------------------------------------------------------------------------------------------------------------

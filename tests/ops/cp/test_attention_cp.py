@@ -13,7 +13,9 @@ from tests.dispatch import Inside
 from tests.ops.test_attention import error, make, run
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.ops.attention import attention, choose_method, pairs_computed
+from titan_linear.ops.cp import allgather
 from titan_linear.ops.cp.context import build_cp_context
+from titan_linear.ops.cp.exchange import group_named
 from titan_linear.ops.cp.spans import ALL, SOME
 from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.reference.attention import attention as reference
@@ -279,12 +281,12 @@ def test_memory_of_the_ring_does_not_grow_with_the_ranks(worlds):
 
 def test_the_all_gather_sends_what_is_needed(monkeypatch):
     """Of packed documents, forward and backward, in float64."""
-    sent, original = Counter(), dist.all_to_all_single
+    sent, original = Counter(), allgather.start_all_to_all
     Hq, Hkv, D, Dv = 2, 1, 6, 10
 
-    def counted(out, x, *args, group, **kwargs):
-        sent[group.rank()] += x.nbytes
-        return original(out, x, *args, group=group, **kwargs)
+    def counted(x, send_sizes, receive_sizes, group):
+        sent[group_named(group).rank()] += x.nbytes
+        return original(x, send_sizes, receive_sizes, group)
 
     def on_rank(group):
         cp = build_cp_context(torch.tensor(lengths(*[11, 19, 32, 25, 41, 14, 28, 22, 50, 14])), group)
@@ -294,7 +296,7 @@ def test_the_all_gather_sends_what_is_needed(monkeypatch):
         assert queries.moves and keys.travel == SOME
         return [int(x.sum()) for x in (keys.leaving, keys.coming, queries.leaving, queries.coming)]
 
-    monkeypatch.setattr(dist, "all_to_all_single", counted)
+    monkeypatch.setattr(allgather, "start_all_to_all", counted)
     there, back = D + (1 + 2 * Dv + D), (1 + Dv) + D  # q, then lse, do, q, o; lse, o, then dq
     for rank, (k_leaving, k_coming, q_leaving, q_coming) in enumerate(run_ranks(on_rank, 4)):
         keys = Hkv * (D + Dv) * (2 * k_leaving + k_coming)  # K|V twice, dK|dV

@@ -13,6 +13,7 @@ from titan_linear.models.documents import Documents
 from titan_linear.models.layers import RMSNorm, attention_entropy, rotate, widened
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops import attention
+from titan_linear.ops.cp.ulysses import key_head_copies
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,8 +48,7 @@ class Attention(MixerOptions):
         return {"query heads": self.heads, "key heads": self.kv_heads}
 
     def indivisible_heads(self, ranks: int) -> str | None:
-        shared = self.heads % ranks == 0 and ranks % self.kv_heads == 0  # each rank needs one key head alone
-        return None if shared else super().indivisible_heads(ranks)
+        return None if key_head_copies(self.heads, self.kv_heads, ranks) else super().indivisible_heads(ranks)
 
     def build(self, config: ModelConfig) -> AttentionMixer:
         return AttentionMixer(self, config)

@@ -16,10 +16,7 @@ def group_named(name: str) -> dist.ProcessGroup:
 def all_to_all(x: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], group: str) -> torch.Tensor:
     """x [Σ send_sizes, ...]: its first send_sizes[0] rows go to rank 0 of the group, the next to rank 1, and so on ->
     [Σ receive_sizes, ...], what came, in rank order. Every rank of the group must call it."""
-    out = x.new_empty(sum(receive_sizes), *x.shape[1:])
-    # The group itself: `dist.all_to_all_single` checks and logs for as long as the exchange takes to launch.
-    group_named(group).alltoall_base(out, x, receive_sizes, send_sizes, dist.AllToAllOptions()).wait()
-    return out
+    return start_all_to_all(x, send_sizes, receive_sizes, group)()
 
 
 # The same and others, under way while this rank goes on; what they return waits for the result, and gives it.
@@ -29,9 +26,8 @@ def start_all_to_all(
     x: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], group: str
 ) -> Callable[[], torch.Tensor]:
     out = x.new_empty(sum(receive_sizes), *x.shape[1:])
-    return _arrival(
-        dist.all_to_all_single(out, x, receive_sizes, send_sizes, group=group_named(group), async_op=True), out
-    )
+    # The group itself: `dist.all_to_all_single` checks and logs for as long as the exchange takes to launch.
+    return _arrival(group_named(group).alltoall_base(out, x, receive_sizes, send_sizes, dist.AllToAllOptions()), out)
 
 
 def start_all_gather(x: torch.Tensor, group: str) -> Callable[[], torch.Tensor]:
