@@ -52,6 +52,7 @@ def test_random_streams(mean: int | None) -> None:
     [
         (["--documents", "few"], "--documents 'few' must be 'one', or"),
         (["--steps", "0"], "--steps 0 must be 1 or more"),
+        (["--layers", "0"], "--layers 0 must be 1 or more"),
         (["--models", "kda/7B"], "model.flavor = '7B' is unknown"),
         (["--checkpointing", "some"], "command line: activation_checkpoint.mode = 'some' must be"),
         (["--seq-len", "30", "--", "--parallelism.context_parallel_degree=4"], "parallelism: "),

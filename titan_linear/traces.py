@@ -120,10 +120,10 @@ def _short(name: str) -> str:
     return name if len(name) <= 100 else name[:97] + "…"
 
 
-def events_of(profile: torch.profiler.profile) -> list[Event]:
-    """Those of a profile that has ended."""
+def events_of(profile: torch.profiler.profile, keep: Path | None = None) -> list[Event]:
+    """Those of a profile that has ended, and which is written to `keep` (.json or .json.gz)."""
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
+        path = keep or Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
         return read(path)
 

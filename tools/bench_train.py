@@ -34,7 +34,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from importlib.util import find_spec
 from itertools import pairwise
@@ -137,6 +137,11 @@ class Ours:
         move_selection_biases(self.model)
         self.optimizer.zero_grad(set_to_none=True)
 
+    def last_step(self) -> None:
+        """Nothing goes on behind it: what ends on gloo's threads after a profiler's window writes into freed memory."""
+        self.step()
+        self.feed.settle()
+
     def _forward_backward(self, batch: Any, valid: int) -> torch.Tensor:
         chunk = self.config.training.loss_chunk_size
         with self.telemetry.watching(batch), self.precision:
@@ -193,6 +198,8 @@ class Fla:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
+    last_step = step
+
     def documents(self) -> tuple[int, Documents]:
         seen, self.seen = self.seen, []
         return len(seen), Documents(*map(sum, zip(*seen, strict=True)))
@@ -223,8 +230,10 @@ class Row:
     costs: list[Cost]
 
 
-def measure(subject: Ours | Fla, model: ModelConfig, args: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """What `Row` has beyond its settings, on the slowest or fullest rank; launches and costs of this one."""
+def measure(
+    subject: Ours | Fla, model: ModelConfig, args: argparse.Namespace, device: torch.device, trace: Path | None = None
+) -> dict[str, Any]:
+    """What `Row` has beyond its settings, on the slowest or fullest rank; launches, costs and trace of this one."""
     first = _seconds(subject.step, device)
     for _ in range(args.warmup):
         subject.step()
@@ -240,7 +249,7 @@ def measure(subject: Ours | Fla, model: ModelConfig, args: argparse.Namespace, d
     steps, documents = subject.documents()
     times = [end - begin for begin, end in pairwise(ends)]
     step, memory, first = _largest(median(times), peak_memory_gib(), first)
-    launches, busy, costs = profiled(subject.step, device)
+    launches, busy, costs = profiled(subject.last_step, device, trace)
     return {
         "step_ms": 1e3 * step, "tokens_per_second": documents.tokens / steps / step / dist.get_world_size(),
         "tflops": training_flops(model, documents) / steps / step / dist.get_world_size() / 1e12,
@@ -268,8 +277,11 @@ def _largest(*numbers: float) -> list[float]:
     return [max(column) for column in zip(*rows, strict=True)]
 
 
-def profiled(step: Callable[[], None], device: torch.device) -> tuple[int | None, float | None, list[Cost]]:
-    """Launches of a step, the seconds in which one of them ran, and the ten largest costs; on a CPU these alone."""
+def profiled(
+    step: Callable[[], None], device: torch.device, trace: Path | None = None
+) -> tuple[int | None, float | None, list[Cost]]:
+    """Launches of a step, the seconds in which one of them ran, and the ten largest costs; on a CPU these alone. A
+    GPU's trace is kept as `trace`."""
     kind = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[kind]) as profile:
         step()
@@ -277,7 +289,7 @@ def profiled(step: Callable[[], None], device: torch.device) -> tuple[int | None
     if device.type != "cuda":
         ops = sorted(profile.key_averages(), key=lambda op: -op.self_cpu_time_total)
         return None, None, [Cost(op.key, op.self_cpu_time_total / 1e3, op.count) for op in ops[:10]]
-    return of_trace(events_of(profile))
+    return of_trace(events_of(profile, trace))
 
 
 # --- Rows ------------------------------------------------------------------------------------------------------------
@@ -305,7 +317,7 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row]:
     ranks, device, dims = dist.get_world_size(), own_device(), None
     mean = None if args.documents == "one" else int(args.documents)
     for name, config in configurations(args, keys, ranks):
-        model = model_without_tokenizer(config)
+        model = cut(model_without_tokenizer(config), args.layers)
         dims = dims or build_dims(config, device)
         batches = _batches(config, model, dims, mean)
         with_fla = args.fla and _fla_has(model) and config.activation_checkpoint.mode != "selective"
@@ -313,19 +325,34 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row]:
         for kind in (Ours, Fla) if with_fla else (Ours,):
             if config.compile.enable:
                 torch.compiler.reset()  # it compiles a function a few times only: not once for each row
-            found = measure(kind(config, model, dims, device, batches), model, args, device)
-            mfu = None if peak is None else found["tflops"] / peak
             mode = config.activation_checkpoint.mode
+            trace = _trace(args, name, kind.name, mode)
+            found = measure(kind(config, model, dims, device, batches), model, args, device, trace)
+            mfu = None if peak is None else found["tflops"] / peak
             yield Row(name, kind.name, mode, args.seq_len, args.documents, ranks, mfu=mfu, **found)
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
 
 
+def cut(model: ModelConfig, layers: int | None) -> ModelConfig:
+    """The model's first layers, or all of them."""
+    n = min(layers or model.num_layers, model.num_layers)
+    return replace(model, num_layers=n, pattern=model.layers[:n])
+
+
 def _batches(config: Config, model: ModelConfig, dims: ParallelDims, mean: int | None) -> Batches:
     t, streams = config.training, RandomStreams(config.training.seq_len, model.vocab_size, mean)
     sizes = {"global_batch_size": t.global_batch_size, "local_batch_size": t.local_batch_size}
     return lambda: iter(build_dataloader(streams, dp_rank=dims.dp_rank, dp_degree=dims.dp, **sizes))
+
+
+def _trace(args: argparse.Namespace, model: str, by: str, mode: str) -> Path | None:
+    """Where the first rank writes the trace of a row."""
+    if not args.traces or dist.get_rank():
+        return None
+    args.traces.mkdir(parents=True, exist_ok=True)
+    return args.traces / f"{model.replace('/', '_')}_{by}_{mode}_{args.seq_len}.json.gz"
 
 
 def _fla_has(model: ModelConfig) -> bool:
@@ -363,12 +390,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--models", nargs="+", default=["kda/340M"], help="NAME/FLAVOR of each row (default: kda/340M)")
     parser.add_argument("--seq-len", type=int, default=32768, help="tokens of a stream (default: 32768)")
+    parser.add_argument("--layers", type=int, help="the first so many of each model, for one that is too large")
     parser.add_argument("--documents", default="one", help='"one" of a whole stream, or the mean length of packed ones')
     parser.add_argument("--checkpointing", nargs="+", default=["none"], help="activation_checkpoint.mode of each row")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: 10)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them, after the first (default: 3)")
     parser.add_argument("--fla", action="store_true", help="flash-linear-attention's models too")
     parser.add_argument("--out", default="", help="file for all numbers, JSON")
+    parser.add_argument("--traces", type=Path, help="folder for a trace of each row's profiled step (tools/trace.py)")
     return parser.parse_args(own), keys
 
 
@@ -378,6 +407,8 @@ def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
         raise ValueError(f"--documents {args.documents!r} must be 'one', or the mean length of a document in tokens")
     if args.steps < 1 or args.warmup < 0:
         raise ValueError(f"--steps {args.steps} must be 1 or more, --warmup {args.warmup} 0 or more")
+    if args.layers is not None and args.layers < 1:
+        raise ValueError(f"--layers {args.layers} must be 1 or more")
     if args.fla and not find_spec("fla"):
         raise ValueError("--fla needs flash-linear-attention, which is not installed here")
     if args.fla and (ranks > 1 or not torch.cuda.is_available()):
