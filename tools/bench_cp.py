@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 4 -m tools.bench_cp                           # KDA, GDN, the convolution, attention
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops kda gdn --heads 64 16 --layouts contiguous zigzag
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops ring allgather ulysses --tokens 32768 131072
+    torchrun --nproc-per-node 4 -m tools.bench_cp --ops kda --heads 16 --tokens 131072 --layouts contiguous whole
     torchrun --nproc-per-node 4 -m tools.bench_cp --compiled                # as a run with compile.enable has them
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops ulysses --heads 32 --key-heads 8 --documents web mixed
     python -m tools.bench_cp --estimate H200 --heads 32                     # nothing is run
@@ -11,8 +12,9 @@ Milliseconds of the slowest rank, forward and forward + backward, in bfloat16. "
 to the last, the host ahead, as it is in a training step. "host": what the host takes to queue it, the least of all
 rounds, for others work there too; where that is more, the GPU waits. "exposed": what of forward + backward a collective
 runs in and nothing else does, by the profiler. "alone": the op on T / W tokens of one document on one GPU, no context
-parallelism. For attention TFLOP/s per GPU on the pairs that the mask leaves. Documents: "one", "packed" (ten), "web"
-(lengths of a median of 1,000 tokens, log-normal), "mixed" (4,000, with long ones among them). Heads are of 128 × 128.
+parallelism; layout "whole": likewise, on all T tokens of the documents. For attention TFLOP/s per GPU on the pairs that
+the mask leaves. Documents: "one", "packed" (ten), "web" (lengths of a median of 1,000 tokens, log-normal), "mixed"
+(4,000, with long ones among them). Heads are of 128 × 128.
 
 --estimate, by rates measured on a GPU (rates/, tools/bench_rates.py) and the planner's account of each operator: what
 of a layer's communication is exposed, forward and backward, as a share of the op's own time on a rank, by T / W of one
@@ -22,6 +24,7 @@ document, and from which T / W on it is below 5%. Ranks are of one node.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import sys
 import time
@@ -37,7 +40,7 @@ import torch.distributed as dist
 from titan_linear.memory import Batch, layers
 from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
-from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops import CPContext, attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
 from titan_linear.timing import Clock, Machine, read_rates, shipped
 from titan_linear.traces import Event, communicates, events_of, on_device, span_of, summary
 
@@ -45,7 +48,7 @@ TEN = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)  # 
 D = 128
 ROUNDS, PROFILED = 60, 5
 Inputs = dict[str, torch.Tensor]
-METHODS = ("ring", "allgather", "ulysses")
+METHODS, LAYOUTS = ("ring", "allgather", "ulysses"), ("contiguous", "zigzag")
 LENGTHS = {"web": (1000, 1.0), "mixed": (4000, 1.5)}  # median and log's standard deviation of documents' tokens
 SMALL = 0.05  # share of the op's time
 
@@ -111,7 +114,7 @@ def timed(fn: Callable[[], Any], flush: torch.Tensor) -> tuple[float, float]:
 
 
 def exposed(fn: Callable[[], Any], flush: torch.Tensor) -> float:
-    """Milliseconds on this GPU in which only collectives ran, of a round on average."""
+    """Milliseconds on this GPU in which only collectives ran, of a round on average; inf: the profiler lost events."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         torch.cuda.synchronize()
         dist.barrier()  # ranks do not wait for each other's profilers
@@ -119,13 +122,14 @@ def exposed(fn: Callable[[], Any], flush: torch.Tensor) -> float:
         for _ in range(PROFILED):
             fn()
         torch.cuda.synchronize()
-    return 1e3 * summary(after_flush(events_of(profile))).exposed / PROFILED
+    ran = after_flush(events_of(profile))
+    return 1e3 * summary(ran).exposed / PROFILED if ran else math.inf
 
 
 def after_flush(events: Sequence[Event]) -> list[Event]:
-    """What ran after the flush, the first kernel of milliseconds that is no collective."""
+    """What ran after the flush, the first kernel of milliseconds that is no collective; nothing without it."""
     ran = sorted(on_device(events), key=span_of)
-    end = span_of(next(e for e in ran if e["dur"] > 1000 and not communicates(e)))[1]
+    end = next((span_of(e)[1] for e in ran if e["dur"] > 1000 and not communicates(e)), math.inf)
     return [e for e in ran if e["ts"] >= end]
 
 
@@ -141,6 +145,13 @@ def measure(fn: Callable[..., torch.Tensor], x: Inputs, options: dict[str, Any],
     times = torch.tensor([*forward, *both, alone], device="cuda", dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return times.tolist()
+
+
+def context_of(cu: torch.Tensor, layout: str | None) -> CPContext:
+    """Of all ranks in this layout, or of this one alone."""
+    if layout is None:
+        return build_cp_context(cu.cuda(), rank=0, world_size=1, cu_seqlens_cpu=cu)
+    return build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu)
 
 
 def pairs(bounds: torch.Tensor) -> int:
@@ -161,21 +172,20 @@ def print_rows(args: argparse.Namespace, flush: torch.Tensor) -> None:
                 fn = torch.compile(fn, fullgraph=True)
             cases = [(d, layout) for d in args.documents for layout in args.layouts]
             for documents, layout in [("one", "alone"), *cases]:
-                cu = boundaries(documents, T)
-                options: dict[str, Any] = {}
-                if layout != "alone":
-                    context = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu)
-                    if args.compiled:
-                        context.mark_dynamic()
-                    options = {"cp_context": context}
-                times = measure(fn, x, options, flush)
+                ranks = W if layout in LAYOUTS else 1
+                cu = boundaries(documents, T // W if layout == "alone" else T)
+                context = context_of(cu, layout if ranks > 1 else None)
+                if args.compiled:
+                    context.mark_dynamic()
+                inputs = make_inputs(op, T, H, args.key_heads or H) if layout == "whole" else x
+                times = measure(fn, inputs, {"cp_context": context}, flush)
                 rates = ""
                 if op in METHODS:
-                    work = 4 * D * H * (pairs(cu) / W if options else pairs(torch.tensor([0, T // W]))) / 1e9
+                    work = 4 * D * H * pairs(cu) / ranks / 1e9
                     rates = f"{work / times[0]:.0f} / {3.5 * work / times[2]:.0f} TFLOP/s"
                 if first:
-                    cells = [op, T, H, documents, layout, *(f"{t:.2f}" for t in times), rates]
-                    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+                    cells = [op, T, H, documents, layout, *(f"{t:.2f}" if math.isfinite(t) else "–" for t in times)]
+                    print(f"| {' | '.join(map(str, [*cells, rates]))} |", flush=True)
 
 
 # --- Without GPUs ----------------------------------------------------------------------------------------------------
@@ -223,7 +233,7 @@ def main() -> int:
     parser.add_argument("--heads", type=int, nargs="+", default=[64])
     parser.add_argument("--key-heads", type=int, help="of attention (default: as many as query heads)")
     parser.add_argument("--documents", nargs="+", default=["one", "packed"], choices=["one", "packed", *LENGTHS])
-    parser.add_argument("--layouts", nargs="+", default=["contiguous", "zigzag"], choices=["contiguous", "zigzag"])
+    parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=[*LAYOUTS, "whole"])
     parser.add_argument("--compiled", action="store_true", help="the ops in graphs of torch.compile")
     parser.add_argument("--estimate", choices=sorted(shipped()), metavar="GPU", help="run nothing; one of %(choices)s")
     args = parser.parse_args()
