@@ -6,13 +6,11 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from tests.dispatch import Inside
 from tests.ops.inputs import boundaries
@@ -38,13 +36,13 @@ WIDE_NORMS = {"wide norms": replace(MIXERS["attention"], qk_norm="width")}
 aten = torch.ops.aten
 
 
-def block_of(mixer: str, device: torch.device, tp: int = 1) -> Block:
-    config = ModelConfig(vocab_size=8, dim=32, pattern=((MIXERS | WIDE_NORMS)[mixer],), num_layers=1, hidden_dim=32)
-    model = Decoder(config).to(device)
+def blocks_of(mixer: str, device: torch.device, layers: int, tp: int = 1) -> list[Block]:
+    pattern = ((MIXERS | WIDE_NORMS)[mixer],)
+    model = Decoder(ModelConfig(vocab_size=8, dim=32, pattern=pattern, num_layers=layers, hidden_dim=32)).to(device)
     initialise(model, seed=0)
     if tp > 1:
         leave_part(model, build_mesh(device.type, 1, 1, 1, tp).tp_ranks)
-    return model.layers[0]
+    return list(model.layers)
 
 
 def plan_of(lengths: list[int], device: torch.device, group: dist.ProcessGroup | None, **methods: str) -> BatchPlan:
@@ -85,7 +83,7 @@ ON_HOST = {
 
 def host_work(mixer: str, device: torch.device, group: dist.ProcessGroup | None, **methods: str) -> Counter:
     """Of the second layer that reads a plan: forward, and backward."""
-    block, plan = block_of(mixer, device), plan_of([5, 20, 20, 19], device, group, **methods)
+    block, plan = blocks_of(mixer, device, 1)[0], plan_of([5, 20, 20, 19], device, group, **methods)
     x = torch.randn(1, plan.cp_context.tokens, 32, device=device, requires_grad=True)
     for mode in (nullcontext(), HostWork(device)):
         with mode, torch.autograd.set_multithreading_enabled(False):
@@ -132,22 +130,23 @@ def test_what_the_host_does_is_seen() -> None:
 
 
 def compiled(rank: int, world_size: int, mixer: str, methods: dict[str, str], tp: int = 1) -> tuple[int, list[float]]:
-    """Graphs compiled for all document lists, and the largest differences of outputs and gradients from eager."""
+    """Graphs compiled for two blocks and all document lists, and the largest differences of outputs and gradients from
+    eager."""
     device = torch.device("cpu")
-    block = block_of(mixer, device, tp)
+    blocks = blocks_of(mixer, device, 2, tp)
+    parameters = [p for block in blocks for p in block.parameters()]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    compile_: Callable[[nn.Module], nn.Module] = partial(torch.compile, backend="aot_eager", fullgraph=True)
-    fast, errors = compile_(block), []
+    fast, errors = [torch.compile(block.forward, backend="aot_eager", fullgraph=True) for block in blocks], []
     for lengths in DOCUMENTS:
         plan = plan_of(lengths, device, dist.group.WORLD if world_size > tp else None, **methods)
         x = torch.randn(
             1, plan.cp_context.tokens // tp, 32, generator=torch.Generator().manual_seed(rank)
         ).requires_grad_()
         results = []
-        for forward in (block, fast):
-            y, _ = forward(x, plan)
-            results.append([y, *torch.autograd.grad(y.square().sum(), [x, *block.parameters()])])
+        for first, second in (blocks, fast):
+            y, _ = second(first(x, plan)[0], plan)
+            results.append([y, *torch.autograd.grad(y.square().sum(), [x, *parameters])])
         errors.append(max((a - b).detach().abs().max().item() for a, b in zip(*results, strict=True)))
     return torch._dynamo.utils.counters["stats"]["unique_graphs"], errors
 

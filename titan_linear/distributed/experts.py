@@ -20,13 +20,13 @@ from titan_linear.ops.kept import kept
 def spread_experts(model: Decoder, ranks: Ranks) -> frozenset[str]:
     """Leave each of `ranks` an equal share of the experts of every layer, to which the others send rows; the names of
     the parameters that are shared out. In place."""
-    shared = set()
+    shared, dispatch = set(), partial(Travelling, ranks)  # one for all layers, whose compiled code knows it
     for i, layer in enumerate(model.layers):
         if isinstance(layer.mlp, MoE):
             for name in dict(layer.mlp.experts.named_parameters()):
                 take_part(layer.mlp.experts, name, 0, ranks.size, ranks.rank)
                 shared.add(f"layers.{i}.mlp.experts.{name}")
-            layer.mlp.dispatch = partial(Travelling, ranks)
+            layer.mlp.dispatch = dispatch
     return frozenset(shared)
 
 

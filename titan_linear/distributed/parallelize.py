@@ -5,6 +5,7 @@ Context parallelism is not here: it is in what a mixer is given (`BatchPlan.cp_c
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -69,7 +70,12 @@ def checkpoint_layers(model: Decoder, *, selective: bool, compiled: bool) -> Non
 
 
 def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy, reshard: bool) -> None:
-    """FSDP2 by layer. Embedding and head are units of their own unless they share their weight."""
+    """FSDP2 by layer. Embedding and head are units of their own unless they share their weight.
+
+    It casts parameters, not inputs: these are in the right dtype, and to cast them it would give each layer a copy of
+    the batch's plan, without what that has derived, and with RoPE's angles in bfloat16.
+    """
+    policy = replace(policy, cast_forward_inputs=False)
     options = {"mesh": dims.fsdp_mesh, "mp_policy": policy, "ignored_params": set(replicated_parameters(model))}
     for layer in model.layers:
         if dims.ep > 1 and isinstance(layer.mlp, MoE):

@@ -18,7 +18,8 @@ Without gradients (validation, generation) every rank keeps all tokens, and sums
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,15 +51,27 @@ def leave_part(model: Decoder, ranks: Ranks) -> dict[str, int]:
         module = model.get_submodule(owner)
         take_part(module, leaf, dim, ranks.size, ranks.rank)
         if isinstance(module, RMSNorm):
-            module.forward = partial(_norm_over_ranks, module, ranks)
+            _share(module, ranks, _norm_over_ranks)
     if model.config.tie_embeddings:
         model.head.weight = model.embedding.weight
     for layer in model.layers:
-        for shared in (layer.mixer, layer.mlp):
-            shared.forward = partial(_on_all_tokens, shared.forward, ranks)
-    model.embedding.forward = partial(_embed, model.embedding, ranks)
-    model.head.forward = partial(_head, model.head, ranks)
+        _share(layer.mixer, ranks, _on_all_tokens)
+        _share(layer.mlp, ranks, _on_all_tokens)
+    _share(model.embedding, ranks, _embed)
+    _share(model.head, ranks, _head)
     return splits
+
+
+def _share(module: nn.Module, ranks: Ranks, forward: Callable[..., Any]) -> None:
+    """Give a module of which each of `ranks` has a part another forward."""
+    module.__class__, module.ranks = _shared(type(module), forward), ranks
+
+
+@cache
+def _shared(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
+    """`kind` with `forward(module, …)`, which may call `module.alone(…)`. A class, not a function in each module:
+    torch.compile shares its code between the layers of one class."""
+    return type(f"{kind.__name__}OverRanks", (kind,), {"forward": forward, "alone": kind.forward})
 
 
 # --- The forward of modules of which a rank has a part ---------------------------------------------------------------
@@ -74,27 +87,26 @@ def _summed(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return scatter_tokens(x, ranks) if torch.is_grad_enabled() else sum_over_ranks(x, ranks)
 
 
-def _on_all_tokens(forward: Callable[..., object], ranks: Ranks, x: torch.Tensor, *arguments: object) -> object:
+def _on_all_tokens(module: nn.Module, x: torch.Tensor, *arguments: object) -> object:
     """A mixer or an MLP. The load-balance loss of experts is the same on all ranks: each gives a part of it."""
-    out = forward(_gathered(x, ranks), *arguments)
+    out = module.alone(_gathered(x, module.ranks), *arguments)
     if isinstance(out, torch.Tensor):
-        return _summed(out, ranks)
+        return _summed(out, module.ranks)
     y, balance = out
-    return _summed(y, ranks), None if balance is None else balance / ranks.size
+    return _summed(y, module.ranks), None if balance is None else balance / module.ranks.size
 
 
-def _embed(embedding: nn.Embedding, ranks: Ranks, tokens: torch.Tensor) -> torch.Tensor:
-    rows = len(embedding.weight)
+def _embed(embedding: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
+    rows, ranks = len(embedding.weight), embedding.ranks
     own = tokens - ranks.rank * rows
     elsewhere = (own < 0) | (own >= rows)
     x = F.embedding(own.masked_fill(elsewhere, 0), embedding.weight)
     return _summed(x.masked_fill(elsewhere.unsqueeze(-1), 0), ranks)
 
 
-def _head(
-    head: Head, ranks: Ranks, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048
-) -> torch.Tensor:
+def _head(head: Head, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048) -> torch.Tensor:
     """Logits [B, T, vocab], without gradients; or this rank's part of the loss."""
+    ranks = head.ranks
     x = _gathered(head.norm(x), ranks)
     if labels is not None:
         return chunked_cross_entropy(
@@ -105,8 +117,8 @@ def _head(
     return gather_along(logits, 0, ranks.group, ranks.size).movedim(0, -1)
 
 
-def _norm_over_ranks(norm: RMSNorm, ranks: Ranks, x: torch.Tensor) -> torch.Tensor:
+def _norm_over_ranks(norm: RMSNorm, x: torch.Tensor) -> torch.Tensor:
     """An RMSNorm over a width of which each rank has a part."""
-    wide, weight = widen(x), widen(norm.weight)
+    wide, weight, ranks = widen(x), widen(norm.weight), norm.ranks
     mean = sum_over_ranks(wide.square().sum(-1, keepdim=True), ranks) / (x.shape[-1] * ranks.size)
     return (wide * torch.rsqrt(mean + norm.eps) * (1 + weight if norm.zero_centred else weight)).to(x.dtype)
