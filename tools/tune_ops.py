@@ -57,7 +57,7 @@ def results(kernel: str, x: Inputs, do: torch.Tensor, cu_seqlens: torch.Tensor, 
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
     fn, options = chunk_gated_delta_rule, {}
     if kernel.startswith("kda"):
-        fn, options = chunk_kda, {"safe_gate": kernel not in ("kda prepare", "kda recompute")}
+        fn, options = chunk_kda, {"safe_gate": kernel not in ("kda prepare", "kda recompute", "kda gradient")}
     o, _ = fn(**x, cu_seqlens=cu_seqlens, impl=impl, **options)
     return {"o": o.detach()} | dict(zip(x, torch.autograd.grad(o, list(x.values()), do.to(o.dtype))))
 

@@ -36,7 +36,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 # Operators (ops/operators.py) whose results are kept. The delta rule's driver keeps a call as a whole, unless compiled.
 OPERATORS = (
     "attention_forward", "ring_forward", "allgather_forward", "exchange_heads", "conv1d", "fetch_halo", "scatter_along",
-    "sum_ranks", "kda_scan", "gdn_scan", "kda_boundary", "gdn_boundary", "fold_segments", "kcp_incoming",
+    "sum_ranks", "kda_scan", "gdn_scan", "kda_boundary", "gdn_boundary", "fold_segments", "fold_entries",
+    "kcp_incoming",
 )  # fmt: skip
 
 _current: ContextVar[Run | None] = ContextVar("run of a region", default=None)

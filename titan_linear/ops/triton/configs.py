@@ -25,6 +25,7 @@ GENERAL: dict[str, dict[tuple[int, int], Config]] = {
     "kda scan": KDA_SCAN,
     "kda reverse": KDA_SCAN,
     "kda matrix": {(2, 256): {"BV": 64, "num_warps": 4, "num_stages": 1}},
+    "kda gradient safe": {(2, 256): {"BK": 32, "BV": 64, "STAGES": 2, "num_warps": 8}},
     "kda gradient": {(2, 256): {"BK": 32, "BV": 64, "STAGES": 2, "num_warps": 8}},
     "gdn prepare": {(2, 256): {"num_warps": 8}},
     "gdn recompute": {(2, 256): {"num_warps": 8}},
@@ -81,8 +82,12 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
             (2, 256): {"BV": 128, "num_warps": 4, "num_stages": 1},
             (4, 256): {"BV": 32, "num_warps": 4, "num_stages": 1},
         },
-        "kda gradient": {
+        "kda gradient safe": {
             (2, 256): {"BK": 64, "BV": 128, "STAGES": 2, "num_warps": 4},
+            (4, 256): {"BK": 32, "BV": 32, "STAGES": 2, "num_warps": 4},
+        },
+        "kda gradient": {
+            (2, 256): {"BK": 32, "BV": 128, "STAGES": 2, "num_warps": 4},
             (4, 256): {"BK": 32, "BV": 32, "STAGES": 2, "num_warps": 4},
         },
         "gdn prepare": {

@@ -115,13 +115,20 @@ def fold_segments_kernel(
 
 
 @operator
-def fold_segments(S_ext: Tensor, M: Tensor, start: Tensor | None, segment_offsets: Tensor, reverse: bool) -> Tensor:
-    """-> [S, HV, K, V], the state that enters each segment, from start [N, HV, K, V] (None: zeros) for the first ones
-    of N documents; or, in reverse, the gradient of the state that leaves each, from `start` for the last ones.
+def fold_segments(
+    S_ext: Tensor, M: Tensor, start: Tensor | None, index: Tensor | None, segment_offsets: Tensor, reverse: bool
+) -> Tensor:
+    """-> [S, HV, K, V], the state that enters each segment, from `start` for the first ones of N documents; or, in
+    reverse, the gradient of the state that leaves each, from `start` for the last ones.
 
     S_ext (dS_ext) [S, HV, K, V], M [S, HV, K, K] fp32; segment_offsets [N + 1] int32, each document's first segment.
+    start [≥ N, HV, K, V] (None: zeros): of each document its own, or that of index [N], zeros where that is negative.
     """
     (_, HV, K, V), out = S_ext.shape, torch.zeros_like(S_ext)  # zeros for the surplus segments
+    if start is not None:
+        start = start.contiguous()
+        if index is not None:
+            start = start[index.clamp(min=0)].where((index >= 0).view(-1, 1, 1, 1), 0.0)
     BV = min(V, 32)
     fold_segments_kernel[V // BV, (segment_offsets.shape[0] - 1) * HV](
         S_ext, M, start, segment_offsets, out, HV, K=K, V=V, BK=min(K, 64), BV=BV, REVERSE=reverse, num_warps=4
@@ -130,5 +137,5 @@ def fold_segments(S_ext: Tensor, M: Tensor, start: Tensor | None, segment_offset
 
 
 @register_fake(fold_segments)
-def _(S_ext, M, start, segment_offsets, reverse):
+def _(S_ext, *_):
     return torch.empty_like(S_ext)

@@ -94,36 +94,26 @@ class SplitDocuments:
         return self.segment_offsets, self.states, self.M, *self.segments
 
     def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
-        """M of an entry is what its segments make of the identity: columns beside those of the state."""
         self.S_ext, self.M = self.rule.boundaries(self.all)
-        (*_, V), K = self.S_ext.shape, self.M.shape[-1]
-        x = torch.cat([self.S_ext, torch.zeros_like(self.M)], -1)  # [S, HV, K, V + K]
-        begin = torch.eye(K, V + K, dtype=x.dtype, device=x.device).roll(V, -1)  # [0 | I]
-        begin = begin.expand(len(self.segment_offsets), *x.shape[1:]).contiguous()  # N + 1: compiled code fixes a 1
-        entering = fold_segments(x, self.M, begin, self.segment_offsets, False)
-        last = self.segment_offsets[chains.entries + 1] - 1
-        S_ext, M = _moved(self.M[last], entering[last], x[last]).split([V, K], -1)
-        return S_ext.contiguous(), M.contiguous()
+        return fold_entries(self.S_ext, self.M, self.segment_offsets, chains.entries)
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
         if self.S_ext is None:
             self.S_ext, self.M = self.rule.boundaries(self.all)
-        self.states = fold_segments(self.S_ext, self.M, _values(initial), self.segment_offsets, False)
+        self.states = fold_segments(self.S_ext, self.M, *_parts(initial), self.segment_offsets, False)
         o, last = self.rule.forward(States(self.states), need_final)
         return o, last[self.segment_offsets[1:] - 1] if need_final else last
 
     def boundary_backward(self, do: torch.Tensor, chains: Chains) -> torch.Tensor:
         self.dS_ext = self.rule.boundary_gradients(do, self.all)
-        d_leaving = fold_segments(self.dS_ext, self.M, None, self.segment_offsets, True)
-        first = self.segment_offsets[chains.entries]
-        return _moved(self.M[first].mT, d_leaving[first], self.dS_ext[first])
+        return fold_entries_back(self.dS_ext, self.M, self.segment_offsets, chains.entries)
 
     def backward(
         self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
     ) -> tuple[Inputs, torch.Tensor]:
         if self.dS_ext is None:
             self.dS_ext = self.rule.boundary_gradients(do, self.all)
-        d_last = fold_segments(self.dS_ext, self.M, _values(d_final), self.segment_offsets, True)
+        d_last = fold_segments(self.dS_ext, self.M, *_parts(d_final), self.segment_offsets, True)
         grads, d_first = self.rule.backward(do, States(self.states), States(d_last), need_d_initial)
         return grads, d_first[self.segment_offsets[:-1]] if need_d_initial else d_first
 
@@ -134,11 +124,48 @@ def _segments(boundaries: Boundaries, tokens: int, length: int) -> tuple[Chunks,
     return chunks_of(edges, tokens), segment_offsets
 
 
-def _values(states: States | None) -> torch.Tensor | None:
-    """[≥ N, HV, K, V], of each entry its own."""
-    if states is None or states.index is None:
-        return None if states is None else states.values.contiguous()
-    return states.values[states.index.clamp(min=0)].where((states.index >= 0).view(-1, 1, 1, 1), 0.0)
+def _parts(states: States | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """As `fold_segments` takes them."""
+    return (None, None) if states is None else (states.values, states.index)
+
+
+# Operators, though they are a few tensor operations: their sizes keep torch.compile busy for 14 s of a first step.
+
+
+@operator
+def fold_entries(
+    S_ext: torch.Tensor, M: torch.Tensor, segment_offsets: torch.Tensor, entries: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S_ext [n, HV, K, V] and M [n, HV, K, K] of `entries` [n], from those of all segments.
+
+    M of an entry is what its segments make of the identity: columns beside those of the state."""
+    V, K = S_ext.shape[-1], M.shape[-1]
+    x = torch.cat([S_ext, torch.zeros_like(M)], -1)  # [S, HV, K, V + K]
+    begin = torch.eye(K, V + K, dtype=x.dtype, device=x.device).roll(V, -1)  # [0 | I]
+    begin = begin.expand(len(segment_offsets) - 1, *x.shape[1:])
+    entering = fold_segments(x, M, begin, None, segment_offsets, False)
+    last = segment_offsets[entries + 1] - 1
+    ours, transition = _moved(M[last], entering[last], x[last]).split([V, K], -1)
+    return ours.contiguous(), transition.contiguous()
+
+
+@register_fake(fold_entries)
+def _(S_ext, M, segment_offsets, entries):
+    return tuple(x.new_empty(len(entries), *x.shape[1:]) for x in (S_ext, M))
+
+
+@operator
+def fold_entries_back(
+    dS_ext: torch.Tensor, M: torch.Tensor, segment_offsets: torch.Tensor, entries: torch.Tensor
+) -> torch.Tensor:
+    """dS_ext [n, HV, K, V] of `entries` [n], from those of all segments."""
+    d_leaving, first = fold_segments(dS_ext, M, None, None, segment_offsets, True), segment_offsets[entries]
+    return _moved(M[first].mT, d_leaving[first], dS_ext[first])
+
+
+@register_fake(fold_entries_back)
+def _(dS_ext, M, segment_offsets, entries):
+    return dS_ext.new_empty(len(entries), *dS_ext.shape[1:])
 
 
 def _moved(M: torch.Tensor, state: torch.Tensor, S_ext: torch.Tensor) -> torch.Tensor:
