@@ -90,10 +90,10 @@ def test_predictions_beside_what_was_measured() -> None:
     now = [(row, speed, needed) for row, speed, needed in compared if not row.earlier]
     for row, speed, needed in now:
         if row.memory_gib is not None:
-            assert needed == pytest.approx(row.memory_gib, rel=0.08), plan.setting(row.keys)
+            assert needed == pytest.approx(row.memory_gib, rel=0.08), plan.setting(row.keys, row.layers)
         if row.tokens_per_second is not None:
-            assert 1 / speed == pytest.approx(1 / row.tokens_per_second, rel=0.15), plan.setting(row.keys)
-    assert len(now) >= 6
+            assert 1 / speed == pytest.approx(1 / row.tokens_per_second, rel=0.15), plan.setting(row.keys, row.layers)
+    assert len(now) >= 8
     assert plan.checked().count("\n") == len(compared) + 1
 
 

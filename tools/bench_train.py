@@ -34,7 +34,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from importlib.util import find_spec
 from itertools import pairwise
@@ -317,7 +317,8 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row]:
     ranks, device, dims = dist.get_world_size(), own_device(), None
     mean = None if args.documents == "one" else int(args.documents)
     for name, config in configurations(args, keys, ranks):
-        model = cut(model_without_tokenizer(config), args.layers)
+        model = model_without_tokenizer(config)
+        model = model.first_layers(args.layers or model.num_layers)
         dims = dims or build_dims(config, device)
         batches = _batches(config, model, dims, mean)
         with_fla = args.fla and _fla_has(model) and config.activation_checkpoint.mode != "selective"
@@ -333,12 +334,6 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row]:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
-
-
-def cut(model: ModelConfig, layers: int | None) -> ModelConfig:
-    """The model's first layers, or all of them."""
-    n = min(layers or model.num_layers, model.num_layers)
-    return replace(model, num_layers=n, pattern=model.layers[:n])
 
 
 def _batches(config: Config, model: ModelConfig, dims: ParallelDims, mean: int | None) -> Batches:

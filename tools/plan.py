@@ -340,6 +340,7 @@ class Measured(NamedTuple):
     memory_gib: float | None
     source: str
     earlier: bool = False  # of a program that kept or computed something else
+    layers: int | None = None  # the first so many of the model
 
 
 def predictions() -> list[tuple[Measured, float, float]]:
@@ -349,6 +350,7 @@ def predictions() -> list[tuple[Measured, float, float]]:
         rates: Rates = read_rates(shipped()[row.gpu])
         config, mean = load_config(row.keys, cuda=True), _mean(row.documents)
         model = model_without_tokenizer(config)
+        model = model.first_layers(row.layers or model.num_layers)
         needed = sum(memory(config, model, row.gpus, mean).values()) / GIB
         planned = step(config, model, row.gpus, Machine(rates, 8, 50e9, row.attention), mean)
         found.append((row, planned.tokens_per_second / row.gpus, needed))
@@ -361,7 +363,7 @@ def checked() -> str:
     rows = []
     for row, speed, needed in predictions():
         time = _beside(row.tokens_per_second, speed, "{:,.0f}", inverse=True)
-        name = setting(row.keys) + " (earlier)" * row.earlier
+        name = setting(row.keys, row.layers) + " (earlier)" * row.earlier
         rows.append((name, row.gpus, *time, *_beside(row.memory_gib, needed, "{:.1f}")))
     return _table(head, rows)
 
@@ -374,13 +376,16 @@ def _beside(measured: float | None, planned: float, shape: str, inverse: bool = 
     return shape.format(measured), shape.format(planned), f"{off:+.0%}"
 
 
-def setting(keys: list[str]) -> str:
+def setting(keys: list[str], layers: int | None) -> str:
     """Of a row's keys what people want to know, in a line."""
     config = load_config(keys, cuda=True)
     p, t = config.parallelism, config.training
-    parts = [f"{config.model.name} {config.model.flavor}, {t.seq_len // 1024}k"]
+    cut = "" if layers is None else f", {layers} layers"
+    parts = [f"{config.model.name} {config.model.flavor}{cut}, {t.seq_len // 1024}k"]
     if p.context_parallel_degree > 1:
         parts.append(f"cp {p.context_parallel_degree} {p.context_parallel_layout}")
+    for name, degree in (("tp", p.tensor_parallel_degree), ("ep", p.expert_parallel_degree)):
+        parts += [f"{name} {degree}"] if degree > 1 else []
     parts.append(f"checkpointing {config.activation_checkpoint.mode}")
     return ", ".join([*parts, "compiled" if config.compile.enable else "not compiled"])
 

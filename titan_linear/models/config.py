@@ -90,6 +90,11 @@ class ModelConfig:
         """The mixer of every layer."""
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
 
+    def first_layers(self, n: int) -> ModelConfig:
+        """The same model without those after the first n."""
+        n = min(n, self.num_layers)
+        return replace(self, num_layers=n, pattern=self.layers[:n])
+
     @property
     def split_counts(self) -> list[tuple[str, int]]:
         """All that tensor parallelism splits, as a message names it, and how many there are."""

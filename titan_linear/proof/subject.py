@@ -214,7 +214,7 @@ def _one_period(model: ModelConfig) -> ModelConfig:
         n = max(layers.index(kind) for kind in set(layers)) + 1
     with_experts = [i for i in range(model.num_layers) if model.has_experts(i)]
     n = max(n, with_experts[0] + 1) if with_experts else n
-    return replace(model, num_layers=n, pattern=layers[:n])
+    return model.first_layers(n)
 
 
 def _fitting(model: ModelConfig, config: Config, degrees: Degrees, device: torch.device) -> tuple[ModelConfig, int]:
