@@ -31,11 +31,12 @@ BASE = {
     "checkpoint.enable": "false",
     "metrics.enable_tensorboard": "false",
 }
-FLAVORS = {
+DEBUG = MODELS["hybrid"]["debug"]
+FLAVORS = {  # two kinds of mixers: kernels are compiled for each number of heads that a rank has
     "hybrid": replace(
-        MODELS["hybrid"]["debug"], dim=256, hidden_dim=512, num_layers=3,
-        pattern=tuple(replace(mixer, heads=4, head_dim=64, **({"v_heads": 4, "v_head_dim": 64} if mixer.linear else {}))
-                      for mixer in MODELS["hybrid"]["debug"].pattern),
+        DEBUG, dim=256, hidden_dim=512, num_layers=2,
+        pattern=(replace(DEBUG.pattern[0], heads=4, v_heads=4, head_dim=64, v_head_dim=64),
+                 replace(DEBUG.pattern[2], heads=4, kv_heads=4, head_dim=64)),
     ),
     "kimi-linear": MODELS["kimi-linear"]["debug"],
 }  # fmt: skip
