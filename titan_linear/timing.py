@@ -75,7 +75,10 @@ class Rates:
     fused: float  # of compiled ones
     products: list[tuple[int, float]]  # smallest size, TFLOP/s
     attention: dict[str, dict[str, tuple[float, float]]]  # kernel → head dim → TFLOP/s forward, forward and backward
-    operators: dict[str, tuple[float, float]]  # ns of a token and head (of K = V = 128) or channel, of an entry's token
+    operators: dict[
+        str, tuple[float, float]
+    ]  # ns of a token and head (of K = V = 128) or channel, of an entry's token;
+    # "… any": with gates that have no bound
     gap: float  # seconds between kernels
     host: float  # seconds of the host for a launch
     node: Link | None  # None: not measured
@@ -221,7 +224,8 @@ class Clock:
 
     def _delta_rule(self, name: str, mixer: DeltaOptions, segments: int) -> float:
         """What streams through all heads; and what a head scans longer than the GPU needs for all of them."""
-        each, of_chain = self.rates.operators[name]
+        operators = self.rates.operators
+        each, of_chain = operators.get(f"{name} any", operators[name]) if mixer.any_gate else operators[name]
         tokens, heads = self.batch.tokens * self.batch.tp, mixer.v_heads // self.batch.tp
         if self.batch.linear_method == "ulysses":
             tokens, heads = tokens * self.batch.cp, heads / self.batch.cp

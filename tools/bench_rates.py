@@ -8,7 +8,8 @@ Each figure is the median of a few rounds, with the host ahead as in a training 
 about a minute, most of it compiling. On a CPU sizes are small and in float32, and PyTorch's implementation stands for
 the operators: the whole of a delta rule's forward pass for its scan, of its backward pass for that.
 
-Heads are of 128 × 128, q and k are normalised and gates made in the kernels, as mixers call them. Of an operator two
+Heads are of 128 × 128, q and k are normalised and gates made in the kernels, as mixers call them; KDA's with a bound
+and, as "… any", without. Of an operator two
 numbers: the time per token and head where heads fill the GPU; and per token of an entry, where few heads do not.
 """
 
@@ -220,14 +221,17 @@ def by_operator(
 def operators(bench: Bench) -> dict[str, tuple[float, float]]:
     """ns of a token and head (of the convolution: a token and channel), and of an entry's token, if few heads scan."""
     found: dict[str, tuple[float, float]] = {}
-    for rule in RULES:
-        many, few = (delta_rule(bench, rule, heads, may_split=False) for heads in (bench.heads, bench.few))
+    for rule, gates in (("kda", {"lower_bound": -5.0}), ("kda", {}), ("gdn", {})):
+        any_gate = " any" if rule == "kda" and not gates else ""
+        many, few = (delta_rule(bench, rule, gates, heads, may_split=False) for heads in (bench.heads, bench.few))
         for name in (name for name in many if name.startswith(rule)):
             each = many[name] / bench.tokens / bench.heads
             # What a token takes beyond its heads' share, where a scan waits for itself on an idle GPU.
             beyond = max(few[name] / bench.tokens - each * bench.few, 0.0) / (1 - bench.few * DIM / 64 / PROGRAMS)
-            found[name] = (each * 1e9, beyond * 1e9)
-        segments = delta_rule(bench, rule, bench.few, may_split=True)
+            found[name + any_gate] = (each * 1e9, beyond * 1e9)
+        if any_gate:
+            continue
+        segments = delta_rule(bench, rule, gates, bench.few, may_split=True)
         for name in (f"{rule}_boundary", f"{rule}_boundary_bwd"):  # which only segments and context parallelism have
             if name in segments:
                 found[name] = (segments[name] / bench.tokens / bench.few * 1e9, found[f"{rule}_scan"][1])
@@ -238,12 +242,12 @@ def operators(bench: Bench) -> dict[str, tuple[float, float]]:
     return found | {name: (seconds[name] / x.numel() * 1e9, 0.0) for name in names}
 
 
-def delta_rule(bench: Bench, rule: str, heads: int, *, may_split: bool) -> dict[str, float]:
+def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *, may_split: bool) -> dict[str, float]:
     """One document, as mixers call the rule: seconds by operator."""
     cu = torch.tensor([0, bench.tokens], dtype=torch.int32)
     context = build_cp_context(cu, rank=0, world_size=1, device=bench.device)
     context = replace(context, boundaries=replace(context.boundaries, may_split=may_split))
-    gates, options = ((heads, DIM), {"lower_bound": -5.0}) if rule == "kda" else ((heads,), {})
+    gates = (heads, DIM) if rule == "kda" else (heads,)
     shapes = [(heads, DIM)] * 3 + [gates, (heads,)]
     q, k, v, g, beta = inputs = [bench.randn(1, bench.tokens, *shape).requires_grad_() for shape in shapes]
     inputs += [torch.zeros(n, device=bench.device).requires_grad_() for n in (heads, math.prod(gates))]

@@ -36,6 +36,11 @@ class DeltaOptions(MixerOptions):
     op: ClassVar[str]  # the delta rule
 
     @property
+    def any_gate(self) -> bool:
+        """Gates have no bound: the rule's kernels are slower then."""
+        return False
+
+    @property
     def ops(self) -> dict[str, dict[str, int]]:
         return {self.op: {"K": self.head_dim, "V": self.v_head_dim}, "causal_conv1d": {"W": self.conv_size}}
 

@@ -24,6 +24,10 @@ class KDA(DeltaOptions):
     name: ClassVar[str] = "kda"
     op: ClassVar[str] = "chunk_kda"
 
+    @property
+    def any_gate(self) -> bool:
+        return self.lower_bound is None
+
     def gate_flops(self, dim: int) -> int:
         """Each by a projection to `v_head_dim` and one from there."""
         rank, widths = self.v_head_dim, self.v_heads * (self.head_dim + self.v_head_dim)
