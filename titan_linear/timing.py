@@ -75,10 +75,8 @@ class Rates:
     fused: float  # of compiled ones
     products: list[tuple[int, float]]  # smallest size, TFLOP/s
     attention: dict[str, dict[str, tuple[float, float]]]  # kernel → head dim → TFLOP/s forward, forward and backward
-    operators: dict[
-        str, tuple[float, float]
-    ]  # ns of a token and head (of K = V = 128) or channel, of an entry's token;
-    # "… any": with gates that have no bound
+    # ns of a token and head (of K = V = 128) or channel, of an entry's token; "… any": with gates that have no bound
+    operators: dict[str, tuple[float, float]]
     gap: float  # seconds between kernels
     host: float  # seconds of the host for a launch
     node: Link | None  # None: not measured

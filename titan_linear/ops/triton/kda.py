@@ -239,11 +239,8 @@ def kda_backward(
 
     # With grouped value heads each writes its own dq and dk, in fp32, summed below.
     dq, dk = (q.new_empty(T, HV, K, dtype=q.dtype if HV == H else torch.float32) for _ in range(2))
-    chosen, dg = (
-        config(f"kda gradient{' safe' if safe_gate else ''}", q, K, BK=K, BV=widest_slice(V)),
-        g.new_empty(g.shape),
-    )
-    BK, BV = chosen["BK"], chosen["BV"]
+    chosen = config(f"kda gradient{' safe' if safe_gate else ''}", q, K, BK=K, BV=widest_slice(V))
+    BK, BV, dg = chosen["BK"], chosen["BV"], g.new_empty(g.shape)
     dA_part = None if A_log is None else g.new_zeros(NT, HV, K // BK, dtype=torch.float32)
     dbias_part = None if dt_bias is None else g.new_zeros(NT, HV * K, dtype=torch.float32)
     chunk_matrices = [chunk_tiles(x, BV, width) for x, width in ((r, CHUNK), (y, CHUNK), (h, BK), (dh, BK))]
