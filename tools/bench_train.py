@@ -231,7 +231,7 @@ class Row:
 
 
 def measure(
-    subject: Ours | Fla, model: ModelConfig, args: argparse.Namespace, device: torch.device, trace: Path | None = None
+    subject: Ours | Fla, model: ModelConfig, args: argparse.Namespace, device: torch.device, trace: Path | None
 ) -> dict[str, Any]:
     """What `Row` has beyond its settings, on the slowest or fullest rank; launches, costs and trace of this one."""
     first = _seconds(subject.step, device)
@@ -278,7 +278,7 @@ def _largest(*numbers: float) -> list[float]:
 
 
 def profiled(
-    step: Callable[[], None], device: torch.device, trace: Path | None = None
+    step: Callable[[], None], device: torch.device, trace: Path | None
 ) -> tuple[int | None, float | None, list[Cost]]:
     """Launches of a step, the seconds in which one of them ran, and the ten largest costs; on a CPU these alone. A
     GPU's trace is kept as `trace`."""
@@ -317,8 +317,7 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row]:
     ranks, device, dims = dist.get_world_size(), own_device(), None
     mean = None if args.documents == "one" else int(args.documents)
     for name, config in configurations(args, keys, ranks):
-        model = model_without_tokenizer(config)
-        model = model.first_layers(args.layers or model.num_layers)
+        model = model_without_tokenizer(config).first_layers(args.layers)
         dims = dims or build_dims(config, device)
         batches = _batches(config, model, dims, mean)
         with_fla = args.fla and _fla_has(model) and config.activation_checkpoint.mode != "selective"

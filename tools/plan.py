@@ -349,8 +349,7 @@ def predictions() -> list[tuple[Measured, float, float]]:
     for row in (Measured(**row) for row in json.loads(MEASURED.read_text(encoding="utf-8"))):
         rates: Rates = read_rates(shipped()[row.gpu])
         config, mean = load_config(row.keys, cuda=True), _mean(row.documents)
-        model = model_without_tokenizer(config)
-        model = model.first_layers(row.layers or model.num_layers)
+        model = model_without_tokenizer(config).first_layers(row.layers)
         needed = sum(memory(config, model, row.gpus, mean).values()) / GIB
         planned = step(config, model, row.gpus, Machine(rates, 8, 50e9, row.attention), mean)
         found.append((row, planned.tokens_per_second / row.gpus, needed))

@@ -6,49 +6,43 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from tests.hf_workers import sharded
 from tests.ops.inputs import boundaries
 from tests.worlds import World
-from titan_linear.distributed.mesh import build_mesh
-from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.decoder import Block, Decoder
+from titan_linear.models.decoder import Block
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
 
 
-def given_to_layers(rank: int, world_size: int) -> tuple[list[bool], list[torch.dtype], torch.dtype]:
-    """Of each layer: whether its plan is the batch's own; the dtype of its input. And that of the angles it reads."""
+def given_to_layers(rank: int, world_size: int) -> tuple[list[bool], list[torch.dtype], list[torch.dtype]]:
+    """Of each layer: whether its plan is the batch's own; the dtypes of its input, and of the angles it reads."""
     config = ModelConfig(vocab_size=8, dim=32, pattern=(Attention(heads=2, kv_heads=2, head_dim=16),), num_layers=2,
                          hidden_dim=32)  # fmt: skip
-    with torch.device("meta"):
-        model = Decoder(config)
-    set_dtype(model, torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    parallelize(model, build_mesh("cpu", 1, 1, world_size, 1), ac_mode="none", policy=policy)
-    materialise(model, torch.device("cpu"))
+    model = sharded(config, world_size, dtype=torch.bfloat16)
     initialise(model, 0)
     context = build_cp_context(boundaries([40, 24]), dist.group.WORLD)
     plan = BatchPlan(context.position_ids, cp_context=context)
     rotary = config.pattern[0].rotary
     plan.prepare([rotary], torch.float32)
-    same, inputs = [], []
+    same, inputs, angles = [], [], []
 
     def look(layer: Block, given: tuple[torch.Tensor, BatchPlan]) -> None:
         inputs.append(given[0].dtype)
         same.append(given[1] is plan)
+        angles.append(given[1].angles(rotary, torch.float32)[0].dtype)
 
     for layer in model.layers:
         layer.register_forward_pre_hook(look)  # which comes after FSDP's
     tokens = torch.arange(context.tokens).remainder(8).unsqueeze(0)
     model(tokens, plan, torch.zeros_like(tokens)).backward()
-    return same, inputs, plan.angles(rotary, torch.float32)[0].dtype
+    return same, inputs, angles
 
 
 def test_layers_are_given_the_plan_itself(worlds: Callable[[int], World]) -> None:
     """In bfloat16, where it would cast inputs: a copy would have RoPE's angles in bfloat16, and derive again."""
     for same, inputs, angles in worlds(2).run(given_to_layers):
-        assert same == [True, True] and inputs == [torch.bfloat16] * 2 and angles == torch.float32
+        assert same == [True, True] and inputs == [torch.bfloat16] * 2 and angles == [torch.float32] * 2

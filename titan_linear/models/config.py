@@ -90,9 +90,9 @@ class ModelConfig:
         """The mixer of every layer."""
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
 
-    def first_layers(self, n: int) -> ModelConfig:
-        """The same model without those after the first n."""
-        n = min(n, self.num_layers)
+    def first_layers(self, n: int | None) -> ModelConfig:
+        """The same model without those after the first n; None: with all."""
+        n = self.num_layers if n is None else min(n, self.num_layers)
         return replace(self, num_layers=n, pattern=self.layers[:n])
 
     @property
