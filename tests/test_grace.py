@@ -8,8 +8,10 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
+from tests.steps import after_backward
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 from tests.worlds import World
 from titan_linear.config import load_config
@@ -28,15 +30,14 @@ def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str, step_
     ranks heed."""
     os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
-    work = trainer._forward_backward
 
-    def signalled(*arguments: object) -> object:
+    def signalled(loss: torch.Tensor) -> torch.Tensor:
         if step_seconds and trainer.step == 1 and rank == 1:
             trainer.stop.received = signal.SIGTERM
         trainer.grace.step_seconds = step_seconds
-        return work(*arguments)
+        return loss
 
-    trainer._forward_backward = signalled
+    after_backward(trainer, signalled)
     trainer.train()
     return trainer.stop.agreed
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.steps import after_backward
 from tests.test_telemetry import arguments
 from tests.worlds import World
 from titan_linear.config import load_config
@@ -36,8 +37,8 @@ def spiking(rank: int, world_size: int, argv: list[str], cache: str) -> None:
     os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
     trainer.outliers.last.extend([2.0, 2.1] * 16)
-    forward, factors = trainer._forward_backward, iter([0.3, 0.3, 0.3, 9.0, float("nan"), 1.0])
-    trainer._forward_backward = lambda batch, valid: forward(batch, valid) * next(factors)
+    factors = iter([0.3, 0.3, 0.3, 9.0, float("nan"), 1.0])
+    after_backward(trainer, lambda loss: loss * next(factors))
     for _ in range(2):
         trainer.train_step()
     with pytest.raises(NonFinite):

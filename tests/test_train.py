@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -17,10 +18,11 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.steps import after_backward
 from tests.worlds import World
 from titan_linear import hf_io, train
 from titan_linear.build import model_config
-from titan_linear.checkpoint import Checkpointer, SaveFailed
+from titan_linear.checkpoint import Checkpointer, SaveFailed, named_parameters
 from titan_linear.config import load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.groups import set_timeout
@@ -282,10 +284,10 @@ def poisoned(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[s
     """A NaN in what rank 1 computes at step 2: the message, whether weights stayed as they were, skipped steps."""
     os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
+    trainer._goes_on = lambda: False  # a forward that has begun holds gathered parameters
     trainer.train_step()
     before = [p.detach().clone() for p in trainer.model.parameters()]
-    forward = trainer._forward_backward
-    trainer._forward_backward = lambda batch, valid: forward(batch, valid) * (float("nan") if rank == 1 else 1.0)
+    after_backward(trainer, lambda loss: loss * (float("nan") if rank == 1 else 1.0))
     message = ""
     try:
         trainer.train_step()
@@ -307,6 +309,44 @@ def test_a_non_finite_loss_never_reaches_the_weights(corpus: Path, worlds: Calla
         poisoned, arguments(corpus, keys, {"training.on_nonfinite": "skip"}), str(corpus.parent)
     ):
         assert message == "" and same and skipped == 1
+
+
+def early(rank: int, world_size: int, argv: list[str], cache: str, goes_on: bool) -> tuple[list[float], dict, list]:
+    """Four steps, of which the second is poisoned and skipped, then one that a signal ends. Losses, the weights, and
+    which forwards had begun before the numbers of the step before were read."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    OWN["hybrid"] |= OWN_FLAVORS
+    trainer, begun = Trainer(load_config(argv)), []
+    if not goes_on:
+        trainer._goes_on = lambda: False
+    after_backward(trainer, lambda loss: loss * (float("nan") if trainer.step == 1 else 1.0))
+    losses = []
+    for step in range(5):
+        trainer.stop.received = 15 * (step == 4)
+        losses.append(trainer.train_step()["loss"])
+        begun.append(trainer.passes.begun is not None)
+    kinds = {name: (type(p), p.dtype) for name, p in trainer.model.named_parameters()}
+    weights = {name: _local(p).detach().clone() for name, p in named_parameters(trainer.model).items()}
+    assert trainer.stop.agreed == 15 and trainer.skipped == 1
+    if not trainer.dims.sharded:  # FSDP's own are gathered still, until somebody asks for the state
+        assert all(kind == (torch.nn.Parameter, torch.float32) for kind in kinds.values())
+    return losses, weights, begun
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_step_that_begins_early_changes_nothing(processes: int, corpus: Path, worlds: Callable[[int], World]) -> None:
+    """In bfloat16, with copies of the weights or with FSDP's; losses, and weights after a stop, are the same bit for
+    bit, though the next step's forward had begun."""
+    keys = SMALL_HYBRID | {
+        "training.dtype": "float32", "training.mixed_precision_param": "bfloat16", "training.on_nonfinite": "skip",
+        "training.local_batch_size": 2 // processes, "parallelism.fsdp_reshard_after_forward": "never",
+    }  # fmt: skip
+    argv = arguments(corpus, keys)
+    runs = [worlds(processes).run(early, argv, str(corpus.parent), goes_on) for goes_on in (True, False)]
+    for (losses, weights, begun), (expected, expected_weights, never) in zip(*runs, strict=True):
+        assert begun == [True] * 4 + [False] and not any(never)
+        assert math.isnan(losses.pop(1)) and math.isnan(expected.pop(1)) and losses == expected
+        assert all(torch.equal(weights[name], w) for name, w in expected_weights.items())
 
 
 # --- What the host waits for -----------------------------------------------------------------------------------------
@@ -346,8 +386,8 @@ def reads_of_a_step(rank: int, world_size: int, argv: list[str], cache: str) -> 
     os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
     trainer.train_step()
-    accumulated = trainer._accumulate()
-    trainer._accumulate = lambda: accumulated
+    passed = trainer.passes.run()
+    trainer.passes.run, trainer._goes_on = lambda ask: passed, lambda: False
     trainer.feed.prefetch()
     with Reads() as reads:
         trainer.train_step()

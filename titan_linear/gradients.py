@@ -1,24 +1,88 @@
-"""A micro-batch's part of the step's loss, and its gradients."""
+"""Forward and backward of micro-batches: their parts of a step's loss, and its gradients."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 
-from titan_linear.distributed.feed import MicroBatch
+from titan_linear.distributed.feed import Feed, MicroBatch
 from titan_linear.models.decoder import Decoder
 
 
-def forward_backward(
-    model: Decoder, batch: MicroBatch, valid: int, precision: AbstractContextManager[object], loss_chunk: int
-) -> torch.Tensor:
-    """This rank's part of the loss of one micro-batch; gradients are added up, as sums over the step's tokens.
+class Forward:
+    """The forward of a micro-batch, done or queued on the device. `backward` or `drop` ends it: `precision` is a
+    context of both passes.
 
     valid: tokens with a label of the whole step, over all ranks.
     """
-    with precision:
-        loss = model(batch.tokens, batch.plan, batch.labels, loss_chunk=loss_chunk) / max(valid, 1)
-        with torch.autograd.set_multithreading_enabled(False):  # a thread of its own takes the host twice as long
-            loss.backward()
-    return loss.detach()
+
+    def __init__(
+        self, model: Decoder, batch: MicroBatch, valid: int, precision: AbstractContextManager[object], loss_chunk: int
+    ):  # fmt: skip
+        with ExitStack() as inside:
+            inside.enter_context(precision)
+            self.loss = model(batch.tokens, batch.plan, batch.labels, loss_chunk=loss_chunk) / max(valid, 1)
+            self.inside = inside.pop_all()
+
+    def backward(self) -> torch.Tensor:
+        """This rank's part of the loss; gradients are added up, as sums over the step's tokens."""
+        with self.inside, torch.autograd.set_multithreading_enabled(False):  # a thread of its own: the host takes twice
+            self.loss.backward()
+        return self.loss.detach()
+
+    def drop(self) -> None:
+        """Leave it without gradients."""
+        with self.inside:
+            del self.loss
+
+
+class Begun(NamedTuple):
+    valid: int  # tokens with a label of the step, over all ranks
+    batches: Iterator[MicroBatch]  # all of the step's
+    first: Forward  # of the first of them
+
+
+class Passes:
+    """Those of one step after the other.
+
+    Args:
+        forward: a micro-batch and the step's valid tokens → its `Forward`.
+        watching: a context around both passes of a micro-batch.
+    """
+
+    def __init__(
+        self, feed: Feed, forward: Callable[[MicroBatch, int], Forward],
+        watching: Callable[[MicroBatch], AbstractContextManager[object]],
+    ):  # fmt: skip
+        self.feed, self.forward, self.watching = feed, forward, watching
+        self.begun: Begun | None = None
+
+    def begin(self) -> None:
+        """Queue the next step's first forward, so that the device has work while the host waits for numbers of the step
+        before. `run` goes on from there; `drop` leaves it."""
+        valid, batches = self.feed.next_step()
+        first = next(batches)
+        self.begun = Begun(valid, chain([first], batches), self.forward(first, valid))
+
+    def drop(self) -> None:
+        """The step that has begun, if one has, does not follow, nor do its batches."""
+        if self.begun:
+            self.begun.first.drop()
+            self.begun = None
+
+    def run(self, ask: Callable[[int], None] = lambda done: None) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
+        """Gradients of the next step; this rank's part of the loss of each micro-batch, [micro-steps] float64, and its
+        streams. `ask` is called before each micro-step with how many are done, and may raise."""
+        valid, batches = self.begun[:2] if self.begun else self.feed.next_step()
+        losses, streams = [], []
+        for done, batch in enumerate(batches):
+            ask(done)
+            with self.watching(batch):
+                forward, self.begun = self.begun.first if self.begun else self.forward(batch, valid), None
+                losses.append(forward.backward())
+            streams.append(batch.streams)
+        return torch.stack(losses).double(), streams

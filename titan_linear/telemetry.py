@@ -74,9 +74,13 @@ class Telemetry:
         self._parts: dict[tuple[str, str], Part] = {}  # by quantity and layer
         self._windowed = False
 
+    def watches(self, step: int) -> bool:
+        """Whether it looks into a step (from 1)."""
+        return bool(self.freq) and step % self.freq == 0
+
     def begin(self, step: int) -> None:
-        """A step (from 1) begins."""
-        self.on = bool(self.freq) and step % self.freq == 0
+        """A step begins."""
+        self.on = self.watches(step)
         self._parts, self._windowed = {}, False
         for moe in self.experts.values():
             moe.watched = self.on

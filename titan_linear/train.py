@@ -48,7 +48,7 @@ from titan_linear.checkpoint import (
 from titan_linear.config import Config, hf_weights, load_config, seq_len_at, tokens_at
 from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, learnt, validation_batches
 from titan_linear.distributed.experts import move_selection_biases
-from titan_linear.distributed.feed import Feed, MicroBatch
+from titan_linear.distributed.feed import Fed, Feed, MicroBatch
 from titan_linear.distributed.groups import is_gone, on_rank_0, process_group, set_timeout, unhurried, unhurried_group
 from titan_linear.distributed.hangs import Watch, watched
 from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
@@ -56,7 +56,7 @@ from titan_linear.exports import Exports
 from titan_linear.flops import no_peak, peak_tflops, training_flops
 from titan_linear.generate import Sampling, generate
 from titan_linear.grace import GivenUp, Grace
-from titan_linear.gradients import forward_backward
+from titan_linear.gradients import Forward, Passes
 from titan_linear.hf_io import gather, load_weights
 from titan_linear.memory import what_fits
 from titan_linear.metrics import GarbageClock, MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory
@@ -116,10 +116,12 @@ class Trainer:
         self.begun = self.step  # the step that is being computed
         dist.barrier(self.host)  # disks differ
         self.feed = self._build_feed()
+        self.fed = Fed()  # since the last report
         self.grace = Grace(config.checkpoint.grace_seconds, self.stop, self.host)
         self.exports: Exports | None = None  # on rank 0
         groups = file_groups(config, self.streams)
         self.telemetry = Telemetry(config, self.model, self.dims, self.device, self.streams, groups)
+        self.passes = Passes(self.feed, self._forward, self.telemetry.watching)
         self.seen: Seen = {}  # by telemetry in the last step
         self.garbage = GarbageClock()
         self.outliers = Outliers(config.metrics.spike_sigmas)
@@ -182,7 +184,8 @@ class Trainer:
     def train_step(self) -> dict[str, float]:
         """One optimizer step over the next global_batch_size streams; its numbers.
 
-        The host waits for the device once, for the step's numbers, after it has given it all of the step's work.
+        The host waits for the device once, for the step's numbers, after it has given it all of the step's work and,
+        where nothing comes between, the next step's first forward: the device is never without work.
 
         Raises:
             GivenUp: a signal came, and there is no time to complete the step (grace.py).
@@ -190,7 +193,7 @@ class Trainer:
         self.begun = self.step + 1
         self.grace.begin()
         self.telemetry.begin(self.begun)
-        losses, streams = self._accumulate()
+        losses, streams = self.passes.run(lambda done: self.grace.heed(done, self._save_seconds))
         sum_gradients(self.model, self.dims)
         # The signal goes with the loss, so that all ranks stop at the same step.
         numbers = step_numbers(losses.sum(), counted_parameters(self.model, self.dims), self.stop.received)
@@ -200,36 +203,39 @@ class Trainer:
         update(self.optimizer, numbers, lr, self.config.training.max_norm)
         if self.telemetry.on:
             reading = Reading(torch.cat([numbers, self.telemetry.sums(numbers, self.optimizer)]))
-        if self.step < self.config.training.steps:
-            self.feed.prefetch()  # while the device computes
+        move_selection_biases(self.model, numbers)
+        self.optimizer.zero_grad(set_to_none=True)
+        self._prepare_next()
         loss, grad_norm, stop, *seen = reading.wait()
         self.seen = self.telemetry.named(seen) if seen else {}
         self.stop.agreed = int(stop)
-        finite = math.isfinite(loss) and math.isfinite(grad_norm)
         if spike := self.outliers.judge(loss, grad_norm):
             self._note(spike, losses, streams)
-        if not finite:
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             self._leave_out(loss, grad_norm, losses, streams)
-        move_selection_biases(self.model, apply=finite)
-        self.optimizer.zero_grad(set_to_none=True)
+        if self.stop.agreed:
+            self.passes.drop()
         self.grace.end()
         return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "skipped_steps": self.skipped}
 
-    def _accumulate(self) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
-        """Gradients of the whole step; this rank's part of the loss of each micro-batch, [micro-steps] float64, and
-        its streams."""
-        valid, batches = self.feed.next_step()
-        losses, streams = [], []
-        for done, batch in enumerate(batches):
-            self.grace.heed(done, self._save_seconds)
-            with self.telemetry.watching(batch):
-                losses.append(self._forward_backward(batch, valid))
-            streams.append(batch.streams)
-        return torch.stack(losses).double(), streams
+    def _forward(self, batch: MicroBatch, valid: int) -> Forward:
+        return Forward(self.model, batch, valid, self.precision, self.config.training.loss_chunk_size)
 
-    def _forward_backward(self, batch: MicroBatch, valid: int) -> torch.Tensor:
-        """This rank's part of the loss of one micro-batch; gradients are added up."""
-        return forward_backward(self.model, batch, valid, self.precision, self.config.training.loss_chunk_size)
+    def _prepare_next(self) -> None:
+        """While the device computes: the next step's batches, and if nothing comes between, its first forward."""
+        last = self.step == self.config.training.steps
+        if not last:
+            self.feed.prefetch()
+        self.fed += self.feed.take()
+        if not last and self._goes_on():
+            self.passes.begin()
+
+    def _goes_on(self) -> bool:
+        """Whether the next step follows at once: no validation or save is due, streams keep their length, and telemetry
+        looks into neither step."""
+        alike = seq_len_at(self.config.training, self.step) == seq_len_at(self.config.training, self.step + 1)
+        watched = self.telemetry.on or self.telemetry.watches(self.step + 1)
+        return alike and not watched and not any(self._due())
 
     def _learning_rate(self) -> float:
         return learning_rate(
@@ -322,6 +328,7 @@ class Trainer:
         if why and dist.get_rank() == 0:
             grace = self.config.checkpoint.grace_seconds
             print(f"stopping after step {self.step}: {why} (checkpoint.grace_seconds = {grace})", flush=True)
+        self.passes.drop()
         self.optimizer.zero_grad(set_to_none=True)
         if self.step:
             with self._unhurried():
@@ -333,7 +340,7 @@ class Trainer:
 
     def _report(self, logger: MetricsLogger, numbers: dict[str, float]) -> None:
         """This step's numbers, and what the steps since the last report did."""
-        fed = self.feed.take()
+        fed, self.fed = self.fed, Fed()
         work = Work(training_flops(self.model.config, fed.documents), fed.valid, fed.waited)
         of_step = {"data_seconds": fed.seconds, "gc_seconds": self.garbage.take()}
         more = {name: seconds / max(fed.steps, 1) for name, seconds in of_step.items()} | reserved_memory()
@@ -343,11 +350,16 @@ class Trainer:
             self.step, tokens=self._tokens(), memory_gib=peak_memory_gib(), work=work, **numbers, **more
         )  # fmt: skip
 
+    def _due(self) -> tuple[bool, bool]:
+        """Whether a validation and a save follow this step, if no signal comes."""
+        v, last = self.config.validation, self.step == self.config.training.steps
+        return v.enable and (self.step % v.freq == 0 or last), self.step % self.config.checkpoint.interval == 0 or last
+
     def _validate_and_save(self, logger: MetricsLogger | None) -> None:
         """What is due after this step."""
-        v, last = self.config.validation, self.step == self.config.training.steps
-        validates = v.enable and (self.step % v.freq == 0 or last)
-        saves = self.step % self.config.checkpoint.interval == 0 or last or self.stop.agreed
+        last = self.step == self.config.training.steps
+        validates, saves = self._due()
+        saves = saves or bool(self.stop.agreed)
         if not (validates or saves):
             return
         with self._unhurried(), logger.untimed() if logger else nullcontext():

@@ -52,11 +52,12 @@ from titan_linear.checkpoint import named_parameters
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import IGNORE, Batch, Stream, build_dataloader
 from titan_linear.distributed.experts import move_selection_biases
-from titan_linear.distributed.feed import Feed
+from titan_linear.distributed.feed import Feed, MicroBatch
 from titan_linear.distributed.groups import process_group, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
 from titan_linear.flops import peak_tflops, training_flops
+from titan_linear.gradients import Forward, Passes
 from titan_linear.hf_io import find_family
 from titan_linear.metrics import peak_memory_gib
 from titan_linear.models.adapters import config_to_hf
@@ -117,38 +118,36 @@ class Ours:
         self.feed = Feed(
             batches(), sharding, micro_steps=micro_steps, copies=dims.copies, host=unhurried_group(), device=device
         )  # fmt: skip
+        self.passes = Passes(self.feed, self._forward, self.telemetry.watching)
 
     def step(self) -> None:
+        """One, and the next one's first forward."""
         self.steps += 1
         self.telemetry.begin(self.steps)
-        valid, batches = self.feed.next_step()
-        losses = [self._forward_backward(batch, valid) for batch in batches]
+        losses, _ = self.passes.run()
         sum_gradients(self.model, self.dims)
-        counted = counted_parameters(self.model, self.dims)
-        numbers = step_numbers(torch.stack(losses).double().sum(), counted, signal=0)
+        numbers = step_numbers(losses.sum(), counted_parameters(self.model, self.dims), signal=0)
         self.telemetry.gradients()
         reading = Reading(numbers)
         update(self.optimizer, numbers, self.config.optimizer.lr, self.config.training.max_norm)
         if self.telemetry.on:
             reading = Reading(torch.cat([numbers, self.telemetry.sums(numbers, self.optimizer)]))
+        move_selection_biases(self.model, numbers)
+        self.optimizer.zero_grad(set_to_none=True)
         self.feed.prefetch()
+        if not (self.telemetry.on or self.telemetry.watches(self.steps + 1)):
+            self.passes.begin()
         if not all(map(math.isfinite, reading.wait()[:3])):
             raise RuntimeError("the loss or a gradient is not finite")
-        move_selection_biases(self.model)
-        self.optimizer.zero_grad(set_to_none=True)
 
     def last_step(self) -> None:
         """Nothing goes on behind it: what ends on gloo's threads after a profiler's window writes into freed memory."""
         self.step()
+        self.passes.drop()
         self.feed.settle()
 
-    def _forward_backward(self, batch: Any, valid: int) -> torch.Tensor:
-        chunk = self.config.training.loss_chunk_size
-        with self.telemetry.watching(batch), self.precision:
-            loss = self.model(batch.tokens, batch.plan, batch.labels, loss_chunk=chunk) / max(valid, 1)
-            with torch.autograd.set_multithreading_enabled(False):
-                loss.backward()
-        return loss.detach()
+    def _forward(self, batch: MicroBatch, valid: int) -> Forward:
+        return Forward(self.model, batch, valid, self.precision, self.config.training.loss_chunk_size)
 
     def documents(self) -> tuple[int, Documents]:
         """Steps since this was last asked, and what they had."""

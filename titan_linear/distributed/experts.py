@@ -88,20 +88,23 @@ class _Exchange(torch.autograd.Function):
 
 
 @torch.no_grad()
-def move_selection_biases(model: nn.Module, *, apply: bool = True) -> None:
+def move_selection_biases(model: nn.Module, numbers: torch.Tensor) -> None:
     """Raise the bias of experts that had less than their share of the step's tokens and lower the others' (DeepSeek-V3,
-    section 2.1.2), by `bias_update_rate`; then count anew. One collective. Without `apply` only count anew.
+    section 2.1.2), by `bias_update_rate`; then count anew. One collective. Like the weights (optim.py, `update`) biases
+    stay where they are if loss or norm is not finite; the host need not know.
+
+    numbers: [loss, norm, ...] of the step.
 
     Every rank counts the tokens it computes, so that sums over all ranks are those of the whole batch, or a multiple:
     ranks of tp compute the same tokens.
     """
     counted = [m for m in model.modules() if isinstance(m, MoE) and m.loads is not None]
     layers = [m for m in counted if m.config.bias_update_rate]
-    if layers and apply:
-        loads = torch.cat([m.loads for m in layers])
+    if layers:
+        loads, finite = torch.cat([m.loads for m in layers]), numbers[:2].isfinite().all()
         dist.all_reduce(loads)
         for m, load in zip(layers, loads.split([m.config.num_experts for m in layers]), strict=True):
             load = load.to(m.router.selection_bias.dtype)
-            m.router.selection_bias += m.config.bias_update_rate * torch.sign(load.mean() - load)
+            m.router.selection_bias += m.config.bias_update_rate * torch.sign(load.mean() - load) * finite
     for m in counted:
         m.loads = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,13 @@ class Fed:
     documents: Documents = NO_DOCUMENTS
     seconds: float = 0.0  # to read and cut batches
     waited: float = 0.0  # to read and cut them, or for other ranks to, with nothing left for the device to do
+
+    def __add__(self, more: Fed) -> Fed:
+        documents = Documents(*(a + b for a, b in zip(self.documents, more.documents, strict=True)))
+        return Fed(
+            self.steps + more.steps, self.valid + more.valid, documents, self.seconds + more.seconds,
+            self.waited + more.waited,
+        )  # fmt: skip
 
 
 class Feed:
@@ -81,9 +88,7 @@ class Feed:
         with self._timed(reads=False):
             counting.wait()
         valid, *documents = (count // self.copies for count in counts.tolist())
-        fed = self._fed
-        documents = Documents(*(a + b for a, b in zip(fed.documents, documents, strict=True)))
-        self._fed = replace(fed, steps=fed.steps + 1, valid=fed.valid + valid, documents=documents)
+        self._fed += Fed(1, valid, Documents(*documents))
         return valid, self._micro_batches(first, batches[1:])
 
     def _micro_batches(self, first: MicroBatch, rest: list[Batch]) -> Iterator[MicroBatch]:
@@ -102,9 +107,9 @@ class Feed:
         queued = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         begin = time.perf_counter()
         yield
-        seconds, fed = time.perf_counter() - begin, self._fed
+        seconds = time.perf_counter() - begin
         waited = seconds if queued is None or queued.query() else 0.0
-        self._fed = replace(fed, seconds=fed.seconds + reads * seconds, waited=fed.waited + waited)
+        self._fed += Fed(seconds=reads * seconds, waited=waited)
 
     def settle(self) -> None:
         """Wait until the tokens of the step that is fetched ahead are counted."""

@@ -13,7 +13,7 @@ from titan_linear.data import IGNORE
 from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.parallelize import sum_gradients
 from titan_linear.distributed.precision import ComputeCopies
-from titan_linear.gradients import forward_backward
+from titan_linear.gradients import Forward
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.proof.data import tokens_of
@@ -108,7 +108,7 @@ def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str
         valid, batches = feed.next_step()
         chunk = subject.config.training.loss_chunk_size
         with Trace(model) as trace:
-            loss = torch.stack([forward_backward(model, b, valid, precision, chunk) for b in batches]).double().sum()
+            loss = torch.stack([Forward(model, b, valid, precision, chunk).backward() for b in batches]).double().sum()
         sum_as_fsdp(model, dims)
         sum_gradients(model, dims)
         return loss, dims, model, trace

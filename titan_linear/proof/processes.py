@@ -16,7 +16,7 @@ from titan_linear.distributed.groups import unhurried_group
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parallelize import sum_gradients
 from titan_linear.distributed.parts import whole
-from titan_linear.gradients import forward_backward
+from titan_linear.gradients import Forward
 from titan_linear.models.decoder import Decoder
 from titan_linear.proof.findings import Finding, Findings, off, worst
 from titan_linear.proof.model import Step, gradient_bound, in_one_process
@@ -69,7 +69,8 @@ def _of_processes(subject: Subject, dims: ParallelDims, want: Step) -> tuple[tor
     )  # fmt: skip
     valid, batches = feed.next_step()
     chunk = config.training.loss_chunk_size
-    loss = torch.stack([forward_backward(model, batch, valid, precision, chunk) for batch in batches]).double().sum()
+    losses = [Forward(model, batch, valid, precision, chunk).backward() for batch in batches]
+    loss = torch.stack(losses).double().sum()
     sum_gradients(model, dims)
     dist.all_reduce(loss)
     return loss, _errors(model, want.gradients)

@@ -16,7 +16,7 @@ from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.groups import unhurried_group
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
-from titan_linear.gradients import forward_backward
+from titan_linear.gradients import Forward
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.optim import build_optimizer, learning_rate, step_numbers, update
@@ -58,7 +58,7 @@ class Run:
         valid, batches = self.feed.next_step()
         for batch in batches:
             chunk = config.training.loss_chunk_size
-            losses.append(forward_backward(self.model, batch, valid, self.precision, chunk))
+            losses.append(Forward(self.model, batch, valid, self.precision, chunk).backward())
             streams += batch.streams
         sum_gradients(self.model, self.dims)
         numbers = step_numbers(torch.stack(losses).double().sum(), counted_parameters(self.model, self.dims), 0)

@@ -1,0 +1,24 @@
+"""What tests do to a trainer's steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from titan_linear.gradients import Forward
+from titan_linear.train import Trainer
+
+
+def after_backward(trainer: Trainer, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """From here on the loss of a micro-batch is what `change`, called after its backward, makes of it."""
+    forward = trainer.passes.forward
+
+    def changed(begun: Forward) -> Forward:
+        backward = begun.backward
+        begun.backward = lambda: change(backward())
+        return begun
+
+    trainer.passes.forward = lambda *arguments: changed(forward(*arguments))
+    if trainer.passes.begun:
+        changed(trainer.passes.begun.first)
