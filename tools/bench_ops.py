@@ -3,10 +3,12 @@
     python -m tools.bench_ops                     # KDA, GDN and the convolution, the shapes of docs/kernels.md
     python -m tools.bench_ops --peers             # beside FLA and FlashQLA, as installed (FLA autotunes for minutes)
     python -m tools.bench_ops --ops kda --tokens 8192 --heads 64
+    python -m tools.bench_ops --ops gdn --tokens 32768 --heads 30 --dims 96x192 128x256
     python -m tools.bench_ops --first-call        # seconds of a process's first forward + backward, compiling included
 
 Median milliseconds on the GPU, forward and forward + backward, with a cold L2 cache and the host ahead, as it is in a
-training step (`timed`); q and k normalised and gates computed beforehand, bfloat16 with float32 gates, K = V = 128.
+training step (`timed`); q and k normalised and gates computed beforehand, bfloat16 with float32 gates. Heads
+are of K × V = 128 × 128, or as `--dims` says.
 "packed" has ten documents. The floor is the bytes of inputs, outputs and gradients over the copy bandwidth measured in
 the same run; GB/s are those bytes over the time, TFLOP/s the chunked algorithm's products (`flops`). "kept": bytes per
 token and head held between forward and backward, inputs and output apart. "peak": GiB above the inputs. "host": the
@@ -23,6 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from importlib.util import find_spec
+from itertools import product
 from statistics import median
 from typing import Any
 
@@ -32,7 +35,6 @@ from triton.testing import do_bench
 from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda
 
 PACKED = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)
-K = V = 128
 C = 64  # tokens of a chunk
 W = 4  # taps of the convolution
 Inputs = dict[str, torch.Tensor]
@@ -42,25 +44,25 @@ def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, device="cuda")
 
 
-def delta_inputs(op: str, T: int, H: int) -> Inputs:
+def delta_inputs(op: str, T: int, H: int, K: int, V: int) -> Inputs:
     q, k = (torch.nn.functional.normalize(randn(1, T, H, K), dim=-1).bfloat16() for _ in range(2))
     g = -5 * torch.rand(1, T, H, K, device="cuda") if op == "kda" else -torch.rand(1, T, H, device="cuda")
     beta = torch.rand(1, T, H, device="cuda").bfloat16()
     return {"q": q, "k": k, "v": randn(1, T, H, V).bfloat16(), "g": g, "beta": beta}
 
 
-def conv_inputs(_: str, T: int, H: int) -> Inputs:
+def conv_inputs(_: str, T: int, H: int, K: int, __: int) -> Inputs:
     return {"x": randn(1, T, H * K).bfloat16(), "weight": randn(H * K, W).bfloat16()}
 
 
-OPS: dict[str, tuple[Callable[..., Any], Callable[[str, int, int], Inputs], dict[str, Any]]] = {
+OPS: dict[str, tuple[Callable[..., Any], Callable[[str, int, int, int, int], Inputs], dict[str, Any]]] = {
     "kda": (chunk_kda, delta_inputs, {"safe_gate": True}),
     "gdn": (chunk_gated_delta_rule, delta_inputs, {}),
     "conv": (causal_conv1d, conv_inputs, {"activation": "silu"}),
 }
 
 
-def flops(op: str) -> tuple[int, int]:
+def flops(op: str, K: int, V: int) -> tuple[int, int]:
     """Of a token and head: forward; forward and backward."""
     if op == "conv":
         return 2 * W * K, 6 * W * K
@@ -145,10 +147,11 @@ def needed_bytes(x: Inputs) -> tuple[int, int]:
     return inputs + output, 3 * inputs + 2 * output
 
 
-def row(op: str, T: int, H: int, x: Inputs, bandwidth: float, measured: tuple[float, ...]) -> list[str]:
+def row(x: Inputs, heads: int, work: tuple[int, int], bandwidth: float, measured: tuple[float, ...]) -> list[str]:
+    """work: `flops`."""
     *times, host, kept, peak = measured
-    cells = []
-    for ms, needed, flop in zip(times, needed_bytes(x), flops(op), strict=True):
+    T, H, cells = x["v" if "v" in x else "x"].shape[1], heads, []
+    for ms, needed, flop in zip(times, needed_bytes(x), work, strict=True):
         rates = f"{flop * T * H / ms / 1e9:.0f}", f"{needed / ms / 1e6:.0f}", f"{needed / bandwidth / ms:.0%}"
         cells += [f"{ms:.2f}", *rates]
     return [*cells, f"{kept / T / H:.0f}", f"{peak:.2f}", f"{host:.2f}"]
@@ -158,7 +161,7 @@ def first_call(op: str, folder: str, seconds: Any) -> None:
     """In a process of its own, with an empty cache of compiled kernels."""
     os.environ["TRITON_CACHE_DIR"] = folder
     fn, make, options = OPS[op]
-    x = {name: t.requires_grad_() for name, t in make(op, 8192, 16).items()}
+    x = {name: t.requires_grad_() for name, t in make(op, 8192, 16, 128, 128).items()}
     torch.cuda.synchronize()
     begin = time.perf_counter()
     y = fn(**x, **options)[0]
@@ -178,11 +181,34 @@ def print_first_calls(ops: list[str]) -> None:
             print(f"{op}: first forward + backward {seconds.get(timeout=10):.1f} s")
 
 
+def print_rows(
+    op: str, T: int, H: int, dims: tuple[int, int], documents: str, with_peers: bool, bandwidth: float,
+    flush: torch.Tensor,
+) -> None:  # fmt: skip
+    ours, make, options = OPS[op]
+    torch.manual_seed(0)
+    x = make(op, T, H, *dims)
+    cu = torch.tensor(PACKED if documents == "packed" else (0, T), dtype=torch.int32, device="cuda")
+    for name, fn in {"": ours, **(peers(op) if with_peers else {})}.items():
+        measured = measure(fn, x, options | {"cu_seqlens": cu}, flush)
+        setting = f"{op} {name}".strip(), T, H, "×".join(map(str, dims)), documents
+        print(f"| {' | '.join(map(str, [*setting, *row(x, H, flops(op, *dims), bandwidth, measured)]))} |", flush=True)
+
+
+def head_dims(text: str) -> tuple[int, int]:
+    """Of text such as 96x192, K and V."""
+    K, _, V = text.partition("x")
+    if not (K.isdigit() and V.isdigit()):
+        raise argparse.ArgumentTypeError(f"{text!r} must be K and V of a head, such as 96x192")
+    return int(K), int(V)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=list(OPS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 8192])
     parser.add_argument("--heads", type=int, nargs="+", default=[64, 16])
+    parser.add_argument("--dims", type=head_dims, nargs="+", default=[(128, 128)], help="K and V (default: 128x128)")
     parser.add_argument("--peers", action="store_true", help="those installed of flash-linear-attention and FlashQLA")
     parser.add_argument("--first-call", action="store_true", help="only the time of a process's first call")
     args = parser.parse_args()
@@ -196,20 +222,11 @@ def main() -> int:
     flush = torch.empty(12 << 30, dtype=torch.uint8, device="cuda")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e9:.2f} TB/s")
     times = " | ".join(f"{name} ms | TFLOP/s | GB/s | of floor" for name in ("forward", "forward + backward"))
-    print(f"| op | T | heads | documents | {times} | kept | peak | host |")
-    print("|---" * 15 + "|")
-    for op in args.ops:
-        ours, make, options = OPS[op]
-        for T in args.tokens:
-            for H in args.heads:
-                for documents in ["one"] + ["packed"] * (PACKED[-1] == T):
-                    torch.manual_seed(0)
-                    x = make(op, T, H)
-                    cu = torch.tensor(PACKED if documents == "packed" else (0, T), dtype=torch.int32, device="cuda")
-                    for name, fn in {"": ours, **(peers(op) if args.peers else {})}.items():
-                        measured = measure(fn, x, options | {"cu_seqlens": cu}, flush)
-                        cells = [f"{op} {name}".strip(), T, H, documents, *row(op, T, H, x, bandwidth, measured)]
-                        print(f"| {' | '.join(map(str, cells))} |", flush=True)
+    print(f"| op | T | heads | dims | documents | {times} | kept | peak | host |")
+    print("|---" * 16 + "|")
+    for op, T, H, dims in product(args.ops, args.tokens, args.heads, args.dims):
+        for documents in ["one"] + ["packed"] * (PACKED[-1] == T):
+            print_rows(op, T, H, dims, documents, args.peers, bandwidth, flush)
     return 0
 
 

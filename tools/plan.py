@@ -4,7 +4,7 @@
     python -m tools.plan --gpus 8 --gpu H200 --model.name kda --model.flavor 1.3B --training.seq_len 131072
     python -m tools.plan --gpus 8 --model.flavor hf --model.hf_assets_path Qwen3-Next-80B-A3B --training.seq_len 131072
     python -m tools.plan --gpus 2 --rates mine.json --job.config_file my.toml
-    python -m tools.plan --check                      # what is planned beside what was measured
+    python -m tools.plan --check                      # what is planned beside what was measured; --rates: by these
 
 Keys of the run are given as for run_train.sh. Its types are those that it has on GPUs; neither its corpus nor its
 tokenizer has to be there (without the latter a preset has its own vocabulary), and nothing is written. What is printed:
@@ -63,7 +63,7 @@ def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     try:
         if args.check:
-            print(checked())
+            print(checked(read_rates(Path(args.rates)) if args.rates else None))
         else:
             plan(args, keys)
     except ValueError as error:
@@ -343,11 +343,14 @@ class Measured(NamedTuple):
     layers: int | None = None  # the first so many of the model
 
 
-def predictions() -> list[tuple[Measured, float, float]]:
-    """Each with the tokens per second of a GPU and the GiB that are planned."""
+def predictions(measured: Rates | None = None) -> list[tuple[Measured, float, float]]:
+    """Each with the tokens per second of a GPU and the GiB that are planned, by rates that come with the package or
+    `measured` ones, of rows whose kernel of attention these have."""
     found = []
     for row in (Measured(**row) for row in json.loads(MEASURED.read_text(encoding="utf-8"))):
-        rates: Rates = read_rates(shipped()[row.gpu])
+        rates = measured or read_rates(shipped()[row.gpu])
+        if row.attention not in rates.attention:
+            continue
         config, mean = load_config(row.keys, cuda=True), _mean(row.documents)
         model = model_without_tokenizer(config).first_layers(row.layers)
         needed = sum(memory(config, model, row.gpus, mean).values()) / GIB
@@ -356,11 +359,11 @@ def predictions() -> list[tuple[Measured, float, float]]:
     return found
 
 
-def checked() -> str:
+def checked(measured: Rates | None = None) -> str:
     """The table of docs/planning.md."""
     head = ("setting", "GPUs", "tokens/s/GPU", "planned", "time off by", "GiB", "planned", "off by")
     rows = []
-    for row, speed, needed in predictions():
+    for row, speed, needed in predictions(measured):
         time = _beside(row.tokens_per_second, speed, "{:,.0f}", inverse=True)
         name = setting(row.keys, row.layers) + " (earlier)" * row.earlier
         rows.append((name, row.gpus, *time, *_beside(row.memory_gib, needed, "{:.1f}")))
