@@ -283,7 +283,7 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
         (
             1,
             {"metrics__loss_by_source": '[{name = "a", files = "*"}]', "metrics__telemetry_freq": 0},
-            "loss_by_source is shown by telemetry, which metrics.telemetry_freq = 0 turns off; set that to 50",
+            "loss_by_source is shown by telemetry, which metrics.telemetry_freq = 0 turns off; set that to 100",
         ),
         (
             1,

@@ -186,6 +186,9 @@ class Parallelism(_Strict):
     fsdp_reshard_after_forward: Literal["always", "never"] = "always"
     """Free a layer's gathered parameters after its forward and gather them again in backward, or keep them until then:
     faster, for 2 bytes a parameter of all layers in bfloat16."""
+    fsdp_transport: Literal["auto", "nccl"] = "auto"
+    """What moves parameters and gradients between GPUs. auto: their copy engines where the ranks that share parameters
+    are of one node, which leaves layers all multiprocessors (for 0.5 GiB of a GPU), else NCCL; a line says so."""
     context_parallel_degree: int = Field(1, ge=1)
     """Ranks that share one stream."""
     context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
@@ -274,7 +277,7 @@ class Metrics(_Strict):
     enable_wandb: bool = False
     """Report to Weights & Biases too, as one run however often it resumes. The package is not a dependency: pip install
     wandb. Its environment decides the rest: WANDB_PROJECT, WANDB_MODE=offline."""
-    telemetry_freq: int = Field(50, ge=0)
+    telemetry_freq: int = Field(100, ge=0)
     """Steps between looks inside: norms by layer, decay half-lives, attention's entropy, loss by position and source,
     experts' loads (telemetry.jsonl; docs/telemetry.md says what each means); 0: none."""
     loss_by_source: list[FileGroup] = []
@@ -839,8 +842,8 @@ def _check_file_groups(config: Config) -> None:
     groups = config.metrics.loss_by_source
     if groups and not config.metrics.telemetry_freq:
         raise ValueError(
-            "metrics.loss_by_source is shown by telemetry, which metrics.telemetry_freq = 0 turns off; set that to 50, "
-            "or remove metrics.loss_by_source"
+            "metrics.loss_by_source is shown by telemetry, which metrics.telemetry_freq = 0 turns off; set that to "
+            "100, or remove metrics.loss_by_source"
         )
     names = [*(s.name for s in config.training.mixture), *(group.name for group in groups), OTHER]
     if groups and (twice := next((name for name in names if names.count(name) > 1), None)):

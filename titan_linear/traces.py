@@ -1,5 +1,5 @@
 """What the events of a trace of torch.profiler say: costs, busy time, communication that nothing hides. Collectives are
-NCCL's kernels, whatever streams they run on."""
+NCCL's kernels and copies between GPUs, whatever streams they run on."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def on_device(events: Iterable[Event]) -> list[Event]:
 
 
 def communicates(event: Event) -> bool:
-    return "nccl" in event["name"].lower()
+    return "nccl" in event["name"].lower() or "PtoP" in event["name"]  # from one GPU's memory to another's
 
 
 def span_of(event: Event) -> tuple[float, float]:

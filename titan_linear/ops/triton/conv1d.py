@@ -135,11 +135,10 @@ def _activation_bwd(b_dz, window, weights, b_bias, W: tl.constexpr, SILU: tl.con
 
 
 @triton.jit
-def _emit(
-    grads, weights, dx, d_final_state, d_initial_state, p, bos, eos, start, end, i_n, i_r, o_d, m_d, D, W: tl.constexpr,
-    HAS_STATE: tl.constexpr, HAS_D_FINAL: tl.constexpr,
+def _row_gradient(
+    grads, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W: tl.constexpr, HAS_D_FINAL: tl.constexpr
 ):  # fmt: skip
-    """Store the gradient of row p, from dz of the rows p to p + W - 1: of an input, or of initial state i_r."""
+    """Of row p, from dz of the rows p to p + W - 1."""
     b_dx = weights[0] * grads[W - 1]
     for i in tl.static_range(1, W):
         b_dx += weights[i] * grads[W - 1 - i]
@@ -147,10 +146,28 @@ def _emit(
         o_s = p - (eos - (W - 1))
         p_s = d_final_state + (i_n * D + o_d) * (W - 1) + o_s
         b_dx += tl.load(p_s, mask=m_d & (o_s >= 0) & (o_s < W - 1), other=0.0).to(tl.float32)
-    tl.store(dx + p * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_d & (p >= start) & (p < end))
-    if HAS_STATE:
-        p_s = d_initial_state + (i_r * D + o_d) * (W - 1) + (p - bos + W - 1)
-        tl.store(p_s, b_dx.to(d_initial_state.dtype.element_ty), mask=m_d & (p < bos))
+    return b_dx
+
+
+@triton.jit
+def _state_gradient(
+    x, dy, window, weights, b_bias, d_final_state, d_initial_state, bos, eos, i_n, i_r, o_d, m_d, D, stride_x,
+    stride_dy, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr, HAS_D_FINAL: tl.constexpr,
+):  # fmt: skip
+    """Of an entry's initial state, from its first rows; `window` is that state. These rows are computed again in the
+    run: a store that only they need would slow down the loop over all of them."""
+    grads = ()
+    for i in tl.static_range(W - 1):
+        grads = grads + (tl.zeros([BD], tl.float32),)
+    for r in tl.static_range(W - 1):
+        t = bos + r
+        m_t = m_d & (t < eos)
+        full = window + (tl.load(x + t * stride_x + o_d, mask=m_t, other=0.0).to(tl.float32),)
+        b_dz = tl.load(dy + t * stride_dy + o_d, mask=m_t, other=0.0).to(tl.float32)
+        d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, W, SILU),)
+        b_ds = _row_gradient(d_full, weights, d_final_state, t - (W - 1), eos, i_n, o_d, m_d, D, W, HAS_D_FINAL)
+        tl.store(d_initial_state + (i_r * D + o_d) * (W - 1) + r, b_ds.to(d_initial_state.dtype.element_ty), mask=m_d)
+        window, grads = full[1:], d_full[1:]
 
 
 @Launcher
@@ -202,14 +219,17 @@ def conv1d_bwd_kernel(
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
     start = bos + i_s * BT
     end = tl.minimum(start + BT, eos)
-    if HAS_INDEX:
-        bos = tl.where(i_r >= 0, bos, -W)  # no row lies below: no initial state, no gradient of one
     weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD, HAS_BIAS)
     window = ()
     grads = ()  # dz of the W - 1 rows before the current one; rows before `start` are another program's
     for i in tl.static_range(W - 1):
         window = window + (_history(x, initial_state, start, i, i_r, o_d, m_d, i_s == 0, stride_x, D, W, HAS_STATE),)
         grads = grads + (tl.zeros([BD], tl.float32),)
+    if HAS_STATE and (i_s == 0) & (i_r >= 0):
+        _state_gradient(
+            x, dy, window, weights, b_bias, d_final_state, d_initial_state, bos, eos, i_n, i_r, o_d, m_d, D, stride_x,
+            stride_dy, W, BD, SILU, HAS_D_FINAL,
+        )  # fmt: skip
     # Row t completes the gradient of row t - W + 1. Where the document goes on, the run is a multiple of R rows.
     for t in range(start, end, R):
         rows, d_rows = (), ()
@@ -226,10 +246,9 @@ def conv1d_bwd_kernel(
             sums = added
             b_dbias += b_dz
             d_full = grads + (b_dz,)
-            _emit(
-                d_full, weights, dx, d_final_state, d_initial_state, t + r - (W - 1), bos, eos, start, end, i_n, i_r,
-                o_d, m_d, D, W, HAS_STATE, HAS_D_FINAL,
-            )  # fmt: skip
+            p = t + r - (W - 1)
+            b_dx = _row_gradient(d_full, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W, HAS_D_FINAL)
+            tl.store(dx + p * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_d & (p >= start) & (p < end))
             window, grads = full[1:], d_full[1:]
     # the W - 1 rows after it belong to the next program, and so does what they give to the weight
     done = start + tl.cdiv(end - start, R) * R
@@ -239,10 +258,9 @@ def conv1d_bwd_kernel(
         full = window + (tl.load(x + t * stride_x + o_d, mask=m_t, other=0.0).to(tl.float32),)
         b_dz = tl.load(dy + t * stride_dy + o_d, mask=m_t, other=0.0).to(tl.float32)
         d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, W, SILU),)
-        _emit(
-            d_full, weights, dx, d_final_state, d_initial_state, t - (W - 1), bos, eos, start, end, i_n, i_r, o_d, m_d,
-            D, W, HAS_STATE, HAS_D_FINAL,
-        )  # fmt: skip
+        p = t - (W - 1)
+        b_dx = _row_gradient(d_full, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W, HAS_D_FINAL)
+        tl.store(dx + p * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_d & (p >= start) & (p < end))
         window, grads = full[1:], d_full[1:]
     for i in tl.static_range(W):
         tl.store(d_weight + (i_t * W + i) * D + o_d, sums[i], mask=m_d)

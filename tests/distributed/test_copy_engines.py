@@ -1,0 +1,104 @@
+"""FSDP's collectives by copy engines: NCCL's numbers, whatever runs beside them, and in a model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.worlds import World
+from titan_linear.distributed.copy_engines import CopiedGather, CopiedReduceScatter, copy_shards, lacks_copy_engines
+
+GPUS = [pytest.param(n, marks=pytest.mark.cuda(n)) for n in (2, 4)]
+
+
+def test_they_are_for_gpus_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group)
+    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    asked = []
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: asked.append(other) or other != 3)
+    gpu = torch.device("cuda", 1)
+    assert lacks_copy_engines([0, 1], torch.device("cpu")) == "parameters are not on GPUs"
+    assert "across nodes" in lacks_copy_engines([1, 4], gpu)
+    assert lacks_copy_engines([0, 1, 2], gpu) == "" and asked == [0, 2]
+    assert "each other's memory" in lacks_copy_engines([1, 3], gpu)
+
+
+def collectives(rank: int, world_size: int, nbytes: int) -> tuple[bool, float, bool]:
+    """Sixty of each, of changing sizes, on streams of their own while products run; whether all gathers are NCCL's,
+    how far the sums are off in units of the last place, and whether ranks are in step to the end."""
+    device, group = torch.device("cuda", rank), dist.group.WORLD
+    gather, reduce_scatter = CopiedGather(group, device, nbytes), CopiedReduceScatter(group, device, nbytes)
+    streams = [torch.cuda.Stream(priority=-1) for _ in range(2)]
+    draw = torch.Generator(device).manual_seed(rank)
+    sizes, x = torch.Generator().manual_seed(0), torch.randn(2048, 2048, device=device)
+    equal, worst = True, 0.0
+    for _ in range(60):
+        n = int(torch.randint(1, 200_000, (), generator=sizes))
+        out = torch.empty(world_size * n, device=device, dtype=torch.bfloat16)
+        mine = out.view(world_size, n)[rank].copy_(torch.randn(n, device=device, generator=draw))
+        given, total = torch.randn(world_size * n, device=device, generator=draw), torch.empty(n, device=device)
+        if (rank + n) % world_size == 0:
+            torch.cuda._sleep(2_000_000)  # one rank is late
+        for stream in streams:
+            stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(streams[0]):
+            gather(out, mine, group)
+        with torch.cuda.stream(streams[1]):
+            reduce_scatter(total, given, group, dist.ReduceOp.SUM)
+        x = x @ x / 50
+        for stream in streams:
+            torch.cuda.current_stream().wait_stream(stream)
+        expected, all_given = torch.empty_like(out), torch.empty(world_size, world_size * n, device=device)
+        dist.all_gather_into_tensor(expected, mine.clone())
+        dist.all_gather_into_tensor(all_given, given)
+        equal &= torch.equal(out, expected)
+        exact = all_given.view(world_size, world_size, n)[:, rank].double()
+        worst = max(worst, ((total - exact.sum(0)).abs() / exact.abs().sum(0)).max().item())
+    return equal, worst, gather.stage.exchange == reduce_scatter.stage.exchange or nbytes < 1 << 20
+
+
+@pytest.mark.parametrize("nbytes", [16 << 20, 64 << 10])
+@pytest.mark.parametrize("processes", GPUS)
+def test_collectives(processes: int, nbytes: int, worlds: Callable[..., World]) -> None:
+    """In one part, and in many."""
+    for equal, worst, in_step in worlds(processes, "nccl").run(collectives, nbytes):
+        assert equal and in_step
+        assert worst < processes * 2**-24  # a rounding for each term
+
+
+def weights(rank: int, world_size: int, copied: bool) -> list[torch.Tensor]:
+    """Of linear layers after three steps in small integers, which float32 adds up exactly in any order."""
+    device, draw = torch.device("cuda", rank), torch.Generator().manual_seed(0)
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-2, 3, shape, generator=draw).float()
+
+    mesh = init_device_mesh("cuda", (world_size,))
+    model = torch.nn.Sequential(*(torch.nn.Linear(48, 48, bias=False) for _ in range(3)))
+    for layer in model:
+        layer.weight.data = integers(48, 48)
+    units = [fully_shard(layer.to(device), mesh=mesh) for layer in model] + [fully_shard(model.to(device), mesh=mesh)]
+    for unit in units:
+        unit.set_gradient_divide_factor(1.0)
+        unit.set_force_sum_reduction_for_comms(True)
+    if copied:
+        copy_shards(units, mesh.get_group(), device)
+    for x in integers(3, world_size, 8, 48):
+        model(x[rank].to(device)).sum().backward()
+        for p in model.parameters():
+            p.data -= p.grad.sign()
+            p.grad = None
+    return [p.detach().full_tensor().cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("processes", GPUS)
+def test_a_model(processes: int, worlds: Callable[..., World]) -> None:
+    copied, by_nccl = (worlds(processes, "nccl").run(weights, how) for how in (True, False))
+    for own, expected in zip(copied, by_nccl, strict=True):
+        assert all(map(torch.equal, own, expected))
