@@ -29,7 +29,7 @@ from titan_linear.data import (
     split_documents,
 )
 from titan_linear.distributed.batch import BatchSharding
-from titan_linear.distributed.copy_engines import copy_shards, lacks_copy_engines
+from titan_linear.distributed.copy_engines import copy_shards
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype, sharing_groups
 from titan_linear.distributed.precision import ComputeCopies
@@ -290,27 +290,11 @@ def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: 
         decoder, dims, ac_mode=config.activation_checkpoint.mode, policy=policy, backend=backend,
         reshard=config.parallelism.fsdp_reshard_after_forward == "always",
     )  # fmt: skip
-    if dims.sharded:
+    if config.parallelism.fsdp_transport == "copy_engines" and dims.sharded:
         for group, units in sharing_groups(decoder, dims):
-            if group.size() > 1 and not without_copy_engines(config, group, device):
-                copy_shards(units, group, device)
+            copy_shards(units, group, device)
     materialise(decoder, device)
     return decoder
-
-
-def without_copy_engines(config: Config, group: dist.ProcessGroup, device: torch.device) -> str:
-    """Why FSDP leaves them aside in this group; "" if it uses them."""
-    if config.parallelism.fsdp_transport == "nccl":
-        return "parallelism.fsdp_transport = 'nccl'"
-    return lacks_copy_engines(group, device)
-
-
-def transport_lines(config: Config, model: Decoder, dims: ParallelDims, device: torch.device) -> list[str]:
-    """For people: what moves parameters between GPUs."""
-    if not dims.sharded or device.type != "cuda":
-        return []
-    whys = {without_copy_engines(config, group, device) for group, _ in sharing_groups(model, dims) if group.size() > 1}
-    return [f"fsdp by NCCL: {why}" if why else "fsdp by copy engines" for why in sorted(whys)]
 
 
 def mixed_precision(config: Config, model: Decoder, dims: ParallelDims) -> AbstractContextManager[object]:

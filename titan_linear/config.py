@@ -186,9 +186,9 @@ class Parallelism(_Strict):
     fsdp_reshard_after_forward: Literal["always", "never"] = "always"
     """Free a layer's gathered parameters after its forward and gather them again in backward, or keep them until then:
     faster, for 2 bytes a parameter of all layers in bfloat16."""
-    fsdp_transport: Literal["auto", "nccl"] = "auto"
-    """What moves parameters and gradients between GPUs. auto: their copy engines where the ranks that share parameters
-    are of one node, which leaves layers all multiprocessors (for 0.5 GiB of a GPU), else NCCL; a line says so."""
+    fsdp_transport: Literal["nccl", "copy_engines"] = "nccl"
+    """What moves parameters and gradients between GPUs. Their copy engines leave layers all multiprocessors, for
+    0.5 GiB of a GPU, where the ranks that share parameters are of one node."""
     context_parallel_degree: int = Field(1, ge=1)
     """Ranks that share one stream."""
     context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"

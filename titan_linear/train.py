@@ -35,7 +35,6 @@ from titan_linear.build import (
     model_config,
     progress_at,
     tokenizer_path,
-    transport_lines,
 )
 from titan_linear.checkpoint import (
     Checkpointer,
@@ -417,8 +416,7 @@ class Trainer:
         parameters = sum(p.numel() for p in named_parameters(self.model).values())
         print(f"model {self.config.model.name}/{self.config.model.flavor}: {parameters:,} parameters", flush=True)
         print("\n".join(start_lines(choices)), flush=True)
-        lines = [f"mesh {self.dims.description}", *transport_lines(self.config, self.model, self.dims, self.device)]
-        print("\n".join(lines), flush=True)
+        print(f"mesh {self.dims.description}", flush=True)
         if self.step:
             print(f"resuming from step {self.step}", flush=True)
         peak = peak_tflops(self.config, self.device)

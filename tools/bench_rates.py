@@ -5,7 +5,7 @@
     python -m tools.plan --gpus 64 --rates h200.json --job.config_file my.toml
 
 Each figure is the median of a few rounds, with the host ahead as in a training step; in bfloat16 on a GPU. It takes
-about a minute, most of it compiling. On a CPU sizes are small and in float32, and PyTorch's implementation stands for
+two minutes, most of them compiling. On a CPU sizes are small and in float32, and PyTorch's implementation stands for
 the operators: the whole of a delta rule's forward pass for its scan, of its backward pass for that.
 
 Heads are of 128 × 128, q and k are normalised and gates made in the kernels, as mixers call them; KDA's with a bound
@@ -291,15 +291,25 @@ def links(bench: Bench) -> dict[str, float] | None:
 # --- The command -----------------------------------------------------------------------------------------------------
 
 
-def measured(device: torch.device) -> dict[str, Any]:
-    """What a file of rates holds (titan_linear/timing.py, `Rates`)."""
+def measured(device: torch.device, rank: int) -> dict[str, Any]:
+    """What a file of rates holds (titan_linear/timing.py, `Rates`). The first rank tells of each part on stderr."""
     bench, gpu = Bench(device), device.type == "cuda"
     name = torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine()
     memory = torch.cuda.get_device_properties(device).total_memory if gpu else _memory_of_host()
-    found = {
-        "gpu": name, "memory_gib": memory / GIB, **bandwidths(bench), "products": products(bench),
-        "attention": attentions(bench), "operators": operators(bench), **launches(bench), "node": links(bench),
-    }  # fmt: skip
+    found: dict[str, Any] = {"gpu": name, "memory_gib": memory / GIB}
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        "bandwidths": lambda: bandwidths(bench),
+        "products": lambda: {"products": products(bench)},
+        "launches": lambda: launches(bench),
+        "links": lambda: {"node": links(bench)},
+        "attention": lambda: {"attention": attentions(bench)},
+        "the delta rule and the convolution": lambda: {"operators": operators(bench)},
+    }
+    for part, measure in parts.items():
+        begin, figures = time.perf_counter(), measure()
+        found |= figures
+        if rank == 0:
+            print(f"{part}, {time.perf_counter() - begin:.0f} s: {json.dumps(figures)}", file=sys.stderr, flush=True)
     fastest = max(rate for _, rate in found["products"])
     source = (
         f"tools/bench_rates.py, torch {torch.__version__}, {dist.get_world_size() if found['node'] else 1} processes"
@@ -321,17 +331,17 @@ def main(argv: list[str]) -> int:
         print(f"error: --out {args.out}: there is no such folder", file=sys.stderr)
         return 2
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch about itself
-    first, device = os.environ.get("RANK", "0") == "0", torch.device("cpu")
+    rank, device = int(os.environ.get("RANK", "0")), torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     with process_group(timedelta(minutes=10)) if "RANK" in os.environ else nullcontext():
-        found = measured(device)
+        found = measured(device, rank)
     rounded = json.loads(json.dumps(found), parse_float=lambda number: float(f"{float(number):.4g}"))
     text = json.dumps(rounded, indent=1) + "\n"
-    if first and args.out:
+    if rank == 0 and args.out:
         Path(args.out).write_text(text, encoding="utf-8")
-    elif first:
+    elif rank == 0:
         print(text, end="")
     return 0
 

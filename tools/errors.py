@@ -34,6 +34,7 @@ SECTIONS = {
     "titan_linear/launch.py": "Keys",
     "titan_linear/nodes.py": "Keys",
     "titan_linear/build.py": "Keys",
+    "titan_linear/distributed": "Keys",
     "titan_linear/models/presets.py": "Keys",
     "titan_linear/preflight.py": "Runs and their folders",
     "titan_linear/rundir.py": "Runs and their folders",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,22 +12,28 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from tests.worlds import World
-from titan_linear.distributed.copy_engines import CopiedGather, CopiedReduceScatter, copy_shards, lacks_copy_engines
+from titan_linear.config import load_config
+from titan_linear.distributed.copy_engines import CopiedGather, CopiedReduceScatter, copy_shards
+from titan_linear.preflight import check_transport
 
 GPUS = [pytest.param(n, marks=pytest.mark.cuda(n)) for n in (2, 4)]
 
 
-def test_they_are_for_gpus_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: group)
-    monkeypatch.setattr(dist, "get_rank", lambda: 1)
+def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(["--parallelism.fsdp_transport", "copy_engines", "--parallelism.context_parallel_degree", "2"])
+    with pytest.raises(ValueError, match="needs GPUs, and there are none here; use 'nccl'"):
+        check_transport(config, 8, 8)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    check_transport(config, 8, 8)
+    with pytest.raises(ValueError, match="8 ranks share parameters, and a node has 4; use 'nccl', or"):
+        check_transport(config, 8, 4)
+    replicas = ["--parallelism.data_parallel_replicate_degree", "2", "--parallelism.fsdp_transport", "copy_engines"]
+    check_transport(load_config(replicas), 8, 4)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
-    asked = []
-    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: asked.append(other) or other != 3)
-    gpu = torch.device("cuda", 1)
-    assert lacks_copy_engines([0, 1], torch.device("cpu")) == "parameters are not on GPUs"
-    assert "across nodes" in lacks_copy_engines([1, 4], gpu)
-    assert lacks_copy_engines([0, 1, 2], gpu) == "" and asked == [0, 2]
-    assert "each other's memory" in lacks_copy_engines([1, 3], gpu)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: [4, 5, 7])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: other != 3)
+    with pytest.raises(ValueError, match="cannot read each other's memory; use 'nccl'"):
+        copy_shards([], SimpleNamespace(size=lambda: 3), torch.device("cuda", 1))
 
 
 def collectives(rank: int, world_size: int, nbytes: int) -> tuple[bool, float, bool]:

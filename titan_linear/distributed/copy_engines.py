@@ -24,20 +24,6 @@ READY, FREE = range(2)
 GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ, which compares the 32 bits as a cycle
 
 
-def lacks_copy_engines(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Why the ranks of this group cannot use them, the same on every rank; "" if they can."""
-    if device.type != "cuda":
-        return "parameters are not on GPUs"
-    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    ranks = dist.get_process_group_ranks(group)
-    if len({rank // size for rank in ranks}) > 1:
-        return "they share parameters across nodes"
-    others = [rank % size for rank in ranks if rank != dist.get_rank()]
-    if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
-        return "GPUs cannot read each other's memory"
-    return ""
-
-
 @cache
 def _driver() -> ctypes.CDLL:
     return ctypes.CDLL("libcuda.so.1")
@@ -145,7 +131,19 @@ class CopiedReduceScatter(Copies):
 
 
 def copy_shards(units: Iterable[FSDPModule], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let these gather and reduce so what they share in this group. Every rank of it calls this."""
+    """Let these gather and reduce so what they share in this group. Its ranks are of one node, and each calls this.
+
+    Raises:
+        ValueError: the GPUs' links do not allow it.
+    """
+    if group.size() == 1:
+        return
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    others = {rank % size for rank in dist.get_process_group_ranks(group)} - {device.index}
+    if not all(torch.cuda.can_device_access_peer(device, other) for other in others):
+        raise ValueError(
+            "parallelism.fsdp_transport = 'copy_engines': the GPUs cannot read each other's memory; use 'nccl'"
+        )
     gather, reduce_scatter = CopiedGather(group, device), CopiedReduceScatter(group, device)
     for unit in units:
         unit.set_custom_all_gather(gather)
