@@ -11,10 +11,12 @@ from pathlib import Path
 import torch
 import torch._functorch.config
 from torch import fx
+from torch._dynamo.decorators import skip
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_linear.models.decoder import Decoder
+from titan_linear.ops.support import outside_graphs
 
 PREPARE, RECOMPUTE = ("kda_prepare", "gdn_prepare"), ("kda_recompute", "gdn_recompute")
 
@@ -27,6 +29,7 @@ def compile_layers(model: Decoder, backend: str) -> None:
     # By default only if the product that reads it could be fused with it.
     torch._functorch.config.ban_recompute_materialized_backward = False
     options = {"joint_custom_pre_pass": ComputedAgain()} if backend == "inductor" else None
+    skip(outside_graphs(compile_layers))  # and with it all that it makes, of which the code is one
     for layer in model.layers:
         layer.forward = torch.compile(layer.forward, backend=backend, options=options)
 

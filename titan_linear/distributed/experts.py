@@ -15,6 +15,7 @@ from titan_linear.models.moe import MoE
 from titan_linear.ops.collectives import Ranks
 from titan_linear.ops.cp.exchange import all_to_all, group_named
 from titan_linear.ops.kept import kept
+from titan_linear.ops.support import outside_graphs
 
 
 def spread_experts(model: Decoder, ranks: Ranks) -> frozenset[str]:
@@ -45,7 +46,7 @@ class Travelling:
         of_expert = own.repeat_interleave(came.flatten(), output_size=sum(of))  # of each row that comes
         self.order = of_expert.argsort(stable=True)
         self.pending: list[dist.Work] = []
-        self.arriving = _Exchange.apply(rows, to, of, ranks.group, self.pending)
+        self.arriving = _exchange(rows, to, of, ranks.group, self.pending)
 
     def rows(self) -> torch.Tensor:
         """What has come, in the order of this rank's experts."""
@@ -56,11 +57,12 @@ class Travelling:
         """Outputs of `rows()` → this rank's rows, as they were given."""
         to, of = self.sizes
         pending: list[dist.Work] = []
-        out = _Exchange.apply(y[self.order.argsort()], of, to, self.group, pending)
+        out = _exchange(y[self.order.argsort()], of, to, self.group, pending)
         pending.pop().wait()
         return out
 
 
+@outside_graphs
 @kept
 def _agree(counts: torch.Tensor, ranks: Ranks) -> tuple[list[int], list[int], torch.Tensor]:
     """Rows for each expert [E] -> how many go to each rank, how many come, and those by sender [ranks, own experts]."""
@@ -85,6 +87,9 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         return all_to_all(grad.contiguous(), *ctx.sizes, ctx.group), None, None, None, None
+
+
+_exchange = outside_graphs(_Exchange.apply)
 
 
 @torch.no_grad()

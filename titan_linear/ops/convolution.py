@@ -20,7 +20,8 @@ def _triton() -> Any:
     return packed_conv1d
 
 
-IMPLEMENTATIONS = {"torch": lambda: outside_graphs(torch_convolution.causal_conv1d), "triton": _triton}
+_torch = outside_graphs(torch_convolution.causal_conv1d)
+IMPLEMENTATIONS = {"torch": lambda: _torch, "triton": _triton}
 
 
 def causal_conv1d(

@@ -132,6 +132,7 @@ class _DeltaRule(torch.autograd.Function):
         return None, d_initial.to(states.dtype) if need_d_initial else None, *grads
 
 
+_apply_torch = outside_graphs(_DeltaRule.apply)
 Forward = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor, ...], DeltaRule | None
 ]
@@ -197,8 +198,7 @@ def chunk_delta_rule(
 
 
 def _apply(call: Call, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    apply = outside_graphs(_DeltaRule.apply) if call.implementation is TorchDeltaRule else _DeltaRule.apply
-    return apply(call, *tensors)
+    return (_apply_torch if call.implementation is TorchDeltaRule else _DeltaRule.apply)(call, *tensors)
 
 
 def _implementation(inputs: Inputs, impl: str) -> type[DeltaRule]:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.kept import kept
+from titan_linear.ops.support import outside_graphs
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -18,6 +19,11 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
     """
     if x.is_cuda and x.dtype == torch.bfloat16:
         return torch._grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(torch.int32))
+    return _one_by_one(x, weight, counts)
+
+
+@outside_graphs
+def _one_by_one(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     groups = zip(x.split(counts.tolist()), weight.unbind(0), strict=True)
     return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
 

@@ -246,13 +246,14 @@ implementation._dynamo_marked_constant = True
 
 def outside_graphs(fn: Callable[..., Any]) -> Callable[..., Any]:
     """fn for compiled code, which breaks off where it is called: it works on the host. `torch.compiler.disable` by
-    itself imports the compiler."""
+    itself imports the compiler. To be made outside of compiled code, which would compile the making of it."""
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         compiler = sys.modules.get("torch._dynamo")
         return fn(*args, **kwargs) if compiler is None else compiler.disable(fn)(*args, **kwargs)
 
+    call._torchdynamo_disable = True  # else what calls it is compiled up to the middle of `call`, which is too
     return call
 
 
