@@ -21,6 +21,7 @@ from torch.distributed.tensor._redistribute import _gen_transform_infos, clear_r
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.interpreter import quicken
+from tests.thrift import be_thrifty
 
 # What most processes of tests import, imported once, in the server that they are forked from.
 mp.set_forkserver_preload(["titan_linear.train", "torch._dynamo", "tests.hf_workers", "tests.test_checkpoint"])
@@ -44,6 +45,7 @@ def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue,
         backend = "cpu:gloo,cuda:nccl"  # as in a run
     else:
         quicken()
+        be_thrifty()
     dist.init_process_group(backend, rank=rank, world_size=world_size)
     while (task := tasks.get()) is not None:
         fn, args = task
