@@ -29,7 +29,7 @@ def compile_layers(model: Decoder, backend: str) -> None:
     # By default only if the product that reads it could be fused with it.
     torch._functorch.config.ban_recompute_materialized_backward = False
     options = {"joint_custom_pre_pass": ComputedAgain()} if backend == "inductor" else None
-    skip(outside_graphs(compile_layers))  # and with it all that it makes, of which the code is one
+    skip(outside_graphs(compile_layers))  # its wrapper, whose code all that it wraps share
     for layer in model.layers:
         layer.forward = torch.compile(layer.forward, backend=backend, options=options)
 
