@@ -47,6 +47,7 @@ RUNS = [
     ("hybrid", "compiled", 1, {"compile.enable": "true"}),
     ("hybrid", "tp 2", 2, {TP: 2}),
     ("hybrid", "dp 4", 4, DP_4),
+    ("hybrid", "dp 4 by copy engines", 4, DP_4 | {"parallelism.fsdp_transport": "copy_engines"}),
     ("hybrid", "cp 4", 4, {CP: 4}),
     ("hybrid", "tp 4", 4, {TP: 4}),
     ("hybrid", "cp 2 x tp 2", 4, {CP: 2, TP: 2}),

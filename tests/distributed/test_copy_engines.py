@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +16,8 @@ from torch.distributed.fsdp import fully_shard
 from tests.worlds import World
 from titan_linear.config import load_config
 from titan_linear.distributed.copy_engines import CopiedGather, CopiedReduceScatter, copy_shards
-from titan_linear.preflight import check_transport
+from titan_linear.preflight import check_transport, preflight
+from titan_linear.train import Trainer
 
 GPUS = [pytest.param(n, marks=pytest.mark.cuda(n)) for n in (2, 4)]
 
@@ -109,3 +112,29 @@ def test_a_model(processes: int, worlds: Callable[..., World]) -> None:
     copied, by_nccl = (worlds(processes, "nccl").run(weights, how) for how in (True, False))
     for own, expected in zip(copied, by_nccl, strict=True):
         assert all(map(torch.equal, own, expected))
+
+
+def losses(rank: int, world_size: int, argv: list[str], cache: str, transport: str) -> list[float]:
+    """Of ten steps."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    trainer = Trainer(load_config([*argv, "--parallelism.fsdp_transport", transport]))
+    return [trainer.train_step()["loss"] for _ in range(10)]
+
+
+@pytest.mark.cuda(2)
+@pytest.mark.parametrize("reshard", ["always", "never"])
+def test_a_run(reshard: str, tmp_path: Path, worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks add two numbers, in whatever order: losses in bfloat16 are the same bit for bit."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keys = {
+        "job.dump_folder": tmp_path / "run", "model.name": "hybrid", "model.flavor": "debug", "model.impl": "torch",
+        "training.dataset": "stdlib", "training.seq_len": 512, "training.global_batch_size": 4, "training.steps": 10,
+        "checkpoint.enable": "false", "metrics.enable_tensorboard": "false",
+        "parallelism.fsdp_reshard_after_forward": reshard,
+    }  # fmt: skip
+    argv = [f"--{key}={value}" for key, value in keys.items()]
+    preflight(load_config(argv), world_size=2)
+    copied, by_nccl = (
+        worlds(2, "nccl").run(losses, argv, str(tmp_path), transport)[0] for transport in ("copy_engines", "nccl")
+    )
+    assert copied == by_nccl and copied[-1] < copied[0]
