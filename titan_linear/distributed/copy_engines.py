@@ -64,11 +64,6 @@ class Stage:
             raise RuntimeError(f"{call} failed: error {error} of the CUDA driver")
 
 
-def parts(count: int, most: int) -> Iterator[slice]:
-    """Of `count` elements, at most so many each."""
-    return (slice(i, min(i + most, count)) for i in range(0, count, most))
-
-
 class Copies:
     """A collective as FSDP2 takes it. All calls are on one stream, so that one stage serves all layers."""
 
