@@ -36,6 +36,7 @@ from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.documents import Documents
 from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.ops.boundaries import CHUNK
+from titan_linear.ops.cp.kcp import bytes_by_heads, pays_by_heads
 from titan_linear.ops.kept import OPERATORS
 from titan_linear.ops.triton.configs import kernel_dims
 
@@ -244,15 +245,18 @@ class Clock:
         if call.name == "exchange_heads":
             return cp.latency + x.nbytes * (W - 1) / W / cp.all_to_all
         if call.name == "kcp_incoming":
-            return cp.latency + _bytes_of_states(call) / cp.all_to_all
+            return self._states(call)
         return cp.latency  # a halo is small
 
-
-def _bytes_of_states(call: Call) -> int:
-    """What `kcp_incoming` sends or receives, whichever is more: S_ext and M of other fragments."""
-    S_ext, M, *_, sent, received, _, _, _ = call.given
-    sizes = S_ext.nbytes // len(S_ext), M.nbytes // len(M)
-    return max(sum(n * size for n, size in zip(counts.sum(0).tolist(), sizes)) for counts in (sent, received))
+    def _states(self, call: Call) -> float:
+        """S_ext and M of other fragments, to whoever needs them or by way of the heads."""
+        S_ext, M, _, _, _, _, _, *counts, _, most, _, _, _, _, _, _ = call.given
+        between_nodes = self.batch.cp * self.batch.tp > self.machine.node_size
+        if pays_by_heads(S_ext, M, int(most), between_nodes):
+            return 2 * self.cp.latency + bytes_by_heads(S_ext, M) / self.cp.all_to_all
+        sizes = S_ext.nbytes // len(S_ext), M.nbytes // len(M)
+        moved = max(sum(n * size for n, size in zip(rows.sum(0).tolist(), sizes)) for rows in counts)
+        return self.cp.latency + moved / self.cp.all_to_all
 
 
 def attended(batch: Batch) -> tuple[int, int]:

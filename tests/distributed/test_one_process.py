@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.ops.inputs import boundaries, call, leaves, raw_gate_inputs
 from titan_linear.distributed.one_process import LocalGroup, RankFailed, run_ranks
 from titan_linear.ops import attention, build_cp_context, causal_conv1d
+from titan_linear.ops.cp import kcp
 from titan_linear.proof.doctor import one_process
 
 LENGTHS = [5, 1200, 1, 2, 200, 1, 639]  # of 2048 tokens: through many ranks of 64, and several within one
@@ -53,6 +54,16 @@ def results(op: str, x: dict[str, torch.Tensor], mine: torch.Tensor, **where: ob
 ])  # fmt: skip
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_any_degree_equals_one_rank(world_size: int, heads: int, ops: tuple[str, ...], layout: str) -> None:
+    check(world_size, heads, ops, layout)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_states_by_way_of_the_heads(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kcp, "pays_by_heads", lambda *_: True)
+    check(32, 5, ("kda", "gdn"), layout)
+
+
+def check(world_size: int, heads: int, ops: tuple[str, ...], layout: str) -> None:
     cu = boundaries(LENGTHS)
 
     def on_rank(group: LocalGroup) -> tuple[torch.Tensor, dict[str, dict[str, torch.Tensor]]]:

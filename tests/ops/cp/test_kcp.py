@@ -45,8 +45,18 @@ def tokens_of(ctx: CPContext) -> torch.Tensor:
     return torch.cat([torch.arange(s, e) for s, e in ctx.fragments])
 
 
-def on_rank(rank: int, world_size: int, cases: list[tuple[str, list[int], str, int]]) -> list[list[torch.Tensor]]:
-    """For each (op, lengths, layout, streams): this rank's output and gradients of its tokens and of the parameters."""
+def on_rank(
+    rank: int, world_size: int, cases: list[tuple[str, list[int], str, int]], by_heads: bool | None = None
+) -> list[list[torch.Tensor]]:
+    """For each (op, lengths, layout, streams): this rank's output and gradients of its tokens and of the parameters.
+    by_heads: how states travel; None: as they do."""
+    with pytest.MonkeyPatch.context() as patch:
+        if by_heads is not None:
+            patch.setattr(kcp, "pays_by_heads", lambda *_: by_heads)
+        return results_of(cases)
+
+
+def results_of(cases: list[tuple[str, list[int], str, int]]) -> list[list[torch.Tensor]]:
     results = []
     for op, lengths, layout, streams in cases:
         ctx = build_cp_context(boundaries(lengths * streams), dist.group.WORLD, layout=layout, num_streams=streams)
@@ -59,8 +69,8 @@ def on_rank(rank: int, world_size: int, cases: list[tuple[str, list[int], str, i
     return results
 
 
-def check(world: World, cases: list[tuple[str, list[int], str, int]]) -> None:
-    ranks = world.run(on_rank, cases)
+def check(world: World, cases: list[tuple[str, list[int], str, int]], by_heads: bool | None = None) -> None:
+    ranks = world.run(on_rank, cases, by_heads)
     for i, (op, lengths, layout, streams) in enumerate(cases):
         cu = boundaries(lengths * streams)
         x = leaves(inputs_of(op, lengths, streams))
@@ -80,6 +90,54 @@ def check(world: World, cases: list[tuple[str, list[int], str, int]]) -> None:
 def test_edges(worlds: Callable[[int], World], world_size: int) -> None:
     ops = ["kda", "gdn", "kda-raw", "conv"]
     check(worlds(world_size), [(op, d, layout, 1) for op in ops for d in EDGES.values() for layout in LAYOUTS])
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_states_by_way_of_the_heads(worlds: Callable[[int], World], world_size: int) -> None:
+    """Two heads: on four ranks two have none."""
+    cases = [(op, d, layout, 1) for op in ("kda", "gdn") for d in EDGES.values() for layout in LAYOUTS]
+    check(worlds(world_size), [*cases, ("kda", [40, 24], "zigzag", 3), ("gdn", [128], "contiguous", 2)], by_heads=True)
+
+
+def both_ways(rank: int, world_size: int, lengths: list[int], layout: str) -> list[float]:
+    """How far states are apart that came by way of the heads and whole, where what nobody asked for is NaN."""
+    context, apart = build_cp_context(boundaries(lengths), dist.group.WORLD, layout=layout), []
+    draw = torch.Generator().manual_seed(rank)
+    for chains, reverse in ((context.forward_chains, False), (context.reverse_chains, True)):
+        S_ext, M = (torch.randn(context.slots, 3, 4, n, generator=draw, dtype=torch.float64) for n in (5, 4))
+        wanted = chains.wanted
+        S_ext[wanted < kcp.STATE], M[wanted < kcp.STATE_AND_M] = torch.nan, torch.nan
+        states = []
+        for by_heads in (False, True):
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setattr(kcp, "pays_by_heads", lambda *_, says=by_heads: says)
+                states.append(kcp.incoming_states(S_ext, M, chains, context.group_name, reverse=reverse))
+        apart.append((states[0] - states[1]).abs().max().item())
+    return apart
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("world_size", [2, 4, 8])
+def test_both_ways_bring_the_same_states(worlds: Callable[[int], World], world_size: int, layout: str) -> None:
+    for lengths in ([128], [40, 8, 80], [1, 126, 1], [16] * 8):
+        for apart in worlds(world_size).run(both_ways, lengths, layout):
+            assert all(x < 1e-12 for x in apart), lengths
+
+
+def test_by_way_of_the_heads_where_chains_are_long_and_links_slow() -> None:
+    one, short = [128], [16] * 8
+    for lengths, layout, between_nodes, heads, says in [
+        (one, "contiguous", False, 64, False),
+        (one, "contiguous", True, 64, True),
+        (one, "contiguous", True, 2, False),
+        (one, "zigzag", True, 64, True),
+        (short, "contiguous", True, 64, False),
+    ]:
+        for rank in range(8):
+            context = build_cp_context(boundaries(lengths), rank=rank, world_size=8, layout=layout)
+            state = torch.empty(1).expand(context.slots, heads, 128, 128)
+            found = kcp.pays_by_heads(state, state, context.forward_chains.most.item(), between_nodes)
+            assert found == says, (lengths, layout, between_nodes, heads)
 
 
 def test_streams_side_by_side(worlds: Callable[[int], World]) -> None:

@@ -16,6 +16,7 @@ from tests.ops.inputs import boundaries, leaves, raw_gate_inputs, relative_error
 from tests.ops.triton.test_numbers import PROMISED, run, to_device
 from tests.worlds import World
 from titan_linear.ops import build_cp_context, causal_conv1d
+from titan_linear.ops.cp import kcp
 from titan_linear.ops.cp.context import CPContext
 
 PARAMETERS = ("dA_log", "ddt_bias", "dweight")
@@ -56,7 +57,16 @@ def convolution(ctx: CPContext, mine: torch.Tensor, rank: int, cu: torch.Tensor)
     return errors(*results, mine, rank)
 
 
-def on_rank(rank: int, world_size: int, op: str, lengths: list[int], layout: str) -> dict[str, float]:
+def on_rank(
+    rank: int, world_size: int, op: str, lengths: list[int], layout: str, by_heads: bool = False
+) -> dict[str, float]:
+    with pytest.MonkeyPatch.context() as patch:
+        if by_heads:
+            patch.setattr(kcp, "pays_by_heads", lambda *_: True)
+        return found_on_rank(rank, op, lengths, layout)
+
+
+def found_on_rank(rank: int, op: str, lengths: list[int], layout: str) -> dict[str, float]:
     cu = boundaries(lengths)
     ctx = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu)
     mine = torch.cat([torch.arange(s, e) for s, e in ctx.fragments]).cuda()
@@ -71,3 +81,12 @@ def test_two_devices(worlds: Callable[..., World], op: str, lengths: list[int], 
     bounds = PROMISED | {"dx": 5e-3, "dweight": 5e-3}
     for found in worlds(2, "nccl").run(on_rank, op, lengths, layout):
         assert not {n: e for n, e in found.items() if not e <= bounds[n]}
+
+
+@pytest.mark.parametrize("processes", [pytest.param(n, marks=pytest.mark.cuda(n)) for n in (2, 4)])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_states_by_way_of_the_heads(worlds: Callable[..., World], op: str, layout: str, processes: int) -> None:
+    for lengths in ([4096], [2, 2043, 3]):
+        for found in worlds(processes, "nccl").run(on_rank, op, lengths, layout, True):
+            assert not {n: e for n, e in found.items() if not e <= PROMISED[n]}

@@ -219,7 +219,7 @@ def build_cp_context(
 _Tables = Mapping[str, Mapping[str, np.ndarray]]
 ON_HOST = {  # tables read on the CPU
     "slots", "crosses", "sends", "send_counts", "receive_counts", "links", "leaving", "coming", "moves", "pieces",
-    "sent", "travel", "pairs",
+    "sent", "travel", "pairs", "most",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 import torch
@@ -11,6 +12,14 @@ import torch.distributed as dist
 def group_named(name: str) -> dist.ProcessGroup:
     """The group whose `group_name` this is."""
     return dist.distributed_c10d._resolve_process_group(name)
+
+
+def spans_nodes(name: str) -> bool:
+    """Whether the ranks of a group are of several nodes, as torchrun's environment has them."""
+    size, group = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), group_named(name)
+    if not size or type(group) is not dist.ProcessGroup:  # a group in one process
+        return False
+    return len({rank // size for rank in dist.get_process_group_ranks(group)}) > 1
 
 
 def all_to_all(x: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], group: str) -> torch.Tensor:
