@@ -28,8 +28,8 @@ from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops.boundaries import scan_programs, segment_length
 from titan_linear.ops.triton.configs import CONFIGS, architecture
-from titan_linear.ops.triton.split_documents import segment_length
 
 CANDIDATES = {
     "BK": (32, 64, 128),
@@ -150,7 +150,7 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("error: tools.tune_ops times the kernels of a GPU, and there is none here", file=sys.stderr)
         return 2
-    whole = segment_length(args.tokens, 1, args.heads, args.dim) is None
+    whole = segment_length(args.tokens, 1, scan_programs(args.heads, args.dim)) is None
     for kernel in args.kernels:
         if "boundary" in kernel and whole:
             print(f"{kernel}: does not run at --heads {args.heads}; use --heads 16")

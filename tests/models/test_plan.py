@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from tests.dispatch import Inside
 from tests.ops.inputs import boundaries
 from tests.worlds import World
+from titan_linear.distributed.batch import BatchSharding
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.config import MixerOptions, ModelConfig
@@ -22,6 +24,7 @@ from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import GDN, KDA, MLA, Attention
 from titan_linear.models.plan import BatchPlan
+from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.attention import pairs_computed
 
@@ -175,3 +178,17 @@ def test_a_block_compiles_once_under_context_parallelism(
 def test_a_block_compiles_once_under_tensor_parallelism(worlds: Callable[..., World]) -> None:
     for graphs, errors in worlds(2).run(compiled, "wide norms", {}, 2):
         assert graphs == 1 and max(errors) < 1e-5
+
+
+def test_scans_of_gpus_are_planned_for() -> None:
+    """Programs of a scan over one document: a rank's value heads, of columns that the kernels have, in blocks of 64."""
+    methods = {"layout": "contiguous", "softmax_method": "auto", "linear_method": "kcp", "impl": "auto"}
+    for model, tp, programs in (
+        (preset("kda", "340M"), 1, (16,)),
+        (preset("hybrid", "1.3B"), 2, (16,)),
+        (preset("olmo-hybrid", "7B"), 1, (90,)),
+    ):
+        for device, expected in (("cuda", programs), ("cpu", ())):
+            dims = SimpleNamespace(tp=tp)
+            sharding = BatchSharding.of(model, dims, torch.device(device), torch.bfloat16, **methods)
+            assert sharding.programs == expected

@@ -10,9 +10,11 @@ from titan_linear.data import Batch
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.layers import widened
+from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.models.plan import BatchPlan, Rotary
 from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.attention import choose_method, pairs_computed
+from titan_linear.ops.boundaries import scan_programs
 from titan_linear.ops.transfer import to_device
 
 
@@ -30,6 +32,7 @@ class BatchSharding:
     rotaries: tuple[Rotary, ...]  # of the model's mixers
     compute_dtype: torch.dtype
     compiled: bool  # torch.compile reads the plan
+    programs: tuple[int, ...]  # of the scans of its delta rules, where these are kernels
     softmax: tuple[int, int, int] | None  # Hq, Hkv and D + Dv of the first softmax layer, on a rank of tp
 
     @classmethod
@@ -44,7 +47,8 @@ class BatchSharding:
         rotaries = dict.fromkeys(mixer.rotary for mixer in model.layers if mixer.rotary is not None)
         return cls(
             dims, device, conv1d_kernel_size=sizes.pop() if len(sizes) == 1 else None, rotaries=tuple(rotaries),
-            compute_dtype=compute_dtype, compiled=compiled, softmax=_softmax(model, dims.tp), **methods,
+            compute_dtype=compute_dtype, compiled=compiled, programs=_programs(model, dims.tp, device),
+            softmax=_softmax(model, dims.tp), **methods,
         )  # fmt: skip
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, BatchPlan]:
@@ -52,7 +56,7 @@ class BatchSharding:
         context = build_cp_context(
             batch.cu_seqlens, self.dims.cp_group, num_streams=batch.num_streams,
             layout=self.layout if self.dims.cp > 1 else "contiguous",
-            conv1d_kernel_size=self.conv1d_kernel_size, device=self.device,
+            conv1d_kernel_size=self.conv1d_kernel_size, device=self.device, programs=self.programs,
         )  # fmt: skip
         if self.compiled:
             context.mark_dynamic()
@@ -74,6 +78,16 @@ class BatchSharding:
         if method == "auto":
             method = choose_method(context, *self.softmax, self.compute_dtype)
         return pairs_computed(context, method)
+
+
+def _programs(model: ModelConfig, tp: int, device: torch.device) -> tuple[int, ...]:
+    mixers = [mixer for mixer in dict.fromkeys(model.layers) if isinstance(mixer, DeltaOptions)]
+    if device.type != "cuda":
+        return ()
+    from titan_linear.ops.triton.configs import kernel_dims  # Triton is there on Linux only
+
+    of = (scan_programs(m.v_heads // tp, kernel_dims(m.head_dim, m.v_head_dim)[1]) for m in mixers)
+    return tuple(dict.fromkeys(of))
 
 
 def _softmax(model: ModelConfig, tp: int) -> tuple[int, int, int] | None:

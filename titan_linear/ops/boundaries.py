@@ -12,6 +12,9 @@ import torch
 CHUNK = 64  # tokens of a chunk of the delta rule
 CONV_RUN = 256  # tokens of a program of the convolution
 
+PROGRAMS = 132  # of a scan, that fill an H100 or H200: its multiprocessors
+SHORTEST = 512  # tokens of a segment: below, the fold costs what the scan saves
+
 T = TypeVar("T")
 
 
@@ -20,6 +23,16 @@ class ChunkTable(NamedTuple):
 
     index: torch.Tensor  # [NT, 2] int32: entry (−1: none), chunk within it
     offsets: torch.Tensor  # [N+1] int32: the first row of each entry
+
+
+class Segments(NamedTuple):
+    """Entries cut into segments, which a scan with few heads takes side by side; each with chunks of its own."""
+
+    cu_seqlens: torch.Tensor  # [S+1] int32
+    chunk_index: torch.Tensor  # [NT, 2] int32
+    chunk_offsets: torch.Tensor  # [S+1] int32
+    offsets: torch.Tensor  # [N+1] int32: the first segment of each entry
+    numbers: torch.Tensor  # [S] int32: 0 … S − 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,6 +47,8 @@ class Boundaries:
     longest: torch.Tensor | None = None  # [1] int64 on the CPU: tokens of the longest entry, where it is known
     may_split: bool = True  # by an implementation, into segments where heads are few
     chunks: Mapping[int, ChunkTable] = field(default_factory=dict)  # by tokens of a chunk, those that are known
+    # By programs of a scan over one entry (HV · V / 64), those that are known; None: entries stay whole.
+    segments: Mapping[int, Segments | None] = field(default_factory=dict)
     _derived: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
@@ -66,3 +81,32 @@ def chunk_arrays(cu_seqlens: np.ndarray, size: int) -> tuple[np.ndarray, np.ndar
     if len(index) == 1:
         index = np.append(index, [[-1, 0]], 0)
     return index.astype(np.int32), offsets.astype(np.int32)
+
+
+def scan_programs(HV: int, V: int) -> int:
+    """Of a scan over one entry: a head's columns in blocks of 64."""
+    return HV * max(V // 64, 1)
+
+
+def segment_length(tokens: int, entries: int, programs: int) -> int | None:
+    """Tokens of a segment, a multiple of 64, or None where cutting does not pay: below three segments an entry.
+
+    programs: of a scan over one entry, HV · V / 64.
+    """
+    segments = PROGRAMS // max(entries * programs, 1)
+    if segments < 3 or tokens < 3 * SHORTEST * entries:
+        return None
+    share = -(-tokens // (entries * segments))
+    return max(-(-share // CHUNK) * CHUNK, SHORTEST)
+
+
+def segment_arrays(cu_seqlens: np.ndarray, length: int) -> dict[str, np.ndarray]:
+    """Those of `Segments`, on the host: segments of `length` tokens, the last of an entry what is left."""
+    index, offsets = chunk_arrays(cu_seqlens, length)
+    entry, number = index[index[:, 0] >= 0].T
+    edges = np.append(cu_seqlens[entry] + number * length, cu_seqlens[-1]).astype(np.int32)
+    chunk_index, chunk_offsets = chunk_arrays(edges, CHUNK)
+    return {
+        "cu_seqlens": edges, "chunk_index": chunk_index, "chunk_offsets": chunk_offsets, "offsets": offsets,
+        "numbers": np.arange(len(entry), dtype=np.int32),
+    }  # fmt: skip

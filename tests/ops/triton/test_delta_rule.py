@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
@@ -19,9 +20,12 @@ from tests.ops.inputs import boundaries, call, gradients, leaves, make_inputs, o
 from tests.worlds import World
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.ops import build_cp_context, causal_conv1d
+from titan_linear.ops.boundaries import Boundaries, scan_programs, segment_arrays, segment_length
+from titan_linear.ops.cp import context
+from titan_linear.ops.triton import chunks, split_documents
 from titan_linear.ops.triton import delta_rule as rules
 from titan_linear.ops.triton.chunks import chunks_of
-from titan_linear.ops.triton.split_documents import segment_length
+from titan_linear.ops.triton.split_documents import segments_of
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
@@ -144,11 +148,64 @@ def test_operators_of_segments_are_well_formed() -> None:
 
 
 def test_when_documents_are_split() -> None:
-    assert segment_length(32768, 1, 64, 128) is None  # as many programs as multiprocessors
-    assert segment_length(32768, 10, 16, 128) is None
-    assert segment_length(32768, 1, 16, 128) == 8192
-    assert segment_length(2**20 + 1, 1, 8, 128) == 131136
-    assert segment_length(1000, 1, 1, 64) is None
+    assert scan_programs(64, 128) == 128 and scan_programs(2, 32) == 2
+    assert segment_length(32768, 1, 128) is None  # as many programs as multiprocessors
+    assert segment_length(32768, 10, 32) is None
+    assert segment_length(32768, 1, 32) == 8192
+    assert segment_length(2**20 + 1, 1, 16) == 131136
+    assert segment_length(1000, 1, 1) is None
+
+
+def test_planned_segments_are_those_of_the_device() -> None:
+    """But for surplus ones, which are empty."""
+    for lengths, length in ([1, 300, 64, 200], 64), ([1000], 128), ([64, 64], 512):
+        cu = boundaries(lengths)
+        planned = segment_arrays(cu.numpy(), length)
+        found = segments_of(Boundaries(cu.to(DEVICE)), sum(lengths), length)
+        S = len(planned["numbers"])
+        assert torch.equal(found.cu_seqlens[: S + 1].cpu(), torch.from_numpy(planned["cu_seqlens"]))
+        assert torch.equal(found.offsets.cpu(), torch.from_numpy(planned["offsets"]))
+        assert torch.equal(found.chunk_offsets[: S + 1].cpu(), torch.from_numpy(planned["chunk_offsets"]))
+        rows = planned["chunk_index"][: planned["chunk_offsets"][-1]]
+        assert torch.equal(found.chunk_index[: len(rows)].cpu(), torch.from_numpy(rows))
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_planned_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A context that planned for the scan, and one that did not: the same bits."""
+    monkeypatch.setattr(context, "segment_length", lambda *_: 64)
+    monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
+    cu, x = boundaries([10, 130]), make_inputs(op, 140, H=1, HV=1, K=32, V=32, gate="slow")
+    results = []
+    for programs in ((), (scan_programs(1, 32),)):
+        ctx = build_cp_context(cu, rank=0, world_size=1, device=DEVICE, programs=programs)
+        own = leaves({n: t.to(DEVICE, torch.float32) for n, t in x.items()})
+        o, _ = call(op, own, cp_context=ctx, impl="triton")
+        results.append([o.detach(), *torch.autograd.grad(o.square().sum(), list(own.values()))])
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_compiled_code_reads_planned_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One graph for all documents, in which no table is made."""
+    monkeypatch.setattr(context, "segment_length", lambda *_: 64)
+    for module in (chunks, split_documents):
+        monkeypatch.setattr(module, "chunk_table", lambda *_: pytest.fail("a table is made"))
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(partial(call, op, impl="triton"), backend=counter, fullgraph=True)
+    for lengths in ([10, 80], [1, 24, 65]):
+        x = make_inputs(op, 90, H=1, HV=1, K=32, V=32)
+        ctx = build_cp_context(
+            boundaries(lengths), rank=0, world_size=1, device=DEVICE, programs=(scan_programs(1, 32),)
+        )
+        ctx.mark_dynamic()
+        own = leaves({n: t.to(DEVICE, torch.float32) for n, t in x.items()})
+        results = []
+        for run in (compiled, partial(call, op, impl="triton")):
+            o, _ = run(own, cp_context=ctx)
+            results.append([o.detach(), *torch.autograd.grad(o.square().sum(), list(own.values()))])
+        assert all(map(torch.equal, *results))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])

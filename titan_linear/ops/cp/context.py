@@ -8,7 +8,7 @@ batch on the CPU, with every table that layers need, forward and backward, and r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -17,7 +17,16 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from titan_linear.ops.boundaries import CHUNK, CONV_RUN, Boundaries, ChunkTable, chunk_arrays
+from titan_linear.ops.boundaries import (
+    CHUNK,
+    CONV_RUN,
+    Boundaries,
+    ChunkTable,
+    Segments,
+    chunk_arrays,
+    segment_arrays,
+    segment_length,
+)
 from titan_linear.ops.cp.fragments import LAYOUTS, Fragment, cut, owned
 from titan_linear.ops.cp.halo import HaloRoutes, halo_routes
 from titan_linear.ops.cp.kcp import Chains, chains
@@ -101,7 +110,8 @@ class CPContext:
         spans, keys = self.gathered.spans, self.gathered.keys
         counted += [spans.q, spans.q_cpu, spans.k, spans.k_cpu, keys.pieces, keys.sent]
         counted += [self.stream.cu_seqlens, self.stream.cu_seqlens_cpu]  # now: compiled code cannot take its lock
-        for table in (*counted, *(x for chunks in self.boundaries.chunks.values() for x in chunks)):
+        tables = (*self.boundaries.chunks.values(), *filter(None, self.boundaries.segments.values()))
+        for table in (*counted, *(x for of in tables for x in of)):
             torch._dynamo.mark_dynamic(table, 0)
 
     def halo_of(self, width: int) -> HaloRoutes:
@@ -157,6 +167,7 @@ def build_cp_context(
     world_size: int | None = None,
     num_streams: int = 1,
     device: torch.device | None = None,
+    programs: Sequence[int] = (),
 ) -> CPContext:
     """Cut a packed stream among the W ranks of a group, and derive what its layers need.
 
@@ -172,6 +183,7 @@ def build_cp_context(
         num_streams: `cu_seqlens` describes that many streams of equal length, one after the other; each is
             cut by itself, and a rank's tokens are its part of the first stream, of the second, and so on.
         device: where the tokens will be; that of `cu_seqlens` by default.
+        programs: of the scans to come (`scan_programs`): long entries are laid out in segments for each.
 
     Raises:
         ValueError: boundaries that do not start at 0 or decrease, an unknown layout, a stream length that W
@@ -196,12 +208,15 @@ def build_cp_context(
         **spans,
         **{f"chunks of {n}": dict(zip(("index", "offsets"), chunk_arrays(local, n))) for n in (CHUNK, CONV_RUN)},
     }
+    lengths = {n: segment_length(int(local[-1]), len(local) - 1, n) for n in programs}
+    tables |= {f"segments {n}": segment_arrays(local, length) for n, length in lengths.items() if length is not None}
     if conv1d_kernel_size is not None:
         tables["halo"] = halo_routes(fragments, rank, world_size, conv1d_kernel_size - 1)
     moved = _move(tables, cu_seqlens.device if device is None else torch.device(device))
     boundaries = Boundaries(
         moved["boundaries"]["cu_seqlens"], torch.from_numpy(local), _longest(local),
         chunks={n: ChunkTable(**moved[f"chunks of {n}"]) for n in (CHUNK, CONV_RUN)},
+        segments={n: Segments(**moved[f"segments {n}"]) if length else None for n, length in lengths.items()},
     )  # fmt: skip
     return CPContext(
         group=group, group_name="" if group is None else group.group_name, layout=layout, rank=rank,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from titan_linear.ops.boundaries import CHUNK, Boundaries
+from titan_linear.ops.boundaries import CHUNK, Boundaries, Segments, scan_programs, segment_length
 from titan_linear.ops.cp.kcp import Chains
 from titan_linear.ops.options import DeltaRuleOptions
 from titan_linear.ops.states import Inputs, States
@@ -15,7 +15,7 @@ from titan_linear.ops.triton import gdn, kda
 from titan_linear.ops.triton.chunks import Chunks, chunks_of
 from titan_linear.ops.triton.configs import kernel_dims
 from titan_linear.ops.triton.padded import Padded
-from titan_linear.ops.triton.split_documents import SplitDocuments, segment_length
+from titan_linear.ops.triton.split_documents import SplitDocuments, segments_of
 
 
 def triton_delta_rule(
@@ -38,12 +38,21 @@ def _of_kernel_dims(
 ) -> TritonRule | SplitDocuments:
     rule = TritonKDA if inputs.g.dim() == 3 else TritonGDN
     tokens, HV, V = inputs.v.shape
-    length = segment_length(tokens, len(boundaries), HV, V) if boundaries.may_split else None
-    if length is not None:
-        return SplitDocuments(rule, inputs, options, boundaries, kept, length)
+    find = _segments(boundaries, tokens, scan_programs(HV, V)) if boundaries.may_split else None
+    if find is not None:
+        return SplitDocuments(rule, inputs, options, find, kept)
     if kept:
         return rule(inputs, options, Chunks(boundaries.cu_seqlens, *kept[:2]), kept[2:])
     return rule(inputs, options, _chunks(boundaries, tokens), ())
+
+
+def _segments(boundaries: Boundaries, tokens: int, programs: int) -> Callable[[], Segments] | None:
+    """Where long entries are cut, by the batch's plan, or found on the device; None: they stay whole."""
+    if programs in boundaries.segments:
+        planned = boundaries.segments[programs]
+        return None if planned is None else lambda: planned
+    length = segment_length(tokens, len(boundaries), programs)
+    return None if length is None else lambda: boundaries.derived(segments_of, tokens, length)
 
 
 def _chunks(boundaries: Boundaries, tokens: int) -> Chunks:

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from titan_linear.ops.boundaries import Boundaries
+from titan_linear.ops.boundaries import Boundaries, Segments
 from titan_linear.ops.cp.kcp import Chains
 from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.options import DeltaRuleOptions
@@ -23,17 +23,6 @@ from titan_linear.ops.states import Inputs, States
 from titan_linear.ops.triton.chunks import Chunks, chunk_table, chunks_of, max_chunks
 from titan_linear.ops.triton.fold import fold_segments
 from titan_linear.ops.triton.launch import Launcher
-
-PROGRAMS = 132  # of a scan, that fill an H100 or H200: its multiprocessors
-SHORTEST = 512  # tokens of a segment: below, the fold costs what the scan saves
-
-
-def segment_length(tokens: int, entries: int, heads: int, V: int) -> int | None:
-    """Tokens of a segment, a multiple of 64, or None where splitting does not pay: below three segments a document."""
-    segments = PROGRAMS // max(entries * heads * max(V // 64, 1), 1)
-    if segments < 3 or tokens < 3 * SHORTEST * entries:
-        return None
-    return max(triton.cdiv(triton.cdiv(tokens, entries * segments), 64) * 64, SHORTEST)
 
 
 @Launcher
@@ -66,24 +55,22 @@ def _(cu_seqlens, tokens, length):
 
 
 class SplitDocuments:
-    """A rule over segments of `length` tokens that looks like one over entries."""
+    """A rule over the segments that `find` gives, which looks like one over entries."""
 
     def __init__(
         self,
         make: Callable[..., Any],
         inputs: Inputs,
         options: DeltaRuleOptions,
-        boundaries: Boundaries,
+        find: Callable[[], Segments],
         kept: Sequence[torch.Tensor],
-        length: int,
     ):
         if kept:
-            self.segment_offsets, self.states, self.M, *segments = kept
-            self.segments = Chunks(*segments)
+            self.states, self.M, *tables = kept
+            self.segments = Segments(*tables)
         else:
-            self.segments, self.segment_offsets = boundaries.derived(_segments, len(inputs.q), length)
-        self.rule = make(inputs, options, self.segments, ())
-        self.all = torch.arange(len(self.segments.cu_seqlens) - 1, dtype=torch.int32, device=inputs.q.device)
+            self.segments = find()
+        self.rule = make(inputs, options, Chunks(*self.segments[:3]), ())
         self.S_ext: torch.Tensor | None = None  # of the segments, [S, HV, K, V]
         self.dS_ext: torch.Tensor | None = None
 
@@ -91,37 +78,38 @@ class SplitDocuments:
     def kept(self) -> tuple[torch.Tensor, ...]:
         """States and M of the segments; the rule prepares its chunks again, which with few heads costs 5% and keeps
         nothing per token."""
-        return self.segment_offsets, self.states, self.M, *self.segments
+        return self.states, self.M, *self.segments
 
     def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
-        self.S_ext, self.M = self.rule.boundaries(self.all)
-        return fold_entries(self.S_ext, self.M, self.segment_offsets, chains.entries)
+        self.S_ext, self.M = self.rule.boundaries(self.segments.numbers)
+        return fold_entries(self.S_ext, self.M, self.segments.offsets, chains.entries)
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
         if self.S_ext is None:
-            self.S_ext, self.M = self.rule.boundaries(self.all)
-        self.states = fold_segments(self.S_ext, self.M, *_parts(initial), self.segment_offsets, False)
+            self.S_ext, self.M = self.rule.boundaries(self.segments.numbers)
+        self.states = fold_segments(self.S_ext, self.M, *_parts(initial), self.segments.offsets, False)
         o, last = self.rule.forward(States(self.states), need_final)
-        return o, last[self.segment_offsets[1:] - 1] if need_final else last
+        return o, last[self.segments.offsets[1:] - 1] if need_final else last
 
     def boundary_backward(self, do: torch.Tensor, chains: Chains) -> torch.Tensor:
-        self.dS_ext = self.rule.boundary_gradients(do, self.all)
-        return fold_entries_back(self.dS_ext, self.M, self.segment_offsets, chains.entries)
+        self.dS_ext = self.rule.boundary_gradients(do, self.segments.numbers)
+        return fold_entries_back(self.dS_ext, self.M, self.segments.offsets, chains.entries)
 
     def backward(
         self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
     ) -> tuple[Inputs, torch.Tensor]:
         if self.dS_ext is None:
-            self.dS_ext = self.rule.boundary_gradients(do, self.all)
-        d_last = fold_segments(self.dS_ext, self.M, *_parts(d_final), self.segment_offsets, True)
+            self.dS_ext = self.rule.boundary_gradients(do, self.segments.numbers)
+        d_last = fold_segments(self.dS_ext, self.M, *_parts(d_final), self.segments.offsets, True)
         grads, d_first = self.rule.backward(do, States(self.states), States(d_last), need_d_initial)
-        return grads, d_first[self.segment_offsets[:-1]] if need_d_initial else d_first
+        return grads, d_first[self.segments.offsets[:-1]] if need_d_initial else d_first
 
 
-def _segments(boundaries: Boundaries, tokens: int, length: int) -> tuple[Chunks, torch.Tensor]:
-    """Segments as entries, with their chunks, and segment_offsets."""
-    edges, segment_offsets = segment_table(boundaries.cu_seqlens, tokens, length)
-    return chunks_of(edges, tokens), segment_offsets
+def segments_of(boundaries: Boundaries, tokens: int, length: int) -> Segments:
+    """Of `length` tokens, found on the device: those that no entry needs are empty."""
+    edges, offsets = segment_table(boundaries.cu_seqlens, tokens, length)
+    numbers = torch.arange(len(edges) - 1, dtype=torch.int32, device=edges.device)
+    return Segments(*chunks_of(edges, tokens), offsets, numbers)
 
 
 def _parts(states: States | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
