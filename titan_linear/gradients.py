@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import chain
 from typing import NamedTuple
 
@@ -50,16 +50,19 @@ class Passes:
     """Those of one step after the other.
 
     Args:
-        forward: a micro-batch and the step's valid tokens → its `Forward`.
         watching: a context around both passes of a micro-batch.
     """
 
     def __init__(
-        self, feed: Feed, forward: Callable[[MicroBatch, int], Forward],
-        watching: Callable[[MicroBatch], AbstractContextManager[object]],
+        self, model: Decoder, feed: Feed, precision: AbstractContextManager[object], loss_chunk: int,
+        watching: Callable[[MicroBatch], AbstractContextManager[object]] = lambda batch: nullcontext(),
     ):  # fmt: skip
-        self.feed, self.forward, self.watching = feed, forward, watching
+        self.model, self.feed, self.precision, self.loss_chunk = model, feed, precision, loss_chunk
+        self.watching = watching
         self.begun: Begun | None = None
+
+    def forward(self, batch: MicroBatch, valid: int) -> Forward:
+        return Forward(self.model, batch, valid, self.precision, self.loss_chunk)
 
     def begin(self) -> None:
         """Queue the next step's first forward, so that the device has work while the host waits for numbers of the step

@@ -35,7 +35,7 @@ from titan_linear.memory import Batch, Units, boundaries, context, layers, micro
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.documents import Documents
 from titan_linear.models.mixers.delta import DeltaOptions
-from titan_linear.ops.boundaries import CHUNK
+from titan_linear.ops.boundaries import CHUNK, PROGRAMS
 from titan_linear.ops.cp.kcp import bytes_by_heads, pays_by_heads
 from titan_linear.ops.kept import OPERATORS
 from titan_linear.ops.triton.configs import kernel_dims
@@ -45,7 +45,6 @@ PARTS = (
     "products", "attention", "delta rule", "elementwise", "head", "optimizer", "communication", "launches",
 )  # fmt: skip
 DIM = 128  # K and V of the delta rule's rates
-PROGRAMS = 132  # of a scan, side by side: multiprocessors of an H100 or H200
 LAUNCHES = 4  # of an operator, on average
 SLICES = 4  # in which keys travel: the first one is waited for
 ATTENTION = ("attention_", "ring_", "allgather_")  # operators
@@ -250,8 +249,8 @@ class Clock:
 
     def _states(self, call: Call) -> float:
         """S_ext and M of other fragments, to whoever needs them or by way of the heads."""
-        S_ext, M, _, _, _, _, _, *counts, _, most, _, _, _, _, _, _ = call.given
-        between_nodes = self.batch.cp * self.batch.tp > self.machine.node_size
+        (S_ext, M, *tables), between_nodes = call.given, self.batch.cp * self.batch.tp > self.machine.node_size
+        _, _, _, _, _, *counts, _, most = tables[:9]
         if pays_by_heads(S_ext, M, int(most), between_nodes):
             return 2 * self.cp.latency + bytes_by_heads(S_ext, M) / self.cp.all_to_all
         sizes = S_ext.nbytes // len(S_ext), M.nbytes // len(M)

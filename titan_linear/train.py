@@ -48,7 +48,7 @@ from titan_linear.checkpoint import (
 from titan_linear.config import Config, hf_weights, load_config, seq_len_at, tokens_at
 from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, learnt, validation_batches
 from titan_linear.distributed.experts import move_selection_biases
-from titan_linear.distributed.feed import Fed, Feed, MicroBatch
+from titan_linear.distributed.feed import Fed, Feed
 from titan_linear.distributed.groups import is_gone, on_rank_0, process_group, set_timeout, unhurried, unhurried_group
 from titan_linear.distributed.hangs import Watch, watched
 from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
@@ -56,7 +56,7 @@ from titan_linear.exports import Exports
 from titan_linear.flops import no_peak, peak_tflops, training_flops
 from titan_linear.generate import Sampling, generate
 from titan_linear.grace import GivenUp, Grace
-from titan_linear.gradients import Forward, Passes
+from titan_linear.gradients import Passes
 from titan_linear.hf_io import gather, load_weights
 from titan_linear.memory import what_fits
 from titan_linear.metrics import GarbageClock, MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory
@@ -121,7 +121,8 @@ class Trainer:
         self.exports: Exports | None = None  # on rank 0
         groups = file_groups(config, self.streams)
         self.telemetry = Telemetry(config, self.model, self.dims, self.device, self.streams, groups)
-        self.passes = Passes(self.feed, self._forward, self.telemetry.watching)
+        loss_chunk = config.training.loss_chunk_size
+        self.passes = Passes(self.model, self.feed, self.precision, loss_chunk, self.telemetry.watching)
         self.seen: Seen = {}  # by telemetry in the last step
         self.garbage = GarbageClock()
         self.outliers = Outliers(config.metrics.spike_sigmas)
@@ -217,9 +218,6 @@ class Trainer:
             self.passes.drop()
         self.grace.end()
         return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "skipped_steps": self.skipped}
-
-    def _forward(self, batch: MicroBatch, valid: int) -> Forward:
-        return Forward(self.model, batch, valid, self.precision, self.config.training.loss_chunk_size)
 
     def _prepare_next(self) -> None:
         """While the device computes: the next step's batches, and if nothing comes between, its first forward."""

@@ -52,12 +52,12 @@ from titan_linear.checkpoint import named_parameters
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import IGNORE, Batch, Stream, build_dataloader
 from titan_linear.distributed.experts import move_selection_biases
-from titan_linear.distributed.feed import Feed, MicroBatch
+from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.groups import process_group, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
 from titan_linear.flops import peak_tflops, training_flops
-from titan_linear.gradients import Forward, Passes
+from titan_linear.gradients import Passes
 from titan_linear.hf_io import find_family
 from titan_linear.metrics import peak_memory_gib
 from titan_linear.models.adapters import config_to_hf
@@ -118,7 +118,7 @@ class Ours:
         self.feed = Feed(
             batches(), sharding, micro_steps=micro_steps, copies=dims.copies, host=unhurried_group(), device=device
         )  # fmt: skip
-        self.passes = Passes(self.feed, self._forward, self.telemetry.watching)
+        self.passes = Passes(self.model, self.feed, self.precision, t.loss_chunk_size, self.telemetry.watching)
 
     def step(self) -> None:
         """One, and the next one's first forward."""
@@ -145,9 +145,6 @@ class Ours:
         self.step()
         self.passes.drop()
         self.feed.settle()
-
-    def _forward(self, batch: MicroBatch, valid: int) -> Forward:
-        return Forward(self.model, batch, valid, self.precision, self.config.training.loss_chunk_size)
 
     def documents(self) -> tuple[int, Documents]:
         """Steps since this was last asked, and what they had."""

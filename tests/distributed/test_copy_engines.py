@@ -41,7 +41,7 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def collectives(rank: int, world_size: int, nbytes: int) -> tuple[bool, float, bool]:
     """Sixty of each, of changing sizes, on streams of their own while products run; whether all gathers are NCCL's,
-    how far the sums are off in units of the last place, and whether ranks are in step to the end."""
+    how far sums are off, as shares of their terms, and whether ranks are in step to the end."""
     device, group = torch.device("cuda", rank), dist.group.WORLD
     gather, reduce_scatter = CopiedGather(group, device, nbytes), CopiedReduceScatter(group, device, nbytes)
     streams = [torch.cuda.Stream(priority=-1) for _ in range(2)]

@@ -16,6 +16,7 @@ from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.attention import choose_method, pairs_computed
 from titan_linear.ops.boundaries import scan_programs
 from titan_linear.ops.transfer import to_device
+from titan_linear.ops.triton.configs import kernel_dims
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,9 @@ class BatchSharding:
 
 
 def _programs(model: ModelConfig, tp: int, device: torch.device) -> tuple[int, ...]:
-    mixers = [mixer for mixer in dict.fromkeys(model.layers) if isinstance(mixer, DeltaOptions)]
     if device.type != "cuda":
         return ()
-    from titan_linear.ops.triton.configs import kernel_dims  # Triton is there on Linux only
-
+    mixers = (mixer for mixer in model.layers if isinstance(mixer, DeltaOptions))
     of = (scan_programs(m.v_heads // tp, kernel_dims(m.head_dim, m.v_head_dim)[1]) for m in mixers)
     return tuple(dict.fromkeys(of))
 

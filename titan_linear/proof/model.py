@@ -13,7 +13,7 @@ from titan_linear.data import IGNORE
 from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.parallelize import sum_gradients
 from titan_linear.distributed.precision import ComputeCopies
-from titan_linear.gradients import Forward
+from titan_linear.gradients import Passes
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.proof.data import tokens_of
@@ -105,13 +105,11 @@ def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str
             iter(subject.loader(dims.dp_rank, dims.degrees.dp)), sharding_of(subject, dims, dtype, impl), micro_steps=1,
             copies=dims.copies, host=dims.world, device=subject.device,
         )  # fmt: skip
-        valid, batches = feed.next_step()
-        chunk = subject.config.training.loss_chunk_size
         with Trace(model) as trace:
-            loss = torch.stack([Forward(model, b, valid, precision, chunk).backward() for b in batches]).double().sum()
+            losses, _ = Passes(model, feed, precision, subject.config.training.loss_chunk_size).run()
         sum_as_fsdp(model, dims)
         sum_gradients(model, dims)
-        return loss, dims, model, trace
+        return losses.sum(), dims, model, trace
 
     ranks = on_ranks(subject.degrees, on_rank)
     between, backward = _together(subject, [(dims, trace) for _, dims, _, trace in ranks])

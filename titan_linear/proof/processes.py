@@ -16,7 +16,7 @@ from titan_linear.distributed.groups import unhurried_group
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parallelize import sum_gradients
 from titan_linear.distributed.parts import whole
-from titan_linear.gradients import Forward
+from titan_linear.gradients import Passes
 from titan_linear.models.decoder import Decoder
 from titan_linear.proof.findings import Finding, Findings, off, worst
 from titan_linear.proof.model import Step, gradient_bound, in_one_process
@@ -67,10 +67,8 @@ def _of_processes(subject: Subject, dims: ParallelDims, want: Step) -> tuple[tor
         iter(subject.loader(dims.dp_rank, dims.dp)), build_sharding(config, subject.model, dims, subject.device),
         micro_steps=1, copies=dims.copies, host=unhurried_group(), device=subject.device,
     )  # fmt: skip
-    valid, batches = feed.next_step()
-    chunk = config.training.loss_chunk_size
-    losses = [Forward(model, batch, valid, precision, chunk).backward() for batch in batches]
-    loss = torch.stack(losses).double().sum()
+    losses, _ = Passes(model, feed, precision, config.training.loss_chunk_size).run()
+    loss = losses.sum()
     sum_gradients(model, dims)
     dist.all_reduce(loss)
     return loss, _errors(model, want.gradients)

@@ -16,7 +16,7 @@ from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.groups import unhurried_group
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
-from titan_linear.gradients import Forward
+from titan_linear.gradients import Passes
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.optim import build_optimizer, learning_rate, step_numbers, update
@@ -47,27 +47,23 @@ class Run:
             cursor=cursor,
         )  # fmt: skip
         sharding = build_sharding(config, self.model.config, self.dims, self.subject.device)
-        self.precision = mixed_precision(config, self.model, self.dims)
+        precision = mixed_precision(config, self.model, self.dims)
         self.feed = Feed(
             iter(loader), sharding, micro_steps=STREAMS, copies=1, host=self.host, device=self.subject.device
         )
+        self.passes = Passes(self.model, self.feed, precision, config.training.loss_chunk_size)
 
     def next_step(self) -> tuple[float, tuple[int, ...]]:
         """One step; its loss and its streams. The step after is fetched, as the trainer does."""
-        config, losses, streams = self.subject.config, [], ()
-        valid, batches = self.feed.next_step()
-        for batch in batches:
-            chunk = config.training.loss_chunk_size
-            losses.append(Forward(self.model, batch, valid, self.precision, chunk).backward())
-            streams += batch.streams
+        config, (losses, streams) = self.subject.config, self.passes.run()
         sum_gradients(self.model, self.dims)
-        numbers = step_numbers(torch.stack(losses).double().sum(), counted_parameters(self.model, self.dims), 0)
+        numbers = step_numbers(losses.sum(), counted_parameters(self.model, self.dims), 0)
         self.step += 1
         lr = learning_rate(self.step, config.optimizer.lr, config.lr_scheduler, config.training.steps)
         update(self.optimizer, numbers, lr, config.training.max_norm)
         self.feed.prefetch()
         self.optimizer.zero_grad(set_to_none=True)
-        return numbers[0].item(), streams
+        return numbers[0].item(), tuple(i for own in streams for i in own)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Weights and the optimizer's states, by name; copies."""

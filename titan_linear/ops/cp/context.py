@@ -27,9 +27,10 @@ from titan_linear.ops.boundaries import (
     segment_arrays,
     segment_length,
 )
+from titan_linear.ops.cp.exchange import between_nodes
 from titan_linear.ops.cp.fragments import LAYOUTS, Fragment, cut, owned
 from titan_linear.ops.cp.halo import HaloRoutes, halo_routes
-from titan_linear.ops.cp.kcp import Chains, chains
+from titan_linear.ops.cp.kcp import Chains, chains, of_all
 from titan_linear.ops.cp.rectangles import Rectangles, rectangle_tables
 from titan_linear.ops.cp.spans import GatheredSpans, KeyRoutes, QueryRoutes, span_tables
 from titan_linear.ops.torch.attention import Spans
@@ -205,6 +206,7 @@ def build_cp_context(
         "tokens": {"position_ids": positions, **_slots_of_entries(mine, entries, len(local) - 1)},
         "forward": chains(fragments, rank, world_size, entries, reverse=False),
         "reverse": chains(fragments, rank, world_size, entries, reverse=True),
+        "all": of_all(fragments, world_size, between_nodes(group)),
         **spans,
         **{f"chunks of {n}": dict(zip(("index", "offsets"), chunk_arrays(local, n))) for n in (CHUNK, CONV_RUN)},
     }
@@ -224,7 +226,8 @@ def build_cp_context(
         tokens=int(local[-1]), stream_tokens=int(documents[-1]), all_fragments=fragments,
         order=tuple(f.rank * len(mine) + f.slot for f in fragments), documents=documents,
         boundaries=boundaries, **moved["tokens"],
-        forward_chains=Chains(**moved["forward"]), reverse_chains=Chains(**moved["reverse"]),
+        forward_chains=Chains(**moved["forward"], **moved["all"]),
+        reverse_chains=Chains(**moved["reverse"], **moved["all"]),
         halo=HaloRoutes(**moved["halo"]) if "halo" in moved else None,
         rectangles=_rectangles(rectangle_tables(fragments, rank, world_size, causal=True)),
         gathered=_gathered(spans, moved),
@@ -234,7 +237,7 @@ def build_cp_context(
 _Tables = Mapping[str, Mapping[str, np.ndarray]]
 ON_HOST = {  # tables read on the CPU
     "slots", "crosses", "sends", "send_counts", "receive_counts", "links", "leaving", "coming", "moves", "pieces",
-    "sent", "travel", "pairs", "most",
+    "sent", "travel", "pairs", "most", "between_nodes",
 }  # fmt: skip
 
 

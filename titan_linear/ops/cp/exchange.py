@@ -14,10 +14,10 @@ def group_named(name: str) -> dist.ProcessGroup:
     return dist.distributed_c10d._resolve_process_group(name)
 
 
-def spans_nodes(name: str) -> bool:
+def between_nodes(group: dist.ProcessGroup | None) -> bool:
     """Whether the ranks of a group are of several nodes, as torchrun's environment has them."""
-    size, group = int(os.environ.get("LOCAL_WORLD_SIZE", "0")), group_named(name)
-    if not size or type(group) is not dist.ProcessGroup:  # a group in one process
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if not size or type(group) is not dist.ProcessGroup:  # none, or a group in one process
         return False
     return len({rank // size for rank in dist.get_process_group_ranks(group)}) > 1
 

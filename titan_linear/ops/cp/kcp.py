@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from titan_linear.ops.cp.exchange import all_to_all, group_named, spans_nodes
+from titan_linear.ops.cp.exchange import all_to_all, group_named
 from titan_linear.ops.cp.fragments import Fragment, owned
 from titan_linear.ops.operators import operator, register_fake
 
@@ -43,15 +43,16 @@ class Chains(NamedTuple):
     receive_counts: torch.Tensor  # [W, 2] and from each sender
     links: torch.Tensor  # [., 3] (slot, S_ext, M): the links once more
     most: torch.Tensor  # [1] of all ranks the most S_ext and M that one receives, its own included
-    # Of all F = W · slots fragments, in global order, on the device:
+    # Of all F = W · slots fragments, in global order, on the device, in both directions the same (`of_all`):
     order: torch.Tensor  # [F] int64: whose each is, W and slots in one
     places: torch.Tensor  # [F] int64: the inverse
     through: torch.Tensor  # [F] bool: its M counts
     groups: torch.Tensor  # [F + 1] int32: the first of each run that documents join, F behind the last
+    between_nodes: torch.Tensor  # [1], on the CPU: whether ranks are of several
 
 
 def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: np.ndarray, *, reverse: bool) -> dict:
-    """The arrays of `Chains`, by name.
+    """The arrays of `Chains`, by name, but for those of `of_all`.
 
     Args:
         fragments: every rank's, in global order.
@@ -72,10 +73,6 @@ def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: n
     table = np.stack([entries[:, 0 if reverse else 1], wanted], 1).astype(np.int32)
     most = np.zeros(world_size, dtype=np.int64)
     np.add.at(most, [f.rank for f in fragments], [max(2 * len(walk) - 1, 0) for walk in chain])
-    order = np.array([f.rank * slots + f.slot for f in fragments])
-    groups = np.full(len(fragments) + 1, len(fragments), dtype=np.int32)
-    firsts = [i for i, f in enumerate(fragments) if not f.enters]
-    groups[: len(firsts)] = firsts
     return {
         "entries": table[:, 0],
         "wanted": table[:, 1],
@@ -89,10 +86,20 @@ def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: n
         "receive_counts": np.array([[len(js) for js in kinds] for kinds in received]),
         "links": links,
         "most": most.max(keepdims=True),
+    }
+
+
+def of_all(fragments: Sequence[Fragment], world_size: int, between_nodes: bool) -> dict:
+    """The rest of the arrays of `Chains`, by name."""
+    F = len(fragments)
+    order = np.array([f.rank * (F // world_size) + f.slot for f in fragments])
+    firsts = [i for i, f in enumerate(fragments) if not f.enters]
+    return {
         "order": order,
         "places": np.argsort(order),
         "through": np.array([f.through for f in fragments]),
-        "groups": groups,
+        "groups": np.array(firsts + [F] * (F + 1 - len(firsts)), dtype=np.int32),
+        "between_nodes": np.array([between_nodes]),
     }
 
 
@@ -175,11 +182,11 @@ def kcp_incoming(
     S_ext: torch.Tensor, M: torch.Tensor, chain_offsets: torch.Tensor, s_row: torch.Tensor, m_row: torch.Tensor,
     crosses: torch.Tensor, sends: torch.Tensor, send_counts: torch.Tensor, receive_counts: torch.Tensor,
     links: torch.Tensor, most: torch.Tensor, order: torch.Tensor, places: torch.Tensor, through: torch.Tensor,
-    groups: torch.Tensor, group: str, reverse: bool,
+    groups: torch.Tensor, between_nodes: torch.Tensor, group: str, reverse: bool,
 ) -> torch.Tensor:  # fmt: skip
     if not crosses.item():  # every rank sees that alike
         return torch.zeros_like(S_ext)
-    if _folds_all(S_ext) and pays_by_heads(S_ext, M, most.item(), spans_nodes(group)):
+    if _folds_all(S_ext) and pays_by_heads(S_ext, M, most.item(), between_nodes.item()):
         return incoming_by_heads(S_ext, M, order, places, through, groups, group, reverse)
     S_rows, M_rows = exchange(S_ext, M, sends, send_counts, receive_counts, group)
     if _on_tensor_cores(S_ext):
