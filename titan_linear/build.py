@@ -258,8 +258,9 @@ def build_dims(config: Config, device: torch.device) -> ParallelDims:
     replicate, shard = data_parallel_degrees(config, dist.get_world_size())
     p = config.parallelism
     return build_mesh(
-        device.type, replicate, shard, p.context_parallel_degree, p.tensor_parallel_degree, p.expert_parallel_degree
-    )
+        device.type, replicate, shard, p.context_parallel_degree, p.tensor_parallel_degree, p.expert_parallel_degree,
+        config.training.enable_cpu_offload,
+    )  # fmt: skip
 
 
 def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> BatchSharding:
@@ -293,7 +294,7 @@ def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: 
     if config.parallelism.fsdp_transport == "copy_engines" and dims.sharded:
         for group, units in sharing_groups(decoder, dims):
             copy_shards(units, group, device)
-    materialise(decoder, device)
+    materialise(decoder, device, dims.cpu_offload)
     return decoder
 
 

@@ -132,6 +132,9 @@ class Training(_Strict):
     """Type of compute. auto: float64 with training.dtype float64, else bfloat16 on CUDA and float32 on the CPU."""
     mixed_precision_reduce: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
     """Type of gradient reductions. auto: float64 with training.dtype float64, else float32."""
+    enable_cpu_offload: bool = False
+    """Keep the parameters that FSDP has, their gradients and the optimizer's states in the host's memory, where AdamW
+    then runs: of these a GPU holds the layers that it computes, and no more. On one GPU too. Steps take longer."""
     loss_chunk_size: int = Field(2048, ge=1)
     """Tokens whose logits exist at once, in the head and the loss."""
     expert_balance_coefficient: float = Field(-1.0, ge=-1)
@@ -662,6 +665,12 @@ def check_config(config: Config, world_size: int) -> None:
     _check_expert_parallel(config.parallelism, shard * config.parallelism.context_parallel_degree)
     _check_schedule(config)
     _check_types(config.training)
+    if config.training.enable_cpu_offload and config.parallelism.fsdp_transport != "nccl":
+        raise ValueError(
+            f"parallelism.fsdp_transport = {config.parallelism.fsdp_transport!r} moves what lies on GPUs, and with "
+            "training.enable_cpu_offload = true parameters lie in the host's memory; use 'nccl', or set "
+            "training.enable_cpu_offload = false"
+        )
     _check_data(config)
     _check_checkpoint(config.checkpoint)
     _check_file_groups(config)

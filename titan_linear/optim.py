@@ -12,6 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_linear.config import LRScheduler, Optimizer
+from titan_linear.distributed.parts import by_device, local_tensor
+
+HOST_BLOCK = 1 << 16  # elements whose squares the host adds up in their own type
 
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
@@ -59,21 +62,26 @@ def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.T
     """Of what this rank has of them: a scalar in float64, one number, so that its width costs nothing."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    tensors = [_local(tensor) for tensor in tensors]
-    norms = torch._foreach_norm(tensors, 2, dtype=torch.promote_types(tensors[0].dtype, torch.float32))
-    return torch.stack(norms).double().square().sum()
+    return torch.cat([_norms(list(map(local_tensor, own))).to(device) for own in by_device(tensors)]).double().square().sum()
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """2-norms [.] of tensors that lie together. The host adds squares up one by one: of a large tensor by parts, for 64M
+    numbers in float32 would be off by 0.4%."""
+    if tensors[0].device.type == "cpu":
+        tensors = [part for tensor in tensors for part in tensor.flatten().split(HOST_BLOCK)]
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.promote_types(tensors[0].dtype, torch.float32)))
 
 
 def update(optimizer: torch.optim.AdamW, numbers: torch.Tensor, lr: float, max_norm: float) -> None:
     """One step with gradients clipped to a 2-norm of max_norm, unless loss or norm is not finite: then neither weights
     nor moments change. The optimizer's own kernels decide that on the device; the host need not know the numbers yet.
+    With offload it does: it waits for them, and with them for all copies of parameters and gradients that are under way.
 
     numbers: [loss, norm, ...] (`step_numbers`).
     """
+    if any(group["params"][0].device.type != numbers.device.type for group in optimizer.param_groups):
+        numbers = numbers.cpu()
     for group in optimizer.param_groups:
         group["lr"] = lr
         scale_gradients(group["params"], numbers[1], max_norm)
@@ -91,7 +99,7 @@ def update_squares(
     for group in optimizer.param_groups:
         if not (own := [p for p in group["params"] if p in wanted and optimizer.state.get(p)]):
             continue
-        moments = [[_local(optimizer.state[p][name]) for p in own] for name in ("exp_avg", "exp_avg_sq")]
+        moments = [[local_tensor(optimizer.state[p][name]) for p in own] for name in ("exp_avg", "exp_avg_sq")]
         step, dtype = optimizer.state[own[0]]["step"].double(), moments[0][0].dtype
         bias1, bias2 = (1 - beta**step for beta in group["betas"])
         root = torch._foreach_sqrt(moments[1])
@@ -99,7 +107,7 @@ def update_squares(
         torch._foreach_add_(root, group["eps"])
         update = torch._foreach_div(moments[0], root)
         torch._foreach_div_(update, bias1.to(dtype))
-        torch._foreach_add_(update, [_local(p) for p in own], alpha=group["weight_decay"])
+        torch._foreach_add_(update, list(map(local_tensor, own)), alpha=group["weight_decay"])
         scale = group["lr"] / (1 - group["lr"] * group["weight_decay"])
         total += sum_of_squares(update, device) * scale**2
     return total
@@ -108,11 +116,11 @@ def update_squares(
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:
     """Scale gradients so that their 2-norm is at most max_norm."""
     coefficient = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for grad in (p.grad for p in parameters if p.grad is not None):
-        by_dtype.setdefault(grad.dtype, []).append(_local(grad))
-    for dtype, grads in by_dtype.items():
-        torch._foreach_mul_(grads, coefficient.to(dtype))
+        kinds.setdefault((grad.device, grad.dtype), []).append(local_tensor(grad))
+    for kind, grads in kinds.items():
+        torch._foreach_mul_(grads, coefficient.to(*kind))
 
 
 class Reading:

@@ -48,7 +48,7 @@ MAY_CHANGE = (
     "training.on_nonfinite", "training.num_workers", "lr_scheduler.total_steps", "validation.freq", "validation.steps",
     "validation.local_batch_size", "validation.sample_tokens", "validation.sample_prompt", "debug.deterministic",
     "training.on_bad_document",  # the checkpoint knows the corpus by its content
-    "training.mixture_from_step", "training.verify",
+    "training.mixture_from_step", "training.verify", "training.enable_cpu_offload",
 )  # fmt: skip
 # From one path to another, where the checkpoint knows the content.
 MAY_MOVE = ("training.dataset_path", "validation.dataset_path", "model.tokenizer_path", "training.mixture")

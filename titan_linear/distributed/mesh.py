@@ -25,6 +25,7 @@ class ParallelDims:
     fsdp_mesh: DeviceMesh  # what FSDP shards over: dp_shard × cp; with replicas before them (HSDP)
     expert_mesh: DeviceMesh | None  # dp_replicate, expert_shard, ep, tp: the same ranks; None: ep is 1
     data_group: dist.ProcessGroup  # dp_replicate × dp_shard × cp: the ranks that have the same part of each tensor
+    cpu_offload: bool = False  # what FSDP2 has of the parameters lies in the host's memory
 
     @property
     def dp(self) -> int:
@@ -33,8 +34,8 @@ class ParallelDims:
 
     @property
     def sharded(self) -> bool:
-        """Several ranks have the same parameters, and share them: FSDP2's work."""
-        return self.fsdp_mesh.size() > 1
+        """FSDP2 has the parameters: several ranks share them, or they come from the host's memory."""
+        return self.fsdp_mesh.size() > 1 or self.cpu_offload
 
     @property
     def dp_rank(self) -> int:
@@ -113,7 +114,9 @@ def _mesh_of(device_type: str, ranks: torch.Tensor, **groups: dist.ProcessGroup)
     return DeviceMesh.from_group(list(groups.values()), device_type, ranks.contiguous(), mesh_dim_names=tuple(groups))
 
 
-def build_mesh(device_type: str, dp_replicate: int, dp_shard: int, cp: int, tp: int = 1, ep: int = 1) -> ParallelDims:
+def build_mesh(
+    device_type: str, dp_replicate: int, dp_shard: int, cp: int, tp: int = 1, ep: int = 1, cpu_offload: bool = False
+) -> ParallelDims:
     """The mesh over all ranks. tp is innermost, then cp: ranks that share a layer, or a stream, talk most and sit side
     by side."""
     assert dp_replicate * dp_shard * cp * tp == dist.get_world_size()
@@ -131,4 +134,4 @@ def build_mesh(device_type: str, dp_replicate: int, dp_shard: int, cp: int, tp: 
         sizes = (dp_replicate, dp_shard * cp // ep, ep, tp)
         names = ("dp_replicate", "expert_shard", "ep", "tp")
         expert_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-    return ParallelDims(dp_replicate, dp_shard, cp, tp, ep, mesh, fsdp_mesh, expert_mesh, data_group)
+    return ParallelDims(dp_replicate, dp_shard, cp, tp, ep, mesh, fsdp_mesh, expert_mesh, data_group, cpu_offload)

@@ -11,13 +11,13 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from titan_linear.distributed.experts import spread_experts
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.distributed.parts import Parts
+from titan_linear.distributed.parts import Parts, by_device, local_tensor
 from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.moe import MoE
@@ -34,7 +34,8 @@ def parallelize(
     reshard: bool = True,
 ) -> None:
     """Wrap a decoder (on the meta device) in place. Gradients become sums over all ranks, never means. Where no
-    other rank has the same parameters FSDP2 is left out: `ComputeCopies` (precision.py) brings its mixed precision.
+    other rank has the same parameters, and they are on the device, FSDP2 is left out: `ComputeCopies` (precision.py)
+    brings its mixed precision.
 
     backend: of torch.compile; None: nothing is compiled.
     reshard: FSDP frees a layer's gathered parameters after its forward, and gathers them again for its backward.
@@ -74,9 +75,14 @@ def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy, resh
 
     It casts parameters, not inputs: these are in the right dtype, and to cast them it would give each layer a copy of
     the batch's plan, without what that has derived, and with RoPE's angles in bfloat16.
+
+    With `dims.cpu_offload` shards lie in the host's memory, pinned where the device is a GPU. They are read from there
+    by copies that the host has queued, so it writes to them only when it has waited for the device (`update`).
     """
     policy = replace(policy, cast_forward_inputs=False)
     options = {"mesh": dims.fsdp_mesh, "mp_policy": policy, "ignored_params": set(replicated_parameters(model))}
+    if dims.cpu_offload:
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=dims.mesh.device_type == "cuda")
     for layer in model.layers:
         if dims.ep > 1 and isinstance(layer.mlp, MoE):
             fully_shard(layer.mlp.experts, reshard_after_forward=reshard, **options | {"mesh": dims.expert_fsdp_mesh})
@@ -116,16 +122,18 @@ def set_dtype(model: Decoder, dtype: torch.dtype) -> None:
         p.data = p.data.to(torch.promote_types(dtype, torch.float32))
 
 
-def materialise(model: Decoder, device: torch.device) -> None:
-    """Allocate the parameters, of sharded ones this rank's shards only."""
-    model.to_empty(device=device)
+def materialise(model: Decoder, device: torch.device, cpu_offload: bool = False) -> None:
+    """Allocate the parameters, of sharded ones this rank's shards only, with offload in the host's memory."""
+    model.to_empty(device="cpu" if cpu_offload else device)
+    for p in replicated_parameters(model):
+        p.data = p.data.to(device)
     if model.config.tie_embeddings:
         model.head.weight = model.embedding.weight  # to_empty gave each its own
 
 
 def sum_gradients(model: nn.Module, dims: ParallelDims) -> None:
     """Sum the gradients that FSDP does not: of the parameters left out of it over the ranks that it would have shared
-    them with, and of those that are whole on each rank of tp over tp. One collective each."""
+    them with, and of those that are whole on each rank of tp over tp. One collective each; with offload two over tp."""
     _sum(replicated_parameters(model), dims.data_group)
     if dims.tp > 1:
         splits = model.parts.splits
@@ -133,15 +141,14 @@ def sum_gradients(model: nn.Module, dims: ParallelDims) -> None:
 
 
 def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    grads = [_local(p.grad) for p in parameters if p.grad is not None]
-    if grads:
-        flat = torch.cat([g.flatten() for g in grads])
+    """What lies in the host's memory is summed on the device of its mesh."""
+    for given in by_device(p.grad for p in parameters if p.grad is not None):
+        first, grads = given[0], list(map(local_tensor, given))
+        device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
+        flat = torch.cat([g.flatten() for g in grads]).to(device)
         dist.all_reduce(flat, group=group)
+        flat = flat.to(first.device)
         torch._foreach_copy_(grads, [x.view_as(g) for x, g in zip(flat.split([g.numel() for g in grads]), grads)])
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Parameter]:

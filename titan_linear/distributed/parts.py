@@ -1,13 +1,15 @@
-"""Of what a rank's parameters are parts, for checkpoints, initial weights and Hugging Face folders."""
+"""Of what a rank's parameters are parts, for checkpoints, initial weights, Hugging Face folders; and where they lie."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 
 @dataclass(frozen=True)
@@ -32,13 +34,28 @@ class Parts:
             local, sharding = local.to_local(), local.placements
         placements = [*(Replicate() if dim is None else Shard(dim) for dim in dims), *sharding]
         whole = torch.empty(shape, device="meta")
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+        meta = TensorMeta(whole.shape, whole.stride(), local.dtype)
+        # `from_local` would copy what lies in the host's memory to the device of the mesh.
+        return DTensor(local, DTensorSpec(mesh, tuple(placements), meta), requires_grad=False)
 
 
 def whole(model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
     """A parameter of `model`, or a tensor of its shape, that says where it lies in the whole one, if it is a part."""
     parts = getattr(model, "parts", None)
     return tensor if parts is None else parts.whole(name, tensor)
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """In lists of those that lie together: with offload some are in the host's memory, some on the device."""
+    lists: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        lists.setdefault(tensor.device, []).append(tensor)
+    return list(lists.values())
 
 
 def take_part(module: nn.Module, leaf: str, dim: int, size: int, rank: int) -> None:

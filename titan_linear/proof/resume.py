@@ -77,7 +77,8 @@ class Run:
 def resume(subject: Subject) -> Findings:
     """Saved after some steps and loaded into a new model, a run is where it was, and its next step is the same one."""
     one = _on_one_rank(subject)
-    dims, host = build_mesh(subject.device.type, 1, 1, 1), unhurried_group()
+    offload = one.config.training.enable_cpu_offload
+    dims, host = build_mesh(subject.device.type, 1, 1, 1, cpu_offload=offload), unhurried_group()
     with tempfile.TemporaryDirectory(prefix="titan_linear-doctor-") as folder, repeatable():
         run = _new(one, dims, host)
         initialise(run.model, one.config.debug.seed, named_parameters(run.model))
