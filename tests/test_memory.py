@@ -41,6 +41,11 @@ def test_parameters_are_those_of_the_fullest_rank(tp: int, worlds: Callable[[int
     assert report["parameters"] == max(worlds(4).run(owned_bytes, tp))
     assert report["gradients"] == report["optimizer"] / 2 == report["parameters"]
     assert set(report) == set(memory.PARTS)
+    offloaded = load_config([f"--parallelism.tensor_parallel_degree={tp}", "--training.enable_cpu_offload=true"])
+    stays = memory.memory(offloaded, MIXED, gpus=4)
+    moved, host = report["parameters"] - stays["parameters"], memory.host_memory(offloaded, MIXED, gpus=4)
+    assert stays["optimizer"] == 2 * stays["parameters"] < 0.01 * report["optimizer"]
+    assert 4 * moved <= host <= 6 * moved  # pinned in powers of two
 
 
 def test_activations_are_split_by_tensor_parallelism() -> None:
@@ -74,7 +79,9 @@ def test_checkpointing_takes_memory_in_order(name: str) -> None:
         (10, "activation_checkpoint.mode = 'full', training.local_batch_size = 2 would fit ("),
         (2.5, "activation_checkpoint.mode = 'full', training.local_batch_size = 1, training.loss_chunk_size = 512, "
             "parallelism.context_parallel_degree = 2 would fit ("),
-        (0.5, "no activation checkpointing, batch or context parallelism would fit; take more GPUs"),
+        (1.8, "training.enable_cpu_offload = true, activation_checkpoint.mode = 'full', training.local_batch_size = 1, "
+            "training.loss_chunk_size = 512, parallelism.context_parallel_degree = 2 would fit (1.5 of"),
+        (0.5, "no activation checkpointing, batch, context parallelism or offload to the host's memory would fit; "),
     ],
 )  # fmt: skip
 def test_the_cheapest_settings_that_fit_are_named(room: float, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,8 +89,10 @@ def test_the_cheapest_settings_that_fit_are_named(room: float, said: str, monkey
 
     def planned(config: Config, model: object, gpus: int) -> dict[str, float]:
         kept = {"none": 10, "selective": 6, "full": 3}[config.activation_checkpoint.mode]
-        return {"activations": kept * config.training.local_batch_size / config.parallelism.context_parallel_degree}
+        activations = kept * config.training.local_batch_size / config.parallelism.context_parallel_degree
+        optimizer = 0 if config.training.enable_cpu_offload else 0.3
+        return {"activations": activations * memory.GIB, "optimizer": optimizer * memory.GIB}
 
     monkeypatch.setattr(memory, "memory", planned)
     config = load_config(["--training.local_batch_size", "4", "--training.loss_chunk_size", "1024"])
-    assert memory.what_fits(config, preset("hybrid", "debug"), 2, room).startswith(said)
+    assert memory.what_fits(config, preset("hybrid", "debug"), 2, room * memory.GIB).startswith(said)

@@ -14,7 +14,7 @@ from titan_linear.config import load_config
 from titan_linear.memory import Batch, boundaries
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
-from titan_linear.timing import Clock, Machine, attended, read_rates, shipped, step
+from titan_linear.timing import Clock, Machine, Offload, attended, read_rates, shipped, step
 from tools import bench_rates, plan
 
 ROOT = Path(__file__).parents[1]
@@ -128,6 +128,30 @@ def test_time_of_parts() -> None:
     assert parts(on=host)["launches"] > 100 > plain["launches"]
 
 
+def test_offload_shows_where_it_should(capsys: pytest.CaptureFixture) -> None:
+    """One GPU waits for the host; several hide what they can. Where the host was not measured no time is planned."""
+    model, link = preset("kda", "340M"), 50e9
+    offload = Machine(replace(machine().rates, offload=Offload(link, link, 100e9)), 8, 50e9, "cudnn")
+    own = 354e6 * 4  # bytes
+
+    def parts(*keys: str, gpus: int = 1) -> dict[str, float]:
+        run = [*RUN, "--model.name=kda", "--model.flavor=340M", "--training.global_batch_size=8", *keys]
+        return step(load_config(run, cuda=True), model, gpus, offload).parts
+
+    key = "--training.enable_cpu_offload=true"
+    plain, one = parts("--training.local_batch_size=8"), parts(key, "--training.local_batch_size=8")
+    assert plain["communication"] == 0 and one["products"] == plain["products"]
+    assert one["optimizer"] == pytest.approx(10 * own / 100e9, rel=0.1)
+    assert 1.5 * own / link < one["communication"] < 3 * own / link
+    assert parts(key, "--training.local_batch_size=4", gpus=2)["communication"] < one["communication"] / 4
+    accumulated = parts(key, "--training.local_batch_size=4")
+    assert accumulated["optimizer"] == pytest.approx(1.3 * one["optimizer"])
+    assert accumulated["communication"] > 2 * one["communication"]
+    argv = ["--gpus", "2", *RUN, key, "--training.global_batch_size", "2"]
+    said = is_refused(plan.main, argv, capsys)
+    assert said.startswith("the rates of NVIDIA H200 do not say how fast its host is, so that no time is planned with")
+
+
 def test_rates_of_one_gpu_know_no_links() -> None:
     alone = Machine(replace(machine().rates, node=None), 8, 50e9, "cudnn")
     batch = Batch.of(load_config(RUN, cuda=True))
@@ -146,4 +170,5 @@ def test_rates_measured_here(tmp_path: Path, capsys: pytest.CaptureFixture) -> N
     )
     assert bench_rates.main(["--out", str(tmp_path / "none" / "rates.json")]) == 2
     assert "there is no such folder" in capsys.readouterr().err
-    assert plan.main(["--gpus", "1", "--rates", str(file), "--training.seq_len", "256"]) == 0
+    argv = ["--gpus", "1", "--rates", str(file), "--training.seq_len", "256", "--training.enable_cpu_offload", "true"]
+    assert plan.main(argv) == 0 and "\nin the host's memory: 0.0" in capsys.readouterr().out

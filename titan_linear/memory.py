@@ -7,7 +7,7 @@ the last layer or of the first, or after it. What is not there at that moment is
                                        are no gradients before backward
     copies                             of parameters in the dtype of compute: FSDP's two largest units, gathered, and
                                        one's gradients; where nothing is shared all of them, and when backward has ended
-                                       their gradients
+                                       their gradients. With offload what is on its way from or to the host, too
     activations                        what layers keep of one micro-step until their backward: all that it needs, with
                                        compile.enable what is dear to compute again; with activation checkpointing the
                                        layer's input (selective: and what ops/kept.py lists), and all that the layer
@@ -15,6 +15,8 @@ the last layer or of the first, or after it. What is not there at that moment is
     working                            what backward of a layer needs at most beside these
     head                               the final norm's input and output, logits of training.loss_chunk_size tokens and
                                        their gradient, the gradients of the head's input and weight
+
+With training.enable_cpu_offload shards are not in it, nor their gradients and moments: `host_memory` has them.
 
 `SPARE` of a GPU is left for what is not in it: fragmentation, workspaces of libraries and NCCL's buffers.
 """
@@ -72,7 +74,9 @@ class Units:
     layers: tuple[int, ...]  # of each layer, as FSDP gathers it
     vocabulary: int  # of the embedding, and of the head, likewise
     types: Types
-    sharded: bool  # FSDP2 shares them
+    sharded: bool  # FSDP2 has them
+    shards: int  # ranks that share them
+    offloaded: bool  # shards lie in the host's memory
 
 
 def units(config: Config, model: ModelConfig, gpus: int) -> Units:
@@ -80,19 +84,19 @@ def units(config: Config, model: ModelConfig, gpus: int) -> Units:
     replicas, shards = data_parallel_degrees(config, gpus)
     shards *= p.context_parallel_degree
     types = Types(*(DTYPES[d].itemsize for d in (t.dtype, t.mixed_precision_param, t.mixed_precision_reduce)))
+    tp, ep, offloaded = p.tensor_parallel_degree, p.expert_parallel_degree, t.enable_cpu_offload
+    decoder, _ = _parts(model, tp, ep)
     return Units(
-        *_units(model, shards, p.tensor_parallel_degree, p.expert_parallel_degree), types, replicas * shards > 1
-    )
+        sum(_own(model, shards, tp, ep)), sum(p.numel() for p in replicated_parameters(decoder)),
+        tuple(sum(p.numel() for p in _sharded(layer)) for layer in decoder.layers), decoder.head.weight.numel(),
+        types, replicas * shards > 1 or offloaded, shards, offloaded,
+    )  # fmt: skip
 
 
-def _units(model: ModelConfig, shards: int, tp: int, ep: int) -> tuple[int, int, tuple[int, ...], int]:
+def _own(model: ModelConfig, shards: int, tp: int, ep: int) -> list[int]:
+    """Elements of each of a rank's shards."""
     decoder, experts = _parts(model, tp, ep)
-    return (
-        sum(_owned(p, shards // ep if p in experts else shards) for p in _sharded(decoder)),
-        sum(p.numel() for p in replicated_parameters(decoder)),
-        tuple(sum(p.numel() for p in _sharded(layer)) for layer in decoder.layers),
-        decoder.head.weight.numel(),
-    )
+    return [_owned(p, shards // ep if p in experts else shards) for p in _sharded(decoder)]
 
 
 def parameters(model: ModelConfig) -> int:
@@ -228,7 +232,8 @@ def memory(config: Config, model: ModelConfig, gpus: int, mean: int | None = Non
     """Bytes on the GPU that holds most, by PARTS. mean: tokens of a document; None: a stream is one."""
     u, batch = units(config, model, gpus), Batch.of(config, mean)
     counted, accumulates = layers(model, batch), micro_steps(config, gpus) > 1
-    stored = u.own * u.types.stored + u.whole * widened(DTYPES[config.training.dtype]).itemsize
+    here = 0 if u.offloaded else u.own * u.types.stored
+    stored = here + u.whole * widened(DTYPES[config.training.dtype]).itemsize
     kept, copies = sum(saved(config, layer) for layer in counted), _copies(config, u)
     accumulated = stored * accumulates
     # Where there are copies of all parameters, gradients are theirs first, then as wide as the parameters, then added.
@@ -241,6 +246,15 @@ def memory(config: Config, model: ModelConfig, gpus: int, mean: int | None = Non
     moments = (begins | head, begins | last, ends, added)
     most = max(moments, key=lambda moment: sum(moment.values())) | {"parameters": stored, "optimizer": 2 * stored}
     return {part: float(most.get(part, 0)) for part in PARTS}
+
+
+def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
+    """Bytes of the host's memory that a rank takes with training.enable_cpu_offload: shards and their gradients, pinned
+    (by PyTorch in powers of two for each tensor), and AdamW's two moments. 0: without."""
+    p, u = config.parallelism, units(config, model, gpus)
+    sizes = _own(model, u.shards, p.tensor_parallel_degree, p.expert_parallel_degree)
+    each = (size * u.types.stored for size in sizes)
+    return u.offloaded * sum(2 * (1 << (n - 1).bit_length()) + 2 * n for n in each)
 
 
 def micro_steps(config: Config, gpus: int) -> int:
@@ -272,13 +286,15 @@ def _working(config: Config, model: ModelConfig, u: Units, batch: Batch, counted
 
 def _copies(config: Config, u: Units) -> int:
     """FSDP: two units whole (the next is gathered while one computes), or all, and one's gradients, before and in
-    reduction."""
+    reduction; with offload one's shard as it comes, and its gradient as it goes (of one rank, from a copy)."""
     compute, stored = u.types.compute, u.types.stored
     if not u.sharded:
         return u.own * compute * (compute != stored)
     sizes = sorted((*u.layers, u.vocabulary))
     whole = sizes if config.parallelism.fsdp_reshard_after_forward == "never" else sizes[-2:]
-    return sum(whole) * compute + sizes[-1] * (compute + u.types.reduce)
+    moving = stored + u.types.reduce * (2 if u.shards == 1 else 1)
+    moved = u.offloaded * -(-sizes[-1] // u.shards) * moving
+    return sum(whole) * compute + sizes[-1] * (compute + u.types.reduce) + moved
 
 
 def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> int:
@@ -294,21 +310,33 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> int:
 
 
 def what_fits(config: Config, model: ModelConfig, gpus: int, room: float) -> str:
-    """Settings with which a run that did not fit on GPUs of `room` bytes would, the cheapest first; or that none do."""
+    """Settings with which a run that did not fit on GPUs of `room` bytes would, the cheapest first, offload last; or
+    that none do."""
     room *= 1 - SPARE
-    changes: dict[str, object] = {}
-    for key, value in _settings(config):
-        other = changed(config, changes | {key: value})
-        try:
-            check_config(other, gpus)
-            needed = sum(memory(other, model, gpus).values())
-        except ValueError:
-            continue  # it does not divide, or is not planned
-        changes[key] = value
-        if needed <= room:
-            settings = ", ".join(f"{key} = {value!r}" for key, value in changes.items())
-            return f"{settings} would fit ({needed / GIB:.1f} of {room / GIB:.1f} GiB)"
-    return "no activation checkpointing, batch or context parallelism would fit; take more GPUs or a smaller model"
+    offload = [("training.enable_cpu_offload", True)] * (not config.training.enable_cpu_offload)
+    for before in ([], offload) if offload else ([],):
+        changes: dict[str, object] = {}
+        for key, value in [*before, *_settings(config)]:
+            other = changed(config, changes | {key: value})
+            try:
+                check_config(other, gpus)
+                needed = sum(memory(other, model, gpus).values())
+            except ValueError:
+                continue  # it does not divide, or is not planned
+            changes[key] = value
+            if needed <= room:
+                settings = ", ".join(f"{key} = {_said(value)}" for key, value in changes.items())
+                host = host_memory(other, model, gpus) / GIB
+                more = f", and {host:.1f} of the host's memory for each GPU" if host else ""
+                return f"{settings} would fit ({needed / GIB:.1f} of {room / GIB:.1f} GiB{more})"
+    return (
+        "no activation checkpointing, batch, context parallelism or offload to the host's memory would fit; take more "
+        "GPUs or a smaller model"
+    )
+
+
+def _said(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _settings(config: Config) -> Iterator[tuple[str, object]]:

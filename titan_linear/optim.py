@@ -62,12 +62,13 @@ def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.T
     """Of what this rank has of them: a scalar in float64, one number, so that its width costs nothing."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.cat([_norms(list(map(local_tensor, own))).to(device) for own in by_device(tensors)]).double().square().sum()
+    norms = [_norms(list(map(local_tensor, own))).to(device) for own in by_device(tensors)]
+    return torch.cat(norms).double().square().sum()
 
 
 def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """2-norms [.] of tensors that lie together. The host adds squares up one by one: of a large tensor by parts, for 64M
-    numbers in float32 would be off by 0.4%."""
+    """2-norms [.] of tensors that lie together. The host adds squares up one by one, so of large tensors by parts: the
+    norm of 64M numbers in float32 would be off by 0.4%."""
     if tensors[0].device.type == "cpu":
         tensors = [part for tensor in tensors for part in tensor.flatten().split(HOST_BLOCK)]
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.promote_types(tensors[0].dtype, torch.float32)))
@@ -76,7 +77,7 @@ def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:
 def update(optimizer: torch.optim.AdamW, numbers: torch.Tensor, lr: float, max_norm: float) -> None:
     """One step with gradients clipped to a 2-norm of max_norm, unless loss or norm is not finite: then neither weights
     nor moments change. The optimizer's own kernels decide that on the device; the host need not know the numbers yet.
-    With offload it does: it waits for them, and with them for all copies of parameters and gradients that are under way.
+    With offload it waits for them, and so for every copy of a parameter that the device has yet to read.
 
     numbers: [loss, norm, ...] (`step_numbers`).
     """

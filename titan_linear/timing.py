@@ -9,9 +9,11 @@ Seconds by part, of the rank that has most to do:
                    scans alone; the convolution, per token and channel
     elementwise    bytes read and written, as operations one by one or as compiled
     head           its products, the loss's reads and writes of logits
-    optimizer      bytes of parameters, gradients and moments; copies in the dtype of compute
+    optimizer      bytes of parameters, gradients and moments; copies in the dtype of compute. With offload it is the
+                   host's, as is adding gradients up
     communication  what of it is not hidden: exchanges inside layers, which wait; of FSDP's, what takes longer than the
-                   layers that it hides behind
+                   layers that it hides behind, and so of copies from and to the host. On one GPU FSDP waits for what
+                   comes from the host, and the host, of all micro-steps but the first, for what comes to it
     launches       gaps between kernels; or what the host takes more than the GPU
 
 Not modelled: kernels that slow down beside a collective, other jobs, input, checkpoints, validation.
@@ -64,6 +66,15 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Offload:
+    """Bytes per second between a GPU and pinned memory of its host, and of the host's AdamW, read and written."""
+
+    to_device: float
+    to_host: float
+    adamw: float
+
+
+@dataclass(frozen=True)
 class Rates:
     """What a GPU was measured to do; in `sources` where each figure is from."""
 
@@ -81,6 +92,7 @@ class Rates:
     host: float  # seconds of the host for a launch
     node: Link | None  # None: not measured
     sources: dict[str, str]
+    offload: Offload | None = None  # None: not measured
 
     def product(self, size: Size) -> float:
         """Seconds of [m, k] @ [k, n] in bfloat16."""
@@ -102,9 +114,11 @@ def read_rates(path: Path) -> Rates:
     """ValueError: no file of rates."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
-        found = {field.name: read[field.name] for field in fields(Rates)}
-        rates = Rates(**found | {"node": None if read["node"] is None else Link(**read["node"])})
+        found = {field.name: read[field.name] for field in fields(Rates) if field.name != "offload"}
+        links = {name: read.get(name) and kind(**read[name]) for name, kind in (("node", Link), ("offload", Offload))}
+        rates = Rates(**found | links)
         numbers = [rates.copy, rates.elementwise, rates.fused, *(rate for _, rate in rates.products)]
+        numbers += list(vars(rates.offload).values()) if rates.offload else []
         if not rates.products or not all(number > 0 for number in numbers):
             raise KeyError("a rate above 0")
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -125,6 +139,15 @@ class Machine:
         other = self.attention == "cudnn" and not (recurring and D <= 128) and "flash" in self.rates.attention
         table = self.rates.attention["flash" if other else self.attention]
         return table[min(table, key=lambda dim: abs(int(dim) - D))]
+
+    @property
+    def offload(self) -> Offload:
+        if self.rates.offload is None:
+            raise ValueError(
+                f"the rates of {self.rates.gpu} do not say how fast its host is, so that no time is planned with "
+                "training.enable_cpu_offload = true; python -m tools.bench_rates measures that"
+            )
+        return self.rates.offload
 
     def link(self, ranks: int, stride: int) -> Link:
         """Of a group of so many ranks, so far apart."""
@@ -299,8 +322,10 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     everything = [p for pair in passes for p in pair]
     parts = {part: times * sum(p.parts[part] for p in everything) for part in PARTS}
     parts["head"] = times * _head(config, model, u, batch, machine)
-    parts["optimizer"] = _optimizer(u, times) / machine.rates.elementwise
+    parts["optimizer"] = _optimizer(u, times, machine)
     parts["communication"] += times * (_shared(config, u, gpus, machine, passes) + _experts(model, batch, machine))
+    if u.offloaded:
+        parts["communication"] += (times - 1) * u.own * u.types.stored / machine.offload.to_host
     chunks = -(-batch.tokens * batch.tp // t.loss_chunk_size)
     launches = times * (sum(p.launches for p in everything) + 7 * chunks)  # 7 of a chunk's logits
     spent = sum(parts.values())
@@ -338,11 +363,14 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch, machine: M
     return products * chunks + moved / rates.elementwise
 
 
-def _optimizer(u: Units, times: int) -> float:
-    """Bytes: the gradient's norm and scaling, AdamW; where nothing is shared, copies and their gradients each time."""
+def _optimizer(u: Units, times: int, machine: Machine) -> float:
+    """Seconds, by bytes: the gradient's norm and scaling, AdamW; where nothing is shared, copies and their gradients
+    each time; on the host the sums of gradients."""
     stored, compute = u.types.stored, u.types.compute
+    if u.offloaded:
+        return u.own * stored * (10 + 3 * (times - 1)) / machine.offload.adamw
     copies = 0 if u.sharded or compute == stored else 2 * times * (stored + compute)
-    return u.own * (10 * stored + copies)
+    return u.own * (10 * stored + copies) / machine.rates.elementwise
 
 
 def _shared(config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
@@ -353,17 +381,20 @@ def _shared(config: Config, u: Units, gpus: int, machine: Machine, passes: list[
     replicas, shards = data_parallel_degrees(config, gpus)
     n, stride = shards * p.context_parallel_degree, p.tensor_parallel_degree
     exposed = 0.0
-    if n > 1:
-        link, part = machine.link(n, stride), (n - 1) / n
-        gather = [link.latency + size * u.types.compute * part / link.all_gather for size in (*u.layers, u.vocabulary)]
-        reduce = [
-            link.latency + size * u.types.reduce * part / link.reduce_scatter for size in (*u.layers, u.vocabulary)
-        ]
+    if n > 1 or u.offloaded:
+        link, part, sizes = machine.link(n, stride), (n - 1) / n, (*u.layers, u.vocabulary)
+        comes = u.types.stored / n / machine.offload.to_device if u.offloaded else 0.0  # seconds of an element
+        goes = u.types.stored / n / machine.offload.to_host if u.offloaded else 0.0
+        gather = [link.latency + size * (u.types.compute * part / link.all_gather + comes) for size in sizes]
+        reduce = [link.latency + size * (u.types.reduce * part / link.reduce_scatter + goes) for size in sizes]
         exposed += gather[0] + gather[-1] + reduce[0] + reduce[-1]
         for i in range(1, len(u.layers)):
-            exposed += max(gather[i] - passes[i - 1][0].seconds, 0.0)
+            forward, backward = (p.seconds for p in passes[i - 1])
             again = gather[i - 1] * (p.fsdp_reshard_after_forward == "always")
-            exposed += max(again + reduce[i] - passes[i - 1][1].seconds, 0.0)
+            if n == 1:
+                exposed += gather[i] + again + max(reduce[i] - backward, 0.0)
+            else:
+                exposed += max(gather[i] - forward, 0.0) + max(again + reduce[i] - backward, 0.0)
     if replicas > 1:
         link = machine.link(replicas, n * stride)
         sums = 2 * u.own * u.types.reduce * (replicas - 1) / replicas / link.reduce_scatter

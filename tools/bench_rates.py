@@ -1,4 +1,5 @@
-"""Measures what a GPU can do, for the planner: products, attention, the delta rule's operators, bandwidths, links.
+"""Measures what a GPU can do, for the planner: products, attention, the delta rule's operators, bandwidths, links, and
+what its host can.
 
     python -m tools.bench_rates --out h200.json
     torchrun --nproc-per-node 2 -m tools.bench_rates --out h200.json     # and the links between the GPUs of a node
@@ -289,6 +290,27 @@ def links(bench: Bench) -> dict[str, float] | None:
     return {"latency": latency, **rates}
 
 
+# --- The host --------------------------------------------------------------------------------------------------------
+
+
+def offload(bench: Bench) -> dict[str, float]:
+    """Bytes per second: copies from pinned memory to the device and back; AdamW on the host, in as many threads as
+    PyTorch has here, by all processes at once: parameter and moments are read and written, the gradient is read."""
+    number = 1 << (26 if bench.gpu else 16)
+    there, here = torch.zeros(number, device=bench.device), torch.zeros(number, pin_memory=bench.gpu)
+    p = torch.nn.Parameter(torch.zeros(number))
+    p.grad, optimizer, times = torch.ones_like(p), torch.optim.AdamW([p], fused=True), []
+    for _ in range(ROUNDS + 1):
+        begin = time.perf_counter()
+        optimizer.step()
+        times.append(time.perf_counter() - begin)
+    return {
+        "to_device": here.nbytes / bench.seconds(lambda: there.copy_(here, non_blocking=True)),
+        "to_host": here.nbytes / bench.seconds(lambda: here.copy_(there, non_blocking=True)),
+        "adamw": 7 * p.nbytes / median(times[1:]),
+    }
+
+
 # --- The command -----------------------------------------------------------------------------------------------------
 
 
@@ -303,6 +325,7 @@ def measured(device: torch.device, rank: int) -> dict[str, Any]:
         "products": lambda: {"products": products(bench)},
         "launches": lambda: launches(bench),
         "links": lambda: {"node": links(bench)},
+        "the host": lambda: {"offload": offload(bench)},
         "attention": lambda: {"attention": attentions(bench)},
         "the delta rule and the convolution": lambda: {"operators": operators(bench)},
     }
@@ -313,7 +336,8 @@ def measured(device: torch.device, rank: int) -> dict[str, Any]:
             print(f"{part}, {time.perf_counter() - begin:.0f} s: {json.dumps(figures)}", file=sys.stderr, flush=True)
     fastest = max(rate for _, rate in found["products"])
     source = (
-        f"tools/bench_rates.py, torch {torch.__version__}, {dist.get_world_size() if found['node'] else 1} processes"
+        f"tools/bench_rates.py, torch {torch.__version__}, {dist.get_world_size() if found['node'] else 1} processes, "
+        f"{torch.get_num_threads()} threads"
     )
     return found | {"peak_tflops": (known_peak(name) if gpu else None) or fastest, "sources": {"all": source}}
 

@@ -33,7 +33,7 @@ from typing import NamedTuple
 from titan_linear.build import model_config, model_without_tokenizer, tokenizer_path
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer
-from titan_linear.memory import GIB, SPARE, Batch, changed, layers, memory, parameters, saved
+from titan_linear.memory import GIB, SPARE, Batch, changed, host_memory, layers, memory, parameters, saved
 from titan_linear.models.config import ModelConfig
 from titan_linear.preflight import check_expert_parallel, check_heads, check_tensor_parallel
 from titan_linear.process import run_command
@@ -273,9 +273,12 @@ def memory_table(config: Config, model: ModelConfig, gpus: int, machine: Machine
     counted = layers(model, Batch.of(config, mean))
     each = Counter((mixer.name, saved(config, layer)) for mixer, layer in zip(model.layers, counted, strict=True))
     kept = ", ".join(f"{number} {name} {number * value / GIB:.2f}" for (name, value), number in each.items())
+    host, ranks = host_memory(config, model, gpus) / GIB, min(gpus, machine.node_size)
+    offloaded = f"\nin the host's memory: {host:.2f} GiB for each GPU, {ranks * host:.2f} on a node of {ranks}"
     return (
         _table(("memory of a GPU, GiB", str(gpus) + " GPUs"), rows)
         + f"\n{verdict} in {machine.rates.gpu} ({size:.0f} GiB); activations of layers: {kept}"
+        + offloaded * bool(host)
     )
 
 
