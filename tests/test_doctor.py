@@ -210,6 +210,12 @@ def test_sabotage_is_found_and_named(name: str, subject: Subject) -> None:
     raise AssertionError(found)
 
 
+def test_a_run_with_offload_resumes(corpus: Path) -> None:
+    subject = subject_of(load_config(arguments(corpus, **{"training.enable_cpu_offload": "true"})))
+    with doctor.one_process():
+        assert not list(failures(resume.resume(subject)))
+
+
 SPLITS = {
     "tp 2 × cp 2, zig-zag": {
         "parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_layout": "zigzag",
@@ -247,7 +253,9 @@ def of_processes(rank: int, world_size: int, argv: list[str], means: bool) -> li
 
 def test_processes_equal_one(worlds: Callable, corpus: Path) -> None:
     argv = arguments(corpus, **{"parallelism.context_parallel_degree": 1, "training.seq_len": 64})
-    assert worlds(2).run(of_processes, argv, False) == [[], []]
+    for offload in ("false", "true"):
+        given = [*argv, "--training.enable_cpu_offload", offload]
+        assert worlds(2).run(of_processes, given, False) == [[], []]
     for found in worlds(2).run(of_processes, argv, True):
         assert re.match(r"FAIL processes, float64: 54 gradients, .*dp_shard 2.* 5\.0e-01 > ", found[0]), found
 

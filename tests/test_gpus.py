@@ -42,18 +42,23 @@ FLAVORS = {  # two kinds of mixers: kernels are compiled for each number of head
 }  # fmt: skip
 CP, TP, EP = (f"parallelism.{kind}_parallel_degree" for kind in ("context", "tensor", "expert"))
 DP_2, DP_4 = {"training.local_batch_size": 2}, {"training.local_batch_size": 1}
+OFFLOAD = {"training.enable_cpu_offload": "true"}
 # (model, what it is: processes, what differs from one)
 RUNS = [
     ("hybrid", "compiled", 1, {"compile.enable": "true"}),
+    ("hybrid", "compiled, offload", 1, {"compile.enable": "true"} | OFFLOAD),
     ("hybrid", "tp 2", 2, {TP: 2}),
+    ("hybrid", "tp 2, offload, accumulation", 2, {TP: 2, "training.local_batch_size": 1} | OFFLOAD),
     ("hybrid", "dp 4", 4, DP_4),
     ("hybrid", "dp 4 by copy engines", 4, DP_4 | {"parallelism.fsdp_transport": "copy_engines"}),
     ("hybrid", "cp 4", 4, {CP: 4}),
     ("hybrid", "tp 4", 4, {TP: 4}),
     ("hybrid", "cp 2 x tp 2", 4, {CP: 2, TP: 2}),
     ("hybrid", "dp 2 x tp 2", 4, {TP: 2} | DP_2),
+    ("hybrid", "HSDP, offload", 4, {"parallelism.data_parallel_replicate_degree": 2} | DP_4 | OFFLOAD),
     ("kimi-linear", "ep 4", 4, {EP: 4} | DP_4),
     ("kimi-linear", "ep 2 x tp 2", 4, {EP: 2, TP: 2} | DP_2),
+    ("kimi-linear", "ep 2, offload", 2, {EP: 2} | DP_2 | OFFLOAD),
 ]
 
 

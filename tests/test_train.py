@@ -67,24 +67,26 @@ OWN_FLAVORS = {"small": SMALL, "wide norms": WIDE_NORMS, "softmax": SOFTMAX}
 SPLITS = {
     "dp 2": (2, {"training.local_batch_size": 2, "parallelism.fsdp_reshard_after_forward": "never"}),
     "cp 2": (2, {"parallelism.context_parallel_degree": 2}),
-    "cp 4": (4, {"parallelism.context_parallel_degree": 4}),
+    "cp 4": (4, {"parallelism.context_parallel_degree": 4, "training.enable_cpu_offload": "true"}),
     "dp 2 x cp 2": (4, {"parallelism.context_parallel_degree": 2, "training.local_batch_size": 2}),
     "cp 2 zig-zag": (2, {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_layout": "zigzag"}),
     "HSDP": (4, {"parallelism.data_parallel_replicate_degree": 2, "training.local_batch_size": 1}),
     "HSDP x cp": (4, {"parallelism.data_parallel_replicate_degree": 2, "parallelism.context_parallel_degree": 2,
                       "parallelism.context_parallel_layout": "zigzag", "activation_checkpoint.mode": "selective",
-                      "training.local_batch_size": 1}),
+                      "training.local_batch_size": 1, "training.enable_cpu_offload": "true"}),
     "tp 2": (2, {"parallelism.tensor_parallel_degree": 2}),
     "tp 2 x cp 2 zig-zag": (4, {"parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
                                 "parallelism.context_parallel_layout": "zigzag"}),
     "HSDP x tp": (4, {"parallelism.tensor_parallel_degree": 2, "parallelism.data_parallel_replicate_degree": 2,
-                      "training.local_batch_size": 1, "activation_checkpoint.mode": "full"}),
+                      "training.local_batch_size": 1, "activation_checkpoint.mode": "full",
+                      "training.enable_cpu_offload": "true"}),
     "accumulation": (1, {"training.local_batch_size": 1}),
     "full activation checkpointing": (2, {"parallelism.context_parallel_degree": 2,
                                           "activation_checkpoint.mode": "full"}),
     "selective activation checkpointing": (4, {"parallelism.context_parallel_degree": 2,
                                                "parallelism.tensor_parallel_degree": 2,
-                                               "activation_checkpoint.mode": "selective"}),
+                                               "activation_checkpoint.mode": "selective",
+                                               "training.enable_cpu_offload": "true"}),
     **{
         f"cp 2 {method} {layout}": (2, {"parallelism.context_parallel_degree": 2,
                                         "parallelism.context_parallel_method": method,
@@ -101,7 +103,8 @@ EXPERT_SPLITS = {
                        "activation_checkpoint.mode": "none"}),
     "ep 2, dp 2 x cp 2": (4, {"parallelism.expert_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
                               "parallelism.context_parallel_layout": "zigzag",
-                              "training.local_batch_size": 2, "activation_checkpoint.mode": "selective"}),
+                              "training.local_batch_size": 2, "activation_checkpoint.mode": "selective",
+                              "training.enable_cpu_offload": "true"}),
     "ep 2, HSDP x cp 2 x tp 2": (8, {"parallelism.expert_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
                                      "parallelism.data_parallel_replicate_degree": 2,
                                      "parallelism.tensor_parallel_degree": 2, "training.local_batch_size": 1}),
@@ -490,12 +493,13 @@ def reported(folder: Path) -> list[tuple[int, float, float]]:
 
 @pytest.mark.cuda(2)
 @pytest.mark.parametrize("async_mode", ["disabled", "async"])
-@pytest.mark.parametrize("split", ["dp 2", "cp 2", "cp 2 zig-zag"])
+@pytest.mark.parametrize("split", ["dp 2", "cp 2", "cp 2 zig-zag", "tp 2, offload"])
 def test_resumed_on_two_gpus(
     split: str, async_mode: str, corpus: Path, worlds: Callable[..., World], tmp_path: Path, one_process: Callable
 ) -> None:
     """In bfloat16: what is resumed equals what was not interrupted bit by bit, and begins as one process on the CPU."""
-    keys = SPLITS[split][1] | {"training.steps": 8, "lr_scheduler.total_steps": 8, "metrics.log_freq": 1,
+    splits = SPLITS | {"tp 2, offload": (2, SPLITS["tp 2"][1] | {"training.enable_cpu_offload": "true"})}
+    keys = splits[split][1] | {"training.steps": 8, "lr_scheduler.total_steps": 8, "metrics.log_freq": 1,
                                "checkpoint.enable": "true", "checkpoint.interval": 4,
                                "checkpoint.async_mode": async_mode}  # fmt: skip
 

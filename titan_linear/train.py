@@ -186,7 +186,8 @@ class Trainer:
         """One optimizer step over the next global_batch_size streams; its numbers.
 
         The host waits for the device once, for the step's numbers, after it has given it all of the step's work and,
-        where nothing comes between, the next step's first forward: the device is never without work.
+        where nothing comes between, the next step's first forward: the device is never without work. With offload the
+        host waits before the update, which is its own.
 
         Raises:
             GivenUp: a signal came, and there is no time to complete the step (grace.py).

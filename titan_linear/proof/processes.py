@@ -88,7 +88,8 @@ def _errors(model: Decoder, want: Tensors) -> dict[str, float]:
     found = torch.zeros(len(want), dtype=torch.float64, device=next(model.parameters()).device)
     for i, (name, exact) in enumerate(want.items()):
         part, box = _part(whole(model, name, grads[name]))
-        found[i] = (part.double() - exact[box]).norm() / exact.norm() if part.numel() else 0.0
+        error = part.to(exact.device, torch.float64) - exact[box]
+        found[i] = error.norm() / exact.norm() if part.numel() else 0.0
     dist.all_reduce(found.nan_to_num_(torch.inf), dist.ReduceOp.MAX)
     return dict(zip(want, found.tolist(), strict=True))
 
