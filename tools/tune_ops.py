@@ -29,7 +29,7 @@ from triton.testing import do_bench
 
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.boundaries import scan_programs, segment_length
-from titan_linear.ops.triton.configs import CONFIGS, architecture
+from titan_linear.ops.triton.configs import CONFIGS, architecture, row
 
 CANDIDATES = {
     "BK": (32, 64, 128),
@@ -97,8 +97,8 @@ def table_of(
     kernel: str, dim: int, dtype: torch.dtype
 ) -> tuple[dict[tuple[int, int], dict[str, int]], tuple[int, int]]:
     """The kernel's configurations on this GPU, and the key of the one that these inputs take."""
-    table = CONFIGS[architecture(torch.device("cuda"))][kernel]
-    return table, min(key for key in table if key[0] == dtype.itemsize and key[1] >= dim)
+    own = architecture(torch.device("cuda"))
+    return CONFIGS[own][kernel], row(own, kernel, dtype.itemsize, dim)
 
 
 def measure(kernel: str, candidate: dict[str, int], args: argparse.Namespace) -> tuple[float, float] | str:
