@@ -17,11 +17,11 @@ parallelism; layout "whole": likewise, on all T tokens of the documents. For att
 the mask leaves. Documents: "one", "packed" (ten), "web" (lengths of a median of 1,000 tokens, log-normal), "mixed"
 (4,000, with long ones among them). Heads are of 128 × 128.
 
---peers: beneath our rows those of peers on the same inputs. FLA's KCP and its convolution, where flash-linear-attention
-is installed; it autotunes for minutes at the first call of an op and keeps what it found in Triton's cache, and its GDN
-runs without its guard against wrong numbers on Hopper: times only. torch's `context_parallel` with cuDNN's attention,
-for one document in zig-zag: its rotation "allgather" beneath all-gather, "alltoall" beneath the ring. Peers are never
-compiled.
+--peers: beneath our rows those of peers on the same inputs, never compiled. FLA's KCP and its convolution, where
+flash-linear-attention is installed; at the first call of an op with so many heads it autotunes for minutes, and keeps
+what it found in Triton's cache. Its GDN runs without its guard against wrong numbers on Hopper: times only. torch's
+`context_parallel` with cuDNN's attention, for one document in zig-zag: its rotation "allgather" beneath all-gather,
+"alltoall" beneath the ring.
 
 --estimate, by rates measured on a GPU (rates/, tools/bench_rates.py) and the planner's account of each operator: what
 of a layer's communication is exposed, forward and backward, as a share of the op's own time on a rank, by T / W of one
