@@ -54,6 +54,7 @@ from titan_linear.memory import Batch, layers
 from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.process import run_command
 from titan_linear.timing import Clock, Machine, read_rates, shipped
 from titan_linear.traces import Event, communicates, events_of, on_device, span_of, summary
 
@@ -303,7 +304,7 @@ def planned_share(machine: Machine, mixer: MixerOptions, batch: Batch) -> float:
     return sum(p.parts["communication"] for p in passes) / own
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ops = ["kda", "gdn", "conv", *METHODS]
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
@@ -315,7 +316,7 @@ def main() -> int:
     parser.add_argument("--compiled", action="store_true", help="the ops in graphs of torch.compile")
     parser.add_argument("--peers", action="store_true", help="FLA's KCP, if installed, and torch's context_parallel")
     parser.add_argument("--estimate", choices=sorted(shipped()), metavar="GPU", help="run nothing; one of %(choices)s")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.estimate:
         tokens = [2**n for n in range(11, 18)]
         print("\n\n".join(estimate(args.estimate, (4, 8), tokens, H, args.key_heads or H) for H in args.heads))
@@ -335,4 +336,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -30,6 +30,7 @@ from triton.testing import do_bench
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.boundaries import scan_programs, segment_length
 from titan_linear.ops.triton.configs import CONFIGS, architecture, row
+from titan_linear.process import run_command
 
 CANDIDATES = {
     "BK": (32, 64, 128),
@@ -138,7 +139,7 @@ def tune(kernel: str, args: argparse.Namespace) -> None:
     print(f"{kernel}: shipped {table[key]}; fastest {min(timed, key=lambda t: t[0])}\n", flush=True)
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     known = sorted(CONFIGS[architecture(torch.device("cuda" if torch.cuda.is_available() else "cpu"))])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", nargs="+", default=known, choices=known)
@@ -146,7 +147,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--heads", type=int, default=64)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("error: tools.tune_ops times the kernels of a GPU, and there is none here", file=sys.stderr)
         return 2
@@ -160,4 +161,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)
