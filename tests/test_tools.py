@@ -18,7 +18,7 @@ from tools import bench_cp, bench_ops, generate, tune_ops
 def test_without_a_gpu(tool: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(sys, "argv", [tool.__name__])
-    error = is_refused(lambda _: tool.main(), [], capsys)
+    error = is_refused(lambda _: tool.main([]), [], capsys)
     assert error.startswith(f"{tool.__name__} times") and "here" in error
 
 

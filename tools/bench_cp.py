@@ -6,6 +6,7 @@
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops kda --heads 16 --tokens 131072 --layouts contiguous whole
     torchrun --nproc-per-node 4 -m tools.bench_cp --compiled                # as a run with compile.enable has them
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops ulysses --heads 32 --key-heads 8 --documents web mixed
+    torchrun --nproc-per-node 4 -m tools.bench_cp --peers                   # beside FLA and torch; takes minutes
     python -m tools.bench_cp --estimate H200 --heads 32                     # nothing is run
 
 Milliseconds of the slowest rank, forward and forward + backward, in bfloat16. "GPU": the median from the first kernel
@@ -15,6 +16,12 @@ runs in and nothing else does, by the profiler. "alone": the op on T / W tokens 
 parallelism; layout "whole": likewise, on all T tokens of the documents. For attention TFLOP/s per GPU on the pairs that
 the mask leaves. Documents: "one", "packed" (ten), "web" (lengths of a median of 1,000 tokens, log-normal), "mixed"
 (4,000, with long ones among them). Heads are of 128 × 128.
+
+--peers: beneath our rows those of peers on the same inputs, never compiled. FLA's KCP and its convolution, where
+flash-linear-attention is installed; at the first call of an op with so many heads it autotunes for minutes, and keeps
+what it found in Triton's cache. Its GDN runs without its guard against wrong numbers on Hopper: times only. torch's
+`context_parallel` with cuDNN's attention, for one document in zig-zag: its rotation "allgather" beneath all-gather,
+"alltoall" beneath the ring.
 
 --estimate, by rates measured on a GPU (rates/, tools/bench_rates.py) and the planner's account of each operator: what
 of a layer's communication is exposed, forward and backward, as a share of the op's own time on a rank, by T / W of one
@@ -29,18 +36,25 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
 from functools import partial
+from importlib.util import find_spec
+from itertools import product
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_linear.memory import Batch, layers
 from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
-from titan_linear.ops import CPContext, attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.process import run_command
 from titan_linear.timing import Clock, Machine, read_rates, shipped
 from titan_linear.traces import Event, communicates, events_of, on_device, span_of, summary
 
@@ -48,7 +62,10 @@ TEN = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)  # 
 D = 128
 ROUNDS, PROFILED = 60, 5
 Inputs = dict[str, torch.Tensor]
+Row = tuple[str, str, str]  # whose ("" for ours), documents, layout
 METHODS, LAYOUTS = ("ring", "allgather", "ulysses"), ("contiguous", "zigzag")
+OPTIONS: dict[str, dict[str, Any]] = {"kda": {"safe_gate": True}, "gdn": {}, "conv": {"activation": "silu"}}
+ROTATIONS = {"ring": "alltoall", "allgather": "allgather"}  # torch's, by the method of ours that they resemble
 LENGTHS = {"web": (1000, 1.0), "mixed": (4000, 1.5)}  # median and log's standard deviation of documents' tokens
 SMALL = 0.05  # share of the op's time
 
@@ -85,12 +102,8 @@ def make_inputs(op: str, T: int, H: int, Hkv: int) -> Inputs:
 def function(op: str) -> Callable[..., torch.Tensor]:
     if op in METHODS:
         return partial(attention, method=op)
-    fn, options = {
-        "kda": (chunk_kda, {"safe_gate": True}),
-        "gdn": (chunk_gated_delta_rule, {}),
-        "conv": (causal_conv1d, {"activation": "silu"}),
-    }[op]
-    return lambda **x: fn(**x, **options)[0]
+    fn = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule, "conv": causal_conv1d}[op]
+    return lambda **x: fn(**x, **OPTIONS[op])[0]
 
 
 def timed(fn: Callable[[], Any], flush: torch.Tensor) -> tuple[float, float]:
@@ -147,45 +160,111 @@ def measure(fn: Callable[..., torch.Tensor], x: Inputs, options: dict[str, Any],
     return times.tolist()
 
 
-def context_of(cu: torch.Tensor, layout: str | None) -> CPContext:
-    """Of all ranks in this layout, or of this one alone."""
-    if layout is None:
-        return build_cp_context(cu.cuda(), rank=0, world_size=1, cu_seqlens_cpu=cu)
-    return build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu)
-
-
-def pairs(bounds: torch.Tensor) -> int:
+def tflops(H: int, bounds: torch.Tensor, ranks: int, times: Sequence[float]) -> str:
+    """Per GPU, of attention on the pairs that the mask leaves; times: of `measure`."""
     lengths = bounds.diff().long()
-    return int((lengths * (lengths + 1) // 2).sum())
+    work = 4 * D * H * int((lengths * (lengths + 1) // 2).sum()) / ranks / 1e9
+    return f"{work / times[0]:.0f} / {3.5 * work / times[2]:.0f} TFLOP/s"
+
+
+# --- What a row times ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function, its inputs and options, and where it is called."""
+
+    fn: Callable[..., torch.Tensor]
+    inputs: Inputs
+    options: dict[str, Any]
+    within: AbstractContextManager[Any] = field(default_factory=nullcontext)
+
+
+def rows(op: str, documents: Sequence[str], layouts: Sequence[str], peers: Sequence[str]) -> Iterator[Row]:
+    """Of an op; a peer's beneath ours of the same work."""
+    yield "", "one", "alone"
+    for of, layout in product(documents, layouts):
+        yield "", of, layout
+        if "FLA" in peers and op in OPTIONS and layout in LAYOUTS:
+            yield "FLA", of, layout
+        if "torch" in peers and op in ROTATIONS and (of, layout) == ("one", "zigzag"):
+            yield "torch", of, layout
+
+
+def ours(fn: Callable[..., torch.Tensor], compiled: bool, x: Inputs, cu: torch.Tensor, layout: str) -> Call:
+    """Of all ranks in this layout, or of each one alone."""
+    if layout in LAYOUTS and dist.get_world_size() > 1:
+        context = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu)
+    else:
+        context = build_cp_context(cu.cuda(), rank=0, world_size=1, cu_seqlens_cpu=cu)
+    if compiled:
+        context.mark_dynamic()
+    return Call(fn, x, {"cp_context": context})
+
+
+def fla(op: str, x: Inputs, cu: torch.Tensor, layout: str) -> Call:
+    """flash-linear-attention's function of the same meaning, which takes the same tensors."""
+    from fla.ops.cp import build_cp_context as context_of
+
+    from tools.bench_ops import peers
+
+    fn, width = peers(op)["FLA"], x["weight"].shape[1] if op == "conv" else None
+    context = context_of(cu.cuda(), dist.group.WORLD, conv1d_kernel_size=width, cu_seqlens_cpu=cu, layout=layout)
+    return Call(lambda **x: fn(**x, **OPTIONS[op])[0], x, {"cp_context": context})
+
+
+def torch_peer(op: str, x: Inputs, cu: torch.Tensor, layout: str) -> Call:
+    """torch's `context_parallel`, on tensors as it wants them, [1, H, T/W, D]."""
+    assert layout == "zigzag" and len(cu) == 2
+    x = {name: t.transpose(1, 2).contiguous() for name, t in x.items()}
+    return Call(torch_attention, x, {}, torch_context_parallel(int(cu[-1]), ROTATIONS[op], x["q"].device.type))
+
+
+def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    sdpa = torch.nn.functional.scaled_dot_product_attention  # as it is now: `context_parallel` puts its own there
+    return sdpa(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+@contextmanager
+def torch_context_parallel(T: int, rotation: str, device: str) -> Iterator[torch.Tensor]:
+    """Within, torch's attention is of all ranks' tokens, forward and backward. Gives those of this rank, [T/W]."""
+    from torch.distributed.tensor.experimental import context_parallel
+    from torch.distributed.tensor.experimental._attention import set_rotate_method
+
+    set_rotate_method(rotation)
+    mesh, tokens = DeviceMesh.from_group(dist.group.WORLD, device), torch.arange(T, device=device)
+    with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[0]), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+        yield tokens
+
+
+# --- The table -------------------------------------------------------------------------------------------------------
 
 
 def print_rows(args: argparse.Namespace, flush: torch.Tensor) -> None:
     W, first = dist.get_world_size(), dist.get_rank() == 0
+    peers = [*(["FLA"] if find_spec("fla") else []), "torch"] if args.peers else []
     if first:
+        if args.peers and "FLA" not in peers:
+            print("flash-linear-attention is not installed: no rows of it\n")
         print("| op | T | heads | documents | layout | GPU fwd | host | GPU fwd + bwd | host | exposed | |")
         print("|---" * 11 + "|")
-    for op in args.ops:
-        for T, H in ((T, H) for T in args.tokens for H in args.heads):
-            x, fn = make_inputs(op, T // W, H, args.key_heads or H), function(op)
-            if args.compiled:
-                torch.compiler.reset()
-                fn = torch.compile(fn, fullgraph=True)
-            cases = [(d, layout) for d in args.documents for layout in args.layouts]
-            for documents, layout in [("one", "alone"), *cases]:
-                ranks = W if layout in LAYOUTS else 1
-                cu = boundaries(documents, T // W if layout == "alone" else T)
-                context = context_of(cu, layout if ranks > 1 else None)
-                if args.compiled:
-                    context.mark_dynamic()
-                inputs = make_inputs(op, T, H, args.key_heads or H) if layout == "whole" else x
-                times = measure(fn, inputs, {"cp_context": context}, flush)
-                rates = ""
-                if op in METHODS:
-                    work = 4 * D * H * pairs(cu) / ranks / 1e9
-                    rates = f"{work / times[0]:.0f} / {3.5 * work / times[2]:.0f} TFLOP/s"
-                if first:
-                    cells = [op, T, H, documents, layout, *(f"{t:.2f}" if math.isfinite(t) else "–" for t in times)]
-                    print(f"| {' | '.join(map(str, [*cells, rates]))} |", flush=True)
+    for op, T, H in product(args.ops, args.tokens, args.heads):
+        x, fn = make_inputs(op, T // W, H, args.key_heads or H), function(op)
+        if args.compiled:
+            torch.compiler.reset()
+            fn = torch.compile(fn, fullgraph=True)
+        by = {"": partial(ours, fn, args.compiled), "FLA": partial(fla, op), "torch": partial(torch_peer, op)}
+        for whose, documents, layout in rows(op, args.documents, args.layouts, peers):
+            cu = boundaries(documents, T // W if layout == "alone" else T)
+            inputs = make_inputs(op, T, H, args.key_heads or H) if layout == "whole" else x
+            call = by[whose](inputs, cu, layout)
+            with call.within:
+                times = measure(call.fn, call.inputs, call.options, flush)
+            if first:
+                rates = tflops(H, cu, W if layout in LAYOUTS else 1, times) if op in METHODS else ""
+                name = f"{op}, {whose}" if whose else op
+                cells = [name, T, H, documents, layout, *(f"{t:.2f}" if math.isfinite(t) else "–" for t in times)]
+                print(f"| {' | '.join(map(str, [*cells, rates]))} |", flush=True)
 
 
 # --- Without GPUs ----------------------------------------------------------------------------------------------------
@@ -225,7 +304,7 @@ def planned_share(machine: Machine, mixer: MixerOptions, batch: Batch) -> float:
     return sum(p.parts["communication"] for p in passes) / own
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     ops = ["kda", "gdn", "conv", *METHODS]
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
@@ -235,8 +314,9 @@ def main() -> int:
     parser.add_argument("--documents", nargs="+", default=["one", "packed"], choices=["one", "packed", *LENGTHS])
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=[*LAYOUTS, "whole"])
     parser.add_argument("--compiled", action="store_true", help="the ops in graphs of torch.compile")
+    parser.add_argument("--peers", action="store_true", help="FLA's KCP, if installed, and torch's context_parallel")
     parser.add_argument("--estimate", choices=sorted(shipped()), metavar="GPU", help="run nothing; one of %(choices)s")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.estimate:
         tokens = [2**n for n in range(11, 18)]
         print("\n\n".join(estimate(args.estimate, (4, 8), tokens, H, args.key_heads or H) for H in args.heads))
@@ -256,4 +336,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -33,6 +33,7 @@ import torch
 from triton.testing import do_bench
 
 from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.process import run_command
 
 PACKED = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)
 C = 64  # tokens of a chunk
@@ -203,7 +204,7 @@ def head_dims(text: str) -> tuple[int, int]:
     return int(K), int(V)
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=list(OPS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 8192])
@@ -211,7 +212,7 @@ def main() -> int:
     parser.add_argument("--dims", type=head_dims, nargs="+", default=[(128, 128)], help="K and V (default: 128x128)")
     parser.add_argument("--peers", action="store_true", help="those installed of flash-linear-attention and FlashQLA")
     parser.add_argument("--first-call", action="store_true", help="only the time of a process's first call")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("error: tools.bench_ops times the kernels of a GPU, and there is none here", file=sys.stderr)
         return 2
@@ -231,4 +232,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

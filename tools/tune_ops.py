@@ -29,7 +29,8 @@ from triton.testing import do_bench
 
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.boundaries import scan_programs, segment_length
-from titan_linear.ops.triton.configs import CONFIGS, architecture
+from titan_linear.ops.triton.configs import CONFIGS, architecture, row
+from titan_linear.process import run_command
 
 CANDIDATES = {
     "BK": (32, 64, 128),
@@ -97,8 +98,8 @@ def table_of(
     kernel: str, dim: int, dtype: torch.dtype
 ) -> tuple[dict[tuple[int, int], dict[str, int]], tuple[int, int]]:
     """The kernel's configurations on this GPU, and the key of the one that these inputs take."""
-    table = CONFIGS[architecture(torch.device("cuda"))][kernel]
-    return table, min(key for key in table if key[0] == dtype.itemsize and key[1] >= dim)
+    own = architecture(torch.device("cuda"))
+    return CONFIGS[own][kernel], row(own, kernel, dtype.itemsize, dim)
 
 
 def measure(kernel: str, candidate: dict[str, int], args: argparse.Namespace) -> tuple[float, float] | str:
@@ -138,7 +139,7 @@ def tune(kernel: str, args: argparse.Namespace) -> None:
     print(f"{kernel}: shipped {table[key]}; fastest {min(timed, key=lambda t: t[0])}\n", flush=True)
 
 
-def main() -> int:
+def main(argv: list[str]) -> int:
     known = sorted(CONFIGS[architecture(torch.device("cuda" if torch.cuda.is_available() else "cpu"))])
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kernels", nargs="+", default=known, choices=known)
@@ -146,7 +147,7 @@ def main() -> int:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--tokens", type=int, default=32768)
     parser.add_argument("--heads", type=int, default=64)
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("error: tools.tune_ops times the kernels of a GPU, and there is none here", file=sys.stderr)
         return 2
@@ -160,4 +161,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_command(main)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from titan_linear.ops.cp.exchange import group_named
-from titan_linear.ops.operators import LIBRARY, operator, register_fake
+from titan_linear.ops.operators import operator, register_autograd, register_fake
 
 
 class Ranks(NamedTuple):
@@ -77,7 +78,7 @@ def sum_over_ranks(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
     return sum_ranks(x, ranks.group)
 
 
-def _register_adjoint(op: torch._ops.OpOverload, adjoint: torch._ops.OpOverload) -> None:
+def _register_adjoint(op: Callable[..., torch.Tensor], adjoint: Callable[..., torch.Tensor]) -> None:
     """The gradient of what is linear: the adjoint, which takes the same arguments."""
 
     def keep(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
@@ -86,7 +87,7 @@ def _register_adjoint(op: torch._ops.OpOverload, adjoint: torch._ops.OpOverload)
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         return adjoint(grad, *ctx.arguments), *(None for _ in ctx.arguments)
 
-    torch.library.register_autograd(op, backward, setup_context=keep, lib=LIBRARY)
+    register_autograd(op, backward, keep)
 
 
 _register_adjoint(gather_along, scatter_along)

@@ -1,15 +1,17 @@
-"""Operators of the dispatcher, at its cost alone.
+"""Operators of the dispatcher, at its cost alone, and without it where nobody looks on.
 
-`torch.library.custom_op` wraps each call in layers of Python: 30 µs with torch 2.11 where the dispatcher takes 4, and a
-forward and backward pass calls a dozen operators while a small shape's kernels wait for the host.
+`torch.library.custom_op` wraps each call in layers of Python: 30 µs with torch 2.11 where the dispatcher takes 10. A
+forward and backward pass calls a dozen operators, and a small shape's kernels wait for the host.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from titan_linear.ops.kept import OPERATORS as KEPT
 from titan_linear.ops.kept import kept
@@ -17,9 +19,9 @@ from titan_linear.ops.kept import kept
 LIBRARY = torch.library.Library("titan_linear", "FRAGMENT")
 
 
-def operator(fn: Callable[..., Any], mutates: Sequence[str] = ()) -> torch._ops.OpOverload:
-    """`fn` as torch.ops.titan_linear.<its name>; its annotations are the schema, and it mutates none of its arguments
-    but those named.
+def operator(fn: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[..., Any]:
+    """`fn` as torch.ops.titan_linear.<its name>, which is `.overload` of what is returned; its annotations are the
+    schema, it mutates none of its arguments but those named, and the first of them is a tensor.
 
     It runs on any device and has no gradient of its own: `register_fake` says what it returns, `register_autograd`
     gives it a gradient, and `autograd.Function`s may call it.
@@ -28,11 +30,35 @@ def operator(fn: Callable[..., Any], mutates: Sequence[str] = ()) -> torch._ops.
     LIBRARY.define(fn.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
     implementation = kept(fn) if fn.__name__ in KEPT else fn
     LIBRARY.impl(fn.__name__, implementation, "CompositeExplicitAutograd")
-    op = getattr(torch.ops.titan_linear, fn.__name__).default
-    op.python = fn  # for who looks inside: dispatch modes see an operator as one call
-    return op
+    overload = getattr(torch.ops.titan_linear, fn.__name__).default
+    overload.python = fn  # for who looks inside: dispatch modes see an operator as one call
+
+    @wraps(fn)
+    def call(*args: Any) -> Any:
+        return (overload if _watched(args[0]) else implementation)(*args)
+
+    call.overload = overload
+    return call
 
 
-def register_fake(op: torch._ops.OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def _watched(x: torch.Tensor) -> bool:
+    """Whether a call is more than its implementation: to the compiler, autograd, a dispatch mode, the profiler, or for
+    a tensor without numbers."""
+    return (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or type(x) is not torch.Tensor
+        or x.is_meta
+        or _get_current_dispatch_mode() is not None
+        or torch.autograd._profiler_enabled()
+    )
+
+
+def register_fake(op: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Decorates the function of the same arguments that makes op's outputs without computing them."""
-    return torch.library.register_fake(op, lib=LIBRARY)
+    return torch.library.register_fake(op.overload, lib=LIBRARY)
+
+
+def register_autograd(op: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
+    """As `torch.library.register_autograd`."""
+    torch.library.register_autograd(op.overload, backward, setup_context=setup_context, lib=LIBRARY)

@@ -9,7 +9,7 @@ def launch(op: Any, *arguments: Any) -> Any:
     """What op runs on a GPU, on meta tensors (where it would run its fake implementation)."""
     from torch._C import DispatchKey, DispatchKeySet
 
-    return op.redispatch(DispatchKeySet(DispatchKey.CUDA), *arguments)
+    return op.overload.redispatch(DispatchKeySet(DispatchKey.CUDA), *arguments)
 
 
 def kda_case(dtype: str, K: int, V: int, gate: str = "none", safe: bool = True, R: int = 1, whole: bool = True) -> None:

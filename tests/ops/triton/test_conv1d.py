@@ -121,8 +121,8 @@ def test_strided_input_and_opcheck():
     y = conv.conv1d(x, w, None, state, None, *rest)[0]
     assert torch.equal(y, conv.conv1d(x.contiguous(), w, None, state, None, *rest)[0])
     index = torch.tensor([1, -1], dtype=torch.int32, device=DEVICE)
-    torch.library.opcheck(conv.conv1d, (x.detach().requires_grad_(), w, None, state, index, *rest))
-    torch.library.opcheck(conv.conv1d_chunks, (cu, 18, conv.BT))
+    torch.library.opcheck(conv.conv1d.overload, (x.detach().requires_grad_(), w, None, state, index, *rest))
+    torch.library.opcheck(conv.conv1d_chunks.overload, (cu, 18, conv.BT))
 
 
 def test_states_by_index():

@@ -57,5 +57,5 @@ def test_large_and_not_finite():
 
 def test_operators_are_well_formed():
     gate_up, dy = torch.randn(2, 3, 8, device=DEVICE), torch.randn(2, 3, 4, device=DEVICE)
-    torch.library.opcheck(swiglu_forward, (gate_up,))
-    torch.library.opcheck(swiglu_backward, (gate_up, dy))
+    torch.library.opcheck(swiglu_forward.overload, (gate_up,))
+    torch.library.opcheck(swiglu_backward.overload, (gate_up, dy))

@@ -14,7 +14,7 @@ the documents are, so that compiled code meets one shape; rows beyond the last a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -217,19 +217,24 @@ def exchange(
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Every S_ext [., *, K, V] and M [., *, K, K] that this rank folds. One message to each rank."""
-    sizes = S_ext[0].numel(), M[0].numel()
+    sizes = S_ext.numel() // len(S_ext), M.numel() // len(M)
     parts = [(M if kind else S_ext)[slot].flatten() for slot, kind in sends.tolist() if slot >= 0]
     message = _joined(parts, S_ext)
     counts = receive_counts.tolist()
     came = all_to_all(message, _elements(send_counts.tolist(), sizes), _elements(counts, sizes), group)
-    blocks = came.split([n * size for row in counts for n, size in zip(row, sizes)])
-    S_rows, M_rows = _joined(blocks[0::2], S_ext), _joined(blocks[1::2], M)
+    edges = accumulate((n * size for row in counts for n, size in zip(row, sizes)), initial=0)
+    blocks = [slice(*edge) for edge in pairwise(edges)]
+    S_rows, M_rows = _joined(_parts(came, blocks[0::2]), S_ext), _joined(_parts(came, blocks[1::2]), M)
     return S_rows.view(-1, *S_ext.shape[1:]), M_rows.view(-1, *M.shape[1:])
+
+
+def _parts(x: torch.Tensor, blocks: Sequence[slice]) -> list[torch.Tensor]:
+    """Those that are not empty."""
+    return [x[block] for block in blocks if block.start < block.stop]
 
 
 def _joined(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
     """One after the other; a single one as it is: a copy less, where most chains have one link."""
-    parts = [part for part in parts if part.numel()]
     return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else like.new_empty(0)
 
 
@@ -244,7 +249,7 @@ IN_NODE, BETWEEN_NODES = 27 << 20, 4 << 20
 def pays_by_heads(S_ext: torch.Tensor, M: torch.Tensor, most: int, between_nodes: bool) -> bool:
     """Whether `exchange` would take twice as long as `incoming_by_heads`, on the rank that receives most: it brings a
     long chain whole, to every rank. All ranks say the same."""
-    whole = most * (S_ext[0].nbytes + M[0].nbytes) // 2
+    whole = most * (S_ext.nbytes + M.nbytes) // (2 * len(S_ext))
     return whole > 2 * (bytes_by_heads(S_ext, M) + (BETWEEN_NODES if between_nodes else IN_NODE))
 
 

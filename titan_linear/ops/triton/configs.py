@@ -173,11 +173,20 @@ def widest_slice(V: int) -> int:
     return V & -V
 
 
+@cache
+def row(own: tuple[int, int], kernel: str, size: int, dim: int) -> tuple[int, int]:
+    """The key of CONFIGS[own][kernel] for operands of `size` bytes and head dims up to `dim`."""
+    return min(key for key in CONFIGS[own][kernel] if key[0] == size and key[1] >= dim)
+
+
 def config(kernel: str, x: torch.Tensor, dim: int, **limits: int) -> Config:
     """Launch arguments of `kernel` for operands of x's device and dtype and head dims up to `dim`.
 
     limits: what a block may be at most: BK=K, say.
     """
-    table = CONFIGS[architecture(x.device)][kernel]
-    chosen = table[min(key for key in table if key[0] == x.element_size() and key[1] >= dim)]
-    return {name: min(value, limits.get(name, value)) for name, value in chosen.items()}
+    own = architecture(x.device)
+    chosen = dict(CONFIGS[own][kernel][row(own, kernel, x.element_size(), dim)])
+    for name, limit in limits.items():
+        if chosen.get(name, 0) > limit:
+            chosen[name] = limit
+    return chosen

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.boundaries import CONV_RUN, Boundaries
-from titan_linear.ops.operators import LIBRARY, operator, register_fake
+from titan_linear.ops.operators import operator, register_autograd, register_fake
 from titan_linear.ops.states import States
 from titan_linear.ops.triton.chunks import chunk_table, max_chunks
 from titan_linear.ops.triton.launch import Launcher
@@ -402,7 +402,7 @@ def _backward(ctx, dy, d_final_state):
     return (*d_inputs, None, None, None, None, None)
 
 
-torch.library.register_autograd(conv1d, _backward, setup_context=_setup_context, lib=LIBRARY)
+register_autograd(conv1d, _backward, _setup_context)
 
 
 def packed_conv1d(

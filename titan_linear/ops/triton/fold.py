@@ -13,6 +13,7 @@ from torch import Tensor
 
 from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.triton.launch import Launcher
+from titan_linear.ops.triton.tiles import load_state
 
 
 @triton.jit
@@ -70,10 +71,10 @@ def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: 
     the transposes of M.
     """
     (_, HV, K, V), slots = S_ext.shape, chain_offsets.shape[0] - 1
-    out = S_ext.new_empty(2, slots, HV, K, V)
+    out, half = S_ext.new_empty(2, slots, HV, K, V), slots * HV * K * V
     BV = min(V, 32)
     fold_kernel[V // BV, slots * HV](
-        S_ext, M, chain_offsets, s_row, m_row, out, out[0].numel(), HV, K=K, V=V, BK=min(K, 64), BV=BV, REVERSE=reverse,
+        S_ext, M, chain_offsets, s_row, m_row, out, half, HV, K=K, V=V, BK=min(K, 64), BV=BV, REVERSE=reverse,
         num_warps=4,
     )  # fmt: skip
     return out[0]
@@ -89,7 +90,8 @@ def _(S_ext, M, chain_offsets, s_row, m_row, reverse):
 def fold_segments_kernel(
     S_ext,  # [S, HV, K, V]
     M,  # [S, HV, K, K]
-    start,  # [N, HV, K, V] or None
+    start,  # [.., HV, K, V] or None
+    index,  # [≥ N] or None
     segment_offsets,  # [N + 1]
     out,  # [S, HV, K, V]
     HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
@@ -109,7 +111,7 @@ def fold_segments_kernel(
             if i > begin:
                 b_s = tl.load(p_x + r * V + o_s) + _transition(p_m, p_from + i_v * BV, r, K, V, BK, BV, REVERSE)
             elif start is not None:
-                b_s = tl.load(start + i_nh * K * V + r * V + o_s)
+                b_s = load_state(start, index, i_n, HV * K * V, i_h * K * V + r * V + o_s)
             tl.store(p_to + r * V + o_s, b_s)
         tl.debug_barrier()  # the next segment reads all rows
 
@@ -122,16 +124,12 @@ def fold_segments(
     reverse, the gradient of the state that leaves each, from `start` for the last ones.
 
     S_ext (dS_ext) [S, HV, K, V], M [S, HV, K, K] fp32; segment_offsets [N + 1] int32, each document's first segment.
-    start [≥ N, HV, K, V] (None: zeros): of each document its own, or that of index [N], zeros where that is negative.
+    start [.., HV, K, V] (None: zeros): of each document its own, or that of index [≥ N], zeros where that is negative.
     """
     (_, HV, K, V), out = S_ext.shape, torch.zeros_like(S_ext)  # zeros for the surplus segments
-    if start is not None:
-        start = start.contiguous()
-        if index is not None:
-            start = start[index.clamp(min=0)].where((index >= 0).view(-1, 1, 1, 1), 0.0)
-    BV = min(V, 32)
+    start, BV = None if start is None else start.contiguous(), min(V, 32)
     fold_segments_kernel[V // BV, (segment_offsets.shape[0] - 1) * HV](
-        S_ext, M, start, segment_offsets, out, HV, K=K, V=V, BK=min(K, 64), BV=BV, REVERSE=reverse, num_warps=4
+        S_ext, M, start, index, segment_offsets, out, HV, K=K, V=V, BK=min(K, 64), BV=BV, REVERSE=reverse, num_warps=4
     )
     return out
 
@@ -139,3 +137,85 @@ def fold_segments(
 @register_fake(fold_segments)
 def _(S_ext, *_):
     return torch.empty_like(S_ext)
+
+
+@triton.jit
+def _through_entry(
+    x, M, out, half, begin, end, i_nh, i_h, HV, column,
+    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ADDS: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """BV columns, of which x has V, from x of the first segment on; ADDS: each further one adds its own."""
+    o_s = tl.arange(0, BK)[:, None] * V + column + tl.arange(0, BV)[None, :]
+    p_out = out + i_nh * K * V
+    for i in range(begin, end):
+        i_sh = (begin + end - 1 - i if REVERSE else i) * HV + i_h
+        p_to, p_from = p_out + (end - 1 - i) % 2 * half, p_out + (end - i) % 2 * half
+        for r in range(0, K, BK):
+            b_s = tl.zeros([BK, BV], tl.float32)
+            if i > begin:
+                b_s = _transition(M + i_sh * K * K, p_from + column, r, K, V, BK, BV, REVERSE)
+            if ADDS or i == begin:
+                b_s += tl.load(x + i_sh * K * V + r * V + o_s)
+            tl.store(p_to + r * V + o_s, b_s)
+        tl.debug_barrier()  # the next segment reads all rows
+
+
+@Launcher
+@triton.jit
+def fold_entries_kernel(
+    S_ext,  # [S, HV, K, V]
+    M,  # [S, HV, K, K]
+    entries,  # [n]
+    segment_offsets,  # [N + 1]
+    state, transition,  # [2, n, HV, K, V], [2, n, HV, K, K]: results, and room for what comes before them
+    n, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """One (entry, head, slice of the state's or the transition's columns) through its segments."""
+    i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    i_h, entry = i_nh % HV, tl.load(entries + i_nh // HV)
+    begin, end = tl.load(segment_offsets + entry).to(tl.int64), tl.load(segment_offsets + entry + 1).to(tl.int64)
+    half = tl.cast(n, tl.int64) * HV * K
+    if i_v < V // BV:
+        _through_entry(
+            S_ext, M, state, half * V, begin, end, i_nh, i_h, HV, i_v * BV, K, V, BK, BV, True, REVERSE
+        )  # fmt: skip
+    elif transition is not None:
+        column = i_v * BV - V
+        _through_entry(M, M, transition, half * K, begin, end, i_nh, i_h, HV, column, K, K, BK, BV, False, REVERSE)
+
+
+def _launch_fold_entries(
+    S_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor, transition: Tensor | None
+) -> Tensor:
+    """-> [n, HV, K, V]; transition [2, n, HV, K, K]: forward's, None in reverse."""
+    (_, HV, K, V), n = S_ext.shape, len(entries)
+    state, BV = S_ext.new_empty(2, n, HV, K, V), min(K, V, 32)
+    fold_entries_kernel[V // BV + (0 if transition is None else K // BV), n * HV](
+        S_ext, M, entries, segment_offsets, state, transition, n, HV, K=K, V=V, BK=min(K, 64), BV=BV,
+        REVERSE=transition is None, num_warps=4,
+    )  # fmt: skip
+    return state[0]
+
+
+@operator
+def fold_entries(S_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+    """S_ext [n, HV, K, V] and M [n, HV, K, K] of `entries` [n] int32, from those of all segments: what these make of no
+    state and, without what they add, of the identity."""
+    transition = M.new_empty(2, len(entries), *M.shape[1:])
+    return _launch_fold_entries(S_ext, M, segment_offsets, entries, transition), transition[0]
+
+
+@register_fake(fold_entries)
+def _(S_ext, M, segment_offsets, entries):
+    return tuple(x.new_empty(len(entries), *x.shape[1:]) for x in (S_ext, M))
+
+
+@operator
+def fold_entries_back(dS_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor) -> Tensor:
+    """dS_ext [n, HV, K, V] of `entries` [n] int32, from those of all segments."""
+    return _launch_fold_entries(dS_ext, M, segment_offsets, entries, None)
+
+
+@register_fake(fold_entries_back)
+def _(dS_ext, M, segment_offsets, entries):
+    return dS_ext.new_empty(len(entries), *dS_ext.shape[1:])

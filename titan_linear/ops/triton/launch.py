@@ -29,7 +29,7 @@ class Launcher:
 
     def _launch(self, grid: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        key = (device, *map(_kind, args), *kwargs.items())
+        key = (device, *[_kind(x) for x in args], *kwargs.items())
         form = self.compiled.get(key)
         if form is None:
             form = self.kernel[grid](*args, **kwargs)
@@ -50,5 +50,12 @@ def _kind(x: Any) -> Any:
     if type(x) is int:
         return x == 1, x % 16 == 0, -(2**31) <= x < 2**31
     if isinstance(x, TensorDescriptor):
-        return x.base.dtype, tuple(x.block_shape)
+        return x.base.dtype, *x.block_shape
     return type(x)
+
+
+def descriptor(x: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
+    """TensorDescriptor(x, shape, strides, block) without its checks, which take as long as a launch."""
+    made = object.__new__(TensorDescriptor)
+    made.base, made.shape, made.strides, made.block_shape = x, shape, strides, block
+    return made

@@ -21,7 +21,7 @@ from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.options import DeltaRuleOptions
 from titan_linear.ops.states import Inputs, States
 from titan_linear.ops.triton.chunks import Chunks, chunk_table, chunks_of, max_chunks
-from titan_linear.ops.triton.fold import fold_segments
+from titan_linear.ops.triton.fold import fold_entries, fold_entries_back, fold_segments
 from titan_linear.ops.triton.launch import Launcher
 
 
@@ -115,47 +115,3 @@ def segments_of(boundaries: Boundaries, tokens: int, length: int) -> Segments:
 def _parts(states: States | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """As `fold_segments` takes them."""
     return (None, None) if states is None else (states.values, states.index)
-
-
-# Operators, though they are a few tensor operations: their sizes keep torch.compile busy for 14 s of a first step.
-
-
-@operator
-def fold_entries(
-    S_ext: torch.Tensor, M: torch.Tensor, segment_offsets: torch.Tensor, entries: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """S_ext [n, HV, K, V] and M [n, HV, K, K] of `entries` [n], from those of all segments.
-
-    M of an entry is what its segments make of the identity: columns beside those of the state."""
-    V, K = S_ext.shape[-1], M.shape[-1]
-    x = torch.cat([S_ext, torch.zeros_like(M)], -1)  # [S, HV, K, V + K]
-    begin = torch.eye(K, V + K, dtype=x.dtype, device=x.device).roll(V, -1)  # [0 | I]
-    begin = begin.expand(len(segment_offsets) - 1, *x.shape[1:])
-    entering = fold_segments(x, M, begin, None, segment_offsets, False)
-    last = segment_offsets[entries + 1] - 1
-    ours, transition = _moved(M[last], entering[last], x[last]).split([V, K], -1)
-    return ours.contiguous(), transition.contiguous()
-
-
-@register_fake(fold_entries)
-def _(S_ext, M, segment_offsets, entries):
-    return tuple(x.new_empty(len(entries), *x.shape[1:]) for x in (S_ext, M))
-
-
-@operator
-def fold_entries_back(
-    dS_ext: torch.Tensor, M: torch.Tensor, segment_offsets: torch.Tensor, entries: torch.Tensor
-) -> torch.Tensor:
-    """dS_ext [n, HV, K, V] of `entries` [n], from those of all segments."""
-    d_leaving, first = fold_segments(dS_ext, M, None, None, segment_offsets, True), segment_offsets[entries]
-    return _moved(M[first].mT, d_leaving[first], dS_ext[first])
-
-
-@register_fake(fold_entries_back)
-def _(dS_ext, M, segment_offsets, entries):
-    return dS_ext.new_empty(len(entries), *dS_ext.shape[1:])
-
-
-def _moved(M: torch.Tensor, state: torch.Tensor, S_ext: torch.Tensor) -> torch.Tensor:
-    """M state + S_ext, one segment further. In float64: where a user asked for it, float32 products run as TF32."""
-    return (M.double() @ state.double() + S_ext).to(S_ext.dtype)

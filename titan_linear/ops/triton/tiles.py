@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from titan_linear.ops.triton.launch import descriptor
+
 
 def dense_heads(x: torch.Tensor) -> torch.Tensor:
     """x [T, heads, dim] or [T, heads] itself where its heads are dense and its tokens a multiple of 16 bytes apart (of
@@ -25,13 +27,14 @@ def dense_heads(x: torch.Tensor) -> torch.Tensor:
 
 def row_tiles(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
     """x [T, heads, dim] as the matrix [T, heads·dim], read in tiles of [rows, width] by the copy engine."""
-    return TensorDescriptor(x, [x.shape[0], x.shape[1] * x.shape[2]], [x.stride(0), 1], [rows, width])
+    T, heads, dim = x.shape
+    return descriptor(x, [T, heads * dim], [x.stride(0), 1], [rows, width])
 
 
 def chunk_tiles(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
     """x [.., dim], contiguous, as a matrix of its last dimension, read in tiles of [rows, width] by the copy engine."""
     dim = x.shape[-1]
-    return TensorDescriptor(x, [x.numel() // dim, dim], [dim, 1], [rows, width])
+    return descriptor(x, [x.numel() // dim, dim], [dim, 1], [rows, width])
 
 
 def empty_states(like: torch.Tensor, rows: int, K: int) -> torch.Tensor:
