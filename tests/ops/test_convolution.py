@@ -48,6 +48,12 @@ def test_batch_and_no_bias() -> None:
     assert relative_error(got, want) < 1e-12
 
 
+def test_in_parts() -> None:
+    x = make(9, B=3)
+    y, parts = causal_conv1d(**x)[0], causal_conv1d(**x, widths=(1, 3, 2))[0]
+    assert [part.shape[-1] for part in parts] == [1, 3, 2] and torch.equal(torch.cat(parts, -1), y)
+
+
 def test_documents_do_not_touch_each_other() -> None:
     cu = boundaries(LENGTHS)
     x = make(sum(LENGTHS))
@@ -70,3 +76,6 @@ def test_what_does_not_fit_is_refused() -> None:
         causal_conv1d(**(x | {"weight": x["weight"][:3]}))
     with pytest.raises(ValueError, match="initial_state"):
         causal_conv1d(**x, initial_state=torch.zeros(1, 6, 2))
+    for widths in ((6, 1), (2, 2, 1, 1), (6, 0), ()):
+        with pytest.raises(ValueError, match=r"widths = .* whose sum is D = 6"):
+            causal_conv1d(**x, widths=widths)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -38,8 +39,9 @@ def causal_conv1d(
     chunk_indices: torch.Tensor | None = None,
     cp_context: CPContext | None = None,
     *,
+    widths: Sequence[int] | None = None,
     impl: str = "auto",
-) -> tuple[torch.Tensor, torch.Tensor | None]:
+) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], torch.Tensor | None]:
     """y_t = act(Σ_j weight[:, j] · x_{t−W+1+j} + bias), channel by channel, within each sequence or packed document.
 
     Arguments are those of FLA's function of this name, but for the width of states; docs/ops.md lists the differences.
@@ -53,9 +55,11 @@ def causal_conv1d(
         cu_seqlens_cpu: the same on the CPU, for implementations that loop over documents on the host.
         cp_context: x is this rank's tokens; the W−1 tokens before its fragments are fetched. Neither cu_seqlens nor
             states may be given.
+        widths: of up to three parts of D, q, k and v say, that y comes in. Neither they nor their gradients are joined.
         impl: "auto", "torch" or "triton".
 
-    Returns: y [B, T, D] in x's dtype; the last inputs of each document [N, D, W−1], or None.
+    Returns: y [B, T, D] in x's dtype, or its parts [B, T, width]; the last inputs [N, D, W−1] of each document, or
+        None.
 
     Raises:
         ValueError: an argument that does not fit the others or that is not supported; the message names it.
@@ -69,6 +73,9 @@ def causal_conv1d(
         raise ValueError(f"weight {tuple(weight.shape)} must be [D, W] with D = {D}")
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"activation = {activation!r} is unknown; use None, 'silu' or 'swish'")
+    parts = [D] if widths is None else list(widths)
+    if not 1 <= len(parts) <= 3 or min(parts) < 1 or sum(parts) != D:
+        raise ValueError(f"widths = {parts} must be those of one to three parts whose sum is D = {D}")
     N = check_boundaries(B, cu_seqlens, cu_seqlens_cpu)
     if initial_state is not None and initial_state.shape != (N, D, W - 1):
         fla = ": FLA's has one column more, which it never reads; pass initial_state[..., 1:]"
@@ -88,5 +95,6 @@ def causal_conv1d(
             initial = States(halo.transpose(1, 2), cp_context.enters_slot)
     convolve = IMPLEMENTATIONS[implementation("causal_conv1d", impl, x.device, x.dtype, W=W)]()
     boundaries = boundaries_of(x, cu_seqlens, cp_context, cu_seqlens_cpu)
-    y, final = convolve(flat, weight, bias, initial, boundaries, activation, output_final_state)
-    return y.unflatten(0, (B, T)), final
+    ys, final = convolve(flat, weight, bias, initial, boundaries, activation, output_final_state, parts)
+    ys = tuple(y.unflatten(0, (B, T)) for y in ys)
+    return ys if widths is not None else ys[0], final

@@ -158,9 +158,10 @@ def conv1d_case(dtype: str, W: int, by_index: bool = False) -> None:
     cu, index = (torch.empty(n, dtype=torch.int32, device="meta") for n in (11, 10))
     chunk_index = launch(conv.conv1d_chunks, cu, T, conv.BT)
     d_final, index = (None, index) if by_index else (meta(10, D, W - 1), None)
-    inputs = (meta(T, D), meta(D, W), meta(D), meta(10, D, W - 1), index, cu, chunk_index, True)
-    launch(conv.conv1d, *inputs, not by_index)
-    launch(conv.conv1d_backward, meta(T, D), d_final, *inputs)
+    widths = [D // 4, D // 4, D // 2] if by_index else [D]
+    x, inputs = meta(T, D), (meta(D, W), meta(D), meta(10, D, W - 1), index, cu, chunk_index)
+    launch(conv.conv1d, x, *inputs, widths, True, not by_index)
+    launch(conv.conv1d_backward, x, [meta(T, width) for width in widths], d_final, *inputs, True)
 
 
 def gdn_case(dtype: str, K: int, V: int, R: int = 1, plain: bool = False, HV: int = 64) -> None:

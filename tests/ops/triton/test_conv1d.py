@@ -117,12 +117,30 @@ def test_strided_input_and_opcheck():
     w = torch.randn(16, 4, generator=gen).to(DEVICE).requires_grad_()
     state = torch.randn(2, 16, 3, generator=gen).to(DEVICE).requires_grad_()
     cu = torch.tensor([0, 11, 18], dtype=torch.int32, device=DEVICE)
-    x, rest = wide[:, 16:32], (cu, conv.conv1d_chunks(cu, 18, conv.BT), True, True)
-    y = conv.conv1d(x, w, None, state, None, *rest)[0]
-    assert torch.equal(y, conv.conv1d(x.contiguous(), w, None, state, None, *rest)[0])
+    x, rest = wide[:, 16:32], (cu, conv.conv1d_chunks(cu, 18, conv.BT), [6, 10], True, True)
+    y = conv.conv1d(x, w, None, state, None, *rest)[1]
+    assert torch.equal(y, conv.conv1d(x.contiguous(), w, None, state, None, *rest)[1])
     index = torch.tensor([1, -1], dtype=torch.int32, device=DEVICE)
     torch.library.opcheck(conv.conv1d.overload, (x.detach().requires_grad_(), w, None, state, index, *rest))
     torch.library.opcheck(conv.conv1d_chunks.overload, (cu, 18, conv.BT))
+
+
+@pytest.mark.parametrize("widths", [(16, 16, 32), (24, 7, 3), (5, 40)])
+def test_parts_are_those_of_the_whole(widths):
+    """Bit for bit, with gradients in tensors of their own, of rows any stride apart."""
+    gen, D = torch.Generator().manual_seed(5), sum(widths)
+    cu, x, w, bias = (
+        torch.tensor([0, 21, 40], dtype=torch.int32),
+        *(torch.randn(*s, generator=gen) for s in ((1, 40, D), (D, 4), (D,))),
+    )
+    dy = torch.randn(1, 40, D, generator=gen).to(DEVICE)
+    found = []
+    for parts in (None, widths):
+        leaves = [t.to(DEVICE).requires_grad_() for t in (x, w, bias)]
+        y, _ = causal_conv1d(*leaves, activation="silu", cu_seqlens=cu.to(DEVICE), widths=parts, impl="triton")
+        grads = [g.contiguous() if i else g for i, g in enumerate(dy.split(widths, -1))] if parts else [dy]
+        found.append([torch.cat(y, -1) if parts else y, *torch.autograd.grad(y, leaves, grads)])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_states_by_index():
@@ -136,7 +154,8 @@ def test_states_by_index():
     found = []
     for state, rows in ((halo, index), (spread, None)):
         leaves = [t.clone().requires_grad_() for t in (x, w, state)]
-        out = conv.conv1d(*leaves[:2], None, leaves[2], rows, cu, conv.conv1d_chunks(cu, 40, conv.BT), True, True)
+        out = conv.conv1d(*leaves[:2], None, leaves[2], rows, cu, conv.conv1d_chunks(cu, 40, conv.BT), [16], True, True)
+        out = out[0], out[3]
         found.append((*out, *torch.autograd.grad(out, leaves, (dy, d_final))))
     (*ours, d_halo), (*theirs, d_spread) = found
     assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))

@@ -17,7 +17,7 @@ from torch import nn
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.documents import Documents
 from titan_linear.models.draws import Draw, time_step_bias
-from titan_linear.models.layers import ConvWeight, GatedRMSNorm, cut, project, widen
+from titan_linear.models.layers import ConvWeight, GatedRMSNorm, project, widen
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops import causal_conv1d
 
@@ -133,12 +133,13 @@ class DeltaMixer(nn.Module):
         weights = [self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]
         qkv = project(x, self.q_proj, self.k_proj, self.v_proj)
         states = {} if cache is None else {"initial_state": cache.get("conv"), "output_final_state": True}
-        qkv, tail = causal_conv1d(
-            qkv, torch.cat(weights), activation="silu", impl=plan.impl, **plan.documents, **states
-        )
+        parts, tail = causal_conv1d(
+            qkv, torch.cat(weights), activation="silu", widths=[*map(len, weights)], impl=plan.impl, **plan.documents,
+            **states,
+        )  # fmt: skip
         if cache is not None:
             cache["conv"] = tail
-        parts, dims = cut(qkv, *map(len, weights)), (self.head_dim, self.head_dim, self.v_head_dim)
+        dims = self.head_dim, self.head_dim, self.v_head_dim
         return [part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True)]
 
     def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -35,8 +35,10 @@ def causal_conv1d(
     boundaries: Boundaries,
     activation: str | None,
     output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [T,D], weight [D,W], initial [.,D,W−1] or None (zeros) -> y [T,D], the entries' last inputs [N,D,W−1].
+    widths: list[int],
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """x [T,D], weight [D,W], initial [.,D,W−1] or None (zeros) -> y, [T, width] for each of `widths`, and the entries'
+    last inputs [N,D,W−1].
 
     Every entry is laid out behind its W−1 earlier tokens; then one convolution does all of them.
     """
@@ -48,7 +50,8 @@ def causal_conv1d(
     y = F.conv1d(rows.T.to(wide).unsqueeze(0), weight.to(wide).unsqueeze(1), groups=x.shape[1])  # [1, D, rows−W+1]
     y = y[0].T.index_select(0, own - (weight.shape[1] - 1))
     y = y if bias is None else y + bias.to(wide)
-    return (F.silu(y) if activation else y).to(x.dtype), rows[last].transpose(1, 2) if output_final_state else None
+    y = (F.silu(y) if activation else y).to(x.dtype)
+    return list(y.split(widths, 1)), rows[last].transpose(1, 2) if output_final_state else None
 
 
 def _of_entries(states: States, N: int) -> torch.Tensor:

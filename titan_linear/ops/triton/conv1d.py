@@ -11,6 +11,8 @@ weight gradient is a sum of per-program partials in a fixed order. Arithmetic is
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -25,6 +27,29 @@ BT = CONV_RUN  # rows per program, a multiple of the unroll; forward and backwar
 # channels per program, rows in flight, warps: good on every GPU, no shared memory to run out of
 FORWARD_CONFIG = {"BD": 512, "R": 8, "num_warps": 2}
 BACKWARD_CONFIG = {"BD": 256, "R": 8, "num_warps": 2}
+
+
+@triton.jit
+def _part(
+    i_d, x_0, x_1, x_2, stride_0, stride_1, stride_2, D, width_0, width_1, BD: tl.constexpr
+):  # fmt: skip
+    """Where block i_d of D channels is, in one to three tensors that hold them side by side (the others: None): the
+    tensor, its stride, the channels before it, the block in it and its channels."""
+    x, stride, before, width = x_0, stride_0, 0, width_0
+    if x_1 is not None:
+        blocks = tl.cdiv(width_0, BD)
+        behind = i_d >= blocks
+        x, stride = tl.where(behind, x_1, x), tl.where(behind, stride_1, stride)
+        before, width = tl.where(behind, width_0, 0), tl.where(behind, width_1, width)
+        i_d = tl.where(behind, i_d - blocks, i_d)
+        if x_2 is not None:
+            blocks = tl.cdiv(width_1, BD)
+            behind = behind & (i_d >= blocks)
+            x, stride = tl.where(behind, x_2, x), tl.where(behind, stride_2, stride)
+            before = tl.where(behind, width_0 + width_1, before)
+            width = tl.where(behind, D - width_0 - width_1, width)
+            i_d = tl.where(behind, i_d - blocks, i_d)
+    return x, stride, before, i_d, width
 
 
 @triton.jit
@@ -81,10 +106,15 @@ def conv1d_fwd_kernel(
     bias,
     initial_state,  # [S, D, W-1]
     state_index,  # [N] row of each entry in initial_state, -1 for zeros; None: row n
-    y,
+    y_0,
+    y_1,
+    y_2,  # [T, width] of each part; None: there are fewer
     cu_seqlens,
     chunk_index,  # [NT, 2] entry (-1: none), run of BT rows in it
     D,
+    width_0,
+    width_1,
+    blocks,  # of the parts; blocks of channels
     stride_x,
     W: tl.constexpr,
     BT: tl.constexpr,
@@ -95,18 +125,18 @@ def conv1d_fwd_kernel(
     HAS_STATE: tl.constexpr,
     HAS_INDEX: tl.constexpr,
 ):
-    blocks = tl.cdiv(D, BD)
     i_d, i_t = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
     if i_n < 0:
         return
+    y, _, before, i_d, width = _part(i_d, y_0, y_1, y_2, D, D, D, D, width_0, width_1, BD)
     i_n = i_n.to(tl.int64)
     i_r = _state_row(state_index, i_n, HAS_INDEX)
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
     start = bos + i_s * BT
     end = tl.minimum(start + BT, eos)
-    o_d = i_d * BD + tl.arange(0, BD)
-    m_d = o_d < D
+    o_y = i_d * BD + tl.arange(0, BD)
+    m_d, o_d = o_y < width, before + o_y
     weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD, HAS_BIAS)
 
     window = ()  # the W - 1 rows before the current one, oldest first
@@ -121,7 +151,7 @@ def conv1d_fwd_kernel(
             b_z = _convolve(full, weights, b_bias, W)
             if SILU:
                 b_z = b_z * _sigmoid(b_z)
-            tl.store(y + (t + r) * D + o_d, b_z.to(y.dtype.element_ty), mask=m_d & (t + r < end))
+            tl.store(y + (t + r) * width + o_y, b_z.to(y.dtype.element_ty), mask=m_d & (t + r < end))
             window = full[1:]
 
 
@@ -178,7 +208,9 @@ def conv1d_bwd_kernel(
     bias,
     initial_state,  # [S, D, W-1]
     state_index,  # as in forward
-    dy,
+    dy_0,
+    dy_1,
+    dy_2,  # of each part; None: there are fewer
     d_final_state,
     dx,
     d_weight,  # [NT, W, D] partials
@@ -187,8 +219,13 @@ def conv1d_bwd_kernel(
     cu_seqlens,
     chunk_index,
     D,
+    width_0,
+    width_1,
+    blocks,  # as in forward
     stride_x,
-    stride_dy,
+    stride_0,
+    stride_1,
+    stride_2,  # of dy
     W: tl.constexpr,
     BT: tl.constexpr,
     BD: tl.constexpr,
@@ -199,11 +236,14 @@ def conv1d_bwd_kernel(
     HAS_INDEX: tl.constexpr,
     HAS_D_FINAL: tl.constexpr,
 ):
-    blocks = tl.cdiv(D, BD)
     i_d, i_t = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
-    o_d = i_d * BD + tl.arange(0, BD)
-    m_d = o_d < D
+    dy, stride_dy, before, i_d, width = _part(
+        i_d, dy_0, dy_1, dy_2, stride_0, stride_1, stride_2, D, width_0, width_1, BD
+    )  # fmt: skip
+    o_y = i_d * BD + tl.arange(0, BD)
+    m_d, o_d = o_y < width, before + o_y
+    dy -= before  # o_d finds its channels in the part
     if i_n < 0:  # partials are summed over all rows of chunk_index
         for i in tl.static_range(W):
             tl.store(d_weight + (i_t * W + i) * D + o_d, tl.zeros([BD], tl.float32), mask=m_d)
@@ -314,43 +354,54 @@ def conv1d(
     state_index: torch.Tensor | None,
     cu_seqlens: torch.Tensor,
     chunk_index: torch.Tensor,
+    widths: list[int],
     silu: bool,
     output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, D], weight [D, W], bias [D], initial_state [S, D, W-1], cu_seqlens [N+1] int32 -> y [T, D], final_state.
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """x [T, D], weight [D, W], bias [D], initial_state [S, D, W-1], cu_seqlens [N+1] int32 -> three parts of y
+    [T, width], those of `widths`, whose sum is D, and empty ones; final_state.
 
     state_index: [>= N] int32, the row of each entry in initial_state, -1 for zeros, no row twice; None: row n.
     chunk_index: [NT, 2] int32, runs of BT tokens: entry (-1: none), run within it. An empty entry has one.
     final_state [N, D, W-1] holds the last inputs of each entry; it is empty unless `output_final_state`.
     """
     x = _rows(x)
-    (T, D), W, N = x.shape, weight.shape[1], cu_seqlens.numel() - 1
-    y = x.new_empty(T, D)
-    final_state = x.new_empty((N, D, W - 1) if output_final_state else 0)
+    D, W, N = x.shape[1], weight.shape[1], cu_seqlens.numel() - 1
+    *ys, final_state = _outputs(x, weight, cu_seqlens, widths, output_final_state)
     state = initial_state.contiguous() if initial_state is not None else None
     options = {"W": W, "HAS_STATE": state is not None, "HAS_INDEX": state_index is not None}
-    conv1d_fwd_kernel[(chunk_index.shape[0] * triton.cdiv(D, FORWARD_CONFIG["BD"]),)](
-        x, weight.contiguous(), bias, state, state_index, y, cu_seqlens, chunk_index, D, x.stride(0),
+    blocks = _blocks(widths, FORWARD_CONFIG["BD"])
+    conv1d_fwd_kernel[(chunk_index.shape[0] * blocks,)](
+        x, weight.contiguous(), bias, state, state_index, *_padded(ys[: len(widths)]), cu_seqlens, chunk_index, D,
+        *_first_two(widths), blocks, x.stride(0),
         BT=BT, SILU=silu, HAS_BIAS=bias is not None, **options, **FORWARD_CONFIG,
     )  # fmt: skip
     if output_final_state and W > 1:
         conv1d_final_state_kernel[(triton.cdiv(D, 256), N)](
             x, state, state_index, final_state, cu_seqlens, D, x.stride(0), BD=256, num_warps=1, **options
         )
-    return y, final_state
+    return *ys, final_state
+
+
+def _outputs(
+    x: torch.Tensor, weight: torch.Tensor, cu_seqlens: torch.Tensor, widths: list[int], output_final_state: bool
+) -> tuple[torch.Tensor, ...]:
+    (T, D), missing = x.shape, 3 - len(widths)
+    final_shape = (cu_seqlens.shape[0] - 1, D, weight.shape[1] - 1) if output_final_state else (0,)
+    shapes = [*((T, width) for width in widths), *[(0,)] * missing, final_shape]
+    return tuple(x.new_empty(shape) for shape in shapes)
 
 
 @register_fake(conv1d)
-def _(x, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, silu, output_final_state):
-    shape = (cu_seqlens.numel() - 1, x.shape[1], weight.shape[1] - 1) if output_final_state else (0,)
-    return x.new_empty(x.shape), x.new_empty(shape)
+def _(x, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, widths, silu, output_final_state):
+    return _outputs(x, weight, cu_seqlens, widths, output_final_state)
 
 
 @operator
 def conv1d_backward(
-    dy: torch.Tensor,
-    d_final_state: torch.Tensor | None,
     x: torch.Tensor,
+    dys: list[torch.Tensor],
+    d_final_state: torch.Tensor | None,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     initial_state: torch.Tensor | None,
@@ -359,9 +410,11 @@ def conv1d_backward(
     chunk_index: torch.Tensor,
     silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, weight, bias and initial_state, each in its own dtype; the last two empty where they are None."""
-    x, dy = _rows(x), _rows(dy)
-    (T, D), W, NT = x.shape, weight.shape[1], chunk_index.shape[0]
+    """Gradients of x, weight, bias and initial_state, each in its own dtype; the last two empty where they are None.
+
+    dys: [T, width] of each part of y."""
+    x, dys = _rows(x), [_rows(dy) for dy in dys]
+    (T, D), W, NT, widths = x.shape, weight.shape[1], chunk_index.shape[0], [dy.shape[1] for dy in dys]
     dx = x.new_empty(T, D)
     state = initial_state.contiguous() if initial_state is not None else None
     d_final = d_final_state.contiguous() if d_final_state is not None else None
@@ -370,9 +423,10 @@ def conv1d_backward(
         d_state = torch.empty_like(state) if state_index is None else torch.zeros_like(state)
     d_weight = torch.empty(NT, W, D, dtype=torch.float32, device=x.device)
     d_bias = torch.empty(NT, D if bias is not None else 0, dtype=torch.float32, device=x.device)
-    conv1d_bwd_kernel[(NT * triton.cdiv(D, BACKWARD_CONFIG["BD"]),)](
-        x, weight.contiguous(), bias, state, state_index, dy, d_final, dx, d_weight, d_bias, d_state, cu_seqlens,
-        chunk_index, D, x.stride(0), dy.stride(0),
+    blocks = _blocks(widths, BACKWARD_CONFIG["BD"])
+    conv1d_bwd_kernel[(NT * blocks,)](
+        x, weight.contiguous(), bias, state, state_index, *_padded(dys), d_final, dx, d_weight, d_bias, d_state,
+        cu_seqlens, chunk_index, D, *_first_two(widths), blocks, x.stride(0), *_padded([dy.stride(0) for dy in dys]),
         W=W, BT=BT, SILU=silu, HAS_BIAS=bias is not None, HAS_STATE=state is not None,
         HAS_INDEX=state_index is not None, HAS_D_FINAL=d_final is not None, **BACKWARD_CONFIG,
     )  # fmt: skip
@@ -381,25 +435,40 @@ def conv1d_backward(
 
 
 @register_fake(conv1d_backward)
-def _(dy, d_final_state, x, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, silu):
+def _(x, dys, d_final_state, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, silu):
     empty = x.new_empty(0)
     d_bias = torch.empty_like(bias) if bias is not None else empty
     d_state = initial_state.new_empty(initial_state.shape) if initial_state is not None else empty.clone()
     return x.new_empty(x.shape), weight.new_empty(weight.shape), d_bias, d_state
 
 
+def _blocks(widths: list[int], size: int) -> int:
+    """Of `size` channels, of all parts."""
+    return sum(triton.cdiv(width, size) for width in widths)
+
+
+def _padded(parts: list[Any]) -> list[Any]:
+    """Three, as the kernels take them."""
+    return [*parts, None, None][:3]
+
+
+def _first_two(widths: list[int]) -> list[int]:
+    return [*widths, 0][:2]
+
+
 def _setup_context(ctx, inputs, output):
-    *tensors, ctx.silu, ctx.output_final_state = inputs
+    *tensors, ctx.widths, ctx.silu, ctx.output_final_state = inputs
     ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx, dy, d_final_state):
-    saved = ctx.saved_tensors  # read once: checkpointing gives what it computed again once
-    _, weight, bias, initial_state, *_ = saved
+def _backward(ctx, *grads):
+    x, *saved = ctx.saved_tensors  # read once: checkpointing gives what it computed again once
+    *dys, d_final_state = grads
+    weight, bias, initial_state, *_ = saved
     d_final = d_final_state if ctx.output_final_state and weight.shape[1] > 1 else None
-    dx, dw, db, ds = conv1d_backward(dy, d_final, *saved, ctx.silu)
+    dx, dw, db, ds = conv1d_backward(x, dys[: len(ctx.widths)], d_final, *saved, ctx.silu)
     d_inputs = dx, dw, db if bias is not None else None, ds if initial_state is not None else None
-    return (*d_inputs, None, None, None, None, None)
+    return (*d_inputs, *[None] * 6)
 
 
 register_autograd(conv1d, _backward, _setup_context)
@@ -413,16 +482,18 @@ def packed_conv1d(
     boundaries: Boundaries,
     activation: str | None,
     output_final_state: bool,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """x [T, D], initial [., D, W-1] or None (zeros) -> y [T, D], final state [N, D, W-1] or None."""
+    widths: list[int],
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """x [T, D], initial [., D, W-1] or None (zeros) -> y, [T, width] for each of `widths`, and the final state
+    [N, D, W-1] or None."""
     chunks = boundaries.chunks.get(BT)
     chunk_index = boundaries.derived(_chunk_index, x.shape[0], BT) if chunks is None else chunks.index
     state, state_index = (None, None) if initial is None else (initial.values.to(x.dtype), initial.index)
-    y, final = conv1d(
-        x, weight, bias, state, state_index, boundaries.cu_seqlens, chunk_index, activation is not None,
+    *ys, final = conv1d(
+        x, weight, bias, state, state_index, boundaries.cu_seqlens, chunk_index, widths, activation is not None,
         output_final_state,
     )  # fmt: skip
-    return y, final if output_final_state else None
+    return ys[: len(widths)], final if output_final_state else None
 
 
 def _chunk_index(boundaries: Boundaries, tokens: int, size: int) -> torch.Tensor:
