@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from titan_linear.config import LRScheduler, Optimizer
 from titan_linear.distributed.parts import by_device, local_tensor
 
-HOST_BLOCK = 1 << 16  # elements whose squares the host adds up in their own type
+HOST_BLOCK = 1 << 16  # elements whose squares a core of the host adds up in their own type
 
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
@@ -58,6 +58,7 @@ def step_numbers(loss: torch.Tensor, parameters: Iterable[nn.Parameter], signal:
     return torch.stack([losses.sum(), squares.sum().sqrt(), signals.max()])
 
 
+@torch.no_grad()
 def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
     """Of what this rank has of them: a scalar in float64, one number, so that its width costs nothing."""
     if not tensors:
@@ -67,11 +68,20 @@ def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.T
 
 
 def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """2-norms [.] of tensors that lie together. The host adds squares up one by one, so of large tensors by parts: the
-    norm of 64M numbers in float32 would be off by 0.4%."""
-    if tensors[0].device.type == "cpu":
-        tensors = [part for tensor in tensors for part in tensor.flatten().split(HOST_BLOCK)]
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.promote_types(tensors[0].dtype, torch.float32)))
+    """2-norms [.] of tensors that lie together, or of parts of them."""
+    dtype = torch.promote_types(tensors[0].dtype, torch.float32)
+    if tensors[0].device.type != "cpu":
+        return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
+    rows = [part for tensor in tensors for part in _rows(tensor.flatten())]
+    return torch.cat([torch.linalg.vector_norm(part, dim=1, dtype=dtype) for part in rows])
+
+
+def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
+    """[n] → matrices whose rows the host's cores share. A core adds squares up one by one: in float32 the norm of 64M
+    numbers would be off by 0.4%."""
+    whole = len(flat) // HOST_BLOCK * HOST_BLOCK
+    rest = [flat[whole:].unsqueeze(0)] if whole < len(flat) or not whole else []
+    return [flat[:whole].view(-1, HOST_BLOCK)] * (whole > 0) + rest
 
 
 def update(optimizer: torch.optim.AdamW, numbers: torch.Tensor, lr: float, max_norm: float) -> None:
