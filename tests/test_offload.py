@@ -31,7 +31,7 @@ from tests.test_train import (  # noqa: F401 (`corpus` is a fixture)
 from tests.worlds import World
 from titan_linear.config import Optimizer, load_config
 from titan_linear.distributed.parallelize import replicated_parameters
-from titan_linear.distributed.parts import Parts
+from titan_linear.distributed.parts import Parts, local_tensor
 from titan_linear.hf_io import gather
 from titan_linear.models.presets import OWN
 from titan_linear.optim import build_optimizer, step_numbers, update
@@ -145,9 +145,8 @@ def test_what_lies_in_the_hosts_memory_stays_there(worlds: Callable[[int], World
 # --- On GPUs ---------------------------------------------------------------------------------------------------------
 
 # 12 layers of 12.6M parameters each, so that FSDP's gathered ones are a small part of the whole.
-LARGE = replace(OWN_FLAVORS["softmax"], pattern=tuple(m for m in OWN["hybrid"]["debug"].pattern if not m.linear),
-                dim=1024, hidden_dim=4096, num_layers=12)  # fmt: skip
-ON_GPUS = {"one GPU": {}, "dp 2": {"training.local_batch_size": 2}, "tp 2": {"parallelism.tensor_parallel_degree": 2}}
+LARGE = replace(OWN["hybrid"]["debug"], dim=1024, hidden_dim=4096, num_layers=12)
+ON_GPUS = {"dp 2": {"training.local_batch_size": 2}, "tp 2": {"parallelism.tensor_parallel_degree": 2}}
 
 
 def train_on_gpus(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[list[float], float, float, float]:
@@ -162,47 +161,41 @@ def train_on_gpus(rank: int, world_size: int, argv: list[str], cache: str) -> tu
         trainer = Trainer(load_config(argv))
         losses = [trainer.train_step()["loss"] for _ in range(10)]
         torch.cuda.synchronize()
-        if trainer.dims.cpu_offload:
-            small = set(replicated_parameters(trainer.model))
-            assert all(p.is_cuda == (p in small) for p in trainer.model.parameters())
-            assert all(p.to_local().is_pinned() for p in trainer.model.parameters() if p not in small)
-        moments = [x for state in trainer.optimizer.state.values() for x in (state["exp_avg"], state["exp_avg_sq"])]
-        assert {x.device.type for x in moments} <= ({"cpu"} if trainer.dims.cpu_offload else {"cuda"})
-        nbytes = sum((x.to_local() if isinstance(x, DTensor) else x).nbytes for x in moments)
         peak = torch.cuda.max_memory_allocated() - before
+        small = set(replicated_parameters(trainer.model))  # A_log and dt_bias
+        moments = {p: (state["exp_avg"], state["exp_avg_sq"]) for p, state in trainer.optimizer.state.items()}
+        assert small and len(moments) == len(list(trainer.model.parameters()))
+        for p, own in moments.items():
+            here = p in small or not trainer.dims.cpu_offload
+            assert all(x.is_cuda == here for x in (p, *own)) and (here or p.to_local().is_pinned())
+        nbytes = sum(local_tensor(x).nbytes for own in moments.values() for x in own)
         return losses, gather(trainer.model)("layers.0.mlp.up_proj.weight").norm().item(), peak, nbytes
     finally:
         torch.use_deterministic_algorithms(False)
 
 
-def on_gpus(split: str, corpus: Path, worlds: Callable[..., World]) -> None:  # noqa: F811
+def on_gpus(processes: int, corpus: Path, worlds: Callable[..., World], split: dict) -> None:  # noqa: F811
     """Host and GPU round an update's numbers in float32 differently, so a weight's copy in bfloat16 becomes another one
     where it lies within such a rounding of the middle between two: one of 2^15 in a step, by 2^-8 of itself. That is
     less than a tenth of what rounding all weights to bfloat16 does, 2^-9 each, to the loss."""
-    processes = 1 if split == "one GPU" else 2
     keys = {"model.name": "hybrid", "model.flavor": "large", "optimizer.lr": 3e-4}
     runs = [
-        worlds(processes, "nccl").run(
-            train_on_gpus, arguments(corpus, keys, ON_GPUS[split], more), str(corpus.parent)
-        )
+        worlds(processes, "nccl").run(train_on_gpus, arguments(corpus, keys, split, more), str(corpus.parent))
         for more in ({}, OFFLOAD)
-    ]  # fmt: skip
+    ]
     for (want, norm, peak, moments), (losses, like, lower, _) in zip(*runs, strict=True):
+        print(f"losses within {worst(losses, want):.1e}; {peak / 2**20:.0f} MiB, offloaded {lower / 2**20:.0f}")
         assert losses[0] == pytest.approx(want[0], rel=1e-5) and worst(losses, want) < 2e-3, (losses, want)
         assert like == pytest.approx(norm, rel=1e-4)
         assert losses[-1] < losses[0] - 0.1 and lower < peak - moments, (lower, peak, moments)
 
 
 @pytest.mark.cuda
-def test_one_gpu(corpus: Path, worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    monkeypatch.setitem(OWN["hybrid"], "large", LARGE)
-    on_gpus("one GPU", corpus, worlds)
+def test_one_gpu(corpus: Path, worlds: Callable[..., World]) -> None:  # noqa: F811
+    on_gpus(1, corpus, worlds, {})
 
 
 @pytest.mark.cuda(2)
-@pytest.mark.parametrize("split", ["dp 2", "tp 2"])
-def test_two_gpus(
-    split: str, corpus: Path, worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch  # noqa: F811
-) -> None:  # fmt: skip
-    monkeypatch.setitem(OWN["hybrid"], "large", LARGE)
-    on_gpus(split, corpus, worlds)
+@pytest.mark.parametrize("split", ON_GPUS)
+def test_two_gpus(split: str, corpus: Path, worlds: Callable[..., World]) -> None:  # noqa: F811
+    on_gpus(2, corpus, worlds, ON_GPUS[split])
