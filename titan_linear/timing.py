@@ -38,6 +38,7 @@ from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.documents import Documents
 from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.ops.boundaries import CHUNK, PROGRAMS
+from titan_linear.ops.cp.allgather import heads_at_once, worthwhile
 from titan_linear.ops.cp.kcp import bytes_by_heads, pays_by_heads
 from titan_linear.ops.kept import OPERATORS
 from titan_linear.ops.triton.configs import kernel_dims
@@ -48,7 +49,7 @@ PARTS = (
 )  # fmt: skip
 DIM = 128  # K and V of the delta rule's rates
 LAUNCHES = 4  # of an operator, on average
-SLICES = 4  # in which keys travel: the first one is waited for
+SLICES = 4  # in which keys travel around the ring: the first one is waited for
 ATTENTION = ("attention_", "ring_", "allgather_")  # operators
 EXCHANGES = (
     "gather_along", "scatter_along", "sum_ranks", "exchange_heads", "kcp_incoming", "fetch_halo", "return_halo",
@@ -235,13 +236,14 @@ class Clock:
         if call.name.startswith("attention_"):
             return 0.0
         backward, ranks = call.name.endswith("_backward"), self.batch.cp
-        _, k, v = call.given[backward : 3 + backward]
-        hops = ranks - 1
+        q, k, v = call.given[backward : 3 + backward]
+        hops, slices = ranks - 1, SLICES
         if call.name.startswith("allgather_"):
             hops = self.gathered.keys.coming.sum().item() / k.shape[1]  # as many times its own
+            slices = k.shape[2] // heads_at_once(k.shape[2], worthwhile(self.gathered.pairs, q, v))
         moved = (k.numel() + v.numel()) * (k.element_size() + 4 * backward) * hops
         seconds = self.cp.latency * (ranks - 1) + moved / self.cp.all_gather
-        return max(seconds - compute, seconds / SLICES)
+        return max(seconds - compute, seconds / slices)
 
     def _delta_rule(self, name: str, mixer: DeltaOptions, segments: int) -> float:
         """What streams through all heads; and what a head scans longer than the GPU needs for all of them."""

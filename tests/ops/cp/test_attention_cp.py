@@ -84,10 +84,13 @@ def errors_on_rank(rank, world_size, name, layout, method, causal, expected, gro
 
 
 def all_errors(rank, world_size, layout, method, causal, expected):
-    return {
-        name: errors_on_rank(rank, world_size, name, layout, method, causal, result)
-        for name, result in expected.items()
-    }
+    """The all-gather in slices, as where there is much to compute."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allgather, "LEAST", 1.0)
+        return {
+            name: errors_on_rank(rank, world_size, name, layout, method, causal, result)
+            for name, result in expected.items()
+        }
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
@@ -263,7 +266,8 @@ def peak_bytes(rank, world_size, method):
     """Forward and backward of 64 tokens a rank, all one document."""
     cp = build_cp_context(torch.tensor([0, 64 * world_size]), dist.group.WORLD)
     q, k, v, do = make(1, 64, 64, 4, 4, 16, 16, seed=rank)
-    with PeakBytes() as memory:
+    with PeakBytes() as memory, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(allgather, "LEAST", 1.0)  # slices
         attention(q, k, v, cp_context=cp, method=method).backward(do)
     return memory.peak
 
@@ -277,6 +281,16 @@ def test_memory_of_the_ring_does_not_grow_with_the_ranks(worlds):
     assert four <= two + buffer
     two, four = (max(worlds(n).run(peak_bytes, "allgather")) for n in (2, 4))
     assert four >= two + 2 * buffer
+
+
+def test_slices_of_the_all_gather():
+    """Of 32 heads of 128 in a stream of 32k tokens over four ranks: one where documents are short."""
+    q = v = torch.empty(1, 8192, 32, 128, device="meta")
+    for documents, slices in (([32768], 4), ([32768 // 2] * 2, 2), ([3277] * 9 + [3275], 1)):
+        cp = build_cp_context(torch.tensor(lengths(*documents)), rank=0, world_size=4)
+        assert allgather.worthwhile(cp.gathered.pairs, q, v) == slices
+    heads_at_once = allgather.heads_at_once
+    assert [heads_at_once(32, n) for n in (4, 3, 1)] == [8, 16, 32] and heads_at_once(1) == 1
 
 
 def test_the_all_gather_sends_what_is_needed(monkeypatch):

@@ -161,7 +161,7 @@ def test_planned_segments_are_those_of_the_device() -> None:
     for lengths, length in ([1, 300, 64, 200], 64), ([1000], 128), ([64, 64], 512):
         cu = boundaries(lengths)
         planned = segment_arrays(cu.numpy(), length)
-        found = segments_of(Boundaries(cu.to(DEVICE)), sum(lengths), length)
+        found = segments_of(Boundaries(cu.to(DEVICE, torch.int32)), sum(lengths), length)
         S = len(planned["numbers"])
         assert torch.equal(found.cu_seqlens[: S + 1].cpu(), torch.from_numpy(planned["cu_seqlens"]))
         assert torch.equal(found.offsets.cpu(), torch.from_numpy(planned["offsets"]))

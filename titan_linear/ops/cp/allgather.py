@@ -1,11 +1,12 @@
 """All-gather attention (Llama 3, section 3.3.2) with balanced work: K and V come to whoever computes, and so do queries
 of ranks that have more than others. One call of the kernel computes all of a rank's spans (ops/cp/spans.py).
 
-Heads come in slices. While one is computed the next one's K|V and q are on their way, and so are the last one's o, back
-to the owners of the queries. K and V of all ranks are gathered, or, where few are needed, those alone exchanged: the
-plan of the batch says which. In backward everything travels again, with do and o beside q, and dK|dV of a slice goes to
-its owners in fp32 while the next is computed: by a reduce-scatter, or back the way that the keys came, and added up in
-rank order. Memory per rank, that of two slices, may grow with the whole stream, where ring attention's does not.
+Heads come in slices, as many as have something to compute while others travel. While one is computed the next one's
+K|V and q are on their way, and so are the last one's o, back to the owners of the queries. K and V of all ranks are
+gathered, or, where few are needed, those alone exchanged: the plan of the batch says which. In backward everything
+travels again, with do and o beside q, and dK|dV of a slice goes to its owners in fp32 while the next is computed: by a
+reduce-scatter, or back the way that the keys came, and added up in rank order. Memory per rank, that of two slices, may
+grow with the whole stream, where ring attention's does not.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.torch.attention import Spans, accumulator_dtype, attend_spans, attend_spans_backward
 
 SLICES = 4  # at most
+LEAST = 5e11  # FLOPs of a slice's forward, 0.8 ms of an H200: its messages and copies take the host as long
 Arriving = Callable[[], Sequence[torch.Tensor]]  # waits for what is on its way, and gives it
 
 
@@ -31,16 +33,24 @@ def allgather_attention(
     return _AllGatherAttention.apply(q, k, v, scale, causal, cp)
 
 
-def heads_at_once(Hkv: int) -> int:
-    """Key heads of a slice."""
-    return Hkv // next(n for n in range(SLICES, 0, -1) if Hkv % n == 0)
+def heads_at_once(Hkv: int, slices: int = SLICES) -> int:
+    """Key heads of a slice, of so many at most."""
+    return Hkv // next(n for n in range(slices, 0, -1) if Hkv % n == 0)
+
+
+def worthwhile(pairs: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> int:
+    """Slices in which there is enough to compute, on the rank that computes most; every rank says the same.
+
+    pairs: of `GatheredSpans`; q [1, T_local, Hq, D], v [1, T_local, Hkv, Dv]."""
+    flops = 2 * pairs[1].max().item() * q.shape[2] * (q.shape[3] + v.shape[3])
+    return min(max(int(flops / LEAST), 1), SLICES)
 
 
 class _AllGatherAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, scale: float, causal: bool, cp: CPContext) -> torch.Tensor:
-        spans, queries, keys, _ = cp.gathered if causal else cp.full_gathered
-        ctx.where = list(spans), list(queries), list(keys), cp.group_name
+        spans, queries, keys, pairs = cp.gathered if causal else cp.full_gathered
+        ctx.where = list(spans), list(queries), list(keys), pairs, cp.group_name
         o, lse = allgather_forward(q, k, v, *ctx.where, scale, causal)
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.scale, ctx.causal = scale, causal
@@ -54,11 +64,11 @@ class _AllGatherAttention(torch.autograd.Function):
 @operator
 def allgather_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[torch.Tensor], queries: list[torch.Tensor],
-    keys: list[torch.Tensor], group: str, scale: float, causal: bool,
+    keys: list[torch.Tensor], pairs: torch.Tensor, group: str, scale: float, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """o like q with Dv, lse [1, Hq, T_local]; spans, queries, keys: `GatheredSpans`."""
+    """o like q with Dv, lse [1, Hq, T_local]; spans, queries, keys, pairs: `GatheredSpans`."""
     moved, needed, results = _Queries(QueryRoutes(*queries), group), _Keys(KeyRoutes(*keys), group), _Arrivals()
-    for k_slice, v_slice, (rows,) in _slices([q[0]], k[0], v[0], moved, needed):
+    for k_slice, v_slice, (rows,) in _slices([q[0]], k[0], v[0], moved, needed, worthwhile(pairs, q, v)):
         o, lse = attend_spans(rows[None], k_slice[None], v_slice[None], scale, causal, Spans(*spans))
         results.take()
         results.pending = moved.send_back(lse[0].T, o[0])
@@ -69,12 +79,13 @@ def allgather_forward(
 @operator
 def allgather_backward(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    spans: list[torch.Tensor], queries: list[torch.Tensor], keys: list[torch.Tensor], group: str, scale: float,
-    causal: bool,
+    spans: list[torch.Tensor], queries: list[torch.Tensor], keys: list[torch.Tensor], pairs: torch.Tensor, group: str,
+    scale: float, causal: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     moved, needed = _Queries(QueryRoutes(*queries), group), _Keys(KeyRoutes(*keys), group)
     gradients, gradients_of_keys = _Arrivals(), _Arrivals()
-    for k_slice, v_slice, rows in _slices([lse[0].T, do[0], q[0], o[0]], k[0], v[0], moved, needed):
+    rows_of, slices = [lse[0].T, do[0], q[0], o[0]], worthwhile(pairs, q, v)
+    for k_slice, v_slice, rows in _slices(rows_of, k[0], v[0], moved, needed, slices):
         lse_rows, *rest = rows
         do_rows, q_rows, o_rows = (x[None] for x in rest)
         dq, *grads = attend_spans_backward(
@@ -102,12 +113,12 @@ def _(do, q, k, v, *_):
 
 
 def _slices(
-    tokens: Sequence[torch.Tensor], k: torch.Tensor, v: torch.Tensor, queries: _Queries, keys: _Keys
+    tokens: Sequence[torch.Tensor], k: torch.Tensor, v: torch.Tensor, queries: _Queries, keys: _Keys, slices: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]]:
     """All heads, each slice under way while the one before is worked on: of this rank's spans k [keys, h, D],
     v [keys, h, Dv], and rows of `tokens`, each [T_local, Hq, ...] here."""
     Hkv, groups = k.shape[1], tokens[0].shape[1] // k.shape[1]
-    step = Hkv if keys.travel == NOTHING else heads_at_once(Hkv)
+    step = Hkv if keys.travel == NOTHING else heads_at_once(Hkv, slices)
 
     def start(first: int) -> tuple[Arriving, Arriving]:
         of_k, of_q = slice(first, first + step), slice(first * groups, (first + step) * groups)
