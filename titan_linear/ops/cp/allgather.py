@@ -155,30 +155,54 @@ class _Arrivals:
 
 
 class _Queries:
-    """Rows of queries, on their way to where they are computed and back."""
+    """Rows of queries, on their way to where they are computed and back. What stays is copied once, meanwhile."""
 
     def __init__(self, routes: QueryRoutes, group: str):
-        self.rows, self.back, self.group = routes.rows, routes.back, group
         self.leaving, self.coming, self.moves = routes.leaving.tolist(), routes.coming.tolist(), bool(routes.moves)
+        self.here, self.away = routes.rows.tensor_split([len(routes.rows) - sum(self.leaving)])  # where computed
+        self.group = group
 
     def send(self, *tensors: torch.Tensor) -> Arriving:
-        """Of each [T_local, ...] the rows of this rank's spans."""
+        """Of each [T_local, ...] the rows of this rank's spans: its own, then those that come."""
         if not self.moves:
             return lambda: tensors
-        return self._swap([x.index_select(0, self.rows) for x in tensors], self.leaving, self.coming)
+        arrive = self._travel([x.index_select(0, self.away) for x in tensors], self.leaving, self.coming)
+        stay, rows = len(self.here), len(self.here) + sum(self.coming)
+        of_spans = [x.new_empty(rows, *x.shape[1:]) for x in tensors]
+        for x, into in zip(tensors, of_spans, strict=True):
+            torch.index_select(x, 0, self.here, out=into[:stay])
+
+        def arrived() -> Sequence[torch.Tensor]:
+            for into, came in zip(of_spans, arrive(), strict=True):
+                into[stay:] = came
+            return of_spans
+
+        return arrived
 
     def send_back(self, *tensors: torch.Tensor) -> Arriving:
         """The inverse: of each [rows of the spans, ...] what belongs to this rank's tokens."""
         if not self.moves:
             return lambda: tensors
-        arrive = self._swap(tensors, self.coming, self.leaving)
-        return lambda: [x.index_select(0, self.back) for x in arrive()]
+        stay, tokens = len(self.here), len(self.here) + len(self.away)
+        arrive = self._travel([x[stay:] for x in tensors], self.coming, self.leaving)
+        own = [x.new_empty(tokens, *x.shape[1:]) for x in tensors]
+        for x, into in zip(tensors, own, strict=True):
+            into.index_copy_(0, self.here, x[:stay])
 
-    def _swap(self, tensors: Sequence[torch.Tensor], leaving: list[int], coming: list[int]) -> Arriving:
-        """The last rows leave, by receiver, and others come in their place."""
-        stay = len(tensors[0]) - sum(leaving)
-        arrive = start_all_to_all(_packed([x[stay:] for x in tensors]), leaving, coming, self.group)
-        return lambda: [torch.cat([x[:stay], y]) for x, y in zip(tensors, _unpacked(arrive(), tensors), strict=True)]
+        def arrived() -> Sequence[torch.Tensor]:
+            for into, came in zip(own, arrive(), strict=True):
+                into.index_copy_(0, self.away, came)
+            return own
+
+        return arrived
+
+    def _travel(self, tensors: Sequence[torch.Tensor], leaving: list[int], coming: list[int]) -> Arriving:
+        """All rows of the tensors, by receiver, in one message."""
+        if len(tensors) == 1:
+            arrive = start_all_to_all(tensors[0].contiguous(), leaving, coming, self.group)
+            return lambda: [arrive()]
+        arrive = start_all_to_all(_packed(tensors), leaving, coming, self.group)
+        return lambda: _unpacked(arrive(), tensors)
 
 
 def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -26,8 +26,7 @@ GATHER_FROM = 0.5
 class QueryRoutes(NamedTuple):
     """Queries that others compute: the rows of q that leave and come, and the way back of o."""
 
-    rows: torch.Tensor  # [T_local] int32: local rows in the order of the spans, then those that leave, by receiver
-    back: torch.Tensor  # [T_local] int32: its inverse
+    rows: torch.Tensor  # [T_local] int64: local rows in the order of the spans, then those that leave, by receiver
     leaving: torch.Tensor  # [W] on the CPU, rows by receiver
     coming: torch.Tensor  # [W] on the CPU, rows by sender: after this rank's own, those of its spans
     moves: torch.Tensor  # [1] on the CPU: whether any rank gives queries away
@@ -84,15 +83,11 @@ def _query_routes(fragments: Sequence[Fragment], runs: Runs, rank: int, world_si
     mine = mine.of(np.lexsort((mine.start, mine.rank, mine.rank != rank)))
     lengths, size = mine.end - mine.start, fragments[0].end
     local = mine.start + _offsets(fragments)[mine.start // size]
-    in_order = np.arange(lengths.sum(), dtype=np.int32)
-    rows = np.repeat(local - _bounds(lengths)[:-1], lengths).astype(np.int32) + in_order
-    back = np.empty_like(rows)
-    back[rows] = in_order
+    rows = np.repeat(local - _bounds(lengths)[:-1], lengths) + np.arange(lengths.sum())
     moved = runs.rank != runs.owner
     leaving, coming = mine.rank != rank, moved & (runs.rank == rank)
     return {
-        "rows": rows,
-        "back": back,
+        "rows": rows.astype(np.int64),
         "leaving": np.bincount(mine.rank[leaving], lengths[leaving], world_size).astype(np.int64),
         "coming": np.bincount(runs.owner[coming], (runs.end - runs.start)[coming], world_size).astype(np.int64),
         "moves": np.array([moved.any()]),
