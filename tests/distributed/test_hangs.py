@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -62,6 +63,31 @@ def test_what_a_later_collective_of_its_group_has_passed_is_not_late() -> None:
     """Parts of a batch are never marked as ended."""
     part, batch = entry(0, 0, retired=False), entry(0, 1, retired=True)
     behind, first = entry(1, 30, retired=False), entry(0, 20, retired=False)
-    assert late_collective([part, batch], int(1e12)) is None
-    assert late_collective([part, batch, behind, first], int(80e9)) is None
-    assert late_collective([part, batch, behind, first], int(96e9)) is first
+    assert late_collective([[part, batch]], int(1e12)) is None
+    assert late_collective([[part, batch, behind, first]], int(80e9)) is None
+    assert late_collective([[part, batch, behind, first]], int(96e9)) is first
+    assert late_collective([[behind], [part, batch, first]], int(106e9)) is first
+    assert late_collective([[part], [batch]], int(96e9)) is part  # gloo's end says nothing of NCCL's
+
+
+def hang_on_gpus(rank: int, world_size: int, folder: str) -> str:
+    """What is said when rank 1 comes only after that: NCCL ends the process whose collective times out."""
+    group, x = dist.new_group(timeout=timedelta(seconds=20)), torch.ones(2, device=torch.device("cuda", rank))
+    dist.all_reduce(x, group=group)
+    torch.cuda.synchronize()
+    said, store = io.StringIO(), dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())
+    with watched(Path(folder), store, 20) as watch, contextlib.redirect_stderr(said):
+        watch.step = lambda: 7
+        if rank == 1:
+            until(lambda: said.getvalue() or (Path(folder) / "rank-1").exists())
+        dist.all_reduce(x, group=group)
+        torch.cuda.synchronize()
+    return said.getvalue()
+
+
+@pytest.mark.cuda(2)
+def test_a_hang_of_nccl_is_said_too(worlds: Callable[..., World], tmp_path: Path) -> None:
+    said, said_1 = worlds(2, "nccl").run(hang_on_gpus, str(tmp_path / "recorder"))
+    assert said.startswith("hang: step 7: rank 0 in ") and "of 20 s, rank 1 not there; " in said and said_1 == ""
+    names = sorted(path.name for path in (tmp_path / "recorder").iterdir())
+    assert names == ["gloo-0", "gloo-1", "rank-0", "rank-1"]

@@ -1,9 +1,9 @@
 """A run that hangs says so: which collective of which step waits for which ranks, in one line.
 
-PyTorch's flight recorder keeps the last collectives of each process, gloo's and NCCL's. A thread of each rank looks at
-it while no step is done; where a collective has used up most of its time-out, every rank writes its recorder into the
-run's folder (`torchfrtrace FOLDER --prefix rank-` compares NCCL's) and one of them says the line. The time-out itself
-is the backend's: gloo raises an error in the rank that waits, NCCL aborts its process.
+PyTorch's flight recorders keep the last collectives of each process, one gloo's and one NCCL's. A thread of each rank
+looks at them while no step is done; where a collective has used up most of its time-out, every rank writes its
+recorders into the run's folder (`torchfrtrace FOLDER --prefix rank-` compares NCCL's) and one of them says the line.
+The time-out itself is the backend's: gloo raises an error in the rank that waits, NCCL aborts its process.
 """
 
 from __future__ import annotations
@@ -69,25 +69,35 @@ class Watch(threading.Thread):
 
     def _dump(self) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        (self.folder / f"rank-{self.rank}").write_bytes(torch._C._distributed_c10d._dump_fr_trace())
+        for name, dump in recorders().items():
+            (self.folder / f"{name}-{self.rank}").write_bytes(dump())
 
 
-def recorded() -> list[dict[str, Any]]:
-    """What this process's flight recorder has, in the order of its beginning."""
-    return pickle.loads(torch._C._distributed_c10d._dump_fr_trace(includeStackTraces=False)).get("entries", [])
+def recorders() -> dict[str, Callable[..., bytes]]:
+    """What writes down this process's recorders: of the collectives on its device, and with a GPU gloo's too."""
+    module = torch._C._distributed_c10d
+    if torch.cuda.is_available():
+        return {"rank": module._dump_nccl_trace, "gloo": module._dump_fr_trace}
+    return {"rank": module._dump_fr_trace}
 
 
-def late_collective(entries: list[dict[str, Any]], now: int) -> dict[str, Any] | None:
+def recorded() -> list[list[dict[str, Any]]]:
+    """What each of this process's recorders has, in the order of its beginning."""
+    return [pickle.loads(dump(includeStackTraces=False)).get("entries", []) for dump in recorders().values()]
+
+
+def late_collective(recorders: list[list[dict[str, Any]]], now: int) -> dict[str, Any] | None:
     """Of what has not ended and has used up most of its time-out, the one that began first.
 
     now: nanoseconds since the epoch.
     """
-    waiting: dict[int, dict[str, Any]] = {}  # per group
-    for entry in entries:
-        if entry["retired"]:  # so has what began before: the parts of a batch of NCCL's are never marked
-            waiting.pop(entry["pg_id"], None)
-        else:
-            waiting.setdefault(entry["pg_id"], entry)
+    waiting: dict[tuple[int, int], dict[str, Any]] = {}  # of a recorder and a group
+    for i, entries in enumerate(recorders):
+        for entry in entries:
+            if entry["retired"]:  # so has what began before: the parts of a batch of NCCL's are never marked
+                waiting.pop((i, entry["pg_id"]), None)
+            else:
+                waiting.setdefault((i, entry["pg_id"]), entry)
     late = [e for e in waiting.values() if now - e["time_created_ns"] > LATE * e["timeout_ms"] * 1e6]
     return min(late, key=lambda entry: entry["time_created_ns"], default=None)
 
