@@ -48,9 +48,6 @@ RUNS = {
                                      "parallelism.fsdp_reshard_after_forward": "never"}),
     "tp 2, tied embeddings": (2, SMALL_HYBRID | {"model.flavor": "wide norms",
                                                  "parallelism.tensor_parallel_degree": 2}),
-    "cp 2 x tp 2, accumulation, full": (4, SMALL_HYBRID | {"parallelism.context_parallel_degree": 2,
-                                           "parallelism.tensor_parallel_degree": 2, "training.local_batch_size": 1,
-                                           "activation_checkpoint.mode": "full"}),
     "ep 2, accumulation": (2, EXPERTS),
 }  # fmt: skip
 
