@@ -32,7 +32,7 @@ from titan_linear.train import Trainer
 
 KDA = replace(preset("kda", "debug"), norm_eps=1e-6)
 LARGE = replace(
-    KDA, vocab_size=32768, dim=4096, hidden_dim=14336, num_layers=1,
+    KDA, vocab_size=32768, dim=4096, hidden_dim=14336, num_layers=3,
     pattern=(mixers.KDA(heads=32, v_heads=32, head_dim=128, v_head_dim=128),),
 )  # fmt: skip
 

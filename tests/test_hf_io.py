@@ -553,7 +553,7 @@ def make_large_folder(folder: Path) -> int:
     folder.mkdir()
     plan = {s.name: s.shape for placement in placements(LARGE, "KDAForCausalLM") for s in placement.sources}
     plan = {name: ("F32", shape, 4 * torch.Size(shape).numel()) for name, shape in plan.items()}
-    writer = hf_io._Writer(folder, plan, 5 * 10**8)
+    writer = hf_io._Writer(folder, plan, 10**9)
     writer.begin()
     for tensor in writer.tensors.values():
         with open(tensor.file, "r+b") as file:
@@ -565,14 +565,14 @@ def make_large_folder(folder: Path) -> int:
 
 
 def test_a_large_folder_loads_in_the_memory_of_what_a_rank_owns(worlds: Callable[[int], World], tmp_path: Path) -> None:
-    """2 GB of shards on two processes: at most the bytes that each owns, and 0.6 GB, of anonymous memory."""
+    """4 GB of shards on two processes: at most the bytes that each owns, and 0.75 GB, of anonymous memory."""
     free = int(Path("/proc/meminfo").read_text().partition("MemAvailable:")[2].split()[0])
-    if free < 4 * 2**20:
-        pytest.skip(f"needs 4 GiB of memory, {free / 2**20:.1f} are available")
+    if free < 6 * 2**20:
+        pytest.skip(f"needs 6 GiB of memory, {free / 2**20:.1f} are available")
     total = make_large_folder(tmp_path / "large")
-    assert total > 2e9 and len(list((tmp_path / "large").glob("*.safetensors"))) > 3
+    assert total > 4e9 and len(list((tmp_path / "large").glob("*.safetensors"))) > 3
     results = worlds(2).run(workers.load_large, tmp_path / "large")
     assert sum(owned for owned, _, _ in results) - total < 1e6  # gates' parameters are on both
     for owned, peak, marks in results:
         print(f"owned {owned / 1e9:.2f} GB, peak {peak / 1e9:.2f} GB, {marks} marks")
-        assert owned < peak < owned + 0.6e9 and marks > 500
+        assert owned < peak < owned + 0.75e9 and marks > 1000

@@ -23,7 +23,7 @@ With training.enable_cpu_offload shards are not in it, nor their gradients and m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -313,26 +313,38 @@ def what_fits(config: Config, model: ModelConfig, gpus: int, room: float) -> str
     """Settings with which a run that did not fit on GPUs of `room` bytes would, the cheapest first, offload last; or
     that none do."""
     room *= 1 - SPARE
-    offload = [("training.enable_cpu_offload", True)] * (not config.training.enable_cpu_offload)
-    for before in ([], offload) if offload else ([],):
-        changes: dict[str, object] = {}
-        for key, value in [*before, *_settings(config)]:
-            other = changed(config, changes | {key: value})
-            try:
-                check_config(other, gpus)
-                needed = sum(memory(other, model, gpus).values())
-            except ValueError:
-                continue  # it does not divide, or is not planned
-            changes[key] = value
-            if needed <= room:
-                settings = ", ".join(f"{key} = {_said(value)}" for key, value in changes.items())
-                host = host_memory(other, model, gpus) / GIB
-                more = f", and {host:.1f} of the host's memory for each GPU" if host else ""
-                return f"{settings} would fit ({needed / GIB:.1f} of {room / GIB:.1f} GiB{more})"
-    return (
-        "no activation checkpointing, batch, context parallelism or offload to the host's memory would fit; take more "
-        "GPUs or a smaller model"
-    )
+    settings = list(_settings(config))
+    found = _cheapest(config, model, gpus, room, settings)
+    if found is None and not config.training.enable_cpu_offload:
+        found = _cheapest(config, model, gpus, room, [("training.enable_cpu_offload", True), *settings])
+    if found is None:
+        return (
+            "no activation checkpointing, batch, context parallelism or offload to the host's memory would fit; take "
+            "more GPUs or a smaller model"
+        )
+    changes, needed = found
+    said = ", ".join(f"{key} = {_said(value)}" for key, value in changes.items())
+    host = host_memory(changed(config, changes), model, gpus) / GIB
+    more = f", and {host:.1f} of the host's memory for each GPU" if host else ""
+    return f"{said} would fit ({needed / GIB:.1f} of {room / GIB:.1f} GiB{more})"
+
+
+def _cheapest(
+    config: Config, model: ModelConfig, gpus: int, room: float, settings: Iterable[tuple[str, object]]
+) -> tuple[dict[str, object], float] | None:
+    """The first of these settings, one after the other, with which a GPU's bytes fit, and how many these are."""
+    changes: dict[str, object] = {}
+    for key, value in settings:
+        other = changed(config, changes | {key: value})
+        try:
+            check_config(other, gpus)
+            needed = sum(memory(other, model, gpus).values())
+        except ValueError:
+            continue  # it does not divide, or is not planned
+        changes[key] = value
+        if needed <= room:
+            return changes, needed
+    return None
 
 
 def _said(value: object) -> str:

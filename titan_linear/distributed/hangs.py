@@ -86,13 +86,13 @@ def recorded() -> list[list[dict[str, Any]]]:
     return [pickle.loads(dump(includeStackTraces=False)).get("entries", []) for dump in recorders().values()]
 
 
-def late_collective(recorders: list[list[dict[str, Any]]], now: int) -> dict[str, Any] | None:
+def late_collective(lists: list[list[dict[str, Any]]], now: int) -> dict[str, Any] | None:
     """Of what has not ended and has used up most of its time-out, the one that began first.
 
-    now: nanoseconds since the epoch.
+    lists: of each recorder. now: nanoseconds since the epoch.
     """
     waiting: dict[tuple[int, int], dict[str, Any]] = {}  # of a recorder and a group
-    for i, entries in enumerate(recorders):
+    for i, entries in enumerate(lists):
         for entry in entries:
             if entry["retired"]:  # so has what began before: the parts of a batch of NCCL's are never marked
                 waiting.pop((i, entry["pg_id"]), None)

@@ -87,7 +87,7 @@ def _query_routes(fragments: Sequence[Fragment], runs: Runs, rank: int, world_si
     moved = runs.rank != runs.owner
     leaving, coming = mine.rank != rank, moved & (runs.rank == rank)
     return {
-        "rows": rows.astype(np.int64),
+        "rows": rows,
         "leaving": np.bincount(mine.rank[leaving], lengths[leaving], world_size).astype(np.int64),
         "coming": np.bincount(runs.owner[coming], (runs.end - runs.start)[coming], world_size).astype(np.int64),
         "moves": np.array([moved.any()]),

@@ -185,8 +185,5 @@ def config(kernel: str, x: torch.Tensor, dim: int, **limits: int) -> Config:
     limits: what a block may be at most: BK=K, say.
     """
     own = architecture(x.device)
-    chosen = dict(CONFIGS[own][kernel][row(own, kernel, x.element_size(), dim)])
-    for name, limit in limits.items():
-        if chosen.get(name, 0) > limit:
-            chosen[name] = limit
-    return chosen
+    chosen = CONFIGS[own][kernel][row(own, kernel, x.element_size(), dim)]
+    return {name: min(value, limits.get(name, value)) for name, value in chosen.items()}

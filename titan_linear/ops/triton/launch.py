@@ -29,7 +29,7 @@ class Launcher:
 
     def _launch(self, grid: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        key = (device, *[_kind(x) for x in args], *kwargs.items())
+        key = (device, *map(_kind, args), *kwargs.items())
         form = self.compiled.get(key)
         if form is None:
             form = self.kernel[grid](*args, **kwargs)
