@@ -11,6 +11,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
 
 from tests.processes import gone, until
 from tests.refusals import is_refused
@@ -243,6 +246,19 @@ def test_a_failure_ends_all_nodes(start):
     runs = [start("fails", node=Node(1, rank, 2, "127.0.0.1", port)) for port in [free_port()] for rank in (0, 1)]
     assert runs[1].end()[0] == 3
     assert runs[0].end() == (1, "error: the run has failed on another node\n")
+
+
+def test_a_worker_that_stops_while_the_agent_looks_has_not_failed(monkeypatch):
+    """The elastic agent polls once more than ours: first seen there, a stop would be a failure, and start it again."""
+    codes = iter([None, 143, 143, 143])
+    worker = SimpleNamespace(poll=lambda: next(codes), returncode=143)
+    spec = WorkerSpec(role="trainer", local_world_size=1, entrypoint="worker", rdzv_handler=nodes.Nodes(Node(1)))
+    ours = agent.Agent(spec)
+    monkeypatch.setattr(ours, "_processes", lambda: [worker])
+    monkeypatch.setattr(LocalElasticAgent, "_monitor_workers", lambda *args: pytest.fail("looks again"))
+    assert ours._monitor_workers(ours._worker_group).state == WorkerState.HEALTHY
+    with pytest.raises(SignalException):
+        ours._monitor_workers(ours._worker_group)
 
 
 # --- main ------------------------------------------------------------------------------------------------------------

@@ -127,9 +127,9 @@ class Agent(LocalElasticAgent):
         if self._look():
             self._end()
             self._prepare_restart()
+        elif None in codes:  # the elastic agent looks again, and would take one that stops by then for a failure
+            return RunResult(state=WorkerState.HEALTHY)
         elif stopped := [code for code in codes if code in STOPPED]:
-            if None in codes:
-                return RunResult(state=WorkerState.HEALTHY)  # the others are ending
             raise SignalException("stopped", signal.Signals(stopped[0] - 128))  # maybe asked on another node
         return super()._monitor_workers(worker_group)
 
