@@ -102,6 +102,11 @@ def tokens_of_each_rank(counts: Callable, batch: object) -> list[int]:
     return [2 * valid, *documents]
 
 
+def tokens_of_a_micro_step(next_step: Callable, own: feed.Feed) -> tuple[int, Iterator[feed.MicroBatch]]:
+    valid, batches = next_step(own)
+    return valid // own.micro_steps, batches
+
+
 def no_sum(reduce: Callable, parameters: object, group: object) -> None:
     pass
 
@@ -162,6 +167,10 @@ SABOTAGES = {
     "the loss's denominator": (
         feed, "_counts", tokens_of_each_rank, model.split,
         r"split, float64: loss.* 5\.0e-01 > .*the head or the loss, backward",
+    ),
+    "the loss's denominator, under accumulation": (
+        feed.Feed, "next_step", tokens_of_a_micro_step, model.split,
+        r"split, float64: loss.* 1 > .*the head or the loss, backward",
     ),
     "a gradient's reduction": (
         parallelize, "_sum", no_sum, model.split, r"split, float64: 54 gradients.*mixer\.(A_log|dt_bias), rank",

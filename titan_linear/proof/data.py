@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 
 import numpy as np
@@ -84,11 +85,16 @@ def cut(subject: Subject) -> Findings:
 
 
 def tokens_of(subject: Subject, dp_rank: int, cp_rank: int) -> torch.Tensor:
-    """[T_local] int64: which of the batch's tokens a rank has, in the order in which it has them."""
+    """[T_local] int64: which of the batch's tokens a rank has that takes its streams at once, in its order."""
+    return tokens_in(subject, range(dp_rank * STREAMS, (dp_rank + 1) * STREAMS), cp_rank)
+
+
+def tokens_in(subject: Subject, streams: Iterable[int], cp_rank: int) -> torch.Tensor:
+    """[T_local] int64: which of the batch's tokens a rank has of these streams, in the order in which it has them."""
     T, W = subject.config.training.seq_len, subject.degrees.cp
     blocks = torch.arange(T).view(-1, _fragment(subject))
     own = blocks[[cp_rank, 2 * W - 1 - cp_rank] if len(blocks) > W else [cp_rank]].flatten()
-    return torch.cat([own + (dp_rank * STREAMS + s) * T for s in range(STREAMS)])
+    return torch.cat([own + s * T for s in streams])
 
 
 def _fragment(subject: Subject) -> int:

@@ -16,11 +16,11 @@ from titan_linear.distributed.precision import ComputeCopies
 from titan_linear.gradients import Passes
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
-from titan_linear.proof.data import tokens_of
+from titan_linear.proof.data import tokens_in
 from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, off, worst
 from titan_linear.proof.ops import ALONE, DELTA, SMALL, begins, may_differ, short
 from titan_linear.proof.ranks import LocalDims, model_of, on_ranks, sharding_of, sum_as_fsdp, whole_gradients
-from titan_linear.proof.subject import Subject
+from titan_linear.proof.subject import STREAMS, Subject
 
 Tensors = dict[str, torch.Tensor]
 
@@ -40,8 +40,8 @@ class Trace:
 
     def __init__(self, model: Decoder):
         self.modules = [*model.layers, model.head]
-        self.between: dict[int, torch.Tensor] = {}
-        self.backward: dict[int, torch.Tensor] = {}
+        self.between: list[list[torch.Tensor]] = [[] for _ in self.modules]  # of each micro-step
+        self.backward: list[list[torch.Tensor]] = [[] for _ in self.modules]
 
     def __enter__(self) -> Trace:
         self.hooks = [m.register_forward_pre_hook(self._keep(i)) for i, m in enumerate(self.modules)]
@@ -54,15 +54,15 @@ class Trace:
     def _keep(self, i: int):
         def keep(_: object, arguments: tuple[torch.Tensor, ...]) -> None:
             x = arguments[0]
-            self.between[i] = x.detach().double()
+            self.between[i].append(x.detach().double())
             if x.requires_grad:
-                x.register_hook(lambda grad: self.backward.__setitem__(i, grad.detach().double()))
+                x.register_hook(lambda grad: self.backward[i].append(grad.detach().double()))
 
         return keep
 
     def lists(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        n = range(len(self.modules))
-        return [self.between[i] for i in n], [self.backward[i] for i in n if i in self.backward]
+        """[1, tokens of all micro-steps, dim] of each."""
+        return tuple([torch.cat(steps, 1) for steps in kind if steps] for kind in (self.between, self.backward))
 
 
 def in_one_process(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str) -> Step:
@@ -102,8 +102,8 @@ def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str
         model = model_of(subject, whole, dims)
         precision = ComputeCopies(model, dtype)
         feed = Feed(
-            iter(subject.loader(dims.dp_rank, dims.degrees.dp)), sharding_of(subject, dims, dtype, impl), micro_steps=1,
-            copies=dims.copies, host=dims.world, device=subject.device,
+            iter(subject.loader(dims.dp_rank, dims.degrees.dp, 1)), sharding_of(subject, dims, dtype, impl),
+            micro_steps=STREAMS, copies=dims.copies, host=dims.world, device=subject.device,
         )  # fmt: skip
         with Trace(model) as trace:
             losses, _ = Passes(model, feed, precision, subject.config.training.loss_chunk_size).run()
@@ -122,11 +122,23 @@ def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> tuple[
     lists = [trace.lists() for _, trace in traces]
     wholes = tuple([x.new_empty(1, subject.batch.tokens.shape[1], x.shape[2]) for x in kind] for kind in lists[0])
     for (dims, _), kinds in zip(traces, lists, strict=True):
-        mine = tokens_of(subject, dims.dp_rank, dims.cp_group.rank()).chunk(dims.tp)[dims.tp_group.rank()]
+        mine = _traced(subject, dims.dp_rank, dims.cp_group.rank(), dims.tp_group.rank())
         for kind, whole in zip(kinds, wholes, strict=True):
             for x, out in zip(kind, whole, strict=True):
                 out[:, mine.to(out.device)] = x
     return wholes
+
+
+def _traced(subject: Subject, dp_rank: int, cp_rank: int, tp_rank: int) -> torch.Tensor:
+    """[T_local] int64: which of the batch's tokens a rank keeps between layers, one stream of a micro-step after the
+    other."""
+    streams = _streams_of(subject, dp_rank)
+    return torch.cat([tokens_in(subject, [i], cp_rank).chunk(subject.degrees.tp)[tp_rank] for i in streams])
+
+
+def _streams_of(subject: Subject, dp_rank: int) -> range:
+    """A data-parallel rank's, one of each micro-step."""
+    return range(dp_rank, STREAMS * subject.degrees.dp, subject.degrees.dp)
 
 
 def split(subject: Subject) -> Findings:
@@ -188,15 +200,10 @@ def _first_wrong(subject: Subject, got: Split, want: Step, dtype: torch.dtype) -
 
 def _place(subject: Subject, x: torch.Tensor, y: torch.Tensor, *, backward: bool) -> str:
     token = begins((x - y).abs().nan_to_num(torch.inf, torch.inf).amax((0, 2)), backward)
-    dp_rank = next(d for d in range(subject.degrees.dp) if token in _of_rank(subject, d))
-    cp_rank = next(r for r in range(subject.degrees.cp) if token in tokens_of(subject, dp_rank, r))
-    rank = (dp_rank * subject.degrees.cp + cp_rank) * subject.degrees.tp
+    stream, degrees = token // subject.config.training.seq_len, subject.degrees
+    cp_rank = next(r for r in range(degrees.cp) if token in tokens_in(subject, [stream], r))
+    rank = (stream % degrees.dp * degrees.cp + cp_rank) * degrees.tp
     return f"rank {rank}, {subject.document(token)}"
-
-
-def _of_rank(subject: Subject, dp_rank: int) -> range:
-    each = subject.batch.tokens.shape[1] // subject.degrees.dp
-    return range(dp_rank * each, (dp_rank + 1) * each)
 
 
 def documents(subject: Subject) -> Findings:

@@ -21,7 +21,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.proof.findings import Finding, Findings, off, worst
 from titan_linear.proof.model import Step, gradient_bound, in_one_process
 from titan_linear.proof.ops import short
-from titan_linear.proof.subject import Degrees, Subject
+from titan_linear.proof.subject import STREAMS, Degrees, Subject
 
 Tensors = dict[str, torch.Tensor]
 
@@ -64,8 +64,8 @@ def _of_processes(subject: Subject, dims: ParallelDims, want: Step) -> tuple[tor
     _fill(model, subject.weights)
     precision = mixed_precision(config, model, dims)
     feed = Feed(
-        iter(subject.loader(dims.dp_rank, dims.dp)), build_sharding(config, subject.model, dims, subject.device),
-        micro_steps=1, copies=dims.copies, host=unhurried_group(), device=subject.device,
+        iter(subject.loader(dims.dp_rank, dims.dp, 1)), build_sharding(config, subject.model, dims, subject.device),
+        micro_steps=STREAMS, copies=dims.copies, host=unhurried_group(), device=subject.device,
     )  # fmt: skip
     losses, _ = Passes(model, feed, precision, config.training.loss_chunk_size).run()
     loss = losses.sum()

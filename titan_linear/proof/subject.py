@@ -32,7 +32,7 @@ from titan_linear.preflight import check_expert_parallel, check_heads, check_ten
 
 LENGTH = {"cpu": 256, "cuda": 2048}  # tokens of a stream, at least
 CPU_PARAMETERS = 4_000_000  # of which a few passes in float64 take two cores seconds
-STREAMS = 2  # of a data-parallel rank: one as the corpus gives it, one cut into more documents
+STREAMS = 2  # of a data-parallel rank; of all every second one is cut into more documents than the corpus has
 MOST_RANKS = 64  # in one process
 ROOM = 0.6  # of the free memory
 
