@@ -19,8 +19,9 @@ from torch.distributed.fsdp import FSDPModule
 from titan_linear import agent, launch
 from titan_linear.checkpoint import Checkpointer
 from titan_linear.config import load_config
-from titan_linear.data import PackedStreams, Stream
+from titan_linear.data import Batch, PackedStreams, Stream, Streams
 from titan_linear.distributed import feed, parallelize
+from titan_linear.memory import changed
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cp import context, halo, kcp
@@ -76,6 +77,11 @@ def failures(findings: Findings) -> Iterator[str]:
 
 def of_case(check: Callable, name: str) -> Callable[[Subject], Findings]:
     return lambda subject: check(subject, next(case for case in ops.cases(subject) if case.name == name))
+
+
+def with_batch(check: Callable, size: int) -> Callable[[Subject], Findings]:
+    """Of a run with that training.global_batch_size."""
+    return lambda subject: check(replace(subject, run=changed(subject.run, {"training.global_batch_size": size})))
 
 
 # --- What is broken: each takes what it replaces, then the arguments ------------------------------------------------
@@ -146,6 +152,24 @@ def without_a_moment(load: Callable, checkpointer: Checkpointer, step: int, mode
     return progress
 
 
+def of_the_first_rank(build: Callable, streams: Streams, *, dp_rank: int, **keywords: int) -> Iterator[Batch]:
+    return build(streams, dp_rank=0, **keywords)
+
+
+class Later:
+    """Streams from the second one on."""
+
+    def __init__(self, streams: Streams):
+        self.streams = streams
+
+    def __getitem__(self, i: int) -> Stream:
+        return self.streams[i + 1]
+
+
+def a_stream_ahead(build: Callable, streams: Streams, *, cursor: int, **keywords: int) -> Iterator[Batch]:
+    return build(Later(streams) if cursor else streams, cursor=cursor, **keywords)
+
+
 # name: what is replaced, by what, the check that must find it, and what it must say.
 SABOTAGES = {
     "the fold": (
@@ -186,6 +210,13 @@ SABOTAGES = {
     "a document boundary, in the data": (
         PackedStreams, "__getitem__", two_documents_in_one, data.labels,
         r"tokens within a document that have none .*stream 0, document 0",
+    ),
+    "the streams of each rank": (
+        data, "build_dataloader", of_the_first_rank, data.stream, r"streams: dp 2, 1 at .* 8 > 0 \(rank 1, step 1, str",
+    ),
+    "the streams of a resumed run": (
+        data, "build_dataloader", a_stream_ahead, with_batch(data.stream, 32),
+        r"streams: dp 1, 1 at .* 16 > 0 \(rank 0, step 2, stream 32\)",
     ),
     "one head's gate": (
         delta_rule, "normalise", another_head, of_case(ops.implementations, "chunk_gated_delta_rule"),
