@@ -279,25 +279,44 @@ def test_every_way_to_split_holds(name: str, corpus: Path, monkeypatch: pytest.M
     assert loss.check == gradients.check == "split, float64" and loss.holds and gradients.holds
 
 
-def of_processes(rank: int, world_size: int, argv: list[str], means: bool) -> list[str]:
-    """What fails of real processes; with `means`, where FSDP2 takes the mean of gradients."""
+def means(*_: object) -> None:
+    """Of gradients, which FSDP2 takes where nobody says otherwise."""
+
+
+def rank_1_without_a_moment(load: Callable, checkpointer: Checkpointer, step: int, *rest: object) -> dict:
+    return without_a_moment(load, checkpointer, step, *rest) if checkpointer.rank else load(checkpointer, step, *rest)
+
+
+OF_PROCESSES = {
+    "FSDP2's sums": (
+        FSDPModule, "set_gradient_divide_factor", means, processes.split,
+        r"processes, float64: 54 gradients, .*dp_shard 2.* 5\.0e-01 > ",
+    ),
+    "an optimizer state of one process": (
+        Checkpointer, "load", rank_1_without_a_moment, resume.of_processes,
+        r"resume, .*dp_shard 2.*what is loaded: .* 1 > 0 \(optimizer state exp_avg_sq of .*up_proj\.weight, rank 1\)",
+    ),
+}  # fmt: skip
+
+
+def of_processes(rank: int, world_size: int, argv: list[str], name: str) -> list[str]:
+    """What fails of real processes; with one of OF_PROCESSES, of its check."""
     subject = subject_of(load_config(argv))
-
-    def keep(*_: object) -> None:
-        pass
-
-    broken = sabotaged(FSDPModule, "set_gradient_divide_factor", keep) if means else nullcontext()
-    with broken:
-        return list(failures(processes.split(subject)))
+    if not name:
+        return [*failures(processes.split(subject)), *failures(resume.of_processes(subject))]
+    *what, check, _ = OF_PROCESSES[name]
+    with sabotaged(*what):
+        return list(failures(check(subject)))
 
 
 def test_processes_equal_one(worlds: Callable, corpus: Path) -> None:
     argv = arguments(corpus, **{"parallelism.context_parallel_degree": 1, "training.seq_len": 64})
     for offload in ("false", "true"):
         given = [*argv, "--training.enable_cpu_offload", offload]
-        assert worlds(2).run(of_processes, given, False) == [[], []]
-    for found in worlds(2).run(of_processes, argv, True):
-        assert re.match(r"FAIL processes, float64: 54 gradients, .*dp_shard 2.* 5\.0e-01 > ", found[0]), found
+        assert worlds(2).run(of_processes, given, "") == [[], []]
+    for name, (*_, said) in OF_PROCESSES.items():
+        for found in worlds(2).run(of_processes, argv, name):
+            assert re.match(f"FAIL {said}", found[0]), found
 
 
 def test_ranks_that_cannot_go_on_are_a_finding(subject: Subject) -> None:

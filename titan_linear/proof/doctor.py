@@ -75,6 +75,7 @@ def _of_processes(subject: Subject) -> Findings:
     """Under torchrun: what all of its processes prove together."""
     with process_group(PATIENCE):
         yield from guarded("processes", lambda: processes.split(subject))
+        yield from guarded("resume of processes", lambda: resume.of_processes(subject))
 
 
 def _introduction(subject: Subject) -> str:
