@@ -27,8 +27,9 @@ from titan_linear.models.presets import OWN
 from titan_linear.ops.cp import context, halo, kcp
 from titan_linear.ops.torch import delta_rule
 from titan_linear.proof import data, doctor, hf, model, ops, processes, resume, start
+from titan_linear.proof import subject as proof_subject
 from titan_linear.proof.findings import Finding, Findings
-from titan_linear.proof.subject import STREAMS, Subject, subject_of
+from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
 
 ROOT = Path(__file__).parents[1]
 KEYS = {
@@ -290,7 +291,11 @@ def rank_1_without_a_moment(load: Callable, checkpointer: Checkpointer, step: in
 OF_PROCESSES = {
     "FSDP2's sums": (
         FSDPModule, "set_gradient_divide_factor", means, processes.split,
-        r"processes, float64: 54 gradients, .*dp_shard 2.* 5\.0e-01 > ",
+        r"processes, float64: 54 gradients, .*dp_shard 2.* 5\.0e-01 > .*, rank [01]\)",
+    ),
+    "the loss's denominator": (
+        feed, "_counts", tokens_of_each_rank, processes.split,
+        r"processes, float64: loss.* 5\.0e-01 > .*the head or the loss, backward, rank \d, stream \d, document \d",
     ),
     "an optimizer state of one process": (
         Checkpointer, "load", rank_1_without_a_moment, resume.of_processes,
@@ -300,13 +305,13 @@ OF_PROCESSES = {
 
 
 def of_processes(rank: int, world_size: int, argv: list[str], name: str) -> list[str]:
-    """What fails of real processes; with one of OF_PROCESSES, of its check."""
+    """What fails of real processes; with one of OF_PROCESSES, of its check the first."""
     subject = subject_of(load_config(argv))
     if not name:
         return [*failures(processes.split(subject)), *failures(resume.of_processes(subject))]
     *what, check, _ = OF_PROCESSES[name]
     with sabotaged(*what):
-        return list(failures(check(subject)))
+        return list(islice(failures(check(subject)), 1))
 
 
 def test_processes_equal_one(worlds: Callable, corpus: Path) -> None:
@@ -317,6 +322,20 @@ def test_processes_equal_one(worlds: Callable, corpus: Path) -> None:
     for name, (*_, said) in OF_PROCESSES.items():
         for found in worlds(2).run(of_processes, argv, name):
             assert re.match(f"FAIL {said}", found[0]), found
+
+
+def test_a_kernel_that_cannot_start_is_a_finding(subject: Subject) -> None:
+    class OutOfResources(Exception):  # as Triton's: no RuntimeError
+        pass
+
+    def fails(*_: object, **__: object) -> torch.Tensor:
+        raise OutOfResources("shared memory")
+
+    with sabotaged(ops, "chunk_kda", fails):
+        check = next(pair for pair in doctor.checks(subject) if pair[0].startswith("implementations, chunk_kda"))
+        (found,) = doctor.guarded(*check)
+    assert str(found).startswith("FAIL implementations, chunk_kda, layer 0: cannot be computed")
+    assert "OutOfResources: shared memory" in str(found)
 
 
 def test_ranks_that_cannot_go_on_are_a_finding(subject: Subject) -> None:
@@ -362,6 +381,46 @@ def test_what_cannot_run_is_said_in_a_line(mistake: str, corpus: Path, capsys: p
     error = capsys.readouterr().err
     assert re.match(f"error: .*{message}", error) and error.count("\n") == 1
     assert not (corpus.parent / "run").exists()
+
+
+def test_short_memory_is_said_in_a_line(
+    corpus: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Of a GPU too small for one layer, and of one that has no more in the midst of a check."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 21))
+    with pytest.raises(ValueError, match=r"this device has room for [\d,]+ parameters of the model with 8 ranks, and"):
+        fitting(subject.model, subject.run, subject.degrees, torch.device("cuda"))
+
+    def out_of_memory(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 80 GiB")
+
+    with sabotaged(data, "labels", out_of_memory):
+        assert doctor.main(arguments(corpus)) == 3
+    error = capsys.readouterr().err
+    assert error.startswith("error: CUDA out of memory. Tried to allocate 2.00 GiB; a device with more free memory")
+    assert error.count("\n") == 1
+
+
+def test_what_may_differ_when_it_runs_again(subject: Subject) -> None:
+    """On GPUs softmax attention alone."""
+    on_gpu = replace(subject, device=torch.device("cuda"))
+    assert [ops.may_differ(on_gpu, layers) for layers in ([0, 1], [2], range(3))] == [0, float("inf"), float("inf")]
+    repeats = replace(on_gpu, config=changed(subject.config, {"debug.deterministic": True}))
+    assert ops.may_differ(repeats, range(3)) == ops.may_differ(subject, range(3)) == 0
+
+
+def test_streams_are_in_the_order_of_the_run_that_is_resumed(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints before the second order do not say theirs."""
+    monkeypatch.setattr(proof_subject, "find_step", lambda folder, step: 3)
+    monkeypatch.setattr(proof_subject, "read_progress", lambda path: {"step": int(path.name[5:]), "cursor": 12})
+    assert subject_of(load_config(arguments(corpus))).streams.order == 1
+
+
+def test_compiled_layers_are_not_proved_and_that_is_said(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(arguments(corpus, **{"compile.enable": "true"}))
+    assert subject_of(config).said[-1] == "compile.enable true → false"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert subject_of(config).said[-1].endswith("true → false, but for a step of the run's own processes in its type")
 
 
 def test_a_model_that_does_not_fit_is_narrowed_and_that_is_said(corpus: Path) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from titan_linear.checkpoint import Checkpointer, named_parameters
 from titan_linear.config import Config
 from titan_linear.data import build_dataloader
 from titan_linear.distributed.feed import Feed
-from titan_linear.distributed.groups import unhurried_group
+from titan_linear.distributed.groups import of_all_ranks, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
 from titan_linear.distributed.parts import local_tensor
@@ -31,7 +30,6 @@ from titan_linear.proof.subject import STREAMS, MoreDocuments, Subject, narrowed
 
 BEFORE = 2  # steps before the save
 PARAMETERS = 32_000_000  # that are saved: more would be the same, and wait for a disk
-T = TypeVar("T")
 
 
 @dataclass
@@ -70,7 +68,7 @@ class Run:
         update(self.optimizer, numbers, lr, config.training.max_norm)
         self.feed.prefetch()
         self.optimizer.zero_grad(set_to_none=True)
-        ranks = _of_all([i for own in streams for i in own], self.host)
+        ranks = of_all_ranks([i for own in streams for i in own], self.host)
         return numbers[0].item(), tuple(sorted({i for own in ranks for i in own}))
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -138,23 +136,16 @@ def _shared_folder(host: dist.ProcessGroup) -> Iterator[Path | None]:
     """A temporary one of all ranks; None: not all of them see it."""
     first = dist.get_rank(host) == 0
     with tempfile.TemporaryDirectory(prefix="titan_linear-doctor-") if first else nullcontext() as own:
-        folder = Path(_of_all(own, host)[0])
-        yield folder if all(_of_all(folder.is_dir(), host)) else None
+        folder = Path(of_all_ranks(own, host)[0])
+        yield folder if all(of_all_ranks(folder.is_dir(), host)) else None
         dist.barrier(host)
-
-
-def _of_all(own: T, host: dist.ProcessGroup) -> list[T]:
-    """Each rank's, in order."""
-    ranks = [own] * dist.get_world_size(host)
-    dist.all_gather_object(ranks, own, group=host)
-    return ranks
 
 
 def _compared(check: str, what: str, want: dict[str, torch.Tensor], run: Run) -> Finding:
     """Of all ranks, what `run` has."""
     got = run.tensors()
     own = [n for n in dict.fromkeys([*want, *got]) if n not in got or n not in want or not _same(want[n], got[n])]
-    ranks = _of_all(own, run.host)
+    ranks = of_all_ranks(own, run.host)
     wrong = [f"{n}, rank {rank}" if len(ranks) > 1 else n for rank, names in enumerate(ranks) for n in names]
     where = ", ".join(wrong[:2]) + (f" and {len(wrong) - 2} more" if len(wrong) > 2 else "")
     return Finding(check, f"{what}: of {len(want)} weights and optimizer states, others", len(wrong), 0, where)
