@@ -28,7 +28,7 @@ from titan_linear.data import build_tokenizer
 from titan_linear.distributed.groups import set_timeout
 from titan_linear.hf_io import gather
 from titan_linear.models.config import MoEConfig
-from titan_linear.models.presets import OWN
+from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.preflight import preflight
 from titan_linear.process import FAILED, LAUNCHER, LOST, be_deterministic
 from titan_linear.train import NonFinite, Trainer, WriteFailed
@@ -61,7 +61,11 @@ WIDE_NORMS = replace(
     post_norm=("attention",), tie_embeddings=True,
 )  # fmt: skip
 SOFTMAX = replace(SMALL, num_layers=2, pattern=tuple(mixer for mixer in SMALL.pattern if not mixer.linear))
-OWN_FLAVORS = {"small": SMALL, "wide norms": WIDE_NORMS, "softmax": SOFTMAX}
+# Latent attention and a mixture of experts alone, whose layers compile sooner than a recurrence in PyTorch.
+KIMI = PUBLISHED["kimi-linear"]["debug"]
+EXPERTS = replace(KIMI, num_layers=1, pattern=KIMI.pattern[1:], dense_layers=(),
+                  moe=replace(KIMI.moe, balance_coefficient=0.01))  # fmt: skip
+OWN_FLAVORS = {"small": SMALL, "wide norms": WIDE_NORMS, "softmax": SOFTMAX, "experts": EXPERTS}
 
 # name: (processes, what differs from one process). local_batch_size 1 makes four micro-steps of a step.
 SPLITS = {
@@ -233,7 +237,7 @@ def test_tied_embeddings_and_other_presets(corpus: Path, worlds: Callable[[int],
 def test_a_compiled_run_is_equal(corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
     """Documents change from step to step, and the graphs stay (`tests/models/test_plan.py` compiles each mixer)."""
     softmax = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "softmax"}
-    experts = FLOAT64 | {"training.steps": 2, "model.name": "qwen3.5"}
+    experts = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "experts"}
     compiled = {"compile.enable": "true", "compile.backend": "aot_eager"}
     full = {"activation_checkpoint.mode": "full", "training.local_batch_size": 2}  # two micro-steps
     for keys, (processes, split), more in (
