@@ -289,9 +289,11 @@ def test_nodes_start_again_together_and_stop_together(start):
     assert "rank 1 failed (killed by SIGSEGV): restart 1 of 2\n" in again.end()[1]
 
 
-def test_a_failure_ends_all_nodes(start):
-    runs = [start("fails", node=Node(1, rank, 2, "127.0.0.1", port)) for port in [free_port()] for rank in (0, 1)]
-    assert runs[1].end()[0] == 3
+@pytest.mark.parametrize("mode, code", [("fails", 3), ("loses", 139)])
+def test_a_failure_ends_all_nodes(start, mode, code):
+    """Also one whose rank has ended for want of the one that fails: it waits for the word of that node."""
+    runs = [start(mode, node=Node(1, rank, 2, "127.0.0.1", port)) for port in [free_port()] for rank in (0, 1)]
+    assert runs[1].end()[0] == code
     assert runs[0].end() == (1, "error: the run has failed on another node\n")
 
 
