@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -548,23 +550,34 @@ def test_errors_are_one_line(error: Exception, rank: int, code: int, shown: str,
 def test_too_little_memory_is_a_line_with_what_would_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    def runs(config: object) -> None:
+    """After the reason, and before this rank leaves the others, who would end."""
+
+    def runs(*_: object) -> None:
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
         )
 
-    monkeypatch.setattr(train, "_run", runs)
+    @contextmanager
+    def group(timeout: timedelta) -> Iterator[None]:
+        yield
+        print("left", file=sys.stderr)
+
+    monkeypatch.setattr(train, "_train", runs)
+    monkeypatch.setattr(train, "process_group", group)
+    monkeypatch.setattr(train, "watched", lambda *_: nullcontext())
     monkeypatch.setattr(train, "die_with_parent", lambda: None)
+    monkeypatch.setenv(LAUNCHER, "1")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     room = SimpleNamespace(total_memory=2**40)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: room)
     assert train.main(["--activation_checkpoint.mode", "selective"]) == FAILED
-    shown = capsys.readouterr().err
-    assert shown.startswith(
-        "error: rank 3: CUDA out of memory. Tried to allocate 2.00 GiB; activation_checkpoint.mode = 'full' would fit ("
-    )
-    assert shown.count("\n") == 1
+    reason, fits, left = capsys.readouterr().err.splitlines()
+    assert reason == "error: rank 3: CUDA out of memory. Tried to allocate 2.00 GiB" and left == "left"
+    assert fits.startswith("rank 3: activation_checkpoint.mode = 'full' would fit (")
+    monkeypatch.setattr(train, "PLANNING", 0.1)
+    monkeypatch.setattr(train, "what_fits", lambda *_: time.sleep(60))
+    assert train.main([]) == FAILED and capsys.readouterr().err.splitlines() == [reason, left]
 
 
 def test_a_lost_rank_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

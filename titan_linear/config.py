@@ -310,8 +310,9 @@ class Profiling(_Strict):
     profile_count: int = Field(0, ge=0)
     """Traces of a start; 0: without end."""
     enable_memory_snapshot: bool = False
-    """Record where memory of the GPU is allocated, for snapshots: one when it runs out, and one of a process that gets
-    SIGUSR1, after its step. Without this key the latter tells what is allocated, not where."""
+    """Record where memory of the GPU is allocated, for snapshots: one when it runs out, and one after the step in
+    which SIGUSR1 comes to a worker, or to the launcher for all of its node. Without this key the latter tells what is
+    allocated, not where."""
     save_memory_snapshot_folder: str = Field("memory_snapshots", min_length=1)
     """Folder of the snapshots, inside job.dump_folder."""
 
