@@ -74,7 +74,7 @@ from titan_linear.process import (
     own_device,
     under_launcher,
 )
-from titan_linear.profiling import MemorySnapshots, exposed_communication, profiler, write_memory_snapshot
+from titan_linear.profiling import MemorySnapshots, exposed_communication, profiler
 from titan_linear.proof.start import prove
 from titan_linear.rundir import (
     check_resume,
@@ -506,9 +506,7 @@ def main(argv: list[str]) -> int:
         stopped = _run(config := load_config(argv))
     except torch.OutOfMemoryError as error:
         rank, reason = os.environ.get("RANK", "0"), str(error).partition(". GPU")[0]
-        recorded = config.profiling.enable_memory_snapshot
-        snapshot = f"; {write_memory_snapshot(config, 'out_of_memory')}" if recorded else ""
-        print(f"error: rank {rank}: {reason}; {_what_fits(config)}{snapshot}", file=sys.stderr, flush=True)
+        print(f"error: rank {rank}: {reason}; {_what_fits(config)}", file=sys.stderr, flush=True)
         return FAILED
     except (ValueError, NonFinite, SaveFailed) as error:
         alike = isinstance(error, (NonFinite, SaveFailed)) and not isinstance(error, WriteFailed)  # on all ranks
