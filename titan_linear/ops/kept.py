@@ -111,9 +111,7 @@ def kept(fn: Callable[P, R], *, always: bool = False) -> Callable[P, R]:
 
     @wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or (here := _current.get()) is None:
-            return fn(*args, **kwargs)
-        if not (always or here.region.selective):
+        if torch.compiler.is_compiling() or (here := _current.get()) is None or not (always or here.region.selective):
             return fn(*args, **kwargs)
         if here.again:
             return here.region.take(fn)
