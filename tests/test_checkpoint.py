@@ -37,10 +37,12 @@ from torch.distributed.tensor import DTensor
 
 from tests.processes import stopped, until
 from tests.worlds import free_port
+from titan_linear.build import unallocated
 from titan_linear.checkpoint import (
     Checkpointer,
     Reader,
     SaveFailed,
+    check_weights,
     find_step,
     holds_optimizer,
     stored_weights,
@@ -83,6 +85,11 @@ def build(mesh: tuple[int, ...], *, seed: int = 0, tied: bool = True, wrap: str 
     rest = [p for p in model.parameters() if p not in plain]
     groups = [{"params": rest}, {"params": list(plain), "weight_decay": 0.0}]
     return model, torch.optim.AdamW(groups, lr=lr, weight_decay=0.1)
+
+
+def nowhere(tied: bool = True, **changes) -> Decoder:
+    """On the meta device, as before processes start."""
+    return unallocated(ModelConfig(**CONFIG | dict(tie_embeddings=tied) | changes), torch.float32)
 
 
 def fill(model: nn.Module, seed: int) -> None:
@@ -263,10 +270,16 @@ def test_another_model_is_refused(worlds, tmp_path):
         ({"num_layers": 3}, "lacks .* of this model's tensors .*layers.2"),
         ({"num_layers": 1}, "others .*layers.1"),
         ({"tied": False}, "lacks 1 of this model's tensors .*head.weight"),
-        ({"hidden_dim": 12}, "Size mismatch"),
+        (
+            {"hidden_dim": 12},
+            r"6 tensors have another size: model.layers.0.mlp.gate_proj.weight \(10, 6\), here \(12, 6\)",
+        ),
     ):
+        with pytest.raises(ValueError, match=found):
+            check_weights(tmp_path / "step-1", nowhere(**options))
         for message in worlds(2).run(load_weights_error, tmp_path, options):
             assert re.search(found, message), message
+    check_weights(tmp_path / "step-1", nowhere())
 
 
 def test_missing_step(worlds, tmp_path):

@@ -286,6 +286,10 @@ def test_a_run_in_its_folder(corpus: Path, tmp_path: Path, answer: Callable) -> 
         ({"debug__seed": 1}, "debug.seed"),
     ):
         assert message in answer(2, tmp_path, training__steps=400, **keys)
+    other = {"model__name": "kda", "checkpoint__initial_load_path": tmp_path}
+    is_refused(
+        answer(2, tmp_path / "other", **other), f"step-{reached}' is of another model: it lacks", tmp_path / "other"
+    )
     content = corpus.read_bytes()
     corpus.write_bytes(content.replace(b"a", b"b"))
     assert "another corpus" in answer(2, tmp_path, training__steps=400)

@@ -322,6 +322,15 @@ def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None =
     _read(weights_path(path), {"model": named_parameters(model)}, group)
 
 
+def check_weights(path: Path, model: nn.Module) -> None:
+    """Compare names and sizes of the tensors of a step-N folder with a model's, which may be on the meta device.
+
+    Raises:
+        ValueError: it is of another model.
+    """
+    _compare(path, Reader(path), {"model": named_parameters(model)})
+
+
 def stored_weights(path: Path) -> Callable[[str], torch.Tensor]:
     """name -> the whole tensor of a step-N folder, read when it is asked for. In one process."""
     metadata = Reader(path).read_metadata().state_dict_metadata
@@ -370,7 +379,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def _read(path: Path, state: dict[str, dict[str, Any]], group: dist.ProcessGroup | None) -> None:
     reader = Reader(path)
-    _compare_names(path, set(reader.read_metadata().state_dict_metadata), state)
+    _compare(path, reader, state)
     try:
         dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except dcp.CheckpointException as failure:  # a BaseException, the same on every rank
@@ -598,21 +607,27 @@ def _of_whole(moments: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     return {name: whole(model, names[name], x) if x.dim() else x for name, x in moments.items()}
 
 
-def _compare_names(path: Path, saved: set[str], state: dict[str, dict[str, Any]]) -> None:
-    """DCP would pass over what the checkpoint has and the model lacks."""
+def _compare(path: Path, reader: Reader, state: dict[str, dict[str, Any]]) -> None:
+    """Names and sizes. DCP would pass over what the checkpoint has and the model lacks."""
+    saved = reader.read_metadata().state_dict_metadata
     if "optimizer" in state and not any(name.startswith("optimizer.") for name in saved):
         raise ValueError(
             f"'{path}' holds weights only (checkpoint.last_save_model_only), from which no run can resume; choose an "
             "earlier checkpoint.load_step, or start a new run with checkpoint.initial_load_path"
         )
     for part, values in state.items():
-        wanted = {f"{part}.{name}" for name in values}
-        there = {name for name in saved if name.startswith(f"{part}.")}
-        if wanted != there:
-            lacks, extra = sorted(wanted - there), sorted(there - wanted)
+        wanted = {f"{part}.{name}": tuple(x.shape) for name, x in values.items()}
+        there = {name: tuple(x.size) for name, x in saved.items() if name.startswith(f"{part}.")}
+        if wanted.keys() != there.keys():
+            lacks, extra = sorted(wanted.keys() - there.keys()), sorted(there.keys() - wanted.keys())
             raise ValueError(
                 f"'{path}' is of another model: it lacks {len(lacks)} of this model's tensors {lacks[:3]} and has "
                 f"{len(extra)} others {extra[:3]}; use the configuration that it was saved with"
+            )
+        if other := [f"{name} {there[name]}, here {size}" for name, size in wanted.items() if there[name] != size]:
+            raise ValueError(
+                f"'{path}' is of another model: {len(other)} tensors have another size: {'; '.join(other[:3])}; use "
+                "the configuration that it was saved with"
             )
 
 

@@ -110,9 +110,10 @@ class Training(_Strict):
     on_bad_document: Literal["stop", "skip"] = "stop"
     """What is no document (no JSON, no such field, no UTF-8 for a tokenizer that needs it, a conversation without an
     answer) stops the run before it starts, or is skipped, counted, and the first few are named."""
-    verify: Literal["always", "changed"] = "always"
+    verify: Literal["always", "changed"] = "changed"
     """Read every byte of the corpus against its checksums at every start, or at those where a file is another, by size,
-    time and inode, than when it was last found whole on this machine."""
+    time and inode, than when it was last found whole on this machine: what a disk alters by itself then goes
+    unnoticed."""
     seq_len: int = Field(2048, ge=1)
     """Tokens of one packed stream, over all context-parallel ranks."""
     seq_len_schedule: list[Shorter] = []

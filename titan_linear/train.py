@@ -76,7 +76,7 @@ from titan_linear.process import (
     own_device,
     under_launcher,
 )
-from titan_linear.profiling import MemorySnapshots, exposed_communication, profiler, write_memory_snapshot
+from titan_linear.profiling import MemorySnapshots, exposed_communication, profiler
 from titan_linear.proof.start import prove
 from titan_linear.rundir import (
     check_resume,
@@ -567,8 +567,6 @@ def _say_what_fits(config: Config, error: torch.OutOfMemoryError) -> None:
     """Why this rank ends, at once; then, as far as the others' patience goes, with which settings it would not have."""
     rank, reason = os.environ["RANK"], str(error).partition(". GPU")[0]
     print(f"error: rank {rank}: {reason}", file=sys.stderr, flush=True)
-    if config.profiling.enable_memory_snapshot:
-        print(f"rank {rank}: {write_memory_snapshot(config, 'out_of_memory')}", file=sys.stderr, flush=True)
     with suppress(TimeoutError), _at_most(min(PLANNING, config.comm.train_timeout_seconds / 2)):
         print(f"rank {rank}: {_what_fits(config)}", file=sys.stderr, flush=True)
 
