@@ -374,7 +374,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def _read(path: Path, state: dict[str, dict[str, Any]], group: dist.ProcessGroup | None) -> None:
     reader = Reader(path)
-    _compare_names(path, set(reader.read_metadata().state_dict_metadata), state)
+    _compare(path, reader.read_metadata().state_dict_metadata, state)
     try:
         dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except dcp.CheckpointException as failure:  # a BaseException, the same on every rank
@@ -602,8 +602,8 @@ def _of_whole(moments: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     return {name: whole(model, names[name], x) if x.dim() else x for name, x in moments.items()}
 
 
-def _compare_names(path: Path, saved: set[str], state: dict[str, dict[str, Any]]) -> None:
-    """DCP would pass over what the checkpoint has and the model lacks."""
+def _compare(path: Path, saved: Mapping[str, Any], state: dict[str, dict[str, Any]]) -> None:
+    """The checkpoint has the model's tensors. DCP would pass over what it has and the model lacks."""
     if "optimizer" in state and not any(name.startswith("optimizer.") for name in saved):
         raise ValueError(
             f"'{path}' holds weights only (checkpoint.last_save_model_only), from which no run can resume; choose an "
@@ -618,6 +618,12 @@ def _compare_names(path: Path, saved: set[str], state: dict[str, dict[str, Any]]
                 f"'{path}' is of another model: it lacks {len(lacks)} of this model's tensors {lacks[:3]} and has "
                 f"{len(extra)} others {extra[:3]}; use the configuration that it was saved with"
             )
+        for name, value in values.items():
+            if (there := saved[f"{part}.{name}"].size) != value.size():
+                raise ValueError(
+                    f"'{path}' is of another model: its {name} is {list(there)}, this model's {list(value.size())}; "
+                    "use the configuration that it was saved with, or if it is this one, the version of titan_linear"
+                )
 
 
 def _reasons(failure: OSError | RuntimeError | dcp.CheckpointException) -> str:
