@@ -228,7 +228,7 @@ def load_error(rank, world_size, folder, number, options=None):
     model, optimizer = build((world_size,), seed=1, **(options or {}))
     try:
         return Checkpointer(folder).load(number, model, optimizer)
-    except ValueError as error:
+    except (ValueError, SystemExit) as error:  # what rank 0 finds, it says
         return str(error)
 
 
@@ -262,6 +262,21 @@ def test_weights_only(worlds, tmp_path):
         assert "step-2' holds weights only" in message and "checkpoint.load_step" in message
     with pytest.raises(ValueError, match=r"checkpoint.initial_load_path = .*neither a whole checkpoint"):
         weights_path(tmp_path / "nothing")
+
+
+def load_what_rank_0_sees(rank, world_size, load, *arguments):
+    """While a run saves: the others do not see its newest checkpoint yet."""
+    behind = patch("titan_linear.checkpoint.whole_steps", lambda folder: [1])
+    with behind if rank else contextlib.nullcontext():
+        return load(rank, world_size, *arguments)
+
+
+def test_all_ranks_load_the_same_checkpoint(worlds, tmp_path):
+    saved, _ = worlds(2).run(save_steps, tmp_path, (2,), [1, 2])[0]
+    for weights in worlds(2).run(load_what_rank_0_sees, load_weights, tmp_path):
+        assert weights == {name: saved[name] for name in weights}
+    for _, progress, loaded, _ in worlds(2).run(load_what_rank_0_sees, load_step, tmp_path, (2,), 2):
+        assert progress["step"] == 2 and loaded == saved
 
 
 def test_another_model_is_refused(worlds, tmp_path):

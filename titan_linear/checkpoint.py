@@ -47,6 +47,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from titan_linear.distributed.groups import on_rank_0
 from titan_linear.distributed.parts import whole
 from titan_linear.rundir import checkpoints_of, unused
 
@@ -142,7 +143,7 @@ class Checkpointer:
             ValueError: it is not there, holds weights only, or is of another model.
         """
         self.wait()
-        path = self.folder / f"step-{_whole_step(self.folder, step)}"
+        path = self.folder / f"step-{on_rank_0(lambda: _whole_step(self.folder, step), self.group)}"
         optimizer.zero_grad()  # with gradients around, DCP cannot make the state that it loads into
         moments, rest = _optimizer_state(model, optimizer)
         state = {"model": named_parameters(model), "optimizer": _of_whole(moments, model)}
@@ -154,10 +155,13 @@ class Checkpointer:
     def load_weights(self, path: Path, model: nn.Module) -> None:
         """Load another run's weights in place, from what `weights_path` takes for a checkpoint.
 
+        Which one that is rank 0 says: while the other run saves, ranks may see different ones as the newest.
+
         Raises:
             ValueError: there is no whole checkpoint, or it is of another model.
         """
-        load_weights(path, model, self.group)
+        chosen = on_rank_0(lambda: weights_path(path), self.group)
+        _read(chosen, {"model": named_parameters(model)}, self.group)
 
     def save_lazily(
         self,
@@ -313,13 +317,13 @@ class _LazyPlanner(dcp.DefaultSavePlanner):
         return self.read[index.fqn]()
 
 
-def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Load weights in place, from what `weights_path` takes for a checkpoint; without a group, in one process.
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Load weights in place, from what `weights_path` takes for a checkpoint. In one process.
 
     Raises:
         ValueError: there is no whole checkpoint, or it is of another model.
     """
-    _read(weights_path(path), {"model": named_parameters(model)}, group)
+    _read(weights_path(path), {"model": named_parameters(model)}, group=None)
 
 
 def check_weights(path: Path, model: nn.Module) -> None:
@@ -627,7 +631,7 @@ def _compare(path: Path, reader: Reader, state: dict[str, dict[str, Any]]) -> No
         if other := [f"{name} {there[name]}, here {size}" for name, size in wanted.items() if there[name] != size]:
             raise ValueError(
                 f"'{path}' is of another model: {len(other)} tensors have another size: {'; '.join(other[:3])}; use "
-                "the configuration that it was saved with"
+                "the configuration that it was saved with, or if it is this one, the version of titan_linear"
             )
 
 
