@@ -253,6 +253,26 @@ def test_scans_of_gpus_are_planned_for() -> None:
             assert sharding.stream_programs == (expected if over_heads else None)
 
 
+@pytest.mark.parametrize(
+    ("methods", "tokens", "said"),
+    [
+        ({"softmax_method": "auto", "layout": "contiguous"}, 2**20, False),
+        ({"softmax_method": "auto", "layout": "contiguous"}, 2**21, True),
+        ({"softmax_method": "auto", "layout": "zigzag"}, 2**21, False),
+        ({"softmax_method": "ring", "layout": "contiguous"}, 2**15, True),
+        ({"softmax_method": "allgather", "layout": "contiguous"}, 2**21, False),
+    ],
+)
+def test_a_run_says_where_ranks_wait(methods: dict[str, str], tokens: int, said: bool) -> None:
+    """Four ranks do not divide 30 heads: "auto" gathers keys while one head's fit, then takes the ring."""
+    model, dims = preset("olmo-hybrid", "7B"), SimpleNamespace(tp=1, cp=4)
+    sharding = BatchSharding.of(
+        model, dims, torch.device("cpu"), torch.bfloat16, linear_method="kcp", impl="auto", **methods
+    )
+    line = sharding.uneven(tokens) or ""
+    assert ("1.75 times" in line and 'context_parallel_layout = "zigzag"' in line) == said == bool(line)
+
+
 def test_the_whole_stream_is_planned_for() -> None:
     """In one copy with the rest: what an all-to-all over heads reads, with chunks and segments for linear layers."""
     copies = []

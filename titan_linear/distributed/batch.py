@@ -77,12 +77,28 @@ class BatchSharding:
         plan.prepare(self.rotaries, widened(self.compute_dtype))
         return moved["tokens"], moved["labels"], plan
 
+    def method(self, tokens: int) -> str | None:
+        """How softmax layers communicate in batches of so many tokens of all ranks; None: there are no such layers, or
+        there is nobody to communicate with."""
+        if self.softmax is None or self.dims.cp == 1:
+            return None
+        if self.softmax_method != "auto":
+            return self.softmax_method
+        return choose_method(self.dims.cp, tokens, *self.softmax, self.compute_dtype)
+
+    def uneven(self, tokens: int) -> str | None:
+        """What a run says at its start of ranks that wait for others."""
+        W = self.dims.cp
+        if self.layout != "contiguous" or self.method(tokens) != "ring":
+            return None
+        return (
+            f"attention by ring over contiguous fragments: of one document a rank computes {(2 * W - 1) / W:.2f} times "
+            'the mean, and the others wait; parallelism.context_parallel_layout = "zigzag" shares it equally'
+        )
+
     def _pairs(self, context: CPContext) -> float:
         """Without softmax layers those of the rank's own tokens."""
-        method = self.softmax_method if self.softmax else "ring"
-        if method == "auto":
-            method = choose_method(context, *self.softmax, self.compute_dtype)
-        return pairs_computed(context, method)
+        return pairs_computed(context, self.method(context.stream_tokens) or "ring")
 
 
 def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int, ...]:
