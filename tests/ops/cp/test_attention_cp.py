@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -55,9 +55,9 @@ def context(name, rank, world_size, layout, group=None):
     return build_cp_context(torch.tensor(boundaries), layout=layout, num_streams=num_streams, **kwargs)
 
 
-def inputs(name, seed=0):
+def inputs(name, seed=0, heads=HEADS):
     T = STREAMS[name][0][-1]
-    Hq, Hkv, D, Dv = HEADS
+    Hq, Hkv, D, Dv = heads
     return make(1, T, T, Hq, Hkv, D, Dv, seed=seed)
 
 
@@ -72,14 +72,14 @@ def local_leaves(tensors, cp):
 
 
 @cache
-def on_one_process(name, causal):
-    return run(reference, *inputs(name), causal=causal, cu_seqlens=torch.tensor(STREAMS[name][0]))
+def on_one_process(name, causal, heads=HEADS):
+    return run(reference, *inputs(name, heads=heads), causal=causal, cu_seqlens=torch.tensor(STREAMS[name][0]))
 
 
-def errors_on_rank(rank, world_size, name, layout, method, causal, expected, group=None):
+def errors_on_rank(rank, world_size, name, layout, method, causal, expected, group=None, heads=HEADS):
     """Relative errors of o, dq, dk, dv of this rank's tokens."""
     cp = context(name, rank, world_size, layout, group or dist.group.WORLD)
-    ours = run(attention, *local_leaves(inputs(name), cp), causal=causal, cp_context=cp, method=method)
+    ours = run(attention, *local_leaves(inputs(name, heads=heads), cp), causal=causal, cp_context=cp, method=method)
     return [error(x, shard(y, cp)) for x, y in zip(ours, expected)]
 
 
@@ -105,12 +105,24 @@ def test_every_rank_equals_one_process(worlds, world_size, layout, method, causa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("causal", [True, False])
-def test_eight_ranks_that_share_the_work_equal_one(layout, causal):
-    for name in STREAMS:
-        check = partial(errors_on_rank, name=name, layout=layout, method="allgather", causal=causal)
-        expected = on_one_process(name, causal)
-        errors = run_ranks(lambda g, check=check, e=expected: check(g.rank(), 8, expected=e, group=g), 8)
+@pytest.mark.parametrize(
+    ("method", "causal"), [("allgather", True), ("allgather", False), ("ring", True), ("ulysses", True)]
+)
+def test_eight_ranks_equal_one(layout, method, causal):
+    check_in_one_process(8, STREAMS, layout, method, causal, (8, *HEADS[1:]) if method == "ulysses" else HEADS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sixty_four_ranks_share_heads(layout):
+    check_in_one_process(64, ["FLA, three"], layout, "ulysses", True, (64, 2, 6, 10))
+
+
+def check_in_one_process(world_size, names, layout, method, causal, heads):
+    for name in names:
+        case = (name, layout, method, causal, on_one_process(name, causal, heads))
+        errors = run_ranks(
+            lambda g, case=case: errors_on_rank(g.rank(), world_size, *case, group=g, heads=heads), world_size
+        )
         assert max(map(max, errors)) <= 1e-12, name
 
 
