@@ -29,7 +29,10 @@ from torch.utils._pytree import tree_leaves
 from titan_linear.models.decoder import Block
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.boundaries import CHUNK
+from titan_linear.ops.cp.allgather import heads_of_slice, slice_bytes
+from titan_linear.ops.cp.spans import NOTHING, KeyRoutes
 from titan_linear.ops.kept import OPERATORS, contexts
+from titan_linear.ops.torch.attention import accumulator_dtype
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.bmm, aten.addmm)
@@ -298,8 +301,30 @@ def _of_attention_backward(do: torch.Tensor, q: torch.Tensor, *_: Any) -> int:
     return 4 * q.numel()
 
 
+def _of_allgather_backward(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    spans: Any, queries: Any, keys: Any, pairs: torch.Tensor, *_: Any,
+) -> int:  # fmt: skip
+    """The sum of dq, slices of keys and their gradients, and the latter of this rank's tokens until all have come."""
+    needed, acc, Hkv = KeyRoutes(*keys), accumulator_dtype(k.dtype).itemsize, k.shape[2]
+    heads = Hkv if needed.travel == NOTHING else heads_of_slice(pairs, q, k, v)
+    tokens = k.shape[1] + int(needed.coming.sum())
+    slices = slice_bytes(tokens, heads, Hkv, k.shape[3] + v.shape[3], k.dtype)
+    return slices + acc * (q.numel() + k.numel() + v.numel())
+
+
+def _of_ring_backward(
+    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
+    squares: Any, by_hop: torch.Tensor, hops: torch.Tensor, *_: Any,
+) -> int:  # fmt: skip
+    """The sums of dq and of dK|dV, a block's, and buffers in which K|V and dK|dV travel: two, and two or three."""
+    acc, keys, buffers = accumulator_dtype(k.dtype).itemsize, k.numel() + v.numel(), min(int(hops) + 1, 3)
+    travelling = keys * (2 * k.element_size() + acc * buffers) if hops else 0
+    return (acc + k.element_size()) * (q.numel() + keys) + travelling
+
+
 TEMPORARIES: dict[str, Callable[..., int]] = {
     "kda_backward": _of_kda_backward, "gdn_backward": _of_gdn_backward,
-    "attention_backward": _of_attention_backward, "allgather_backward": _of_attention_backward,
-    "ring_backward": _of_attention_backward,
+    "attention_backward": _of_attention_backward, "allgather_backward": _of_allgather_backward,
+    "ring_backward": _of_ring_backward,
 }  # fmt: skip

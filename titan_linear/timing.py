@@ -38,7 +38,7 @@ from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.documents import Documents
 from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.ops.boundaries import CHUNK, PROGRAMS
-from titan_linear.ops.cp.allgather import heads_at_once, worthwhile
+from titan_linear.ops.cp.allgather import heads_of_slice
 from titan_linear.ops.cp.kcp import bytes_by_heads, pays_by_heads
 from titan_linear.ops.kept import OPERATORS
 from titan_linear.ops.triton.configs import kernel_dims
@@ -240,7 +240,7 @@ class Clock:
         hops, slices = ranks - 1, SLICES
         if call.name.startswith("allgather_"):
             hops = self.gathered.keys.coming.sum().item() / k.shape[1]  # as many times its own
-            slices = k.shape[2] // heads_at_once(k.shape[2], worthwhile(self.gathered.pairs, q, v))
+            slices = k.shape[2] // heads_of_slice(self.gathered.pairs, q, k, v)
         moved = (k.numel() + v.numel()) * (k.element_size() + 4 * backward) * hops
         seconds = self.cp.latency * (ranks - 1) + moved / self.cp.all_gather
         return max(seconds - compute, seconds / slices)

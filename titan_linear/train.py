@@ -424,6 +424,8 @@ class Trainer:
         print(f"model {self.config.model.name}/{self.config.model.flavor}: {parameters:,} parameters", flush=True)
         print("\n".join(start_lines(choices)), flush=True)
         print(f"mesh {self.dims.description}", flush=True)
+        if uneven := self.sharding.uneven(self.config.training.local_batch_size * self.config.training.seq_len):
+            print(uneven, flush=True)
         if self.step:
             print(f"resuming from step {self.step}", flush=True)
         peak = peak_tflops(self.config, self.device)

@@ -18,8 +18,9 @@ from titan_linear.proof.doctor import one_process
 
 LENGTHS = [5, 1200, 1, 2, 200, 1, 639]  # of 2048 tokens: through many ranks of 64, and several within one
 METHODS = ("ring", "allgather", "ulysses")
+OVER_HEADS = ("kda over heads", "gdn over heads")
 PARAMETERS = {"A_log", "dt_bias", "weight"}
-BOUNDS = {"kda": 1e-9, "gdn": 1e-9, "conv": 1e-9, **dict.fromkeys(METHODS, 1e-10)}
+BOUNDS = {**dict.fromkeys(("kda", "gdn", "conv", *OVER_HEADS), 1e-9), **dict.fromkeys(METHODS, 1e-10)}
 
 
 @cache
@@ -30,7 +31,7 @@ def inputs_of(op: str, heads: int) -> dict[str, torch.Tensor]:
     elif op in METHODS:
         shapes = dict.fromkeys("qkv", (1, T, heads, 4))
     else:
-        x = raw_gate_inputs(op, T, H=heads, HV=heads, K=4, V=3)
+        x = raw_gate_inputs(op[:3], T, H=heads, HV=heads, K=4, V=3)
         return x | {"dt_bias": x["dt_bias"] - 3}  # a decay that lasts for hundreds of tokens
     return {name: torch.randn(shape, generator=rng, dtype=torch.float64) for name, shape in shapes.items()}
 
@@ -43,14 +44,15 @@ def results(op: str, x: dict[str, torch.Tensor], mine: torch.Tensor, **where: ob
     elif op in METHODS:
         y = attention(**x, **where, **({"method": op} if "cp_context" in where else {}))
     else:
-        y = call(op, x, **where)[0]
+        y = call(op[:3], x, **where, cp_method="ulysses" if op in OVER_HEADS else "kcp")[0]
     whole = (1, sum(LENGTHS), *y.shape[2:])
     dy = torch.randn(whole, generator=torch.Generator().manual_seed(1), dtype=torch.float64)[:, mine]
     return dict(zip(("y", *x), (y.detach(), *torch.autograd.grad(y, list(x.values()), dy)), strict=True))
 
 
 @pytest.mark.parametrize(("world_size", "heads", "ops"), [
-    (64, 1, ("kda", "gdn", "conv", "ring", "allgather")), (8, 8, ("kda", *METHODS)), (2, 2, ("kda", "gdn", *METHODS)),
+    (64, 1, ("kda", "gdn", "conv", "ring", "allgather")),
+    (8, 8, ("kda", *OVER_HEADS, *METHODS)), (2, 2, ("kda", "gdn", *OVER_HEADS, *METHODS)),
 ])  # fmt: skip
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_any_degree_equals_one_rank(world_size: int, heads: int, ops: tuple[str, ...], layout: str) -> None:

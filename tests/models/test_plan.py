@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -27,6 +28,9 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.attention import pairs_computed
+from titan_linear.ops.boundaries import CHUNK, Boundaries
+from titan_linear.ops.cp import context
+from titan_linear.ops.transfer import to_device
 
 DOCUMENTS = [[64], [5, 20, 20, 19], [32, 32]]  # one that crosses the cut of two ranks, some, none
 MIXERS: dict[str, MixerOptions] = {
@@ -35,12 +39,15 @@ MIXERS: dict[str, MixerOptions] = {
     "attention": Attention(heads=4, kv_heads=2, head_dim=32, qk_norm="head"),
     "mla": MLA(heads=2, kv_rank=16, nope_dim=16, shared_k_dim=16, v_dim=32),
 }
-WIDE_NORMS = {"wide norms": replace(MIXERS["attention"], qk_norm="width")}
+OTHERS = {
+    "wide norms": replace(MIXERS["attention"], qk_norm="width"),
+    "two heads": replace(MIXERS["kda"], heads=2, v_heads=2),
+}
 aten = torch.ops.aten
 
 
 def blocks_of(mixer: str, device: torch.device, layers: int, tp: int = 1) -> list[Block]:
-    pattern = ((MIXERS | WIDE_NORMS)[mixer],)
+    pattern = ((MIXERS | OTHERS)[mixer],)
     model = Decoder(ModelConfig(vocab_size=8, dim=32, pattern=pattern, num_layers=layers, hidden_dim=32)).to(device)
     initialise(model, seed=0)
     if tp > 1:
@@ -48,13 +55,21 @@ def blocks_of(mixer: str, device: torch.device, layers: int, tp: int = 1) -> lis
     return list(model.layers)
 
 
-def plan_of(lengths: list[int], device: torch.device, group: dist.ProcessGroup | None, **methods: str) -> BatchPlan:
+def plan_of(
+    lengths: list[int], device: torch.device, group: dist.ProcessGroup | None, *, layout: str = "contiguous",
+    **methods: str,
+) -> BatchPlan:  # fmt: skip
     """For this rank; dimensions that count documents are marked, as a compiled run marks them."""
     ranks = {"group": group} if group is not None else {"rank": 0, "world_size": 1}
-    context = build_cp_context(boundaries(lengths), conv1d_kernel_size=4, device=device, **ranks)
-    plan = BatchPlan(context.position_ids, cp_context=context, pairs=pairs_computed(context, "ring"), **methods)
+    over_heads = methods.get("linear_method") == "ulysses"
+    cp_context = build_cp_context(
+        boundaries(lengths), conv1d_kernel_size=4, layout=layout, device=device,
+        stream_programs=() if over_heads else None, **ranks,
+    )  # fmt: skip
+    pairs = pairs_computed(cp_context, "ring")
+    plan = BatchPlan(cp_context.position_ids, cp_context=cp_context, pairs=pairs, **methods)
     plan.prepare([m.rotary for m in MIXERS.values() if m.rotary is not None], torch.float32)
-    context.mark_dynamic()
+    cp_context.mark_dynamic()
     return plan
 
 
@@ -77,6 +92,30 @@ class HostWork(Inside):
             self.seen[str(op)] += 1
 
 
+@contextmanager
+def work_on_host(device: torch.device) -> Iterator[Counter]:
+    """Of `HostWork`, and what no dispatch mode sees: tensors that are arrays. But for what PyTorch's implementations,
+    which loop over entries on the host, derive there for all layers."""
+    work, make, derived = HostWork(device), torch.from_numpy, Boundaries.derived
+
+    def from_numpy(array: np.ndarray) -> torch.Tensor:
+        work.seen["built"] += 1
+        return make(array)
+
+    def derive(boundaries: Boundaries, make: Callable[..., Any], *args: Any) -> Any:
+        before, made = work.seen.copy(), derived(boundaries, make, *args)
+        if device.type == "cpu" and make.__module__.startswith("titan_linear.ops.torch."):
+            work.seen.clear()
+            work.seen.update(before)
+        return made
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "from_numpy", from_numpy)
+        patch.setattr(Boundaries, "derived", derive)
+        with work:
+            yield work.seen
+
+
 # Views of tables that are on the CPU, and numbers read from there.
 ON_HOST = {
     aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default, aten.detach.default,
@@ -85,14 +124,15 @@ ON_HOST = {
 
 
 def host_work(mixer: str, device: torch.device, group: dist.ProcessGroup | None, **methods: str) -> Counter:
-    """Of the second layer that reads a plan: forward, and backward."""
-    block, plan = blocks_of(mixer, device, 1)[0], plan_of([5, 20, 20, 19], device, group, **methods)
-    x = torch.randn(1, plan.cp_context.tokens, 32, device=device, requires_grad=True)
-    for mode in (nullcontext(), HostWork(device)):
-        with mode, torch.autograd.set_multithreading_enabled(False):
+    """Of the first layer that reads a plan, forward and backward, in a process in which another plan was read."""
+    block = blocks_of(mixer, device, 1)[0]
+    for mode in (nullcontext(), work_on_host(device)):
+        plan = plan_of([5, 20, 20, 19], device, group, **methods)
+        x = torch.randn(1, plan.cp_context.tokens, 32, device=device, requires_grad=True)
+        with mode as seen, torch.autograd.set_multithreading_enabled(False):
             y, _ = block(x, plan)
             torch.autograd.grad(y.square().sum(), [x, *block.parameters()])
-    return mode.seen
+    return seen
 
 
 def on_rank(rank: int, world_size: int, device: str, cases: list[tuple[str, dict[str, str]]]) -> list[Counter]:
@@ -100,7 +140,17 @@ def on_rank(rank: int, world_size: int, device: str, cases: list[tuple[str, dict
     return [host_work(mixer, where, dist.group.WORLD, **methods) for mixer, methods in cases]
 
 
-SPLIT = [("kda", {}), ("gdn", {}), *(("attention", {"softmax_method": m}) for m in ("ring", "allgather")), ("mla", {})]
+SPLIT = [
+    (mixer, {**methods, "layout": layout})
+    for layout in ("contiguous", "zigzag")
+    for mixer, methods in (
+        ("kda", {}),
+        ("gdn", {}),
+        ("two heads", {"linear_method": "ulysses"}),
+        *(("attention", {"softmax_method": method}) for method in ("ring", "allgather", "ulysses")),
+        ("mla", {}),
+    )
+]
 
 
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -125,11 +175,13 @@ def test_layers_do_not_touch_the_host_of_two_gpus(worlds: Callable[..., World]) 
         assert found == [Counter()] * len(SPLIT)
 
 
-def test_what_the_host_does_is_seen() -> None:
+@pytest.mark.parametrize("build", ["tensor", "as_tensor", "from_numpy"])
+def test_what_the_host_does_is_seen(build: str) -> None:
     """The counting can fail."""
-    with HostWork(torch.device("cpu")) as work:
-        torch.tensor([1, 2]).sum()
-    assert work.seen["built"] == 1
+    array = np.arange(2)
+    with work_on_host(torch.device("cpu")) as seen:
+        getattr(torch, build)(array)
+    assert seen["built"]
 
 
 def compiled(rank: int, world_size: int, mixer: str, methods: dict[str, str], tp: int = 1) -> tuple[int, list[float]]:
@@ -181,14 +233,56 @@ def test_a_block_compiles_once_under_tensor_parallelism(worlds: Callable[..., Wo
 
 
 def test_scans_of_gpus_are_planned_for() -> None:
-    """Programs of a scan over one document: a rank's value heads, of columns that the kernels have, in blocks of 64."""
-    methods = {"layout": "contiguous", "softmax_method": "auto", "linear_method": "kcp", "impl": "auto"}
-    for model, tp, programs in (
-        (preset("kda", "340M"), 1, (16,)),
-        (preset("hybrid", "1.3B"), 2, (16,)),
-        (preset("olmo-hybrid", "7B"), 1, (90,)),
+    """Programs of a scan over one document: a rank's value heads, of columns that the kernels have, in blocks of 64;
+    with an all-to-all over heads they are of the whole stream."""
+    methods = {"layout": "contiguous", "softmax_method": "auto", "impl": "auto"}
+    for model, tp, cp, linear, programs in (
+        (preset("kda", "340M"), 1, 1, "kcp", (16,)),
+        (preset("kda", "340M"), 1, 1, "ulysses", (16,)),
+        (preset("hybrid", "1.3B"), 2, 2, "kcp", (16,)),
+        (preset("hybrid", "1.3B"), 2, 2, "ulysses", (8,)),
+        (preset("olmo-hybrid", "7B"), 1, 1, "kcp", (90,)),
     ):
+        over_heads = cp > 1 and linear == "ulysses"
         for device, expected in (("cuda", programs), ("cpu", ())):
-            dims = SimpleNamespace(tp=tp)
-            sharding = BatchSharding.of(model, dims, torch.device(device), torch.bfloat16, **methods)
-            assert sharding.programs == expected
+            dims = SimpleNamespace(tp=tp, cp=cp)
+            sharding = BatchSharding.of(
+                model, dims, torch.device(device), torch.bfloat16, linear_method=linear, **methods
+            )
+            assert sharding.programs == (() if over_heads else expected)
+            assert sharding.stream_programs == (expected if over_heads else None)
+
+
+@pytest.mark.parametrize(
+    ("methods", "tokens", "said"),
+    [
+        ({"softmax_method": "auto", "layout": "contiguous"}, 2**20, False),
+        ({"softmax_method": "auto", "layout": "contiguous"}, 2**21, True),
+        ({"softmax_method": "auto", "layout": "zigzag"}, 2**21, False),
+        ({"softmax_method": "ring", "layout": "contiguous"}, 2**15, True),
+        ({"softmax_method": "allgather", "layout": "contiguous"}, 2**21, False),
+    ],
+)
+def test_a_run_says_where_ranks_wait(methods: dict[str, str], tokens: int, said: bool) -> None:
+    """Four ranks do not divide 30 heads: "auto" gathers keys while one head's fit, then takes the ring."""
+    model, dims = preset("olmo-hybrid", "7B"), SimpleNamespace(tp=1, cp=4)
+    sharding = BatchSharding.of(
+        model, dims, torch.device("cpu"), torch.bfloat16, linear_method="kcp", impl="auto", **methods
+    )
+    line = sharding.uneven(tokens) or ""
+    assert ("1.75 times" in line and 'context_parallel_layout = "zigzag"' in line) == said == bool(line)
+
+
+def test_the_whole_stream_is_planned_for() -> None:
+    """In one copy with the rest: what an all-to-all over heads reads, with chunks and segments for linear layers."""
+    copies = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(context, "to_device", lambda *given: copies.append(given) or to_device(*given))
+        for layout in ("contiguous", "zigzag"):
+            split = {"rank": 1, "world_size": 2, "layout": layout}
+            plans = [build_cp_context(boundaries([4000, 96]), stream_programs=n, **split) for n in (None, (), (8,))]
+            for stream, chunks, segments in zip((p.stream for p in plans), ([], [CHUNK], [CHUNK]), ([], [], [8])):
+                assert stream.cu_seqlens.tolist() == stream.cu_seqlens_cpu.tolist() == [0, 4000, 4096]
+                assert stream.longest == 4000 and [*stream.chunks] == chunks and [*stream.segments] == segments
+            assert plans[2].stream.segments[8].cu_seqlens[-1] == 4096
+    assert len(copies) == 6

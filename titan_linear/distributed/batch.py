@@ -33,7 +33,8 @@ class BatchSharding:
     rotaries: tuple[Rotary, ...]  # of the model's mixers
     compute_dtype: torch.dtype
     compiled: bool  # torch.compile reads the plan
-    programs: tuple[int, ...]  # of the scans of its delta rules, where these are kernels
+    programs: tuple[int, ...]  # of the scans of its delta rules over a rank's tokens, where these are kernels
+    stream_programs: tuple[int, ...] | None  # over the whole stream, where ranks share heads; None: none is
     softmax: tuple[int, int, int] | None  # Hq, Hkv and D + Dv of the first softmax layer, on a rank of tp
 
     @classmethod
@@ -44,12 +45,14 @@ class BatchSharding:
         """What this model's mixers will ask of a batch is planned for. methods: layout, softmax_method, linear_method,
         impl."""
         needs = [mixer.ops for mixer in model.layers]
+        over_heads = dims.cp > 1 and methods["linear_method"] == "ulysses"
+        programs = _programs(model, dims.tp * dims.cp if over_heads else dims.tp, device)
         sizes = {ops["causal_conv1d"]["W"] for ops in needs if "causal_conv1d" in ops}
         rotaries = dict.fromkeys(mixer.rotary for mixer in model.layers if mixer.rotary is not None)
         return cls(
             dims, device, conv1d_kernel_size=sizes.pop() if len(sizes) == 1 else None, rotaries=tuple(rotaries),
-            compute_dtype=compute_dtype, compiled=compiled, programs=_programs(model, dims.tp, device),
-            softmax=_softmax(model, dims.tp), **methods,
+            compute_dtype=compute_dtype, compiled=compiled, programs=() if over_heads else programs,
+            stream_programs=programs if over_heads else None, softmax=_softmax(model, dims.tp), **methods,
         )  # fmt: skip
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, BatchPlan]:
@@ -58,6 +61,7 @@ class BatchSharding:
             batch.cu_seqlens, self.dims.cp_group, num_streams=batch.num_streams,
             layout=self.layout if self.dims.cp > 1 else "contiguous",
             conv1d_kernel_size=self.conv1d_kernel_size, device=self.device, programs=self.programs,
+            stream_programs=self.stream_programs,
         )  # fmt: skip
         if self.compiled:
             context.mark_dynamic()
@@ -73,19 +77,36 @@ class BatchSharding:
         plan.prepare(self.rotaries, widened(self.compute_dtype))
         return moved["tokens"], moved["labels"], plan
 
+    def method(self, tokens: int) -> str | None:
+        """How softmax layers communicate in batches of so many tokens of all ranks; None: there are no such layers, or
+        there is nobody to communicate with."""
+        if self.softmax is None or self.dims.cp == 1:
+            return None
+        if self.softmax_method != "auto":
+            return self.softmax_method
+        return choose_method(self.dims.cp, tokens, *self.softmax, self.compute_dtype)
+
+    def uneven(self, tokens: int) -> str | None:
+        """What a run says at its start of ranks that wait for others."""
+        W = self.dims.cp
+        if self.layout != "contiguous" or self.method(tokens) != "ring":
+            return None
+        return (
+            f"attention by ring over contiguous fragments: of one document a rank computes {(2 * W - 1) / W:.2f} times "
+            'the mean, and the others wait; parallelism.context_parallel_layout = "zigzag" shares it equally'
+        )
+
     def _pairs(self, context: CPContext) -> float:
         """Without softmax layers those of the rank's own tokens."""
-        method = self.softmax_method if self.softmax else "ring"
-        if method == "auto":
-            method = choose_method(context, *self.softmax, self.compute_dtype)
-        return pairs_computed(context, method)
+        return pairs_computed(context, self.method(context.stream_tokens) or "ring")
 
 
-def _programs(model: ModelConfig, tp: int, device: torch.device) -> tuple[int, ...]:
+def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int, ...]:
+    """ranks: that share the value heads."""
     if device.type != "cuda":
         return ()
     mixers = (mixer for mixer in model.layers if isinstance(mixer, DeltaOptions))
-    of = (scan_programs(m.v_heads // tp, kernel_dims(m.head_dim, m.v_head_dim)[1]) for m in mixers)
+    of = (scan_programs(m.v_heads // ranks, kernel_dims(m.head_dim, m.v_head_dim)[1]) for m in mixers)
     return tuple(dict.fromkeys(of))
 
 

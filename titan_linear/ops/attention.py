@@ -7,16 +7,14 @@ import torch
 import torch.nn.functional as F
 
 from titan_linear.ops.boundaries import Boundaries
-from titan_linear.ops.cp.allgather import allgather_attention, heads_at_once
+from titan_linear.ops.cp.allgather import GATHER_LIMIT, allgather_attention, slice_bytes
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.ring import ring_attention
 from titan_linear.ops.cp.ulysses import key_head_copies, ulysses_attention
-from titan_linear.ops.torch.attention import accumulator_dtype
 from titan_linear.ops.torch.local_attention import local_attention
 
 METHODS = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ulysses_attention}
 IMPLS = ("auto", "torch")
-GATHER_LIMIT = 4 * 2**30  # bytes of gathered K|V and its gradient up to which "auto" takes the all-gather
 
 
 def attention(
@@ -70,7 +68,8 @@ def attention(
     if cp_context.world_size == 1:
         return local_attention(q, k, v, scale, causal, cp_context.stream)
     if method == "auto":
-        method = choose_method(cp_context, q.shape[2], k.shape[2], k.shape[-1] + v.shape[-1], k.dtype)
+        tokens, width = cp_context.stream_tokens, k.shape[-1] + v.shape[-1]
+        method = choose_method(cp_context.world_size, tokens, q.shape[2], k.shape[2], width, k.dtype)
     return METHODS[method](q, k, v, scale, causal, cp_context)
 
 
@@ -85,23 +84,20 @@ def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, fir
     return o.transpose(1, 2)
 
 
-def choose_method(cp: CPContext, Hq: int, Hkv: int, width: int, dtype: torch.dtype) -> str:
-    """The rule of "auto".
+def choose_method(W: int, tokens: int, Hq: int, Hkv: int, width: int, dtype: torch.dtype) -> str:
+    """The rule of "auto", for the tokens of all W ranks; width = D + Dv.
 
     "ulysses" where the ranks divide the key heads, or share each of them and send no more for it than the all-gather
     would: all ranks have the same work, whatever the documents and the layout, and memory does not grow with the ranks.
-    Else "allgather" while two slices of K|V of the whole stream and of its fp32 gradient fit in `GATHER_LIMIT`: larger
-    blocks than the ring's, and all documents in one call; else "ring". width = D + Dv. A function of shapes alone:
-    every rank chooses the same.
+    Else "allgather" while slices of one key head keep within `GATHER_LIMIT`: all ranks have the same work again, blocks
+    are larger than the ring's, and all documents are one call; else "ring". A function of shapes alone: every rank
+    chooses the same.
     """
-    W = cp.world_size
     copies = key_head_copies(Hq, Hkv, W)
     sends_less = Hq + W <= W * Hkv  # a W-th of the stream of q, o and W heads' K|V; or K|V of all
     if copies == 1 or (copies and sends_less):
         return "ulysses"
-    size = dtype.itemsize + accumulator_dtype(dtype).itemsize
-    heads = min(2 * heads_at_once(Hkv), Hkv)
-    return "allgather" if cp.stream_tokens * heads * width * size <= GATHER_LIMIT else "ring"
+    return "allgather" if slice_bytes(tokens, 1, Hkv, width, dtype) <= GATHER_LIMIT else "ring"
 
 
 def pairs_computed(cp: CPContext, method: str) -> float:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from functools import cache, partial
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -55,9 +55,9 @@ def context(name, rank, world_size, layout, group=None):
     return build_cp_context(torch.tensor(boundaries), layout=layout, num_streams=num_streams, **kwargs)
 
 
-def inputs(name, seed=0):
+def inputs(name, seed=0, heads=HEADS):
     T = STREAMS[name][0][-1]
-    Hq, Hkv, D, Dv = HEADS
+    Hq, Hkv, D, Dv = heads
     return make(1, T, T, Hq, Hkv, D, Dv, seed=seed)
 
 
@@ -72,14 +72,14 @@ def local_leaves(tensors, cp):
 
 
 @cache
-def on_one_process(name, causal):
-    return run(reference, *inputs(name), causal=causal, cu_seqlens=torch.tensor(STREAMS[name][0]))
+def on_one_process(name, causal, heads=HEADS):
+    return run(reference, *inputs(name, heads=heads), causal=causal, cu_seqlens=torch.tensor(STREAMS[name][0]))
 
 
-def errors_on_rank(rank, world_size, name, layout, method, causal, expected, group=None):
+def errors_on_rank(rank, world_size, name, layout, method, causal, expected, group=None, heads=HEADS):
     """Relative errors of o, dq, dk, dv of this rank's tokens."""
     cp = context(name, rank, world_size, layout, group or dist.group.WORLD)
-    ours = run(attention, *local_leaves(inputs(name), cp), causal=causal, cp_context=cp, method=method)
+    ours = run(attention, *local_leaves(inputs(name, heads=heads), cp), causal=causal, cp_context=cp, method=method)
     return [error(x, shard(y, cp)) for x, y in zip(ours, expected)]
 
 
@@ -105,12 +105,24 @@ def test_every_rank_equals_one_process(worlds, world_size, layout, method, causa
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("causal", [True, False])
-def test_eight_ranks_that_share_the_work_equal_one(layout, causal):
-    for name in STREAMS:
-        check = partial(errors_on_rank, name=name, layout=layout, method="allgather", causal=causal)
-        expected = on_one_process(name, causal)
-        errors = run_ranks(lambda g, check=check, e=expected: check(g.rank(), 8, expected=e, group=g), 8)
+@pytest.mark.parametrize(
+    ("method", "causal"), [("allgather", True), ("allgather", False), ("ring", True), ("ulysses", True)]
+)
+def test_eight_ranks_equal_one(layout, method, causal):
+    check_in_one_process(8, STREAMS, layout, method, causal, (8, *HEADS[1:]) if method == "ulysses" else HEADS)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sixty_four_ranks_share_heads(layout):
+    check_in_one_process(64, ["FLA, three"], layout, "ulysses", True, (64, 2, 6, 10))
+
+
+def check_in_one_process(world_size, names, layout, method, causal, heads):
+    for name in names:
+        case = (name, layout, method, causal, on_one_process(name, causal, heads))
+        errors = run_ranks(
+            lambda g, case=case: errors_on_rank(g.rank(), world_size, *case, group=g, heads=heads), world_size
+        )
         assert max(map(max, errors)) <= 1e-12, name
 
 
@@ -262,12 +274,13 @@ class PeakBytes(Inside):
         self.peak = max(self.peak, sum(size for _, size in self.storages.values()))
 
 
-def peak_bytes(rank, world_size, method):
-    """Forward and backward of 64 tokens a rank, all one document."""
+def peak_bytes(rank, world_size, method, heads=1, of=4, dtype=torch.float64):
+    """Forward and backward of 64 tokens a rank, all one document; all-gather in slices of so many heads."""
     cp = build_cp_context(torch.tensor([0, 64 * world_size]), dist.group.WORLD)
-    q, k, v, do = make(1, 64, 64, 4, 4, 16, 16, seed=rank)
+    q, k, v, do = (x.detach().to(dtype) for x in make(1, 64, 64, of, of, 16, 16, seed=rank))
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
     with PeakBytes() as memory, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(allgather, "LEAST", 1.0)  # slices
+        patch.setattr(allgather, "heads_of_slice", lambda *_: heads)
         attention(q, k, v, cp_context=cp, method=method).backward(do)
     return memory.peak
 
@@ -283,14 +296,32 @@ def test_memory_of_the_ring_does_not_grow_with_the_ranks(worlds):
     assert four >= two + 2 * buffer
 
 
+def test_bytes_of_slices_are_what_they_take(worlds):
+    """Of eight heads in twos and fours: what the latter take more, with their queries."""
+    two, four = (max(worlds(4).run(peak_bytes, "allgather", n, 8, torch.bfloat16)) for n in (2, 4))
+    said = [allgather.slice_bytes(256, n, 8, 32, torch.bfloat16) for n in (2, 4)]
+    assert 0.7 < (four - two) / (said[1] - said[0]) <= 1
+
+
 def test_slices_of_the_all_gather():
     """Of 32 heads of 128 in a stream of 32k tokens over four ranks: one where documents are short."""
     q = v = torch.empty(1, 8192, 32, 128, device="meta")
     for documents, slices in (([32768], 4), ([32768 // 2] * 2, 2), ([3277] * 9 + [3275], 1)):
         cp = build_cp_context(torch.tensor(lengths(*documents)), rank=0, world_size=4)
         assert allgather.worthwhile(cp.gathered.pairs, q, v) == slices
-    heads_at_once = allgather.heads_at_once
-    assert [heads_at_once(32, n) for n in (4, 3, 1)] == [8, 16, 32] and heads_at_once(1) == 1
+
+
+def test_slices_keep_within_a_limit():
+    """Of a stream that is short, of one of 256k tokens with 30 heads of 128, and longer ones, down to one head."""
+
+    def heads(tokens, Hkv, slices=4):
+        found = allgather.heads_at_once(tokens, Hkv, 256, torch.bfloat16, slices)
+        assert found == 1 or allgather.slice_bytes(tokens, found, Hkv, 256, torch.bfloat16) <= allgather.GATHER_LIMIT
+        return found
+
+    assert [heads(1024, 32, n) for n in (4, 3, 1)] == [8, 16, 32] and heads(1024, 1) == 1
+    assert [heads(2**n, 30) for n in (17, 18, 19, 20, 21)] == [10, 5, 2, 1, 1]
+    assert heads(2**18, 30, slices=1) == 5
 
 
 def test_the_all_gather_sends_what_is_needed(monkeypatch):
@@ -386,14 +417,14 @@ def test_the_work_of_each_method():
 
 def test_auto_depends_on_shapes_alone():
     def choose(T, Hq, Hkv, W=4):
-        contexts = (build_cp_context(torch.tensor([0, T]), rank=rank, world_size=W) for rank in range(W))
-        return {choose_method(cp, Hq, Hkv, 256, torch.bfloat16) for cp in contexts}
+        return choose_method(W, T, Hq, Hkv, 256, torch.bfloat16)
 
-    assert choose(131072, 32, 32) == choose(1048576, 32, 4) == {"ulysses"}
-    assert choose(131072, 30, 30) == {"allgather"}
-    assert choose(262144, 30, 30) == {"ring"}
-    assert choose(131072, 32, 8, W=16) == choose(131072, 32, 8, W=32) == {"ulysses"}  # of a key head 2 and 4 ranks
-    assert choose(131072, 16, 2, W=4) == {"allgather"}  # it sends less: K|V of 2 heads, not 16 + 4 of a fourth
+    assert choose(131072, 32, 32) == choose(1048576, 32, 4) == "ulysses"
+    assert choose(131072, 30, 30) == "allgather"
+    assert choose(262144, 30, 30) == choose(1048576, 30, 30) == "allgather"  # in slices that fit: the ring is uneven
+    assert choose(2097152, 30, 30) == "ring"
+    assert choose(131072, 32, 8, W=16) == choose(131072, 32, 8, W=32) == "ulysses"  # of a key head 2 and 4 ranks
+    assert choose(131072, 16, 2, W=4) == "allgather"  # it sends less: K|V of 2 heads, not 16 + 4 of a fourth
 
 
 def errors_raised(rank, world_size):

@@ -1,16 +1,17 @@
 """All-gather attention (Llama 3, section 3.3.2) with balanced work: K and V come to whoever computes, and so do queries
 of ranks that have more than others. One call of the kernel computes all of a rank's spans (ops/cp/spans.py).
 
-Heads come in slices, as many as have something to compute while others travel. While one is computed the next one's
-K|V and q are on their way, and so are the last one's o, back to the owners of the queries. K and V of all ranks are
-gathered, or, where few are needed, those alone exchanged: the plan of the batch says which. In backward everything
-travels again, with do and o beside q, and dK|dV of a slice goes to its owners in fp32 while the next is computed: by a
-reduce-scatter, or back the way that the keys came, and added up in rank order. Memory per rank, that of two slices, may
-grow with the whole stream, where ring attention's does not.
+Heads come in slices, as many as have something to compute while others travel, and more where memory asks for it
+(`slice_bytes`). While one is computed the next one's K|V and q are on their way, and so are the last one's o, back to
+the owners of the queries. K and V of all ranks are gathered, or, where few are needed, those alone exchanged: the plan
+of the batch says which. In backward everything travels again, with do and o beside q, and dK|dV of a slice goes to its
+owners in fp32 while the next is computed: by a reduce-scatter, or back the way that the keys came, and added up in rank
+order. Memory per rank may grow with the whole stream, where ring attention's does not.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -19,11 +20,13 @@ from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.exchange import start_all_gather, start_all_to_all, start_reduce_scatter
 from titan_linear.ops.cp.spans import ALL, NOTHING, KeyRoutes, QueryRoutes
 from titan_linear.ops.operators import operator, register_fake
-from titan_linear.ops.torch.attention import Spans, accumulator_dtype, attend_spans, attend_spans_backward
+from titan_linear.ops.torch.attention import Spans, Triple, accumulator_dtype, attend_spans, attend_spans_backward
 
-SLICES = 4  # at most
+SLICES = 4  # at most, if memory does not ask for more
+GATHER_LIMIT = 4 * 2**30  # of `slice_bytes`
 LEAST = 5e11  # FLOPs of a slice's forward, 0.8 ms of an H200: its messages and copies take the host as long
 Arriving = Callable[[], Sequence[torch.Tensor]]  # waits for what is on its way, and gives it
+Came = tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]  # k, v and rows of queries, of a slice
 
 
 def allgather_attention(
@@ -33,9 +36,29 @@ def allgather_attention(
     return _AllGatherAttention.apply(q, k, v, scale, causal, cp)
 
 
-def heads_at_once(Hkv: int, slices: int = SLICES) -> int:
-    """Key heads of a slice, of so many at most."""
-    return Hkv // next(n for n in range(slices, 0, -1) if Hkv % n == 0)
+def slice_bytes(tokens: int, heads: int, Hkv: int, width: int, dtype: torch.dtype) -> int:
+    """Bytes that slices of `heads` of Hkv key heads take at most, of keys that are those of `tokens` tokens.
+
+    In backward: K|V and dK|dV of the slice in hand, K|V of the next one on its way, and dK|dV of the last one on its
+    way home, summed in fp32 or wider. What is in hand has a token's row for each span that sees it (of one document
+    over W contiguous ranks 1 + 1/W), and is put in order when it comes: the fourth of `dtype`. width = D + Dv.
+    """
+    times = 2 if heads == Hkv else 4
+    return tokens * heads * width * (times * dtype.itemsize + accumulator_dtype(dtype).itemsize)
+
+
+def heads_at_once(tokens: int, Hkv: int, width: int, dtype: torch.dtype, slices: int = SLICES) -> int:
+    """Key heads of a slice: those of at most so many slices, or as many fewer as keep within `GATHER_LIMIT`."""
+    for heads in range(Hkv // next(n for n in range(slices, 0, -1) if Hkv % n == 0), 1, -1):
+        if Hkv % heads == 0 and slice_bytes(tokens, heads, Hkv, width, dtype) <= GATHER_LIMIT:
+            return heads
+    return 1
+
+
+def heads_of_slice(pairs: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
+    """`heads_at_once` of this rank's q, k, v [1, T_local, ...]; every rank says the same. pairs: of `GatheredSpans`."""
+    tokens, width = pairs.shape[1] * k.shape[1], k.shape[3] + v.shape[3]
+    return heads_at_once(tokens, k.shape[2], width, k.dtype, worthwhile(pairs, q, v))
 
 
 def worthwhile(pairs: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> int:
@@ -68,8 +91,12 @@ def allgather_forward(
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """o like q with Dv, lse [1, Hq, T_local]; spans, queries, keys, pairs: `GatheredSpans`."""
     moved, needed, results = _Queries(QueryRoutes(*queries), group), _Keys(KeyRoutes(*keys), group), _Arrivals()
-    for k_slice, v_slice, (rows,) in _slices([q[0]], k[0], v[0], moved, needed, worthwhile(pairs, q, v)):
-        o, lse = attend_spans(rows[None], k_slice[None], v_slice[None], scale, causal, Spans(*spans))
+
+    def compute(came: Came) -> tuple[torch.Tensor, torch.Tensor]:
+        k_slice, v_slice, (rows,) = came
+        return attend_spans(rows[None], k_slice[None], v_slice[None], scale, causal, Spans(*spans))
+
+    for o, lse in map(compute, _slices([q[0]], k[0], v[0], moved, needed, heads_of_slice(pairs, q, k, v))):
         results.take()
         results.pending = moved.send_back(lse[0].T, o[0])
     lse, o = results.joined()
@@ -84,18 +111,22 @@ def allgather_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     moved, needed = _Queries(QueryRoutes(*queries), group), _Keys(KeyRoutes(*keys), group)
     gradients, gradients_of_keys = _Arrivals(), _Arrivals()
-    rows_of, slices = [lse[0].T, do[0], q[0], o[0]], worthwhile(pairs, q, v)
-    for k_slice, v_slice, rows in _slices(rows_of, k[0], v[0], moved, needed, slices):
-        lse_rows, *rest = rows
+
+    def compute(came: Came) -> Triple:
+        k_slice, v_slice, (lse_rows, *rest) = came
         do_rows, q_rows, o_rows = (x[None] for x in rest)
-        dq, *grads = attend_spans_backward(
+        return attend_spans_backward(
             do_rows, q_rows, k_slice[None], v_slice[None], o_rows, lse_rows.T[None].contiguous(), scale, causal,
             Spans(*spans),
         )  # fmt: skip
+
+    rows_of, heads = [lse[0].T, do[0], q[0], o[0]], heads_of_slice(pairs, q, k, v)
+    for dq, dk, dv in map(compute, _slices(rows_of, k[0], v[0], moved, needed, heads)):
         gradients.take()
         gradients.pending = moved.send_back(dq[0].to(q.dtype))
         gradients_of_keys.take()
-        gradients_of_keys.pending = needed.send_home(*(x[0] for x in grads), k.shape[1])
+        gradients_of_keys.pending = needed.send_home(dk[0], dv[0], k.shape[1])
+        del dk, dv  # before the next slice has its own
     (dq,), (dkv,) = gradients.joined(), gradients_of_keys.joined()
     dk, dv = dkv.split([k.shape[-1], v.shape[-1]], dim=-1)
     return dq[None], dk[None].to(k.dtype).contiguous(), dv[None].to(v.dtype).contiguous()
@@ -113,24 +144,26 @@ def _(do, q, k, v, *_):
 
 
 def _slices(
-    tokens: Sequence[torch.Tensor], k: torch.Tensor, v: torch.Tensor, queries: _Queries, keys: _Keys, slices: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, list[torch.Tensor]]]:
-    """All heads, each slice under way while the one before is worked on: of this rank's spans k [keys, h, D],
-    v [keys, h, Dv], and rows of `tokens`, each [T_local, Hq, ...] here."""
+    tokens: Sequence[torch.Tensor], k: torch.Tensor, v: torch.Tensor, queries: _Queries, keys: _Keys, heads: int
+) -> Iterator[Came]:
+    """All heads, each slice of so many key heads under way while the one before is worked on: of this rank's spans
+    k [keys, h, D], v [keys, h, Dv], and rows of `tokens`, each [T_local, Hq, ...] here. Who takes one has it alone."""
     Hkv, groups = k.shape[1], tokens[0].shape[1] // k.shape[1]
-    step = Hkv if keys.travel == NOTHING else heads_at_once(Hkv, slices)
+    step = Hkv if keys.travel == NOTHING else heads
 
     def start(first: int) -> tuple[Arriving, Arriving]:
         of_k, of_q = slice(first, first + step), slice(first * groups, (first + step) * groups)
         return keys.fetch(k[:, of_k], v[:, of_k]), queries.send(*(x[:, of_q] for x in tokens))
 
-    following = start(0)
-    for first in range(0, Hkv, step):
-        keys_come, rows_come = following
-        following = start(first + step) if first + step < Hkv else None
-        arrived = *keys_come(), rows_come()
-        del keys_come, rows_come  # and with them what was copied
-        yield arrived
+    under_way = deque([start(0)])
+    for following in range(step, Hkv + step, step):
+        if following < Hkv:
+            under_way.append(start(following))
+        yield _come(*under_way.popleft())
+
+
+def _come(keys: Arriving, rows: Arriving) -> Came:
+    return *keys(), rows()
 
 
 class _Arrivals:

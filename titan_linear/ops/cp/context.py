@@ -55,6 +55,7 @@ class CPContext:
     order: tuple[int, ...]  # where each of them lies among those of all ranks one after the other
     documents: np.ndarray  # [.] int64 global boundaries, empty documents left out
     boundaries: Boundaries  # of this rank's entries
+    stream: Boundaries  # of the documents of the whole stream, for a rank that holds all tokens in global order
     position_ids: torch.Tensor  # [T_local] int64, positions within documents
     enters_slot: torch.Tensor  # [N+1] int32: the slot whose incoming state an entry starts from, −1: from zeros
     leaves_slot: torch.Tensor  # [N+1] int32: the slot whose outgoing state an entry ends with, −1: nobody's
@@ -86,15 +87,6 @@ class CPContext:
         return tuple((f.start, f.end) for f in self.own_fragments)
 
     @cached_property
-    def stream(self) -> Boundaries:
-        """The documents of the whole stream, for a rank that holds all tokens in global order."""
-        if self.world_size == 1 and self.layout == "contiguous":
-            return self.boundaries
-        cu_seqlens = self.documents.astype(np.int32)
-        moved = to_device({"cu_seqlens": cu_seqlens}, self.boundaries.cu_seqlens.device)
-        return Boundaries(moved["cu_seqlens"], torch.from_numpy(cu_seqlens), _longest(cu_seqlens))
-
-    @cached_property
     def full_rectangles(self) -> Rectangles:
         """Of attention without a causal mask."""
         return _rectangles(rectangle_tables(self.all_fragments, self.rank, self.world_size, causal=False))
@@ -110,9 +102,9 @@ class CPContext:
         counted = [self.cu_seqlens, self.cu_seqlens_cpu, self.enters_slot, self.leaves_slot]
         spans, keys = self.gathered.spans, self.gathered.keys
         counted += [spans.q, spans.q_cpu, spans.k, spans.k_cpu, keys.pieces, keys.sent]
-        counted += [self.stream.cu_seqlens, self.stream.cu_seqlens_cpu]  # now: compiled code cannot take its lock
-        tables = (*self.boundaries.chunks.values(), *filter(None, self.boundaries.segments.values()))
-        for table in (*counted, *(x for of in tables for x in of)):
+        counted += [self.stream.cu_seqlens, self.stream.cu_seqlens_cpu]
+        tables = [t for b in (self.boundaries, self.stream) for t in (*b.chunks.values(), *b.segments.values())]
+        for table in (*counted, *(x for of in filter(None, tables) for x in of)):
             torch._dynamo.mark_dynamic(table, 0)
 
     def halo_of(self, width: int) -> HaloRoutes:
@@ -169,6 +161,7 @@ def build_cp_context(
     num_streams: int = 1,
     device: torch.device | None = None,
     programs: Sequence[int] = (),
+    stream_programs: Sequence[int] | None = None,
 ) -> CPContext:
     """Cut a packed stream among the W ranks of a group, and derive what its layers need.
 
@@ -185,6 +178,8 @@ def build_cp_context(
             cut by itself, and a rank's tokens are its part of the first stream, of the second, and so on.
         device: where the tokens will be; that of `cu_seqlens` by default.
         programs: of the scans to come (`scan_programs`): long entries are laid out in segments for each.
+        stream_programs: likewise of scans over the whole stream, for a part of the heads (cp_method "ulysses"), which
+            read a chunk table of it, too; None: there are none.
 
     Raises:
         ValueError: boundaries that do not start at 0 or decrease, an unknown layout, a stream length that W
@@ -202,30 +197,28 @@ def build_cp_context(
     local, positions, entries = _local_layout(documents, mine)
     spans = span_tables(fragments, documents, rank, world_size, causal=True)
     tables = {
-        "boundaries": {"cu_seqlens": local},
         "tokens": {"position_ids": positions, **_slots_of_entries(mine, entries, len(local) - 1)},
         "forward": chains(fragments, rank, world_size, entries, reverse=False),
         "reverse": chains(fragments, rank, world_size, entries, reverse=True),
         "all": of_all(fragments, world_size, between_nodes(group)),
         **spans,
-        **{f"chunks of {n}": dict(zip(("index", "offsets"), chunk_arrays(local, n))) for n in (CHUNK, CONV_RUN)},
+        **_boundary_tables("entries", local, (CHUNK, CONV_RUN), programs),
     }
-    lengths = {n: segment_length(int(local[-1]), len(local) - 1, n) for n in programs}
-    tables |= {f"segments {n}": segment_arrays(local, length) for n, length in lengths.items() if length is not None}
+    whole = documents.astype(np.int32)
+    alone = world_size == 1 and layout == "contiguous"  # whose entries are the documents
+    if not alone:
+        tables |= _boundary_tables("stream", whole, () if stream_programs is None else (CHUNK,), stream_programs or ())
     if conv1d_kernel_size is not None:
         tables["halo"] = halo_routes(fragments, rank, world_size, conv1d_kernel_size - 1)
     moved = _move(tables, cu_seqlens.device if device is None else torch.device(device))
-    boundaries = Boundaries(
-        moved["boundaries"]["cu_seqlens"], torch.from_numpy(local), _longest(local),
-        chunks={n: ChunkTable(**moved[f"chunks of {n}"]) for n in (CHUNK, CONV_RUN)},
-        segments={n: Segments(**moved[f"segments {n}"]) if length else None for n, length in lengths.items()},
-    )  # fmt: skip
+    boundaries = _boundaries("entries", local, moved, programs)
     return CPContext(
         group=group, group_name="" if group is None else group.group_name, layout=layout, rank=rank,
         world_size=world_size, conv1d_kernel_size=conv1d_kernel_size, num_streams=num_streams, slots=len(mine),
         tokens=int(local[-1]), stream_tokens=int(documents[-1]), all_fragments=fragments,
         order=tuple(f.rank * len(mine) + f.slot for f in fragments), documents=documents,
         boundaries=boundaries, **moved["tokens"],
+        stream=boundaries if alone else _boundaries("stream", whole, moved, stream_programs or ()),
         forward_chains=Chains(**moved["forward"], **moved["all"]),
         reverse_chains=Chains(**moved["reverse"], **moved["all"]),
         halo=HaloRoutes(**moved["halo"]) if "halo" in moved else None,
@@ -249,6 +242,28 @@ def _move(tables: _Tables, device: torch.device) -> dict[str, dict[str, torch.Te
         **to_device({key: array for key, array in flat.items() if key[1] not in ON_HOST}, device),
     }
     return {group: {name: moved[group, name] for name in arrays} for group, arrays in tables.items()}
+
+
+def _boundary_tables(
+    name: str, cu_seqlens: np.ndarray, chunks: Sequence[int], programs: Sequence[int]
+) -> dict[str, dict[str, np.ndarray]]:
+    """The arrays of `Boundaries`, by group. chunks: tokens of a chunk, of each table that is read."""
+    tables = {name: {"cu_seqlens": cu_seqlens}}
+    tables |= {f"{name}, chunks of {n}": dict(zip(("index", "offsets"), chunk_arrays(cu_seqlens, n))) for n in chunks}
+    lengths = {n: segment_length(int(cu_seqlens[-1]), len(cu_seqlens) - 1, n) for n in programs}
+    return tables | {
+        f"{name}, segments {n}": segment_arrays(cu_seqlens, length) for n, length in lengths.items() if length
+    }
+
+
+def _boundaries(
+    name: str, cu_seqlens: np.ndarray, moved: Mapping[str, Mapping[str, torch.Tensor]], programs: Sequence[int]
+) -> Boundaries:
+    """Of the arrays of `_boundary_tables` as tensors."""
+    chunks = {n: ChunkTable(**moved[key]) for n in (CHUNK, CONV_RUN) if (key := f"{name}, chunks of {n}") in moved}
+    segments = {n: Segments(**moved[key]) if (key := f"{name}, segments {n}") in moved else None for n in programs}
+    on_device, on_host = moved[name]["cu_seqlens"], torch.from_numpy(cu_seqlens)
+    return Boundaries(on_device, on_host, _longest(cu_seqlens), chunks=chunks, segments=segments)
 
 
 def _longest(cu_seqlens: np.ndarray) -> torch.Tensor:
