@@ -49,6 +49,7 @@ TAGS = {  # name in metrics.jsonl → TensorBoard's; a name that is not here sta
     "memory_reserved_gib": "memory/reserved_gib",
     "memory_fragmentation": "memory/fragmentation",
 }
+WORK_BALANCE = "perf/work_balance"  # of telemetry, which names the rest
 # Custom scalars: category → chart → tags, which are regular expressions.
 CHARTS = {
     "loss": {
@@ -62,6 +63,7 @@ CHARTS = {
         "gradient norm": ["Multiline", [TAGS["grad_norm"]]],
         "gradient norm by layer": ["Multiline", ["per_layer_grad_norm/.*"]],
         "update norm by layer": ["Multiline", ["per_layer_update_norm/.*"]],
+        "steps that were skipped": ["Multiline", [TAGS["skipped_steps"]]],
     },
     "speed": {
         "tokens a second": ["Multiline", [TAGS["tokens_per_second"], TAGS["valid_tokens_per_second"]]],
@@ -72,6 +74,7 @@ CHARTS = {
         ],
         "share of time without data": ["Multiline", [TAGS["data_wait"]]],
         "share of a step in which a GPU only communicates": ["Multiline", [TAGS["exposed_communication"]]],
+        "work of the rank that computes most, over the mean": ["Multiline", [WORK_BALANCE]],
     },
     "memory": {
         "allocated and reserved, GiB": ["Multiline", [TAGS["memory_gib"], TAGS["memory_reserved_gib"]]],
@@ -276,6 +279,7 @@ def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
         "MFU": with_mfu, "by position in the document": telemetry,
         "by source": telemetry and (config.training.mixture or groups), "tokens by source": groups,
         "gradient norm by layer": telemetry, "update norm by layer": telemetry,
+        "work of the rank that computes most, over the mean": telemetry,
         "fragmentation": torch.cuda.is_available(),
         "share of a step in which a GPU only communicates": config.profiling.enable_profiling
         and torch.cuda.is_available(),
@@ -290,7 +294,7 @@ def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
 def _tag(quantity: str, where: str) -> str:
     """TensorBoard's name of what telemetry saw: groups stand in the alphabet's order, and the first two are open."""
     if quantity == "work":
-        return "perf/work_balance"
+        return WORK_BALANCE
     return f"{quantity if '_by_' in quantity else f'per_layer_{quantity}'}/{where}"
 
 
