@@ -19,15 +19,17 @@ from torch.distributed.fsdp import FSDPModule
 from titan_linear import agent, launch
 from titan_linear.checkpoint import Checkpointer
 from titan_linear.config import load_config
-from titan_linear.data import PackedStreams, Stream
+from titan_linear.data import Batch, PackedStreams, Stream, Streams
 from titan_linear.distributed import feed, parallelize
+from titan_linear.memory import changed
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cp import context, halo, kcp
 from titan_linear.ops.torch import delta_rule
 from titan_linear.proof import data, doctor, hf, model, ops, processes, resume, start
+from titan_linear.proof import subject as proof_subject
 from titan_linear.proof.findings import Finding, Findings
-from titan_linear.proof.subject import STREAMS, Subject, subject_of
+from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
 
 ROOT = Path(__file__).parents[1]
 KEYS = {
@@ -78,6 +80,11 @@ def of_case(check: Callable, name: str) -> Callable[[Subject], Findings]:
     return lambda subject: check(subject, next(case for case in ops.cases(subject) if case.name == name))
 
 
+def with_batch(check: Callable, size: int) -> Callable[[Subject], Findings]:
+    """Of a run with that training.global_batch_size."""
+    return lambda subject: check(replace(subject, run=changed(subject.run, {"training.global_batch_size": size})))
+
+
 # --- What is broken: each takes what it replaces, then the arguments ------------------------------------------------
 
 
@@ -100,6 +107,11 @@ def tokens_of_each_rank(counts: Callable, batch: object) -> list[int]:
     """Of which the ranks that share a stream count all: twice, say."""
     valid, *documents = counts(batch)
     return [2 * valid, *documents]
+
+
+def tokens_of_a_micro_step(next_step: Callable, own: feed.Feed) -> tuple[int, Iterator[feed.MicroBatch]]:
+    valid, batches = next_step(own)
+    return valid // own.micro_steps, batches
 
 
 def no_sum(reduce: Callable, parameters: object, group: object) -> None:
@@ -141,6 +153,24 @@ def without_a_moment(load: Callable, checkpointer: Checkpointer, step: int, mode
     return progress
 
 
+def of_the_first_rank(build: Callable, streams: Streams, *, dp_rank: int, **keywords: int) -> Iterator[Batch]:
+    return build(streams, dp_rank=0, **keywords)
+
+
+class Later:
+    """Streams from the second one on."""
+
+    def __init__(self, streams: Streams):
+        self.streams = streams
+
+    def __getitem__(self, i: int) -> Stream:
+        return self.streams[i + 1]
+
+
+def a_stream_ahead(build: Callable, streams: Streams, *, cursor: int, **keywords: int) -> Iterator[Batch]:
+    return build(Later(streams) if cursor else streams, cursor=cursor, **keywords)
+
+
 # name: what is replaced, by what, the check that must find it, and what it must say.
 SABOTAGES = {
     "the fold": (
@@ -163,6 +193,10 @@ SABOTAGES = {
         feed, "_counts", tokens_of_each_rank, model.split,
         r"split, float64: loss.* 5\.0e-01 > .*the head or the loss, backward",
     ),
+    "the loss's denominator, under accumulation": (
+        feed.Feed, "next_step", tokens_of_a_micro_step, model.split,
+        r"split, float64: loss.* 1 > .*the head or the loss, backward",
+    ),
     "a gradient's reduction": (
         parallelize, "_sum", no_sum, model.split, r"split, float64: 54 gradients.*mixer\.(A_log|dt_bias), rank",
     ),
@@ -177,6 +211,13 @@ SABOTAGES = {
     "a document boundary, in the data": (
         PackedStreams, "__getitem__", two_documents_in_one, data.labels,
         r"tokens within a document that have none .*stream 0, document 0",
+    ),
+    "the streams of each rank": (
+        data, "build_dataloader", of_the_first_rank, data.stream, r"streams: dp 2, 1 at .* 8 > 0 \(rank 1, step 1, str",
+    ),
+    "the streams of a resumed run": (
+        data, "build_dataloader", a_stream_ahead, with_batch(data.stream, 32),
+        r"streams: dp 1, 1 at .* 16 > 0 \(rank 0, step 2, stream 32\)",
     ),
     "one head's gate": (
         delta_rule, "normalise", another_head, of_case(ops.implementations, "chunk_gated_delta_rule"),
@@ -239,25 +280,62 @@ def test_every_way_to_split_holds(name: str, corpus: Path, monkeypatch: pytest.M
     assert loss.check == gradients.check == "split, float64" and loss.holds and gradients.holds
 
 
-def of_processes(rank: int, world_size: int, argv: list[str], means: bool) -> list[str]:
-    """What fails of real processes; with `means`, where FSDP2 takes the mean of gradients."""
+def means(*_: object) -> None:
+    """Of gradients, which FSDP2 takes where nobody says otherwise."""
+
+
+def rank_1_without_a_moment(load: Callable, checkpointer: Checkpointer, step: int, *rest: object) -> dict:
+    return without_a_moment(load, checkpointer, step, *rest) if checkpointer.rank else load(checkpointer, step, *rest)
+
+
+OF_PROCESSES = {
+    "FSDP2's sums": (
+        FSDPModule, "set_gradient_divide_factor", means, processes.split,
+        r"processes, float64: 54 gradients, .*dp_shard 2.* 5\.0e-01 > .*, rank [01]\)",
+    ),
+    "the loss's denominator": (
+        feed, "_counts", tokens_of_each_rank, processes.split,
+        r"processes, float64: loss.* 5\.0e-01 > .*the head or the loss, backward, rank \d, stream \d, document \d",
+    ),
+    "an optimizer state of one process": (
+        Checkpointer, "load", rank_1_without_a_moment, resume.of_processes,
+        r"resume, .*dp_shard 2.*what is loaded: .* 1 > 0 \(optimizer state exp_avg_sq of .*up_proj\.weight, rank 1\)",
+    ),
+}  # fmt: skip
+
+
+def of_processes(rank: int, world_size: int, argv: list[str], name: str) -> list[str]:
+    """What fails of real processes; with one of OF_PROCESSES, of its check the first."""
     subject = subject_of(load_config(argv))
-
-    def keep(*_: object) -> None:
-        pass
-
-    broken = sabotaged(FSDPModule, "set_gradient_divide_factor", keep) if means else nullcontext()
-    with broken:
-        return list(failures(processes.split(subject)))
+    if not name:
+        return [*failures(processes.split(subject)), *failures(resume.of_processes(subject))]
+    *what, check, _ = OF_PROCESSES[name]
+    with sabotaged(*what):
+        return list(islice(failures(check(subject)), 1))
 
 
 def test_processes_equal_one(worlds: Callable, corpus: Path) -> None:
     argv = arguments(corpus, **{"parallelism.context_parallel_degree": 1, "training.seq_len": 64})
     for offload in ("false", "true"):
         given = [*argv, "--training.enable_cpu_offload", offload]
-        assert worlds(2).run(of_processes, given, False) == [[], []]
-    for found in worlds(2).run(of_processes, argv, True):
-        assert re.match(r"FAIL processes, float64: 54 gradients, .*dp_shard 2.* 5\.0e-01 > ", found[0]), found
+        assert worlds(2).run(of_processes, given, "") == [[], []]
+    for name, (*_, said) in OF_PROCESSES.items():
+        for found in worlds(2).run(of_processes, argv, name):
+            assert re.match(f"FAIL {said}", found[0]), found
+
+
+def test_a_kernel_that_cannot_start_is_a_finding(subject: Subject) -> None:
+    class OutOfResources(Exception):  # as Triton's: no RuntimeError
+        pass
+
+    def fails(*_: object, **__: object) -> torch.Tensor:
+        raise OutOfResources("shared memory")
+
+    with sabotaged(ops, "chunk_kda", fails):
+        check = next(pair for pair in doctor.checks(subject) if pair[0].startswith("implementations, chunk_kda"))
+        (found,) = doctor.guarded(*check)
+    assert str(found).startswith("FAIL implementations, chunk_kda, layer 0: cannot be computed")
+    assert "OutOfResources: shared memory" in str(found)
 
 
 def test_ranks_that_cannot_go_on_are_a_finding(subject: Subject) -> None:
@@ -303,6 +381,46 @@ def test_what_cannot_run_is_said_in_a_line(mistake: str, corpus: Path, capsys: p
     error = capsys.readouterr().err
     assert re.match(f"error: .*{message}", error) and error.count("\n") == 1
     assert not (corpus.parent / "run").exists()
+
+
+def test_short_memory_is_said_in_a_line(
+    corpus: Path, subject: Subject, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Of a GPU too small for one layer, and of one that has no more in the midst of a check."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 20, 1 << 21))
+    with pytest.raises(ValueError, match=r"this device has room for [\d,]+ parameters of the model with 8 ranks, and"):
+        fitting(subject.model, subject.run, subject.degrees, torch.device("cuda"))
+
+    def out_of_memory(*_: object) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total of 80 GiB")
+
+    with sabotaged(data, "labels", out_of_memory):
+        assert doctor.main(arguments(corpus)) == 3
+    error = capsys.readouterr().err
+    assert error.startswith("error: CUDA out of memory. Tried to allocate 2.00 GiB; a device with more free memory")
+    assert error.count("\n") == 1
+
+
+def test_what_may_differ_when_it_runs_again(subject: Subject) -> None:
+    """On GPUs softmax attention alone."""
+    on_gpu = replace(subject, device=torch.device("cuda"))
+    assert [ops.may_differ(on_gpu, layers) for layers in ([0, 1], [2], range(3))] == [0, float("inf"), float("inf")]
+    repeats = replace(on_gpu, config=changed(subject.config, {"debug.deterministic": True}))
+    assert ops.may_differ(repeats, range(3)) == ops.may_differ(subject, range(3)) == 0
+
+
+def test_streams_are_in_the_order_of_the_run_that_is_resumed(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints before the second order do not say theirs."""
+    monkeypatch.setattr(proof_subject, "find_step", lambda folder, step: 3)
+    monkeypatch.setattr(proof_subject, "read_progress", lambda path: {"step": int(path.name[5:]), "cursor": 12})
+    assert subject_of(load_config(arguments(corpus))).streams.order == 1
+
+
+def test_compiled_layers_are_not_proved_and_that_is_said(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(arguments(corpus, **{"compile.enable": "true"}))
+    assert subject_of(config).said[-1] == "compile.enable true → false"
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert subject_of(config).said[-1].endswith("true → false, but for a step of the run's own processes in its type")
 
 
 def test_a_model_that_does_not_fit_is_narrowed_and_that_is_said(corpus: Path) -> None:

@@ -10,7 +10,9 @@ import pytest
 import torch
 
 from tests.refusals import is_refused
+from titan_linear.build import open_corpora
 from titan_linear.config import load_config
+from titan_linear.data import build_tokenizer
 from titan_linear.memory import Batch, boundaries
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
@@ -57,6 +59,21 @@ def test_what_is_refused(argv: list[str], message: str, capsys: pytest.CaptureFi
     assert is_refused(plan.main, argv, capsys).startswith(message)
 
 
+def test_a_corpus_of_less_than_a_step_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Where its tokens are at hand; and lengths that change are said."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    texts = tmp_path / "corpus.jsonl"
+    texts.write_text(json.dumps({"text": "few"}) + "\n", encoding="utf-8")
+    argv = ["--gpus", "1", *RUN, "--training.dataset", "jsonl", "--training.dataset_path", str(texts)]
+    config = load_config([*argv[2:], "--training.seq_len_schedule", "[{until_step = 10, seq_len = 1024}]"], cuda=True)
+    plan.check_corpus(config)  # not tokenised
+    open_corpora(config, build_tokenizer(None))
+    assert is_refused(plan.main, argv, capsys).startswith("training.dataset_path: the corpus has 4 tokens, and a step")
+    assert "planned at training.seq_len = 4096; the first 10 of 1,000 are shorter" in plan.of_whole_length(config)
+
+
 def test_what_does_not_fit(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     """A GPU too small for one layer; one on which other settings fit."""
     rates = json.loads(shipped()["H200"].read_text(encoding="utf-8"))
@@ -85,7 +102,7 @@ def test_the_shipped_configurations_as_they_are(config: Path, capsys: pytest.Cap
 
 
 def test_predictions_beside_what_was_measured() -> None:
-    """Memory within 8%, time within 15%, of the program as it is."""
+    """Memory within 8%, time within 15%, of the program as it is; docs/planning.md has the table, and says how far."""
     compared = plan.predictions()
     now = [(row, speed, needed) for row, speed, needed in compared if not row.earlier]
     for row, speed, needed in now:
@@ -94,7 +111,12 @@ def test_predictions_beside_what_was_measured() -> None:
         if row.tokens_per_second is not None:
             assert 1 / speed == pytest.approx(1 / row.tokens_per_second, rel=0.15), plan.setting(row.keys, row.layers)
     assert len(now) >= 8
-    assert plan.checked().count("\n") == len(compared) + 1
+    table, page = plan.checked(), (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+    assert table.count("\n") == len(compared) + 1
+    assert f"\n{table}\n" in page, "print it again: python -m tools.plan --check"
+    time = max(abs(row.tokens_per_second / speed - 1) for row, speed, _ in now if row.tokens_per_second)
+    memory = max(abs(needed / row.memory_gib - 1) for row, _, needed in now if row.memory_gib)
+    assert f"\nMemory is within {memory:.0%}, time within {time:.0%}. " in page
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
@@ -107,6 +129,19 @@ def test_pairs_that_a_rank_attends(layout: str, mean: int | None) -> None:
     pairs = [int((context.position_ids + 1).sum()) for context in ranks]
     assert attended(batch) == (pairs[-1], int(ranks[-1].cu_seqlens.diff().max()))
     assert mean is not None or pairs[-1] == max(pairs)
+
+
+def test_both_layouts_are_tried_where_there_is_softmax_attention() -> None:
+    """Which is faster is for the plan to say."""
+
+    def layouts(name: str) -> set[tuple[int, str]]:
+        keys = [*RUN, "--model.name", name, "--training.global_batch_size", "2"]
+        splits = plan.candidates(load_config(keys, cuda=True), preset(name, "debug"), 2, 8, 1)
+        found = [split.parallelism for split in splits]
+        return {(p.context_parallel_degree, p.context_parallel_layout) for p in found}
+
+    assert layouts("hybrid") == {(1, "contiguous"), (2, "contiguous"), (2, "zigzag")}
+    assert layouts("kda") == {(1, "contiguous"), (2, "contiguous")}
 
 
 def test_time_of_parts() -> None:

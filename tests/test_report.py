@@ -103,3 +103,6 @@ def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert "holds no metrics.jsonl; give the folder of a run" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("none\n")
     assert report.main([str(tmp_path)]) == 2 and "not JSON" in capsys.readouterr().err
+    nowhere = tmp_path / "none" / "r.html"
+    assert report.main([str(tmp_path), "--out", str(nowhere)]) == 2
+    assert "there is no such folder" in capsys.readouterr().err

@@ -24,6 +24,7 @@ from titan_linear.data import (
     Phase,
     Streams,
     Tokenizer,
+    cached_corpus,
     open_corpus,
     split_corpus,
     split_documents,
@@ -70,6 +71,30 @@ def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = Fal
         )
         for s, path, key, with_paths in wanted
     ]  # fmt: skip
+
+
+def cached_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus | None]:
+    """Those to train on whose tokens are here; None: of one that is not here, or has not been tokenised yet."""
+    bad = config.training.on_bad_document
+    return [
+        cached_corpus(
+            s.dataset, s.dataset_path or None, tokenizer, text_field=s.dataset_text_field,
+            dataset_format=s.dataset_format, on_bad_document=bad,
+        )
+        for s in sources(config).values()
+    ]  # fmt: skip
+
+
+def check_size(tokens: int, config: Config) -> None:
+    """ValueError: a corpus of so many tokens is less than a step takes."""
+    t = config.training
+    step = t.global_batch_size * t.seq_len
+    if tokens < step:
+        raise ValueError(
+            f"training.dataset_path: the corpus has {tokens:,} tokens, and a step takes training.global_batch_size × "
+            f"training.seq_len = {t.global_batch_size} × {t.seq_len} = {step:,}, so that a batch would hold documents "
+            "twice; take more texts, or smaller batches"
+        )
 
 
 def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress) -> tuple[Streams, Streams | None]:

@@ -13,8 +13,8 @@ the last layer or of the first, or after it. What is not there at that moment is
                                        layer's input (selective: and what ops/kept.py lists), and all that the layer
                                        needs that is being computed again
     working                            what backward of a layer needs at most beside these
-    head                               the final norm's input and output, logits of training.loss_chunk_size tokens and
-                                       their gradient, the gradients of the head's input and weight
+    head                               the final norm's input and output, the gradients of the head's input and weight
+    logits                             of training.loss_chunk_size tokens, and their gradient
 
 With training.enable_cpu_offload shards are not in it, nor their gradients and moments: `host_memory` has them.
 
@@ -49,7 +49,7 @@ from titan_linear.ops.support import TABLE, Target, reason_against
 
 GIB = 2**30
 META = torch.device("meta")
-PARTS = ("parameters", "gradients", "optimizer", "copies", "activations", "working", "head")
+PARTS = ("parameters", "gradients", "optimizer", "copies", "activations", "working", "head", "logits")
 SPARE = 0.1  # of a GPU
 
 
@@ -229,7 +229,12 @@ def _one_expert(experts: Experts, x: torch.Tensor, counts: torch.Tensor) -> torc
 
 
 def memory(config: Config, model: ModelConfig, gpus: int, mean: int | None = None) -> dict[str, float]:
-    """Bytes on the GPU that holds most, by PARTS. mean: tokens of a document; None: a stream is one."""
+    """Bytes on the GPU that holds most, by PARTS, when it holds most. mean: as `moments`."""
+    return max(moments(config, model, gpus, mean).values(), key=lambda moment: sum(moment.values()))
+
+
+def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = None) -> dict[str, dict[str, float]]:
+    """Of each moment that may hold most, bytes by PARTS. mean: tokens of a document; None: a stream is one."""
     u, batch = units(config, model, gpus), Batch.of(config, mean)
     counted, accumulates = layers(model, batch), micro_steps(config, gpus) > 1
     here = 0 if u.offloaded else u.own * u.types.stored
@@ -242,10 +247,13 @@ def memory(config: Config, model: ModelConfig, gpus: int, mean: int | None = Non
     begins = {"gradients": accumulated, "copies": copies, "activations": kept}
     ends = {"gradients": stored, "copies": copies, "activations": saved(config, counted[0]) + again} | working | own
     added = {"gradients": stored, "copies": 2 * copies + u.own * u.types.stored * accumulates if own else copies}
-    head, last = {"head": _head(config, model, u, batch)}, {"activations": kept + again} | working
-    moments = (begins | head, begins | last, ends, added)
-    most = max(moments, key=lambda moment: sum(moment.values())) | {"parameters": stored, "optimizer": 2 * stored}
-    return {part: float(most.get(part, 0)) for part in PARTS}
+    last = {"activations": kept + again} | working
+    found = {
+        "head": begins | _head(config, model, u, batch), "last layer": begins | last, "first layer": ends,
+        "update": added,
+    }  # fmt: skip
+    always = {"parameters": stored, "optimizer": 2 * stored}
+    return {name: {part: float((moment | always).get(part, 0)) for part in PARTS} for name, moment in found.items()}
 
 
 def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
@@ -297,13 +305,13 @@ def _copies(config: Config, u: Units) -> int:
     return sum(whole) * compute + sizes[-1] * (compute + u.types.reduce) + moved
 
 
-def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> int:
+def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[str, int]:
     """The norm's input in float32; of all tokens of a rank of tp its output and the gradient of that; the weight's
     gradient in float32, and the weight, where FSDP has gathered it; logits in float32, and their gradient."""
     compute, tokens = u.types.compute, batch.tokens * batch.tp
     stream = model.dim * (4 * batch.tokens + 2 * compute * tokens)
     logits = min(config.training.loss_chunk_size, tokens) * u.vocabulary // model.dim * (4 + compute)
-    return stream + u.vocabulary * (4 + compute * u.sharded) + logits
+    return {"head": stream + u.vocabulary * (4 + compute * u.sharded), "logits": logits}
 
 
 # --- Settings that fit ------------------------------------------------------------------------------------------------

@@ -9,7 +9,8 @@
 Keys of the run are given as for run_train.sh. Its types are those that it has on GPUs; neither its corpus nor its
 tokenizer has to be there (without the latter a preset has its own vocabulary), and nothing is written. What is printed:
 
-    memory    of the GPU that holds most, by part (titan_linear/memory.py explains each); a tenth of it is kept free
+    memory    of the GPU that holds most, by part and moment (titan_linear/memory.py explains each), the fullest moment
+              first; a tenth of the GPU is kept free
     time      of a step, by part, from rates measured on such a GPU (titan_linear/timing.py); tokens per second, MFU
     splits    the fastest that fit, of all degrees, activation checkpointing and local batch sizes, for the same step
     longest   the longest stream that would fit on as many GPUs
@@ -30,10 +31,22 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_linear.build import model_config, model_without_tokenizer, tokenizer_path
+from titan_linear.build import cached_corpora, check_size, model_config, model_without_tokenizer, tokenizer_path
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer
-from titan_linear.memory import GIB, SPARE, Batch, changed, host_memory, layers, memory, parameters, saved
+from titan_linear.memory import (
+    GIB,
+    PARTS,
+    SPARE,
+    Batch,
+    changed,
+    host_memory,
+    layers,
+    memory,
+    moments,
+    parameters,
+    saved,
+)
 from titan_linear.models.config import ModelConfig
 from titan_linear.preflight import check_expert_parallel, check_heads, check_tensor_parallel
 from titan_linear.process import run_command
@@ -99,7 +112,10 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     config = load_config(keys, cuda=True)
     model = planned_model(config)
     check(config, model, args.gpus)
+    check_corpus(config)
     room = (1 - SPARE) * machine.rates.memory_gib * GIB
+    if config.training.seq_len_schedule:
+        print(of_whole_length(config))
     print(describe(config, model), memory_table(config, model, args.gpus, machine, mean), sep="\n\n", end="\n\n")
     print(time_table(step(config, model, args.gpus, machine, mean), machine, budget), end="\n\n")
     splits = sorted(fitting(config, model, args.gpus, machine, mean, room), key=Split.rank)
@@ -112,6 +128,15 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
             f"this configuration takes {needed / GIB:.1f} GiB, and a GPU has {room / GIB:.1f} for it; use one of the "
             "splits above"
         )
+
+
+def of_whole_length(config: Config) -> str:
+    t = config.training
+    steps = t.seq_len_schedule[-1].until_step
+    return (
+        f"training.seq_len_schedule is left out: all steps are planned at training.seq_len = {t.seq_len}; the first "
+        f"{min(steps, t.steps):,} of {t.steps:,} are shorter, and take less time and memory"
+    )
 
 
 def planned_model(config: Config) -> ModelConfig:
@@ -130,6 +155,16 @@ def check(config: Config, model: ModelConfig, gpus: int) -> None:
     check_tensor_parallel(model, config)
     check_expert_parallel(model, config)
     check_heads(model, config)
+
+
+def check_corpus(config: Config) -> None:
+    """ValueError: its tokens are at hand, and less than a step takes."""
+    path = tokenizer_path(config)
+    if path and not Path(path).expanduser().exists():
+        return
+    found = cached_corpora(config, build_tokenizer(path))
+    if None not in found:
+        check_size(sum(corpus.num_tokens for corpus in found), config)
 
 
 def machine_of(args: argparse.Namespace) -> Machine:
@@ -187,12 +222,15 @@ def fitting(
 
 
 def candidates(config: Config, model: ModelConfig, gpus: int, node: int, tp: int) -> Iterator[Config]:
-    """Every split of the same step that can run: ep within a node, replicas of whole nodes."""
+    """Every split of the same step that can run: ep within a node, replicas of whole nodes, and where there is softmax
+    attention both layouts: zig-zag shares its pairs out evenly, and costs the other layers exchanges."""
     ep = _powers(node) if model.moe else [1]
     local = [n for n in _powers(config.training.global_batch_size) if n <= LOCAL]
+    softmax = not all(mixer.linear for mixer in model.layers)
     for cp, experts, size in product(_powers(gpus), ep, local):
-        for replicas in dict.fromkeys((1, max(gpus // max(node, cp * tp), 1))):
-            layout = "zigzag" if cp > 1 and not all(m.linear for m in model.layers) else "contiguous"
+        layouts = ("contiguous", "zigzag") if cp > 1 and softmax else ("contiguous",)
+        replications = dict.fromkeys((1, max(gpus // max(node, cp * tp), 1)))
+        for replicas, layout in product(replications, layouts):
             split = changed(config, {
                 "parallelism.tensor_parallel_degree": tp, "parallelism.context_parallel_degree": cp,
                 "parallelism.expert_parallel_degree": experts, "parallelism.data_parallel_shard_degree": -1,
@@ -265,10 +303,12 @@ def describe(config: Config, model: ModelConfig) -> str:
 
 
 def memory_table(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None) -> str:
-    parts = memory(config, model, gpus, mean)
-    total, size = sum(parts.values()) / GIB, machine.rates.memory_gib
-    rows = [(part, f"{value / GIB:.2f}") for part, value in parts.items()]
-    rows += [("sum", f"{total:.2f}"), ("kept free for fragmentation and buffers", f"{SPARE * size:.2f}")]
+    at, size = moments(config, model, gpus, mean), machine.rates.memory_gib
+    sums = {name: sum(parts.values()) for name, parts in at.items()}
+    fullest = max(sums, key=sums.get)
+    at, total = {fullest: at[fullest], **at}, sums[fullest] / GIB  # first the one that holds most
+    rows = [(part, *(f"{parts[part] / GIB:.2f}" for parts in at.values())) for part in PARTS]
+    rows.append(("sum", *(f"{sums[name] / GIB:.2f}" for name in at)))
     verdict = "fits" if total <= (1 - SPARE) * size else "does not fit"
     counted = layers(model, Batch.of(config, mean))
     each = Counter((mixer.name, saved(config, layer)) for mixer, layer in zip(model.layers, counted, strict=True))
@@ -276,9 +316,9 @@ def memory_table(config: Config, model: ModelConfig, gpus: int, machine: Machine
     host, ranks = host_memory(config, model, gpus) / GIB, min(gpus, machine.node_size)
     offloaded = f"\nin the host's memory: {host:.2f} GiB for each GPU, {ranks * host:.2f} on a node of {ranks}"
     return (
-        _table(("memory of a GPU, GiB", str(gpus) + " GPUs"), rows)
-        + f"\n{verdict} in {machine.rates.gpu} ({size:.0f} GiB); activations of layers: {kept}"
-        + offloaded * bool(host)
+        _table((f"memory of one of {gpus} GPUs, GiB, at", *at), rows)
+        + f"\n{verdict} in {machine.rates.gpu} ({size:.0f} GiB, of which {SPARE * size:.2f} are kept free for "
+        f"fragmentation and buffers, which are not modelled); activations of layers: {kept}" + offloaded * bool(host)
     )
 
 

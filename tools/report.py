@@ -408,6 +408,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--x", choices=("step", "tokens"), default="step", help="over which curves are drawn")
     args = parser.parse_args(argv)
     try:
+        if not args.out.parent.is_dir():
+            raise ValueError(f"--out {args.out}: there is no such folder; make it, or give another")
         text = page(read_runs(args.runs), args.x)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

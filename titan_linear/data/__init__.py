@@ -28,6 +28,7 @@ restarted. All that a checkpoint keeps is one number, the cursor: how many strea
 
 from titan_linear.data.cache import (
     Corpus,
+    cached_corpus,
     load_corpus,
     open_corpus,
     tokenise_corpus,
@@ -64,6 +65,7 @@ __all__ = [
     "Tokenizer",
     "build_dataloader",
     "build_tokenizer",
+    "cached_corpus",
     "learnt",
     "load_corpus",
     "open_corpus",

@@ -263,6 +263,22 @@ def open_corpus(
     return corpus
 
 
+def cached_corpus(
+    dataset: str, dataset_path: str | None, tokenizer: Tokenizer, *, text_field: str, dataset_format: str,
+    on_bad_document: str,
+) -> Corpus | None:  # fmt: skip
+    """A corpus of tokens, or of texts that are in the cache; None: it is not here. Nothing is written."""
+    try:
+        folder = Path(dataset_path or "").expanduser()
+        if dataset != "tokens":
+            files = source_files(dataset, dataset_path)
+            texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, False)
+            folder = _named(default_cache_dir() / f"{dataset}-{texts.key}")
+        return load_corpus(folder) if folder and (folder / _INFO).exists() else None
+    except ValueError:  # which the run refuses itself
+        return None
+
+
 def default_cache_dir() -> Path:
     """The user's cache folder."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "titan_linear"

@@ -66,6 +66,13 @@ def unhurried(groups: list[dist.ProcessGroup], host: dist.ProcessGroup, timeout:
     set_timeout(groups, timeout)
 
 
+def of_all_ranks(own: T, host: dist.ProcessGroup) -> list[T]:
+    """Each rank's, in order."""
+    ranks = [own] * dist.get_world_size(host)
+    dist.all_gather_object(ranks, own, group=host)
+    return ranks
+
+
 def on_rank_0(work: Callable[[], T], host: dist.ProcessGroup) -> T:
     """What `work` gives, which rank 0 alone does and tells the others, however long it takes.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import islice
 
 import numpy as np
@@ -13,6 +14,7 @@ from titan_linear.proof.ranks import LocalDims, on_ranks, sharding_of
 from titan_linear.proof.subject import STREAMS, Subject
 
 STEPS = 2  # of which streams are compared
+COMPARED = 16  # streams of each, token by token
 
 
 def labels(subject: Subject) -> Findings:
@@ -84,11 +86,16 @@ def cut(subject: Subject) -> Findings:
 
 
 def tokens_of(subject: Subject, dp_rank: int, cp_rank: int) -> torch.Tensor:
-    """[T_local] int64: which of the batch's tokens a rank has, in the order in which it has them."""
+    """[T_local] int64: which of the batch's tokens a rank has that takes its streams at once, in its order."""
+    return tokens_in(subject, range(dp_rank * STREAMS, (dp_rank + 1) * STREAMS), cp_rank)
+
+
+def tokens_in(subject: Subject, streams: Iterable[int], cp_rank: int) -> torch.Tensor:
+    """[T_local] int64: which of the batch's tokens a rank has of these streams, in the order in which it has them."""
     T, W = subject.config.training.seq_len, subject.degrees.cp
     blocks = torch.arange(T).view(-1, _fragment(subject))
     own = blocks[[cp_rank, 2 * W - 1 - cp_rank] if len(blocks) > W else [cp_rank]].flatten()
-    return torch.cat([own + (dp_rank * STREAMS + s) * T for s in range(STREAMS)])
+    return torch.cat([own + s * T for s in streams])
 
 
 def _fragment(subject: Subject) -> int:
@@ -99,19 +106,21 @@ def _fragment(subject: Subject) -> int:
 
 
 def stream(subject: Subject) -> Findings:
-    """The streams of a step do not depend on the data-parallel degree, the micro-batch, or where the run resumed."""
+    """Ranks together take each stream of a step once, whatever the data-parallel degree, the micro-batch, and where the
+    run resumed."""
     G = subject.run.training.global_batch_size
-    want = [subject.streams[i].tokens for i in range(STEPS * G)][: 16 * STEPS]
+    want = {i: subject.streams[i].tokens for step in range(STEPS) for i in range(step * G, step * G + min(G, COMPARED))}
     for dp, local in _splits(G):
         wrong, where = 0, ""
         for step in range(STEPS):
+            due = set(range(step * G, (step + 1) * G))
             for dp_rank in range(dp):
                 for i, tokens in _taken(subject, G, dp, local, dp_rank, step):
-                    bad = i < len(want) and not np.array_equal(tokens, want[i])
-                    outside = not step * G <= i < (step + 1) * G
-                    wrong += bad or outside
-                    where = where or (f"rank {dp_rank}, step {step + 1}, stream {i}" if bad or outside else "")
-        what = f"dp {dp}, {local} at a time: streams that differ from those of one rank"
+                    if i not in due or (i in want and not np.array_equal(tokens, want[i])):
+                        wrong, where = wrong + 1, where or f"rank {dp_rank}, step {step + 1}, stream {i}"
+                    due.discard(i)
+            wrong, where = wrong + len(due), where or (f"no rank, step {step + 1}, stream {min(due)}" if due else "")
+        what = f"dp {dp}, {local} at a time: streams of a step that are others, taken twice or left out"
         yield Finding("streams", what, wrong, 0, where)
 
 

@@ -16,7 +16,6 @@ import torch.distributed as dist
 
 from titan_linear.config import load_config
 from titan_linear.distributed.groups import process_group
-from titan_linear.distributed.one_process import RankFailed
 from titan_linear.process import FAILED, MISTAKE, own_device
 from titan_linear.proof import data, hf, model, ops, processes, resume
 from titan_linear.proof.findings import Finding, Findings, Note
@@ -37,10 +36,10 @@ def checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Findings]]]:
 
 
 def guarded(name: str, check: Callable[[], Findings]) -> Findings:
-    """A check that cannot go on is a finding too."""
+    """A check that cannot go on is a finding too, whatever a kernel raises that cannot start."""
     try:
         yield from check()
-    except (RankFailed, AssertionError, RuntimeError) as error:
+    except Exception as error:
         if isinstance(error, torch.OutOfMemoryError) or isinstance(error.__cause__, torch.OutOfMemoryError):
             raise
         yield Finding(name, "cannot be computed", float("inf"), 0, f"{type(error).__name__}: {error}")
@@ -75,6 +74,7 @@ def _of_processes(subject: Subject) -> Findings:
     """Under torchrun: what all of its processes prove together."""
     with process_group(PATIENCE):
         yield from guarded("processes", lambda: processes.split(subject))
+        yield from guarded("resume of processes", lambda: resume.of_processes(subject))
 
 
 def _introduction(subject: Subject) -> str:

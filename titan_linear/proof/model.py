@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -16,11 +18,11 @@ from titan_linear.distributed.precision import ComputeCopies
 from titan_linear.gradients import Passes
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
-from titan_linear.proof.data import tokens_of
+from titan_linear.proof.data import tokens_in
 from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, off, worst
 from titan_linear.proof.ops import ALONE, DELTA, SMALL, begins, may_differ, short
 from titan_linear.proof.ranks import LocalDims, model_of, on_ranks, sharding_of, sum_as_fsdp, whole_gradients
-from titan_linear.proof.subject import Subject
+from titan_linear.proof.subject import STREAMS, Subject
 
 Tensors = dict[str, torch.Tensor]
 
@@ -31,8 +33,7 @@ class Step:
 
     loss: torch.Tensor
     gradients: Tensors
-    between: list[torch.Tensor] = field(default_factory=list)  # [1, T, dim]: what enters each layer, then the head
-    backward: list[torch.Tensor] = field(default_factory=list)  # [1, T, dim]: the gradients of these
+    passed: list[torch.Tensor]  # as `Trace` gives it
 
 
 class Trace:
@@ -40,8 +41,8 @@ class Trace:
 
     def __init__(self, model: Decoder):
         self.modules = [*model.layers, model.head]
-        self.between: dict[int, torch.Tensor] = {}
-        self.backward: dict[int, torch.Tensor] = {}
+        self.between: list[list[torch.Tensor]] = [[] for _ in self.modules]  # of each micro-step
+        self.backward: list[list[torch.Tensor]] = [[] for _ in self.modules]
 
     def __enter__(self) -> Trace:
         self.hooks = [m.register_forward_pre_hook(self._keep(i)) for i, m in enumerate(self.modules)]
@@ -54,15 +55,16 @@ class Trace:
     def _keep(self, i: int):
         def keep(_: object, arguments: tuple[torch.Tensor, ...]) -> None:
             x = arguments[0]
-            self.between[i] = x.detach().double()
+            self.between[i].append(x.detach().double())
             if x.requires_grad:
-                x.register_hook(lambda grad: self.backward.__setitem__(i, grad.detach().double()))
+                x.register_hook(lambda grad: self.backward[i].append(grad.detach().double()))
 
         return keep
 
-    def lists(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        n = range(len(self.modules))
-        return [self.between[i] for i in n], [self.backward[i] for i in n if i in self.backward]
+    def passed(self) -> list[torch.Tensor]:
+        """[1, tokens of all micro-steps, dim] float64: what enters each layer, then the head; and the gradients of
+        these, in the order in which they are computed."""
+        return [torch.cat(steps, 1) for steps in (*self.between, *reversed(self.backward)) if steps]
 
 
 def in_one_process(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str) -> Step:
@@ -82,7 +84,7 @@ def in_one_process(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: s
         loss.backward()
     gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     whole.zero_grad(set_to_none=True)
-    return Step(loss.detach().double(), gradients, *trace.lists())
+    return Step(loss.detach().double(), gradients, trace.passed())
 
 
 @dataclass
@@ -91,8 +93,7 @@ class Split:
 
     loss: torch.Tensor
     copies: list[tuple[int, Tensors]]  # (rank, gradients): whole ones, of each set of ranks that has them
-    between: list[torch.Tensor]
-    backward: list[torch.Tensor]
+    passed: list[torch.Tensor]  # between layers, of all tokens
 
 
 def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str) -> Split:
@@ -102,8 +103,8 @@ def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str
         model = model_of(subject, whole, dims)
         precision = ComputeCopies(model, dtype)
         feed = Feed(
-            iter(subject.loader(dims.dp_rank, dims.degrees.dp)), sharding_of(subject, dims, dtype, impl), micro_steps=1,
-            copies=dims.copies, host=dims.world, device=subject.device,
+            iter(subject.loader(dims.dp_rank, dims.degrees.dp, 1)), sharding_of(subject, dims, dtype, impl),
+            micro_steps=STREAMS, copies=dims.copies, host=dims.world, device=subject.device,
         )  # fmt: skip
         with Trace(model) as trace:
             losses, _ = Passes(model, feed, precision, subject.config.training.loss_chunk_size).run()
@@ -112,21 +113,32 @@ def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str
         return losses.sum(), dims, model, trace
 
     ranks = on_ranks(subject.degrees, on_rank)
-    between, backward = _together(subject, [(dims, trace) for _, dims, _, trace in ranks])
+    passed = _together(subject, [(dims, trace) for _, dims, _, trace in ranks])
     copies = whole_gradients([(dims, model) for _, dims, model, _ in ranks])
-    return Split(sum(loss for loss, *_ in ranks), copies, between, backward)
+    return Split(sum(loss for loss, *_ in ranks), copies, passed)
 
 
-def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> list[torch.Tensor]:
     """What ranks keep of their tokens → of all tokens."""
-    lists = [trace.lists() for _, trace in traces]
-    wholes = tuple([x.new_empty(1, subject.batch.tokens.shape[1], x.shape[2]) for x in kind] for kind in lists[0])
-    for (dims, _), kinds in zip(traces, lists, strict=True):
-        mine = tokens_of(subject, dims.dp_rank, dims.cp_group.rank()).chunk(dims.tp)[dims.tp_group.rank()]
-        for kind, whole in zip(kinds, wholes, strict=True):
-            for x, out in zip(kind, whole, strict=True):
-                out[:, mine.to(out.device)] = x
+    ranks = [trace.passed() for _, trace in traces]
+    wholes = [x.new_empty(1, subject.batch.tokens.shape[1], x.shape[2]) for x in ranks[0]]
+    for (dims, _), passed in zip(traces, ranks, strict=True):
+        mine = traced_tokens(subject, dims.dp_rank, dims.cp_group.rank(), dims.tp_group.rank())
+        for x, whole in zip(passed, wholes, strict=True):
+            whole[:, mine.to(whole.device)] = x
     return wholes
+
+
+def traced_tokens(subject: Subject, dp_rank: int, cp_rank: int, tp_rank: int) -> torch.Tensor:
+    """[T_local] int64: which of the batch's tokens a rank keeps between layers, one stream of a micro-step after the
+    other."""
+    streams = _streams_of(subject, dp_rank)
+    return torch.cat([tokens_in(subject, [i], cp_rank).chunk(subject.degrees.tp)[tp_rank] for i in streams])
+
+
+def _streams_of(subject: Subject, dp_rank: int) -> range:
+    """A data-parallel rank's, one of each micro-step."""
+    return range(dp_rank, STREAMS * subject.degrees.dp, subject.degrees.dp)
 
 
 def split(subject: Subject) -> Findings:
@@ -152,7 +164,8 @@ def _compared(subject: Subject, got: Split, want: Step, dtype: torch.dtype, one:
     """Against float64; where the run's type rounds, a split may be off twice as far as one process is."""
 
     check, split = f"split, {short(dtype)}", f"{subject.degrees} against one process"
-    where = _first_wrong(subject, got, want, dtype)
+    wrong = first_wrong(subject, got.passed, stations(subject, want, dtype, one))
+    where = wrong.where if wrong else ""
     limit = gradient_bound(dtype, None if one is None else off(one.loss, want.loss))
     yield Finding(check, f"loss, {split}", off(got.loss, want.loss), limit, where)
     errors, bounds = {}, {}
@@ -172,31 +185,47 @@ def gradient_bound(dtype: torch.dtype, of_one: float | None) -> float:
     return DELTA if of_one is None else 2 * of_one + 8 * UNIT[dtype]
 
 
-def _first_wrong(subject: Subject, got: Split, want: Step, dtype: torch.dtype) -> str:
+class Station(NamedTuple):
+    """What passes between layers, in a step of one process."""
+
+    name: str  # of what gave it: "layer 1 (gdn), forward"
+    exact: torch.Tensor  # [1, T, dim]
+    bound: float  # of a split
+    backward: bool
+
+
+def stations(subject: Subject, want: Step, dtype: torch.dtype, one: Step | None) -> list[Station]:
+    """All of a step, in the order in which it computes them; bounds as `gradient_bound`."""
+    layers = [subject.layer(i) for i in range(subject.model.num_layers)]
+    names = [f"{name}, forward" for name in ("the embedding", *layers)]
+    names += [f"{name}, backward" for name in ("the head or the loss", *reversed(layers))]
+    of_one = [None] * len(names) if one is None else [off(x, y) for x, y in zip(one.passed, want.passed)]
+    bounds = [gradient_bound(dtype, error) for error in of_one]
+    back = [name.endswith("backward") for name in names]
+    return [Station(*each) for each in zip(names, want.passed, bounds, back, strict=True)]
+
+
+class Wrong(NamedTuple):
+    station: int
+    error: float
+    where: str
+
+
+def first_wrong(subject: Subject, got: Iterable[torch.Tensor], stations: list[Station]) -> Wrong | None:
     """Where a split first parts from one process: the layer, and the rank and document where it begins to."""
-    bound = DELTA if dtype == torch.float64 else 1.0
-    for i, (x, y) in enumerate(zip(got.between, want.between, strict=True)):
-        if not off(x, y) <= bound:
-            name = "the embedding" if i == 0 else subject.layer(i - 1)
-            return f"{name}, forward, {_place(subject, x, y, backward=False)}"
-    for i, (x, y) in reversed(list(enumerate(zip(got.backward, want.backward, strict=True)))):
-        if not off(x, y) <= bound:
-            name = "the head or the loss" if i == len(got.backward) - 1 else subject.layer(i)
-            return f"{name}, backward, {_place(subject, x, y, backward=True)}"
-    return ""
+    for i, (x, at) in enumerate(zip(got, stations, strict=True)):
+        error = off(x, at.exact)
+        if not error <= at.bound:
+            return Wrong(i, error, f"{at.name}, {_place(subject, x, at.exact, at.backward)}")
+    return None
 
 
-def _place(subject: Subject, x: torch.Tensor, y: torch.Tensor, *, backward: bool) -> str:
+def _place(subject: Subject, x: torch.Tensor, y: torch.Tensor, backward: bool) -> str:
     token = begins((x - y).abs().nan_to_num(torch.inf, torch.inf).amax((0, 2)), backward)
-    dp_rank = next(d for d in range(subject.degrees.dp) if token in _of_rank(subject, d))
-    cp_rank = next(r for r in range(subject.degrees.cp) if token in tokens_of(subject, dp_rank, r))
-    rank = (dp_rank * subject.degrees.cp + cp_rank) * subject.degrees.tp
+    stream, degrees = token // subject.config.training.seq_len, subject.degrees
+    cp_rank = next(r for r in range(degrees.cp) if token in tokens_in(subject, [stream], r))
+    rank = (stream % degrees.dp * degrees.cp + cp_rank) * degrees.tp
     return f"rank {rank}, {subject.document(token)}"
-
-
-def _of_rank(subject: Subject, dp_rank: int) -> range:
-    each = subject.batch.tokens.shape[1] // subject.degrees.dp
-    return range(dp_rank * each, (dp_rank + 1) * each)
 
 
 def documents(subject: Subject) -> Findings:
@@ -224,7 +253,7 @@ def _forward(subject: Subject, whole: Decoder, tokens: torch.Tensor, bounds: tor
     plan = BatchPlan(positions, cu_seqlens=bounds.to(subject.device), impl="torch")
     with Trace(whole) as trace:
         whole(tokens.to(subject.device), plan, torch.full_like(tokens, IGNORE).to(subject.device))
-    return trace.lists()[0]
+    return trace.passed()
 
 
 def repeated(subject: Subject) -> Findings:
@@ -235,4 +264,5 @@ def repeated(subject: Subject) -> Findings:
     differ += [name for name, x in first.copies[0][1].items() if not torch.equal(x, again.copies[0][1][name])]
     what = "a step: loss and gradients that differ in their bits when it runs again"
     more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
-    yield Finding("repeated", what, len(differ), may_differ(subject), ", ".join(differ[:3]) + more)
+    bound = may_differ(subject, range(subject.model.num_layers))
+    yield Finding("repeated", what, len(differ), bound, ", ".join(differ[:3]) + more)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
@@ -360,8 +360,7 @@ def repeated(subject: Subject, case: Case) -> Findings:
     pairs = [(name, x, again[i][name]) for i in range(2) for name, x in first[i].items()]
     differ = [name for name, x, y in pairs if not torch.equal(x, y)]
     what = f"{case}: results that differ in their bits when it runs again"
-    softmax = any(not subject.model.layers[i].linear for i in case.layers)
-    yield Finding("repeated", what, len(differ), may_differ(subject) if softmax else 0, ", ".join(differ))
+    yield Finding("repeated", what, len(differ), may_differ(subject, case.layers), ", ".join(differ))
 
 
 @contextmanager
@@ -375,10 +374,12 @@ def repeatable() -> Iterator[None]:
         torch.use_deterministic_algorithms(before)
 
 
-def may_differ(subject: Subject) -> float:
-    """A bound where not all kernels repeat their bits: on GPUs PyTorch's fastest of attention, unless the run asks for
-    debug.deterministic."""
-    return float("inf") if subject.device.type == "cuda" and not subject.config.debug.deterministic else 0
+def may_differ(subject: Subject, layers: Iterable[int]) -> float:
+    """A bound of what differs when these layers run again: 0, but on GPUs for softmax attention, whose fastest kernels
+    do not repeat their bits unless the run asks for debug.deterministic."""
+    softmax = any(not subject.model.layers[i].linear for i in layers)
+    repeats = subject.device.type == "cpu" or subject.config.debug.deterministic
+    return float("inf") if softmax and not repeats else 0
 
 
 def short(dtype: torch.dtype) -> str:

@@ -12,16 +12,26 @@ from titan_linear.build import DTYPES, build_dims, build_model, build_sharding, 
 from titan_linear.checkpoint import named_parameters
 from titan_linear.config import Config
 from titan_linear.distributed.feed import Feed
-from titan_linear.distributed.groups import unhurried_group
+from titan_linear.distributed.groups import of_all_ranks, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parallelize import sum_gradients
 from titan_linear.distributed.parts import whole
 from titan_linear.gradients import Passes
 from titan_linear.models.decoder import Decoder
 from titan_linear.proof.findings import Finding, Findings, off, worst
-from titan_linear.proof.model import Step, gradient_bound, in_one_process
+from titan_linear.proof.model import (
+    Station,
+    Step,
+    Trace,
+    Wrong,
+    first_wrong,
+    gradient_bound,
+    in_one_process,
+    stations,
+    traced_tokens,
+)
 from titan_linear.proof.ops import short
-from titan_linear.proof.subject import Degrees, Subject
+from titan_linear.proof.subject import STREAMS, Degrees, Subject
 
 Tensors = dict[str, torch.Tensor]
 
@@ -37,16 +47,19 @@ def split(subject: Subject) -> Findings:
         one = None
         if this.dtype != torch.float64:
             one = in_one_process(this, this.whole(DTYPES[config.training.dtype]), this.dtype, config.model.impl)
-        loss, errors = _of_processes(this, dims, exact)
+        loss, errors, where = _of_processes(this, dims, exact, one)
         check, what = f"processes, {short(this.dtype)}", f"{dims.description} against one process"
         bound = gradient_bound(this.dtype, None if one is None else off(one.loss, exact.loss))
-        yield Finding(check, f"loss, {what}", off(loss, exact.loss), bound)
+        yield Finding(check, f"loss, {what}", off(loss, exact.loss), bound, where)
         bounds = {
             name: gradient_bound(this.dtype, None if one is None else off(one.gradients[name], exact.gradients[name]))
             for name in errors
         }
-        name = worst(errors, bounds)
-        yield Finding(check, f"{len(errors)} gradients, {what}", errors[name], bounds[name], name)
+        name = worst({name: max(ranks) for name, ranks in errors.items()}, bounds)
+        error = max(errors[name])
+        said = f"{name}, rank {errors[name].index(error)}"
+        said += f"; first {where}" if where and not error <= bounds[name] else ""
+        yield Finding(check, f"{len(errors)} gradients, {what}", error, bounds[name], said)
 
 
 def _in_float64(config: Config) -> Config:
@@ -57,21 +70,36 @@ def _in_float64(config: Config) -> Config:
     return config.model_copy(update={"training": training, "model": model, "compile": compiled})
 
 
-def _of_processes(subject: Subject, dims: ParallelDims, want: Step) -> tuple[torch.Tensor, dict[str, float]]:
-    """The loss of all ranks, and by parameter how far its gradient is off."""
-    config = subject.config
+def _of_processes(
+    subject: Subject, dims: ParallelDims, want: Step, one: Step | None
+) -> tuple[torch.Tensor, dict[str, list[float]], str]:
+    """The loss of all ranks, by parameter how far each rank's part of its gradient is off, and where the step first
+    parts from one process."""
+    config, host = subject.config, unhurried_group()
     model = build_model(config, subject.model, dims, subject.device)
     _fill(model, subject.weights)
     precision = mixed_precision(config, model, dims)
     feed = Feed(
-        iter(subject.loader(dims.dp_rank, dims.dp)), build_sharding(config, subject.model, dims, subject.device),
-        micro_steps=1, copies=dims.copies, host=unhurried_group(), device=subject.device,
+        iter(subject.loader(dims.dp_rank, dims.dp, 1)), build_sharding(config, subject.model, dims, subject.device),
+        micro_steps=STREAMS, copies=dims.copies, host=host, device=subject.device,
     )  # fmt: skip
-    losses, _ = Passes(model, feed, precision, config.training.loss_chunk_size).run()
+    with Trace(model) as trace:
+        losses, _ = Passes(model, feed, precision, config.training.loss_chunk_size).run()
     loss = losses.sum()
     sum_gradients(model, dims)
     dist.all_reduce(loss)
-    return loss, _errors(model, want.gradients)
+    ranks = of_all_ranks(_errors(model, want.gradients), host)
+    errors = {name: [rank[name] for rank in ranks] for name in want.gradients}
+    own = _first_wrong(subject, dims, trace, stations(subject, want, subject.dtype, one))
+    wrong = [found for found in of_all_ranks(own, host) if found]
+    return loss, errors, min(wrong, key=lambda found: (found.station, -found.error)).where if wrong else ""
+
+
+def _first_wrong(subject: Subject, dims: ParallelDims, trace: Trace, stations: list[Station]) -> Wrong | None:
+    """Of this rank's tokens."""
+    mine = traced_tokens(subject, dims.dp_rank, dims.cp_group.rank(), dims.tp_group.rank()).to(subject.device)
+    wholes = (at.exact.index_copy(1, mine, x) for at, x in zip(stations, trace.passed(), strict=True))
+    return first_wrong(subject, wholes, stations)
 
 
 @torch.no_grad()
@@ -82,16 +110,14 @@ def _fill(model: Decoder, weights: Tensors) -> None:
 
 
 def _errors(model: Decoder, want: Tensors) -> dict[str, float]:
-    """Of each gradient the largest error of any rank's part of it, relative to the whole."""
-    names = {id(p): name for name, p in model.named_parameters()}
+    """Of each gradient how far this rank's part of it is off, relative to the whole."""
+    names, errors = {id(p): name for name, p in model.named_parameters()}, {}
     grads = {names[id(p)]: p.grad for p in model.parameters() if p.grad is not None}
-    found = torch.zeros(len(want), dtype=torch.float64, device=next(model.parameters()).device)
-    for i, (name, exact) in enumerate(want.items()):
+    for name, exact in want.items():
         part, box = _part(whole(model, name, grads[name]))
         error = part.to(exact.device, torch.float64) - exact[box]
-        found[i] = error.norm() / exact.norm() if part.numel() else 0.0
-    dist.all_reduce(found.nan_to_num_(torch.inf), dist.ReduceOp.MAX)
-    return dict(zip(want, found.tolist(), strict=True))
+        errors[name] = (error.norm() / exact.norm()).nan_to_num(torch.inf).item() if part.numel() else 0.0
+    return errors
 
 
 def _part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:

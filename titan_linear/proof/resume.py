@@ -3,24 +3,28 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from titan_linear.build import build_model, build_sharding, mixed_precision, progress_at
+from titan_linear.build import build_dims, build_model, build_sharding, mixed_precision, progress_at
 from titan_linear.checkpoint import Checkpointer, named_parameters
+from titan_linear.config import Config
 from titan_linear.data import build_dataloader
 from titan_linear.distributed.feed import Feed
-from titan_linear.distributed.groups import unhurried_group
+from titan_linear.distributed.groups import of_all_ranks, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
+from titan_linear.distributed.parts import local_tensor
 from titan_linear.gradients import Passes
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.optim import build_optimizer, learning_rate, step_numbers, update
-from titan_linear.proof.findings import Finding, Findings
+from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.ops import repeatable
 from titan_linear.proof.subject import STREAMS, MoreDocuments, Subject, narrowed
 
@@ -30,7 +34,7 @@ PARAMETERS = 32_000_000  # that are saved: more would be the same, and wait for 
 
 @dataclass
 class Run:
-    """What the trainer has of a run in one process."""
+    """What the trainer has of a run on a rank."""
 
     subject: Subject
     dims: ParallelDims
@@ -43,18 +47,19 @@ class Run:
         """Take batches from this stream on."""
         config = self.subject.config
         loader = build_dataloader(
-            MoreDocuments(self.subject.streams), global_batch_size=STREAMS, local_batch_size=1, dp_rank=0, dp_degree=1,
-            cursor=cursor,
+            MoreDocuments(self.subject.streams), global_batch_size=config.training.global_batch_size,
+            local_batch_size=1, dp_rank=self.dims.dp_rank, dp_degree=self.dims.dp, cursor=cursor,
         )  # fmt: skip
         sharding = build_sharding(config, self.model.config, self.dims, self.subject.device)
         precision = mixed_precision(config, self.model, self.dims)
         self.feed = Feed(
-            iter(loader), sharding, micro_steps=STREAMS, copies=1, host=self.host, device=self.subject.device
-        )
+            iter(loader), sharding, micro_steps=STREAMS, copies=self.dims.copies, host=self.host,
+            device=self.subject.device,
+        )  # fmt: skip
         self.passes = Passes(self.model, self.feed, precision, config.training.loss_chunk_size)
 
     def next_step(self) -> tuple[float, tuple[int, ...]]:
-        """One step; its loss and its streams. The step after is fetched, as the trainer does."""
+        """One step; its loss and its streams, of all ranks. The step after is fetched, as the trainer does."""
         config, (losses, streams) = self.subject.config, self.passes.run()
         sum_gradients(self.model, self.dims)
         numbers = step_numbers(losses.sum(), counted_parameters(self.model, self.dims), 0)
@@ -63,55 +68,87 @@ class Run:
         update(self.optimizer, numbers, lr, config.training.max_norm)
         self.feed.prefetch()
         self.optimizer.zero_grad(set_to_none=True)
-        return numbers[0].item(), tuple(i for own in streams for i in own)
+        ranks = of_all_ranks([i for own in streams for i in own], self.host)
+        return numbers[0].item(), tuple(sorted({i for own in ranks for i in own}))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Weights and the optimizer's states, by name; copies."""
-        found = {f"weight {name}": p.detach().clone() for name, p in named_parameters(self.model).items()}
+        """What this rank has of weights and the optimizer's states, by name; copies."""
+        weights = named_parameters(self.model)
+        found = {f"weight {name}": local_tensor(p).detach().clone() for name, p in weights.items()}
         for name, p in self.model.named_parameters():
             for key, x in self.optimizer.state.get(p, {}).items():
-                found[f"optimizer state {key} of {name}"] = torch.as_tensor(x).detach().clone()
+                found[f"optimizer state {key} of {name}"] = local_tensor(torch.as_tensor(x)).detach().clone()
         return found
 
 
 def resume(subject: Subject) -> Findings:
     """Saved after some steps and loaded into a new model, a run is where it was, and its next step is the same one."""
-    one = _on_one_rank(subject)
+    one = replace(subject, config=_on_one_rank(subject.config))
     offload = one.config.training.enable_cpu_offload
-    dims, host = build_mesh(subject.device.type, 1, 1, 1, cpu_offload=offload), unhurried_group()
-    with tempfile.TemporaryDirectory(prefix="titan_linear-doctor-") as folder, repeatable():
-        run = _new(one, dims, host)
-        initialise(run.model, one.config.debug.seed, named_parameters(run.model))
+    yield from _resumed("resume", one, build_mesh(subject.device.type, 1, 1, 1, cpu_offload=offload), unhurried_group())
+
+
+def of_processes(subject: Subject) -> Findings:
+    """The same of the run's own processes and split, under torchrun. Every rank calls it, and has the same findings."""
+    dims = build_dims(subject.config, subject.device)
+    yield from _resumed(
+        f"resume, {dims.description}", replace(subject, config=_taken(subject.config, dims.dp)), dims, unhurried_group()
+    )
+
+
+def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.ProcessGroup) -> Findings:
+    model, _ = narrowed(subject.model, subject.config, PARAMETERS)
+    subject, config = replace(subject, model=model), subject.config
+    with _shared_folder(host) as folder, repeatable():
+        if folder is None:
+            yield Note(f"{check}: processes of several machines have no folder in common to save in")
+            return
+        run = _new(subject, dims, host)
+        initialise(run.model, config.debug.seed, named_parameters(run.model))
         run.begin(0)
         for _ in range(BEFORE):
             run.next_step()
         saved = run.tensors()
-        checkpointer = Checkpointer(Path(folder), async_mode=one.config.checkpoint.async_mode, group=unhurried_group())
-        checkpointer.save(run.step, run.model, run.optimizer, progress_at(one.config, run.step, 0))
+        checkpointer = Checkpointer(folder, async_mode=config.checkpoint.async_mode, group=unhurried_group())
+        checkpointer.save(run.step, run.model, run.optimizer, progress_at(config, run.step, 0))
         checkpointer.wait()
         loss, streams = run.next_step()
 
-        other = _new(one, dims, host)
+        other = _new(subject, dims, host)
         with torch.no_grad():
             for p in other.model.parameters():
                 p.zero_()
         progress = checkpointer.load(run.step - 1, other.model, other.optimizer)
-        yield from _compared("what is loaded", saved, other.tensors())
-        yield Finding("resume", "the step it resumes from", abs(int(progress["step"]) - BEFORE), 0)
+        yield _compared(check, "what is loaded", saved, other)
+        yield Finding(check, "the step it resumes from", abs(int(progress["step"]) - BEFORE), 0)
         other.step = int(progress["step"])
         other.begin(int(progress["cursor"]))
         loss_again, streams_again = other.next_step()
         wrong = len(set(streams) ^ set(streams_again))
         where = f"the cursor {progress['cursor']} gives streams {streams_again}, not {streams}" if wrong else ""
-        yield Finding("resume", "streams of the next step that are others", wrong, 0, where)
-        yield Finding("resume", "the next step's loss, difference", abs(loss - loss_again), 0)
-        yield from _compared("what the next step leaves", run.tensors(), other.tensors())
+        yield Finding(check, "streams of the next step that are others", wrong, 0, where)
+        yield Finding(check, "the next step's loss, difference", abs(loss - loss_again), 0)
+        yield _compared(check, "what the next step leaves", run.tensors(), other)
 
 
-def _compared(what: str, want: dict[str, torch.Tensor], got: dict[str, torch.Tensor]) -> Findings:
-    wrong = [n for n in dict.fromkeys([*want, *got]) if n not in got or n not in want or not _same(want[n], got[n])]
+@contextmanager
+def _shared_folder(host: dist.ProcessGroup) -> Iterator[Path | None]:
+    """A temporary one of all ranks; None: not all of them see it."""
+    first = dist.get_rank(host) == 0
+    with tempfile.TemporaryDirectory(prefix="titan_linear-doctor-") if first else nullcontext() as own:
+        folder = Path(of_all_ranks(own, host)[0])
+        yield folder if all(of_all_ranks(folder.is_dir(), host)) else None
+        dist.barrier(host)
+
+
+def _compared(check: str, what: str, want: dict[str, torch.Tensor], run: Run) -> Finding:
+    """Of all ranks, what `run` has."""
+    got = run.tensors()
+    own = [n for n in dict.fromkeys([*want, *got]) if n not in got or n not in want or not _same(want[n], got[n])]
+    ranks = of_all_ranks(own, run.host)
+    wrong = [f"{n}, rank {rank}" if len(ranks) > 1 else n for rank, names in enumerate(ranks) for n in names]
     where = ", ".join(wrong[:2]) + (f" and {len(wrong) - 2} more" if len(wrong) > 2 else "")
-    yield Finding("resume", f"{what}: of {len(want)} weights and optimizer states, others", len(wrong), 0, where)
+    return Finding(check, f"{what}: of {len(want)} weights and optimizer states, others", len(wrong), 0, where)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -123,16 +160,16 @@ def _new(subject: Subject, dims: ParallelDims, host: dist.ProcessGroup) -> Run:
     return Run(subject, dims, host, model, build_optimizer(model, subject.config.optimizer))
 
 
-def _on_one_rank(subject: Subject) -> Subject:
-    """Narrow, uncompiled, with a global batch that it takes."""
-    c = subject.config
-    t = c.training.model_copy(update={"global_batch_size": STREAMS, "local_batch_size": 1})
-    p = c.parallelism.model_copy(update={
+def _on_one_rank(config: Config) -> Config:
+    p = config.parallelism.model_copy(update={
         "data_parallel_replicate_degree": 1, "data_parallel_shard_degree": 1, "context_parallel_degree": 1,
         "tensor_parallel_degree": 1, "expert_parallel_degree": 1,
     })  # fmt: skip
-    compiled = c.compile.model_copy(update={"enable": False})
-    model, _ = narrowed(subject.model, c, PARAMETERS)
-    return replace(
-        subject, model=model, config=c.model_copy(update={"training": t, "parallelism": p, "compile": compiled})
-    )
+    return _taken(config.model_copy(update={"parallelism": p}), 1)
+
+
+def _taken(config: Config, dp: int) -> Config:
+    """Uncompiled, with a global batch that so many data-parallel ranks take."""
+    t = config.training.model_copy(update={"global_batch_size": STREAMS * dp, "local_batch_size": 1})
+    compiled = config.compile.model_copy(update={"enable": False})
+    return config.model_copy(update={"training": t, "compile": compiled})

@@ -15,12 +15,16 @@ import torch
 from titan_linear.build import (
     DTYPES,
     build_streams,
+    check_size,
+    checkpoint_folder,
     implementations,
     model_config,
     open_corpora,
+    stream_order,
     tokenizer_path,
     unallocated,
 )
+from titan_linear.checkpoint import Progress, find_step, read_progress
 from titan_linear.config import Config, check_config
 from titan_linear.data import IGNORE, Batch, MixedStreams, Stream, Streams, Tokenizer, build_dataloader, build_tokenizer
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
@@ -32,7 +36,7 @@ from titan_linear.preflight import check_expert_parallel, check_heads, check_ten
 
 LENGTH = {"cpu": 256, "cuda": 2048}  # tokens of a stream, at least
 CPU_PARAMETERS = 4_000_000  # of which a few passes in float64 take two cores seconds
-STREAMS = 2  # of a data-parallel rank: one as the corpus gives it, one cut into more documents
+STREAMS = 2  # of a data-parallel rank; of all every second one is cut into more documents than the corpus has
 MOST_RANKS = 64  # in one process
 ROOM = 0.6  # of the free memory
 
@@ -168,7 +172,7 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
     model = _one_period(full)
     if model.num_layers != full.num_layers:
         said.append(f"layers {full.num_layers} → {model.num_layers}, one period of their pattern")
-    model, factor = _fitting(model, config, degrees, device)
+    model, factor = fitting(model, config, degrees, device)
     if factor > 1:
         said.append(f"widths / {factor}: dim {full.dim} → {model.dim}")
     seq_len = _length(config, device)
@@ -176,13 +180,28 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
         said.append(f"training.seq_len {t.seq_len} → {seq_len}")
     if t.seq_len_schedule:
         said.append("training.seq_len_schedule left out")
+    if config.compile.enable:
+        but = ", but for a step of the run's own processes in its type" if "WORLD_SIZE" in os.environ else ""
+        said.append(f"compile.enable true → false{but}")
     shorter = t.model_copy(update={
         "seq_len": seq_len, "seq_len_schedule": [], "loss_chunk_size": min(t.loss_chunk_size, seq_len // 2 + 1),
     })  # fmt: skip
     cut = config.model_copy(update={"training": shorter})
-    streams, _ = build_streams(cut, tokenizer, {})
-    _check_size(streams, config)
+    streams, _ = build_streams(cut, tokenizer, _beginning(config))
+    packed = streams.sources.values() if isinstance(streams, MixedStreams) else [streams]
+    check_size(sum(s.num_tokens for s in packed), config)
     return Subject(cut, config, model, degrees, tokenizer, streams, device, tuple(said))
+
+
+def _beginning(config: Config) -> Progress:
+    """That of a new run by the mixture as it is now; its documents in the order of the run that this one resumes."""
+    folder, c = checkpoint_folder(config), config.checkpoint
+    step = find_step(folder, c.load_step) if c.enable else None
+    if step is None:
+        return {}
+    weights = {source.name: source.weight for source in config.training.mixture}
+    order = stream_order(read_progress(folder / f"step-{step}"))
+    return {"step": 0, "cursor": 0, "order": order, "mixture": [{"start": 0, "weights": weights}]}
 
 
 def _processes(config: Config) -> int:
@@ -217,7 +236,7 @@ def _one_period(model: ModelConfig) -> ModelConfig:
     return model.first_layers(n)
 
 
-def _fitting(model: ModelConfig, config: Config, degrees: Degrees, device: torch.device) -> tuple[ModelConfig, int]:
+def fitting(model: ModelConfig, config: Config, degrees: Degrees, device: torch.device) -> tuple[ModelConfig, int]:
     """The model, or a narrower one that this device holds as often as proofs need it; and by what it is divided."""
     most = CPU_PARAMETERS
     if device.type == "cuda":
@@ -290,15 +309,3 @@ def _length(config: Config, device: torch.device) -> int:
     unit = math.lcm(blocks, p.context_parallel_degree * p.tensor_parallel_degree)
     wanted = max(LENGTH[device.type], blocks * (CHUNK + CHUNK // 2))
     return min(-(-wanted // unit) * unit, t.seq_len)
-
-
-def _check_size(streams: Streams, config: Config) -> None:
-    t = config.training
-    packed = streams.sources.values() if isinstance(streams, MixedStreams) else [streams]
-    tokens, step = sum(s.num_tokens for s in packed), t.global_batch_size * t.seq_len
-    if tokens < step:
-        raise ValueError(
-            f"training.dataset_path: the corpus has {tokens:,} tokens, and a step takes training.global_batch_size × "
-            f"training.seq_len = {t.global_batch_size} × {t.seq_len} = {step:,}, so that a batch would hold documents "
-            "twice; take more texts, or smaller batches"
-        )
