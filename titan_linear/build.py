@@ -300,8 +300,7 @@ def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, devic
 
 def implementations(config: Config, model: ModelConfig, device: torch.device) -> dict[str, Choice]:
     """op -> what this run uses. ValueError: model.impl names what cannot run the model here."""
-    requests = {op: dims for mixer in dict.fromkeys(model.layers) for op, dims in mixer.ops.items()}
-    return choose_implementations(requests, config.model.impl, device, DTYPES[config.training.mixed_precision_param])
+    return choose_implementations(model.ops, config.model.impl, device, DTYPES[config.training.mixed_precision_param])
 
 
 def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> Decoder:

@@ -15,7 +15,7 @@ ELSEWHERE = -1  # one that is in another rank's part of the vocabulary
 
 def chunked_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, ranks: Ranks | None = None,
-    token_losses: torch.Tensor | None = None,
+    token_losses: torch.Tensor | None = None, impl: str = "auto",
 ) -> torch.Tensor:  # fmt: skip
     """Σ_t cross_entropy(x_t Wᵀ, label_t) over labels that are not −100, in float32 or wider.
 
@@ -27,8 +27,11 @@ def chunked_cross_entropy(
     parts of sums over the ranks.
 
     token_losses: [T], into which the terms of the sum are written, zeros where there is no label (in these rows).
+
+    impl: "torch", "triton", or "auto" (ops/support.py).
     """
-    return _ChunkedCrossEntropy.apply(x, weight, labels, chunk, ranks, token_losses, torch.is_grad_enabled())
+    name = implementation("cross_entropy", impl, x.device, x.dtype)
+    return _ChunkedCrossEntropy.apply(x, weight, labels, chunk, ranks, token_losses, name, torch.is_grad_enabled())
 
 
 def _triton() -> Any:
@@ -87,10 +90,10 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, ranks: Ranks | None,
-        token_losses: torch.Tensor | None, grad_enabled: bool,
+        token_losses: torch.Tensor | None, name: str, grad_enabled: bool,
     ) -> torch.Tensor:  # fmt: skip
         wide = torch.promote_types(x.dtype, torch.float32)
-        row_logsumexp, softmax_gradient = IMPLEMENTATIONS[implementation("cross_entropy", "auto", x.device, wide)]()
+        row_logsumexp, softmax_gradient = IMPLEMENTATIONS[name]()
         total = x.new_zeros((), dtype=wide)
         wants_grad = grad_enabled and any(ctx.needs_input_grad[:2])  # what inputs need, they need under no_grad too
         dx = torch.empty_like(x) if wants_grad else None
@@ -115,4 +118,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dweight = ctx.saved_tensors
-        return (dx * scale).to(dx.dtype), (dweight * scale).to(ctx.weight_dtype), None, None, None, None, None
+        return (dx * scale).to(dx.dtype), (dweight * scale).to(ctx.weight_dtype), None, None, None, None, None, None

@@ -63,7 +63,7 @@ from titan_linear.hf_io import gather, load_weights
 from titan_linear.memory import what_fits
 from titan_linear.metrics import GarbageClock, MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory
 from titan_linear.models.init import initialise
-from titan_linear.ops.support import start_lines
+from titan_linear.ops.support import hush, start_lines
 from titan_linear.optim import Reading, build_optimizer, learning_rate, step_numbers, update
 from titan_linear.preflight import preflight
 from titan_linear.process import (
@@ -408,9 +408,10 @@ class Trainer:
 
     def _begin(self) -> MetricsLogger | None:
         """On rank 0: note and say what the run is made of."""
+        choices = implementations(self.config, self.model.config, self.device)
+        hush(choices)
         if dist.get_rank() != 0:
             return None
-        choices = implementations(self.config, self.model.config, self.device)
         if starts_anew(self.config):
             set_run_aside(self.config)
         write_config(self.config)

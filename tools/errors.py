@@ -75,6 +75,12 @@ COMPOSED: dict[str, list[tuple[str, str]]] = {
     "… = … must be a number, … or more": [
         ("NNODES = …, NODE_RANK = …, MASTER_PORT = …", "must be a number; NODE_RANK from 0, the others from 1"),
     ],
+    "titan_linear/ops/boundaries.py: … = …: must start at 0, never decrease…": [
+        ("cu_seqlens = …: must start at 0, never decrease, and end at …, the number of tokens", "give such boundaries"),
+    ],
+    "titan_linear/ops/boundaries.py: … is … …; give N + 1 integers for N documents": [
+        ("cu_seqlens is … (…)", "give N + 1 integers for N documents"),
+    ],
     "command line: … is not a key…": [("command line: … is not a key; did you mean …?", "take the key that is named")],
     "command line: …: …": [("command line: --…: expected one argument", "give the key a value")],
     "… is smaller than that of the tokenizer …, …; set …": [

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
+from titan_linear import loss
+from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.init import count_parameters, initialise
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
+from titan_linear.ops import convolution, delta_rule, experts, swiglu
+from titan_linear.ops.support import implementation
 
 
 def build(seed: int = 0) -> Decoder:
@@ -50,6 +56,34 @@ def test_initial_weights() -> None:
     for mixer in (kda, gdn):
         dt = torch.nn.functional.softplus(mixer.dt_bias)
         assert dt.min() >= 1e-3 * (1 - 1e-6) and dt.max() <= 0.1 * (1 + 1e-6)
+
+
+def test_the_ops_that_a_model_calls() -> None:
+    """Those that a run says at its start are those that run, by the plan's `impl`."""
+    dense = preset("hybrid", "debug")
+    moe = MoEConfig(num_experts=2, top_k=1, hidden_dim=16)
+    models = [
+        (dense, {"swiglu"}),
+        (replace(dense, moe=moe), {"grouped_linear"}),
+        (replace(dense, moe=replace(moe, shared_hidden_dim=16)), {"grouped_linear", "swiglu"}),
+        (replace(dense, moe=moe, dense_layers=(0,)), {"grouped_linear", "swiglu"}),
+    ]
+    tokens = torch.zeros(1, 8, dtype=torch.int64)
+    for config, own in models:
+        model = Decoder(config.first_layers(2))
+        initialise(model, seed=0)
+        assert set(model.config.ops) == {"chunk_kda", "chunk_gated_delta_rule", "causal_conv1d", "cross_entropy", *own}
+        called: set[tuple[str, str]] = set()
+        with pytest.MonkeyPatch.context() as patch:
+            for module in (convolution, delta_rule, experts, swiglu, loss):
+                patch.setattr(module, "implementation", partial(_noted, called))
+            model(tokens, BatchPlan(torch.arange(8), impl="torch"), tokens)
+        assert called == {(op, "auto" if op == "grouped_linear" else "torch") for op in model.config.ops}
+
+
+def _noted(called: set[tuple[str, str]], op: str, impl: str, *on: object, **dims: int) -> str:
+    called.add((op, impl))
+    return implementation(op, impl, *on, **dims)
 
 
 def test_documents_do_not_touch_each_other() -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import pytest
 import torch
 
 from tests.ops.inputs import boundaries, call, gradients, leaves, make_inputs, oracle, raw_gate_inputs, relative_error
-from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops import attention, causal_conv1d, chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.reference.delta_rule import recurrent_delta_rule
 
 # By position in FLA; what its **kwargs take is by keyword here.
@@ -69,6 +70,18 @@ def test_states_with_v_first(op: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
+@OPS
+def test_a_state_in_another_order_is_named_as_it_was_given(op: str) -> None:
+    x = make_inputs(op, 8, H=1, HV=2, K=16, V=32)
+    for shape, v_first, want in (
+        ((1, 2, 16, 32), True, r"\[N, HV, V, K\] = \[1, 2, 32, 16\]"),
+        ((1, 2, 32, 16), False, r"\[N, HV, K, V\] = \[1, 2, 16, 32\]"),
+        ((32,), True, r"\[N, HV, V, K\] = \[1, 2, 32, 16\]"),
+    ):
+        with pytest.raises(ValueError, match=rf"^initial_state {re.escape(str(shape))} must be {want}"):
+            call(op, x, initial_state=torch.zeros(shape), state_v_first=v_first)
+
+
 def test_the_bounded_gate_without_a_rate() -> None:
     x = raw_gate_inputs("kda", 70)
     options = {"lower_bound": -5.0, "use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
@@ -85,6 +98,54 @@ def test_boundaries_on_the_cpu(op: str) -> None:
     x, cu = make_inputs(op, 70), boundaries([5, 65])
     want = call(op, x, cu_seqlens=cu)[0]
     assert torch.equal(call(op, x, cu_seqlens=cu, cu_seqlens_cpu=cu, chunk_size=64)[0], want)
+
+
+def on_70_tokens(op: str, B: int = 1, **options):
+    """An op's function of 70 tokens, which takes boundaries."""
+    if op == "conv":
+        return causal_conv1d(torch.ones(B, 70, 6), torch.ones(6, 4), **options)[0]
+    if op == "attention":
+        return attention(*(torch.ones(B, 70, 1, 8) for _ in range(3)), **options)
+    return call(op, make_inputs(op, 70, H=1, HV=1, K=8, V=8, B=B), **options)[0]
+
+
+BAD_BOUNDARIES = {
+    "ends early": ([0, 40], r"= \[0, 40\]: must start at 0, never decrease, and end at 70, the number of tokens"),
+    "ends late": ([0, 90], r"= \[0, 90\]: .* end at 70"),
+    "starts late": ([5, 70], r"= \[5, 70\]: must start at 0"),
+    "decreases": ([0, 40, 30, 70], r"= \[0, 40, 30, 70\]: .* never decrease"),
+    "not integers": ([0.0, 70.0], r"is torch.float32 \(2,\); give N \+ 1 integers"),
+    "none": ([0], r"is torch.int64 \(1,\); give N \+ 1 integers"),
+    "a matrix": ([[0, 70]], r"is torch.int64 \(1, 2\); give N \+ 1 integers"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_BOUNDARIES)
+@pytest.mark.parametrize("op", ["kda", "gdn", "conv", "attention"])
+def test_boundaries_that_do_not_fit_are_refused(op: str, case: str) -> None:
+    values, message = BAD_BOUNDARIES[case]
+    cu = torch.tensor(values)
+    with pytest.raises(ValueError, match=f"^cu_seqlens {message}"):
+        on_70_tokens(op, cu_seqlens=cu)
+    if op != "attention":  # which knows no cu_seqlens_cpu
+        with pytest.raises(ValueError, match=f"^cu_seqlens(_cpu)? {message}"):
+            on_70_tokens(op, cu_seqlens=torch.zeros(cu.shape, dtype=torch.int64, device="meta"), cu_seqlens_cpu=cu)
+        with pytest.raises(ValueError, match=r"^cu_seqlens_cpu = \[0, 30, 70\] must have the values .* \[0, 40, 70\]"):
+            on_70_tokens(op, cu_seqlens=torch.tensor([0, 40, 70]), cu_seqlens_cpu=torch.tensor([0, 30, 70]))
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn", "conv"])
+def test_of_boundaries_on_a_device_the_shape_is_checked(op: str) -> None:
+    for cu in (torch.zeros(2, device="meta"), torch.zeros(1, 2, dtype=torch.int32, device="meta")):
+        with pytest.raises(ValueError, match=r"^cu_seqlens is torch\..*; give N \+ 1 integers"):
+            on_70_tokens(op, cu_seqlens=cu)
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn", "conv", "attention"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_boundaries_of_any_integer_dtype_and_empty_documents(op: str, dtype: torch.dtype) -> None:
+    empty = torch.tensor([0, 0, 40, 40, 70, 70], dtype=dtype)
+    assert torch.equal(on_70_tokens(op, cu_seqlens=empty), on_70_tokens(op, cu_seqlens=boundaries([40, 30])))
 
 
 BAD = {

@@ -11,7 +11,7 @@ import torch
 
 from titan_linear.models.presets import MODELS
 from titan_linear.ops import chunk_kda, flash4, support
-from titan_linear.ops.support import TABLE, Target, choose, choose_implementations, reason_against, start_lines
+from titan_linear.ops.support import TABLE, Target, choose, choose_implementations, hush, reason_against, start_lines
 from titan_linear.ops.triton.configs import kernel_dims
 
 BF16, CPU, GPU = torch.bfloat16, torch.device("cpu"), torch.device("cuda")
@@ -21,6 +21,7 @@ DIMS = {
     "causal_conv1d": {"W": 4},
     "cross_entropy": {},
     "swiglu": {},
+    "grouped_linear": {},
     "attention": {"D": 128, "Dv": 128, "recurring": 1},
 }
 HOPPER = Target("cuda", (9, 0), BF16, {})
@@ -43,15 +44,15 @@ def on_gpu_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, 
 
 @pytest.mark.parametrize("op", TABLE)
 def test_the_fastest_takes_its_best_case_and_the_last_takes_all(op: str) -> None:
-    best = HOPPER._replace(dims=DIMS[op], **({"dtype": torch.float32} if op == "cross_entropy" else {}))
-    assert reason_against(op, "cudnn" if op == "attention" else "triton", best) is None
+    fastest = {"attention": "cudnn", "grouped_linear": "grouped_mm"}.get(op, "triton")
+    assert reason_against(op, fastest, HOPPER._replace(dims=DIMS[op])) is None
     last = list(TABLE[op])[-1]
     for device, capability in (("cpu", None), ("cuda", (7, 5)), ("mps", None)):
         assert reason_against(op, last, Target(device, capability, torch.float64, {"K": 7, "V": 7, "W": 99})) is None
 
 
 DELTA_RULES = ("chunk_kda", "chunk_gated_delta_rule")
-TRITON_OPS = (*DELTA_RULES, "causal_conv1d")
+TRITON_OPS = (*DELTA_RULES, "causal_conv1d", "swiglu", "cross_entropy")
 
 
 @pytest.mark.parametrize(
@@ -74,6 +75,8 @@ TRITON_OPS = (*DELTA_RULES, "causal_conv1d")
         (DELTA_RULES, "triton", {"dims": {"K": 264, "V": 128}}, "K = 264 is too large: K <= 256"),
         (DELTA_RULES, "triton", {"dims": {"K": 128, "V": 257}}, "V = 257 is too large: V <= 256"),
         (("causal_conv1d",), "triton", {"dims": {"W": 9}}, "W = 9 is too large: W <= 8"),
+        (("grouped_linear",), "grouped_mm", {"device": "cpu", "capability": None}, "tensors on a GPU, not on cpu"),
+        (("grouped_linear",), "grouped_mm", {"dtype": torch.float32}, "the dtype float32 is not one of bfloat16"),
         (("attention",), "cpu", {}, "needs tensors on the CPU, not on cuda"),
         (("attention",), "cudnn", {"device": "cpu", "capability": None}, "needs tensors on a GPU"),
         (("attention",), "cudnn", {"capability": (8, 9)}, "compute capability is not one of 9.0"),
@@ -180,6 +183,37 @@ def test_the_lines_of_a_start(on_gpu_of) -> None:
     assert start_lines(choose_implementations(requests, "auto", CPU, torch.float32)) == [
         "ops chunk_kda: torch, causal_conv1d: torch, attention: cpu"
     ]
+
+
+def test_a_start_says_what_the_rest_of_the_layer_and_the_loss_run_on(on_gpu_of) -> None:
+    on_gpu_of((9, 0))
+    requests = {op: DIMS[op] for op in ("swiglu", "grouped_linear", "cross_entropy")}
+    for impl, names in (("auto", ("triton", "grouped_mm", "triton")), ("torch", ("torch", "grouped_mm", "torch"))):
+        choices = choose_implementations(requests, impl, GPU, BF16)
+        assert [choice.implementation for choice in choices.values()] == list(names)
+        assert len(start_lines(choices)) == 1
+    assert start_lines(choose_implementations(requests, "auto", GPU, torch.float32))[1:] == [
+        "  grouped_linear: loop, because the dtype float32 is not one of bfloat16; every layer with experts waits for "
+        "the GPU"
+    ]
+    on_gpu_of((7, 5))
+    why = "because compute capability 7.5 has no configurations of its kernels; 8.0, 9.0, 10.0, 12.0 have; expect it"
+    assert start_lines(choose_implementations(requests, "auto", GPU, BF16)) == [
+        "ops swiglu: torch, grouped_linear: grouped_mm, cross_entropy: torch",
+        f"  swiglu: torch, {why} to be slower",
+        f"  cross_entropy: torch, {why} to be slower",
+    ]
+
+
+def test_what_a_start_says_is_no_warning_in_the_first_step(on_gpu_of) -> None:
+    on_gpu_of((9, 0))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        hush(choose_implementations({"grouped_linear": {}, "swiglu": {}}, "auto", GPU, torch.float32))
+        support.implementation("grouped_linear", "auto", GPU, torch.float32)
+        assert not caught
+        support.implementation("swiglu", "auto", GPU, torch.float64)  # another than the start spoke of
+        assert len(caught) == 1
 
 
 def test_flash_attention_4_is_taken_where_its_numbers_are_right(on_gpu_of, monkeypatch) -> None:

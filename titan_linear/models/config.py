@@ -90,6 +90,17 @@ class ModelConfig:
         """The mixer of every layer."""
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
 
+    @property
+    def ops(self) -> dict[str, dict[str, int]]:
+        """The ops that a run calls, with the sizes on which their implementations depend."""
+        ops = {op: dims for mixer in dict.fromkeys(self.layers) for op, dims in mixer.ops.items()}
+        experts = [self.has_experts(layer) for layer in range(self.num_layers)]
+        if not all(experts) or self.moe.shared_hidden_dim:
+            ops["swiglu"] = {}
+        if any(experts):
+            ops["grouped_linear"] = {}
+        return {**ops, "cross_entropy": {}}
+
     def first_layers(self, n: int | None) -> ModelConfig:
         """The same model without those after the first n; None: with all."""
         n = self.num_layers if n is None else min(n, self.num_layers)

@@ -45,7 +45,7 @@ class Block(nn.Module):
         return x if self.post_norm else self.mixer_norm(x)
 
     def _mlp(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.mlp(x, plan) if isinstance(self.mlp, MoE) else (self.mlp(x), None)
+        return self.mlp(x, plan) if isinstance(self.mlp, MoE) else (self.mlp(x, plan.impl), None)
 
 
 class Head(nn.Module):
@@ -57,13 +57,15 @@ class Head(nn.Module):
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
         self.token_losses: torch.Tensor | None = None  # [B·T] into which the loss's terms are written, where wanted
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048, impl: str = "auto"
+    ) -> torch.Tensor:
         """x [B, T, dim] -> logits [B, T, vocab]; with labels [B, T] the sum of cross-entropies, in float32 or wider."""
         x = self.norm(x)
         if labels is None:
             return x @ self.weight.T
         return chunked_cross_entropy(
-            x.flatten(0, 1), self.weight, labels.flatten(), loss_chunk, token_losses=self.token_losses
+            x.flatten(0, 1), self.weight, labels.flatten(), loss_chunk, token_losses=self.token_losses, impl=impl
         )
 
 
@@ -98,7 +100,7 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.layers):
             x, balance = layer(x, plan, None if caches is None else caches[i])
             balances += [] if balance is None else [balance]
-        out = self.head(x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk)
+        out = self.head(x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk, plan.impl)
         for balance in balances if labels is not None else []:
             out = out + (balance - balance.detach())
         return out

@@ -119,8 +119,8 @@ class SwiGLU(nn.Module):
         self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
         self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return swiglu(project(x, self.gate_proj, self.up_proj), self.down_proj.weight)
+    def forward(self, x: torch.Tensor, impl: str = "auto") -> torch.Tensor:
+        return swiglu(project(x, self.gate_proj, self.up_proj), self.down_proj.weight, impl)
 
 
 class ConvWeight(nn.Module):

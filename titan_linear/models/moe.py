@@ -110,7 +110,7 @@ class MoE(nn.Module):
         order, counts = self._by_expert(experts)
         self._count(counts)
         sent = self.dispatch(flat[order // self.config.top_k], counts)
-        shared = self._shared(flat)  # while rows travel
+        shared = self._shared(flat, plan.impl)  # while rows travel
         y = sent.back(self.experts(sent.rows(), sent.counts))
         y = y[order.argsort()].unflatten(0, (-1, self.config.top_k))  # [N, k, dim]
         y = (weights.to(y.dtype).unsqueeze(1) @ y).squeeze(1)  # Σ weight · expert(x)
@@ -123,10 +123,11 @@ class MoE(nn.Module):
         ends = torch.searchsorted(by_expert, torch.arange(self.config.num_experts, device=experts.device), right=True)
         return order, ends.diff(prepend=ends.new_zeros(1))  # not bincount, for which CUDA waits
 
-    def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
+    def _shared(self, x: torch.Tensor, impl: str) -> torch.Tensor | None:
         if self.shared is None:
             return None
-        return self.shared(x) if self.shared_gate is None else self.shared(x) * self.shared_gate(x).sigmoid()
+        y = self.shared(x, impl)
+        return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
 
     def _count(self, counts: torch.Tensor) -> None:
         """Loads of training alone. Activation checkpointing counts all of them twice, which leaves their order."""

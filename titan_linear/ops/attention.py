@@ -6,7 +6,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from titan_linear.ops.boundaries import Boundaries
+from titan_linear.ops.boundaries import Boundaries, checked
 from titan_linear.ops.cp.allgather import GATHER_LIMIT, allgather_attention, slice_bytes
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.ring import ring_attention
@@ -135,10 +135,7 @@ def _check_one_stream(what: str, q: torch.Tensor, k: torch.Tensor) -> None:
 def _documents(cu_seqlens: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Boundaries:
     """The documents of a packed stream on one device; empty ones are left out."""
     _check_one_stream("cu_seqlens", q, k)
-    bounds = cu_seqlens.cpu().numpy()
-    if bounds[0] != 0 or bounds[-1] != q.shape[1] or (np.diff(bounds) < 0).any():
-        raise ValueError(f"cu_seqlens = {bounds.tolist()}: must rise from 0 to the {q.shape[1]} tokens of q")
-    on_host = torch.from_numpy(np.unique(bounds).astype(np.int32))
+    on_host = torch.from_numpy(np.unique(checked("cu_seqlens", cu_seqlens, q.shape[1])).astype(np.int32))
     return Boundaries(on_host.to(q.device, non_blocking=True), on_host, on_host.diff().max().long().view(1))
 
 

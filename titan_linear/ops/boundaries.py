@@ -70,6 +70,34 @@ class Boundaries:
         return self._derived[key]
 
 
+def checked(name: str, cu_seqlens: torch.Tensor, tokens: int | None = None) -> np.ndarray:
+    """The values [N+1] of boundaries, copied from their device, of documents that may be empty.
+
+    name: of the argument; tokens: where they end, if that is known.
+
+    Raises:
+        ValueError: they are no boundaries of so many tokens.
+    """
+    check_shape(name, cu_seqlens)
+    edges = cu_seqlens.cpu().numpy()
+    if edges[0] != 0 or np.count_nonzero(edges[1:] < edges[:-1]) or tokens not in (None, edges[-1]):
+        end = "" if tokens is None else f", and end at {tokens}, the number of tokens"
+        raise ValueError(f"{name} = {short(edges.tolist())}: must start at 0, never decrease{end}")
+    return edges
+
+
+def check_shape(name: str, cu_seqlens: torch.Tensor) -> None:
+    """All that can be asked of boundaries without their values."""
+    dtype = cu_seqlens.dtype
+    integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+    if not integer or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
+        raise ValueError(f"{name} is {dtype} {tuple(cu_seqlens.shape)}; give N + 1 integers for N documents")
+
+
+def short(values: list[int]) -> str:
+    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, …, {values[-1]}]"
+
+
 def chunk_arrays(cu_seqlens: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """(index [NT, 2], offsets [N+1]) int32 of a `ChunkTable`, on the host. An entry without tokens has one chunk, so
     that its states are written like any other's. A table has two rows at least: torch.compile takes one for a constant.

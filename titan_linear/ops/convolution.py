@@ -51,7 +51,7 @@ def causal_conv1d(
         initial_state: [N, D, W−1], the last inputs before each sequence or document; zeros by default.
         activation: None, "silu" or "swish" (the same).
         residual, backend, chunk_indices: must be None.
-        cu_seqlens: [N + 1] int, boundaries of packed documents (B = 1).
+        cu_seqlens: [N + 1] int, boundaries of packed documents (B = 1), from 0 to T; trusted if on a device.
         cu_seqlens_cpu: the same on the CPU, for implementations that loop over documents on the host.
         cp_context: x is this rank's tokens; the W−1 tokens before its fragments are fetched. Neither cu_seqlens nor
             states may be given.
@@ -76,7 +76,12 @@ def causal_conv1d(
     parts = [D] if widths is None else list(widths)
     if not 1 <= len(parts) <= 3 or min(parts) < 1 or sum(parts) != D:
         raise ValueError(f"widths = {parts} must be those of one to three parts whose sum is D = {D}")
-    N = check_boundaries(B, cu_seqlens, cu_seqlens_cpu)
+    if cp_context is not None:
+        check_cp("x", x, initial_state, output_final_state, cu_seqlens, cp_context)
+        if cp_context.conv1d_kernel_size not in (None, W):
+            built = cp_context.conv1d_kernel_size
+            raise ValueError(f"weight has W = {W}; cp_context was built with conv1d_kernel_size = {built}")
+    N = check_boundaries(B, T, cu_seqlens, cu_seqlens_cpu)
     if initial_state is not None and initial_state.shape != (N, D, W - 1):
         fla = ": FLA's has one column more, which it never reads; pass initial_state[..., 1:]"
         raise ValueError(
@@ -84,15 +89,10 @@ def causal_conv1d(
             f"{fla if initial_state.shape == (N, D, W) else ''}"
         )
     flat, initial = x.flatten(0, 1), None if initial_state is None else States(initial_state)
-    if cp_context is not None:
-        check_cp("x", x, initial_state, output_final_state, cu_seqlens, cp_context)
-        if cp_context.conv1d_kernel_size not in (None, W):
-            built = cp_context.conv1d_kernel_size
-            raise ValueError(f"weight has W = {W}; cp_context was built with conv1d_kernel_size = {built}")
-        if cp_context.world_size > 1 and W > 1:
-            routes = cp_context.halo_of(W - 1)
-            flat, halo = with_halo(flat, routes, cp_context.slots, W - 1, cp_context.group_name)
-            initial = States(halo.transpose(1, 2), cp_context.enters_slot)
+    if cp_context is not None and cp_context.world_size > 1 and W > 1:
+        routes = cp_context.halo_of(W - 1)
+        flat, halo = with_halo(flat, routes, cp_context.slots, W - 1, cp_context.group_name)
+        initial = States(halo.transpose(1, 2), cp_context.enters_slot)
     convolve = IMPLEMENTATIONS[implementation("causal_conv1d", impl, x.device, x.dtype, W=W)]()
     boundaries = boundaries_of(x, cu_seqlens, cp_context, cu_seqlens_cpu)
     ys, final = convolve(flat, weight, bias, initial, boundaries, activation, output_final_state, parts)

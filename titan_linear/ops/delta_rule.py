@@ -20,7 +20,7 @@ from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.kcp import Chains, incoming_states
 from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.kept import kept
-from titan_linear.ops.options import DeltaRuleOptions, boundaries_of, check_boundaries, check_cp
+from titan_linear.ops.options import DeltaRuleOptions, boundaries_of, check_boundaries, check_cp, swapped
 from titan_linear.ops.states import Inputs, States, state_dtype
 from titan_linear.ops.support import implementation, one_dtype, outside_graphs
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule, normalise, step
@@ -169,19 +169,22 @@ def chunk_delta_rule(
     options: DeltaRuleOptions,
     initial_state: torch.Tensor | None,
     output_final_state: bool,
+    state_v_first: bool,
     cu_seqlens: torch.Tensor | None,
+    cu_seqlens_cpu: torch.Tensor | None,
     cp_context: CPContext | None,
     cp_method: str,
     impl: str,
-    cu_seqlens_cpu: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `chunk_kda` and `chunk_gated_delta_rule` share, once they have filled in `options`: checks, and the call."""
-    N = check_boundaries(q.shape[0], cu_seqlens, cu_seqlens_cpu)
-    _check(q, k, v, g, beta, A_log, dt_bias, options, initial_state, N)
+    _check(q, k, v, g, beta, A_log, dt_bias, options)
     if cp_method not in ("kcp", "ulysses"):
         raise ValueError(f"cp_method = {cp_method!r} is unknown; use 'kcp' or 'ulysses'")
     if cp_context is not None:
         check_cp("q", q, initial_state, output_final_state, cu_seqlens, cp_context)
+    N = check_boundaries(*q.shape[:2], cu_seqlens, cu_seqlens_cpu)
+    _check_state(initial_state, N, v.shape[2], q.shape[3], v.shape[3], state_v_first)
+    initial_state = swapped(initial_state, state_v_first)
     several = cp_context is not None and cp_context.world_size > 1
     if several and cp_method == "ulysses":
         return _over_heads(q, k, v, g, beta, A_log, dt_bias, options, cp_context, impl), None
@@ -194,7 +197,7 @@ def chunk_delta_rule(
         boundaries = boundaries_of(q, cu_seqlens, cp_context, cu_seqlens_cpu)
         call = Call(rule, options, boundaries, cp_context if several else None, output_final_state)
         o, final = _apply(call, initial_state, *inputs)
-    return o.unflatten(0, q.shape[:2]), final if output_final_state else None
+    return o.unflatten(0, q.shape[:2]), swapped(final, state_v_first) if output_final_state else None
 
 
 def _apply(call: Call, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -246,8 +249,6 @@ def _check(
     A_log: torch.Tensor | None,
     dt_bias: torch.Tensor | None,
     options: DeltaRuleOptions,
-    initial_state: torch.Tensor | None,
-    N: int,
 ) -> None:
     """Shapes and switches that do not fit are a ValueError that says what would."""
     if q.dim() != 4 or k.shape != q.shape:
@@ -255,7 +256,7 @@ def _check(
     B, T, H, K = q.shape
     if v.dim() != 4 or v.shape[:2] != (B, T) or v.shape[2] % H:
         raise ValueError(f"v {tuple(v.shape)} must be [B, T, HV, V] = [{B}, {T}, a multiple of H = {H}, V]")
-    HV, V = v.shape[2:]
+    HV = v.shape[2]
     if g.shape not in ((B, T, HV), (B, T, HV, K)) or beta.shape != (B, T, HV):
         raise ValueError(f"g {tuple(g.shape)} and beta {tuple(beta.shape)} must be those of B, T, HV = {B}, {T}, {HV}")
     if options.gate_in_kernel != (A_log is not None):
@@ -264,5 +265,9 @@ def _check(
         raise ValueError(f"A_log {tuple(A_log.shape)} must be [HV] = [{HV}]")
     if dt_bias is not None and not options.gate_in_kernel:
         raise ValueError("dt_bias comes with use_gate_in_kernel = True; give both or neither")
-    if initial_state is not None and initial_state.shape != (N, HV, K, V):
-        raise ValueError(f"initial_state {tuple(initial_state.shape)} must be [N, HV, K, V] = [{N}, {HV}, {K}, {V}]")
+
+
+def _check_state(states: torch.Tensor | None, N: int, HV: int, K: int, V: int, v_first: bool) -> None:
+    dims, shape = ("V, K", (N, HV, V, K)) if v_first else ("K, V", (N, HV, K, V))
+    if states is not None and states.shape != shape:
+        raise ValueError(f"initial_state {tuple(states.shape)} must be [N, HV, {dims}] = {list(shape)}")

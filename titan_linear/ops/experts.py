@@ -8,24 +8,29 @@ import torch.nn.functional as F
 
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.kept import kept
-from titan_linear.ops.support import outside_graphs
+from titan_linear.ops.support import implementation, outside_graphs
 
 
 def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """y_i = W_e x_i for rows x_i of group e; rows of a group are adjacent, and groups are in order.
 
     x [M, I], weight [E, O, I], counts [E] int64 that sum to M -> y [M, O]. Differentiable in x and weight.
-    In bfloat16 on CUDA it is one kernel; elsewhere a loop, for which CUDA waits for the counts.
+    In bfloat16 on CUDA it is one kernel of PyTorch; elsewhere a loop, for which CUDA waits for the counts.
     """
-    if x.is_cuda and x.dtype == torch.bfloat16:
-        return torch._grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(torch.int32))
-    return _one_by_one(x, weight, counts)
+    return IMPLEMENTATIONS[implementation("grouped_linear", "auto", x.device, x.dtype)](x, weight, counts)
+
+
+def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    return torch._grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(torch.int32))
 
 
 @outside_graphs
-def _one_by_one(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def _loop(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     groups = zip(x.split(counts.tolist()), weight.unbind(0), strict=True)
     return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
+
+
+IMPLEMENTATIONS = {"grouped_mm": _grouped_mm, "loop": _loop}
 
 
 @kept

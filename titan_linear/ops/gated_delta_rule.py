@@ -6,7 +6,7 @@ import torch
 
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.delta_rule import chunk_delta_rule
-from titan_linear.ops.options import DeltaRuleOptions, beta_range, check_chunk_size, refuse, swapped
+from titan_linear.ops.options import DeltaRuleOptions, beta_range, check_chunk_size, refuse
 
 
 def chunk_gated_delta_rule(
@@ -53,9 +53,8 @@ def chunk_gated_delta_rule(
         beta_range=beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
         disable_recompute=disable_recompute,
     )
-    o, final = chunk_delta_rule(
-        q, k, v, g, beta, A_log, dt_bias, options=options, initial_state=swapped(initial_state, state_v_first),
-        cu_seqlens=cu_seqlens, cu_seqlens_cpu=cu_seqlens_cpu, output_final_state=output_final_state,
-        cp_context=cp_context, cp_method=cp_method, impl=impl,
+    return chunk_delta_rule(
+        q, k, v, g, beta, A_log, dt_bias, options=options, initial_state=initial_state,
+        output_final_state=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, cp_method=cp_method, impl=impl,
     )  # fmt: skip
-    return o, swapped(final, state_v_first)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from titan_linear.ops.boundaries import CHUNK, Boundaries
+from titan_linear.ops.boundaries import CHUNK, Boundaries, check_shape, checked, short
 from titan_linear.ops.cp.context import CPContext
 
 
@@ -54,8 +55,11 @@ def boundaries_of(
     return Boundaries(cu_seqlens.to(x.device, torch.int32, non_blocking=True), on_host)
 
 
-def check_boundaries(B: int, cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None) -> int:
-    """N, the number of sequences of a batch of B or of packed documents. What does not fit is a ValueError."""
+def check_boundaries(B: int, T: int, cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None) -> int:
+    """N, the number of sequences of a batch of B or of packed documents of T tokens. What does not fit is a ValueError.
+
+    Values are read where they are on the CPU, without waiting for a device; compiled code has none.
+    """
     if cu_seqlens_cpu is not None:
         given = None if cu_seqlens is None else tuple(cu_seqlens.shape)
         if tuple(cu_seqlens_cpu.shape) != given or cu_seqlens_cpu.device.type != "cpu":
@@ -67,7 +71,14 @@ def check_boundaries(B: int, cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: to
         return B
     if B != 1:
         raise ValueError(f"cu_seqlens describes one packed stream: B must be 1, not {B}")
-    return cu_seqlens.numel() - 1
+    check_shape("cu_seqlens", cu_seqlens)
+    if not torch.compiler.is_compiling():
+        given = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
+        known = [checked(name, x, T) for name, x in given.items() if x is not None and x.device.type == "cpu"]
+        if len(known) == 2 and not np.array_equal(*known):
+            a, b = (short(edges.tolist()) for edges in known)
+            raise ValueError(f"cu_seqlens_cpu = {b} must have the values of cu_seqlens, {a}; or leave it out")
+    return len(cu_seqlens) - 1
 
 
 def refuse(remedy: str, **given: object) -> None:

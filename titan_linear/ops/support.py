@@ -8,6 +8,7 @@ one that is named and not supported is a ValueError that says why.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
@@ -31,6 +32,7 @@ from titan_linear.ops.triton.configs import (
 IMPLS = ("auto", "torch", "triton")
 MAX_HEAD_DIM = 256  # K and V of the delta rules' kernels
 MAX_WIDTH = 8  # W of the convolution's kernels
+ELEMENTWISE = ("swiglu", "cross_entropy")  # some more passes over memory in PyTorch
 HALF = (torch.bfloat16, torch.float16)
 CUDNN = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which cuDNN's attention is faster than PyTorch's flash
 FLASH4 = CUDNN  # those that FlashAttention-4 has kernels of their own for
@@ -164,8 +166,9 @@ DELTA_RULE = (*TRITON, dim_up_to("K", MAX_HEAD_DIM), dim_up_to("V", MAX_HEAD_DIM
 TABLE: dict[str, dict[str, tuple[Check, ...]]] = {
     "chunk_kda": {"triton": (*DELTA_RULE, has_configurations("kda")), "torch": ()},
     "chunk_gated_delta_rule": {"triton": (*DELTA_RULE, has_configurations("gdn")), "torch": ()},
-    "cross_entropy": {"triton": (on_gpu, triton_installed, dtype_in(torch.float32)), "torch": ()},
+    "cross_entropy": {"triton": TRITON, "torch": ()},  # the dtype is that of the hidden states; logits are wider
     "swiglu": {"triton": TRITON, "torch": ()},
+    "grouped_linear": {"grouped_mm": (on_gpu, dtype_in(torch.bfloat16)), "loop": ()},
     "causal_conv1d": {"triton": (*TRITON, dim_up_to("W", MAX_WIDTH)), "torch": ()},
     "attention": {
         "flash4": (
@@ -207,10 +210,10 @@ def choose(op: str, impl: str, device: torch.device, dtype: torch.dtype | None, 
         name, against = impl, {impl: reason_against(op, impl, target)}
         if against[impl]:
             raise ValueError(f"impl = {impl!r} cannot run {op}: {against[impl]}; use 'auto' or 'torch'")
-    return Choice(name, _remark(name, target, against))
+    return Choice(name, _remark(op, name, target, against))
 
 
-def _remark(name: str, target: Target, against: Mapping[str, str | None]) -> str:
+def _remark(op: str, name: str, target: Target, against: Mapping[str, str | None]) -> str:
     """What it costs that a GPU does not run what it could, or that nobody has measured it."""
     if target.device != "cuda":
         return ""
@@ -218,7 +221,9 @@ def _remark(name: str, target: Target, against: Mapping[str, str | None]) -> str
         where = f"compute capability {_dotted(target.capability)}"
         return f"not measured on this GPU ({where}): its kernels were compiled for it, and never run"
     if name == "torch" and against.get("triton"):
-        return f"because {against['triton']}; expect it to be many times slower"
+        return f"because {against['triton']}; expect it to be {'' if op in ELEMENTWISE else 'many times '}slower"
+    if name == "loop":
+        return f"because {against['grouped_mm']}; every layer with experts waits for the GPU"
     if name == "tiled":
         return f"because {against['flash']}; expect it to be several times slower"
     if name == "flash" and target.capability in FLASH4 and against.get("flash4"):
@@ -230,7 +235,7 @@ def implementation(op: str, impl: str, device: torch.device, dtype: torch.dtype 
     """`choose` at a call. "auto" that falls short of the GPU's kernels is a warning, given once."""
     choice = choose(op, impl, device, dtype, **dims)
     if choice.why and impl == "auto" and op != "attention":
-        _warn(f"{op}: {choice.implementation}, {choice.why}")
+        _warn(*_remarks({op: choice}))
     return choice.implementation
 
 
@@ -267,7 +272,8 @@ def choose_implementations(
 ) -> dict[str, Choice]:
     """op -> what a run will use, given the dims that it asks of each op: {"chunk_kda": {"K": 128, "V": 128}, ...}.
 
-    attention {"D", "Dv"} names the kernel of packed documents, whatever `impl` says: it has PyTorch's kernels alone.
+    attention {"D", "Dv"} names the kernel of packed documents. It and grouped_linear, of which we have no kernels, take
+    the fastest whatever `impl` says.
 
     Raises:
         ValueError: as `choose`, naming the key model.impl.
@@ -275,7 +281,7 @@ def choose_implementations(
     choices = {}
     for op, dims in requests.items():
         try:
-            choices[op] = choose(op, "auto" if op == "attention" else impl, device, dtype, **dims)
+            choices[op] = choose(op, impl if "triton" in TABLE[op] else "auto", device, dtype, **dims)
         except ValueError as error:
             raise ValueError(f"model.{error}") from None
     if "attention" in choices:
@@ -305,4 +311,14 @@ def _deterministic() -> int:
 def start_lines(choices: Mapping[str, Choice]) -> list[str]:
     """What a run says of its ops: one line for all of them, then one for each that has something to add."""
     names = ", ".join(f"{op}: {choice.implementation}" for op, choice in choices.items())
-    return [f"ops {names}", *(f"  {op}: {c.implementation}, {c.why}" for op, c in choices.items() if c.why)]
+    return [f"ops {names}", *(f"  {remark}" for remark in _remarks(choices))]
+
+
+def hush(choices: Mapping[str, Choice]) -> None:
+    """What `start_lines` says of these is no warning any more where the ops are called."""
+    for remark in _remarks(choices):
+        warnings.filterwarnings("ignore", message=re.escape(remark))
+
+
+def _remarks(choices: Mapping[str, Choice]) -> list[str]:
+    return [f"{op}: {choice.implementation}, {choice.why}" for op, choice in choices.items() if choice.why]

@@ -222,6 +222,15 @@ def cross_entropy_case() -> None:
     launch(cross_entropy.softmax_gradient, logits, lse, target, torch.bfloat16)
 
 
+def swiglu_case(dtype: str = "bfloat16") -> None:
+    import torch
+
+    from titan_linear.ops.triton import swiglu
+
+    gate_up = torch.empty(1, 2048, 2 * 2816, device="meta", dtype=getattr(torch, dtype))
+    launch(swiglu.swiglu_backward, gate_up, launch(swiglu.swiglu_forward, gate_up))
+
+
 CASES: dict[str, tuple[Callable, tuple]] = {
     f"conv1d {dtype} W={W}": (conv1d_case, (dtype, W)) for dtype in ("bfloat16", "float32") for W in (2, 4)
 }
@@ -241,6 +250,7 @@ CASES |= {
 CASES["gdn bfloat16 K=128 V=192 30 heads"] = (gdn_case, ("bfloat16", 128, 192, 1, False, 30))
 CASES |= {
     "cross-entropy": (cross_entropy_case, ()),
+    "swiglu": (swiglu_case, ()),
     "fold K=128 V=128": (fold_case, (128, 128)),
     "fold K=128 V=192": (fold_case, (128, 192)),
     "fold K=256 V=64": (fold_case, (256, 64)),

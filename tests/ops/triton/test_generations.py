@@ -14,14 +14,20 @@ import sys
 import pytest
 
 from tests.ops.triton.kda_compile import kda_case
-from tests.ops.triton.test_compile import compile_launch, conv1d_case, gdn_case
+from tests.ops.triton.test_compile import compile_launch, conv1d_case, cross_entropy_case, gdn_case, swiglu_case
 
 # GDN: none at sm_100, K and V up to 128 at sm_120 (ops/triton/configs.py says why).
 SHARED = {80: 166912, 86: 101376, 89: 101376, 100: 232448, 120: 101376}  # bytes a program may use on sm_<target>
 FEW = 64  # bytes a thread that may be spilled: it costs nothing that one would see
 MORE = {(86, "gdn"): 576}  # with Triton 3.6
-KERNELS = {"kda": ("gradient_kernel",), "gdn": ("reverse_kernel",), "conv1d": ("conv1d_bwd_kernel",)}
-COMPILED = [(86, "kda"), (86, "gdn"), (100, "kda"), (100, "conv1d"), (120, "kda"), (120, "gdn")]  # here; K = V = 128
+KERNELS = {
+    "kda": ("gradient_kernel",), "gdn": ("reverse_kernel",), "conv1d": ("conv1d_bwd_kernel",),
+    "swiglu": ("swiglu_bwd_kernel",), "cross_entropy": ("logsumexp_kernel",),
+}  # fmt: skip
+COMPILED = [  # here; K = V = 128
+    (86, "kda"), (86, "gdn"), (86, "swiglu"), (100, "kda"), (100, "conv1d"), (100, "cross_entropy"), (120, "kda"),
+    (120, "gdn"), (120, "swiglu"), (120, "cross_entropy"),
+]  # fmt: skip
 
 
 def launches(target: int, op: str, K: int, only: tuple[str, ...] = ()) -> list[dict]:
@@ -43,8 +49,10 @@ def launches(target: int, op: str, K: int, only: tuple[str, ...] = ()) -> list[d
         kda_case("bfloat16", K, K, "bounded")
     elif op == "gdn":
         gdn_case("bfloat16", K, K)
-    else:
+    elif op == "conv1d":
         conv1d_case("bfloat16", 4)
+    else:
+        (swiglu_case if op == "swiglu" else cross_entropy_case)()
     return found
 
 
@@ -68,7 +76,9 @@ def test_fits_the_chip(compiled: dict[str, list[dict]], target: int, op: str) ->
 def supported(target: int, op: str, K: int) -> bool:
     from titan_linear.ops.triton.configs import largest_dim, shipped_for
 
-    return op == "conv1d" or largest_dim(shipped_for(divmod(target, 10)), op, 2) >= K
+    if op not in ("kda", "gdn"):
+        return K == 128  # of the others, which have no head dims, once
+    return largest_dim(shipped_for(divmod(target, 10)), op, 2) >= K
 
 
 def main() -> None:

@@ -35,6 +35,12 @@ class DeltaOptions(MixerOptions):
     linear: ClassVar[bool] = True
     op: ClassVar[str]  # the delta rule
 
+    def __post_init__(self) -> None:
+        if self.beta_range not in (1, 2):
+            raise ValueError(
+                f"beta_range = {self.beta_range!r} of {self.name}: must be 1, or 2 to allow negative eigenvalues"
+            )
+
     @property
     def any_gate(self) -> bool:
         """Gates have no bound: the rule's kernels are slower then."""

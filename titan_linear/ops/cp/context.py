@@ -23,9 +23,11 @@ from titan_linear.ops.boundaries import (
     Boundaries,
     ChunkTable,
     Segments,
+    checked,
     chunk_arrays,
     segment_arrays,
     segment_length,
+    short,
 )
 from titan_linear.ops.cp.exchange import between_nodes
 from titan_linear.ops.cp.fragments import LAYOUTS, Fragment, cut, owned
@@ -292,10 +294,9 @@ def _routes_at_first_use(
 
 def _documents(cu_seqlens: torch.Tensor, num_streams: int) -> np.ndarray:
     """[N+1] int64 boundaries without empty documents."""
-    bounds = cu_seqlens.cpu().numpy().astype(np.int64)
-    if len(bounds) < 2 or bounds[0] != 0 or (np.diff(bounds) < 0).any() or not bounds[-1]:
-        raise ValueError(f"cu_seqlens = {_short(bounds.tolist())}: must start at 0, never decrease, and hold a token")
-    documents = np.unique(bounds)
+    documents = np.unique(checked("cu_seqlens", cu_seqlens).astype(np.int64))
+    if len(documents) < 2:
+        raise ValueError(f"cu_seqlens = {short(cu_seqlens.tolist())}: no document has a token; give one that has")
     edges = np.arange(1, num_streams) * (documents[-1] // num_streams)
     for i in np.flatnonzero(~np.isin(edges, documents)):
         raise ValueError(f"num_streams = {num_streams}: stream {i + 1} must begin a document in cu_seqlens")
@@ -329,7 +330,3 @@ def _slots_of_entries(fragments: tuple[Fragment, ...], entries: np.ndarray, coun
         if f.leaves:
             leaves[last] = slot
     return {"enters_slot": enters, "leaves_slot": leaves}
-
-
-def _short(values: list[int]) -> str:
-    return str(values) if len(values) <= 8 else f"[{', '.join(map(str, values[:4]))}, …, {values[-1]}]"
