@@ -59,7 +59,7 @@ from titan_linear.grace import GivenUp, Grace
 from titan_linear.gradients import Passes
 from titan_linear.hf_io import gather, load_weights
 from titan_linear.memory import what_fits
-from titan_linear.metrics import GarbageClock, MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory
+from titan_linear.metrics import GarbageClock, Graphs, MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory
 from titan_linear.models.init import initialise
 from titan_linear.ops.support import start_lines
 from titan_linear.optim import Reading, build_optimizer, learning_rate, step_numbers, update
@@ -124,7 +124,7 @@ class Trainer:
         loss_chunk = config.training.loss_chunk_size
         self.passes = Passes(self.model, self.feed, self.precision, loss_chunk, self.telemetry.watching)
         self.seen: Seen = {}  # by telemetry in the last step
-        self.garbage = GarbageClock()
+        self.garbage, self.graphs = GarbageClock(), Graphs() if config.compile.enable else None
         self.outliers = Outliers(config.metrics.spike_sigmas)
 
     def _build_checkpointer(self) -> Checkpointer | None:
@@ -291,6 +291,7 @@ class Trainer:
             numbers = self.train_step()
             if self.config.profiling.enable_profiling:
                 self.feed.settle()  # what ends on gloo's threads after the profiler's window writes into freed memory
+            self._look_at_graphs("a step that telemetry looks into" if self.telemetry.on else "training")
             traced = profile.step()
             snapshots.after(self.step)
             if self.step == first or longer:  # it has compiled and connected everything
@@ -320,7 +321,13 @@ class Trainer:
         set_timeout(self.dims.groups, timedelta(seconds=self.config.comm.init_timeout_seconds))
         if self.config.compile.enable:
             torch.compiler.reset()  # else the length would become a variable of the code, or be too many to compile
+            self.graphs.forget()
         return True
+
+    def _look_at_graphs(self, kind: str) -> None:
+        """After passes of this kind."""
+        if self.graphs and dist.get_rank() == 0 and (warning := self.graphs.after(kind)):
+            print(f"step {self.step}: {warning}", flush=True)
 
     def _give_up(self, why: str) -> None:
         """A signal came between two micro-steps, or while validating: nothing has changed since the last step's end."""
@@ -343,6 +350,10 @@ class Trainer:
         work = Work(training_flops(self.model.config, fed.documents), fed.valid, fed.waited)
         of_step = {"data_seconds": fed.seconds, "gc_seconds": self.garbage.take()}
         more = {name: seconds / max(fed.steps, 1) for name, seconds in of_step.items()} | reserved_memory()
+        if fed.most_pairs:  # of a model with softmax layers
+            more["work_balance"] = fed.work_balance(self.dims.dp * self.dims.cp)
+        if self.graphs:
+            more |= self.graphs.counts()
         if self.config.training.seq_len_schedule:
             more["seq_len"] = seq_len_at(self.config.training, self.step)
         logger.log(
@@ -371,6 +382,7 @@ class Trainer:
 
     def _validate(self, logger: MetricsLogger | None) -> None:
         v, loss = self.config.validation, self.validate()
+        self._look_at_graphs("validation")
         if logger:
             logger.log_validation(self.step, loss)
         if v.sample_tokens:

@@ -74,8 +74,10 @@ class BatchSharding:
         return moved["tokens"], moved["labels"], plan
 
     def _pairs(self, context: CPContext) -> float:
-        """Without softmax layers those of the rank's own tokens."""
-        method = self.softmax_method if self.softmax else "ring"
+        """Of a model without softmax layers none."""
+        if self.softmax is None:
+            return 0.0
+        method = self.softmax_method
         if method == "auto":
             method = choose_method(context, *self.softmax, self.compute_dtype)
         return pairs_computed(context, method)
