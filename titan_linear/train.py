@@ -35,6 +35,7 @@ from titan_linear.build import (
     model_config,
     progress_at,
     tokenizer_path,
+    uncompiled,
 )
 from titan_linear.checkpoint import (
     Checkpointer,
@@ -427,6 +428,8 @@ class Trainer:
         parameters = sum(p.numel() for p in named_parameters(self.model).values())
         print(f"model {self.config.model.name}/{self.config.model.flavor}: {parameters:,} parameters", flush=True)
         print("\n".join(start_lines(choices)), flush=True)
+        if line := uncompiled(self.config, self.device):
+            print(line, flush=True)
         print(f"mesh {self.dims.description}", flush=True)
         if self.step:
             print(f"resuming from step {self.step}", flush=True)
