@@ -30,7 +30,7 @@ def exit_of(main: Callable[[list[str]], object], argv: list[str], capfd: pytest.
 @contextmanager
 def own_handlers() -> Iterator[None]:
     """For commands that set handlers of signals, in this process."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)

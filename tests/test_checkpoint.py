@@ -37,10 +37,12 @@ from torch.distributed.tensor import DTensor
 
 from tests.processes import stopped, until
 from tests.worlds import free_port
+from titan_linear.build import unallocated
 from titan_linear.checkpoint import (
     Checkpointer,
     Reader,
     SaveFailed,
+    check_weights,
     find_step,
     holds_optimizer,
     stored_weights,
@@ -83,6 +85,11 @@ def build(mesh: tuple[int, ...], *, seed: int = 0, tied: bool = True, wrap: str 
     rest = [p for p in model.parameters() if p not in plain]
     groups = [{"params": rest}, {"params": list(plain), "weight_decay": 0.0}]
     return model, torch.optim.AdamW(groups, lr=lr, weight_decay=0.1)
+
+
+def nowhere(tied: bool = True, **changes) -> Decoder:
+    """On the meta device, as before processes start."""
+    return unallocated(ModelConfig(**CONFIG | dict(tie_embeddings=tied) | changes), torch.float32)
 
 
 def fill(model: nn.Module, seed: int) -> None:
@@ -221,7 +228,7 @@ def load_error(rank, world_size, folder, number, options=None):
     model, optimizer = build((world_size,), seed=1, **(options or {}))
     try:
         return Checkpointer(folder).load(number, model, optimizer)
-    except ValueError as error:
+    except (ValueError, SystemExit) as error:  # what rank 0 finds, it says
         return str(error)
 
 
@@ -257,16 +264,37 @@ def test_weights_only(worlds, tmp_path):
         weights_path(tmp_path / "nothing")
 
 
+def load_what_rank_0_sees(rank, world_size, load, *arguments):
+    """While a run saves: the others do not see its newest checkpoint yet."""
+    behind = patch("titan_linear.checkpoint.whole_steps", lambda folder: [1])
+    with behind if rank else contextlib.nullcontext():
+        return load(rank, world_size, *arguments)
+
+
+def test_all_ranks_load_the_same_checkpoint(worlds, tmp_path):
+    saved, _ = worlds(2).run(save_steps, tmp_path, (2,), [1, 2])[0]
+    for weights in worlds(2).run(load_what_rank_0_sees, load_weights, tmp_path):
+        assert weights == {name: saved[name] for name in weights}
+    for _, progress, loaded, _ in worlds(2).run(load_what_rank_0_sees, load_step, tmp_path, (2,), 2):
+        assert progress["step"] == 2 and loaded == saved
+
+
 def test_another_model_is_refused(worlds, tmp_path):
     worlds(2).run(save_steps, tmp_path, (2,), [1])
     for options, found in (
         ({"num_layers": 3}, "lacks .* of this model's tensors .*layers.2"),
         ({"num_layers": 1}, "others .*layers.1"),
         ({"tied": False}, "lacks 1 of this model's tensors .*head.weight"),
-        ({"hidden_dim": 12}, "Size mismatch"),
+        (
+            {"hidden_dim": 12},
+            r"6 tensors have another size: model.layers.0.mlp.gate_proj.weight \(10, 6\), here \(12, 6\)",
+        ),
     ):
+        with pytest.raises(ValueError, match=found):
+            check_weights(tmp_path / "step-1", nowhere(**options))
         for message in worlds(2).run(load_weights_error, tmp_path, options):
             assert re.search(found, message), message
+    check_weights(tmp_path / "step-1", nowhere())
 
 
 def test_missing_step(worlds, tmp_path):

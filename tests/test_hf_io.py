@@ -354,6 +354,9 @@ def test_a_bad_folder_is_refused_before_training(damage: Callable[[Path], str], 
 GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
 
+SAFETENSORS = "Error while deserializing header: "
+
+
 def write_file(file: Path, header: object, size: int) -> None:
     text = header if isinstance(header, bytes) else json.dumps(header).encode()
     file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(size))
@@ -384,15 +387,29 @@ def write_file(file: Path, header: object, size: int) -> None:
         ({"dtype": "F64", "shape": [2], "data_offsets": [24, 32]}, "has 8 bytes"),
         ({"dtype": "F32", "shape": [2], "data_offsets": [20, 28]}, "overlaps the one before it"),
         ({"dtype": "F32", "shape": [1], "data_offsets": [28, 32]}, "follows 4 stray bytes"),
+        ({"dtype": "F32", "shape": [2], "data_offsets": [24, 32], "more": float("nan")}, None),
     ],
 )
-def test_a_malformed_header_is_refused(placement: object, message: str, tmp_path: Path) -> None:
+def test_a_malformed_header_is_refused(placement: object, message: str | None, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     write_file(file, {"__metadata__": {"format": "pt"}, "bad": {**GOOD, "data_offsets": [24, 48]}, "good": GOOD}, 48)
     assert [tensor.shape for tensor in hf_io.read_header(file).values()] == [(2, 3), (2, 3)]
     write_file(file, {"good": GOOD, "bad": placement}, 32)
-    with pytest.raises(ValueError, match=rf"'{file}' is malformed: tensor 'bad' {message}"):
+    words = f"tensor 'bad' {message}" if message else SAFETENSORS
+    with pytest.raises(ValueError, match=rf"'{file}' is malformed: {words}.*; fetch it again$"):
         open_folder(tmp_path)
+
+
+def test_a_header_is_what_safetensors_takes(tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    for metadata in (None, {}, {"a": "b"}):
+        write_file(file, {"__metadata__": metadata, "good": GOOD}, 24)
+        assert list(open_folder(tmp_path).tensors) == ["good"]
+    refused = [{"__metadata__": x, "good": GOOD} for x in ({"a": 1}, {"a": "b", "c": None}, {"a": []}, [1], [], "a", 3)]
+    for header in (*refused, json.dumps({"good": GOOD}).encode("utf-16")):
+        write_file(file, header, 24)
+        with pytest.raises(ValueError, match=rf"'{file}' is malformed: {SAFETENSORS}.*; fetch it again$"):
+            open_folder(tmp_path)
 
 
 def test_files_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import SignalException
 
 from tests.processes import gone, until
-from tests.refusals import is_refused
+from tests.refusals import is_refused, own_handlers
 from tests.worlds import free_port  # and what the server imports
 from titan_linear import agent, launch, nodes
 from titan_linear.process import Node
@@ -44,6 +44,10 @@ def on_term(number, frame):
     note(signal.Signals(number).name)
     if mode == "nodes":
         (folder / "stop").touch()
+    elif mode == "builds":
+        pass  # it waits for rank 0 in a collective
+    elif mode == "hangs":
+        rank == "0" and sys.exit(4)
     elif mode != "deaf":
         while mode == "works" and not (folder / "disk").exists():  # that a save waits for
             time.sleep(0.01)
@@ -57,9 +61,18 @@ if mode == "late":
         time.sleep(0.01)
     note("orphaned")
 die_with_parent()
-if mode != "starting":
+if mode != "starting" and not (mode == "builds" and rank == "0"):
     signal.signal(signal.SIGTERM, on_term)
 note(os.getpid())
+if mode == "imports":
+    while not (folder / "imported").exists():
+        time.sleep(0.01)
+    signal.signal(signal.SIGUSR1, lambda number, frame: note("SIGUSR1"))
+    note("listens")
+if mode == "builds" and rank == "1":
+    while not (folder / "rank-0").exists() or Path("/proc", (folder / "rank-0").read_text()).exists():
+        time.sleep(0.01)
+    sys.exit(4)
 if mode == "done":
     sys.exit(0)
 if mode == "loses" and rank == "0":
@@ -190,6 +203,40 @@ def test_a_stop_while_workers_start_is_a_stop(start):
     assert code == 130 and "error" not in err
 
 
+@pytest.mark.parametrize("mode", ["starting", "builds"])
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_stop_of_one_is_a_stop_of_those_that_lose_it(start, mode, nodes):
+    """Also of another node, whose workers cannot listen yet either, or wait for what has ended."""
+    places = [Node(1, rank, 2, "127.0.0.1", port) for port in [free_port()] for rank in (0, 1)]
+    runs = [start(mode, node=node, max_restarts=2) for node in (places if nodes == 2 else [ALONE])]
+    runs[0].wait_for("ready")
+    os.kill(runs[0].process.pid, signal.SIGTERM)
+    for run in runs:
+        code, err = run.end()
+        assert code == 143 and "error" not in err and "restart" not in err
+
+
+def test_a_request_for_a_snapshot_is_passed_on(start):
+    """And ends no worker that does not listen yet."""
+    run = start("imports")
+    run.wait_for("ready")
+    os.kill(run.process.pid, signal.SIGUSR1)
+    (run.folder / "imported").touch()
+    run.wait_for("listens")
+    os.kill(run.process.pid, signal.SIGUSR1)
+    run.wait_for("SIGUSR1")
+    os.kill(run.process.pid, signal.SIGTERM)
+    assert run.end()[0] == 143
+
+
+def test_a_stop_in_which_a_worker_hangs_is_a_failure(start):
+    run = start("hangs")
+    run.wait_for("ready")
+    os.kill(run.process.pid, signal.SIGTERM)
+    code, err = run.end()
+    assert code == 4 and err.endswith("error: rank 0 lost another rank\n")
+
+
 def test_a_failed_save_is_a_failure(start):
     run = start("unsaved", grace=10)
     run.wait_for("ready")
@@ -242,10 +289,36 @@ def test_nodes_start_again_together_and_stop_together(start):
     assert "rank 1 failed (killed by SIGSEGV): restart 1 of 2\n" in again.end()[1]
 
 
-def test_a_failure_ends_all_nodes(start):
-    runs = [start("fails", node=Node(1, rank, 2, "127.0.0.1", port)) for port in [free_port()] for rank in (0, 1)]
-    assert runs[1].end()[0] == 3
+@pytest.mark.parametrize("mode, code", [("fails", 3), ("loses", 139)])
+def test_a_failure_ends_all_nodes(start, mode, code):
+    """Also one whose rank has ended for want of the one that fails: it waits for the word of that node."""
+    runs = [start(mode, node=Node(1, rank, 2, "127.0.0.1", port)) for port in [free_port()] for rank in (0, 1)]
+    assert runs[1].end()[0] == code
     assert runs[0].end() == (1, "error: the run has failed on another node\n")
+
+
+def test_a_node_that_dies_before_the_others_have_come(start):
+    """They wait for it, and start with it."""
+    places = [Node(1, rank, 3, "127.0.0.1", port) for port in [free_port()] for rank in range(3)]
+    first, second = start("done", node=places[0]), start("done", node=places[1])
+    store = nodes._open_store(places[1])
+    until(lambda: store.check(["0/came/1"]))
+    second.process.kill()
+    second.process.join()
+    third = start("done", node=places[2])
+    until(lambda: store.check(["0/ready/0", "0/ready/2"]))
+    assert not any(map(first.events, range(3)))
+    again = start("done", node=places[1])
+    assert [run.end() for run in (first, again, third)] == [(0, "")] * 3
+    assert all(map(first.events, range(3)))
+
+
+def test_without_node_0_the_others_end(start):
+    runs = [start("nodes", node=Node(1, rank, 2, "127.0.0.1", port)) for port in [free_port()] for rank in (0, 1)]
+    runs[0].wait_for("ready")
+    runs[0].process.kill()
+    code, err = runs[1].end()
+    assert code == 1 and f"error: node 0 (127.0.0.1:{runs[0].node.port}) is gone\n" in err
 
 
 def test_a_worker_that_stops_while_the_agent_looks_has_not_failed(monkeypatch):
@@ -275,16 +348,15 @@ def calls(monkeypatch, tmp_path) -> Iterator[list]:
     for name in ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    yield calls
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with own_handlers():
+        yield calls
 
 
 def test_main_checks_then_starts_the_workers(calls):
     argv = ["--parallelism.context_parallel_degree", "2"]
     assert launch.main(argv) == 0
     assert calls == [("preflight", 2, 2), ("titan_linear.train", argv, Node(2), 0)]
+    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN  # for the workers alone
 
 
 def test_main_on_one_of_several_nodes(calls, monkeypatch):
@@ -320,7 +392,8 @@ def test_nodes_that_do_not_fit_are_refused():
     node = nodes.Nodes(Node(1, 0, 2, "127.0.0.1", port))
     node.store = nodes._open_store(node.here)
     node.store.set("processes/1", "8")
-    node.store.set("0/1", "")
+    node.store.set("0/came/1", "")
+    node.store.set("0/ready/1", "")
     with pytest.raises(ValueError, match="NGPU = 1 on node 0 and 8 on node 1"):
         node.next_rendezvous()
     with pytest.raises(ValueError, match=f"MASTER_PORT = {port} cannot be opened on node 0"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import pickle
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -98,6 +99,7 @@ def test_a_signal_asks_for_a_memory_snapshot(
             assert "there is no GPU" in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **keys: recorded.append(keys))
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", lambda _: None, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("dumped"))
     with MemorySnapshots(config) as snapshots:
         snapshots.after(1)
@@ -106,3 +108,53 @@ def test_a_signal_asks_for_a_memory_snapshot(
         snapshots.after(3)
     assert signal.getsignal(signal.SIGUSR1) == before and len(recorded) == 1
     assert [file.name for file in (tmp_path / "memory_snapshots").iterdir()] == ["rank1_step2.pickle"]
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_snapshot_when_memory_runs_out(
+    full: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Of what is allocated where it does, not of what is left where the error is caught; on a full disk a line."""
+    held, observers = [], []
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **keys: None)
+    monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", observers.append, raising=False)
+
+    def dump(path: str) -> None:
+        if full:
+            raise OSError("disk full")
+        Path(path).write_text(f"{len(held)} held")
+
+    def allocate() -> None:
+        held.append("an activation")
+        try:
+            observers[0](0, 2**31, 2**36, 2**20)  # as the allocator does before it raises
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        finally:
+            held.clear()
+
+    monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", dump)
+    config = load_config([f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot=true"])
+    with pytest.raises(torch.OutOfMemoryError), MemorySnapshots(config):
+        allocate()
+    path, said = tmp_path / "memory_snapshots" / "rank1_out_of_memory.pickle", capsys.readouterr().err
+    if full:
+        assert said == "rank 1: no snapshot of the GPU's memory: disk full\n"
+    else:
+        assert said == f"rank 1: '{path}' is a snapshot of the GPU's memory\n" and path.read_text() == "1 held"
+
+
+@pytest.mark.cuda
+def test_a_gpus_snapshot_when_memory_runs_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    config = load_config([f"--job.dump_folder={tmp_path}", "--profiling.enable_memory_snapshot=true"])
+    try:
+        with pytest.raises(torch.OutOfMemoryError), MemorySnapshots(config):
+            held = torch.ones(3 << 20, dtype=torch.uint8, device="cuda")
+            held.new_empty(1 << 50)
+    finally:
+        torch.cuda.memory._record_memory_history(enabled=None)
+    with (tmp_path / "memory_snapshots" / "rank0_out_of_memory.pickle").open("rb") as file:
+        segments = pickle.load(file)["segments"]
+    assert 3 << 20 in [b["requested_size"] for s in segments for b in s["blocks"] if b["state"] == "active_allocated"]

@@ -62,8 +62,9 @@ def start(
 ) -> Launch:
     """The launcher, as run_train.sh execs it, with two processes; or with one, as one of two nodes: (rank, port)."""
     place = {}
-    if node is not None:
-        place = {"NNODES": 2, "NODE_RANK": node[0], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": node[1], "NGPU": 1}
+    if node is not None:  # with a cache of its own
+        place = {"NNODES": 2, "NODE_RANK": node[0], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": node[1], "NGPU": 1,
+                 "XDG_CACHE_HOME": folder / f"cache-{node[0]}"}  # fmt: skip
     output = unused(folder / "output")
     output.touch()
     return Launch(arguments(corpus, folder, **overrides), output, environment(corpus, **place), fresh)
@@ -176,6 +177,7 @@ def test_sigkill_and_restart(corpus: Path, tmp_path: Path, uninterrupted: dict[i
     (worker,) = children(nodes[1].pid)
     os.kill(worker, signal.SIGKILL)
     said, other = finish(nodes[0]), finish(nodes[1])
+    assert len(list(tmp_path.glob("cache-?/titan_linear/jsonl-*/tokens*"))) == 2  # each has tokenised for itself
     assert "Traceback" not in said + other and "rank 1 failed (killed by SIGKILL): restart 1 of 1\n" in other
     assert before in (3, 6)  # the save before the last may be all there is when the kill meets a save
     again = [int(step) for step in re.findall(r"resuming from step (\d+)", said)]
@@ -284,6 +286,10 @@ def test_a_run_in_its_folder(corpus: Path, tmp_path: Path, answer: Callable) -> 
         ({"debug__seed": 1}, "debug.seed"),
     ):
         assert message in answer(2, tmp_path, training__steps=400, **keys)
+    other = {"model__name": "kda", "checkpoint__initial_load_path": tmp_path}
+    is_refused(
+        answer(2, tmp_path / "other", **other), f"step-{reached}' is of another model: it lacks", tmp_path / "other"
+    )
     content = corpus.read_bytes()
     corpus.write_bytes(content.replace(b"a", b"b"))
     assert "another corpus" in answer(2, tmp_path, training__steps=400)

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import string
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.data.conftest import random_documents
 from tests.test_train import SMALL, whole_weights
 from tests.worlds import World
 from titan_linear.config import load_config
 from titan_linear.data import IGNORE, ByteTokenizer, write_corpus
+from titan_linear.models.mixers.delta import DeltaMixer
+from titan_linear.models.mixers.kda import KDAMixer
+from titan_linear.models.mixers.mla import MLAMixer
+from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
+from titan_linear.ops.reference.convolution import direct_causal_conv1d
+from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
 from titan_linear.preflight import preflight
 from titan_linear.telemetry import Seen
 from titan_linear.train import Trainer
@@ -110,6 +119,95 @@ def test_of_one_process(folder: Path, alone: tuple, worlds: Callable[[int], Worl
     without = worlds(1).run(two_steps, arguments(folder, {"metrics.telemetry_freq": 0}), str(folder))[0]
     assert without[0] == losses and not without[1]
     assert all(torch.equal(both[1], weights[name][1]) for name, both in without[2].items())
+
+
+def of_delta_rule(mixer: DeltaMixer, x: torch.Tensor, edges: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By head [HV], token by token. What the longest document's second half has of its first is its output if it adds
+    nothing to the state that it gets."""
+    projected = [(proj(x), conv.weight) for proj, conv in (
+        (mixer.q_proj, mixer.q_conv1d), (mixer.k_proj, mixer.k_conv1d), (mixer.v_proj, mixer.v_conv1d))]  # fmt: skip
+    q, k, v = (direct_causal_conv1d(y, w, activation="silu", cu_seqlens=edges)[0] for y, w in projected)
+    q, k = (l2norm(y.unflatten(-1, (-1, mixer.head_dim))) for y in (q, k))
+    v, (raw, beta, _) = v.unflatten(-1, (-1, mixer.v_head_dim)), mixer._gates(x)
+    bound = (mixer.lower_bound,) if isinstance(mixer, KDAMixer) else ()
+    g = (kda_gate if bound else gdn_gate)(raw, mixer.A_log, mixer.dt_bias, *bound)
+    inputs = q, k, v, g, beta.sigmoid() * mixer.beta_range
+    o, states = recurrent_delta_rule(*inputs, cu_seqlens=edges)
+    n = edges.diff().argmax()
+    start, end = edges[n : n + 2].tolist()
+    middle = (start + end + 1) // 2
+    _, crossing = recurrent_delta_rule(*(y[:, start:middle] for y in inputs))
+    q, k, v, g, beta = (y[:, middle:end] for y in inputs)
+    carried, _ = recurrent_delta_rule(q, k, torch.zeros_like(v), g, beta, initial_state=crossing)
+    return {
+        "half_life": math.log(2) / -g_of_heads(inputs[3]),
+        "state_norm": states.square().sum((2, 3)).sqrt().mean(0),
+        "carried_share": carried.square().sum((0, 1, 3)) / o[:, middle:end].square().sum((0, 1, 3)),
+    }
+
+
+def g_of_heads(g: torch.Tensor) -> torch.Tensor:
+    """Means [HV] of log decays [1, T, HV] or [1, T, HV, K]."""
+    return g.movedim(2, 0).flatten(1).mean(1)
+
+
+def of_attention(mixer: nn.Module, x: torch.Tensor, edges: torch.Tensor, plan: BatchPlan) -> dict[str, torch.Tensor]:
+    """By head, of 32 queries at equal distances, one after the other."""
+    if isinstance(mixer, MLAMixer):
+        latent, shared = mixer.kv_a_proj(x).split(mixer.latent_dims, -1)
+        q = mixer.q_proj(x).unflatten(-1, (-1, mixer.q_dim))
+        k, _ = mixer._keys_and_values(mixer.kv_norm(latent), shared)
+    else:
+        q, k = mixer._queries_and_keys(x, plan)
+        k = k.repeat_interleave(q.shape[2] // k.shape[2], 2)
+    shares = []
+    for i in range(x.shape[1] // 32 - 1, x.shape[1], x.shape[1] // 32):
+        keys = k[0, int(edges[edges <= i].max()) : i + 1]  # [keys, H, D]
+        if len(keys) > 1:
+            p = ((keys * q[0, i]).sum(-1) / q.shape[-1] ** 0.5).softmax(0)
+            shares.append(-(p * p.log()).sum(0) / math.log(len(keys)))
+    return {"attention_entropy": torch.stack(shares).mean(0)}
+
+
+def second_step(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[dict, Seen, float]:
+    """What should be seen of mixers and positions in the second step, what was, and the norm in its line."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    OWN["hybrid"]["small"] = SMALL
+    trainer = Trainer(load_config(argv))
+    trainer.train_step()
+    valid, (batch,) = trainer.feed.next_step()
+    want: dict = {}
+    edges = batch.plan.cp_context.cu_seqlens_cpu.long()
+
+    def note(i: int, layer: nn.Module, inputs: tuple) -> None:
+        x = layer.mixer_input(inputs[0])
+        found = (of_delta_rule(layer.mixer, x, edges) if isinstance(layer.mixer, DeltaMixer)
+                 else of_attention(layer.mixer, x, edges, batch.plan))  # fmt: skip
+        for quantity, by_head in found.items():
+            want.setdefault(quantity, {})[f"layers.{i}"] = by_head.tolist()
+
+    hooks = [layer.register_forward_pre_hook(partial(note, i)) for i, layer in enumerate(trainer.model.layers)]
+    with torch.no_grad():
+        losses = F.cross_entropy(trainer.model(batch.tokens, batch.plan)[0], batch.labels[0], reduction="none")
+    for hook in hooks:
+        hook.remove()
+    buckets: dict[str, list[float]] = {}
+    for t in (batch.labels[0] != IGNORE).nonzero().flatten().tolist():
+        position = t - int(edges[edges <= t].max()) + 1
+        buckets.setdefault(str(2 ** int(math.log2(position))), []).append(losses[t].item())
+    want["loss_by_position"] = {name: sum(of) / len(of) for name, of in buckets.items()}
+    trainer.feed.next_step = lambda: (valid, iter([batch]))
+    norm = trainer.train_step()["grad_norm"]
+    return want, trainer.seen, norm
+
+
+@pytest.mark.parametrize("name, flavor", [("hybrid", "small"), ("kimi-linear", "debug")])
+def test_against_definitions(name: str, flavor: str, folder: Path, worlds: Callable[[int], World]) -> None:
+    argv = arguments(folder, {"model.name": name, "model.flavor": flavor})
+    ((want, seen, norm),) = worlds(1).run(second_step, argv, str(folder))
+    for quantity in ("half_life", "state_norm", "carried_share", "attention_entropy", "loss_by_position"):
+        assert want[quantity] and close(seen[quantity], want[quantity], 1e-7), quantity
+    assert math.sqrt(sum(x**2 for x in seen["grad_norm"].values())) == pytest.approx(norm, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", SPLITS)

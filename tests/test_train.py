@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -28,7 +30,7 @@ from titan_linear.data import build_tokenizer
 from titan_linear.distributed.groups import set_timeout
 from titan_linear.hf_io import gather
 from titan_linear.models.config import MoEConfig
-from titan_linear.models.presets import OWN
+from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.preflight import preflight
 from titan_linear.process import FAILED, LAUNCHER, LOST, be_deterministic
 from titan_linear.train import NonFinite, Trainer, WriteFailed
@@ -61,7 +63,11 @@ WIDE_NORMS = replace(
     post_norm=("attention",), tie_embeddings=True,
 )  # fmt: skip
 SOFTMAX = replace(SMALL, num_layers=2, pattern=tuple(mixer for mixer in SMALL.pattern if not mixer.linear))
-OWN_FLAVORS = {"small": SMALL, "wide norms": WIDE_NORMS, "softmax": SOFTMAX}
+# Latent attention and a mixture of experts alone, whose layers compile sooner than a recurrence in PyTorch.
+KIMI = PUBLISHED["kimi-linear"]["debug"]
+EXPERTS = replace(KIMI, num_layers=1, pattern=KIMI.pattern[1:], dense_layers=(),
+                  moe=replace(KIMI.moe, balance_coefficient=0.01))  # fmt: skip
+OWN_FLAVORS = {"small": SMALL, "wide norms": WIDE_NORMS, "softmax": SOFTMAX, "experts": EXPERTS}
 
 # name: (processes, what differs from one process). local_batch_size 1 makes four micro-steps of a step.
 SPLITS = {
@@ -233,7 +239,7 @@ def test_tied_embeddings_and_other_presets(corpus: Path, worlds: Callable[[int],
 def test_a_compiled_run_is_equal(corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
     """Documents change from step to step, and the graphs stay (`tests/models/test_plan.py` compiles each mixer)."""
     softmax = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "softmax"}
-    experts = FLOAT64 | {"training.steps": 2, "model.name": "qwen3.5"}
+    experts = FLOAT64 | {"training.steps": 3, "model.name": "hybrid", "model.flavor": "experts"}
     compiled = {"compile.enable": "true", "compile.backend": "aot_eager"}
     full = {"activation_checkpoint.mode": "full", "training.local_batch_size": 2}  # two micro-steps
     for keys, (processes, split), more in (
@@ -544,23 +550,34 @@ def test_errors_are_one_line(error: Exception, rank: int, code: int, shown: str,
 def test_too_little_memory_is_a_line_with_what_would_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
-    def runs(config: object) -> None:
+    """After the reason, and before this rank leaves the others, who would end."""
+
+    def runs(*_: object) -> None:
         raise torch.OutOfMemoryError(
             "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ..."
         )
 
-    monkeypatch.setattr(train, "_run", runs)
+    @contextmanager
+    def group(timeout: timedelta) -> Iterator[None]:
+        yield
+        print("left", file=sys.stderr)
+
+    monkeypatch.setattr(train, "_train", runs)
+    monkeypatch.setattr(train, "process_group", group)
+    monkeypatch.setattr(train, "watched", lambda *_: nullcontext())
     monkeypatch.setattr(train, "die_with_parent", lambda: None)
+    monkeypatch.setenv(LAUNCHER, "1")
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     room = SimpleNamespace(total_memory=2**40)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: room)
     assert train.main(["--activation_checkpoint.mode", "selective"]) == FAILED
-    shown = capsys.readouterr().err
-    assert shown.startswith(
-        "error: rank 3: CUDA out of memory. Tried to allocate 2.00 GiB; activation_checkpoint.mode = 'full' would fit ("
-    )
-    assert shown.count("\n") == 1
+    reason, fits, left = capsys.readouterr().err.splitlines()
+    assert reason == "error: rank 3: CUDA out of memory. Tried to allocate 2.00 GiB" and left == "left"
+    assert fits.startswith("rank 3: activation_checkpoint.mode = 'full' would fit (")
+    monkeypatch.setattr(train, "PLANNING", 0.1)
+    monkeypatch.setattr(train, "what_fits", lambda *_: time.sleep(60))
+    assert train.main([]) == FAILED and capsys.readouterr().err.splitlines() == [reason, left]
 
 
 def test_a_lost_rank_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

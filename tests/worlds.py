@@ -23,8 +23,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from tests.interpreter import quicken
 from tests.thrift import be_thrifty
 
-# What most processes of tests import, imported once, in the server that they are forked from.
-mp.set_forkserver_preload(["titan_linear.train", "torch._dynamo", "tests.hf_workers", "tests.test_checkpoint"])
+# What most processes of tests import, imported once, in the server that they are forked from; the compiler's too.
+COMPILER = ["torch._dynamo", "torch._inductor.compile_fx", "torch._functorch.partitioners", "networkx", "sympy.tensor"]
+mp.set_forkserver_preload(["titan_linear.train", "tests.hf_workers", "tests.test_checkpoint", *COMPILER])
 
 
 def free_port() -> int:

@@ -3,9 +3,12 @@
 What `torchrun` would do differently, in every version of torch that this runs with:
 
 - SIGTERM and Ctrl-C reach every worker once, as SIGTERM; workers save, for as long as it takes, and the exit code is
-  143 or 130 (143 on nodes that were not asked themselves); a second Ctrl-C kills the workers;
+  143 or 130 (143 on nodes that were not asked themselves); a second Ctrl-C kills the workers. Before their first step
+  they have nothing to save, and die of it;
+- SIGUSR1 is passed on to the workers, which write snapshots of their GPUs' memory (profiling.py);
 - when a worker fails, the others have GRACE seconds to say why they fail too and are killed: they must not save without
-  it. One line says which failed, and the exit code is its own;
+  it. One line says which failed, and the exit code is its own. A node whose ranks have only lost one of another node
+  waits for that node's word (`Nodes.hear`);
 - an error that would come again (a user's mistake, a non-finite loss, a failed save) starts nothing again;
 - ranks follow NODE_RANK, and one port serves the agents and the workers of all starts (nodes.py);
 - workers die with the agent, whatever killed it (process.py).
@@ -20,7 +23,7 @@ import sys
 import time
 from types import FrameType
 
-from torch.distributed import DistError
+from torch.distributed import DistNetworkError
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -58,10 +61,10 @@ def run_workers(module: str, argv: list[str], here: Node, max_restarts: int) -> 
         print("error: the run has failed on another node", file=sys.stderr)
     except RendezvousTimeoutError as error:
         print(f"error: {error}", file=sys.stderr)
-    except DistError:
+    except DistNetworkError:
         print(f"error: node 0 ({here.address}:{here.port}) is gone", file=sys.stderr)
     finally:
-        nodes.leave(failed=code not in (0, *STOPPED), at_once=agent.at_once)
+        nodes.leave(code, at_once=agent.at_once)
     return code
 
 
@@ -76,7 +79,11 @@ def _environment(processes: int) -> dict[str, str]:
     }
     if "OMP_WAIT_POLICY" not in os.environ:
         defaults["GOMP_SPINCOUNT"] = "1000"
-    own = {LAUNCHER: str(os.getpid()), "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP"}  # of the others, `on_signal`
+    own = {
+        LAUNCHER: str(os.getpid()),
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP",  # of the others, `on_signal`
+        "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # nodes have as many workers (nodes.py), and need not tell each other
+    }
     return {name: os.environ.get(name, value) for name, value in defaults.items()} | own
 
 
@@ -86,6 +93,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec):
         super().__init__(spec, DefaultLogsSpecs(os.devnull))
         self.failures: dict[int, int] = {}  # of this start, as they were seen: rank → exit code
+        self.hung = False  # one of them did not end, and was killed
         self.asked, self.asked_at, self.at_once = 0, 0.0, False
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
@@ -99,15 +107,21 @@ class Agent(LocalElasticAgent):
             self.asked, self.asked_at = number, time.monotonic()
         raise SignalException("asked to stop", signal.Signals(number))
 
+    def pass_on(self, number: int, _: FrameType | None) -> None:
+        for process in self._processes():
+            process.send_signal(number)
+
     def run_to_end(self) -> int:
         """The exit code."""
         code = 0
         try:
             self.run()
-        except SignalException as stop:
-            code = 128 + (self.asked or stop.sigval)
-        # A worker that was asked to stop before it could listen has died of the request, which is no failure.
-        failures = {r: c for r, c in self.failures.items() if not (code and c == -signal.SIGTERM)}
+        except SignalException:
+            code = 128 + self.asked
+        # A worker that was asked to stop before it could listen has died of the request, which is no failure, and
+        # others have lost it. But if one hung, the others have lost that, and their save.
+        forgiven = (-signal.SIGTERM, *([] if self.hung else [LOST])) if code else ()
+        failures = {rank: c for rank, c in self.failures.items() if c not in forgiven}
         if not failures or self.at_once:
             return code
         rank, failed = _cause(failures)
@@ -120,7 +134,13 @@ class Agent(LocalElasticAgent):
         super()._rendezvous(worker_group)
         spec = worker_group.spec
         self._remaining_restarts = spec.max_restarts - spec.rdzv_handler.start  # on all nodes, whoever failed
-        self.failures = {}
+        self.failures, self.hung = {}, False
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # which they inherit: importing PyTorch, they do not listen yet
+        ids = super()._start_workers(worker_group)
+        signal.signal(signal.SIGUSR1, self.pass_on)
+        return ids
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         codes = [process.poll() for process in self._processes()]
@@ -138,6 +158,8 @@ class Agent(LocalElasticAgent):
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 0) -> None:
         """With a signal's number after a SignalException, without one after anything else."""
+        if death_sig != signal.SIGKILL and not self.asked:  # but another node was
+            self.asked, self.asked_at = death_sig, time.monotonic()
         if death_sig != signal.SIGKILL and any(process.poll() is None for process in self._processes()):
             print("stopping after a last save; Ctrl-C again stops at once", file=sys.stderr, flush=True)
             for process in self._processes():
@@ -163,6 +185,7 @@ class Agent(LocalElasticAgent):
             if self._look() and deadline is None:
                 deadline = time.monotonic() + GRACE
             if deadline and time.monotonic() > deadline:
+                self.hung = True
                 return self._kill()
             time.sleep(0.05)
         self._look()
@@ -173,6 +196,8 @@ class Agent(LocalElasticAgent):
 
     def _prepare_restart(self) -> None:
         rank, code = _cause(self.failures)
+        if code == LOST:
+            self._worker_group.spec.rdzv_handler.hear()
         if code in FINAL:
             self._remaining_restarts = 0
         if self._remaining_restarts > 0:

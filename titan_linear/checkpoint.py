@@ -47,6 +47,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from titan_linear.distributed.groups import on_rank_0
 from titan_linear.distributed.parts import whole
 from titan_linear.rundir import checkpoints_of, unused
 
@@ -142,7 +143,7 @@ class Checkpointer:
             ValueError: it is not there, holds weights only, or is of another model.
         """
         self.wait()
-        path = self.folder / f"step-{_whole_step(self.folder, step)}"
+        path = self.folder / f"step-{on_rank_0(lambda: _whole_step(self.folder, step), self.group)}"
         optimizer.zero_grad()  # with gradients around, DCP cannot make the state that it loads into
         moments, rest = _optimizer_state(model, optimizer)
         state = {"model": named_parameters(model), "optimizer": _of_whole(moments, model)}
@@ -154,10 +155,13 @@ class Checkpointer:
     def load_weights(self, path: Path, model: nn.Module) -> None:
         """Load another run's weights in place, from what `weights_path` takes for a checkpoint.
 
+        Which one that is rank 0 says: while the other run saves, ranks may see different ones as the newest.
+
         Raises:
             ValueError: there is no whole checkpoint, or it is of another model.
         """
-        load_weights(path, model, self.group)
+        chosen = on_rank_0(lambda: weights_path(path), self.group)
+        _read(chosen, {"model": named_parameters(model)}, self.group)
 
     def save_lazily(
         self,
@@ -313,13 +317,22 @@ class _LazyPlanner(dcp.DefaultSavePlanner):
         return self.read[index.fqn]()
 
 
-def load_weights(path: Path, model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Load weights in place, from what `weights_path` takes for a checkpoint; without a group, in one process.
+def load_weights(path: Path, model: nn.Module) -> None:
+    """Load weights in place, from what `weights_path` takes for a checkpoint. In one process.
 
     Raises:
         ValueError: there is no whole checkpoint, or it is of another model.
     """
-    _read(weights_path(path), {"model": named_parameters(model)}, group)
+    _read(weights_path(path), {"model": named_parameters(model)}, group=None)
+
+
+def check_weights(path: Path, model: nn.Module) -> None:
+    """Compare names and sizes of the tensors of a step-N folder with a model's, which may be on the meta device.
+
+    Raises:
+        ValueError: it is of another model.
+    """
+    _compare(path, Reader(path), {"model": named_parameters(model)})
 
 
 def stored_weights(path: Path) -> Callable[[str], torch.Tensor]:
@@ -370,7 +383,7 @@ class _MetadataUnpickler(pickle.Unpickler):
 
 def _read(path: Path, state: dict[str, dict[str, Any]], group: dist.ProcessGroup | None) -> None:
     reader = Reader(path)
-    _compare_names(path, set(reader.read_metadata().state_dict_metadata), state)
+    _compare(path, reader, state)
     try:
         dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except dcp.CheckpointException as failure:  # a BaseException, the same on every rank
@@ -598,21 +611,27 @@ def _of_whole(moments: dict[str, Any], model: nn.Module) -> dict[str, Any]:
     return {name: whole(model, names[name], x) if x.dim() else x for name, x in moments.items()}
 
 
-def _compare_names(path: Path, saved: set[str], state: dict[str, dict[str, Any]]) -> None:
-    """DCP would pass over what the checkpoint has and the model lacks."""
+def _compare(path: Path, reader: Reader, state: dict[str, dict[str, Any]]) -> None:
+    """Names and sizes. DCP would pass over what the checkpoint has and the model lacks."""
+    saved = reader.read_metadata().state_dict_metadata
     if "optimizer" in state and not any(name.startswith("optimizer.") for name in saved):
         raise ValueError(
             f"'{path}' holds weights only (checkpoint.last_save_model_only), from which no run can resume; choose an "
             "earlier checkpoint.load_step, or start a new run with checkpoint.initial_load_path"
         )
     for part, values in state.items():
-        wanted = {f"{part}.{name}" for name in values}
-        there = {name for name in saved if name.startswith(f"{part}.")}
-        if wanted != there:
-            lacks, extra = sorted(wanted - there), sorted(there - wanted)
+        wanted = {f"{part}.{name}": tuple(x.shape) for name, x in values.items()}
+        there = {name: tuple(x.size) for name, x in saved.items() if name.startswith(f"{part}.")}
+        if wanted.keys() != there.keys():
+            lacks, extra = sorted(wanted.keys() - there.keys()), sorted(there.keys() - wanted.keys())
             raise ValueError(
                 f"'{path}' is of another model: it lacks {len(lacks)} of this model's tensors {lacks[:3]} and has "
                 f"{len(extra)} others {extra[:3]}; use the configuration that it was saved with"
+            )
+        if other := [f"{name} {there[name]}, here {size}" for name, size in wanted.items() if there[name] != size]:
+            raise ValueError(
+                f"'{path}' is of another model: {len(other)} tensors have another size: {'; '.join(other[:3])}; use "
+                "the configuration that it was saved with, or if it is this one, the version of titan_linear"
             )
 
 

@@ -110,9 +110,10 @@ class Training(_Strict):
     on_bad_document: Literal["stop", "skip"] = "stop"
     """What is no document (no JSON, no such field, no UTF-8 for a tokenizer that needs it, a conversation without an
     answer) stops the run before it starts, or is skipped, counted, and the first few are named."""
-    verify: Literal["always", "changed"] = "always"
+    verify: Literal["always", "changed"] = "changed"
     """Read every byte of the corpus against its checksums at every start, or at those where a file is another, by size,
-    time and inode, than when it was last found whole on this machine."""
+    time and inode, than when it was last found whole on this machine: what a disk alters by itself then goes
+    unnoticed."""
     seq_len: int = Field(2048, ge=1)
     """Tokens of one packed stream, over all context-parallel ranks."""
     seq_len_schedule: list[Shorter] = []
@@ -310,8 +311,9 @@ class Profiling(_Strict):
     profile_count: int = Field(0, ge=0)
     """Traces of a start; 0: without end."""
     enable_memory_snapshot: bool = False
-    """Record where memory of the GPU is allocated, for snapshots: one when it runs out, and one of a process that gets
-    SIGUSR1, after its step. Without this key the latter tells what is allocated, not where."""
+    """Record where memory of the GPU is allocated, for snapshots: one when it runs out, and one after the step in
+    which SIGUSR1 comes to a worker, or to the launcher for all of its node. Without this key the latter tells what is
+    allocated, not where."""
     save_memory_snapshot_folder: str = Field("memory_snapshots", min_length=1)
     """Folder of the snapshots, inside job.dump_folder."""
 

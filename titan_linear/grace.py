@@ -34,7 +34,7 @@ class Grace:
     """The time that a stop has. Every rank calls every method, in the same order.
 
     seconds: after a signal; 0: as long as it takes, and nothing is asked.
-    host: a gloo group of all ranks.
+    host: a group of all ranks, with gloo on the hosts.
     """
 
     def __init__(self, seconds: int, stop: StopSignal, host: dist.ProcessGroup):

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -191,6 +191,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
                     f"'{file}' is cut short: tensor {name!r} ends at byte {end}, the file at {size}; fetch it again"
                 )
     _check_places(file, tensors, 8 + length, size)
+    _check_opens(file)
     return tensors
 
 
@@ -227,6 +228,15 @@ def _check_places(file: Path, tensors: Mapping[str, Tensor], begin: int, size: i
         begin = tensor.end
     if begin != size:
         raise ValueError(f"'{file}' is malformed: {size - begin} bytes follow its last tensor; fetch it again")
+
+
+def _check_opens(file: Path) -> None:
+    """safetensors, which reads the tensors later, takes the rest of the header too: its metadata, its encoding."""
+    try:
+        with safe_open(file, "np"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"'{file}' is malformed: {error}; fetch it again") from None
 
 
 def _index(path: Path) -> dict[str, str]:

@@ -28,6 +28,7 @@ def main(argv: list[str]) -> int:
     """Check, then run. The exit code: 0, 2 for a user's mistake, 130, 143, or a failed worker's."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit_now)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there are workers, for whom it is
     if asks_for_flavors(argv):
         from titan_linear.models.presets import flavors
 

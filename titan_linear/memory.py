@@ -310,17 +310,17 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> int:
 
 
 def what_fits(config: Config, model: ModelConfig, gpus: int, room: float) -> str:
-    """Settings with which a run that did not fit on GPUs of `room` bytes would, the cheapest first, offload last; or
-    that none do."""
+    """Settings with which a run that did not fit on GPUs of `room` bytes would: the cheapest alone that is enough, or
+    several, offload last; or that none do."""
     room *= 1 - SPARE
-    settings = list(_settings(config))
-    found = _cheapest(config, model, gpus, room, settings)
+    settings, offload = list(_settings(config, model)), {"training.enable_cpu_offload": True}
+    found = _cheapest(config, model, gpus, room, {}, settings)
     if found is None and not config.training.enable_cpu_offload:
-        found = _cheapest(config, model, gpus, room, [("training.enable_cpu_offload", True), *settings])
+        found = _cheapest(config, model, gpus, room, offload, [*offload.items(), *settings])
     if found is None:
         return (
-            "no activation checkpointing, batch, context parallelism or offload to the host's memory would fit; take "
-            "more GPUs or a smaller model"
+            "no resharding, activation checkpointing, batch, expert or context parallelism, or offload to the host's "
+            "memory would fit; take more GPUs or a smaller model"
         )
     changes, needed = found
     said = ", ".join(f"{key} = {_said(value)}" for key, value in changes.items())
@@ -330,20 +330,24 @@ def what_fits(config: Config, model: ModelConfig, gpus: int, room: float) -> str
 
 
 def _cheapest(
-    config: Config, model: ModelConfig, gpus: int, room: float, settings: Iterable[tuple[str, object]]
-) -> tuple[dict[str, object], float] | None:
-    """The first of these settings, one after the other, with which a GPU's bytes fit, and how many these are."""
-    changes: dict[str, object] = {}
-    for key, value in settings:
-        other = changed(config, changes | {key: value})
-        try:
-            check_config(other, gpus)
-            needed = sum(memory(other, model, gpus).values())
-        except ValueError:
-            continue  # it does not divide, or is not planned
-        changes[key] = value
-        if needed <= room:
-            return changes, needed
+    config: Config, model: ModelConfig, gpus: int, room: float, given: dict[str, object],
+    settings: Iterable[tuple[str, object]],
+) -> tuple[dict[str, object], float] | None:  # fmt: skip
+    """The first of these settings, on top of those given, with which a GPU's bytes fit, and how many these are: each
+    alone, then one after the other."""
+    for alone in (True, False):
+        changes = given
+        for key, value in settings:
+            tried = (given if alone else changes) | {key: value}
+            other = changed(config, tried)
+            try:
+                check_config(other, gpus)
+                needed = sum(memory(other, model, gpus).values())
+            except ValueError:
+                continue  # it does not divide, or is not planned
+            changes = tried
+            if needed <= room:
+                return changes, needed
     return None
 
 
@@ -351,9 +355,11 @@ def _said(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def _settings(config: Config) -> Iterator[tuple[str, object]]:
-    """Keys and values that take less memory, each on top of those before."""
+def _settings(config: Config, model: ModelConfig) -> Iterator[tuple[str, object]]:
+    """Keys and values that take less memory, the cheapest first."""
     t, p, modes = config.training, config.parallelism, ("none", "selective", "full")
+    if p.fsdp_reshard_after_forward == "never":
+        yield "parallelism.fsdp_reshard_after_forward", "always"
     for mode in modes[modes.index(config.activation_checkpoint.mode) + 1 :]:
         yield "activation_checkpoint.mode", mode
     for size in _halves(t.local_batch_size, 1):
@@ -362,8 +368,12 @@ def _settings(config: Config) -> Iterator[tuple[str, object]]:
         yield "training.loss_chunk_size", size
     if p.data_parallel_replicate_degree > 1:
         yield "parallelism.data_parallel_replicate_degree", 1
-    for times in (2, 4, 8, 16, 32, 64):
-        yield "parallelism.context_parallel_degree", times * p.context_parallel_degree
+    times = (2, 4, 8, 16, 32, 64)
+    for degree in (n * p.expert_parallel_degree for n in times):
+        if model.moe and model.moe.num_experts % degree == 0:
+            yield "parallelism.expert_parallel_degree", degree
+    for n in times:
+        yield "parallelism.context_parallel_degree", n * p.context_parallel_degree
 
 
 def _halves(size: int, least: int) -> Iterator[int]:

@@ -66,6 +66,7 @@ CHARTS = {
         "gradient norm": ["Multiline", [TAGS["grad_norm"]]],
         "gradient norm by layer": ["Multiline", ["per_layer_grad_norm/.*"]],
         "update norm by layer": ["Multiline", ["per_layer_update_norm/.*"]],
+        "steps that were skipped": ["Multiline", [TAGS["skipped_steps"]]],
     },
     "speed": {
         "tokens a second": ["Multiline", [TAGS["tokens_per_second"], TAGS["valid_tokens_per_second"]]],
@@ -75,8 +76,8 @@ CHARTS = {
             "Multiline", [TAGS["step_seconds"], TAGS["data_seconds"], TAGS["gc_seconds"]],
         ],
         "share of time without data": ["Multiline", [TAGS["data_wait"]]],
-        "attention's work, most over mean of the ranks": ["Multiline", [TAGS["work_balance"]]],
         "share of a step in which a GPU only communicates": ["Multiline", [TAGS["exposed_communication"]]],
+        "work of the rank that computes most, over the mean": ["Multiline", [TAGS["work_balance"]]],
     },
     "memory": {
         "allocated and reserved, GiB": ["Multiline", [TAGS["memory_gib"], TAGS["memory_reserved_gib"]]],

@@ -5,6 +5,7 @@ torch's own give ranks by address, use a second port, or know of no restarts on 
 
 from __future__ import annotations
 
+import signal
 import socket
 import time
 from datetime import timedelta
@@ -19,17 +20,22 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from titan_linear.process import Node
+from titan_linear.process import STOPPED, Node
 
 PREPARE, RETURN = 24 * 3600.0, 1800.0  # seconds for the nodes to meet: after preparing their data, after a crash
 LEAVE = 60.0  # seconds that node 0 stays for the others
+HEAR = 15.0  # seconds in which a node that has lost a rank hears why: more than an agent's GRACE, and its worker's end
 
 
 class Nodes(RendezvousHandler):
     """Where the nodes of a run meet before each start of its workers: a store on node 0.
 
     Starts are numbered from 0. A node that was in the current start already, itself or its predecessor that crashed,
-    opens the next; the others see it (`num_nodes_waiting`), kill their workers and follow.
+    opens the next; the others see it (`num_nodes_waiting`), kill their workers and follow. So that nobody starts
+    without a node that has died since it came, each says when it has seen all, and starts when all have said so.
+
+    Keys of the store: `start`, the current one; `N/came/R` and `N/ready/R` of start N and node R; `closed` and
+    `stopped`, where no other follows; `left`, how many nodes have.
     """
 
     use_agent_store = True
@@ -41,9 +47,9 @@ class Nodes(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         patience = RETURN if self.store else PREPARE
         self.store = self.store or _open_store(self.here)
-        began, said = time.monotonic(), False
+        began, said = time.monotonic(), set()
         self._join()
-        while missing := [n for n in range(self.here.count) if not self.store.check([f"{self.start}/{n}"])]:
+        while missing := self._missing():
             if self.is_closed():
                 raise RendezvousClosedError
             if self.num_nodes_waiting():
@@ -51,9 +57,9 @@ class Nodes(RendezvousHandler):
             waited, who = time.monotonic() - began, f"node {', '.join(map(str, missing))}"
             if waited > patience:
                 raise RendezvousTimeoutError(f"{who} did not come in {patience / 60:.0f} minutes")
-            if waited > 5 and not said:
+            if waited > 5 and not said.issuperset(missing):
                 print(f"waiting for {who} of {self.here.count}", flush=True)
-                said = True
+                said.update(missing)
             time.sleep(0.1)
         self._check_alike()
         return RendezvousInfo(
@@ -65,9 +71,20 @@ class Nodes(RendezvousHandler):
         while True:
             self.start = self.store.add("start", 0)
             self.store.set(f"processes/{self.here.rank}", str(self.here.processes))
-            if self.store.add(f"{self.start}/{self.here.rank}", 1) == 1:
+            if self.store.add(f"{self.start}/came/{self.here.rank}", 1) == 1:
                 return
             self.store.compare_set("start", str(self.start), str(self.start + 1))
+
+    def _missing(self) -> list[int]:
+        """Nodes that have not come; none: those that have not seen so."""
+        if missing := self._without("came"):
+            return missing
+        self.store.set(f"{self.start}/ready/{self.here.rank}", "")
+        return self._without("ready")
+
+    def _without(self, word: str) -> list[int]:
+        """Nodes that have not said it of the current start."""
+        return [n for n in range(self.here.count) if not self.store.check([f"{self.start}/{word}/{n}"])]
 
     def _check_alike(self) -> None:
         for node in range(self.here.count):
@@ -78,8 +95,27 @@ class Nodes(RendezvousHandler):
                 )
 
     def num_nodes_waiting(self) -> int:
-        """More than 0 where the workers have to be killed, for another start or for none."""
+        """More than 0 where the workers have to be killed, for another start or for none.
+
+        Raises:
+            SignalException: another node was asked to stop, and so is this one.
+        """
+        if self.store.add("stopped", 0):
+            raise SignalException("stopped on another node", signal.SIGTERM)
         return self.store.add("start", 0) - self.start + self.store.add("closed", 0)
+
+    def hear(self) -> None:
+        """A rank of another node is gone: wait for the word of that node, if it lives to give it.
+
+        Raises:
+            RendezvousClosedError: there is no other start.
+            SignalException: it was asked to stop.
+        """
+        deadline = time.monotonic() + HEAR
+        while self.here.count > 1 and not self.num_nodes_waiting() and time.monotonic() < deadline:
+            time.sleep(0.1)
+        if self.is_closed():
+            raise RendezvousClosedError
 
     def is_closed(self) -> bool:
         return self.store.add("closed", 0) > 0
@@ -87,12 +123,15 @@ class Nodes(RendezvousHandler):
     def set_closed(self) -> None:
         self.store.add("closed", 1)
 
-    def leave(self, *, failed: bool, at_once: bool) -> None:
-        """The last word of this node. Node 0, whose store the others' workers use, stays until they have ended."""
+    def leave(self, code: int, *, at_once: bool) -> None:
+        """The last word of this node, with its exit code. Node 0, whose store the others' workers use, stays until they
+        have ended."""
         try:
             if self.store is None or self.here.count == 1:
                 return
-            if failed:
+            if code in STOPPED:
+                self.store.add("stopped", 1)
+            elif code:
                 self.set_closed()
             self.store.add("left", 1)
             deadline = time.monotonic() + LEAVE

@@ -19,12 +19,14 @@ from titan_linear.build import (
     model_config,
     open_corpora,
     tokenizer_path,
+    unallocated,
     under_key,
     vocabulary,
 )
 from titan_linear.checkpoint import (
     REWOUND,
     Progress,
+    check_weights,
     find_step,
     holds_optimizer,
     read_progress,
@@ -79,7 +81,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
         print(warning, flush=True)
     _check_hugging_face(config, model, tokenizer)
     implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    progress = _check_checkpoint(config) if config.checkpoint.enable else {}
+    progress = _check_checkpoint(config, model) if config.checkpoint.enable else {}
     corpora = open_corpora(config, tokenizer, show_progress=True)
     for corpus in corpora:
         (verify_corpus if config.training.verify == "always" else verify_changed)(corpus)
@@ -101,8 +103,9 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
         under_key("checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model)
 
 
-def _check_checkpoint(config: Config) -> Progress:
-    """The checkpoint that the run begins or resumes from is whole and has all it needs; of the latter, what it knows.
+def _check_checkpoint(config: Config, model: ModelConfig) -> Progress:
+    """The checkpoint that the run begins or resumes from is whole, of this model and has all it needs; of the latter,
+    what it knows.
 
     It comes before the corpus, which may take hours to tokenise.
     """
@@ -110,7 +113,9 @@ def _check_checkpoint(config: Config) -> Progress:
     step = find_step(folder, c.load_step)
     if step is None:
         if c.initial_load_path and not c.initial_load_in_hf:
-            verify(weights_path(Path(c.initial_load_path)))
+            path = weights_path(Path(c.initial_load_path))
+            verify(path)
+            check_weights(path, unallocated(model, torch.float32))
         return {}
     verify(folder / f"step-{step}")
     rewound = c.load_step not in (-1, step)
@@ -130,6 +135,7 @@ def _check_checkpoint(config: Config) -> Progress:
             f"'{folder}/step-{step}' holds weights only (checkpoint.last_save_model_only): no run can resume from it; "
             "start a new run with checkpoint.initial_load_path, or resume from an earlier checkpoint.load_step"
         )
+    check_weights(folder / f"step-{step}", unallocated(model, torch.float32))
     check_schedule(config, step)
     return read_progress(folder / f"step-{step}")
 

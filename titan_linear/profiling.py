@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -81,7 +82,8 @@ class MemorySnapshots:
     """Inside `with`, SIGUSR1 asks this process for a snapshot of its GPU's memory, which `after` a step writes.
 
     With profiling.enable_memory_snapshot a snapshot tells of the latest allocations and where in the code they were
-    made; without, of what is allocated. https://pytorch.org/memory_viz shows it.
+    made; without, of what is allocated. https://pytorch.org/memory_viz shows it. One is written, too, when the memory
+    runs out: by the allocator's observer, before the error frees what the functions that it leaves hold.
     """
 
     def __init__(self, config: Config):
@@ -90,6 +92,7 @@ class MemorySnapshots:
     def __enter__(self) -> MemorySnapshots:
         if self.config.profiling.enable_memory_snapshot and torch.cuda.is_available():
             torch.cuda.memory._record_memory_history(max_entries=EVENTS)
+            torch._C._cuda_attach_out_of_memory_observer(self._out_of_memory)  # for good: it cannot be detached
         self.previous = signal.signal(signal.SIGUSR1, self._note)
         return self
 
@@ -102,7 +105,17 @@ class MemorySnapshots:
     def after(self, step: int) -> None:
         if self.asked:
             self.asked = False
-            print(f"rank {os.environ['RANK']}: {write_memory_snapshot(self.config, f'step{step}')}", flush=True)
+            self._write(f"step{step}", sys.stdout)
+
+    def _out_of_memory(self, device: int, wanted: int, allocated: int, free: int) -> None:
+        """What it raises would take the place of the allocator's error."""
+        try:
+            self._write("out_of_memory", sys.stderr)
+        except OSError as error:
+            print(f"rank {os.environ['RANK']}: no snapshot of the GPU's memory: {error}", file=sys.stderr, flush=True)
+
+    def _write(self, name: str, said: TextIO) -> None:
+        print(f"rank {os.environ['RANK']}: {write_memory_snapshot(self.config, name)}", file=said, flush=True)
 
 
 def write_memory_snapshot(config: Config, name: str) -> str:

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from datetime import timedelta
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
@@ -75,7 +77,7 @@ from titan_linear.process import (
     own_device,
     under_launcher,
 )
-from titan_linear.profiling import MemorySnapshots, exposed_communication, profiler, write_memory_snapshot
+from titan_linear.profiling import MemorySnapshots, exposed_communication, profiler
 from titan_linear.proof.start import prove
 from titan_linear.rundir import (
     check_resume,
@@ -89,6 +91,8 @@ from titan_linear.rundir import (
 from titan_linear.spikes import MicroLoss, Outliers, write_spike
 from titan_linear.telemetry import Seen, Telemetry
 
+PLANNING = 60.0  # seconds, at most, to plan what would have fitted
+
 
 class NonFinite(RuntimeError):
     """A loss or gradient is NaN or infinite; the weights are still good. Raised by every rank."""
@@ -99,7 +103,11 @@ class WriteFailed(SaveFailed):
 
 
 class Trainer:
-    """A run on this rank, ready for its next step."""
+    """A run on this rank, ready for its next step.
+
+    host: of all ranks, in which they wait for one that is alone at its disk. Inside steps hosts meet in the default
+    group, whose time-out is that of the steps (`ParallelDims.groups`).
+    """
 
     def __init__(self, config: Config):
         self.config, self.stop = config, StopSignal()
@@ -118,7 +126,7 @@ class Trainer:
         dist.barrier(self.host)  # disks differ
         self.feed = self._build_feed()
         self.fed = Fed()  # since the last report
-        self.grace = Grace(config.checkpoint.grace_seconds, self.stop, self.host)
+        self.grace = Grace(config.checkpoint.grace_seconds, self.stop, dist.group.WORLD)
         self.exports: Exports | None = None  # on rank 0
         groups = file_groups(config, self.streams)
         self.telemetry = Telemetry(config, self.model, self.dims, self.device, self.streams, groups)
@@ -172,7 +180,7 @@ class Trainer:
             dp_rank=dims.dp_rank, dp_degree=dims.dp, cursor=self.step * t.global_batch_size, num_workers=t.num_workers,
         )  # fmt: skip
         return Feed(
-            iter(loader), self.sharding, micro_steps=self._micro_steps, copies=dims.copies, host=self.host,
+            iter(loader), self.sharding, micro_steps=self._micro_steps, copies=dims.copies, host=dist.group.WORLD,
             device=self.device,
         )  # fmt: skip
 
@@ -246,7 +254,7 @@ class Trainer:
         """Write down the step's streams and their losses. Every rank calls it."""
         own = [MicroLoss(i, learnt(self.streams, i), x) for i, x in zip(streams, losses.tolist(), strict=True)]
         reports: list[list[MicroLoss]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(reports, own, group=self.host)
+        dist.all_gather_object(reports, own)
         if dist.get_rank() == 0:
             write_spike(self.config.job.dump_folder, self.step, spike, reports)
 
@@ -264,7 +272,7 @@ class Trainer:
         """Which ranks found a loss that is not finite, and on which streams. Every rank calls it."""
         bad = [i for own, x in zip(streams, losses.tolist(), strict=True) if not math.isfinite(x) for i in own]
         reports: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(reports, bad, group=self.host)
+        dist.all_gather_object(reports, bad)
         if any(reports):
             return "; ".join(f"rank {r}: streams {', '.join(map(str, x))}" for r, x in enumerate(reports) if x)
         first, G = (self.step - 1) * self.config.training.global_batch_size, self.config.training.global_batch_size
@@ -296,7 +304,7 @@ class Trainer:
             traced = profile.step()
             snapshots.after(self.step)
             if self.step == first or longer:  # it has compiled and connected everything
-                dist.barrier(self.host)
+                dist.all_reduce(torch.zeros(1))  # a barrier of the hosts
                 set_timeout(self.dims.groups, self._timeout)
             if logger and (is_logged(self.config, self.step) or self.step == first or self.stop.agreed):
                 self._report(logger, numbers)
@@ -517,14 +525,9 @@ def main(argv: list[str]) -> int:
     """The exit code. A user's mistake, a non-finite loss or a failed save is one line, not a traceback."""
     die_with_parent()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch about itself
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # but while it trains (profiling.py)
     try:
-        stopped = _run(config := load_config(argv))
-    except torch.OutOfMemoryError as error:
-        rank, reason = os.environ.get("RANK", "0"), str(error).partition(". GPU")[0]
-        recorded = config.profiling.enable_memory_snapshot
-        snapshot = f"; {write_memory_snapshot(config, 'out_of_memory')}" if recorded else ""
-        print(f"error: rank {rank}: {reason}; {_what_fits(config)}{snapshot}", file=sys.stderr, flush=True)
-        return FAILED
+        return _run(load_config(argv))
     except (ValueError, NonFinite, SaveFailed) as error:
         alike = isinstance(error, (NonFinite, SaveFailed)) and not isinstance(error, WriteFailed)  # on all ranks
         if int(os.environ.get("RANK", "0")) == 0 or not alike:
@@ -536,18 +539,23 @@ def main(argv: list[str]) -> int:
         if not under_launcher():  # which says what became of the other
             print(f"error: rank {os.environ['RANK']}: another rank is gone: {error}", file=sys.stderr, flush=True)
         return LOST
-    return 128 + stopped if stopped else 0
 
 
 def _run(config: Config) -> int:
-    """The signal that ended the run, or 0."""
+    """The exit code."""
     if config.debug.deterministic:
         be_deterministic()
     recorders = Path(config.job.dump_folder) / "flight_recorder"
     with process_group(timedelta(seconds=config.comm.init_timeout_seconds)) as store, ExitStack() as held:
         if not under_launcher():  # but torchrun: joined, the others can wait for what rank 0 checks and tokenises
             on_rank_0(lambda: _claim(config, held), unhurried_group())
-        return _train(config, held.enter_context(watched(recorders, store, config.comm.train_timeout_seconds)))
+        watch = held.enter_context(watched(recorders, store, config.comm.train_timeout_seconds))
+        try:
+            return _train(config, watch)
+        except torch.OutOfMemoryError as error:
+            # Here, where the others still wait in a collective: without this rank they would end, and it with them.
+            _say_what_fits(config, error)
+            return FAILED
 
 
 def _claim(config: Config, held: ExitStack) -> None:
@@ -567,7 +575,30 @@ def _train(config: Config, watch: Watch) -> int:
     watch.step = lambda: trainer.begun
     with trainer.stop:
         trainer.train()
-    return trainer.stop.agreed
+    return 128 + trainer.stop.agreed if trainer.stop.agreed else 0
+
+
+def _say_what_fits(config: Config, error: torch.OutOfMemoryError) -> None:
+    """Why this rank ends, at once; then, as far as the others' patience goes, with which settings it would not have."""
+    rank, reason = os.environ["RANK"], str(error).partition(". GPU")[0]
+    print(f"error: rank {rank}: {reason}", file=sys.stderr, flush=True)
+    with suppress(TimeoutError), _at_most(min(PLANNING, config.comm.train_timeout_seconds / 2)):
+        print(f"rank {rank}: {_what_fits(config)}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def _at_most(seconds: float) -> Iterator[None]:
+    """TimeoutError: they are over."""
+
+    def end(number: int, _: FrameType | None) -> None:
+        raise TimeoutError
+
+    signal.signal(signal.SIGALRM, end)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _what_fits(config: Config) -> str:

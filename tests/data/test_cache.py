@@ -419,7 +419,7 @@ def test_damaged_cache_is_not_rebuilt_silently(lines: Path, tmp_path: Path):
     assert (folder / "corpus.json").exists()
 
 
-def test_a_corpus_that_did_not_change_is_read_once(make_corpus: Callable, tmp_path: Path, monkeypatch):
+def test_a_corpus_that_did_not_change_is_read_once(make_corpus: Callable, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     read, whole = [], cache_module.verify_corpus
     monkeypatch.setattr(cache_module, "verify_corpus", lambda corpus: (read.append(corpus.folder), whole(corpus)))
@@ -438,5 +438,12 @@ def test_a_corpus_that_did_not_change_is_read_once(make_corpus: Callable, tmp_pa
             verify_changed(one)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    with pytest.raises(ValueError, match=r"cannot be written .*; set XDG_CACHE_HOME"):
+    monkeypatch.setattr(cache_module, "LONG", 1)  # byte
+    for _ in range(2):  # it is whole, but that cannot be noted
+        verify_changed(other)
+        said, warning = capsys.readouterr().out.splitlines()
+        assert said.startswith(f"reading 0 GB in {other.folder} against their checksums (training.verify = 'changed'")
+        assert "cannot be written" in warning and warning.endswith("; set XDG_CACHE_HOME to a folder that can")
+    (other.folder / "tokens.bin").write_bytes(b"\xff" + (other.folder / "tokens.bin").read_bytes()[1:])
+    with pytest.raises(ValueError, match=r"tokens.bin was altered"):
         verify_changed(other)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.worlds import World
+from titan_linear.distributed.compiling import compile_layers
 from titan_linear.distributed.experts import spread_experts
+from titan_linear.distributed.parallelize import checkpoint_layers
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.mixers import GDN
+from titan_linear.models.mixers import Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.collectives import Ranks
 
@@ -21,7 +25,9 @@ MOE = MoEConfig(num_experts=4, top_k=2, hidden_dim=6, shared_hidden_dim=10, sele
 
 
 def layer(bias: list[float]) -> Decoder:
-    model = Decoder(ModelConfig(8, 16, (GDN(heads=1, v_heads=1, head_dim=8, v_head_dim=8),), 1, 24, moe=MOE)).double()
+    model = Decoder(
+        ModelConfig(8, 16, (Attention(heads=1, kv_heads=1, head_dim=8, rope_theta=None),), 1, 24, moe=MOE)
+    ).double()
     initialise(model, seed=0)
     model.layers[0].mlp.router.selection_bias.data.copy_(torch.tensor(bias))
     return model
@@ -50,3 +56,35 @@ def test_no_row_is_dropped(bias: list[float], worlds: Callable[[int], World]) ->
     """Nor where all rows go to one rank, and none to the other; ranks have different numbers of tokens."""
     for found in worlds(2).run(errors, bias):
         assert max(found) < 1e-14
+
+
+def reads(rank: int, world_size: int, mode: str, compiled: bool) -> tuple[int, int, torch.Tensor]:
+    """How often the host asked how many rows travel, forward and backward, and the gradient of the layer's input."""
+    model, asked = layer([0, 0, 9, 9]), 0
+    spread_experts(model, Ranks(dist.group.WORLD.group_name, world_size, rank))
+    if compiled:
+        compile_layers(model, "eager")
+    if mode != "none":
+        checkpoint_layers(model, selective=mode == "selective", compiled=compiled)
+    x = torch.randn(1, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
+    exchange = dist.all_to_all_single
+
+    def counted(out: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        nonlocal asked
+        asked += not out.is_floating_point()
+        return exchange(out, *args, **kwargs)
+
+    with patch.object(dist, "all_to_all_single", counted):
+        y, _ = model.layers[0](x, BatchPlan(torch.arange(8)))
+        forward = asked
+        y.square().sum().backward()
+    return forward, asked - forward, x.grad
+
+
+def test_the_host_reads_nothing_in_backward(worlds: Callable[[int], World]) -> None:
+    """However much of a layer is computed again, and of a compiled one too."""
+    ways = [("none", False), ("selective", False), ("full", False), ("full", True)]
+    runs = [worlds(2).run(reads, *way) for way in ways]
+    for of_rank in zip(*runs, strict=True):
+        assert [(forward, backward) for forward, backward, _ in of_rank] == [(1, 0)] * len(ways)
+        assert all((grad - of_rank[0][2]).abs().max() < 1e-14 for *_, grad in of_rank)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,13 @@ import torch
 import torch.distributed as dist
 
 from tests.processes import until
+from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 from tests.worlds import World
+from titan_linear.config import load_config
+from titan_linear.data import Batch
+from titan_linear.distributed.groups import is_gone
 from titan_linear.distributed.hangs import late_collective, recorded, watched
+from titan_linear.train import Trainer
 
 LATER = int(1e18)  # nanoseconds: past every time-out
 
@@ -53,6 +60,41 @@ def test_a_hang_is_said_in_one_line(worlds: Callable[[int], World], tmp_path: Pa
     assert said.startswith("hang: step 7: rank 0 in all_reduce for ") and "of 4 s, rank 1 not there; " in said
     assert said.count("\n") == 1 and said_1 == ""
     assert sorted(path.name for path in (tmp_path / "recorder").iterdir()) == ["rank-0", "rank-1"]
+
+
+def stall(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[list[str], str]:
+    """A run in which rank 1 reads no more after step 2: what is said, and what a rank that waits for it raises."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    config = load_config(argv)
+    trainer, said = Trainer(config), io.StringIO()
+    recorder, store = Path(config.job.dump_folder) / "recorder", dist.distributed_c10d._get_default_store()
+
+    def batches(whole: Iterator[Batch]) -> Iterator[Batch]:
+        yield from islice(whole, 2)
+        if rank == 1:
+            until(lambda: (recorder / "rank-1").exists())
+            raise EOFError
+        yield from whole
+
+    trainer.feed.batches = batches(trainer.feed.batches)
+    with watched(recorder, store, config.comm.train_timeout_seconds) as watch, contextlib.redirect_stderr(said):
+        watch.step = lambda: trainer.begun
+        try:
+            trainer.train()
+        except (RuntimeError, EOFError) as error:
+            hangs = [line for line in said.getvalue().splitlines() if line.startswith("hang: ")]
+            return hangs, "gone" if isinstance(error, RuntimeError) and is_gone(error) else repr(error)
+    raise AssertionError("it did not hang")
+
+
+def test_a_rank_that_reads_no_more_is_missed(corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+    keys = {"model.name": "kda", "training.local_batch_size": 2, "comm.train_timeout_seconds": 4,
+            "job.dump_folder": tmp_path}  # fmt: skip
+    world = World(2, "gloo")  # whose default group is not to be used after that
+    ((said,), raised), nothing = world.run(stall, arguments(corpus, keys), str(corpus.parent))
+    world.close()
+    assert said.startswith("hang: step 2: rank 0 in all_reduce for ") and "of 4 s, rank 1 not there; " in said
+    assert raised == "gone" and nothing == ([], "EOFError()")
 
 
 def entry(group: int, began: float, *, retired: bool) -> dict[str, object]:

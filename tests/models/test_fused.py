@@ -61,8 +61,8 @@ def errors(mixer: MixerOptions, device: torch.device, backend: str) -> dict[str,
 @pytest.mark.cuda
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_a_compiled_block(mixer: str) -> None:
-    """A rounding is 2^-9 at most. What the residual goes through has one; gradients of weights are at the end of a chain
-    of products, and those of the gate's sum over all tokens with both signs. On the CPU: 1.2, 4.3 and 11.4 of 2^-9."""
+    """A rounding is 2^-9 at most. What the residual goes through has one; gradients of weights are at the end of a
+    chain of products, and those of the gate sum over all tokens with both signs. On the CPU: 1.2, 4.3, 11.4 of it."""
     torch._dynamo.reset()
     found = errors(MIXERS[mixer], torch.device("cuda"), "inductor")
     bounds = {"y": 2**-8, "dx": 2**-8, "mixer.A_log": 2**-5, "mixer.dt_bias": 2**-5}

@@ -32,8 +32,9 @@ are skipped is no part of the name: a corpus notes those that it lacks, and is r
 it.
 
 Opening checks corpus.json and the sizes and structure of every file. `verify_corpus` reads everything once (at
-the disk's speed, in threads) against the checksums; the preflight does that before training starts. A damaged
-corpus is an error and is never rebuilt by itself: nothing that might be someone's only copy is deleted.
+the disk's speed, in threads) against the checksums; the preflight does that before training starts, of a corpus that it
+has found whole before only where a file is another (`verify_changed`). A damaged corpus is an error and is never
+rebuilt by itself: nothing that might be someone's only copy is deleted.
 """
 
 from __future__ import annotations
@@ -75,6 +76,7 @@ DATASETS = (*TEXT_SOURCES, "tokens")
 FORMAT = "titan_linear corpus 1"
 ANSWERS_FORMAT = "titan_linear corpus 2"  # what reads the first alone would learn every token
 CRC_BLOCK = 1 << 24  # bytes
+LONG = 50 * 10**9  # bytes that take some time to read
 SMALL = 1 << 22  # documents of which every process may look at all
 JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
 CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")  # of the folders that are ours to remove
@@ -390,8 +392,14 @@ def _falls(numbers: np.ndarray) -> bool:
 
 def verify_corpus(corpus: Corpus) -> None:
     """Reads every byte of a corpus against its checksums. ValueError naming the file and the place."""
-    remedy = _remedy(corpus.folder)
-    for name in _names_in(corpus.info):
+    remedy, names = _remedy(corpus.folder), _names_in(corpus.info)
+    if (size := sum(corpus.info["files"][name]["size"] for name in names)) >= LONG:
+        print(
+            f"reading {size / 1e9:,.0f} GB in {corpus.folder} against their checksums (training.verify = 'changed': "
+            "later starts do so only where a file is another)",
+            flush=True,
+        )
+    for name in names:
         expected, found = corpus.info["files"][name]["crc32"], _checksums(corpus.folder / name)
         for block, (want, got) in enumerate(zip(expected, found, strict=True)):
             if want != got:
@@ -404,7 +412,7 @@ def verify_corpus(corpus: Corpus) -> None:
 def verify_changed(corpus: Corpus) -> None:
     """`verify_corpus`, unless every file still has the size, time and inode that it had when this last found it whole.
 
-    ValueError, too: that cannot be noted among the caches.
+    Where that cannot be noted among the caches, it says so, and the next start reads everything again.
     """
     note = default_cache_dir() / f"whole-{hashlib.sha256(os.fsencode(corpus.folder)).hexdigest()[:24]}.json"
     stats = ((name, (corpus.folder / name).stat()) for name in (_INFO, *_names_in(corpus.info)))
@@ -417,7 +425,11 @@ def verify_changed(corpus: Corpus) -> None:
         note.parent.mkdir(parents=True, exist_ok=True)
         _write_json(note, files)
     except OSError as error:
-        raise ValueError(f"{note} cannot be written ({error}); set XDG_CACHE_HOME to a folder that can") from error
+        print(
+            f"warning: {note} cannot be written ({error}), so the next start reads all of {corpus.folder} again; set "
+            "XDG_CACHE_HOME to a folder that can",
+            flush=True,
+        )
 
 
 # --- writing -----------------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ class Travelling:
 
 
 @outside_graphs
-@kept
+@partial(kept, always=True)
 def _agree(counts: torch.Tensor, ranks: Ranks) -> tuple[list[int], list[int], torch.Tensor]:
     """Rows for each expert [E] -> how many go to each rank, how many come, and those by sender [ranks, own experts]."""
     sent = counts.unflatten(0, (ranks.size, -1)).contiguous()  # by receiver

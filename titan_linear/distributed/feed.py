@@ -65,7 +65,7 @@ class Feed:
         cut: a batch → tokens, labels and plan of this rank, on its device (`BatchSharding`).
         micro_steps: batches of a step.
         copies: ranks that get the same batches.
-        host: a gloo group of all ranks, in which tokens are counted; no device takes part.
+        host: a group of all ranks, with gloo on the hosts, in which tokens are counted; no device takes part.
         device: that computes the micro-batches.
     """
 

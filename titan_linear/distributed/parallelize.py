@@ -60,14 +60,16 @@ def cut(model: Decoder, dims: ParallelDims) -> None:
 
 
 def checkpoint_layers(model: Decoder, *, selective: bool, compiled: bool) -> None:
-    """Keep each layer's input and compute the layer again in backward; no layer draws random numbers. `selective`: keep
-    what ops/kept.py lists too.
+    """Keep each layer's input and compute the layer again in backward; no layer draws random numbers. Keep, too, what
+    ops/kept.py lists: `selective` all of it, else how many rows travel to experts.
 
     The layer's `forward` is replaced rather than the layer wrapped, so that parameters keep their names.
     """
-    options = {"context_fn": partial(contexts, copied=compiled)} if selective else {}
+    keeping = partial(contexts, copied=compiled, selective=selective)
     for layer in model.layers:
-        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, **options)
+        layer.forward = partial(
+            checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=keeping
+        )
 
 
 def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy, reshard: bool) -> None:

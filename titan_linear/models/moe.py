@@ -2,7 +2,7 @@
 
 Two ways to balance the experts' loads. The load-balance loss (Switch Transformers, section 2.2) is taken per stream,
 so that it does not depend on how streams are split among ranks and micro-steps. The selection bias (DeepSeek-V3,
-section 2.1.2) moves after each step: see `update_selection_biases` in distributed/experts.py.
+section 2.1.2) moves after each step: see `move_selection_biases` in distributed/experts.py.
 """
 
 from __future__ import annotations

@@ -16,6 +16,9 @@ So none of these kernels and exchanges runs a second time. Compiled code calls t
 keeps what its operators give, but for its prepared chunks, which are prepared again; and copies are kept, as compiled
 code may write into memory that it has done with.
 
+Full checkpointing keeps one thing alone: how many rows travel, a few integers. The host reads them from the device, and
+so waits for it, in forward only.
+
 torch's own selective checkpointing watches every operator of a region through a dispatch mode in Python, which costs
 the host as much as the operators do; and it keeps all outputs of an operator or none.
 
@@ -47,8 +50,8 @@ P, R = ParamSpec("P"), TypeVar("R")
 class Region:
     """Results between a region's two runs, in the order of the calls."""
 
-    def __init__(self, copied: bool):
-        self.copied = copied
+    def __init__(self, copied: bool, selective: bool):
+        self.copied, self.selective = copied, selective
         self.results: deque[tuple[Callable, list[Any], TreeSpec, list[int]]] = deque()
 
     def put(self, fn: Callable, result: Any) -> None:
@@ -60,7 +63,7 @@ class Region:
 
     def take(self, fn: Callable) -> Any:
         if not self.results:
-            raise RuntimeError("backward through a selectively checkpointed layer runs once; what it kept is gone")
+            raise RuntimeError("backward through a checkpointed layer runs once; what it kept is gone")
         kept_fn, leaves, spec, versions = self.results.popleft()
         assert kept_fn is fn, f"{fn.__name__} is called where {kept_fn.__name__} was"
         assert _versions(leaves) == versions, f"what {fn.__name__} gave was changed in place"
@@ -91,21 +94,24 @@ class Run:
         _current.reset(self.token)
 
 
-def contexts(copied: bool = False) -> tuple[Run, Run]:
+def contexts(copied: bool = False, selective: bool = True) -> tuple[Run, Run]:
     """A region's forward and its recomputation: `context_fn` of `torch.utils.checkpoint.checkpoint`.
 
-    copied: copies are kept, for compiled code.
+    copied: copies are kept, for compiled code. selective: False keeps only what full checkpointing does.
     """
-    region = Region(copied)
+    region = Region(copied, selective)
     return Run(region, again=False), Run(region, again=True)
 
 
-def kept(fn: Callable[P, R]) -> Callable[P, R]:
-    """`fn` with its result kept, inside of a region; elsewhere `fn` as it is. What it calls is part of it."""
+def kept(fn: Callable[P, R], *, always: bool = False) -> Callable[P, R]:
+    """`fn` with its result kept, inside of a region; elsewhere `fn` as it is. What it calls is part of it.
+
+    always: by full checkpointing too.
+    """
 
     @wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or (here := _current.get()) is None:
+        if torch.compiler.is_compiling() or (here := _current.get()) is None or not (always or here.region.selective):
             return fn(*args, **kwargs)
         if here.again:
             return here.region.take(fn)

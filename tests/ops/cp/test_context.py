@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 from itertools import pairwise
+from types import FrameType
 
+import numpy as np
 import pytest
 import torch
 
@@ -80,16 +82,20 @@ def test_chunk_tables(size: int) -> None:
     assert offsets.tolist() == [rows.index([n, 0]) for n in range(len(lengths))] + [len(rows)]
 
 
-def calls_to_build(documents: int, world_size: int, layout: str) -> int:
-    """Python and C functions called while four streams of that many documents are cut and planned."""
+def cost_to_build(documents: int, world_size: int, layout: str) -> tuple[int, int]:
+    """While four streams of that many documents are cut and planned: Python and C functions called, and elements of the
+    arrays that Python functions hold when they return, which stand for the work inside NumPy."""
     T = world_size * 2 * 16384
     edges = torch.linspace(0, T, documents + 1, dtype=torch.float64).long()
     cu = torch.cat([edges[:-1] + i * T for i in range(4)] + [torch.tensor([4 * T])])
-    count = 0
+    calls = elements = 0
 
-    def seen(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
+    def seen(frame: FrameType, event: str, argument: object) -> None:
+        nonlocal calls, elements
+        calls += event in ("call", "c_call")
+        if event == "return":
+            arrays = (x for x in frame.f_locals.values() if isinstance(x, np.ndarray | torch.Tensor))
+            elements += sum(x.size if isinstance(x, np.ndarray) else x.numel() for x in arrays)
 
     sys.setprofile(seen)
     try:
@@ -98,15 +104,17 @@ def calls_to_build(documents: int, world_size: int, layout: str) -> int:
         )  # fmt: skip
     finally:
         sys.setprofile(None)
-    return count
+    return calls, elements
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_the_cost_is_linear(layout: str) -> None:
-    """64 ranks, four streams, 10,000 documents each: in ranks, and hardly in documents, which NumPy counts."""
-    few, many = (calls_to_build(n, 64, layout) for n in (1, 10_000))
+    """64 ranks, four streams, 10,000 documents each: calls grow with ranks, and hardly with documents, which NumPy
+    counts; its arrays grow with documents, and not with documents times ranks."""
+    (few, _), (many, elements) = (cost_to_build(n, 64, layout) for n in (1, 10_000))
     assert many < 2 * few
-    assert calls_to_build(1, 128, layout) < 2.2 * few
+    assert cost_to_build(1, 128, layout)[0] < 2.2 * few
+    assert cost_to_build(20_000, 128, layout)[1] < 2.2 * elements
 
 
 @pytest.mark.parametrize(
