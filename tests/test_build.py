@@ -1,4 +1,4 @@
-"""A model's vocabulary and its tokenizer's."""
+"""A model's vocabulary and its tokenizer's; what a run says of its layers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
 from tests.data.conftest import random_documents
-from titan_linear.build import build_streams, model_config, vocabulary
+from titan_linear.build import build_streams, model_config, uncompiled, vocabulary
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, PackedStreams, load_corpus, split_documents, write_corpus
 
@@ -26,6 +27,12 @@ def test_a_preset_follows_a_larger_tokenizer(size: int, rows: int) -> None:
     line = vocabulary(config, model, tokenizer(size))
     said = f"model.vocab_size = {rows}: the tokenizer's {size}, rounded up; 'debug' alone has 320"
     assert line == ("" if rows == 320 else said)
+
+
+def test_layers_that_are_not_compiled_are_said_on_gpus() -> None:
+    compiled = load_config(["--compile.enable=true"])
+    assert "compile.enable = true" in uncompiled(load_config([]), torch.device("cuda"))
+    assert uncompiled(compiled, torch.device("cuda")) == uncompiled(load_config([]), torch.device("cpu")) == ""
 
 
 @pytest.mark.parametrize("keys", [["--model.vocab_size=320"], ["--checkpoint.initial_load_path=outputs/other"]])

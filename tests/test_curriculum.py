@@ -98,6 +98,7 @@ def test_a_run_is_the_same_split_resumed_and_compiled(
     for one, other in zip(*runs, strict=True):
         assert one["seq_len"] == other["seq_len"] == LENGTHS[one["step"] - 1]
         assert one["tokens"] == other["tokens"] == G * sum(LENGTHS[: one["step"]])
+        assert ("compiled_graphs" in other) == (one["step"] > 3) and "compiled_graphs" not in one
         assert abs(other["loss"] / one["loss"] - 1) < 1e-9 and abs(other["grad_norm"] / one["grad_norm"] - 1) < 1e-9
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from titan_linear import metrics
 from titan_linear.config import Config, load_config
-from titan_linear.metrics import MetricsLogger, Work, is_logged, peak_memory_gib
+from titan_linear.metrics import Graphs, MetricsLogger, Work, is_logged, peak_memory_gib
 
 ROOT = Path(__file__).parents[1]
 VALUES = {"loss": 2.5, "grad_norm": 0.75, "lr": 1e-3, "memory_gib": 1.5}
@@ -75,8 +76,30 @@ def test_rates_of_what_was_done(config, clock):
     assert without == {"step": 1, "tokens": 1000, "tokens_per_second": 500.0, **rates, **VALUES}
     assert known == without | {"mfu": 0.5}
     shown = [re.sub(" +", " ", line) for line in out.getvalue().splitlines()]
-    assert "tok/s 500 TFLOP/s 200 wait 25.0% mem" in shown[0]
-    assert "tok/s 500 TFLOP/s 200 mfu 50.0% wait 25.0% mem" in shown[1]
+    assert "tok/s 500 valid 450 TFLOP/s 200 wait 25.0% mem" in shown[0]
+    assert "tok/s 500 valid 450 TFLOP/s 200 mfu 50.0% wait 25.0% mem" in shown[1]
+
+
+def test_nearly_all_tokens_valid_is_not_on_the_console(config, clock):
+    logger = MetricsLogger(config, out=(out := io.StringIO()))
+    clock[0] += 2
+    logger.log(1, tokens=1000, work=Work(flops=0, valid=999, waited=0.0), **VALUES)
+    assert "valid" not in out.getvalue() and lines(config)[0]["valid_tokens_per_second"] > 0
+
+
+def test_graphs_are_counted_and_new_ones_warned_of():
+    torch.compiler.reset()
+    torch._dynamo.utils.counters.clear()
+    graphs, fn = Graphs(), torch.compile(lambda x: x + 1, backend="eager", dynamic=False)
+
+    def after(kind: str, n: int) -> str:
+        fn(torch.zeros(n))
+        return graphs.after(kind)
+
+    assert [after("training", 2), after("training", 2), after("validation", 3), after("training", 2)] == [""] * 4
+    assert "warning: training compiled layers again, 1 graphs more (compiled_graphs = 3)" in after("training", 4)
+    assert after("training", 5) == ""  # said once
+    assert graphs.counts() == {"compiled_graphs": 4, "graph_breaks": 0}
 
 
 def test_time_outside_training_counts_for_no_step(config, clock):
@@ -166,7 +189,8 @@ def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
     logger = MetricsLogger(config, peak_tflops=1.0, out=io.StringIO())
     clock[0] += 6
     more = {"skipped_steps": 0, "data_seconds": 0.5, "gc_seconds": 0.1, "memory_reserved_gib": 2.0,
-            "memory_fragmentation": 0.1, "seq_len": 64}  # fmt: skip
+            "memory_fragmentation": 0.1, "seq_len": 64, "work_balance": 1.5, "compiled_graphs": 2,
+            "graph_breaks": 0}  # fmt: skip
     logger.log(3, tokens=3, work=Work(flops=1, valid=1, waited=0.0), **more, **VALUES)
     logger.log_validation(3, 2.25)
     logger.log_exposed(3, 0.25, 0.5)
@@ -186,7 +210,7 @@ def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
     assert list(categories[0].chart[0].multiline.tag) == ["loss/train", "loss/validation"]
     charts = {tag for category in categories for chart in category.chart for tag in chart.multiline.tag}
     drawn = {tag for tag in charts if "*" not in tag}
-    assert {"optim/skipped_steps", metrics.WORK_BALANCE} <= drawn <= {*metrics.TAGS.values(), metrics.WORK_BALANCE}
+    assert {"optim/skipped_steps", "perf/work_balance"} <= drawn <= set(metrics.TAGS.values())
 
 
 def test_weights_and_biases(tmp_path, monkeypatch, clock):

@@ -322,6 +322,16 @@ def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: 
     return decoder
 
 
+def uncompiled(config: Config, device: torch.device) -> str:
+    """For the console, where layers run on a GPU as they are written; else ""."""
+    if config.compile.enable or device.type != "cuda":
+        return ""
+    return (
+        "layers are not compiled: norms, gates, activations and casts are kernels of their own, which take longer and "
+        "keep more for backward; compile.enable = true fuses them (the first step then takes up to a minute)"
+    )
+
+
 def mixed_precision(config: Config, model: Decoder, dims: ParallelDims) -> AbstractContextManager[object]:
     """Inside it `model` computes in training.mixed_precision_param; reusable. FSDP2 needs none."""
     return nullcontext() if dims.sharded else ComputeCopies(model, DTYPES[config.training.mixed_precision_param])

@@ -27,6 +27,7 @@ from titan_linear.config import Config, config_to_toml
 from titan_linear.rundir import BOARD, METRICS, TELEMETRY, WANDB, cut_metrics, json_line
 
 GIB = 2**30
+FEW = 0.01  # of the tokens without a label, such as the last ones of documents, are no news for the console
 TAGS = {  # name in metrics.jsonl → TensorBoard's; a name that is not here stays
     "loss": "loss/train",
     "validation_loss": "loss/validation",
@@ -45,11 +46,13 @@ TAGS = {  # name in metrics.jsonl → TensorBoard's; a name that is not here sta
     "exposed_communication_seconds": "perf/exposed_communication_seconds",
     "tflops": "perf/tflops",
     "mfu": "perf/mfu",
+    "work_balance": "perf/work_balance",
+    "compiled_graphs": "perf/compiled_graphs",
+    "graph_breaks": "perf/graph_breaks",
     "memory_gib": "memory/allocated_gib",
     "memory_reserved_gib": "memory/reserved_gib",
     "memory_fragmentation": "memory/fragmentation",
 }
-WORK_BALANCE = "perf/work_balance"  # of telemetry, which names the rest
 # Custom scalars: category → chart → tags, which are regular expressions.
 CHARTS = {
     "loss": {
@@ -74,7 +77,7 @@ CHARTS = {
         ],
         "share of time without data": ["Multiline", [TAGS["data_wait"]]],
         "share of a step in which a GPU only communicates": ["Multiline", [TAGS["exposed_communication"]]],
-        "work of the rank that computes most, over the mean": ["Multiline", [WORK_BALANCE]],
+        "work of the rank that computes most, over the mean": ["Multiline", [TAGS["work_balance"]]],
     },
     "memory": {
         "allocated and reserved, GiB": ["Multiline", [TAGS["memory_gib"], TAGS["memory_reserved_gib"]]],
@@ -135,6 +138,39 @@ class GarbageClock:
         return seconds
 
 
+class Graphs:
+    """What torch.compile has made of the layers in this process. A kind of pass (training, validation) has its graphs
+    compiled when it first runs; documents change from batch to batch, and the graphs should stay."""
+
+    def __init__(self) -> None:
+        from torch._dynamo.utils import counters  # slow to import, and there where layers are compiled
+
+        self._counters, self._known, self._warned = counters, 0, False
+        self._seen: set[str] = set()
+
+    def counts(self) -> dict[str, int]:
+        """Numbers to log."""
+        breaks = sum(self._counters["graph_break"].values())
+        return {"compiled_graphs": self._counters["stats"]["unique_graphs"], "graph_breaks": breaks}
+
+    def after(self, kind: str) -> str:
+        """After passes of this kind: a warning, once, if they were compiled again, or ""."""
+        graphs = self.counts()["compiled_graphs"]
+        more, self._known = graphs - self._known, graphs
+        expected, self._seen = kind not in self._seen, self._seen | {kind}
+        if expected or not more or self._warned:
+            return ""
+        self._warned = True
+        return (
+            f"warning: {kind} compiled layers again, {more} graphs more (compiled_graphs = {graphs}); each time takes "
+            "time, and TORCH_LOGS=recompiles says why"
+        )
+
+    def forget(self) -> None:
+        """All is compiled anew, as it should be."""
+        self._seen = set()
+
+
 class Work(NamedTuple):
     """What all ranks did since the report before."""
 
@@ -190,9 +226,11 @@ class MetricsLogger:
         self.last = (now, step, tokens)
         values = {"loss": loss, "grad_norm": grad_norm, "lr": lr, "tokens": tokens, "tokens_per_second": per_second}
         self._write(step, values | rates | {"memory_gib": memory_gib} | more)
+        labelled = rates.get("valid_tokens_per_second", per_second)
+        valid = [("valid", f"{labelled:,.0f}", 36)] if labelled < (1 - FEW) * per_second else []
         self._print(step, [
             ("loss", f"{loss:.4f}", 32), ("grad", f"{grad_norm:.3g}", 33), ("lr", f"{lr:.2e}", 0),
-            ("tok/s", f"{per_second:,.0f}", 36), *_shown(rates), ("mem", f"{memory_gib:.2f} GiB", 0),
+            ("tok/s", f"{per_second:,.0f}", 36), *valid, *_shown(rates), ("mem", f"{memory_gib:.2f} GiB", 0),
             ("eta", _duration(eta), 0),
         ])  # fmt: skip
 
@@ -279,7 +317,6 @@ def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
         "MFU": with_mfu, "by position in the document": telemetry,
         "by source": telemetry and (config.training.mixture or groups), "tokens by source": groups,
         "gradient norm by layer": telemetry, "update norm by layer": telemetry,
-        "work of the rank that computes most, over the mean": telemetry,
         "fragmentation": torch.cuda.is_available(),
         "share of a step in which a GPU only communicates": config.profiling.enable_profiling
         and torch.cuda.is_available(),
@@ -293,8 +330,6 @@ def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
 
 def _tag(quantity: str, where: str) -> str:
     """TensorBoard's name of what telemetry saw: groups stand in the alphabet's order, and the first two are open."""
-    if quantity == "work":
-        return WORK_BALANCE
     return f"{quantity if '_by_' in quantity else f'per_layer_{quantity}'}/{where}"
 
 

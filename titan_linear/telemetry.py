@@ -1,5 +1,5 @@
 """What every `metrics.telemetry_freq`-th step shows beyond its loss: norms by layer, what mixers say of themselves,
-loss by position and source, experts' loads, balance of the work.
+loss by position and source, experts' loads.
 
     grad_norm, update_norm, weight_norm   of each layer, embedding and head: 2-norms of the gradient before clipping, of
                                           what AdamW adds to the weights (before they are rounded to their type), and of
@@ -10,8 +10,6 @@ loss by position and source, experts' loads, balance of the work.
     loss_by_position                      nats per token of positions 1, 2–3, 4–7, … of documents, by the first of them
     loss_by_source                        of a mixture's sources, and of the groups of files in metrics.loss_by_source
     tokens_by_source                      with a label, of each of these groups
-    work                                  pairs of query and key that the mask leaves, of the rank that computes most
-                                          (in the first softmax layer, by its method) over the mean of all: 1 is even
 
 Mixers are looked at in a window, the first of the tokens that each rank has of the step's first micro-batch: hooks
 before the layers, outside of what is compiled or computed again, give a layer's input to its mixer's `watch`, without
@@ -134,10 +132,6 @@ class Telemetry:
             group = self._groups_of_tokens(batch)
             self._add("loss_by_source", pairs, group + len(self.sources), names)
             self._add("tokens_by_source", pairs[1:], group, self.groups.names, partial(_counts, self.groups.names))
-        rank = torch.full((1,), dist.get_rank() // self.dims.tp, device=losses.device)
-        ranks = [str(r) for r in range(self.dims.dp * self.dims.cp)]
-        pairs_here = losses.new_full((1, 1), batch.plan.pairs * first)
-        self._add("work", pairs_here, rank, ranks, _uneven)
 
     def _groups_of_tokens(self, batch: MicroBatch) -> torch.Tensor:
         """[T] int64, of this rank's tokens, on the device."""
@@ -219,11 +213,6 @@ def _by_name(names: list[str], sums: torch.Tensor) -> dict[str, float]:
 
 def _counts(names: list[str], sums: torch.Tensor) -> dict[str, int]:
     return dict(zip(names, map(int, sums.sum(0)[0].tolist()), strict=True))
-
-
-def _uneven(sums: torch.Tensor) -> dict[str, float]:
-    of_ranks = sums.sum((0, 1))
-    return {"max over mean": (of_ranks.max() / of_ranks.mean()).item()}
 
 
 def _window_tokens(tokens: int) -> int:

@@ -37,6 +37,7 @@ from titan_linear.build import (
     model_config,
     progress_at,
     tokenizer_path,
+    uncompiled,
 )
 from titan_linear.checkpoint import (
     Checkpointer,
@@ -61,7 +62,7 @@ from titan_linear.grace import GivenUp, Grace
 from titan_linear.gradients import Passes
 from titan_linear.hf_io import gather, load_weights
 from titan_linear.memory import what_fits
-from titan_linear.metrics import GarbageClock, MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory
+from titan_linear.metrics import GarbageClock, Graphs, MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory
 from titan_linear.models.init import initialise
 from titan_linear.ops.support import hush, start_lines
 from titan_linear.optim import Reading, build_optimizer, learning_rate, step_numbers, update
@@ -132,7 +133,7 @@ class Trainer:
         loss_chunk = config.training.loss_chunk_size
         self.passes = Passes(self.model, self.feed, self.precision, loss_chunk, self.telemetry.watching)
         self.seen: Seen = {}  # by telemetry in the last step
-        self.garbage = GarbageClock()
+        self.garbage, self.graphs = GarbageClock(), Graphs() if config.compile.enable else None
         self.outliers = Outliers(config.metrics.spike_sigmas)
 
     def _build_checkpointer(self) -> Checkpointer | None:
@@ -299,6 +300,7 @@ class Trainer:
             numbers = self.train_step()
             if self.config.profiling.enable_profiling:
                 self.feed.settle()  # what ends on gloo's threads after the profiler's window writes into freed memory
+            self._look_at_graphs("a step that telemetry looks into" if self.telemetry.on else "training")
             traced = profile.step()
             snapshots.after(self.step)
             if self.step == first or longer:  # it has compiled and connected everything
@@ -328,7 +330,13 @@ class Trainer:
         set_timeout(self.dims.groups, timedelta(seconds=self.config.comm.init_timeout_seconds))
         if self.config.compile.enable:
             torch.compiler.reset()  # else the length would become a variable of the code, or be too many to compile
+            self.graphs.forget()
         return True
+
+    def _look_at_graphs(self, kind: str) -> None:
+        """After passes of this kind."""
+        if self.graphs and dist.get_rank() == 0 and (warning := self.graphs.after(kind)):
+            print(f"step {self.step}: {warning}", flush=True)
 
     def _give_up(self, why: str) -> None:
         """A signal came between two micro-steps, or while validating: nothing has changed since the last step's end."""
@@ -351,6 +359,10 @@ class Trainer:
         work = Work(training_flops(self.model.config, fed.documents), fed.valid, fed.waited)
         of_step = {"data_seconds": fed.seconds, "gc_seconds": self.garbage.take()}
         more = {name: seconds / max(fed.steps, 1) for name, seconds in of_step.items()} | reserved_memory()
+        if fed.most_pairs:  # of a model with softmax layers
+            more["work_balance"] = fed.work_balance(self.dims.dp * self.dims.cp)
+        if self.graphs:
+            more |= self.graphs.counts()
         if self.config.training.seq_len_schedule:
             more["seq_len"] = seq_len_at(self.config.training, self.step)
         logger.log(
@@ -379,6 +391,7 @@ class Trainer:
 
     def _validate(self, logger: MetricsLogger | None) -> None:
         v, loss = self.config.validation, self.validate()
+        self._look_at_graphs("validation")
         if logger:
             logger.log_validation(self.step, loss)
         if v.sample_tokens:
@@ -424,6 +437,8 @@ class Trainer:
         parameters = sum(p.numel() for p in named_parameters(self.model).values())
         print(f"model {self.config.model.name}/{self.config.model.flavor}: {parameters:,} parameters", flush=True)
         print("\n".join(start_lines(choices)), flush=True)
+        if line := uncompiled(self.config, self.device):
+            print(line, flush=True)
         print(f"mesh {self.dims.description}", flush=True)
         if uneven := self.sharding.uneven(self.config.training.local_batch_size * self.config.training.seq_len):
             print(uneven, flush=True)

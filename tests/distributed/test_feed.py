@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -31,10 +32,10 @@ def two_steps(rank: int, world_size: int, cp: int) -> tuple[list[str], list[tupl
 
     def cut(batch: Batch) -> tuple:
         log.append(f"cut {batch.streams[0] % 10}")
-        return batch.tokens, batch.labels, None
+        return batch.tokens, batch.labels, SimpleNamespace(pairs=1.0 + 10 * rank)
 
     feed = Feed(batches(rank // cp, log), cut, micro_steps=MICRO_STEPS, copies=cp, host=dist.group.WORLD, device=CPU)
-    steps = []
+    steps, fed = [], Fed()
     for _ in range(2):
         valid, micro_batches = feed.next_step()
         streams = []
@@ -47,8 +48,8 @@ def two_steps(rank: int, world_size: int, cp: int) -> tuple[list[str], list[tupl
         assert feed._ahead[-1].is_completed()
         log.append("update")
         steps.append((valid, streams))
-    fed = feed.take()
-    assert feed.take() == Fed()
+        fed += feed.take()
+    assert feed.take().most_pairs == 0
     return log, steps, fed
 
 
@@ -62,6 +63,7 @@ def test_steps_are_fetched_ahead_and_counted_over_all_ranks(worlds: Callable[[in
             assert [valid for valid, _ in steps] == counts
             documents = 2 * MICRO_STEPS * 2 // cp  # each of T tokens
             assert fed.steps == 2 and fed.valid == sum(counts)
+            assert fed.most_pairs == 2 * MICRO_STEPS * 11  # rank 1's
             assert fed.documents == Documents(*(documents * n for n in (T, T * (T + 1) // 2, T * T)))
             assert 0 < fed.seconds < fed.waited  # on a CPU all of it, and the wait for the count
             assert [streams for _, streams in steps] == [[(base,), (base + 1,)], [(base + 2,), (base + 3,)]]

@@ -97,8 +97,8 @@ class BatchSharding:
         )
 
     def _pairs(self, context: CPContext) -> float:
-        """Without softmax layers those of the rank's own tokens."""
-        return pairs_computed(context, self.method(context.stream_tokens) or "ring")
+        """Of a model without softmax layers none."""
+        return 0.0 if self.softmax is None else pairs_computed(context, self.method(context.stream_tokens) or "ring")
 
 
 def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -37,12 +38,17 @@ class Fed:
     documents: Documents = NO_DOCUMENTS
     seconds: float = 0.0  # to read and cut batches
     waited: float = 0.0  # to read and cut them, or for other ranks to, with nothing left for the device to do
+    most_pairs: float = 0.0  # of query and key in a softmax layer, of the rank that computed most in each step
+
+    def work_balance(self, ranks: int) -> float:
+        """Pairs of the rank that computed most over the mean of the `ranks` that share them: 1 is even."""
+        return self.most_pairs * ranks / self.documents.pairs
 
     def __add__(self, more: Fed) -> Fed:
         documents = Documents(*(a + b for a, b in zip(self.documents, more.documents, strict=True)))
         return Fed(
             self.steps + more.steps, self.valid + more.valid, documents, self.seconds + more.seconds,
-            self.waited + more.waited,
+            self.waited + more.waited, self.most_pairs + more.most_pairs,
         )  # fmt: skip
 
 
@@ -70,7 +76,7 @@ class Feed:
         self.batches, self.cut, self.micro_steps, self.copies = batches, cut, micro_steps, copies
         self.host, self.device = host, device
         self._ahead: tuple[list[Batch], MicroBatch, torch.Tensor, dist.Work] | None = None
-        self._fed = Fed()  # since it was taken
+        self._fed, self._pairs = Fed(), 0.0  # since it was taken
 
     def prefetch(self) -> None:
         """Fetch the next step's batches, begin to count its tokens, and move its first micro-batch."""
@@ -92,9 +98,9 @@ class Feed:
         return valid, self._micro_batches(first, batches[1:])
 
     def _micro_batches(self, first: MicroBatch, rest: list[Batch]) -> Iterator[MicroBatch]:
-        yield first
-        for batch in rest:
-            yield self._move(batch)
+        for batch in chain([first], map(self._move, rest)):
+            self._pairs += batch.plan.pairs
+            yield batch
 
     def _move(self, batch: Batch) -> MicroBatch:
         with self._timed():
@@ -118,8 +124,13 @@ class Feed:
                 self._ahead[-1].wait()
 
     def take(self) -> Fed:
-        """Of the steps since this was last called."""
-        fed, self._fed = self._fed, Fed()
+        """Of the step whose micro-batches were asked for since this was last called. Every rank calls it, and they wait
+        for each other: no longer than the next step has them wait for its count of tokens."""
+        most = torch.tensor(self._pairs, dtype=torch.float64)
+        with self._timed(reads=False):
+            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.host)
+        fed = self._fed + Fed(most_pairs=most.item())
+        self._fed, self._pairs = Fed(), 0.0
         return fed
 
 

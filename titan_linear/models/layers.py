@@ -50,7 +50,10 @@ class GatedRMSNorm(RMSNorm):
 
 def project(x: torch.Tensor, *projections: nn.Linear) -> torch.Tensor:
     """x [.., dim] through several projections without biases, as one product: their outputs side by side."""
-    return _Project.apply(x, *(projection.weight for projection in projections))
+    weights = [projection.weight for projection in projections]
+    if not torch.is_grad_enabled():  # compiled code takes as many arguments as `forward` has for a call without ctx
+        return F.linear(x, torch.cat(weights))
+    return _Project.apply(x, *weights)
 
 
 class _Project(torch.autograd.Function):

@@ -31,7 +31,7 @@ class BatchPlan:
     impl: str = "auto"  # "auto" | "triton" | "torch", the implementation of every op
     softmax_method: str = "auto"  # "auto" | "ring" | "allgather" | "ulysses", under context parallelism
     linear_method: str = "kcp"  # "kcp" | "ulysses", likewise
-    pairs: float = 0.0  # of query and key, that this rank computes in a softmax layer: for telemetry
+    pairs: float = 0.0  # of query and key, that this rank computes in a softmax layer: for metrics
     _angles: dict[tuple[Rotary, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
     @property
