@@ -84,7 +84,7 @@ SPLITS = {
     "tp 2 x cp 2 zig-zag": (4, {"parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
                                 "parallelism.context_parallel_layout": "zigzag"}),
     "HSDP x tp": (4, {"parallelism.tensor_parallel_degree": 2, "parallelism.data_parallel_replicate_degree": 2,
-                      "training.local_batch_size": 1, "activation_checkpoint.mode": "full",
+                      "training.local_batch_size": 1, "activation_checkpoint.mode": "attention",
                       "training.enable_cpu_offload": "true"}),
     "accumulation": (1, {"training.local_batch_size": 1}),
     "full activation checkpointing": (2, {"parallelism.context_parallel_degree": 2,
@@ -574,7 +574,7 @@ def test_too_little_memory_is_a_line_with_what_would_fit(
     assert train.main(["--activation_checkpoint.mode", "selective"]) == FAILED
     reason, fits, left = capsys.readouterr().err.splitlines()
     assert reason == "error: rank 3: CUDA out of memory. Tried to allocate 2.00 GiB" and left == "left"
-    assert fits.startswith("rank 3: activation_checkpoint.mode = 'full' would fit (")
+    assert fits.startswith("rank 3: activation_checkpoint.mode = 'attention' would fit (")
     monkeypatch.setattr(train, "PLANNING", 0.1)
     monkeypatch.setattr(train, "what_fits", lambda *_: time.sleep(60))
     assert train.main([]) == FAILED and capsys.readouterr().err.splitlines() == [reason, left]

@@ -250,9 +250,10 @@ class Checkpoint(_Strict):
 class ActivationCheckpoint(_Strict):
     """Memory against time."""
 
-    mode: Literal["none", "selective", "full"] = "none"
-    """full: keep only the input of each layer and compute the layer again in backward. selective: keep what attention,
-    the delta rule, the convolution and exchanges between ranks gave too, and compute the rest again."""
+    mode: Literal["none", "selective", "attention", "full"] = "none"
+    """full: keep only the input of each layer and compute the layer again in backward. attention: keep what softmax
+    attention gave too, which for long documents is little memory and much of the time. selective: keep what the delta
+    rule, the convolution and exchanges between ranks gave as well."""
 
 
 class Compile(_Strict):

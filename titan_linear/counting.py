@@ -31,7 +31,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.boundaries import CHUNK
 from titan_linear.ops.cp.allgather import heads_of_slice, slice_bytes
 from titan_linear.ops.cp.spans import NOTHING, KeyRoutes
-from titan_linear.ops.kept import OPERATORS, contexts
+from titan_linear.ops.kept import ATTENTION, OPERATORS, contexts
 from titan_linear.ops.torch.attention import accumulator_dtype
 
 aten = torch.ops.aten
@@ -74,6 +74,7 @@ class Memory:
 
     kept: int  # from forward to backward
     selective: int  # by selective checkpointing, the layer's input aside
+    attention: int  # likewise, where only what softmax attention gave is kept
     working: int  # at most in backward, beyond what is kept
 
 
@@ -116,10 +117,12 @@ def count(block: Block, x: torch.Tensor, plan: BatchPlan) -> Layer:
     kept_compiled = sum(seen.nbytes(key) for key in leaves)
     selected = [call for call in seen.forward.calls if call.name in OPERATORS]
     others = [call for call in selected if not call.name.startswith(OF_DRIVER)]
+    attention = _bytes(call for call in selected if call.name in ATTENTION)
+    peaks = seen.peak(parameters, seen.lives), seen.peak(parameters, seen.compiled_lives)
     return Layer(
         seen.forward, seen.backward, x.nbytes,
-        Memory(kept, selective + _bytes(others), max(seen.peak(parameters, seen.lives) - kept, 0)),
-        Memory(kept_compiled, _bytes(selected), max(seen.peak(parameters, seen.compiled_lives) - kept_compiled, 0)),
+        Memory(kept, selective + _bytes(others), attention, max(peaks[0] - kept, 0)),
+        Memory(kept_compiled, _bytes(selected), attention, max(peaks[1] - kept_compiled, 0)),
     )  # fmt: skip
 
 

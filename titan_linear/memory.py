@@ -10,7 +10,7 @@ the last layer or of the first, or after it. What is not there at that moment is
                                        their gradients. With offload what is on its way from or to the host, too
     activations                        what layers keep of one micro-step until their backward: all that it needs, with
                                        compile.enable what is dear to compute again; with activation checkpointing the
-                                       layer's input (selective: and what ops/kept.py lists), and all that the layer
+                                       layer's input (and what ops/kept.py lists for the mode), and all that the layer
                                        needs that is being computed again
     working                            what backward of a layer needs at most beside these
     head                               the final norm's input and output, the gradients of the head's input and weight
@@ -45,6 +45,7 @@ from titan_linear.models.moe import AtHome, Experts, MoE
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.collectives import Ranks
+from titan_linear.ops.kept import MODES
 from titan_linear.ops.support import TABLE, Target, reason_against
 
 GIB = 2**30
@@ -273,7 +274,8 @@ def micro_steps(config: Config, gpus: int) -> int:
 def saved(config: Config, layer: Layer) -> int:
     """Bytes that a layer keeps from forward until its backward begins."""
     of, mode = _memory_of(config, layer), config.activation_checkpoint.mode
-    return of.kept if mode == "none" else layer.given + of.selective * (mode == "selective")
+    kept = {"selective": of.selective, "attention": of.attention, "full": 0}
+    return of.kept if mode == "none" else layer.given + kept[mode]
 
 
 def _memory_of(config: Config, layer: Layer) -> Memory:
@@ -359,17 +361,24 @@ def _cheapest(
     return None
 
 
+def checkpointing_modes(model: ModelConfig) -> tuple[str, ...]:
+    """That differ for this model, from that which keeps most."""
+    softmax = any(not mixer.linear for mixer in model.layers)
+    return "none", *(mode for mode in MODES if softmax or mode != "attention")
+
+
 def _said(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def _settings(config: Config, model: ModelConfig) -> Iterator[tuple[str, object]]:
     """Keys and values that take less memory, the cheapest first."""
-    t, p, modes = config.training, config.parallelism, ("none", "selective", "full")
+    t, p, modes = config.training, config.parallelism, ("none", *MODES)
     if p.fsdp_reshard_after_forward == "never":
         yield "parallelism.fsdp_reshard_after_forward", "always"
     for mode in modes[modes.index(config.activation_checkpoint.mode) + 1 :]:
-        yield "activation_checkpoint.mode", mode
+        if mode in checkpointing_modes(model):
+            yield "activation_checkpoint.mode", mode
     for size in _halves(t.local_batch_size, 1):
         yield "training.local_batch_size", size
     for size in _halves(t.loss_chunk_size, 512):

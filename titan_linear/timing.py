@@ -40,7 +40,7 @@ from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.ops.boundaries import CHUNK, PROGRAMS
 from titan_linear.ops.cp.allgather import heads_of_slice
 from titan_linear.ops.cp.kcp import bytes_by_heads, pays_by_heads
-from titan_linear.ops.kept import OPERATORS
+from titan_linear.ops.kept import modes_that_keep
 from titan_linear.ops.triton.configs import kernel_dims
 
 SHIPPED = Path(__file__).parent / "rates"
@@ -345,9 +345,9 @@ def _passes(clock: Clock, config: Config, mixer: MixerOptions, layer: Layer) -> 
     if mode == "none":
         return forward, backward
     calls = layer.forward.calls
-    if mode == "selective":
-        kept = () if config.compile.enable else OF_DRIVER
-        calls = [call for call in calls if call.name not in OPERATORS and not call.name.startswith(kept)]
+    if mode == "selective" and not config.compile.enable:
+        calls = [call for call in calls if not call.name.startswith(OF_DRIVER)]
+    calls = [call for call in calls if mode not in modes_that_keep(call.name)]
     again = clock.of(mixer, layer.forward, calls)
     both = {part: again.parts[part] + backward.parts[part] for part in PARTS}
     return forward, Pass(both, again.launches + backward.launches)

@@ -316,7 +316,7 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row]:
         model = model_without_tokenizer(config).first_layers(args.layers)
         dims = dims or build_dims(config, device)
         batches = _batches(config, model, dims, mean)
-        with_fla = args.fla and _fla_has(model) and config.activation_checkpoint.mode != "selective"
+        with_fla = args.fla and _fla_has(model) and config.activation_checkpoint.mode in ("none", "full")
         peak = peak_tflops(config, device)
         for kind in (Ours, Fla) if with_fla else (Ours,):
             if config.compile.enable:

@@ -40,6 +40,7 @@ from titan_linear.memory import (
     SPARE,
     Batch,
     changed,
+    checkpointing_modes,
     host_memory,
     layers,
     memory,
@@ -55,7 +56,6 @@ from titan_linear.timing import Machine, Rates, Step, read_rates, shipped, step
 BEST = 5  # splits that are printed
 LOCAL = 4  # the largest local batch that is tried
 LONGEST = 1 << 24  # tokens of a stream, beyond which nobody looks
-MODES = ("none", "selective", "full")
 MEASURED = Path(__file__).with_name("measured_steps.json")
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -210,7 +210,7 @@ def fitting(
     own, found = config.parallelism.tensor_parallel_degree, False
     for tp in (n for n in _powers(machine.node_size) if n >= own):
         for degrees in candidates(config, model, gpus, machine.node_size, tp):
-            for mode in MODES:
+            for mode in checkpointing_modes(model):
                 split = changed(degrees, {"activation_checkpoint.mode": mode})
                 needed = sum(memory(split, model, gpus, mean).values())
                 if needed <= room:

@@ -65,7 +65,7 @@ def reads(rank: int, world_size: int, mode: str, compiled: bool) -> tuple[int, i
     if compiled:
         compile_layers(model, "eager")
     if mode != "none":
-        checkpoint_layers(model, selective=mode == "selective", compiled=compiled)
+        checkpoint_layers(model, mode, compiled=compiled)
     x = torch.randn(1, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     exchange = dist.all_to_all_single
 
@@ -83,7 +83,7 @@ def reads(rank: int, world_size: int, mode: str, compiled: bool) -> tuple[int, i
 
 def test_the_host_reads_nothing_in_backward(worlds: Callable[[int], World]) -> None:
     """However much of a layer is computed again, and of a compiled one too."""
-    ways = [("none", False), ("selective", False), ("full", False), ("full", True)]
+    ways = [("none", False), ("selective", False), ("attention", False), ("full", False), ("full", True)]
     runs = [worlds(2).run(reads, *way) for way in ways]
     for of_rank in zip(*runs, strict=True):
         assert [(forward, backward) for forward, backward, _ in of_rank] == [(1, 0)] * len(ways)

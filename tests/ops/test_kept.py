@@ -20,6 +20,8 @@ from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import GDN, KDA, MLA, Attention
+from titan_linear.models.mixers.attention import AttentionMixer
+from titan_linear.models.mixers.mla import MLAMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.kept import OPERATORS, Run, contexts, kept
@@ -39,18 +41,15 @@ MIXERS: dict[str, MixerOptions] = {
     "gdn, one head": GDN(heads=1, v_heads=1, head_dim=32, v_head_dim=32),
 }
 MOE = MoEConfig(num_experts=4, top_k=2, hidden_dim=16, balance_coefficient=0.1)
-CHECKPOINTED = {
-    "none": lambda forward, *x: forward(*x),
-    "selective": lambda forward, *x: checkpoint(
-        forward,
-        *x,
-        use_reentrant=False,
-        preserve_rng_state=False,
-        context_fn=partial(contexts, copied=hasattr(forward.forward, "_torchdynamo_orig_callable")),
-    ),
-    "full": partial(checkpoint, use_reentrant=False, preserve_rng_state=False),
-}
 EXCHANGES = ("all_to_all_single", "all_gather_into_tensor", "reduce_scatter_tensor", "batch_isend_irecv", "all_reduce")
+
+
+def checkpointed(mode: str, block: nn.Module, *x: Any) -> Any:
+    if mode == "none":
+        return block(*x)
+    copied = hasattr(block.forward, "_torchdynamo_orig_callable")
+    keeping = partial(contexts, copied=copied, mode=mode)
+    return checkpoint(block, *x, use_reentrant=False, preserve_rng_state=False, context_fn=keeping)
 
 
 def block_of(mixer: str, dtype: torch.dtype, moe: MoEConfig | None = None) -> nn.Module:
@@ -101,7 +100,7 @@ def results(mode: str, block: nn.Module, dtype: torch.dtype, **cut: Any) -> tupl
     counts = counting(patch)
     try:
         with torch.autograd.set_multithreading_enabled(False):
-            y, balance = CHECKPOINTED[mode](block, x.requires_grad_(), plan)
+            y, balance = checkpointed(mode, block, x.requires_grad_(), plan)
             loss = y.square().sum() + (0 if balance is None else balance)
             return [y, *torch.autograd.grad(loss, [x, *block.parameters()])], counts
     finally:
@@ -109,17 +108,21 @@ def results(mode: str, block: nn.Module, dtype: torch.dtype, **cut: Any) -> tupl
 
 
 def compare(block: nn.Module, dtype: torch.dtype, again: tuple[str, ...] = (), **cut: Any) -> None:
-    """again: kernels that cost too little to keep what they gave; cut: of `plan_of`."""
-    (want, plain), (got, selective) = (results(mode, block, dtype, **cut) for mode in ("none", "selective"))
-    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+    """again: kernels that cost too little to keep what they gave; cut: of `plan_of`. In mode "attention" all runs
+    again, as in "full", but softmax attention."""
+    modes = ("none", "selective", "attention", "full")
+    (want, plain), *others = (results(mode, block, dtype, **cut) for mode in modes)
+    selective, attention, full = (counts for _, counts in others)
+    assert all(torch.equal(a, b) for got, _ in others for a, b in zip(got, want, strict=True))
     assert plain and selective == plain + Counter(again)
+    assert plain < full and attention["attention"] == plain["attention"]
+    assert attention < full if isinstance(block.mixer, AttentionMixer | MLAMixer) else attention == full
 
 
 @pytest.mark.parametrize("mixer", ["kda", "gdn", "attention", "mla"])
 def test_in_pytorch(mixer: str) -> None:
     block = block_of(mixer, torch.float64)
     compare(block, torch.float64)
-    assert results("full", block, torch.float64)[1] != results("none", block, torch.float64)[1]  # work again is seen
 
 
 @pytest.mark.parametrize(("mixer", "segments"), [("kda", False), ("gdn", False), ("kda", True)])
@@ -136,10 +139,11 @@ def test_compiled(mixer: str) -> None:
     block = block_of(name, dtype)
     block.forward = torch.compile(block.forward, backend="aot_eager")
     cut = {"lengths": FEW, "impl": "triton"} if mixer == "kda" else {}
-    (want, plain), (got, selective) = (results(mode, block, dtype, **cut) for mode in ("none", "selective"))
+    kept_most = {"kda": "selective", "attention": "attention"}[mixer]  # which keeps all that costs much
+    (want, plain), (got, other) = (results(mode, block, dtype, **cut) for mode in ("none", kept_most))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
     again = Counter(("prepare_kernel", "solve_kernel", *AGAIN)) if mixer == "kda" else Counter()
-    assert plain and selective == plain + again
+    assert plain and other == plain + again
 
 
 CASES = [

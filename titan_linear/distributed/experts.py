@@ -14,7 +14,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.moe import MoE
 from titan_linear.ops.collectives import Ranks
 from titan_linear.ops.cp.exchange import all_to_all, group_named
-from titan_linear.ops.kept import kept
+from titan_linear.ops.kept import MODES, kept
 from titan_linear.ops.support import outside_graphs
 
 
@@ -63,7 +63,7 @@ class Travelling:
 
 
 @outside_graphs
-@partial(kept, always=True)
+@partial(kept, modes=MODES)
 def _agree(counts: torch.Tensor, ranks: Ranks) -> tuple[list[int], list[int], torch.Tensor]:
     """Rows for each expert [E] -> how many go to each rank, how many come, and those by sender [ranks, own experts]."""
     sent = counts.unflatten(0, (ranks.size, -1)).contiguous()  # by receiver

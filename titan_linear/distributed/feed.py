@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -126,10 +127,10 @@ class Feed:
     def take(self) -> Fed:
         """Of the step whose micro-batches were asked for since this was last called. Every rank calls it, and they wait
         for each other: no longer than the next step has them wait for its count of tokens."""
-        most = torch.tensor(self._pairs, dtype=torch.float64)
+        most = np.array([self._pairs])
         with self._timed(reads=False):
-            dist.all_reduce(most, dist.ReduceOp.MAX, group=self.host)
-        fed = self._fed + Fed(most_pairs=most.item())
+            dist.all_reduce(torch.from_numpy(most), dist.ReduceOp.MAX, group=self.host)
+        fed = self._fed + Fed(most_pairs=float(most[0]))
         self._fed, self._pairs = Fed(), 0.0
         return fed
 

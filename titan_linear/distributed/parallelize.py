@@ -46,7 +46,7 @@ def parallelize(
 
         compile_layers(model, backend)
     if ac_mode != "none":
-        checkpoint_layers(model, selective=ac_mode == "selective", compiled=backend is not None)
+        checkpoint_layers(model, ac_mode, compiled=backend is not None)
     if dims.sharded:
         shard(model, dims, policy, reshard)
 
@@ -59,13 +59,13 @@ def cut(model: Decoder, dims: ParallelDims) -> None:
         model.parts = Parts(splits, dims.parameter_mesh, experts, dims.expert_parameter_mesh if experts else None)
 
 
-def checkpoint_layers(model: Decoder, *, selective: bool, compiled: bool) -> None:
+def checkpoint_layers(model: Decoder, mode: str, *, compiled: bool) -> None:
     """Keep each layer's input and compute the layer again in backward; no layer draws random numbers. Keep, too, what
-    ops/kept.py lists: `selective` all of it, else how many rows travel to experts.
+    ops/kept.py lists for this mode.
 
     The layer's `forward` is replaced rather than the layer wrapped, so that parameters keep their names.
     """
-    keeping = partial(contexts, copied=compiled, selective=selective)
+    keeping = partial(contexts, copied=compiled, mode=mode)
     for layer in model.layers:
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=keeping

@@ -1,8 +1,8 @@
-"""What selective activation checkpointing keeps: results of the ops that are dear to compute again.
+"""What activation checkpointing keeps beside a layer's input: results of the ops that are dear to compute again.
 
 A region, one layer in training, is run twice: in forward, and again in backward, to have what its own backward needs.
 Inside of a region a kept function runs once; the second time it gives what it gave the first time. All else is
-computed again. What is kept:
+computed again. What `activation_checkpoint.mode` = "selective" keeps:
 
     the delta rule          o, and what its backward keeps of the call anyway: chunk matrices, or states of segments;
                             under context parallelism the states that came from other ranks, and M
@@ -16,7 +16,8 @@ So none of these kernels and exchanges runs a second time. Compiled code calls t
 keeps what its operators give, but for its prepared chunks, which are prepared again; and copies are kept, as compiled
 code may write into memory that it has done with.
 
-Full checkpointing keeps one thing alone: how many rows travel, a few integers. The host reads them from the device, and
+"attention" keeps what softmax attention gave: its work grows with the square of a document's length, what it gives does
+not. "full" keeps none of this. Both keep how many rows travel, a few integers: the host reads them from the device, and
 so waits for it, in forward only.
 
 torch's own selective checkpointing watches every operator of a region through a dispatch mode in Python, which costs
@@ -36,11 +37,12 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+MODES = ("selective", "attention", "full")  # of activation checkpointing, from that which keeps most
+ATTENTION = ("attention_forward", "ring_forward", "allgather_forward")
 # Operators (ops/operators.py) whose results are kept. The delta rule's driver keeps a call as a whole, unless compiled.
 OPERATORS = (
-    "attention_forward", "ring_forward", "allgather_forward", "exchange_heads", "conv1d", "fetch_halo", "scatter_along",
-    "sum_ranks", "kda_scan", "gdn_scan", "kda_boundary", "gdn_boundary", "fold_segments", "fold_entries",
-    "kcp_incoming",
+    *ATTENTION, "exchange_heads", "conv1d", "fetch_halo", "scatter_along", "sum_ranks", "kda_scan", "gdn_scan",
+    "kda_boundary", "gdn_boundary", "fold_segments", "fold_entries", "kcp_incoming",
 )  # fmt: skip
 
 _current: ContextVar[Run | None] = ContextVar("run of a region", default=None)
@@ -50,8 +52,8 @@ P, R = ParamSpec("P"), TypeVar("R")
 class Region:
     """Results between a region's two runs, in the order of the calls."""
 
-    def __init__(self, copied: bool, selective: bool):
-        self.copied, self.selective = copied, selective
+    def __init__(self, copied: bool, mode: str):
+        self.copied, self.mode = copied, mode
         self.results: deque[tuple[Callable, list[Any], TreeSpec, list[int]]] = deque()
 
     def put(self, fn: Callable, result: Any) -> None:
@@ -94,24 +96,27 @@ class Run:
         _current.reset(self.token)
 
 
-def contexts(copied: bool = False, selective: bool = True) -> tuple[Run, Run]:
+def contexts(copied: bool = False, mode: str = "selective") -> tuple[Run, Run]:
     """A region's forward and its recomputation: `context_fn` of `torch.utils.checkpoint.checkpoint`.
 
-    copied: copies are kept, for compiled code. selective: False keeps only what full checkpointing does.
+    copied: copies are kept, for compiled code. mode: of MODES.
     """
-    region = Region(copied, selective)
+    region = Region(copied, mode)
     return Run(region, again=False), Run(region, again=True)
 
 
-def kept(fn: Callable[P, R], *, always: bool = False) -> Callable[P, R]:
-    """`fn` with its result kept, inside of a region; elsewhere `fn` as it is. What it calls is part of it.
+def modes_that_keep(operator: str) -> tuple[str, ...]:
+    """What the operator of this name gives."""
+    return MODES[: (operator in OPERATORS) + (operator in ATTENTION)]
 
-    always: by full checkpointing too.
-    """
+
+def kept(fn: Callable[P, R], *, modes: tuple[str, ...] = ("selective",)) -> Callable[P, R]:
+    """`fn` with its result kept, inside of a region of these modes; elsewhere `fn` as it is. What it calls is part of
+    it."""
 
     @wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if torch.compiler.is_compiling() or (here := _current.get()) is None or not (always or here.region.selective):
+        if torch.compiler.is_compiling() or (here := _current.get()) is None or here.region.mode not in modes:
             return fn(*args, **kwargs)
         if here.again:
             return here.region.take(fn)

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from titan_linear.ops.kept import OPERATORS as KEPT
-from titan_linear.ops.kept import kept
+from titan_linear.ops.kept import kept, modes_that_keep
 
 LIBRARY = torch.library.Library("titan_linear", "FRAGMENT")
 
@@ -28,7 +27,8 @@ def operator(fn: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[..
     """
     schema = torch.library.infer_schema(fn, mutates_args=mutates)
     LIBRARY.define(fn.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    implementation = kept(fn) if fn.__name__ in KEPT else fn
+    modes = modes_that_keep(fn.__name__)
+    implementation = kept(fn, modes=modes) if modes else fn
     LIBRARY.impl(fn.__name__, implementation, "CompositeExplicitAutograd")
     overload = getattr(torch.ops.titan_linear, fn.__name__).default
     overload.python = fn  # for who looks inside: dispatch modes see an operator as one call

@@ -108,7 +108,7 @@ def model_of(subject: Subject, whole: Decoder, dims: LocalDims) -> Decoder:
     splits = leave_part(model, dims.tp_ranks) if dims.tp > 1 else {}
     model.parts = Parts(splits, None, experts, None)  # the meshes are for tensors that lie on several processes
     if (mode := subject.config.activation_checkpoint.mode) != "none":
-        checkpoint_layers(model, selective=mode == "selective", compiled=False)
+        checkpoint_layers(model, mode, compiled=False)
     return model
 
 
