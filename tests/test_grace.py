@@ -15,6 +15,8 @@ from tests.steps import after_backward
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 from tests.worlds import World
 from titan_linear.config import load_config
+from titan_linear.data import Batch
+from titan_linear.distributed.batch import BatchSharding
 from titan_linear.grace import GivenUp, Grace
 from titan_linear.process import StopSignal
 from titan_linear.train import Trainer
@@ -67,13 +69,13 @@ def validate_on_rank(rank: int, world_size: int, argv: list[str], cache: str) ->
     """Rank 1 gets SIGTERM in a validation; the signal that all ranks heed, and the step they reach."""
     os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
-    cut = trainer.sharding
 
-    def signalled(batch: object) -> object:
-        trainer.stop.received = signal.SIGTERM * rank
-        return cut(batch)
+    class Signalled(BatchSharding):
+        def __call__(self, batch: Batch) -> tuple:
+            trainer.stop.received = signal.SIGTERM * rank
+            return super().__call__(batch)
 
-    trainer.sharding = signalled  # the feed has its own
+    trainer.sharding = Signalled(**vars(trainer.sharding))  # the feed has its own
     trainer.train()
     return trainer.stop.agreed, trainer.step
 

@@ -16,9 +16,11 @@ import torch.distributed as dist
 UNHURRIED = timedelta(days=1)
 T = TypeVar("T")
 
-
 # What gloo says of a rank that is gone, or that did not come in time.
-GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+GONE = (
+    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting",
+    "Application timeout caused pair closure",  # another collective with the same rank had timed out
+)  # fmt: skip
 
 
 @contextmanager
