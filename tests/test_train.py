@@ -25,7 +25,7 @@ from tests.worlds import World
 from titan_linear import hf_io, train
 from titan_linear.build import model_config
 from titan_linear.checkpoint import Checkpointer, SaveFailed, named_parameters
-from titan_linear.config import load_config
+from titan_linear.config import Training, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.groups import set_timeout
 from titan_linear.hf_io import gather
@@ -214,6 +214,7 @@ def test_float64_runs_are_equal(name: str, corpus: Path, worlds: Callable[[int],
         errors = {n: ((rank[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()}
         assert max(errors.values()) < 1e-9, errors
     assert losses[-1] < losses[0] - 1  # it learns
+    assert min(norms) > Training().max_norm  # and is clipped in each step
 
 
 @pytest.mark.parametrize("name", [name for name in SPLITS if name not in FLOAT64_ONLY])
@@ -226,7 +227,8 @@ def test_float32_runs_are_equal(name: str, corpus: Path, worlds: Callable[[int],
 
 def test_tied_embeddings_and_other_presets(corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
     """Each family, and the head that shares its weight with the embedding."""
-    for name, flavor, splits in (("kda", "debug", ("cp 2", "tp 2")), ("gdn", "debug", ("cp 2", "tp 2")),
+    for name, flavor, splits in (("kda", "debug", ("cp 2 zig-zag", "HSDP x tp")),
+                                 ("gdn", "debug", ("full activation checkpointing", "tp 2")),
                                  ("hybrid", "wide norms", ("tp 2",))):  # fmt: skip
         keys = FLOAT64 | {"training.steps": 3, "model.name": name, "model.flavor": flavor}
         losses, norms, weights = one_process(keys)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import cache
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ops.inputs import boundaries, call, leaves, raw_gate_inputs
+from tests.ops.inputs import boundaries, call, leaves, raw_gate_inputs, relative_error
 from titan_linear.distributed.one_process import LocalGroup, RankFailed, run_ranks
 from titan_linear.ops import attention, build_cp_context, causal_conv1d
 from titan_linear.ops.cp import kcp
@@ -147,3 +148,69 @@ def test_ranks_that_cannot_go_on_say_why(on_rank: Callable, message: str, defaul
     with one_process() if default_group else nullcontext(), pytest.raises(RankFailed, match=message):
         run_ranks(on_rank, 3)
     assert run_ranks(lambda group: group.rank(), 3) == [0, 1, 2]
+
+
+# --- Rounding --------------------------------------------------------------------------------------------------------
+
+
+def slow_decay(op: str, T: int, K: int) -> dict[str, torch.Tensor]:
+    """Gates of about −7e-4 a token, whose parameters have gradients: a state lasts over a thousand tokens."""
+    x = raw_gate_inputs(op, T, H=2, HV=2, K=K, V=K)
+    return x | {"A_log": torch.full_like(x["A_log"], math.log(1e-3)), "dt_bias": 0.1 * x["dt_bias"]}
+
+
+def of_one_document(
+    op: str, x: dict[str, torch.Tensor], dy: torch.Tensor, size: int, layout: str, impl: str
+) -> dict[str, torch.Tensor]:
+    """The output and every gradient, of so many ranks together."""
+    T, device = dy.shape[1], dy.device
+
+    def on_rank(group: LocalGroup) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        context = build_cp_context(boundaries([T]), group, layout=layout, device=device)
+        mine = torch.cat([torch.arange(a, b, device=device) for a, b in context.fragments])
+        own = leaves({name: t if name in PARAMETERS else t[:, mine] for name, t in x.items()})
+        y = call(op, own, cp_context=context, impl=impl)[0]
+        gradients = torch.autograd.grad(y, list(own.values()), dy[:, mine])
+        return mine, dict(zip(("y", *x), (y.detach(), *gradients), strict=True))
+
+    ranks = run_ranks(on_rank, size)
+    order = torch.cat([mine for mine, _ in ranks]).argsort()
+    parts = {name: [found[name] for _, found in ranks] for name in ("y", *x)}
+    return {n: sum(p) if n in PARAMETERS else torch.cat(p, 1)[:, order] for n, p in parts.items()}
+
+
+def check_rounding(
+    op: str, T: int, K: int, sizes: tuple[int, ...], layout: str, device: str, dtype: torch.dtype, impl: str
+) -> None:
+    """Errors against float64 of the same, rounded, inputs: over ranks at most a tenth more than on one, whatever their
+    number.
+
+    A parameter's gradient is a sum of g's, which ranks add up in another order. The norm of n independent errors
+    differs by 1 / √n from draw to draw: that of few numbers may be larger by three times as much, from g's error on.
+    """
+    kept = (*PARAMETERS, "g")  # which layers give in float32
+    x = {n: t.to(device, torch.float32 if n in kept else dtype) for n, t in slow_decay(op, T, K).items()}
+    dy = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(2)).to(device, dtype)
+    exact = of_one_document(op, {n: t.double() for n, t in x.items()}, dy.double(), 1, "contiguous", "torch")
+
+    def errors(size: int) -> dict[str, float]:
+        found = of_one_document(op, x, dy, size, layout, impl)
+        return {n: relative_error(found[n], want) for n, want in exact.items()}
+
+    one = errors(1)
+    limits = {n: 1.1 * e for n, e in one.items()}
+    limits |= {n: (1 + 3 / x[n].numel() ** 0.5) * max(one[n], one["g"]) for n in PARAMETERS & x.keys()}
+    for size in sizes:
+        assert not [(n, e, limits[n]) for n, e in errors(size).items() if not e <= limits[n]], size
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_rounding_in_float32(op: str) -> None:
+    check_rounding(op, 2048, 16, (2, 8), "zigzag", "cpu", torch.float32, "torch")
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_rounding_in_bfloat16(op: str, layout: str) -> None:
+    check_rounding(op, 131072, 128, (2, 8, 64), layout, "cuda", torch.bfloat16, "triton")

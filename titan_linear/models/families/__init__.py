@@ -1,6 +1,6 @@
 """The families of Hugging Face that we read and write: their tensors, their config.json, and their published sizes.
 
-A new family is a file here and its lines in these tables.
+A new family is a file here and its lines in these tables; one with sizes of its own is a name in `config.Model` too.
 """
 
 from titan_linear.models.config import ModelConfig
