@@ -52,7 +52,15 @@ from titan_linear.config import Config, hf_weights, load_config, seq_len_at, tok
 from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, learnt, validation_batches
 from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.feed import Fed, Feed
-from titan_linear.distributed.groups import is_gone, on_rank_0, process_group, set_timeout, unhurried, unhurried_group
+from titan_linear.distributed.groups import (
+    is_gone,
+    of_all_ranks,
+    on_rank_0,
+    process_group,
+    set_timeout,
+    unhurried,
+    unhurried_group,
+)
 from titan_linear.distributed.hangs import Watch, watched
 from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
 from titan_linear.exports import Exports
@@ -253,8 +261,7 @@ class Trainer:
     def _note(self, spike: dict[str, Any], losses: torch.Tensor, streams: list[tuple[int, ...]]) -> None:
         """Write down the step's streams and their losses. Every rank calls it."""
         own = [MicroLoss(i, learnt(self.streams, i), x) for i, x in zip(streams, losses.tolist(), strict=True)]
-        reports: list[list[MicroLoss]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(reports, own)
+        reports = of_all_ranks(own, dist.group.WORLD)
         if dist.get_rank() == 0:
             write_spike(self.config.job.dump_folder, self.step, spike, reports)
 
@@ -271,8 +278,7 @@ class Trainer:
     def _blame(self, losses: torch.Tensor, streams: list[tuple[int, ...]]) -> str:
         """Which ranks found a loss that is not finite, and on which streams. Every rank calls it."""
         bad = [i for own, x in zip(streams, losses.tolist(), strict=True) if not math.isfinite(x) for i in own]
-        reports: list[list[int]] = [[] for _ in range(dist.get_world_size())]
-        dist.all_gather_object(reports, bad)
+        reports = of_all_ranks(bad, dist.group.WORLD)
         if any(reports):
             return "; ".join(f"rank {r}: streams {', '.join(map(str, x))}" for r, x in enumerate(reports) if x)
         first, G = (self.step - 1) * self.config.training.global_batch_size, self.config.training.global_batch_size
