@@ -513,6 +513,7 @@ def test_resumed_on_two_gpus(
 
     def train(folder: str, steps: int) -> list[dict[str, torch.Tensor]]:
         argv = arguments(corpus, keys, {"training.steps": steps, "job.dump_folder": tmp_path / folder})
+        (tmp_path / folder).mkdir(exist_ok=True)  # which a run that holds its folder has made
         preflight(load_config(argv), world_size=2)
         return worlds(2, "nccl").run(train_on_gpus, argv, str(corpus.parent))
 

@@ -147,10 +147,10 @@ COMPOSED: dict[str, list[tuple[str, str]]] = {
 
 def page() -> str:
     """The page's text."""
-    parts = [HEAD]
+    parts, found = [HEAD], [*messages()]
     for heading in dict.fromkeys(SECTIONS.values()):
         rows = dict.fromkeys(
-            row for where, text in messages() if section(where) == heading for row in explained(where, text)
+            row for where, text in found if section(where) == heading for row in explained(where, text)
         )
         parts.append(f"## {heading}\n\n| message | what to do |\n|---|---|")
         parts += [f"| `{cell(what)}` | {cell(remedy)} |" for what, remedy in rows]

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 
 from tests.worlds import World
+from titan_linear.models import init
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import Elements, log_uniform_decay, normal, ones, stream, time_step_bias
-from titan_linear.models.init import BLOCK, BUFFER, fill, initialise
+from titan_linear.models.init import fill, initialise
 from titan_linear.models.presets import preset
 
 N = 1 << 20
@@ -75,6 +76,12 @@ def test_decays_and_time_steps_are_in_their_ranges() -> None:
 # --- Parts of a parameter --------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(init, "BLOCK", 1 << 15)
+    monkeypatch.setattr(init, "BUFFER", 1 << 18)
+
+
 def part(shape: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
     local = torch.full([s.stop - s.start for s in box], float("nan"))
     with ThreadPoolExecutor(2) as pool:
@@ -83,7 +90,7 @@ def part(shape: tuple[int, ...], box: tuple[slice, ...]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("shape", [(7,), (130_001,), (13, 5), (257, 1031), (3, 10, 6), (5, 129, 33), (2, 3, 4, 5)])
-def test_parts_equal_the_whole(shape: tuple[int, ...]) -> None:
+def test_parts_equal_the_whole(shape: tuple[int, ...], small_blocks: None) -> None:
     """To the last bit, for boxes at odd offsets and of odd sizes, empty ones too; across blocks."""
     whole, rng = part(shape, tuple(slice(0, n) for n in shape)), np.random.default_rng(0)
     assert torch.equal(whole.flatten(), drawn(n=whole.numel()).float())
@@ -93,10 +100,10 @@ def test_parts_equal_the_whole(shape: tuple[int, ...]) -> None:
         assert torch.equal(part(shape, box), whole[box]), box
 
 
-def test_a_part_across_buffers() -> None:
-    n = BUFFER + BLOCK + 77
+def test_a_part_across_buffers(small_blocks: None) -> None:
+    n = init.BUFFER + init.BLOCK + 77
     whole = part((n,), (slice(0, n),))
-    assert torch.equal(part((n,), (slice(BUFFER - 5, n),)), whole[BUFFER - 5 :])
+    assert torch.equal(part((n,), (slice(init.BUFFER - 5, n),)), whole[init.BUFFER - 5 :])
     assert len(whole.unique()) > 0.8 * n  # no block is drawn twice
 
 

@@ -20,8 +20,8 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import Draw, Elements, normal, stream, zeros
 
-BLOCK = 1 << 15  # elements drawn at once: their intermediate values stay in a core's cache
-BUFFER = 1 << 22  # elements drawn before they are copied to their parameter
+BLOCK = 1 << 18  # elements drawn at once: so many that cores seldom wait for each other to pass on Python's lock
+BUFFER = 1 << 25  # elements drawn before they are copied to their parameter, with work for many cores
 
 
 @torch.no_grad()

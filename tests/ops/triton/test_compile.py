@@ -75,8 +75,8 @@ def _disassembled(cubin: bytes) -> str:
             file.flush()
             command = [knobs.nvidia.cuobjdump.path, "-res-usage", "-sass", file.name]
             report = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-        lines = "\n".join(re.findall(r".*(?:REG:|\bR1\b).*", report))
-        path = kept.put(lines, "resources.txt", binary=False)
+        lines = [line for line in report.splitlines() if "REG:" in line or re.search(r"\bR1\b", line)]
+        path = kept.put("\n".join(lines), "resources.txt", binary=False)
     return Path(path).read_text()
 
 
