@@ -45,7 +45,7 @@ class Boundaries:
     cu_seqlens: torch.Tensor  # [N+1] int32, on the device of the tokens
     cu_seqlens_cpu: torch.Tensor | None = None  # the same on the CPU, where it is known
     longest: torch.Tensor | None = None  # [1] int64 on the CPU: tokens of the longest entry, where it is known
-    may_split: bool = True  # by an implementation, into segments where heads are few
+    joined: bool = False  # to entries of other ranks, by states that cross
     chunks: Mapping[int, ChunkTable] = field(default_factory=dict)  # by tokens of a chunk, those that are known
     # By programs of a scan over one entry (HV · V / 64), those that are known; None: entries stay whole.
     segments: Mapping[int, Segments | None] = field(default_factory=dict)
@@ -116,13 +116,16 @@ def scan_programs(HV: int, V: int) -> int:
     return HV * max(V // 64, 1)
 
 
-def segment_length(tokens: int, entries: int, programs: int) -> int | None:
-    """Tokens of a segment, a multiple of 64, or None where cutting does not pay: below three segments an entry.
+def segment_length(tokens: int, entries: int, programs: int, joined: bool = False) -> int | None:
+    """Tokens of a segment, a multiple of 64, or None where cutting does not pay.
+
+    That is below three segments an entry: in two, scans are as much shorter as finding the segments' states and
+    transitions takes. For entries that are joined to those of other ranks these are found anyway: two pay.
 
     programs: of a scan over one entry, HV · V / 64.
     """
-    segments = PROGRAMS // max(entries * programs, 1)
-    if segments < 3 or tokens < 3 * SHORTEST * entries:
+    segments, least = PROGRAMS // max(entries * programs, 1), 2 if joined else 3
+    if segments < least or tokens < least * SHORTEST * entries:
         return None
     share = -(-tokens // (entries * segments))
     return max(-(-share // CHUNK) * CHUNK, SHORTEST)

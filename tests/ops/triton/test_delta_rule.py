@@ -81,10 +81,10 @@ def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None
     check(op, x, boundaries(lengths), {})
 
 
-@pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_fragments_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of four ranks: one document goes through two, each of them three segments, and a rank has two entries. Little of
-    the state decays on the way."""
+@pytest.mark.parametrize(("op", "layout"), [("kda", "contiguous"), ("gdn", "contiguous"), ("gdn", "zigzag")])
+def test_fragments_in_segments(op: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of four ranks: one document goes through two, each of them three segments, and a rank has two entries; in zig-zag
+    each has two fragments of two segments. Little of the state decays on the way."""
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)
     cu, x = boundaries([10, 450, 60]), make_inputs(op, 520, H=1, HV=1, K=32, V=32, gate="slow")
     exact = leaves({n: t.double() for n, t in x.items()})
@@ -92,15 +92,16 @@ def test_fragments_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None
     do = torch.randn(want[0].shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
 
     def on_rank(group: LocalGroup) -> list[torch.Tensor]:
-        ctx = build_cp_context(cu, group, device=DEVICE)
-        mine = slice(*ctx.fragments[0])
+        ctx = build_cp_context(cu, group, device=DEVICE, layout=layout)
+        mine = torch.cat([torch.arange(*ends) for ends in ctx.fragments])
         own = leaves({n: t[:, mine].to(DEVICE, torch.float32) for n, t in x.items()})
         o, _ = call(op, own, cp_context=ctx, impl="triton")
-        return [o.detach(), *torch.autograd.grad(o, list(own.values()), do[:, mine].to(o))]
+        return [mine, o.detach(), *torch.autograd.grad(o, list(own.values()), do[:, mine].to(o))]
 
-    ranks = run_ranks(on_rank, 4)
-    for name, got, exact in zip(["o", *x], zip(*ranks, strict=True), want, strict=True):
-        assert relative_error(torch.cat(got, 1).cpu(), exact) < TOLERANCE, name
+    places, *ranks = zip(*run_ranks(on_rank, 4), strict=True)
+    order = torch.cat(places).argsort()
+    for name, got, exact in zip(["o", *x], ranks, want, strict=True):
+        assert relative_error(torch.cat(got, 1).cpu()[:, order], exact) < TOLERANCE, name
 
 
 @pytest.mark.parametrize("indexed", [False, True])
@@ -154,6 +155,8 @@ def test_when_documents_are_split() -> None:
     assert segment_length(32768, 1, 32) == 8192
     assert segment_length(2**20 + 1, 1, 16) == 131136
     assert segment_length(1000, 1, 1) is None
+    assert segment_length(32768, 2, 32) is None and segment_length(32768, 2, 32, joined=True) == 8192
+    assert segment_length(32768, 1, 128, joined=True) is None and segment_length(2047, 2, 1, joined=True) is None
 
 
 def test_planned_segments_are_those_of_the_device() -> None:

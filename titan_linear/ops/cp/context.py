@@ -204,7 +204,7 @@ def build_cp_context(
         "reverse": chains(fragments, rank, world_size, entries, reverse=True),
         "all": of_all(fragments, world_size, between_nodes(group)),
         **spans,
-        **_boundary_tables("entries", local, (CHUNK, CONV_RUN), programs),
+        **_boundary_tables("entries", local, (CHUNK, CONV_RUN), programs, joined=world_size > 1),
     }
     whole = documents.astype(np.int32)
     alone = world_size == 1 and layout == "contiguous"  # whose entries are the documents
@@ -213,7 +213,7 @@ def build_cp_context(
     if conv1d_kernel_size is not None:
         tables["halo"] = halo_routes(fragments, rank, world_size, conv1d_kernel_size - 1)
     moved = _move(tables, cu_seqlens.device if device is None else torch.device(device))
-    boundaries = _boundaries("entries", local, moved, programs)
+    boundaries = _boundaries("entries", local, moved, programs, joined=world_size > 1)
     return CPContext(
         group=group, group_name="" if group is None else group.group_name, layout=layout, rank=rank,
         world_size=world_size, conv1d_kernel_size=conv1d_kernel_size, num_streams=num_streams, slots=len(mine),
@@ -247,25 +247,26 @@ def _move(tables: _Tables, device: torch.device) -> dict[str, dict[str, torch.Te
 
 
 def _boundary_tables(
-    name: str, cu_seqlens: np.ndarray, chunks: Sequence[int], programs: Sequence[int]
+    name: str, cu_seqlens: np.ndarray, chunks: Sequence[int], programs: Sequence[int], joined: bool = False
 ) -> dict[str, dict[str, np.ndarray]]:
     """The arrays of `Boundaries`, by group. chunks: tokens of a chunk, of each table that is read."""
     tables = {name: {"cu_seqlens": cu_seqlens}}
     tables |= {f"{name}, chunks of {n}": dict(zip(("index", "offsets"), chunk_arrays(cu_seqlens, n))) for n in chunks}
-    lengths = {n: segment_length(int(cu_seqlens[-1]), len(cu_seqlens) - 1, n) for n in programs}
+    lengths = {n: segment_length(int(cu_seqlens[-1]), len(cu_seqlens) - 1, n, joined) for n in programs}
     return tables | {
         f"{name}, segments {n}": segment_arrays(cu_seqlens, length) for n, length in lengths.items() if length
     }
 
 
 def _boundaries(
-    name: str, cu_seqlens: np.ndarray, moved: Mapping[str, Mapping[str, torch.Tensor]], programs: Sequence[int]
-) -> Boundaries:
+    name: str, cu_seqlens: np.ndarray, moved: Mapping[str, Mapping[str, torch.Tensor]], programs: Sequence[int],
+    joined: bool = False,
+) -> Boundaries:  # fmt: skip
     """Of the arrays of `_boundary_tables` as tensors."""
     chunks = {n: ChunkTable(**moved[key]) for n in (CHUNK, CONV_RUN) if (key := f"{name}, chunks of {n}") in moved}
     segments = {n: Segments(**moved[key]) if (key := f"{name}, segments {n}") in moved else None for n in programs}
     on_device, on_host = moved[name]["cu_seqlens"], torch.from_numpy(cu_seqlens)
-    return Boundaries(on_device, on_host, _longest(cu_seqlens), chunks=chunks, segments=segments)
+    return Boundaries(on_device, on_host, _longest(cu_seqlens), joined=joined, chunks=chunks, segments=segments)
 
 
 def _longest(cu_seqlens: np.ndarray) -> torch.Tensor:

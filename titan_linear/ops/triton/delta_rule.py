@@ -38,7 +38,7 @@ def _of_kernel_dims(
 ) -> TritonRule | SplitDocuments:
     rule = TritonKDA if inputs.g.dim() == 3 else TritonGDN
     tokens, HV, V = inputs.v.shape
-    find = _segments(boundaries, tokens, scan_programs(HV, V)) if boundaries.may_split else None
+    find = _segments(boundaries, tokens, scan_programs(HV, V))
     if find is not None:
         return SplitDocuments(rule, inputs, options, find, kept)
     if kept:
@@ -51,7 +51,7 @@ def _segments(boundaries: Boundaries, tokens: int, programs: int) -> Callable[[]
     if programs in boundaries.segments:
         planned = boundaries.segments[programs]
         return None if planned is None else lambda: planned
-    length = segment_length(tokens, len(boundaries), programs)
+    length = segment_length(tokens, len(boundaries), programs, boundaries.joined)
     return None if length is None else lambda: boundaries.derived(segments_of, tokens, length)
 
 
