@@ -45,6 +45,7 @@ class Boundaries:
     cu_seqlens: torch.Tensor  # [N+1] int32, on the device of the tokens
     cu_seqlens_cpu: torch.Tensor | None = None  # the same on the CPU, where it is known
     longest: torch.Tensor | None = None  # [1] int64 on the CPU: tokens of the longest entry, where it is known
+    may_split: bool = True  # by an implementation, into segments where heads are few
     joined: bool = False  # to entries of other ranks, by states that cross
     chunks: Mapping[int, ChunkTable] = field(default_factory=dict)  # by tokens of a chunk, those that are known
     # By programs of a scan over one entry (HV · V / 64), those that are known; None: entries stay whole.

@@ -38,7 +38,7 @@ def _of_kernel_dims(
 ) -> TritonRule | SplitDocuments:
     rule = TritonKDA if inputs.g.dim() == 3 else TritonGDN
     tokens, HV, V = inputs.v.shape
-    find = _segments(boundaries, tokens, scan_programs(HV, V))
+    find = _segments(boundaries, tokens, scan_programs(HV, V)) if boundaries.may_split else None
     if find is not None:
         return SplitDocuments(rule, inputs, options, find, kept)
     if kept:
