@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.ops.inputs import tokens_of
 from tests.worlds import Worlds
 from titan_linear.memory import Batch
 from titan_linear.models.mixers import Attention
@@ -118,7 +119,7 @@ def errors_of_torch_peer(rank: int, W: int, op: str, Hkv: int) -> list[float]:
     o.backward(do.double())
     cu = torch.tensor([0, T])
     cp = build_cp_context(cu, rank=rank, world_size=W, layout="zigzag")
-    own = torch.cat([torch.arange(*fragment) for fragment in cp.fragments])
+    own = tokens_of(cp)
     call = bench_cp.torch_peer(op, {name: t[:, own] for name, t in x.items()}, cu, "zigzag")
     with (
         torch.library._scoped_library("aten", "IMPL") as library,

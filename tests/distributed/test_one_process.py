@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ops.inputs import boundaries, call, leaves, raw_gate_inputs, relative_error
+from tests.ops.inputs import boundaries, call, leaves, raw_gate_inputs, relative_error, tokens_of
 from titan_linear.distributed.one_process import LocalGroup, RankFailed, run_ranks
 from titan_linear.ops import attention, build_cp_context, causal_conv1d
 from titan_linear.ops.cp import kcp
@@ -71,7 +71,7 @@ def check(world_size: int, heads: int, ops: tuple[str, ...], layout: str) -> Non
 
     def on_rank(group: LocalGroup) -> tuple[torch.Tensor, dict[str, dict[str, torch.Tensor]]]:
         context = build_cp_context(cu, group, layout=layout)
-        mine = torch.cat([torch.arange(a, b) for a, b in context.fragments])
+        mine = tokens_of(context)
         return mine, {op: results(op, inputs_of(op, heads), mine, cp_context=context) for op in ops}
 
     ranks = run_ranks(on_rank, world_size)
@@ -167,7 +167,7 @@ def of_one_document(
 
     def on_rank(group: LocalGroup) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         context = build_cp_context(boundaries([T]), group, layout=layout, device=device)
-        mine = torch.cat([torch.arange(a, b, device=device) for a, b in context.fragments])
+        mine = tokens_of(context).to(device)
         own = leaves({name: t if name in PARAMETERS else t[:, mine] for name, t in x.items()})
         y = call(op, own, cp_context=context, impl=impl)[0]
         gradients = torch.autograd.grad(y, list(own.values()), dy[:, mine])

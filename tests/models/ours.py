@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import torch
 
+from tests.ops.inputs import tokens_of
 from titan_linear.loss import IGNORE
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -60,7 +61,7 @@ def run_on_rank(
 
     stream = torch.tensor([*bounds, len(tokens)], dtype=torch.int32)  # padding is a last document
     context = build_cp_context(stream, dist.group.WORLD, layout=layout)
-    mine = torch.cat([torch.arange(a, b) for a, b in context.fragments])
+    mine = tokens_of(context)
     labels = labels_of(tokens, stream.tolist())
     plan = BatchPlan(context.position_ids, cp_context=context, softmax_method=softmax_method)
     logits, loss, grads = run(config, state, tokens[mine], labels[mine], plan)

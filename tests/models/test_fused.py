@@ -47,14 +47,11 @@ def errors(mixer: MixerOptions, device: torch.device, backend: str) -> dict[str,
     x, dy = (torch.randn(1, T, DIM, generator=draw).bfloat16() for _ in range(2))
     found, sizes = [], {}
     for where, dtype in ((device, torch.bfloat16), (torch.device("cpu"), torch.float64)):
-        block, plan = block_of(mixer, where, dtype), plan_of(mixer, where, dtype)
-        if dtype == torch.float64:
-            forward, gates = block, listen(block.mixer) if hasattr(block.mixer, "A_log") else []
-        else:
-            forward = torch.compile(block.forward, backend=backend, fullgraph=device.type == "cuda")
-            gates = []
+        block, plan, exactly = block_of(mixer, where, dtype), plan_of(mixer, where, dtype), dtype == torch.float64
+        gates = listen(block.mixer) if exactly and hasattr(block.mixer, "A_log") else []
+        forward = torch.compile(block.forward, backend=backend, fullgraph=device.type == "cuda")
         own, given = x.to(where, dtype).requires_grad_(), dy.to(where, dtype)
-        y, _ = forward(own, plan)
+        y, _ = (block if exactly else forward)(own, plan)
         dx, *others = torch.autograd.grad(y, [own, *block.parameters(), *gates], given)
         names = [name for name, _ in block.named_parameters()]
         if gates:

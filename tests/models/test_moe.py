@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.ops.inputs import tokens_of
 from tests.worlds import World
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.draws import generator
@@ -104,7 +105,7 @@ def balance_on_rank(rank: int, world_size: int, layout: str) -> tuple[torch.Tens
 
     moe, x = build(replace(SOFTMAX, balance_coefficient=0.5)), inputs(64)
     context = build_cp_context(torch.tensor([0, 20, 32, 64]), dist.group.WORLD, layout=layout, num_streams=2)
-    mine = torch.cat([torch.arange(a, b) for a, b in context.fragments])
+    mine = tokens_of(context)
     plan = BatchPlan(context.position_ids, cp_context=context, num_streams=2)
     loss = moe(x[mine].unsqueeze(0), plan)[1]
     (grad,) = torch.autograd.grad(loss, moe.router.weight)

@@ -6,7 +6,7 @@ from itertools import accumulate
 
 import torch
 
-from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops import CPContext, chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
 
 GATES = {"slow": 1e-3, "usual": 1.0, "safe": 5.0, "fast": 20.0}  # largest decay per token, −g
@@ -14,6 +14,11 @@ GATES = {"slow": 1e-3, "usual": 1.0, "safe": 5.0, "fast": 20.0}  # largest decay
 
 def boundaries(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)])
+
+
+def tokens_of(ctx: CPContext) -> torch.Tensor:
+    """[T_local] int64: which of the stream's tokens this rank has, in the order in which it has them."""
+    return torch.cat([torch.arange(*ends) for ends in ctx.fragments])
 
 
 def make_inputs(

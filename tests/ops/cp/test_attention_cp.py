@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from tests.dispatch import Inside
+from tests.ops.inputs import tokens_of
 from tests.ops.test_attention import error, make, run
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.ops.attention import attention, choose_method, pairs_computed
@@ -168,14 +169,10 @@ def with_owner(cp, hop, causal=True):
     return [((a, b), (c, d)) for h, a, b, c, d in rows(rectangles.by_hop) if h == hop]
 
 
-def own_tokens(cp):
-    return torch.cat([torch.arange(f.start, f.end) for f in cp.own_fragments])
-
-
 def pairs_of_blocks(ranks, causal):
     """How often the squares and rectangles of all ranks cover each (query, key), as a [T, T] count in global tokens."""
     T = ranks[0].stream_tokens
-    tokens = [own_tokens(cp) for cp in ranks]
+    tokens = [tokens_of(cp) for cp in ranks]
     count = torch.zeros(T, T, dtype=torch.int64)
     for cp in ranks:
         for a, b in pairwise(cp.cu_seqlens.tolist()):
@@ -193,7 +190,7 @@ def pairs_of_blocks(ranks, causal):
 def pairs_of_spans(ranks, causal):
     """The same of their spans, whose rows arrive as the routes say."""
     T, W, count = ranks[0].stream_tokens, len(ranks), 0
-    plans, tokens = [cp.gathered if causal else cp.full_gathered for cp in ranks], [own_tokens(cp) for cp in ranks]
+    plans, tokens = [cp.gathered if causal else cp.full_gathered for cp in ranks], [tokens_of(cp) for cp in ranks]
     queries = [
         tokens[r][p.queries.rows].split([len(tokens[r]) - int(p.queries.leaving.sum()), *p.queries.leaving])
         for r, p in enumerate(plans)

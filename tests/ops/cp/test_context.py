@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.ops.cp.documents import EDGES
-from tests.ops.inputs import boundaries
+from tests.ops.inputs import boundaries, tokens_of
 from titan_linear.ops import build_cp_context
 
 
@@ -30,7 +30,7 @@ def test_fragments_positions_and_entries(lengths: list[int], world_size: int, la
         else:
             a, b, half = rank, 2 * world_size - 1 - rank, size // 2
             assert ctx.fragments == ((a * half, (a + 1) * half), (b * half, (b + 1) * half))
-        tokens = torch.cat([torch.arange(s, e) for s, e in ctx.fragments])
+        tokens = tokens_of(ctx)
         assert torch.equal(ctx.position_ids, position[tokens])
         edges = {0, *(i for i in range(1, size) if document[tokens[i]] != document[tokens[i - 1]]), size}
         starts = range(0, size + 1, size // ctx.slots)

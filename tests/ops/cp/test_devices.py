@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ops.inputs import boundaries
+from tests.ops.inputs import boundaries, tokens_of
 from tests.ops.test_attention import error, make, run
 from tests.worlds import World
 from titan_linear.ops import attention, build_cp_context
@@ -30,7 +30,7 @@ def on_rank(rank: int, world_size: int, method: str, layout: str) -> dict[str, t
     for lengths in LENGTHS:
         cu = boundaries(lengths)
         cp = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu)
-        mine = torch.cat([torch.arange(s, e) for s, e in cp.fragments]).cuda()
+        mine = tokens_of(cp).cuda()
         for heads in HEADS:
             for dtype, (o_bound, gradient_bound) in BOUNDS.items():
                 for causal in (True, False):

@@ -10,9 +10,18 @@ import torch
 import torch.distributed as dist
 
 from tests.ops.cp.documents import EDGES, FLA_CONV, FLA_CP2, FLA_CP4
-from tests.ops.inputs import boundaries, call, gradients, leaves, make_inputs, raw_gate_inputs, relative_error
+from tests.ops.inputs import (
+    boundaries,
+    call,
+    gradients,
+    leaves,
+    make_inputs,
+    raw_gate_inputs,
+    relative_error,
+    tokens_of,
+)
 from tests.worlds import World
-from titan_linear.ops import CPContext, build_cp_context, causal_conv1d
+from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.cp import kcp
 from titan_linear.ops.torch import delta_rule
 
@@ -39,10 +48,6 @@ def run_op(op: str, x: dict[str, torch.Tensor], **options) -> torch.Tensor:
 
 def output_gradient(op: str, like: torch.Tensor) -> torch.Tensor:
     return torch.randn(like.shape, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
-
-
-def tokens_of(ctx: CPContext) -> torch.Tensor:
-    return torch.cat([torch.arange(s, e) for s, e in ctx.fragments])
 
 
 def on_rank(

@@ -16,7 +16,17 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from tests.ops.inputs import boundaries, call, gradients, leaves, make_inputs, oracle, raw_gate_inputs, relative_error
+from tests.ops.inputs import (
+    boundaries,
+    call,
+    gradients,
+    leaves,
+    make_inputs,
+    oracle,
+    raw_gate_inputs,
+    relative_error,
+    tokens_of,
+)
 from tests.worlds import World
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.ops import build_cp_context, causal_conv1d
@@ -93,7 +103,7 @@ def test_fragments_in_segments(op: str, layout: str, monkeypatch: pytest.MonkeyP
 
     def on_rank(group: LocalGroup) -> list[torch.Tensor]:
         ctx = build_cp_context(cu, group, device=DEVICE, layout=layout)
-        mine = torch.cat([torch.arange(*ends) for ends in ctx.fragments])
+        mine = tokens_of(ctx)
         own = leaves({n: t[:, mine].to(DEVICE, torch.float32) for n, t in x.items()})
         o, _ = call(op, own, cp_context=ctx, impl="triton")
         return [mine, o.detach(), *torch.autograd.grad(o, list(own.values()), do[:, mine].to(o))]
@@ -304,7 +314,7 @@ def on_rank(
 ) -> list[list[torch.Tensor]]:
     """This rank's outputs and gradients from both implementations."""
     ctx = build_cp_context(boundaries(lengths), dist.group.WORLD, layout=layout)
-    mine = torch.cat([torch.arange(s, e) for s, e in ctx.fragments])
+    mine = tokens_of(ctx)
     whole = make_inputs(op, sum(lengths), H=1, HV=1, K=K, V=V, gate="slow")
     results = []
     for impl in ("triton", "torch"):

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ops.inputs import boundaries, leaves, raw_gate_inputs, relative_error
+from tests.ops.inputs import boundaries, leaves, raw_gate_inputs, relative_error, tokens_of
 from tests.ops.triton.test_numbers import PROMISED, run, to_device
 from tests.worlds import World
 from titan_linear.ops import build_cp_context, causal_conv1d
@@ -69,7 +69,7 @@ def on_rank(
 def found_on_rank(rank: int, op: str, lengths: list[int], layout: str) -> dict[str, float]:
     cu = boundaries(lengths)
     ctx = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu)
-    mine = torch.cat([torch.arange(s, e) for s, e in ctx.fragments]).cuda()
+    mine = tokens_of(ctx).cuda()
     return convolution(ctx, mine, rank, cu) if op == "conv" else delta_rule(ctx, mine, rank, op, cu)
 
 
