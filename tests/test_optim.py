@@ -9,10 +9,12 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.worlds import World
 from titan_linear.config import LRScheduler, Optimizer
+from titan_linear.distributed.parts import local_tensor
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import preset
 from titan_linear.optim import (
@@ -53,6 +55,40 @@ def test_only_matrices_decay() -> None:
     for name, decay in decays.items():
         gate_or_scale = name.endswith((".A_log", ".dt_bias", ".bias")) or "norm" in name
         assert decay == (0.0 if gate_or_scale else 0.1), name
+
+
+class Kinds(TorchDispatchMode):
+    """What the optimizer's kernels are given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[type] = set()
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op in (torch.ops.aten._fused_adamw_.default, torch.ops.aten._foreach_add_.Scalar):
+            self.seen |= {type(x) for tensors in args if isinstance(tensors, list) for x in tensors}
+        return op(*args, **(kwargs or {}))
+
+
+def kinds_in_an_update(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Whether kernels are given DTensors for a sharded and a whole parameter, and moments are sharded like these."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    model = nn.ParameterDict({
+        "sharded": nn.Parameter(distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])),
+        "whole": nn.Parameter(torch.ones(3)),
+    })  # fmt: skip
+    optimizer = build_optimizer(model, Optimizer())
+    for p in model.values():
+        p.grad = torch.ones_like(p)
+    with Kinds() as kinds:
+        update(optimizer, torch.ones(3, dtype=torch.float64), lr=0.1, max_norm=1.0)
+    alike = all(type(optimizer.state[p]["exp_avg"]) is type(p.data) for p in model.values())
+    assert kinds.seen
+    return DTensor in kinds.seen, alike and all((p.detach() < 1).all() for p in map(local_tensor, model.values()))
+
+
+def test_kernels_of_an_update_get_plain_tensors(worlds: Callable[[int], World]) -> None:
+    assert worlds(2).run(kinds_in_an_update) == [(False, True)] * 2
 
 
 def numbers(rank: int, world_size: int) -> tuple[list[float], float]:

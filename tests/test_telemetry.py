@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.data.conftest import random_documents
+from tests.ops.inputs import tokens_of
 from tests.test_train import SMALL, whole_weights
 from tests.worlds import World
 from titan_linear.config import load_config
@@ -27,6 +28,7 @@ from titan_linear.models.mixers.kda import KDAMixer
 from titan_linear.models.mixers.mla import MLAMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
+from titan_linear.ops import build_cp_context
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
 from titan_linear.preflight import preflight
@@ -121,9 +123,8 @@ def test_of_one_process(folder: Path, alone: tuple, worlds: Callable[[int], Worl
     assert all(torch.equal(both[1], weights[name][1]) for name, both in without[2].items())
 
 
-def of_delta_rule(mixer: DeltaMixer, x: torch.Tensor, edges: torch.Tensor) -> dict[str, torch.Tensor]:
-    """By head [HV], token by token. What the longest document's second half has of its first is its output if it adds
-    nothing to the state that it gets."""
+def rule_inputs(mixer: DeltaMixer, x: torch.Tensor, edges: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, k, v, g, β of a delta rule."""
     projected = [(proj(x), conv.weight) for proj, conv in (
         (mixer.q_proj, mixer.q_conv1d), (mixer.k_proj, mixer.k_conv1d), (mixer.v_proj, mixer.v_conv1d))]  # fmt: skip
     q, k, v = (direct_causal_conv1d(y, w, activation="silu", cu_seqlens=edges)[0] for y, w in projected)
@@ -131,7 +132,13 @@ def of_delta_rule(mixer: DeltaMixer, x: torch.Tensor, edges: torch.Tensor) -> di
     v, (raw, beta, _) = v.unflatten(-1, (-1, mixer.v_head_dim)), mixer._gates(x)
     bound = (mixer.lower_bound,) if isinstance(mixer, KDAMixer) else ()
     g = (kda_gate if bound else gdn_gate)(raw, mixer.A_log, mixer.dt_bias, *bound)
-    inputs = q, k, v, g, beta.sigmoid() * mixer.beta_range
+    return q, k, v, g, beta.sigmoid() * mixer.beta_range
+
+
+def of_delta_rule(mixer: DeltaMixer, x: torch.Tensor, edges: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By head [HV], token by token. What the longest document's second half has of its first is its output if it adds
+    nothing to the state that it gets."""
+    inputs = rule_inputs(mixer, x, edges)
     o, states = recurrent_delta_rule(*inputs, cu_seqlens=edges)
     n = edges.diff().argmax()
     start, end = edges[n : n + 2].tolist()
@@ -218,12 +225,51 @@ def test_of_several(name: str, folder: Path, alone: tuple, worlds: Callable[[int
     for losses, seen, weights, balance in ranks:
         assert losses == off[0][0]
         assert all(torch.equal(both[1], weights[name][1]) for name, both in off[0][2].items())
-        assert seen.keys() == alone[1].keys()
+        assert seen.keys() == alone[1].keys() | ({"fragment_share"} if "cp" in name else set())
         assert balance == 1 if name == "cp 2 zig-zag" else balance > 1  # by heads; by dp, or of few tokens on each rank
         same = ["grad_norm", "update_norm", "weight_norm", "half_life", "loss_by_position", "loss_by_source"]
         for quantity in [*same, *(["state_norm", "attention_entropy"] if "cp" not in name else [])]:
             if not ("dp" in name and quantity == "attention_entropy"):  # of as many queries on each rank
                 assert close(seen[quantity], alone[1][quantity]), quantity
+
+
+def shares_of_fragments(rank: int, world_size: int, argv: list[str], cache: str, layout: str) -> dict[str, list[float]]:
+    """By layer and head, of the second step cut in two: token by token, what fragments give beyond what they give if
+    no state enters them."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    OWN["hybrid"]["small"] = SMALL
+    trainer = Trainer(load_config(argv))
+    trainer.train_step()
+    _, (batch,) = trainer.feed.next_step()
+    edges, shares = batch.plan.cp_context.cu_seqlens_cpu.long(), {}
+
+    def note(i: int, layer: nn.Module, inputs: tuple) -> None:
+        q, k, v, g, beta = rule_inputs(layer.mixer, layer.mixer_input(inputs[0]), edges)
+        o, _ = recurrent_delta_rule(q, k, v, g, beta, cu_seqlens=edges)
+        sums = torch.zeros(2, o.shape[2], dtype=o.dtype)
+        for r in range(2):
+            cp = build_cp_context(edges, rank=r, world_size=2, layout=layout, num_streams=batch.plan.num_streams)
+            own = [x[:, tokens_of(cp)] for x in (o, q, k, v, g, beta)]
+            alone, _ = recurrent_delta_rule(*own[1:], cu_seqlens=cp.cu_seqlens_cpu.long())
+            sums += torch.stack([(own[0] - alone).square().sum((0, 1, 3)), own[0].square().sum((0, 1, 3))])
+        shares[f"layers.{i}"] = (sums[0] / sums[1]).tolist()
+
+    layers = [(i, layer) for i, layer in enumerate(trainer.model.layers) if isinstance(layer.mixer, DeltaMixer)]
+    hooks = [layer.register_forward_pre_hook(partial(note, i)) for i, layer in layers]
+    with torch.no_grad():
+        trainer.model(batch.tokens, batch.plan)
+    for hook in hooks:
+        hook.remove()
+    return shares
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_share_of_other_fragments(layout: str, folder: Path, worlds: Callable[[int], World]) -> None:
+    (want,) = worlds(1).run(shares_of_fragments, arguments(folder), str(folder), layout)
+    keys = {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_layout": layout}
+    for _, seen, *_ in worlds(2).run(two_steps, arguments(folder, keys), str(folder)):
+        assert close(seen["fragment_share"], want, 1e-7)
+    assert all(0 < share < 1 for by_head in want.values() for share in by_head)
 
 
 def test_loads_of_experts(folder: Path, worlds: Callable[[int], World]) -> None:

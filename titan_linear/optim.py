@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,13 +18,25 @@ from titan_linear.distributed.parts import by_device, local_tensor
 HOST_BLOCK = 1 << 16  # elements whose squares a core of the host adds up in their own type
 
 
-def build_optimizer(model: nn.Module, config: Optimizer) -> torch.optim.AdamW:
-    """AdamW; weight decay for matrices alone: not for norms, biases, A_log and dt_bias."""
+class AdamW(torch.optim.AdamW):
+    """On what this rank has of each parameter, since an update is by element. On DTensors the dispatcher would find out
+    how to split it anew in every step that changes the learning rate, which takes longer than the update."""
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        """Fills the lists with parameters, gradients, moments and steps, which the kernels then read."""
+        has_complex = super()._init_group(group, *lists)
+        for tensors in lists:
+            tensors[:] = map(local_tensor, tensors)
+        return has_complex
+
+
+def build_optimizer(model: nn.Module, config: Optimizer) -> AdamW:
+    """Weight decay for matrices alone: not for norms, biases, A_log and dt_bias."""
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for p in (p for p in model.parameters() if p.requires_grad):
-        decays, mesh = p.dim() > 1, p.device_mesh if isinstance(p, DTensor) else None  # a fused call takes one kind
+        decays, mesh = p.dim() > 1, p.device_mesh if isinstance(p, DTensor) else None
         groups.setdefault((decays, mesh), []).append(p)
-    return torch.optim.AdamW(
+    return AdamW(
         [{"params": ps, "weight_decay": config.weight_decay * decays} for (decays, _), ps in groups.items()],
         lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True,
     )  # fmt: skip

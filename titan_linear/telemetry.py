@@ -5,6 +5,7 @@ loss by position and source, experts' loads.
                                           what AdamW adds to the weights (before they are rounded to their type), and of
                                           the weights after it
     half_life, state_norm, carried_share  of delta rules, by head (models/mixers/delta.py)
+    fragment_share                        likewise, under context parallelism
     attention_entropy                     of softmax attention, by head, as a share of the greatest (models/layers.py)
     router_load                           tokens sent to each expert, 1: an equal share
     loss_by_position                      nats per token of positions 1, 2–3, 4–7, … of documents, by the first of them
@@ -13,8 +14,9 @@ loss by position and source, experts' loads.
 
 Mixers are looked at in a window, the first of the tokens that each rank has of the step's first micro-batch: hooks
 before the layers, outside of what is compiled or computed again, give a layer's input to its mixer's `watch`, without
-gradients. Norms and losses are of all of the step. What a rank says are numerators and denominators: their sums over
-ranks are one collective, read with the step's numbers. The step itself computes what it computes without.
+gradients. Under context parallelism fragment_share is of all its tokens. Norms and losses are of all of the step. What
+a rank says are numerators and denominators: their sums over ranks are one collective, read with the step's numbers. The
+step itself computes what it computes without.
 """
 
 from __future__ import annotations
@@ -108,10 +110,11 @@ class Telemetry:
 
     @torch.no_grad()
     def _look_at(self, name: str, window: Window, layer: Block, inputs: tuple[torch.Tensor, ...]) -> None:
-        """inputs: the layer's, x [1, T, dim] first; under tensor parallelism of this rank's tokens."""
-        x = inputs[0][:, : window.tokens]
+        """inputs: the layer's, x [1, T, dim] first; under tensor parallelism of this rank's tokens. Mixers get all of
+        x where there are fragments, at least the window's tokens where not."""
+        x = inputs[0] if window.fragments else inputs[0][:, : window.tokens]
         if self.dims.tp > 1:
-            x = gather_along(x, 1, self.dims.tp_ranks.group, self.dims.tp)[:, : window.tokens]
+            x = gather_along(x, 1, self.dims.tp_ranks.group, self.dims.tp)
         for quantity, pair in layer.mixer.watch(layer.mixer_input(x), window).items():
             self._parts[quantity, name] = Part(torch.stack(pair), _by_head)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torch.utils._pytree import tree_leaves
 
 from tests.dispatch import Inside
 from tests.ops.inputs import boundaries
@@ -162,6 +163,12 @@ def test_layers_build_nothing_on_the_host(mixer: str) -> None:
 def test_layers_build_nothing_on_the_host_under_context_parallelism(worlds: Callable[..., World]) -> None:
     for found in worlds(2).run(on_rank, "cpu", SPLIT):
         assert found == [Counter()] * len(SPLIT)
+
+
+def test_fsdp_does_not_look_into_a_plan() -> None:
+    """In each layer it would walk through what is there for each fragment and document."""
+    plan = plan_of([5, 20, 20, 19], torch.device("cpu"), None)
+    assert tree_leaves(plan) == [plan] and not is_dataclass(plan)
 
 
 @pytest.mark.cuda

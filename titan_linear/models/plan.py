@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,24 +15,41 @@ from titan_linear.ops.transfer import to_device
 Rotary = tuple[float, int]  # theta, rotated channels of a head
 
 
-@dataclass(frozen=True, eq=False)
 class BatchPlan:
-    """Documents of a packed stream, or of this rank's part of it.
+    """Documents of a packed stream, or of this rank's part of it. Nothing changes it.
 
     With neither `cu_seqlens` nor `cp_context` the rows of the batch are sequences of their own (generation). Training
-    has a `cp_context` always: one of a single rank holds the tables that every layer would derive again.
+    has a `cp_context` always: one of a single rank holds the tables that every layer would derive again. No dataclass:
+    FSDP looks for tensors in those that it finds among a layer's inputs, and here it would walk through all documents.
     """
 
-    position_ids: torch.Tensor  # [T] int64, positions within documents; or [B, T], of each row its own
-    cu_seqlens: torch.Tensor | None = None  # [N+1] int32
-    cp_context: CPContext | None = None
-    first_key: torch.Tensor | None = None  # [B] int64, token by token: padding before a row's keys in the cache
-    num_streams: int = 1  # of equal length, one after the other
-    impl: str = "auto"  # "auto" | "triton" | "torch", the implementation of every op
-    softmax_method: str = "auto"  # "auto" | "ring" | "allgather" | "ulysses", under context parallelism
-    linear_method: str = "kcp"  # "kcp" | "ulysses", likewise
-    pairs: float = 0.0  # of query and key, that this rank computes in a softmax layer: for metrics
-    _angles: dict[tuple[Rotary, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+    def __init__(
+        self,
+        position_ids: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+        cp_context: CPContext | None = None,
+        first_key: torch.Tensor | None = None,
+        num_streams: int = 1,
+        impl: str = "auto",
+        softmax_method: str = "auto",
+        linear_method: str = "kcp",
+        pairs: float = 0.0,
+    ):
+        """
+        Args:
+            position_ids: [T] int64, positions within documents; or [B, T], of each row its own.
+            cu_seqlens: [N+1] int32.
+            first_key: [B] int64, token by token: padding before a row's keys in the cache.
+            num_streams: of equal length, one after the other.
+            impl: "auto" | "triton" | "torch", the implementation of every op.
+            softmax_method: "auto" | "ring" | "allgather" | "ulysses", under context parallelism.
+            linear_method: "kcp" | "ulysses", likewise.
+            pairs: of query and key, that this rank computes in a softmax layer: for metrics.
+        """
+        self.position_ids, self.cu_seqlens, self.cp_context = position_ids, cu_seqlens, cp_context
+        self.first_key, self.num_streams, self.impl = first_key, num_streams, impl
+        self.softmax_method, self.linear_method, self.pairs = softmax_method, linear_method, pairs
+        self._angles: dict[tuple[Rotary, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property
     def documents(self) -> dict[str, object]:
@@ -59,6 +76,8 @@ class Window:
     plan: BatchPlan
     halves: BatchPlan  # the same with one more edge, in the middle of the longest document
     carried: slice  # that document's tokens after it
+    fragments: tuple[BatchPlan, BatchPlan] | None  # of all the rank's tokens, under context parallelism: the batch's,
+    # and one in which nothing enters from other ranks
 
     @classmethod
     def of(cls, plan: BatchPlan, tokens: int) -> Window:
@@ -69,7 +88,9 @@ class Window:
         arrays = {"whole": edges, "halves": np.insert(edges, longest + 1, (start + end + 1) // 2)}
         moved, positions = to_device(arrays, plan.position_ids.device), plan.position_ids[:tokens]
         whole, halves = (BatchPlan(positions, moved[name], impl=plan.impl) for name in arrays)
-        return cls(whole, halves, slice((start + end + 1) // 2, end))
+        apart = BatchPlan(plan.position_ids, plan.cp_context.cu_seqlens, impl=plan.impl)
+        fragments = (plan, apart) if plan.cp_context.world_size > 1 else None
+        return cls(whole, halves, slice((start + end + 1) // 2, end), fragments)
 
     @property
     def tokens(self) -> int:

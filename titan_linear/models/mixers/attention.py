@@ -85,7 +85,7 @@ class AttentionMixer(nn.Module):
         return self.o_proj(o if self.g_proj is None else o * self.g_proj(x).sigmoid())
 
     def watch(self, x: torch.Tensor, window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        q, k = self._queries_and_keys(x, window.plan)
+        q, k = self._queries_and_keys(x[:, : window.tokens], window.plan)
         return {"attention_entropy": attention_entropy(q, k, window.plan.cu_seqlens)}
 
     def _queries_and_keys(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor]:

@@ -108,19 +108,26 @@ class DeltaMixer(nn.Module):
     def watch(self, x: torch.Tensor, window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """half_life: tokens after which a state is half gone, ln 2 over the mean log decay (of a head's channels too).
         state_norm: 2-norm of the states at the ends of documents. carried_share: of the longest document's
-        second half, the part of the output, in squares, that comes from the first: from the state that crosses."""
+        second half, the part of the output, in squares, that comes from the first: from the state that crosses.
+        fragment_share: of all outputs, the part that comes from other ranks' fragments."""
+        whole, x = x, x[:, : window.tokens]
         q, k, v = self._convolved(x, window.plan, None)
         gate, beta, _ = self._gates(x)
         o, states = self._rule(q, k, v, gate, beta, window.plan, output_final_state=True)
         alone, _ = self._rule(q, k, v, gate, beta, window.halves)
         decay = -self._log_decay(gate).reshape(*gate.shape[1:3], -1).mean(-1)  # [W, HV]
         norms = widen(states).flatten(2).norm(dim=-1)  # [N, HV]
-        o, alone = widen(o[0, window.carried]), widen(alone[0, window.carried])  # [., HV, V]
-        return {
+        seen = {
             "half_life": (torch.full_like(decay[0], math.log(2) * len(decay)), decay.sum(0)),
             "state_norm": (norms.sum(0), torch.full_like(norms[0], len(norms))),
-            "carried_share": ((o - alone).square().sum((0, 2)), o.square().sum((0, 2))),
+            "carried_share": _share(o[0, window.carried], alone[0, window.carried]),
         }
+        if window.fragments is not None:
+            plan, apart = window.fragments
+            inputs = *self._convolved(whole, plan, None), *self._gates(whole)[:2]
+            (o, _), (alone, _) = self._rule(*inputs, plan), self._rule(*inputs, apart)
+            seen["fragment_share"] = _share(o[0], alone[0])
+        return seen
 
     def _rule(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor,
@@ -158,3 +165,9 @@ class DeltaMixer(nn.Module):
 
     def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise NotImplementedError
+
+
+def _share(o: torch.Tensor, alone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of squares by head [HV]: of what o [., HV, V] has beyond `alone`, and of o."""
+    o, alone = widen(o), widen(alone)
+    return (o - alone).square().sum((0, 2)), o.square().sum((0, 2))

@@ -81,6 +81,7 @@ class MLAMixer(nn.Module):
         return self.o_proj(o.flatten(-2))
 
     def watch(self, x: torch.Tensor, window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        x = x[:, : window.tokens]
         latent, shared = self.kv_a_proj(x).split(self.latent_dims, -1)
         k, _ = self._keys_and_values(self.kv_norm(latent), shared)
         q = self.q_proj(x).unflatten(-1, (-1, self.q_dim))

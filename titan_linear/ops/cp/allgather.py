@@ -65,7 +65,7 @@ def worthwhile(pairs: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> int:
     """Slices in which there is enough to compute, on the rank that computes most; every rank says the same.
 
     pairs: of `GatheredSpans`; q [1, T_local, Hq, D], v [1, T_local, Hkv, Dv]."""
-    flops = 2 * pairs[1].max().item() * q.shape[2] * (q.shape[3] + v.shape[3])
+    flops = 2 * max(pairs.tolist()[1]) * q.shape[2] * (q.shape[3] + v.shape[3])
     return min(max(int(flops / LEAST), 1), SLICES)
 
 
