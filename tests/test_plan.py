@@ -16,6 +16,7 @@ from titan_linear.data import build_tokenizer
 from titan_linear.memory import Batch, boundaries
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
+from titan_linear.ops.options import boundaries_of
 from titan_linear.timing import Clock, Machine, Offload, attended, read_rates, shipped, step
 from tools import bench_rates, plan
 
@@ -107,9 +108,11 @@ def test_predictions_beside_what_was_measured() -> None:
     now = [(row, speed, needed) for row, speed, needed in compared if not row.earlier]
     for row, speed, needed in now:
         if row.memory_gib is not None:
-            assert needed == pytest.approx(row.memory_gib, rel=0.08), plan.setting(row.keys, row.layers)
+            assert needed == pytest.approx(row.memory_gib, rel=0.08), plan.setting(row.keys, row.layers, row.documents)
         if row.tokens_per_second is not None:
-            assert 1 / speed == pytest.approx(1 / row.tokens_per_second, rel=0.15), plan.setting(row.keys, row.layers)
+            assert 1 / speed == pytest.approx(1 / row.tokens_per_second, rel=0.15), plan.setting(
+                row.keys, row.layers, row.documents
+            )
     assert len(now) >= 8
     table, page = plan.checked(), (ROOT / "docs/planning.md").read_text(encoding="utf-8")
     assert table.count("\n") == len(compared) + 1
@@ -193,6 +196,13 @@ def test_rates_of_one_gpu_know_no_links() -> None:
     assert Clock(alone, batch, True).of
     with pytest.raises(ValueError, match="do not say how fast GPUs exchange data; torchrun"):
         Clock(alone, batch._replace(cp=2), True)
+
+
+@pytest.mark.parametrize("may_split", [True, False])
+def test_rates_are_of_whole_documents_where_they_say_so(may_split: bool) -> None:
+    bench = bench_rates.Bench(torch.device("cpu"))
+    context = bench_rates.one_document(bench, may_split)
+    assert boundaries_of(bench.randn(1, bench.tokens), None, context).may_split == may_split
 
 
 def test_rates_measured_here(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:

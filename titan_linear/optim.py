@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from titan_linear.config import LRScheduler, Optimizer
 from titan_linear.distributed.parts import by_device, local_tensor
 
 HOST_BLOCK = 1 << 16  # elements whose squares a core of the host adds up in their own type
+AT_ONCE = 1 << 26  # elements of which it is found together what a step added to them: in two copies
 
 
 class AdamW(torch.optim.AdamW):
@@ -114,27 +115,74 @@ def update(optimizer: torch.optim.AdamW, numbers: torch.Tensor, lr: float, max_n
 
 
 @torch.no_grad()
+def squares_of_each(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
+    """[n] float64: the sum of squares of what this rank has of each."""
+    lists: dict[torch.device, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        lists.setdefault(tensor.device, []).append(i)
+    squares = [_squares([local_tensor(tensors[i]) for i in own]) for own in lists.values()]
+    return _placed(squares, [i for own in lists.values() for i in own], len(tensors), device)
+
+
+def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """[.] float64, of tensors that lie together."""
+    if tensors[0].device.type != "cpu":
+        return _norms(tensors).double().square()
+    return torch.stack([_norms([tensor]).double().square().sum() for tensor in tensors])
+
+
+def _placed(parts: list[torch.Tensor], places: list[int], n: int, device: torch.device) -> torch.Tensor:
+    """[n] float64: the numbers of all parts at their places, zeros elsewhere."""
+    none = torch.zeros(n, dtype=torch.float64, device=device)
+    if not places:
+        return none
+    numbers = torch.cat([part.to(device) for part in parts])
+    return numbers if places == list(range(n)) else none.index_copy_(0, torch.tensor(places, device=device), numbers)
+
+
+@torch.no_grad()
 def update_squares(
     optimizer: torch.optim.AdamW, parameters: list[nn.Parameter], device: torch.device
 ) -> torch.Tensor:  # fmt: skip
-    """The sum of squares of what the last step added to these (to what this rank has of them), from the moments that it
-    left: Δ = −lr (u + wd p) / (1 − lr wd) with u = m̂ / (√v̂ + ε) and p as it is now. A float64 scalar."""
-    wanted, total = set(parameters), torch.zeros((), dtype=torch.float64, device=device)
+    """[n] float64, of each of these: the sum of squares of what the last step added to what this rank has of it, from
+    the moments that it left: Δ = −lr (u + wd p) / (1 − lr wd) with u = m̂ / (√v̂ + ε) and p as it is now."""
+    place, squares, places = {p: i for i, p in enumerate(parameters)}, [], []
     for group in optimizer.param_groups:
-        if not (own := [p for p in group["params"] if p in wanted and optimizer.state.get(p)]):
-            continue
-        moments = [[local_tensor(optimizer.state[p][name]) for p in own] for name in ("exp_avg", "exp_avg_sq")]
-        step, dtype = optimizer.state[own[0]]["step"].double(), moments[0][0].dtype
-        bias1, bias2 = (1 - beta**step for beta in group["betas"])
-        root = torch._foreach_sqrt(moments[1])
-        torch._foreach_div_(root, bias2.sqrt().to(dtype))
-        torch._foreach_add_(root, group["eps"])
-        update = torch._foreach_div(moments[0], root)
-        torch._foreach_div_(update, bias1.to(dtype))
-        torch._foreach_add_(update, list(map(local_tensor, own)), alpha=group["weight_decay"])
-        scale = group["lr"] / (1 - group["lr"] * group["weight_decay"])
-        total += sum_of_squares(update, device) * scale**2
-    return total
+        own = [p for p in group["params"] if p in place and optimizer.state.get(p)]
+        for part in _at_once(own):
+            squares.append(_update_squares(group, optimizer.state, part))
+            places += [place[p] for p in part]
+    return _placed(squares, places, len(parameters), device)
+
+
+def _at_once(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    """In lists of at most `AT_ONCE` elements, or one parameter."""
+    part, elements = [], 0
+    for p in parameters:
+        number = local_tensor(p).numel()
+        if part and elements + number > AT_ONCE:
+            yield part
+            part, elements = [], 0
+        part, elements = [*part, p], elements + number
+    if part:
+        yield part
+
+
+def _update_squares(
+    group: dict[str, Any], state: dict[nn.Parameter, dict[str, torch.Tensor]], own: list[nn.Parameter]
+) -> torch.Tensor:
+    """[.] float64, of parameters of one group."""
+    moments = [[local_tensor(state[p][name]) for p in own] for name in ("exp_avg", "exp_avg_sq")]
+    step, dtype = state[own[0]]["step"].double(), moments[0][0].dtype
+    bias1, bias2 = (1 - beta**step for beta in group["betas"])
+    root = torch._foreach_sqrt(moments[1])
+    torch._foreach_div_(root, bias2.sqrt().to(dtype))
+    torch._foreach_add_(root, group["eps"])
+    update = torch._foreach_div(moments[0], root)
+    torch._foreach_div_(update, bias1.to(dtype))
+    torch._foreach_add_(update, list(map(local_tensor, own)), alpha=group["weight_decay"])
+    scale = group["lr"] / (1 - group["lr"] * group["weight_decay"])
+    return _squares(update) * scale**2
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:

@@ -42,7 +42,7 @@ from titan_linear.models.moe import MoE
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops.collectives import gather_along
 from titan_linear.ops.transfer import to_device
-from titan_linear.optim import sum_of_squares, update_squares
+from titan_linear.optim import squares_of_each, update_squares
 
 WINDOW = (256, 4096)  # tokens, at least and at most, of the SHARE of a rank's that is looked at
 SHARE = 16  # one in so many
@@ -73,6 +73,8 @@ class Telemetry:
         self.on = False
         self._parts: dict[tuple[str, str], Part] = {}  # by quantity and layer
         self._windowed = False
+        self._counted: list[nn.Parameter] = []  # by this rank, and of each its unit, in a step that is watched
+        self._unit_of: torch.Tensor | None = None
 
     def watches(self, step: int) -> bool:
         """Whether it looks into a step (from 1)."""
@@ -153,7 +155,12 @@ class Telemetry:
     def gradients(self) -> None:
         """Before they are clipped."""
         if self.on:
-            self._add_norms("grad_norm", lambda ps, at: sum_of_squares([p.grad for p in ps if p.grad is not None], at))
+            unit_of = {p: self.units.index(_unit(name)) for name, p in self.model.named_parameters()}
+            self._counted = [p for p in counted_parameters(self.model, self.dims) if p.requires_grad]
+            self._unit_of = torch.tensor([unit_of[p] for p in self._counted], dtype=torch.int64, device=self.device)
+            none = torch.zeros(1, device=self.device)
+            grads = [none if p.grad is None else p.grad for p in self._counted]
+            self._add_norms("grad_norm", squares_of_each(grads, self.device))
 
     def sums(self, numbers: torch.Tensor, optimizer: torch.optim.AdamW) -> torch.Tensor:
         """After the update, of all ranks: [.] float64, which `named` reads.
@@ -161,8 +168,8 @@ class Telemetry:
         numbers: of the step (`step_numbers`): an update that was left out is zero.
         """
         finite = numbers[:2].isfinite().all()
-        self._add_norms("update_norm", lambda ps, at: update_squares(optimizer, ps, at).where(finite, 0.0))
-        self._add_norms("weight_norm", sum_of_squares)
+        self._add_norms("update_norm", update_squares(optimizer, self._counted, self.device).where(finite, 0.0))
+        self._add_norms("weight_norm", squares_of_each(self._counted, self.device))
         for name, moe in self.experts.items():
             loads = moe.loads.double()
             self._parts["router_load", name] = Part(torch.stack([loads, loads.mean().expand_as(loads)]), _means)
@@ -172,12 +179,9 @@ class Telemetry:
         dist.all_reduce(rows)
         return rows.flatten()
 
-    def _add_norms(self, quantity: str, squares: Callable[[list[nn.Parameter], torch.device], torch.Tensor]) -> None:
-        unit_of = {p: _unit(name) for name, p in self.model.named_parameters()}
-        counted = [p for p in counted_parameters(self.model, self.dims) if p.requires_grad]
-        for unit in self.units:
-            sum_here = squares([p for p in counted if unit_of[p] == unit], self.device)
-            self._parts[quantity, unit] = Part(sum_here.view(1, 1), _norm)
+    def _add_norms(self, quantity: str, squares: torch.Tensor) -> None:
+        """squares: [n] float64, of each counted parameter."""
+        self._add(quantity, squares.unsqueeze(0), self._unit_of, self.units, partial(_norms, self.units))
 
     def named(self, numbers: list[float]) -> Seen:
         """`sums` on the host → what was seen. Means of nothing are left out."""
@@ -194,8 +198,8 @@ class Telemetry:
 # How sums [tp, n, m] become what is shown.
 
 
-def _norm(sums: torch.Tensor) -> float:
-    return math.sqrt(sums.sum())
+def _norms(names: list[str], sums: torch.Tensor) -> dict[str, float]:
+    return dict(zip(names, sums.sum(0)[0].sqrt().tolist(), strict=True))
 
 
 def _means(sums: torch.Tensor) -> list[float] | None:

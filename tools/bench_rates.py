@@ -41,7 +41,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_linear.distributed.groups import process_group
 from titan_linear.flops import known_peak
-from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops import CPContext, attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.boundaries import PROGRAMS
 from titan_linear.ops.support import attention_kernel
 from titan_linear.process import run_command
@@ -246,9 +246,7 @@ def operators(bench: Bench) -> dict[str, tuple[float, float]]:
 
 def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *, may_split: bool) -> dict[str, float]:
     """One document, as mixers call the rule: seconds by operator."""
-    cu = torch.tensor([0, bench.tokens], dtype=torch.int32)
-    context = build_cp_context(cu, rank=0, world_size=1, device=bench.device)
-    context = replace(context, boundaries=replace(context.boundaries, may_split=may_split))
+    context = one_document(bench, may_split)
     gates = (heads, DIM) if rule == "kda" else (heads,)
     shapes = [(heads, DIM)] * 3 + [gates, (heads,)]
     q, k, v, g, beta = inputs = [bench.randn(1, bench.tokens, *shape).requires_grad_() for shape in shapes]
@@ -261,6 +259,13 @@ def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *
         )[0]  # fmt: skip
 
     return by_operator(bench, (f"{rule}_scan", f"{rule}_backward"), forward, inputs)
+
+
+def one_document(bench: Bench, may_split: bool) -> CPContext:
+    """Of all tokens; may_split: into segments."""
+    cu = torch.tensor([0, bench.tokens], dtype=torch.int32)
+    context = build_cp_context(cu, rank=0, world_size=1, device=bench.device)
+    return replace(context, stream=replace(context.stream, may_split=may_split))  # what ops of one rank read
 
 
 # --- Links -----------------------------------------------------------------------------------------------------------

@@ -408,7 +408,7 @@ def checked(measured: Rates | None = None) -> str:
     rows = []
     for row, speed, needed in predictions(measured):
         time = _beside(row.tokens_per_second, speed, "{:,.0f}", inverse=True)
-        name = setting(row.keys, row.layers) + " (earlier)" * row.earlier
+        name = setting(row.keys, row.layers, row.documents) + " (earlier)" * row.earlier
         rows.append((name, row.gpus, *time, *_beside(row.memory_gib, needed, "{:.1f}")))
     return _table(head, rows)
 
@@ -421,12 +421,13 @@ def _beside(measured: float | None, planned: float, shape: str, inverse: bool = 
     return shape.format(measured), shape.format(planned), f"{off:+.0%}"
 
 
-def setting(keys: list[str], layers: int | None) -> str:
+def setting(keys: list[str], layers: int | None, documents: str) -> str:
     """Of a row's keys what people want to know, in a line."""
     config = load_config(keys, cuda=True)
     p, t = config.parallelism, config.training
     cut = "" if layers is None else f", {layers} layers"
     parts = [f"{config.model.name} {config.model.flavor}{cut}, {t.seq_len // 1024}k"]
+    parts += [] if documents == "one" else [f"documents of {documents}"]
     if p.context_parallel_degree > 1:
         parts.append(f"cp {p.context_parallel_degree} {p.context_parallel_layout}")
     for name, degree in (("tp", p.tensor_parallel_degree), ("ep", p.expert_parallel_degree)):
