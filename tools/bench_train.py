@@ -64,7 +64,7 @@ from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.documents import Documents
 from titan_linear.models.init import initialise
-from titan_linear.optim import Reading, build_optimizer, step_numbers, update
+from titan_linear.optim import Reading, build_optimizer, learning_rate, step_numbers, update
 from titan_linear.process import own_device, run_command
 from titan_linear.telemetry import Telemetry
 from titan_linear.traces import Cost, events_of, of_trace
@@ -129,7 +129,9 @@ class Ours:
         numbers = step_numbers(losses.sum(), counted_parameters(self.model, self.dims), signal=0)
         self.telemetry.gradients()
         reading = Reading(numbers)
-        update(self.optimizer, numbers, self.config.optimizer.lr, self.config.training.max_norm)
+        config = self.config
+        lr = learning_rate(self.steps, config.optimizer.lr, config.lr_scheduler, config.training.steps)
+        update(self.optimizer, numbers, lr, config.training.max_norm)
         if self.telemetry.on:
             reading = Reading(torch.cat([numbers, self.telemetry.sums(numbers, self.optimizer)]))
         move_selection_biases(self.model, numbers)
