@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.worlds import World
+from titan_linear import optim
 from titan_linear.config import LRScheduler, Optimizer
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.models.decoder import Decoder
@@ -22,9 +23,11 @@ from titan_linear.optim import (
     build_optimizer,
     learning_rate,
     scale_gradients,
+    squares_of_each,
     step_numbers,
     sum_of_squares,
     update,
+    update_squares,
 )
 
 
@@ -89,6 +92,27 @@ def kinds_in_an_update(rank: int, world_size: int) -> tuple[bool, bool]:
 
 def test_kernels_of_an_update_get_plain_tensors(worlds: Callable[[int], World]) -> None:
     assert worlds(2).run(kinds_in_an_update) == [(False, True)] * 2
+
+
+@pytest.mark.parametrize("at_once", [1, 20, 1 << 20])
+def test_what_a_step_added(at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each parameter, in any order, found together with few others or with all."""
+    monkeypatch.setattr(optim, "AT_ONCE", at_once)
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3,), (4, 5), (2, 7), (6,), (3, 3)]
+    ps = [nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for s in shapes]
+    optimizer = build_optimizer(nn.ParameterList(ps), Optimizer())
+    for _ in range(3):
+        before = [p.detach().clone() for p in ps]
+        for p in ps:
+            p.grad = torch.randn(p.shape, generator=generator, dtype=torch.float64)
+        update(optimizer, torch.ones(3, dtype=torch.float64), lr=0.1, max_norm=10.0)
+    got = update_squares(optimizer, ps[::-1], torch.device("cpu"))
+    want = [(p.detach() - old).square().sum().item() for p, old in zip(ps, before, strict=True)][::-1]
+    assert got.tolist() == pytest.approx(want, rel=1e-12)
+    assert squares_of_each(ps, torch.device("cpu")).tolist() == pytest.approx(
+        [p.detach().square().sum().item() for p in ps], rel=1e-14
+    )
 
 
 def numbers(rank: int, world_size: int) -> tuple[list[float], float]:

@@ -35,8 +35,8 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> AdamW:
     """Weight decay for matrices alone: not for norms, biases, A_log and dt_bias."""
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for p in (p for p in model.parameters() if p.requires_grad):
-        decays, mesh = p.dim() > 1, p.device_mesh if isinstance(p, DTensor) else None
-        groups.setdefault((decays, mesh), []).append(p)
+        mesh = p.device_mesh if isinstance(p, DTensor) else None  # with offload only what FSDP has is on the host
+        groups.setdefault((p.dim() > 1, mesh), []).append(p)
     return AdamW(
         [{"params": ps, "weight_decay": config.weight_decay * decays} for (decays, _), ps in groups.items()],
         lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True,
