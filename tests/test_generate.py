@@ -123,6 +123,9 @@ def test_choice_among_the_likeliest() -> None:
     }
     assert draws == {0.4: {1}, 0.6: {1, 3}, 0.8: {1, 2, 3}, 1.0: {0, 1, 2, 3}}
     assert choose(logits, Sampling(0.0), torch.Generator()) == 1
+    for broken, temperature in ((logits * torch.nan, 0.0), (logits * torch.nan, 1.0), (logits, 1e-320)):
+        with pytest.raises(ValueError, match="logits are not finite at --temperature"):
+            choose(broken, Sampling(temperature), torch.Generator())
 
 
 def test_text() -> None:

@@ -161,6 +161,51 @@ def test_what_is_not_ours_is_kept(folders: Callable[[str], Path], tmp_path: Path
     assert all(torch.equal(out[n], t.float()) for n, t in tensors.items())
 
 
+def test_a_head_that_is_not_the_embedding_is_not_dropped(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    shutil.copytree(folders("Qwen3.5, tied"), source)
+    tensors = load_file(source / "model.safetensors")
+    other = {hf_io.HEAD: tensors["model.embed_tokens.weight"] + 1}
+    save_file(tensors | other, source / "model.safetensors", {"format": "pt"})
+    _, config = read_model(source)
+    with pytest.raises(ValueError, match=r"though config\.json has tie_word_embeddings = true; set it"):
+        hf_io.check_folder(source, config)
+
+
+def test_weights_beside_other_weights_are_refused(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    """transformers reads model.safetensors; and no tensor of a shard is left over because the index forgot it."""
+    source = tmp_path / "source"
+    shutil.copytree(folders("Qwen3.5, tied"), source)
+    _, config = read_model(source)
+    names = open_folder(source).shapes
+    (source / "model.safetensors").rename(source / "shard.safetensors")
+    (source / hf_io.INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "shard.safetensors")}))
+    hf_io.check_folder(source, config)
+    shutil.copy(source / "shard.safetensors", source / "model.safetensors")
+    with pytest.raises(ValueError, match=r"holds model\.safetensors beside the files of"):
+        open_folder(source)
+    (source / "model.safetensors").unlink()
+    more = load_file(source / "shard.safetensors") | {"model.layers.0.linear_attn.q_proj.bias": torch.zeros(3)}
+    save_file(more, source / "shard.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"q_proj.bias \[3\]: not used"):
+        hf_io.check_folder(source, config)
+
+
+def test_a_folder_of_another_model_is_no_pattern_for_an_export(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    source = folders("FLA KDA")
+    family, config = read_model(source)
+    model = Decoder(config)
+    load_weights(source, model)
+    for like, words in (("FLA GDN", "layers"), ("FLA KDA", "norm_eps = ")):
+        other = tmp_path / like
+        shutil.copytree(folders(like), other)
+        written = json.loads((other / "config.json").read_bytes()) | {"norm_eps": 0.5}
+        (other / "config.json").write_text(json.dumps(written))
+        with pytest.raises(ValueError, match=rf"is another model: .*{words}.*; use model.flavor"):
+            write_folder(tmp_path / "out", config, family, gather(model), dtype=torch.float32, like=other)
+    assert not (tmp_path / "out").exists()
+
+
 # --- Whole runs ------------------------------------------------------------------------------------------------------
 
 

@@ -56,6 +56,13 @@ def test_activations_are_split_by_tensor_parallelism() -> None:
         assert 0.5 < two.plain.kept / one.plain.kept < 0.7
 
 
+def test_a_balance_loss_is_planned_under_context_parallelism() -> None:
+    """The ranks' sum of means is a call, made of nothing here."""
+    run = ["--model.name=qwen3.5", "--training.expert_balance_coefficient=0.01", "--compile.enable=true"]
+    run += ["--parallelism.context_parallel_degree=2", "--training.seq_len=256"]
+    assert sum(memory.memory(load_config(run), preset("qwen3.5", "debug"), gpus=2).values()) > 0
+
+
 def test_compiled_layers_and_checkpointing_keep_less() -> None:
     for layer in memory.layers(MIXED, memory.Batch.of(load_config([], cuda=True))):
         assert layer.given < layer.compiled.kept < 0.7 * layer.plain.kept

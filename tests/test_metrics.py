@@ -226,7 +226,8 @@ def test_weights_and_biases(tmp_path, monkeypatch, clock):
         logger = MetricsLogger(config, out=io.StringIO())
         clock[0] += 2
         logger.log(1, tokens=1000, **VALUES)
-        logger.log_telemetry(1, {"half_life": {"layers.0": [1.0, math.inf]}, "loss_by_position": {"1": 2.0}})
+        broken = {"layers.0": [1.0, math.inf], "layers.1": [math.nan, math.nan]}  # a histogram of one, and of none
+        logger.log_telemetry(1, {"half_life": broken, "loss_by_position": {"1": 2.0}})
         logger.log_text(1, "sample", "a < b")
         logger.close()
     assert started[0]["id"] == started[1]["id"] and started[0]["resume"] == "allow" and started[0]["notes"] == "why"

@@ -52,6 +52,8 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
         (["--documents", "few"], "--documents 'few' must be 'one', or"),
         (["--attention", "abacus"], "--attention 'abacus' is not in the rates; use one of"),
         (["--network", "0"], "--network 0 must be above 0"),
+        (["--network", "nan"], "--network nan must be above 0"),
+        (["--documents", "²"], "--documents '²' must be 'one', or"),
         (["--model.flavor", "7T"], "model.flavor = '7T' is unknown"),
         (["--training.seq_ln", "7"], "command line: --training.seq_ln is not a key"),
     ],
@@ -188,6 +190,27 @@ def test_offload_shows_where_it_should(capsys: pytest.CaptureFixture) -> None:
     argv = ["--gpus", "2", *RUN, key, "--training.global_batch_size", "2"]
     said = is_refused(plan.main, argv, capsys)
     assert said.startswith("the rates of NVIDIA H200 do not say how fast its host is, so that no time is planned with")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"attention": {}}, "products and attention"),
+        ({"attention": {"cudnn": {}}}, "products and attention"),
+        ({"attention": {"cudnn": {"128": [0, 0]}}}, "rates above 0"),
+        ({"memory_gib": "x"}, "TypeError"),
+        ({"memory_gib": -5}, "rates above 0"),
+        ({"gap": -1}, "rates above 0"),
+        ({"products": [[0, 1.0]]}, "rates above 0"),
+        ({"operators": {}}, "operators"),
+        ({"operators": {"conv1d": [1]}}, "operators"),
+    ],
+)
+def test_damaged_rates_are_refused(change: dict, why: str, tmp_path: Path) -> None:
+    rates = json.loads(shipped()["H200"].read_text()) | change
+    (tmp_path / "r.json").write_text(json.dumps(rates))
+    with pytest.raises(ValueError, match=rf"is no file of rates \(.*{why}.*\); python -m tools.bench_rates"):
+        read_rates(tmp_path / "r.json")
 
 
 def test_rates_of_one_gpu_know_no_links() -> None:

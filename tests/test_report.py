@@ -59,6 +59,19 @@ class Tags(HTMLParser):
         self.links += [value for name, value in attributes if name in ("src", "href")]
 
 
+def test_a_run_whose_numbers_are_not_finite(runs: list[Path], tmp_path: Path) -> None:
+    """They stand as text in telemetry; and a spike may lack all but its step."""
+    seen = {
+        "half_life": {"layers.0": ["nan", 10.0, 30.0], "layers.1": ["nan", "inf"]},
+        "grad_norm": {"layers.0": "nan"},
+    }
+    with (runs[0] / "telemetry.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 5, **seen}) + "\n")
+    with (runs[0] / "spikes.jsonl").open("ab") as file:
+        file.write(b'{"why": "\xff"}\n')
+    assert report.main([*map(str, runs), "--out", str(tmp_path / "page.html")]) == 0
+
+
 @pytest.mark.parametrize("x", ["step", "tokens"])
 def test_the_page(x: str, runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     out = tmp_path / "page.html"
@@ -101,8 +114,13 @@ def test_long_curves_are_thinned() -> None:
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert report.main([str(tmp_path)]) == 2
     assert "holds no metrics.jsonl; give the folder of a run" in capsys.readouterr().err
+    for line in ("none", "5"):
+        (tmp_path / "metrics.jsonl").write_text(line + "\n")
+        assert report.main([str(tmp_path)]) == 2 and "line 1 is no JSON object" in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").write_text("")
+    (tmp_path / "manifest.json").write_text("{")
+    assert report.main([str(tmp_path)]) == 2 and "manifest.json': it is no JSON object" in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").write_text("none\n")
-    assert report.main([str(tmp_path)]) == 2 and "not JSON" in capsys.readouterr().err
     nowhere = tmp_path / "none" / "r.html"
     assert report.main([str(tmp_path), "--out", str(nowhere)]) == 2
     assert "there is no such folder" in capsys.readouterr().err

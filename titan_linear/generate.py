@@ -136,10 +136,16 @@ def _batched(caches: list[LayerCache], growing: Sequence[str]) -> LayerCache:
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> int:
-    """A token of logits [vocab]."""
+    """A token of logits [vocab]. ValueError: they are not finite."""
+    scaled = logits / (sampling.temperature or 1.0)
+    if not scaled.isfinite().all():
+        raise ValueError(
+            f"the model's logits are not finite at --temperature {sampling.temperature:g}; its weights are damaged, or "
+            "the temperature is too low: give 0 for the likeliest token"
+        )
     if sampling.temperature == 0:
         return int(logits.argmax())
-    probabilities, order = (logits / sampling.temperature).softmax(-1).sort(descending=True, stable=True)
+    probabilities, order = scaled.softmax(-1).sort(descending=True, stable=True)
     before = probabilities.cumsum(-1) - probabilities
     kept = torch.where(before < sampling.top_p, probabilities, 0.0)  # the likeliest always
     return int(order[torch.multinomial(kept, 1, generator=rng)])

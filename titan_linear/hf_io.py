@@ -38,6 +38,7 @@ from titan_linear.models.families.remote import MODELING
 from titan_linear.models.init import runs
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
+HEAD = "lm_head.weight"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
@@ -120,7 +121,8 @@ def open_folder(path: Path) -> Folder:
         if name not in headers[file]:
             raise ValueError(f"'{path / file}' lacks tensor {name!r}, which {INDEX} says it holds; fetch it again")
     config = read_config(path) if (path / CONFIG).is_file() else {}
-    return Folder(path, config, {name: headers[file][name] for name, file in where.items()})
+    tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}  # named there or not
+    return Folder(path, config, tensors | {name: headers[file][name] for name, file in where.items()})
 
 
 def check_folder(path: Path, model: ModelConfig) -> None:
@@ -132,7 +134,9 @@ def check_folder(path: Path, model: ModelConfig) -> None:
     family, theirs = read_model(path)
     if found := differences(theirs, model):
         differing = ", ".join(f"{option} = {a!r} (this run: {b!r})" for option, (a, b) in found.items())
-        raise ValueError(f"'{Path(path) / CONFIG}' is another model: {differing}; use model.flavor = 'hf'")
+        raise ValueError(
+            f"'{Path(path) / CONFIG}' is another model: {differing}; use model.flavor = 'hf', or this model's folder"
+        )
     locate(open_folder(path), family, model)
 
 
@@ -154,7 +158,23 @@ def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
             raise ValueError(
                 f"'{tensor.file}': tensor {tensor.name!r} is {tensor.code}; {', '.join(DTYPES)} can be read: convert it"
             )
+    if model.tie_embeddings and HEAD in folder.tensors:
+        _check_tied(folder, next(p.sources[0].name for p in found if p.name == "embedding.weight"))
     return found
+
+
+def _check_tied(folder: Folder, embedding: str) -> None:
+    """A head on disk that is said to be the embedding, and is not, would be lost."""
+    head, other = folder.tensors[HEAD], folder.tensors[embedding]
+    if head.shape == other.shape:
+        with ExitStack() as files:
+            reader = Reader(folder, files)
+            blocks = (reader.rows(tensor, 0, *head.shape) for tensor in (head, other))
+            if all(torch.equal(a, b) for a, b in zip(*blocks, strict=True)):
+                return
+    raise ValueError(
+        f"'{folder.path}': {HEAD} is not {embedding}, though {CONFIG} has tie_word_embeddings = true; set it to false"
+    )
 
 
 def _with_file(problem: str, folder: Folder) -> str:
@@ -256,6 +276,10 @@ def _index(path: Path) -> dict[str, str]:
                 )
             if not (path / file).is_file():
                 raise ValueError(f"'{path / file}' is missing: {INDEX} says it holds tensor {name!r}; fetch it again")
+        if (path / SINGLE).is_file() and SINGLE not in where.values():
+            raise ValueError(
+                f"'{path}' holds {SINGLE} beside the files of {INDEX}; remove those that are not the model's"
+            )
         return where
     if (path / SINGLE).is_file():
         return dict.fromkeys(read_header(path / SINGLE), SINGLE)
@@ -309,7 +333,7 @@ class Reader:
         for first, begin, end in row_runs(local.shape[leading], placement.shape[leading], offsets[leading]):
             for source, start, stop, row in placement.pieces(begin, end):
                 row += first - begin
-                for values in self._rows(self.folder.tensors[source.name], start, stop, placement.width):
+                for values in self.rows(self.folder.tensors[source.name], start, stop, placement.width):
                     rows[row : row + len(values)].copy_(values[:, columns])
                     row += len(values)
 
@@ -319,7 +343,7 @@ class Reader:
         self.fill(placement, out, (0,) * out.dim())
         return out
 
-    def _rows(self, tensor: Tensor, start: int, stop: int, width: int) -> Iterator[torch.Tensor]:
+    def rows(self, tensor: Tensor, start: int, stop: int, width: int) -> Iterator[torch.Tensor]:
         """Rows [start, stop) of a tensor taken as [-1, width], a block at a time."""
         if tensor.file not in self.open:
             self.open[tensor.file] = self.files.enter_context(safe_open(tensor.file, "pt"))
@@ -427,6 +451,8 @@ def write_folder(
         SaveFailed: on every rank, the folder could not be written.
     """
     path, temporary = Path(path), Path(path).with_name(f".{Path(path).name}.tmp")
+    if like is not None:
+        check_folder(like, model)
     source = None if like is None else open_folder(like)
     found = placements(model, family) if source is None else locate(source, family, model)
     copied = [] if source is None else _not_ours(source, family, model)
@@ -465,7 +491,7 @@ def _raise_everywhere(path: Path, temporary: Path, failure: OSError | RuntimeErr
 
 def _not_ours(source: Folder, family: str, model: ModelConfig) -> list[Tensor]:
     """Tensors that are no part of the language model, to be copied; but not a copy of the embedding, now stale."""
-    return [source.tensors[name] for name in sorted(ignored(model, family, source.shapes) - {"lm_head.weight"})]
+    return [source.tensors[name] for name in sorted(ignored(model, family, source.shapes) - {HEAD})]
 
 
 def _plan(

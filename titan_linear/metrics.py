@@ -251,8 +251,11 @@ class MetricsLogger:
         for board in self.boards:
             for quantity, found in seen.items():
                 for where, value in found.items():
-                    add = board.add_histogram if isinstance(value, list) else board.add_scalar
-                    add(_tag(quantity, where), np.array(value), step)
+                    many, value = isinstance(value, list), np.array(value)
+                    if not many:
+                        board.add_scalar(_tag(quantity, where), value, step)
+                    elif len(finite := value[np.isfinite(value)]):  # TensorBoard refuses a histogram of no numbers
+                        board.add_histogram(_tag(quantity, where), finite, step)
             board.flush()
 
     def log_exposed(self, step: int, share: float, seconds: float) -> None:
@@ -356,7 +359,7 @@ class WandbBoard:
         self.pending |= {"step": step, tag: float(value)}
 
     def add_histogram(self, tag: str, values: np.ndarray, step: int) -> None:
-        self.pending |= {"step": step, tag: self.wandb.Histogram(values[np.isfinite(values)])}
+        self.pending |= {"step": step, tag: self.wandb.Histogram(values)}
 
     def add_text(self, tag: str, text: str, step: int) -> None:
         self.pending |= {"step": step, tag: self.wandb.Html(f"<pre>{html.escape(textwrap.dedent(text))}</pre>")}

@@ -22,9 +22,9 @@ Not modelled: kernels that slow down beside a collective, other jobs, input, che
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from math import log2
 from pathlib import Path
 
 import numpy as np
@@ -102,8 +102,8 @@ class Rates:
         return max(2 * m * n * k / self._tflops(min(size)) / 1e12, moved / self.copy)
 
     def _tflops(self, smallest: int) -> float:
-        known = sorted((log2(width), rate) for width, rate in self.products)
-        return float(np.interp(log2(smallest), *zip(*known, strict=True)))
+        known = sorted((math.log2(width), rate) for width, rate in self.products)
+        return float(np.interp(math.log2(smallest), *zip(*known, strict=True)))
 
 
 def shipped() -> dict[str, Path]:
@@ -118,10 +118,19 @@ def read_rates(path: Path) -> Rates:
         found = {field.name: read[field.name] for field in fields(Rates) if field.name != "offload"}
         links = {name: read.get(name) and kind(**read[name]) for name, kind in (("node", Link), ("offload", Offload))}
         rates = Rates(**found | links)
-        numbers = [rates.copy, rates.elementwise, rates.fused, *(rate for _, rate in rates.products)]
-        numbers += list(vars(rates.offload).values()) if rates.offload else []
-        if not rates.products or not all(number > 0 for number in numbers):
-            raise KeyError("a rate above 0")
+        above = [rates.memory_gib, rates.peak_tflops, rates.copy, rates.elementwise, rates.fused]
+        above += [number for kernel in rates.attention.values() for pair in kernel.values() for number in pair]
+        above += [number for pair in rates.products for number in pair]
+        for link in (rates.node, rates.offload):
+            above += [number for name, number in vars(link).items() if name != "latency"] if link else []
+        least = [rates.gap, rates.host, *([rates.node.latency] if rates.node else [])]
+        least += [number for pair in rates.operators.values() for number in pair]
+        if not (rates.products and rates.attention and all(rates.attention.values())):
+            raise KeyError("products and attention")
+        if not {"conv1d", "conv1d_backward"} <= rates.operators.keys():
+            raise KeyError("operators")
+        if not all(0 < x < math.inf for x in above) or not all(0 <= x < math.inf for x in least):
+            raise KeyError("rates above 0")
     except (OSError, ValueError, TypeError, KeyError) as error:
         what = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
         raise ValueError(f"'{path}' is no file of rates ({what}); python -m tools.bench_rates writes one") from None

@@ -132,7 +132,10 @@ def read(path: Path) -> list[Event]:
     """The events of a Chrome trace. ValueError: the file holds none."""
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-            return json.load(file)["traceEvents"]
+            found = json.load(file)["traceEvents"]
+        if not isinstance(found, list):
+            raise TypeError("traceEvents is no list")
+        return found
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"'{path}' is no trace ({error}); give a .json or .json.gz that torch.profiler wrote, of a run those in "

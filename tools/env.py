@@ -22,6 +22,7 @@ STATE = VENV / ".titan_linear"  # only in a .venv made here: "installing", then 
 TRIED = VENV / ".titan_linear.gpu"  # in such a one, once the extra "gpu" was tried
 RECENT_GPUS = ("9.0", "10.0", "10.3")  # compute capabilities that FlashAttention-4 has kernels of its own for
 MISSING = 3  # exit code of --check
+EXTRAS = ("dev", "gpu")  # of pyproject.toml
 
 
 def main(extras: list[str]) -> None:
@@ -127,8 +128,11 @@ def say(text: str) -> None:
 
 
 if __name__ == "__main__":
+    named = [word for word in sys.argv[1:] if word != "--check"]
+    if unknown := sorted(set(named) - set(EXTRAS)):
+        sys.exit(f"error: {unknown[0]!r} is no extra: python -m tools.env [--check] [{'] ['.join(EXTRAS)}]")
     if sys.argv[1:2] == ["--check"]:
-        sys.exit(MISSING if missing(sys.argv[2:]) else 0)
+        sys.exit(MISSING if missing(named) else 0)
     try:
         main(sys.argv[1:])
     except KeyboardInterrupt:

@@ -181,13 +181,13 @@ def machine_of(args: argparse.Namespace) -> Machine:
         raise ValueError(f"--gpus {args.gpus} must be 1 or more")
     if args.node < 1:
         raise ValueError(f"--node {args.node} must be 1 or more")
-    if args.network <= 0:
+    if not args.network > 0:
         raise ValueError(f"--network {args.network:g} must be above 0")
     return Machine(rates, args.node, args.network * 1e9, kernel)
 
 
 def _mean(documents: str) -> int | None:
-    if documents != "one" and not (documents.isdigit() and int(documents)):
+    if documents != "one" and not (documents.isdecimal() and int(documents)):
         raise ValueError(f"--documents {documents!r} must be 'one', or the mean length of a document in tokens")
     return None if documents == "one" else int(documents)
 

@@ -91,7 +91,7 @@ def read_run(folder: Path, name: str, colour: str) -> Run:
         *([line for line in lines if key in line] for key in ("loss", "validation_loss", "exposed_communication")),
         read_lines(folder / TELEMETRY), read_lines(folder / SPIKES),
         load_config(["--job.config_file", str(config)]) if config.is_file() else None,
-        json.loads(manifest.read_text(encoding="utf-8")) if manifest.is_file() else {},
+        _object(manifest.read_text(encoding="utf-8", errors="replace"), manifest, "it") if manifest.is_file() else {},
     )  # fmt: skip
 
 
@@ -99,11 +99,18 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     """Of a .jsonl file, if it is there; without a last line that is just being written."""
     if not path.is_file():
         return []
-    *lines, _torn = path.read_text(encoding="utf-8").split("\n")
+    *lines, _torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    return [_object(line, path, f"line {i}") for i, line in enumerate(lines, 1)]
+
+
+def _object(text: str, path: Path, where: str) -> dict[str, Any]:
     try:
-        return [json.loads(line) for line in lines]
+        found = json.loads(text)
     except ValueError:
-        raise ValueError(f"'{path}' has a line that is not JSON; repair it, or leave the run out") from None
+        found = None
+    if not isinstance(found, dict):
+        raise ValueError(f"'{path}': {where} is no JSON object; repair it, or leave the run out")
+    return found
 
 
 # --- Curves ----------------------------------------------------------------------------------------------------------
@@ -130,13 +137,19 @@ def _number(value: Any) -> float | None:
     return value if isinstance(value, (int, float)) and math.isfinite(value) else None
 
 
+def _middle(values: list[Any]) -> float | None:
+    """The median of those that are numbers: what is not finite is written as text."""
+    known = [x for x in map(_number, values) if x is not None]
+    return median(known) if known else None
+
+
 def by_layer(runs: Sequence[Run], quantity: str) -> list[Curve]:
     """What telemetry saw last, over the layers: a number, or the median of numbers by head."""
     found = []
     for run in runs:
         seen = next((line[quantity] for line in reversed(run.telemetry) if quantity in line), {})
         layers = {int(name.partition(".")[2]): value for name, value in seen.items() if name.startswith("layers.")}
-        points = [(n, _number(median(v) if isinstance(v, list) else v)) for n, v in sorted(layers.items())]
+        points = [(n, _middle(v) if isinstance(v, list) else _number(v)) for n, v in sorted(layers.items())]
         if points:
             found.append(Curve(run.name, run.colour, points))
     return found
@@ -364,9 +377,10 @@ def configuration(run: Run) -> dict[str, str]:
 
 
 def spikes(runs: Sequence[Run]) -> str:
+    keys = ("step", "why", "loss", "mean", "sigma")
     rows = [
-        ([named(run), str(s["step"]), s["why"], *(html.escape(str(s.get(k, "–"))) for k in ("loss", "mean", "sigma")),
-          html.escape(", ".join(f"{m['streams']}: {m['loss']}" for m in s["micro_batches"][:8]))], False)
+        ([named(run), *(html.escape(str(s.get(key, "–"))) for key in keys),
+          html.escape(", ".join(f"{m['streams']}: {m['loss']}" for m in s.get("micro_batches", [])[:8]))], False)
         for run in runs for s in run.spikes[-20:]
     ]  # fmt: skip
     head = ("run", "step", "why", "loss", "mean before", "sigma", "streams and their losses (the first 8)")

@@ -109,6 +109,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     args, keys = parser.parse_known_args(argv)
     if args.step is not None and args.step < 1:
         raise ValueError(f"--step {args.step} must be 1 or more")
+    if args.characters < 0:
+        raise ValueError(f"--characters {args.characters} must be 0 or more")
     return args, keys
 
 

@@ -27,6 +27,7 @@ from titan_linear.models.adapters import config_from_hf, config_to_hf, placement
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.plan import BatchPlan
+from titan_linear.models.presets import preset
 
 T = 131
 DOCUMENTS = {"one document": [0, T], "packed": [0, 37, 38, 96, T]}
@@ -208,6 +209,14 @@ def test_errors_list_every_tensor(case: Callable[[str], Case]) -> None:
         ({"attention_bias": True}, "attention_bias = True"),
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type = 'yarn'"),
+        ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_type": "default"}}, "rope_type = 'yarn'"),
+        ({"architectures": 3}, "architectures = 3: unknown"),
+        ({"layer_types": 3}, "of another kind"),
+        ({"rope_scaling": "yarn"}, "of another kind"),
+        ({"hidden_size": "wide"}, "dim = 'wide', which must be int"),
+        ({"hidden_size": -1}, "dim = -1, which is too small"),
+        ({"rms_norm_eps": -1e-6}, "norm_eps = -1e-06, which is too small"),
+        ({"rope_parameters": {"rope_theta": 0}}, "rope_theta = 0, which is too small"),
     ],
 )
 def test_what_we_do_not_have_is_refused(change: dict, words: str, case: Callable[[str], Case]) -> None:
@@ -215,6 +224,31 @@ def test_what_we_do_not_have_is_refused(change: dict, words: str, case: Callable
     written = {k: v for k, v in (config_to_hf(c.family, c.config) | change).items() if v is not None}
     with pytest.raises(ValueError, match=words.replace("[", r"\[")):
         config_from_hf(written)
+
+
+def test_a_token_has_no_more_experts_than_there_are(case: Callable[[str], Case]) -> None:
+    c = case("Kimi-Linear")
+    written = config_to_hf(c.family, c.config) | {"num_experts_per_token": 99}
+    with pytest.raises(ValueError, match="top_k = 99 of num_experts"):
+        config_from_hf(written)
+
+
+def test_a_head_is_tied_as_the_whole_model_says(case: Callable[[str], Case]) -> None:
+    """Of a model with vision beside the text: transformers ties by the key outside of text_config."""
+    c = case("Qwen3.5, tied")
+    text = config_to_hf(c.family, c.config)
+    for outside, inside in ((False, True), (True, False)):
+        wrapped = text | {"tie_word_embeddings": outside, "text_config": text | {"tie_word_embeddings": inside}}
+        assert config_from_hf(wrapped)[1].tie_embeddings == outside
+
+
+def test_positions_are_said_or_refused() -> None:
+    """What transformers takes for 10000, vLLM takes for none."""
+    written = config_to_hf("OlmoHybridForCausalLM", preset("olmo-hybrid", "7B"))
+    for rope in (None, {}, {"rope_type": "default"}):
+        with pytest.raises(ValueError, match="rope_parameters has no 'rope_theta'; set it: null"):
+            config_from_hf(written | {"rope_parameters": rope})
+    assert config_from_hf(written | {"rope_parameters": {"rope_theta": None}})[1].layers[3].rope_theta is None
 
 
 def without_shared_experts() -> dict[str, torch.nn.Module]:

@@ -14,9 +14,10 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, Pretr
 
 from titan_linear.generate import Sampling, generate_tokens
 from titan_linear.hf_io import config_to_hf, find_family, gather, load_weights, open_folder, read_model, write_folder
+from titan_linear.models.adapters import config_from_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.families.remote import MODELING, from_remote
+from titan_linear.models.families.remote import MODELING
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import KDA, MLA, Attention
 from titan_linear.models.plan import BatchPlan
@@ -206,7 +207,8 @@ def test_a_pattern_of_another_time(folders: Callable, tmp_path: Path) -> None:
     ("name", "value", "message"),
     [
         ("beta_range", 1.5, "beta_range = 1.5 of kda: must be 1, or 2"),
-        ("beta_range", "two", "beta_range = 'two', which must be float"),
+        ("beta_range", "two", "beta_range = 'two' of kda: must be 1, or 2"),
+        ("head_dim", 0, "kda head_dim = 0, which is too small"),
         ("heads", "two", "heads = 'two', which must be int"),
         ("heads", 2.0, "heads = 2.0, which must be int"),
         ("gate_bias", 1, "gate_bias = 1, which must be bool"),
@@ -215,10 +217,10 @@ def test_a_pattern_of_another_time(folders: Callable, tmp_path: Path) -> None:
 )
 def test_an_option_of_another_type_or_range(name: str, value: object, message: str) -> None:
     config = config_to_hf(find_family(HYBRID), HYBRID)
-    assert from_remote(config) == HYBRID
+    assert config_from_hf(config)[1] == HYBRID
     config["pattern"] = [config["pattern"][0] | {name: value}]
     with pytest.raises(ValueError, match=message):
-        from_remote(config)
+        config_from_hf(config)
 
 
 def test_options_take_one_or_two_as_the_range_of_beta() -> None:

@@ -113,6 +113,13 @@ def test_gradients_that_autograd_expanded(kernel, monkeypatch):
     assert torch.equal(q.grad, expected[1]) and torch.equal(v.grad, expected[3]) and k.grad is None
 
 
+def test_compiled_with_documents():
+    q, k, v, _ = make(1, 64, 64, 2, 2, 8, 8)
+    cu_seqlens = torch.tensor([0, 5, 64])
+    compiled = torch.compile(lambda *x, cu: attention(*x, cu_seqlens=cu), backend="eager")
+    assert torch.equal(compiled(q, k, v, cu=cu_seqlens), attention(q, k, v, cu_seqlens=cu_seqlens))
+
+
 def test_the_choice_of_the_kernel(monkeypatch):
     monkeypatch.setattr(flash4, "installed", lambda: "left out")
 
@@ -147,6 +154,11 @@ def test_the_choice_of_the_kernel(monkeypatch):
         ("cu_seqlens", {"cu_seqlens": torch.tensor([1, 8])}),
         ("cu_seqlens", {"cu_seqlens": torch.tensor([0, 5, 3, 8])}),
         ("cu_seqlens", {"q": torch.zeros(1, 4, 4, 8), "cu_seqlens": torch.tensor([0, 8])}),
+        ("first_key", {"q": torch.zeros(1, 1, 4, 8), "first_key": torch.zeros(1)}),
+        (
+            "first_key",
+            {"q": torch.zeros(1, 1, 4, 8), "first_key": torch.tensor([0]), "cu_seqlens": torch.tensor([0, 8])},
+        ),
         ("impl", {"impl": "triton"}),
         ("method", {"method": "rings"}),
     ],

@@ -68,8 +68,19 @@ def test_documents_do_not_touch_each_other() -> None:
         assert difference.max() == 0.0
 
 
+def test_autocast_is_not_ours() -> None:
+    x = {name: t.float() for name, t in make(9).items()}
+    with torch.autocast("cpu", torch.bfloat16):
+        y, _ = causal_conv1d(**x)
+    assert torch.equal(y, causal_conv1d(**x)[0])
+
+
 def test_what_does_not_fit_is_refused() -> None:
     x = make(8)
+    with pytest.raises(ValueError, match=r"x \(8, 6\) must be \[B, T, D\]"):
+        causal_conv1d(**x | {"x": x["x"][0]})
+    with pytest.raises(ValueError, match=r"bias \(1,\) must be \[D\] = \[6\]"):
+        causal_conv1d(**x | {"bias": x["bias"][:1]})
     with pytest.raises(ValueError, match="activation"):
         causal_conv1d(**x, activation="gelu")
     with pytest.raises(ValueError, match="weight"):

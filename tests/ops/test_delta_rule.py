@@ -59,6 +59,19 @@ def test_disable_recompute(op: str) -> None:
     compare(op, make_inputs(op, 130), disable_recompute=True)
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_a_second_backward_through_what_was_kept(op: str, impl: str) -> None:
+    """T in segments in Triton, whose gradients of states are those of one backward."""
+    x = make_inputs(op, 1536, H=1, HV=1, K=16, V=16, gate="slow")
+    x = leaves({name: t.float() for name, t in x.items()})
+    first, second = (torch.randn(1, 1536, 1, 16, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    o, again = (call(op, x, disable_recompute=True, impl=impl)[0] for _ in range(2))
+    torch.autograd.grad(o, list(x.values()), first, retain_graph=True)
+    got, want = (torch.autograd.grad(y, list(x.values()), second) for y in (o, again))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_a_stretch_continues_from_its_state(op: str) -> None:
     x = make_inputs(op, 200)
@@ -102,6 +115,34 @@ def test_dtypes(op: str, dtype: torch.dtype) -> None:
     bound = torch.finfo(dtype).eps if dtype != torch.float32 else 1e-5
     for a, b in zip(gradients([o, final], x), want, strict=True):
         assert relative_error(a, b) < bound
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_a_token_has_the_dtype_of_its_inputs(op: str) -> None:
+    """Decoding: a step of the recurrence."""
+    x = {name: t.bfloat16() for name, t in make_inputs(op, 1).items()}
+    (o, final), (want, _) = call(op, x, output_final_state=True), oracle(op, {n: t.double() for n, t in x.items()})
+    assert o.dtype == torch.bfloat16 and final.dtype == torch.float32 and relative_error(o, want) < 2**-8
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+@pytest.mark.parametrize("g", [-1e4, -1e6, -torch.inf])
+def test_a_token_that_forgets_all(op: str, g: float) -> None:
+    """Gates of the tokens behind it keep their digits, in float32 too."""
+    x = make_inputs(op, 64, gate="slow")
+    x["g"][:, 3] = g
+    want = oracle(op, x)[0]
+    assert relative_error(call(op, x)[0], want) < 1e-12
+    assert relative_error(call(op, {n: t.float() for n, t in x.items()})[0], want) < 1e-5
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_autocast_is_not_ours(op: str) -> None:
+    x = leaves({name: t.float() for name, t in make_inputs(op, 70).items()})
+    want = gradients([call(op, x)[0]], x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = gradients([call(op, x)[0]], x)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
 def test_hard_cases_stay_finite() -> None:

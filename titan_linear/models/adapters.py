@@ -23,7 +23,7 @@ import torch
 from titan_linear.models.config import MixerOptions, ModelConfig, differences
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
-from titan_linear.models.families.layout import Layout
+from titan_linear.models.families.layout import Family, Layout, check_values
 
 Shapes = Mapping[str, tuple[int, ...]]
 
@@ -140,14 +140,28 @@ def state_to_hf(
 
 def config_from_hf(config: Mapping[str, object]) -> tuple[str, ModelConfig]:
     """The dict of a config.json -> (family, model). ValueError for an architecture or an option we do not have."""
-    architecture = (config.get("architectures") or [None])[0]
+    given = config.get("architectures")
+    architecture = given[0] if isinstance(given, list) and given else None
     for name, family in FAMILIES.items():
         if architecture in (name, *family.wrappers):
-            text = {**config, **config["text_config"]} if "text_config" in config else dict(config)
-            return name, family.config_from_hf(text)
-    raise ValueError(
-        f"architectures = {config.get('architectures')}: unknown; give a folder of one of {', '.join(FAMILIES)}"
-    )
+            return name, _read(family, config)
+    raise ValueError(f"architectures = {given}: unknown; give a folder of one of {', '.join(FAMILIES)}")
+
+
+def _text(config: Mapping[str, object]) -> dict[str, object]:
+    """The keys of the language model, alone or beside others; transformers looks for a tied head outside of them."""
+    outside = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
+    return {**config, **(config.get("text_config") or {}), **outside}
+
+
+def _read(family: Family, config: Mapping[str, object]) -> ModelConfig:
+    """ValueError: a value of another kind than its key's, or one that no model can have."""
+    try:
+        model = family.config_from_hf(_text(config))
+    except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
+        raise ValueError(f"config.json: a value is of another kind than its key's ({error}); fetch it again") from None
+    check_values(model)
+    return model
 
 
 def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str, object]:

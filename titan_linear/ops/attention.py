@@ -11,6 +11,7 @@ from titan_linear.ops.cp.allgather import GATHER_LIMIT, allgather_attention, sli
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.ring import ring_attention
 from titan_linear.ops.cp.ulysses import key_head_copies, ulysses_attention
+from titan_linear.ops.options import check_group
 from titan_linear.ops.torch.local_attention import local_attention
 
 METHODS = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ulysses_attention}
@@ -60,6 +61,8 @@ def attention(
         raise ValueError(f"method = {method!r} is unknown; use 'auto', {', '.join(map(repr, METHODS))}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if first_key is not None:
+        if cu_seqlens is not None or cp_context is not None:
+            raise ValueError("first_key must not be given with cu_seqlens or cp_context: it is for decoding a batch")
         return _decode(q, k, v, scale, first_key)
     if cp_context is None:
         documents = None if cu_seqlens is None else _documents(cu_seqlens, q, k)
@@ -76,8 +79,9 @@ def attention(
 def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, first_key: torch.Tensor) -> torch.Tensor:
     """One query of each row over its own keys, from first_key on: o [B, 1, Hq, Dv]."""
     B, Tq, Tk = q.shape[0], q.shape[1], k.shape[1]
-    if Tq != 1 or first_key.shape != (B,):
-        raise ValueError(f"first_key {tuple(first_key.shape)} must be [B] = [{B}] and comes with Tq = 1, not {Tq}")
+    if Tq != 1 or first_key.shape != (B,) or first_key.is_floating_point():
+        given = f"{first_key.dtype} {tuple(first_key.shape)}"
+        raise ValueError(f"first_key is {given}; give [B] = [{B}] integers, with Tq = 1, not {Tq}")
     seen = torch.arange(Tk, device=q.device) >= first_key[:, None]  # [B, Tk]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], scale=scale, enable_gqa=True)
@@ -145,7 +149,4 @@ def _check_context(cp: CPContext, cu_seqlens: torch.Tensor | None, q: torch.Tens
     _check_one_stream("cp_context", q, k)
     if q.shape[1] != cp.tokens:
         raise ValueError(f"q has {q.shape[1]} tokens; cp_context gives rank {cp.rank} {cp.tokens}")
-    if cp.group is None and cp.world_size > 1:
-        raise ValueError(
-            f"cp_context has {cp.world_size} ranks and no group to communicate with; build it with a group"
-        )
+    check_group(cp)

@@ -81,7 +81,7 @@ def checked(name: str, cu_seqlens: torch.Tensor, tokens: int | None = None) -> n
     """
     check_shape(name, cu_seqlens)
     edges = cu_seqlens.cpu().numpy()
-    if edges[0] != 0 or np.count_nonzero(edges[1:] < edges[:-1]) or tokens not in (None, edges[-1]):
+    if edges[0] != 0 or np.count_nonzero(edges[1:] < edges[:-1]) or (tokens is not None and int(edges[-1]) != tokens):
         end = "" if tokens is None else f", and end at {tokens}, the number of tokens"
         raise ValueError(f"{name} = {short(edges.tolist())}: must start at 0, never decrease{end}")
     return edges
@@ -93,6 +93,21 @@ def check_shape(name: str, cu_seqlens: torch.Tensor) -> None:
     integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if not integer or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise ValueError(f"{name} is {dtype} {tuple(cu_seqlens.shape)}; give N + 1 integers for N documents")
+
+
+def check_copy(cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor) -> None:
+    """ValueError: the second is not the first on the CPU. Values are compared where both are there."""
+    given = None if cu_seqlens is None else tuple(cu_seqlens.shape)
+    if tuple(cu_seqlens_cpu.shape) != given or cu_seqlens_cpu.device.type != "cpu":
+        raise ValueError(
+            f"cu_seqlens_cpu {tuple(cu_seqlens_cpu.shape)} on {cu_seqlens_cpu.device} must be the values of "
+            f"cu_seqlens, {given}, on the CPU; without cu_seqlens leave it out"
+        )
+    if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
+        return
+    if (cu_seqlens_cpu != cu_seqlens).any():
+        a, b = (short(x.tolist()) for x in (cu_seqlens, cu_seqlens_cpu))
+        raise ValueError(f"cu_seqlens_cpu = {b} must have the values of cu_seqlens, {a}; or leave it out")
 
 
 def short(values: list[int]) -> str:

@@ -67,10 +67,14 @@ def causal_conv1d(
     refuse("add it to y", residual=residual)
     refuse("impl chooses", backend=backend)
     refuse("leave it out, chunks are found from cu_seqlens on the device", chunk_indices=chunk_indices)
+    if x.dim() != 3 or 0 in x.shape:
+        raise ValueError(f"x {tuple(x.shape)} must be [B, T, D], none of them 0")
     B, T, D = x.shape
     W = weight.shape[-1]
     if weight.shape != (D, W):
         raise ValueError(f"weight {tuple(weight.shape)} must be [D, W] with D = {D}")
+    if bias is not None and bias.shape != (D,):
+        raise ValueError(f"bias {tuple(bias.shape)} must be [D] = [{D}]")
     if activation not in (None, "silu", "swish"):
         raise ValueError(f"activation = {activation!r} is unknown; use None, 'silu' or 'swish'")
     parts = [D] if widths is None else list(widths)
@@ -95,6 +99,7 @@ def causal_conv1d(
         initial = States(halo.transpose(1, 2), cp_context.enters_slot)
     convolve = IMPLEMENTATIONS[implementation("causal_conv1d", impl, x.device, x.dtype, W=W)]()
     boundaries = boundaries_of(x, cu_seqlens, cp_context, cu_seqlens_cpu)
+    bias = None if bias is None else bias.contiguous()
     ys, final = convolve(flat, weight, bias, initial, boundaries, activation, output_final_state, parts)
     ys = tuple(y.unflatten(0, (B, T)) for y in ys)
     return ys if widths is not None else ys[0], final

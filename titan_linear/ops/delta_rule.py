@@ -119,6 +119,7 @@ class _DeltaRule(torch.autograd.Function):
         rule = ctx.rule or call.implementation(
             inputs, call.options, call.boundaries, differentiable=True, kept=kept
         )  # fmt: skip
+        ctx.rule = None  # what it holds is of one backward
         do = torch.zeros_like(inputs.v) if do is None else do
         if call.cp is not None:
             dS_ext = rule.boundary_backward(do, call.cp.reverse_chains)
@@ -188,6 +189,7 @@ def chunk_delta_rule(
     several = cp_context is not None and cp_context.world_size > 1
     if several and cp_method == "ulysses":
         return _over_heads(q, k, v, g, beta, A_log, dt_bias, options, cp_context, impl), None
+    A_log, dt_bias = (None if x is None else x.flatten().contiguous() for x in (A_log, dt_bias))
     inputs = Inputs(*(x.flatten(0, 1) for x in (q, k, v, g, beta)), A_log, dt_bias)
     rule = _implementation(inputs, impl)
     wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state))
@@ -237,7 +239,8 @@ def _decode(
     dtype, (N, HV, V), K = state_dtype(inputs), inputs.v.shape, inputs.q.shape[2]
     S = inputs.q.new_zeros(N, HV, K, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
     q, *others = normalise(inputs, options)
-    return step(q * options.scale, *others, S)
+    o, S = step(q * options.scale, *others, S)
+    return o.to(inputs.v.dtype), S
 
 
 def _check(
@@ -251,10 +254,10 @@ def _check(
     options: DeltaRuleOptions,
 ) -> None:
     """Shapes and switches that do not fit are a ValueError that says what would."""
-    if q.dim() != 4 or k.shape != q.shape:
-        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must both be [B, T, H, K]")
+    if q.dim() != 4 or k.shape != q.shape or 0 in q.shape:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must both be [B, T, H, K], none of them 0")
     B, T, H, K = q.shape
-    if v.dim() != 4 or v.shape[:2] != (B, T) or v.shape[2] % H:
+    if v.dim() != 4 or 0 in v.shape or v.shape[:2] != (B, T) or v.shape[2] % H:
         raise ValueError(f"v {tuple(v.shape)} must be [B, T, HV, V] = [{B}, {T}, a multiple of H = {H}, V]")
     HV = v.shape[2]
     if g.shape not in ((B, T, HV), (B, T, HV, K)) or beta.shape != (B, T, HV):

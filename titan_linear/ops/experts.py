@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
+from titan_linear.ops.collectives import sum_ranks
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.kept import kept
 from titan_linear.ops.support import implementation, outside_graphs
@@ -39,6 +39,5 @@ def stream_means(x: torch.Tensor, num_streams: int, cp_context: CPContext | None
     """x [T, E], this rank's tokens of each of its streams in turn -> [num_streams, E], means over whole streams."""
     means = x.unflatten(0, (num_streams, -1)).mean(1)
     if cp_context is not None and cp_context.world_size > 1:  # ranks have equal parts of every stream
-        dist.all_reduce(means, group=cp_context.group)
-        means /= cp_context.world_size
+        means = sum_ranks(means, cp_context.group_name) / cp_context.world_size
     return means

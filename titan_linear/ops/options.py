@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from titan_linear.ops.boundaries import CHUNK, Boundaries, check_shape, checked, short
+from titan_linear.ops.boundaries import CHUNK, Boundaries, check_copy, check_shape, checked
 from titan_linear.ops.cp.context import CPContext
 
 
@@ -61,23 +60,16 @@ def check_boundaries(B: int, T: int, cu_seqlens: torch.Tensor | None, cu_seqlens
     Values are read where they are on the CPU, without waiting for a device; compiled code has none.
     """
     if cu_seqlens_cpu is not None:
-        given = None if cu_seqlens is None else tuple(cu_seqlens.shape)
-        if tuple(cu_seqlens_cpu.shape) != given or cu_seqlens_cpu.device.type != "cpu":
-            raise ValueError(
-                f"cu_seqlens_cpu {tuple(cu_seqlens_cpu.shape)} on {cu_seqlens_cpu.device} must be the values of "
-                f"cu_seqlens, {given}, on the CPU; without cu_seqlens leave it out"
-            )
+        check_copy(cu_seqlens, cu_seqlens_cpu)
     if cu_seqlens is None:
         return B
     if B != 1:
         raise ValueError(f"cu_seqlens describes one packed stream: B must be 1, not {B}")
     check_shape("cu_seqlens", cu_seqlens)
     if not torch.compiler.is_compiling():
-        given = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens_cpu}
-        known = [checked(name, x, T) for name, x in given.items() if x is not None and x.device.type == "cpu"]
-        if len(known) == 2 and not np.array_equal(*known):
-            a, b = (short(edges.tolist()) for edges in known)
-            raise ValueError(f"cu_seqlens_cpu = {b} must have the values of cu_seqlens, {a}; or leave it out")
+        for name, x in (("cu_seqlens", cu_seqlens), ("cu_seqlens_cpu", cu_seqlens_cpu)):
+            if x is not None and x.device.type == "cpu":
+                checked(name, x, T)
     return len(cu_seqlens) - 1
 
 
@@ -104,3 +96,12 @@ def check_cp(
         raise ValueError("initial_state and output_final_state are not available with cp_context; leave them out")
     if x.shape[:2] != (1, cp.tokens):
         raise ValueError(f"{name} has [B, T] = {list(x.shape[:2])}; cp_context gives this rank [1, {cp.tokens}]")
+    check_group(cp)
+
+
+def check_group(cp: CPContext) -> None:
+    """A context that only describes is a ValueError."""
+    if cp.group is None and cp.world_size > 1:
+        raise ValueError(
+            f"cp_context has {cp.world_size} ranks and no group to communicate with; build it with a group"
+        )

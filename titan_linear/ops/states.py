@@ -22,8 +22,16 @@ class Inputs(NamedTuple):
 class States(NamedTuple):
     """States of entries, or their gradients."""
 
-    values: torch.Tensor  # [S, HV, K, V]
+    values: torch.Tensor  # [S, HV, K, V], or the convolution's [S, D, W−1]
     index: torch.Tensor | None = None  # [≥ N] int32: the row of each entry, −1 for zeros; None: row n is entry n's
+
+    def of_entries(self, N: int) -> torch.Tensor:
+        """[N, ...]."""
+        if self.index is None:
+            return self.values
+        index = self.index[:N].long()
+        none = (index < 0).view(-1, *[1] * (self.values.dim() - 1))
+        return self.values[index.clamp(min=0)].masked_fill(none, 0.0)
 
 
 def state_dtype(inputs: Inputs) -> torch.dtype:

@@ -12,6 +12,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from functools import cache, wraps
 from importlib.util import find_spec
 from typing import Any, NamedTuple
@@ -259,6 +260,20 @@ def outside_graphs(fn: Callable[..., Any]) -> Callable[..., Any]:
         return fn(*args, **kwargs) if compiler is None else compiler.disable(fn)(*args, **kwargs)
 
     call._torchdynamo_disable = True  # else what calls it is compiled up to the middle of `call`, which is too
+    return call
+
+
+def without_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """fn in the dtypes that it asks for: autocast would round the operands of its products."""
+
+    @wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with ExitStack() as stack:
+            for kind in ("cpu", "cuda"):
+                if torch.is_autocast_enabled(kind):
+                    stack.enter_context(torch.autocast(kind, enabled=False))
+            return fn(*args, **kwargs)
+
     return call
 
 

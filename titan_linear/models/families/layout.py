@@ -7,9 +7,11 @@ ValueError when its config.json is read.
 
 from __future__ import annotations
 
+import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from titan_linear.models.config import MixerOptions, ModelConfig
 
@@ -121,6 +123,9 @@ MLP = swiglu("mlp.", "mlp.")
 # --- config.json ------------------------------------------------------------------------------------------------------
 
 
+OR_NONE = ("hidden_dim", "shared_hidden_dim")  # 0: there is no such MLP
+
+
 class Keys:
     """A config.json that names the key when something is wrong with it."""
 
@@ -138,8 +143,9 @@ class Keys:
             raise ValueError(f"config.json: {key} = {value!r}; only {' or '.join(map(repr, known))} is known")
 
     def rope(self, theta: float | None, fraction: float) -> tuple[float | None, float]:
-        """(theta, fraction of the head that is rotated); the arguments are defaults."""
-        rope = {**(self("rope_scaling", None) or {}), **(self("rope_parameters", None) or {})}
+        """(theta, fraction of the head that is rotated); the arguments are defaults. Of two names that the options have
+        had, the older counts, as for transformers."""
+        rope = self("rope_scaling", None) or self("rope_parameters", None) or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", None):
             raise ValueError(f"config.json: rope_type = {kind!r}; only 'default' is known")
@@ -161,6 +167,35 @@ class Keys:
             )
         mixers = {t: read[t]() for t in set(types)}
         return shortest([mixers[t] for t in types])
+
+
+def check_values(model: ModelConfig) -> None:
+    """ValueError: what a config.json gives is not of an option's type, or no number that a model can have."""
+    for part in (model, *([] if model.moe is None else [model.moe]), *model.pattern):
+        hints, owner = get_type_hints(type(part)), getattr(part, "name", type(part).__name__)
+        for name, value in vars(part).items():
+            if not isinstance(value, tuple) and not _fits(value, hints[name]):
+                hint = getattr(hints[name], "__name__", hints[name])  # a union has no name
+                raise ValueError(f"config.json gives {owner} {name} = {value!r}, which must be {hint}; fetch it again")
+            if type(value) in (int, float) and not value >= _least(name, value):
+                raise ValueError(f"config.json gives {owner} {name} = {value!r}, which is too small; fetch it again")
+    if model.moe is not None and model.moe.top_k > model.moe.num_experts:
+        raise ValueError(
+            f"config.json gives a token top_k = {model.moe.top_k} of num_experts = {model.moe.num_experts}; fetch it "
+            "again"
+        )
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value of JSON is of an option's type: a number without a point may stand for a float."""
+    kinds = get_args(hint) or (hint,)
+    return type(value) in kinds or (float in kinds and type(value) is int)
+
+
+def _least(name: str, value: float) -> float:
+    if name.endswith(("eps", "theta")):
+        return sys.float_info.min
+    return 1 if type(value) is int and name not in OR_NONE else -math.inf if name == "lower_bound" else 0
 
 
 def shortest(layers: list[MixerOptions]) -> tuple[MixerOptions, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.layout import (
     GDN_SIZES,
@@ -69,7 +71,9 @@ def _gdn_from_hf(key: Keys) -> GDN:
 
 
 def _attention_from_hf(key: Keys) -> Attention:
-    heads, (theta, _) = key("num_attention_heads"), key.rope(None, 1.0)
+    heads, (theta, _) = key("num_attention_heads"), key.rope(math.nan, 1.0)
+    if theta is not None and math.isnan(theta):  # transformers and vLLM read that differently
+        raise ValueError("config.json: rope_parameters has no 'rope_theta'; set it: null for a model without positions")
     return Attention(
         heads=heads, kv_heads=key("num_key_value_heads", None) or heads, head_dim=key("hidden_size") // heads,
         qk_norm="width", rope_theta=theta,

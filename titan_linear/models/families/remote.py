@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, get_args, get_type_hints
 
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.families.layout import Json, Keys
@@ -45,18 +44,4 @@ def _mixer(options: Json) -> MixerOptions:
     if options.keys() != names:
         wrong = sorted(options.keys() ^ names) if kind else f"kind {options.get('kind')!r}"
         raise ValueError(f"config.json: pattern has {wrong} that we do not know, or lacks it; export the model again")
-    hints = get_type_hints(kind)
-    options = {name: value for name, value in options.items() if name != "kind"}
-    for name, value in options.items():
-        if not _fits(value, hints[name]):
-            hint = getattr(hints[name], "__name__", hints[name])  # a union has no name
-            raise ValueError(
-                f"config.json: pattern has {name} = {value!r}, which must be {hint}; export the model again"
-            )
-    return kind(**options)
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a value of JSON is of an option's type: a number without a point may stand for a float."""
-    kinds = get_args(hint) or (hint,)
-    return type(value) in kinds or (float in kinds and type(value) is int)
+    return kind(**{name: value for name, value in options.items() if name != "kind"})

@@ -23,6 +23,7 @@ from titan_linear.ops.boundaries import (
     Boundaries,
     ChunkTable,
     Segments,
+    check_copy,
     checked,
     chunk_arrays,
     segment_arrays,
@@ -184,8 +185,9 @@ def build_cp_context(
             read a chunk table of it, too; None: there are none.
 
     Raises:
-        ValueError: boundaries that do not start at 0 or decrease, an unknown layout, a stream length that W
-            (2W for zigzag) does not divide, streams whose edges are not document boundaries.
+        ValueError: boundaries that do not start at 0 or decrease, or that cu_seqlens_cpu has otherwise; an unknown
+            layout; a stream length that W (2W for zigzag) does not divide, streams whose edges are not document
+            boundaries.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout = {layout!r} is unknown; use one of {', '.join(map(repr, LAYOUTS))}")
@@ -193,7 +195,13 @@ def build_cp_context(
         rank, world_size = group.rank(), group.size()
     if rank is None or world_size is None or not 0 <= rank < world_size:
         raise ValueError(f"rank = {rank}, world_size = {world_size}; give a group, or both with 0 <= rank < world_size")
-    documents = _documents(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu, num_streams)
+    if num_streams < 1:
+        raise ValueError(f"num_streams = {num_streams}; give the number of streams in cu_seqlens, 1 or more")
+    if conv1d_kernel_size is not None and conv1d_kernel_size < 1:
+        raise ValueError(f"conv1d_kernel_size = {conv1d_kernel_size}; give the convolutions' width, or leave it out")
+    if cu_seqlens_cpu is not None:
+        check_copy(cu_seqlens, cu_seqlens_cpu)
+    documents = _documents(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)
     fragments = cut(documents, num_streams, world_size, layout)
     mine = owned(fragments, rank)
     local, positions, entries = _local_layout(documents, mine)
@@ -293,14 +301,11 @@ def _routes_at_first_use(
     return HaloRoutes(**_move(tables, boundaries.cu_seqlens.device)["halo"])
 
 
-def _documents(cu_seqlens: torch.Tensor, num_streams: int) -> np.ndarray:
+def _documents(cu_seqlens: torch.Tensor) -> np.ndarray:
     """[N+1] int64 boundaries without empty documents."""
     documents = np.unique(checked("cu_seqlens", cu_seqlens).astype(np.int64))
     if len(documents) < 2:
         raise ValueError(f"cu_seqlens = {short(cu_seqlens.tolist())}: no document has a token; give one that has")
-    edges = np.arange(1, num_streams) * (documents[-1] // num_streams)
-    for i in np.flatnonzero(~np.isin(edges, documents)):
-        raise ValueError(f"num_streams = {num_streams}: stream {i + 1} must begin a document in cu_seqlens")
     return documents
 
 

@@ -45,15 +45,17 @@ def cut(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -
         num_streams: streams of equal length, each cut by itself.
 
     Raises:
-        ValueError: a stream that cannot be cut into equal blocks.
+        ValueError: streams that cannot be cut into equal blocks, or that do not begin with a document.
     """
     total = int(documents[-1])
     length, blocks = total // num_streams, world_size * (2 if layout == "zigzag" else 1)
     if total % num_streams or length % blocks:
         raise ValueError(
-            f"a stream of {total / num_streams:g} tokens cannot be cut into {blocks} equal blocks ({layout} layout on "
-            f"{world_size} ranks); pad each stream to a multiple of {blocks}"
+            f"cu_seqlens ends at {total}, which are not num_streams = {num_streams} streams of {blocks} equal blocks "
+            f"({layout} layout on {world_size} ranks); pad each stream to a multiple of {blocks}"
         )
+    for i in np.flatnonzero(~np.isin(np.arange(1, num_streams) * length, documents)):
+        raise ValueError(f"num_streams = {num_streams}: stream {i + 1} must begin a document in cu_seqlens")
     size, slots = length // blocks, blocks // world_size
     starts = np.arange(num_streams * blocks) * size
     heads, tails = (np.searchsorted(documents, t, side="right") - 1 for t in (starts, starts + size - 1))
@@ -71,3 +73,10 @@ def cut(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -
 def owned(fragments: Sequence[Fragment], rank: int) -> tuple[Fragment, ...]:
     """The fragments of `rank` by slot: the order in which its tokens lie in memory."""
     return tuple(sorted((f for f in fragments if f.rank == rank), key=lambda f: f.slot))
+
+
+def padded(rows: list[tuple[int, ...]], length: int, width: int) -> np.ndarray:
+    """[length, width] with −1 behind the rows: tables have one shape whatever the documents are."""
+    table = np.full((length, width), -1, dtype=np.int64)
+    table[: len(rows)] = np.array(rows, dtype=np.int64).reshape(-1, width)
+    return table

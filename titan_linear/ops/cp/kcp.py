@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from titan_linear.ops.cp.exchange import all_to_all, group_named
-from titan_linear.ops.cp.fragments import Fragment, owned
+from titan_linear.ops.cp.fragments import Fragment, owned, padded
 from titan_linear.ops.operators import operator, register_fake
 
 NOTHING, STATE, STATE_AND_M = range(3)  # what others want of a fragment
@@ -65,7 +65,7 @@ def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: n
     place = {(j, kind): n for kind in range(2) for n, j in enumerate(j for js in received for j in js[kind])}
     in_order = sorted(own, key=lambda i: fragments[i].slot)
     rows = [(fragments[i].slot, place[j, 0], place.get((j, 1), -1)) for i in in_order for j in chain[i]]
-    links = _padded(rows, slots * blocks, 3)
+    links = padded(rows, slots * blocks, 3)
     chain_offsets = np.cumsum([0, *(len(chain[i]) for i in in_order)])
     sent = _sent(fragments, chain, own, world_size)
     sends = [(fragments[j].slot, kind) for js in sent for kind in range(2) for j in js[kind]]
@@ -81,7 +81,7 @@ def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: n
         "s_row": links[:, 1].astype(np.int32),
         "m_row": links[:, 2].astype(np.int32),
         "crosses": np.array([any(chain)]),
-        "sends": _padded(sends, 2 * slots * blocks, 2),
+        "sends": padded(sends, 2 * slots * blocks, 2),
         "send_counts": np.array([[len(js) for js in kinds] for kinds in sent]),
         "receive_counts": np.array([[len(js) for js in kinds] for kinds in received]),
         "links": links,
@@ -152,12 +152,6 @@ def _add(kinds: Kinds, j: int, f: Fragment) -> None:
     kinds[0].append(j)
     if f.through:
         kinds[1].append(j)
-
-
-def _padded(rows: list[tuple[int, ...]], length: int, width: int) -> np.ndarray:
-    table = np.full((length, width), -1, dtype=np.int64)
-    table[: len(rows)] = np.array(rows, dtype=np.int64).reshape(-1, width)
-    return table
 
 
 def incoming_states(

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from titan_linear.ops.cp.fragments import Fragment
+from titan_linear.ops.cp.fragments import Fragment, padded
 
 Rows = tuple[int, int]
 
@@ -45,7 +45,7 @@ def rectangle_tables(fragments: Sequence[Fragment], rank: int, world_size: int, 
     for hop in range(world_size):
         by_hop += [(hop, *q, *kv) for q, kv in _with_keys_of(mine, by_rank[(rank - hop) % world_size])]
     return {
-        "by_hop": _padded(by_hop, 2 * len(fragments), 5),
+        "by_hop": padded(by_hop, 2 * len(fragments), 5),
         "hops": np.array([_hops(fragments, world_size, causal)]),
         "crosses": np.array([any(_beyond(f, causal) for f in fragments)]),
     }
@@ -110,9 +110,3 @@ def _hops(fragments: Sequence[Fragment], world_size: int, causal: bool) -> int:
         if hops == world_size - 1:
             break
     return hops
-
-
-def _padded(rows: list[tuple[int, ...]], length: int, width: int) -> np.ndarray:
-    table = np.full((length, width), -1, dtype=np.int64)
-    table[: len(rows)] = np.array(rows, dtype=np.int64).reshape(-1, width)
-    return table

@@ -348,10 +348,10 @@ def _equal_width(*tensors: torch.Tensor, at_least: int = 0, multiple: int = 1) -
 
 
 def _is_aligned(x: torch.Tensor, width: int, multiple: int) -> bool:
-    if x.shape[-1] != width or multiple == 1:
-        return x.shape[-1] == width
+    if x.shape[-1] != width or x.stride(-1) != 1:  # aten's kernels, called by name, do not look at that stride
+        return False
     rows = x.stride()[:-1]  # 0 where a gradient was expanded
-    return x.stride(-1) == 1 and x.storage_offset() % multiple == 0 and all(s and s % multiple == 0 for s in rows)
+    return multiple == 1 or (x.storage_offset() % multiple == 0 and all(s and s % multiple == 0 for s in rows))
 
 
 def _padded(x: torch.Tensor, width: int) -> torch.Tensor:

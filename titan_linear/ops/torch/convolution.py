@@ -9,6 +9,7 @@ import torch.nn.functional as F
 
 from titan_linear.ops.boundaries import Boundaries
 from titan_linear.ops.states import States
+from titan_linear.ops.support import without_autocast
 
 
 class Rows(NamedTuple):
@@ -27,6 +28,7 @@ def lay_out(boundaries: Boundaries, W: int) -> Rows:
     return Rows(*(i.to(device) for i in (past.flatten(), own, past + lengths[:, None])))
 
 
+@without_autocast
 def causal_conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -46,17 +48,9 @@ def causal_conv1d(
     wide = torch.promote_types(x.dtype, torch.float32)
     rows = x.new_zeros(len(own) + len(past), x.shape[1]).index_copy(0, own, x)
     if initial is not None:
-        rows = rows.index_copy(0, past, _of_entries(initial, len(boundaries)).transpose(1, 2).flatten(0, 1).to(x.dtype))
+        rows = rows.index_copy(0, past, initial.of_entries(len(boundaries)).transpose(1, 2).flatten(0, 1).to(x.dtype))
     y = F.conv1d(rows.T.to(wide).unsqueeze(0), weight.to(wide).unsqueeze(1), groups=x.shape[1])  # [1, D, rows−W+1]
     y = y[0].T.index_select(0, own - (weight.shape[1] - 1))
     y = y if bias is None else y + bias.to(wide)
     y = (F.silu(y) if activation else y).to(x.dtype)
     return list(y.split(widths, 1)), rows[last].transpose(1, 2) if output_final_state else None
-
-
-def _of_entries(states: States, N: int) -> torch.Tensor:
-    """[N, D, W−1]."""
-    if states.index is None:
-        return states.values
-    index = states.index[:N].long()
-    return states.values[index.clamp(min=0)].masked_fill((index < 0)[:, None, None], 0.0)

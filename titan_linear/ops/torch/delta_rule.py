@@ -26,6 +26,7 @@ from titan_linear.ops.boundaries import CHUNK, Boundaries
 from titan_linear.ops.cp.kcp import STATE, STATE_AND_M, Chains
 from titan_linear.ops.options import DeltaRuleOptions
 from titan_linear.ops.states import Inputs, States
+from titan_linear.ops.support import without_autocast
 
 SUB = 16  # rows that share a reference point of the gate
 
@@ -236,6 +237,7 @@ class TorchDeltaRule:
 
     kept = ()
 
+    @without_autocast
     def __init__(
         self,
         inputs: Inputs,
@@ -247,12 +249,15 @@ class TorchDeltaRule:
         assert not kept
         self.chunks = boundaries.derived(make_chunks)
         self.inputs = Inputs(*(None if x is None else x.detach().requires_grad_(differentiable) for x in inputs))
-        with torch.set_grad_enabled(differentiable):
+        # Not counted by a checkpoint around the call: its second run finds the call's result and saves nothing here.
+        own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with torch.set_grad_enabled(differentiable), own_tensors:
             tokens = normalise(self.inputs, options)
             self.graph = prepare(*tokens, self.chunks, scale=options.scale, safe_gate=options.safe_gate)
         self.prepared = Prepared(*(x.detach() for x in self.graph))
         self.scanned: Scanned | None = None
 
+    @without_autocast
     def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
         (_, HV, _, K), V = self.prepared.w.shape, self.prepared.u.shape[-1]
         slots = chains.slots.tolist()
@@ -264,11 +269,13 @@ class TorchDeltaRule:
                     M[slot] = transition
         return S_ext, M
 
+    @without_autocast
     def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
         self.scanned = scan(self.prepared, self.chunks, self._of_entries(initial))
         o, final = self.chunks.join(output(self.prepared, self.scanned)), self.scanned.final
         return o, final if need_final else final.new_empty(0)
 
+    @without_autocast
     def boundary_backward(self, do: torch.Tensor, chains: Chains) -> torch.Tensor:
         do, slots = self.chunks.split(do.to(self.prepared.u)), chains.slots.tolist()
         dS_ext = self._of_entries(None)[:1].repeat(len(slots), 1, 1, 1)
@@ -277,6 +284,7 @@ class TorchDeltaRule:
                 dS_ext[slot] = boundary_backward(self.prepared, do, self.chunks, entry)
         return dS_ext
 
+    @without_autocast
     def backward(
         self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
     ) -> tuple[Inputs, torch.Tensor]:
@@ -293,10 +301,7 @@ class TorchDeltaRule:
         p, N = self.prepared, len(self.chunks.count)
         if states is None:
             return p.u.new_zeros(N, p.w.shape[1], p.w.shape[-1], p.u.shape[-1])
-        if states.index is None:
-            return states.values
-        index = states.index[:N].long()
-        return states.values[index.clamp(min=0)].masked_fill_((index < 0)[:, None, None, None], 0.0)
+        return states.of_entries(N)
 
 
 def normalise(inputs: Inputs, options: DeltaRuleOptions) -> list[torch.Tensor]:
@@ -311,4 +316,5 @@ def normalise(inputs: Inputs, options: DeltaRuleOptions) -> list[torch.Tensor]:
         g = g if inputs.dt_bias is None else g + inputs.dt_bias.to(wide).view(g.shape[1:])
         A = inputs.A_log.to(wide).exp()[:, None]
         g = -A * F.softplus(g) if options.lower_bound is None else options.lower_bound * torch.sigmoid(A * g)
+    g = g.clamp(min=-128.0 if wide == torch.float32 else -1024.0)  # e^g is 0, and sums of gates keep their digits
     return [q, k, v, g, beta]

@@ -14,10 +14,9 @@ import torch
 import triton
 import triton.language as tl
 
+from titan_linear.ops.boundaries import CHUNK
 from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.triton.launch import Launcher
-
-CHUNK = 64  # tokens of a chunk of the delta rule
 
 
 class Chunks(NamedTuple):

@@ -25,9 +25,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from titan_linear.ops.boundaries import CHUNK as BT
 from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.triton import gdn_kernels as kernels
-from titan_linear.ops.triton.chunks import CHUNK as BT
 from titan_linear.ops.triton.configs import Config, config, widest_slice
 from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.tiles import chunk_tiles, dense_heads, empty_gradients, empty_states, row_tiles

@@ -1,0 +1,71 @@
+"""Inputs whose numbers lie anywhere in memory, and inputs of no tokens, in every op and implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.ops.inputs import gradients, leaves, make_inputs, raw_gate_inputs
+from titan_linear.ops import attention, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+
+T = 70
+RULES = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule}
+
+
+def of_rule(op: str) -> tuple[Callable, dict[str, torch.Tensor]]:
+    options = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True}
+    return lambda impl, **x: RULES[op](**x, **options, impl=impl)[0], raw_gate_inputs(op, T, K=16, V=16)
+
+
+def of_convolution() -> tuple[Callable, dict[str, torch.Tensor]]:
+    x = {"x": torch.randn(1, T, 8), "weight": torch.randn(8, 4), "bias": torch.randn(8)}
+    return lambda impl, **x: causal_conv1d(**x, activation="silu", impl=impl)[0], x
+
+
+def of_attention() -> tuple[Callable, dict[str, torch.Tensor]]:
+    return lambda impl, **x: attention(**x), {name: torch.randn(1, T, 2, 8) for name in "qkv"}
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    """Its numbers, every second one of memory in the last dimension, the others NaN."""
+    wide = torch.full((*x.shape, 2), torch.nan, dtype=x.dtype)
+    wide[..., 0] = x
+    return wide[..., 0]
+
+
+@pytest.mark.parametrize(
+    ("make", "impl"),
+    [
+        *[(lambda op=op: of_rule(op), impl) for op in RULES for impl in ("torch", "triton")],
+        *[(of_convolution, impl) for impl in ("torch", "triton")],
+        (of_attention, "torch"),
+    ],
+    ids=["kda torch", "kda triton", "gdn torch", "gdn triton", "conv torch", "conv triton", "attention"],
+)
+def test_numbers_apart(make: Callable, impl: str) -> None:
+    torch.manual_seed(0)
+    op, x = make()
+    x = {name: t.float() for name, t in x.items()}
+    dense, spread = leaves(x), {name: apart(t).requires_grad_() for name, t in x.items()}
+    got, want = (gradients([op(impl, **given)], given) for given in (spread, dense))
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("op", RULES)
+def test_parameters_of_gates_in_any_shape(op: str) -> None:
+    """A_log as [HV, 1], where T is HV, and as Kimi publishes it."""
+    x = raw_gate_inputs(op, 4)
+    run, _ = of_rule(op)
+    for shape in ((4, 1), (1, 1, 4, 1)):
+        assert torch.equal(run("torch", **x | {"A_log": x["A_log"].view(shape)}), run("torch", **x))
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_dimensions_of_nothing_are_refused(dim: int) -> None:
+    x = {name: t.narrow(dim, 0, 0) if t.dim() > dim else t for name, t in make_inputs("kda", 8).items()}
+    with pytest.raises(ValueError, match="none of them 0"):
+        chunk_kda(**x)
+    with pytest.raises(ValueError, match="none of them 0"):
+        causal_conv1d(torch.zeros(2, 8, 4).narrow(dim, 0, 0), torch.zeros(4, 4))
