@@ -23,6 +23,7 @@ from titan_linear.data import Batch, PackedStreams, Stream, Streams
 from titan_linear.distributed import feed, parallelize
 from titan_linear.memory import changed
 from titan_linear.models.config import MoEConfig
+from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cp import context, halo, kcp
 from titan_linear.ops.torch import delta_rule
@@ -255,6 +256,21 @@ def test_a_run_with_offload_resumes(corpus: Path) -> None:
     subject = subject_of(load_config(arguments(corpus, **{"training.enable_cpu_offload": "true"})))
     with doctor.one_process():
         assert not list(failures(resume.resume(subject)))
+
+
+def without_biases(load: Callable, checkpointer: Checkpointer, step: int, model: Decoder, *rest: object) -> dict:
+    progress = load(checkpointer, step, model, *rest)
+    for p in (p for name, p in model.named_parameters() if name.endswith("selection_bias")):
+        p.data.zero_()
+    return progress
+
+
+def test_a_selection_bias_that_is_lost_is_found(corpus: Path) -> None:
+    """The step that is proved moves it, as the trainer's does."""
+    more = {"model.name": "kimi-linear", "training.expert_bias_update_rate": 0.001}
+    subject = subject_of(load_config(arguments(corpus, **more)))
+    with doctor.one_process(), sabotaged(Checkpointer, "load", without_biases):
+        assert re.search(r"what is loaded: .*selection_bias", next(failures(resume.resume(subject))))
 
 
 SPLITS = {

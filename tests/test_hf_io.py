@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, KimiLinearConfig, 
 from tests import hf_workers as workers
 from tests.hf_workers import EVERY, KDA, LARGE, mark
 from tests.models import hf_models
+from tests.models.hf_states import state_from_hf
 from tests.refusals import is_refused
 from tests.worlds import World
 from titan_linear import hf_io
@@ -32,7 +33,7 @@ from titan_linear.data import build_tokenizer
 from titan_linear.generate import Sampling, generate_tokens
 from titan_linear.hf_io import gather, load_weights, open_folder, read_model, write_folder
 from titan_linear.models import mixers
-from titan_linear.models.adapters import config_to_hf, placements, state_from_hf
+from titan_linear.models.adapters import config_to_hf, placements
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.presets import MODELS, preset

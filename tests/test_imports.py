@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[1]
 
 # From the bottom. A module imports from lower layers, and from its own room: a file or a folder named here.
 LAYERS = (
-    ("ops",),
+    ("ops", "files"),
     ("loss",),
     ("models", "data", "config", "process", "traces"),
     ("rundir",),
@@ -20,7 +20,7 @@ LAYERS = (
     ("checkpoint",),
     ("flops", "generate", "grace", "gradients", "hf_io", "optim", "profiling"),
     ("metrics", "spikes", "telemetry"),
-    ("build",),
+    ("build", "step"),
     ("preflight", "nodes", "counting", "exports"),
     ("memory",),
     ("timing", "proof"),

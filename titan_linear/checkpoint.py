@@ -49,6 +49,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from titan_linear.distributed.groups import on_rank_0
 from titan_linear.distributed.parts import whole
+from titan_linear.files import sync, write_whole
 from titan_linear.rundir import checkpoints_of, unused
 
 MANIFEST, PROGRESS, METADATA, REWOUND = "manifest.json", "progress.json", ".metadata", "rewound.json"
@@ -426,10 +427,7 @@ def rewind(folder: Path, step: int, load_step: int) -> None:
             (folder / REWOUND).unlink(missing_ok=True)
         elif _rewound_to(folder) != load_step:
             _set_aside(folder, step + 1, f"this run resumes from checkpoint.load_step = {load_step}")
-            new = folder / f"{REWOUND}.new"
-            new.write_text(json.dumps({"load_step": load_step}) + "\n")
-            sync(new)
-            new.rename(folder / REWOUND)
+            write_whole(folder / REWOUND, json.dumps({"load_step": load_step}) + "\n")
             sync(folder)
     except OSError as error:
         raise ValueError(
@@ -565,21 +563,6 @@ def _sum(data: Any, before: list[int] | None = None) -> list[int]:
     """[size in bytes, CRC-32] of what was `before` and these bytes."""
     size, crc = before or (0, 0)
     return [size + memoryview(data).nbytes, zlib.crc32(data, crc)]
-
-
-def sync(path: Path, *, forget: bool = False) -> Path:
-    """Bring a written file, or the names in a folder, to the disk.
-
-    forget: have the system drop what it keeps of the file in memory, where it can, so that it is read from the disk.
-    """
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-        if forget and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(fd)
-    return path
 
 
 # --- What is saved ---------------------------------------------------------------------------------------------------

@@ -30,7 +30,8 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan_linear.checkpoint import SaveFailed, describe, named_parameters, sync
+from titan_linear.checkpoint import SaveFailed, describe, named_parameters
+from titan_linear.files import sync
 from titan_linear.models.adapters import Placement, config_from_hf, config_to_hf, ignored, placements
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES

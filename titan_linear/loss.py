@@ -118,4 +118,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         dx, dweight = ctx.saved_tensors
-        return (dx * scale).to(dx.dtype), (dweight * scale).to(ctx.weight_dtype), None, None, None, None, None, None
+        # Rounded as it is written: a product of its own would be another [vocab, D] in float32.
+        scaled = torch.mul(dweight, scale, out=torch.empty_like(dweight, dtype=ctx.weight_dtype))
+        return (dx * scale).to(dx.dtype), scaled, None, None, None, None, None, None

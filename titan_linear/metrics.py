@@ -15,6 +15,7 @@ import sys
 import textwrap
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,13 +141,14 @@ class GarbageClock:
 
 class Graphs:
     """What torch.compile has made of the layers in this process. A kind of pass (training, validation) has its graphs
-    compiled when it first runs; documents change from batch to batch, and the graphs should stay."""
+    compiled when it first runs, or in its first `passes`; documents change from batch to batch, and the graphs should
+    stay."""
 
-    def __init__(self) -> None:
+    def __init__(self, passes: int = 1) -> None:
         from torch._dynamo.utils import counters  # slow to import, and there where layers are compiled
 
         self._counters, self._known, self._warned = counters, 0, False
-        self._seen: set[str] = set()
+        self._passes, self._seen = passes, Counter[str]()
 
     def counts(self) -> dict[str, int]:
         """Numbers to log."""
@@ -157,7 +159,8 @@ class Graphs:
         """After passes of this kind: a warning, once, if they were compiled again, or ""."""
         graphs = self.counts()["compiled_graphs"]
         more, self._known = graphs - self._known, graphs
-        expected, self._seen = kind not in self._seen, self._seen | {kind}
+        self._seen[kind] += 1
+        expected = self._seen[kind] <= self._passes
         if expected or not more or self._warned:
             return ""
         self._warned = True
@@ -168,7 +171,7 @@ class Graphs:
 
     def forget(self) -> None:
         """All is compiled anew, as it should be."""
-        self._seen = set()
+        self._seen.clear()
 
 
 class Work(NamedTuple):
@@ -263,9 +266,9 @@ class MetricsLogger:
         self._write(step, {"exposed_communication": share, "exposed_communication_seconds": seconds})
         self._print(step, [("exposed communication", f"{share:.1%}, {seconds * 1e3:,.1f} ms a step", 0)])
 
-    def log_validation(self, step: int, loss: float, **more: float) -> None:
-        """Report a validation after `step`: the loss in nats per token, and further numbers by name."""
-        self._write(step, {"validation_loss": loss} | more)
+    def log_validation(self, step: int, loss: float) -> None:
+        """Report a validation after `step`: the loss in nats per token."""
+        self._write(step, {"validation_loss": loss})
         self._print(step, [("validation loss", f"{loss:.4f}", 35)])
 
     def log_text(self, step: int, name: str, text: str) -> None:

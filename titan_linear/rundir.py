@@ -29,6 +29,7 @@ from typing import Any, TextIO
 
 from titan_linear import __version__
 from titan_linear.config import Config, config_to_toml, load_config
+from titan_linear.files import write_whole
 
 CONFIG, MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
 TELEMETRY, SPIKES, WANDB = "telemetry.jsonl", "spikes.jsonl", "wandb_id"
@@ -224,7 +225,7 @@ def write_config(config: Config) -> None:
     written = config.model_copy(update={"job": config.job.model_copy(update={"start_anew": False})})
     folder = config.job.dump_folder
     text = f"{MARK} '{folder}'; with another job.dump_folder it starts the same run anew\n\n"
-    _replace(Path(folder) / CONFIG, text + config_to_toml(written))
+    write_whole(Path(folder) / CONFIG, text + config_to_toml(written))
 
 
 def _with_absolute_paths(config: Config) -> Config:
@@ -255,7 +256,7 @@ def write_manifest(
         "degrees": dict(degrees),
         "implementations": dict(implementations),
     }
-    _replace(Path(config.job.dump_folder) / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    write_whole(Path(config.job.dump_folder) / MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def _versions() -> dict[str, str | None]:
@@ -324,7 +325,7 @@ def _cut(path: Path, step: int) -> None:
     *lines, _torn = text.split("\n")  # a whole line ends in \n
     kept = "".join(f"{line}\n" for number, line in enumerate(lines, 1) if _step(path, number, line) <= step)
     if kept != text:
-        _replace(path, kept)
+        write_whole(path, kept)
 
 
 def json_line(value: Mapping[str, Any]) -> str:
@@ -345,13 +346,3 @@ def _step(path: Path, number: int, line: str) -> int:
         return json.loads(line)["step"]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path}, line {number}, is not a line of metrics: {line[:80]!r}; repair or move it") from None
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write a whole file at once: a reader sees the old one or the new one."""
-    temporary = path.with_name(f".{path.name}.new")
-    with open(temporary, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)

@@ -50,7 +50,6 @@ from titan_linear.checkpoint import (
 )
 from titan_linear.config import Config, hf_weights, load_config, seq_len_at, tokens_at
 from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, learnt, validation_batches
-from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.feed import Fed, Feed
 from titan_linear.distributed.groups import (
     is_gone,
@@ -62,7 +61,6 @@ from titan_linear.distributed.groups import (
     unhurried_group,
 )
 from titan_linear.distributed.hangs import Watch, watched
-from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
 from titan_linear.exports import Exports
 from titan_linear.flops import no_peak, peak_tflops, training_flops
 from titan_linear.generate import Sampling, generate
@@ -73,7 +71,7 @@ from titan_linear.memory import what_fits
 from titan_linear.metrics import GarbageClock, Graphs, MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory
 from titan_linear.models.init import initialise
 from titan_linear.ops.support import hush, start_lines
-from titan_linear.optim import Reading, build_optimizer, learning_rate, step_numbers, update
+from titan_linear.optim import build_optimizer
 from titan_linear.preflight import preflight
 from titan_linear.process import (
     FAILED,
@@ -97,6 +95,7 @@ from titan_linear.rundir import (
     write_manifest,
 )
 from titan_linear.spikes import MicroLoss, Outliers, write_spike
+from titan_linear.step import finish_step, rate_at
 from titan_linear.telemetry import Seen, Telemetry
 
 PLANNING = 60.0  # seconds, at most, to plan what would have fitted
@@ -121,7 +120,8 @@ class Trainer:
         self.config, self.stop = config, StopSignal()
         self.device, self.host = own_device(), unhurried_group()
         self.tokenizer = build_tokenizer(tokenizer_path(config))
-        self.streams, self.held_out = build_streams(config, self.tokenizer, self._known())
+        known = self._known()
+        self.streams, self.held_out = build_streams(config, self.tokenizer, known)
         dist.barrier(self.host)  # a node without the token cache has written it just now
         self.dims = build_dims(config, self.device)
         self.model = build_model(config, model_config(config, self.tokenizer), self.dims, self.device)
@@ -129,7 +129,7 @@ class Trainer:
         self.sharding = build_sharding(config, self.model.config, self.dims, self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.checkpointer = self._build_checkpointer()
-        self.step, self.skipped = self._set_weights()
+        self.step, self.skipped = self._set_weights(known.get("step"))
         self.begun = self.step  # the step that is being computed
         dist.barrier(self.host)  # disks differ
         self.feed = self._build_feed()
@@ -141,7 +141,9 @@ class Trainer:
         loss_chunk = config.training.loss_chunk_size
         self.passes = Passes(self.model, self.feed, self.precision, loss_chunk, self.telemetry.watching)
         self.seen: Seen = {}  # by telemetry in the last step
-        self.garbage, self.graphs = GarbageClock(), Graphs() if config.compile.enable else None
+        # Rows come to a rank's experts as many as they are: the second pass compiles for any number.
+        self.compiling = 2 if config.compile.enable and self.dims.ep > 1 else 1  # steps, from the first
+        self.garbage, self.graphs = GarbageClock(), Graphs(self.compiling) if config.compile.enable else None
         self.outliers = Outliers(config.metrics.spike_sigmas)
 
     def _build_checkpointer(self) -> Checkpointer | None:
@@ -163,12 +165,9 @@ class Trainer:
 
         return on_rank_0(known, self.host)
 
-    def _set_weights(self) -> tuple[int, int]:
-        """From the run's checkpoint, or what it begins from, or drawn; (steps done, steps skipped)."""
+    def _set_weights(self, step: int | None) -> tuple[int, int]:
+        """From the run's checkpoint of `step`, or what it begins from, or drawn; (steps done, steps skipped)."""
         c = self.config.checkpoint
-        step = (
-            on_rank_0(lambda: find_step(checkpoint_folder(self.config), c.load_step), self.host) if c.enable else None
-        )
         if step is not None:
             progress = self.checkpointer.load(step, self.model, self.optimizer)
             on_rank_0(lambda: rewind(checkpoint_folder(self.config), step, c.load_step), self.host)
@@ -213,17 +212,11 @@ class Trainer:
         self.grace.begin()
         self.telemetry.begin(self.begun)
         losses, streams = self.passes.run(lambda done: self.grace.heed(done, self._save_seconds))
-        sum_gradients(self.model, self.dims)
-        # The signal goes with the loss, so that all ranks stop at the same step.
-        numbers = step_numbers(losses.sum(), counted_parameters(self.model, self.dims), self.stop.received)
-        self.telemetry.gradients()
-        reading, self.step = Reading(numbers), self.step + 1
-        lr = self._learning_rate()
-        update(self.optimizer, numbers, lr, self.config.training.max_norm)
-        if self.telemetry.on:
-            reading = Reading(torch.cat([numbers, self.telemetry.sums(numbers, self.optimizer)]))
-        move_selection_biases(self.model, numbers)
-        self.optimizer.zero_grad(set_to_none=True)
+        reading = finish_step(
+            self.config, self.model, self.dims, self.optimizer, losses, self.begun, signal=self.stop.received,
+            telemetry=self.telemetry,
+        )  # fmt: skip
+        self.step = self.begun
         self._prepare_next()
         loss, grad_norm, stop, *seen = reading.wait()
         self.seen = self.telemetry.named(seen) if seen else {}
@@ -235,6 +228,7 @@ class Trainer:
         if self.stop.agreed:
             self.passes.drop()
         self.grace.end()
+        lr = rate_at(self.config, self.step)
         return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "skipped_steps": self.skipped}
 
     def _prepare_next(self) -> None:
@@ -252,11 +246,6 @@ class Trainer:
         alike = seq_len_at(self.config.training, self.step) == seq_len_at(self.config.training, self.step + 1)
         watched = self.telemetry.on or self.telemetry.watches(self.step + 1)
         return alike and not watched and not any(self._due())
-
-    def _learning_rate(self) -> float:
-        return learning_rate(
-            self.step, self.config.optimizer.lr, self.config.lr_scheduler, self.config.training.steps
-        )  # fmt: skip
 
     def _note(self, spike: dict[str, Any], losses: torch.Tensor, streams: list[tuple[int, ...]]) -> None:
         """Write down the step's streams and their losses. Every rank calls it."""
@@ -300,16 +289,16 @@ class Trainer:
             logger.close()
 
     def _loop(self, logger: MetricsLogger | None, profile: Any, snapshots: MemorySnapshots) -> None:
-        first = self.step + 1
+        first, compiling = self.step + 1, self.compiling
         while self.step < self.config.training.steps and not self.stop.agreed:
-            longer = self._lengthen()
-            numbers = self.train_step()
+            compiling = self.compiling if self._lengthen() else compiling
+            numbers, compiling = self.train_step(), compiling - 1
             if self.config.profiling.enable_profiling:
                 self.feed.settle()  # what ends on gloo's threads after the profiler's window writes into freed memory
             self._look_at_graphs("a step that telemetry looks into" if self.telemetry.on else "training")
             traced = profile.step()
             snapshots.after(self.step)
-            if self.step == first or longer:  # it has compiled and connected everything
+            if compiling == 0:  # everything is compiled and connected
                 dist.all_reduce(torch.zeros(1))  # a barrier of the hosts
                 set_timeout(self.dims.groups, self._timeout)
             if logger and (is_logged(self.config, self.step) or self.step == first or self.stop.agreed):

@@ -38,6 +38,7 @@ from titan_linear.process import run_command
 PACKED = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)
 C = 64  # tokens of a chunk
 W = 4  # taps of the convolution
+ROUNDS = 40
 Inputs = dict[str, torch.Tensor]
 
 
@@ -93,12 +94,12 @@ def peers(op: str) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def timed(fn: Callable[[], Any], flush: torch.Tensor, rounds: int = 40) -> tuple[float, float]:
+def timed(fn: Callable[[], Any], flush: torch.Tensor) -> tuple[float, float]:
     """Median milliseconds of fn on the GPU, and of the host to queue it; writing `flush` gives it a start."""
     for _ in range(3):
         fn()
     spans, host = [], []
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         flush.zero_()
         span = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
         begin = time.perf_counter()

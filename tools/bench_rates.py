@@ -64,9 +64,9 @@ class Bench:
     def randn(self, *shape: int) -> torch.Tensor:
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
-    def seconds(self, work: Callable[[], object], rounds: int = ROUNDS) -> float:
+    def seconds(self, work: Callable[[], object]) -> float:
         work()
-        return median(self._once(work) for _ in range(rounds))
+        return median(self._once(work) for _ in range(ROUNDS))
 
     def _once(self, work: Callable[[], object]) -> float:
         self.mark(ahead=True)

@@ -51,11 +51,9 @@ from titan_linear.build import build_dims, build_model, build_sharding, mixed_pr
 from titan_linear.checkpoint import named_parameters
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import IGNORE, Batch, Stream, build_dataloader
-from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.groups import process_group, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
 from titan_linear.flops import peak_tflops, training_flops
 from titan_linear.gradients import Passes
 from titan_linear.hf_io import find_family
@@ -64,8 +62,9 @@ from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.documents import Documents
 from titan_linear.models.init import initialise
-from titan_linear.optim import Reading, build_optimizer, learning_rate, step_numbers, update
+from titan_linear.optim import build_optimizer
 from titan_linear.process import own_device, run_command
+from titan_linear.step import finish_step
 from titan_linear.telemetry import Telemetry
 from titan_linear.traces import Cost, events_of, of_trace
 
@@ -79,13 +78,13 @@ HEAD = (
 
 
 class RandomStreams:
-    """Stream i is a function of (seed, i): documents of random lengths around `mean` tokens, or one (None)."""
+    """Stream i is a function of i: documents of random lengths around `mean` tokens, or one (None)."""
 
-    def __init__(self, seq_len: int, vocab_size: int, mean: int | None, seed: int = 0):
-        self.seq_len, self.vocab_size, self.mean, self.seed = seq_len, vocab_size, mean, seed
+    def __init__(self, seq_len: int, vocab_size: int, mean: int | None):
+        self.seq_len, self.vocab_size, self.mean = seq_len, vocab_size, mean
 
     def __getitem__(self, i: int) -> Stream:
-        draw = np.random.Generator(np.random.Philox(key=np.array([self.seed, i], dtype=np.uint64)))
+        draw = np.random.Generator(np.random.Philox(key=np.array([0, i], dtype=np.uint64)))
         tokens, T = draw.integers(self.vocab_size, size=self.seq_len), self.seq_len
         edges = [T]
         if self.mean is not None:
@@ -125,17 +124,9 @@ class Ours:
         self.steps += 1
         self.telemetry.begin(self.steps)
         losses, _ = self.passes.run()
-        sum_gradients(self.model, self.dims)
-        numbers = step_numbers(losses.sum(), counted_parameters(self.model, self.dims), signal=0)
-        self.telemetry.gradients()
-        reading = Reading(numbers)
-        config = self.config
-        lr = learning_rate(self.steps, config.optimizer.lr, config.lr_scheduler, config.training.steps)
-        update(self.optimizer, numbers, lr, config.training.max_norm)
-        if self.telemetry.on:
-            reading = Reading(torch.cat([numbers, self.telemetry.sums(numbers, self.optimizer)]))
-        move_selection_biases(self.model, numbers)
-        self.optimizer.zero_grad(set_to_none=True)
+        reading = finish_step(
+            self.config, self.model, self.dims, self.optimizer, losses, self.steps, telemetry=self.telemetry
+        )  # fmt: skip
         self.feed.prefetch()
         if not (self.telemetry.on or self.telemetry.watches(self.steps + 1)):
             self.passes.begin()

@@ -29,7 +29,7 @@ from triton.testing import do_bench
 
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.boundaries import scan_programs, segment_length
-from titan_linear.ops.triton.configs import CONFIGS, architecture, row
+from titan_linear.ops.triton.configs import CONFIGS, Config, architecture, row
 from titan_linear.process import run_command
 
 CANDIDATES = {
@@ -94,19 +94,20 @@ def candidates(shipped: dict[str, int], dim: int) -> Iterator[dict[str, int]]:
             yield candidate
 
 
-def table_of(
-    kernel: str, dim: int, dtype: torch.dtype
-) -> tuple[dict[tuple[int, int], dict[str, int]], tuple[int, int]]:
-    """The kernel's configurations on this GPU, and the key of the one that these inputs take."""
-    own = architecture(torch.device("cuda"))
-    return CONFIGS[own][kernel], row(own, kernel, dtype.itemsize, dim)
+def tables() -> dict[str, dict[tuple[int, int], Config]]:
+    """The kernels' configurations on this GPU."""
+    return CONFIGS[architecture(torch.device("cuda"))]
+
+
+def key_of(kernel: str, args: argparse.Namespace) -> tuple[int, int]:
+    """Of the configuration that these inputs take."""
+    return row(architecture(torch.device("cuda")), kernel, getattr(torch, args.dtype).itemsize, args.dim)
 
 
 def measure(kernel: str, candidate: dict[str, int], args: argparse.Namespace) -> tuple[float, float] | str:
     """(error relative to its bound, ms), or why there is none. A fault ends this process: its GPU context is gone."""
     dtype = getattr(torch, args.dtype)
-    table, key = table_of(kernel, args.dim, dtype)
-    table[key] = candidate
+    tables()[kernel] = tables()[kernel] | {key_of(kernel, args): candidate}  # kernels may share a table
     x = make_inputs(kernel, args.tokens, args.heads, args.dim, dtype)
     do, cu_seqlens = torch.randn_like(x["v"]), torch.tensor([0, args.tokens], dtype=torch.int32, device="cuda")
     try:
@@ -120,9 +121,8 @@ def measure(kernel: str, candidate: dict[str, int], args: argparse.Namespace) ->
 
 
 def tune(kernel: str, args: argparse.Namespace) -> None:
-    table, key = table_of(kernel, args.dim, getattr(torch, args.dtype))
-    timed, pool = [], None
-    for candidate in candidates(table[key], args.dim):
+    shipped, timed, pool = tables()[kernel][key_of(kernel, args)], [], None
+    for candidate in candidates(shipped, args.dim):
         pool = pool or ProcessPoolExecutor(1, mp_context=get_context("spawn"))
         try:
             found = pool.submit(measure, kernel, candidate, args).result()
@@ -136,7 +136,7 @@ def tune(kernel: str, args: argparse.Namespace) -> None:
         timed += [(ms, candidate)] if error <= 1 else []
     if pool:
         pool.shutdown()
-    print(f"{kernel}: shipped {table[key]}; fastest {min(timed, key=lambda t: t[0])}\n", flush=True)
+    print(f"{kernel}: shipped {shipped}; fastest {min(timed, key=lambda t: t[0])}\n", flush=True)
 
 
 def main(argv: list[str]) -> int:

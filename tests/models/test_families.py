@@ -21,9 +21,10 @@ from transformers import (
 )
 
 from tests.models import hf_models
+from tests.models.hf_states import state_from_hf, state_to_hf
 from tests.models.ours import State, labels_of, positions, relative, run, run_on_rank
 from tests.worlds import World
-from titan_linear.models.adapters import config_from_hf, config_to_hf, placements, state_from_hf, state_to_hf
+from titan_linear.models.adapters import config_from_hf, config_to_hf, placements
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.plan import BatchPlan

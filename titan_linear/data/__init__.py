@@ -37,7 +37,7 @@ from titan_linear.data.cache import (
     write_corpus,
 )
 from titan_linear.data.file_groups import FileGroups
-from titan_linear.data.loader import Batch, StreamLoader, build_dataloader, learnt, validation_batches
+from titan_linear.data.loader import Batch, build_dataloader, learnt, validation_batches
 from titan_linear.data.mixture import MixedStreams, Phase, Streams
 from titan_linear.data.order import ORDER
 from titan_linear.data.packing import IGNORE, Length, PackedStreams, Stream
@@ -60,7 +60,6 @@ __all__ = [
     "Phase",
     "Side",
     "Stream",
-    "StreamLoader",
     "Streams",
     "Tokenizer",
     "build_dataloader",

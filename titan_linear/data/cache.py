@@ -71,6 +71,7 @@ from titan_linear.data.sources import (
 )
 from titan_linear.data.tokenise import Encoder, Tokens, tokenise, worker_count
 from titan_linear.data.tokenizer import Tokenizer
+from titan_linear.files import sync, write_whole
 
 DATASETS = (*TEXT_SOURCES, "tokens")
 FORMAT = "titan_linear corpus 1"
@@ -439,7 +440,7 @@ def verify_changed(corpus: Corpus) -> None:
     verify_corpus(corpus)
     try:
         note.parent.mkdir(parents=True, exist_ok=True)
-        _write_json(note, files)
+        write_whole(note, _json(files))
     except OSError as error:
         print(
             f"warning: {note} cannot be written ({error}), so the next start reads all of {corpus.folder} again; set "
@@ -524,11 +525,11 @@ def _add_files(corpus: Corpus, texts: _Texts) -> None:
     with (folder / _SOURCE).open("wb") as file:
         file.write(np.cumsum(counts).astype("<i8").tobytes())
         _sync(file)
-    _write_json(folder / _PATHS, [str(file) for file in texts.files])
+    write_whole(folder / _PATHS, _json([str(file) for file in texts.files]))
     added = {name: _described(folder / name) for name in (_SOURCE, _PATHS)}
     info = corpus.info | {"files": corpus.info["files"] | added}
-    _write_json(folder / _INFO, info | {"checksum": _info_checksum(info)})
-    _sync_folder(folder)
+    write_whole(folder / _INFO, _json(info | {"checksum": _info_checksum(info)}))
+    sync(folder)
 
 
 def _unreadable(error: OSError) -> ValueError:
@@ -676,7 +677,7 @@ def _write_corpus(
         content = _write_arrays(temporary, documents, tokenizer, progress)
         names = list(_names(progress))
         if texts is not None:
-            _write_json(temporary / _PATHS, [str(file) for file in texts.files])
+            write_whole(temporary / _PATHS, _json([str(file) for file in texts.files]))
             names.append(_PATHS)
         files = {name: _described(temporary / name) for name in names}
         described = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos_id}
@@ -686,11 +687,11 @@ def _write_corpus(
         if progress.texts:
             info["texts"] = progress.texts
         info["checksum"] = _info_checksum(info)
-        _write_json(temporary / _INFO, info)
+        write_whole(temporary / _INFO, _json(info))
         (temporary / _JOURNAL).unlink(missing_ok=True)
-        _sync_folder(temporary)
+        sync(temporary)
         os.rename(temporary, folder)
-        _sync_folder(folder.parent)
+        sync(folder.parent)
     except BaseException as stop:
         if isinstance(stop, (KeyboardInterrupt, SystemExit, _BadDocument)) and (temporary / _JOURNAL).exists():
             print(f"what is tokenised is kept in {temporary}: the same command resumes from it", flush=True)
@@ -746,7 +747,7 @@ def _write_arrays(
             if progress.key and time.monotonic() - journaled >= JOURNAL_SECONDS:
                 for file in files:
                     _sync(file)
-                _write_json(folder / _JOURNAL, asdict(progress))
+                write_whole(folder / _JOURNAL, _json(asdict(progress)))
                 journaled = time.monotonic()
         if not progress.num_documents:
             raise ValueError(f"no documents to write to {folder}; give one at least")
@@ -845,26 +846,13 @@ def _read_journal(folder: Path, texts: _Texts) -> _Progress | None:
     return progress if progress.key == texts.key and whole and not stops else None
 
 
-def _write_json(path: Path, content: Any) -> None:
-    """Whole or not at all."""
-    temporary = path.with_name(f"{path.name}.new")
-    with temporary.open("w") as file:
-        json.dump(content, file, indent=1)
-        _sync(file)
-    os.replace(temporary, path)
+def _json(content: Any) -> str:
+    return json.dumps(content, indent=1)
 
 
-def _sync(file: Any) -> None:
+def _sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # --- checking ----------------------------------------------------------------------------------------------------

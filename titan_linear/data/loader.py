@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Sampler
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from titan_linear.data.mixture import Streams
 from titan_linear.data.packing import Stream
@@ -40,8 +37,8 @@ def build_dataloader(
     dp_degree: int,
     cursor: int = 0,
     num_workers: int = 0,
-) -> StreamLoader:
-    """A StatefulDataLoader of this rank's micro-batches, without end.
+) -> DataLoader:
+    """This rank's micro-batches, without end; how far the run has come is the trainer's to know.
 
     Step s takes streams [s·G, (s+1)·G); its micro-step m gives this rank d the L streams from s·G + m·(dp·L) + d·L.
     cursor: streams that whole steps have consumed, over all ranks; a multiple of G.
@@ -53,11 +50,18 @@ def build_dataloader(
             f"training.global_batch_size = {global_batch_size} must be a positive multiple of data-parallel degree × "
             f"training.local_batch_size = {dp_degree} × {local_batch_size} = {per_micro_step}"
         )
+    if cursor < 0 or cursor % global_batch_size:
+        raise ValueError(
+            f"training.global_batch_size = {global_batch_size} does not divide the data cursor {cursor}; resume with "
+            "the global batch that the run began with"
+        )
     assert 0 <= dp_rank < dp_degree, (dp_rank, dp_degree)
     micro_batches = _MicroBatches(streams, local_batch_size, dp_rank, dp_degree)
-    loader = StreamLoader(micro_batches, global_batch_size, num_workers)
-    loader.load_state_dict({"cursor": cursor})
-    return loader
+    # A generator of its own: workers' seeds would be drawn from torch's global one.
+    return DataLoader(
+        micro_batches, batch_size=None, sampler=_From(cursor // per_micro_step), num_workers=num_workers,
+        generator=torch.Generator(),
+    )  # fmt: skip
 
 
 def validation_batches(
@@ -77,51 +81,8 @@ def learnt(streams: Streams, indices: Iterable[int]) -> int:
     return sum(int((streams[i].labels != IGNORE).sum()) for i in indices)
 
 
-class StreamLoader(StatefulDataLoader):
-    """Yields `Batch`es; its whole state is {"cursor": streams consumed by whole steps}, the same on every rank.
-
-    torchdata's own state (positions of this rank's workers) is replaced by that number, so that a run goes on under
-    another data-parallel degree, local batch or number of workers. A step counts once its last micro-batch has been
-    taken: take the state between steps, with nothing fetched ahead. A state loaded holds from the next `iter()` on.
-    """
-
-    def __init__(self, micro_batches: _MicroBatches, global_batch_size: int, num_workers: int):
-        self._global_batch_size = global_batch_size
-        self._micro_steps = global_batch_size // micro_batches.per_micro_step
-        self._order = _From(0)
-        with warnings.catch_warnings():  # torchdata calls something that torch deprecates
-            warnings.filterwarnings("ignore", message=".*set_vital.*")
-            # A generator of its own: the base class would draw the workers' seeds from torch's global one.
-            generator = torch.Generator()
-            super().__init__(
-                micro_batches, batch_size=None, sampler=self._order, num_workers=num_workers, generator=generator
-            )
-
-    @property
-    def cursor(self) -> int:
-        return self._order.start // self._micro_steps * self._global_batch_size
-
-    def __iter__(self) -> Iterator[Batch]:
-        self._order.start = self.cursor // self._global_batch_size * self._micro_steps  # a step begun is begun again
-        for batch in super().__iter__():
-            self._order.start += 1
-            yield batch
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"cursor": self.cursor}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        cursor = int(state_dict["cursor"])
-        if cursor < 0 or cursor % self._global_batch_size:
-            raise ValueError(
-                f"training.global_batch_size = {self._global_batch_size} does not divide the data cursor {cursor}; "
-                "resume with the global batch that the run began with"
-            )
-        self._order.start = cursor // self._global_batch_size * self._micro_steps
-
-
 class _From(Sampler):
-    """start, start + 1, …: micro-batches of this rank. `start` is the next that the trainer will get."""
+    """start, start + 1, …: micro-batches of this rank."""
 
     def __init__(self, start: int):
         self.start = start

@@ -25,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 from titan_linear.data.cache import SMALL, Corpus, check_lengths, default_cache_dir, locked, read
+from titan_linear.files import write_whole
 
 BUNDLE = 128  # documents
 SPAN = 512  # bundles that are summed at once: their numbers stay in a core's cache
@@ -134,13 +135,8 @@ def _keep(path: Path, kept: Callable[[], np.ndarray | None], corpus: Corpus, thr
         path.parent.mkdir(parents=True, exist_ok=True)
         with locked(path):
             if (ends := kept()) is None:
-                ends, new = _sums(corpus, threshold), path.with_name(f"{path.name}.new")
-                with new.open("wb") as file:
-                    file.write(ends.tobytes())
-                    file.write(np.int64(zlib.crc32(ends)).tobytes())
-                    file.flush()
-                    os.fsync(file.fileno())
-                new.replace(path)
+                ends = _sums(corpus, threshold)
+                write_whole(path, ends.tobytes() + np.int64(zlib.crc32(ends)).tobytes())
                 ends = kept()
     except OSError as error:
         raise ValueError(

@@ -15,7 +15,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import reduce
 from itertools import accumulate
 
 import torch
@@ -109,33 +108,6 @@ def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
     if config.moe is not None and config.moe.shared_hidden_dim == 0:
         patterns.append(r".*\.shared_expert_gate\.weight")
     return {n for n, shape in on_disk.items() if 0 in shape or any(re.fullmatch(p, n) for p in patterns)}
-
-
-def state_from_hf(tensors: Mapping[str, torch.Tensor], config: ModelConfig, family: str) -> dict[str, torch.Tensor]:
-    """Tensors of a folder -> our parameters by name, whole and each in its sources' dtype (the wider of several)."""
-    table = placements(config, family, {name: tuple(t.shape) for name, t in tensors.items()})
-    state = {}
-    for placement in table:
-        dtypes = (tensors[source.name].dtype for source, *_ in placement.pieces())
-        out = torch.empty(placement.num_rows, placement.width, dtype=reduce(torch.promote_types, dtypes))
-        for source, start, stop, row in placement.pieces():
-            out[row : row + stop - start] = tensors[source.name].reshape(-1, placement.width)[start:stop]
-        state[placement.name] = out.view(placement.shape)
-    return state
-
-
-def state_to_hf(
-    state: Mapping[str, torch.Tensor], config: ModelConfig, family: str, on_disk: Shapes | None = None
-) -> dict[str, torch.Tensor]:
-    """Our parameters by name -> tensors of a folder, in the spelling of `transformers` or of `on_disk`."""
-    tensors: dict[str, torch.Tensor] = {}
-    for placement in placements(config, family, on_disk):
-        ours = state[placement.name].reshape(-1, placement.width)
-        for source, start, stop, row in placement.pieces():
-            if source.name not in tensors:
-                tensors[source.name] = torch.empty(source.shape, dtype=ours.dtype)
-            tensors[source.name].view(-1, placement.width)[start:stop] = ours[row : row + stop - start]
-    return tensors
 
 
 def config_from_hf(config: Mapping[str, object]) -> tuple[str, ModelConfig]:

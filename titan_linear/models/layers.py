@@ -12,6 +12,8 @@ from torch import nn
 from titan_linear.models.draws import ones, zeros
 from titan_linear.ops.swiglu import swiglu
 
+QUERIES = 32  # that telemetry looks at
+
 
 def widened(dtype: torch.dtype) -> torch.dtype:
     """float32, or float64 if it is that already."""
@@ -89,16 +91,14 @@ class _Cut(torch.autograd.Function):
         return torch.cat(parts, -1), None
 
 
-def attention_entropy(
-    q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor, queries: int = 32
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """How evenly some queries attend: the entropy of the weights over its greatest, ln of the number of keys.
+def attention_entropy(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """How evenly QUERIES queries attend: the entropy of the weights over its greatest, ln of the number of keys.
 
     q [1, T, H, D], k [1, T, Hkv, D], causal, packed documents of cu_seqlens [N+1] -> its sum over the queries [H], and
     how many they were [H]: those that see one key alone are left out.
     """
     T, H = q.shape[1:3]
-    rows = (torch.arange(1, queries + 1, device=q.device) * T // queries - 1).clamp(min=0)
+    rows = (torch.arange(1, QUERIES + 1, device=q.device) * T // QUERIES - 1).clamp(min=0)
     keys = torch.arange(T, device=q.device)
     first = cu_seqlens[torch.searchsorted(cu_seqlens, rows, right=True) - 1]  # [queries], of each its document's
     seen = (keys >= first[:, None]) & (keys <= rows[:, None])  # [queries, T]

@@ -18,15 +18,15 @@ from titan_linear.data import build_dataloader
 from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.groups import of_all_ranks, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
-from titan_linear.distributed.parallelize import counted_parameters, sum_gradients
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.gradients import Passes
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.optim import build_optimizer, learning_rate, step_numbers, update
+from titan_linear.optim import build_optimizer
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.ops import repeatable
 from titan_linear.proof.subject import STREAMS, MoreDocuments, Subject, narrowed
+from titan_linear.step import finish_step
 
 BEFORE = 2  # steps before the save
 PARAMETERS = 32_000_000  # that are saved: more would be the same, and wait for a disk
@@ -60,16 +60,12 @@ class Run:
 
     def next_step(self) -> tuple[float, tuple[int, ...]]:
         """One step; its loss and its streams, of all ranks. The step after is fetched, as the trainer does."""
-        config, (losses, streams) = self.subject.config, self.passes.run()
-        sum_gradients(self.model, self.dims)
-        numbers = step_numbers(losses.sum(), counted_parameters(self.model, self.dims), 0)
+        losses, streams = self.passes.run()
         self.step += 1
-        lr = learning_rate(self.step, config.optimizer.lr, config.lr_scheduler, config.training.steps)
-        update(self.optimizer, numbers, lr, config.training.max_norm)
+        reading = finish_step(self.subject.config, self.model, self.dims, self.optimizer, losses, self.step)
         self.feed.prefetch()
-        self.optimizer.zero_grad(set_to_none=True)
         ranks = of_all_ranks([i for own in streams for i in own], self.host)
-        return numbers[0].item(), tuple(sorted({i for own in ranks for i in own}))
+        return reading.wait()[0], tuple(sorted({i for own in ranks for i in own}))
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """What this rank has of weights and the optimizer's states, by name; copies."""

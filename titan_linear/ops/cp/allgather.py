@@ -20,7 +20,15 @@ from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.exchange import start_all_gather, start_all_to_all, start_reduce_scatter
 from titan_linear.ops.cp.spans import ALL, NOTHING, KeyRoutes, QueryRoutes
 from titan_linear.ops.operators import operator, register_fake
-from titan_linear.ops.torch.attention import Spans, Triple, accumulator_dtype, attend_spans, attend_spans_backward
+from titan_linear.ops.torch.attention import (
+    Spans,
+    Triple,
+    accumulator_dtype,
+    attend_spans,
+    attend_spans_backward,
+    empty_gradients,
+    empty_output,
+)
 
 SLICES = 4  # at most, if memory does not ask for more
 GATHER_LIMIT = 4 * 2**30  # of `slice_bytes`
@@ -132,15 +140,8 @@ def allgather_backward(
     return dq[None], dk[None].to(k.dtype).contiguous(), dv[None].to(v.dtype).contiguous()
 
 
-@register_fake(allgather_forward)
-def _(q, k, v, *_):
-    B, T, Hq, _D = q.shape
-    return q.new_empty(B, T, Hq, v.shape[-1]), q.new_empty(B, Hq, T, dtype=accumulator_dtype(q.dtype))
-
-
-@register_fake(allgather_backward)
-def _(do, q, k, v, *_):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+register_fake(allgather_forward)(empty_output)
+register_fake(allgather_backward)(empty_gradients)
 
 
 def _slices(

@@ -33,7 +33,6 @@ class Rectangles(NamedTuple):
 
     by_hop: torch.Tensor  # [., 5] hop around the ring, q in local rows, kv in rows of the owner's tokens
     hops: torch.Tensor  # [1] how far around the ring keys travel, on any rank
-    crosses: torch.Tensor  # [1] whether any rank has a rectangle
 
 
 def rectangle_tables(fragments: Sequence[Fragment], rank: int, world_size: int, *, causal: bool) -> dict:
@@ -47,7 +46,6 @@ def rectangle_tables(fragments: Sequence[Fragment], rank: int, world_size: int, 
     return {
         "by_hop": padded(by_hop, 2 * len(fragments), 5),
         "hops": np.array([_hops(fragments, world_size, causal)]),
-        "crosses": np.array([any(_beyond(f, causal) for f in fragments)]),
     }
 
 

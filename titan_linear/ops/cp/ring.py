@@ -25,6 +25,8 @@ from titan_linear.ops.torch.attention import (
     attend_spans,
     attend_spans_backward,
     document_spans,
+    empty_gradients,
+    empty_output,
     merge_,
 )
 
@@ -90,15 +92,8 @@ def ring_backward(
     return dq.to(q.dtype).contiguous(), home[..., :D].to(k.dtype).contiguous(), home[..., D:].to(v.dtype).contiguous()
 
 
-@register_fake(ring_forward)
-def _(q, k, v, *_):
-    B, T, Hq, _D = q.shape
-    return q.new_empty(B, T, Hq, v.shape[-1]), q.new_empty(B, Hq, T, dtype=accumulator_dtype(q.dtype))
-
-
-@register_fake(ring_backward)
-def _(do, q, k, v, *_):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+register_fake(ring_forward)(empty_output)
+register_fake(ring_backward)(empty_gradients)
 
 
 def _by_hop(by_hop: torch.Tensor, hops: int) -> Iterator[list[Rectangle]]:

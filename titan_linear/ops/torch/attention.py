@@ -73,6 +73,20 @@ def document_spans(documents: Boundaries) -> Spans:
     return Spans(device, device, host, host, longest, longest)
 
 
+# What the operators of local, ring and all-gather attention give, without computing it.
+
+
+def empty_output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> Pair:
+    """o, lse"""
+    B, T, Hq, _D = q.shape
+    return q.new_empty(B, T, Hq, v.shape[-1]), q.new_empty(B, Hq, T, dtype=accumulator_dtype(q.dtype))
+
+
+def empty_gradients(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> Triple:
+    """dq, dk, dv"""
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
     """Where blocks merge and gradients of blocks add up: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
@@ -286,7 +300,7 @@ def _batch_varlen(q: torch.Tensor, k: torch.Tensor) -> Varlen:
 
 
 def _tiled_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> Pair:
-    acc, Hkv = accumulator_dtype(q.dtype), k.shape[2]
+    acc = accumulator_dtype(q.dtype)
     k, v = (x.transpose(1, 2).to(acc) for x in (k, v))  # [B, Hkv, Tk, D]
     outputs, lses = [], []
     for i in range(0, q.shape[1], TILE):
@@ -294,8 +308,8 @@ def _tiled_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: flo
         scores = _tile_scores(rows, k, scale, i if causal else None)  # [B, Hkv, G·t, keys]
         lse = scores.logsumexp(-1, keepdim=True)
         o = (scores - lse).exp_() @ v[:, :, : scores.shape[-1]]
-        outputs.append(_unfold_groups(o, Hkv, rows).to(q.dtype))
-        lses.append(_unfold_groups(lse, Hkv, rows).squeeze(-1).transpose(1, 2))
+        outputs.append(_unfold_groups(o, rows).to(q.dtype))
+        lses.append(_unfold_groups(lse, rows).squeeze(-1).transpose(1, 2))
     return torch.cat(outputs, dim=1), torch.cat(lses, dim=2)
 
 
@@ -312,7 +326,7 @@ def _tiled_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
         ds = p * (do_t @ v[:, :, :keys].mT - delta) * scale
         dv[:, :, :keys] += p.mT @ do_t
         dk[:, :, :keys] += ds.mT @ _fold_groups(rows.to(acc), Hkv)
-        dqs.append(_unfold_groups(ds @ k[:, :, :keys], Hkv, rows))
+        dqs.append(_unfold_groups(ds @ k[:, :, :keys], rows))
     return torch.cat(dqs, dim=1), dk.transpose(1, 2), dv.transpose(1, 2)
 
 
@@ -332,7 +346,7 @@ def _fold_groups(x: torch.Tensor, Hkv: int) -> torch.Tensor:
     return x.unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
-def _unfold_groups(x: torch.Tensor, Hkv: int, like: torch.Tensor) -> torch.Tensor:
+def _unfold_groups(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     """[B, Hkv, G·t, D] → [B, t, Hq, D] with the t of `like`."""
     return x.unflatten(2, (-1, like.shape[1])).permute(0, 3, 1, 2, 4).flatten(2, 3)
 

@@ -8,10 +8,11 @@ from titan_linear.ops.boundaries import Boundaries
 from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
     Spans,
-    accumulator_dtype,
     attend_spans,
     attend_spans_backward,
     document_spans,
+    empty_gradients,
+    empty_output,
 )
 
 
@@ -57,12 +58,5 @@ def attention_backward(
     return dq, dk, dv
 
 
-@register_fake(attention_forward)
-def _(q, k, v, spans, scale, causal):
-    B, T, Hq, _ = q.shape
-    return q.new_empty(B, T, Hq, v.shape[-1]), q.new_empty(B, Hq, T, dtype=accumulator_dtype(q.dtype))
-
-
-@register_fake(attention_backward)
-def _(do, q, k, v, *_):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+register_fake(attention_forward)(empty_output)
+register_fake(attention_backward)(empty_gradients)

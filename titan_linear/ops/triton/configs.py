@@ -36,6 +36,19 @@ GENERAL: dict[str, dict[tuple[int, int], Config]] = {
 WIDE_GDN: dict[tuple[int, int], Config] = {(2, 256): {"BV": 32, "STAGES": 1, "num_warps": 8}}
 
 
+# On 9.0, of the loops over chunks.
+HOPPER_KDA_SCAN: dict[tuple[int, int], Config] = {
+    (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
+    (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
+    (4, 256): {"BV": 16, "STAGES": 1, "num_warps": 4},
+}
+HOPPER_GDN_LOOP: dict[tuple[int, int], Config] = {
+    (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
+    (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
+    (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 4},
+    (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 4},
+}
+
 # Compute capability -> kernel -> (bytes of an operand, K (KDA) or K and V (GDN) up to) -> arguments of the launch.
 # KDA's "safe" kernels: with safe_gate 128 registers let two programs share a multiprocessor; other gates would spill.
 # Copy-engine loads in a loop (GDN's, KDA's gradient) want it pipelined, STAGES >= 2: else they faulted with Triton 3.6.
@@ -68,16 +81,8 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
             (2, 256): {"BK": 64, "num_warps": 4, "num_stages": 1},
             (4, 256): {"BK": 32, "num_warps": 4, "num_stages": 1},
         },
-        "kda scan": {
-            (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
-            (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
-            (4, 256): {"BV": 16, "STAGES": 1, "num_warps": 4},
-        },
-        "kda reverse": {
-            (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
-            (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
-            (4, 256): {"BV": 16, "STAGES": 1, "num_warps": 4},
-        },
+        "kda scan": HOPPER_KDA_SCAN,
+        "kda reverse": HOPPER_KDA_SCAN,
         "kda matrix": {
             (2, 256): {"BV": 128, "num_warps": 4, "num_stages": 1},
             (4, 256): {"BV": 32, "num_warps": 4, "num_stages": 1},
@@ -96,30 +101,10 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
             (4, 256): {"num_warps": 8},
         },
         "gdn recompute": {(2, 256): {"num_warps": 8}, (4, 256): {"num_warps": 8}},
-        "gdn scan": {
-            (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
-            (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
-            (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 4},
-            (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 4},
-        },
-        "gdn boundary": {
-            (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
-            (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
-            (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 4},
-            (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 4},
-        },
-        "gdn states": {
-            (2, 128): {"BV": 64, "STAGES": 4, "num_warps": 4},
-            (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
-            (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 4},
-            (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 4},
-        },
-        "gdn reverse": {
-            (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
-            (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
-            (4, 64): {"BV": 32, "STAGES": 2, "num_warps": 4},
-            (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 4},
-        },
+        "gdn scan": HOPPER_GDN_LOOP,
+        "gdn boundary": HOPPER_GDN_LOOP,
+        "gdn states": HOPPER_GDN_LOOP | {(2, 128): {"BV": 64, "STAGES": 4, "num_warps": 4}},
+        "gdn reverse": HOPPER_GDN_LOOP,
         "gdn gradients": {
             (2, 128): {"BV": 64, "STAGES": 2, "num_warps": 4},
             (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 8},

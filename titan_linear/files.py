@@ -1,0 +1,29 @@
+"""Files that are whole or absent, whatever a kill or a power cut leaves of the program that writes them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file at once: a reader sees the old one or the new one, which is on the disk."""
+    new = path.with_name(f"{path.name}.new")
+    new.write_bytes(content if isinstance(content, bytes) else content.encode())
+    sync(new)
+    new.rename(path)
+
+
+def sync(path: Path, *, forget: bool = False) -> Path:
+    """Bring a written file, or the names in a folder, to the disk.
+
+    forget: have the system drop what it keeps of the file in memory, where it can, so that it is read from the disk.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        if forget and hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+    return path
