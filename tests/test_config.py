@@ -95,9 +95,17 @@ def test_an_unknown_option_names_the_nearest_key(argument, nearest):
         load_config([argument])
 
 
-@pytest.mark.parametrize("argv", [["train.toml"], ["--training.steps"], ["--training.seq", "3"]])
-def test_other_arguments_are_refused(argv):
-    with pytest.raises(ValueError, match="command line"):
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        (["train.toml"], "'train.toml' belongs to no key; keys are given as --section.key value"),
+        (["training.steps", "5"], "'training.steps' belongs to no key"),
+        (["--training.steps"], "--training.steps needs a value, INT; write"),
+        (["--training.seq", "3"], "--training.seq is not a key"),
+    ],
+)
+def test_other_arguments_are_refused(argv, message):
+    with pytest.raises(ValueError, match=f"command line: {message}"):
         load_config(argv)
 
 

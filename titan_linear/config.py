@@ -508,7 +508,14 @@ def _read_command_line(argv: list[str]) -> dict[str, dict[str, Any]]:
     try:
         given, unknown = _parser().parse_known_args(argv)
     except argparse.ArgumentError as error:
+        if (field := KEYS.get((error.argument_name or "").removeprefix("--"))) is not None:
+            kind = type_name(field.annotation)
+            raise ValueError(
+                f"command line: {error.argument_name} needs a value, {kind}; write it behind the key"
+            ) from None
         raise ValueError(f"command line: {error.argument_name}: {error.message}") from None
+    if unknown and not unknown[0].startswith("-"):
+        raise ValueError(f"command line: {unknown[0]!r} belongs to no key; keys are given as --section.key value")
     if unknown:
         key = unknown[0].partition("=")[0].removeprefix("--")
         raise ValueError(f"command line: {unknown[0]} is not a key{_nearest(key)}")

@@ -47,6 +47,7 @@ def to_hf(checkpoint: Path, folder: Path, export_dtype: str, like: str | None) -
     if folder.exists():
         raise ValueError(f"'{folder}' is there already; choose another name")
     export_checkpoint(checkpoint, folder, export_dtype, like or "")
+    print(f"exported '{checkpoint}' to '{folder}'")
 
 
 def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
@@ -65,6 +66,7 @@ def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
             {entry.name: torch.empty(entry.shape, dtype=dtype, device="meta") for entry in found},
             {"step": 0, "cursor": 0, "tokens": 0, "skipped": 0},
         )  # fmt: skip
+    print(f"imported '{folder}' ({family}) to '{checkpoints / 'step-0'}'")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:

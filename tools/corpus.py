@@ -51,9 +51,9 @@ def write(args: argparse.Namespace) -> int:
     if args.format != "text" and args.dataset not in FIELD_SOURCES:
         raise ValueError(f"--format {args.format} is for --dataset {', '.join(FIELD_SOURCES)}; remove it")
     corpus = tokenise_corpus(
-        Path(args.folder).expanduser().absolute(), args.dataset, args.path, build_tokenizer(args.tokenizer),
-        text_field=args.text_field, dataset_format=args.format, on_bad_document=args.on_bad_document,
-        show_progress=True, path_key="--path",
+        Path(args.folder).expanduser().absolute(), args.dataset, args.path,
+        build_tokenizer(args.tokenizer, "--tokenizer"), text_field=args.text_field, dataset_format=args.format,
+        on_bad_document=args.on_bad_document, show_progress=True, path_key="--path",
     )  # fmt: skip
     print(corpus.summary)
     return 0

@@ -68,7 +68,7 @@ class Split(NamedTuple):
     step: Step
 
     def rank(self) -> tuple[float, float]:
-        """The fastest first; of those as fast, to a thousandth, the one that takes least."""
+        """The fastest first; of those equal to three digits, the one that takes least."""
         return float(f"{self.step.seconds:.3g}"), self.bytes
 
 
@@ -316,7 +316,7 @@ def memory_table(config: Config, model: ModelConfig, gpus: int, machine: Machine
     host, ranks = host_memory(config, model, gpus) / GIB, min(gpus, machine.node_size)
     offloaded = f"\nin the host's memory: {host:.2f} GiB for each GPU, {ranks * host:.2f} on a node of {ranks}"
     return (
-        _table((f"memory of one of {gpus} GPUs, GiB, at", *at), rows)
+        _table((f"memory of {'the GPU' if gpus == 1 else f'one of {gpus} GPUs'}, GiB, at", *at), rows)
         + f"\n{verdict} in {machine.rates.gpu} ({size:.0f} GiB, of which {SPARE * size:.2f} are kept free for "
         f"fragmentation and buffers, which are not modelled); activations of layers: {kept}" + offloaded * bool(host)
     )

@@ -286,13 +286,15 @@ def default_cache_dir() -> Path:
 
 
 def write_corpus(
-    folder: Path, documents: Iterable[np.ndarray] | Iterable[Learnt], tokenizer: Tokenizer, *, answers: bool = False
-) -> None:
+    folder: str | Path, documents: Iterable[np.ndarray] | Iterable[Learnt], tokenizer: Tokenizer, *,
+    answers: bool = False,
+) -> None:  # fmt: skip
     """Writes a corpus from documents that are tokens, each [n] integers with its eos if it is to have one.
 
     answers: each document is its tokens and which of them are learnt, [n] bool; else all are.
     ValueError: the folder exists, there is no document, a document is empty or has an id outside the vocabulary.
     """
+    folder = Path(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         if folder.exists():

@@ -194,10 +194,10 @@ class HuggingFaceTokenizer:
         return found, None if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id)
 
 
-def build_tokenizer(path: str | None) -> Tokenizer:
+def build_tokenizer(path: str | None, key: str = "model.tokenizer_path") -> Tokenizer:
     """`model.tokenizer_path`: nothing for bytes, else a tokenizer.json or a folder that holds one.
 
-    ValueError (naming model.tokenizer_path): there is no such file, or it is no usable tokenizer.
+    ValueError (naming `key`): there is no such file, or it is no usable tokenizer.
     """
     if not path:
         return ByteTokenizer()
@@ -206,7 +206,7 @@ def build_tokenizer(path: str | None) -> Tokenizer:
         file = file / TOKENIZER
     if not file.is_file():
         raise ValueError(
-            f"model.tokenizer_path = {path!r}: {file} does not exist; give a Hugging Face tokenizer.json, a folder "
+            f"{key} = {path!r}: {file} does not exist; give a Hugging Face tokenizer.json, a folder "
             "that holds one, or nothing for bytes"
         )
     own = ByteTokenizer()  # in a folder that we wrote
