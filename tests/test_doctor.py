@@ -16,18 +16,19 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from titan_linear import agent, launch
+from titan_linear import agent, launch, loss
 from titan_linear.checkpoint import Checkpointer
 from titan_linear.config import load_config
 from titan_linear.data import Batch, PackedStreams, Stream, Streams
 from titan_linear.distributed import feed, parallelize
 from titan_linear.memory import changed
+from titan_linear.models import plan
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import OWN
 from titan_linear.ops.cp import context, halo, kcp
 from titan_linear.ops.torch import delta_rule
-from titan_linear.proof import data, doctor, hf, model, ops, processes, resume, start
+from titan_linear.proof import data, definitions, doctor, hf, model, ops, processes, resume, start
 from titan_linear.proof import subject as proof_subject
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
@@ -115,12 +116,20 @@ def tokens_of_a_micro_step(next_step: Callable, own: feed.Feed) -> tuple[int, It
     return valid // own.micro_steps, batches
 
 
+def a_column_further(logits: Callable, *arguments: object) -> torch.Tensor:
+    return logits(*arguments).roll(1, -1)
+
+
+def of_another_base(angles: Callable, positions: torch.Tensor, theta: float, *rest: object, **keywords: object):
+    return angles(positions, 50 * theta, *rest, **keywords)
+
+
 def no_sum(reduce: Callable, parameters: object, group: object) -> None:
     pass
 
 
-def one_boundary_less(documents: Callable, cu_seqlens: torch.Tensor, num_streams: int):
-    bounds = documents(cu_seqlens, num_streams)
+def one_boundary_less(documents: Callable, cu_seqlens: torch.Tensor):
+    bounds = documents(cu_seqlens)
     return bounds[bounds != 256 + 161]  # of the second stream
 
 
@@ -197,6 +206,12 @@ SABOTAGES = {
     "the loss's denominator, under accumulation": (
         feed.Feed, "next_step", tokens_of_a_micro_step, model.split,
         r"split, float64: loss.* 1 > .*the head or the loss, backward",
+    ),
+    "the loss's column": (
+        loss, "_logits", a_column_further, definitions.loss, "implementation, float64: loss, against the definition",
+    ),
+    "the base of rotary positions": (
+        plan, "angles", of_another_base, definitions.positions, "positions, attention, against the definition",
     ),
     "a gradient's reduction": (
         parallelize, "_sum", no_sum, model.split, r"split, float64: 54 gradients.*mixer\.(A_log|dt_bias), rank",

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from titan_linear.config import load_config
 from titan_linear.distributed.groups import process_group
 from titan_linear.process import FAILED, MISTAKE, own_device
-from titan_linear.proof import data, hf, model, ops, processes, resume
+from titan_linear.proof import data, definitions, hf, model, ops, processes, resume
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.subject import Subject, subject_of
 
@@ -31,6 +31,8 @@ def checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Findings]]]:
     for case in ops.cases(subject):
         for check in (ops.implementations, ops.split, ops.documents, ops.repeated):
             yield f"{check.__name__}, {case}", lambda check=check, case=case: check(subject, case)
+    for check in (definitions.loss, definitions.positions):
+        yield check.__name__, lambda check=check: check(subject)
     for check in (model.split, model.documents, model.repeated, resume.resume, hf.logits):
         yield check.__name__, lambda check=check: check(subject)
 

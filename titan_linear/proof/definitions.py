@@ -1,0 +1,59 @@
+"""What is on both sides of every other comparison: the loss and the positions, beside their definitions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+
+from titan_linear.loss import IGNORE, chunked_cross_entropy
+from titan_linear.models.draws import generator
+from titan_linear.models.layers import rotate
+from titan_linear.models.plan import BatchPlan
+from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
+from titan_linear.proof.ops import DELTA, short
+from titan_linear.proof.subject import Subject
+
+TOKENS, VOCAB = 200, 4096  # at most so many rows of the head, which are all alike
+OF_LOSS = 3.0  # units that its results may be off
+
+
+def loss(subject: Subject) -> Findings:
+    """The loss and its gradients, chunk by chunk, equal PyTorch's cross-entropy in float64."""
+    vocab, dim, device = min(subject.model.vocab_size, VOCAB), subject.model.dim, subject.device
+    rng = generator(subject.config.debug.seed, "proof", "loss")
+    x, weight = (torch.randn(n, dim, generator=rng).double().to(device) for n in (TOKENS, vocab))
+    labels = torch.randint(vocab, (TOKENS,), generator=rng).to(device)
+    labels[::7] = IGNORE
+    chunk, pairs = TOKENS // 3, ((torch.float64, "torch"), (subject.dtype, subject.config.model.impl))
+
+    def results(dtype: torch.dtype, of: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
+        leaves = [t.to(subject.dtype).to(dtype, copy=True).requires_grad_() for t in (x, weight * dim**-0.5)]
+        value = of(*leaves)
+        return dict(zip(("loss", "dx", "dW"), (value.detach(), *torch.autograd.grad(value, leaves)), strict=True))
+
+    exact = results(torch.float64, lambda x, W: F.cross_entropy(x @ W.T, labels, ignore_index=IGNORE, reduction="sum"))
+    for dtype, impl in dict.fromkeys(pairs):
+        got = results(dtype, partial(chunked_cross_entropy, labels=labels, chunk=chunk, impl=impl))
+        errors = {name: off(got[name], exact[name]) for name in exact}
+        bounds = dict.fromkeys(errors, DELTA if dtype == torch.float64 else OF_LOSS * UNIT[dtype])
+        name = worst(errors, bounds)
+        what = "loss, against the definition"
+        yield Finding(f"implementation, {short(dtype)}", what, errors[name], bounds[name], name)
+
+
+def positions(subject: Subject) -> Findings:
+    """Rotary embeddings equal complex numbers turned by position · theta^(−i / half) (RoFormer, eq. 34)."""
+    for mixer in dict.fromkeys(subject.model.layers):
+        if mixer.rotary is not None:
+            theta, dim = mixer.rotary
+            at = torch.tensor([0, 1, 2, 1000, subject.run.training.seq_len - 1], device=subject.device)
+            rng = generator(subject.config.debug.seed, "proof", "positions")
+            x = torch.randn(1, len(at), 2, dim, generator=rng).double().to(subject.device)
+            got = rotate(x, *BatchPlan(at).angles(mixer.rotary, torch.float64))
+            angle = at[:, None].double() * theta ** -(torch.arange(0, dim, 2, device=at.device).double() / dim)
+            turned = torch.view_as_complex(torch.stack(x.chunk(2, -1), -1)) * torch.exp(1j * angle)[:, None]
+            error = off(got, torch.cat([turned.real, turned.imag], -1))
+            yield Finding("implementation, float64", f"positions, {mixer.name}, against the definition", error, DELTA)
