@@ -50,7 +50,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from titan_linear.distributed.groups import on_rank_0
 from titan_linear.distributed.parts import whole
 from titan_linear.files import sync, write_whole
-from titan_linear.rundir import checkpoints_of, unused
+from titan_linear.rundir import checkpoints_of, set_aside
 
 MANIFEST, PROGRESS, METADATA, REWOUND = "manifest.json", "progress.json", ".metadata", "rewound.json"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # names are compared here, with better words
@@ -449,13 +449,7 @@ def _rewound_to(folder: Path) -> int | None:
 def _set_aside(folder: Path, step: int, why: str) -> None:
     """A run's steps ascend: checkpoints of this step and later ones are of a future that it has left."""
     folders = [*_step_folders(folder).items(), *_step_folders(folder, "-hf").items()]  # and what was exported of them
-    if left := [path for number, path in folders if number >= step]:
-        aside = unused(folder / time.strftime("abandoned-%Y%m%d-%H%M%S"))
-        aside.mkdir()
-        for path in left:
-            path.rename(aside / path.name)
-        names = ", ".join(sorted(path.name for path in left))
-        print(f"checkpoint: {names} moved to '{aside}': {why}", flush=True)
+    set_aside(folder, sorted(path for number, path in folders if number >= step), why, "checkpoint: ")
 
 
 def _whole_step(folder: Path, load_step: int) -> int:

@@ -21,7 +21,7 @@ import platform
 import socket
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -127,16 +127,18 @@ def starts_anew(config: Config) -> bool:
 def set_run_aside(config: Config) -> None:
     """Move what a run without checkpoints left into abandoned-DATE/ in its folder; for `starts_anew`."""
     folder = Path(config.job.dump_folder)
-    if left := [
-        folder / name
-        for name in (CONFIG, MANIFEST, METRICS, TELEMETRY, SPIKES, WANDB, BOARD)
-        if (folder / name).exists()
-    ]:
+    left = [folder / name for name in (CONFIG, MANIFEST, METRICS, TELEMETRY, SPIKES, WANDB, BOARD)]
+    set_aside(folder, [path for path in left if path.exists()], "job.start_anew = true")
+
+
+def set_aside(folder: Path, paths: Sequence[Path], why: str, what: str = "") -> None:
+    """Move these into abandoned-DATE/ in `folder`, if there are any, and say so."""
+    if paths:
         aside = unused(folder / time.strftime("abandoned-%Y%m%d-%H%M%S"))
         aside.mkdir()
-        for path in left:
+        for path in paths:
             path.rename(aside / path.name)
-        print(f"{', '.join(path.name for path in left)} moved to '{aside}': job.start_anew = true", flush=True)
+        print(f"{what}{', '.join(path.name for path in paths)} moved to '{aside}': {why}", flush=True)
 
 
 def unused(path: Path) -> Path:

@@ -102,7 +102,7 @@ PLANNING = 60.0  # seconds, at most, to plan what would have fitted
 
 
 class NonFinite(RuntimeError):
-    """A loss or gradient is NaN or infinite; the weights are still good. Raised by every rank."""
+    """A loss or gradient is NaN or infinite. Raised by every rank before the update: weights are good."""
 
 
 class WriteFailed(SaveFailed):
@@ -156,7 +156,7 @@ class Trainer:
         )
 
     def _known(self) -> Progress:
-        """What the checkpoint knows that this run resumes from; of a new run nothing."""
+        """The progress saved in the checkpoint that this run resumes from; {} for a new run."""
         c, folder = self.config.checkpoint, checkpoint_folder(self.config)
 
         def known() -> Progress:
@@ -586,7 +586,7 @@ def _say_what_fits(config: Config, error: torch.OutOfMemoryError) -> None:
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """TimeoutError: they are over."""
+    """Raise TimeoutError inside `with` after so many seconds."""
 
     def end(number: int, _: FrameType | None) -> None:
         raise TimeoutError

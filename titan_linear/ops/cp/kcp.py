@@ -42,7 +42,7 @@ class Chains(NamedTuple):
     send_counts: torch.Tensor  # [W, 2] S_ext and M for each receiver
     receive_counts: torch.Tensor  # [W, 2] and from each sender
     links: torch.Tensor  # [., 3] (slot, S_ext, M): the links once more
-    most: torch.Tensor  # [1] of all ranks the most S_ext and M that one receives, its own included
+    most: torch.Tensor  # [1] the largest number of S_ext and M that any one rank folds, its own included
     # Of all F = W · slots fragments, in global order, on the device, in both directions the same (`of_all`):
     order: torch.Tensor  # [F] int64: whose each is, W and slots in one
     places: torch.Tensor  # [F] int64: the inverse
