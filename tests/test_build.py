@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.data.conftest import random_documents
-from titan_linear.build import build_streams, model_config, uncompiled, vocabulary
+from tests.worlds import World
+from titan_linear.build import build_streams, check_alike, model_config, uncompiled, vocabulary
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, PackedStreams, load_corpus, split_documents, write_corpus
 
@@ -27,6 +30,34 @@ def test_a_preset_follows_a_larger_tokenizer(size: int, rows: int) -> None:
     line = vocabulary(config, model, tokenizer(size))
     said = f"model.vocab_size = {rows}: the tokenizer's {size}, rounded up; 'debug' alone has 320"
     assert line == ("" if rows == 320 else said)
+
+
+def unlike(rank: int, world_size: int, keys: list[str], content: dict) -> str:
+    try:
+        check_alike(load_config(keys if rank else []), content if rank else {"corpus": "a"}, dist.group.WORLD)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("keys", "content", "said"),
+    [
+        ([], {"corpus": "a"}, ""),
+        (["--model.tokenizer_path=x", "--job.dump_folder=y"], {"corpus": "a"}, ""),  # a node's own
+        (["--optimizer.lr=0.5"], {"corpus": "a"}, "optimizer.lr is 0.5 on rank 1 and 0.0003 on rank 0; start every"),
+        (
+            [],
+            {"corpus": "b"},
+            "the content of corpus is 'b' on rank 1 and 'a' on rank 0; start",
+        ),
+    ],
+)
+def test_ranks_with_other_data_or_keys_are_refused(
+    keys: list[str], content: dict, said: str, worlds: Callable[[int], World]
+) -> None:
+    found = worlds(2).run(unlike, keys, content)
+    assert found[0] == found[1] and found[0].startswith(said) and bool(found[0]) == bool(said)
 
 
 def test_layers_that_are_not_compiled_are_said_on_gpus() -> None:

@@ -86,6 +86,14 @@ def test_an_unknown_key_names_its_file_and_the_nearest_key(toml, text, unknown, 
         load_config(toml(text))
 
 
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "run.toml").write_text('[job]\ndump_folder = "~/run"\n[checkpoint]\ninitial_load_path = "~/old"\n')
+    config = load_config(["--job.config_file=~/run.toml", "--model.flavor=hf", "--model.hf_assets_path=~/assets"])
+    given = config.job.dump_folder, config.checkpoint.initial_load_path, config.model.hf_assets_path
+    assert given == tuple(str(tmp_path / name) for name in ("run", "old", "assets"))
+
+
 @pytest.mark.parametrize(
     "argument, nearest",
     [("--training.step=3", "training.steps"), ("--validaton.steps=3", "validation.steps"), ("--lr", "optimizer.lr")],

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from titan_linear import preflight as preflight_module
+from titan_linear.build import check_content
 from titan_linear.config import Config, load_config
+from titan_linear.models.config import fingerprint
 from titan_linear.models.presets import preset
 from titan_linear.preflight import (
     check_expert_parallel,
@@ -56,6 +59,29 @@ def test_steps_that_are_done_keep_their_rate(
         check_schedule(run(tmp_path, **now), step)
     assert f"; set {remedy} to keep the schedule, or lr_scheduler.total_steps = {steps} to resume" in str(error.value)
     check_schedule(run(tmp_path, **now, lr_scheduler__total_steps=max(steps, 300)), step)  # a remedy
+
+
+def test_the_rate_is_that_of_the_steps_not_of_the_last_start(tmp_path: Path) -> None:
+    """A start that was killed before its first save has left its configuration, not steps."""
+    write_config(run(tmp_path, training__steps=200))
+    check_schedule(run(tmp_path), 50, length=100)
+    with pytest.raises(ValueError, match=r"training\.steps = 200 would change .* and that was 100"):
+        check_schedule(run(tmp_path, training__steps=200), 50, length=100)
+
+
+def test_another_model_is_refused(tmp_path: Path) -> None:
+    """By what it computes: of a folder's config.json that was changed, say."""
+    model, config = preset("hybrid", "debug"), run(tmp_path)
+    known = {"model": fingerprint(model)}
+    assert fingerprint(replace(model, init_std=0.5)) == known["model"]
+    wider = replace(model, pattern=tuple(replace(m, rope_theta=5) if m.rotary else m for m in model.pattern))
+    same = replace(model, pattern=tuple(replace(m, rope_theta=5.0) if m.rotary else m for m in model.pattern))
+    assert fingerprint(wider) == fingerprint(same) != known["model"]
+    check_content(config, known, {"model": fingerprint(model)})
+    check_content(config, {}, {"model": fingerprint(wider)})  # a checkpoint that does not say it
+    for other in (wider, replace(model, norm_eps=0.5), replace(model, num_layers=1)):
+        with pytest.raises(ValueError, match="flavor or hf_assets_path gives another model than the run in"):
+            check_content(config, known, {"model": fingerprint(other)})
 
 
 def test_a_folder_without_a_configuration_has_no_schedule(tmp_path: Path) -> None:

@@ -57,13 +57,13 @@ def test_a_trace_of_the_profiler(
     }
     config = load_config([f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())])
     traced = []
-    with profiler(config) as profile:
+    with profiler(config, 10) as profile:  # resumed after 10 steps
         for _ in range(7):
             torch.ones(8) @ torch.ones(8)
             traced.append(profile.step())
     assert [found and found.launches for found in traced] == [None, None, 0, None, None, None, None]
     (file,) = (tmp_path / "profile_traces").iterdir()
-    assert file.name == "rank0_step3.json" and trace.main([str(file)]) == 0
+    assert file.name == "rank0_step13.json" and trace.main([str(file)]) == 0
     shown = capsys.readouterr().out
     assert shown.startswith("no kernels of a GPU") and "| 2 | `aten::dot` |" in shown
 

@@ -71,6 +71,17 @@ def test_what_a_run_computes_may_not_change(folder, override, change):
     assert "training.steps" not in str(error.value)
 
 
+@pytest.mark.parametrize("key", ["checkpoint.enable=false", "checkpoint.folder=other"])
+def test_checkpoints_are_not_passed_over(folder, key):
+    """The run would begin again, and its metrics be cut."""
+    assert check_resume(run(folder, f"--{key}"))
+    (folder / "checkpoint" / "step-1").mkdir(parents=True)
+    (folder / "checkpoint" / "step-1" / "manifest.json").write_text("{}")
+    assert check_resume(run(folder)) == []
+    with pytest.raises(ValueError, match=r"would begin again in .* restore the key, or start a new run"):
+        check_resume(run(folder, f"--{key}"))
+
+
 def test_a_folder_without_a_trained_step_holds_no_run(folder):
     (folder / "metrics.jsonl").write_text("")
     assert check_resume(run(folder, "--model.name=kda")) == []

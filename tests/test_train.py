@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.steps import after_backward
 from tests.worlds import World
-from titan_linear import hf_io, train
+from titan_linear import checkpoint, hf_io, train
 from titan_linear.build import model_config
 from titan_linear.checkpoint import Checkpointer, SaveFailed, named_parameters
 from titan_linear.config import Training, load_config
@@ -320,6 +320,30 @@ def test_a_non_finite_loss_never_reaches_the_weights(corpus: Path, worlds: Calla
         poisoned, arguments(corpus, keys, {"training.on_nonfinite": "skip"}), str(corpus.parent)
     ):
         assert message == "" and same and skipped == 1
+
+
+def ended(rank: int, world_size: int, argv: list[str], cache: str) -> list[int]:
+    """A run that saves each step, slowly, and meets a NaN in its second: the steps of whole checkpoints afterwards."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    trainer = Trainer(load_config(argv))
+    after_backward(trainer, lambda loss: loss * (float("nan") if trainer.step == 1 else 1.0))
+    with pytest.MonkeyPatch.context() as patch:
+        write = checkpoint._Writer.write_data
+        patch.setattr(checkpoint._Writer, "write_data", lambda *given: time.sleep(0.5) or write(*given))
+        with pytest.raises(NonFinite):
+            trainer.train()
+    return checkpoint.whole_steps(Path(trainer.config.job.dump_folder) / "checkpoint")
+
+
+def test_the_last_good_state_reaches_the_disk(corpus: Path, worlds: Callable[[int], World], tmp_path: Path) -> None:
+    keys = {
+        "checkpoint.enable": "true",
+        "checkpoint.interval": 1,
+        "checkpoint.async_mode": "async",
+        "training.local_batch_size": 2,
+    }
+    argv = arguments(corpus, keys, {"job.dump_folder": tmp_path})
+    assert worlds(2).run(ended, argv, str(corpus.parent)) == [[1], [1]]
 
 
 def early(rank: int, world_size: int, argv: list[str], cache: str, goes_on: bool) -> tuple[list[float], dict, list]:

@@ -31,12 +31,13 @@ from titan_linear.data import (
 )
 from titan_linear.distributed.batch import BatchSharding
 from titan_linear.distributed.copy_engines import copy_shards
+from titan_linear.distributed.groups import of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype, sharing_groups
 from titan_linear.distributed.precision import ComputeCopies
 from titan_linear.hf_io import check_tokenizer, find_family, read_config, read_model, write_folder
 from titan_linear.models.adapters import config_to_hf
-from titan_linear.models.config import ModelConfig
+from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import preset
 from titan_linear.ops.support import Choice, choose_implementations
@@ -177,15 +178,68 @@ def _mixture_changes(old: Mapping[str, float], new: Mapping[str, float]) -> str:
 def progress_at(config: Config, step: int, skipped: int) -> Progress:
     """What a checkpoint has to know of how far the run is. The cursor is of whole steps, whatever was fetched ahead."""
     cursor = step * config.training.global_batch_size
-    return {"step": step, "cursor": cursor, "tokens": tokens_at(config.training, step), "skipped": skipped}
+    length = config.lr_scheduler.total_steps or config.training.steps
+    tokens = tokens_at(config.training, step)
+    return {"step": step, "cursor": cursor, "tokens": tokens, "skipped": skipped, "total_steps": length}
 
 
-def data_content(config: Config, tokenizer: Tokenizer, streams: Streams, held_out: Streams | None) -> Progress:
-    """What a checkpoint has to know of the data, by its content."""
-    content = {**streams.content, "tokenizer": tokenizer.fingerprint}
+OF_A_NODE = (  # keys that nodes may have of their own, mostly paths
+    "tokenizer_path", "hf_assets_path", "dataset_path", "mixture", "initial_load_path", "loss_by_source", "num_workers",
+)  # fmt: skip
+
+# What checkpoints know by its content, and the key that brings it.
+CONTENT = {
+    "corpus": ("corpus", "training.dataset_path"),
+    "validation": ("validation corpus", "validation.dataset_path"),
+    "tokenizer": ("tokenizer", "model.tokenizer_path"),
+    "model": ("model", "model.name, flavor or hf_assets_path"),
+}
+
+
+def content_of(
+    config: Config, tokenizer: Tokenizer, model: ModelConfig, streams: Streams, held_out: Streams | None
+) -> Progress:
+    """What a checkpoint has to know of the data and the model, by their content."""
+    content = {**streams.content, "tokenizer": tokenizer.fingerprint, "model": fingerprint(model)}
     if config.validation.enable and config.validation.dataset_path:
         content["validation"] = held_out.corpus.fingerprint
     return content
+
+
+def check_content(config: Config, progress: Progress, data: Progress) -> None:
+    """ValueError: the run has another model so far, or was trained on other data."""
+    for name, known in progress.get("sources", {}).items():
+        given = data["sources"].get(name, known)
+        if given != known:
+            raise ValueError(
+                f"training.mixture, source {name!r} is another corpus than the run in {config.job.dump_folder!r} has "
+                f"(fingerprints {given} and {known}); restore it, or give a new source a name of its own"
+            )
+    for key, (what, path_key) in CONTENT.items():
+        known, given = progress.get(key), data.get(key)  # checkpoints of older versions know less
+        if known and given and known != given:
+            raise ValueError(
+                f"{path_key} gives another {what} than the run in {config.job.dump_folder!r} has (fingerprints "
+                f"{given} and {known}); restore it, or start a new run in another job.dump_folder"
+            )
+
+
+def check_alike(config: Config, content: Progress, host: dist.ProcessGroup) -> None:
+    """ValueError, on every rank: ranks, of several nodes say, have other data or keys than rank 0. Paths may differ."""
+    keys = {
+        f"{section}.{key}": value
+        for section, values in config.model_dump().items()
+        for key, value in values.items()
+        if section not in ("job", "profiling") and key not in OF_A_NODE
+    }
+    ranks = of_all_ranks(keys | {f"the content of {name}": value for name, value in content.items()}, host)
+    for rank, own in enumerate(ranks):
+        for name, value in own.items():
+            if value != ranks[0].get(name):
+                raise ValueError(
+                    f"{name} is {value!r} on rank {rank} and {ranks[0].get(name)!r} on rank 0; start every node with "
+                    "the same keys, on the same texts"
+                )
 
 
 def stream_order(progress: Progress) -> int:

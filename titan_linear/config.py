@@ -14,6 +14,7 @@ import argparse
 import difflib
 import json
 import math
+import os
 import sys
 from collections.abc import Mapping
 from typing import Any, Literal, get_args, get_origin
@@ -449,7 +450,7 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
         if "config_file" in tables.get("job", {}):
             raise ValueError(f"{path}: job.config_file belongs on the command line; remove it from the file")
     merged = {name: tables.get(name, {}) | overrides.get(name, {}) for name in SECTIONS}
-    given = _validate(merged, "configuration")
+    given = _at_home(_validate(merged, "configuration"))
     config = _resolve(given, cuda)
     if prints:
         sources = {"command line": overrides, path: tables}
@@ -495,7 +496,7 @@ def toml_value(value: Any) -> str:
 
 def _read_toml(path: str) -> dict[str, Any]:
     try:
-        with open(path, "rb") as file:
+        with open(os.path.expanduser(path), "rb") as file:
             return tomllib.load(file)
     except OSError as error:
         raise ValueError(f"job.config_file = {path!r} cannot be read: {error.strerror}; give a TOML file") from None
@@ -621,6 +622,15 @@ def _nearest(key: str) -> str:
 
 
 # --- Meaning ---------------------------------------------------------------------------------------------------------
+
+
+def _at_home(config: Config) -> Config:
+    """With the home folder for ~ in paths of folders."""
+    changed = {}
+    for section, key in (("job", "dump_folder"), ("checkpoint", "initial_load_path"), ("model", "hf_assets_path")):
+        keys = getattr(config, section)
+        changed[section] = keys.model_copy(update={key: os.path.expanduser(getattr(keys, key))})
+    return config.model_copy(update=changed)
 
 
 def _resolve(config: Config, cuda: bool | None) -> Config:

@@ -10,8 +10,9 @@ import torch
 
 from titan_linear.build import (
     build_streams,
+    check_content,
     checkpoint_folder,
-    data_content,
+    content_of,
     export_family,
     export_folder,
     file_groups,
@@ -39,13 +40,6 @@ from titan_linear.hf_io import check_folder
 from titan_linear.models.config import ModelConfig
 from titan_linear.optim import learning_rate
 from titan_linear.rundir import CONFIG, finished_without_checkpoint
-
-# What checkpoints know by its content, and the key that brings it.
-CONTENT = {
-    "corpus": ("corpus", "training.dataset_path"),
-    "validation": ("validation corpus", "validation.dataset_path"),
-    "tokenizer": ("tokenizer", "model.tokenizer_path"),
-}
 
 
 def preflight(config: Config, world_size: int, node_size: int | None = None) -> None:
@@ -89,7 +83,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     streams, held_out = build_streams(config, tokenizer, progress)
     if groups := file_groups(config, streams):
         print(groups.summary, flush=True)
-    _check_data(config, progress, data_content(config, tokenizer, streams, held_out))
+    check_content(config, progress, content_of(config, tokenizer, model, streams, held_out))
 
 
 def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -136,38 +130,24 @@ def _check_checkpoint(config: Config, model: ModelConfig) -> Progress:
             "start a new run with checkpoint.initial_load_path, or resume from an earlier checkpoint.load_step"
         )
     check_weights(folder / f"step-{step}", unallocated(model, torch.float32))
-    check_schedule(config, step)
-    return read_progress(folder / f"step-{step}")
+    progress = read_progress(folder / f"step-{step}")
+    check_schedule(config, step, progress.get("total_steps"))
+    return progress
 
 
-def _check_data(config: Config, progress: Progress, data: Progress) -> None:
-    """The run was trained on this data so far."""
-    for name, known in progress.get("sources", {}).items():
-        given = data["sources"].get(name, known)
-        if given != known:
-            raise ValueError(
-                f"training.mixture, source {name!r} is another corpus than the run in {config.job.dump_folder!r} has "
-                f"(fingerprints {given} and {known}); restore it, or give a new source a name of its own"
-            )
-    for key, (what, path_key) in CONTENT.items():
-        known, given = progress.get(key), data.get(key)  # checkpoints of older versions know no validation corpus
-        if known and given and known != given:
-            raise ValueError(
-                f"{path_key} gives another {what} than the run in {config.job.dump_folder!r} has (fingerprints "
-                f"{given} and {known}); restore it, or start a new run in another job.dump_folder"
-            )
+def check_schedule(config: Config, step: int, length: int | None = None) -> None:
+    """length: of the schedule so far; None: as config.toml has it (checkpoints of older versions do not say it).
 
-
-def check_schedule(config: Config, step: int) -> None:
-    """The learning rate of `step`, which is done, is what it was. An explicit lr_scheduler.total_steps may change it.
+    The learning rate of `step`, which is done, is what it was. An explicit lr_scheduler.total_steps may change it.
 
     Where the rate of one step agrees, so do those of the steps before: only a schedule of another length differs.
     """
-    stored = Path(config.job.dump_folder) / CONFIG
-    if config.lr_scheduler.total_steps or not stored.is_file():
+    stored, steps = Path(config.job.dump_folder) / CONFIG, config.training.steps
+    if config.lr_scheduler.total_steps or not (length or stored.is_file()):
         return
-    run, steps = load_config(["--job.config_file", str(stored)]), config.training.steps
-    length = run.lr_scheduler.total_steps or run.training.steps
+    if length is None:
+        run = load_config(["--job.config_file", str(stored)])
+        length = run.lr_scheduler.total_steps or run.training.steps
     then, now = (learning_rate(step, config.optimizer.lr, config.lr_scheduler, n) for n in (length, steps))
     if then != now:
         keep = f"lr_scheduler.total_steps = {length}" if length >= steps else f"training.steps to at most {length}"

@@ -35,8 +35,9 @@ class _Nothing:
 class Profiler:
     """A context whose `step` is called after every training step. Each rank writes its own Chrome traces."""
 
-    def __init__(self, config: Config):
-        p = config.profiling
+    def __init__(self, config: Config, done: int):
+        """done: steps of the run before this start."""
+        p, self.done = config.profiling, done
         self.folder, self.rank = Path(config.job.dump_folder) / p.save_traces_folder, os.environ["RANK"]
         self.folder.mkdir(parents=True, exist_ok=True)
         active, warmup = p.profiler_active, min(p.profiler_warmup, p.profile_freq - p.profiler_active)
@@ -60,12 +61,12 @@ class Profiler:
         return summary(read(self.written)) if self.written else None
 
     def _write(self, trace: torch.profiler.profile) -> None:
-        self.written = self.folder / f"rank{self.rank}_step{trace.step_num}.json"
+        self.written = self.folder / f"rank{self.rank}_step{self.done + trace.step_num}.json"
         trace.export_chrome_trace(str(self.written))
 
 
-def profiler(config: Config) -> Profiler | _Nothing:
-    return Profiler(config) if config.profiling.enable_profiling else _Nothing()
+def profiler(config: Config, done: int = 0) -> Profiler | _Nothing:
+    return Profiler(config, done) if config.profiling.enable_profiling else _Nothing()
 
 
 def exposed_communication(traced: Summary, group: dist.ProcessGroup) -> tuple[float, float] | None:

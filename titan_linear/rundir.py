@@ -80,9 +80,14 @@ def lock_folder(folder: str) -> TextIO:
             f"job.dump_folder = {folder!r} is in use by another run ({holder}); wait for it, stop it, or use another "
             "folder"
         ) from None
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-    file.flush()
+    try:
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+        file.flush()
+    except OSError as error:
+        raise ValueError(
+            f"job.dump_folder = {folder!r} cannot be written: {error.strerror}; use another folder"
+        ) from None
     return file
 
 
@@ -100,6 +105,7 @@ def check_resume(config: Config) -> list[str]:
     if not (folder / CONFIG).exists():
         raise ValueError(f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder")
     stored = load_config(["--job.config_file", str(folder / CONFIG)])
+    _check_checkpoints_are_used(config, stored)
     from_root = _flat(_with_absolute_paths(stored)), _flat(_with_absolute_paths(config))
     given, stored = _flat(config), _flat(stored)
     same = {key for key in given if from_root[0][key] == from_root[1][key]}
@@ -113,6 +119,19 @@ def check_resume(config: Config) -> list[str]:
             f"restore them, or start a new run in another job.dump_folder{anew}"
         )
     return [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if not key.startswith("job.")]
+
+
+def _check_checkpoints_are_used(config: Config, stored: Config) -> None:
+    """Else the run would begin again, and cut what it has reported."""
+    c = config.checkpoint
+    if _has_checkpoint(stored.model_copy(update={"job": config.job})) and not (
+        c.enable and c.folder == stored.checkpoint.folder
+    ):
+        key = f"folder = {c.folder!r}" if c.enable else "enable = false"
+        raise ValueError(
+            f"checkpoint.{key} would begin again in job.dump_folder = {config.job.dump_folder!r}, which holds a run "
+            "with checkpoints; restore the key, or start a new run in another job.dump_folder"
+        )
 
 
 def _may_change(key: str, old: Any, new: Any) -> bool:

@@ -27,8 +27,10 @@ from titan_linear.build import (
     build_model,
     build_sharding,
     build_streams,
+    check_alike,
+    check_content,
     checkpoint_folder,
-    data_content,
+    content_of,
     export,
     export_folder,
     file_groups,
@@ -123,8 +125,12 @@ class Trainer:
         known = self._known()
         self.streams, self.held_out = build_streams(config, self.tokenizer, known)
         dist.barrier(self.host)  # a node without the token cache has written it just now
+        model = model_config(config, self.tokenizer)
+        self.content = content_of(config, self.tokenizer, model, self.streams, self.held_out)
+        check_content(config, known, self.content)  # a restart has no preflight
+        check_alike(config, self.content, self.host)
         self.dims = build_dims(config, self.device)
-        self.model = build_model(config, model_config(config, self.tokenizer), self.dims, self.device)
+        self.model = build_model(config, model, self.dims, self.device)
         self.precision = mixed_precision(config, self.model, self.dims)
         self.sharding = build_sharding(config, self.model.config, self.dims, self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
@@ -278,11 +284,16 @@ class Trainer:
     def train(self) -> None:
         """Steps until the last, or until a signal, which ends the run after a save."""
         logger = self._begin()
-        with profiler(self.config) as profile, self.garbage, MemorySnapshots(self.config) as snapshots:
+        with profiler(self.config, self.step) as profile, self.garbage, MemorySnapshots(self.config) as snapshots:
             try:
                 self._loop(logger, profile, snapshots)
             except GivenUp as why:
                 self._give_up(str(why))
+            except NonFinite:
+                with self._unhurried():
+                    if self.checkpointer:
+                        self.checkpointer.wait()  # the last good state may still be on its way to the disk
+                raise
         with self._unhurried():
             self._finish()
         if logger:
@@ -454,9 +465,10 @@ class Trainer:
             return
         model_only = last and self.config.checkpoint.last_save_model_only
         progress = progress_at(self.config, self.step, self.skipped)
-        data = data_content(self.config, self.tokenizer, self.streams, self.held_out)
         with _writing(f"saving step-{self.step}"):
-            self.checkpointer.save(self.step, self.model, None if model_only else self.optimizer, progress | data)
+            self.checkpointer.save(
+                self.step, self.model, None if model_only else self.optimizer, progress | self.content
+            )
         if self.exports:
             self.exports.add(self.step)
 

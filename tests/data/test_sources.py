@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +66,24 @@ def test_text(texts: Callable, tmp_path: Path):
     assert texts("text", folder / "**" / "*.md") == [b"\xff\x00"]
     with pytest.raises(ValueError, match=r"c\.md: not UTF-8 at character 0"):
         texts("text", folder, AsciiTokenizer())
+
+
+def test_linked_folders_are_followed_once(texts: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A corpus of shards elsewhere; a link back up is no way to read everything again."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    for folder, text in ((here, "x"), (there, "y")):
+        folder.mkdir()
+        (folder / f"{text}.txt").write_text(text)
+    (here / "linked").symlink_to(there)
+    (there / "back").symlink_to(here)
+    assert texts("text", here) == [b"y", b"x"]
+
+    def refuse(folder: str) -> None:
+        raise PermissionError(13, "Permission denied", folder)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(ValueError, match="here cannot be read: Permission denied; give the permission"):
+        texts("text", here)
 
 
 def test_text_bad_paths(texts: Callable, tmp_path: Path):
@@ -255,6 +274,20 @@ def test_parquet(texts: Callable, tmp_path: Path):
     pq.write_table(pa.table({"text": rows, "n": range(600)}), tmp_path / "a.parquet", row_group_size=100)
     pq.write_table(pa.table({"text": pa.array(["x"], pa.large_string())}), tmp_path / "b.parquet")
     assert texts("parquet", tmp_path) == [row.encode() for row in [*rows, "x"]]
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow"])
+def test_a_row_that_is_not_utf8(texts: Callable, tmp_path: Path, kind: str):
+    buffers = [None, pa.py_buffer(np.array([0, 1, 3, 4], dtype=np.int32)), pa.py_buffer(b"x\xff\xfey")]
+    table, file = pa.table({"text": pa.Array.from_buffers(pa.string(), 3, buffers)}), tmp_path / f"a.{kind}"
+    if kind == "parquet":
+        pq.write_table(table, file)
+    else:
+        with pa.ipc.new_stream(str(file), table.schema) as stream:
+            stream.write_table(table)
+    with pytest.raises(ValueError, match=rf"a\.{kind}, row 2: not UTF-8 \(.*0xff"):
+        texts(kind, file)
+    assert texts(kind, file, on_bad_document="skip") == [b"x", b"y"]
 
 
 def test_parquet_bad(texts: Callable, tmp_path: Path):

@@ -24,6 +24,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -126,18 +127,30 @@ def _stdlib_files() -> list[Path]:
     # site-packages lies inside this folder but is not the library. Test folders are left out because distributions
     # differ in whether they ship them, and because they hold, on purpose, broken sources and other encodings.
     root = Path(sysconfig.get_paths()["stdlib"])
-    files = _walk(root, (".py",), skip={"site-packages", "dist-packages", "test", "tests", "idle_test"})
+    files = _walk(root, (".py",), skip={"site-packages", "dist-packages", "test", "tests", "idle_test"}, follow=False)
     if not files:
         raise ValueError(f'training.dataset = "stdlib": this Python has no library sources in {root}; choose another')
     return files
 
 
-def _walk(folder: Path, suffixes: tuple[str, ...], skip: Set[str] = frozenset()) -> list[Path]:
-    found = []
-    for root, folders, names in os.walk(folder):
+def _walk(folder: Path, suffixes: tuple[str, ...], skip: Set[str] = frozenset(), *, follow: bool = True) -> list[Path]:
+    """Files in a folder and those below it; follow: links to folders too, each folder once.
+
+    ValueError: one cannot be read.
+    """
+    found, seen = [], set()
+    for root, folders, names in os.walk(folder, onerror=_refuse_unreadable, followlinks=follow):
+        if (real := os.path.realpath(root)) in seen:
+            folders.clear()
+            continue
+        seen.add(real)
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
         found += [Path(root, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
     return sorted(found)
+
+
+def _refuse_unreadable(error: OSError) -> None:
+    raise ValueError(f"{error.filename} cannot be read: {error.strerror}; give the permission, or leave the folder out")
 
 
 def _expand(pattern: str, suffixes: tuple[str, ...]) -> list[Path]:
@@ -262,6 +275,23 @@ def _columns(file: Path, names: list[str], fields: _Fields) -> list[str]:
 
 
 def _rows(file: Path, batches: Iterable[Any], size: float, fields: _Fields) -> Iterator[Document]:
-    records = (record for batch in batches for record in batch.to_pylist())
+    records = (record for batch in batches for record in _records(batch))
     for number, record in enumerate(records, 1):
-        yield fields.document(record, f"{file}, row {number}", size)
+        origin = f"{file}, row {number}"
+        yield record(origin, size) if callable(record) else fields.document(record, origin, size)
+
+
+def _records(batch: Any) -> Iterator[Any]:
+    """A batch's rows; of one that is not UTF-8 what makes the bad document."""
+    try:
+        yield from batch.to_pylist()
+    except UnicodeDecodeError:
+        for row in range(len(batch)):
+            try:
+                yield from batch.slice(row, 1).to_pylist()
+            except UnicodeDecodeError as error:
+                yield partial(_not_text, str(error))
+
+
+def _not_text(why: str, origin: str, size: float) -> Document:
+    return Document("", origin, size, f"not UTF-8 ({why})")

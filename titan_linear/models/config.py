@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 from torch import nn
@@ -135,6 +137,22 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[objec
             if a[option] != b[option]:
                 found.setdefault(prefix + option, (a[option], b[option]))
     return found
+
+
+def fingerprint(model: ModelConfig) -> str:
+    """Of what the model computes: two models with the same have no `differences`. Options that later versions add, with
+    a default that changes nothing, leave it as it is."""
+    mixers = [(mixer.name, _chosen(mixer, vars(mixer))) for mixer in model.layers]
+    moe = model.moe and _chosen(model.moe, vars(_without_mixers(model)["moe"]))
+    rest = {name: value for name, value in _chosen(model, _without_mixers(model)).items() if name != "moe"}
+    return hashlib.sha256(repr((rest, moe, mixers)).encode()).hexdigest()[:16]
+
+
+def _chosen(options: object, values: Mapping[str, object]) -> dict[str, object]:
+    """Those that are not defaults; numbers as JSON may have them, 1 for 1.0, are alike."""
+    defaults = {field.name: field.default for field in fields(options)}
+    numbers = {name: float(x) if type(x) in (int, float) else x for name, x in values.items() if x != defaults[name]}
+    return dict(sorted(numbers.items()))
 
 
 def _without_mixers(model: ModelConfig) -> dict[str, object]:
