@@ -177,6 +177,7 @@ USER, ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "conte
         (MARKED, [USER], "no answer to learn"),
         (UNMARKED, [USER], "no answer to learn"),
         (MARKED, [{"role": "user", "content": ["x"]}], "the chat template refuses it: TemplateError: no text"),
+        (MARKED, [{"role": "user", "content": "a\ufdd0/answer\ufdd1"}, ASSISTANT], "noncharacter U+FDD0"),
         ("{{ strftime_now('%d') }}", [USER, ASSISTANT], "refuses it: UndefinedError: 'strftime_now' is undefined"),
         ("{{ messages.append(1) }}", [USER, ASSISTANT], "refuses it: SecurityError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", [USER], "refuses it: SecurityError"),

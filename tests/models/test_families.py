@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from tests.worlds import World
 from titan_linear.models.adapters import config_from_hf, config_to_hf, placements
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder, LayerCache
+from titan_linear.models.families.layout import check_values
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 
@@ -232,6 +233,12 @@ def test_a_token_has_no_more_experts_than_there_are(case: Callable[[str], Case])
     written = config_to_hf(c.family, c.config) | {"num_experts_per_token": 99}
     with pytest.raises(ValueError, match="top_k = 99 of num_experts"):
         config_from_hf(written)
+
+
+def test_numbers_without_a_point(case: Callable[[str], Case]) -> None:
+    """JSON's 0 and 1 for a coefficient or a scale."""
+    c = case("Kimi-Linear")
+    check_values(replace(c.config, moe=replace(c.config.moe, balance_coefficient=0, scale=1), init_std=0))
 
 
 def test_a_head_is_tied_as_the_whole_model_says(case: Callable[[str], Case]) -> None:

@@ -35,7 +35,7 @@ from titan_linear.data.tokenizer import HuggingFaceTokenizer, Tokenizer
 Record = Mapping[str, Any]
 Learnt = tuple[np.ndarray, np.ndarray]  # tokens [n] int64, and which of them are learnt [n] bool
 ANSWERER = "assistant"
-_BEGIN, _END = "\ufdd0answer\ufdd1", "\ufdd0/answer\ufdd1"  # around what is learnt; noncharacters: no text has them
+_BEGIN, _END = "\ufdd0answer\ufdd1", "\ufdd0/answer\ufdd1"  # around what is learnt; a text that has them is refused
 _GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
 _REMEDY = "put {% generation %} and {% endgeneration %} around answers in the chat template (docs/data.md)"
 
@@ -106,6 +106,8 @@ class Conversations:
             return "'messages' is no list of objects with a 'role'"
         # Saved tables give every message the fields of all, null where it has none of its own.
         messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
+        if "\ufdd0" in json.dumps([messages, record.get("tools")], ensure_ascii=False, default=str):
+            return "a message holds the noncharacter U+FDD0, which marks answers here; remove it"
         try:
             text, answers = self._rendered(messages, record.get("tools") or None)
         except _Problem as problem:

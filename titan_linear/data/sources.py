@@ -90,10 +90,10 @@ def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "tra
     for pattern in [dataset_path] if os.path.exists(dataset_path) else dataset_path.split(","):
         found = _expand(pattern.strip(), suffixes)
         if not found:
-            where = pattern.strip() if Path(pattern.strip()).is_absolute() else f"{pattern.strip()} in {os.getcwd()}"
+            here = "" if Path(pattern.strip()).expanduser().is_absolute() else f" in {os.getcwd()}"
             raise ValueError(
-                f"{path_key} = {dataset_path!r}: no {' or '.join(suffixes) or 'file'} is at '{where}'; give a file, a "
-                "folder or globs (separated by commas)"
+                f"{path_key} = {dataset_path!r}: no {' or '.join(suffixes) or 'file'} is at {pattern.strip()!r}{here}; "
+                "give a file, a folder or globs (separated by commas)"
             )
         files.update(found)
     return sorted(files) if dataset != "arrow" else _as_saved(files, path_key)

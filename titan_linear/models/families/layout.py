@@ -177,7 +177,7 @@ def check_values(model: ModelConfig) -> None:
             if not isinstance(value, tuple) and not _fits(value, hints[name]):
                 hint = getattr(hints[name], "__name__", hints[name])  # a union has no name
                 raise ValueError(f"config.json gives {owner} {name} = {value!r}, which must be {hint}; fetch it again")
-            if type(value) in (int, float) and not value >= _least(name, value):
+            if type(value) in (int, float) and not value >= _least(name, hints[name]):
                 raise ValueError(f"config.json gives {owner} {name} = {value!r}, which is too small; fetch it again")
     if model.moe is not None and model.moe.top_k > model.moe.num_experts:
         raise ValueError(
@@ -192,10 +192,11 @@ def _fits(value: object, hint: Any) -> bool:
     return type(value) in kinds or (float in kinds and type(value) is int)
 
 
-def _least(name: str, value: float) -> float:
-    if name.endswith(("eps", "theta")):
-        return sys.float_info.min
-    return 1 if type(value) is int and name not in OR_NONE else -math.inf if name == "lower_bound" else 0
+def _least(name: str, hint: Any) -> float:
+    """Of a size, of a divisor, of any other number."""
+    if hint is int:
+        return 0 if name in OR_NONE else 1
+    return sys.float_info.min if name.endswith(("eps", "theta")) else -math.inf if name == "lower_bound" else 0
 
 
 def shortest(layers: list[MixerOptions]) -> tuple[MixerOptions, ...]:
