@@ -327,9 +327,14 @@ def ended(rank: int, world_size: int, argv: list[str], cache: str) -> list[int]:
     os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
     after_backward(trainer, lambda loss: loss * (float("nan") if trainer.step == 1 else 1.0))
+    write = checkpoint._Writer.write_data
+
+    def slowly(*given: object) -> object:
+        time.sleep(0.5)
+        return write(*given)
+
     with pytest.MonkeyPatch.context() as patch:
-        write = checkpoint._Writer.write_data
-        patch.setattr(checkpoint._Writer, "write_data", lambda *given: time.sleep(0.5) or write(*given))
+        patch.setattr(checkpoint._Writer, "write_data", slowly)
         with pytest.raises(NonFinite):
             trainer.train()
     return checkpoint.whole_steps(Path(trainer.config.job.dump_folder) / "checkpoint")

@@ -13,7 +13,17 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from titan_linear.checkpoint import Progress
-from titan_linear.config import OTHER, Config, data_parallel_degrees, hf_assets, hf_weights, sources, tokens_at
+from titan_linear.config import (
+    OTHER,
+    Config,
+    data_parallel_degrees,
+    flat_keys,
+    hf_assets,
+    hf_weights,
+    schedule_steps,
+    sources,
+    tokens_at,
+)
 from titan_linear.data import (
     ORDER,
     Corpus,
@@ -178,13 +188,13 @@ def _mixture_changes(old: Mapping[str, float], new: Mapping[str, float]) -> str:
 def progress_at(config: Config, step: int, skipped: int) -> Progress:
     """What a checkpoint has to know of how far the run is. The cursor is of whole steps, whatever was fetched ahead."""
     cursor = step * config.training.global_batch_size
-    length = config.lr_scheduler.total_steps or config.training.steps
-    tokens = tokens_at(config.training, step)
+    tokens, length = tokens_at(config.training, step), schedule_steps(config)
     return {"step": step, "cursor": cursor, "tokens": tokens, "skipped": skipped, "total_steps": length}
 
 
 OF_A_NODE = (  # keys that nodes may have of their own, mostly paths
-    "tokenizer_path", "hf_assets_path", "dataset_path", "mixture", "initial_load_path", "loss_by_source", "num_workers",
+    "job.", "profiling.", "model.tokenizer_path", "model.hf_assets_path", "training.dataset_path", "training.mixture",
+    "training.num_workers", "validation.dataset_path", "checkpoint.initial_load_path", "metrics.loss_by_source",
 )  # fmt: skip
 
 # What checkpoints know by its content, and the key that brings it.
@@ -226,12 +236,7 @@ def check_content(config: Config, progress: Progress, data: Progress) -> None:
 
 def check_alike(config: Config, content: Progress, host: dist.ProcessGroup) -> None:
     """ValueError, on every rank: ranks, of several nodes say, have other data or keys than rank 0. Paths may differ."""
-    keys = {
-        f"{section}.{key}": value
-        for section, values in config.model_dump().items()
-        for key, value in values.items()
-        if section not in ("job", "profiling") and key not in OF_A_NODE
-    }
+    keys = {key: value for key, value in flat_keys(config).items() if not key.startswith(OF_A_NODE)}
     ranks = of_all_ranks(keys | {f"the content of {name}": value for name, value in content.items()}, host)
     for rank, own in enumerate(ranks):
         for name, value in own.items():

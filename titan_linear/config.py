@@ -485,6 +485,11 @@ def _origins(config: Config, given: Config, sources: Mapping[str, Mapping[str, A
     return origins
 
 
+def flat_keys(config: Config) -> dict[str, Any]:
+    """{"section.key": value}."""
+    return {f"{section}.{key}": value for section, keys in config.model_dump().items() for key, value in keys.items()}
+
+
 def toml_value(value: Any) -> str:
     """Of a key. bool, int, float and str are written in JSON as in TOML, but for the escape of DEL."""
     if isinstance(value, list):
@@ -706,6 +711,11 @@ def check_config(config: Config, world_size: int) -> None:
 def seq_len_at(t: Training, step: int) -> int:
     """Tokens of a stream of this step, of which the first is 1."""
     return next((part.seq_len for part in t.seq_len_schedule if step <= part.until_step), t.seq_len)
+
+
+def schedule_steps(config: Config) -> int:
+    """Until which the learning rate decays."""
+    return config.lr_scheduler.total_steps or config.training.steps
 
 
 def tokens_at(t: Training, step: int) -> int:

@@ -126,8 +126,8 @@ def open_folder(path: Path) -> Folder:
     return Folder(path, config, tensors | {name: headers[file][name] for name, file in where.items()})
 
 
-def check_folder(path: Path, model: ModelConfig) -> None:
-    """Refuse a folder that does not hold exactly the tensors of `model`.
+def check_folder(path: Path, model: ModelConfig) -> tuple[Folder, list[Placement]]:
+    """A folder, and where each parameter lies in it; one that does not hold exactly the tensors of `model` is refused.
 
     Raises:
         ValueError: naming file and tensor.
@@ -138,7 +138,8 @@ def check_folder(path: Path, model: ModelConfig) -> None:
         raise ValueError(
             f"'{Path(path) / CONFIG}' is another model: {differing}; use model.flavor = 'hf', or this model's folder"
         )
-    locate(open_folder(path), family, model)
+    folder = open_folder(path)
+    return folder, locate(folder, family, model)
 
 
 def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
@@ -452,10 +453,7 @@ def write_folder(
         SaveFailed: on every rank, the folder could not be written.
     """
     path, temporary = Path(path), Path(path).with_name(f".{Path(path).name}.tmp")
-    if like is not None:
-        check_folder(like, model)
-    source = None if like is None else open_folder(like)
-    found = placements(model, family) if source is None else locate(source, family, model)
+    source, found = (None, placements(model, family)) if like is None else check_folder(like, model)
     copied = [] if source is None else _not_ours(source, family, model)
     config = _config_json(model, family, dtype, source, extra or {})
     writer = _Writer(temporary, _plan(found, dtype, source, copied), shard_bytes)

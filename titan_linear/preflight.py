@@ -34,7 +34,7 @@ from titan_linear.checkpoint import (
     verify,
     weights_path,
 )
-from titan_linear.config import Config, check_config, data_parallel_degrees, hf_weights, load_config
+from titan_linear.config import Config, check_config, data_parallel_degrees, hf_weights, load_config, schedule_steps
 from titan_linear.data import Tokenizer, build_tokenizer, verify_changed, verify_corpus
 from titan_linear.hf_io import check_folder
 from titan_linear.models.config import ModelConfig
@@ -136,18 +136,16 @@ def _check_checkpoint(config: Config, model: ModelConfig) -> Progress:
 
 
 def check_schedule(config: Config, step: int, length: int | None = None) -> None:
-    """length: of the schedule so far; None: as config.toml has it (checkpoints of older versions do not say it).
-
-    The learning rate of `step`, which is done, is what it was. An explicit lr_scheduler.total_steps may change it.
+    """The learning rate of `step`, which is done, is what it was. An explicit lr_scheduler.total_steps may change it.
 
     Where the rate of one step agrees, so do those of the steps before: only a schedule of another length differs.
+    length: of the schedule so far; None: as config.toml has it (checkpoints of older versions do not say it).
     """
     stored, steps = Path(config.job.dump_folder) / CONFIG, config.training.steps
     if config.lr_scheduler.total_steps or not (length or stored.is_file()):
         return
     if length is None:
-        run = load_config(["--job.config_file", str(stored)])
-        length = run.lr_scheduler.total_steps or run.training.steps
+        length = schedule_steps(load_config(["--job.config_file", str(stored)]))
     then, now = (learning_rate(step, config.optimizer.lr, config.lr_scheduler, n) for n in (length, steps))
     if then != now:
         keep = f"lr_scheduler.total_steps = {length}" if length >= steps else f"training.steps to at most {length}"

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from titan_linear import __version__
-from titan_linear.config import Config, config_to_toml, load_config
+from titan_linear.config import Config, config_to_toml, flat_keys, load_config
 from titan_linear.files import write_whole
 
 CONFIG, MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
@@ -67,9 +67,7 @@ def lock_folder(folder: str) -> TextIO:
         Path(folder).mkdir(parents=True, exist_ok=True)
         file = open(Path(folder) / LOCK, "a+")  # noqa: SIM115 (the caller keeps it open)
     except OSError as error:
-        raise ValueError(
-            f"job.dump_folder = {folder!r} cannot be written: {error.strerror}; use another folder"
-        ) from None
+        raise _unwritable(folder, error) from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # POSIX allows either
@@ -85,10 +83,12 @@ def lock_folder(folder: str) -> TextIO:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
     except OSError as error:
-        raise ValueError(
-            f"job.dump_folder = {folder!r} cannot be written: {error.strerror}; use another folder"
-        ) from None
+        raise _unwritable(folder, error) from None
     return file
+
+
+def _unwritable(folder: str, error: OSError) -> ValueError:
+    return ValueError(f"job.dump_folder = {folder!r} cannot be written: {error.strerror}; use another folder")
 
 
 def check_resume(config: Config) -> list[str]:
@@ -106,27 +106,26 @@ def check_resume(config: Config) -> list[str]:
         raise ValueError(f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder")
     stored = load_config(["--job.config_file", str(folder / CONFIG)])
     _check_checkpoints_are_used(config, stored)
-    from_root = _flat(_with_absolute_paths(stored)), _flat(_with_absolute_paths(config))
-    given, stored = _flat(config), _flat(stored)
+    from_root = flat_keys(_with_absolute_paths(stored)), flat_keys(_with_absolute_paths(config))
+    given, stored = flat_keys(config), flat_keys(stored)
     same = {key for key in given if from_root[0][key] == from_root[1][key]}
     changes = {key: (stored[key], new) for key, new in given.items() if key not in same}
     refused = {key: change for key, change in changes.items() if not _may_change(key, *change)}
     if refused:
         lines = "\n".join(f"  {key}: {old!r} → {new!r}" for key, (old, new) in refused.items())
-        anew = "" if _has_checkpoint(config) else ", or begin again here: job.start_anew = true (it deletes nothing)"
+        anew = ", or begin again here: job.start_anew = true (it deletes nothing)"
         raise ValueError(
             f"job.dump_folder = '{folder}' holds a run that cannot resume with other values of\n{lines}\n"
-            f"restore them, or start a new run in another job.dump_folder{anew}"
+            f"restore them, or start a new run in another job.dump_folder"
+            f"{'' if _has_checkpoint(folder, config.checkpoint.folder) else anew}"
         )
     return [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if not key.startswith("job.")]
 
 
 def _check_checkpoints_are_used(config: Config, stored: Config) -> None:
     """Else the run would begin again, and cut what it has reported."""
-    c = config.checkpoint
-    if _has_checkpoint(stored.model_copy(update={"job": config.job})) and not (
-        c.enable and c.folder == stored.checkpoint.folder
-    ):
+    c, known = config.checkpoint, stored.checkpoint.folder
+    if not (c.enable and c.folder == known) and _has_checkpoint(Path(config.job.dump_folder), known):
         key = f"folder = {c.folder!r}" if c.enable else "enable = false"
         raise ValueError(
             f"checkpoint.{key} would begin again in job.dump_folder = {config.job.dump_folder!r}, which holds a run "
@@ -140,7 +139,7 @@ def _may_change(key: str, old: Any, new: Any) -> bool:
 
 def starts_anew(config: Config) -> bool:
     """job.start_anew applies: this folder's run, if it has one, left no checkpoint."""
-    return config.job.start_anew and not _has_checkpoint(config)
+    return config.job.start_anew and not _has_checkpoint(Path(config.job.dump_folder), config.checkpoint.folder)
 
 
 def set_run_aside(config: Config) -> None:
@@ -168,7 +167,7 @@ def unused(path: Path) -> Path:
 def finished_without_checkpoint(config: Config) -> bool:
     """The metrics in this folder go to the last step, and there is nothing to resume from."""
     metrics = Path(config.job.dump_folder) / METRICS
-    if _has_checkpoint(config) or not metrics.exists():
+    if _has_checkpoint(metrics.parent, config.checkpoint.folder) or not metrics.exists():
         return False
     *lines, _torn = metrics.read_text(encoding="utf-8").split("\n")
     return bool(lines) and _step(metrics, len(lines), lines[-1]) >= config.training.steps
@@ -231,12 +230,8 @@ def _has_trained(folder: Path, checkpoints: str) -> bool:
     return (metrics.exists() and metrics.stat().st_size > 0) or any((folder / checkpoints).glob("step-*"))
 
 
-def _has_checkpoint(config: Config) -> bool:
-    return any((Path(config.job.dump_folder) / config.checkpoint.folder).glob(f"step-*[0-9]/{MANIFEST}"))
-
-
-def _flat(config: Config) -> dict[str, Any]:
-    return {f"{section}.{key}": v for section, keys in config.model_dump().items() for key, v in keys.items()}
+def _has_checkpoint(folder: Path, checkpoints: str) -> bool:
+    return any((folder / checkpoints).glob(f"step-*[0-9]/{MANIFEST}"))
 
 
 def write_config(config: Config) -> None:

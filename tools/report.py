@@ -22,7 +22,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
-from titan_linear.config import Config, load_config, tokens_at, toml_value
+from titan_linear.config import Config, flat_keys, load_config, tokens_at, toml_value
 from titan_linear.process import run_command
 from titan_linear.rundir import CONFIG, MANIFEST, METRICS, SPIKES, TELEMETRY
 
@@ -371,9 +371,8 @@ def _text(value: Any) -> str:
 
 
 def configuration(run: Run) -> dict[str, str]:
-    sections = run.config.model_dump() if run.config else {}
-    flattened = {f"{section}.{key}": toml_value(x) for section, keys in sections.items() for key, x in keys.items()}
-    return {key: text for key, text in flattened.items() if key not in ("job.config_file", "job.dump_folder")}
+    keys = flat_keys(run.config) if run.config else {}
+    return {key: toml_value(x) for key, x in keys.items() if key not in ("job.config_file", "job.dump_folder")}
 
 
 def spikes(runs: Sequence[Run]) -> str:

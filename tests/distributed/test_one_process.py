@@ -66,6 +66,21 @@ def test_states_by_way_of_the_heads(layout: str, monkeypatch: pytest.MonkeyPatch
     check(32, 5, ("kda", "gdn"), layout)
 
 
+def test_over_heads_with_rows_of_dt_bias_apart() -> None:
+    cu, x = boundaries([8]), raw_gate_inputs("kda", 8, K=4, V=3)
+    bias = x["dt_bias"].view(-1, 4)
+    apart = x | {"dt_bias": torch.cat([bias, bias], -1)[:, :4]}
+
+    def on_rank(group: LocalGroup) -> list[torch.Tensor]:
+        context = build_cp_context(cu, group)
+        mine = tokens_of(context)
+        of_rank = ({name: t if name in PARAMETERS else t[:, mine] for name, t in given.items()} for given in (x, apart))
+        return [call("kda", given, cp_context=context, cp_method="ulysses")[0] for given in of_rank]
+
+    for want, got in run_ranks(on_rank, 2):
+        assert torch.equal(got, want)
+
+
 def check(world_size: int, heads: int, ops: tuple[str, ...], layout: str) -> None:
     cu = boundaries(LENGTHS)
 

@@ -106,7 +106,7 @@ class Conversations:
             return "'messages' is no list of objects with a 'role'"
         # Saved tables give every message the fields of all, null where it has none of its own.
         messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
-        if "\ufdd0" in json.dumps([messages, record.get("tools")], ensure_ascii=False, default=str):
+        if _BEGIN[0] in json.dumps([messages, record.get("tools")], ensure_ascii=False, default=str):
             return "a message holds the noncharacter U+FDD0, which marks answers here; remove it"
         try:
             text, answers = self._rendered(messages, record.get("tools") or None)

@@ -24,7 +24,6 @@ import zlib
 from collections.abc import Iterable, Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -278,11 +277,12 @@ def _rows(file: Path, batches: Iterable[Any], size: float, fields: _Fields) -> I
     records = (record for batch in batches for record in _records(batch))
     for number, record in enumerate(records, 1):
         origin = f"{file}, row {number}"
-        yield record(origin, size) if callable(record) else fields.document(record, origin, size)
+        bad = isinstance(record, str)
+        yield Document("", origin, size, record) if bad else fields.document(record, origin, size)
 
 
-def _records(batch: Any) -> Iterator[Any]:
-    """A batch's rows; of one that is not UTF-8 what makes the bad document."""
+def _records(batch: Any) -> Iterator[dict[str, Any] | str]:
+    """A batch's rows; of one that is not UTF-8 what is wrong with it."""
     try:
         yield from batch.to_pylist()
     except UnicodeDecodeError:
@@ -290,8 +290,4 @@ def _records(batch: Any) -> Iterator[Any]:
             try:
                 yield from batch.slice(row, 1).to_pylist()
             except UnicodeDecodeError as error:
-                yield partial(_not_text, str(error))
-
-
-def _not_text(why: str, origin: str, size: float) -> Document:
-    return Document("", origin, size, f"not UTF-8 ({why})")
+                yield f"not UTF-8 ({error})"

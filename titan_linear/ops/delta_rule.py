@@ -186,10 +186,10 @@ def chunk_delta_rule(
     N = check_boundaries(*q.shape[:2], cu_seqlens, cu_seqlens_cpu)
     _check_state(initial_state, N, v.shape[2], q.shape[3], v.shape[3], state_v_first)
     initial_state = swapped(initial_state, state_v_first)
+    A_log, dt_bias = (None if x is None else x.flatten().contiguous() for x in (A_log, dt_bias))
     several = cp_context is not None and cp_context.world_size > 1
     if several and cp_method == "ulysses":
         return _over_heads(q, k, v, g, beta, A_log, dt_bias, options, cp_context, impl), None
-    A_log, dt_bias = (None if x is None else x.flatten().contiguous() for x in (A_log, dt_bias))
     inputs = Inputs(*(x.flatten(0, 1) for x in (q, k, v, g, beta)), A_log, dt_bias)
     rule = _implementation(inputs, impl)
     wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state))
