@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from titan_linear.data import ByteTokenizer, load_corpus, open_corpus
-from titan_linear.data.cache import locked
+from titan_linear.data.writing import locked
 from tools import corpus
 
 

@@ -1,4 +1,5 @@
-"""Files that are whole or absent, whatever a kill or a power cut leaves of the program that writes them."""
+"""Files that are whole or absent, whatever a kill or a power cut leaves of the program that writes them; and where what
+can be made again is kept."""
 
 from __future__ import annotations
 
@@ -27,3 +28,8 @@ def sync(path: Path, *, forget: bool = False) -> Path:
     finally:
         os.close(fd)
     return path
+
+
+def default_cache_dir() -> Path:
+    """The user's cache folder."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "titan_linear"

@@ -23,7 +23,7 @@ from titan_linear.data import (
     verify_corpus,
     write_corpus,
 )
-from titan_linear.data import cache as cache_module
+from titan_linear.data import corpus as corpus_module
 from titan_linear.data.cache import remove_cache
 
 FORK = multiprocessing.get_context("fork")
@@ -120,7 +120,7 @@ def test_the_same_texts_elsewhere(lines: Path, tmp_path: Path, monkeypatch: pyte
     moved = lines.rename(tmp_path / "moved.jsonl")
     assert batches(copy) == batches(moved) == 0
     with monkeypatch.context() as patch:
-        patch.setattr("titan_linear.data.cache._digest", None)
+        patch.setattr("titan_linear.data.cache.add_file", None)
         assert batches(copy) == batches(moved) == 0
     assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock", ".lock", ".lock", ".same", ".same"]
     other = tmp_path / "other.jsonl"
@@ -196,7 +196,7 @@ def test_a_tokenizer_without_an_end_token_is_a_warning(lines: Path, tmp_path: Pa
 def few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """30 documents: three batches; the journal is written after each document."""
     monkeypatch.setattr("titan_linear.data.tokenise.BLOCK_DOCUMENTS", 10)
-    monkeypatch.setattr("titan_linear.data.cache.JOURNAL_SECONDS", 0)
+    monkeypatch.setattr("titan_linear.data.writing.JOURNAL_SECONDS", 0)
     file = tmp_path / "few.jsonl"
     file.write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(30)))
     return file
@@ -282,7 +282,7 @@ def without_files(folder: Path) -> None:
     for name in ("files.bin", "files.json"):
         del info["files"][name]
         (folder / name).unlink()
-    info["checksum"] = cache_module._info_checksum(info)
+    info["checksum"] = corpus_module.info_checksum(info)
     (folder / "corpus.json").write_text(json.dumps(info))
 
 
@@ -394,7 +394,7 @@ def test_damage_is_caught(make_corpus: Callable, name: str, damage: str):
 
 
 def test_damage_beyond_the_first_block(make_corpus: Callable, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("titan_linear.data.cache.CRC_BLOCK", 1000)
+    monkeypatch.setattr("titan_linear.data.corpus.CRC_BLOCK", 1000)
     corpus = make_corpus(random_documents([3000]))
     with (corpus.folder / "tokens.bin").open("r+b") as file:
         file.seek(4321)
@@ -421,8 +421,8 @@ def test_damaged_cache_is_not_rebuilt_silently(lines: Path, tmp_path: Path):
 
 def test_a_corpus_that_did_not_change_is_read_once(make_corpus: Callable, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    read, whole = [], cache_module.verify_corpus
-    monkeypatch.setattr(cache_module, "verify_corpus", lambda corpus: (read.append(corpus.folder), whole(corpus)))
+    read, whole = [], corpus_module.verify_corpus
+    monkeypatch.setattr(corpus_module, "verify_corpus", lambda corpus: (read.append(corpus.folder), whole(corpus)))
     one, other = (make_corpus([[n, n + 1, 256]]) for n in (1, 2))
     for corpus in (one, one, other, load_corpus(one.folder)):
         verify_changed(corpus)
@@ -438,7 +438,7 @@ def test_a_corpus_that_did_not_change_is_read_once(make_corpus: Callable, tmp_pa
             verify_changed(one)
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    monkeypatch.setattr(cache_module, "LONG", 1)  # byte
+    monkeypatch.setattr(corpus_module, "LONG", 1)  # byte
     for _ in range(2):  # it is whole, but that cannot be noted
         verify_changed(other)
         said, warning = capsys.readouterr().out.splitlines()

@@ -251,7 +251,7 @@ def test_records_of_each_kind(folder: Callable, tmp_path: Path):
 
 def test_stopped_and_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("titan_linear.data.tokenise.BLOCK_DOCUMENTS", 10)
-    monkeypatch.setattr("titan_linear.data.cache.JOURNAL_SECONDS", 0)
+    monkeypatch.setattr("titan_linear.data.writing.JOURNAL_SECONDS", 0)
     pairs = [{"prompt": "a" * (i % 7), "completion": f"answer {i}"} for i in range(30)]
     file = as_lines(tmp_path / "a.jsonl", pairs)
     whole = opened(file, tmp_path, dataset_format="completion")

@@ -3,9 +3,10 @@
 1. **Sources** (sources.py) give documents in a fixed order: files, lines or rows of text, or a corpus of tokens.
 2. **A tokenizer** (tokenizer.py), bytes or any Hugging Face tokenizer.json, turns each into tokens and an end token;
    processes on all cores do (tokenise.py). Of conversations (chat.py) it also says which tokens are learnt.
-3. **A corpus** (cache.py) holds them on disk: all tokens end to end, where each document begins, and a hash of each;
+3. **A corpus** (corpus.py) holds them on disk: all tokens end to end, where each document begins, and a hash of each;
    of conversations, where each answer begins and ends; of texts, which documents each file gave.
-   It is written once, by one process, and memory-mapped by all; ranks of a machine share its pages.
+   It is written once (writing.py; of texts into the user's cache, cache.py), by one process, and memory-mapped by all;
+   ranks of a machine share its pages.
 4. **A split** (split.py) holds documents out for validation by their hash, so that no text is on both sides.
 5. **Packed streams** (packing.py): every epoch lays the training documents end to end in an order drawn from (seed,
    epoch) (order.py), epochs follow without a gap, and stream i is tokens [i·T, (i+1)·T) of that endless line. It is
@@ -26,16 +27,8 @@ restarted. All that a checkpoint keeps is one number, the cursor: how many strea
     for batch in loader: ...
 """
 
-from titan_linear.data.cache import (
-    Corpus,
-    cached_corpus,
-    load_corpus,
-    open_corpus,
-    tokenise_corpus,
-    verify_changed,
-    verify_corpus,
-    write_corpus,
-)
+from titan_linear.data.cache import cached_corpus, open_corpus, tokenise_corpus
+from titan_linear.data.corpus import Corpus, load_corpus, verify_changed, verify_corpus
 from titan_linear.data.file_groups import FileGroups
 from titan_linear.data.loader import Batch, build_dataloader, learnt, validation_batches
 from titan_linear.data.mixture import MixedStreams, Phase, Streams
@@ -44,6 +37,7 @@ from titan_linear.data.packing import IGNORE, Length, PackedStreams, Stream
 from titan_linear.data.sources import Document
 from titan_linear.data.split import Side, split_corpus, split_documents
 from titan_linear.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from titan_linear.data.writing import write_corpus
 
 __all__ = [
     "IGNORE",

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_linear.data.cache import Corpus
+from titan_linear.data.corpus import Corpus
 from titan_linear.data.mixture import MixedStreams, Streams
 
 _PART = re.compile(r"\*\*/|\*\*|.", re.DOTALL)

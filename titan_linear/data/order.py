@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from titan_linear.data.cache import Corpus
+from titan_linear.data.corpus import Corpus
 from titan_linear.data.split import Side
 
 ORDER = 2  # of new runs

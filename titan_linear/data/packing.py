@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_linear.data.cache import Corpus
+from titan_linear.data.corpus import Corpus
 from titan_linear.data.order import InPlace, Line, Listed, Pooled, document_lengths
 from titan_linear.data.split import Side
 from titan_linear.loss import IGNORE

@@ -24,8 +24,9 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_linear.data.cache import SMALL, Corpus, check_lengths, default_cache_dir, locked, read
-from titan_linear.files import write_whole
+from titan_linear.data.corpus import SMALL, Corpus, check_lengths, read
+from titan_linear.data.writing import locked
+from titan_linear.files import default_cache_dir, write_whole
 
 BUNDLE = 128  # documents
 SPAN = 512  # bundles that are summed at once: their numbers stay in a core's cache

@@ -1,0 +1,282 @@
+"""Corpora on disk: documents as tokens, memory-mapped, with a checksum for every byte.
+
+A corpus is a folder (little-endian, no headers):
+
+    tokens.bin    uint16 if the vocabulary has at most 2¹⁶ ids, else uint32   [num_tokens], documents end to end
+    offsets.bin   int64    [num_documents + 1]; document d is tokens[offsets[d] : offsets[d+1]], never empty
+    hashes.bin    uint64   [num_documents]; blake2b of the document's tokens, which decides the held-out split
+    answers.bin   int64    [2 · num_answers], of conversations alone: tokens[answers[2a] : answers[2a + 1]] is answer a,
+                           which is learnt; the other tokens are not. Without this file all are
+    files.bin     int64    [num_files + 1], of texts alone: documents files[f] to files[f + 1] are of text file f
+    files.json    the paths of these text files when they were tokenised
+    corpus.json   counts, dtype, the tokenizer's fingerprint, the content's fingerprint, the source, and each file's
+                  size and CRC-32 per 16 MiB; a CRC-32 of the JSON itself under "checksum"
+
+Corpora of earlier versions have neither files.bin nor files.json. A cache gets them when somebody asks for them, for
+which its texts are read once more (cache.py).
+
+What identifies a corpus elsewhere (in a checkpoint, say) is `Corpus.fingerprint`, made from the tokens alone and which
+of them are learnt.
+
+Opening checks corpus.json and the sizes and structure of every file. `verify_corpus` reads everything once (at
+the disk's speed, in threads) against the checksums; the preflight does that before training starts, of a corpus that it
+has found whole before only where a file is another (`verify_changed`). A damaged corpus is an error and is never
+rebuilt by itself: nothing that might be someone's only copy is deleted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import zlib
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from titan_linear.data.sources import FIELD_SOURCES, TEXT_SOURCES
+from titan_linear.files import default_cache_dir, write_whole
+
+FORMAT = "titan_linear corpus 1"
+ANSWERS_FORMAT = "titan_linear corpus 2"  # what reads the first alone would learn every token
+CRC_BLOCK = 1 << 24  # bytes
+LONG = 50 * 10**9  # bytes that take some time to read
+SMALL = 1 << 22  # documents of which every process may look at all
+CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")  # of the folders that are ours to remove
+FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
+ANSWERS = "answers.bin"
+FILE_ENDS, PATHS = "files.bin", "files.json"  # of the texts
+INFO = "corpus.json"
+
+
+@dataclass(frozen=True, eq=False)
+class Corpus:
+    """An open corpus. Its arrays are memory-mapped; pickled, it travels as its path."""
+
+    folder: Path
+    tokens: np.ndarray  # [num_tokens] uint16 | uint32
+    offsets: np.ndarray  # [num_documents + 1] int64
+    hashes: np.ndarray  # [num_documents] uint64
+    info: dict[str, Any]  # corpus.json
+    answers: np.ndarray | None = None  # [2 · num_answers] int64, rising; None: all tokens are learnt
+    files: np.ndarray | None = None  # [num_files + 1] int64: documents before each text file; None: it is not known
+    paths: tuple[str, ...] | None = None  # of these files, where they were asked for
+
+    def __reduce__(self) -> tuple:
+        return load_corpus, (self.folder,)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.hashes)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def fingerprint(self) -> str:
+        """Identifies the content: these tokens, as these documents, in this order, and which of them are learnt. The
+        tokenizer has its own."""
+        return self.info["fingerprint"]
+
+    def is_learnt(self, positions: np.ndarray) -> np.ndarray:
+        """Which tokens are to be predicted, [n] bool, of those at these positions in `tokens`, [n] int64."""
+        if self.answers is None:
+            return np.ones(len(positions), dtype=bool)
+        return np.searchsorted(self.answers, positions, side="right") % 2 == 1
+
+    @property
+    def summary(self) -> str:
+        """For the console: a line, and one for each thing that one should know."""
+        source = self.info["source"] or {"dataset": "tokens", "skipped_empty": 0}
+        what = "texts" if source["dataset"] in FIELD_SOURCES else "files"
+        skipped = f" ({source['skipped_empty']:,} empty {what} skipped)" if source["skipped_empty"] else ""
+        learnt = "" if self.answers is None else f", {self.info['num_learnt']:,} of them in answers"
+        lines = [
+            f"corpus {source['dataset']}: {self.num_documents:,} documents{skipped}, {self.num_tokens:,} tokens"
+            f"{learnt}, in {self.folder}"
+        ]
+        if bad := source.get("skipped_bad"):
+            lines.append(f"warning: {bad:,} bad documents skipped: " + "; ".join([*source["bad"], "…"][:bad]))
+        if self.info["tokenizer"]["eos"] is None:
+            lines.append(
+                "warning: the tokenizer has no end token, so nothing in the tokens separates documents: the model will "
+                "not learn to end a text, and generation goes on to its last token; name one as eos_token in a "
+                "tokenizer_config.json beside tokenizer.json"
+            )
+        elif self.answers is not None and not self.info["num_ended"]:
+            lines.append(
+                f"warning: no answer ends in the tokenizer's end token, {self.info['tokenizer']['eos']}, where "
+                "generation stops; name the end of a turn as eos_token in a tokenizer_config.json beside tokenizer.json"
+            )
+        return "\n".join(lines)
+
+
+def load_corpus(folder: Path) -> Corpus:
+    """Opens a corpus's folder; checks corpus.json and each file's size and structure (not its checksums). The lengths
+    of more than SMALL documents are checked once in a machine, with their sums (split.py).
+
+    ValueError: a file is missing, truncated or not what corpus.json says.
+    """
+    info, remedy = _read_info(folder), how_to_mend(folder)
+    dtypes = dict(zip((*FILES, ANSWERS, FILE_ENDS), (info["dtype"], "<i8", "<u8", "<i8", "<i8")))
+    arrays: dict[str, np.ndarray] = {}
+    for name in names_in(info):
+        path, expected = folder / name, info["files"][name]["size"]
+        if not path.is_file():
+            raise ValueError(f"{path} is missing; {remedy}")
+        if path.stat().st_size != expected:
+            raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {expected:,}; {remedy}")
+        if name in dtypes:
+            arrays[name] = np.asarray(np.memmap(path, dtypes[name], mode="r"))
+    (tokens, offsets, hashes), answers = (arrays[name] for name in FILES), arrays.get(ANSWERS)
+    if offsets[0] != 0 or offsets[-1] != len(tokens) or len(offsets) != len(hashes) + 1:
+        raise ValueError(f"{folder / 'offsets.bin'} does not fit the other files; {remedy}")
+    corpus = Corpus(folder, tokens, offsets, hashes, info, answers, arrays.get(FILE_ENDS))
+    if corpus.num_documents <= SMALL:
+        check_lengths(corpus, 0, corpus.num_documents)
+    if answers is not None and (
+        len(answers) % 2 or answers[0] < 0 or answers[-1] > len(tokens) or _falls(answers)
+    ):  # fmt: skip
+        raise ValueError(f"{folder / ANSWERS} does not fit the other files; {remedy}")
+    if corpus.files is not None and (
+        corpus.files[0] != 0 or corpus.files[-1] != corpus.num_documents or _falls(corpus.files)
+    ):  # fmt: skip
+        raise ValueError(f"{folder / FILE_ENDS} does not fit the other files; {remedy}")
+    return corpus
+
+
+def check_lengths(corpus: Corpus, low: int, high: int) -> np.ndarray:
+    """Where documents [low, high) begin, and the last one's end, [high − low + 1] int64.
+
+    ValueError: one has no tokens.
+    """
+    offsets = read(corpus.offsets, low, high + 1)
+    if not (rising := offsets[1:] > offsets[:-1]).all():
+        empty, remedy = low + int(rising.argmin()), how_to_mend(corpus.folder)
+        raise ValueError(f"{corpus.folder / 'offsets.bin'}: document {empty} has no tokens; {remedy}")
+    return offsets
+
+
+def read(numbers: np.ndarray, low: int, high: int) -> np.ndarray:
+    """numbers[low:high]; those of a mapped file by reading it, which for all of a large one is several times as fast as
+    the faults of its pages, and leaves none of them in this process."""
+    if isinstance(numbers.base, np.memmap):
+        offset = low * numbers.itemsize
+        return np.fromfile(numbers.base.filename, numbers.dtype, high - low, offset=offset)
+    return numbers[low:high]
+
+
+def _falls(numbers: np.ndarray) -> bool:
+    """Whether some number is less than the one before; part by part, as there may be 10⁹."""
+    parts = (read(numbers, low, min(low + SMALL, len(numbers))) for low in range(0, len(numbers), SMALL - 1))
+    return any((part[1:] < part[:-1]).any() for part in parts)
+
+
+def verify_corpus(corpus: Corpus) -> None:
+    """Reads every byte of a corpus against its checksums. ValueError naming the file and the place."""
+    remedy, names = how_to_mend(corpus.folder), names_in(corpus.info)
+    if (size := sum(corpus.info["files"][name]["size"] for name in names)) >= LONG:
+        print(
+            f"reading {size / 1e9:,.0f} GB in {corpus.folder} against their checksums (training.verify = 'changed': "
+            "later starts do so only where a file is another)",
+            flush=True,
+        )
+    for name in names:
+        expected, found = corpus.info["files"][name]["crc32"], _checksums(corpus.folder / name)
+        for block, (want, got) in enumerate(zip(expected, found, strict=True)):
+            if want != got:
+                raise ValueError(
+                    f"{corpus.folder / name} was altered: bytes {block * CRC_BLOCK:,} to "
+                    f"{(block + 1) * CRC_BLOCK:,} do not have their checksum; {remedy}"
+                )
+
+
+def verify_changed(corpus: Corpus) -> None:
+    """`verify_corpus`, unless every file still has the size, time and inode that it had when this last found it whole.
+
+    Where that cannot be noted among the caches, it says so, and the next start reads everything again.
+    """
+    note = default_cache_dir() / f"whole-{hashlib.sha256(os.fsencode(corpus.folder)).hexdigest()[:24]}.json"
+    stats = ((name, (corpus.folder / name).stat()) for name in (INFO, *names_in(corpus.info)))
+    files = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats}
+    with suppress(OSError, ValueError):
+        if json.loads(note.read_bytes()) == files:
+            return
+    verify_corpus(corpus)
+    try:
+        note.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(note, as_json(files))
+    except OSError as error:
+        print(
+            f"warning: {note} cannot be written ({error}), so the next start reads all of {corpus.folder} again; set "
+            "XDG_CACHE_HOME to a folder that can",
+            flush=True,
+        )
+
+
+def names_in(info: dict[str, Any]) -> list[str]:
+    """The files of a corpus beside corpus.json."""
+    needed = (*FILES, *[ANSWERS] * (info["format"] == ANSWERS_FORMAT))
+    return [*needed, *(name for name in (FILE_ENDS, PATHS) if name in info["files"])]
+
+
+def described(path: Path) -> dict[str, Any]:
+    return {"size": path.stat().st_size, "crc32": _checksums(path)}
+
+
+def _checksums(path: Path) -> list[int]:
+    """CRC-32 of each CRC_BLOCK of a file, in threads (zlib gives up the interpreter's lock)."""
+
+    def checksum(start: int) -> int:
+        return zlib.crc32(os.pread(file.fileno(), CRC_BLOCK, start))
+
+    with path.open("rb") as file, ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
+        return list(pool.map(checksum, range(0, path.stat().st_size, CRC_BLOCK)))
+
+
+def info_checksum(info: dict[str, Any]) -> int:
+    rest = {key: value for key, value in info.items() if key != "checksum"}
+    return zlib.crc32(json.dumps(rest, sort_keys=True).encode())
+
+
+def as_json(content: Any) -> str:
+    return json.dumps(content, indent=1)
+
+
+def how_to_mend(folder: Path) -> str:
+    if CACHE_NAME.fullmatch(folder.name):
+        return "it is a token cache: delete its folder and the next start writes it again"
+    return "restore it from a copy, or write it again under another name"
+
+
+def _read_info(folder: Path) -> dict[str, Any]:
+    path, remedy = folder / INFO, how_to_mend(folder)
+    if not path.is_file() and not CACHE_NAME.fullmatch(folder.name) and not (folder / FILES[0]).exists():
+        raise ValueError(
+            f"{path} is missing: {folder} is no corpus of tokens; tools.corpus writes one, and for a folder of texts "
+            f"training.dataset is {', '.join(TEXT_SOURCES[1:-1])} or {TEXT_SOURCES[-1]}"
+        )
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; {remedy}")
+    try:
+        info = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} is not JSON: {error}; {remedy}") from error
+    if not isinstance(info, dict) or info.get("format") not in (FORMAT, ANSWERS_FORMAT):
+        raise ValueError(f"{path} does not say that it is a {FORMAT!r} or {ANSWERS_FORMAT!r}; {remedy}")
+    if info.get("checksum") != info_checksum(info):
+        raise ValueError(f"{path} was altered: it does not have its checksum; {remedy}")
+    return info
+
+
+def add_file(path: Path, content: Any) -> None:
+    """Add a file to a hash."""
+    with path.open("rb") as file:
+        while block := file.read(CRC_BLOCK):
+            content.update(block)
