@@ -21,6 +21,7 @@ from titan_linear.ops.cp.exchange import start_all_gather, start_all_to_all, sta
 from titan_linear.ops.cp.spans import ALL, NOTHING, KeyRoutes, QueryRoutes
 from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
+    Attention,
     Spans,
     Triple,
     accumulator_dtype,
@@ -41,7 +42,9 @@ def allgather_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, cp: CPContext
 ) -> torch.Tensor:
     """q [1, T_local, Hq, D], k [1, T_local, Hkv, D], v [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv]."""
-    return _AllGatherAttention.apply(q, k, v, scale, causal, cp)
+    spans, queries, keys, pairs = cp.gathered if causal else cp.full_gathered
+    where = list(spans), list(queries), list(keys), pairs, cp.group_name
+    return Attention.apply(q, k, v, (allgather_forward, allgather_backward), where, scale, causal)
 
 
 def slice_bytes(tokens: int, heads: int, Hkv: int, width: int, dtype: torch.dtype) -> int:
@@ -75,21 +78,6 @@ def worthwhile(pairs: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> int:
     pairs: of `GatheredSpans`; q [1, T_local, Hq, D], v [1, T_local, Hkv, Dv]."""
     flops = 2 * max(pairs.tolist()[1]) * q.shape[2] * (q.shape[3] + v.shape[3])
     return min(max(int(flops / LEAST), 1), SLICES)
-
-
-class _AllGatherAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, scale: float, causal: bool, cp: CPContext) -> torch.Tensor:
-        spans, queries, keys, pairs = cp.gathered if causal else cp.full_gathered
-        ctx.where = list(spans), list(queries), list(keys), pairs, cp.group_name
-        o, lse = allgather_forward(q, k, v, *ctx.where, scale, causal)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.scale, ctx.causal = scale, causal
-        return o.view_as(o)
-
-    @staticmethod
-    def backward(ctx, do: torch.Tensor):
-        return *allgather_backward(do, *ctx.saved_tensors, *ctx.where, ctx.scale, ctx.causal), None, None, None
 
 
 @operator

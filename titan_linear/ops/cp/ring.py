@@ -18,6 +18,7 @@ from titan_linear.ops.cp.exchange import group_named
 from titan_linear.ops.cp.rectangles import Rectangle
 from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
+    Attention,
     Spans,
     accumulator_dtype,
     attend,
@@ -35,22 +36,9 @@ def ring_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, cp: CPContext
 ) -> torch.Tensor:
     """q [1, T_local, Hq, D], k [1, T_local, Hkv, D], v [1, T_local, Hkv, Dv] → o [1, T_local, Hq, Dv]."""
-    return _RingAttention.apply(q, k, v, scale, causal, cp)
-
-
-class _RingAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, scale: float, causal: bool, cp: CPContext) -> torch.Tensor:
-        rectangles = cp.rectangles if causal else cp.full_rectangles
-        ctx.where = list(document_spans(cp.boundaries)), rectangles.by_hop, rectangles.hops, cp.group_name
-        o, lse = ring_forward(q, k, v, *ctx.where, scale, causal)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.scale, ctx.causal = scale, causal
-        return o.view_as(o)
-
-    @staticmethod
-    def backward(ctx, do: torch.Tensor):
-        return *ring_backward(do, *ctx.saved_tensors, *ctx.where, ctx.scale, ctx.causal), None, None, None
+    rectangles = cp.rectangles if causal else cp.full_rectangles
+    where = list(document_spans(cp.boundaries)), rectangles.by_hop, rectangles.hops, cp.group_name
+    return Attention.apply(q, k, v, (ring_forward, ring_backward), where, scale, causal)
 
 
 @operator

@@ -17,7 +17,7 @@ k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse [B, Hq, Tq] in fp32
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -31,6 +31,7 @@ aten = torch.ops.aten
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+Operator = Callable[..., tuple[torch.Tensor, ...]]
 
 TILE = 128  # query rows that the tiled kernel takes at a time
 CUDNN_MULTIPLE = 128  # see block_kernel
@@ -73,7 +74,26 @@ def document_spans(documents: Boundaries) -> Spans:
     return Spans(device, device, host, host, longest, longest)
 
 
-# What the operators of local, ring and all-gather attention give, without computing it.
+class Attention(torch.autograd.Function):
+    """o by one of three pairs of operators, of local, ring and all-gather attention:
+
+    (q, k, v, *where, scale, causal) -> o, lse      (do, q, k, v, o, lse, *where, scale, causal) -> dq, dk, dv
+    """
+
+    @staticmethod
+    def forward(ctx, q, k, v, operators: tuple[Operator, Operator], where: tuple, scale: float, causal: bool):
+        forward, ctx.gradients = operators
+        ctx.how = *where, scale, causal
+        o, lse = forward(q, k, v, *ctx.how)
+        ctx.save_for_backward(q, k, v, o, lse)
+        return o.view_as(o)
+
+    @staticmethod
+    def backward(ctx, do: torch.Tensor):
+        return *ctx.gradients(do, *ctx.saved_tensors, *ctx.how), None, None, None, None
+
+
+# What the operators give, without computing it.
 
 
 def empty_output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> Pair:

@@ -7,6 +7,7 @@ import torch
 from titan_linear.ops.boundaries import Boundaries
 from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
+    Attention,
     Spans,
     attend_spans,
     attend_spans_backward,
@@ -20,23 +21,8 @@ def local_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, documents: Boundaries | None
 ) -> torch.Tensor:
     """q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv] → o [B, Tq, Hq, Dv]."""
-    return _Attention.apply(q, k, v, scale, causal, documents)
-
-
-class _Attention(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, documents: Boundaries | None
-    ) -> torch.Tensor:
-        ctx.spans = [] if documents is None else list(document_spans(documents))
-        o, lse = attention_forward(q, k, v, ctx.spans, scale, causal)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.scale, ctx.causal = scale, causal
-        return o.view_as(o)
-
-    @staticmethod
-    def backward(ctx, do: torch.Tensor):
-        return *attention_backward(do, *ctx.saved_tensors, ctx.spans, ctx.scale, ctx.causal), None, None, None
+    spans = [] if documents is None else list(document_spans(documents))
+    return Attention.apply(q, k, v, (attention_forward, attention_backward), (spans,), scale, causal)
 
 
 @operator
