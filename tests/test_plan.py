@@ -168,7 +168,7 @@ def test_time_of_parts() -> None:
     assert parts(on=host)["launches"] > 100 > plain["launches"]
 
 
-def test_offload_shows_where_it_should(capsys: pytest.CaptureFixture) -> None:
+def test_offload_shows_where_it_should(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """One GPU waits for the host; several hide what they can. Where the host was not measured no time is planned."""
     model, link = preset("kda", "340M"), 50e9
     offload = Machine(replace(machine().rates, offload=Offload(link, link, 100e9)), 8, 50e9, "cudnn")
@@ -187,7 +187,9 @@ def test_offload_shows_where_it_should(capsys: pytest.CaptureFixture) -> None:
     accumulated = parts(key, "--training.local_batch_size=4")
     assert accumulated["optimizer"] == pytest.approx(1.3 * one["optimizer"])
     assert accumulated["communication"] > 2 * one["communication"]
-    argv = ["--gpus", "2", *RUN, key, "--training.global_batch_size", "2"]
+    rates = {name: x for name, x in json.loads(shipped()["H200"].read_text()).items() if name != "offload"}
+    (tmp_path / "r.json").write_text(json.dumps(rates))
+    argv = ["--gpus", "2", "--rates", str(tmp_path / "r.json"), *RUN, key, "--training.global_batch_size", "2"]
     said = is_refused(plan.main, argv, capsys)
     assert said.startswith("the rates of NVIDIA H200 do not say how fast its host is, so that no time is planned with")
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from titan_linear.ops.collectives import Ranks, gather_along
+from titan_linear.ops.operators import check_first_derivative
 from titan_linear.ops.support import implementation
 
 IGNORE = -100  # the label that cross-entropy leaves out
@@ -117,6 +118,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        check_first_derivative()
         dx, dweight = ctx.saved_tensors
         # Rounded as it is written: a product of its own would be another [vocab, D] in float32.
         scaled = torch.mul(dweight, scale, out=torch.empty_like(dweight, dtype=ctx.weight_dtype))

@@ -16,6 +16,11 @@ def boundaries(lengths: list[int]) -> torch.Tensor:
     return torch.tensor([0, *accumulate(lengths)])
 
 
+def device_of(impl: str) -> str:
+    """Where an implementation runs in tests: Triton's on the GPU, or in its interpreter where there is none."""
+    return "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
+
+
 def tokens_of(ctx: CPContext) -> torch.Tensor:
     """[T_local] int64: which of the stream's tokens this rank has, in the order in which it has them."""
     return torch.cat([torch.arange(*ends) for ends in ctx.fragments])

@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from tests.ops.cp.documents import EDGES, FLA_CP2, FLA_CP4
-from tests.ops.inputs import boundaries, call, gradients, leaves, make_inputs, oracle, raw_gate_inputs, relative_error
+from tests.ops.inputs import (
+    boundaries,
+    call,
+    device_of,
+    gradients,
+    leaves,
+    make_inputs,
+    oracle,
+    raw_gate_inputs,
+    relative_error,
+)
 from titan_linear.ops.triton import delta_rule as triton_rules
 
 TOLERANCE = 1e-9
@@ -66,8 +76,8 @@ def test_a_second_backward_through_what_was_kept(op: str, impl: str, monkeypatch
     """T in segments in Triton, whose gradients of states are those of one backward."""
     monkeypatch.setattr(triton_rules, "segment_length", lambda *_: 64)
     x = make_inputs(op, 192, H=1, HV=1, K=16, V=16, gate="slow")
-    x = leaves({name: t.float() for name, t in x.items()})
-    first, second = (torch.randn(1, 192, 1, 16, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    x = leaves({name: t.float().to(device_of(impl)) for name, t in x.items()})
+    first, second = (torch.randn_like(x["v"]) for _ in range(2))
     o, again = (call(op, x, disable_recompute=True, impl=impl)[0] for _ in range(2))
     torch.autograd.grad(o, list(x.values()), first, retain_graph=True)
     got, want = (torch.autograd.grad(y, list(x.values()), second) for y in (o, again))

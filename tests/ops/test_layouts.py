@@ -7,8 +7,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tests.ops.inputs import gradients, leaves, make_inputs, raw_gate_inputs
+from tests.ops.inputs import device_of, gradients, leaves, make_inputs, raw_gate_inputs
 from titan_linear.ops import attention, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops.swiglu import swiglu
 
 T = 70
 RULES = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule}
@@ -28,9 +29,13 @@ def of_attention() -> tuple[Callable, dict[str, torch.Tensor]]:
     return lambda impl, **x: attention(**x), {name: torch.randn(1, T, 2, 8) for name in "qkv"}
 
 
+def of_swiglu() -> tuple[Callable, dict[str, torch.Tensor]]:
+    return lambda impl, **x: swiglu(**x, impl=impl), {"gate_up": torch.randn(T, 16), "weight": torch.randn(4, 8)}
+
+
 def apart(x: torch.Tensor) -> torch.Tensor:
     """Its numbers, every second one of memory in the last dimension, the others NaN."""
-    wide = torch.full((*x.shape, 2), torch.nan, dtype=x.dtype)
+    wide = x.new_full((*x.shape, 2), torch.nan)
     wide[..., 0] = x
     return wide[..., 0]
 
@@ -47,7 +52,7 @@ def apart(x: torch.Tensor) -> torch.Tensor:
 def test_numbers_apart(make: Callable, impl: str) -> None:
     torch.manual_seed(0)
     op, x = make()
-    x = {name: t.float() for name, t in x.items()}
+    x = {name: t.float().to(device_of(impl)) for name, t in x.items()}
     dense, spread = leaves(x), {name: apart(t).requires_grad_() for name, t in x.items()}
     got, want = (gradients([op(impl, **given)], given) for given in (spread, dense))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -69,3 +74,29 @@ def test_dimensions_of_nothing_are_refused(dim: int) -> None:
         chunk_kda(**x)
     with pytest.raises(ValueError, match="none of them 0"):
         causal_conv1d(torch.zeros(2, 8, 4).narrow(dim, 0, 0), torch.zeros(4, 4))
+
+
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("op", RULES)
+def test_boundaries_apart(op: str, impl: str) -> None:
+    """cu_seqlens as every second number of memory."""
+    x = {name: t.float().to(device_of(impl)) for name, t in make_inputs(op, T, K=16, V=16).items()}
+    cu = torch.tensor([0, 9, 30, T], dtype=torch.int32, device=device_of(impl))
+    wide = torch.stack([cu, cu + 1000], 1)[:, 0]
+    got, want = (RULES[op](**x, cu_seqlens=given, impl=impl)[0] for given in (wide, cu))
+    assert torch.equal(got, want)
+    x, weight = torch.randn(1, T, 8, device=cu.device), torch.randn(8, 4, device=cu.device)
+    got, want = (causal_conv1d(x, weight, cu_seqlens=given, impl=impl)[0] for given in (wide, cu))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize(
+    ("make", "impl"),
+    [(lambda: of_rule("kda"), "torch"), (of_convolution, "triton"), (of_attention, "torch"), (of_swiglu, "torch")],
+    ids=["kda", "conv", "attention", "swiglu"],
+)
+def test_second_derivatives_are_refused(make: Callable, impl: str) -> None:
+    op, x = make()
+    x = leaves({name: t.float().to(device_of(impl)) for name, t in x.items()})
+    with pytest.raises(RuntimeError, match="second derivatives"):
+        torch.autograd.grad(op(impl, **x).sum(), list(x.values()), create_graph=True)

@@ -20,6 +20,7 @@ from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.kcp import Chains, incoming_states
 from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.kept import kept
+from titan_linear.ops.operators import check_first_derivative
 from titan_linear.ops.options import DeltaRuleOptions, boundaries_of, check_boundaries, check_cp, swapped
 from titan_linear.ops.states import Inputs, States, state_dtype
 from titan_linear.ops.support import implementation, one_dtype, outside_graphs
@@ -115,6 +116,7 @@ class _DeltaRule(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, do: torch.Tensor | None, d_final: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        check_first_derivative()
         call, (inputs, states, M, kept) = ctx.call, Saved.of(ctx.saved_tensors)
         rule = ctx.rule or call.implementation(
             inputs, call.options, call.boundaries, differentiable=True, kept=kept

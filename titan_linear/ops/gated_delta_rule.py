@@ -40,8 +40,7 @@ def chunk_gated_delta_rule(
     As `chunk_kda`, with one gate per head: g [B, T, HV], dt_bias [HV], and the gate in the kernel is
     −exp(A_log)·softplus(g + dt_bias). chunk_indices must be None: the kernels find their chunks.
 
-    Any g ≤ 0 is exact in PyTorch. Triton's sums of g keep 24 bits, so that one token of −10,000 leaves gates within
-    1e-3 to the tokens after it in its chunk of 64.
+    Any g ≤ 0 is right, −∞ too. Triton takes a g below −87 for −87, of which a state keeps 1e-38.
     """
     refuse("leave it out, chunks are found from cu_seqlens on the device", chunk_indices=chunk_indices)
     check_chunk_size(chunk_size)

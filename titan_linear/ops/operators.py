@@ -59,6 +59,13 @@ def register_fake(op: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
     return torch.library.register_fake(op.overload, lib=LIBRARY)
 
 
+def check_first_derivative() -> None:
+    """What every backward pass of ours begins with: its gradients have none, and autograd would say nothing. A
+    derivative of theirs is a RuntimeError."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise RuntimeError("titan_linear's ops have no second derivatives; leave out create_graph = True")
+
+
 def register_autograd(op: Callable[..., Any], backward: Callable[..., Any], setup_context: Callable[..., Any]) -> None:
     """As `torch.library.register_autograd`."""
     torch.library.register_autograd(op.overload, backward, setup_context=setup_context, lib=LIBRARY)

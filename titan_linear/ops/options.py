@@ -51,7 +51,7 @@ def boundaries_of(
         on_host, there = (torch.arange(B + 1, dtype=torch.int32, device=d) * T for d in ("cpu", x.device))
         return Boundaries(there, on_host)
     on_host = cu_seqlens if cu_seqlens.device.type == "cpu" else cu_seqlens_cpu
-    return Boundaries(cu_seqlens.to(x.device, torch.int32, non_blocking=True), on_host)
+    return Boundaries(cu_seqlens.to(x.device, torch.int32, non_blocking=True).contiguous(), on_host)
 
 
 def check_boundaries(B: int, T: int, cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from titan_linear.ops.operators import check_first_derivative
 from titan_linear.ops.support import implementation
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -57,6 +58,7 @@ class _SwiGLU(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        check_first_derivative()
         gate_up, weight = ctx.saved_tensors
         d, activated = IMPLEMENTATIONS[ctx.name]()[1](gate_up.contiguous(), (dy @ weight).contiguous())
         dweight = dy.reshape(-1, dy.shape[-1]).T @ activated.reshape(-1, activated.shape[-1])

@@ -40,6 +40,7 @@ STREAMS = {
     "one-token documents": (lengths(*[1] * 7, 20, *[1] * 10, 27), 1),
     "only one-token documents": (lengths(*[1] * 16), 1),
     "ranks of padding": (lengths(10, 4, 50), 1),
+    "over the middle alone": (lengths(15, 1, 15, 2, 15, 1, 15), 1),
     "seed 001": ((0, 23, 41, 74, 106, 136, 161, 184, 205, 248, 256), 1),
     "FLA, three": (lengths(75, 100, 81), 1),
     "FLA, two": (lengths(128, 128), 1),

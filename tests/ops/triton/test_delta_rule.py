@@ -83,6 +83,15 @@ def test_packed_documents(op: str, raw: bool, gate: str, options: dict) -> None:
 
 
 @pytest.mark.parametrize("op", ["kda", "gdn"])
+@pytest.mark.parametrize("g", [-1e4, -torch.inf])
+def test_a_token_that_forgets_all(op: str, g: float) -> None:
+    """Gates of the tokens behind it keep their digits."""
+    x = make_inputs(op, 66, H=1, HV=1, K=32, V=32, gate="slow")
+    x["g"][:, 3] = g
+    check(op, x, None, {})
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_documents_in_segments(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments of one or two chunks: documents of none, a part, exactly one and two and a bit; states in and out."""
     monkeypatch.setattr(rules, "segment_length", lambda *_: 64)

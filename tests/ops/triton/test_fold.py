@@ -50,20 +50,21 @@ def test_fold_without_transitions() -> None:
 
 
 @pytest.mark.parametrize(("K", "V"), [(32, 64), (128, 32)])
-def test_segments(K: int, V: int) -> None:
+def test_segments(monkeypatch: pytest.MonkeyPatch, K: int, V: int) -> None:
     """Entries of one, three and two segments, in both directions: what enters and leaves segments, from states by index
-    and from none; what an entry makes of no state, and its transition."""
+    and from none, zeros for two surplus ones; what an entry makes of no state, and its transition."""
     generator, offsets = torch.Generator().manual_seed(0), [0, 1, 4, 6]
-    S_ext = torch.randn(6, 2, K, V, generator=generator, dtype=torch.float64).float().double()
-    M = (torch.randn(6, 2, K, K, generator=generator, dtype=torch.float64) / K**0.5).float().double()
+    S_ext = torch.randn(8, 2, K, V, generator=generator, dtype=torch.float64).float().double()
+    M = (torch.randn(8, 2, K, K, generator=generator, dtype=torch.float64) / K**0.5).float().double()
     start, index, entries = torch.randn(2, 2, K, V, generator=generator), [1, 0, -1], [2, 1]
     on_device = [torch.tensor(x, dtype=torch.int32, device=DEVICE) for x in (offsets, index, entries)]
     x, transitions, given = (t.float().to(DEVICE) for t in (S_ext, M, start))
+    monkeypatch.setattr(torch, "empty_like", lambda like: torch.full_like(like, torch.nan))
     for reverse in (False, True):
         walks = [list(range(*span))[:: -1 if reverse else 1] for span in pairwise(offsets)]
         step = [m.mT if reverse else m for m in M]
         for first in (start.double(), None):
-            entering = torch.empty_like(S_ext)
+            entering = torch.zeros_like(S_ext)
             for walk, row in zip(walks, index, strict=True):
                 S = torch.zeros_like(S_ext[0]) if first is None or row < 0 else first[row]
                 for i in walk:

@@ -15,7 +15,7 @@ import torch
 
 from titan_linear.ops.cp.exchange import all_to_all
 from titan_linear.ops.cp.fragments import Fragment
-from titan_linear.ops.operators import operator, register_fake
+from titan_linear.ops.operators import check_first_derivative, operator, register_fake
 
 
 class HaloRoutes(NamedTuple):
@@ -80,6 +80,7 @@ class _WithHalo(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor, d_halo: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        check_first_derivative()
         return_halo(dx, d_halo, *ctx.routes, ctx.group)
         return dx, None, None, None, None
 

@@ -39,7 +39,7 @@ class KeyRoutes(NamedTuple):
     sent: torch.Tensor  # [., 2] where not all are gathered: ranges of rows here that leave, by receiver
     leaving: torch.Tensor  # [W] rows by receiver, and
     coming: torch.Tensor  # [W] by sender, where all are gathered too
-    travel: torch.Tensor  # [1] NOTHING, SOME or ALL, on all ranks
+    travel: torch.Tensor  # [1] NOTHING (and keys are rows as they lie), SOME or ALL; the same on all ranks
 
 
 NOTHING, SOME, ALL = range(3)
@@ -135,7 +135,10 @@ def _key_routes(
     """start, end: [.] the keys of the rank's spans, in order."""
     size, tokens = fragments[0].end, len(fragments) // world_size * fragments[0].end
     rows = needed.rows(world_size)
-    travel = NOTHING if not rows.any() else SOME
+    # Where no document enters a fragment, spans' keys are the rank's rows, each once and in order. A document that goes
+    # on in the same rank's next fragment, as one across the middle of zig-zag does, needs no other rank's rows, but has
+    # some in two spans.
+    travel = SOME if rows.any() or any(f.enters for f in fragments) else NOTHING
     if travel and max(rows.sum(0).max(), rows.sum(1).max()) > GATHER_FROM * (world_size - 1) * tokens:
         travel, rows = ALL, tokens * (1 - np.eye(world_size, dtype=np.int64))
     leave, come = needed.of_rank(rank), needed.by_rank(rank)

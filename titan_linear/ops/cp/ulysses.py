@@ -13,7 +13,7 @@ import torch.distributed as dist
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.exchange import group_named
 from titan_linear.ops.cp.order import to_global_order, to_rank_order
-from titan_linear.ops.operators import operator, register_fake
+from titan_linear.ops.operators import check_first_derivative, operator, register_fake
 from titan_linear.ops.torch.local_attention import local_attention
 
 
@@ -71,6 +71,7 @@ class _ExchangeHeads(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: torch.Tensor):
+        check_first_derivative()
         return exchange_heads(grad, *ctx.where, not ctx.to_heads), None, None
 
 

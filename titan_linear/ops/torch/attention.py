@@ -25,6 +25,7 @@ import torch
 
 from titan_linear.ops import flash4
 from titan_linear.ops.boundaries import Boundaries
+from titan_linear.ops.operators import check_first_derivative
 from titan_linear.ops.support import attention_kernel
 
 aten = torch.ops.aten
@@ -90,6 +91,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, do: torch.Tensor):
+        check_first_derivative()
         return *ctx.gradients(do, *ctx.saved_tensors, *ctx.how), None, None, None, None
 
 

@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.boundaries import CONV_RUN, Boundaries
-from titan_linear.ops.operators import operator, register_autograd, register_fake
+from titan_linear.ops.operators import check_first_derivative, operator, register_autograd, register_fake
 from titan_linear.ops.states import States
 from titan_linear.ops.triton.chunks import chunk_table, max_chunks
 from titan_linear.ops.triton.launch import Launcher
@@ -462,6 +462,7 @@ def _setup_context(ctx, inputs, output):
 
 
 def _backward(ctx, *grads):
+    check_first_derivative()
     x, *saved = ctx.saved_tensors  # read once: checkpointing gives what it computed again once
     *dys, d_final_state = grads
     weight, bias, initial_state, *_ = saved

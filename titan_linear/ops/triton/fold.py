@@ -94,13 +94,20 @@ def fold_segments_kernel(
     index,  # [≥ N] or None
     segment_offsets,  # [N + 1]
     out,  # [S, HV, K, V]
-    HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
+    N, S, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One (document, head, slice of V) through its segments."""
+    """One (document, head, slice of V) through its segments; behind the last document zeros for the surplus ones, whose
+    empty chunks the scans read."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // HV, i_nh % HV
-    begin, end = tl.load(segment_offsets + i_n).to(tl.int64), tl.load(segment_offsets + i_n + 1).to(tl.int64)
+    begin = tl.load(segment_offsets + i_n).to(tl.int64)
     o_s = tl.arange(0, BK)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
+    if i_n == N:
+        for i in range(begin, S):
+            for r in range(0, K, BK):
+                tl.store(out + (i * HV + i_h) * K * V + r * V + o_s, tl.zeros([BK, BV], tl.float32))
+        return
+    end = tl.load(segment_offsets + i_n + 1).to(tl.int64)
     for i in range(begin, end):
         i_s = begin + end - 1 - i if REVERSE else i
         i_before = i_s + 1 if REVERSE else i_s - 1
@@ -126,11 +133,12 @@ def fold_segments(
     S_ext (dS_ext) [S, HV, K, V], M [S, HV, K, K] fp32; segment_offsets [N + 1] int32, each document's first segment.
     start [.., HV, K, V] (None: zeros): of each document its own, or that of index [≥ N], zeros where that is negative.
     """
-    (_, HV, K, V), out = S_ext.shape, torch.zeros_like(S_ext)  # zeros for the surplus segments
+    (S, HV, K, V), N, out = S_ext.shape, segment_offsets.shape[0] - 1, torch.empty_like(S_ext)
     start, BV = None if start is None else start.contiguous(), min(V, 32)
-    fold_segments_kernel[V // BV, (segment_offsets.shape[0] - 1) * HV](
-        S_ext, M, start, index, segment_offsets, out, HV, K=K, V=V, BK=min(K, 64), BV=BV, REVERSE=reverse, num_warps=4
-    )
+    fold_segments_kernel[V // BV, (N + 1) * HV](
+        S_ext, M, start, index, segment_offsets, out, N, S, HV, K=K, V=V, BK=min(K, 64), BV=BV, REVERSE=reverse,
+        num_warps=4,
+    )  # fmt: skip
     return out
 
 

@@ -22,13 +22,12 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
-from titan_linear.ops.triton.gates import beta_gradient, load_beta, softplus
+from titan_linear.ops.triton.gates import beta_gradient, load_beta, log2_gate, softplus
 from titan_linear.ops.triton.launch import Launcher
 from titan_linear.ops.triton.solve import lower_triangle
 from titan_linear.ops.triton.tiles import load_rows, load_state, store_rows, store_state
 
 EPS = tl.constexpr(1e-6)  # of the l2 norm
-LOG2E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -44,7 +43,7 @@ def _store_gates(
         if dt_bias is not None:
             b_g += tl.load(dt_bias + i_hv).to(tl.float32)
         b_g = tl.where(m_t, -tl.exp(tl.load(A_log + i_hv).to(tl.float32)) * softplus(b_g), 0.0)
-    b_G = tl.cumsum(b_g * LOG2E, 0)
+    b_G = tl.cumsum(log2_gate(b_g), 0)
     tl.store(gates + i_p * 2 * BT + o_c, b_G)
     tl.store(gates + i_p * 2 * BT + BT + o_c, load_beta(beta, start, length, stride_beta, i_hv, BT, BETA_RANGE))
     return b_G

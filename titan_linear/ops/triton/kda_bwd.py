@@ -32,7 +32,7 @@ from titan_linear.ops.triton.kda_fwd import (
     level_decay,
     level_mask,
     load_chunk,
-    log2_gate,
+    log2_gates,
     normalised,
     split_dot,
 )
@@ -236,7 +236,7 @@ def gradient_kernel(
     o_c = tile * 64 * 64 + (row[:, None] * 64 + row[None, :])
     b_g, b_q, b_k = load_chunk(g + i_h * K, q, k, stride_g, stride_q, stride_k, start, n, i_k * BK, BK)
     p_b, p_diagonal = b + tile * 64 + row, diagonal + tile * 64 + row  # read when needed: each tile would be a register
-    b_g = log2_gate(b_g, A_log, dt_bias, lower_bound, n, i_h, K, i_k, BK, GATE)
+    b_g = log2_gates(b_g, A_log, dt_bias, lower_bound, n, i_h, K, i_k, BK, GATE)
     b_q = normalised(b_q, q, start, n, stride_q, K, BK, L2NORM)
     b_k = normalised(b_k, k, start, n, stride_k, K, BK, L2NORM)
     b_dA, b_dK = tl.load(dA + o_c), tl.load(dK + o_c)

@@ -26,12 +26,10 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.triton.chunks import locate, locate_entry
-from titan_linear.ops.triton.gates import load_beta, softplus
+from titan_linear.ops.triton.gates import load_beta, log2_gate, softplus
 from titan_linear.ops.triton.launch import Launcher
 from titan_linear.ops.triton.solve import lower_triangle, split
 from titan_linear.ops.triton.tiles import load_rows, load_state, store_state
-
-LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -141,12 +139,12 @@ def inverse_norm(x, start, n, stride, K: tl.constexpr, BK: tl.constexpr):
 
 
 @triton.jit
-def log2_gate(raw, A_log, dt_bias, lower_bound, n, i_h, K: tl.constexpr, i_k, BK: tl.constexpr, GATE: tl.constexpr):
+def log2_gates(raw, A_log, dt_bias, lower_bound, n, i_h, K: tl.constexpr, i_k, BK: tl.constexpr, GATE: tl.constexpr):
     """The log2 gates of a chunk from its rows [64, BK] of g: fp32 [BK, 64], 0 (no decay) beyond the entry's end."""
     if GATE > 0:
         x = biased(raw, dt_bias, i_h, K, i_k, BK)
         raw = tl.where((tl.arange(0, 64) < n)[:, None], gate(x, gate_rate(A_log, i_h), lower_bound, GATE), 0.0)
-    return tl.trans(raw.to(tl.float32)) * LOG2E
+    return log2_gate(tl.trans(raw.to(tl.float32)))
 
 
 @triton.jit
@@ -214,7 +212,7 @@ def prepare_kernel(
     for i in tl.range(0, K // BK if MATRICES else 1):
         i_k = tl.program_id(0) + i
         b_g, b_q, b_k = load_chunk(g + i_h * K, q, k, stride_g, stride_q, stride_k, start, n, i_k * BK, BK)
-        b_g = log2_gate(b_g, A_log, dt_bias, lower_bound, n, i_h, K, i_k, BK, GATE)
+        b_g = log2_gates(b_g, A_log, dt_bias, lower_bound, n, i_h, K, i_k, BK, GATE)
         b_q = normalised(b_q, q, start, n, stride_q, K, BK, L2NORM) * scale
         b_k = normalised(b_k, k, start, n, stride_k, K, BK, L2NORM)
         if SAFE:

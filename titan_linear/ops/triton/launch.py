@@ -28,8 +28,9 @@ class Launcher:
         return lambda *args, **kwargs: self._launch(grid, args, kwargs)
 
     def _launch(self, grid: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
-        key = (device, *map(_kind, args), *kwargs.items())
+        device = torch._C._cuda_getDevice() if torch.cuda.is_initialized() else None
+        kinds, given = _kinds(args)
+        key = (device, *kinds, *kwargs.items())
         form = self.compiled.get(key)
         if form is None:
             form = self.kernel[grid](*args, **kwargs)
@@ -40,18 +41,28 @@ class Launcher:
         kernel, constants = form
         stream = torch._C._cuda_getCurrentRawStream(device)
         launched = kernel.function, kernel.packed_metadata, None, None, None  # no metadata for hooks, and none of them
-        kernel.run(*(*grid, 1, 1)[:3], stream, *launched, *args, *constants)
+        kernel.run(*(*grid, 1, 1)[:3], stream, *launched, *given, *constants)
 
 
-def _kind(x: Any) -> Any:
-    """What Triton specialises an argument for: its type, alignment, and whether it is 1."""
-    if isinstance(x, torch.Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if type(x) is int:
-        return x == 1, x % 16 == 0, -(2**31) <= x < 2**31
-    if isinstance(x, TensorDescriptor):
-        return x.base.dtype, *x.block_shape
-    return type(x)
+def _kinds(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
+    """What Triton specialises each argument for: a tensor's type and alignment, whether a number is 1. And the
+    arguments as its launcher takes them fastest: of a tensor it asks the driver where it is, of an address it does not.
+    (A tensor that is not on the GPU is a kind of its own, so that its first launch goes the long way and is refused.)
+    """
+    kinds, given = [], []
+    for x in args:
+        if isinstance(x, torch.Tensor):
+            address = x.data_ptr()
+            kinds.append((x.dtype, x.is_cuda, address % 16))
+            x = address
+        elif type(x) is int:
+            kinds.append(x == 1 or (x % 16 == 0, -(2**31) <= x < 2**31))
+        elif isinstance(x, TensorDescriptor):
+            kinds.append((x.base.dtype, *x.block_shape))
+        else:
+            kinds.append(type(x))
+        given.append(x)
+    return kinds, given
 
 
 def descriptor(x: torch.Tensor, shape: list[int], strides: list[int], block: list[int]) -> TensorDescriptor:
