@@ -111,9 +111,9 @@ def tokens_of_each_rank(counts: Callable, batch: object) -> list[int]:
     return [2 * valid, *documents]
 
 
-def tokens_of_a_micro_step(next_step: Callable, own: feed.Feed) -> tuple[int, Iterator[feed.MicroBatch]]:
-    valid, batches = next_step(own)
-    return valid // own.micro_steps, batches
+def tokens_of_a_micro_step(next_step: Callable, own: feed.Feed) -> tuple[feed.StepTokens, Iterator[feed.MicroBatch]]:
+    tokens, batches = next_step(own)
+    return tokens._replace(valid=tokens.valid // own.micro_steps), batches
 
 
 def a_column_further(logits: Callable, *arguments: object) -> torch.Tensor:

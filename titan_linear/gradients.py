@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from titan_linear.distributed.feed import Feed, MicroBatch
+from titan_linear.distributed.feed import Feed, MicroBatch, StepTokens
 from titan_linear.models.decoder import Decoder
 
 
@@ -17,15 +17,20 @@ class Forward:
     """The forward of a micro-batch, done or queued on the device. `backward` or `drop` ends it: `precision` is a
     context of both passes.
 
-    valid: tokens with a label of the whole step, over all ranks.
+    The mean cross-entropy of the step's tokens with a label, and the mean load-balance loss of all of its tokens.
+
+    step: tokens of the whole one, over all ranks.
     """
 
     def __init__(
-        self, model: Decoder, batch: MicroBatch, valid: int, precision: AbstractContextManager[object], loss_chunk: int
+        self, model: Decoder, batch: MicroBatch, step: StepTokens, precision: AbstractContextManager[object],
+        loss_chunk: int,
     ):  # fmt: skip
+        valid = max(step.valid, 1)
         with ExitStack() as inside:
             inside.enter_context(precision)
-            self.loss = model(batch.tokens, batch.plan, batch.labels, loss_chunk=loss_chunk) / max(valid, 1)
+            how = {"loss_chunk": loss_chunk, "balance_weight": valid / step.total}
+            self.loss = model(batch.tokens, batch.plan, batch.labels, **how) / valid
             self.inside = inside.pop_all()
 
     def backward(self) -> torch.Tensor:
@@ -41,7 +46,7 @@ class Forward:
 
 
 class Begun(NamedTuple):
-    valid: int  # tokens with a label of the step, over all ranks
+    tokens: StepTokens
     batches: Iterator[MicroBatch]  # all of the step's
     first: Forward  # of the first of them
 
@@ -61,15 +66,15 @@ class Passes:
         self.watching = watching
         self.begun: Begun | None = None
 
-    def forward(self, batch: MicroBatch, valid: int) -> Forward:
-        return Forward(self.model, batch, valid, self.precision, self.loss_chunk)
+    def forward(self, batch: MicroBatch, step: StepTokens) -> Forward:
+        return Forward(self.model, batch, step, self.precision, self.loss_chunk)
 
     def begin(self) -> None:
         """Queue the next step's first forward, so that the device has work while the host waits for numbers of the step
         before. `run` goes on from there; `drop` leaves it."""
-        valid, batches = self.feed.next_step()
+        tokens, batches = self.feed.next_step()
         first = next(batches)
-        self.begun = Begun(valid, chain([first], batches), self.forward(first, valid))
+        self.begun = Begun(tokens, chain([first], batches), self.forward(first, tokens))
 
     def drop(self) -> None:
         """The step that has begun, if one has, does not follow, nor do its batches."""
@@ -80,12 +85,12 @@ class Passes:
     def run(self, ask: Callable[[int], None] = lambda done: None) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
         """Gradients of the next step; this rank's part of the loss of each micro-batch, [micro-steps] float64, and its
         streams. `ask` is called before each micro-step with how many are done, and may raise."""
-        valid, batches = self.begun[:2] if self.begun else self.feed.next_step()
+        tokens, batches = self.begun[:2] if self.begun else self.feed.next_step()
         losses, streams = [], []
         for done, batch in enumerate(batches):
             ask(done)
             with self.watching(batch):
-                forward, self.begun = self.begun.first if self.begun else self.forward(batch, valid), None
+                forward, self.begun = self.begun.first if self.begun else self.forward(batch, tokens), None
                 losses.append(forward.backward())
             streams.append(batch.streams)
         return torch.stack(losses).double(), streams

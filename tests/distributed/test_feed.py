@@ -37,7 +37,8 @@ def two_steps(rank: int, world_size: int, cp: int) -> tuple[list[str], list[tupl
     feed = Feed(batches(rank // cp, log), cut, micro_steps=MICRO_STEPS, copies=cp, host=dist.group.WORLD, device=CPU)
     steps, fed = [], Fed()
     for _ in range(2):
-        valid, micro_batches = feed.next_step()
+        (total, valid), micro_batches = feed.next_step()
+        assert total == T * MICRO_STEPS * world_size // cp
         streams = []
         for micro_batch in micro_batches:
             streams.append(micro_batch.streams)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -10,10 +11,16 @@ import torch
 
 from tests.ops.inputs import tokens_of
 from tests.worlds import World
+from titan_linear.data import IGNORE
+from titan_linear.distributed.feed import MicroBatch, StepTokens
+from titan_linear.gradients import Forward
 from titan_linear.models.config import MoEConfig
+from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
+from titan_linear.models.init import initialise
 from titan_linear.models.moe import MoE
 from titan_linear.models.plan import BatchPlan
+from titan_linear.models.presets import PUBLISHED
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.experts import grouped_linear
 
@@ -170,3 +177,34 @@ def test_grouped_product_on_cuda() -> None:
     for ours, exact in zip(*results):
         assert (ours.double() - exact).norm() < 2**-8 * exact.norm()
     assert not results[0][2][1].any()
+
+
+@pytest.mark.parametrize("labelled", [0, 3, 40])
+def test_the_load_balance_loss_is_a_mean_over_all_tokens(labelled: int) -> None:
+    """Of a step of two micro-batches of which few tokens, or none, have a label: answers alone."""
+    config = PUBLISHED["qwen3.5"]["debug"]
+    config = replace(config, moe=replace(config.moe, balance_coefficient=0.5))
+    tokens = torch.randint(config.vocab_size, (2, 1, 40), generator=generator(0, "tokens"))
+    plan = BatchPlan(torch.arange(40))
+    labels = tokens.clone()
+    labels[1], labels[0, :, labelled:] = IGNORE, IGNORE
+
+    def gradients(model: Decoder) -> list[torch.Tensor]:
+        model.zero_grad()
+        for x, y in zip(tokens, labels, strict=True):
+            batch = MicroBatch(x, y, plan, (0,))
+            Forward(model, batch, StepTokens(80, labelled), nullcontext(), 64).backward()
+        return [layer.mlp.router.weight.grad for layer in model.layers]
+
+    model = Decoder(config).double()
+    initialise(model, seed=0)
+    together, means = gradients(model), []
+    for layer in model.layers:
+        layer.mlp.register_forward_hook(lambda _, __, out: means.append(out[1] / 80))
+    for batch in tokens:
+        model(batch, plan)
+    balance = torch.autograd.grad(sum(means), [layer.mlp.router.weight for layer in model.layers])
+    without = Decoder(replace(config, moe=replace(config.moe, balance_coefficient=0.0))).double()
+    without.load_state_dict(model.state_dict())
+    for got, of_loss, of_balance in zip(together, gradients(without), balance, strict=True):
+        assert of_balance.any() and (got - of_loss - of_balance).norm() < 1e-12 * of_balance.norm()

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -25,6 +26,13 @@ class MicroBatch:
     labels: torch.Tensor  # [1, T_local] int64
     plan: BatchPlan
     streams: tuple[int, ...]  # global indices, for error messages
+
+
+class StepTokens(NamedTuple):
+    """Tokens of a step, over all ranks."""
+
+    total: int
+    valid: int  # with a label
 
 
 NO_DOCUMENTS = Documents(0, 0, 0)
@@ -88,15 +96,16 @@ class Feed:
             counting = dist.all_reduce(counts, group=self.host, async_op=True)
             self._ahead = batches, self._move(batches[0]), counts, counting
 
-    def next_step(self) -> tuple[int, Iterator[MicroBatch]]:
-        """The valid tokens of the next step over all ranks, and this rank's micro-batches of it."""
+    def next_step(self) -> tuple[StepTokens, Iterator[MicroBatch]]:
+        """The tokens of the next step, and this rank's micro-batches of it."""
         self.prefetch()
         (batches, first, counts, counting), self._ahead = self._ahead, None
         with self._timed(reads=False):
             counting.wait()
-        valid, *documents = (count // self.copies for count in counts.tolist())
-        self._fed += Fed(1, valid, Documents(*documents))
-        return valid, self._micro_batches(first, batches[1:])
+        valid, *sums = (count // self.copies for count in counts.tolist())
+        documents = Documents(*sums)
+        self._fed += Fed(1, valid, documents)
+        return StepTokens(documents.tokens, valid), self._micro_batches(first, batches[1:])
 
     def _micro_batches(self, first: MicroBatch, rest: list[Batch]) -> Iterator[MicroBatch]:
         for batch in chain([first], map(self._move, rest)):

@@ -88,13 +88,15 @@ class Decoder(nn.Module):
         labels: torch.Tensor | None = None,
         *,
         loss_chunk: int = 2048,
+        balance_weight: float = 1.0,
         caches: list[LayerCache] | None = None,
         logits_to_keep: int | None = None,
     ) -> torch.Tensor:
         """tokens [B, T] int64 -> logits [B, T, vocab], or with labels [B, T] (−100: none) the summed loss.
 
         With caches, the tokens continue those; logits_to_keep: logits of the last tokens alone.
-        The load-balance loss is in the loss's gradient, not in its value, which stays the sum of cross-entropies.
+        The load-balance loss, times balance_weight, is in the loss's gradient, not in its value, which stays the sum of
+        cross-entropies. It is a sum over all tokens, with a label or without.
         """
         x, balances = self.embedding(tokens), []
         for i, layer in enumerate(self.layers):
@@ -102,5 +104,5 @@ class Decoder(nn.Module):
             balances += [] if balance is None else [balance]
         out = self.head(x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk, plan.impl)
         for balance in balances if labels is not None else []:
-            out = out + (balance - balance.detach())
+            out = out + balance_weight * (balance - balance.detach())
         return out

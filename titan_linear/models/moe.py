@@ -137,7 +137,7 @@ class MoE(nn.Module):
     def _balance_loss(self, experts: torch.Tensor, scores: torch.Tensor, plan: BatchPlan) -> torch.Tensor | None:
         """coefficient · E · Σ_e f_e Σ_t p_te over the tokens here, f_e the share of the stream's tokens sent to e.
 
-        A sum over tokens, as the cross-entropy is. p are the scores, summing to 1.
+        A sum over tokens, with a label or without. p are the scores, summing to 1.
         """
         c = self.config
         if not (c.balance_coefficient and torch.is_grad_enabled()):

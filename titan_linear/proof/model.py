@@ -80,7 +80,7 @@ def in_one_process(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: s
     chunk = subject.config.training.loss_chunk_size
     whole.zero_grad(set_to_none=True)
     with torch.autograd.set_multithreading_enabled(False), Trace(whole) as trace, ComputeCopies(whole, dtype):
-        loss = whole(tokens, plan, labels, loss_chunk=chunk) / valid
+        loss = whole(tokens, plan, labels, loss_chunk=chunk, balance_weight=valid / tokens.numel()) / valid
         loss.backward()
     gradients = {name: p.grad for name, p in whole.named_parameters() if p.grad is not None}
     whole.zero_grad(set_to_none=True)
