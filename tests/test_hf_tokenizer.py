@@ -108,6 +108,13 @@ TOKENIZERS: dict[str, tuple[Callable[[], Tokenizer] | None, dict[str, dict]]] = 
     "special tokens beside it": (
         plain, {"special_tokens_map.json": {"eos_token": "<|im_end|>"}, "added_tokens.json": {"def": 690}},
     ),
+    "tokens as objects beside it": (
+        plain, {"special_tokens_map.json": {
+            "eos_token": {"content": "<|im_end|>", "lstrip": True, "normalized": False, "rstrip": False,
+                          "single_word": False},
+            "bos_token": {"content": "<s>", "lstrip": False}, "audio_token": {"content": "<|not there|>"},
+            "additional_special_tokens": [{"content": "<|im_end|>", "lstrip": True}]}},
+    ),
     "adding": (adding, {}),
     "pieces": (pieces, {}),
     "Qwen's": (qwens, {"tokenizer_config.json": {"eos_token": "<|im_end|>"}}),

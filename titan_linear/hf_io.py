@@ -44,7 +44,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
     TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "chat_template.jinja", "generation_config.json",
+    "tokenizer.model", "chat_template.jinja", "additional_chat_templates/*.jinja", "generation_config.json",
 )  # fmt: skip
 Files = Mapping[str, bytes]  # by name
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -514,8 +514,8 @@ def _config_json(
 
 
 def _tokenizer_files(folder: Path | None) -> dict[str, bytes]:
-    files = [] if folder is None else [Path(folder) / name for name in TOKENIZER_FILES]
-    return {file.name: file.read_bytes() for file in files if file.is_file()}
+    files = [] if folder is None else [file for name in TOKENIZER_FILES for file in sorted(Path(folder).glob(name))]
+    return {file.relative_to(folder).as_posix(): file.read_bytes() for file in files if file.is_file()}
 
 
 def _code(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:
@@ -569,8 +569,9 @@ class _Writer:
             _copy_bytes(tensor, self.tensors[tensor.name])
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
         for name, content in {CONFIG: text.encode(), **files}.items():
+            (self.path / name).parent.mkdir(exist_ok=True)
             (self.path / name).write_bytes(content)
-        for file in [*self.path.iterdir(), self.path]:
+        for file in [*self.path.rglob("*"), self.path]:
             sync(file)
 
 

@@ -152,9 +152,54 @@ def test_the_page_has_a_template_to_begin_from(folder: Callable):
     assert [tokenizer._tokenizer.decode(answer, skip_special_tokens=False) for answer in found] == SAID[:3]
 
 
-def test_several_templates_by_name(folder: Callable):
-    several = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": MARKED}]
-    assert build_tokenizer(str(folder(several))).chat_template == MARKED
+@pytest.mark.parametrize("beside", [False, True])
+def test_several_templates_by_name(folder: Callable, tmp_path: Path, beside: bool):
+    """In the settings or in files; transformers takes "tool_use" for records with tools. Exports have them all."""
+    for_tools = UNMARKED.replace("<|im_start|>tools", "<|im_start|>available")
+    path = folder(MARKED if beside else [{"name": "tool_use", "template": for_tools},
+                                         {"name": "default", "template": MARKED}], beside=beside)  # fmt: skip
+    if beside:
+        (path / "additional_chat_templates").mkdir()
+        (path / "additional_chat_templates" / "tool_use.jinja").write_text(for_tools)
+    tokenizer = build_tokenizer(str(path))
+    for name, content in tokenizer.hugging_face_files().items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    assert build_tokenizer(str(tmp_path)).chat_templates == {"default": MARKED, "tool_use": for_tools}
+    for theirs in map(AutoTokenizer.from_pretrained, (path, tmp_path)):
+        for chat, (ids, _) in zip(CHATS, Conversations(tokenizer).encode_batch(CHATS), strict=True):
+            expected = theirs.apply_chat_template(chat["messages"], tools=chat.get("tools"))
+            assert ids.tolist() == expected["input_ids"]
+
+
+def test_a_word_in_a_comment_marks_nothing(folder: Callable):
+    path = folder("{# no {% generation %} here #}" + UNMARKED)
+    ours = Conversations(build_tokenizer(str(path))).encode_batch(CHATS)
+    assert all(learnt.any() for _, learnt in ours)
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
+@pytest.mark.parametrize("read", ["reasoning_content", "thinking"])
+def test_reasoning_by_any_of_its_names(folder: Callable, name: str, read: str):
+    path = folder(MARKED.replace("{{- message.content }}", f"{{{{- message.{read} }}}}{{{{- message.content }}}}"))
+    message = {"role": "assistant", "content": "Me.", "reasoning_content": None, name: "Who, indeed?"}
+    given = [{"messages": [USER, message]}, {"messages": [USER, message | {"thinking": "Hm.", "reasoning": "Or."}]}]
+    theirs = AutoTokenizer.from_pretrained(path)
+    for record, (ids, _) in zip(given, Conversations(build_tokenizer(str(path))).encode_batch(given), strict=True):
+        messages = [{k: v for k, v in m.items() if v is not None} for m in record["messages"]]
+        assert ids.tolist() == theirs.apply_chat_template(messages)["input_ids"]
+
+
+def test_an_end_token_that_is_not_special(folder: Callable):
+    """Nothing after it is learnt."""
+    path = folder(UNMARKED)
+    content = json.loads((path / "tokenizer.json").read_text())
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] != "<|im_end|>"
+    (path / "tokenizer.json").write_text(json.dumps(content))
+    tokenizer = build_tokenizer(str(path))
+    for ids, learnt in Conversations(tokenizer).encode_batch(CHATS):
+        assert all(run[-1] == tokenizer.eos_id for run in runs(ids, learnt))
 
 
 def test_a_template_that_writes_answers_otherwise_later(folder: Callable):
@@ -189,6 +234,12 @@ def test_bad_conversations(folder: Callable, template: str, messages: object, pr
     assert problem in found
 
 
+def test_tools_as_text_are_a_bad_document(folder: Callable):
+    encoder = Conversations(build_tokenizer(str(folder(MARKED))))
+    found = encoder.encode_batch([CHATS[0] | {"tools": tools} for tools in (json.dumps(TOOLS), ["x"], {}, None)])
+    assert found[0] == found[1] == "'tools' is no list of objects" and not any(isinstance(x, str) for x in found[2:])
+
+
 def test_tokenizers_without_a_template(folder: Callable):
     for tokenizer in (ByteTokenizer(), build_tokenizer(str(folder(None)))):
         with pytest.raises(ValueError, match=r"dataset_format = 'messages' takes a chat template.*or use 'completion'"):
@@ -212,6 +263,20 @@ def test_completions_of_bytes(tmp_path: Path):
     line, warning = corpus.summary.splitlines()
     assert "2 documents, 9 tokens, 5 of them in answers, in " in line
     assert "2 bad documents skipped" in warning and "line 4: 'prompt' is int, not text" in warning
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_records_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int):
+    """Lines that are no JSON stop the run, or are skipped, in the midst of others."""
+    monkeypatch.setattr("titan_linear.data.cache.worker_count", lambda _: workers)
+    file, pairs = tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": str(i)} for i in range(3)]
+    first, second, third = map(json.dumps, pairs)
+    file.write_text(f'{first}\n{{"prompt": \n{second}\n{{"prompt": "x"}}\n{third}\n')
+    with pytest.raises(ValueError, match=r"line 2: not JSON .*training\.on_bad_document"):
+        opened(file, tmp_path, dataset_format="completion")
+    corpus = opened(file, tmp_path, dataset_format="completion", on_bad_document="skip")
+    assert [bytes(ids[:-1].astype(np.uint8)) for ids, _ in documents(corpus)] == [b"2+2=0", b"2+2=1", b"2+2=2"]
+    assert "2 bad documents skipped" in corpus.summary
 
 
 def opened(file: Path, tmp_path: Path, tokenizer: object = None, dataset: str = "jsonl", **options: object) -> Corpus:

@@ -7,7 +7,8 @@
 
 A chat template is a jinja2 program of somebody else. It runs in jinja2's sandbox and sees the record and the names of
 special tokens, and nothing else: no clock either (`strftime_now` is not defined), so that the same record always gives
-the same tokens. Those are what transformers' `apply_chat_template` gives.
+the same tokens. Those are what transformers' `apply_chat_template` gives: where there are several templates, "tool_use"
+writes records with tools and "default" the others, and a message's reasoning has the names that templates read.
 
 An answer is what the template has between {% generation %} and {% endgeneration %}. Where it has none of these, the
 conversation is rendered up to each answer, as a prompt and with it: if the first text begins the second, and the second
@@ -21,7 +22,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jinja2
 import numpy as np
@@ -36,7 +37,7 @@ Record = Mapping[str, Any]
 Learnt = tuple[np.ndarray, np.ndarray]  # tokens [n] int64, and which of them are learnt [n] bool
 ANSWERER = "assistant"
 _BEGIN, _END = "\ufdd0answer\ufdd1", "\ufdd0/answer\ufdd1"  # around what is learnt; a text that has them is refused
-_GENERATION = re.compile(r"\{%[-+]?\s*generation\b")
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # the first that a message has is its reasoning
 _REMEDY = "put {% generation %} and {% endgeneration %} around answers in the chat template (docs/data.md)"
 
 
@@ -81,35 +82,35 @@ class Conversations:
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        source = tokenizer.chat_template if isinstance(tokenizer, HuggingFaceTokenizer) else None
-        if source is None:
+        sources = tokenizer.chat_templates if isinstance(tokenizer, HuggingFaceTokenizer) else {}
+        if "default" not in sources:
             raise ValueError(
                 "training.dataset_format = 'messages' takes a chat template, and the tokenizer has none; set "
                 "model.tokenizer_path to a folder with one (chat_template in tokenizer_config.json, or a "
                 "chat_template.jinja beside tokenizer.json: docs/data.md has an example), or use 'completion'"
             )
         try:
-            self._template = _environment().from_string(source)
+            self._templates = {name: _Template.of(source) for name, source in sources.items()}
         except jinja2.TemplateError as error:
             raise ValueError(f"model.tokenizer_path: its chat template is not one: {error}; repair it") from error
-        self._marks, self._tokenizer = bool(_GENERATION.search(source)), tokenizer
-        self._names = tokenizer.token_names
-        content = json.dumps([source, self._names, tokenizer.special_tokens])
+        self._tokenizer, self._names = tokenizer, tokenizer.token_names
+        content = json.dumps([sources, self._names, tokenizer.special_tokens])
         self.fingerprint = "messages-" + hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
     def encode_batch(self, records: Sequence[Record]) -> list[Learnt | str]:
         return [self._encode(record) for record in records]
 
     def _encode(self, record: Record) -> Learnt | str:
-        messages = record["messages"]
+        messages, tools = record["messages"], record.get("tools") or None
         if not isinstance(messages, list) or not all(isinstance(m, dict) and _has_role(m) for m in messages):
             return "'messages' is no list of objects with a 'role'"
-        # Saved tables give every message the fields of all, null where it has none of its own.
-        messages = [{key: value for key, value in m.items() if value is not None} for m in messages]
-        if _BEGIN[0] in json.dumps([messages, record.get("tools")], ensure_ascii=False, default=str):
+        if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+            return "'tools' is no list of objects"
+        messages = [_as_templates_know_it(message) for message in messages]
+        if _BEGIN[0] in json.dumps([messages, tools], ensure_ascii=False, default=str):
             return "a message holds the noncharacter U+FDD0, which marks answers here; remove it"
         try:
-            text, answers = self._rendered(messages, record.get("tools") or None)
+            text, answers = self._rendered(messages, tools)
         except _Problem as problem:
             return str(problem)
         except Exception as error:  # the template's own, whatever it is
@@ -122,14 +123,15 @@ class Conversations:
 
     def _rendered(self, messages: list[Record], tools: object) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and the ranges of its characters that are answers."""
+        template = self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
 
         def render(messages: list[Record], prompts: bool = False) -> str:
-            return self._template.render(
+            return template.program.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompts, **self._names
             )
 
         whole = render(messages)
-        if self._marks:
+        if template.marks:
             return _cut_marks(whole)
         answers = []
         for i, message in enumerate(messages):
@@ -147,12 +149,33 @@ class Conversations:
         return whole, answers
 
 
+class _Template(NamedTuple):
+    program: jinja2.Template
+    marks: bool  # whether it says what is an answer
+
+    @classmethod
+    def of(cls, source: str) -> _Template:
+        environment = _environment()
+        texts = environment.parse(source).find_all(nodes.TemplateData)
+        return cls(environment.from_string(source), any(text.data == _BEGIN for text in texts))
+
+
 class _Problem(Exception):
     """What is wrong with a document."""
 
 
 def _has_role(message: Record) -> bool:
     return isinstance(message.get("role"), str)
+
+
+def _as_templates_know_it(message: Record) -> Record:
+    """Saved tables give every message the fields of all, null where it has none of its own. Reasoning has the name that
+    most templates read, and gpt-oss's."""
+    message = {key: value for key, value in message.items() if value is not None}
+    reasoning = next((message[name] for name in _REASONING if name in message), None)
+    if reasoning is None:
+        return message
+    return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
 def _with_answer(ids: np.ndarray, learnt: np.ndarray) -> Learnt | str:

@@ -45,13 +45,13 @@ def tokenise(
     blocks = _blocks(documents)
     if not num_workers:
         for block in blocks:
-            yield from zip(block, _encode(encoder, [document.content for document in block]))
+            yield from _of_all(block, _encode(encoder, _contents(block)))
         return
     workers: dict[Connection, multiprocessing.Process] = {}  # our end of each one's pipe, and the worker
     try:
         _start(workers, encoder, num_workers)
         for block, encoded in _in_order(list(workers), blocks):
-            yield from zip(block, encoded)
+            yield from _of_all(block, encoded)
     except (EOFError, ConnectionError):
         raise ValueError(
             "a process that tokenises was killed, perhaps because memory ran out; start again, with more memory or "
@@ -76,6 +76,17 @@ def _blocks(documents: Iterable[Document]) -> Iterator[Block]:
         yield block
 
 
+def _contents(block: Block) -> list[Any]:
+    """Of those that have one: what is wrong with the others is known."""
+    return [document.content for document in block if not document.problem]
+
+
+def _of_all(block: Block, encoded: Encoded) -> Iterator[tuple[Document, Tokens | str]]:
+    each = iter(encoded)
+    for document in block:
+        yield document, document.problem or next(each)
+
+
 def _encode(encoder: Encoder, contents: Sequence[Any]) -> Encoded:
     try:
         return list(encoder.encode_batch(contents))
@@ -95,7 +106,7 @@ def _in_order(workers: list[Connection], blocks: Iterator[Block]) -> Iterator[tu
     while True:
         while idle and len(done) < AHEAD * (len(idle) + len(at_work)) and (item := next(numbered, None)):
             worker = idle.pop()
-            worker.send([document.content for document in item[1]])
+            worker.send(_contents(item[1]))
             at_work[worker] = item
         if not at_work:
             return

@@ -16,7 +16,7 @@ import numpy as np
 import tokenizers
 
 TOKENIZER, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
-CHAT_TEMPLATE = "chat_template.jinja"
+CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 # What ends a document where no file beside tokenizer.json says so: the first of these that is a special token.
 _USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
 # For transformers: tokenizer.json as it is, by whatever name the model goes.
@@ -28,7 +28,7 @@ _CHANGES_TOKENS = (
 )  # fmt: skip
 _NAMED_TOKENS = ("bos_token", "cls_token", "mask_token", "pad_token", "sep_token", "unk_token")
 _TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
-_COPIED = ("vocab.json", "merges.txt", "tokenizer.model", CHAT_TEMPLATE, "generation_config.json")
+_COPIED = ("vocab.json", "merges.txt", "tokenizer.model", "generation_config.json")
 
 
 class Tokenizer(Protocol):
@@ -142,14 +142,23 @@ class HuggingFaceTokenizer:
         return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     @cached_property
-    def chat_template(self) -> str | None:
-        """The one of the folder, as transformers finds it: a file of its own before a setting; None without any."""
-        if (file := self._file.with_name(CHAT_TEMPLATE)).is_file():
-            return _read(file).decode("utf-8", "surrogateescape")
-        found = _read_json(self._file.with_name(SETTINGS)).get("chat_template")
-        if isinstance(found, list):  # several, by name
-            found = {entry.get("name"): entry.get("template") for entry in found if isinstance(entry, dict)}
-        return found.get("default") if isinstance(found, dict) else found
+    def chat_templates(self) -> dict[str, str]:
+        """Those of the folder by name, as transformers finds them: files of their own before a setting."""
+        found = {"default" if name == CHAT_TEMPLATE else Path(name).stem: _read(file).decode("utf-8", "surrogateescape")
+                 for name, file in self._template_files().items()}  # fmt: skip
+        if found:
+            return found
+        setting = _read_json(self._file.with_name(SETTINGS)).get("chat_template")
+        if isinstance(setting, list):
+            setting = {entry.get("name"): entry.get("template") for entry in setting if isinstance(entry, dict)}
+        named = setting if isinstance(setting, dict) else {"default": setting}
+        return {name: text for name, text in named.items() if isinstance(text, str)}
+
+    def _template_files(self) -> dict[str, Path]:
+        """By their names in the folder."""
+        folder = self._file.parent
+        files = [folder / CHAT_TEMPLATE, *sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
+        return {file.relative_to(folder).as_posix(): file for file in files if file.is_file()}
 
     @cached_property
     def token_names(self) -> dict[str, str]:
@@ -161,14 +170,17 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
-        return tuple(t["content"] for t in json.loads(self._content).get("added_tokens") or [] if t.get("special"))
+        """Their texts, and the end token's, which need not be one."""
+        special = [t["content"] for t in json.loads(self._content).get("added_tokens") or [] if t.get("special")]
+        end = self.token_names.get("eos_token")
+        return tuple(special) if end in (None, *special) else (*special, end)
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """Those that there are, less what transformers would add to a text or take from it."""
-        beside = {name: self._file.with_name(name) for name in _COPIED}
+        beside = {name: self._file.with_name(name) for name in _COPIED} | self._template_files()
         files = {name: _read(file) for name, file in beside.items() if file.is_file()}
         return files | {TOKENIZER: self._whole_texts(), SETTINGS: _settings(*self._kept_settings())}
 
@@ -184,13 +196,17 @@ class HuggingFaceTokenizer:
         """What is beside tokenizer.json, less what changes tokens; and the end of a document."""
         read = [_read_json(self._file.with_name(name)) for name in (SPECIAL, SETTINGS)]
         found = {key: value for settings in read for key, value in settings.items() if key not in _CHANGES_TOKENS}
-        special = {token["content"] for token in json.loads(self._content).get("added_tokens") or []}
-        for name in _NAMED_TOKENS:
-            if name in found and _name_of(found[name]) not in special:  # transformers would add it
-                del found[name]
-        for name in _TOKEN_LISTS:
-            if isinstance(found.get(name), list):
-                found[name] = [token for token in found[name] if _name_of(token) in special]
+        # By their names: what else there is to say of them tokenizer.json says. Others transformers would add.
+        added = {token["content"] for token in json.loads(self._content).get("added_tokens") or []}
+        for key, value in list(found.items()):
+            if key.endswith("_token"):
+                found[key] = _name_of(value)
+                if found[key] not in added:
+                    del found[key]
+            elif key in _TOKEN_LISTS and isinstance(value, list):
+                found[key] = [_name_of(token) for token in value if _name_of(token) in added]
+            elif key in _TOKEN_LISTS and isinstance(value, dict):
+                found[key] = {name: _name_of(token) for name, token in value.items() if _name_of(token) in added}
         return found, None if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id)
 
 
