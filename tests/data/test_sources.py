@@ -3,7 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from titan_linear.data import ByteTokenizer, Corpus, open_corpus, write_corpus
+from titan_linear.data.sources import source_files
 
 
 @pytest.fixture
@@ -64,6 +65,9 @@ def test_text(texts: Callable, tmp_path: Path):
     assert texts("text", f"{folder}/sub/*, {folder}/a.txt,{folder}/*.txt") == [
         b"first\r\nline", b"second", b"\xff\x00"]  # fmt: skip
     assert texts("text", folder / "**" / "*.md") == [b"\xff\x00"]
+    assert texts("text", f"{folder}/b.txt,{folder}/sub/../b.txt") == [b"second"]
+    with pytest.raises(ValueError, match=r"b\.txt,': nothing stands beside a comma; leave the comma out"):
+        texts("text", f"{folder}/b.txt,")
     with pytest.raises(ValueError, match=r"c\.md: not UTF-8 at character 0"):
         texts("text", folder, AsciiTokenizer())
 
@@ -77,6 +81,16 @@ def test_linked_folders_are_followed_once(texts: Callable, tmp_path: Path, monke
     (here / "linked").symlink_to(there)
     (there / "back").symlink_to(here)
     assert texts("text", here) == [b"y", b"x"]
+    (here / "another").symlink_to(there)
+    walk = os.walk
+
+    def backwards(*arguments: object, **options: object) -> Iterator[tuple]:  # as another file system lists folders
+        for root, folders, names in walk(*arguments, **options):
+            folders.sort(reverse=True)
+            yield root, folders, names
+
+    monkeypatch.setattr(os, "walk", backwards)
+    assert source_files("text", str(here)) == [here / "another" / "y.txt", here / "x.txt"]
 
     def refuse(folder: str) -> None:
         raise PermissionError(13, "Permission denied", folder)

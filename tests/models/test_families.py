@@ -29,7 +29,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.families.layout import check_values
 from titan_linear.models.plan import BatchPlan
-from titan_linear.models.presets import preset
+from titan_linear.models.presets import PUBLISHED, preset
 
 T = 131
 DOCUMENTS = {"one document": [0, T], "packed": [0, 37, 38, 96, T]}
@@ -219,6 +219,7 @@ def test_errors_list_every_tensor(case: Callable[[str], Case]) -> None:
         ({"hidden_size": -1}, "dim = -1, which is too small"),
         ({"rms_norm_eps": -1e-6}, "norm_eps = -1e-06, which is too small"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta = 0, which is too small"),
+        ({"head_dim": 36}, "attention 9 channels to rotate, which must be even"),
     ],
 )
 def test_what_we_do_not_have_is_refused(change: dict, words: str, case: Callable[[str], Case]) -> None:
@@ -233,6 +234,13 @@ def test_a_token_has_no_more_experts_than_there_are(case: Callable[[str], Case])
     written = config_to_hf(c.family, c.config) | {"num_experts_per_token": 99}
     with pytest.raises(ValueError, match="top_k = 99 of num_experts"):
         config_from_hf(written)
+
+
+def test_a_key_of_another_family_says_nothing() -> None:
+    """Qwen3.5 normalises the weights of experts, whatever Qwen3-Next's key says."""
+    for family, normalised in (("Qwen3_5MoeForCausalLM", True), ("Qwen3NextForCausalLM", False)):
+        written = config_to_hf(family, PUBLISHED["qwen3.5"]["debug"]) | {"norm_topk_prob": False}
+        assert config_from_hf(written)[1].moe.normalise == normalised
 
 
 def test_numbers_without_a_point(case: Callable[[str], Case]) -> None:

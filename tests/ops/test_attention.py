@@ -63,6 +63,9 @@ def test_against_the_oracle(name, kernel, monkeypatch):
     monkeypatch.setattr(blocks, "block_kernel", lambda *shape: kernel)
     assert max(against_reference(CASES[name])) <= 1e-12
     assert max(against_reference(CASES[name], scale=0.7)) <= 1e-12
+    for scale in (0, -1.0, torch.nan):
+        with pytest.raises(ValueError, match="must be above 0"):
+            against_reference(CASES[name], scale=scale)
 
 
 @pytest.mark.parametrize("kernel", ["cpu", "tiled"])

@@ -79,6 +79,8 @@ class MixedStreams:
 
     def __getitem__(self, i: int) -> Stream:
         name, own = self.source(i)
+        if name not in self.sources:
+            raise ValueError(f"stream {i} is of {name!r}, which training.mixture no longer has; name it there again")
         return self.sources[name][own]
 
     def source(self, i: int) -> tuple[str, int]:

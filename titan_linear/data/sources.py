@@ -87,6 +87,8 @@ def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "tra
     suffixes = SUFFIXES[dataset]
     files: set[Path] = set()
     for pattern in [dataset_path] if os.path.exists(dataset_path) else dataset_path.split(","):
+        if not pattern.strip():
+            raise ValueError(f"{path_key} = {dataset_path!r}: nothing stands beside a comma; leave the comma out")
         found = _expand(pattern.strip(), suffixes)
         if not found:
             here = "" if Path(pattern.strip()).expanduser().is_absolute() else f" in {os.getcwd()}"
@@ -95,7 +97,9 @@ def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "tra
                 "give a file, a folder or globs (separated by commas)"
             )
         files.update(found)
-    return sorted(files) if dataset != "arrow" else _as_saved(files, path_key)
+    # Each once, by the first of the paths to its folder.
+    once = set({(file.parent.resolve(), file.name): file for file in sorted(files, reverse=True)}.values())
+    return sorted(once) if dataset != "arrow" else _as_saved(once, path_key)
 
 
 def read_documents(
@@ -143,7 +147,8 @@ def _walk(folder: Path, suffixes: tuple[str, ...], skip: Set[str] = frozenset(),
             folders.clear()
             continue
         seen.add(real)
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
+        # In order: of two links to a folder the first is followed, wherever it is read.
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skip)
         found += [Path(root, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
     return sorted(found)
 

@@ -37,7 +37,7 @@ def attention(
         q: [B, Tq, Hq, D]; Hq is a multiple of Hkv, and query head h reads key head h // (Hq/Hkv).
         k: [B, Tk, Hkv, D]. With the causal mask Tq <= Tk, and the mask is aligned to the end (decoding).
         v: [B, Tk, Hkv, Dv].
-        scale: of the scores; D^-½ by default.
+        scale: of the scores, above 0; D^-½ by default.
         cu_seqlens: [N+1] int boundaries of packed documents (B = 1, Tq = Tk). Attention stays inside a document.
             It is read on the host: give it on the CPU to spare CUDA a synchronisation.
         first_key: [B] int, decoding (Tq = 1) a batch of texts of different lengths, aligned to the end: the keys of row
@@ -60,6 +60,8 @@ def attention(
     if method != "auto" and method not in METHODS:
         raise ValueError(f"method = {method!r} is unknown; use 'auto', {', '.join(map(repr, METHODS))}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if not scale > 0:
+        raise ValueError(f"scale = {scale} must be above 0: not every kernel takes another")
     if first_key is not None:
         if cu_seqlens is not None or cp_context is not None:
             raise ValueError("first_key must not be given with cu_seqlens or cp_context: it is for decoding a batch")

@@ -179,6 +179,11 @@ def check_values(model: ModelConfig) -> None:
                 raise ValueError(f"config.json gives {owner} {name} = {value!r}, which must be {hint}; fetch it again")
             if type(value) in (int, float) and not value >= _least(name, hints[name]):
                 raise ValueError(f"config.json gives {owner} {name} = {value!r}, which is too small; fetch it again")
+        if (rotary := getattr(part, "rotary", None)) and rotary[1] % 2:
+            raise ValueError(
+                f"config.json gives {owner} {rotary[1]} channels to rotate, which must be even: they go in pairs; "
+                "fetch it again"
+            )
     if model.moe is not None and model.moe.top_k > model.moe.num_experts:
         raise ValueError(
             f"config.json gives a token top_k = {model.moe.top_k} of num_experts = {model.moe.num_experts}; fetch it "

@@ -86,9 +86,10 @@ def _attention_from_hf(key: Keys) -> Attention:
 
 def _moe_from_hf(key: Keys) -> MoEConfig:
     shared = key("shared_expert_intermediate_size", 0) or 0
+    own = key("model_type") == "qwen3_next"  # Qwen3.5 has no such key, and always does
     return MoEConfig(
         num_experts=key("num_experts"), top_k=key("num_experts_per_tok"), hidden_dim=key("moe_intermediate_size"),
-        shared_hidden_dim=shared, shared_gate=shared > 0, normalise=key("norm_topk_prob", True),
+        shared_hidden_dim=shared, shared_gate=shared > 0, normalise=key("norm_topk_prob", True) if own else True,
         balance_coefficient=key("router_aux_loss_coef", 0.001) if key("output_router_logits", False) else 0.0,
     )  # fmt: skip
 
