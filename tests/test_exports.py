@@ -16,9 +16,11 @@ from tests.processes import until
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 from tests.worlds import World
 from titan_linear import exports
+from titan_linear.build import model_config
 from titan_linear.config import Config, check_config, load_config
+from titan_linear.data import ByteTokenizer
 from titan_linear.exports import Exports
-from titan_linear.preflight import preflight
+from titan_linear.preflight import _check_checkpoint, preflight
 from titan_linear.process import StopSignal
 from titan_linear.train import Trainer
 from tools import convert
@@ -26,7 +28,7 @@ from tools import convert
 KEYS = {
     "model.name": "kda", "training.steps": 3, "training.local_batch_size": 2, "training.seq_len": 32,
     "checkpoint.enable": "true", "checkpoint.interval": 1, "checkpoint.keep_latest_k": 1,
-    "checkpoint.export_interval": 2, "checkpoint.export_dtype": "bfloat16", "checkpoint.async_mode": "async",
+    "checkpoint.export_interval": 1, "checkpoint.export_dtype": "bfloat16", "checkpoint.async_mode": "async",
 }  # fmt: skip
 
 
@@ -42,9 +44,10 @@ def test_a_checkpoint_is_exported_while_training_goes_on(
     preflight(load_config(argv), world_size=2)
     worlds(2).run(train_on_rank, argv, str(corpus.parent))
     folder = tmp_path / "checkpoint"
-    assert sorted(path.name for path in folder.iterdir()) == ["step-2", "step-2-hf", "step-3"]  # 2 was being read
-    assert convert.main(["to-hf", str(folder / "step-2"), str(tmp_path / "out"), "--export-dtype", "bfloat16"]) == 0
-    found, wanted = (load_file(path / "model.safetensors") for path in (folder / "step-2-hf", tmp_path / "out"))
+    # One is kept, and no other stays because it was read.
+    assert sorted(path.name for path in folder.iterdir()) == ["step-1-hf", "step-2-hf", "step-3", "step-3-hf"]
+    assert convert.main(["to-hf", str(folder / "step-3"), str(tmp_path / "out"), "--export-dtype", "bfloat16"]) == 0
+    found, wanted = (load_file(path / "model.safetensors") for path in (folder / "step-3-hf", tmp_path / "out"))
     assert found.keys() == wanted.keys() and all((found[name] == wanted[name]).all() for name in wanted)
 
 
@@ -78,6 +81,18 @@ def test_what_was_cut_short_is_made_up_for(
     assert not in_use and capsys.readouterr().out == "".join(
         f"exported '{tmp_path}/checkpoint/step-{step}-hf'\n" for step in (4, 6)
     )
+
+
+def test_a_finished_run_names_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """A kill after the last step, while exports were written."""
+    config = saved(tmp_path, 2, 4, 6, 8)
+    (tmp_path / "checkpoint/step-4-hf").mkdir()
+    monkeypatch.setattr("titan_linear.preflight.verify", lambda _: None)
+    with pytest.raises(SystemExit):
+        _check_checkpoint(config, model_config(config, ByteTokenizer()))
+    assert "\nnot exported: step-2, step-6; python -m tools.convert to-hf does it\n" in capsys.readouterr().out
 
 
 def test_a_failure_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

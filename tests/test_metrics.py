@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from titan_linear import metrics
+from titan_linear import metrics, train
 from titan_linear.config import Config, load_config
 from titan_linear.metrics import Graphs, MetricsLogger, Work, is_logged, peak_memory_gib
 
@@ -270,3 +270,26 @@ def test_durations():
 
 def test_memory_is_what_this_process_has_had():
     assert 0.05 < peak_memory_gib() < 100
+
+
+def test_a_full_disk_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """Also where it is the metrics that find it full."""
+
+    def run(config: Config) -> int:
+        logger = MetricsLogger(config)
+        logger.file = open("/dev/full", "w")  # noqa: SIM115
+        logger.log_validation(1, 2.0)
+        return 0
+
+    monkeypatch.setattr(train, "_run", run)
+    monkeypatch.setattr(train, "die_with_parent", lambda: None)
+    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    monkeypatch.setenv("RANK", "0")
+    argv = ["--job.dump_folder", str(tmp_path), "--metrics.enable_tensorboard", "false"]
+    assert train.main(argv) == 3
+    assert capsys.readouterr().err == (
+        "error: rank 0: writing in the run's folder failed: No space left on device; the run resumes from its newest "
+        "checkpoint\n"
+    )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -406,6 +406,19 @@ def checkpoint_folder(config: Config) -> Path:
 def export_folder(config: Config, step: int = 0) -> Path:
     """The Hugging Face folder of a step; by default the one that a run leaves."""
     return checkpoint_folder(config) / f"step-{step or config.training.steps}-hf"
+
+
+def lacks_export(config: Config, step: int) -> bool:
+    """Whether checkpoint.export_interval asks for a folder of step-N that is not there."""
+    c = config.checkpoint
+    last = c.last_save_in_hf and step == config.training.steps  # the run does that itself
+    wanted = c.export_interval and step % c.export_interval == 0 and not last
+    return bool(wanted) and not export_folder(config, step).exists()
+
+
+def not_exported(steps: Sequence[int]) -> str:
+    """A line for the user."""
+    return f"not exported: {', '.join(f'step-{step}' for step in steps)}; python -m tools.convert to-hf does it"
 
 
 def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like: str = "") -> str:

@@ -190,7 +190,7 @@ class Checkpointer:
                 raise OSError(altered)
             self._together(lambda: self.rank == 0 and self._commit(step, tmp, files))
             self._saved = (step, "optimizer" in state)
-            self._together(lambda: self.rank == 0 and self._prune(step))
+            self._together(lambda: self.rank == 0 and self.prune(step))
         except (OSError, RuntimeError, dcp.CheckpointException) as failure:  # the same on every rank
             if self.rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)  # the disk may be full
@@ -252,7 +252,8 @@ class Checkpointer:
         tmp.rename(self.folder / f"step-{step}")
         sync(self.folder)
 
-    def _prune(self, step: int) -> None:
+    def prune(self, step: int) -> None:
+        """Remove checkpoints that are too many with that of `step`, which is whole, and that nobody reads."""
         older = [old for old in whole_steps(self.folder) if old < step]
         too_many = older[: max(0, len(older) + 1 - self.keep_latest_k)] if self.keep_latest_k else []
         for old in (old for old in too_many if old not in self.in_use):

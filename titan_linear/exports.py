@@ -2,7 +2,7 @@
 
 A process on rank 0's machine, of the lowest priority and without a GPU, reads a finished checkpoint and writes
 step-N-hf beside it, one tensor at a time; no step waits for it. What fails is a warning. What a kill or a stop cut
-short is made up for at the next start, as long as the checkpoint is there.
+short is made up for at the next start, as long as the checkpoint is there; of a finished run that start only names it.
 
 python -m titan_linear.exports CHECKPOINT FOLDER DTYPE      is that process
 """
@@ -18,7 +18,15 @@ import warnings
 from pathlib import Path
 from typing import IO
 
-from titan_linear.build import checkpoint_folder, export, export_folder, model_config, tokenizer_path
+from titan_linear.build import (
+    checkpoint_folder,
+    export,
+    export_folder,
+    lacks_export,
+    model_config,
+    not_exported,
+    tokenizer_path,
+)
 from titan_linear.checkpoint import stored_weights, verify, weights_path, whole_steps
 from titan_linear.config import Config, hf_weights
 from titan_linear.data import build_tokenizer
@@ -67,10 +75,7 @@ class Exports:
 
     def add(self, step: int) -> None:
         """Export step-N once it is saved, if that is asked for."""
-        c = self.config.checkpoint
-        last = c.last_save_in_hf and step == self.config.training.steps  # the run does that itself
-        wanted = c.export_interval and step % c.export_interval == 0 and not last
-        if wanted and step not in self.waiting and not self._path(step).exists():
+        if lacks_export(self.config, step) and step not in self.waiting:
             self.waiting.append(step)
             self.in_use.add(step)
 
@@ -90,8 +95,7 @@ class Exports:
             self.process.kill()
             self.process.wait()
         if self.waiting and not stop.agreed:  # the run is complete: no start makes up for it
-            names = ", ".join(f"step-{step}" for step in self.waiting)
-            print(f"not exported: {names}; python -m tools.convert to-hf does it", flush=True)
+            print(not_exported(self.waiting), flush=True)
 
     def _path(self, step: int) -> Path:
         return export_folder(self.config, step)

@@ -17,7 +17,9 @@ from titan_linear.build import (
     export_folder,
     file_groups,
     implementations,
+    lacks_export,
     model_config,
+    not_exported,
     open_corpora,
     tokenizer_path,
     unallocated,
@@ -33,6 +35,7 @@ from titan_linear.checkpoint import (
     read_progress,
     verify,
     weights_path,
+    whole_steps,
 )
 from titan_linear.config import Config, check_config, data_parallel_degrees, hf_weights, load_config, schedule_steps
 from titan_linear.data import Tokenizer, build_tokenizer, verify_changed, verify_corpus
@@ -123,6 +126,8 @@ def _check_checkpoint(config: Config, model: ModelConfig) -> Progress:
         print(f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}")
         if c.last_save_in_hf and not export_folder(config).exists():
             print(f"its Hugging Face folder is not there; python -m tools.convert to-hf '{folder}' FOLDER makes one")
+        if lacking := [saved for saved in whole_steps(folder) if lacks_export(config, saved)]:
+            print(not_exported(lacking))
         raise SystemExit(0)
     if not holds_optimizer(folder / f"step-{step}"):
         raise ValueError(

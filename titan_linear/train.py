@@ -7,6 +7,7 @@ loop    steps, validation, metrics, checkpoints, until the last step or a signal
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import signal
@@ -100,6 +101,7 @@ from titan_linear.spikes import MicroLoss, Outliers, write_spike
 from titan_linear.step import finish_step, rate_at
 from titan_linear.telemetry import Seen, Telemetry
 
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # what is no mistake of ours
 PLANNING = 60.0  # seconds, at most, to plan what would have fitted
 
 
@@ -416,6 +418,7 @@ class Trainer:
             self._print_sample()
         if self.exports:
             self.exports.finish(self.stop)
+            self.checkpointer.prune(self.step)  # of those that it read
 
     @property
     def _timeout(self) -> timedelta:
@@ -532,7 +535,7 @@ def _writing(what: str) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """The exit code. A user's mistake, a non-finite loss or a failed save is one line, not a traceback."""
+    """The exit code. A user's mistake, a non-finite loss, a failed save or a full disk is one line, not a traceback."""
     die_with_parent()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch about itself
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # but while it trains (profiling.py)
@@ -549,6 +552,17 @@ def main(argv: list[str]) -> int:
         if not under_launcher():  # which says what became of the other
             print(f"error: rank {os.environ['RANK']}: another rank is gone: {error}", file=sys.stderr, flush=True)
         return LOST
+    except OSError as error:
+        if error.errno not in UNWRITABLE:
+            raise
+        print(f"error: rank {os.environ['RANK']}: {_unwritten(error)}", file=sys.stderr, flush=True)
+        return FAILED
+
+
+def _unwritten(error: OSError) -> str:
+    """Metrics, telemetry or traces; saves say it themselves."""
+    where = f"'{error.filename}'" if error.filename else "the run's folder"
+    return f"writing in {where} failed: {error.strerror}; the run resumes from its newest checkpoint"
 
 
 def _run(config: Config) -> int:
