@@ -167,8 +167,20 @@ def test_hard_cases_stay_finite() -> None:
     compare("kda", x)
 
 
+def test_a_scale_on_the_device_is_a_number() -> None:
+    x = make_inputs("kda", 8)
+    x = {name: t.float() for name, t in x.items()}
+    for impl in ("torch", "triton"):
+        on = {name: t.to(device_of(impl)) for name, t in x.items()}
+        scale = torch.tensor(0.25, device=on["q"].device)
+        assert torch.equal(call("kda", on, impl=impl, scale=scale)[0], call("kda", on, impl=impl, scale=0.25)[0])
+
+
 def test_what_does_not_fit_is_refused() -> None:
     x = make_inputs("kda", 8)
+    for name in "qkvg":
+        with pytest.raises(ValueError, match=f"{name} is torch.int64; give a float dtype"):
+            call("kda", x | {name: x[name].long()})
     with pytest.raises(ValueError, match="HV"):
         call("kda", x | {"v": x["v"][:, :, :3]})
     with pytest.raises(ValueError, match="lower_bound"):

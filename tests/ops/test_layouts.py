@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.ops.inputs import device_of, gradients, leaves, make_inputs, raw_gate_inputs
-from titan_linear.ops import attention, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.swiglu import swiglu
 
 T = 70
@@ -88,6 +88,38 @@ def test_boundaries_apart(op: str, impl: str) -> None:
     x, weight = torch.randn(1, T, 8, device=cu.device), torch.randn(8, 4, device=cu.device)
     got, want = (causal_conv1d(x, weight, cu_seqlens=given, impl=impl)[0] for given in (wide, cu))
     assert torch.equal(got, want)
+
+
+def test_shapes_and_dtypes_of_the_smaller_ops() -> None:
+    x = torch.randn(1, 8, 4)
+    for given, words in (
+        ((x.long(), torch.zeros(4, 4)), "x is torch.int64; give"), ((x, torch.zeros(4, 0)), "W not 0"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=words):
+            causal_conv1d(*given)
+    for width in (7, 10):
+        with pytest.raises(ValueError, match=r"gate_up .* must be \[.., 2 H\] and"):
+            swiglu(torch.randn(8, width), torch.randn(4, 4))
+
+
+@pytest.mark.parametrize("op", RULES)
+def test_a_context_that_inference_saw_first(op: str) -> None:
+    x = {name: t.float() for name, t in make_inputs(op, 70, K=16, V=16).items()}
+    context = build_cp_context(torch.tensor([0, 9, 70]), rank=0, world_size=1)
+    for impl in ("torch", "triton"):
+        on = {name: t.to(device_of(impl)) for name, t in x.items()}
+        with torch.inference_mode():
+            RULES[op](**on, cp_context=context, impl=impl)
+        on = leaves(on)
+        assert all(grad.isfinite().all() for grad in gradients([RULES[op](**on, cp_context=context, impl=impl)[0]], on))
+
+
+def test_decoding_under_autocast() -> None:
+    q, k, v = torch.randn(2, 1, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
+    first = torch.tensor([0, 2])
+    with torch.autocast("cpu", torch.bfloat16):
+        o = attention(q, k, v, first_key=first)
+    assert torch.equal(o, attention(q, k, v, first_key=first))
 
 
 @pytest.mark.parametrize(

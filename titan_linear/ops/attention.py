@@ -12,6 +12,7 @@ from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.ring import ring_attention
 from titan_linear.ops.cp.ulysses import key_head_copies, ulysses_attention
 from titan_linear.ops.options import check_group
+from titan_linear.ops.support import without_autocast
 from titan_linear.ops.torch.local_attention import local_attention
 
 METHODS = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ulysses_attention}
@@ -78,6 +79,7 @@ def attention(
     return METHODS[method](q, k, v, scale, causal, cp_context)
 
 
+@without_autocast
 def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, first_key: torch.Tensor) -> torch.Tensor:
     """One query of each row over its own keys, from first_key on: o [B, 1, Hq, Dv]."""
     B, Tq, Tk = q.shape[0], q.shape[1], k.shape[1]

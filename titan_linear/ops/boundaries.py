@@ -67,7 +67,8 @@ class Boundaries:
             return make(self, *arguments)
         key = (make, *arguments)
         if key not in self._derived:
-            self._derived[key] = make(self, *arguments)
+            with torch.inference_mode(False):  # autograd takes it too, whoever asks first
+                self._derived[key] = make(self, *arguments)
         return self._derived[key]
 
 

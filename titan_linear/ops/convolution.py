@@ -9,7 +9,7 @@ import torch
 
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.halo import with_halo
-from titan_linear.ops.options import boundaries_of, check_boundaries, check_cp, refuse
+from titan_linear.ops.options import boundaries_of, check_boundaries, check_cp, check_floats, refuse
 from titan_linear.ops.states import States
 from titan_linear.ops.support import implementation, outside_graphs
 from titan_linear.ops.torch import convolution as torch_convolution
@@ -71,8 +71,9 @@ def causal_conv1d(
         raise ValueError(f"x {tuple(x.shape)} must be [B, T, D], none of them 0")
     B, T, D = x.shape
     W = weight.shape[-1]
-    if weight.shape != (D, W):
-        raise ValueError(f"weight {tuple(weight.shape)} must be [D, W] with D = {D}")
+    if weight.shape != (D, W) or not W:
+        raise ValueError(f"weight {tuple(weight.shape)} must be [D, W] with D = {D}, and W not 0")
+    check_floats(x=x, weight=weight)
     if bias is not None and bias.shape != (D,):
         raise ValueError(f"bias {tuple(bias.shape)} must be [D] = [{D}]")
     if activation not in (None, "silu", "swish"):

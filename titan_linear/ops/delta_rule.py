@@ -21,7 +21,7 @@ from titan_linear.ops.cp.kcp import Chains, incoming_states
 from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
 from titan_linear.ops.kept import kept
 from titan_linear.ops.operators import check_first_derivative
-from titan_linear.ops.options import DeltaRuleOptions, boundaries_of, check_boundaries, check_cp, swapped
+from titan_linear.ops.options import DeltaRuleOptions, boundaries_of, check_boundaries, check_cp, check_floats, swapped
 from titan_linear.ops.states import Inputs, States, state_dtype
 from titan_linear.ops.support import implementation, one_dtype, outside_graphs
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule, normalise, step
@@ -264,6 +264,7 @@ def _check(
     HV = v.shape[2]
     if g.shape not in ((B, T, HV), (B, T, HV, K)) or beta.shape != (B, T, HV):
         raise ValueError(f"g {tuple(g.shape)} and beta {tuple(beta.shape)} must be those of B, T, HV = {B}, {T}, {HV}")
+    check_floats(q=q, k=k, v=v, g=g, beta=beta)
     if options.gate_in_kernel != (A_log is not None):
         raise ValueError("use_gate_in_kernel = True and A_log [HV] go together; give both or neither")
     if A_log is not None and A_log.numel() != HV:

@@ -49,7 +49,7 @@ def chunk_gated_delta_rule(
     if dt_bias is not None and dt_bias.numel() != g.shape[2]:
         raise ValueError(f"dt_bias {tuple(dt_bias.shape)} must be [HV] = [{g.shape[2]}]")
     options = DeltaRuleOptions(
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         l2norm=use_qk_l2norm_in_kernel,
         gate_in_kernel=use_gate_in_kernel,
         beta_range=beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),

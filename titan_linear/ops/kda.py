@@ -82,7 +82,7 @@ def chunk_kda(
     if A_log is None and lower_bound is not None:
         A_log = g.new_zeros(g.shape[2], dtype=torch.promote_types(g.dtype, torch.float32))
     options = DeltaRuleOptions(
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        scale=q.shape[-1] ** -0.5 if scale is None else float(scale),
         l2norm=use_qk_l2norm_in_kernel,
         gate_in_kernel=use_gate_in_kernel,
         lower_bound=lower_bound,

@@ -30,6 +30,12 @@ def beta_range(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> floa
     return None if not use_beta_sigmoid_in_kernel else 2.0 if allow_neg_eigval else 1.0
 
 
+def check_floats(**tensors: torch.Tensor) -> None:
+    for name, x in tensors.items():
+        if not x.is_floating_point():
+            raise ValueError(f"{name} is {x.dtype}; give a float dtype")
+
+
 def check_chunk_size(chunk_size: int) -> None:
     if chunk_size != CHUNK:
         raise ValueError(f"chunk_size = {chunk_size}: chunks have {CHUNK} tokens; leave it out")

@@ -22,7 +22,12 @@ def swiglu(gate_up: torch.Tensor, weight: torch.Tensor, impl: str = "auto") -> t
     """gate_up [.., 2 H], gate before up, weight [D, H] -> [.., D]. Elementwise work is done in float32 or wider.
 
     impl: "torch", "triton", or "auto" (ops/support.py).
+    ValueError: the shapes do not fit.
     """
+    if weight.dim() != 2 or gate_up.shape[-1] != 2 * weight.shape[1]:
+        raise ValueError(
+            f"gate_up {tuple(gate_up.shape)} and weight {tuple(weight.shape)} must be [.., 2 H] and [D, H]"
+        )
     return _SwiGLU.apply(gate_up, weight, implementation("swiglu", impl, gate_up.device, gate_up.dtype))
 
 
