@@ -150,10 +150,6 @@ def write_into(
         raise
 
 
-def _described_tokenizer(tokenizer: Tokenizer) -> dict[str, Any]:
-    return {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "eos": tokenizer.eos_id}
-
-
 def _source(dataset: str, files: int, progress: Progress) -> dict[str, Any]:
     """Of corpus.json."""
     source = {"dataset": dataset, "files": files, "skipped_empty": progress.skipped_empty}
