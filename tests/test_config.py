@@ -59,6 +59,7 @@ def test_a_file_with_another_type_or_range_is_refused(toml, value):
     [("training.steps", v) for v in ("3.0", "true", "1e3", "", "x")]
     + [("checkpoint.enable", v) for v in ("True", "1", "yes", "")]
     + [("optimizer.lr", v) for v in ("nan", "inf", "true", "0")]
+    + [("comm.train_timeout_seconds", "9000000000")]
     + [("training.dtype", "fp32"), ("job.dump_folder", "")],
 )
 def test_a_command_line_with_another_type_or_range_is_refused(key, value):
@@ -348,4 +349,10 @@ def test_float64_is_for_the_cpu(monkeypatch):
     check_config(config, 1)
     monkeypatch.setattr(config_module, "_on_cuda", lambda: True)
     with pytest.raises(ValueError, match=r"training.dtype = 'float64' runs on the CPU only"):
+        check_config(config, 1)
+
+
+def test_a_step_that_takes_the_weights_whole_is_refused():
+    config = load_config(["--optimizer.lr", "10"])
+    with pytest.raises(ValueError, match=r"optimizer.lr = 10.0 times optimizer.weight_decay = 0.1 is 1, .* lower one"):
         check_config(config, 1)

@@ -244,6 +244,10 @@ def test_time_in_the_garbage_collector(clock):
         garbage._note("start", {})
         clock[0] += 2
         garbage._note("stop", {})
+        with garbage.untimed():
+            garbage._note("start", {})
+            clock[0] += 7
+            garbage._note("stop", {})
     assert garbage.take() == 2 and garbage.take() == 0 and garbage._note not in gc.callbacks
 
 

@@ -107,12 +107,14 @@ def test_a_run_without_checkpoints_can_be_begun_anew(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"begin again here: job.start_anew = true \(it deletes nothing\)"):
         check_resume(run(folder, *other))
     anew = run(folder, *other, "--job.start_anew=true")
+    (folder / "profile_traces").mkdir()
+    (folder / "profile_traces" / "rank0_step2.json").touch()
     assert check_resume(anew) == [] and starts_anew(anew)
     set_run_aside(anew)
     write_config(anew)
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ["config.toml"]
     left = sorted(path.name for path in folder.glob("abandoned-*/*"))
-    assert left == ["config.toml", "manifest.json", "metrics.jsonl"]
+    assert left == ["config.toml", "manifest.json", "metrics.jsonl", "profile_traces"]
     assert not load_config(["--job.config_file", str(folder / "config.toml")]).job.start_anew
 
 

@@ -124,3 +124,5 @@ def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     nowhere = tmp_path / "none" / "r.html"
     assert report.main([str(tmp_path), "--out", str(nowhere)]) == 2
     assert "there is no such folder" in capsys.readouterr().err
+    assert report.main([str(tmp_path), "--out", str(tmp_path)]) == 2
+    assert "is a folder; give a file" in capsys.readouterr().err

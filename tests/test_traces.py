@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+from pathlib import Path
+
 import pytest
 
-from titan_linear.traces import Cost, of_trace, own_costs, summary
+from titan_linear.traces import Cost, of_trace, own_costs, read, summary
+from tools import trace
 
 
 def event(name: str, ts: float, dur: float, cat: str = "kernel", **more: object) -> dict:
@@ -64,3 +69,14 @@ def test_own_times_of_operators() -> None:
         event("inner", 20, 7, "cpu_op", tid=2),
     ]  # fmt: skip
     assert own_costs(events) == [("inner", 0.052, 3), ("outer", 0.05, 1), ("deep", 0.005, 1)]
+
+
+def test_a_file_that_is_no_trace(tmp_path: Path) -> None:
+    """Cut short, altered, of another kind; and a trace of kernels that took no time."""
+    whole = gzip.compress(json.dumps({"traceEvents": [{"pad": "x" * 1000}]}).encode(), mtime=0)
+    for content in (whole[:-20], whole[:20] + b"\xff" * 8 + whole[28:], b"{}", b""):
+        (file := tmp_path / "t.json.gz").write_bytes(content)
+        with pytest.raises(ValueError, match=r"is no trace \(.*give a \.json or \.json\.gz"):
+            read(file)
+    nothing = {"ph": "X", "cat": "kernel", "name": "k", "ts": 1, "dur": 0, "args": {"stream": 7}}
+    assert "| 0.00 | 0.0% | 1 | `k` |" in trace.report([nothing], 1)

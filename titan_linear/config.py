@@ -357,9 +357,9 @@ class Sample(_Strict):
 class Comm(_Strict):
     """Collective communication, and what happens when a rank is gone."""
 
-    init_timeout_seconds: int = Field(300, ge=1)
+    init_timeout_seconds: int = Field(300, ge=1, le=10**6)
     """Timeout until the first step is done."""
-    train_timeout_seconds: int = Field(100, ge=1)
+    train_timeout_seconds: int = Field(100, ge=1, le=10**6)
     """Timeout after the first step. Validation, saves and exports have none: they wait for the slowest disk."""
     max_restarts: int = Field(0, ge=0)
     """Times that all workers are started again, from the newest checkpoint, after a rank or a node has crashed. An
@@ -690,6 +690,11 @@ def check_config(config: Config, world_size: int) -> None:
     _check_expert_parallel(config.parallelism, shard * config.parallelism.context_parallel_degree)
     _check_schedule(config)
     _check_types(config.training)
+    if (taken := config.optimizer.lr * config.optimizer.weight_decay) >= 1:
+        raise ValueError(
+            f"optimizer.lr = {config.optimizer.lr} times optimizer.weight_decay = {config.optimizer.weight_decay} is "
+            f"{taken:g}, what a step takes of each weight, and must be below 1; lower one of them"
+        )
     if config.training.enable_cpu_offload and config.parallelism.fsdp_transport != "nccl":
         raise ValueError(
             f"parallelism.fsdp_transport = {config.parallelism.fsdp_transport!r} moves what lies on GPUs, and with "

@@ -126,6 +126,13 @@ class GarbageClock:
     def __exit__(self, *_: object) -> None:
         gc.callbacks.remove(self._note)
 
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """What is collected inside counts for no step."""
+        before = self.seconds
+        yield
+        self.seconds = before
+
     def _note(self, phase: str, _: dict[str, int]) -> None:
         now = time.perf_counter()
         if phase == "start":

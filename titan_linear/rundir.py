@@ -32,6 +32,7 @@ from titan_linear.config import Config, config_to_toml, flat_keys, load_config
 from titan_linear.files import write_whole
 
 CONFIG, MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
+RECORDERS = "flight_recorder"
 TELEMETRY, SPIKES, WANDB = "telemetry.jsonl", "spikes.jsonl", "wandb_id"
 PATHS = {
     "job": ("dump_folder",), "model": ("hf_assets_path", "tokenizer_path"), "training": ("dataset_path",),
@@ -144,8 +145,10 @@ def starts_anew(config: Config) -> bool:
 
 def set_run_aside(config: Config) -> None:
     """Move what a run without checkpoints left into abandoned-DATE/ in its folder; for `starts_anew`."""
-    folder = Path(config.job.dump_folder)
-    left = [folder / name for name in (CONFIG, MANIFEST, METRICS, TELEMETRY, SPIKES, WANDB, BOARD)]
+    folder, p = Path(config.job.dump_folder), config.profiling
+    files = (CONFIG, MANIFEST, METRICS, TELEMETRY, SPIKES, WANDB, BOARD, RECORDERS)
+    traces = [name for name in (p.save_traces_folder, p.save_memory_snapshot_folder) if not Path(name).is_absolute()]
+    left = [folder / name for name in (*files, *traces)]
     set_aside(folder, [path for path in left if path.exists()], "job.start_anew = true")
 
 

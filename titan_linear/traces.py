@@ -7,6 +7,7 @@ import gzip
 import json
 import re
 import tempfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -136,7 +137,7 @@ def read(path: Path) -> list[Event]:
         if not isinstance(found, list):
             raise TypeError("traceEvents is no list")
         return found
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"'{path}' is no trace ({error}); give a .json or .json.gz that torch.profiler wrote, of a run those in "
             "profiling.save_traces_folder"

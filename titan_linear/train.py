@@ -89,6 +89,7 @@ from titan_linear.process import (
 from titan_linear.profiling import MemorySnapshots, exposed_communication, profiler
 from titan_linear.proof.start import prove
 from titan_linear.rundir import (
+    RECORDERS,
     check_resume,
     copied_configuration,
     lock_folder,
@@ -389,7 +390,7 @@ class Trainer:
         saves = saves or bool(self.stop.agreed)
         if not (validates or saves):
             return
-        with self._unhurried(), logger.untimed() if logger else nullcontext():
+        with self._unhurried(), self.garbage.untimed(), logger.untimed() if logger else nullcontext():
             if self.stop.agreed:
                 self.save(last)  # before anything else: there may be little time
             if validates:
@@ -569,7 +570,7 @@ def _run(config: Config) -> int:
     """The exit code."""
     if config.debug.deterministic:
         be_deterministic()
-    recorders = Path(config.job.dump_folder) / "flight_recorder"
+    recorders = Path(config.job.dump_folder) / RECORDERS
     with process_group(timedelta(seconds=config.comm.init_timeout_seconds)) as store, ExitStack() as held:
         if not under_launcher():  # but torchrun: joined, the others can wait for what rank 0 checks and tokenises
             on_rank_0(lambda: _claim(config, held), unhurried_group())

@@ -423,6 +423,8 @@ def main(argv: list[str]) -> int:
     try:
         if not args.out.parent.is_dir():
             raise ValueError(f"--out {args.out}: there is no such folder; make it, or give another")
+        if args.out.is_dir():
+            raise ValueError(f"--out {args.out} is a folder; give a file")
         text = page(read_runs(args.runs), args.x)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)

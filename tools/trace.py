@@ -15,6 +15,7 @@ Of a trace without a GPU the operators' own times, those of what they call left 
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,14 +26,15 @@ from titan_linear.traces import Event, costs, on_device, own_costs, read, summar
 
 def report(events: Sequence[Event], rows: int) -> str:
     s, host = summary(events), not on_device(events)
+    span = s.span or math.inf  # of kernels that took no time
     largest, whole = (own_costs if host else costs)(on_device(events) if not host else events, rows), s.busy * 1e3
     lines = ["no kernels of a GPU: operators of the host" if host else (
         f"{s.span * 1e3:,.1f} ms{f', training steps: {s.steps}' if s.steps else ''}, {s.launches:,} launches: idle "
-        f"{1 - s.busy / s.span:.1%}, communication {s.communication / s.span:.1%}, exposed {s.exposed / s.span:.1%}"
+        f"{1 - s.busy / span:.1%}, communication {s.communication / span:.1%}, exposed {s.exposed / span:.1%}"
     )]  # fmt: skip
     lines += ["", "| ms | of the busy time | calls | |", "|---|---|---|---|"]
     for cost in largest:
-        share = "–" if host else f"{cost.ms / whole:.1%}"
+        share = "–" if host else f"{cost.ms / (whole or math.inf):.1%}"
         lines.append(f"| {cost.ms:,.2f} | {share} | {cost.calls:,} | `{cost.name.replace('|', ' ')}` |")
     return "\n".join(lines)
 
