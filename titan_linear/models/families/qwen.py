@@ -56,12 +56,12 @@ EXPERTS = (
 # --- config.json -----------------------------------------------------------------------------------------------------
 
 
-def _from_hf(config: Json, moe: bool) -> ModelConfig:
+def _from_hf(config: Json, model_type: str) -> ModelConfig:
     key = Keys(config)
     key.only("attn_output_gate", True)
     every = key("full_attention_interval", 4)
     default = ["linear_attention" if (i + 1) % every else "full_attention" for i in range(key("num_hidden_layers"))]
-    moe = moe and key("num_experts") > 0
+    moe = model_type != "qwen3_5_text" and key("num_experts") > 0
     return ModelConfig(
         **common_from_hf(key),
         pattern=key.pattern(
@@ -71,7 +71,7 @@ def _from_hf(config: Json, moe: bool) -> ModelConfig:
         ),
         hidden_dim=key("intermediate_size", 0) if moe else key("intermediate_size"),
         zero_centred_norm=True,
-        moe=_moe_from_hf(key) if moe else None,
+        moe=_moe_from_hf(key, model_type) if moe else None,
         dense_layers=_dense_layers(key) if moe else (),
     )
 
@@ -84,12 +84,12 @@ def _attention_from_hf(key: Keys) -> Attention:
     )  # fmt: skip
 
 
-def _moe_from_hf(key: Keys) -> MoEConfig:
+def _moe_from_hf(key: Keys, model_type: str) -> MoEConfig:
     shared = key("shared_expert_intermediate_size", 0) or 0
-    own = key("model_type") == "qwen3_next"  # Qwen3.5 has no such key, and always does
+    normalise = key("norm_topk_prob", True) if model_type == "qwen3_next" else True  # Qwen3.5 always does: no key
     return MoEConfig(
         num_experts=key("num_experts"), top_k=key("num_experts_per_tok"), hidden_dim=key("moe_intermediate_size"),
-        shared_hidden_dim=shared, shared_gate=shared > 0, normalise=key("norm_topk_prob", True) if own else True,
+        shared_hidden_dim=shared, shared_gate=shared > 0, normalise=normalise,
         balance_coefficient=key("router_aux_loss_coef", 0.001) if key("output_router_logits", False) else 0.0,
     )  # fmt: skip
 
@@ -159,15 +159,16 @@ _VISION = (r"model\.visual\..*", r"mtp\..*")  # and multi-token prediction
 _QWEN3_5_LAYERS = {GDN: QWEN3_5_GDN, Attention: ATTENTION}
 
 QWEN3_5 = Family(
-    MODEL, _QWEN3_5_LAYERS, MLP, (), lambda c: _from_hf(c, moe=False), lambda c: _to_hf(c, "qwen3_5_text"),
+    MODEL, _QWEN3_5_LAYERS, MLP, (), lambda c: _from_hf(c, "qwen3_5_text"), lambda c: _to_hf(c, "qwen3_5_text"),
     ("model.", "model.language_model."), _VISION, ("Qwen3_5ForConditionalGeneration",), _TOKENIZER,
 )  # fmt: skip
 QWEN3_5_MOE = Family(
-    MODEL, _QWEN3_5_LAYERS, MLP, EXPERTS, lambda c: _from_hf(c, moe=True), lambda c: _to_hf(c, "qwen3_5_moe_text"),
-    ("model.", "model.language_model."), _VISION, ("Qwen3_5MoeForConditionalGeneration",), _TOKENIZER,
+    MODEL, _QWEN3_5_LAYERS, MLP, EXPERTS, lambda c: _from_hf(c, "qwen3_5_moe_text"),
+    lambda c: _to_hf(c, "qwen3_5_moe_text"), ("model.", "model.language_model."), _VISION,
+    ("Qwen3_5MoeForConditionalGeneration",), _TOKENIZER,
 )  # fmt: skip
 QWEN3_NEXT = Family(
-    MODEL, {GDN: QWEN3_NEXT_GDN, Attention: ATTENTION}, MLP, EXPERTS, lambda c: _from_hf(c, moe=True),
+    MODEL, {GDN: QWEN3_NEXT_GDN, Attention: ATTENTION}, MLP, EXPERTS, lambda c: _from_hf(c, "qwen3_next"),
     lambda c: _to_hf(c, "qwen3_next"), ignored=(r"mtp\..*",),
 )  # fmt: skip
 
