@@ -89,11 +89,13 @@ COMPOSED: dict[str, list[tuple[str, str]]] = {
     ],
     "titan_linear/build.py: …: …": [("KEY: …", "what the message after the key says, as in its row")],
     "titan_linear/data/sources.py: …: …": [
-        ("…: no column … (it has: …)", "set training.dataset_text_field, or training.dataset_format, to what it has"),
+        ("…: no column … (it has: …)",
+         "set training.dataset_text_field, or training.dataset_format (tools.corpus: --text-field, --format), to what "
+         "it has"),
     ],
     f"…; {_SKIP}": [
         ("…, line …: not JSON in UTF-8: …", _BAD),
-        ("…, line …: no field … (it has: …); set training.dataset_text_field", _BAD),
+        ("…, line …: no field … (it has: …); set training.dataset_text_field (tools.corpus: --text-field)", _BAD),
         ("…: … is …, not text", _BAD),
         ("…: not UTF-8 at character …; repair it, or train on bytes", _BAD),
         ("…: 'messages' is no list of objects with a 'role'", _BAD),

@@ -58,7 +58,7 @@ class _Fields:
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
     is_text: bool = True
-    remedy: str = "set training.dataset_text_field"
+    remedy: str = "set training.dataset_text_field (tools.corpus: --text-field)"
 
     def document(self, record: dict[str, Any], origin: str, size: float) -> Document:
         if missing := self.missing(record):
@@ -114,7 +114,8 @@ def read_documents(
     }[dataset]  # fmt: skip
     fields = _Fields((text_field,))
     if dataset_format != "text":
-        fields = _Fields(*RECORD_FIELDS[dataset_format], False, "rename the field, or set training.dataset_format")
+        remedy = "rename the field, or set training.dataset_format (tools.corpus: --format)"
+        fields = _Fields(*RECORD_FIELDS[dataset_format], False, remedy)
     for file in files:
         try:
             yield from read(file, fields)
