@@ -272,6 +272,28 @@ def test_share_of_other_fragments(layout: str, folder: Path, worlds: Callable[[i
     assert all(0 < share < 1 for by_head in want.values() for share in by_head)
 
 
+def layers_in_turn(rank: int, world_size: int, argv: list[str], cache: str) -> list[list[str]]:
+    """Of which layers each step shows what crosses, if it may be of two."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    OWN["hybrid"]["small"] = SMALL
+    with patch("titan_linear.telemetry.ACROSS", 2):
+        trainer, seen = Trainer(load_config(argv)), []
+        for _ in range(4):
+            trainer.train_step()
+            seen.append(list(trainer.seen["fragment_share"]))
+    return seen
+
+
+def test_layers_take_turns(folder: Path, worlds: Callable[[int], World]) -> None:
+    kinds = [mixer.linear for mixer in SMALL.layers]
+    n = len(kinds)
+    turns = [[i for i in range(n) if kinds[i] and (i - 2 * turn) % n < 2] for turn in range(1, 5)]
+    assert {i for turn in turns for i in turn} == {i for i in range(n) if kinds[i]} != set(turns[0])
+    keys = {"parallelism.context_parallel_degree": 2, "metrics.telemetry_freq": 1, "training.steps": 4}
+    for seen in worlds(2).run(layers_in_turn, arguments(folder, keys), str(folder)):
+        assert seen == [[f"layers.{i}" for i in turn] for turn in turns]
+
+
 def test_loads_of_experts(folder: Path, worlds: Callable[[int], World]) -> None:
     """Where a bias moves by them, and where none does."""
     for name, split in (("kimi-linear", {"parallelism.expert_parallel_degree": 2, "training.local_batch_size": 2}),

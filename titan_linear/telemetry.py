@@ -5,7 +5,7 @@ loss by position and source, experts' loads.
                                           what AdamW adds to the weights (before they are rounded to their type), and of
                                           the weights after it
     half_life, state_norm, carried_share  of delta rules, by head (models/mixers/delta.py)
-    fragment_share                        likewise, under context parallelism
+    fragment_share                        likewise, under context parallelism, of ACROSS layers in turn
     attention_entropy                     of softmax attention, by head, as a share of the greatest (models/layers.py)
     router_load                           tokens sent to each expert, 1: an equal share
     loss_by_position                      nats per token of positions 1, 2–3, 4–7, … of documents, by the first of them
@@ -14,15 +14,17 @@ loss by position and source, experts' loads.
 
 Mixers are looked at in a window, the first of the tokens that each rank has of the step's first micro-batch: hooks
 before the layers, outside of what is compiled or computed again, give a layer's input to its mixer's `watch`, without
-gradients. Under context parallelism fragment_share is of all its tokens. Norms and losses are of all of the step. What
-a rank says are numerators and denominators: their sums over ranks are one collective, read with the step's numbers. The
-step itself computes what it computes without.
+gradients. fragment_share is of all its tokens, which costs more than all else together: so it is of a few layers in a
+step, and of the next ones in the next that is watched. Norms and losses are of all of the step. What a rank says are
+numerators and denominators: their sums over ranks are one collective, read with the step's numbers. The step itself
+computes what it computes without.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -45,6 +47,7 @@ from titan_linear.optim import squares_of_each, update_squares
 
 WINDOW = (256, 4096)  # tokens, at least and at most, of the SHARE of a rank's that is looked at
 SHARE = 16  # one in so many
+ACROSS = 4  # layers, in a step, of which the share of other ranks' fragments is computed
 Seen = dict[str, dict[str, Any]]  # quantity → layer, position or source → number, or numbers by head or expert
 
 
@@ -69,7 +72,7 @@ class Telemetry:
         self.buckets = config.training.seq_len.bit_length()
         self.units = list(dict.fromkeys(_unit(name) for name, _ in model.named_parameters()))
         self.experts = {f"layers.{i}": m.mlp for i, m in enumerate(model.layers) if isinstance(m.mlp, MoE)}
-        self.on = False
+        self.on, self._turn = False, 0  # of the steps that are watched, from 1
         self._parts: dict[tuple[str, str], Part] = {}  # by quantity and layer
         self._windowed = False
         self._counted: list[nn.Parameter] = []  # by this rank, and of each its unit, in a step that is watched
@@ -82,6 +85,7 @@ class Telemetry:
     def begin(self, step: int) -> None:
         """A step begins."""
         self.on = self.watches(step)
+        self._turn = step // self.freq if self.on else 0
         self._parts, self._windowed = {}, False
         for moe in self.experts.values():
             moe.watched = self.on
@@ -105,8 +109,12 @@ class Telemetry:
         if self._windowed:
             return
         self._windowed, window = True, Window.of(plan, _window_tokens(len(plan.position_ids)))
-        for i, layer in enumerate(self.model.layers):
-            handle = layer.register_forward_pre_hook(partial(self._look_at, f"layers.{i}", window))
+        inside, layers = replace(window, fragments=None), self.model.layers
+        for i, layer in enumerate(layers):
+            across = (i - self._turn * ACROSS) % len(layers) < ACROSS
+            handle = layer.register_forward_pre_hook(
+                partial(self._look_at, f"layers.{i}", window if across else inside)
+            )
             hooks.callback(handle.remove)
 
     @torch.no_grad()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -17,7 +18,7 @@ from torch import nn
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.documents import Documents
 from titan_linear.models.draws import Draw, time_step_bias
-from titan_linear.models.layers import ConvWeight, GatedRMSNorm, project, widen
+from titan_linear.models.layers import ConvWeight, GatedRMSNorm, project, widen, widened
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops import causal_conv1d
 
@@ -169,5 +170,5 @@ class DeltaMixer(nn.Module):
 
 def _share(o: torch.Tensor, alone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Sums of squares by head [HV]: of what o [., HV, V] has beyond `alone`, and of o."""
-    o, alone = widen(o), widen(alone)
-    return (o - alone).square().sum((0, 2)), o.square().sum((0, 2))
+    norms = partial(torch.linalg.vector_norm, dim=(0, 2), dtype=widened(o.dtype))  # without copies in that type
+    return norms(o - alone).square(), norms(o).square()
