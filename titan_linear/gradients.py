@@ -29,8 +29,9 @@ class Forward:
         valid = max(step.valid, 1)
         with ExitStack() as inside:
             inside.enter_context(precision)
-            how = {"loss_chunk": loss_chunk, "balance_weight": valid / step.total}
-            self.loss = model(batch.tokens, batch.plan, batch.labels, **how) / valid
+            self.loss = model(
+                batch.tokens, batch.plan, batch.labels, loss_chunk=loss_chunk, balance_weight=valid / step.total
+            ) / valid  # fmt: skip
             self.inside = inside.pop_all()
 
     def backward(self) -> torch.Tensor:

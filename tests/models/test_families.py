@@ -220,6 +220,7 @@ def test_errors_list_every_tensor(case: Callable[[str], Case]) -> None:
         ({"rms_norm_eps": -1e-6}, "norm_eps = -1e-06, which is too small"),
         ({"rope_parameters": {"rope_theta": 0}}, "rope_theta = 0, which is too small"),
         ({"head_dim": 36}, "attention 9 channels to rotate, which must be even"),
+        ({"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 2.0}}, "and at most a head's"),
     ],
 )
 def test_what_we_do_not_have_is_refused(change: dict, words: str, case: Callable[[str], Case]) -> None:
@@ -237,10 +238,11 @@ def test_a_token_has_no_more_experts_than_there_are(case: Callable[[str], Case])
 
 
 def test_a_key_of_another_family_says_nothing() -> None:
-    """Qwen3.5 normalises the weights of experts, whatever Qwen3-Next's key says."""
-    for family, normalised in (("Qwen3_5MoeForCausalLM", True), ("Qwen3NextForCausalLM", False)):
-        written = config_to_hf(family, PUBLISHED["qwen3.5"]["debug"]) | {"norm_topk_prob": False}
-        assert config_from_hf(written)[1].moe.normalise == normalised
+    """Qwen3.5 normalises the weights of experts and has them in every layer, whatever Qwen3-Next's keys say."""
+    for family, other in (("Qwen3_5MoeForCausalLM", False), ("Qwen3NextForCausalLM", True)):
+        written = config_to_hf(family, PUBLISHED["qwen3.5"]["debug"])
+        read = config_from_hf(written | {"norm_topk_prob": False, "mlp_only_layers": [0], "intermediate_size": 64})[1]
+        assert read.moe.normalise != other and read.dense_layers == ((0,) if other else ())
 
 
 def test_numbers_without_a_point(case: Callable[[str], Case]) -> None:

@@ -9,6 +9,7 @@ import torch
 from titan_linear.ops import CPContext, chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of Triton's kernels, which run in its interpreter there
 GATES = {"slow": 1e-3, "usual": 1.0, "safe": 5.0, "fast": 20.0}  # largest decay per token, −g
 
 
@@ -17,8 +18,8 @@ def boundaries(lengths: list[int]) -> torch.Tensor:
 
 
 def device_of(impl: str) -> str:
-    """Where an implementation runs in tests: Triton's on the GPU, or in its interpreter where there is none."""
-    return "cuda" if impl == "triton" and torch.cuda.is_available() else "cpu"
+    """Where an implementation runs in tests."""
+    return DEVICE if impl == "triton" else "cpu"
 
 
 def tokens_of(ctx: CPContext) -> torch.Tensor:

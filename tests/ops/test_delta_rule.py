@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
@@ -148,6 +150,26 @@ def test_a_token_that_forgets_all(op: str, g: float) -> None:
     assert relative_error(call(op, {n: t.float() for n, t in x.items()})[0], want) < 1e-5
 
 
+@pytest.mark.parametrize("impl", ["torch", "triton"])
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_tokens_that_forget_all(op: str, impl: str) -> None:
+    """Sums of their gates have 24 bits: a token behind n of them is off by n times the last bit of 126, in base 2."""
+    x = {name: t.float() for name, t in make_inputs(op, 64, K=32, V=32, gate="slow").items()}
+    x["g"][:, 3:59] = -torch.inf
+    want = oracle(op, {n: t.double() for n, t in x.items()})[0]
+    got = call(op, {n: t.to(device_of(impl)) for n, t in x.items()}, impl=impl)[0]
+    assert relative_error(got.cpu(), want) < 56 * 126 * 2**-23 * math.log(2)
+
+
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_a_decoded_token_under_autocast(op: str) -> None:
+    x = {name: t.float() for name, t in make_inputs(op, 1).items()}
+    want = call(op, x, output_final_state=True)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = call(op, x, output_final_state=True)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_autocast_is_not_ours(op: str) -> None:
     x = leaves({name: t.float() for name, t in make_inputs(op, 70).items()})
@@ -167,20 +189,22 @@ def test_hard_cases_stay_finite() -> None:
     compare("kda", x)
 
 
-def test_a_scale_on_the_device_is_a_number() -> None:
-    x = make_inputs("kda", 8)
-    x = {name: t.float() for name, t in x.items()}
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_a_scale_on_the_device_is_a_number(op: str) -> None:
+    x = {name: t.float() for name, t in make_inputs(op, 8).items()}
     for impl in ("torch", "triton"):
         on = {name: t.to(device_of(impl)) for name, t in x.items()}
         scale = torch.tensor(0.25, device=on["q"].device)
-        assert torch.equal(call("kda", on, impl=impl, scale=scale)[0], call("kda", on, impl=impl, scale=0.25)[0])
+        assert torch.equal(call(op, on, impl=impl, scale=scale)[0], call(op, on, impl=impl, scale=0.25)[0])
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    x = make_inputs("kda", 8)
-    for name in "qkvg":
+    x, raw = make_inputs("kda", 8), raw_gate_inputs("kda", 8)
+    state = {"initial_state": torch.zeros(1, 4, 16, 24)}
+    for name in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "initial_state"):
+        given = raw if name in raw.keys() - x.keys() else x | state
         with pytest.raises(ValueError, match=f"{name} is torch.int64; give a float dtype"):
-            call("kda", x | {name: x[name].long()})
+            call("kda", given | {name: given[name].long()})
     with pytest.raises(ValueError, match="HV"):
         call("kda", x | {"v": x["v"][:, :, :3]})
     with pytest.raises(ValueError, match="lower_bound"):

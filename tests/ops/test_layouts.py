@@ -6,9 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch import nn
 
-from tests.ops.inputs import device_of, gradients, leaves, make_inputs, raw_gate_inputs
+from tests.ops.inputs import device_of, gradients, leaves, make_inputs, raw_gate_inputs, relative_error
+from titan_linear.distributed.experts import _Exchange
+from titan_linear.distributed.one_process import LocalGroup, run_ranks
+from titan_linear.loss import chunked_cross_entropy
+from titan_linear.models.layers import project
 from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops.cp.halo import with_halo
+from titan_linear.ops.cp.ulysses import tokens_to_heads
 from titan_linear.ops.swiglu import swiglu
 
 T = 70
@@ -94,18 +101,31 @@ def test_shapes_and_dtypes_of_the_smaller_ops() -> None:
     x = torch.randn(1, 8, 4)
     for given, words in (
         ((x.long(), torch.zeros(4, 4)), "x is torch.int64; give"), ((x, torch.zeros(4, 0)), "W not 0"),
+        ((x, torch.zeros(4, 4).long()), "weight is torch.int64"), ((x, torch.tensor(1.0)), "must be .D, W."),
+        ((x, torch.zeros(4, 4), torch.zeros(4).long()), "bias is torch.int64"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=words):
             causal_conv1d(*given)
-    for width in (7, 10):
+    for gate_up in (torch.randn(8, 7), torch.randn(8, 10), torch.tensor(1.0)):
         with pytest.raises(ValueError, match=r"gate_up .* must be \[.., 2 H\] and"):
-            swiglu(torch.randn(8, width), torch.randn(4, 4))
+            swiglu(gate_up, torch.randn(4, 4))
+    for integers in (0, 1):
+        given = [torch.ones(8, 8), torch.ones(4, 4)]
+        given[integers] = given[integers].long()
+        with pytest.raises(ValueError, match=f"{('gate_up', 'weight')[integers]} is torch.int64; give"):
+            swiglu(*given)
+    for scale in (0.0, torch.inf, torch.nan):
+        with pytest.raises(ValueError, match="must be above 0 and finite"):
+            attention(*[torch.zeros(1, 2, 1, 8)] * 3, scale=scale)
 
 
+@pytest.mark.parametrize("made", [False, True])
 @pytest.mark.parametrize("op", RULES)
-def test_a_context_that_inference_saw_first(op: str) -> None:
+def test_a_context_that_inference_saw_first(op: str, made: bool) -> None:
+    """Or that was made there."""
     x = {name: t.float() for name, t in make_inputs(op, 70, K=16, V=16).items()}
-    context = build_cp_context(torch.tensor([0, 9, 70]), rank=0, world_size=1)
+    with torch.inference_mode(made):
+        context = build_cp_context(torch.tensor([0, 9, 70]), rank=0, world_size=1)
     for impl in ("torch", "triton"):
         on = {name: t.to(device_of(impl)) for name, t in x.items()}
         with torch.inference_mode():
@@ -114,12 +134,36 @@ def test_a_context_that_inference_saw_first(op: str) -> None:
         assert all(grad.isfinite().all() for grad in gradients([RULES[op](**on, cp_context=context, impl=impl)[0]], on))
 
 
-def test_decoding_under_autocast() -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_decoding_under_autocast(compiled: bool) -> None:
     q, k, v = torch.randn(2, 1, 4, 8), torch.randn(2, 5, 2, 8), torch.randn(2, 5, 2, 8)
     first = torch.tensor([0, 2])
+    decode = torch.compile(attention, fullgraph=True, backend="aot_eager") if compiled else attention
     with torch.autocast("cpu", torch.bfloat16):
-        o = attention(q, k, v, first_key=first)
+        o = decode(q, k, v, first_key=first)
     assert torch.equal(o, attention(q, k, v, first_key=first))
+
+
+def test_attention_in_tiles_under_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titan_linear.ops.torch.attention.block_kernel", lambda *_: "tiled")
+    x = leaves({name: torch.randn(1, T, 2, 8) for name in "qkv"})
+    want = gradients([attention(**x)], x)
+    with torch.autocast("cpu", torch.bfloat16):
+        got = gradients([attention(**x)], x)
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_only_forward_under_autocast() -> None:
+    """SwiGLU and projections give what autocast's products do, and gradients in the types of the inputs."""
+    x, dy = leaves({"gate_up": torch.randn(T, 16), "weight": torch.randn(4, 8)}), torch.randn(T, 4)
+    layers = [nn.Linear(16, 8, bias=False) for _ in range(2)]
+    for run, given in ((swiglu, x), (lambda gate_up: project(gate_up, *layers)[:, :4], {"gate_up": x["gate_up"]})):
+        want = torch.autograd.grad(run(**given), list(given.values()), dy)
+        with torch.autocast("cpu", torch.bfloat16):
+            y = run(**given)
+        got = torch.autograd.grad(y, list(given.values()), dy.bfloat16())
+        assert y.dtype == torch.bfloat16
+        assert all(g.dtype == torch.float32 and relative_error(g, w) < 2**-8 for g, w in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -132,3 +176,28 @@ def test_second_derivatives_are_refused(make: Callable, impl: str) -> None:
     x = leaves({name: t.float().to(device_of(impl)) for name, t in x.items()})
     with pytest.raises(RuntimeError, match="second derivatives"):
         torch.autograd.grad(op(impl, **x).sum(), list(x.values()), create_graph=True)
+
+
+def exchanged(group: LocalGroup) -> list[bool]:
+    """Whether each exchange between ranks, and the loss, refuses a derivative of its gradient."""
+    context = build_cp_context(torch.tensor([0, 8]), group, conv1d_kernel_size=3)
+    pending: list = []
+    calls = (
+        lambda x: sum(y.sum() for y in with_halo(x**2, context.halo_of(2), context.slots, 2, group.group_name)),
+        lambda x: tokens_to_heads((x**2).view(1, 4, 2), context),
+        lambda x: _Exchange.apply(x**2, [2, 2], [2, 2], group.group_name, pending),
+        lambda x: chunked_cross_entropy(x**2, torch.ones(3, 2), torch.ones(4, dtype=torch.int64), 4),
+    )
+    refused = []
+    for call in calls:
+        x = torch.ones(4, 2, requires_grad=True)
+        y = call(x).sum()
+        try:
+            torch.autograd.grad(y, x, create_graph=True)
+        except RuntimeError as error:
+            refused.append("second derivatives" in str(error))
+    return refused
+
+
+def test_second_derivatives_of_exchanges_are_refused() -> None:
+    assert run_ranks(exchanged, 2) == [[True] * 4] * 2

@@ -15,6 +15,7 @@ from titan_linear.models.moe import MoE
 from titan_linear.ops.collectives import Ranks
 from titan_linear.ops.cp.exchange import all_to_all, group_named
 from titan_linear.ops.kept import MODES, kept
+from titan_linear.ops.operators import check_first_derivative
 from titan_linear.ops.support import outside_graphs
 
 
@@ -86,6 +87,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        check_first_derivative()
         return all_to_all(grad.contiguous(), *ctx.sizes, ctx.group), None, None, None, None
 
 

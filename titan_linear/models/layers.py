@@ -69,6 +69,7 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, *weights = ctx.saved_tensors
+        dy = dy.to(x.dtype)  # of autocast's, if only forward was in it
         dweight = dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
         return dy @ torch.cat(weights), *dweight.split([len(weight) for weight in weights])
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -12,7 +14,6 @@ from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.ring import ring_attention
 from titan_linear.ops.cp.ulysses import key_head_copies, ulysses_attention
 from titan_linear.ops.options import check_group
-from titan_linear.ops.support import without_autocast
 from titan_linear.ops.torch.local_attention import local_attention
 
 METHODS = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ulysses_attention}
@@ -61,8 +62,8 @@ def attention(
     if method != "auto" and method not in METHODS:
         raise ValueError(f"method = {method!r} is unknown; use 'auto', {', '.join(map(repr, METHODS))}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if not scale > 0:
-        raise ValueError(f"scale = {scale} must be above 0: not every kernel takes another")
+    if not 0 < scale < math.inf:
+        raise ValueError(f"scale = {scale} must be above 0 and finite: some kernels give NaN for another")
     if first_key is not None:
         if cu_seqlens is not None or cp_context is not None:
             raise ValueError("first_key must not be given with cu_seqlens or cp_context: it is for decoding a batch")
@@ -79,7 +80,6 @@ def attention(
     return METHODS[method](q, k, v, scale, causal, cp_context)
 
 
-@without_autocast
 def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, first_key: torch.Tensor) -> torch.Tensor:
     """One query of each row over its own keys, from first_key on: o [B, 1, Hq, Dv]."""
     B, Tq, Tk = q.shape[0], q.shape[1], k.shape[1]
@@ -88,7 +88,8 @@ def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, fir
         raise ValueError(f"first_key is {given}; give [B] = [{B}] integers, with Tq = 1, not {Tq}")
     seen = torch.arange(Tk, device=q.device) >= first_key[:, None]  # [B, Tk]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], scale=scale, enable_gqa=True)
+    with torch.autocast(q.device.type, enabled=False):
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=seen[:, None, None], scale=scale, enable_gqa=True)
     return o.transpose(1, 2)
 
 

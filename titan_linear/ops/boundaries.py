@@ -67,7 +67,7 @@ class Boundaries:
             return make(self, *arguments)
         key = (make, *arguments)
         if key not in self._derived:
-            with torch.inference_mode(False):  # autograd takes it too, whoever asks first
+            with torch.inference_mode(False):  # autograd takes it too, whoever asks first; integers have no gradient
                 self._derived[key] = make(self, *arguments)
         return self._derived[key]
 

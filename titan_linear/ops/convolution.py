@@ -70,10 +70,10 @@ def causal_conv1d(
     if x.dim() != 3 or 0 in x.shape:
         raise ValueError(f"x {tuple(x.shape)} must be [B, T, D], none of them 0")
     B, T, D = x.shape
-    W = weight.shape[-1]
+    W = weight.shape[-1] if weight.dim() else 0
     if weight.shape != (D, W) or not W:
         raise ValueError(f"weight {tuple(weight.shape)} must be [D, W] with D = {D}, and W not 0")
-    check_floats(x=x, weight=weight)
+    check_floats(x=x, weight=weight, bias=bias, initial_state=initial_state)
     if bias is not None and bias.shape != (D,):
         raise ValueError(f"bias {tuple(bias.shape)} must be [D] = [{D}]")
     if activation not in (None, "silu", "swish"):

@@ -186,6 +186,7 @@ def chunk_delta_rule(
     if cp_context is not None:
         check_cp("q", q, initial_state, output_final_state, cu_seqlens, cp_context)
     N = check_boundaries(*q.shape[:2], cu_seqlens, cu_seqlens_cpu)
+    check_floats(initial_state=initial_state)
     _check_state(initial_state, N, v.shape[2], q.shape[3], v.shape[3], state_v_first)
     initial_state = swapped(initial_state, state_v_first)
     A_log, dt_bias = (None if x is None else x.flatten().contiguous() for x in (A_log, dt_bias))
@@ -240,8 +241,9 @@ def _decode(
     """One token of every sequence: a step of the recurrence itself, where a chunk would be padding but for one row."""
     dtype, (N, HV, V), K = state_dtype(inputs), inputs.v.shape, inputs.q.shape[2]
     S = inputs.q.new_zeros(N, HV, K, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
-    q, *others = normalise(inputs, options)
-    o, S = step(q * options.scale, *others, S)
+    with torch.autocast(inputs.q.device.type, enabled=False):
+        q, *others = normalise(inputs, options)
+        o, S = step(q * options.scale, *others, S)
     return o.to(inputs.v.dtype), S
 
 
@@ -264,7 +266,7 @@ def _check(
     HV = v.shape[2]
     if g.shape not in ((B, T, HV), (B, T, HV, K)) or beta.shape != (B, T, HV):
         raise ValueError(f"g {tuple(g.shape)} and beta {tuple(beta.shape)} must be those of B, T, HV = {B}, {T}, {HV}")
-    check_floats(q=q, k=k, v=v, g=g, beta=beta)
+    check_floats(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
     if options.gate_in_kernel != (A_log is not None):
         raise ValueError("use_gate_in_kernel = True and A_log [HV] go together; give both or neither")
     if A_log is not None and A_log.numel() != HV:

@@ -60,8 +60,8 @@ def register_fake(op: Callable[..., Any]) -> Callable[[Callable[..., Any]], Call
 
 
 def check_first_derivative() -> None:
-    """What every backward pass of ours begins with: its gradients have none, and autograd would say nothing. A
-    derivative of theirs is a RuntimeError."""
+    """For backward passes that autograd does not look into: with create_graph it would take what they give for
+    constants. RuntimeError."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("titan_linear's ops have no second derivatives; leave out create_graph = True")
 

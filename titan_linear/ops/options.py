@@ -30,9 +30,10 @@ def beta_range(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> floa
     return None if not use_beta_sigmoid_in_kernel else 2.0 if allow_neg_eigval else 1.0
 
 
-def check_floats(**tensors: torch.Tensor) -> None:
+def check_floats(**tensors: torch.Tensor | None) -> None:
+    """Arguments of another dtype are a ValueError."""
     for name, x in tensors.items():
-        if not x.is_floating_point():
+        if x is not None and not x.is_floating_point():
             raise ValueError(f"{name} is {x.dtype}; give a float dtype")
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from titan_linear.ops.operators import check_first_derivative
+from titan_linear.ops.options import check_floats
 from titan_linear.ops.support import implementation
 
 Pair = tuple[torch.Tensor, torch.Tensor]
@@ -22,12 +23,13 @@ def swiglu(gate_up: torch.Tensor, weight: torch.Tensor, impl: str = "auto") -> t
     """gate_up [.., 2 H], gate before up, weight [D, H] -> [.., D]. Elementwise work is done in float32 or wider.
 
     impl: "torch", "triton", or "auto" (ops/support.py).
-    ValueError: the shapes do not fit.
+    ValueError: shapes that do not fit, or integers.
     """
-    if weight.dim() != 2 or gate_up.shape[-1] != 2 * weight.shape[1]:
+    if weight.dim() != 2 or not gate_up.dim() or gate_up.shape[-1] != 2 * weight.shape[1]:
         raise ValueError(
             f"gate_up {tuple(gate_up.shape)} and weight {tuple(weight.shape)} must be [.., 2 H] and [D, H]"
         )
+    check_floats(gate_up=gate_up, weight=weight)
     return _SwiGLU.apply(gate_up, weight, implementation("swiglu", impl, gate_up.device, gate_up.dtype))
 
 
@@ -65,6 +67,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         check_first_derivative()
         gate_up, weight = ctx.saved_tensors
+        dy = dy.to(weight.dtype)  # of autocast's, if only forward was in it
         d, activated = IMPLEMENTATIONS[ctx.name]()[1](gate_up.contiguous(), (dy @ weight).contiguous())
         dweight = dy.reshape(-1, dy.shape[-1]).T @ activated.reshape(-1, activated.shape[-1])
         return d, dweight, None

@@ -70,7 +70,7 @@ class Trace:
 def in_one_process(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str) -> Step:
     """A step on all streams at once, by the model alone: documents by their boundaries, labels counted here."""
     batch = subject.batch
-    bounds, valid = batch.cu_seqlens, int((batch.labels != IGNORE).sum())
+    bounds, valid = batch.cu_seqlens, max(int((batch.labels != IGNORE).sum()), 1)
     positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()])
     device = subject.device
     plan = BatchPlan(

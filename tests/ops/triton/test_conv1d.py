@@ -12,10 +12,9 @@ import torch.nn.functional as F
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.ops.inputs import DEVICE
 from titan_linear.ops import causal_conv1d
 from titan_linear.ops.triton import conv1d as conv
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def reference(x, weight, bias, state, cu_seqlens, silu):

@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ops.inputs import DEVICE
 from titan_linear.loss import ELSEWHERE, IGNORE
 from titan_linear.ops.triton.cross_entropy import row_logsumexp, softmax_gradient
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def logits_of(rows: int, vocab: int) -> torch.Tensor:

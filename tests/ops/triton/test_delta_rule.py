@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from tests.ops.inputs import (
+    DEVICE,
     boundaries,
     call,
     gradients,
@@ -37,7 +38,6 @@ from titan_linear.ops.triton import delta_rule as rules
 from titan_linear.ops.triton.chunks import chunks_of
 from titan_linear.ops.triton.split_documents import segments_of
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TOLERANCE = 2e-5  # float32 sums of up to 130 terms, through exponentials
 # Gradients of A_log and dt_bias sum terms that cancel to a 200th, and show the error of 2^x: 2^-22 on a GPU, not 2^-24.
 GATE_TOLERANCE = TOLERANCE * (4 if DEVICE == "cuda" else 1)

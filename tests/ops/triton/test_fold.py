@@ -8,10 +8,8 @@ from itertools import chain, pairwise
 import pytest
 import torch
 
-from tests.ops.inputs import relative_error
+from tests.ops.inputs import DEVICE, relative_error
 from titan_linear.ops.triton.fold import fold, fold_entries, fold_entries_back, fold_segments
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def folded(S_ext: torch.Tensor, M: torch.Tensor, chains: list[list[tuple[int, int]]], reverse: bool) -> torch.Tensor:

@@ -15,6 +15,7 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
+from tests.ops.inputs import DEVICE
 from tests.ops.triton.bfloat16 import interpret_bfloat16
 from tests.ops.triton.kda_cases import (
     NAMES,
@@ -29,7 +30,6 @@ from tests.ops.triton.rounding import rounded_delta_rule
 from titan_linear.ops.reference.delta_rule import l2norm
 from titan_linear.ops.triton.chunks import chunks_of
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PACKED = [0, 1, 16, 79, 143]  # documents of 1, 15, 63 and 64 tokens
 
 # T, H, HV, K, V, cu_seqlens, options

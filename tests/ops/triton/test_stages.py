@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ops.inputs import boundaries, make_inputs, raw_gate_inputs, relative_error
+from tests.ops.inputs import DEVICE, boundaries, make_inputs, raw_gate_inputs, relative_error
 from titan_linear.ops.boundaries import Boundaries
 from titan_linear.ops.options import DeltaRuleOptions
 from titan_linear.ops.states import Inputs, States
@@ -18,7 +18,6 @@ from titan_linear.ops.torch.delta_rule import TorchDeltaRule
 from titan_linear.ops.triton.chunks import chunks_of
 from titan_linear.ops.triton.delta_rule import TritonGDN, TritonKDA, TritonRule
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RULES = {"kda": TritonKDA, "gdn": TritonGDN}
 OPTIONS = DeltaRuleOptions(scale=0.2)
 LENGTHS = [3, 66, 0]

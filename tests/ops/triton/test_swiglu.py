@@ -6,10 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.ops.inputs import DEVICE
 from titan_linear.ops.swiglu import swiglu
 from titan_linear.ops.triton.swiglu import swiglu_backward, swiglu_forward
-
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def run(fn, *shape, dtype, given):

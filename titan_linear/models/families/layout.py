@@ -179,10 +179,10 @@ def check_values(model: ModelConfig) -> None:
                 raise ValueError(f"config.json gives {owner} {name} = {value!r}, which must be {hint}; fetch it again")
             if type(value) in (int, float) and not value >= _least(name, hints[name]):
                 raise ValueError(f"config.json gives {owner} {name} = {value!r}, which is too small; fetch it again")
-        if (rotary := getattr(part, "rotary", None)) and rotary[1] % 2:
+        if (rotary := getattr(part, "rotary", None)) and (rotary[1] % 2 or rotary[1] > part.head_dim):
             raise ValueError(
-                f"config.json gives {owner} {rotary[1]} channels to rotate, which must be even: they go in pairs; "
-                "fetch it again"
+                f"config.json gives {owner} {rotary[1]} channels to rotate, which must be even, for they go in pairs, "
+                f"and at most a head's {part.head_dim}; fetch it again"
             )
     if model.moe is not None and model.moe.top_k > model.moe.num_experts:
         raise ValueError(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.families.layout import (
     GDN_SIZES,
@@ -72,7 +75,7 @@ def _from_hf(config: Json, model_type: str) -> ModelConfig:
         hidden_dim=key("intermediate_size", 0) if moe else key("intermediate_size"),
         zero_centred_norm=True,
         moe=_moe_from_hf(key, model_type) if moe else None,
-        dense_layers=_dense_layers(key) if moe else (),
+        dense_layers=_dense_layers(key) if moe and model_type == "qwen3_next" else (),
     )
 
 
@@ -86,7 +89,7 @@ def _attention_from_hf(key: Keys) -> Attention:
 
 def _moe_from_hf(key: Keys, model_type: str) -> MoEConfig:
     shared = key("shared_expert_intermediate_size", 0) or 0
-    normalise = key("norm_topk_prob", True) if model_type == "qwen3_next" else True  # Qwen3.5 always does: no key
+    normalise = model_type != "qwen3_next" or key("norm_topk_prob", True)  # Qwen3.5 always does: no key
     return MoEConfig(
         num_experts=key("num_experts"), top_k=key("num_experts_per_tok"), hidden_dim=key("moe_intermediate_size"),
         shared_hidden_dim=shared, shared_gate=shared > 0, normalise=normalise,
@@ -125,6 +128,10 @@ def _to_hf(config: ModelConfig, model_type: str) -> Json:
     return written
 
 
+def _both_ways(model_type: str) -> tuple[Callable[[Json], ModelConfig], Callable[[ModelConfig], Json]]:
+    return partial(_from_hf, model_type=model_type), partial(_to_hf, model_type=model_type)
+
+
 # --- Tokenizer -------------------------------------------------------------------------------------------------------
 
 _WORDS = (
@@ -159,17 +166,15 @@ _VISION = (r"model\.visual\..*", r"mtp\..*")  # and multi-token prediction
 _QWEN3_5_LAYERS = {GDN: QWEN3_5_GDN, Attention: ATTENTION}
 
 QWEN3_5 = Family(
-    MODEL, _QWEN3_5_LAYERS, MLP, (), lambda c: _from_hf(c, "qwen3_5_text"), lambda c: _to_hf(c, "qwen3_5_text"),
-    ("model.", "model.language_model."), _VISION, ("Qwen3_5ForConditionalGeneration",), _TOKENIZER,
+    MODEL, _QWEN3_5_LAYERS, MLP, (), *_both_ways("qwen3_5_text"), ("model.", "model.language_model."), _VISION,
+    ("Qwen3_5ForConditionalGeneration",), _TOKENIZER,
 )  # fmt: skip
 QWEN3_5_MOE = Family(
-    MODEL, _QWEN3_5_LAYERS, MLP, EXPERTS, lambda c: _from_hf(c, "qwen3_5_moe_text"),
-    lambda c: _to_hf(c, "qwen3_5_moe_text"), ("model.", "model.language_model."), _VISION,
-    ("Qwen3_5MoeForConditionalGeneration",), _TOKENIZER,
+    MODEL, _QWEN3_5_LAYERS, MLP, EXPERTS, *_both_ways("qwen3_5_moe_text"), ("model.", "model.language_model."),
+    _VISION, ("Qwen3_5MoeForConditionalGeneration",), _TOKENIZER,
 )  # fmt: skip
 QWEN3_NEXT = Family(
-    MODEL, {GDN: QWEN3_NEXT_GDN, Attention: ATTENTION}, MLP, EXPERTS, lambda c: _from_hf(c, "qwen3_next"),
-    lambda c: _to_hf(c, "qwen3_next"), ignored=(r"mtp\..*",),
+    MODEL, {GDN: QWEN3_NEXT_GDN, Attention: ATTENTION}, MLP, EXPERTS, *_both_ways("qwen3_next"), ignored=(r"mtp\..*",),
 )  # fmt: skip
 
 # --- Presets ---------------------------------------------------------------------------------------------------------

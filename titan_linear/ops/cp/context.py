@@ -152,6 +152,7 @@ class CPContext:
         return None if (f := self._only) is None else f.start - f.head[0]
 
 
+@torch.inference_mode(False)  # a context of inference serves training, too
 def build_cp_context(
     cu_seqlens: torch.Tensor,
     group: dist.ProcessGroup | None = None,

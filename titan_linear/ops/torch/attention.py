@@ -26,7 +26,7 @@ import torch
 from titan_linear.ops import flash4
 from titan_linear.ops.boundaries import Boundaries
 from titan_linear.ops.operators import check_first_derivative
-from titan_linear.ops.support import attention_kernel
+from titan_linear.ops.support import attention_kernel, without_autocast
 
 aten = torch.ops.aten
 
@@ -321,6 +321,7 @@ def _batch_varlen(q: torch.Tensor, k: torch.Tensor) -> Varlen:
 # --- tiled: any dtype, any width, any device; memory is TILE rows of scores --------------------------------------
 
 
+@without_autocast
 def _tiled_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> Pair:
     acc = accumulator_dtype(q.dtype)
     k, v = (x.transpose(1, 2).to(acc) for x in (k, v))  # [B, Hkv, Tk, D]
@@ -335,6 +336,7 @@ def _tiled_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: flo
     return torch.cat(outputs, dim=1), torch.cat(lses, dim=2)
 
 
+@without_autocast
 def _tiled_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
     acc, Hkv = accumulator_dtype(q.dtype), k.shape[2]
     k, v = (x.transpose(1, 2).to(acc) for x in (k, v))

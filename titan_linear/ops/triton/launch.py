@@ -53,7 +53,7 @@ def _kinds(args: tuple[Any, ...]) -> tuple[list[Any], list[Any]]:
     for x in args:
         if isinstance(x, torch.Tensor):
             address = x.data_ptr()
-            kinds.append((x.dtype, x.is_cuda, address % 16))
+            kinds.append((x.dtype, x.is_cuda, address % 16 == 0))
             x = address
         elif type(x) is int:
             kinds.append(x == 1 or (x % 16 == 0, -(2**31) <= x < 2**31))
