@@ -45,7 +45,9 @@ def unlike(rank: int, world_size: int, keys: list[str], content: dict) -> str:
     [
         ([], {"corpus": "a"}, ""),
         (["--model.tokenizer_path=x", "--job.dump_folder=y"], {"corpus": "a"}, ""),  # a node's own
+        (["--profiling.save_traces_folder=x", "--profiling.enable_memory_snapshot=true"], {"corpus": "a"}, ""),
         (["--optimizer.lr=0.5"], {"corpus": "a"}, "optimizer.lr is 0.5 on rank 1 and 0.0003 on rank 0; start every"),
+        (["--profiling.enable_profiling=true"], {"corpus": "a"}, "profiling.enable_profiling is True on rank 1"),
         (
             [],
             {"corpus": "b"},

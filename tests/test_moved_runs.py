@@ -15,7 +15,7 @@ import pytest
 from tests.refusals import exit_of, own_handlers
 from tests.worlds import World
 from titan_linear import agent, launch
-from titan_linear.config import Config, load_config
+from titan_linear.config import Config, check_config, load_config
 from titan_linear.rundir import (
     check_resume,
     copied_configuration,
@@ -107,15 +107,40 @@ def test_a_run_without_checkpoints_can_be_begun_anew(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"begin again here: job.start_anew = true \(it deletes nothing\)"):
         check_resume(run(folder, *other))
     anew = run(folder, *other, "--job.start_anew=true")
-    (folder / "profile_traces").mkdir()
-    (folder / "profile_traces" / "rank0_step2.json").touch()
+    files = "profile_traces/rank0_step2.json", "flight_recorder/rank_0", "memory_snapshots/a/b", "tb/run/events"
+    for name in files:
+        (folder / name).parent.mkdir(parents=True)
+        (folder / name).touch()
     assert check_resume(anew) == [] and starts_anew(anew)
     set_run_aside(anew)
     write_config(anew)
     assert sorted(path.name for path in folder.iterdir() if path.is_file()) == ["config.toml"]
-    left = sorted(path.name for path in folder.glob("abandoned-*/*"))
-    assert left == ["config.toml", "manifest.json", "metrics.jsonl", "profile_traces"]
+    (aside,) = folder.glob("abandoned-*")
+    left = {str(path.relative_to(aside)) for path in aside.rglob("*") if path.is_file()}
+    assert left == {"config.toml", "manifest.json", "metrics.jsonl", *files}
     assert not load_config(["--job.config_file", str(folder / "config.toml")]).job.start_anew
+
+
+@pytest.mark.parametrize("traces", ["tb", "tb/profile", "./both", "a/t"])
+def test_traces_anywhere_in_the_folder_are_set_aside(traces: str, tmp_path: Path) -> None:
+    """Among TensorBoard's files, beside snapshots, below another folder."""
+    folder, files = tmp_path / "run", {f"{os.path.normpath(traces)}/t.json", "both/s.pickle", "tb/run/events"}
+    trained(folder)
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    keys = f"--profiling.save_traces_folder={traces}", "--profiling.save_memory_snapshot_folder=both"
+    set_run_aside(run(folder, *keys, "--job.start_anew=true"))
+    (aside,) = folder.glob("abandoned-*")
+    left = {path for path in folder.rglob("*") if path.is_file()}
+    assert left == {aside / name for name in ("config.toml", "manifest.json", "metrics.jsonl", *files)}
+
+
+@pytest.mark.parametrize("key", ["save_traces_folder", "save_memory_snapshot_folder"])
+@pytest.mark.parametrize("name", [".", "..", "../shared", "a/../.."])
+def test_traces_belong_to_the_run(key: str, name: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"profiling\.{key} = .* must be a folder inside job\.dump_folder; give"):
+        check_config(run(tmp_path, f"--profiling.{key}={name}"), 1)
 
 
 def test_a_run_with_a_checkpoint_is_not_begun_anew(tmp_path: Path) -> None:
@@ -125,6 +150,8 @@ def test_a_run_with_a_checkpoint_is_not_begun_anew(tmp_path: Path) -> None:
     assert not finished_without_checkpoint(config) and not starts_anew(run(folder, "--job.start_anew=true"))
     with pytest.raises(ValueError, match=r"another job.dump_folder$"):
         check_resume(run(folder, "--training.steps=3", "--model.name=kda", "--job.start_anew=true"))
+    with pytest.raises(ValueError, match=r"checkpoint.folder = 'other' would begin again in job.dump_folder"):
+        check_resume(run(folder, "--training.steps=3", "--checkpoint.folder=other", "--job.start_anew=true"))
 
 
 def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> str:

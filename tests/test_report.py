@@ -111,6 +111,16 @@ def test_long_curves_are_thinned() -> None:
     assert report.thinned(points[:9]) == points[:9]
 
 
+def test_where_nothing_can_be_written(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    for out, why in (
+        (tmp_path / "none" / "r.html", "No such file"),
+        (tmp_path, "Is a directory"),
+        ("/dev/full", "No sp"),
+    ):
+        assert report.main([str(runs[0]), "--out", str(out)]) == 2
+        assert f"--out {out} cannot be written: {why}" in capsys.readouterr().err
+
+
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert report.main([str(tmp_path)]) == 2
     assert "holds no metrics.jsonl; give the folder of a run" in capsys.readouterr().err
@@ -120,9 +130,3 @@ def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     (tmp_path / "manifest.json").write_text("{")
     assert report.main([str(tmp_path)]) == 2 and "manifest.json': it is no JSON object" in capsys.readouterr().err
-    (tmp_path / "metrics.jsonl").write_text("none\n")
-    nowhere = tmp_path / "none" / "r.html"
-    assert report.main([str(tmp_path), "--out", str(nowhere)]) == 2
-    assert "there is no such folder" in capsys.readouterr().err
-    assert report.main([str(tmp_path), "--out", str(tmp_path)]) == 2
-    assert "is a folder; give a file" in capsys.readouterr().err

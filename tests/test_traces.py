@@ -74,7 +74,10 @@ def test_own_times_of_operators() -> None:
 def test_a_file_that_is_no_trace(tmp_path: Path) -> None:
     """Cut short, altered, of another kind; and a trace of kernels that took no time."""
     whole = gzip.compress(json.dumps({"traceEvents": [{"pad": "x" * 1000}]}).encode(), mtime=0)
-    for content in (whole[:-20], whole[:20] + b"\xff" * 8 + whole[28:], b"{}", b""):
+    event = {"ph": "X", "name": "k", "ts": 1, "dur": 1}
+    no_events = ["x"], [{"ph": "X"}], [event | {"ts": "1"}], [event | {"dur": None}]
+    damaged = whole[:-20], whole[:20] + b"\xff" * 8 + whole[28:], b"{}", b""
+    for content in (*damaged, *(gzip.compress(json.dumps({"traceEvents": x}).encode()) for x in no_events)):
         (file := tmp_path / "t.json.gz").write_bytes(content)
         with pytest.raises(ValueError, match=r"is no trace \(.*give a \.json or \.json\.gz"):
             read(file)

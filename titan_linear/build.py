@@ -192,9 +192,10 @@ def progress_at(config: Config, step: int, skipped: int) -> Progress:
     return {"step": step, "cursor": cursor, "tokens": tokens, "skipped": skipped, "total_steps": length}
 
 
-OF_A_NODE = (  # keys that nodes may have of their own, mostly paths
-    "job.", "profiling.", "model.tokenizer_path", "model.hf_assets_path", "training.dataset_path", "training.mixture",
+OF_A_NODE = (  # keys that nodes may have of their own, mostly paths, and the section job
+    "model.tokenizer_path", "model.hf_assets_path", "training.dataset_path", "training.mixture",
     "training.num_workers", "validation.dataset_path", "checkpoint.initial_load_path", "metrics.loss_by_source",
+    "profiling.save_traces_folder", "profiling.enable_memory_snapshot", "profiling.save_memory_snapshot_folder",
 )  # fmt: skip
 
 # What checkpoints know by its content, and the key that brings it.
@@ -236,7 +237,8 @@ def check_content(config: Config, progress: Progress, data: Progress) -> None:
 
 def check_alike(config: Config, content: Progress, host: dist.ProcessGroup) -> None:
     """ValueError, on every rank: ranks, of several nodes say, have other data or keys than rank 0. Paths may differ."""
-    keys = {key: value for key, value in flat_keys(config).items() if not key.startswith(OF_A_NODE)}
+    given = flat_keys(config).items()
+    keys = {key: value for key, value in given if key not in OF_A_NODE and not key.startswith("job.")}
     ranks = of_all_ranks(keys | {f"the content of {name}": value for name, value in content.items()}, host)
     for rank, own in enumerate(ranks):
         for name, value in own.items():

@@ -898,6 +898,13 @@ def _check_file_groups(config: Config) -> None:
 
 
 def _check_profiling(p: Profiling) -> None:
+    for key in ("save_traces_folder", "save_memory_snapshot_folder"):
+        path = os.path.normpath(getattr(p, key))
+        if path == "." or path.split(os.sep)[0] == "..":
+            raise ValueError(
+                f"profiling.{key} = {getattr(p, key)!r} must be a folder inside job.dump_folder; give its name, or a "
+                "path from the root"
+            )
     if p.enable_profiling and p.profiler_active > p.profile_freq:
         raise ValueError(
             f"profiling.profiler_active = {p.profiler_active} steps of a trace are more than profiling.profile_freq = "

@@ -114,11 +114,11 @@ def check_resume(config: Config) -> list[str]:
     refused = {key: change for key, change in changes.items() if not _may_change(key, *change)}
     if refused:
         lines = "\n".join(f"  {key}: {old!r} → {new!r}" for key, (old, new) in refused.items())
-        anew = ", or begin again here: job.start_anew = true (it deletes nothing)"
+        begun = _has_checkpoint(folder, config.checkpoint.folder)
         raise ValueError(
             f"job.dump_folder = '{folder}' holds a run that cannot resume with other values of\n{lines}\n"
-            f"restore them, or start a new run in another job.dump_folder"
-            f"{'' if _has_checkpoint(folder, config.checkpoint.folder) else anew}"
+            "restore them, or start a new run in another job.dump_folder"
+            f"{'' if begun else ', or begin again here: job.start_anew = true (it deletes nothing)'}"
         )
     return [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if not key.startswith("job.")]
 
@@ -140,7 +140,10 @@ def _may_change(key: str, old: Any, new: Any) -> bool:
 
 def starts_anew(config: Config) -> bool:
     """job.start_anew applies: this folder's run, if it has one, left no checkpoint."""
-    return config.job.start_anew and not _has_checkpoint(Path(config.job.dump_folder), config.checkpoint.folder)
+    folder = Path(config.job.dump_folder)
+    return config.job.start_anew and not any(
+        _has_checkpoint(folder, path) for path in (config.checkpoint.folder, checkpoints_of(folder))
+    )
 
 
 def set_run_aside(config: Config) -> None:
@@ -148,18 +151,21 @@ def set_run_aside(config: Config) -> None:
     folder, p = Path(config.job.dump_folder), config.profiling
     files = (CONFIG, MANIFEST, METRICS, TELEMETRY, SPIKES, WANDB, BOARD, RECORDERS)
     traces = [name for name in (p.save_traces_folder, p.save_memory_snapshot_folder) if not Path(name).is_absolute()]
-    left = [folder / name for name in (*files, *traces)]
-    set_aside(folder, [path for path in left if path.exists()], "job.start_anew = true")
+    left = dict.fromkeys(Path(os.path.normpath(name)) for name in (*files, *traces))
+    whole = [folder / path for path in left if not left.keys() & set(path.parents)]  # traces may lie in tb
+    set_aside(folder, [path for path in whole if path.exists()], "job.start_anew = true")
 
 
 def set_aside(folder: Path, paths: Sequence[Path], why: str, what: str = "") -> None:
-    """Move these into abandoned-DATE/ in `folder`, if there are any, and say so."""
+    """Move these of a folder into its abandoned-DATE/, if there are any, and say so."""
     if paths:
-        aside = unused(folder / time.strftime("abandoned-%Y%m%d-%H%M%S"))
-        aside.mkdir()
+        aside, names = unused(folder / time.strftime("abandoned-%Y%m%d-%H%M%S")), []
         for path in paths:
-            path.rename(aside / path.name)
-        print(f"{what}{', '.join(path.name for path in paths)} moved to '{aside}': {why}", flush=True)
+            name = path.relative_to(folder)
+            (aside / name.parent).mkdir(parents=True, exist_ok=True)
+            path.rename(aside / name)
+            names.append(str(name))
+        print(f"{what}{', '.join(names)} moved to '{aside}': {why}", flush=True)
 
 
 def unused(path: Path) -> Path:
@@ -233,7 +239,7 @@ def _has_trained(folder: Path, checkpoints: str) -> bool:
     return (metrics.exists() and metrics.stat().st_size > 0) or any((folder / checkpoints).glob("step-*"))
 
 
-def _has_checkpoint(folder: Path, checkpoints: str) -> bool:
+def _has_checkpoint(folder: Path, checkpoints: str | Path) -> bool:
     return any((folder / checkpoints).glob(f"step-*[0-9]/{MANIFEST}"))
 
 

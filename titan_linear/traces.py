@@ -134,11 +134,21 @@ def read(path: Path) -> list[Event]:
     try:
         with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
             found = json.load(file)["traceEvents"]
-        if not isinstance(found, list):
-            raise TypeError("traceEvents is no list")
+        if not isinstance(found, list) or not all(map(_is_event, found)):
+            raise TypeError("traceEvents is no list of events")
         return found
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"'{path}' is no trace ({error}); give a .json or .json.gz that torch.profiler wrote, of a run those in "
             "profiling.save_traces_folder"
         ) from None
+
+
+def _is_event(found: object) -> bool:
+    """What is read of one, where it took time, is there."""
+    return isinstance(found, dict) and (
+        found.get("ph") != "X"
+        or (
+            isinstance(found.get("name"), str) and all(isinstance(found.get(key), int | float) for key in ("ts", "dur"))
+        )
+    )

@@ -419,7 +419,10 @@ class Trainer:
             self._print_sample()
         if self.exports:
             self.exports.finish(self.stop)
-            self.checkpointer.prune(self.step)  # of those that it read
+            try:
+                self.checkpointer.prune(self.step)  # of those that it read
+            except OSError as error:  # all else is done
+                print(f"warning: a checkpoint that is no longer needed could not be removed: {error}", flush=True)
 
     @property
     def _timeout(self) -> timedelta:
@@ -563,7 +566,7 @@ def main(argv: list[str]) -> int:
 def _unwritten(error: OSError) -> str:
     """Metrics, telemetry or traces; saves say it themselves."""
     where = f"'{error.filename}'" if error.filename else "the run's folder"
-    return f"writing in {where} failed: {error.strerror}; the run resumes from its newest checkpoint"
+    return f"writing in {where} failed: {error.strerror}; make room and start again, from the newest checkpoint if any"
 
 
 def _run(config: Config) -> int:

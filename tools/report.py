@@ -412,6 +412,13 @@ def page(runs: Sequence[Run], x: str) -> str:
     )
 
 
+def write(file: Path, text: str) -> None:
+    try:
+        file.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"--out {file} cannot be written: {error.strerror}; give another file") from None
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -421,15 +428,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--x", choices=("step", "tokens"), default="step", help="over which curves are drawn")
     args = parser.parse_args(argv)
     try:
-        if not args.out.parent.is_dir():
-            raise ValueError(f"--out {args.out}: there is no such folder; make it, or give another")
-        if args.out.is_dir():
-            raise ValueError(f"--out {args.out} is a folder; give a file")
-        text = page(read_runs(args.runs), args.x)
+        write(args.out, page(read_runs(args.runs), args.x))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    args.out.write_text(text, encoding="utf-8")
     print(f"wrote {args.out}")
     return 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -172,6 +173,59 @@ def test_several_templates_by_name(folder: Callable, tmp_path: Path, beside: boo
             assert ids.tolist() == expected["input_ids"]
 
 
+def test_templates_that_no_record_takes(folder: Callable):
+    named = [{"name": "default", "template": MARKED}, {"name": "rag", "template": "{% citations %}"}]
+    ours, alone = (Conversations(build_tokenizer(str(folder(template)))) for template in (named, MARKED))
+    assert ours.fingerprint == alone.fingerprint
+    for a, b in zip(ours.encode_batch(CHATS), alone.encode_batch(CHATS), strict=True):
+        assert a[0].tolist() == b[0].tolist()
+
+
+@pytest.mark.parametrize(
+    ("settings", "beside"),
+    [
+        ({"image_token": "<|im_start|>"}, {}),
+        ({"extra_special_tokens": {"image_token": "<|im_start|>"}}, {}),
+        ({"model_specific_special_tokens": {"image_token": "<|im_start|>"}}, {}),
+        ({"pad_token": "<|bos|>"}, {"pad_token": "<|im_start|>", "eos_token": "<|im_start|>"}),
+        ({"added_tokens_decoder": {}, "pad_token": "<|bos|>"}, {"pad_token": "<|im_start|>", "eos_token": "<|bos|>"}),
+    ],
+)
+def test_names_of_tokens(folder: Callable, tmp_path: Path, settings: dict, beside: dict):
+    """As transformers has them, of a folder and of what it is exported as."""
+    path = folder("{{ image_token }}{{ pad_token }}{{ eos_token }}" + MARKED)
+    file = path / "tokenizer_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+    path.joinpath("special_tokens_map.json").write_text(json.dumps(beside))
+    tokenizer, theirs = build_tokenizer(str(path)), AutoTokenizer.from_pretrained(path)
+    for name, content in tokenizer.hugging_face_files().items():
+        (tmp_path / name).write_bytes(content)
+    for reader in (theirs, AutoTokenizer.from_pretrained(tmp_path)):
+        assert tokenizer._tokenizer.id_to_token(tokenizer.eos_id) == reader.eos_token
+        for chat, (ids, _) in zip(CHATS, Conversations(tokenizer).encode_batch(CHATS), strict=True):
+            expected = reader.apply_chat_template(chat["messages"], tools=chat.get("tools"))
+            assert ids.tolist() == expected["input_ids"]
+
+
+def test_names_that_are_no_text(folder: Callable):
+    path = folder(MARKED)
+    file = path / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    file.write_text(json.dumps(settings | {"image_token": ["<i>"]}))
+    assert "image_token" not in json.loads(build_tokenizer(str(path)).hugging_face_files()["tokenizer_config.json"])
+    file.write_text(json.dumps(settings | {"eos_token": ["a"]}))
+    with pytest.raises(ValueError, match=r"eos_token = \['a'\] of .*tokenizer_config\.json or .* is no text; correct"):
+        build_tokenizer(str(path))
+
+
+def test_corpora_of_earlier_versions(folder: Callable):
+    """Of a template of that time: the fingerprint is theirs."""
+    tokenizer = build_tokenizer(str(folder(PLAIN)))
+    names = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>"}
+    content = json.dumps([PLAIN, names, ["<|bos|>", "<|im_start|>", "<|im_end|>"]])
+    assert Conversations(tokenizer).fingerprint == "messages-" + hashlib.sha256(content.encode()).hexdigest()[:32]
+
+
 def test_a_word_in_a_comment_marks_nothing(folder: Callable):
     path = folder("{# no {% generation %} here #}" + UNMARKED)
     ours = Conversations(build_tokenizer(str(path))).encode_batch(CHATS)
@@ -227,6 +281,8 @@ USER, ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "conte
         ("{{ messages.append(1) }}", [USER, ASSISTANT], "refuses it: SecurityError"),
         ("{{ ''.__class__.__mro__[1].__subclasses__() }}", [USER], "refuses it: SecurityError"),
         ("{{ 1 // 0 }}", [USER], "refuses it: ZeroDivisionError"),
+        ("{% filter upper %}" + MARKED + "{% endfilter %}", [USER, ASSISTANT], "changes what it has between {% gen"),
+        ("{% set c %}{% generation %} y {% endgeneration %}{% endset %}{{ c | trim }}", [USER], "changes what it has"),
     ],
 )  # fmt: skip
 def test_bad_conversations(folder: Callable, template: str, messages: object, problem: str):
@@ -236,16 +292,21 @@ def test_bad_conversations(folder: Callable, template: str, messages: object, pr
 
 def test_tools_as_text_are_a_bad_document(folder: Callable):
     encoder = Conversations(build_tokenizer(str(folder(MARKED))))
-    found = encoder.encode_batch([CHATS[0] | {"tools": tools} for tools in (json.dumps(TOOLS), ["x"], {}, None)])
-    assert found[0] == found[1] == "'tools' is no list of objects" and not any(isinstance(x, str) for x in found[2:])
+    records = [CHATS[0] | {"tools": tools} for tools in (json.dumps(TOOLS), ["x"], {}, "", 0, [], None)]
+    found = encoder.encode_batch(records)
+    assert found[:5] == ["'tools' is no list of objects"] * 5 and not any(isinstance(x, str) for x in found[5:])
 
 
 def test_tokenizers_without_a_template(folder: Callable):
     for tokenizer in (ByteTokenizer(), build_tokenizer(str(folder(None)))):
         with pytest.raises(ValueError, match=r"dataset_format = 'messages' takes a chat template.*or use 'completion'"):
             Conversations(tokenizer)
-    with pytest.raises(ValueError, match=r"model\.tokenizer_path: its chat template is not one: .*; repair it"):
+    with pytest.raises(ValueError, match=r"model\.tokenizer_path: its chat template 'default' is not one: .*; repair"):
         Conversations(build_tokenizer(str(folder("{% if %}"))))
+    path = folder(MARKED, beside=True)
+    path.joinpath("chat_template.jinja").write_bytes(b"\xff" + MARKED.encode())
+    with pytest.raises(ValueError, match=r"chat_template\.jinja is not UTF-8: .*; write it anew"):
+        Conversations(build_tokenizer(str(path)))
 
 
 # --- on disk -----------------------------------------------------------------------------------------------------

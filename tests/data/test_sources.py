@@ -100,6 +100,18 @@ def test_linked_folders_are_followed_once(texts: Callable, tmp_path: Path, monke
         texts("text", here)
 
 
+def test_a_file_by_several_paths_is_read_once(texts: Callable, tmp_path: Path):
+    """As in a cache of snapshots, whose files are links."""
+    folder, blob = tmp_path / "snapshots", tmp_path / "blob"
+    blob.write_text("x")
+    for link in ("new/a.txt", "old/a.txt", "old/latest.txt"):
+        (folder / link).parent.mkdir(parents=True, exist_ok=True)
+        (folder / link).symlink_to(blob)
+    (folder / "new" / "b.txt").write_text("x")  # the same text in another file is another document
+    assert texts("text", folder) == [b"x", b"x"]
+    assert source_files("text", str(folder)) == [folder / "new" / "a.txt", folder / "new" / "b.txt"]
+
+
 def test_text_bad_paths(texts: Callable, tmp_path: Path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "void.txt").touch()

@@ -26,12 +26,12 @@ from typing import Any, NamedTuple, Protocol
 
 import jinja2
 import numpy as np
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from titan_linear.data.tokenizer import HuggingFaceTokenizer, Tokenizer
+from titan_linear.data.tokenizer import NAMED_TOKENS, HuggingFaceTokenizer, Tokenizer
 
 Record = Mapping[str, Any]
 Learnt = tuple[np.ndarray, np.ndarray]  # tokens [n] int64, and which of them are learnt [n] bool
@@ -82,26 +82,25 @@ class Conversations:
     """
 
     def __init__(self, tokenizer: Tokenizer):
-        sources = tokenizer.chat_templates if isinstance(tokenizer, HuggingFaceTokenizer) else {}
+        found = tokenizer.chat_templates if isinstance(tokenizer, HuggingFaceTokenizer) else {}
+        sources = {name: found[name] for name in ("default", "tool_use") if name in found}
         if "default" not in sources:
             raise ValueError(
                 "training.dataset_format = 'messages' takes a chat template, and the tokenizer has none; set "
                 "model.tokenizer_path to a folder with one (chat_template in tokenizer_config.json, or a "
                 "chat_template.jinja beside tokenizer.json: docs/data.md has an example), or use 'completion'"
             )
-        try:
-            self._templates = {name: _Template.of(source) for name, source in sources.items()}
-        except jinja2.TemplateError as error:
-            raise ValueError(f"model.tokenizer_path: its chat template is not one: {error}; repair it") from error
-        self._tokenizer, self._names = tokenizer, tokenizer.token_names
-        content = json.dumps([sources, self._names, tokenizer.special_tokens])
-        self.fingerprint = "messages-" + hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+        self._templates = {name: _Template.of(name, source) for name, source in sources.items()}
+        own = set().union(*(template.names for template in self._templates.values())) - {*NAMED_TOKENS}
+        self._tokenizer, known = tokenizer, tokenizer.token_names
+        self._names = {name: known[name] for name in (*NAMED_TOKENS, *sorted(own)) if name in known}
+        self.fingerprint = "messages-" + _digest(sources, self._names, tokenizer.special_tokens)
 
     def encode_batch(self, records: Sequence[Record]) -> list[Learnt | str]:
         return [self._encode(record) for record in records]
 
     def _encode(self, record: Record) -> Learnt | str:
-        messages, tools = record["messages"], record.get("tools") or None
+        messages, tools = record["messages"], record.get("tools")
         if not isinstance(messages, list) or not all(isinstance(m, dict) and _has_role(m) for m in messages):
             return "'messages' is no list of objects with a 'role'"
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
@@ -110,7 +109,7 @@ class Conversations:
         if _BEGIN[0] in json.dumps([messages, tools], ensure_ascii=False, default=str):
             return "a message holds the noncharacter U+FDD0, which marks answers here; remove it"
         try:
-            text, answers = self._rendered(messages, tools)
+            text, answers = self._rendered(messages, tools or None)
         except _Problem as problem:
             return str(problem)
         except Exception as error:  # the template's own, whatever it is
@@ -125,15 +124,20 @@ class Conversations:
         """The text of a conversation, and the ranges of its characters that are answers."""
         template = self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
 
-        def render(messages: list[Record], prompts: bool = False) -> str:
-            return template.program.render(
+        def render(messages: list[Record], program: jinja2.Template = template.plain, prompts: bool = False) -> str:
+            return program.render(
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompts, **self._names
             )
 
-        whole = render(messages)
-        if template.marks:
-            return _cut_marks(whole)
-        answers = []
+        whole, answers = render(messages), []
+        if template.marked is not None:
+            plain, answers = _cut_marks(render(messages, template.marked))
+            if plain != whole:
+                raise _Problem(
+                    "the chat template changes what it has between {% generation %} and {% endgeneration %}; have it "
+                    "change that inside of them"
+                )
+            return whole, answers
         for i, message in enumerate(messages):
             if message["role"] != ANSWERER:
                 continue
@@ -150,18 +154,35 @@ class Conversations:
 
 
 class _Template(NamedTuple):
-    program: jinja2.Template
-    marks: bool  # whether it says what is an answer
+    plain: jinja2.Template
+    marked: jinja2.Template | None  # the same with marks around answers, if it says what is one
+    names: set[str]  # what it asks for
 
     @classmethod
-    def of(cls, source: str) -> _Template:
-        environment = _environment()
-        texts = environment.parse(source).find_all(nodes.TemplateData)
-        return cls(environment.from_string(source), any(text.data == _BEGIN for text in texts))
+    def of(cls, name: str, source: str) -> _Template:
+        """ValueError: it is no template."""
+        plain, marking = _environment(), _environment(_BEGIN, _END)
+        try:
+            tree = marking.parse(source)
+            marks = any(text.data == _BEGIN for text in tree.find_all(nodes.TemplateData))
+            marked = marking.from_string(source) if marks else None
+            return cls(plain.from_string(source), marked, meta.find_undeclared_variables(tree))
+        except jinja2.TemplateError as error:
+            raise ValueError(
+                f"model.tokenizer_path: its chat template {name!r} is not one: {error}; repair it"
+            ) from error
 
 
 class _Problem(Exception):
     """What is wrong with a document."""
+
+
+def _digest(sources: Mapping[str, str], names: Mapping[str, str], special: Sequence[str]) -> str:
+    """Of a single template that reads no reasoning it is that of earlier versions, whose runs go on."""
+    only = next(iter(sources.values())) if len(sources) == 1 else None
+    as_before = only is not None and not any(name in only for name in _REASONING)
+    content = json.dumps([only if as_before else sources, names, special])
+    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _has_role(message: Record) -> bool:
@@ -201,26 +222,29 @@ def _cut_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
 # --- jinja2 ----------------------------------------------------------------------------------------------------------
 
 
-def _environment() -> ImmutableSandboxedEnvironment:
-    """What chat templates are written for: transformers' environment, but for the clock."""
+def _environment(*marks: str) -> ImmutableSandboxedEnvironment:
+    """What chat templates are written for: transformers' environment, but for the clock. marks: around answers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
+    environment.extend(marks=marks)
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _refuse
     return environment
 
 
 class _Generation(Extension):
-    """{% generation %} … {% endgeneration %}: what is between is written with marks around it."""
+    """{% generation %} … {% endgeneration %}: what is between is written, with the environment's marks around it."""
 
     tags = {"generation"}  # noqa: RUF012 (jinja2's own way)
 
     def parse(self, parser: Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in (_BEGIN, _END))
-        return nodes.Scope([begin, *body, end]).set_lineno(line)
+        if self.environment.marks:
+            begin, end = (nodes.Output([nodes.TemplateData(mark)]) for mark in self.environment.marks)
+            body = [begin, *body, end]
+        return nodes.Scope(body).set_lineno(line)
 
 
 def _to_json(

@@ -97,8 +97,7 @@ def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "tra
                 "give a file, a folder or globs (separated by commas)"
             )
         files.update(found)
-    # Each once, by the first of the paths to its folder.
-    once = set({(file.parent.resolve(), file.name): file for file in sorted(files, reverse=True)}.values())
+    once = _each_once(files)
     return sorted(once) if dataset != "arrow" else _as_saved(once, path_key)
 
 
@@ -167,6 +166,16 @@ def _expand(pattern: str, suffixes: tuple[str, ...]) -> list[Path]:
         return [path]
     matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
     return [m for m in matches if m.is_file()] or [file for m in matches if m.is_dir() for file in _walk(m, suffixes)]
+
+
+def _each_once(files: Set[Path]) -> set[Path]:
+    """Of paths to one file, by links to it or to a folder above it, the first."""
+    folders = {folder: os.path.realpath(folder) for folder in {file.parent for file in files}}
+    real = {
+        os.path.realpath(file) if file.is_symlink() else os.path.join(folders[file.parent], file.name): file
+        for file in sorted(files, reverse=True)
+    }
+    return set(real.values())
 
 
 def _as_saved(files: Set[Path], path_key: str) -> list[Path]:

@@ -1,6 +1,6 @@
 """Tokenizers: bytes, which need no file, and any Hugging Face `tokenizer.json`.
 
-Neither adds a token to a text by itself: the corpus writer appends `eos_id` to each document (cache.py).
+Neither adds a token to a text by itself: `eos_id` is appended to each document as it is tokenised (cache.py).
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _CHANGES_TOKENS = (
     "add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder", "auto_map", "split_special_tokens",
     "tokenizer_file",
 )  # fmt: skip
-_NAMED_TOKENS = ("bos_token", "cls_token", "mask_token", "pad_token", "sep_token", "unk_token")
-_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens")
+NAMED_TOKENS = ("bos_token", "cls_token", "mask_token", "pad_token", "sep_token", "unk_token", "eos_token")  # of all
+_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")  # or by name
 _COPIED = ("vocab.json", "merges.txt", "tokenizer.model", "generation_config.json")
 
 
@@ -102,8 +102,8 @@ class HuggingFaceTokenizer:
 
     Its own truncation, padding and post-processor (BOS, EOS) are off: documents are tokenised whole. As in
     transformers, a special token spelled out in a text becomes that token.
-    eos is `eos_token` of tokenizer_config.json or special_tokens_map.json beside the file; else the first of the
-    usual names (`_USUAL_EOS`) that is a special token of the vocabulary; else there is none.
+    eos is `eos_token` of the settings beside the file; else the first of the usual names (`_USUAL_EOS`) that is a
+    special token of the vocabulary; else there is none.
     """
 
     def __init__(self, file: Path):
@@ -122,7 +122,8 @@ class HuggingFaceTokenizer:
         if not vocabulary:
             raise ValueError(f"model.tokenizer_path: {file} has an empty vocabulary; give another")
         self.vocab_size = max(vocabulary.values()) + 1
-        self.eos_id = _find_eos(file, json.loads(data), vocabulary)
+        self._settings = _read_settings(file.parent)
+        self.eos_id = _find_eos(file, self._settings, json.loads(data), vocabulary)
         self._content = data
         self.fingerprint = "hf-" + hashlib.sha256(data + f"eos={self.eos_id}".encode()).hexdigest()[:32]
 
@@ -144,11 +145,10 @@ class HuggingFaceTokenizer:
     @cached_property
     def chat_templates(self) -> dict[str, str]:
         """Those of the folder by name, as transformers finds them: files of their own before a setting."""
-        found = {"default" if name == CHAT_TEMPLATE else Path(name).stem: _read(file).decode("utf-8", "surrogateescape")
-                 for name, file in self._template_files().items()}  # fmt: skip
-        if found:
+        files = self._template_files().items()
+        if found := {"default" if name == CHAT_TEMPLATE else file.stem: _read_text(file) for name, file in files}:
             return found
-        setting = _read_json(self._file.with_name(SETTINGS)).get("chat_template")
+        setting = self._settings.get("chat_template")
         if isinstance(setting, list):
             setting = {entry.get("name"): entry.get("template") for entry in setting if isinstance(entry, dict)}
         named = setting if isinstance(setting, dict) else {"default": setting}
@@ -162,11 +162,12 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def token_names(self) -> dict[str, str]:
-        """bos_token, eos_token, … → their texts, as chat templates know them."""
-        settings = _read_json(self._file.with_name(SPECIAL)) | _read_json(self._file.with_name(SETTINGS))
-        names = {name: _name_of(settings.get(name)) for name in _NAMED_TOKENS}
-        names["eos_token"] = None if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id)
-        return {name: text for name, text in names.items() if isinstance(text, str)}
+        """bos_token, eos_token, the model's own (image_token, …) → their texts, as chat templates know them."""
+        given = {name: value for name, value in self._settings.items() if name.endswith("_token")}
+        for tokens in (self._settings.get(name) for name in _TOKEN_LISTS):
+            given |= tokens if isinstance(tokens, dict) else {}
+        given["eos_token"] = None if self.eos_id is None else self._tokenizer.id_to_token(self.eos_id)
+        return {name: text for name, value in given.items() if isinstance(text := _name_of(value), str)}
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
@@ -194,10 +195,9 @@ class HuggingFaceTokenizer:
 
     def _kept_settings(self) -> tuple[dict[str, Any], str | None]:
         """What is beside tokenizer.json, less what changes tokens; and the end of a document."""
-        read = [_read_json(self._file.with_name(name)) for name in (SPECIAL, SETTINGS)]
-        found = {key: value for settings in read for key, value in settings.items() if key not in _CHANGES_TOKENS}
+        found = {key: value for key, value in self._settings.items() if key not in _CHANGES_TOKENS}
         # By their names: what else there is to say of them tokenizer.json says. Others transformers would add.
-        added = {token["content"] for token in json.loads(self._content).get("added_tokens") or []}
+        added = [token["content"] for token in json.loads(self._content).get("added_tokens") or []]
         for key, value in list(found.items()):
             if key.endswith("_token"):
                 found[key] = _name_of(value)
@@ -236,6 +236,31 @@ def _read(file: Path) -> bytes:
         raise ValueError(f"model.tokenizer_path: cannot read {file}: {error.strerror}; give the permission") from error
 
 
+def _read_text(file: Path) -> str:
+    try:
+        return _read(file).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"model.tokenizer_path: {file} is not UTF-8: {error}; write it anew") from error
+
+
+def _read_settings(folder: Path) -> dict[str, Any]:
+    """Those beside tokenizer.json, as transformers reads them: special_tokens_map.json counts, and more than the other
+    file, where that one does not list the added tokens.
+
+    ValueError: a token that every tokenizer may name is no text.
+    """
+    settings = _read_json(folder / SETTINGS)
+    if "added_tokens_decoder" not in settings:
+        settings |= _read_json(folder / SPECIAL)
+    for name in NAMED_TOKENS:
+        if not isinstance(_name_of(settings.get(name)), str | None):
+            raise ValueError(
+                f"model.tokenizer_path: {name} = {settings[name]!r} of {folder / SETTINGS} or {SPECIAL} is no text; "
+                "correct it there"
+            )
+    return settings
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     """A file of settings; without one, or where it is no object, there are none."""
     if not file.is_file():
@@ -262,17 +287,15 @@ def _settings(found: dict[str, Any], eos: str | None) -> bytes:
     return _json({**found, **forced})
 
 
-def _find_eos(file: Path, content: dict[str, Any], vocabulary: dict[str, int]) -> int | None:
-    for name in (SETTINGS, SPECIAL):
-        beside = file.with_name(name)
-        eos = _name_of(_read_json(beside).get("eos_token"))
-        if eos is not None:
-            if eos not in vocabulary:
-                raise ValueError(
-                    f"model.tokenizer_path: eos_token {eos!r} of {beside} is not in {file}'s vocabulary; name one "
-                    "that is"
-                )
-            return vocabulary[eos]
+def _find_eos(file: Path, settings: dict[str, Any], content: dict[str, Any], vocabulary: dict[str, int]) -> int | None:
+    eos = _name_of(settings.get("eos_token"))
+    if eos is not None:
+        if eos not in vocabulary:
+            raise ValueError(
+                f"model.tokenizer_path: eos_token {eos!r} of {SETTINGS} or {SPECIAL} is not in the vocabulary of "
+                f"{file}; name one that is"
+            )
+        return vocabulary[eos]
     special = {token["content"] for token in content.get("added_tokens") or [] if token.get("special")}
     return next((vocabulary[name] for name in _USUAL_EOS if name in special and name in vocabulary), None)
 
