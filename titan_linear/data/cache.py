@@ -371,8 +371,8 @@ def _tokenised(texts: _Texts, progress: Progress) -> Iterator[Tokens]:
                 ends.popleft()
                 progress.files_read += 1
             progress.read, progress.size = progress.read + 1, progress.size + document.size
-            if problem := document.problem or (tokens if isinstance(tokens, str) else ""):
-                _meet_bad_document(f"{document.origin}: {problem}", texts, progress)
+            if isinstance(tokens, str):  # what is wrong with it
+                _meet_bad_document(f"{document.origin}: {tokens}", texts, progress)
             elif progress.answers:
                 yield tokens
             elif len(tokens):
