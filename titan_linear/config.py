@@ -815,6 +815,11 @@ def _check_data(config: Config) -> None:
     t, v = config.training, config.validation
     if t.mixture:
         _check_mixture(t, v)
+    elif t.mixture_from_step != -1:
+        raise ValueError(
+            f"training.mixture_from_step = {t.mixture_from_step} says that training.mixture changes there, and there is "
+            "none; remove it"
+        )
     for where, source in sources(config).items():
         _check_source(where, source)
     if v.enable and v.dataset_path and t.dataset == "stdlib" and not t.mixture:
