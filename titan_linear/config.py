@@ -817,8 +817,8 @@ def _check_data(config: Config) -> None:
         _check_mixture(t, v)
     elif t.mixture_from_step != -1:
         raise ValueError(
-            f"training.mixture_from_step = {t.mixture_from_step} says that training.mixture changes there, and there is "
-            "none; remove it"
+            f"training.mixture_from_step = {t.mixture_from_step} says that training.mixture changes there, and there "
+            "is none; remove it"
         )
     for where, source in sources(config).items():
         _check_source(where, source)
