@@ -294,6 +294,6 @@ def test_a_full_disk_is_one_line(
     argv = ["--job.dump_folder", str(tmp_path), "--metrics.enable_tensorboard", "false"]
     assert train.main(argv) == 3
     assert capsys.readouterr().err == (
-        "error: rank 0: writing in the run's folder failed: No space left on device; make room and start again, "
-        "from the newest checkpoint if any\n"
+        "error: rank 0: writing in the run's folder failed: No space left on device; make room or mend the "
+        "disk, and start again, from the newest checkpoint if any\n"
     )

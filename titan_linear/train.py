@@ -566,7 +566,10 @@ def main(argv: list[str]) -> int:
 def _unwritten(error: OSError) -> str:
     """Metrics, telemetry or traces; saves say it themselves."""
     where = f"'{error.filename}'" if error.filename else "the run's folder"
-    return f"writing in {where} failed: {error.strerror}; make room and start again, from the newest checkpoint if any"
+    return (
+        f"writing in {where} failed: {error.strerror}; make room or mend the disk, and start again, from the newest "
+        "checkpoint if any"
+    )
 
 
 def _run(config: Config) -> int:
