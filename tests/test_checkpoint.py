@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import errno
 import hashlib
@@ -584,6 +585,23 @@ def test_an_error_on_one_rank_is_raised_on_all(worlds, tmp_path, fault, broken_r
         assert (whole, leftovers) == ([1], [])
     assert whole_steps(tmp_path) == ([3] if fault == "lies" else [1, 3])
     assert worlds(2).run(load_step, tmp_path, (2,), 3, SMALL)[0][2] == results[0][2]
+
+
+def save_after_a_failure(rank, world_size, folder):
+    model, optimizer = build((world_size,), **SMALL)
+    checkpointer = Checkpointer(folder, async_mode="async")
+    with FAULTS["commit" if rank == 0 else "none"]():
+        checkpointer.save(1, model, optimizer, {"step": 1})
+        concurrent.futures.wait([checkpointer._pending])
+    checkpointer.save(2, model, optimizer, {"step": 2})
+    at_once = whole_steps(folder)
+    checkpointer.save(3, model, optimizer, {"step": 3})
+    return at_once, checkpointer._pending is not None
+
+
+def test_after_an_async_save_that_failed_the_next_is_made_at_once(worlds, tmp_path):
+    """It may be the last: of a run that is asked to stop."""
+    assert worlds(2).run(save_after_a_failure, tmp_path) == [([2], True)] * 2
 
 
 def test_what_a_disk_alters_is_written_again(worlds, tmp_path):

@@ -19,6 +19,7 @@ from tests.processes import gone, until
 from tests.refusals import is_refused, own_handlers
 from tests.worlds import free_port  # and what the server imports
 from titan_linear import agent, launch, nodes
+from titan_linear.config import load_config
 from titan_linear.process import Node
 from titan_linear.rundir import lock_folder
 
@@ -109,7 +110,7 @@ def launch_workers(mode: str, folder: Path, node: Node, grace: float, repeat: fl
     os.chdir(ROOT)
     os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{ROOT}"
     agent.GRACE, agent.REPEAT = grace, repeat
-    sys.exit(agent.run_workers("worker", [mode, str(folder)], node, max_restarts))
+    sys.exit(agent.run_workers("worker", [mode, str(folder)], node, max_restarts, ""))
 
 
 class Run:
@@ -355,7 +356,7 @@ def calls(monkeypatch, tmp_path) -> Iterator[list]:
 def test_main_checks_then_starts_the_workers(calls):
     argv = ["--parallelism.context_parallel_degree", "2"]
     assert launch.main(argv) == 0
-    assert calls == [("preflight", 2, 2), ("titan_linear.train", argv, Node(2), 0)]
+    assert calls == [("preflight", 2, 2), ("titan_linear.train", argv, Node(2), 0, load_config(argv).model_dump_json())]
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN  # for the workers alone
 
 
@@ -365,7 +366,8 @@ def test_main_on_one_of_several_nodes(calls, monkeypatch):
         monkeypatch.setenv(name, str(value))
     argv = ["--comm.max_restarts", "2"]
     assert launch.main(argv) == 0
-    assert calls == [("preflight", 4, 1), ("titan_linear.train", argv, Node(1, 3, 4, "127.0.0.1", 29500), 2)]
+    here, checked = Node(1, 3, 4, "127.0.0.1", 29500), load_config(argv).model_dump_json()
+    assert calls == [("preflight", 4, 1), ("titan_linear.train", argv, here, 2, checked)]
     assert not Path("outputs/.lock").exists()
 
 

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -232,3 +233,18 @@ def test_a_finished_run_without_checkpoints_says_how_to_begin_anew(
     assert (folder / "metrics.jsonl").read_bytes() == before
     assert "metrics.jsonl moved to" in launched(corpus, folder, **keys, job__start_anew="true")
     assert next(folder.glob("abandoned-*/metrics.jsonl")).read_bytes() == before
+
+
+def test_a_restart_after_the_last_save_does_what_is_left(
+    tmp_path: Path, launched: Callable[..., str], worlds: Callable[[int], World]
+) -> None:
+    """Also where that holds weights only. A new start says that the run is finished."""
+    corpus, folder = tmp_path / "corpus.jsonl", tmp_path / "run"
+    corpus.write_text("".join(json.dumps({"text": f"document {n} " * (n % 9 + 1)}) + "\n" for n in range(100)))
+    keys = {"checkpoint__last_save_model_only": "true", "sample__max_new_tokens": 2}
+    sample = re.compile("--- sample\n.*?\n---", re.DOTALL)
+    ended = sample.search(launched(corpus, folder, **keys))
+    argv = arguments(corpus, folder, **keys)
+    again = worlds(1).run(train_on_rank, argv, str(tmp_path / "cache"))[0]
+    assert "resuming from step 4" in again and ended[0] == sample.search(again)[0]
+    assert "is finished: 4 of training.steps = 4" in launched(corpus, folder, **keys)

@@ -36,3 +36,25 @@ def test_nobody_reads_what_a_command_prints() -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True)
     os.close(writer)
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_nobody_reads_what_a_run_prints(stream: str) -> None:
+    """It goes on, and says the rest to nobody: a pipe that breaks in between is no reason to lose a last save."""
+    code = (
+        "import sys\n"
+        "from titan_linear.process import outliving_readers\n"
+        "with outliving_readers():\n"
+        f"    print('before', file=sys.{stream}, flush=True)\n"
+        "    sys.stdin.read()\n"
+        "    for _ in range(3):\n"
+        f"        print('x' * 100_000, file=sys.{stream}, flush=True)\n"
+        f"    print('kept for the end', file=sys.{stream})\n"
+        "sys.exit(7)\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, **{stream: subprocess.PIPE})
+    reader = getattr(run, stream)
+    assert reader.readline() == b"before\n"
+    reader.close()
+    run.stdin.close()
+    assert run.wait() == 7

@@ -30,19 +30,22 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
 from titan_linear.nodes import Nodes
-from titan_linear.process import FINAL, LAUNCHER, LOST, STOPPED, Node
+from titan_linear.process import CHECKED, FINAL, LAUNCHER, LOST, STOPPED, Node
 
 GRACE = 5.0  # seconds
 REPEAT = 0.3  # seconds in which a signal may come again from what passes signals on
 
 
-def run_workers(module: str, argv: list[str], here: Node, max_restarts: int) -> int:
+def run_workers(module: str, argv: list[str], here: Node, max_restarts: int, checked: str) -> int:
     """`python -m module *argv` in the processes of this node; the exit code of the whole (see the module).
+
+    Args:
+        checked: the configuration, for workers of all starts: its file may be another by then.
 
     Raises:
         ValueError: the nodes' environment is wrong.
     """
-    os.environ.update(_environment(here.processes))
+    os.environ.update(_environment(here.processes) | {CHECKED: checked})
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.propagate, elastic.handlers = False, [logging.NullHandler()]  # what it does is said here
     nodes = Nodes(here)
@@ -161,9 +164,9 @@ class Agent(LocalElasticAgent):
         if death_sig != signal.SIGKILL and not self.asked:  # but another node was
             self.asked, self.asked_at = death_sig, time.monotonic()
         if death_sig != signal.SIGKILL and any(process.poll() is None for process in self._processes()):
-            print("stopping after a last save; Ctrl-C again stops at once", file=sys.stderr, flush=True)
             for process in self._processes():
                 process.send_signal(signal.SIGTERM)  # does nothing to one that has ended
+            print("stopping after a last save; Ctrl-C again stops at once", file=sys.stderr, flush=True)
             self._end()
         self._kill()
 

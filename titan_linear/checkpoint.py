@@ -103,16 +103,18 @@ class Checkpointer:
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, progress: Progress) -> None:
         """Save as step-N; without an optimizer the weights only. What this run has at this step already stays.
 
+        Where an async save before it has failed, this one is not async, so that what was not saved is not one more.
+
         Raises:
-            SaveFailed: this save (async: or the one before) failed on any rank.
+            SaveFailed: this save failed on any rank.
         """
-        self.wait()
+        at_once = not self._is_saved() or self._thread is None
         if self._saved in ((step, True), (step, optimizer is not None)):
             return
         begun, state = time.monotonic(), {"model": named_parameters(model)}
         if optimizer is not None:
             state["optimizer"] = _of_whole(_optimizer_state(model, optimizer)[0], model)
-        if self._thread is None:
+        if at_once:
             self._timed(begun, step, state, progress)
         else:
             # A plain copy to host memory. torch 2.11's stager is for one save: its second fails.
@@ -135,22 +137,36 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
-    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> Progress:
+    def _is_saved(self) -> bool:
+        """Wait for the async save under way, if one is: whether it comes to a good end. Alike on all ranks."""
+        try:
+            self.wait()
+        except SaveFailed as failed:
+            if self.rank == 0:
+                print(f"warning: {failed}", flush=True)
+            return False
+        return True
+
+    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Progress:
         """Load step-N in place, saved under any degrees of parallelism; returns the progress saved with it.
 
-        The optimizer's moments are loaded; its hyperparameters stay as this run has set them.
+        The optimizer's moments are loaded; its hyperparameters stay as this run has set them. Without one, the weights
+        only.
 
         Raises:
             ValueError: it is not there, holds weights only, or is of another model.
         """
         self.wait()
         path = self.folder / f"step-{on_rank_0(lambda: _whole_step(self.folder, step), self.group)}"
-        optimizer.zero_grad()  # with gradients around, DCP cannot make the state that it loads into
-        moments, rest = _optimizer_state(model, optimizer)
-        state = {"model": named_parameters(model), "optimizer": _of_whole(moments, model)}
-        _read(path, state, self.group)
-        set_optimizer_state_dict(model, optimizer, moments | rest, options=FLAT)
-        self._saved = (step, True)
+        state = {"model": named_parameters(model)}
+        if optimizer is None:
+            _read(path, state, self.group)
+        else:
+            optimizer.zero_grad()  # with gradients around, DCP cannot make the state that it loads into
+            moments, rest = _optimizer_state(model, optimizer)
+            _read(path, state | {"optimizer": _of_whole(moments, model)}, self.group)
+            set_optimizer_state_dict(model, optimizer, moments | rest, options=FLAT)
+        self._saved = (step, optimizer is not None)
         return read_progress(path)
 
     def load_weights(self, path: Path, model: nn.Module) -> None:

@@ -20,7 +20,7 @@ from itertools import pairwise
 from types import FrameType
 
 from titan_linear.config import check_config, load_config
-from titan_linear.process import MISTAKE, Node, run_command
+from titan_linear.process import MISTAKE, Node, outliving_readers, run_command
 from titan_linear.rundir import check_resume, copied_configuration, lock_folder
 
 
@@ -52,7 +52,8 @@ def main(argv: list[str]) -> int:
                 from titan_linear.proof.start import prove
 
                 prove(argv, node.world_size)
-            return run_workers("titan_linear.train", argv, node, config.comm.max_restarts)
+            with outliving_readers():
+                return run_workers("titan_linear.train", argv, node, config.comm.max_restarts, config.model_dump_json())
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE

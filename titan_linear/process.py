@@ -6,18 +6,21 @@ The launcher imports this: torch, which is slow to import, is imported where it 
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 if TYPE_CHECKING:
     import torch
 
 LAUNCHER = "TITAN_LINEAR_LAUNCHER"  # environment of the workers: the launcher's process id
+CHECKED = "TITAN_LINEAR_CONFIGURATION"  # likewise: the configuration that it has checked, as JSON
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 # Exit codes of a worker, which tell the agent what to do.
@@ -53,6 +56,41 @@ def run_command(main: Callable[[list[str]], int]) -> NoReturn:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
         code = 128 + signal.SIGPIPE
     sys.exit(code)
+
+
+@contextmanager
+def outliving_readers() -> Iterator[None]:
+    """Inside `with`, what is printed is lost where nobody reads it any more, and nothing else is.
+
+    `tee` dies of the same Ctrl-C that asks for a last save, and terminals hang up.
+    """
+    with redirect_stdout(_Outliving(sys.stdout)), redirect_stderr(_Outliving(sys.stderr)):
+        yield
+        sys.stdout.flush()
+
+
+class _Outliving:
+    """A text stream to a reader that may go away."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        return self._try(self.stream.write, text) or len(text)
+
+    def flush(self) -> None:
+        self._try(self.stream.flush)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def _try(self, do: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return do(*args)
+        except OSError as error:
+            if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe, of a terminal
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
 def die_with_parent() -> None:

@@ -47,6 +47,7 @@ from titan_linear.checkpoint import (
     Progress,
     SaveFailed,
     find_step,
+    holds_optimizer,
     named_parameters,
     read_progress,
     rewind,
@@ -77,12 +78,14 @@ from titan_linear.ops.support import hush, start_lines
 from titan_linear.optim import build_optimizer
 from titan_linear.preflight import preflight
 from titan_linear.process import (
+    CHECKED,
     FAILED,
     LOST,
     MISTAKE,
     StopSignal,
     be_deterministic,
     die_with_parent,
+    outliving_readers,
     own_device,
     under_launcher,
 )
@@ -178,8 +181,12 @@ class Trainer:
         """From the run's checkpoint of `step`, or what it begins from, or drawn; (steps done, steps skipped)."""
         c = self.config.checkpoint
         if step is not None:
-            progress = self.checkpointer.load(step, self.model, self.optimizer)
-            on_rank_0(lambda: rewind(checkpoint_folder(self.config), step, c.load_step), self.host)
+            folder = checkpoint_folder(self.config)
+            # A restart after the last save, which may hold weights only: what comes after it needs no more.
+            ended = step >= self.config.training.steps
+            whole = not ended or on_rank_0(lambda: holds_optimizer(folder / f"step-{step}"), self.host)
+            progress = self.checkpointer.load(step, self.model, self.optimizer if whole else None)
+            on_rank_0(lambda: rewind(folder, step, c.load_step), self.host)
             return int(progress["step"]), int(progress["skipped"])
         if hf_weights(self.config):
             load_weights(Path(hf_weights(self.config)), self.model)
@@ -544,7 +551,7 @@ def main(argv: list[str]) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch about itself
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # but while it trains (profiling.py)
     try:
-        return _run(load_config(argv))
+        return _run(_configuration(argv))
     except (ValueError, NonFinite, SaveFailed) as error:
         alike = isinstance(error, (NonFinite, SaveFailed)) and not isinstance(error, WriteFailed)  # on all ranks
         if int(os.environ.get("RANK", "0")) == 0 or not alike:
@@ -561,6 +568,11 @@ def main(argv: list[str]) -> int:
             raise
         print(f"error: rank {os.environ['RANK']}: {_unwritten(error)}", file=sys.stderr, flush=True)
         return FAILED
+
+
+def _configuration(argv: list[str]) -> Config:
+    """The launcher's, as it has checked it: a file that argv names may have been edited since."""
+    return Config.model_validate_json(os.environ[CHECKED]) if under_launcher() else load_config(argv)
 
 
 def _unwritten(error: OSError) -> str:
@@ -640,4 +652,6 @@ def _what_fits(config: Config) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    with outliving_readers():
+        code = main(sys.argv[1:])
+    sys.exit(code)
