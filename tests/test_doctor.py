@@ -311,6 +311,14 @@ def test_every_way_to_split_holds(name: str, corpus: Path, monkeypatch: pytest.M
     assert loss.check == gradients.check == "split, float64" and loss.holds and gradients.holds
 
 
+@pytest.mark.parametrize("seq_len", [2, 6])
+def test_very_short_streams_hold(seq_len: int, corpus: Path) -> None:
+    more = {"parallelism.context_parallel_degree": 1, "training.seq_len": seq_len}
+    subject = subject_of(load_config(arguments(corpus, **more)))
+    assert not list(failures(data.cut(subject)))
+    assert not list(failures(of_case(ops.implementations, "chunk_gated_delta_rule")(subject)))
+
+
 def means(*_: object) -> None:
     """Of gradients, which FSDP2 takes where nobody says otherwise."""
 
@@ -400,6 +408,10 @@ def test_the_debug_configuration(
 MISTAKES = {
     "a key": ({"training.seq_length": 256}, "training.seq_length is not a key; did you mean training.seq_len"),
     "a stream that cannot be cut": ({"training.seq_len": 250}, "training.seq_len = 250 cannot be cut into 4 equal"),
+    "a stream of one token": (
+        {"training.seq_len": 1, "parallelism.context_parallel_degree": 1},
+        "training.seq_len = 1: streams of one token",
+    ),
     "a corpus of less than a step": ({"training.seq_len": 16384}, "the corpus has 1[0-9],[0-9]* tokens, and a step"),
     "no corpus": ({"training.dataset_path": "none.jsonl"}, "training.dataset_path = 'none.jsonl'"),
 }

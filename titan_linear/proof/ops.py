@@ -305,7 +305,8 @@ def _few(subject: Subject, case: Case) -> tuple[Case, torch.Tensor]:
     """The last tokens of the batch, in documents of which the first is cut off."""
     bounds = _bounds(subject)
     first = max(int(bounds[-1]) - ORACLE_TOKENS, 0)
-    bounds = torch.cat([torch.tensor([first, first + ORACLE_TOKENS // 3]), bounds[bounds > first + ORACLE_TOKENS // 3]])
+    cut = first + (int(bounds[-1]) - first) // 3
+    bounds = torch.cat([torch.tensor([first, cut]), bounds[bounds > cut]])
     tokens = {name: x[:, first:] for name, x in case.tokens.items()}
     few = replace(case, tokens=tokens, dy=case.dy[:, first:], first=first)
     return few, (bounds - first).int()

@@ -125,7 +125,8 @@ def vary(decoder: Decoder, seed: int) -> None:
 
 class MoreDocuments:
     """Streams of which every second one is cut into more documents than the corpus has there: of 5 tokens, one that
-    goes through more than half of the stream, of 1 and 2 tokens, and the rest."""
+    goes through more than half of the stream, of 1 and 2 tokens, and the rest; of a very short one as many as it has
+    room for."""
 
     def __init__(self, streams: Streams):
         self.streams = streams
@@ -137,7 +138,7 @@ class MoreDocuments:
     def _cut(self, s: Stream) -> Stream:
         T = len(s.tokens)
         more = [5, 5 * T // 8 + 1, 5 * T // 8 + 2, 5 * T // 8 + 4]
-        edges = np.unique([0, *more, T])
+        edges = np.unique([0, *(edge for edge in more if edge < T), T])
         labels, positions = s.labels.copy(), np.concatenate([np.arange(b - a) for a, b in pairwise(edges)])
         labels[edges[1:-1] - 1] = IGNORE
         return Stream(s.tokens, labels, edges.astype(np.int32), positions)
@@ -156,6 +157,8 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     processes = _processes(config)
     check_config(config, processes)
+    if t.seq_len == 1:  # softmax attention's gradients are 0 then, and no error is a share of them
+        raise ValueError("training.seq_len = 1: streams of one token prove nothing; use 2 or more")
     tokenizer = build_tokenizer(tokenizer_path(config))
     full = model_config(config, tokenizer)
     check_tensor_parallel(full, config)
