@@ -122,8 +122,10 @@ def test_text_bad_paths(texts: Callable, tmp_path: Path):
         texts("text", tmp_path / "nowhere", path_key="validation.dataset_path")
     with pytest.raises(ValueError, match=r"training\.dataset_path is empty"):
         texts("text", None)
-    with pytest.raises(ValueError, match="has no text: 1 files, all empty"):
-        texts("text", tmp_path / "void.txt")
+    (tmp_path / "void2.txt").touch()
+    for path, named in (("void.txt", r"void\.txt"), ("void*.txt", r"void\.txt and 1 more")):
+        with pytest.raises(ValueError, match=rf"^training\.dataset_path has no text in \S+{named}: all empty; give"):
+            texts("text", tmp_path / path)
     with pytest.raises(
         ValueError, match=r"training\.dataset = 'c4' must be one of stdlib, text, jsonl, parquet, arrow, tok"
     ):
@@ -211,8 +213,10 @@ def test_bad_documents_are_skipped_if_asked(texts: Callable, tmp_path: Path):
         with pytest.raises(ValueError, match=r"a\.jsonl, line 2: not JSON .*training\.on_bad_document = \"skip\""):
             texts("jsonl", file)
     file.write_bytes(b"{\n{\n")
-    with pytest.raises(ValueError, match=r"has no text: .*; bad are 2: .*a\.jsonl, line 1"):
-        texts("jsonl", file, on_bad_document="skip")
+    with pytest.raises(
+        ValueError, match=r"^--path has no text in \S+a\.jsonl: bad documents: 2, the first .*a\.jsonl, line 1"
+    ):
+        texts("jsonl", file, on_bad_document="skip", path_key="--path")
     pq.write_table(pa.table({"text": ["x", None, "", "y"]}), tmp_path / "a.parquet")
     assert texts("parquet", tmp_path / "a.parquet", on_bad_document="skip") == [b"x", b"y"]
 

@@ -110,7 +110,7 @@ def open_corpus(
             )
     else:
         files = source_files(dataset, dataset_path, path_key=path_key)
-        texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, show_progress)
+        texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, show_progress, path_key)
         folder = (cache_dir or default_cache_dir()) / f"{dataset}-{texts.key}"
         folder = _named(folder) or _build_cache(folder, texts)
         with suppress(OSError):  # a cache that others wrote for us
@@ -163,7 +163,7 @@ def tokenise_corpus(
     if dataset not in TEXT_SOURCES:
         raise ValueError(f"training.dataset = {dataset!r} must be one of {', '.join(TEXT_SOURCES)}")
     files = source_files(dataset, dataset_path, path_key=path_key)
-    texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, show_progress)
+    texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, show_progress, path_key)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder):
@@ -201,6 +201,7 @@ class _Texts:
     tokenizer: Tokenizer
     on_bad_document: str
     show_progress: bool
+    path_key: str = "training.dataset_path"
 
     @cached_property
     def encoder(self) -> Encoder:
@@ -381,11 +382,9 @@ def _tokenised(texts: _Texts, progress: Progress) -> Iterator[Tokens]:
                 progress.skipped_empty += 1
     progress.files_read = len(texts.files)
     if not progress.num_documents:
-        bad = f"; bad are {progress.skipped_bad:,}: {progress.bad[0]}" if progress.bad else ""
-        raise ValueError(
-            f"training.dataset = {texts.dataset!r} has no text: {len(texts.files)} files, all empty "
-            f"({texts.files[0]}, …){bad}; give others (training.dataset_path)"
-        )
+        more = f" and {len(texts.files) - 1:,} more" if len(texts.files) > 1 else ""
+        found = f"bad documents: {progress.skipped_bad:,}, the first {progress.bad[0]}" if progress.bad else "all empty"
+        raise ValueError(f"{texts.path_key} has no text in {texts.files[0]}{more}: {found}; give other files")
     _check_unchanged(progress.key, texts)
 
 
@@ -401,7 +400,7 @@ def _read(texts: _Texts, ends: deque[int]) -> Iterator[Document]:
 
 def _check_unchanged(key: str, texts: _Texts) -> None:
     if texts.key != key:
-        raise ValueError(f"files of training.dataset = {texts.dataset!r} changed while they were read; start again")
+        raise ValueError(f"files of {texts.path_key} changed while they were read; start again")
 
 
 def _meet_bad_document(problem: str, texts: _Texts, progress: Progress) -> None:
