@@ -34,6 +34,8 @@ def test_write(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     assert written.fingerprint == load_corpus(cache).fingerprint
     assert corpus.main(argv) == 2
     assert "exists already; choose another folder" in capsys.readouterr().err
+    assert corpus.main([*argv, "--format", "completion", "--text-field", "body"]) == 2
+    assert capsys.readouterr().err.startswith("error: --text-field body is not used by --format completion; ")
     assert corpus.main([*argv[:-1], str(tmp_path / "nowhere")]) == 2
     assert capsys.readouterr().err.startswith(f"error: --path = '{tmp_path}/nowhere'")
 
@@ -52,6 +54,11 @@ def test_list(cache: Path, capsys: pytest.CaptureFixture):
 def test_check(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     assert corpus.main(["check"]) == corpus.main(["check", cache.name]) == corpus.main(["check", str(cache)]) == 0
     assert capsys.readouterr().out == f"{cache}: whole, 70 tokens\n" * 3
+    other = cache.with_name("text-0123456789abcdef01234567")
+    assert corpus.main(["check", cache.name, other.name]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {other} is not there; ")
+    other.with_suffix(".tmp").mkdir()
+    assert corpus.main(["check", other.name]) == 0 and capsys.readouterr().out == f"{other.name}: unfinished\n"
     with (cache / "tokens.bin").open("r+b") as file:
         file.write(b"\xff")
     assert corpus.main(["check"]) == 2
@@ -66,7 +73,8 @@ def test_prune(cache: Path, capsys: pytest.CaptureFixture):
     unfinished = cache.parent / "text-0123456789abcdef01234567.tmp"
     unfinished.mkdir()
     unfinished.with_suffix(".lock").touch()
-    for argv in (["prune"], ["prune", "--all", "--older-than", "3"], ["prune", mine.name], ["prune", "../xdg"]):
+    refused = ["--all", "--older-than", "3"], [mine.name], ["../xdg"], ["--older-than", "nan"], ["--older-than=-1"], []
+    for argv in (["prune", *arguments] for arguments in refused):
         assert corpus.main(argv) == 2 and capsys.readouterr().err.startswith("error: ")
     assert corpus.main(["prune", "--older-than", "41"]) == 0 and cache.exists()
     with locked(cache):

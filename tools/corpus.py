@@ -24,6 +24,7 @@ from titan_linear.data import Corpus, build_tokenizer, load_corpus, tokenise_cor
 from titan_linear.data.cache import remove_cache
 from titan_linear.data.corpus import CACHE_NAME
 from titan_linear.data.sources import FIELD_SOURCES, FORMATS, TEXT_SOURCES
+from titan_linear.data.writing import temporary_folder
 from titan_linear.files import default_cache_dir
 from titan_linear.process import run_command
 
@@ -52,6 +53,8 @@ def main(argv: list[str]) -> int:
 def write(args: argparse.Namespace) -> int:
     if args.format != "text" and args.dataset not in FIELD_SOURCES:
         raise ValueError(f"--format {args.format} is for --dataset {', '.join(FIELD_SOURCES)}; remove it")
+    if args.format != "text" and args.text_field != "text":
+        raise ValueError(f"--text-field {args.text_field} is not used by --format {args.format}; remove one of them")
     corpus = tokenise_corpus(
         Path(args.folder).expanduser().absolute(), args.dataset, args.path,
         build_tokenizer(args.tokenizer, "--tokenizer"), text_field=args.text_field, dataset_format=args.format,
@@ -107,10 +110,12 @@ def days(cache: Path) -> float:
 def check(folders: list[Path]) -> int:
     damaged = 0
     for folder in folders:
-        if not folder.exists() and CACHE_NAME.fullmatch(folder.name):
-            print(f"{folder.name}: unfinished or not there")
+        if CACHE_NAME.fullmatch(folder.name) and temporary_folder(folder).exists() and not folder.exists():
+            print(f"{folder.name}: unfinished")
             continue
         try:
+            if CACHE_NAME.fullmatch(folder.name) and not folder.exists():
+                raise ValueError(f"{folder} is not there; python -m tools.corpus list names the token caches")
             corpus: Corpus = load_corpus(folder)
             verify_corpus(corpus)
             print(f"{folder}: whole, {corpus.num_tokens:,} tokens")
@@ -126,6 +131,8 @@ def prune(args: argparse.Namespace) -> int:
         raise ValueError(f"{strange[0]!r} is not a token cache in {folder}; python -m tools.corpus list names them")
     if sum((bool(args.names), args.older_than is not None, args.all)) != 1:
         raise ValueError("prune needs names of caches, or --older-than DAYS, or --all")
+    if args.older_than is not None and not args.older_than >= 0:
+        raise ValueError(f"--older-than {args.older_than:g} must be 0 or more days")
     for cache in [folder / name for name in args.names] or caches(folder):
         if args.older_than is None or days(cache) > args.older_than:
             freed = size(cache)
