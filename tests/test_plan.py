@@ -35,7 +35,8 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     assert plan.main(argv) == 0
     out = capsys.readouterr().out
     assert out.startswith("kda/340M: 354,") and "| parameters |" in out and "days for 1e+09 tokens" in out
-    assert "| dp_shard 2 | none |" in out and "longest stream that fits: " in out
+    assert "| dp_shard 2 | none |" in out and ", checkpointing full\n" in out.partition("longest stream that fits: ")[2]
+    assert "attention by" not in out  # there is no softmax layer
     assert not folder.exists()
 
 
@@ -49,6 +50,7 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
         (["--gpu", "abacus"], "--gpu 'abacus' is unknown; use one of H"),
         (["--rates", "none.json"], "'none.json' is no file of rates (No such file or directory); python -m"),
         (["--tokens", "many"], "--tokens 'many' must be a number of tokens"),
+        (["--tokens", "0"], "--tokens '0' must be a number of tokens"),
         (["--documents", "few"], "--documents 'few' must be 'one', or"),
         (["--attention", "abacus"], "--attention 'abacus' is not in the rates; use one of"),
         (["--network", "0"], "--network 0 must be above 0"),
@@ -75,6 +77,16 @@ def test_a_corpus_of_less_than_a_step_is_refused(
     open_corpora(config, build_tokenizer(None))
     assert is_refused(plan.main, argv, capsys).startswith("training.dataset_path: the corpus has 4 tokens, and a step")
     assert "planned at training.seq_len = 4096; the first 10 of 1,000 are shorter" in plan.of_whole_length(config)
+
+
+@pytest.mark.parametrize("beyond", [True, False])
+def test_the_longest_stream_is_at_least_the_run_s(beyond: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody looks further, and where a split fits as it is and not as longer ones are tried."""
+    config, model = load_config([*RUN, "--training.global_batch_size=1"], cuda=True), preset("kda", "debug")
+    monkeypatch.setattr(plan, "LONGEST", 2048 if beyond else 8192)
+    monkeypatch.setattr(plan, "memory", lambda *_: {"activations": 2.0})
+    said = plan.longest([plan.Split(config, 0.5, step(config, model, 1, machine()))], model, 1, None, 1.0)
+    assert said == "longest stream that fits: 4,096 tokens, with one GPU, checkpointing none"
 
 
 def test_what_does_not_fit(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

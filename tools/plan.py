@@ -194,9 +194,10 @@ def _mean(documents: str) -> int | None:
 
 def _tokens(text: str) -> float | None:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.upper())
-    if text and not found:
+    tokens = float(found[1]) * UNITS[found[2]] if found else 0
+    if text and tokens < 1:
         raise ValueError(f"--tokens {text!r} must be a number of tokens, such as 100B or 2.5T")
-    return float(found[1]) * UNITS[found[2]] if found else None
+    return tokens or None
 
 
 # --- Splits ----------------------------------------------------------------------------------------------------------
@@ -265,15 +266,17 @@ def refuse(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean
 
 
 def longest(splits: list[Split], model: ModelConfig, gpus: int, mean: int | None, room: float) -> str:
-    """Doubling the stream until no way to split it fits."""
-    best, length = None, splits[0].config.training.seq_len
+    """Doubling the stream until no way to split it fits; at least the length of the splits, which fit."""
+    length = splits[0].config.training.seq_len
+    best = splits[0].config, length
     while length <= LONGEST:
         fits = next(_of_length(splits, model, gpus, mean, room, length), None)
         if fits is None:
             break
         best, length = (fits, length), 2 * length
     config, tokens = best
-    return f"longest stream that fits: {tokens:,} tokens, with {_degrees(config, gpus)}, full checkpointing"
+    mode = config.activation_checkpoint.mode
+    return f"longest stream that fits: {tokens:,} tokens, with {_degrees(config, gpus)}, checkpointing {mode}"
 
 
 def _of_length(
@@ -332,7 +335,9 @@ def time_table(planned: Step, machine: Machine, budget: float | None) -> str:
     )
     if budget is not None:
         line += f"; {_days(planned, budget):.1f} days for {budget:.3g} tokens"
-    return _table(("time of a step, ms", machine.rates.gpu), rows) + f"\n{line}; attention by {machine.attention}"
+    if planned.parts["attention"]:
+        line += f"; attention by {machine.attention}"
+    return _table(("time of a step, ms", machine.rates.gpu), rows) + f"\n{line}"
 
 
 def splits_table(splits: list[Split], gpus: int, budget: float | None) -> str:
