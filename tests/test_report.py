@@ -96,6 +96,48 @@ def test_the_page(x: str, runs: list[Path], tmp_path: Path, capsys: pytest.Captu
     assert "[16, 17]: 12.0" in text and "versions.torch" in text
 
 
+def test_a_run_of_another_version(runs: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    """What is unknown of its configuration is the others' business no more than its own curves'."""
+    with (runs[0] / "config.toml").open("a") as file:
+        file.write("[another]\nkey = 1\n")
+    out = tmp_path / "page.html"
+    assert report.main([*map(str, runs), "--out", str(out), "--x", "tokens"]) == 0
+    said = capsys.readouterr().err
+    assert said.startswith(f"warning: '{runs[0] / 'config.toml'}' is not of this version, and left out: ")
+    assert said.count("\n") == 1 and "a: 5 at 8192" in out.read_text()
+
+
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("metrics", '{"loss": 1.0}'),
+        ("metrics", '{"step": 1.5, "loss": 1.0}'),
+        ("metrics", '{"step": null, "validation_loss": 1.0}'),
+        ("telemetry", '{"grad_norm": {"layers.0": 1.0}}'),
+        ("telemetry", '{"step": 1, "loss_by_position": {"0": 1.0}}'),
+        ("telemetry", '{"step": 1, "half_life": [1.0]}'),
+        ("spikes", '{"step": 1, "micro_batches": [1]}'),
+        ("spikes", '{"step": 1, "micro_batches": 1}'),
+    ],
+)
+def test_a_line_that_no_run_writes(file: str, line: str, runs: list[Path], capsys: pytest.CaptureFixture) -> None:
+    with (path := runs[0] / f"{file}.jsonl").open("a") as lines:
+        lines.write(line + "\n")
+    last = path.read_text().count("\n")
+    assert report.main([str(runs[0])]) == 2
+    assert f"'{path}': line {last} is none that a run writes; repair it" in capsys.readouterr().err
+
+
+def test_values_that_are_no_numbers(runs: list[Path], tmp_path: Path) -> None:
+    keys = "tokens", "tokens_per_second", "memory_gib", "loss", "validation_loss"
+    with (runs[0] / "metrics.jsonl").open("a") as file:
+        for value in (None, "x", []):
+            file.write(json.dumps({"step": 9} | dict.fromkeys(keys, value)) + "\n")
+    with (runs[0] / "telemetry.jsonl").open("a") as file:
+        file.write('{"step": 9, "grad_norm": {"layers.x": 1.0, "layers.0": {}}}\n')
+    assert report.main([str(runs[0]), "--out", str(tmp_path / "page.html")]) == 0
+
+
 def test_axes() -> None:
     assert ticks(0, 1) == pytest.approx([0, 0.2, 0.4, 0.6, 0.8, 1.0]) and ticks(3, 3) == [3]
     assert ticks(17, 95) == [20, 40, 60, 80]

@@ -15,6 +15,7 @@ import argparse
 import html
 import json
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,9 @@ from titan_linear.rundir import CONFIG, MANIFEST, METRICS, SPIKES, TELEMETRY
 COLOURS = ("#2f6fde", "#d9622b", "#2a9d5c", "#9b4fc4", "#c23a6b", "#6d7a1f", "#158a9c", "#7a5c3e")
 DASHES = ("", "6 4")
 POINTS = 2000  # of a curve, about
+SEEN = (  # of telemetry, what is shown
+    "loss_by_position", "loss_by_source", "grad_norm", "update_norm", "half_life", "carried_share", "attention_entropy",
+)  # fmt: skip
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 280, 62, 12, 12, 34  # of a chart and of its margins
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #66707f; --line: #dfe3ea; --paper: #fff; --mark: #fff4d6; }
@@ -85,22 +89,48 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 def read_run(folder: Path, name: str, colour: str) -> Run:
     if not (folder / METRICS).is_file():
         raise ValueError(f"'{folder}' holds no {METRICS}; give the folder of a run (job.dump_folder)")
-    lines, manifest, config = read_lines(folder / METRICS), folder / MANIFEST, folder / CONFIG
+    lines, manifest = read_lines(folder / METRICS), folder / MANIFEST
     return Run(
         name, colour,
         *([line for line in lines if key in line] for key in ("loss", "validation_loss", "exposed_communication")),
-        read_lines(folder / TELEMETRY), read_lines(folder / SPIKES),
-        load_config(["--job.config_file", str(config)]) if config.is_file() else None,
+        read_lines(folder / TELEMETRY, _is_seen), read_lines(folder / SPIKES, _is_spike), read_config(folder / CONFIG),
         _object(manifest.read_text(encoding="utf-8", errors="replace"), manifest, "it") if manifest.is_file() else {},
     )  # fmt: skip
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+def read_config(path: Path) -> Config | None:
+    """None: it is not there, or one that this version cannot read, as of a run of another; a warning says so."""
+    try:
+        return load_config(["--job.config_file", str(path)]) if path.is_file() else None
+    except ValueError as error:
+        print(f"warning: '{path}' is not of this version, and left out: {error}", file=sys.stderr)
+        return None
+
+
+def _is_step(line: dict[str, Any]) -> bool:
+    return type(line.get("step")) is int
+
+
+def read_lines(path: Path, is_line: Callable[[dict[str, Any]], bool] = _is_step) -> list[dict[str, Any]]:
     """Of a .jsonl file, if it is there; without a last line that is just being written."""
     if not path.is_file():
         return []
     *lines, _torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
-    return [_object(line, path, f"line {i}") for i, line in enumerate(lines, 1)]
+    found = [_object(line, path, f"line {i}") for i, line in enumerate(lines, 1)]
+    if wrong := next((i for i, line in enumerate(found, 1) if not is_line(line)), 0):
+        raise ValueError(f"'{path}': line {wrong} is none that a run writes; repair it, or leave the run out")
+    return found
+
+
+def _is_seen(line: dict[str, Any]) -> bool:
+    """Of telemetry: its quantities are by name, positions are numbers."""
+    named = all(isinstance(line.get(quantity, {}), dict) for quantity in SEEN)
+    return _is_step(line) and named and all(p.isdecimal() and int(p) for p in line.get("loss_by_position", {}))
+
+
+def _is_spike(line: dict[str, Any]) -> bool:
+    batches = line.get("micro_batches", [])
+    return isinstance(batches, list) and all(isinstance(m, dict) and {"streams", "loss"} <= m.keys() for m in batches)
 
 
 def _object(text: str, path: Path, where: str) -> dict[str, Any]:
@@ -128,9 +158,13 @@ def curves(runs: Sequence[Run], key: str, x: str, of: str = "steps", style: int 
 
 
 def _place(run: Run, line: dict[str, Any], x: str) -> float:
-    if x == "step" or run.config is None:
+    """Tokens of a run without its configuration: as many a step as up to the last line that says them."""
+    if x == "step":
         return line["step"]
-    return tokens_at(run.config.training, line["step"])
+    if run.config is not None:
+        return tokens_at(run.config.training, line["step"])
+    each = (tokens / s["step"] for s in reversed(run.steps) if s["step"] and (tokens := _number(s.get("tokens"))))
+    return line["step"] * next(each, 0.0)
 
 
 def _number(value: Any) -> float | None:
@@ -148,7 +182,7 @@ def by_layer(runs: Sequence[Run], quantity: str) -> list[Curve]:
     found = []
     for run in runs:
         seen = next((line[quantity] for line in reversed(run.telemetry) if quantity in line), {})
-        layers = {int(name.partition(".")[2]): value for name, value in seen.items() if name.startswith("layers.")}
+        layers = {int(n[1]): value for name, value in seen.items() if (n := re.fullmatch(r"layers\.(\d+)", name))}
         points = [(n, _middle(v) if isinstance(v, list) else _number(v)) for n, v in sorted(layers.items())]
         if points:
             found.append(Curve(run.name, run.colour, points))
@@ -331,16 +365,16 @@ def summary(runs: Sequence[Run]) -> str:
 
 def _summed_up(run: Run) -> list[str]:
     last = run.steps[-1] if run.steps else {}
-    rates = [line["tokens_per_second"] for line in run.steps[1:] or run.steps if line.get("tokens_per_second")]
+    rates = [y for line in run.steps[1:] or run.steps if (y := _number(line.get("tokens_per_second")))]
     losses = [y for line in run.validations if (y := _number(line["validation_loss"])) is not None]
     of = f" of {run.config.training.steps}" if run.config else ""
     loss = _number(last.get("loss"))
     return [
         named(run), f"{last.get('step', 0)}{of}", "–" if loss is None else f"{loss:.4f}",
-        f"{min(losses):.4f}" if losses else "–", short(last.get("tokens", 0)),
+        f"{min(losses):.4f}" if losses else "–", short(_number(last.get("tokens")) or 0),
         f"{median(rates):,.0f}" if rates else "–",
-        f"{max((line.get('memory_gib', 0.0) for line in run.steps), default=0.0):.2f}",
-        str(last.get("skipped_steps", 0)), str(len(run.spikes)),
+        f"{max((_number(line.get('memory_gib')) or 0.0 for line in run.steps), default=0.0):.2f}",
+        html.escape(str(last.get("skipped_steps", 0))), str(len(run.spikes)),
         html.escape(run.config.job.description if run.config else ""),
     ]  # fmt: skip
 
