@@ -25,6 +25,7 @@ from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.layout import Family, Layout, check_values
 
 Shapes = Mapping[str, tuple[int, ...]]
+MOST_LAYERS = 10_000  # families list them one by one
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,10 @@ def _text(config: Mapping[str, object]) -> dict[str, object]:
 def _read(family: Family, config: Mapping[str, object]) -> ModelConfig:
     """ValueError: a value of another kind than its key's, or one that no model can have."""
     try:
-        model = family.config_from_hf(_text(config))
+        text = _text(config)
+        if type(n := text.get("num_hidden_layers")) is int and n > MOST_LAYERS:
+            raise ValueError(f"config.json: num_hidden_layers = {n} is above {MOST_LAYERS:,}; fetch it again")
+        model = family.config_from_hf(text)
     except (TypeError, KeyError, AttributeError, ZeroDivisionError) as error:
         raise ValueError(f"config.json: a value is of another kind than its key's ({error}); fetch it again") from None
     check_values(model)
