@@ -85,6 +85,13 @@ def test_no_trace(text: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> N
     assert trace.main([str(tmp_path / "t.json")]) == 2 and "is no trace" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("rows", [0, -1])
+def test_no_rows(rows: int, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    (tmp_path / "t.json").write_text('{"traceEvents": []}')
+    assert trace.main([str(tmp_path / "t.json"), f"--rows={rows}"]) == 2
+    assert capsys.readouterr().err == f"error: --rows {rows} must be 1 or more\n"
+
+
 def test_a_signal_asks_for_a_memory_snapshot(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -75,7 +76,7 @@ def test_a_file_that_is_no_trace(tmp_path: Path) -> None:
     """Cut short, altered, of another kind; and a trace of kernels that took no time."""
     whole = gzip.compress(json.dumps({"traceEvents": [{"pad": "x" * 1000}]}).encode(), mtime=0)
     event = {"ph": "X", "name": "k", "ts": 1, "dur": 1}
-    no_events = ["x"], [{"ph": "X"}], [event | {"ts": "1"}], [event | {"dur": None}]
+    no_events = ["x"], [{"ph": "X"}], [event | {"ts": "1"}], [event | {"dur": None}], [event | {"ts": math.nan}]
     damaged = whole[:-20], whole[:20] + b"\xff" * 8 + whole[28:], b"{}", b""
     for content in (*damaged, *(gzip.compress(json.dumps({"traceEvents": x}).encode()) for x in no_events)):
         (file := tmp_path / "t.json.gz").write_bytes(content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import re
 import tempfile
 import zlib
@@ -148,7 +149,9 @@ def _is_event(found: object) -> bool:
     """What is read of one, where it took time, is there."""
     return isinstance(found, dict) and (
         found.get("ph") != "X"
-        or (
-            isinstance(found.get("name"), str) and all(isinstance(found.get(key), int | float) for key in ("ts", "dur"))
-        )
+        or (isinstance(found.get("name"), str) and all(map(_is_time, (found.get("ts"), found.get("dur")))))
     )
+
+
+def _is_time(found: object) -> bool:
+    return isinstance(found, int | float) and math.isfinite(found)

@@ -47,6 +47,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rows", type=int, default=10, help="costs to print (default: 10)")
     args = parser.parse_args(argv)
     try:
+        if args.rows < 1:
+            raise ValueError(f"--rows {args.rows} must be 1 or more")
         print(report(read(args.trace), args.rows))
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
