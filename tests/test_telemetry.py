@@ -33,6 +33,7 @@ from titan_linear.ops.reference.convolution import direct_causal_conv1d
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
 from titan_linear.preflight import preflight
 from titan_linear.telemetry import Seen
+from titan_linear.traces import PAUSE, span_of
 from titan_linear.train import Trainer
 from tools.report import read_lines
 
@@ -348,8 +349,8 @@ def test_lines_of_a_run(folder: Path, worlds: Callable[[int], World], tmp_path: 
     mixture = f'[{{name="a", weight=1, dataset="tokens", dataset_path="{folder}/a"}}, {of_texts}]'
     keys = {"job.dump_folder": tmp_path, "metrics.enable_tensorboard": "true", "training.local_batch_size": 2,
             "training.mixture": mixture, "metrics.loss_by_source": GROUPS, "profiling.enable_profiling": "true",
-            "profiling.profile_freq": 2,
-            "validation.enable": "true", "validation.steps": 2, "validation.holdout": 0.1,
+            "profiling.profile_freq": 2, "profiling.profiler_active": 2, "profiling.profile_count": 1,
+            "validation.enable": "true", "validation.freq": 1, "validation.steps": 2, "validation.holdout": 0.1,
             "validation.sample_tokens": 3}  # fmt: skip
     worlds(2).run(whole_run, arguments(folder, keys), str(folder))
     (line,) = (tmp_path / "telemetry.jsonl").read_text().splitlines()
@@ -360,6 +361,11 @@ def test_lines_of_a_run(folder: Path, worlds: Callable[[int], World], tmp_path: 
     (traced,) = [line for line in lines if "exposed_communication" in line]
     assert traced == {"step": 2, "exposed_communication": 0.25, "exposed_communication_seconds": pytest.approx(25e-6)}
 
+    recorded = json.loads((tmp_path / "profile_traces" / "rank0_step2.json").read_text())["traceEvents"]
+    (pause,) = (span_of(e) for e in recorded if e["name"] == PAUSE and e["cat"] == "user_annotation")
+    steps = [span_of(e) for e in recorded if e["name"].startswith("ProfilerStep#")]
+    assert len(steps) == 2 and [begin < pause[0] < pause[1] < end for begin, end in sorted(steps)] == [False, True]
+
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "tb" / tmp_path.name))
@@ -369,7 +375,7 @@ def test_lines_of_a_run(folder: Path, worlds: Callable[[int], World], tmp_path: 
             "loss_by_source/other", "tokens_by_source/low",
             "perf/exposed_communication"} <= set(tags["scalars"])  # fmt: skip
     assert "per_layer_half_life/layers.0" in tags["histograms"]
-    (text,) = events.Tensors("sample/text_summary")
+    _, text = events.Tensors("sample/text_summary")
     assert text.step == 2 and text.tensor_proto.string_val[0].decode().startswith("    def ")
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_linear.traces import Cost, of_trace, own_costs, read, summary
+from titan_linear.traces import PAUSE, Cost, of_trace, own_costs, read, summary
 from tools import trace
 
 
@@ -42,6 +42,34 @@ def test_exposed_communication(ran: list, communication: int, exposed: int) -> N
     found = summary([*marks, *others, *(event(*one) for one in reversed(ran))])
     assert found.steps == 2 and found.launches == len(ran) and found.span == pytest.approx(100e-6)
     assert (found.communication, found.exposed) == pytest.approx((communication * 1e-6, exposed * 1e-6))
+
+
+def launched(name: str, at: float, ts: float, dur: float, cat: str = "kernel") -> list[dict]:
+    """A kernel, and when the host asked for it."""
+    ids = {"args": {"correlation": int(at)}}
+    return [event("cudaLaunchKernel", at, 1, "cuda_runtime", **ids), event(name, ts, dur, cat, **ids)]
+
+
+def test_what_lies_between_steps_is_left_out() -> None:
+    """Of two steps of 50 and 40 µs, a validation, a save that waits for the disk; the first runs on into the pause."""
+    pauses = [event(PAUSE, ts, dur, "user_annotation") for ts, dur in ((50, 300), (500, 1000))]
+    marks = [event("ProfilerStep#3", 0, 100, "user_annotation"), event("ProfilerStep#4", 100, 900, "user_annotation")]
+    first = [*launched("gemm", 10, 20, 30), *launched(NCCL, 11, 50, 10), *launched("adamw", 12, 60, 10)]
+    between = [
+        *launched("gemm", 60, 80, 200),
+        *launched(NCCL, 61, 280, 60),
+        *launched("copy", 510, 520, 80, "gpu_memcpy"),
+    ]
+    second = [*launched("gemm", 360, 380, 20), *launched(NCCL, 361, 390, 20), event("unknown to the host", 410, 10)]
+    host = [event("aten::mm", 5, 8, "cpu_op"), event("aten::mm", 55, 8, "cpu_op"), {"ph": "M", "name": "thread_name"}]
+    events = [*pauses, *marks, *between, *second, *first, *host]
+    assert summary(events) == pytest.approx((2, 6, 90e-6, 90e-6, 30e-6, 20e-6))
+    head, _, _, _, *rows = trace.report(events, 9).splitlines()
+    assert head == "0.1 ms, training steps: 2, 6 launches: idle 0.0%, communication 33.3%, exposed 22.2%"
+    assert sorted(rows)[-1] == "| 0.05 | 55.6% | 2 | `gemm` |" and len(rows) == 4
+    assert trace.report([*pauses, *host], 9).splitlines()[-1] == "| 0.01 | – | 1 | `aten::mm` |"
+    whole = summary([*marks, *between, *second, *first])  # as another program has them
+    assert whole.launches == 9 and whole.span == pytest.approx(580e-6)
 
 
 def test_without_kernels() -> None:

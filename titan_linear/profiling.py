@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.config import Config
-from titan_linear.traces import Summary, read, summary
+from titan_linear.traces import PAUSE, Summary, read, summary
 
 EVENTS = 100_000  # allocations and frees that a memory snapshot tells of, the latest
 
@@ -58,7 +58,10 @@ class Profiler:
         """What the trace says that has been written just now, if one has."""
         self.written = None
         self.profile.step()
-        return summary(read(self.written)) if self.written else None
+        if not self.written:
+            return None
+        with pause():  # the next trace may have begun
+            return summary(read(self.written))
 
     def _write(self, trace: torch.profiler.profile) -> None:
         self.written = self.folder / f"rank{self.rank}_step{self.done + trace.step_num}.json"
@@ -67,6 +70,11 @@ class Profiler:
 
 def profiler(config: Config, done: int = 0) -> Profiler | _Nothing:
     return Profiler(config, done) if config.profiling.enable_profiling else _Nothing()
+
+
+def pause() -> torch.profiler.record_function:
+    """A context for what a run does between its steps: traces leave it out (traces.py)."""
+    return torch.profiler.record_function(PAUSE)
 
 
 def exposed_communication(traced: Summary, group: dist.ProcessGroup) -> tuple[float, float] | None:

@@ -1,5 +1,6 @@
 """What the events of a trace of torch.profiler say: costs, busy time, communication that nothing hides. Collectives are
-NCCL's kernels and copies between GPUs, whatever streams they run on."""
+NCCL's kernels and copies between GPUs, whatever streams they run on. What a run does between its steps, such as a
+validation, is no part of them, and is left out (`stretches`)."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import math
 import re
 import tempfile
 import zlib
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,7 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+PAUSE = "titan_linear: between steps"  # a range of the host
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
+LAUNCHES = ("cuda_runtime", "cuda_driver")
 Event = dict[str, Any]
 Spans = list[tuple[float, float]]
 
@@ -30,7 +34,7 @@ class Cost(NamedTuple):
 class Summary(NamedTuple):
     steps: int  # of training that the trace holds; 0: it does not say
     launches: int  # kernels and copies
-    span: float  # seconds between the first one's beginning and the last one's end
+    span: float  # seconds between the first one's beginning and the last one's end, less the pauses
     busy: float  # seconds in which one of them ran
     communication: float  # seconds in which a collective ran
     exposed: float  # and nothing else did
@@ -43,17 +47,41 @@ def of_trace(events: Iterable[Event]) -> tuple[int, float, list[Cost]]:
 
 
 def summary(events: Sequence[Event]) -> Summary:
-    """Of what ran on a GPU."""
-    ran = on_device(events)
+    """Of what ran on a GPU, between pauses."""
+    parts = [ran for part in stretches(events) if (ran := on_device(part))]
+    ran, spans = [e for part in parts for e in part], [union(map(span_of, part)) for part in parts]
     steps = {e["name"] for e in events if str(e.get("name", "")).startswith("ProfilerStep#")}
-    if not ran:
-        return Summary(len(steps), 0, 0.0, 0.0, 0.0, 0.0)
-    everything, others = union(map(span_of, ran)), union(span_of(e) for e in ran if not communicates(e))
+    busy, others = length(union(map(span_of, ran))), length(union(span_of(e) for e in ran if not communicates(e)))
     seconds = (
-        everything[-1][1] - everything[0][0], length(everything),
-        length(union(span_of(e) for e in ran if communicates(e))), length(everything) - length(others),
+        sum(of_part[-1][1] - of_part[0][0] for of_part in spans), busy,
+        length(union(span_of(e) for e in ran if communicates(e))), busy - others,
     )  # fmt: skip
     return Summary(len(steps), len(ran), *(us / 1e6 for us in seconds))
+
+
+def stretches(events: Sequence[Event]) -> list[Sequence[Event]]:
+    """Those before, between and after a trace's pauses; of a trace without, as of other programs, all of them.
+
+    An event belongs where the host was when it began it. A kernel's beginning is its launch: the host runs ahead of the
+    device, on which a step's last kernels still run when the host is in the pause already.
+    """
+    timed = [e for e in events if e.get("ph") == "X"]
+    pauses = union(span_of(e) for e in timed if e["name"] == PAUSE and e.get("cat") == "user_annotation")
+    if not pauses:
+        return [events]
+    launched = {e["args"]["correlation"]: e["ts"] for e in timed if e.get("cat") in LAUNCHES and _correlated(e)}
+    found: list[list[Event]] = [[] for _ in range(len(pauses) + 1)]
+    for e in timed:
+        begun = launched.get(e["args"]["correlation"], e["ts"]) if _correlated(e) else e["ts"]
+        n = bisect_right(pauses, begun, key=lambda pause: pause[0])  # pauses that began before
+        if not n or begun >= pauses[n - 1][1]:
+            found[n].append(e)
+    return found
+
+
+def _correlated(event: Event) -> bool:
+    """Whether it has a number that a launch and what it launched have in common."""
+    return "correlation" in event.get("args", {})
 
 
 def on_device(events: Iterable[Event]) -> list[Event]:

@@ -89,7 +89,7 @@ from titan_linear.process import (
     own_device,
     under_launcher,
 )
-from titan_linear.profiling import MemorySnapshots, exposed_communication, profiler
+from titan_linear.profiling import MemorySnapshots, exposed_communication, pause, profiler
 from titan_linear.proof.start import prove
 from titan_linear.rundir import (
     RECORDERS,
@@ -397,7 +397,7 @@ class Trainer:
         saves = saves or bool(self.stop.agreed)
         if not (validates or saves):
             return
-        with self._unhurried(), self.garbage.untimed(), logger.untimed() if logger else nullcontext():
+        with pause(), self._unhurried(), self.garbage.untimed(), logger.untimed() if logger else nullcontext():
             if self.stop.agreed:
                 self.save(last)  # before anything else: there may be little time
             if validates:

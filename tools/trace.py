@@ -3,7 +3,8 @@
 python -m tools.trace outputs/debug/profile_traces/rank0_step10.json
 python -m tools.trace trace.json.gz --rows 30
 
-Of a GPU's trace, between the first kernel's beginning and the last one's end:
+Of a GPU's trace, between the first kernel's beginning and the last one's end, less a run's validations and saves, if
+there are some between its steps:
 
     idle      the share in which no kernel or copy runs
     exposed   the share in which collectives run (NCCL's kernels) and nothing else does
@@ -21,13 +22,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from titan_linear.process import run_command
-from titan_linear.traces import Event, costs, on_device, own_costs, read, summary
+from titan_linear.traces import Event, costs, on_device, own_costs, read, stretches, summary
 
 
 def report(events: Sequence[Event], rows: int) -> str:
-    s, host = summary(events), not on_device(events)
+    s, trained = summary(events), [e for part in stretches(events) for e in part]
+    host = not s.launches
     span = s.span or math.inf  # of kernels that took no time
-    largest, whole = (own_costs if host else costs)(on_device(events) if not host else events, rows), s.busy * 1e3
+    largest, whole = (own_costs if host else costs)(trained if host else on_device(trained), rows), s.busy * 1e3
     lines = ["no kernels of a GPU: operators of the host" if host else (
         f"{s.span * 1e3:,.1f} ms{f', training steps: {s.steps}' if s.steps else ''}, {s.launches:,} launches: idle "
         f"{1 - s.busy / span:.1%}, communication {s.communication / span:.1%}, exposed {s.exposed / span:.1%}"
