@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -19,6 +22,19 @@ def folder(tmp_path) -> Path:
     write_config(run(folder))
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     return folder
+
+
+def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
+    """As NFS without its lock service, or Lustre mounted without flock."""
+    for number in (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP):
+
+        def no_locks(*_, number=number):
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(rundir.fcntl, "lockf", no_locks)
+        message = f"job.dump_folder = '{tmp_path}' cannot be locked: {os.strerror(number)}; use a folder on another"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            lock_folder(str(tmp_path))
 
 
 def run(folder: Path, *overrides: str) -> Config:

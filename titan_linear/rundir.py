@@ -62,7 +62,7 @@ def lock_folder(folder: str) -> TextIO:
     The lock is POSIX's: it belongs to the process, not to its children, and works on shared file systems.
 
     Raises:
-        ValueError: another run holds the folder, or it cannot be written.
+        ValueError: another run holds the folder, or it cannot be written or locked.
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -78,6 +78,12 @@ def lock_folder(folder: str) -> TextIO:
         raise ValueError(
             f"job.dump_folder = {folder!r} is in use by another run ({holder}); wait for it, stop it, or use another "
             "folder"
+        ) from None
+    except OSError as error:  # some file systems have no such locks, or none without a lock service
+        file.close()
+        raise ValueError(
+            f"job.dump_folder = {folder!r} cannot be locked: {error.strerror}; use a folder on another file system, or "
+            "have this one mounted with POSIX locks"
         ) from None
     try:
         file.truncate(0)
