@@ -98,6 +98,15 @@ def test_checkpoints_are_not_passed_over(folder, key):
         check_resume(run(folder, f"--{key}"))
 
 
+def test_one_folder_of_checkpoints_has_many_names(folder):
+    (folder / "checkpoint" / "step-1").mkdir(parents=True)
+    (folder / "checkpoint" / "step-1" / "manifest.json").write_text("{}")
+    (folder / "link").symlink_to("checkpoint")
+    for name in ("checkpoint/", "./checkpoint", folder / "checkpoint", "link"):
+        changes = check_resume(run(folder, f"--checkpoint.folder={name}"))
+        assert changes == [f"checkpoint.folder: 'checkpoint' → '{name}'"]
+
+
 def test_a_folder_without_a_trained_step_holds_no_run(folder):
     (folder / "metrics.jsonl").write_text("")
     assert check_resume(run(folder, "--model.name=kda")) == []

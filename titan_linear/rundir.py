@@ -131,8 +131,9 @@ def check_resume(config: Config) -> list[str]:
 
 def _check_checkpoints_are_used(config: Config, stored: Config) -> None:
     """Else the run would begin again, and cut what it has reported."""
-    c, known = config.checkpoint, stored.checkpoint.folder
-    if not (c.enable and c.folder == known) and _has_checkpoint(Path(config.job.dump_folder), known):
+    folder, c, known = Path(config.job.dump_folder), config.checkpoint, stored.checkpoint.folder
+    same = (folder / c.folder).resolve() == (folder / known).resolve()
+    if not (c.enable and same) and _has_checkpoint(folder, known):
         key = f"folder = {c.folder!r}" if c.enable else "enable = false"
         raise ValueError(
             f"checkpoint.{key} would begin again in job.dump_folder = {config.job.dump_folder!r}, which holds a run "
