@@ -353,6 +353,33 @@ def test_damage_is_noticed(worlds, tmp_path):
     assert "remove" not in str(error.value)
 
 
+def test_a_signal_ends_the_reading(monkeypatch, tmp_path):
+    """A large checkpoint takes minutes to read."""
+    blocks = []
+
+    def read(*_):
+        blocks.append(1)
+        if len(blocks) == 20:
+            os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.005)
+
+    def stop(number, _):
+        sys.exit(128 + number)
+
+    for name in ("a", "b"):
+        (tmp_path / name).touch()
+        os.truncate(tmp_path / name, 1 << 30)
+    (tmp_path / "manifest.json").write_text('{"files": {"a": [0, 0], "b": [0, 0]}}')
+    monkeypatch.setattr("titan_linear.checkpoint._sum", read)
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        with pytest.raises(SystemExit):
+            verify(tmp_path)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert len(blocks) < 2 * 1024
+
+
 class Payload:
     """Unpickled, it makes a file."""
 

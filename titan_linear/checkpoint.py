@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import torch
@@ -513,12 +514,15 @@ def verify(path: Path) -> None:
         if others
         else "start a new run in another job.dump_folder"
     )
-    files = _read_manifest(path, remedy)
-    with ThreadPoolExecutor() as pool:
-        for name, found in zip(files, pool.map(lambda name: _inspect(path / name), files), strict=True):
-            if found != files[name]:
-                problem = found if isinstance(found, str) else "was altered since it was saved (size or checksum)"
-                raise ValueError(f"checkpoint file '{path / name}' {problem}; {remedy}")
+    files, stop = _read_manifest(path, remedy), Event()
+    with ThreadPoolExecutor() as pool:  # whose end waits for its threads
+        try:
+            for name, found in zip(files, pool.map(lambda name: _inspect(path / name, stop), files), strict=True):
+                if found != files[name]:
+                    problem = found if isinstance(found, str) else "was altered since it was saved (size or checksum)"
+                    raise ValueError(f"checkpoint file '{path / name}' {problem}; {remedy}")
+        finally:  # also after a signal
+            stop.set()
 
 
 def holds_optimizer(path: Path) -> bool:
@@ -552,20 +556,20 @@ def _read_manifest(path: Path, remedy: str) -> dict[str, list[int]]:
         raise ValueError(f"checkpoint file '{path / MANIFEST}' is missing or damaged; {remedy}") from None
 
 
-def _inspect(file: Path) -> list[int] | str:
-    """[size in bytes, CRC-32], or what is wrong."""
+def _inspect(file: Path, stop: Event | None = None) -> list[int] | str:
+    """[size in bytes, CRC-32], or what is wrong. Once `stop` is set it reads no further."""
     try:
-        return _measure(file)
+        return _measure(file, stop)
     except FileNotFoundError:
         return "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
 
 
-def _measure(file: Path) -> list[int]:
+def _measure(file: Path, stop: Event | None) -> list[int]:
     entry = [0, 0]
     with file.open("rb") as stream:
-        while block := stream.read(BLOCK):
+        while not (stop and stop.is_set()) and (block := stream.read(BLOCK)):
             entry = _sum(block, entry)
     return entry
 
