@@ -6,6 +6,7 @@ import concurrent.futures
 import contextlib
 import errno
 import hashlib
+import io
 import itertools
 import json
 import math
@@ -464,6 +465,39 @@ def test_keep_latest_k(worlds, tmp_path, async_mode):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4", "step-5"]
     assert worlds(2).run(go_on, tmp_path, 5, [6], {"keep_latest_k": 1})[0] == [[6]]
     assert worlds(2).run(go_on, tmp_path, 6, [7, 8], {"keep_latest_k": 0})[0] == [[6, 7], [6, 7, 8]]
+
+
+def test_a_checkpoint_behind_a_link_is_let_go_as_a_link(worlds, tmp_path):
+    run, disk = tmp_path / "run", tmp_path / "disk"
+    worlds(2).run(save_steps, run, (2,), [1, 2], SMALL)
+    disk.mkdir()
+    (run / "step-1").rename(disk / "step-1")
+    (run / "step-1").symlink_to(disk / "step-1")
+    (run / "step-9.tmp").symlink_to(disk / "step-1")  # what a removal left
+    assert worlds(2).run(go_on, run, 2, [3, 4], {"keep_latest_k": 2})[0] == [[2, 3], [3, 4]]
+    assert sorted(path.name for path in run.iterdir()) == ["step-3", "step-4"]
+    verify(disk / "step-1")
+
+
+def go_on_where_files_stay(rank, world_size, *arguments):
+    """As on a disk of which other programs use files; also what is said."""
+
+    def remove(path):
+        if path.exists():
+            raise OSError(errno.EBUSY, "Device or resource busy")
+
+    with patch("titan_linear.checkpoint.remove", remove), contextlib.redirect_stdout(io.StringIO()) as said:
+        return go_on(rank, world_size, *arguments), said.getvalue()
+
+
+def test_what_cannot_be_removed_fails_no_save(worlds, tmp_path):
+    worlds(2).run(save_steps, tmp_path, (2,), [1, 2], SMALL)
+    (kept, said), (_, nothing) = worlds(2).run(go_on_where_files_stay, tmp_path, 2, [3, 4], {"keep_latest_k": 2})
+    assert kept == [[2, 3], [3, 4]] and nothing == ""
+    assert said == "".join(
+        f"warning: '{tmp_path / name}' is no longer needed and could not be removed: Device or resource busy\n"
+        for name in ("step-1", "step-1.tmp", "step-2")
+    )
 
 
 def test_going_on_from_an_earlier_step(worlds, tmp_path):

@@ -50,7 +50,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from titan_linear.distributed.groups import on_rank_0
 from titan_linear.distributed.parts import whole
-from titan_linear.files import sync, write_whole
+from titan_linear.files import remove, sync, write_whole
 from titan_linear.rundir import checkpoints_of, set_aside
 
 MANIFEST, PROGRESS, METADATA, REWOUND = "manifest.json", "progress.json", ".metadata", "rewound.json"
@@ -245,8 +245,9 @@ class Checkpointer:
 
     def _prepare(self, tmp: Path, progress: str) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
+        remove(tmp)
         for leftover in self.folder.glob("step-*.tmp"):
-            shutil.rmtree(leftover)
+            _discard(leftover)
         tmp.mkdir()
         (tmp / PROGRESS).write_text(progress)
 
@@ -270,13 +271,23 @@ class Checkpointer:
         sync(self.folder)
 
     def prune(self, step: int) -> None:
-        """Remove checkpoints that are too many with that of `step`, which is whole, and that nobody reads."""
+        """Remove checkpoints that are too many with that of `step`, which is whole, and that nobody reads.
+
+        Where that fails it is said: all else is done.
+        """
         older = [old for old in whole_steps(self.folder) if old < step]
         too_many = older[: max(0, len(older) + 1 - self.keep_latest_k)] if self.keep_latest_k else []
         for old in (old for old in too_many if old not in self.in_use):
-            doomed = self.folder / f"step-{old}.tmp"  # a removal that is cut short leaves no broken step-N
-            (self.folder / f"step-{old}").rename(doomed)
-            shutil.rmtree(doomed)
+            _discard(self.folder / f"step-{old}")
+
+
+def _discard(path: Path) -> None:
+    """Remove what nobody needs, or say that it stays."""
+    doomed = path.with_suffix(".tmp")  # a removal that is cut short leaves no broken step-N
+    try:
+        remove(path.rename(doomed))
+    except OSError as error:
+        print(f"warning: '{path}' is no longer needed and could not be removed: {error.strerror or error}", flush=True)
 
 
 class _Summed(FileSystem):

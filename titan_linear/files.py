@@ -4,6 +4,7 @@ can be made again is kept."""
 from __future__ import annotations
 
 import os
+import shutil
 from pathlib import Path
 
 
@@ -28,6 +29,14 @@ def sync(path: Path, *, forget: bool = False) -> Path:
     finally:
         os.close(fd)
     return path
+
+
+def remove(path: Path) -> None:
+    """Remove a folder with all that is in it, a file, or a link, whose target stays; it may be gone already."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def default_cache_dir() -> Path:

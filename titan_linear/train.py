@@ -426,10 +426,7 @@ class Trainer:
             self._print_sample()
         if self.exports:
             self.exports.finish(self.stop)
-            try:
-                self.checkpointer.prune(self.step)  # of those that it read
-            except OSError as error:  # all else is done
-                print(f"warning: a checkpoint that is no longer needed could not be removed: {error}", flush=True)
+            self.checkpointer.prune(self.step)  # of those that it read
 
     @property
     def _timeout(self) -> timedelta:
