@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -103,6 +104,22 @@ def test_a_failure_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     until(lambda: found.look() or 2 not in in_use)
     assert capsys.readouterr().out == "warning: exporting step-2 failed: the disk is full\n"
     assert found.waiting == [4] and found.process is None
+
+
+@pytest.mark.timeout(60)
+def test_a_checkpoint_that_is_gone_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """Removed by a person while it waits; those behind it are exported."""
+    runs(monkeypatch, "import os, sys; os.mkdir(sys.argv[1])")
+    found, folder = Exports(saved(tmp_path, 2, 4, 6), 6, set()), tmp_path / "checkpoint"
+    found.look()
+    shutil.rmtree(folder / "step-4")
+    found.finish(StopSignal())
+    assert capsys.readouterr().out == (
+        f"exported '{folder}/step-2-hf'\nexported '{folder}/step-6-hf'\n"
+        "warning: not exported: step-4 (no checkpoint there any more)\n"
+    )
 
 
 def test_a_stop_does_not_wait(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

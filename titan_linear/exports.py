@@ -67,7 +67,8 @@ class Exports:
     def __init__(self, config: Config, step: int, in_use: set[int]):
         self.config, self.folder, self.in_use = config, checkpoint_folder(config), in_use
         self.waiting: list[int] = []
-        self.process: subprocess.Popen | None = None  # of the first of these
+        self.process: subprocess.Popen | None = None  # which exports step-`exporting`
+        self.exporting: int | None = None
         self.output: IO[str]
         for saved in whole_steps(self.folder):
             if saved <= step:
@@ -75,32 +76,45 @@ class Exports:
 
     def add(self, step: int) -> None:
         """Export step-N once it is saved, if that is asked for."""
-        if lacks_export(self.config, step) and step not in self.waiting:
+        if lacks_export(self.config, step) and step not in (*self.waiting, self.exporting):
             self.waiting.append(step)
             self.in_use.add(step)
 
     def look(self) -> None:
         """Begin what can begin, say what has ended. It takes no time."""
         if self.process and self.process.poll() is not None:
-            self._say(self.waiting.pop(0))
-        if self.waiting and not self.process and self.waiting[0] in whole_steps(self.folder):
-            self._begin(self.waiting[0])
+            self._say()
+        if self.waiting and not self.process and (whole := self._whole()):
+            self._begin(whole[0])
 
     def finish(self, stop: StopSignal) -> None:
-        """Wait for all of them, unless the run is asked to stop."""
-        while self.waiting and not stop.received:
+        """Wait for all of them, unless the run is asked to stop. Saves are over."""
+        while not stop.received:
             self.look()
+            if not self.process:  # what still waits is not whole, and never will be
+                break
             time.sleep(0.05)
+        whole = self._whole()
+        if gone := [f"step-{step}" for step in self.waiting if step not in whole]:
+            print(f"warning: not exported: {', '.join(gone)} (no checkpoint there any more)", flush=True)
         if self.process:
             self.process.kill()
             self.process.wait()
-        if self.waiting and not stop.agreed:  # the run is complete: no start makes up for it
-            print(not_exported(self.waiting), flush=True)
+            whole.insert(0, self.exporting)
+        if whole and not stop.agreed:  # the run is complete: no start makes up for it
+            print(not_exported(whole), flush=True)
+
+    def _whole(self) -> list[int]:
+        """Those waiting that are saved."""
+        whole = whole_steps(self.folder)
+        return [step for step in self.waiting if step in whole]
 
     def _path(self, step: int) -> Path:
         return export_folder(self.config, step)
 
     def _begin(self, step: int) -> None:
+        self.waiting.remove(step)
+        self.exporting = step
         checkpoint, dtype = self.folder / f"step-{step}", self.config.checkpoint.export_dtype
         self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the process writes it)
         self.process = subprocess.Popen(
@@ -110,8 +124,9 @@ class Exports:
             stdin=subprocess.DEVNULL, stdout=self.output, stderr=self.output,
         )  # fmt: skip
 
-    def _say(self, step: int) -> None:
-        code, self.process = self.process.returncode, None
+    def _say(self) -> None:
+        step, code = self.exporting, self.process.returncode
+        self.exporting = self.process = None
         self.in_use.discard(step)
         self.output.seek(0)
         said = self.output.read().strip().splitlines() or [f"exit code {code}"]
