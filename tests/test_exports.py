@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import multiprocessing
 import os
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -13,7 +16,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from tests.processes import until
+from tests.processes import gone, until
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 from tests.worlds import World
 from titan_linear import exports
@@ -26,6 +29,7 @@ from titan_linear.process import StopSignal
 from titan_linear.train import Trainer
 from tools import convert
 
+ROOT = Path(__file__).parents[1]
 KEYS = {
     "model.name": "kda", "training.steps": 3, "training.local_batch_size": 2, "training.seq_len": 32,
     "checkpoint.enable": "true", "checkpoint.interval": 1, "checkpoint.keep_latest_k": 1,
@@ -132,6 +136,41 @@ def test_a_stop_does_not_wait(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     found.finish(stop)
     assert time.monotonic() - began < 20 and found.process.returncode == -signal.SIGKILL
     assert capsys.readouterr().out == ""
+
+
+SLOW = """
+import os, time
+with open("new", "w") as file:
+    file.write(str(os.getpid()))
+os.rename("new", "imports")
+time.sleep(100)
+"""
+
+
+def begin_export(folder: Path) -> None:
+    """As a rank does, in a folder whose torch is SLOW."""
+    os.chdir(folder)
+    os.environ["PYTHONPATH"] = str(ROOT)
+    command = exports.command(folder / "step-2", folder / "step-2-hf", "float32")
+    (folder / "command").write_text(json.dumps(command))
+    subprocess.Popen(command)
+    signal.pause()
+
+
+def test_an_export_dies_with_its_rank(tmp_path: Path) -> None:
+    """From its first moment on: it imports torch later, which takes long."""
+    (tmp_path / "torch.py").write_text(SLOW)
+    rank = multiprocessing.get_context("forkserver").Process(target=begin_export, args=(tmp_path,))
+    rank.start()
+    until((tmp_path / "imports").exists)
+    export = int((tmp_path / "imports").read_text())
+    assert not gone(export)
+    rank.kill()
+    until(lambda: gone(export))
+    (tmp_path / "imports").unlink()
+    command = json.loads((tmp_path / "command").read_text())  # of a rank that is no more
+    assert subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode == 1
+    assert not (tmp_path / "imports").exists()
 
 
 def test_intervals_that_do_not_fit_are_refused() -> None:

@@ -1,10 +1,11 @@
 """Checkpoints as Hugging Face folders, while the run goes on: checkpoint.export_interval.
 
 A process on rank 0's machine, of the lowest priority and without a GPU, reads a finished checkpoint and writes
-step-N-hf beside it, one tensor at a time; no step waits for it. What fails is a warning. What a kill or a stop cut
-short is made up for at the next start, as long as the checkpoint is there; of a finished run that start only names it.
+step-N-hf beside it, one tensor at a time; no step waits for it, and it dies with that rank. What fails is a warning.
+What a kill or a stop cut short is made up for at the next start, as long as the checkpoint is there; of a finished run
+that start only names it.
 
-python -m titan_linear.exports CHECKPOINT FOLDER DTYPE      is that process
+python -m titan_linear.exports CHECKPOINT FOLDER DTYPE      does what that process does
 """
 
 from __future__ import annotations
@@ -30,8 +31,18 @@ from titan_linear.build import (
 from titan_linear.checkpoint import stored_weights, verify, weights_path, whole_steps
 from titan_linear.config import Config, hf_weights
 from titan_linear.data import build_tokenizer
-from titan_linear.process import LAUNCHER, StopSignal, die_with_parent
+from titan_linear.process import StopSignal
 from titan_linear.rundir import config_of
+
+# What begins an export, with the parent's process id before the arguments of `main`: what this module imports takes
+# seconds, in which the parent may die.
+START = """
+import sys
+from titan_linear.process import die_with_parent
+die_with_parent(int(sys.argv[1]))
+from titan_linear.exports import main
+sys.exit(main(sys.argv[2:]))
+"""
 
 
 def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = "") -> None:
@@ -119,8 +130,7 @@ class Exports:
         self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the process writes it)
         self.process = subprocess.Popen(
             command(checkpoint, self._path(step), dtype),
-            env={name: value for name, value in os.environ.items() if name != LAUNCHER}
-            | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
             stdin=subprocess.DEVNULL, stdout=self.output, stderr=self.output,
         )  # fmt: skip
 
@@ -138,11 +148,10 @@ class Exports:
 
 
 def command(checkpoint: Path, folder: Path, dtype: str) -> list[str]:
-    return [sys.executable, "-m", "titan_linear.exports", str(checkpoint), str(folder), dtype]
+    return [sys.executable, "-c", START, str(os.getpid()), str(checkpoint), str(folder), dtype]
 
 
 def main(argv: list[str]) -> int:
-    die_with_parent()
     os.nice(19)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
     checkpoint, folder, dtype = argv

@@ -93,16 +93,19 @@ class _Outliving:
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies (Linux). Workers call it first.
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent dies (Linux). Workers and exports call it first.
 
-    A launcher that died before this call is noticed too: its process id is in the environment.
+    parent: its process id, so that one that died before this call is noticed too; that of workers, the launcher's, is
+        in the environment.
     """
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None, use_errno=True).prctl
         if prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL)) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if under_launcher() and os.getppid() != int(os.environ[LAUNCHER]):
+    if parent is None and under_launcher():
+        parent = int(os.environ[LAUNCHER])
+    if parent not in (None, os.getppid()):
         os._exit(1)
 
 
