@@ -24,6 +24,7 @@ from tests import hf_workers as workers
 from tests.hf_workers import EVERY, KDA, LARGE, mark
 from tests.models import hf_models
 from tests.models.hf_states import state_from_hf
+from tests.processes import until
 from tests.refusals import is_refused
 from tests.worlds import World
 from titan_linear import hf_io
@@ -606,6 +607,33 @@ def test_a_replacement_that_fails_gives_the_old_folder_back(tmp_path: Path, monk
     with pytest.raises(SaveFailed, match="Input/output error"):
         workers.export(folder, 2.0)
     assert value_of(folder) == 1.0 and list(tmp_path.iterdir()) == [folder]
+
+
+def test_two_do_not_write_one_folder(tmp_path: Path) -> None:
+    folder, waits = tmp_path / "out", tmp_path / "waits"
+    first, killed = (mp.get_context("forkserver").Process(target=workers.export_and_wait, args=(folder,)) for _ in "12")
+    first.start()
+    until(waits.exists)
+    with pytest.raises(SaveFailed, match=f"^writing '{folder}' failed: another process is writing it$"):
+        workers.export(folder, 1.0)
+    waits.unlink()
+    first.join(60)
+    assert first.exitcode == 0 and value_of(folder) == 2.0 and list(tmp_path.iterdir()) == [folder]
+    killed.start()
+    until(waits.exists)
+    killed.kill()
+    killed.join(60)
+    waits.unlink()
+    workers.export(folder, 1.0)
+    assert value_of(folder) == 1.0 and list(tmp_path.iterdir()) == [folder]
+
+
+def test_a_folder_behind_a_link_is_replaced_as_a_link(tmp_path: Path) -> None:
+    folder, disk = tmp_path / "out", tmp_path / "disk"
+    workers.export(disk, 1.0)
+    folder.symlink_to(disk)
+    workers.export(folder, 2.0)
+    assert (value_of(folder), value_of(disk)) == (2.0, 1.0) and sorted(tmp_path.iterdir()) == [disk, folder]
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------

@@ -13,16 +13,17 @@ are never opened: they run code.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titan_linear.checkpoint import SaveFailed, describe, named_parameters
-from titan_linear.files import sync
+from titan_linear.files import remove, sync
 from titan_linear.models.adapters import Placement, config_from_hf, config_to_hf, ignored, placements
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
@@ -450,9 +451,9 @@ def write_folder(
 
     Raises:
         ValueError: `like` is of another model; the architecture cannot hold the model.
-        SaveFailed: on every rank, the folder could not be written.
+        SaveFailed: on every rank, the folder could not be written, or another process is writing it.
     """
-    path, temporary = Path(path), Path(path).with_name(f".{Path(path).name}.tmp")
+    path, temporary = Path(path), _beside(path, "tmp")
     source, found = (None, placements(model, family)) if like is None else check_folder(like, model)
     copied = [] if source is None else _not_ours(source, family, model)
     config = _config_json(model, family, dtype, source, extra or {})
@@ -468,19 +469,19 @@ def write_folder(
             except (OSError, RuntimeError) as error:
                 failure = error
 
-    attempt(_finish_replacing, path)
-    attempt(writer.begin)
-    for placement in found:
-        attempt(writer.write, placement, get(placement.name))
-    attempt(writer.finish, copied, config, _code(config, like) | dict(tokenizer or _tokenizer_files(like)))
-    attempt(_replace, temporary, path)
-    _raise_everywhere(path, temporary, failure)
+    with ExitStack() as held:
+        attempt(held.enter_context, _alone(path))
+        attempt(_finish_replacing, path)
+        attempt(writer.begin)
+        for placement in found:
+            attempt(writer.write, placement, get(placement.name))
+        attempt(writer.finish, copied, config, _code(config, like) | dict(tokenizer or _tokenizer_files(like)))
+        attempt(_replace, temporary, path)
+    _raise_everywhere(path, failure)
 
 
-def _raise_everywhere(path: Path, temporary: Path, failure: OSError | RuntimeError | None) -> None:
+def _raise_everywhere(path: Path, failure: OSError | RuntimeError | None) -> None:
     """What rank 0 met, on every rank."""
-    if failure is not None:
-        shutil.rmtree(temporary, ignore_errors=True)  # the disk may be full
     outcome = [None if failure is None else describe(failure)]
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, 0)
@@ -542,8 +543,8 @@ class _Writer:
 
     def begin(self) -> None:
         """Make the files in their full size, and the index."""
-        shutil.rmtree(self.path, ignore_errors=True)
-        self.path.mkdir(parents=True)
+        remove(self.path)  # of a killed one
+        self.path.mkdir()
         for file, names in self.groups.items():
             _write_header(self.path / file, {name: self.plan[name] for name in names})
             self.tensors |= read_header(self.path / file)
@@ -596,34 +597,65 @@ def _copy_bytes(source: Tensor, target: Tensor) -> None:
             write.write(read.read(min(BLOCK, source.end - at)))
 
 
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Inside `with` no other process writes this folder. Of a failure nothing stays.
+
+    Raises:
+        OSError: another process writes it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary, lock = _beside(path, "tmp"), _beside(path, "lock")
+    with lock.open("a") as file:
+        if not _locks(file, lock):
+            raise OSError("another process is writing it")
+        try:
+            yield
+        finally:  # where other ranks wait for this one: no error may break out
+            shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(OSError):
+                lock.unlink()
+
+
+def _locks(file: IO[str], path: Path) -> bool:
+    """Lock the file at `path`; False: another process holds it, or did and has removed it."""
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return os.path.samestat(os.fstat(file.fileno()), path.stat())
+    except (BlockingIOError, PermissionError, FileNotFoundError):  # POSIX allows either of the first two
+        return False
+    except OSError:  # a file system without locks
+        return True
+
+
 def _replace(temporary: Path, path: Path) -> None:
     """Put the new folder in the place of an old one; killed at any moment, the old or the new one is there, whole.
 
     Between two renames the old one has its name aside: the next export to `path` gives it back.
     """
-    aside = _aside(path)
-    if path.exists():
+    aside = _beside(path, "replaced")
+    if os.path.lexists(path):
         path.rename(aside)
     try:
         temporary.rename(path)
     except OSError:
-        if aside.exists():
+        if os.path.lexists(aside):
             aside.rename(path)
         raise
     sync(path.parent)
-    if aside.exists():
-        shutil.rmtree(aside)
+    remove(aside)
 
 
 def _finish_replacing(path: Path) -> None:
     """What an export that was killed in `_replace` has left to do."""
-    aside = _aside(path)
-    if aside.exists():
-        if path.exists():
-            shutil.rmtree(aside)
+    aside = _beside(path, "replaced")
+    if os.path.lexists(aside):
+        if os.path.lexists(path):
+            remove(aside)
         else:
             aside.rename(path)
 
 
-def _aside(path: Path) -> Path:
-    return path.with_name(f".{path.name}.replaced")
+def _beside(path: Path, what: str) -> Path:
+    """Where a folder is written ("tmp"), what locks it, and where one that it replaces is meanwhile ("replaced")."""
+    return Path(path).with_name(f".{Path(path).name}.{what}")
