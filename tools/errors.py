@@ -110,6 +110,18 @@ COMPOSED: dict[str, list[tuple[str, str]]] = {
         ("validation.holdout = … leaves no document for …, of …", "set it to what is named, or train on more texts"),
         ("validation.holdout = …: all are the same", "give validation.dataset_path, or train on more documents"),
     ],
+    "config.json gives …; fetch it again": [
+        (f"config.json gives {what}", "fetch it again")
+        for what in (
+            "attention heads = …, which must be a multiple of kv_heads = …",
+            "… v_heads = …, which must be a multiple of heads = …",
+            "kda lower_bound = …, which must be null or lie in [-5, 0)",
+            "a token top_k = … of num_experts = …",
+            "num_experts = … in groups = …, which must be of one size, two or more",
+            "a token top_groups = … of groups = …",
+            "a token top_k = … of top_groups = … groups of … experts",
+        )
+    ],
     "'…': …": [("'…/config.json': …", "what the message says of the key, as in its row")],
     "'…': … …": [("'…': the tensors are not those of this …: …", "give the folder of this model, or fetch it again")],
     "the tensors are not those of this …:\n  …": [],  # the row before

@@ -29,7 +29,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.families.layout import check_values
 from titan_linear.models.plan import BatchPlan
-from titan_linear.models.presets import PUBLISHED, preset
+from titan_linear.models.presets import MODELS, PUBLISHED, preset
 
 T = 131
 DOCUMENTS = {"one document": [0, T], "packed": [0, 37, 38, 96, T]}
@@ -232,11 +232,43 @@ def test_what_we_do_not_have_is_refused(change: dict, words: str, case: Callable
         config_from_hf(written)
 
 
-def test_a_token_has_no_more_experts_than_there_are(case: Callable[[str], Case]) -> None:
-    c = case("Kimi-Linear")
-    written = config_to_hf(c.family, c.config) | {"num_experts_per_token": 99}
-    with pytest.raises(ValueError, match="top_k = 99 of num_experts"):
-        config_from_hf(written)
+QWEN, KIMI = ("Qwen3_5MoeForCausalLM", "qwen3.5"), ("KimiLinearForCausalLM", "kimi-linear")
+
+
+@pytest.mark.parametrize(
+    ("model", "change", "words"),
+    [
+        (QWEN, {"num_key_value_heads": 3}, "attention heads = 4, which must be a multiple of kv_heads = 3"),
+        (QWEN, {"num_key_value_heads": 8}, "attention heads = 4, which must be a multiple of kv_heads = 8"),
+        (QWEN, {"linear_num_value_heads": 3}, "gdn v_heads = 3, which must be a multiple of heads = 2"),
+        (("KDAForCausalLM", "kda"), {"num_v_heads": 3}, "kda v_heads = 3, which must be a multiple of heads = 2"),
+        (("KDAForCausalLM", "kda"), {"lower_bound": -8.0}, r"kda lower_bound = -8.0, which must be null or lie in"),
+        (("KDAForCausalLM", "kda"), {"lower_bound": 0}, r"kda lower_bound = 0, which must be null or lie in"),
+        (KIMI, {"num_experts_per_token": 99}, "a token top_k = 99 of num_experts = 8"),
+        (KIMI, {"num_expert_group": 3}, "num_experts = 8 in groups = 3, which must be of one size"),
+        (KIMI, {"num_expert_group": 8}, "num_experts = 8 in groups = 8, which must be of one size, two or more"),
+        (KIMI, {"topk_group": 5}, "a token top_groups = 5 of groups = 4"),
+        (KIMI, {"topk_group": 1, "num_experts_per_token": 3}, "top_k = 3 of top_groups = 1 groups of 2 experts"),
+    ],
+)  # fmt: skip
+def test_numbers_at_odds_are_refused(model: tuple[str, str], change: dict, words: str) -> None:
+    family, name = model
+    written = config_to_hf(family, MODELS[name]["debug"])
+    assert change.keys() <= written.keys()
+    with pytest.raises(ValueError, match=f"{words}.*; fetch it again"):
+        config_from_hf(written | change)
+
+
+def test_no_preset_is_at_odds_with_itself() -> None:
+    for model in (model for sizes in MODELS.values() for model in sizes.values()):
+        check_values(model)
+
+
+def test_one_group_holds_all_experts(case: Callable[[str], Case]) -> None:
+    """Of experts that are not in groups none are left out, whatever `topk_group` says."""
+    written = config_to_hf("KimiLinearForCausalLM", MODELS["kimi-linear"]["debug"])
+    ungrouped = {"num_expert_group": 1, "topk_group": 3, "num_experts_per_token": 8}
+    assert config_from_hf(written | ungrouped)[1].moe.top_k == 8
 
 
 def test_a_key_of_another_family_says_nothing() -> None:

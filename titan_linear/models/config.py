@@ -31,6 +31,22 @@ class MoEConfig:
     balance_coefficient: float = 0.0  # of the load-balance loss
     bias_update_rate: float = 0.0  # per step, towards equal loads; 0: the bias stays as it is
 
+    @property
+    def contradiction(self) -> str | None:
+        """Which of its numbers do not go together, as a message says it; None: all do."""
+        if self.top_k > self.num_experts:
+            return f"a token top_k = {self.top_k} of num_experts = {self.num_experts}"
+        if self.groups == 1:
+            return None
+        size, rest = divmod(self.num_experts, self.groups)
+        if rest or size < 2:  # a group's two best experts speak for it
+            return f"num_experts = {self.num_experts} in groups = {self.groups}, which must be of one size, two or more"
+        if self.top_groups > self.groups:
+            return f"a token top_groups = {self.top_groups} of groups = {self.groups}"
+        if self.top_k > self.top_groups * size:
+            return f"a token top_k = {self.top_k} of top_groups = {self.top_groups} groups of {size} experts"
+        return None
+
 
 class MixerOptions(ABC):
     """What a mixer of one kind is built from: a frozen dataclass, in the mixer's room (models/mixers/)."""
@@ -56,6 +72,11 @@ class MixerOptions(ABC):
     @property
     def rotary(self) -> tuple[float, int] | None:
         """(theta, rotated channels of each head); None: no positions."""
+        return None
+
+    @property
+    def contradiction(self) -> str | None:
+        """Which of its numbers do not go together, or with its op, as a message says it; None: all do."""
         return None
 
     @abstractmethod

@@ -9,6 +9,11 @@ from titan_linear.ops.delta_rule import chunk_delta_rule
 from titan_linear.ops.options import DeltaRuleOptions, beta_range, check_chunk_size, refuse
 
 
+def is_bound(lower_bound: float) -> bool:
+    """Of a gate's log decay, which the kernels take."""
+    return -5 <= lower_bound < 0
+
+
 def chunk_kda(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -76,7 +81,7 @@ def chunk_kda(
     check_chunk_size(chunk_size)
     if g.dim() != 4:
         raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV, K] for KDA")
-    if lower_bound is not None and not (use_gate_in_kernel and -5 <= lower_bound < 0):
+    if lower_bound is not None and not (use_gate_in_kernel and is_bound(lower_bound)):
         raise ValueError(f"lower_bound = {lower_bound}: must lie in [-5, 0) and comes with use_gate_in_kernel = True")
     if dt_bias is not None and dt_bias.numel() != g.shape[2] * g.shape[3]:
         raise ValueError(f"dt_bias {tuple(dt_bias.shape)} must be [HV·K] = [{g.shape[2] * g.shape[3]}]")

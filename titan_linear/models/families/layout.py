@@ -170,8 +170,10 @@ class Keys:
 
 
 def check_values(model: ModelConfig) -> None:
-    """ValueError: what a config.json gives is not of an option's type, or no number that a model can have."""
-    for part in (model, *([] if model.moe is None else [model.moe]), *model.pattern):
+    """ValueError: what a config.json gives is not of an option's type, no number that a model can have, or at odds with
+    another."""
+    parts = (*([] if model.moe is None else [model.moe]), *model.pattern)
+    for part in (model, *parts):
         hints, owner = get_type_hints(type(part)), getattr(part, "name", type(part).__name__)
         for name, value in vars(part).items():
             if not isinstance(value, tuple) and not _fits(value, hints[name]):
@@ -184,11 +186,9 @@ def check_values(model: ModelConfig) -> None:
                 f"config.json gives {owner} {rotary[1]} channels to rotate, which must be even, for they go in pairs, "
                 f"and at most a head's {part.head_dim}; fetch it again"
             )
-    if model.moe is not None and model.moe.top_k > model.moe.num_experts:
-        raise ValueError(
-            f"config.json gives a token top_k = {model.moe.top_k} of num_experts = {model.moe.num_experts}; fetch it "
-            "again"
-        )
+    for part in parts:
+        if part.contradiction:
+            raise ValueError(f"config.json gives {part.contradiction}; fetch it again")
 
 
 def _fits(value: object, hint: Any) -> bool:

@@ -37,6 +37,12 @@ class Attention(MixerOptions):
     def rotary(self) -> tuple[float, int] | None:
         return None if self.rope_theta is None else (self.rope_theta, int(self.head_dim * self.rotary_fraction))
 
+    @property
+    def contradiction(self) -> str | None:
+        if self.heads % self.kv_heads:
+            return f"{self.name} heads = {self.heads}, which must be a multiple of kv_heads = {self.kv_heads}"
+        return None
+
     def flops(self, dim: int, documents: Documents) -> int:
         """q, k, v, the output gate, o; scores and their use, on pairs that the mask leaves."""
         heads = (2 + self.output_gate) * self.heads + 2 * self.kv_heads

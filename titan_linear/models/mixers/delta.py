@@ -51,6 +51,12 @@ class DeltaOptions(MixerOptions):
     def ops(self) -> dict[str, dict[str, int]]:
         return {self.op: {"K": self.head_dim, "V": self.v_head_dim}, "causal_conv1d": {"W": self.conv_size}}
 
+    @property
+    def contradiction(self) -> str | None:
+        if self.v_heads % self.heads:
+            return f"{self.name} v_heads = {self.v_heads}, which must be a multiple of heads = {self.heads}"
+        return None
+
     def flops(self, dim: int, documents: Documents) -> int:
         """Projections of q, k, v, β and o, the gates', the convolution of q, k and v, the delta rule.
 

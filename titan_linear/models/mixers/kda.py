@@ -14,6 +14,7 @@ from titan_linear.models.draws import log_uniform_decay, zeros
 from titan_linear.models.layers import cut, project, widen
 from titan_linear.models.mixers.delta import DeltaMixer, DeltaOptions
 from titan_linear.ops import chunk_kda
+from titan_linear.ops.kda import is_bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,12 @@ class KDA(DeltaOptions):
     @property
     def any_gate(self) -> bool:
         return self.lower_bound is None
+
+    @property
+    def contradiction(self) -> str | None:
+        if self.lower_bound is not None and not is_bound(self.lower_bound):
+            return f"{self.name} lower_bound = {self.lower_bound}, which must be null or lie in [-5, 0)"
+        return super().contradiction
 
     def gate_flops(self, dim: int) -> int:
         """Each by a projection to `v_head_dim` and one from there."""
