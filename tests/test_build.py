@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.data.conftest import random_documents
 from tests.worlds import World
-from titan_linear.build import build_streams, check_alike, model_config, uncompiled, vocabulary
+from titan_linear.build import build_streams, check_alike, implementations, model_config, uncompiled, vocabulary
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, PackedStreams, load_corpus, split_documents, write_corpus
 
@@ -60,6 +60,15 @@ def test_ranks_with_other_data_or_keys_are_refused(
 ) -> None:
     found = worlds(2).run(unlike, keys, content)
     assert found[0] == found[1] and found[0].startswith(said) and bool(found[0]) == bool(said)
+
+
+@pytest.mark.parametrize(("tp", "name"), [(8, "grouped_mm"), (16, "loop")])
+def test_implementations_are_those_for_a_ranks_part_of_the_experts(tp: int, name: str) -> None:
+    """Of 64 hidden channels."""
+    keys = ["--model.name=qwen3.5", "--training.mixed_precision_param=bfloat16"]
+    config = load_config([*keys, f"--parallelism.tensor_parallel_degree={tp}"])
+    choice = implementations(config, model_config(config, tokenizer(257)), torch.device("cuda"))["grouped_linear"]
+    assert choice.implementation == name and ("rows of 4 are" in choice.why) == (name == "loop")
 
 
 def test_layers_that_are_not_compiled_are_said_on_gpus() -> None:

@@ -361,7 +361,8 @@ def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, devic
 
 def implementations(config: Config, model: ModelConfig, device: torch.device) -> dict[str, Choice]:
     """op -> what this run uses. ValueError: model.impl names what cannot run the model here."""
-    return choose_implementations(model.ops, config.model.impl, device, DTYPES[config.training.mixed_precision_param])
+    ops, dtype = model.ops(config.parallelism.tensor_parallel_degree), DTYPES[config.training.mixed_precision_param]
+    return choose_implementations(ops, config.model.impl, device, dtype)
 
 
 def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> Decoder:

@@ -21,7 +21,7 @@ DIMS = {
     "causal_conv1d": {"W": 4},
     "cross_entropy": {},
     "swiglu": {},
-    "grouped_linear": {},
+    "grouped_linear": {"I": 128, "O": 64},
     "attention": {"D": 128, "Dv": 128, "recurring": 1},
 }
 HOPPER = Target("cuda", (9, 0), BF16, {})
@@ -77,6 +77,8 @@ TRITON_OPS = (*DELTA_RULES, "causal_conv1d", "swiglu", "cross_entropy")
         (("causal_conv1d",), "triton", {"dims": {"W": 9}}, "W = 9 is too large: W <= 8"),
         (("grouped_linear",), "grouped_mm", {"device": "cpu", "capability": None}, "tensors on a GPU, not on cpu"),
         (("grouped_linear",), "grouped_mm", {"dtype": torch.float32}, "the dtype float32 is not one of bfloat16"),
+        (("grouped_linear",), "grouped_mm", {"dims": {"I": 60, "O": 64}}, r"rows of 60 .* of 8 numbers \(16 bytes\)"),
+        (("grouped_linear",), "grouped_mm", {"dims": {"I": 64, "O": 60}}, r"rows of 60 .* of 8 numbers \(16 bytes\)"),
         (("attention",), "cpu", {}, "needs tensors on the CPU, not on cuda"),
         (("attention",), "cudnn", {"device": "cpu", "capability": None}, "needs tensors on a GPU"),
         (("attention",), "cudnn", {"capability": (8, 9)}, "compute capability is not one of 9.0"),

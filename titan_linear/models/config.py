@@ -113,15 +113,14 @@ class ModelConfig:
         """The mixer of every layer."""
         return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
 
-    @property
-    def ops(self) -> dict[str, dict[str, int]]:
-        """The ops that a run calls, with the sizes on which their implementations depend."""
+    def ops(self, tp: int = 1) -> dict[str, dict[str, int]]:
+        """The ops that each rank of tensor parallelism calls, with the sizes on which their implementations depend."""
         ops = {op: dims for mixer in dict.fromkeys(self.layers) for op, dims in mixer.ops.items()}
         experts = [self.has_experts(layer) for layer in range(self.num_layers)]
         if not all(experts) or self.moe.shared_hidden_dim:
             ops["swiglu"] = {}
         if any(experts):
-            ops["grouped_linear"] = {}
+            ops["grouped_linear"] = {"I": self.moe.hidden_dim // tp, "O": self.dim}  # gate and up: dim to twice I
         return {**ops, "cross_entropy": {}}
 
     def first_layers(self, n: int | None) -> ModelConfig:

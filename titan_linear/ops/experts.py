@@ -15,9 +15,11 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
     """y_i = W_e x_i for rows x_i of group e; rows of a group are adjacent, and groups are in order.
 
     x [M, I], weight [E, O, I], counts [E] int64 that sum to M -> y [M, O]. Differentiable in x and weight.
-    In bfloat16 on CUDA it is one kernel of PyTorch; elsewhere a loop, for which CUDA waits for the counts.
+    In bfloat16 on CUDA it is one kernel of PyTorch, if I and O are multiples of 8; elsewhere a loop, for which CUDA
+    waits for the counts.
     """
-    return IMPLEMENTATIONS[implementation("grouped_linear", "auto", x.device, x.dtype)](x, weight, counts)
+    _, O, I = weight.shape
+    return IMPLEMENTATIONS[implementation("grouped_linear", "auto", x.device, x.dtype, I=I, O=O)](x, weight, counts)
 
 
 def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -133,6 +133,13 @@ def dim_up_to(name: str, limit: int) -> Check:
     return check
 
 
+def rows_of_16_bytes(t: Target) -> str | None:
+    """Of every matrix, the gradients' too: each size is the length of some rows."""
+    step = 16 // t.dtype.itemsize
+    uneven = (f"rows of {n} are no multiple of {step} numbers (16 bytes)" for n in t.dims.values() if n % step)
+    return next(uneven, None)
+
+
 def lengths_recur(t: Target) -> str | None:
     return None if t.dims.get("recurring") else "it compiles a plan for every new pair of lengths"
 
@@ -169,7 +176,7 @@ TABLE: dict[str, dict[str, tuple[Check, ...]]] = {
     "chunk_gated_delta_rule": {"triton": (*DELTA_RULE, has_configurations("gdn")), "torch": ()},
     "cross_entropy": {"triton": TRITON, "torch": ()},  # the dtype is that of the hidden states; logits are wider
     "swiglu": {"triton": TRITON, "torch": ()},
-    "grouped_linear": {"grouped_mm": (on_gpu, dtype_in(torch.bfloat16)), "loop": ()},
+    "grouped_linear": {"grouped_mm": (on_gpu, dtype_in(torch.bfloat16), rows_of_16_bytes), "loop": ()},
     "causal_conv1d": {"triton": (*TRITON, dim_up_to("W", MAX_WIDTH)), "torch": ()},
     "attention": {
         "flash4": (
