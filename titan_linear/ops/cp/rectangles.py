@@ -9,13 +9,13 @@ without a visible pair, and no row without keys, whatever the documents and what
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from titan_linear.ops.cp.fragments import Fragment, padded
+from titan_linear.ops.cp.fragments import Fragment, owned, padded
 
 Rows = tuple[int, int]
 
@@ -37,14 +37,13 @@ class Rectangles(NamedTuple):
 
 def rectangle_tables(fragments: Sequence[Fragment], rank: int, world_size: int, *, causal: bool) -> dict:
     """The arrays of `Rectangles`, by name. fragments: every rank's, in global order."""
-    by_rank: list[list[Fragment]] = [[] for _ in range(world_size)]
-    for f in sorted(fragments, key=lambda f: f.slot):
-        by_rank[f.rank].append(f)
-    mine, by_hop = _rectangles(by_rank[rank], causal), []
-    for hop in range(world_size):
-        by_hop += [(hop, *q, *kv) for q, kv in _with_keys_of(mine, by_rank[(rank - hop) % world_size])]
+    by_hop: list[list[Rectangle]] = [[] for _ in range(world_size)]
+    for rectangle in _rectangles(owned(fragments, rank), causal):
+        for owner, part in _by_owner(rectangle, fragments):
+            _append(by_hop[(rank - owner) % world_size], part)
+    rows = [(hop, *q, *kv) for hop, parts in enumerate(by_hop) for q, kv in parts]
     return {
-        "by_hop": padded(by_hop, 2 * len(fragments), 5),
+        "by_hop": padded(rows, 2 * len(fragments), 5),
         "hops": np.array([_hops(fragments, world_size, causal)]),
     }
 
@@ -69,17 +68,19 @@ def _rectangles(own: Sequence[Fragment], causal: bool) -> list[Rectangle]:
     return rectangles
 
 
-def _with_keys_of(rectangles: Sequence[Rectangle], owner: Sequence[Fragment]) -> list[Rectangle]:
-    """The parts of the rectangles whose keys lie in the fragments of one owner: kv in rows of its tokens."""
-    parts: list[Rectangle] = []
-    for q, (a, b) in rectangles:
-        offset = 0
-        for f in owner:
-            kv = max(a, f.start) - f.start + offset, min(b, f.end) - f.start + offset
-            offset += f.end - f.start
-            if kv[0] < kv[1]:
-                _append(parts, Rectangle(q, kv))
-    return parts
+def _by_owner(rectangle: Rectangle, fragments: Sequence[Fragment]) -> Iterator[tuple[int, Rectangle]]:
+    """A rectangle with kv in global tokens, cut where its keys change hands: the owner, and the part with kv in rows of
+    the owner's tokens."""
+    q, (a, b) = rectangle
+    for f in _holding(a, b, fragments):
+        row = f.slot * (f.end - f.start) - f.start
+        yield f.rank, Rectangle(q, (max(a, f.start) + row, min(b, f.end) + row))
+
+
+def _holding(a: int, b: int, fragments: Sequence[Fragment]) -> Sequence[Fragment]:
+    """Those that hold global tokens a to b: all are of one size."""
+    size = fragments[0].end
+    return fragments[a // size : (b - 1) // size + 1]
 
 
 def _append(rectangles: list[Rectangle], new: Rectangle) -> None:
@@ -100,10 +101,10 @@ def _hops(fragments: Sequence[Fragment], world_size: int, causal: bool) -> int:
 
     It follows from the fragments, so that all ranks agree; documents that end near where they begin need few hops.
     """
-    hops, size = 0, fragments[0].end
+    hops = 0
     for f in reversed(fragments):  # the last fragments tend to look farthest back
         for _, (a, b) in _beyond(f, causal):
-            owners = {g.rank for g in fragments[a // size : (b - 1) // size + 1]}
+            owners = {g.rank for g in _holding(a, b, fragments)}
             hops = max([hops, *((f.rank - owner) % world_size for owner in owners)])
         if hops == world_size - 1:
             break

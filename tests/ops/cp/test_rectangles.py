@@ -1,0 +1,60 @@
+"""The ring's tables; that they cover each visible pair once is in test_attention_cp.py."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from tests.ops.cp.documents import packed
+from titan_linear.ops.cp.fragments import LAYOUTS, Fragment, cut, owned, padded
+from titan_linear.ops.cp.rectangles import Rectangle, _append, _rectangles, rectangle_tables
+
+
+def searched(fragments: Sequence[Fragment], rank: int, world_size: int, causal: bool) -> np.ndarray:
+    """`by_hop` as it is defined: keys are looked for in every fragment of every rank."""
+    rows = []
+    for hop in range(world_size):
+        parts: list[Rectangle] = []
+        for q, (a, b) in _rectangles(owned(fragments, rank), causal):
+            offset = 0
+            for f in owned(fragments, (rank - hop) % world_size):
+                kv = max(a, f.start) - f.start + offset, min(b, f.end) - f.start + offset
+                offset += f.end - f.start
+                if kv[0] < kv[1]:
+                    _append(parts, Rectangle(q, kv))
+        rows += [(hop, *q, *kv) for q, kv in parts]
+    return padded(rows, 2 * len(fragments), 5)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_tables_are_those_of_a_search_through_all_fragments(layout: str, causal: bool) -> None:
+    for seed, (kind, world_size, streams) in enumerate([("web", 4, 3), ("mixed", 8, 2), ("one", 4, 2), ("web", 1, 2)]):
+        fragments = cut(packed(kind, 4096, seed, streams), streams, world_size, layout)
+        for rank in range(world_size):
+            found = rectangle_tables(fragments, rank, world_size, causal=causal)["by_hop"]
+            assert np.array_equal(found, searched(fragments, rank, world_size, causal))
+
+
+def test_the_work_is_linear_in_streams() -> None:
+    """Calls of Python's are counted: four times the streams are at most about four times the calls."""
+
+    def calls(streams: int) -> int:
+        count = 0
+
+        def profile(_: object, event: str, __: object) -> None:
+            nonlocal count
+            count += event in ("call", "c_call")
+
+        fragments = cut(np.arange(streams + 1) * 64, streams, 4, "zigzag")
+        sys.setprofile(profile)
+        try:
+            rectangle_tables(fragments, 1, 4, causal=True)
+        finally:
+            sys.setprofile(None)
+        return count
+
+    assert calls(64) < 5 * calls(16)
