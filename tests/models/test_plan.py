@@ -18,8 +18,10 @@ from torch.utils._pytree import tree_leaves
 from tests.dispatch import Inside
 from tests.ops.inputs import boundaries
 from tests.worlds import World
+from titan_linear.data import Batch
 from titan_linear.distributed.batch import BatchSharding
 from titan_linear.distributed.mesh import build_mesh
+from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.decoder import Block, Decoder
@@ -285,6 +287,46 @@ def test_a_run_says_where_ranks_wait(methods: dict[str, str], tokens: int, said:
     )
     line = sharding.uneven(tokens) or ""
     assert ("1.75 times" in line and 'context_parallel_layout = "zigzag"' in line) == said == bool(line)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "cp", "method", "planned"),
+    [
+        (("kda", "gdn"), 2, "auto", set()),
+        (("kda", "gdn"), 2, "ring", set()),
+        (("attention",), 1, "auto", set()),
+        (("attention",), 1, "ring", set()),
+        (("kda", "attention"), 2, "auto", set()),  # ulysses
+        (("kda", "attention"), 2, "allgather", {"allgather"}),
+        (("kda", "attention"), 2, "ring", {"ring"}),
+        (("three heads",), 2, "auto", {"allgather"}),
+        (("attention", "three heads"), 2, "auto", {"allgather"}),  # ulysses, too
+    ],
+)
+def test_a_batch_is_planned_for_what_its_layers_read(
+    kinds: tuple[str, ...], cp: int, method: str, planned: set[str]
+) -> None:
+    """And forward and backward read nothing else, nor do the pairs that metrics count differ."""
+    three = {"three heads": Attention(heads=3, kv_heads=3, head_dim=16)}
+    pattern = tuple((MIXERS | three)[kind] for kind in kinds)
+    model = ModelConfig(vocab_size=64, dim=32, pattern=pattern, num_layers=len(pattern), hidden_dim=32)
+    tokens, cu = torch.arange(64)[None], boundaries([40, 24])
+    batch = Batch(tokens, tokens, cu, torch.zeros_like(tokens), 1, (0,))
+
+    def on_rank(group: LocalGroup) -> None:
+        methods = {"layout": "zigzag", "softmax_method": method, "linear_method": "kcp", "impl": "torch"}
+        dims = SimpleNamespace(tp=1, cp=cp, cp_group=group)
+        sharding = BatchSharding.of(model, dims, torch.device("cpu"), torch.float32, **methods)
+        mine, labels, plan = sharding(batch)
+        tables = {"ring": plan.cp_context.for_ring, "allgather": plan.cp_context.for_allgather}
+        assert {name for name, x in tables.items() if x is not None} == planned
+        whole, used = build_cp_context(cu, group, layout="zigzag" if cp > 1 else "contiguous"), sharding.methods(64)
+        assert plan.pairs == (pairs_computed(whole, used[0] if used else "ring") if sharding.softmax else 0)
+        decoder = Decoder(model)
+        initialise(decoder, seed=0)
+        decoder(mine, plan, labels).backward()
+
+    run_ranks(on_rank, cp)
 
 
 def test_the_whole_stream_is_planned_for() -> None:

@@ -12,7 +12,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.layers import widened
 from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.models.plan import BatchPlan, Rotary
-from titan_linear.ops import CPContext, build_cp_context
+from titan_linear.ops import build_cp_context
 from titan_linear.ops.attention import choose_method, pairs_computed
 from titan_linear.ops.boundaries import scan_programs
 from titan_linear.ops.transfer import to_device
@@ -35,7 +35,7 @@ class BatchSharding:
     compiled: bool  # torch.compile reads the plan
     programs: tuple[int, ...]  # of the scans of its delta rules over a rank's tokens, where these are kernels
     stream_programs: tuple[int, ...] | None  # over the whole stream, where ranks share heads; None: none is
-    softmax: tuple[int, int, int] | None  # Hq, Hkv and D + Dv of the first softmax layer, on a rank of tp
+    softmax: tuple[tuple[int, int, int], ...]  # Hq, Hkv and D + Dv of softmax layers, each kind's, on a rank of tp
 
     @classmethod
     def of(
@@ -57,11 +57,12 @@ class BatchSharding:
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, BatchPlan]:
         """tokens [1, T_local], labels [1, T_local] and their plan. Labels were shifted before the cut."""
+        methods = self.methods(batch.tokens.shape[1])
         context = build_cp_context(
             batch.cu_seqlens, self.dims.cp_group, num_streams=batch.num_streams,
             layout=self.layout if self.dims.cp > 1 else "contiguous",
             conv1d_kernel_size=self.conv1d_kernel_size, device=self.device, programs=self.programs,
-            stream_programs=self.stream_programs,
+            stream_programs=self.stream_programs, attention=methods,
         )  # fmt: skip
         if self.compiled:
             context.mark_dynamic()
@@ -72,33 +73,31 @@ class BatchSharding:
         moved = to_device(local, self.device)
         plan = BatchPlan(
             context.position_ids, cp_context=context, num_streams=batch.num_streams, impl=self.impl,
-            softmax_method=self.softmax_method, linear_method=self.linear_method, pairs=self._pairs(context),
+            softmax_method=self.softmax_method, linear_method=self.linear_method,
+            pairs=pairs_computed(context, next(iter(methods), "ring")) if self.softmax else 0.0,
         )  # fmt: skip
         plan.prepare(self.rotaries, widened(self.compute_dtype))
         return moved["tokens"], moved["labels"], plan
 
-    def method(self, tokens: int) -> str | None:
-        """How softmax layers communicate in batches of so many tokens of all ranks; None: there are no such layers, or
-        there is nobody to communicate with."""
-        if self.softmax is None or self.dims.cp == 1:
-            return None
+    def methods(self, tokens: int) -> tuple[str, ...]:
+        """How softmax layers communicate in batches of so many tokens of all ranks: one method, but for layers of
+        several kinds; none where there are no such layers, or nobody to communicate with."""
+        if self.dims.cp == 1:
+            return ()
         if self.softmax_method != "auto":
-            return self.softmax_method
-        return choose_method(self.dims.cp, tokens, *self.softmax, self.compute_dtype)
+            return (self.softmax_method,) if self.softmax else ()
+        chosen = (choose_method(self.dims.cp, tokens, *sizes, self.compute_dtype) for sizes in self.softmax)
+        return tuple(dict.fromkeys(chosen))
 
     def uneven(self, tokens: int) -> str | None:
         """What a run says at its start of ranks that wait for others."""
         W = self.dims.cp
-        if self.layout != "contiguous" or self.method(tokens) != "ring":
+        if self.layout != "contiguous" or "ring" not in self.methods(tokens):
             return None
         return (
             f"attention by ring over contiguous fragments: of one document a rank computes {(2 * W - 1) / W:.2f} times "
             'the mean, and the others wait; parallelism.context_parallel_layout = "zigzag" shares it equally'
         )
-
-    def _pairs(self, context: CPContext) -> float:
-        """Of a model without softmax layers none."""
-        return 0.0 if self.softmax is None else pairs_computed(context, self.method(context.stream_tokens) or "ring")
 
 
 def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int, ...]:
@@ -110,9 +109,10 @@ def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int
     return tuple(dict.fromkeys(of))
 
 
-def _softmax(model: ModelConfig, tp: int) -> tuple[int, int, int] | None:
-    for mixer in model.layers:
+def _softmax(model: ModelConfig, tp: int) -> tuple[tuple[int, int, int], ...]:
+    sizes = []
+    for mixer in dict.fromkeys(model.layers):
         if "attention" in mixer.ops:
             heads = [count // tp for count in mixer.head_counts.values()]  # of queries, and of keys if they are fewer
-            return heads[0], heads[-1], sum(mixer.ops["attention"].values())
-    return None
+            sizes.append((heads[0], heads[-1], sum(mixer.ops["attention"].values())))
+    return tuple(dict.fromkeys(sizes))

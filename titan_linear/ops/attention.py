@@ -10,13 +10,14 @@ import torch.nn.functional as F
 
 from titan_linear.ops.boundaries import Boundaries, checked
 from titan_linear.ops.cp.allgather import GATHER_LIMIT, allgather_attention, slice_bytes
-from titan_linear.ops.cp.context import CPContext
+from titan_linear.ops.cp.balance import entries, pairs_by_rank
+from titan_linear.ops.cp.context import SOFTMAX_METHODS, CPContext
 from titan_linear.ops.cp.ring import ring_attention
 from titan_linear.ops.cp.ulysses import key_head_copies, ulysses_attention
 from titan_linear.ops.options import check_group
 from titan_linear.ops.torch.local_attention import local_attention
 
-METHODS = {"ring": ring_attention, "allgather": allgather_attention, "ulysses": ulysses_attention}
+METHODS = dict(zip(SOFTMAX_METHODS, (ring_attention, allgather_attention, ulysses_attention), strict=True))
 IMPLS = ("auto", "torch")
 
 
@@ -113,10 +114,10 @@ def pairs_computed(cp: CPContext, method: str) -> float:
     """Pairs of query and key under the causal mask that this rank computes; of a W-th of the heads, a W-th of them.
 
     method: one of `METHODS`."""
-    own, computed = cp.gathered.pairs.tolist()
-    if method == "ulysses":
-        return sum(own) / cp.world_size
-    return (computed if method == "allgather" else own)[cp.rank]
+    if method == "allgather":
+        return cp.gathered.pairs[1].tolist()[cp.rank]
+    own = pairs_by_rank(entries(cp.all_fragments, cp.documents), cp.world_size, causal=True).tolist()
+    return sum(own) / cp.world_size if method == "ulysses" else own[cp.rank]
 
 
 def _check_tensors(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> None:

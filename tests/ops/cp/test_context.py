@@ -9,6 +9,7 @@ from types import FrameType
 import numpy as np
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 from tests.ops.cp.documents import EDGES
 from tests.ops.inputs import boundaries, tokens_of
@@ -132,8 +133,25 @@ def test_the_cost_is_linear(layout: str) -> None:
         ([0, 4, 8], {"cu_seqlens_cpu": torch.tensor([0, 2, 8])}, r"must have the values of cu_seqlens, \[0, 4, 8\]"),
         ([0, 4, 8], {"cu_seqlens_cpu": torch.tensor([0, 16])}, "cu_seqlens_cpu"),
         ([0, 8], {"rank": 2}, "rank"),
+        ([0, 8], {"attention": ["ring", "gather"]}, r"attention has \['gather'\]; give methods of 'ring', 'allgather'"),
     ],
 )
 def test_what_does_not_fit_is_refused(cu: list[int], options: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         build_cp_context(torch.tensor(cu), **({"rank": 0, "world_size": 2} | options))
+
+
+def test_softmax_attention_is_planned_where_it_is_asked_for() -> None:
+    cu, ranks = boundaries([40, 24]), {"rank": 1, "world_size": 2}
+    whole = build_cp_context(cu, **ranks)
+    for methods in ((), ("ulysses",), ("ring",), ("allgather",), ("ring", "allgather")):
+        ctx = build_cp_context(cu, attention=methods, **ranks)
+        ctx.mark_dynamic()
+        for method, tables in (("ring", "rectangles"), ("allgather", "gathered")):
+            if method in methods:
+                ours, theirs = tree_leaves(getattr(ctx, tables)), tree_leaves(getattr(whole, tables))
+                assert all(map(torch.equal, ours, theirs))
+            else:
+                with pytest.raises(AssertionError, match=f"not planned for {method}: name it in build_cp_context"):
+                    getattr(ctx, tables)
+        assert ctx.full_rectangles.hops == 1 and ctx.full_gathered.keys.travel  # at first use

@@ -8,10 +8,10 @@ batch on the CPU, with every table that layers need, forward and backward, and r
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -39,6 +39,8 @@ from titan_linear.ops.cp.spans import GatheredSpans, KeyRoutes, QueryRoutes, spa
 from titan_linear.ops.torch.attention import Spans
 from titan_linear.ops.transfer import to_device
 
+SOFTMAX_METHODS = ("ring", "allgather", "ulysses")
+
 
 @dataclass(eq=False)  # frozen, every number in it would be a guard of what torch 2.11 compiles
 class CPContext:
@@ -65,8 +67,18 @@ class CPContext:
     forward_chains: Chains
     reverse_chains: Chains
     halo: HaloRoutes | None  # of a convolution of conv1d_kernel_size taps
-    rectangles: Rectangles  # of causal attention, where keys travel around the ring
-    gathered: GatheredSpans  # of causal attention, where queries and keys travel to who computes them
+    for_ring: Rectangles | None  # of causal attention; None: not planned
+    for_allgather: GatheredSpans | None  # likewise
+
+    @property
+    def rectangles(self) -> Rectangles:
+        """Of causal attention, where keys travel around the ring."""
+        return _planned(self.for_ring, "ring")
+
+    @property
+    def gathered(self) -> GatheredSpans:
+        """Of causal attention, where queries and keys travel to who computes them."""
+        return _planned(self.for_allgather, "allgather")
 
     @property
     def cu_seqlens(self) -> torch.Tensor:
@@ -103,8 +115,9 @@ class CPContext:
     def mark_dynamic(self) -> None:
         """Tell torch.compile which sizes differ from batch to batch: those that count documents and chunks."""
         counted = [self.cu_seqlens, self.cu_seqlens_cpu, self.enters_slot, self.leaves_slot]
-        spans, keys = self.gathered.spans, self.gathered.keys
-        counted += [spans.q, spans.q_cpu, spans.k, spans.k_cpu, keys.pieces, keys.sent]
+        if self.for_allgather is not None:
+            spans, _, keys, _ = self.for_allgather
+            counted += [spans.q, spans.q_cpu, spans.k, spans.k_cpu, keys.pieces, keys.sent]
         counted += [self.stream.cu_seqlens, self.stream.cu_seqlens_cpu]
         tables = [t for b in (self.boundaries, self.stream) for t in (*b.chunks.values(), *b.segments.values())]
         for table in (*counted, *(x for of in filter(None, tables) for x in of)):
@@ -166,6 +179,7 @@ def build_cp_context(
     device: torch.device | None = None,
     programs: Sequence[int] = (),
     stream_programs: Sequence[int] | None = None,
+    attention: Collection[str] = SOFTMAX_METHODS,
 ) -> CPContext:
     """Cut a packed stream among the W ranks of a group, and derive what its layers need.
 
@@ -184,11 +198,12 @@ def build_cp_context(
         programs: of the scans to come (`scan_programs`): long entries are laid out in segments for each.
         stream_programs: likewise of scans over the whole stream, for a part of the heads (cp_method "ulysses"), which
             read a chunk table of it, too; None: there are none.
+        attention: the methods of softmax attention that are planned for; (): there is none.
 
     Raises:
         ValueError: boundaries that do not start at 0 or decrease, or that cu_seqlens_cpu has otherwise; an unknown
-            layout; a stream length that W (2W for zigzag) does not divide, streams whose edges are not document
-            boundaries.
+            layout or method; a stream length that W (2W for zigzag) does not divide, streams whose edges are not
+            document boundaries.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout = {layout!r} is unknown; use one of {', '.join(map(repr, LAYOUTS))}")
@@ -200,13 +215,16 @@ def build_cp_context(
         raise ValueError(f"num_streams = {num_streams}; give the number of streams in cu_seqlens, 1 or more")
     if conv1d_kernel_size is not None and conv1d_kernel_size < 1:
         raise ValueError(f"conv1d_kernel_size = {conv1d_kernel_size}; give the convolutions' width, or leave it out")
+    if unknown := [method for method in attention if method not in SOFTMAX_METHODS]:
+        raise ValueError(f"attention has {unknown}; give methods of {', '.join(map(repr, SOFTMAX_METHODS))}, or none")
     if cu_seqlens_cpu is not None:
         check_copy(cu_seqlens, cu_seqlens_cpu)
     documents = _documents(cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu)
     fragments = cut(documents, num_streams, world_size, layout)
     mine = owned(fragments, rank)
     local, positions, entries = _local_layout(documents, mine)
-    spans = span_tables(fragments, documents, rank, world_size, causal=True)
+    spans = span_tables(fragments, documents, rank, world_size, causal=True) if "allgather" in attention else {}
+    ring = rectangle_tables(fragments, rank, world_size, causal=True) if "ring" in attention else None
     tables = {
         "tokens": {"position_ids": positions, **_slots_of_entries(mine, entries, len(local) - 1)},
         "forward": chains(fragments, rank, world_size, entries, reverse=False),
@@ -233,11 +251,11 @@ def build_cp_context(
         forward_chains=Chains(**moved["forward"], **moved["all"]),
         reverse_chains=Chains(**moved["reverse"], **moved["all"]),
         halo=HaloRoutes(**moved["halo"]) if "halo" in moved else None,
-        rectangles=_rectangles(rectangle_tables(fragments, rank, world_size, causal=True)),
-        gathered=_gathered(spans, moved),
+        for_ring=None if ring is None else _rectangles(ring), for_allgather=_gathered(spans, moved) if spans else None,
     )  # fmt: skip
 
 
+Planned = TypeVar("Planned", Rectangles, GatheredSpans)
 _Tables = Mapping[str, Mapping[str, np.ndarray]]
 ON_HOST = {  # tables read on the CPU
     "slots", "crosses", "sends", "send_counts", "receive_counts", "links", "leaving", "coming", "moves", "pieces",
@@ -280,6 +298,11 @@ def _boundaries(
 
 def _longest(cu_seqlens: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(np.diff(cu_seqlens).max(keepdims=True).astype(np.int64))
+
+
+def _planned(tables: Planned | None, method: str) -> Planned:
+    assert tables is not None, f"the context was not planned for {method}: name it in build_cp_context(attention=...)"
+    return tables
 
 
 def _rectangles(arrays: Mapping[str, np.ndarray]) -> Rectangles:
