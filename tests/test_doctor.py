@@ -25,7 +25,7 @@ from titan_linear.memory import changed
 from titan_linear.models import plan
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.presets import OWN
+from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.ops.cp import context, halo, kcp
 from titan_linear.ops.torch import delta_rule
 from titan_linear.proof import data, definitions, doctor, hf, model, ops, processes, resume, start
@@ -475,6 +475,15 @@ def test_a_model_that_does_not_fit_is_narrowed_and_that_is_said(corpus: Path) ->
         f"widths / 16: dim 2048 → {found.model.dim}",
     )
     assert found.model.layers[0].head_dim == 128 and found.model.layers[0].heads % 2 == 0
+
+
+@pytest.mark.parametrize(("top_groups", "experts"), [(4, [32, 16, 64, 64]), (1, [32, 64, 64, 64])])
+def test_groups_of_experts_stay_large_enough(top_groups: int, experts: list[int]) -> None:
+    """A model is narrowed to one that there can be: two experts in each of 8 groups, four in those of a token."""
+    moe = MoEConfig(64, 4, 64, groups=8, top_groups=top_groups)
+    model = replace(PUBLISHED["kimi-linear"]["debug"], dim=4096, moe=moe)
+    found = [proof_subject._thinner(model, factor, load_config([])).moe for factor in (2, 4, 8, 16)]
+    assert [m.num_experts for m in found] == experts and not any(m.contradiction for m in found)
 
 
 def test_at_the_start_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:

@@ -280,13 +280,12 @@ def _divided(count: int, factor: int, multiple: int) -> int:
 
 
 def _fewer_experts(moe: MoEConfig, factor: int, tp: int, ep: int) -> MoEConfig:
-    fewer = moe.num_experts // factor
-    if moe.num_experts % factor or fewer % math.lcm(ep, moe.groups) or fewer < 2 * moe.top_k:
-        fewer = moe.num_experts
+    fewer = replace(moe, num_experts=moe.num_experts // factor)
+    uneven = moe.num_experts % factor or fewer.num_experts % ep
+    if uneven or fewer.num_experts < 2 * moe.top_k or fewer.contradiction:
+        fewer = moe
     shared = moe.shared_hidden_dim and _divided(moe.shared_hidden_dim, factor, tp)
-    return replace(
-        moe, num_experts=fewer, hidden_dim=_divided(moe.hidden_dim, factor, tp), shared_hidden_dim=shared
-    )  # fmt: skip
+    return replace(fewer, hidden_dim=_divided(moe.hidden_dim, factor, tp), shared_hidden_dim=shared)
 
 
 def _fewer_heads(mixer: MixerOptions, factor: int, config: Config) -> MixerOptions:
