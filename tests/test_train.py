@@ -582,7 +582,9 @@ def test_errors_are_one_line(error: Exception, rank: int, code: int, shown: str,
 def test_workers_compute_what_the_launcher_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A restart after the file was edited, for the next experiment say, goes on with this one."""
     file, configs = tmp_path / "run.toml", []
-    file.write_text("[optimizer]\nlr = 1e-3\n[[training.mixture]]\nname = 'a'\nweight = 0.1\n")
+    file.write_text(
+        "[optimizer]\nlr = 1e-3\n[[training.mixture]]\nname = 'a'\ndataset = 'text'\ndataset_path = 'a'\nweight = 0.1\n"
+    )
     argv = ["--job.config_file", str(file)]
     checked = load_config(argv)
     file.write_text("[optimizer]\nlr = 2e-3\n")
