@@ -100,7 +100,13 @@ def run(cache: Path, worlds: Callable[..., World]) -> Callable[..., list[float]]
 @pytest.mark.parametrize(
     ("model", "processes", "keys"),
     [
-        pytest.param(model, processes, keys, id=f"{model}, {name}", marks=pytest.mark.cuda(processes))
+        pytest.param(
+            model,
+            processes,
+            keys,
+            id=f"{model}, {name}",
+            marks=pytest.mark.cuda(processes, peers="parallelism.fsdp_transport" in keys),
+        )
         for model, name, processes, keys in RUNS
     ],
 )

@@ -515,7 +515,7 @@ def train_on_gpus(rank: int, world_size: int, argv: list[str], cache: str) -> di
     be_deterministic()
     try:
         trainer = Trainer(load_config(argv))
-        assert trainer.device == torch.device("cuda", rank)
+        assert trainer.device == torch.device("cuda", torch.cuda.current_device())
         trainer.train()
         return {name: p.cpu() for name, p in whole_weights(trainer).items()}
     finally:

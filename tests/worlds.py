@@ -2,6 +2,8 @@
 
 def check(rank, world_size, argument): ...          # module-level, so that a child can import it
 results = worlds(4).run(check, argument)            # one result per rank; a failure raises here
+
+worlds(4, "nccl") has a GPU for each rank, or ranks that share those that there are: `pytest -m cuda --share-gpus`.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue,
                       WORLD_SIZE=str(world_size))  # fmt: skip
     if backend == "nccl":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic algorithms want, before cuBLAS starts
-        torch.cuda.set_device(rank)
+        take_gpu(rank, world_size)
         backend = "cpu:gloo,cuda:nccl"  # as in a run
     else:
         quicken()
@@ -56,6 +58,15 @@ def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue,
             results.put((rank, None, traceback.format_exc()))
         _destroy_own_groups()
     dist.destroy_process_group()
+
+
+def take_gpu(rank: int, world_size: int) -> None:
+    """One each, or where there are fewer, in turn (--share-gpus)."""
+    devices = torch.cuda.device_count()
+    if world_size > devices:
+        # NCCL takes two ranks on one GPU for a mistake, unless they are of two hosts; it then sends through sockets.
+        os.environ |= {"NCCL_HOSTID": str(rank), "LOCAL_RANK": str(rank % devices)}
+    torch.cuda.set_device(rank % devices)
 
 
 def _destroy_own_groups() -> None:

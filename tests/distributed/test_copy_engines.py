@@ -19,7 +19,7 @@ from titan_linear.distributed.copy_engines import CopiedGather, CopiedReduceScat
 from titan_linear.preflight import check_transport, preflight
 from titan_linear.train import Trainer
 
-GPUS = [pytest.param(n, marks=pytest.mark.cuda(n)) for n in (2, 4)]
+GPUS = [pytest.param(n, marks=pytest.mark.cuda(n, peers=True)) for n in (2, 4)]
 
 
 def test_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +121,7 @@ def losses(rank: int, world_size: int, argv: list[str], cache: str, transport: s
     return [trainer.train_step()["loss"] for _ in range(10)]
 
 
-@pytest.mark.cuda(2)
+@pytest.mark.cuda(2, peers=True)
 @pytest.mark.parametrize("reshard", ["always", "never"])
 def test_a_run(reshard: str, tmp_path: Path, worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ranks add two numbers, in whatever order: losses in bfloat16 are the same bit for bit."""

@@ -114,7 +114,7 @@ def test_what_a_later_collective_of_its_group_has_passed_is_not_late() -> None:
 
 def hang_on_gpus(rank: int, world_size: int, folder: str) -> str:
     """What is said when rank 1 comes only after that: NCCL ends the process whose collective times out."""
-    group, x = dist.new_group(timeout=timedelta(seconds=20)), torch.ones(2, device=torch.device("cuda", rank))
+    group, x = dist.new_group(timeout=timedelta(seconds=20)), torch.ones(2, device="cuda")
     dist.all_reduce(x, group=group)
     torch.cuda.synchronize()
     said, store = io.StringIO(), dist.PrefixStore(folder, dist.distributed_c10d._get_default_store())

@@ -124,14 +124,26 @@ def test_shapes_and_dtypes_of_the_smaller_ops() -> None:
 def test_a_context_that_inference_saw_first(op: str, made: bool) -> None:
     """Or that was made there."""
     x = {name: t.float() for name, t in make_inputs(op, 70, K=16, V=16).items()}
-    with torch.inference_mode(made):
-        context = build_cp_context(torch.tensor([0, 9, 70]), rank=0, world_size=1)
     for impl in ("torch", "triton"):
+        with torch.inference_mode(made):
+            context = build_cp_context(torch.tensor([0, 9, 70]), rank=0, world_size=1, device=device_of(impl))
         on = {name: t.to(device_of(impl)) for name, t in x.items()}
         with torch.inference_mode():
             RULES[op](**on, cp_context=context, impl=impl)
         on = leaves(on)
         assert all(grad.isfinite().all() for grad in gradients([RULES[op](**on, cp_context=context, impl=impl)[0]], on))
+
+
+@pytest.mark.parametrize("op", [*RULES, "conv", "attention"])
+def test_a_context_that_lies_elsewhere_is_refused(op: str) -> None:
+    context = build_cp_context(torch.tensor([0, 9, T]), rank=0, world_size=1, device="meta")
+    with pytest.raises(ValueError, match="is on cpu and cp_context on meta; build it with device = cpu"):
+        if op == "attention":
+            attention(*torch.randn(3, 1, T, 2, 8), cp_context=context)
+        elif op == "conv":
+            causal_conv1d(torch.randn(1, T, 8), torch.randn(8, 4), cp_context=context)
+        else:
+            RULES[op](**make_inputs(op, T, K=16, V=16), cp_context=context)
 
 
 @pytest.mark.parametrize("compiled", [False, True])

@@ -9,6 +9,7 @@ from timeit import timeit
 import pytest
 import torch
 
+from tests.ops.inputs import device_of
 from titan_linear.models.presets import MODELS
 from titan_linear.ops import chunk_kda, flash4, support
 from titan_linear.ops.support import TABLE, Target, choose, choose_implementations, hush, reason_against, start_lines
@@ -237,8 +238,8 @@ def test_a_look_at_the_table_costs_little() -> None:
 
 
 def test_tensors_of_several_dtypes() -> None:
-    q, v = torch.zeros(1, 2, 1, 32), torch.zeros(1, 2, 1, 32, dtype=BF16)
-    g, beta = torch.zeros(1, 2, 1, 32), torch.zeros(1, 2, 1)
+    q = torch.zeros(1, 2, 1, 32, device=device_of("triton"))
+    v, g, beta = q.to(BF16), q, q[..., 0]
     assert chunk_kda(q, q, v, g, beta)[0].dtype == BF16
     with pytest.raises(ValueError, match="differ in dtype"):
         chunk_kda(q, q, v, g, beta, impl="triton")

@@ -14,7 +14,7 @@ from titan_linear.ops.cp.balance import entries, pairs_by_rank
 from titan_linear.ops.cp.context import SOFTMAX_METHODS, CPContext
 from titan_linear.ops.cp.ring import ring_attention
 from titan_linear.ops.cp.ulysses import key_head_copies, ulysses_attention
-from titan_linear.ops.options import check_group
+from titan_linear.ops.options import check_usable
 from titan_linear.ops.torch.local_attention import local_attention
 
 METHODS = dict(zip(SOFTMAX_METHODS, (ring_attention, allgather_attention, ulysses_attention), strict=True))
@@ -155,4 +155,4 @@ def _check_context(cp: CPContext, cu_seqlens: torch.Tensor | None, q: torch.Tens
     _check_one_stream("cp_context", q, k)
     if q.shape[1] != cp.tokens:
         raise ValueError(f"q has {q.shape[1]} tokens; cp_context gives rank {cp.rank} {cp.tokens}")
-    check_group(cp)
+    check_usable(cp, "q", q)

@@ -103,11 +103,15 @@ def check_cp(
         raise ValueError("initial_state and output_final_state are not available with cp_context; leave them out")
     if x.shape[:2] != (1, cp.tokens):
         raise ValueError(f"{name} has [B, T] = {list(x.shape[:2])}; cp_context gives this rank [1, {cp.tokens}]")
-    check_group(cp)
+    check_usable(cp, name, x)
 
 
-def check_group(cp: CPContext) -> None:
-    """A context that only describes is a ValueError."""
+def check_usable(cp: CPContext, name: str, x: torch.Tensor) -> None:
+    """A context that only describes, or whose tables are elsewhere than x, the argument `name`, is a ValueError."""
+    if cp.cu_seqlens.device != x.device:
+        raise ValueError(
+            f"{name} is on {x.device} and cp_context on {cp.cu_seqlens.device}; build it with device = {x.device}"
+        )
     if cp.group is None and cp.world_size > 1:
         raise ValueError(
             f"cp_context has {cp.world_size} ranks and no group to communicate with; build it with a group"
