@@ -3,7 +3,9 @@
 def check(rank, world_size, argument): ...          # module-level, so that a child can import it
 results = worlds(4).run(check, argument)            # one result per rank; a failure raises here
 
-worlds(4, "nccl") has a GPU for each rank, or ranks that share those that there are: `pytest -m cuda --share-gpus`.
+worlds(4, "nccl") has a GPU for each rank, or with `pytest -m cuda --share-gpus` ranks that share those that there are.
+Start NVIDIA's MPS first (`nvidia-cuda-mps-control -d`): without it ranks take turns, and an all-reduce takes 27 ms, not
+0.2.
 """
 
 from __future__ import annotations

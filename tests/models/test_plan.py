@@ -140,7 +140,7 @@ def host_work(mixer: str, device: torch.device, group: dist.ProcessGroup | None,
 
 
 def on_rank(rank: int, world_size: int, device: str, cases: list[tuple[str, dict[str, str]]]) -> list[Counter]:
-    where = torch.device(device, rank) if device == "cuda" else torch.device(device)
+    where = torch.device(device, torch.cuda.current_device()) if device == "cuda" else torch.device(device)
     return [host_work(mixer, where, dist.group.WORLD, **methods) for mixer, methods in cases]
 
 
