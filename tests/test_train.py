@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -79,7 +80,7 @@ SPLITS = {
     "HSDP": (4, {"parallelism.data_parallel_replicate_degree": 2, "training.local_batch_size": 1}),
     "HSDP x cp": (4, {"parallelism.data_parallel_replicate_degree": 2, "parallelism.context_parallel_degree": 2,
                       "parallelism.context_parallel_layout": "zigzag", "activation_checkpoint.mode": "selective",
-                      "training.local_batch_size": 1, "training.enable_cpu_offload": "true"}),
+                      "training.local_batch_size": 1}),
     "tp 2": (2, {"parallelism.tensor_parallel_degree": 2}),
     "tp 2 x cp 2 zig-zag": (4, {"parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
                                 "parallelism.context_parallel_layout": "zigzag"}),
@@ -225,6 +226,33 @@ def test_float32_runs_are_equal(name: str, corpus: Path, worlds: Callable[[int],
         assert worst(rank[0], losses) < 1e-5 and worst(rank[1], norms) < 1e-3
 
 
+def sums_over_replicas(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[int, int]:
+    """Those of a step, and FSDP's units with parameters of their own."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    OWN["hybrid"] |= OWN_FLAVORS
+    trainer = Trainer(load_config(argv))
+    (replicas, _), sums, add_up = trainer.dims.fsdp_mesh.get_all_groups(), [], dist.all_reduce
+
+    def count(x: torch.Tensor, *args: object, **options: object) -> object:
+        sums.append(options.get("group") is replicas)
+        return add_up(x, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_reduce", count)
+        trainer.train_step()
+    units = [unit for unit in trainer.model.modules() if isinstance(unit, FSDPModule) and unit is not trainer.model]
+    return sum(sums), len(units)
+
+
+def test_replicas_add_up_once_a_step(corpus: Path, worlds: Callable[[int], World]) -> None:
+    """With CPU offload once a micro-step, of which there are two."""
+    processes, keys = SPLITS["HSDP x cp"]
+    for offload, times in (("false", 1), ("true", 2)):
+        argv = arguments(corpus, SMALL_HYBRID, keys, {"training.enable_cpu_offload": offload})
+        for found, units in worlds(processes).run(sums_over_replicas, argv, str(corpus.parent)):
+            assert found == times * units
+
+
 def test_tied_embeddings_and_other_presets(corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
     """Each family, and the head that shares its weight with the embedding."""
     for name, flavor, splits in (("kda", "debug", ("cp 2 zig-zag", "HSDP x tp")),
@@ -245,7 +273,8 @@ def test_a_compiled_run_is_equal(corpus: Path, worlds: Callable[[int], World], o
     compiled = {"compile.enable": "true", "compile.backend": "aot_eager"}
     full = {"activation_checkpoint.mode": "full", "training.local_batch_size": 2}  # two micro-steps
     for keys, (processes, split), more in (
-        (softmax, SPLITS["HSDP x cp"], {}), (softmax, SPLITS["tp 2"], full), (experts, EXPERT_SPLITS["ep 2, dp 2"], {}),
+        (softmax, SPLITS["HSDP x cp"], {"training.enable_cpu_offload": "true"}), (softmax, SPLITS["tp 2"], full),
+        (experts, EXPERT_SPLITS["ep 2, dp 2"], {}),
     ):  # fmt: skip
         losses, norms, weights = one_process(keys)
         argv = arguments(corpus, keys, split, more, compiled)

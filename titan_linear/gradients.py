@@ -57,14 +57,16 @@ class Passes:
 
     Args:
         watching: a context around both passes of a micro-batch.
+        replicas_once: FSDP2 adds up gradients over HSDP's replicas in the last micro-step, for all.
     """
 
     def __init__(
         self, model: Decoder, feed: Feed, precision: AbstractContextManager[object], loss_chunk: int,
         watching: Callable[[MicroBatch], AbstractContextManager[object]] = lambda batch: nullcontext(),
+        replicas_once: bool = False,
     ):  # fmt: skip
         self.model, self.feed, self.precision, self.loss_chunk = model, feed, precision, loss_chunk
-        self.watching = watching
+        self.watching, self.replicas_once = watching, replicas_once
         self.begun: Begun | None = None
 
     def forward(self, batch: MicroBatch, step: StepTokens) -> Forward:
@@ -90,6 +92,8 @@ class Passes:
         losses, streams = [], []
         for done, batch in enumerate(batches):
             ask(done)
+            if self.replicas_once:
+                self.model.set_requires_all_reduce(done == self.feed.micro_steps - 1)
             with self.watching(batch):
                 forward, self.begun = self.begun.first if self.begun else self.forward(batch, tokens), None
                 losses.append(forward.backward())

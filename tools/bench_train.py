@@ -117,7 +117,9 @@ class Ours:
         self.feed = Feed(
             batches(), sharding, micro_steps=micro_steps, copies=dims.copies, host=unhurried_group(), device=device
         )  # fmt: skip
-        self.passes = Passes(self.model, self.feed, self.precision, t.loss_chunk_size, self.telemetry.watching)
+        self.passes = Passes(
+            self.model, self.feed, self.precision, t.loss_chunk_size, self.telemetry.watching, dims.sums_replicas_once
+        )
 
     def step(self) -> None:
         """One, and the next one's first forward."""

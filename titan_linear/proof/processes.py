@@ -84,7 +84,8 @@ def _of_processes(
         micro_steps=STREAMS, copies=dims.copies, host=host, device=subject.device,
     )  # fmt: skip
     with Trace(model) as trace:
-        losses, _ = Passes(model, feed, precision, config.training.loss_chunk_size).run()
+        passes = Passes(model, feed, precision, config.training.loss_chunk_size, replicas_once=dims.sums_replicas_once)
+        losses, _ = passes.run()
     loss = losses.sum()
     sum_gradients(model, dims)
     dist.all_reduce(loss)

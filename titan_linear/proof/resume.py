@@ -56,7 +56,10 @@ class Run:
             iter(loader), sharding, micro_steps=STREAMS, copies=self.dims.copies, host=self.host,
             device=self.subject.device,
         )  # fmt: skip
-        self.passes = Passes(self.model, self.feed, precision, config.training.loss_chunk_size)
+        self.passes = Passes(
+            self.model, self.feed, precision, config.training.loss_chunk_size,
+            replicas_once=self.dims.sums_replicas_once,
+        )  # fmt: skip
 
     def next_step(self) -> tuple[float, tuple[int, ...]]:
         """One step; its loss and its streams, of all ranks. The step after is fetched, as the trainer does."""
