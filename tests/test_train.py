@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -351,8 +352,9 @@ def test_a_non_finite_loss_never_reaches_the_weights(corpus: Path, worlds: Calla
         assert message == "" and same and skipped == 1
 
 
-def ended(rank: int, world_size: int, argv: list[str], cache: str) -> list[int]:
-    """A run that saves each step, slowly, and meets a NaN in its second: the steps of whole checkpoints afterwards."""
+def ended(rank: int, world_size: int, argv: list[str], cache: str, full: bool) -> list[int]:
+    """A run that saves each step, slowly or to a full disk, and meets a NaN in its second: the steps of whole
+    checkpoints afterwards."""
     os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
     after_backward(trainer, lambda loss: loss * (float("nan") if trainer.step == 1 else 1.0))
@@ -360,6 +362,8 @@ def ended(rank: int, world_size: int, argv: list[str], cache: str) -> list[int]:
 
     def slowly(*given: object) -> object:
         time.sleep(0.5)
+        if full:
+            raise OSError(errno.ENOSPC, "No space left on device")
         return write(*given)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -376,8 +380,10 @@ def test_the_last_good_state_reaches_the_disk(corpus: Path, worlds: Callable[[in
         "checkpoint.async_mode": "async",
         "training.local_batch_size": 2,
     }
-    argv = arguments(corpus, keys, {"job.dump_folder": tmp_path})
-    assert worlds(2).run(ended, argv, str(corpus.parent)) == [[1], [1]]
+    for full, steps in ((True, []), (False, [1])):
+        (tmp_path / str(full)).mkdir()
+        argv = arguments(corpus, keys, {"job.dump_folder": tmp_path / str(full)})
+        assert worlds(2).run(ended, argv, str(corpus.parent), full) == [steps, steps]
 
 
 def early(rank: int, world_size: int, argv: list[str], cache: str, goes_on: bool) -> tuple[list[float], dict, list]:

@@ -109,7 +109,7 @@ class Checkpointer:
         Raises:
             SaveFailed: this save failed on any rank.
         """
-        at_once = not self._is_saved() or self._thread is None
+        at_once = not self.is_saved() or self._thread is None
         if self._saved in ((step, True), (step, optimizer is not None)):
             return
         begun, state = time.monotonic(), {"model": named_parameters(model)}
@@ -138,7 +138,7 @@ class Checkpointer:
         if pending is not None:
             pending.result()
 
-    def _is_saved(self) -> bool:
+    def is_saved(self) -> bool:
         """Wait for the async save under way, if one is: whether it comes to a good end. Alike on all ranks."""
         try:
             self.wait()

@@ -304,7 +304,7 @@ class Trainer:
             except NonFinite:
                 with self._unhurried():
                     if self.checkpointer:
-                        self.checkpointer.wait()  # the last good state may still be on its way to the disk
+                        self.checkpointer.is_saved()  # the last good state may still be on its way to the disk
                 raise
         with self._unhurried():
             self._finish()
