@@ -11,7 +11,7 @@ import pytest
 
 from titan_linear import rundir
 from titan_linear.config import Config, load_config
-from titan_linear.rundir import check_resume, cut_metrics, lock_folder, write_config, write_manifest
+from titan_linear.rundir import check_folders, check_resume, cut_metrics, lock_folder, write_config, write_manifest
 
 
 @pytest.fixture
@@ -121,6 +121,33 @@ def test_a_run_without_its_configuration_is_refused(folder):
     (folder / "config.toml").unlink()
     with pytest.raises(ValueError, match=r"holds a run without its config.toml"):
         check_resume(run(folder))
+
+
+@pytest.mark.parametrize(
+    "key, used",
+    [
+        ("checkpoint.folder", "checkpoint.enable"),
+        ("profiling.save_traces_folder", "profiling.enable_profiling"),
+        ("profiling.save_memory_snapshot_folder", "profiling.enable_memory_snapshot"),
+    ],
+)
+@pytest.mark.parametrize("where", ["metrics.jsonl", "metrics.jsonl/below", "nowhere"])
+def test_folders_that_cannot_be_made_are_refused_before_the_run(folder, key, used, where):
+    """Not at the first save, hours later."""
+    (folder / "nowhere").symlink_to(folder / "a disk that is not mounted")
+    there = folder / where.partition("/")[0]
+    message = f"{key} = '{where}' cannot be written: '{there}' is no folder, or none to write in; use another"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_folders(run(folder, f"--{used}=true", f"--{key}={where}"))
+    check_folders(run(folder, f"--{used}=false", f"--{key}={where}"))
+    check_folders(run(folder, f"--{used}=true", f"--{key}=new/below"))
+    assert not (folder / "new").exists()
+
+
+def test_a_folder_that_may_not_be_written_is_refused(folder, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda *_: False)  # root may write anywhere
+    with pytest.raises(ValueError, match=re.escape(f"checkpoint.folder = 'checkpoint' cannot be written: '{folder}'")):
+        check_folders(run(folder))
 
 
 def test_a_run_below_the_folder_is_another(folder):

@@ -42,7 +42,7 @@ from titan_linear.data import Tokenizer, build_tokenizer, verify_changed, verify
 from titan_linear.hf_io import check_folder
 from titan_linear.models.config import ModelConfig
 from titan_linear.optim import learning_rate
-from titan_linear.rundir import CONFIG, finished_without_checkpoint
+from titan_linear.rundir import CONFIG, check_folders, finished_without_checkpoint
 
 
 def preflight(config: Config, world_size: int, node_size: int | None = None) -> None:
@@ -79,6 +79,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     _check_hugging_face(config, model, tokenizer)
     implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     progress = _check_checkpoint(config, model) if config.checkpoint.enable else {}
+    check_folders(config)
     corpora = open_corpora(config, tokenizer, show_progress=True)
     for corpus in corpora:
         (verify_corpus if config.training.verify == "always" else verify_changed)(corpus)

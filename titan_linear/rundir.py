@@ -98,6 +98,26 @@ def _unwritable(folder: str, error: OSError) -> ValueError:
     return ValueError(f"job.dump_folder = {folder!r} cannot be written: {error.strerror}; use another folder")
 
 
+def check_folders(config: Config) -> None:
+    """What a run writes hours later can be written. Nothing is made.
+
+    Raises:
+        ValueError: where a folder is to be is none, or none that may be written.
+    """
+    c, p = config.checkpoint, config.profiling
+    for key, folder, used in (
+        ("checkpoint.folder", c.folder, c.enable),
+        ("profiling.save_traces_folder", p.save_traces_folder, p.enable_profiling),
+        ("profiling.save_memory_snapshot_folder", p.save_memory_snapshot_folder, p.enable_memory_snapshot),
+    ):
+        path = Path(config.job.dump_folder).absolute() / folder
+        there = next(part for part in (path, *path.parents) if os.path.lexists(part))
+        if used and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
+            raise ValueError(
+                f"{key} = {folder!r} cannot be written: '{there}' is no folder, or none to write in; use another"
+            )
+
+
 def check_resume(config: Config) -> list[str]:
     """Compare with the run that the folder holds; the changes, "key: old → new", for saying them.
 
