@@ -447,6 +447,32 @@ def test_a_folder_in_use_is_refused(calls, capsys):
     assert Path("outputs/.lock").read_text().startswith(f"process {os.getpid()} on ")
 
 
+def test_two_runs_do_not_share_a_folder_of_checkpoints(calls, capsys, tmp_path):
+    """Each would resume from the other's, and remove them."""
+    shared, link = tmp_path / "large", Path("outputs/checkpoint")
+    shared.mkdir()
+    link.parent.mkdir()
+    link.symlink_to(shared)
+    code = "import sys; from titan_linear.config import load_config; from titan_linear.rundir import claimed\n"
+    code += "with claimed(load_config(sys.argv[1:])): print('locked', flush=True); sys.stdin.read()"
+    keys = ["--job.dump_folder", "another run", "--checkpoint.folder", str(shared)]
+    other = subprocess.Popen(
+        [sys.executable, "-c", code, *keys], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )  # fmt: skip
+    try:
+        assert other.stdout.readline() == b"locked\n"
+        for own in (["--checkpoint.folder", str(shared)], []):
+            assert launch.main(own) == 2
+            shown = capsys.readouterr().err
+            assert f"checkpoint.folder = '{shared}' is in use by another run (process {other.pid} on " in shown
+        assert launch.main(["--checkpoint.folder", "own"]) == 0
+    finally:
+        other.kill()
+        other.communicate()
+    assert launch.main([]) == 0
+
+
 @pytest.mark.parametrize("asked, gpus, count", [("", 0, 2), ("", 4, 4), ("3", 0, 3), ("2", 4, 2)])
 def test_ngpu(monkeypatch, asked, gpus, count):
     monkeypatch.setenv("NGPU", asked)

@@ -11,7 +11,15 @@ import pytest
 
 from titan_linear import rundir
 from titan_linear.config import Config, load_config
-from titan_linear.rundir import check_folders, check_resume, cut_metrics, lock_folder, write_config, write_manifest
+from titan_linear.rundir import (
+    check_folders,
+    check_resume,
+    claimed,
+    cut_metrics,
+    lock_folder,
+    write_config,
+    write_manifest,
+)
 
 
 @pytest.fixture
@@ -35,6 +43,19 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
         message = f"job.dump_folder = '{tmp_path}' cannot be locked: {os.strerror(number)}; use a folder on another"
         with pytest.raises(ValueError, match=re.escape(message)):
             lock_folder(str(tmp_path))
+
+
+def test_checkpoints_may_lie_on_a_file_system_without_locks(folder, tmp_path, monkeypatch):
+    locked = rundir.fcntl.lockf
+
+    def locks_for_runs_alone(file, how):
+        if Path(file.name).parent != folder:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        locked(file, how)
+
+    monkeypatch.setattr(rundir.fcntl, "lockf", locks_for_runs_alone)
+    with claimed(run(folder, "--checkpoint.folder", str(tmp_path / "another disk"))):
+        assert (tmp_path / "another disk").is_dir()
 
 
 def run(folder: Path, *overrides: str) -> Config:

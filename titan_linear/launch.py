@@ -21,7 +21,7 @@ from types import FrameType
 
 from titan_linear.config import check_config, load_config
 from titan_linear.process import MISTAKE, Node, outliving_readers, run_command
-from titan_linear.rundir import check_resume, copied_configuration, lock_folder
+from titan_linear.rundir import check_resume, claimed, copied_configuration
 
 
 def main(argv: list[str]) -> int:
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         if warning := copied_configuration(config):
             print(warning, flush=True)
         # Node 0 holds it for all.
-        with lock_folder(config.job.dump_folder) if node.rank == 0 else nullcontext():
+        with claimed(config) if node.rank == 0 else nullcontext():
             for change in check_resume(config):
                 print(f"resuming with {change}", flush=True)
             from titan_linear.agent import run_workers  # slow to import; --help and typing errors do without

@@ -21,7 +21,8 @@ import platform
 import socket
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -56,7 +57,29 @@ MAY_CHANGE = (
 MAY_MOVE = ("training.dataset_path", "validation.dataset_path", "model.tokenizer_path", "training.mixture")
 
 
-def lock_folder(folder: str) -> TextIO:
+class Unlockable(ValueError):
+    """A file system that has no locks."""
+
+
+@contextmanager
+def claimed(config: Config) -> Iterator[None]:
+    """Hold the run's folder inside `with`, and that of its checkpoints where it lies elsewhere: another run of the same
+    checkpoint.folder would mix its checkpoints with these. Disks for checkpoints alone may have no locks.
+
+    Raises:
+        ValueError: another run holds one, or it cannot be written or locked.
+    """
+    run = Path(config.job.dump_folder).resolve()
+    checkpoints = (run / config.checkpoint.folder).resolve()
+    with ExitStack() as held:
+        held.enter_context(lock_folder(config.job.dump_folder))
+        if config.checkpoint.enable and not checkpoints.is_relative_to(run):
+            with suppress(Unlockable):
+                held.enter_context(lock_folder(str(checkpoints), "checkpoint.folder"))
+        yield
+
+
+def lock_folder(folder: str, key: str = "job.dump_folder") -> TextIO:
     """Make the folder and lock it until the returned file is closed or this process ends, however it ends.
 
     The lock is POSIX's: it belongs to the process, not to its children, and works on shared file systems.
@@ -68,7 +91,7 @@ def lock_folder(folder: str) -> TextIO:
         Path(folder).mkdir(parents=True, exist_ok=True)
         file = open(Path(folder) / LOCK, "a+")  # noqa: SIM115 (the caller keeps it open)
     except OSError as error:
-        raise _unwritable(folder, error) from None
+        raise _unwritable(folder, key, error) from None
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):  # POSIX allows either
@@ -76,13 +99,12 @@ def lock_folder(folder: str) -> TextIO:
         holder = file.read().strip()
         file.close()
         raise ValueError(
-            f"job.dump_folder = {folder!r} is in use by another run ({holder}); wait for it, stop it, or use another "
-            "folder"
+            f"{key} = {folder!r} is in use by another run ({holder}); wait for it, stop it, or use another folder"
         ) from None
     except OSError as error:  # some file systems have no such locks, or none without a lock service
         file.close()
-        raise ValueError(
-            f"job.dump_folder = {folder!r} cannot be locked: {error.strerror}; use a folder on another file system, or "
+        raise Unlockable(
+            f"{key} = {folder!r} cannot be locked: {error.strerror}; use a folder on another file system, or "
             "have this one mounted with POSIX locks"
         ) from None
     try:
@@ -90,12 +112,12 @@ def lock_folder(folder: str) -> TextIO:
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
     except OSError as error:
-        raise _unwritable(folder, error) from None
+        raise _unwritable(folder, key, error) from None
     return file
 
 
-def _unwritable(folder: str, error: OSError) -> ValueError:
-    return ValueError(f"job.dump_folder = {folder!r} cannot be written: {error.strerror}; use another folder")
+def _unwritable(folder: str, key: str, error: OSError) -> ValueError:
+    return ValueError(f"{key} = {folder!r} cannot be written: {error.strerror}; use another folder")
 
 
 def check_folders(config: Config) -> None:

@@ -94,8 +94,8 @@ from titan_linear.proof.start import prove
 from titan_linear.rundir import (
     RECORDERS,
     check_resume,
+    claimed,
     copied_configuration,
-    lock_folder,
     set_run_aside,
     starts_anew,
     write_config,
@@ -601,10 +601,10 @@ def _run(config: Config) -> int:
 
 
 def _claim(config: Config, held: ExitStack) -> None:
-    """What the launcher does before it starts a process; `held` keeps the folder's lock."""
+    """What the launcher does before it starts a process; `held` keeps the locks of its folders."""
     if warning := copied_configuration(config):
         print(warning, flush=True)
-    held.enter_context(lock_folder(config.job.dump_folder))
+    held.enter_context(claimed(config))
     for change in check_resume(config):
         print(f"resuming with {change}", flush=True)
     preflight(config, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))

@@ -15,7 +15,7 @@ from types import ModuleType
 from tools.pages import DOCS, ROOT, write
 
 PAGE = DOCS / "errors.md"
-RAISED = ("ValueError", "BadDocument")
+RAISED = ("ValueError", "BadDocument", "Unlockable")
 ANY = "…"  # what a message fills in
 
 HEAD = """\
