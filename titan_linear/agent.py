@@ -30,7 +30,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
 from titan_linear.nodes import Nodes
-from titan_linear.process import CHECKED, FINAL, LAUNCHER, LOST, STOPPED, Node
+from titan_linear.process import FINAL, LAUNCHER, LOST, STOPPED, Node, pass_on_configuration
 
 GRACE = 5.0  # seconds
 REPEAT = 0.3  # seconds in which a signal may come again from what passes signals on
@@ -45,7 +45,8 @@ def run_workers(module: str, argv: list[str], here: Node, max_restarts: int, che
     Raises:
         ValueError: the nodes' environment is wrong.
     """
-    os.environ.update(_environment(here.processes) | {CHECKED: checked})
+    os.environ.update(_environment(here.processes))
+    pass_on_configuration(checked)
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.propagate, elastic.handlers = False, [logging.NullHandler()]  # what it does is said here
     nodes = Nodes(here)

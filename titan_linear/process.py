@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from itertools import chain, count, takewhile
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 LAUNCHER = "TITAN_LINEAR_LAUNCHER"  # environment of the workers: the launcher's process id
-CHECKED = "TITAN_LINEAR_CONFIGURATION"  # likewise: the configuration that it has checked, as JSON
+CHECKED = "TITAN_LINEAR_CONFIGURATION"  # likewise: the configuration that it has checked, as JSON, or its first PIECE
+PIECE = 1 << 14  # characters, of up to 4 bytes: no variable may have more than 128 KiB, and lists of files do
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 # Exit codes of a worker, which tell the agent what to do.
@@ -112,6 +114,20 @@ def die_with_parent(parent: int | None = None) -> None:
 def under_launcher() -> bool:
     """This process is a worker of `python -m titan_linear.launch`, which has checked, and locked the run's folder."""
     return LAUNCHER in os.environ
+
+
+def pass_on_configuration(checked: str) -> None:
+    """To the processes that this one starts, in place of what it was given itself."""
+    for name in [name for name in os.environ if name.startswith(CHECKED)]:
+        del os.environ[name]
+    for n, start in enumerate(range(0, len(checked), PIECE)):
+        os.environ[f"{CHECKED}_{n}" if n else CHECKED] = checked[start : start + PIECE]
+
+
+def passed_configuration() -> str:
+    """What the launcher has passed on."""
+    names = chain([CHECKED], (f"{CHECKED}_{n}" for n in count(1)))
+    return "".join(takewhile(bool, (os.environ.get(name, "") for name in names)))
 
 
 def own_device() -> torch.device:

@@ -78,7 +78,6 @@ from titan_linear.ops.support import hush, start_lines
 from titan_linear.optim import build_optimizer
 from titan_linear.preflight import preflight
 from titan_linear.process import (
-    CHECKED,
     FAILED,
     LOST,
     MISTAKE,
@@ -87,6 +86,7 @@ from titan_linear.process import (
     die_with_parent,
     outliving_readers,
     own_device,
+    passed_configuration,
     under_launcher,
 )
 from titan_linear.profiling import MemorySnapshots, exposed_communication, pause, profiler
@@ -571,7 +571,7 @@ def main(argv: list[str]) -> int:
 
 def _configuration(argv: list[str]) -> Config:
     """The launcher's, as it has checked it: a file that argv names may have been edited since."""
-    return Config.model_validate_json(os.environ[CHECKED]) if under_launcher() else load_config(argv)
+    return Config.model_validate_json(passed_configuration()) if under_launcher() else load_config(argv)
 
 
 def _unwritten(error: OSError) -> str:
