@@ -82,7 +82,7 @@ def test_content_may_move_and_nothing_else(tmp_path: Path) -> None:
         check_resume(run(tmp_path / "run", *moved, "--validation.dataset_path=/v"))
 
 
-def test_a_copied_configuration_says_where_it_writes(tmp_path: Path) -> None:
+def test_a_copied_configuration_says_where_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "run"
     trained(folder)
     elsewhere = shutil.copytree(folder, tmp_path / "moved")
@@ -93,6 +93,8 @@ def test_a_copied_configuration_says_where_it_writes(tmp_path: Path) -> None:
 
     assert said(folder / "config.toml") == ""
     assert f"run in '{folder}', and this start writes there; --job.dump_folder FOLDER" in said(copy)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert said(Path("~/mine.toml")) == said(copy)  # `--job.config_file=~/mine.toml`: no shell has read the ~
     assert said(copy, "--job.dump_folder=outputs/other") == ""
     assert said(elsewhere / "config.toml").endswith(f"; --job.dump_folder '{elsewhere}' resumes where it lies")
     assert said(elsewhere / "config.toml", f"--job.dump_folder={elsewhere}") == ""
