@@ -12,11 +12,13 @@ import pytest
 from titan_linear import preflight as preflight_module
 from titan_linear.build import check_content
 from titan_linear.config import Config, load_config
+from titan_linear.data import build_tokenizer
 from titan_linear.models.config import fingerprint
 from titan_linear.models.presets import preset
 from titan_linear.preflight import (
     check_expert_parallel,
     check_heads,
+    check_prompts,
     check_schedule,
     check_tensor_parallel,
     preflight,
@@ -197,3 +199,22 @@ def test_a_folder_for_checkpoints_that_cannot_be_made_is_refused_before_the_corp
         ValueError, match=r"checkpoint\.folder = .*disk' is no folder, or none to write in; use another"
     ):
         preflight(run(tmp_path, **keys), 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens"),
+    [("validation.sample_prompt", "validation.sample_tokens"), ("sample.prompt", "sample.max_new_tokens")],
+)
+def test_a_prompt_without_tokens_is_refused_before_the_run(prompt: str, tokens: str, tmp_path: Path) -> None:
+    """Not at the first validation, or when the run ends."""
+    blanks_left_out = {
+        "model": {"type": "WordLevel", "vocab": {"a": 0, "?": 1}, "unk_token": "?"},
+        "normalizer": {"type": "Strip", "strip_left": True, "strip_right": True},
+        "pre_tokenizer": {"type": "Whitespace"},
+    }
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "added_tokens": [], **blanks_left_out}))
+    keys = {"model.tokenizer_path": tmp_path, "validation.enable": "true", "training.steps": 1, tokens: 3}
+    with pytest.raises(ValueError, match=rf"{prompt} = '  ' has no tokens; give some text to continue"):
+        preflight(run(tmp_path, **keys, **{prompt: "  "}), 1)
+    check_prompts(run(tmp_path, **keys, **{prompt: "a"}), build_tokenizer(str(tmp_path)))
+    check_prompts(run(tmp_path, **keys | {tokens: 0}, **{prompt: "  "}), build_tokenizer(str(tmp_path)))

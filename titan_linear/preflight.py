@@ -70,6 +70,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     model = model_config(config, tokenizer)
     if line := vocabulary(config, model, tokenizer):
         print(line, flush=True)
+    check_prompts(config, tokenizer)
     check_tensor_parallel(model, config)
     check_expert_parallel(model, config)
     check_heads(model, config)
@@ -160,6 +161,17 @@ def check_schedule(config: Config, step: int, length: int | None = None) -> None
             f"until training.steps (lr_scheduler.total_steps = 0), and that was {length}; set {keep} to keep the "
             f"schedule, or lr_scheduler.total_steps = {steps} to resume with the new one"
         )
+
+
+def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
+    """Texts to go on from that are none to this tokenizer: blanks, say, which some leave out."""
+    v, s = config.validation, config.sample
+    for key, prompt, tokens in (
+        ("validation.sample_prompt", v.sample_prompt, v.sample_tokens),
+        ("sample.prompt", s.prompt, s.max_new_tokens),
+    ):
+        if tokens and not len(tokenizer.encode(prompt)):
+            raise ValueError(f"{key} = {prompt!r} has no tokens; give some text to continue")
 
 
 def check_heads(model: ModelConfig, config: Config) -> None:
