@@ -18,6 +18,7 @@ from titan_linear.models.presets import preset
 from titan_linear.preflight import (
     check_expert_parallel,
     check_heads,
+    check_mixture_step,
     check_prompts,
     check_schedule,
     check_tensor_parallel,
@@ -218,3 +219,16 @@ def test_a_prompt_without_tokens_is_refused_before_the_run(prompt: str, tokens: 
         preflight(run(tmp_path, **keys, **{prompt: "  "}), 1)
     check_prompts(run(tmp_path, **keys, **{prompt: "a"}), build_tokenizer(str(tmp_path)))
     check_prompts(run(tmp_path, **keys | {tokens: 0}, **{prompt: "  "}), build_tokenizer(str(tmp_path)))
+
+
+def test_a_mixture_does_not_change_in_a_run_that_is_not_there(tmp_path: Path) -> None:
+    """The wrong folder, say: another run would begin, with the new mixture alone."""
+    (tmp_path / "a.txt").write_text("text " * 100)
+    source = f'[{{name = "a", weight = 1, dataset = "text", dataset_path = "{tmp_path}"}}]'
+    keys = {"training.mixture": source, "training.seq_len": 16, "training.mixture_from_step": 500}
+    message = rf"mixture_from_step = 500 goes on from step 500 of a run, and job.dump_folder = '{tmp_path}' has"
+    with pytest.raises(ValueError, match=message):
+        preflight(run(tmp_path, **keys), 1)
+    check_mixture_step(run(tmp_path, **keys), {"step": 480})  # what it may be there, its mixtures say
+    for step in (-1, 0):
+        check_mixture_step(run(tmp_path, **keys | {"training.mixture_from_step": step}), {})

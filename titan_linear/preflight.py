@@ -81,6 +81,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     progress = _check_checkpoint(config, model) if config.checkpoint.enable else {}
     check_folders(config)
+    check_mixture_step(config, progress)
     corpora = open_corpora(config, tokenizer, show_progress=True)
     for corpus in corpora:
         (verify_corpus if config.training.verify == "always" else verify_changed)(corpus)
@@ -172,6 +173,17 @@ def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
     ):
         if tokens and not len(tokenizer.encode(prompt)):
             raise ValueError(f"{key} = {prompt!r} has no tokens; give some text to continue")
+
+
+def check_mixture_step(config: Config, progress: Progress) -> None:
+    """ValueError: the mixture is to be another from some step on, and there are no steps before it."""
+    step = config.training.mixture_from_step
+    if step > 0 and not progress:
+        raise ValueError(
+            f"training.mixture_from_step = {step} goes on from step {step} of a run, and job.dump_folder = "
+            f"{config.job.dump_folder!r} has no checkpoint to resume from; give that run's folder, or remove "
+            "training.mixture_from_step to begin with this mixture"
+        )
 
 
 def check_heads(model: ModelConfig, config: Config) -> None:
