@@ -356,3 +356,12 @@ def test_a_step_that_takes_the_weights_whole_is_refused():
     config = load_config(["--optimizer.lr", "10"])
     with pytest.raises(ValueError, match=r"optimizer.lr = 10.0 times optimizer.weight_decay = 0.1 is 1, .* lower one"):
         check_config(config, 1)
+
+
+def test_an_eps_that_vanishes_is_refused():
+    """Rows of the embedding that no document has had so far would become NaN."""
+    for dtype in ("float32", "bfloat16"):
+        check_config(load_config(overrides(optimizer__eps=1.2e-38, training__dtype=dtype)), 1)
+        with pytest.raises(ValueError, match=rf"eps = 1e-46 is 0 in training.dtype = '{dtype}', .* at least 1.2e-38"):
+            check_config(load_config(overrides(optimizer__eps=1e-46, training__dtype=dtype)), 1)
+    check_config(load_config(overrides(optimizer__eps=1e-60, training__dtype="float64")), 1)

@@ -417,6 +417,7 @@ TABLES = {
 PRINT = "--print-config"
 OTHER = "other"  # of metrics.loss_by_source: what no group has
 SMALLEST_SHARE = 1 << 16  # of a mixture, one in so many streams
+SMALLEST_EPS = 1.2e-38  # float32 and bfloat16 have less with fewer digits, and devices take it for 0
 
 # Keys and sections of TorchTitan whose capability is not here, and what there is.
 ABSENT = {
@@ -694,6 +695,11 @@ def check_config(config: Config, world_size: int) -> None:
         raise ValueError(
             f"optimizer.lr = {config.optimizer.lr} times optimizer.weight_decay = {config.optimizer.weight_decay} is "
             f"{taken:g}, what a step takes of each weight, and must be below 1; lower one of them"
+        )
+    if config.training.dtype != "float64" and config.optimizer.eps < SMALLEST_EPS:
+        raise ValueError(
+            f"optimizer.eps = {config.optimizer.eps} is 0 in training.dtype = {config.training.dtype!r}, and weights "
+            f"whose gradients have all been 0 would become 0 / 0; use at least {SMALLEST_EPS}"
         )
     if config.training.enable_cpu_offload and config.parallelism.fsdp_transport != "nccl":
         raise ValueError(
