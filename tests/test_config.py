@@ -289,6 +289,8 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
         (2, {"training__local_batch_size": 3}, "global_batch_size = 8 is not a multiple of .* 3 × 2 = 6"),
         (1, {"lr_scheduler__total_steps": 10}, "total_steps = 10 is less than training.steps = 1000"),
         (1, {"training__dtype": "float64", "training__mixed_precision_param": "float32"}, "float64 is for all three"),
+        (1, {"training__expert_balance_coefficient": -0.5}, "coefficient = -0.5 must be 0 or more, or -1 for the"),
+        (1, {"training__expert_bias_update_rate": -1e-9}, "update_rate = -1e-09 must be 0 or more, or -1"),
         (1, {"training__mixed_precision_reduce": "float64"}, "float64 is for all three or for none"),
         (
             2,

@@ -691,6 +691,7 @@ def check_config(config: Config, world_size: int) -> None:
     _check_expert_parallel(config.parallelism, shard * config.parallelism.context_parallel_degree)
     _check_schedule(config)
     _check_types(config.training)
+    _check_experts(config.training)
     if (taken := config.optimizer.lr * config.optimizer.weight_decay) >= 1:
         raise ValueError(
             f"optimizer.lr = {config.optimizer.lr} times optimizer.weight_decay = {config.optimizer.weight_decay} is "
@@ -796,6 +797,12 @@ def _check_schedule(config: Config) -> None:
             f"lr_scheduler.total_steps = {s.total_steps} is less than training.steps = {steps}; use at least {steps}, "
             "or 0 to follow training.steps"
         )
+
+
+def _check_experts(t: Training) -> None:
+    for key in ("expert_balance_coefficient", "expert_bias_update_rate"):
+        if -1 < getattr(t, key) < 0:
+            raise ValueError(f"training.{key} = {getattr(t, key)} must be 0 or more, or -1 for the model's")
 
 
 def _check_types(t: Training) -> None:
