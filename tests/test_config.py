@@ -6,7 +6,15 @@ import sys
 import pytest
 
 from titan_linear import config as config_module
-from titan_linear.config import KEYS, Config, check_config, config_to_toml, data_parallel_degrees, load_config
+from titan_linear.config import (
+    KEYS,
+    Config,
+    check_config,
+    config_to_toml,
+    data_parallel_degrees,
+    flat_keys,
+    load_config,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +101,9 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     config = load_config(["--job.config_file=~/run.toml", "--model.flavor=hf", "--model.hf_assets_path=~/assets"])
     given = config.job.dump_folder, config.checkpoint.initial_load_path, config.model.hf_assets_path
     assert given == tuple(str(tmp_path / name) for name in ("run", "old", "assets"))
+    folders = ("checkpoint.folder", "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder")
+    config = load_config([f"--{key}=~/{key}" for key in folders])  # inside the run's they would be named "~"
+    assert {key: flat_keys(config)[key] for key in folders} == {key: str(tmp_path / key) for key in folders}
 
 
 @pytest.mark.parametrize(

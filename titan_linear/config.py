@@ -633,9 +633,12 @@ def _nearest(key: str) -> str:
 def _at_home(config: Config) -> Config:
     """With the home folder for ~ in paths of folders."""
     changed = {}
-    for section, key in (("job", "dump_folder"), ("checkpoint", "initial_load_path"), ("model", "hf_assets_path")):
+    for section, names in (
+        ("job", ("dump_folder",)), ("checkpoint", ("folder", "initial_load_path")), ("model", ("hf_assets_path",)),
+        ("profiling", ("save_traces_folder", "save_memory_snapshot_folder")),
+    ):  # fmt: skip
         keys = getattr(config, section)
-        changed[section] = keys.model_copy(update={key: os.path.expanduser(getattr(keys, key))})
+        changed[section] = keys.model_copy(update={name: os.path.expanduser(getattr(keys, name)) for name in names})
     return config.model_copy(update=changed)
 
 
