@@ -232,3 +232,23 @@ def test_a_mixture_does_not_change_in_a_run_that_is_not_there(tmp_path: Path) ->
     check_mixture_step(run(tmp_path, **keys), {"step": 480})  # what it may be there, its mixtures say
     for step in (-1, 0):
         check_mixture_step(run(tmp_path, **keys | {"training.mixture_from_step": step}), {})
+
+
+@pytest.mark.parametrize("known", ["bytes-257", None, "of another file"])
+def test_weights_that_know_another_tokenizer_are_named(
+    known: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    """Their vocabularies may be alike in size."""
+    weights = tmp_path / "old/checkpoint/step-3"
+    weights.mkdir(parents=True)
+    (weights / "manifest.json").touch()
+    (weights / "progress.json").write_text(json.dumps({"step": 3} | ({"tokenizer": known} if known else {})))
+    for name in ("verify", "check_weights"):
+        monkeypatch.setattr(preflight_module, name, lambda *_: None)
+    keys = {"checkpoint.initial_load_path": tmp_path / "old", "training.dataset": "text"}
+    with pytest.raises(ValueError, match="no file is at"):
+        preflight(run(tmp_path / "new", **keys, **{"training.dataset_path": "nowhere"}), 1)
+    warned = (
+        f"'{weights}' were trained with another tokenizer than model.tokenizer_path gives" in capsys.readouterr().out
+    )
+    assert warned == (known == "of another file")

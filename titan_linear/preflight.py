@@ -79,7 +79,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
         print(warning, flush=True)
     _check_hugging_face(config, model, tokenizer)
     implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    progress = _check_checkpoint(config, model) if config.checkpoint.enable else {}
+    progress = _check_checkpoint(config, model, tokenizer) if config.checkpoint.enable else {}
     check_folders(config)
     check_mixture_step(config, progress)
     corpora = open_corpora(config, tokenizer, show_progress=True)
@@ -103,7 +103,7 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
         under_key("checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model)
 
 
-def _check_checkpoint(config: Config, model: ModelConfig) -> Progress:
+def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> Progress:
     """The checkpoint that the run begins or resumes from is whole, of this model and has all it needs; of the latter,
     what it knows.
 
@@ -116,6 +116,8 @@ def _check_checkpoint(config: Config, model: ModelConfig) -> Progress:
             path = weights_path(Path(c.initial_load_path))
             verify(path)
             check_weights(path, unallocated(model, torch.float32))
+            if warning := other_tokenizer(path, tokenizer):
+                print(warning, flush=True)
         return {}
     verify(folder / f"step-{step}")
     rewound = c.load_step not in (-1, step)
@@ -141,6 +143,17 @@ def _check_checkpoint(config: Config, model: ModelConfig) -> Progress:
     progress = read_progress(folder / f"step-{step}")
     check_schedule(config, step, progress.get("total_steps"))
     return progress
+
+
+def other_tokenizer(path: Path, tokenizer: Tokenizer) -> str:
+    """A warning where the weights of this checkpoint know other tokens, which may be meant; else ""."""
+    known = read_progress(path).get("tokenizer")  # checkpoints of older versions do not say it
+    if known in (None, tokenizer.fingerprint):
+        return ""
+    return (
+        f"warning: the weights of checkpoint.initial_load_path = '{path}' were trained with another tokenizer than "
+        f"model.tokenizer_path gives (fingerprints {known} and {tokenizer.fingerprint})"
+    )
 
 
 def check_schedule(config: Config, step: int, length: int | None = None) -> None:
