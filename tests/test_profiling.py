@@ -68,6 +68,24 @@ def test_a_trace_of_the_profiler(
     assert shown.startswith("no kernels of a GPU") and "| 2 | `aten::dot` |" in shown
 
 
+@pytest.mark.parametrize(
+    ("freq", "active", "steps", "traces"), [(1, 1, 2, {1: 1, 2: 1}), (3, 1, 5, {3: 1}), (3, 2, 5, {3: 2, 5: 1})]
+)
+def test_the_end_of_a_run_leaves_traces_of_steps(
+    freq: int, active: int, steps: int, traces: dict[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another trace begins then, it would be of no step, in the place of the last one's."""
+    monkeypatch.setenv("RANK", "0")
+    keys = {"profile_freq": freq, "profiler_active": active, "enable_profiling": "true"}
+    config = load_config([f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())])
+    with profiler(config) as profile:
+        for _ in range(steps):
+            torch.ones(8) @ torch.ones(8)
+            profile.step()
+    found = {path.name: path.read_text().count('"aten::dot"') for path in (tmp_path / "profile_traces").iterdir()}
+    assert found == {f"rank0_step{step}.json": recorded for step, recorded in traces.items()}
+
+
 def exposed_by_ranks(rank: int, world_size: int, traces: list[list[Summary]]) -> list[tuple[float, float] | None]:
     return [exposed_communication(of_ranks[rank], dist.group.WORLD) for of_ranks in traces]
 

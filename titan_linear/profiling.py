@@ -16,6 +16,7 @@ import torch.distributed as dist
 from titan_linear.config import Config
 from titan_linear.traces import PAUSE, Summary, read, summary
 
+RECORDING = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction.RECORD_AND_SAVE)
 EVENTS = 100_000  # allocations and frees that a memory snapshot tells of, the latest
 
 
@@ -45,6 +46,7 @@ class Profiler:
             wait=p.profile_freq - warmup - active, warmup=warmup, active=active, repeat=p.profile_count
         )
         self.profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
+        self.recorded = 0  # steps since the last trace
         self.written: Path | None = None  # by the last step
 
     def __enter__(self) -> Profiler:
@@ -57,6 +59,7 @@ class Profiler:
     def step(self) -> Summary | None:
         """What the trace says that has been written just now, if one has."""
         self.written = None
+        self.recorded += self.profile.current_action in RECORDING
         self.profile.step()
         if not self.written:
             return None
@@ -64,6 +67,10 @@ class Profiler:
             return summary(read(self.written))
 
     def _write(self, trace: torch.profiler.profile) -> None:
+        """Of steps: a run that ends where a trace would begin has none more, and its last trace the same name."""
+        if not self.recorded:
+            return
+        self.recorded = 0
         self.written = self.folder / f"rank{self.rank}_step{self.done + trace.step_num}.json"
         trace.export_chrome_trace(str(self.written))
 
