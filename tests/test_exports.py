@@ -96,7 +96,7 @@ def test_a_finished_run_names_what_it_lacks(
     (tmp_path / "checkpoint/step-4-hf").mkdir()
     monkeypatch.setattr("titan_linear.preflight.verify", lambda _: None)
     with pytest.raises(SystemExit):
-        _check_checkpoint(config, model_config(config, ByteTokenizer()))
+        _check_checkpoint(config, model_config(config, ByteTokenizer()), ByteTokenizer())
     assert "\nnot exported: step-2, step-6; python -m tools.convert to-hf does it\n" in capsys.readouterr().out
 
 
