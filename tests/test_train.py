@@ -246,10 +246,12 @@ def sums_over_replicas(rank: int, world_size: int, argv: list[str], cache: str) 
 
 
 def test_replicas_add_up_once_a_step(corpus: Path, worlds: Callable[[int], World]) -> None:
-    """With CPU offload once a micro-step, of which there are two."""
+    """Once a micro-step, of which there are two, with CPU offload and where reductions are of another type: in bfloat16
+    the sum of many micro-steps would be rounded as often."""
     processes, keys = SPLITS["HSDP x cp"]
-    for offload, times in (("false", 1), ("true", 2)):
-        argv = arguments(corpus, SMALL_HYBRID, keys, {"training.enable_cpu_offload": offload})
+    in_each = {"training.enable_cpu_offload": "true"}, {"training.mixed_precision_reduce": "bfloat16"}
+    for more, times in (({}, 1), *((more, 2) for more in in_each)):
+        argv = arguments(corpus, SMALL_HYBRID, keys, more)
         for found, units in worlds(processes).run(sums_over_replicas, argv, str(corpus.parent)):
             assert found == times * units
 

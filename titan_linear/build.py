@@ -399,6 +399,14 @@ def mixed_precision(config: Config, model: Decoder, dims: ParallelDims) -> Abstr
     return nullcontext() if dims.sharded else ComputeCopies(model, DTYPES[config.training.mixed_precision_param])
 
 
+def sums_replicas_once(config: Config, dims: ParallelDims) -> bool:
+    """A step's gradients are added up over HSDP's replicas in its last micro-step. Until then FSDP2 holds their sum on
+    the device in the type of reductions: with CPU offload, or if gradients are kept in another type, it is done in
+    each, so that a narrower type is not what micro-steps are added up in, and a wider one takes no memory."""
+    alike = config.training.mixed_precision_reduce == config.training.dtype
+    return dims.dp_replicate > 1 and not dims.cpu_offload and alike
+
+
 # --- The folders -----------------------------------------------------------------------------------------------------
 
 

@@ -39,6 +39,7 @@ from titan_linear.build import (
     mixed_precision,
     model_config,
     progress_at,
+    sums_replicas_once,
     tokenizer_path,
     uncompiled,
 )
@@ -152,8 +153,9 @@ class Trainer:
         self.telemetry = Telemetry(config, self.model, self.dims, self.device, self.streams, groups)
         loss_chunk = config.training.loss_chunk_size
         self.passes = Passes(
-            self.model, self.feed, self.precision, loss_chunk, self.telemetry.watching, self.dims.sums_replicas_once
-        )
+            self.model, self.feed, self.precision, loss_chunk, self.telemetry.watching,
+            sums_replicas_once(config, self.dims),
+        )  # fmt: skip
         self.seen: Seen = {}  # by telemetry in the last step
         # Rows come to a rank's experts as many as they are: the second pass compiles for any number.
         self.compiling = 2 if config.compile.enable and self.dims.ep > 1 else 1  # steps, from the first

@@ -47,7 +47,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_linear.build import build_dims, build_model, build_sharding, mixed_precision, model_without_tokenizer
+from titan_linear.build import (
+    build_dims,
+    build_model,
+    build_sharding,
+    mixed_precision,
+    model_without_tokenizer,
+    sums_replicas_once,
+)
 from titan_linear.checkpoint import named_parameters
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import IGNORE, Batch, Stream, build_dataloader
@@ -118,8 +125,9 @@ class Ours:
             batches(), sharding, micro_steps=micro_steps, copies=dims.copies, host=unhurried_group(), device=device
         )  # fmt: skip
         self.passes = Passes(
-            self.model, self.feed, self.precision, t.loss_chunk_size, self.telemetry.watching, dims.sums_replicas_once
-        )
+            self.model, self.feed, self.precision, t.loss_chunk_size, self.telemetry.watching,
+            sums_replicas_once(config, dims),
+        )  # fmt: skip
 
     def step(self) -> None:
         """One, and the next one's first forward."""

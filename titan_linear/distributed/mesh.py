@@ -38,12 +38,6 @@ class ParallelDims:
         return self.fsdp_mesh.size() > 1 or self.cpu_offload
 
     @property
-    def sums_replicas_once(self) -> bool:
-        """A step's gradients are added up over HSDP's replicas in its last micro-step. With CPU offload in each: until
-        then FSDP2 would hold them on the device."""
-        return self.dp_replicate > 1 and not self.cpu_offload
-
-    @property
     def dp_rank(self) -> int:
         return self.mesh.get_rank() // self.copies
 

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titan_linear.build import DTYPES, build_dims, build_model, build_sharding, mixed_precision
+from titan_linear.build import DTYPES, build_dims, build_model, build_sharding, mixed_precision, sums_replicas_once
 from titan_linear.checkpoint import named_parameters
 from titan_linear.config import Config
 from titan_linear.distributed.feed import Feed
@@ -84,7 +84,8 @@ def _of_processes(
         micro_steps=STREAMS, copies=dims.copies, host=host, device=subject.device,
     )  # fmt: skip
     with Trace(model) as trace:
-        passes = Passes(model, feed, precision, config.training.loss_chunk_size, replicas_once=dims.sums_replicas_once)
+        once = sums_replicas_once(config, dims)
+        passes = Passes(model, feed, precision, config.training.loss_chunk_size, replicas_once=once)
         losses, _ = passes.run()
     loss = losses.sum()
     sum_gradients(model, dims)

@@ -11,7 +11,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.build import build_dims, build_model, build_sharding, mixed_precision, progress_at
+from titan_linear.build import (
+    build_dims,
+    build_model,
+    build_sharding,
+    mixed_precision,
+    progress_at,
+    sums_replicas_once,
+)
 from titan_linear.checkpoint import Checkpointer, named_parameters
 from titan_linear.config import Config
 from titan_linear.data import build_dataloader
@@ -58,7 +65,7 @@ class Run:
         )  # fmt: skip
         self.passes = Passes(
             self.model, self.feed, precision, config.training.loss_chunk_size,
-            replicas_once=self.dims.sums_replicas_once,
+            replicas_once=sums_replicas_once(config, self.dims),
         )  # fmt: skip
 
     def next_step(self) -> tuple[float, tuple[int, ...]]:
