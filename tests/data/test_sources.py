@@ -3,6 +3,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from tqdm import TqdmWarning
 
 from titan_linear.data import ByteTokenizer, Corpus, open_corpus, write_corpus
 from titan_linear.data.sources import source_files
@@ -304,6 +306,16 @@ def test_parquet(texts: Callable, tmp_path: Path):
     pq.write_table(pa.table({"text": rows, "n": range(600)}), tmp_path / "a.parquet", row_group_size=100)
     pq.write_table(pa.table({"text": pa.array(["x"], pa.large_string())}), tmp_path / "b.parquet")
     assert texts("parquet", tmp_path) == [row.encode() for row in [*rows, "x"]]
+
+
+def test_the_bar_of_rows_ends_at_their_files(texts: Callable, tmp_path: Path):
+    """A row's size is a fraction of its file's, and the sum of such fractions may pass it, at which tqdm warns."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", TqdmWarning)
+        for rows in range(290, 310):
+            file = tmp_path / f"{rows}.parquet"
+            pq.write_table(pa.table({"text": ["row"] * rows}), file)
+            assert len(texts("parquet", file, show_progress=True)) == rows
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])

@@ -367,7 +367,7 @@ def _tokenised(texts: _Texts, progress: Progress) -> Iterator[Tokens]:
     )  # fmt: skip
     with bar, closing(tokenise(texts.encoder, documents, worker_count(total))) as encoded:
         for document, tokens in encoded:
-            bar.update(document.size)
+            bar.update(min(document.size, total - bar.n))  # rows are fractions, whose sum may pass the total
             while ends and ends[0] <= progress.read:
                 ends.popleft()
                 progress.files_read += 1
