@@ -398,6 +398,18 @@ def test_a_bad_folder_is_refused_before_training(damage: Callable[[Path], str], 
     assert not (tmp_path / "run").exists()
 
 
+def test_generation_names_the_tokenizer_that_it_was_given(tmp_path: Path) -> None:
+    model, folder, other = Decoder(KDA), tmp_path / "folder", tmp_path / "other"
+    initialise(model, seed=0)
+    write_folder(folder, KDA, "KDAForCausalLM", gather(model), dtype=torch.float32)
+    other.mkdir()
+    large_tokenizer(other)
+    with pytest.raises(
+        ValueError, match=r"that of the tokenizer '.*other', 401; set .* \(tools\.generate: --tokenizer\)"
+    ):
+        generate.load(folder, str(other), torch.float32, torch.device("cpu"))
+
+
 GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
 

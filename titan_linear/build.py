@@ -278,7 +278,7 @@ def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
         what, remedy = f"model.vocab_size = {model.vocab_size}", f"model.vocab_size to at least {tokenizer.vocab_size}"
         if config.model.flavor == "hf":
             what = f"the vocabulary of '{hf_assets(config)}/config.json', {model.vocab_size},"
-            remedy = "model.tokenizer_path to the tokenizer of this model"
+            remedy = "model.tokenizer_path (tools.generate: --tokenizer) to the tokenizer of this model"
         raise ValueError(
             f"{what} is smaller than that of the tokenizer {tokenizer_path(config) or 'of bytes'!r}, "
             f"{tokenizer.vocab_size}; set {remedy}"

@@ -74,7 +74,9 @@ def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -
         path = weights_path(path, key="PATH")
         verify(path)
         run = config_of(path)
-    text = build_tokenizer(tokenizer or tokenizer_path(run))
+    if tokenizer:  # in the configuration, so that what is refused names it
+        run = run.model_copy(update={"model": run.model.model_copy(update={"tokenizer_path": tokenizer})})
+    text = build_tokenizer(tokenizer_path(run))
     config = model_config(run, text)
     if in_hf:
         check_folder(path, config)
