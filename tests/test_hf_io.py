@@ -553,7 +553,11 @@ def test_commands_say_what_is_wrong(
     prompt = ["--prompt", "x"]
     for main, argv, words in (
         (convert.main, ["to-hf", step, folder], "is there already"),
-        (convert.main, ["to-hf", step, str(tmp_path / "out")], "has the config.toml of its run"),
+        (
+            convert.main,
+            ["to-hf", step, str(tmp_path / "out")],
+            "config.toml of its run; keep checkpoints in their run's folder, and of one that tools.convert",
+        ),
         (convert.main, ["to-hf", str(tmp_path), str(tmp_path / "out")], "neither a whole checkpoint"),
         (convert.main, ["from-hf", str(tmp_path), str(tmp_path / "out")], "config.json': cannot be read"),
         (convert.main, ["from-hf", folder, str(tmp_path / "checkpoints")], "holds checkpoints already"),
