@@ -180,6 +180,21 @@ def test_time_of_parts() -> None:
     assert parts(on=host)["launches"] > 100 > plain["launches"]
 
 
+def test_replicas_add_up_once_a_step_where_they_wait() -> None:
+    """Eight micro-steps or one; in bfloat16, of half the bytes, in each."""
+    run = [*RUN, "--model.name=kda", "--model.flavor=340M", "--training.global_batch_size=16"]
+    run.append("--parallelism.data_parallel_replicate_degree=2")
+    network = machine(network=1e7, node_size=1)  # which backward hides nothing of
+
+    def communication(local: int, *keys: str) -> float:
+        config = load_config([*run, f"--training.local_batch_size={local}", *keys], cuda=True)
+        return step(config, preset("kda", "340M"), 2, network).parts["communication"]
+
+    narrow = "--training.mixed_precision_reduce=bfloat16"
+    assert communication(1) == pytest.approx(communication(8), rel=0.02)
+    assert communication(1, narrow) == pytest.approx(4 * communication(8), rel=0.02)
+
+
 def test_offload_shows_where_it_should(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """One GPU waits for the host; several hide what they can. Where the host was not measured no time is planned."""
     model, link = preset("kda", "340M"), 50e9

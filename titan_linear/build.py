@@ -20,6 +20,7 @@ from titan_linear.config import (
     flat_keys,
     hf_assets,
     hf_weights,
+    replicas_wait,
     schedule_steps,
     sources,
     tokens_at,
@@ -400,11 +401,8 @@ def mixed_precision(config: Config, model: Decoder, dims: ParallelDims) -> Abstr
 
 
 def sums_replicas_once(config: Config, dims: ParallelDims) -> bool:
-    """A step's gradients are added up over HSDP's replicas in its last micro-step. Until then FSDP2 holds their sum on
-    the device in the type of reductions: with CPU offload, or if gradients are kept in another type, it is done in
-    each, so that a narrower type is not what micro-steps are added up in, and a wider one takes no memory."""
-    alike = config.training.mixed_precision_reduce == config.training.dtype
-    return dims.dp_replicate > 1 and not dims.cpu_offload and alike
+    """There are replicas, and they wait for the last micro-step (`replicas_wait`)."""
+    return dims.dp_replicate > 1 and replicas_wait(config.training)
 
 
 # --- The folders -----------------------------------------------------------------------------------------------------

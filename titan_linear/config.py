@@ -728,6 +728,13 @@ def seq_len_at(t: Training, step: int) -> int:
     return next((part.seq_len for part in t.seq_len_schedule if step <= part.until_step), t.seq_len)
 
 
+def replicas_wait(t: Training) -> bool:
+    """A step's gradients are added up over HSDP's replicas in its last micro-step. Until then FSDP2 holds their sum on
+    the device in the type of reductions: with CPU offload, or if gradients are kept in another type, it is done in
+    each, so that a narrower type is not what micro-steps are added up in, and a wider one takes no memory."""
+    return not t.enable_cpu_offload and t.mixed_precision_reduce == t.dtype
+
+
 def schedule_steps(config: Config) -> int:
     """Until which the learning rate decays."""
     return config.lr_scheduler.total_steps or config.training.steps

@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from titan_linear.config import Config, data_parallel_degrees
+from titan_linear.config import Config, data_parallel_degrees, replicas_wait
 from titan_linear.counting import OF_DRIVER, Call, Layer, Size, Work
 from titan_linear.flops import training_flops
 from titan_linear.memory import Batch, Units, boundaries, context, layers, micro_steps, units
@@ -335,6 +335,8 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     parts["head"] = times * _head(config, model, u, batch, machine)
     parts["optimizer"] = _optimizer(u, times, machine)
     parts["communication"] += times * (_shared(config, u, gpus, machine, passes) + _experts(model, batch, machine))
+    sums = 1 if replicas_wait(t) else times
+    parts["communication"] += sums * _replicas(config, u, gpus, machine, passes)
     if u.offloaded:
         parts["communication"] += (times - 1) * u.own * u.types.stored / machine.offload.to_host
     chunks = -(-batch.tokens * batch.tp // t.loss_chunk_size)
@@ -386,10 +388,9 @@ def _optimizer(u: Units, times: int, machine: Machine) -> float:
 
 def _shared(config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
     """Seconds of FSDP2's exchanges in a micro-step that layers do not hide: a layer is gathered while the one before is
-    computed, again in backward if it was freed, where gradients of the one before are reduced too; and of the replicas'
-    sum."""
+    computed, again in backward if it was freed, where gradients of the one before are reduced too."""
     p = config.parallelism
-    replicas, shards = data_parallel_degrees(config, gpus)
+    _, shards = data_parallel_degrees(config, gpus)
     n, stride = shards * p.context_parallel_degree, p.tensor_parallel_degree
     exposed = 0.0
     if n > 1 or u.offloaded:
@@ -406,11 +407,17 @@ def _shared(config: Config, u: Units, gpus: int, machine: Machine, passes: list[
                 exposed += gather[i] + again + max(reduce[i] - backward, 0.0)
             else:
                 exposed += max(gather[i] - forward, 0.0) + max(again + reduce[i] - backward, 0.0)
-    if replicas > 1:
-        link = machine.link(replicas, n * stride)
-        sums = 2 * u.own * u.types.reduce * (replicas - 1) / replicas / link.reduce_scatter
-        exposed += link.latency + max(sums - sum(backward.seconds for _, backward in passes), sums / len(u.layers))
     return exposed
+
+
+def _replicas(config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
+    """Seconds of the sum of gradients over HSDP's replicas that the layers' backward does not hide."""
+    p, (replicas, shards) = config.parallelism, data_parallel_degrees(config, gpus)
+    if replicas == 1:
+        return 0.0
+    link = machine.link(replicas, shards * p.context_parallel_degree * p.tensor_parallel_degree)
+    sums = 2 * u.own * u.types.reduce * (replicas - 1) / replicas / link.reduce_scatter
+    return link.latency + max(sums - sum(backward.seconds for _, backward in passes), sums / len(u.layers))
 
 
 def _experts(model: ModelConfig, batch: Batch, machine: Machine) -> float:
