@@ -55,6 +55,7 @@ RUNS = [
     ("hybrid", "dp 4", 4, DP_4),
     ("hybrid", "dp 4 by copy engines", 4, DP_4 | {"parallelism.fsdp_transport": "copy_engines"}),
     ("hybrid", "cp 4", 4, {CP: 4}),
+    ("hybrid", "cp 4 by NCCL", 4, {CP: 4, "parallelism.context_parallel_transport": "nccl"}),
     ("hybrid", "tp 4", 4, {TP: 4}),
     ("hybrid", "cp 2 x tp 2", 4, {CP: 2, TP: 2}),
     ("hybrid", "dp 2 x tp 2", 4, {TP: 2} | DP_2),

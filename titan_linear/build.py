@@ -51,6 +51,7 @@ from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import preset
+from titan_linear.ops.cp.mapped import connect
 from titan_linear.ops.support import Choice, choose_implementations
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -344,10 +345,19 @@ def build_dims(config: Config, device: torch.device) -> ParallelDims:
     """The mesh over all ranks."""
     replicate, shard = data_parallel_degrees(config, dist.get_world_size())
     p = config.parallelism
-    return build_mesh(
+    dims = build_mesh(
         device.type, replicate, shard, p.context_parallel_degree, p.tensor_parallel_degree, p.expert_parallel_degree,
         config.training.enable_cpu_offload,
     )  # fmt: skip
+    return replace(dims, transport=_connect(config, dims, device))
+
+
+def _connect(config: Config, dims: ParallelDims, device: torch.device) -> str:
+    """Let the GPUs that share a stream exchange small messages in mapped memory, where they can; `dims.transport`."""
+    if dims.cp == 1 or device.type != "cuda" or config.parallelism.context_parallel_transport == "nccl":
+        return ""
+    reason = connect(dims.cp_group, device)
+    return f"states and halos travel by NCCL: {reason}" if reason else "states and halos travel in mapped memory"
 
 
 def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> BatchSharding:

@@ -461,6 +461,8 @@ class Trainer:
         if line := uncompiled(self.config, self.device):
             print(line, flush=True)
         print(f"mesh {self.dims.description}", flush=True)
+        if self.dims.transport:
+            print(self.dims.transport, flush=True)
         if uneven := self.sharding.uneven(self.config.training.local_batch_size * self.config.training.seq_len):
             print(uneven, flush=True)
         if self.step:

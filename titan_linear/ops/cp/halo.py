@@ -15,6 +15,7 @@ import torch
 
 from titan_linear.ops.cp.exchange import all_to_all
 from titan_linear.ops.cp.fragments import Fragment
+from titan_linear.ops.cp.mapped import Mapped, mapped_of
 from titan_linear.ops.operators import check_first_derivative, operator, register_fake
 
 
@@ -27,12 +28,19 @@ class HaloRoutes(NamedTuple):
     crosses: torch.Tensor  # [1], on the CPU as what follows: whether a document crosses a cut, on any rank
     send_counts: torch.Tensor  # [W]
     receive_counts: torch.Tensor  # [W]
+    # In mapped memory (`mapped.py`), on the device. A row has a place of its own: forward that in the receiver's halos,
+    # in backward that which it has come from, among all ranks' halos ([W · slots · width]).
+    puts: torch.Tensor  # [., 4] int32: 0, local token, receiver, place there
+    filled: torch.Tensor  # [slots · width] int32: 1 where a token comes
+    puts_back: torch.Tensor  # [., 4] int32: 0, local place, the token's owner, place there
+    places_back: torch.Tensor  # [.] int32: where what comes for each of `rows` lies
 
 
 def halo_routes(fragments: Sequence[Fragment], rank: int, world_size: int, width: int) -> dict:
     """The arrays of `HaloRoutes`, by name, for the `width` tokens before each fragment."""
     rows: list[list[int]] = [[] for _ in range(world_size)]
     places: list[list[int]] = [[] for _ in range(world_size)]
+    filling: list[list[int]] = [[] for _ in range(world_size)]  # the places that `rows` have at their receivers
     size = fragments[0].end
     slots = sum(f.rank == rank for f in fragments)
     for i, target in enumerate(fragments):
@@ -41,13 +49,22 @@ def halo_routes(fragments: Sequence[Fragment], rank: int, world_size: int, width
             if rank not in (source.rank, target.rank):
                 continue
             tokens = range(max(first, source.start), source.end)
+            there = [target.slot * width + width - target.start + t for t in tokens]
             if source.rank == rank:
                 rows[target.rank] += [source.slot * size + t - source.start for t in tokens]
+                filling[target.rank] += there
             if target.rank == rank:
-                places[source.rank] += [target.slot * width + width - target.start + t for t in tokens]
+                places[source.rank] += there
+    sent, most = slots * width * max(width, 1), slots * width
+    back = [[r * most + place for place in there] for r, there in enumerate(filling)]
+    come = [[rank * most + place for place in there] for there in places]
     return {
-        "rows": _padded(rows, slots * width * max(width, 1)),
-        "places": _padded(places, slots * width),
+        "rows": _padded(rows, sent),
+        "places": _padded(places, most),
+        "puts": _puts(rows, filling, sent),
+        "filled": np.isin(np.arange(most), [place for there in places for place in there]).astype(np.int32),
+        "puts_back": _puts(places, come, most),
+        "places_back": _padded(back, sent).astype(np.int32),
         "crosses": np.array([any(f.enters for f in fragments)]),
         "send_counts": np.array([len(r) for r in rows]),
         "receive_counts": np.array([len(p) for p in places]),
@@ -57,6 +74,13 @@ def halo_routes(fragments: Sequence[Fragment], rank: int, world_size: int, width
 def _padded(lists: list[list[int]], length: int) -> np.ndarray:
     flat = [x for part in lists for x in part]
     return np.array(flat + [0] * (length - len(flat)), dtype=np.int64)
+
+
+def _puts(rows: list[list[int]], places: list[list[int]], length: int) -> np.ndarray:
+    """Rows by receiver, and their places there, as `Mapped.put` takes them."""
+    ranks = [[r] * len(part) for r, part in enumerate(rows)]
+    columns = [_padded(lists, length) for lists in (rows, ranks, places)]
+    return np.stack([np.zeros(length, dtype=np.int64), *columns], 1).astype(np.int32)
 
 
 def with_halo(
@@ -88,9 +112,16 @@ class _WithHalo(torch.autograd.Function):
 @operator
 def fetch_halo(
     x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, crosses: torch.Tensor, send_counts: torch.Tensor,
-    receive_counts: torch.Tensor, slots: int, width: int, group: str,
+    receive_counts: torch.Tensor, puts: torch.Tensor, filled: torch.Tensor, puts_back: torch.Tensor,
+    places_back: torch.Tensor, slots: int, width: int, group: str,
 ) -> torch.Tensor:  # fmt: skip
     """x [T_local, D] -> [slots, width, D]; the tables are those of `HaloRoutes`."""
+    mapped = _mapped_of(x, len(filled), group)
+    if crosses.item() and mapped is not None:
+        from titan_linear.ops.triton.puts import filled_rows  # Triton is there on Linux only
+
+        (came,) = mapped.put(puts, sum(send_counts.tolist()), x, places=len(filled))
+        return filled_rows(came, filled).view(slots, width, x.shape[1])
     out = x.new_zeros(slots * width, x.shape[1])
     if crosses.item():
         sent, received = send_counts.tolist(), receive_counts.tolist()
@@ -100,24 +131,47 @@ def fetch_halo(
 
 
 @register_fake(fetch_halo)
-def _(x, rows, places, crosses, send_counts, receive_counts, slots, width, group):
+def _(x, rows, places, crosses, send_counts, receive_counts, puts, filled, puts_back, places_back, slots, width, group):
     return x.new_empty(slots, width, x.shape[1])
 
 
 @partial(operator, mutates=("dx",))
 def return_halo(
     dx: torch.Tensor, d_halo: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, crosses: torch.Tensor,
-    send_counts: torch.Tensor, receive_counts: torch.Tensor, group: str,
+    send_counts: torch.Tensor, receive_counts: torch.Tensor, puts: torch.Tensor, filled: torch.Tensor,
+    puts_back: torch.Tensor, places_back: torch.Tensor, group: str,
 ) -> None:  # fmt: skip
     """Add to dx [T_local, D] what other ranks' halos say of these tokens: the adjoint of `fetch_halo`, in place."""
-    if crosses.item():
-        sent, received = receive_counts.tolist(), send_counts.tolist()
-        flat = d_halo.reshape(-1, d_halo.shape[-1])
-        came = all_to_all(flat.index_select(0, places[: sum(sent)]), sent, received, group)
-        # Deterministic, as index_add_ is not on CUDA: a token may have gone to several ranks.
-        dx.index_put_((rows[: sum(received)],), came, accumulate=True)
+    if not crosses.item():
+        return
+    sent, received = receive_counts.tolist(), send_counts.tolist()
+    flat = d_halo.reshape(-1, d_halo.shape[-1])
+    everywhere = len(flat) * len(send_counts)
+    mapped = _mapped_of(flat, everywhere, group)
+    if mapped is not None:
+        (came,), found = mapped.put(puts_back, sum(sent), flat, places=everywhere), places_back
+    else:
+        came, found = all_to_all(flat.index_select(0, places[: sum(sent)]), sent, received, group), None
+    _add_rows(dx, came, rows, found, sum(received))
+
+
+def _mapped_of(x: torch.Tensor, places: int, group: str) -> Mapped | None:
+    """Who carries rows of x, if not NCCL."""
+    mapped = mapped_of(group)
+    return mapped if mapped is not None and mapped.takes(places, x) else None
+
+
+def _add_rows(x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, places: torch.Tensor | None, count: int) -> None:
+    """x[rows[i]] += y[i], or y[places[i]], for i < count. A row may be named twice: a token goes to several fragments,
+    if they are short."""
+    if x.is_cuda:
+        from titan_linear.ops.triton.puts import add_rows  # Triton is there on Linux only
+
+        add_rows(x, y, rows, places, count)
+    else:  # deterministic, as index_add_ is not on CUDA
+        x.index_put_((rows[:count],), y, accumulate=True)
 
 
 @register_fake(return_halo)
-def _(dx, d_halo, rows, places, crosses, send_counts, receive_counts, group):
+def _(dx, d_halo, rows, places, crosses, send_counts, receive_counts, puts, filled, puts_back, places_back, group):
     return None

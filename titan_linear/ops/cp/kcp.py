@@ -22,6 +22,7 @@ import torch
 
 from titan_linear.ops.cp.exchange import all_to_all, group_named
 from titan_linear.ops.cp.fragments import Fragment, owned, padded
+from titan_linear.ops.cp.mapped import mapped_of
 from titan_linear.ops.operators import operator, register_fake
 
 NOTHING, STATE, STATE_AND_M = range(3)  # what others want of a fragment
@@ -43,6 +44,10 @@ class Chains(NamedTuple):
     receive_counts: torch.Tensor  # [W, 2] and from each sender
     links: torch.Tensor  # [., 3] (slot, S_ext, M): the links once more
     most: torch.Tensor  # [1] the largest number of S_ext and M that any one rank folds, its own included
+    # In mapped memory (`mapped.py`), on the device; a fragment's place is that in the order of ranks and slots.
+    puts: torch.Tensor  # [., 4] int32: of each S_ext (0) or M (1) sent, the kind, slot, receiver, place there
+    s_place: torch.Tensor  # [.] int32: as s_row and m_row, among places
+    m_place: torch.Tensor
     # Of all F = W · slots fragments, in global order, on the device, in both directions the same (`of_all`):
     order: torch.Tensor  # [F] int64: whose each is, W and slots in one
     places: torch.Tensor  # [F] int64: the inverse
@@ -69,6 +74,10 @@ def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: n
     chain_offsets = np.cumsum([0, *(len(chain[i]) for i in in_order)])
     sent = _sent(fragments, chain, own, world_size)
     sends = [(fragments[j].slot, kind) for js in sent for kind in range(2) for j in js[kind]]
+    at = [f.rank * slots + f.slot for f in fragments]
+    puts = [(kind, fragments[j].slot, r, at[j]) for r, js in enumerate(sent) for kind in range(2) for j in js[kind]]
+    places = [(at[j], at[j] if (j, 1) in place else -1) for i in in_order for j in chain[i]]
+    s_place, m_place = padded(places, slots * blocks, 2).astype(np.int32).T
     wanted = [_wanted(f, reverse) for f in owned(fragments, rank)]
     table = np.stack([entries[:, 0 if reverse else 1], wanted], 1).astype(np.int32)
     most = np.zeros(world_size, dtype=np.int64)
@@ -86,6 +95,9 @@ def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: n
         "receive_counts": np.array([[len(js) for js in kinds] for kinds in received]),
         "links": links,
         "most": most.max(keepdims=True),
+        "puts": padded(puts, 2 * slots * blocks, 4).astype(np.int32),
+        "s_place": np.ascontiguousarray(s_place),
+        "m_place": np.ascontiguousarray(m_place),
     }
 
 
@@ -175,19 +187,26 @@ def incoming_states(
 def kcp_incoming(
     S_ext: torch.Tensor, M: torch.Tensor, chain_offsets: torch.Tensor, s_row: torch.Tensor, m_row: torch.Tensor,
     crosses: torch.Tensor, sends: torch.Tensor, send_counts: torch.Tensor, receive_counts: torch.Tensor,
-    links: torch.Tensor, most: torch.Tensor, order: torch.Tensor, places: torch.Tensor, through: torch.Tensor,
-    groups: torch.Tensor, between_nodes: torch.Tensor, group: str, reverse: bool,
+    links: torch.Tensor, most: torch.Tensor, puts: torch.Tensor, s_place: torch.Tensor, m_place: torch.Tensor,
+    order: torch.Tensor, places: torch.Tensor, through: torch.Tensor, groups: torch.Tensor,
+    between_nodes: torch.Tensor, group: str, reverse: bool,
 ) -> torch.Tensor:  # fmt: skip
     if not crosses.item():  # every rank sees that alike
         return torch.zeros_like(S_ext)
     if _folds_all(S_ext) and pays_by_heads(S_ext, M, most.item(), between_nodes.item()):
         return incoming_by_heads(S_ext, M, order, places, through, groups, group, reverse)
-    S_rows, M_rows = exchange(S_ext, M, sends, send_counts, receive_counts, group)
-    if _on_tensor_cores(S_ext):
-        from titan_linear.ops.triton.fold import fold  # Triton is there on Linux only
+    if not _on_tensor_cores(S_ext):
+        S_rows, M_rows = exchange(S_ext, M, sends, send_counts, receive_counts, group)
+        return fold_in_float64(S_rows, M_rows, links, len(S_ext), reverse)
+    from titan_linear.ops.triton.fold import fold  # Triton is there on Linux only
 
-        return fold(S_rows, M_rows, chain_offsets, s_row, m_row, reverse)
-    return fold_in_float64(S_rows, M_rows, links, len(S_ext), reverse)
+    mapped = mapped_of(group)
+    if mapped is not None and mapped.takes(len(order), S_ext, M):
+        count = sum(map(sum, send_counts.tolist()))
+        S_rows, M_rows = mapped.put(puts, count, S_ext, M, places=len(order))
+        return fold(S_rows, M_rows, chain_offsets, s_place, m_place, reverse)
+    S_rows, M_rows = exchange(S_ext, M, sends, send_counts, receive_counts, group)
+    return fold(S_rows, M_rows, chain_offsets, s_row, m_row, reverse)
 
 
 @register_fake(kcp_incoming)

@@ -1,0 +1,218 @@
+"""Rows written into other GPUs' memory: where the plan sends them, and that they bring what NCCL brings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ops.cp.documents import EDGES
+from tests.ops.inputs import boundaries, leaves, raw_gate_inputs, tokens_of
+from tests.ops.triton.test_numbers import run, to_device
+from tests.worlds import World
+from titan_linear.ops import build_cp_context, causal_conv1d
+from titan_linear.ops.cp import mapped
+from titan_linear.ops.cp.context import CPContext
+from titan_linear.ops.cp.mapped import connect, disconnect, mapped_of
+from titan_linear.ops.triton.puts import add_rows, filled_rows
+
+GPUS = [pytest.param(n, marks=pytest.mark.cuda(n)) for n in (2, 4)]
+LAYOUTS = ["contiguous", "zigzag"]
+
+
+# --- Where rows go, on the CPU ---------------------------------------------------------------------------------------
+
+
+def contexts(lengths: list[int], W: int, layout: str, streams: int) -> list[CPContext]:
+    cu = boundaries(lengths * streams)
+    describe = {"layout": layout, "num_streams": streams, "conv1d_kernel_size": 4, "world_size": W}
+    return [build_cp_context(cu, rank=r, **describe) for r in range(W)]
+
+
+def delivered(puts: list[torch.Tensor], counts: list[int], places: int) -> list[dict[tuple[int, int], tuple[int, int]]]:
+    """Of each rank (source, place) -> (sender, row); no place is written twice."""
+    memory: list[dict[tuple[int, int], tuple[int, int]]] = [{} for _ in puts]
+    for sender, (table, count) in enumerate(zip(puts, counts, strict=True)):
+        for source, row, receiver, place in table[:count].tolist():
+            assert place < places and (source, place) not in memory[receiver]
+            memory[receiver][source, place] = sender, row
+    return memory
+
+
+LENGTHS = [*EDGES.values(), [16], [5, 11], [32]]  # the last: fragments shorter than a halo
+CASES = list(product(LENGTHS, (2, 4, 8), LAYOUTS, (1, 2)))
+
+
+def test_states_arrive_where_the_fold_reads_them() -> None:
+    """The links name, of both kinds, what all-to-all would bring."""
+    for case in CASES:
+        ranks = contexts(*case)
+        for name in ("forward_chains", "reverse_chains"):
+            chains = [getattr(c, name) for c in ranks]
+            places = len(chains[0].order)
+            memory = delivered([c.puts for c in chains], [int(c.send_counts.sum()) for c in chains], places)
+            for rank, (own, came) in enumerate(zip(chains, memory, strict=True)):
+                by_nccl = received(chains, rank)
+                links = int(own.chain_offsets[-1])
+                for at, row, kind in [(own.s_place, own.s_row, 0), (own.m_place, own.m_row, 1)]:
+                    pairs = zip(at[:links].tolist(), row[:links].tolist(), strict=True)
+                    for place, n in pairs:
+                        assert (place < 0) == (n < 0)
+                        assert place < 0 or came[kind, place] == by_nccl[kind][n]
+
+
+def received(chains: list, rank: int) -> list[list[tuple[int, int]]]:
+    """(sender, slot) of each S_ext and of each M that all-to-all brings to this rank, in order."""
+    kinds: list[list[tuple[int, int]]] = [[], []]
+    for sender, of_sender in enumerate(chains):
+        before = int(of_sender.send_counts[:rank].sum())
+        own = int(of_sender.send_counts[rank].sum())
+        for slot, kind in of_sender.sends[before : before + own].tolist():
+            kinds[kind].append((sender, slot))
+    return kinds
+
+
+def test_halos_arrive_where_they_are_read() -> None:
+    """Tokens in their places before each fragment; gradients, on the way back, once for each use of a token."""
+    for lengths, W, layout, streams in CASES:
+        ranks = contexts(lengths, W, layout, streams)
+        routes, width = [c.halo for c in ranks], 3
+        places = len(routes[0].filled)
+        memory = delivered([r.puts for r in routes], [int(r.send_counts.sum()) for r in routes], places)
+        back = delivered([r.puts_back for r in routes], [int(r.receive_counts.sum()) for r in routes], places * W)
+        documents = ranks[0].documents
+        tokens = [tokens_of(c).tolist() for c in ranks]
+        for rank, context in enumerate(ranks):
+            expected = {}
+            for f in context.own_fragments:
+                head = documents[np.searchsorted(documents, f.start, side="right") - 1]
+                for t in range(max(int(head), f.start - width), f.start):
+                    expected[f.slot * width + width + t - f.start] = t
+            assert {place: tokens[r][row] for (_, place), (r, row) in memory[rank].items()} == expected
+            assert routes[rank].filled.tolist() == [int(place in expected) for place in range(places)]
+            count = int(routes[rank].send_counts.sum())
+            named = zip(routes[rank].rows[:count].tolist(), routes[rank].places_back[:count].tolist(), strict=True)
+            assert len(back[rank]) == count
+            for row, place in named:
+                sender, there = back[rank][0, place]
+                assert memory[sender][0, there] == (rank, row)
+
+
+def test_rows() -> None:
+    """A row that is named twice gets both, one after the other; rows that nobody filled are zeros."""
+    rng = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(n, 700, generator=rng, dtype=torch.float64) for n in (9, 6))
+    rows, places = torch.tensor([3, 8, 3, 0]), torch.tensor([5, 0, 2, 2], dtype=torch.int32)
+    for found in (None, places):
+        ours, expected = x.clone(), x.clone()
+        for i in range(3):
+            expected[rows[i]] += y[i if found is None else found[i]]
+        add_rows(ours, y, rows, found, 3)
+        assert torch.equal(ours, expected)
+    filled = torch.tensor([1, 0, 0, 1, 1, 0], dtype=torch.int32)
+    assert torch.equal(filled_rows(y, filled), y * filled[:, None])
+
+
+def reason(rank: int, world_size: int) -> str:
+    return connect(dist.group.WORLD, torch.device("cpu"))
+
+
+def test_who_goes_on_with_nccl(worlds: Callable[..., World], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks without GPUs, of other nodes, or whose GPUs cannot reach each other, or look the same."""
+    assert worlds(2).run(reason) == ["ranks are not on GPUs"] * 2
+
+    class Group:
+        size = staticmethod(lambda: 2)
+
+    def hindrance(*where: tuple[str, int]) -> str:
+        monkeypatch.setattr(dist, "all_gather_object", lambda found, *_: found.__setitem__(slice(None), where))
+        return mapped._hindrance(Group, torch.device("cuda", 0))
+
+    monkeypatch.delenv("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", raising=False)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda own, other: other == 1)
+    assert hindrance(("a", 0), ("b", 0)) == "ranks are of several nodes"
+    assert hindrance(("a", 0), ("a", 0)) == "several ranks have the same GPU, or each sees its own only"
+    assert hindrance(("a", 0), ("a", 2)) == "GPUs cannot read each other's memory"
+    assert hindrance(("a", 0), ("a", 1)) == ""
+
+
+# --- On GPUs ---------------------------------------------------------------------------------------------------------
+
+
+def exchanges(rank: int, world_size: int) -> list[str]:
+    """Three hundred, of changing sizes, of one source and two, on two streams, ranks late in turn; what came wrong."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert connect(dist.group.WORLD, device) == ""
+    memory, draw, wrong = mapped_of(dist.group.WORLD.group_name), torch.Generator().manual_seed(0), []
+    other = torch.cuda.Stream()
+    for i in range(300):
+        rows, width, second = (int(torch.randint(1, n, (), generator=draw)) for n in (9, 3000, 3000))
+        to = torch.randint(world_size, (world_size, rows), generator=draw)  # of each rank's rows
+        two, stream = i % 3 == 0, other if i % 5 == 0 else torch.cuda.current_stream()
+        given = [torch.randn(world_size, rows, 4 * w, generator=draw) for w in ((width, second) if two else (width,))]
+        puts = [
+            (source, n, int(to[rank, n]), rank * rows + n) for source in range(len(given)) for n in range(rows)
+        ]  # fmt: skip
+        table = torch.tensor(puts, dtype=torch.int32, device=device)
+        own = [x[rank].to(device) for x in given]
+        if (rank + i) % (2 * world_size) == 0:
+            torch.cuda._sleep(1_000_000)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            came = memory.put(table, len(puts), *own, places=world_size * rows)
+            came = [x.clone() for x in came]
+        torch.cuda.current_stream().wait_stream(stream)
+        mine = (to == rank).flatten()
+        for x, whole in zip(came, given, strict=True):
+            if not torch.equal(x.cpu()[mine], whole.flatten(0, 1)[mine]):
+                wrong.append(f"exchange {i}")
+    disconnect(dist.group.WORLD)
+    return wrong
+
+
+@pytest.mark.parametrize("processes", GPUS)
+def test_exchanges(worlds: Callable[..., World], processes: int) -> None:
+    assert worlds(processes, "nccl").run(exchanges) == [[]] * processes
+
+
+def both_ways(rank: int, world_size: int) -> list[str]:
+    """Outputs and gradients of the ops, by NCCL and in mapped memory; which are not the same bits."""
+    device, wrong = torch.device("cuda", torch.cuda.current_device()), []
+    for layout in LAYOUTS:
+        for lengths in ([4096], [1, 15, 63, 64, 65, 1000, 3, 2885], [2, 4091, 3]):
+            cu = boundaries(lengths)
+            ctx = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu)
+            mine = tokens_of(ctx).cuda()
+            for op in ("kda", "gdn", "conv"):
+                disconnect(dist.group.WORLD)
+                by_nccl = results(op, ctx, mine)
+                assert connect(dist.group.WORLD, device) == ""
+                for _ in range(3):  # both halves, and one again
+                    ours = results(op, ctx, mine)
+                    wrong += [f"{layout} {lengths} {op} {n}" for n in ours if not torch.equal(ours[n], by_nccl[n])]
+    disconnect(dist.group.WORLD)
+    return wrong
+
+
+def results(op: str, ctx: CPContext, mine: torch.Tensor) -> dict[str, torch.Tensor]:
+    tokens, draw = ctx.stream_tokens, torch.Generator("cuda").manual_seed(7)
+    if op != "conv":
+        x = to_device(raw_gate_inputs(op, tokens, H=2, HV=4, K=128, V=128, gate="usual"))
+        do = torch.randn(x["v"].shape, device="cuda", generator=draw).bfloat16()
+        local = {n: t if n in ("A_log", "dt_bias") else t[:, mine] for n, t in x.items()}
+        return run(op, local, [do[:, mine]], cp_context=ctx, impl="triton")
+    x, do = (torch.randn(1, tokens, 256, device="cuda", generator=draw).bfloat16() for _ in range(2))
+    weight = torch.randn(256, 4, device="cuda", generator=draw).bfloat16()
+    given = leaves({"x": x[:, mine], "weight": weight})
+    y = causal_conv1d(**given, activation="silu", cp_context=ctx, impl="triton")[0]
+    return {"y": y.detach()} | dict(zip(given, torch.autograd.grad(y, list(given.values()), do[:, mine]), strict=True))
+
+
+@pytest.mark.parametrize("processes", GPUS)
+def test_what_nccl_brings(worlds: Callable[..., World], processes: int) -> None:
+    """The same bits: a fold reads them in the same order."""
+    assert worlds(processes, "nccl").run(both_ways) == [[]] * processes
