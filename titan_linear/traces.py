@@ -1,5 +1,5 @@
 """What the events of a trace of torch.profiler say: costs, busy time, communication that nothing hides. Collectives are
-NCCL's kernels and copies between GPUs, whatever streams they run on. What a run does between its steps, such as a
+NCCL's kernels, copies and writes between GPUs, whatever streams they run on. What a run does between its steps, such as a
 validation, is no part of them, and is left out (`stretches`)."""
 
 from __future__ import annotations
@@ -89,7 +89,9 @@ def on_device(events: Iterable[Event]) -> list[Event]:
 
 
 def communicates(event: Event) -> bool:
-    return "nccl" in event["name"].lower() or "PtoP" in event["name"]  # from one GPU's memory to another's
+    """By NCCL, by copies from one GPU's memory to another's, or written there (`ops/triton/puts.py`)."""
+    name = event["name"]
+    return "nccl" in name.lower() or "PtoP" in name or name == "put_kernel"
 
 
 def span_of(event: Event) -> tuple[float, float]:
