@@ -1,6 +1,6 @@
 """What the events of a trace of torch.profiler say: costs, busy time, communication that nothing hides. Collectives are
-NCCL's kernels, copies and writes between GPUs, whatever streams they run on. What a run does between its steps, such as a
-validation, is no part of them, and is left out (`stretches`)."""
+NCCL's kernels, copies and writes between GPUs, whatever streams they run on. What a run does between its steps, such as
+a validation, is no part of them, and is left out (`stretches`)."""
 
 from __future__ import annotations
 
