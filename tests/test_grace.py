@@ -8,12 +8,14 @@ import signal
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from tests.steps import after_backward
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 from tests.worlds import World
+from titan_linear.checkpoint import holds_optimizer
 from titan_linear.config import load_config
 from titan_linear.data import Batch
 from titan_linear.distributed.batch import BatchSharding
@@ -80,11 +82,18 @@ def validate_on_rank(rank: int, world_size: int, argv: list[str], cache: str) ->
     return trainer.stop.agreed, trainer.step
 
 
-def test_a_validation_is_given_up(corpus: Path, worlds: Callable[[int], World], tmp_path: Path) -> None:  # noqa: F811
+@pytest.mark.parametrize("last", [False, True])
+def test_a_validation_is_given_up(
+    last: bool, corpus: Path, worlds: Callable[[int], World], tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    """After the last step what was saved before it stays, weights only."""
     validation = {"validation.enable": "true", "validation.freq": 2, "validation.holdout": 0.2}
-    argv = arguments(corpus, KEYS, validation, {"job.dump_folder": tmp_path})
+    more = {"training.steps": 2, "checkpoint.last_save_model_only": "true"} if last else {}
+    argv = arguments(corpus, KEYS, validation, more, {"job.dump_folder": tmp_path})
     assert worlds(2).run(validate_on_rank, argv, str(corpus.parent)) == [(signal.SIGTERM, 2)] * 2
     assert (tmp_path / "checkpoint/step-2/manifest.json").exists()
+    assert holds_optimizer(tmp_path / "checkpoint/step-2") != last
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-2"]
     assert "validation_loss" not in (tmp_path / "metrics.jsonl").read_text()
 
 

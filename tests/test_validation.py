@@ -49,3 +49,37 @@ def test_the_loss_does_not_depend_on_the_processes(steps: int, corpus: Path, wor
         losses(2, parallelism__tensor_parallel_degree=2),
     ):
         assert others == pytest.approx([alone, alone], rel=1e-12)
+
+
+class Broken(RuntimeError):
+    pass
+
+
+def breaking_on_rank(rank: int, world_size: int, argv: list[str], cache: str, method: str) -> list[str]:
+    """A run that fails in this method at its first validation, after step 2; the checkpoints that are whole then."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    trainer = Trainer(load_config(argv))
+
+    def fail(*_: object) -> None:
+        raise Broken
+
+    setattr(trainer, method, fail)
+    with pytest.raises(Broken):
+        trainer.train()
+    return [path.parent.name for path in trainer.checkpointer.folder.glob("step-*/manifest.json")]
+
+
+@pytest.mark.parametrize(("method", "mode"), [("validate", "disabled"), ("validate", "async"), ("_sample", "disabled")])
+def test_an_error_while_validating_costs_no_steps(
+    method: str, mode: str, corpus: Path, worlds: Callable[[int], World], tmp_path: Path
+) -> None:
+    """Of a step after which a save is due too."""
+    keys = {
+        "model.name": "kda", "training.dataset": "jsonl", "training.dataset_path": corpus, "training.seq_len": 32,
+        "training.global_batch_size": 1, "training.steps": 4, "lr_scheduler.warmup_steps": 1,
+        "job.dump_folder": tmp_path, "checkpoint.interval": 2, "checkpoint.async_mode": mode,
+        "validation.enable": "true", "validation.freq": 2, "validation.holdout": 0.2, "validation.steps": 1,
+        "validation.sample_tokens": 2, "metrics.enable_tensorboard": "false",
+    }  # fmt: skip
+    argv = [text for key, value in keys.items() for text in (f"--{key}", str(value))]
+    assert worlds(1).run(breaking_on_rank, argv, str(corpus.parent), method) == [["step-2"]]

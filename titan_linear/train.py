@@ -367,7 +367,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if self.step:
             with self._unhurried():
-                self.save(last=False)
+                self.save(last=self.step == self.config.training.steps)
 
     @property
     def _save_seconds(self) -> float:
@@ -402,12 +402,23 @@ class Trainer:
         if not (validates or saves):
             return
         with pause(), self._unhurried(), self.garbage.untimed(), logger.untimed() if logger else nullcontext():
-            if self.stop.agreed:
-                self.save(last)  # before anything else: there may be little time
-            if validates:
-                self._validate(logger)
-            if saves:
+            if saves:  # first: an error while it validates costs no steps, and after a signal there may be little time
                 self.save(last)
+            if validates:
+                with self._saved_first():
+                    self._validate(logger)
+
+    @contextmanager
+    def _saved_first(self) -> Iterator[None]:
+        """An error inside waits for the async save under way, if one is: it would end with this process."""
+        try:
+            yield
+        except GivenUp:  # there is a save to come
+            raise
+        except Exception:
+            if self.checkpointer:
+                self.checkpointer.is_saved()
+            raise
 
     def _validate(self, logger: MetricsLogger | None) -> None:
         v, loss = self.config.validation, self.validate()
