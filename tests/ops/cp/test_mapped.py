@@ -4,20 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import triton.language as tl
 
 from tests.ops.cp.documents import EDGES
-from tests.ops.inputs import boundaries, leaves, raw_gate_inputs, tokens_of
+from tests.ops.inputs import DEVICE, boundaries, leaves, raw_gate_inputs, tokens_of
+from tests.ops.triton.bfloat16 import interpret_bfloat16
 from tests.ops.triton.test_numbers import run, to_device
 from tests.worlds import World
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.cp import mapped
 from titan_linear.ops.cp.context import CPContext
-from titan_linear.ops.cp.mapped import connect, disconnect, mapped_of
+from titan_linear.ops.cp.mapped import Mapped, connect, disconnect, mapped_of
+from titan_linear.ops.triton import puts as kernels
 from titan_linear.ops.triton.puts import add_rows, filled_rows
 
 GPUS = [pytest.param(n, marks=pytest.mark.cuda(n)) for n in (2, 4)]
@@ -102,21 +106,6 @@ def test_halos_arrive_where_they_are_read() -> None:
                 assert memory[sender][0, there] == (rank, row)
 
 
-def test_rows() -> None:
-    """A row that is named twice gets both, one after the other; rows that nobody filled are zeros."""
-    rng = torch.Generator().manual_seed(0)
-    x, y = (torch.randn(n, 700, generator=rng, dtype=torch.float64) for n in (9, 6))
-    rows, places = torch.tensor([3, 8, 3, 0]), torch.tensor([5, 0, 2, 2], dtype=torch.int32)
-    for found in (None, places):
-        ours, expected = x.clone(), x.clone()
-        for i in range(3):
-            expected[rows[i]] += y[i if found is None else found[i]]
-        add_rows(ours, y, rows, found, 3)
-        assert torch.equal(ours, expected)
-    filled = torch.tensor([1, 0, 0, 1, 1, 0], dtype=torch.int32)
-    assert torch.equal(filled_rows(y, filled), y * filled[:, None])
-
-
 def reason(rank: int, world_size: int) -> str:
     return connect(dist.group.WORLD, torch.device("cpu"))
 
@@ -138,6 +127,146 @@ def test_who_goes_on_with_nccl(worlds: Callable[..., World], monkeypatch: pytest
     assert hindrance(("a", 0), ("a", 0)) == "several ranks have the same GPU, or each sees its own only"
     assert hindrance(("a", 0), ("a", 2)) == "GPUs cannot read each other's memory"
     assert hindrance(("a", 0), ("a", 1)) == ""
+
+
+class Trial:
+    """Of rank 1 of 3, another of which compiles the kernel for a long time."""
+
+    rank, size, device = 1, 3, torch.device("cpu")
+
+    def __init__(self, wrong: int = -1):
+        self.wrong, self.puts, self.met = wrong, 0, False
+
+    def put(self, puts: torch.Tensor, count: int, row: torch.Tensor, *, places: int, tries: int) -> list[torch.Tensor]:
+        assert puts.tolist() == [[0, 0, p, 1] for p in range(3)] and count == places == 3
+        assert self.met or tries == 0  # others may come after so many looks
+        self.puts += 1
+        came = torch.cat([row + row.shape[1] * (p - 1) for p in range(3)])
+        came[2, 5] += self.puts == self.wrong
+        return [came]
+
+    def barrier(self) -> None:
+        self.met = True
+
+
+def test_trial() -> None:
+    """It is as patient with ranks that compile as the group's collectives, and finds one number that is wrong."""
+    assert mapped._delivers(Trial())
+    assert not any(mapped._delivers(Trial(wrong)) for wrong in (1, 2, 3, 4))
+
+
+# --- What the kernels do: in the interpreter, or on one GPU -----------------------------------------------------------
+
+
+class Group:
+    """What `Mapped` asks of one."""
+
+    def __init__(self, rank: int):
+        self.own, self.maps = rank, 0
+
+    def rank(self) -> int:
+        return self.own
+
+    def size(self) -> int:
+        return 3
+
+
+class InTurn:
+    """Three ranks of this process with memory in common, which take turns: none could wait for another."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch):
+        self.memory: list[list[torch.Tensor]] = []
+        self.looks = 0  # of the last rank that the interpreter ran
+        self.emptied = False
+        monkeypatch.setattr(mapped, "_mapped", self.map)
+        monkeypatch.setattr(dist, "barrier", lambda *_, **__: None)
+        monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(self, "emptied", True))
+        if DEVICE == "cpu":
+            monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+            monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
+            monkeypatch.setattr(kernels, "_raise", lambda to, n: tl.store(to.to(tl.pointer_type(tl.int32)), n))
+            monkeypatch.setattr(kernels, "_look", self.look)
+        self.groups = [Group(rank) for rank in range(3)]  # held here alone
+        self.ranks = [Mapped(group, torch.device(DEVICE, 0)) for group in self.groups]
+
+    def look(self, at: tl.tensor) -> tl.tensor:
+        self.looks += 1
+        return tl.load(at.to(tl.pointer_type(tl.int32)))
+
+    def map(
+        self, shape: tuple[int], dtype: torch.dtype, group: Group, device: torch.device
+    ) -> tuple[torch.Tensor, SimpleNamespace]:
+        if group.maps == len(self.memory):
+            self.memory.append([torch.zeros(shape, dtype=dtype, device=device) for _ in range(3)])
+        every = self.memory[group.maps]
+        assert self.emptied or group.maps == 0  # the driver has what torch's allocator does not keep
+        group.maps, self.emptied = group.maps + 1, False
+        return every[group.rank()], SimpleNamespace(buffer_ptrs=[x.data_ptr() for x in every])
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(DEVICE, dtype)
+
+
+HALF = {"dtype": torch.bfloat16}
+SOURCES: list[Callable[[], list[torch.Tensor]]] = [
+    lambda: [random(4, 5, 36)],
+    lambda: [random(4, 2, 16, 8), random(4, 2, 16, 16)],
+    lambda: [random(4, 8, **HALF)],
+    lambda: [random(4, 50, **HALF)[:, 2:42]],
+    lambda: [random(4, 41, **HALF)[:, :40]],  # not of whole words from row to row
+    lambda: [random(4, 42, **HALF)[:, 1:41]],
+    lambda: [random(40, 4).T],
+    lambda: [random(4, 40_000)],  # more memory, and many blocks
+    lambda: [random(4, 8)],
+]
+
+
+def test_ranks_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What comes, of one source and two, whose rows lie anywhere, is there until the exchange after the next one. A
+    rank looks for the others until all have come, or as often as it may."""
+    world, places = InTurn(monkeypatch), 7
+    monkeypatch.setattr(kernels, "PROGRAMS", 3)
+    draw, before = torch.Generator().manual_seed(0), []
+    for i, make in enumerate(SOURCES):
+        given, sent, came = [make() for _ in world.ranks], [], []
+        tables: list[list[tuple[int, int, int, int]]] = [[] for _ in world.ranks]
+        for kind in range(len(given[0])):
+            for target in torch.randperm(3 * places, generator=draw)[:6].tolist():
+                sender, row = (int(torch.randint(n, (), generator=draw)) for n in (2, 4))  # the last sends nothing
+                tables[sender].append((kind, row, target // places, target % places))
+                sent.append((target // places, kind, target % places, given[sender][kind][row]))
+        for rank, table, own in zip(world.ranks, tables, given, strict=True):
+            puts, world.looks = torch.tensor([*table, (-1, -1, -1, -1)], dtype=torch.int32, device=DEVICE), 0
+            came.append(rank.put(puts, len(table), *own, places=places, tries=5))
+            assert rank.counters.tolist() == [0, i + 1]
+            assert DEVICE == "cuda" or world.looks == (5 if rank is not world.ranks[-1] else 1)
+        assert all(torch.equal(numbers, torch.full_like(numbers, i + 1)) for numbers in world.memory[0])
+        assert all(len(x) == places for of_rank in came for x in of_rank)
+        for r, kind, place, row in sent:
+            assert torch.equal(came[r][kind][place], row)
+        for x, copy in before:
+            assert torch.equal(x, copy)
+        before = [(x, x.clone()) for of_rank in came for x in of_rank]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_rows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row that is named twice gets both, one after the other; rows that nobody filled are zeros."""
+    if DEVICE == "cpu" and dtype == torch.bfloat16:
+        interpret_bfloat16(monkeypatch)
+    rng = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(n, 1500, generator=rng).to(DEVICE, dtype) for n in (9, 6))
+    rows = torch.tensor([3, 8, 3, 0], device=DEVICE)
+    places = torch.tensor([5, 0, 2, 2], dtype=torch.int32, device=DEVICE)
+    for found in (None, places):
+        ours, expected = x.clone(), x.clone()
+        for i in range(3):
+            expected[rows[i]] += y[i if found is None else found[i]]
+        add_rows(ours, y, rows, found, 3)
+        assert torch.equal(ours, expected)
+    filled = torch.tensor([1, 0, 0, 1, 1, 0], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(filled_rows(y, filled), y * filled[:, None])
 
 
 # --- On GPUs ---------------------------------------------------------------------------------------------------------
@@ -191,9 +320,12 @@ def both_ways(rank: int, world_size: int) -> list[str]:
                 disconnect(dist.group.WORLD)
                 by_nccl = results(op, ctx, mine)
                 assert connect(dist.group.WORLD, device) == ""
+                memory = mapped_of(dist.group.WORLD.group_name)
+                before = memory.exchanges
                 for _ in range(3):  # both halves, and one again
                     ours = results(op, ctx, mine)
                     wrong += [f"{layout} {lengths} {op} {n}" for n in ours if not torch.equal(ours[n], by_nccl[n])]
+                assert memory.exchanges >= before + 3 * 2  # forward and backward, not by NCCL again
     disconnect(dist.group.WORLD)
     return wrong
 

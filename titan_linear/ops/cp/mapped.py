@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import os
 import socket
+from typing import Any
 from weakref import ref
 
 import torch
@@ -34,11 +35,11 @@ class Mapped:
         self.group, self.device = ref(group), device
         self.rank, self.size, self.exchanges, self.stream = group.rank(), group.size(), 0, None
         self.counters = torch.zeros(2, dtype=torch.int32, device=device)
-        numbers = _mapped((self.size,), torch.int32, group, device)
-        own = list(numbers.buffer_ptrs)
+        self.numbers = _mapped((self.size,), torch.int32, group, device)
+        own = list(self.numbers[1].buffer_ptrs)
         self.raise_at = self._on_device([address + 4 * self.rank for address in own])
         self.raised_at = self._on_device([own[self.rank] + 4 * p for p in range(self.size)])
-        self.numbers, self.memory, self.nbytes = numbers, None, 0
+        self.memory, self.nbytes = None, 0
 
     def _on_device(self, addresses: list[int]) -> torch.Tensor:
         return torch.tensor(addresses, dtype=torch.int64, device=self.device)
@@ -66,14 +67,14 @@ class Mapped:
         self._reserve(places * sum(x[0].nbytes for x in sources))
         self._follow(torch._C._cuda_getCurrentRawStream(self.device.index))
         half, self.exchanges = self.exchanges % 2, self.exchanges + 1
-        given = tuple(x if x.dim() == 2 and x.stride(1) == 1 else x.contiguous().flatten(1) for x in sources)
         kernels.put(
-            puts, count, given, self.addresses[half], places, self.counters, self.raise_at, self.raised_at, tries
-        )
-        came, begin = [], half * self.nbytes
+            puts, count, tuple(map(_rows, sources)), self.addresses[half], places, self.counters, self.raise_at,
+            self.raised_at, tries,
+        )  # fmt: skip
+        came, own, begin = [], self.memory[0], half * self.nbytes
         for x in sources:
             end = begin + places * x[0].nbytes
-            came.append(self.own[begin:end].view(x.dtype).view(places, *x.shape[1:]))
+            came.append(own[begin:end].view(x.dtype).view(places, *x.shape[1:]))
             begin = end
         return came
 
@@ -83,27 +84,39 @@ class Mapped:
             torch.cuda.current_stream().wait_stream(torch.cuda.ExternalStream(self.stream))
         self.stream = stream
 
+    def barrier(self) -> None:
+        """When it returns, all that any rank has queued is done."""
+        torch.cuda.synchronize(self.device)
+        dist.barrier(self.group(), device_ids=[self.device.index])
+
     def _reserve(self, nbytes: int) -> None:
         if nbytes <= self.nbytes:
             return
         self.nbytes = max(1 << 20, 1 << (nbytes - 1).bit_length())
-        group = self.group()
-        torch.cuda.synchronize(self.device)  # nobody writes to what this rank had once all have come here
-        dist.barrier(group, device_ids=[self.device.index])
-        self.own = self.memory = None
-        self.memory = _mapped((2 * self.nbytes,), torch.uint8, group, self.device)
-        self.own = self.memory.get_buffer(self.rank, (2 * self.nbytes,), torch.uint8)
-        starts = list(self.memory.buffer_ptrs)
+        self.barrier()  # nobody writes any more to what this rank had
+        self.memory = None
+        torch.cuda.empty_cache()  # what the allocator keeps for itself, the driver cannot give
+        self.memory = _mapped((2 * self.nbytes,), torch.uint8, self.group(), self.device)
+        starts = list(self.memory[1].buffer_ptrs)
         self.addresses = [self._on_device([p + half * self.nbytes for p in starts]) for half in range(2)]
 
 
-def _mapped(shape: tuple[int], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device):
-    """Zeros that all ranks have mapped."""
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x [n, ...] → [n, .], rows that the kernel can read in words of 4 bytes."""
+    flat = x.flatten(1)
+    readable = flat.stride(1) == 1 and flat.stride(0) * flat.element_size() % 4 == flat.data_ptr() % 4 == 0
+    return flat if readable else flat.clone(memory_format=torch.contiguous_format)
+
+
+def _mapped(
+    shape: tuple[int], dtype: torch.dtype, group: dist.ProcessGroup, device: torch.device
+) -> tuple[torch.Tensor, Any]:
+    """Zeros that all ranks have mapped, and what knows their addresses. They are there as long as both are held."""
     import torch.distributed._symmetric_memory as symmetric
 
     own = symmetric.empty(*shape, dtype=dtype, device=device).zero_()
     torch.cuda.synchronize(device)  # before another rank may write there
-    return symmetric.rendezvous(own, group.group_name)
+    return own, symmetric.rendezvous(own, group.group_name)
 
 
 _CONNECTED: dict[str, Mapped] = {}  # by the group's name, which is all that operators know of it
@@ -168,13 +181,16 @@ def _hindrance(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def _delivers(mapped: Mapped, rounds: int = 4) -> bool:
-    """Whether rows of numbers, another from each rank to each, come."""
+    """Whether rows of numbers, another from each rank to each, come. At first nobody waits for them in the kernel: it
+    is compiled then, on one rank sooner than on another."""
     size, n = mapped.size, 4096
     ranks, numbers = (torch.arange(m, device=mapped.device, dtype=torch.int32) for m in (size, n * size))
     puts = torch.stack([ranks * 0, ranks * 0, ranks, ranks * 0 + mapped.rank], 1)
     for i in range(rounds):
         row = (numbers[:n] + n * (size * i + mapped.rank))[None]
-        (came,) = mapped.put(puts, size, row, places=size, tries=TRIES)
+        (came,) = mapped.put(puts, size, row, places=size, tries=TRIES if i else 0)
+        if i == 0:
+            mapped.barrier()
         if not torch.equal(came.flatten(), numbers + n * size * i):
             return False
     return True
