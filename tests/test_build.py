@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import torch.distributed as dist
 
 from tests.data.conftest import random_documents
 from tests.worlds import World
+from titan_linear import build
 from titan_linear.build import build_streams, check_alike, implementations, model_config, uncompiled, vocabulary
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, PackedStreams, load_corpus, split_documents, write_corpus
@@ -105,3 +107,18 @@ def test_a_run_goes_on_in_the_order_in_which_it_began(tmp_path: Path) -> None:
     assert len(held_out) == len(same) and np.array_equal(held_out[0].tokens, same[0].tokens)
     again, _ = build_streams(config, ByteTokenizer(), {"step": 3, "cursor": 24, **old.content})
     assert again.content["order"] == 1
+
+
+def transport(rank: int, world_size: int, found: list[str]) -> str:
+    """What the run says, where each rank's group found this."""
+    with patch.object(build, "connect", lambda *_: found[rank]):
+        return build._connect(load_config([]), SimpleNamespace(cp=2, cp_group=None), torch.device("cuda", 0))
+
+
+def test_a_run_says_what_carries_the_states_of_all_groups(worlds: Callable[..., World]) -> None:
+    said = {
+        ("", "", "", ""): "states and halos travel in mapped memory",
+        ("", "", "far", "far"): "states and halos travel by NCCL on 2 of 4 ranks: far",
+        ("far", "far", "far", "far"): "states and halos travel by NCCL: far",
+    }
+    assert all(worlds(4).run(transport, found) == [line] * 4 for found, line in said.items())

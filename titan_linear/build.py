@@ -356,8 +356,12 @@ def _connect(config: Config, dims: ParallelDims, device: torch.device) -> str:
     """Let the GPUs that share a stream exchange small messages in mapped memory, where they can; `dims.transport`."""
     if dims.cp == 1 or device.type != "cuda" or config.parallelism.context_parallel_transport == "nccl":
         return ""
-    reason = connect(dims.cp_group, device)
-    return f"states and halos travel by NCCL: {reason}" if reason else "states and halos travel in mapped memory"
+    reasons = [""] * dist.get_world_size()
+    dist.all_gather_object(reasons, connect(dims.cp_group, device))
+    if not (by_nccl := [reason for reason in reasons if reason]):
+        return "states and halos travel in mapped memory"
+    where = "" if len(by_nccl) == len(reasons) else f" on {len(by_nccl)} of {len(reasons)} ranks"
+    return f"states and halos travel by NCCL{where}: {by_nccl[0]}"
 
 
 def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> BatchSharding:
