@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial, partialmethod
 from itertools import product
 from types import SimpleNamespace
 
@@ -17,8 +18,9 @@ from tests.ops.inputs import DEVICE, boundaries, leaves, raw_gate_inputs, tokens
 from tests.ops.triton.bfloat16 import interpret_bfloat16
 from tests.ops.triton.test_numbers import run, to_device
 from tests.worlds import World
+from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.ops import build_cp_context, causal_conv1d
-from titan_linear.ops.cp import mapped
+from titan_linear.ops.cp import halo, kcp, mapped
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.mapped import Mapped, connect, disconnect, mapped_of
 from titan_linear.ops.triton import puts as kernels
@@ -161,21 +163,18 @@ def test_trial() -> None:
 class Group:
     """What `Mapped` asks of one."""
 
-    def __init__(self, rank: int):
-        self.own, self.maps = rank, 0
+    def __init__(self, rank: int, size: int):
+        self.own, self.size, self.maps = rank, lambda: size, 0
 
     def rank(self) -> int:
         return self.own
 
-    def size(self) -> int:
-        return 3
-
 
 class InTurn:
-    """Three ranks of this process with memory in common, which take turns: none could wait for another."""
+    """Ranks of this process with memory in common, which take turns: none could wait for another."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch):
-        self.memory: list[list[torch.Tensor]] = []
+    def __init__(self, size: int, monkeypatch: pytest.MonkeyPatch):
+        self.size, self.memory, self.current = size, [], None
         self.looks = 0  # of the last rank that the interpreter ran
         self.emptied = False
         monkeypatch.setattr(mapped, "_mapped", self.map)
@@ -186,7 +185,7 @@ class InTurn:
             monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda _: 0, raising=False)
             monkeypatch.setattr(kernels, "_raise", lambda to, n: tl.store(to.to(tl.pointer_type(tl.int32)), n))
             monkeypatch.setattr(kernels, "_look", self.look)
-        self.groups = [Group(rank) for rank in range(3)]  # held here alone
+        self.groups = [Group(rank, size) for rank in range(size)]  # held here alone
         self.ranks = [Mapped(group, torch.device(DEVICE, 0)) for group in self.groups]
 
     def look(self, at: tl.tensor) -> tl.tensor:
@@ -197,7 +196,7 @@ class InTurn:
         self, shape: tuple[int], dtype: torch.dtype, group: Group, device: torch.device
     ) -> tuple[torch.Tensor, SimpleNamespace]:
         if group.maps == len(self.memory):
-            self.memory.append([torch.zeros(shape, dtype=dtype, device=device) for _ in range(3)])
+            self.memory.append([torch.zeros(shape, dtype=dtype, device=device) for _ in range(self.size)])
         every = self.memory[group.maps]
         assert self.emptied or group.maps == 0  # the driver has what torch's allocator does not keep
         group.maps, self.emptied = group.maps + 1, False
@@ -225,7 +224,7 @@ SOURCES: list[Callable[[], list[torch.Tensor]]] = [
 def test_ranks_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """What comes, of one source and two, whose rows lie anywhere, is there until the exchange after the next one. A
     rank looks for the others until all have come, or as often as it may."""
-    world, places = InTurn(monkeypatch), 7
+    world, places = InTurn(3, monkeypatch), 7
     monkeypatch.setattr(kernels, "PROGRAMS", 3)
     draw, before = torch.Generator().manual_seed(0), []
     for i, make in enumerate(SOURCES):
@@ -248,6 +247,53 @@ def test_ranks_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
         for x, copy in before:
             assert torch.equal(x, copy)
         before = [(x, x.clone()) for of_rank in came for x in of_rank]
+
+
+def states(ctx: CPContext, group: str, reverse: bool = False) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(ctx.rank)
+    S_ext, M = (torch.randn(ctx.slots, 2, 16, n, generator=draw).to(DEVICE) for n in (32, 16))
+    return kcp.incoming_states(S_ext, M, ctx.reverse_chains if reverse else ctx.forward_chains, group, reverse=reverse)
+
+
+def halos(ctx: CPContext, group: str) -> torch.Tensor:
+    x = torch.randn(ctx.tokens, 8, generator=torch.Generator().manual_seed(ctx.rank)).to(DEVICE)
+    return halo.fetch_halo(x, *ctx.halo, ctx.slots, 3, group)
+
+
+def gradient(ctx: CPContext, group: str) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(ctx.rank)
+    dx, d_halo = (torch.randn(*shape, generator=draw).to(DEVICE) for shape in ((ctx.tokens, 8), (ctx.slots, 8, 3)))
+    halo.return_halo(dx, d_halo.mT, *ctx.halo, group)  # as the convolution gives it
+    return dx
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("lengths", [[5, 11, 16], [8]])  # of the second fragments are shorter than a halo
+def test_operators_in_turn(monkeypatch: pytest.MonkeyPatch, lengths: list[int], layout: str) -> None:
+    """They give what they give where copies carry their messages: in a rank's third turn, when its half has what the
+    others wrote in their first."""
+    world, cu = InTurn(4, monkeypatch), boundaries(lengths * 2)
+    monkeypatch.setattr(Mapped, "put", partialmethod(Mapped.put, tries=0))
+    for module in (halo, kcp):
+        monkeypatch.setattr(module, "mapped_of", lambda _: world.current)
+    if DEVICE == "cpu":
+        monkeypatch.setattr(kcp, "_on_tensor_cores", lambda _: True)
+        monkeypatch.setattr(halo, "_add_rows", add_rows)
+    described = {"layout": layout, "num_streams": 2, "conv1d_kernel_size": 4, "device": DEVICE}
+    contexts = [build_cp_context(cu, rank=r, world_size=4, **described) for r in range(4)]
+    operators = states, partial(states, reverse=True), halos, gradient
+
+    def by_copies(group: LocalGroup) -> list[torch.Tensor]:
+        ctx = build_cp_context(cu, group, **described)
+        return [op(ctx, group.group_name) for op in operators]
+
+    for i, (op, *expected) in enumerate(zip(operators, *run_ranks(by_copies, 4), strict=True)):
+        for turn in range(3):
+            for rank, ctx, want in zip(world.ranks, contexts, expected, strict=True):
+                world.current = rank
+                got = op(ctx, "")
+                assert rank.exchanges == 3 * i + turn + 1
+                assert turn < 2 or torch.equal(got, want)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
