@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial, partialmethod
 from itertools import product
 from types import SimpleNamespace
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -129,6 +130,23 @@ def test_who_goes_on_with_nccl(worlds: Callable[..., World], monkeypatch: pytest
     assert hindrance(("a", 0), ("a", 0)) == "several ranks have the same GPU, or each sees its own only"
     assert hindrance(("a", 0), ("a", 2)) == "GPUs cannot read each other's memory"
     assert hindrance(("a", 0), ("a", 1)) == ""
+
+
+def test_memory_is_of_one_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A group that has its name after it has none."""
+    group, after = Group(0, 2), Group(0, 2)
+    memory = SimpleNamespace(group=ref(group))
+    monkeypatch.setitem(mapped._CONNECTED, "3", memory)
+    for named, found in ((group, memory), (after, None)):
+        monkeypatch.setattr(mapped, "group_named", lambda _, named=named: named)
+        assert mapped_of("3") is found and mapped_of("4") is None
+
+
+def test_what_fits() -> None:
+    """Rows of whole 16 bytes, up to `MOST` bytes for all places."""
+    takes, row, large = partial(Mapped.takes, None), torch.empty(1, 12), torch.empty(1, 2, mapped.MOST >> 4)
+    assert takes(8, row) and takes(8, row, row) and not takes(8, row[:, 1:]) and not takes(8, row, row[:, 1:])
+    assert takes(2, large) and not takes(3, large) and not takes(2, large, row)
 
 
 class Trial:
