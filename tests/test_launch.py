@@ -3,7 +3,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -15,13 +14,13 @@ from torch.distributed.elastic.agent.server.api import WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import SignalException
 
-from tests.processes import gone, until
+from tests.processes import elsewhere, gone, until
 from tests.refusals import is_refused, own_handlers
 from tests.worlds import free_port  # and what the server imports
 from titan_linear import agent, launch, nodes
 from titan_linear.config import load_config
 from titan_linear.process import Node
-from titan_linear.rundir import lock_folder
+from titan_linear.rundir import claimed, lock_folder
 
 ROOT = Path(__file__).parents[1]
 ALONE = Node(2)
@@ -427,22 +426,12 @@ def test_preflight_refuses_before_workers_start(calls, capsys, monkeypatch):
 
 
 def test_a_folder_in_use_is_refused(calls, capsys):
-    code = "import sys; from titan_linear.rundir import lock_folder; lock = lock_folder('outputs')\n"
-    code += "print('locked', flush=True); sys.stdin.read()"
-    other = subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    try:
-        assert other.stdout.readline() == b"locked\n"
+    with elsewhere(lambda: lock_folder("outputs")) as other:
         assert launch.main([]) == 2
         shown = capsys.readouterr().err
-        assert f"job.dump_folder = 'outputs' is in use by another run (process {other.pid} on " in shown
+        assert f"job.dump_folder = 'outputs' is in use by another run (process {other} on " in shown
         with pytest.raises(ValueError, match="in use"):
             lock_folder("outputs")
-    finally:
-        other.kill()
-        other.communicate()
     assert launch.main([]) == 0  # the lock went with its process
     assert Path("outputs/.lock").read_text().startswith(f"process {os.getpid()} on ")
 
@@ -453,23 +442,13 @@ def test_two_runs_do_not_share_a_folder_of_checkpoints(calls, capsys, tmp_path):
     shared.mkdir()
     link.parent.mkdir()
     link.symlink_to(shared)
-    code = "import sys; from titan_linear.config import load_config; from titan_linear.rundir import claimed\n"
-    code += "with claimed(load_config(sys.argv[1:])): print('locked', flush=True); sys.stdin.read()"
-    keys = ["--job.dump_folder", "another run", "--checkpoint.folder", str(shared)]
-    other = subprocess.Popen(
-        [sys.executable, "-c", code, *keys], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
-    try:
-        assert other.stdout.readline() == b"locked\n"
+    config = load_config(["--job.dump_folder", "another run", "--checkpoint.folder", str(shared)])
+    with elsewhere(lambda: claimed(config)) as other:
         for own in (["--checkpoint.folder", str(shared)], []):
             assert launch.main(own) == 2
             shown = capsys.readouterr().err
-            assert f"checkpoint.folder = '{shared}' is in use by another run (process {other.pid} on " in shown
+            assert f"checkpoint.folder = '{shared}' is in use by another run (process {other} on " in shown
         assert launch.main(["--checkpoint.folder", "own"]) == 0
-    finally:
-        other.kill()
-        other.communicate()
     assert launch.main([]) == 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from titan_linear import rundir
+from titan_linear import files, rundir
 from titan_linear.config import Config, load_config
 from titan_linear.rundir import (
     check_folders,
@@ -39,21 +39,21 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
         def no_locks(*_, number=number):
             raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(rundir.fcntl, "lockf", no_locks)
+        monkeypatch.setattr(files.fcntl, "lockf", no_locks)
         message = f"job.dump_folder = '{tmp_path}' cannot be locked: {os.strerror(number)}; use a folder on another"
         with pytest.raises(ValueError, match=re.escape(message)):
             lock_folder(str(tmp_path))
 
 
 def test_checkpoints_may_lie_on_a_file_system_without_locks(folder, tmp_path, monkeypatch):
-    locked = rundir.fcntl.lockf
+    locked = files.fcntl.lockf
 
     def locks_for_runs_alone(file, how):
         if Path(file.name).parent != folder:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
         locked(file, how)
 
-    monkeypatch.setattr(rundir.fcntl, "lockf", locks_for_runs_alone)
+    monkeypatch.setattr(files.fcntl, "lockf", locks_for_runs_alone)
     with claimed(run(folder, "--checkpoint.folder", str(tmp_path / "another disk"))):
         assert (tmp_path / "another disk").is_dir()
 

@@ -1,11 +1,13 @@
-"""Files that are whole or absent, whatever a kill or a power cut leaves of the program that writes them; and where what
-can be made again is kept."""
+"""Files that are whole or absent, whatever a kill or a power cut leaves of the program that writes them; files that one
+process holds; and where what can be made again is kept."""
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from pathlib import Path
+from typing import IO
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
@@ -37,6 +39,22 @@ def remove(path: Path) -> None:
         shutil.rmtree(path)
     else:
         path.unlink(missing_ok=True)
+
+
+def lock(file: IO[str], *, wait: bool = False) -> bool:
+    """Lock an open file until it is closed or this process ends, however it ends. False: another process holds it, or
+    did and has removed it.
+
+    The lock is POSIX's: it belongs to the process, not to its children, and works on shared file systems.
+
+    Raises:
+        OSError: the file system has no such locks, or none without a lock service.
+    """
+    try:
+        fcntl.lockf(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
+    except (BlockingIOError, PermissionError, FileNotFoundError):  # POSIX allows either of the first two
+        return False
 
 
 def default_cache_dir() -> Path:

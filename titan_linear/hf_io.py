@@ -13,7 +13,6 @@ are never opened: they run code.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -32,7 +31,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titan_linear.checkpoint import SaveFailed, describe, named_parameters
-from titan_linear.files import remove, sync
+from titan_linear.files import lock, remove, sync
 from titan_linear.models.adapters import Placement, config_from_hf, config_to_hf, ignored, placements
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
@@ -605,26 +604,23 @@ def _alone(path: Path) -> Iterator[None]:
         OSError: another process writes it.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, lock = _beside(path, "tmp"), _beside(path, "lock")
-    with lock.open("a") as file:
-        if not _locks(file, lock):
+    temporary, lock_file = _beside(path, "tmp"), _beside(path, "lock")
+    with lock_file.open("a") as file:
+        if not _locks(file):
             raise OSError("another process is writing it")
         try:
             yield
         finally:  # where other ranks wait for this one: no error may break out
             shutil.rmtree(temporary, ignore_errors=True)
             with suppress(OSError):
-                lock.unlink()
+                lock_file.unlink()
 
 
-def _locks(file: IO[str], path: Path) -> bool:
-    """Lock the file at `path`; False: another process holds it, or did and has removed it."""
+def _locks(file: IO[str]) -> bool:
+    """`lock`, where there are locks."""
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except (BlockingIOError, PermissionError, FileNotFoundError):  # POSIX allows either of the first two
-        return False
-    except OSError:  # a file system without locks
+        return lock(file)
+    except OSError:
         return True
 
 

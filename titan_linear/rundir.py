@@ -13,7 +13,6 @@ Nothing is written but the lock before everything has been checked. Rank 0 alone
 
 from __future__ import annotations
 
-import fcntl
 import json
 import math
 import os
@@ -30,7 +29,7 @@ from typing import Any, TextIO
 
 from titan_linear import __version__
 from titan_linear.config import Config, config_to_toml, flat_keys, load_config
-from titan_linear.files import write_whole
+from titan_linear.files import lock, write_whole
 
 CONFIG, MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
 RECORDERS = "flight_recorder"
@@ -80,9 +79,7 @@ def claimed(config: Config) -> Iterator[None]:
 
 
 def lock_folder(folder: str, key: str = "job.dump_folder") -> TextIO:
-    """Make the folder and lock it until the returned file is closed or this process ends, however it ends.
-
-    The lock is POSIX's: it belongs to the process, not to its children, and works on shared file systems.
+    """Make the folder and lock it (`files.lock`) until the returned file is closed or this process ends.
 
     Raises:
         ValueError: another run holds the folder, or it cannot be written or locked.
@@ -93,20 +90,20 @@ def lock_folder(folder: str, key: str = "job.dump_folder") -> TextIO:
     except OSError as error:
         raise _unwritable(folder, key, error) from None
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # POSIX allows either
-        file.seek(0)
-        holder = file.read().strip()
-        file.close()
-        raise ValueError(
-            f"{key} = {folder!r} is in use by another run ({holder}); wait for it, stop it, or use another folder"
-        ) from None
-    except OSError as error:  # some file systems have no such locks, or none without a lock service
+        free = lock(file)
+    except OSError as error:
         file.close()
         raise Unlockable(
             f"{key} = {folder!r} cannot be locked: {error.strerror}; use a folder on another file system, or "
             "have this one mounted with POSIX locks"
         ) from None
+    if not free:
+        file.seek(0)
+        holder = file.read().strip()
+        file.close()
+        raise ValueError(
+            f"{key} = {folder!r} is in use by another run ({holder}); wait for it, stop it, or use another folder"
+        )
     try:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")

@@ -24,7 +24,7 @@ from titan_linear.data import Corpus, build_tokenizer, load_corpus, tokenise_cor
 from titan_linear.data.cache import remove_cache
 from titan_linear.data.corpus import CACHE_NAME
 from titan_linear.data.sources import FIELD_SOURCES, FORMATS, TEXT_SOURCES
-from titan_linear.data.writing import temporary_folder
+from titan_linear.data.writing import lock_file, temporary_folder
 from titan_linear.files import default_cache_dir
 from titan_linear.process import run_command
 
@@ -97,13 +97,13 @@ def describe(cache: Path) -> str:
 
 def size(cache: Path) -> int:
     """Bytes of a cache and of an unfinished one."""
-    folders = (cache, cache.with_name(cache.name + ".tmp"))
+    folders = (cache, temporary_folder(cache))
     return sum(file.stat().st_size for folder in folders for file in folder.glob("*") if file.is_file())
 
 
 def days(cache: Path) -> float:
     """Since a run last opened it."""
-    lock = cache.with_name(cache.name + ".lock")
+    lock = lock_file(cache)
     return (time.time() - (lock if lock.exists() else cache).stat().st_mtime) / DAY
 
 

@@ -11,7 +11,6 @@ a corpus notes those that it lacks, and is refused where they should have stoppe
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -63,7 +62,7 @@ from titan_linear.data.writing import (
     temporary_folder,
     write_into,
 )
-from titan_linear.files import default_cache_dir, sync, write_whole
+from titan_linear.files import default_cache_dir, lock, sync, write_whole
 
 DATASETS = (*TEXT_SOURCES, "tokens")
 _NAMED = 3  # of the bad documents that were skipped
@@ -179,9 +178,7 @@ def remove_cache(folder: Path) -> bool:
     """Removes a cache and what an unfinished one left; False if another process writes it."""
     assert CACHE_NAME.fullmatch(folder.name), folder
     with lock_file(folder).open("a") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(file):
             return False
         shutil.rmtree(temporary_folder(folder), ignore_errors=True)
         if folder.exists():

@@ -1,6 +1,6 @@
 """Corpora are written here: documents of tokens, one by one, into `<folder>.tmp`, which becomes the corpus whole.
 
-A writer holds an flock on `<folder>.lock`, brings its files to the disk, and renames, so that a corpus is whole or
+A writer holds a lock on `<folder>.lock`, brings its files to the disk, and renames, so that a corpus is whole or
 absent, and of the processes that start together one writes and the others wait. The writing of texts (cache.py) that
 was stopped goes on where it was: every few seconds the files in `<folder>.tmp` are brought to the disk, and
 progress.json says how much of them counts.
@@ -8,7 +8,6 @@ progress.json says how much of them counts.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
@@ -38,7 +37,7 @@ from titan_linear.data.corpus import (
 )
 from titan_linear.data.tokenise import Tokens
 from titan_linear.data.tokenizer import Tokenizer
-from titan_linear.files import sync, write_whole
+from titan_linear.files import lock, sync, write_whole
 
 JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
 JOURNAL = "progress.json"
@@ -99,11 +98,9 @@ def lock_file(folder: Path) -> Path:
 def locked(folder: Path) -> Iterator[None]:
     """Holds `<folder>.lock`, which stays behind: removing it would let two processes lock different files."""
     with lock_file(folder).open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(file):
             print(f"waiting for another process that writes {folder}", flush=True)
-            fcntl.flock(file, fcntl.LOCK_EX)
+            lock(file, wait=True)
         yield
 
 
