@@ -422,7 +422,7 @@ def test_preflight_refuses_before_workers_start(calls, capsys, monkeypatch):
     monkeypatch.setattr(sys.modules["titan_linear.preflight"], "preflight", refuse)
     assert launch.main([]) == 2
     assert capsys.readouterr().err == "error: training.dataset_path = 'x' holds no document\n"
-    assert calls == []
+    assert calls == [] and not Path("outputs").exists()
 
 
 def test_a_folder_in_use_is_refused(calls, capsys):
@@ -430,8 +430,8 @@ def test_a_folder_in_use_is_refused(calls, capsys):
         assert launch.main([]) == 2
         shown = capsys.readouterr().err
         assert f"job.dump_folder = 'outputs' is in use by another run (process {other} on " in shown
-        with pytest.raises(ValueError, match="in use"):
-            lock_folder("outputs")
+        with pytest.raises(ValueError, match="in use"), lock_folder("outputs"):
+            pass
     assert launch.main([]) == 0  # the lock went with its process
     assert Path("outputs/.lock").read_text().startswith(f"process {os.getpid()} on ")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import elsewhere
 from titan_linear import files, rundir
 from titan_linear.config import Config, load_config
 from titan_linear.rundir import (
@@ -26,7 +27,8 @@ from titan_linear.rundir import (
 def folder(tmp_path) -> Path:
     """A folder that holds a run which has logged a step."""
     folder = tmp_path / "a run"
-    lock_folder(str(folder)).close()
+    with lock_folder(str(folder)):
+        pass
     write_config(run(folder))
     (folder / "metrics.jsonl").write_text('{"step": 1}\n')
     return folder
@@ -41,8 +43,9 @@ def test_a_file_system_without_locks_is_named(tmp_path, monkeypatch):
 
         monkeypatch.setattr(files.fcntl, "lockf", no_locks)
         message = f"job.dump_folder = '{tmp_path}' cannot be locked: {os.strerror(number)}; use a folder on another"
-        with pytest.raises(ValueError, match=re.escape(message)):
-            lock_folder(str(tmp_path))
+        with pytest.raises(ValueError, match=re.escape(message)), lock_folder(str(tmp_path)):
+            pass
+    assert not any(tmp_path.iterdir())
 
 
 def test_checkpoints_may_lie_on_a_file_system_without_locks(folder, tmp_path, monkeypatch):
@@ -55,7 +58,31 @@ def test_checkpoints_may_lie_on_a_file_system_without_locks(folder, tmp_path, mo
 
     monkeypatch.setattr(files.fcntl, "lockf", locks_for_runs_alone)
     with claimed(run(folder, "--checkpoint.folder", str(tmp_path / "another disk"))):
-        assert (tmp_path / "another disk").is_dir()
+        assert not (tmp_path / "another disk").exists()
+
+
+@pytest.mark.parametrize("there", ["", "outputs", "outputs/notes", "outputs/.lock"])
+@pytest.mark.parametrize("refusal", [ValueError, SystemExit])
+def test_a_start_that_is_refused_leaves_nothing(tmp_path, there, refusal):
+    """Of its folder and of that of its checkpoints; what was there stays."""
+    path = tmp_path / there
+    path.parent.mkdir(exist_ok=True)
+    path.touch() if "/" in there else path.mkdir(exist_ok=True)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(refusal), claimed(run(tmp_path / "outputs", f"--checkpoint.folder={tmp_path}/disk/checkpoints")):
+        assert (tmp_path / "outputs/.lock").exists() and (tmp_path / "disk/checkpoints/.lock").exists()
+        raise refusal
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_start_beside_another_run_leaves_its_lock(tmp_path):
+    checkpoints = f"--checkpoint.folder={tmp_path / 'disk'}"
+    with elsewhere(lambda: claimed(run(tmp_path / "outputs", checkpoints))):
+        for own in ("outputs", "others"):
+            with pytest.raises(ValueError, match="in use by another run"), claimed(run(tmp_path / own, checkpoints)):
+                pass
+        names = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")}
+    assert names == {"outputs", "outputs/.lock", "disk", "disk/.lock"}
 
 
 def run(folder: Path, *overrides: str) -> Config:

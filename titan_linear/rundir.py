@@ -8,7 +8,8 @@
     tb/              the same for TensorBoard
     checkpoint/      step-N/
 
-Nothing is written but the lock before everything has been checked. Rank 0 alone writes.
+Nothing is written but the lock before everything has been checked, and a start that is refused takes the lock away.
+Rank 0 alone writes.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Unlockable(ValueError):
 @contextmanager
 def claimed(config: Config) -> Iterator[None]:
     """Hold the run's folder inside `with`, and that of its checkpoints where it lies elsewhere: another run of the same
-    checkpoint.folder would mix its checkpoints with these. Disks for checkpoints alone may have no locks.
+    checkpoint.folder would mix its checkpoints with these. Disks for checkpoints alone may have no locks. A start that
+    is refused inside leaves nothing that was not there.
 
     Raises:
         ValueError: another run holds one, or it cannot be written or locked.
@@ -78,39 +80,61 @@ def claimed(config: Config) -> Iterator[None]:
         yield
 
 
-def lock_folder(folder: str, key: str = "job.dump_folder") -> TextIO:
-    """Make the folder and lock it (`files.lock`) until the returned file is closed or this process ends.
+@contextmanager
+def lock_folder(folder: str, key: str = "job.dump_folder") -> Iterator[None]:
+    """Make the folder and lock it inside `with`, or until this process ends (`files.lock`).
 
     Raises:
         ValueError: another run holds the folder, or it cannot be written or locked.
     """
+    path = Path(folder) / LOCK
+    new = [made for made in (path, *path.parents) if not os.path.lexists(made)]
     try:
-        Path(folder).mkdir(parents=True, exist_ok=True)
-        file = open(Path(folder) / LOCK, "a+")  # noqa: SIM115 (the caller keeps it open)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
     except OSError as error:
         raise _unwritable(folder, key, error) from None
+    with file:
+        if not _locks(file, folder, key, new):
+            file.seek(0)
+            raise ValueError(
+                f"{key} = {folder!r} is in use by another run ({file.read().strip()}); wait for it, stop it, or use "
+                "another folder"
+            )
+        try:
+            _sign(file, folder, key)
+            yield
+        except (ValueError, SystemExit):  # a start that is refused
+            _take_back(new)
+            raise
+
+
+def _locks(file: TextIO, folder: str, key: str, new: list[Path]) -> bool:
     try:
-        free = lock(file)
+        return lock(file)
     except OSError as error:
-        file.close()
+        _take_back(new)
         raise Unlockable(
             f"{key} = {folder!r} cannot be locked: {error.strerror}; use a folder on another file system, or "
             "have this one mounted with POSIX locks"
         ) from None
-    if not free:
-        file.seek(0)
-        holder = file.read().strip()
-        file.close()
-        raise ValueError(
-            f"{key} = {folder!r} is in use by another run ({holder}); wait for it, stop it, or use another folder"
-        )
+
+
+def _sign(file: TextIO, folder: str, key: str) -> None:
+    """Say who holds it."""
     try:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
         file.flush()
     except OSError as error:
         raise _unwritable(folder, key, error) from None
-    return file
+
+
+def _take_back(new: list[Path]) -> None:
+    """Remove the lock, and its folders as far as they are empty; innermost first."""
+    for path in new:
+        with suppress(OSError):
+            path.rmdir() if path.is_dir() else path.unlink()
 
 
 def _unwritable(folder: str, key: str, error: OSError) -> ValueError:
