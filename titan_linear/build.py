@@ -53,6 +53,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import preset
 from titan_linear.ops.cp.mapped import connect
 from titan_linear.ops.support import Choice, choose_implementations
+from titan_linear.rundir import checkpoint_folder
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
@@ -420,10 +421,6 @@ def sums_replicas_once(config: Config, dims: ParallelDims) -> bool:
 
 
 # --- The folders -----------------------------------------------------------------------------------------------------
-
-
-def checkpoint_folder(config: Config) -> Path:
-    return Path(config.job.dump_folder) / config.checkpoint.folder
 
 
 def export_folder(config: Config, step: int = 0) -> Path:

@@ -19,20 +19,12 @@ import warnings
 from pathlib import Path
 from typing import IO
 
-from titan_linear.build import (
-    checkpoint_folder,
-    export,
-    export_folder,
-    lacks_export,
-    model_config,
-    not_exported,
-    tokenizer_path,
-)
+from titan_linear.build import export, export_folder, lacks_export, model_config, not_exported, tokenizer_path
 from titan_linear.checkpoint import stored_weights, verify, weights_path, whole_steps
 from titan_linear.config import Config, hf_weights
 from titan_linear.data import build_tokenizer
 from titan_linear.process import StopSignal
-from titan_linear.rundir import config_of
+from titan_linear.rundir import checkpoint_folder, config_of
 
 # What begins an export, with the parent's process id before the arguments of `main`: what this module imports takes
 # seconds, in which the parent may die.

@@ -11,7 +11,6 @@ import torch
 from titan_linear.build import (
     build_streams,
     check_content,
-    checkpoint_folder,
     content_of,
     export_family,
     export_folder,
@@ -42,7 +41,7 @@ from titan_linear.data import Tokenizer, build_tokenizer, verify_changed, verify
 from titan_linear.hf_io import check_folder
 from titan_linear.models.config import ModelConfig
 from titan_linear.optim import learning_rate
-from titan_linear.rundir import CONFIG, check_folders, finished_without_checkpoint
+from titan_linear.rundir import CONFIG, check_folders, checkpoint_folder, finished_without_checkpoint
 
 
 def preflight(config: Config, world_size: int, node_size: int | None = None) -> None:

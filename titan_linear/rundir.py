@@ -70,8 +70,7 @@ def claimed(config: Config) -> Iterator[None]:
     Raises:
         ValueError: another run holds one, or it cannot be written or locked.
     """
-    run = Path(config.job.dump_folder).resolve()
-    checkpoints = (run / config.checkpoint.folder).resolve()
+    run, checkpoints = Path(config.job.dump_folder).resolve(), checkpoint_folder(config).resolve()
     with ExitStack() as held:
         held.enter_context(lock_folder(config.job.dump_folder))
         if config.checkpoint.enable and not checkpoints.is_relative_to(run):
@@ -170,12 +169,12 @@ def check_resume(config: Config) -> list[str]:
         ValueError: a change of what the steps so far have computed, named with its old and new value.
     """
     folder = Path(config.job.dump_folder)
-    if not _has_trained(folder, config.checkpoint.folder) or starts_anew(config):
+    if not _has_trained(config) or starts_anew(config):
         return []
     if not (folder / CONFIG).exists():
         raise ValueError(f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder")
     stored = load_config(["--job.config_file", str(folder / CONFIG)])
-    _check_checkpoints_are_used(config, stored)
+    _check_checkpoints_are_used(config)
     from_root = flat_keys(_with_absolute_paths(stored)), flat_keys(_with_absolute_paths(config))
     given, stored = flat_keys(config), flat_keys(stored)
     same = {key for key in given if from_root[0][key] == from_root[1][key]}
@@ -183,7 +182,7 @@ def check_resume(config: Config) -> list[str]:
     refused = {key: change for key, change in changes.items() if not _may_change(key, *change)}
     if refused:
         lines = "\n".join(f"  {key}: {old!r} → {new!r}" for key, (old, new) in refused.items())
-        begun = _has_checkpoint(folder, config.checkpoint.folder)
+        begun = _has_checkpoint(checkpoint_folder(config))
         raise ValueError(
             f"job.dump_folder = '{folder}' holds a run that cannot resume with other values of\n{lines}\n"
             "restore them, or start a new run in another job.dump_folder"
@@ -192,11 +191,11 @@ def check_resume(config: Config) -> list[str]:
     return [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if not key.startswith("job.")]
 
 
-def _check_checkpoints_are_used(config: Config, stored: Config) -> None:
+def _check_checkpoints_are_used(config: Config) -> None:
     """Else the run would begin again, and cut what it has reported."""
-    folder, c, known = Path(config.job.dump_folder), config.checkpoint, stored.checkpoint.folder
-    same = (folder / c.folder).resolve() == (folder / known).resolve()
-    if not (c.enable and same) and _has_checkpoint(folder, known):
+    c, known = config.checkpoint, checkpoints_of(Path(config.job.dump_folder))
+    same = checkpoint_folder(config).resolve() == known.resolve()
+    if not (c.enable and same) and _has_checkpoint(known):
         key = f"folder = {c.folder!r}" if c.enable else "enable = false"
         raise ValueError(
             f"checkpoint.{key} would begin again in job.dump_folder = {config.job.dump_folder!r}, which holds a run "
@@ -210,10 +209,8 @@ def _may_change(key: str, old: Any, new: Any) -> bool:
 
 def starts_anew(config: Config) -> bool:
     """job.start_anew applies: this folder's run, if it has one, left no checkpoint."""
-    folder = Path(config.job.dump_folder)
-    return config.job.start_anew and not any(
-        _has_checkpoint(folder, path) for path in (config.checkpoint.folder, checkpoints_of(folder))
-    )
+    folders = checkpoint_folder(config), checkpoints_of(Path(config.job.dump_folder))
+    return config.job.start_anew and not any(map(_has_checkpoint, folders))
 
 
 def set_run_aside(config: Config) -> None:
@@ -246,7 +243,7 @@ def unused(path: Path) -> Path:
 def finished_without_checkpoint(config: Config) -> bool:
     """The metrics in this folder go to the last step, and there is nothing to resume from."""
     metrics = Path(config.job.dump_folder) / METRICS
-    if _has_checkpoint(metrics.parent, config.checkpoint.folder) or not metrics.exists():
+    if _has_checkpoint(checkpoint_folder(config)) or not metrics.exists():
         return False
     *lines, _torn = metrics.read_text(encoding="utf-8").split("\n")
     return bool(lines) and _step(metrics, len(lines), lines[-1]) >= config.training.steps
@@ -279,14 +276,18 @@ def absolute(path: str) -> str:
     return ",".join(os.path.abspath(os.path.expanduser(part.strip())) for part in parts if part.strip())
 
 
+def checkpoint_folder(config: Config) -> Path:
+    return Path(config.job.dump_folder) / config.checkpoint.folder
+
+
 def checkpoints_of(run: Path) -> Path:
-    """The folder of the checkpoints of a run's folder.
+    """The folder of the checkpoints of the run that a folder holds.
 
     Raises:
         ValueError: its config.toml cannot be read.
     """
-    config = load_config(["--job.config_file", str(run / CONFIG)]) if (run / CONFIG).is_file() else Config()
-    return run / config.checkpoint.folder
+    stored = [f"--job.config_file={run / CONFIG}"] if (run / CONFIG).is_file() else []
+    return checkpoint_folder(load_config([*stored, f"--job.dump_folder={run}"]))
 
 
 def config_of(checkpoint: Path) -> Config:
@@ -304,14 +305,14 @@ def config_of(checkpoint: Path) -> Config:
     )
 
 
-def _has_trained(folder: Path, checkpoints: str) -> bool:
+def _has_trained(config: Config) -> bool:
     """Whether this folder's own run has; runs in folders below it are others'."""
-    metrics = folder / METRICS
-    return (metrics.exists() and metrics.stat().st_size > 0) or any((folder / checkpoints).glob("step-*"))
+    metrics = Path(config.job.dump_folder) / METRICS
+    return (metrics.exists() and metrics.stat().st_size > 0) or any(checkpoint_folder(config).glob("step-*"))
 
 
-def _has_checkpoint(folder: Path, checkpoints: str | Path) -> bool:
-    return any((folder / checkpoints).glob(f"step-*[0-9]/{MANIFEST}"))
+def _has_checkpoint(checkpoints: Path) -> bool:
+    return any(checkpoints.glob(f"step-*[0-9]/{MANIFEST}"))
 
 
 def write_config(config: Config) -> None:

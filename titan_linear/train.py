@@ -30,7 +30,6 @@ from titan_linear.build import (
     build_streams,
     check_alike,
     check_content,
-    checkpoint_folder,
     content_of,
     export,
     export_folder,
@@ -95,6 +94,7 @@ from titan_linear.proof.start import prove
 from titan_linear.rundir import (
     RECORDERS,
     check_resume,
+    checkpoint_folder,
     claimed,
     copied_configuration,
     set_run_aside,

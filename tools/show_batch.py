@@ -20,12 +20,12 @@ from typing import Any
 
 import numpy as np
 
-from titan_linear.build import build_streams, checkpoint_folder, tokenizer_path
+from titan_linear.build import build_streams, tokenizer_path
 from titan_linear.checkpoint import find_step, read_progress
 from titan_linear.config import Config, load_config
 from titan_linear.data import IGNORE, MixedStreams, Stream, Streams, Tokenizer, build_tokenizer
 from titan_linear.process import run_command
-from titan_linear.rundir import SPIKES
+from titan_linear.rundir import SPIKES, checkpoint_folder
 
 
 def main(argv: list[str]) -> int:

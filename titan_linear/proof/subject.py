@@ -16,7 +16,6 @@ from titan_linear.build import (
     DTYPES,
     build_streams,
     check_size,
-    checkpoint_folder,
     implementations,
     model_config,
     open_corpora,
@@ -33,6 +32,7 @@ from titan_linear.models.draws import generator
 from titan_linear.models.init import count_parameters, initialise
 from titan_linear.ops.boundaries import CHUNK
 from titan_linear.preflight import check_expert_parallel, check_heads, check_tensor_parallel
+from titan_linear.rundir import checkpoint_folder
 
 LENGTH = {"cpu": 256, "cuda": 2048}  # tokens of a stream, at least
 CPU_PARAMETERS = 4_000_000  # of which a few passes in float64 take two cores seconds
