@@ -37,7 +37,6 @@ from titan_linear.config import Config
 from titan_linear.data import IGNORE, FileGroups, MixedStreams, Streams
 from titan_linear.distributed.feed import MicroBatch
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.distributed.parallelize import counted_parameters
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.moe import MoE
 from titan_linear.models.plan import BatchPlan, Window
@@ -159,15 +158,14 @@ class Telemetry:
         new = Part(values.new_zeros(len(values), len(names)), finish or partial(_by_name, names))
         self._parts.setdefault((quantity, ""), new).values.index_add_(1, index, values)
 
-    def gradients(self) -> None:
-        """Before they are clipped."""
-        if self.on:
-            unit_of = {p: self.units.index(_unit(name)) for name, p in self.model.named_parameters()}
-            self._counted = [p for p in counted_parameters(self.model, self.dims) if p.requires_grad]
-            self._unit_of = torch.tensor([unit_of[p] for p in self._counted], dtype=torch.int64, device=self.device)
-            none = torch.zeros(1, device=self.device)
-            grads = [none if p.grad is None else p.grad for p in self._counted]
-            self._add_norms("grad_norm", squares_of_each(grads, self.device))
+    def gradients(self, counted: list[nn.Parameter]) -> None:
+        """Of a step that is watched, before they are clipped; counted: what this rank counts (`counted_parameters`)."""
+        unit_of = {p: self.units.index(_unit(name)) for name, p in self.model.named_parameters()}
+        self._counted = [p for p in counted if p.requires_grad]
+        self._unit_of = torch.tensor([unit_of[p] for p in self._counted], dtype=torch.int64, device=self.device)
+        none = torch.zeros(1, device=self.device)
+        grads = [none if p.grad is None else p.grad for p in self._counted]
+        self._add_norms("grad_norm", squares_of_each(grads, self.device))
 
     def sums(self, numbers: torch.Tensor, optimizer: torch.optim.AdamW) -> torch.Tensor:
         """After the update, of all ranks: [.] float64, which `named` reads.

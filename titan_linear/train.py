@@ -103,7 +103,7 @@ from titan_linear.rundir import (
     write_manifest,
 )
 from titan_linear.spikes import MicroLoss, Outliers, write_spike
-from titan_linear.step import finish_step, rate_at
+from titan_linear.step import StepEnd, rate_at
 from titan_linear.telemetry import Seen, Telemetry
 
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # what is no mistake of ours
@@ -156,6 +156,7 @@ class Trainer:
             self.model, self.feed, self.precision, loss_chunk, self.telemetry.watching,
             sums_replicas_once(config, self.dims),
         )  # fmt: skip
+        self.end = StepEnd(config, self.model, self.dims, self.optimizer, self.telemetry)
         self.seen: Seen = {}  # by telemetry in the last step
         # Rows come to a rank's experts as many as they are: the second pass compiles for any number.
         self.compiling = 2 if config.compile.enable and self.dims.ep > 1 else 1  # steps, from the first
@@ -232,10 +233,7 @@ class Trainer:
         self.grace.begin()
         self.telemetry.begin(self.begun)
         losses, streams = self.passes.run(lambda done: self.grace.heed(done, self._save_seconds))
-        reading = finish_step(
-            self.config, self.model, self.dims, self.optimizer, losses, self.begun, signal=self.stop.received,
-            telemetry=self.telemetry,
-        )  # fmt: skip
+        reading = self.end.run(losses, self.begun, self.stop.received)
         self.step = self.begun
         self._prepare_next()
         loss, grad_norm, stop, *seen = reading.wait()

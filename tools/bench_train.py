@@ -71,7 +71,7 @@ from titan_linear.models.documents import Documents
 from titan_linear.models.init import initialise
 from titan_linear.optim import build_optimizer
 from titan_linear.process import own_device, run_command
-from titan_linear.step import finish_step
+from titan_linear.step import StepEnd
 from titan_linear.telemetry import Telemetry
 from titan_linear.traces import Cost, events_of, of_trace
 
@@ -113,7 +113,6 @@ class Ours:
     name = "titan_linear"
 
     def __init__(self, config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device, batches: Batches):
-        self.config, self.dims = config, dims
         self.model = build_model(config, model, dims, device)
         self.precision = mixed_precision(config, self.model, dims)
         initialise(self.model, 0, named_parameters(self.model))
@@ -128,15 +127,14 @@ class Ours:
             self.model, self.feed, self.precision, t.loss_chunk_size, self.telemetry.watching,
             sums_replicas_once(config, dims),
         )  # fmt: skip
+        self.end = StepEnd(config, self.model, dims, self.optimizer, self.telemetry)
 
     def step(self) -> None:
         """One, and the next one's first forward."""
         self.steps += 1
         self.telemetry.begin(self.steps)
         losses, _ = self.passes.run()
-        reading = finish_step(
-            self.config, self.model, self.dims, self.optimizer, losses, self.steps, telemetry=self.telemetry
-        )  # fmt: skip
+        reading = self.end.run(losses, self.steps)
         self.feed.prefetch()
         if not (self.telemetry.on or self.telemetry.watches(self.steps + 1)):
             self.passes.begin()

@@ -133,13 +133,20 @@ def materialise(model: Decoder, device: torch.device, cpu_offload: bool = False)
         model.head.weight = model.embedding.weight  # to_empty gave each its own
 
 
-def sum_gradients(model: nn.Module, dims: ParallelDims) -> None:
-    """Sum the gradients that FSDP does not: of the parameters left out of it over the ranks that it would have shared
-    them with, and of those that are whole on each rank of tp over tp. One collective each; with offload two over tp."""
-    _sum(replicated_parameters(model), dims.data_group)
+def gradient_sums(model: nn.Module, dims: ParallelDims) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
+    """The gradients that FSDP does not sum: of the parameters left out of it over the ranks that it would have shared
+    them with, then of those that are whole on each rank of tp over tp."""
+    sums = [(replicated_parameters(model), dims.data_group)]
     if dims.tp > 1:
         splits = model.parts.splits
-        _sum([p for name, p in model.named_parameters() if name not in splits], dims.tp_group)
+        sums.append(([p for name, p in model.named_parameters() if name not in splits], dims.tp_group))
+    return sums
+
+
+def sum_gradients(sums: list[tuple[list[nn.Parameter], dist.ProcessGroup]]) -> None:
+    """Those of `gradient_sums`, one collective each; with offload two over tp."""
+    for parameters, group in sums:
+        _sum(parameters, group)
 
 
 def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:

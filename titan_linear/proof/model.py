@@ -13,7 +13,7 @@ import torch
 from titan_linear.build import DTYPES
 from titan_linear.data import IGNORE
 from titan_linear.distributed.feed import Feed
-from titan_linear.distributed.parallelize import sum_gradients
+from titan_linear.distributed.parallelize import gradient_sums, sum_gradients
 from titan_linear.distributed.precision import ComputeCopies
 from titan_linear.gradients import Passes
 from titan_linear.models.decoder import Decoder
@@ -109,7 +109,7 @@ def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str
         with Trace(model) as trace:
             losses, _ = Passes(model, feed, precision, subject.config.training.loss_chunk_size).run()
         sum_as_fsdp(model, dims)
-        sum_gradients(model, dims)
+        sum_gradients(gradient_sums(model, dims))
         return losses.sum(), dims, model, trace
 
     ranks = on_ranks(subject.degrees, on_rank)

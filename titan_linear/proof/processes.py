@@ -14,7 +14,7 @@ from titan_linear.config import Config
 from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.groups import of_all_ranks, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.distributed.parallelize import sum_gradients
+from titan_linear.distributed.parallelize import gradient_sums, sum_gradients
 from titan_linear.distributed.parts import whole
 from titan_linear.gradients import Passes
 from titan_linear.models.decoder import Decoder
@@ -88,7 +88,7 @@ def _of_processes(
         passes = Passes(model, feed, precision, config.training.loss_chunk_size, replicas_once=once)
         losses, _ = passes.run()
     loss = losses.sum()
-    sum_gradients(model, dims)
+    sum_gradients(gradient_sums(model, dims))
     dist.all_reduce(loss)
     ranks = of_all_ranks(_errors(model, want.gradients), host)
     errors = {name: [rank[name] for rank in ranks] for name in want.gradients}

@@ -33,7 +33,7 @@ from titan_linear.optim import build_optimizer
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.ops import repeatable
 from titan_linear.proof.subject import STREAMS, MoreDocuments, Subject, narrowed
-from titan_linear.step import finish_step
+from titan_linear.step import StepEnd
 
 BEFORE = 2  # steps before the save
 PARAMETERS = 32_000_000  # that are saved: more would be the same, and wait for a disk
@@ -67,12 +67,13 @@ class Run:
             self.model, self.feed, precision, config.training.loss_chunk_size,
             replicas_once=sums_replicas_once(config, self.dims),
         )  # fmt: skip
+        self.end = StepEnd(config, self.model, self.dims, self.optimizer)
 
     def next_step(self) -> tuple[float, tuple[int, ...]]:
         """One step; its loss and its streams, of all ranks. The step after is fetched, as the trainer does."""
         losses, streams = self.passes.run()
         self.step += 1
-        reading = finish_step(self.subject.config, self.model, self.dims, self.optimizer, losses, self.step)
+        reading = self.end.run(losses, self.step)
         self.feed.prefetch()
         ranks = of_all_ranks([i for own in streams for i in own], self.host)
         return reading.wait()[0], tuple(sorted({i for own in ranks for i in own}))
