@@ -20,7 +20,7 @@ def trained(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[in
     begins_from, losses = trainer.step, []
     while trainer.step < trainer.config.training.steps:
         losses.append(trainer.train_step()["loss"])
-        trainer.save(last=False)
+        trainer.save()
     return begins_from, [*losses, trainer.validate()]
 
 

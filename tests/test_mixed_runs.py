@@ -48,7 +48,7 @@ def trained(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], d
     trainer, losses = Trainer(config), []
     while trainer.step < trainer.config.training.steps:
         losses.append(trainer.train_step()["loss"])
-    trainer.save(last=True)
+    trainer.save()
     return [*losses, trainer.validate()], trainer.streams.content
 
 

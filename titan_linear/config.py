@@ -686,6 +686,12 @@ def data_parallel_degrees(config: Config, world_size: int) -> tuple[int, int]:
     return replicate, shard
 
 
+def micro_steps(config: Config, world_size: int) -> int:
+    """Micro-batches of a rank in a step."""
+    replicas, shards = data_parallel_degrees(config, world_size)
+    return config.training.global_batch_size // (replicas * shards * config.training.local_batch_size)
+
+
 def check_config(config: Config, world_size: int) -> None:
     """Refuse what cannot run on `world_size` processes, or what contradicts itself.
 

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from titan_linear.build import DTYPES, unallocated
-from titan_linear.config import Config, check_config, data_parallel_degrees
+from titan_linear.config import Config, check_config, data_parallel_degrees, micro_steps
 from titan_linear.counting import Layer, Memory, count
 from titan_linear.distributed.experts import spread_experts
 from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
@@ -264,11 +264,6 @@ def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
     sizes = _own(model, u.shards, p.tensor_parallel_degree, p.expert_parallel_degree)
     each = (size * u.types.stored for size in sizes)
     return u.offloaded * sum(2 * (1 << (n - 1).bit_length()) + 2 * n for n in each)
-
-
-def micro_steps(config: Config, gpus: int) -> int:
-    replicas, shards = data_parallel_degrees(config, gpus)
-    return config.training.global_batch_size // (replicas * shards * config.training.local_batch_size)
 
 
 def saved(config: Config, layer: Layer) -> int:

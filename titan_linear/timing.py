@@ -30,10 +30,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from titan_linear.config import Config, data_parallel_degrees, replicas_wait
+from titan_linear.config import Config, data_parallel_degrees, micro_steps, replicas_wait
 from titan_linear.counting import OF_DRIVER, Call, Layer, Size, Work
 from titan_linear.flops import training_flops
-from titan_linear.memory import Batch, Units, boundaries, context, layers, micro_steps, units
+from titan_linear.memory import Batch, Units, boundaries, context, layers, units
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.documents import Documents
 from titan_linear.models.mixers.delta import DeltaOptions

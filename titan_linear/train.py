@@ -52,7 +52,7 @@ from titan_linear.checkpoint import (
     read_progress,
     rewind,
 )
-from titan_linear.config import Config, hf_weights, load_config, seq_len_at, tokens_at
+from titan_linear.config import Config, hf_weights, load_config, micro_steps, seq_len_at, tokens_at
 from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, learnt, validation_batches
 from titan_linear.distributed.feed import Fed, Feed
 from titan_linear.distributed.groups import (
@@ -208,14 +208,14 @@ class Trainer:
             dp_rank=dims.dp_rank, dp_degree=dims.dp, cursor=self.step * t.global_batch_size, num_workers=t.num_workers,
         )  # fmt: skip
         return Feed(
-            iter(loader), self.sharding, micro_steps=self._micro_steps, copies=dims.copies, host=dist.group.WORLD,
-            device=self.device,
+            iter(loader), self.sharding, micro_steps=micro_steps(self.config, dist.get_world_size()),
+            copies=dims.copies, host=dist.group.WORLD, device=self.device,
         )  # fmt: skip
 
     @property
-    def _micro_steps(self) -> int:
-        t = self.config.training
-        return t.global_batch_size // (self.dims.dp * t.local_batch_size)
+    def _ended(self) -> bool:
+        """The last step is done."""
+        return self.step == self.config.training.steps
 
     # --- One step ----------------------------------------------------------------------------------------------------
 
@@ -251,11 +251,10 @@ class Trainer:
 
     def _prepare_next(self) -> None:
         """While the device computes: the next step's batches, and if nothing comes between, its first forward."""
-        last = self.step == self.config.training.steps
-        if not last:
+        if not self._ended:
             self.feed.prefetch()
         self.fed += self.feed.take()
-        if not last and self._goes_on():
+        if not self._ended and self._goes_on():
             self.passes.begin()
 
     def _goes_on(self) -> bool:
@@ -330,7 +329,7 @@ class Trainer:
                 logger.log_exposed(self.step, *exposed)
             if logger and self.seen:
                 logger.log_telemetry(self.step, self.seen)
-            if (warning := self.grace.warning(self._micro_steps, self._save_seconds)) and dist.get_rank() == 0:
+            if (warning := self.grace.warning(self.feed.micro_steps, self._save_seconds)) and dist.get_rank() == 0:
                 print(warning, flush=True)
             self._validate_and_save(logger)
             if self.exports:
@@ -365,7 +364,7 @@ class Trainer:
         self.optimizer.zero_grad(set_to_none=True)
         if self.step:
             with self._unhurried():
-                self.save(last=self.step == self.config.training.steps)
+                self.save()
 
     @property
     def _save_seconds(self) -> float:
@@ -389,19 +388,18 @@ class Trainer:
 
     def _due(self) -> tuple[bool, bool]:
         """Whether a validation and a save follow this step, if no signal comes."""
-        v, last = self.config.validation, self.step == self.config.training.steps
-        return v.enable and (self.step % v.freq == 0 or last), self.step % self.config.checkpoint.interval == 0 or last
+        v, interval = self.config.validation, self.config.checkpoint.interval
+        return v.enable and (self.step % v.freq == 0 or self._ended), self.step % interval == 0 or self._ended
 
     def _validate_and_save(self, logger: MetricsLogger | None) -> None:
         """What is due after this step."""
-        last = self.step == self.config.training.steps
         validates, saves = self._due()
         saves = saves or bool(self.stop.agreed)
         if not (validates or saves):
             return
         with pause(), self._unhurried(), self.garbage.untimed(), logger.untimed() if logger else nullcontext():
             if saves:  # first: an error while it validates costs no steps, and after a signal there may be little time
-                self.save(last)
+                self.save()
             if validates:
                 with self._saved_first():
                     self._validate(logger)
@@ -465,20 +463,18 @@ class Trainer:
         if self.config.checkpoint.export_interval:
             self.exports = Exports(self.config, self.step, self.checkpointer.in_use)
         parameters = sum(p.numel() for p in named_parameters(self.model).values())
-        print(f"model {self.config.model.name}/{self.config.model.flavor}: {parameters:,} parameters", flush=True)
-        print("\n".join(start_lines(choices)), flush=True)
-        if line := uncompiled(self.config, self.device):
-            print(line, flush=True)
-        print(f"mesh {self.dims.description}", flush=True)
-        if self.dims.transport:
-            print(self.dims.transport, flush=True)
-        if uneven := self.sharding.uneven(self.config.training.local_batch_size * self.config.training.seq_len):
-            print(uneven, flush=True)
-        if self.step:
-            print(f"resuming from step {self.step}", flush=True)
         peak = peak_tflops(self.config, self.device)
-        if peak is None:
-            print(no_peak(self.config, self.device), flush=True)
+        lines = [
+            f"model {self.config.model.name}/{self.config.model.flavor}: {parameters:,} parameters",
+            *start_lines(choices),
+            uncompiled(self.config, self.device),
+            f"mesh {self.dims.description}",
+            self.dims.transport,
+            self.sharding.uneven(self.config.training.local_batch_size * self.config.training.seq_len),
+            f"resuming from step {self.step}" if self.step else "",
+            no_peak(self.config, self.device) if peak is None else "",
+        ]
+        print("\n".join(filter(None, lines)), flush=True)
         return MetricsLogger(
             self.config, start_step=self.step, start_tokens=self._tokens(), gpus=dist.get_world_size(), peak_tflops=peak
         )
@@ -486,10 +482,10 @@ class Trainer:
     def _tokens(self) -> int:
         return tokens_at(self.config.training, self.step)
 
-    def save(self, last: bool) -> None:
+    def save(self) -> None:
         if self.checkpointer is None:
             return
-        model_only = last and self.config.checkpoint.last_save_model_only
+        model_only = self._ended and self.config.checkpoint.last_save_model_only
         progress = progress_at(self.config, self.step, self.skipped)
         with _writing(f"saving step-{self.step}"):
             self.checkpointer.save(

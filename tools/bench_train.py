@@ -56,7 +56,7 @@ from titan_linear.build import (
     sums_replicas_once,
 )
 from titan_linear.checkpoint import named_parameters
-from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
+from titan_linear.config import Config, check_config, data_parallel_degrees, load_config, micro_steps
 from titan_linear.data import IGNORE, Batch, Stream, build_dataloader
 from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.groups import process_group, unhurried_group
@@ -119,9 +119,9 @@ class Ours:
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.telemetry, self.steps = Telemetry(config, self.model, dims, device), 0
         sharding, t = build_sharding(config, model, dims, device), config.training
-        micro_steps = t.global_batch_size // (dims.dp * t.local_batch_size)
         self.feed = Feed(
-            batches(), sharding, micro_steps=micro_steps, copies=dims.copies, host=unhurried_group(), device=device
+            batches(), sharding, micro_steps=micro_steps(config, dist.get_world_size()), copies=dims.copies,
+            host=unhurried_group(), device=device,
         )  # fmt: skip
         self.passes = Passes(
             self.model, self.feed, self.precision, t.loss_chunk_size, self.telemetry.watching,
