@@ -442,6 +442,12 @@ def find_step(folder: Path, load_step: int) -> int | None:
     return _whole_step(folder, load_step)
 
 
+def known_progress(folder: Path, load_step: int) -> Progress:
+    """What is saved in the checkpoint that a run resumes from (`find_step`); {} for a new run."""
+    step = find_step(folder, load_step)
+    return {} if step is None else read_progress(folder / f"step-{step}")
+
+
 def rewind(folder: Path, step: int, load_step: int) -> None:
     """The run resumes from `step`, which checkpoint.load_step chose: later steps are set aside, and that is noted.
 

@@ -46,10 +46,9 @@ from titan_linear.checkpoint import (
     Checkpointer,
     Progress,
     SaveFailed,
-    find_step,
     holds_optimizer,
+    known_progress,
     named_parameters,
-    read_progress,
     rewind,
 )
 from titan_linear.config import Config, hf_weights, load_config, micro_steps, seq_len_at, tokens_at
@@ -175,12 +174,7 @@ class Trainer:
     def _known(self) -> Progress:
         """The progress saved in the checkpoint that this run resumes from; {} for a new run."""
         c, folder = self.config.checkpoint, checkpoint_folder(self.config)
-
-        def known() -> Progress:
-            step = find_step(folder, c.load_step) if c.enable else None
-            return {} if step is None else read_progress(folder / f"step-{step}")
-
-        return on_rank_0(known, self.host)
+        return on_rank_0(lambda: known_progress(folder, c.load_step) if c.enable else {}, self.host)
 
     def _set_weights(self, step: int | None) -> tuple[int, int]:
         """From the run's checkpoint of `step`, or what it begins from, or drawn; (steps done, steps skipped)."""

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from titan_linear.build import build_streams, tokenizer_path
-from titan_linear.checkpoint import find_step, read_progress
+from titan_linear.checkpoint import known_progress
 from titan_linear.config import Config, load_config
 from titan_linear.data import IGNORE, MixedStreams, Stream, Streams, Tokenizer, build_tokenizer
 from titan_linear.process import run_command
@@ -33,19 +33,15 @@ def main(argv: list[str]) -> int:
         args, keys = parse(argv)
         config = load_config(keys)
         tokenizer = build_tokenizer(tokenizer_path(config))
-        streams, _ = build_streams(config, tokenizer, _progress(config))
+        # Of the newest checkpoint: the order of documents, the mixtures.
+        progress = known_progress(checkpoint_folder(config), -1) if config.checkpoint.enable else {}
+        streams, _ = build_streams(config, tokenizer, progress)
         for line in shown(args, config, streams, tokenizer):
             print(line)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _progress(config: Config) -> dict[str, Any]:
-    """What the run's newest checkpoint knows: the order of its documents, its mixtures."""
-    step = find_step(checkpoint_folder(config), -1) if config.checkpoint.enable else None
-    return {} if step is None else read_progress(checkpoint_folder(config) / f"step-{step}")
 
 
 def shown(args: argparse.Namespace, config: Config, streams: Streams, tokenizer: Tokenizer) -> Iterator[str]:

@@ -23,7 +23,7 @@ from titan_linear.build import (
     tokenizer_path,
     unallocated,
 )
-from titan_linear.checkpoint import Progress, find_step, read_progress
+from titan_linear.checkpoint import Progress, known_progress
 from titan_linear.config import Config, check_config
 from titan_linear.data import IGNORE, Batch, MixedStreams, Stream, Streams, Tokenizer, build_dataloader, build_tokenizer
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
@@ -198,13 +198,11 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
 
 def _beginning(config: Config) -> Progress:
     """That of a new run by the mixture as it is now; its documents in the order of the run that this one resumes."""
-    folder, c = checkpoint_folder(config), config.checkpoint
-    step = find_step(folder, c.load_step) if c.enable else None
-    if step is None:
-        return {}
+    c = config.checkpoint
+    known = known_progress(checkpoint_folder(config), c.load_step) if c.enable else {}
     weights = {source.name: source.weight for source in config.training.mixture}
-    order = stream_order(read_progress(folder / f"step-{step}"))
-    return {"step": 0, "cursor": 0, "order": order, "mixture": [{"start": 0, "weights": weights}]}
+    beginning = {"step": 0, "cursor": 0, "order": stream_order(known), "mixture": [{"start": 0, "weights": weights}]}
+    return beginning if known else {}
 
 
 def _processes(config: Config) -> int:
