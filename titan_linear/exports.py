@@ -23,7 +23,7 @@ from titan_linear.build import export, export_folder, lacks_export, model_config
 from titan_linear.checkpoint import stored_weights, verify, weights_path, whole_steps
 from titan_linear.config import Config, hf_weights
 from titan_linear.data import build_tokenizer
-from titan_linear.process import StopSignal
+from titan_linear.process import StopSignal, refusing
 from titan_linear.rundir import checkpoint_folder, config_of
 
 # What begins an export, with the parent's process id before the arguments of `main`: what this module imports takes
@@ -143,15 +143,12 @@ def command(checkpoint: Path, folder: Path, dtype: str) -> list[str]:
     return [sys.executable, "-c", START, str(os.getpid()), str(checkpoint), str(folder), dtype]
 
 
+@refusing(ValueError, OSError)
 def main(argv: list[str]) -> int:
     os.nice(19)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
     checkpoint, folder, dtype = argv
-    try:
-        export_checkpoint(Path(checkpoint), Path(folder), dtype)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    export_checkpoint(Path(checkpoint), Path(folder), dtype)
     return 0
 
 

@@ -13,12 +13,15 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from functools import wraps
 from itertools import chain, count, takewhile
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 if TYPE_CHECKING:
     import torch
+
+Command = Callable[[list[str]], int]  # argv → exit code
 
 LAUNCHER = "TITAN_LINEAR_LAUNCHER"  # environment of the workers: the launcher's process id
 CHECKED = "TITAN_LINEAR_CONFIGURATION"  # likewise: the configuration that it has checked, as JSON, or its first PIECE
@@ -46,7 +49,26 @@ class Node:
         return self.count * self.processes
 
 
-def run_command(main: Callable[[list[str]], int]) -> NoReturn:
+def refusing(*mistakes: type[Exception]) -> Callable[[Command], Command]:
+    """Decorates a command's main: these errors, the user's mistakes, are a line and not a traceback."""
+
+    def decorate(main: Command) -> Command:
+        @wraps(main)
+        def command(argv: list[str]) -> int:
+            try:
+                return main(argv)
+            except BrokenPipeError:
+                raise  # of run_command
+            except mistakes as error:
+                print(f"error: {error}", file=sys.stderr)
+                return MISTAKE
+
+        return command
+
+    return decorate
+
+
+def run_command(main: Command) -> NoReturn:
     """Exit with the code of main(argv); silently where nobody reads any more what it prints (`| head`)."""
     try:
         try:

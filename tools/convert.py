@@ -12,7 +12,6 @@ from-hf   makes CHECKPOINTS/step-0, weights only, for checkpoint.initial_load_pa
 from __future__ import annotations
 
 import argparse
-import sys
 import warnings
 from contextlib import ExitStack
 from functools import partial
@@ -25,20 +24,17 @@ from titan_linear.build import DTYPES, EXPORT_DTYPES
 from titan_linear.checkpoint import Checkpointer, whole_steps
 from titan_linear.exports import export_checkpoint
 from titan_linear.hf_io import Reader, locate, open_folder, read_model
-from titan_linear.process import run_command
+from titan_linear.process import refusing, run_command
 
 
+@refusing(ValueError, OSError)
 def main(argv: list[str]) -> int:
     args = parse(argv)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-    try:
-        if args.direction == "to-hf":
-            to_hf(Path(args.checkpoint), Path(args.folder), args.export_dtype, args.like)
-        else:
-            from_hf(Path(args.folder), Path(args.checkpoints), DTYPES[args.dtype])
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if args.direction == "to-hf":
+        to_hf(Path(args.checkpoint), Path(args.folder), args.export_dtype, args.like)
+    else:
+        from_hf(Path(args.folder), Path(args.checkpoints), DTYPES[args.dtype])
     return 0
 
 

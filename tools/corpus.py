@@ -26,11 +26,12 @@ from titan_linear.data.corpus import CACHE_NAME
 from titan_linear.data.sources import FIELD_SOURCES, FORMATS, TEXT_SOURCES
 from titan_linear.data.writing import lock_file, temporary_folder
 from titan_linear.files import default_cache_dir
-from titan_linear.process import run_command
+from titan_linear.process import refusing, run_command
 
 DAY = 86400  # seconds
 
 
+@refusing(ValueError, OSError)
 def main(argv: list[str]) -> int:
     args = parse(argv)
     try:
@@ -41,11 +42,6 @@ def main(argv: list[str]) -> int:
         if args.command == "check":
             return check([named(name) for name in args.folders] or caches(default_cache_dir()))
         return prune(args)
-    except BrokenPipeError:
-        raise  # of run_command
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         return 130
 

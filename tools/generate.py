@@ -10,7 +10,6 @@ tokenizer.json. Prompts go as one batch; each text is printed with its prompt.
 from __future__ import annotations
 
 import argparse
-import sys
 import warnings
 from pathlib import Path
 
@@ -25,28 +24,25 @@ from titan_linear.generate import Sampling, generate
 from titan_linear.hf_io import CONFIG, check_folder
 from titan_linear.hf_io import load_weights as load_hf_weights
 from titan_linear.models.decoder import Decoder
-from titan_linear.process import run_command
+from titan_linear.process import refusing, run_command
 from titan_linear.rundir import config_of
 
 
+@refusing(ValueError)
 def main(argv: list[str]) -> int:
     args = parse(argv)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
-    try:
-        device = device_of(args.device)
-        sampling = Sampling(args.temperature, args.top_p, args.seed)
-        for name, least in (("max_new_tokens", 0), ("prefill_chunk", 1)):
-            if getattr(args, name) < least:
-                raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {least} or more")
-        dtype = DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
-        model, tokenizer = load(Path(args.path), args.tokenizer, dtype, device)
-        texts = generate(
-            model, tokenizer, args.prompt, max_new_tokens=args.max_new_tokens, device=device, impl=args.impl,
-            sampling=sampling, prefill_chunk=args.prefill_chunk,
-        )  # fmt: skip
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    device = device_of(args.device)
+    sampling = Sampling(args.temperature, args.top_p, args.seed)
+    for name, least in (("max_new_tokens", 0), ("prefill_chunk", 1)):
+        if getattr(args, name) < least:
+            raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {least} or more")
+    dtype = DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
+    model, tokenizer = load(Path(args.path), args.tokenizer, dtype, device)
+    texts = generate(
+        model, tokenizer, args.prompt, max_new_tokens=args.max_new_tokens, device=device, impl=args.impl,
+        sampling=sampling, prefill_chunk=args.prefill_chunk,
+    )  # fmt: skip
     print("\n---\n".join(texts))
     return 0
 

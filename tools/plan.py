@@ -24,7 +24,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from itertools import product
@@ -50,7 +49,7 @@ from titan_linear.memory import (
 )
 from titan_linear.models.config import ModelConfig
 from titan_linear.preflight import check_expert_parallel, check_heads, check_tensor_parallel
-from titan_linear.process import run_command
+from titan_linear.process import refusing, run_command
 from titan_linear.timing import Machine, Rates, Step, read_rates, shipped, step
 
 BEST = 5  # splits that are printed
@@ -72,16 +71,13 @@ class Split(NamedTuple):
         return float(f"{self.step.seconds:.3g}"), self.bytes
 
 
+@refusing(ValueError)
 def main(argv: list[str]) -> int:
     args, keys = parse(argv)
-    try:
-        if args.check:
-            print(checked(read_rates(Path(args.rates)) if args.rates else None))
-        else:
-            plan(args, keys)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if args.check:
+        print(checked(read_rates(Path(args.rates)) if args.rates else None))
+    else:
+        plan(args, keys)
     return 0
 
 

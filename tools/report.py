@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from titan_linear.config import Config, flat_keys, load_config, tokens_at, toml_value
-from titan_linear.process import run_command
+from titan_linear.process import refusing, run_command
 from titan_linear.rundir import CONFIG, MANIFEST, METRICS, SPIKES, TELEMETRY
 
 COLOURS = ("#2f6fde", "#d9622b", "#2a9d5c", "#9b4fc4", "#c23a6b", "#6d7a1f", "#158a9c", "#7a5c3e")
@@ -453,6 +453,7 @@ def write(file: Path, text: str) -> None:
         raise ValueError(f"--out {file} cannot be written: {error.strerror}; give another file") from None
 
 
+@refusing(ValueError)
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -461,11 +462,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="file to write (default: report.html)")
     parser.add_argument("--x", choices=("step", "tokens"), default="step", help="over which curves are drawn")
     args = parser.parse_args(argv)
-    try:
-        write(args.out, page(read_runs(args.runs), args.x))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    write(args.out, page(read_runs(args.runs), args.x))
     print(f"wrote {args.out}")
     return 0
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,23 +23,20 @@ from titan_linear.build import build_streams, tokenizer_path
 from titan_linear.checkpoint import known_progress
 from titan_linear.config import Config, load_config
 from titan_linear.data import IGNORE, MixedStreams, Stream, Streams, Tokenizer, build_tokenizer
-from titan_linear.process import run_command
+from titan_linear.process import refusing, run_command
 from titan_linear.rundir import SPIKES, checkpoint_folder
 
 
+@refusing(ValueError)
 def main(argv: list[str]) -> int:
-    try:
-        args, keys = parse(argv)
-        config = load_config(keys)
-        tokenizer = build_tokenizer(tokenizer_path(config))
-        # Of the newest checkpoint: the order of documents, the mixtures.
-        progress = known_progress(checkpoint_folder(config), -1) if config.checkpoint.enable else {}
-        streams, _ = build_streams(config, tokenizer, progress)
-        for line in shown(args, config, streams, tokenizer):
-            print(line)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    args, keys = parse(argv)
+    config = load_config(keys)
+    tokenizer = build_tokenizer(tokenizer_path(config))
+    # Of the newest checkpoint: the order of documents, the mixtures.
+    progress = known_progress(checkpoint_folder(config), -1) if config.checkpoint.enable else {}
+    streams, _ = build_streams(config, tokenizer, progress)
+    for line in shown(args, config, streams, tokenizer):
+        print(line)
     return 0
 
 

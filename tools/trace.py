@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import argparse
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from titan_linear.process import run_command
+from titan_linear.process import refusing, run_command
 from titan_linear.traces import Event, costs, on_device, own_costs, read, stretches, summary
 
 
@@ -41,6 +40,7 @@ def report(events: Sequence[Event], rows: int) -> str:
     return "\n".join(lines)
 
 
+@refusing(ValueError)
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.trace", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -48,13 +48,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("trace", type=Path, metavar="TRACE", help="a Chrome trace, .json or .json.gz")
     parser.add_argument("--rows", type=int, default=10, help="costs to print (default: 10)")
     args = parser.parse_args(argv)
-    try:
-        if args.rows < 1:
-            raise ValueError(f"--rows {args.rows} must be 1 or more")
-        print(report(read(args.trace), args.rows))
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if args.rows < 1:
+        raise ValueError(f"--rows {args.rows} must be 1 or more")
+    print(report(read(args.trace), args.rows))
     return 0
 
 
