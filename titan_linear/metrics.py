@@ -57,32 +57,32 @@ TAGS = {  # name in metrics.jsonl → TensorBoard's; a name that is not here sta
 # Custom scalars: category → chart → tags, which are regular expressions.
 CHARTS = {
     "loss": {
-        "train and validation": ["Multiline", [TAGS["loss"], TAGS["validation_loss"]]],
-        "by position in the document": ["Multiline", ["loss_by_position/.*"]],
-        "by source": ["Multiline", ["loss_by_source/.*"]],
-        "tokens by source": ["Multiline", ["tokens_by_source/.*"]],
+        "train and validation": [TAGS["loss"], TAGS["validation_loss"]],
+        "by position in the document": ["loss_by_position/.*"],
+        "by source": ["loss_by_source/.*"],
+        "tokens by source": ["tokens_by_source/.*"],
     },
     "optimizer": {
-        "learning rate": ["Multiline", [TAGS["lr"]]],
-        "gradient norm": ["Multiline", [TAGS["grad_norm"]]],
-        "gradient norm by layer": ["Multiline", ["per_layer_grad_norm/.*"]],
-        "update norm by layer": ["Multiline", ["per_layer_update_norm/.*"]],
-        "steps that were skipped": ["Multiline", [TAGS["skipped_steps"]]],
+        "learning rate": [TAGS["lr"]],
+        "gradient norm": [TAGS["grad_norm"]],
+        "gradient norm by layer": ["per_layer_grad_norm/.*"],
+        "update norm by layer": ["per_layer_update_norm/.*"],
+        "steps that were skipped": [TAGS["skipped_steps"]],
     },
     "speed": {
-        "tokens a second": ["Multiline", [TAGS["tokens_per_second"], TAGS["valid_tokens_per_second"]]],
-        "TFLOP/s": ["Multiline", [TAGS["tflops"]]],
-        "MFU": ["Multiline", [TAGS["mfu"]]],
+        "tokens a second": [TAGS["tokens_per_second"], TAGS["valid_tokens_per_second"]],
+        "TFLOP/s": [TAGS["tflops"]],
+        "MFU": [TAGS["mfu"]],
         "seconds of a step, for data, in the garbage collector": [
-            "Multiline", [TAGS["step_seconds"], TAGS["data_seconds"], TAGS["gc_seconds"]],
+            TAGS["step_seconds"], TAGS["data_seconds"], TAGS["gc_seconds"],
         ],
-        "share of time without data": ["Multiline", [TAGS["data_wait"]]],
-        "share of a step in which a GPU only communicates": ["Multiline", [TAGS["exposed_communication"]]],
-        "work of the rank that computes most, over the mean": ["Multiline", [TAGS["work_balance"]]],
+        "share of time without data": [TAGS["data_wait"]],
+        "share of a step in which a GPU only communicates": [TAGS["exposed_communication"]],
+        "work of the rank that computes most, over the mean": [TAGS["work_balance"]],
     },
     "memory": {
-        "allocated and reserved, GiB": ["Multiline", [TAGS["memory_gib"], TAGS["memory_reserved_gib"]]],
-        "fragmentation": ["Multiline", [TAGS["memory_fragmentation"]]],
+        "allocated and reserved, GiB": [TAGS["memory_gib"], TAGS["memory_reserved_gib"]],
+        "fragmentation": [TAGS["memory_fragmentation"]],
     },
 }  # fmt: skip
 
@@ -334,9 +334,11 @@ def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
         "share of a step in which a GPU only communicates": config.profiling.enable_profiling
         and torch.cuda.is_available(),
     }  # fmt: skip
-    board.add_custom_scalars(
-        {group: {name: c for name, c in charts.items() if drawn.get(name, True)} for group, charts in CHARTS.items()}
-    )
+    charts = {
+        group: {name: ["Multiline", tags] for name, tags in of.items() if drawn.get(name, True)}
+        for group, of in CHARTS.items()
+    }
+    board.add_custom_scalars(charts)
     board.add_text("configuration", textwrap.indent(config_to_toml(config), "    "), start_step)  # indented: code
     return board
 

@@ -215,11 +215,11 @@ def by_source(runs: Sequence[Run], x: str) -> dict[str, list[Curve]]:
 # --- Charts ----------------------------------------------------------------------------------------------------------
 
 
-def ticks(low: float, high: float, count: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`, about so many."""
+def ticks(low: float, high: float) -> list[float]:
+    """Round numbers from `low` to `high`, about five."""
     if high <= low:
         return [low]
-    rough = (high - low) / count
+    rough = (high - low) / 5
     unit = 10 ** math.floor(math.log10(rough))
     step = next(m * unit for m in (1, 2, 2.5, 5, 10) if m * unit >= rough * (1 - 1e-9))
     first = math.ceil(low / step - 1e-9)

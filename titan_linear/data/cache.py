@@ -164,7 +164,6 @@ def tokenise_corpus(
     files = source_files(dataset, dataset_path, path_key=path_key)
     texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, show_progress, path_key)
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             if folder.exists():
                 raise ValueError(f"{folder} exists already; choose another folder")
@@ -222,6 +221,10 @@ class _Texts:
             raise _unreadable(error) from error
         return content.hexdigest()
 
+    def documents(self, file: Path) -> Iterator[Document]:
+        """Those of one of its files."""
+        return read_documents(self.dataset, file, self.text_field, self.dataset_format)
+
     @property
     def _how(self) -> list[str | None]:
         """What the tokens depend on beside the files."""
@@ -274,8 +277,7 @@ def _add_files(corpus: Corpus, texts: _Texts) -> None:
     """Counts the documents of each file, and adds files.bin and files.json to a cache."""
     folder, key, counts = corpus.folder, texts.key, [0]
     for file in tqdm(texts.files, desc=f"reading {texts.dataset}", disable=not texts.show_progress, delay=2):
-        documents = read_documents(texts.dataset, [file], texts.text_field, texts.dataset_format)
-        counts.append(sum(document.content != "" and not document.problem for document in documents))
+        counts.append(sum(document.content != "" and not document.problem for document in texts.documents(file)))
     _check_unchanged(key, texts)
     if sum(counts) != corpus.num_documents:  # the tokenizer had skipped some: which, it would have to say again
         raise ValueError(
@@ -309,7 +311,6 @@ def _named(folder: Path) -> Path | None:
 
 def _build_cache(folder: Path, texts: _Texts) -> Path:
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
         with locked(folder):
             if there := _named(folder):  # another process wrote it while this one waited
                 return there
@@ -389,7 +390,7 @@ def _read(texts: _Texts, ends: deque[int]) -> Iterator[Document]:
     """The documents of all files. How many there are up to the end of each file is added to `ends` behind it."""
     read = 0
     for file in texts.files:
-        for document in read_documents(texts.dataset, [file], texts.text_field, texts.dataset_format):
+        for document in texts.documents(file):
             read += 1
             yield document
         ends.append(read)

@@ -101,10 +101,8 @@ def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "tra
     return sorted(once) if dataset != "arrow" else _as_saved(once, path_key)
 
 
-def read_documents(
-    dataset: str, files: Iterable[Path], text_field: str = "text", dataset_format: str = "text"
-) -> Iterator[Document]:
-    """The documents of these files, in order; a bad one says its problem. dataset_format: one of FORMATS.
+def read_documents(dataset: str, file: Path, text_field: str, dataset_format: str) -> Iterator[Document]:
+    """The documents of a file, in order; a bad one says its problem. dataset_format: one of FORMATS.
 
     ValueError naming a file that cannot be read.
     """
@@ -115,12 +113,11 @@ def read_documents(
     if dataset_format != "text":
         remedy = "rename the field, or set training.dataset_format (tools.corpus: --format)"
         fields = _Fields(*RECORD_FIELDS[dataset_format], False, remedy)
-    for file in files:
-        try:
-            yield from read(file, fields)
-        except (OSError, EOFError, zlib.error) as error:  # the last two: of a damaged .gz
-            why = getattr(error, "strerror", None) or error
-            raise ValueError(f"{file} cannot be read: {why}; leave it out, or restore it from a copy") from error
+    try:
+        yield from read(file, fields)
+    except (OSError, EOFError, zlib.error) as error:  # the last two: of a damaged .gz
+        why = getattr(error, "strerror", None) or error
+        raise ValueError(f"{file} cannot be read: {why}; leave it out, or restore it from a copy") from error
 
 
 # --- finding files -----------------------------------------------------------------------------------------------

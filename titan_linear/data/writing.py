@@ -54,7 +54,6 @@ def write_corpus(
     ValueError: the folder exists, there is no document, a document is empty or has an id outside the vocabulary.
     """
     folder = Path(folder)
-    folder.parent.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         if folder.exists():
             raise ValueError(f"{folder} exists already; choose another folder")
@@ -97,6 +96,7 @@ def lock_file(folder: Path) -> Path:
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Holds `<folder>.lock`, which stays behind: removing it would let two processes lock different files."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
     with lock_file(folder).open("w") as file:
         if not lock(file):
             print(f"waiting for another process that writes {folder}", flush=True)
