@@ -48,7 +48,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
-from titan_linear.distributed.groups import on_rank_0
+from titan_linear.distributed.groups import of_all_ranks, on_rank_0
 from titan_linear.distributed.parts import whole
 from titan_linear.files import remove, sync, write_whole
 from titan_linear.rundir import checkpoints_of, set_aside
@@ -237,8 +237,7 @@ class Checkpointer:
             result = work()
         except (OSError, RuntimeError) as failure:
             error = f"rank {self.rank}: {describe(failure)}"
-        outcomes: list[Any] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(outcomes, (result, error), group=self.group)
+        outcomes = of_all_ranks((result, error), self.group)
         if errors := [error for _, error in outcomes if error]:
             raise OSError("; ".join(errors))
         return [result for result, _ in outcomes]

@@ -70,9 +70,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
     if line := vocabulary(config, model, tokenizer):
         print(line, flush=True)
     check_prompts(config, tokenizer)
-    check_tensor_parallel(model, config)
-    check_expert_parallel(model, config)
-    check_heads(model, config)
+    check_splits(model, config)
     check_transport(config, world_size, node_size or world_size)
     if warning := spans_nodes(config, node_size or world_size):
         print(warning, flush=True)
@@ -196,6 +194,13 @@ def check_mixture_step(config: Config, progress: Progress) -> None:
             f"{config.job.dump_folder!r} has no checkpoint to resume from; give that run's folder, or remove "
             "training.mixture_from_step to begin with this mixture"
         )
+
+
+def check_splits(model: ModelConfig, config: Config) -> None:
+    """ValueError: ranks cannot split it by these degrees."""
+    check_tensor_parallel(model, config)
+    check_expert_parallel(model, config)
+    check_heads(model, config)
 
 
 def check_heads(model: ModelConfig, config: Config) -> None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from contextlib import nullcontext
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, TextIO
 
 import torch
@@ -18,19 +19,6 @@ from titan_linear.traces import PAUSE, Summary, read, summary
 
 RECORDING = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction.RECORD_AND_SAVE)
 EVENTS = 100_000  # allocations and frees that a memory snapshot tells of, the latest
-
-
-class _Nothing:
-    """What `profiler` gives where no trace is wanted."""
-
-    def __enter__(self) -> _Nothing:
-        return self
-
-    def __exit__(self, *_: type[BaseException] | BaseException | TracebackType | None) -> None:
-        pass
-
-    def step(self) -> None:
-        pass
 
 
 class Profiler:
@@ -75,8 +63,8 @@ class Profiler:
         trace.export_chrome_trace(str(self.written))
 
 
-def profiler(config: Config, done: int = 0) -> Profiler | _Nothing:
-    return Profiler(config, done) if config.profiling.enable_profiling else _Nothing()
+def profiler(config: Config, done: int = 0) -> Profiler | nullcontext[None]:
+    return Profiler(config, done) if config.profiling.enable_profiling else nullcontext()
 
 
 def pause() -> torch.profiler.record_function:

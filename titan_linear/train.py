@@ -88,7 +88,7 @@ from titan_linear.process import (
     passed_configuration,
     under_launcher,
 )
-from titan_linear.profiling import MemorySnapshots, exposed_communication, pause, profiler
+from titan_linear.profiling import MemorySnapshots, Profiler, exposed_communication, pause, profiler
 from titan_linear.proof.start import prove
 from titan_linear.rundir import (
     RECORDERS,
@@ -304,15 +304,15 @@ class Trainer:
         if logger:
             logger.close()
 
-    def _loop(self, logger: MetricsLogger | None, profile: Any, snapshots: MemorySnapshots) -> None:
+    def _loop(self, logger: MetricsLogger | None, profile: Profiler | None, snapshots: MemorySnapshots) -> None:
         first, compiling = self.step + 1, self.compiling
         while self.step < self.config.training.steps and not self.stop.agreed:
             compiling = self.compiling if self._lengthen() else compiling
             numbers, compiling = self.train_step(), compiling - 1
-            if self.config.profiling.enable_profiling:
+            if profile:
                 self.feed.settle()  # what ends on gloo's threads after the profiler's window writes into freed memory
             self._look_at_graphs("a step that telemetry looks into" if self.telemetry.on else "training")
-            traced = profile.step()
+            traced = profile.step() if profile else None
             snapshots.after(self.step)
             if compiling == 0:  # everything is compiled and connected
                 dist.all_reduce(torch.zeros(1))  # a barrier of the hosts

@@ -59,7 +59,7 @@ from titan_linear.checkpoint import named_parameters
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config, micro_steps
 from titan_linear.data import IGNORE, Batch, Stream, build_dataloader
 from titan_linear.distributed.feed import Feed
-from titan_linear.distributed.groups import process_group, unhurried_group
+from titan_linear.distributed.groups import of_all_ranks, process_group, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.flops import peak_tflops, training_flops
 from titan_linear.gradients import Passes
@@ -269,9 +269,7 @@ def _synchronise(device: torch.device) -> None:
 
 def _largest(*numbers: float) -> list[float]:
     """Of each the largest of all ranks."""
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, numbers)
-    return [max(column) for column in zip(*rows, strict=True)]
+    return [max(column) for column in zip(*of_all_ranks(numbers, dist.group.WORLD), strict=True)]
 
 
 def profiled(

@@ -48,7 +48,7 @@ from titan_linear.memory import (
     saved,
 )
 from titan_linear.models.config import ModelConfig
-from titan_linear.preflight import check_expert_parallel, check_heads, check_tensor_parallel
+from titan_linear.preflight import check_splits
 from titan_linear.process import refusing, run_command
 from titan_linear.timing import Machine, Rates, Step, read_rates, shipped, step
 
@@ -148,9 +148,7 @@ def planned_model(config: Config) -> ModelConfig:
 def check(config: Config, model: ModelConfig, gpus: int) -> None:
     """ValueError: it cannot run on so many GPUs."""
     check_config(config, gpus)
-    check_tensor_parallel(model, config)
-    check_expert_parallel(model, config)
-    check_heads(model, config)
+    check_splits(model, config)
 
 
 def check_corpus(config: Config) -> None:

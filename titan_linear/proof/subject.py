@@ -31,7 +31,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
 from titan_linear.models.init import count_parameters, initialise
 from titan_linear.ops.boundaries import CHUNK
-from titan_linear.preflight import check_expert_parallel, check_heads, check_tensor_parallel
+from titan_linear.preflight import check_splits
 from titan_linear.rundir import checkpoint_folder
 
 LENGTH = {"cpu": 256, "cuda": 2048}  # tokens of a stream, at least
@@ -161,9 +161,7 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
         raise ValueError("training.seq_len = 1: streams of one token prove nothing; use 2 or more")
     tokenizer = build_tokenizer(tokenizer_path(config))
     full = model_config(config, tokenizer)
-    check_tensor_parallel(full, config)
-    check_expert_parallel(full, config)
-    check_heads(full, config)
+    check_splits(full, config)
     implementations(config, full, device)
     open_corpora(config, tokenizer, show_progress)
     said = []
