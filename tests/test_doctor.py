@@ -18,10 +18,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from titan_linear import agent, launch, loss
 from titan_linear.checkpoint import Checkpointer
-from titan_linear.config import load_config
+from titan_linear.config import changed, load_config
 from titan_linear.data import Batch, PackedStreams, Stream, Streams
 from titan_linear.distributed import feed, parallelize
-from titan_linear.memory import changed
 from titan_linear.models import plan
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
@@ -519,9 +518,7 @@ def test_the_logits_of_a_hugging_face_folder(subject: Subject, tmp_path: Path) -
     from tests.models import hf_models
 
     hf_models.save(hf_models.build("Qwen3.5, tied"), tmp_path)
-    imported = subject.run.model_copy(
-        update={"model": subject.run.model.model_copy(update={"hf_assets_path": str(tmp_path)})}
-    )
+    imported = changed(subject.run, {"model.hf_assets_path": str(tmp_path)})
     (found,) = hf.logits(replace(subject, run=imported))
     assert found.holds and "logits of Qwen3_5ForCausalLM" in found.what
 

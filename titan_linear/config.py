@@ -633,16 +633,22 @@ def _nearest(key: str) -> str:
 # --- Meaning ---------------------------------------------------------------------------------------------------------
 
 
+def changed(config: Config, changes: Mapping[str, object]) -> Config:
+    """With other values of some keys, by "section.key"."""
+    for name, value in changes.items():
+        section, key = name.split(".")
+        config = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
+    return config
+
+
 def _at_home(config: Config) -> Config:
     """With the home folder for ~ in paths of folders."""
-    changed = {}
-    for section, names in (
-        ("job", ("dump_folder",)), ("checkpoint", ("folder", "initial_load_path")), ("model", ("hf_assets_path",)),
-        ("profiling", ("save_traces_folder", "save_memory_snapshot_folder")),
-    ):  # fmt: skip
-        keys = getattr(config, section)
-        changed[section] = keys.model_copy(update={name: os.path.expanduser(getattr(keys, name)) for name in names})
-    return config.model_copy(update=changed)
+    keys = (
+        "job.dump_folder", "checkpoint.folder", "checkpoint.initial_load_path", "model.hf_assets_path",
+        "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder",
+    )  # fmt: skip
+    given = flat_keys(config)
+    return changed(config, {key: os.path.expanduser(given[key]) for key in keys})
 
 
 def _resolve(config: Config, cuda: bool | None) -> Config:
@@ -651,10 +657,10 @@ def _resolve(config: Config, cuda: bool | None) -> Config:
     wide = training.dtype == "float64"
     if training.mixed_precision_param == "auto":
         cuda = _on_cuda() if cuda is None and not wide else cuda
-        auto["mixed_precision_param"] = "float64" if wide else "bfloat16" if cuda else "float32"
+        auto["training.mixed_precision_param"] = "float64" if wide else "bfloat16" if cuda else "float32"
     if training.mixed_precision_reduce == "auto":
-        auto["mixed_precision_reduce"] = "float64" if wide else "float32"
-    return config.model_copy(update={"training": training.model_copy(update=auto)})
+        auto["training.mixed_precision_reduce"] = "float64" if wide else "float32"
+    return changed(config, auto)
 
 
 def _on_cuda() -> bool:

@@ -33,7 +33,7 @@ import torch
 from torch import nn
 
 from titan_linear.build import DTYPES, unallocated
-from titan_linear.config import Config, check_config, data_parallel_degrees, micro_steps
+from titan_linear.config import Config, changed, check_config, data_parallel_degrees, micro_steps
 from titan_linear.counting import Layer, Memory, count
 from titan_linear.distributed.experts import spread_experts
 from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
@@ -391,11 +391,3 @@ def _settings(config: Config, model: ModelConfig) -> Iterator[tuple[str, object]
 def _halves(size: int, least: int) -> Iterator[int]:
     while (size := size // 2) >= least:
         yield size
-
-
-def changed(config: Config, changes: dict[str, object]) -> Config:
-    """With other values of some keys."""
-    for name, value in changes.items():
-        section, key = name.split(".")
-        config = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
-    return config

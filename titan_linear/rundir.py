@@ -29,16 +29,16 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from titan_linear import __version__
-from titan_linear.config import Config, config_to_toml, flat_keys, load_config
+from titan_linear.config import Config, changed, config_to_toml, flat_keys, load_config
 from titan_linear.files import lock, write_whole
 
 CONFIG, MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
 RECORDERS = "flight_recorder"
 TELEMETRY, SPIKES, WANDB = "telemetry.jsonl", "spikes.jsonl", "wandb_id"
-PATHS = {
-    "job": ("dump_folder",), "model": ("hf_assets_path", "tokenizer_path"), "training": ("dataset_path",),
-    "checkpoint": ("initial_load_path",), "validation": ("dataset_path",),
-}  # fmt: skip
+PATHS = (
+    "job.dump_folder", "model.hf_assets_path", "model.tokenizer_path", "training.dataset_path",
+    "checkpoint.initial_load_path", "validation.dataset_path",
+)  # fmt: skip
 
 MARK = "# The configuration of the run in"  # begins a config.toml
 
@@ -319,21 +319,18 @@ def write_config(config: Config) -> None:
     """Write config.toml, its paths from the root, so that it starts the same run from anywhere."""
     config = _with_absolute_paths(config)
     # Begun anew, it is a run like others: its file stays with it.
-    written = config.model_copy(update={"job": config.job.model_copy(update={"start_anew": False})})
+    written = changed(config, {"job.start_anew": False})
     folder = config.job.dump_folder
     text = f"{MARK} '{folder}'; with another job.dump_folder it starts the same run anew\n\n"
     write_whole(Path(folder) / CONFIG, text + config_to_toml(written))
 
 
 def _with_absolute_paths(config: Config) -> Config:
-    given = config.model_dump()
-    paths = {section: {key: absolute(given[section][key]) for key in keys} for section, keys in PATHS.items()}
-    paths["training"]["mixture"] = [
+    given = flat_keys(config)
+    mixture = [
         source.model_copy(update={"dataset_path": absolute(source.dataset_path)}) for source in config.training.mixture
     ]
-    return config.model_copy(
-        update={name: getattr(config, name).model_copy(update=update) for name, update in paths.items()}
-    )
+    return changed(config, {key: absolute(given[key]) for key in PATHS} | {"training.mixture": mixture})
 
 
 def write_manifest(

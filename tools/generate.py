@@ -17,7 +17,7 @@ import torch
 
 from titan_linear.build import DTYPES, model_config, tokenizer_path, unallocated
 from titan_linear.checkpoint import load_weights, verify, weights_path
-from titan_linear.config import Config
+from titan_linear.config import Config, changed
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.distributed.parallelize import materialise
 from titan_linear.generate import Sampling, generate
@@ -71,7 +71,7 @@ def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -
         verify(path)
         run = config_of(path)
     if tokenizer:  # in the configuration, so that what is refused names it
-        run = run.model_copy(update={"model": run.model.model_copy(update={"tokenizer_path": tokenizer})})
+        run = changed(run, {"model.tokenizer_path": tokenizer})
     text = build_tokenizer(tokenizer_path(run))
     config = model_config(run, text)
     if in_hf:

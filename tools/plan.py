@@ -31,14 +31,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titan_linear.build import cached_corpora, check_size, model_config, model_without_tokenizer, tokenizer_path
-from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
+from titan_linear.config import Config, changed, check_config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.memory import (
     GIB,
     PARTS,
     SPARE,
     Batch,
-    changed,
     checkpointing_modes,
     host_memory,
     layers,

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from titan_linear.build import DTYPES, build_dims, build_model, build_sharding, mixed_precision, sums_replicas_once
 from titan_linear.checkpoint import named_parameters
-from titan_linear.config import Config
+from titan_linear.config import Config, changed
 from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.groups import of_all_ranks, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims
@@ -63,11 +63,8 @@ def split(subject: Subject) -> Findings:
 
 
 def _in_float64(config: Config) -> Config:
-    types = dict.fromkeys(("dtype", "mixed_precision_param", "mixed_precision_reduce"), "float64")
-    model = config.model.model_copy(update={"impl": "torch"})
-    compiled = config.compile.model_copy(update={"enable": False})
-    training = config.training.model_copy(update=types)
-    return config.model_copy(update={"training": training, "model": model, "compile": compiled})
+    types = ("training.dtype", "training.mixed_precision_param", "training.mixed_precision_reduce")
+    return changed(config, dict.fromkeys(types, "float64") | {"model.impl": "torch", "compile.enable": False})
 
 
 def _of_processes(

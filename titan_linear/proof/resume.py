@@ -20,7 +20,7 @@ from titan_linear.build import (
     sums_replicas_once,
 )
 from titan_linear.checkpoint import Checkpointer, named_parameters
-from titan_linear.config import Config
+from titan_linear.config import Config, changed
 from titan_linear.data import build_dataloader
 from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.groups import of_all_ranks, unhurried_group
@@ -168,15 +168,11 @@ def _new(subject: Subject, dims: ParallelDims, host: dist.ProcessGroup) -> Run:
 
 
 def _on_one_rank(config: Config) -> Config:
-    p = config.parallelism.model_copy(update={
-        "data_parallel_replicate_degree": 1, "data_parallel_shard_degree": 1, "context_parallel_degree": 1,
-        "tensor_parallel_degree": 1, "expert_parallel_degree": 1,
-    })  # fmt: skip
-    return _taken(config.model_copy(update={"parallelism": p}), 1)
+    kinds = "data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "expert_parallel"
+    return _taken(changed(config, {f"parallelism.{name}_degree": 1 for name in kinds}), 1)
 
 
 def _taken(config: Config, dp: int) -> Config:
     """Uncompiled, with a global batch that so many data-parallel ranks take."""
-    t = config.training.model_copy(update={"global_batch_size": STREAMS * dp, "local_batch_size": 1})
-    compiled = config.compile.model_copy(update={"enable": False})
-    return config.model_copy(update={"training": t, "compile": compiled})
+    batch = {"training.global_batch_size": STREAMS * dp, "training.local_batch_size": 1}
+    return changed(config, batch | {"compile.enable": False})

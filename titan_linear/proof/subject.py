@@ -24,7 +24,7 @@ from titan_linear.build import (
     unallocated,
 )
 from titan_linear.checkpoint import Progress, known_progress
-from titan_linear.config import Config, check_config
+from titan_linear.config import Config, changed, check_config
 from titan_linear.data import IGNORE, Batch, MixedStreams, Stream, Streams, Tokenizer, build_dataloader, build_tokenizer
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
@@ -184,10 +184,10 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
     if config.compile.enable:
         but = ", but for a step of the run's own processes in its type" if "WORLD_SIZE" in os.environ else ""
         said.append(f"compile.enable true → false{but}")
-    shorter = t.model_copy(update={
-        "seq_len": seq_len, "seq_len_schedule": [], "loss_chunk_size": min(t.loss_chunk_size, seq_len // 2 + 1),
+    cut = changed(config, {
+        "training.seq_len": seq_len, "training.seq_len_schedule": [],
+        "training.loss_chunk_size": min(t.loss_chunk_size, seq_len // 2 + 1),
     })  # fmt: skip
-    cut = config.model_copy(update={"training": shorter})
     streams, _ = build_streams(cut, tokenizer, _beginning(config))
     packed = streams.sources.values() if isinstance(streams, MixedStreams) else [streams]
     check_size(sum(s.num_tokens for s in packed), config)
