@@ -161,13 +161,7 @@ def _initial(states: torch.Tensor | None, call: Call, inputs: Inputs) -> States 
 
 
 def chunk_delta_rule(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
+    given: Inputs,
     *,
     options: DeltaRuleOptions,
     initial_state: torch.Tensor | None,
@@ -179,8 +173,12 @@ def chunk_delta_rule(
     cp_method: str,
     impl: str,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What `chunk_kda` and `chunk_gated_delta_rule` share, once they have filled in `options`: checks, and the call."""
-    _check(q, k, v, g, beta, A_log, dt_bias, options)
+    """What `chunk_kda` and `chunk_gated_delta_rule` share, once they have filled in `options`: checks, and the call.
+
+    given: as they are, [B, T, ...].
+    """
+    _check(given, options)
+    q, v = given.q, given.v
     if cp_method not in ("kcp", "ulysses"):
         raise ValueError(f"cp_method = {cp_method!r} is unknown; use 'kcp' or 'ulysses'")
     if cp_context is not None:
@@ -189,11 +187,11 @@ def chunk_delta_rule(
     check_floats(initial_state=initial_state)
     _check_state(initial_state, N, v.shape[2], q.shape[3], v.shape[3], state_v_first)
     initial_state = swapped(initial_state, state_v_first)
-    A_log, dt_bias = (None if x is None else x.flatten().contiguous() for x in (A_log, dt_bias))
+    tokens, gates = given[:5], [None if x is None else x.flatten().contiguous() for x in given[5:]]
     several = cp_context is not None and cp_context.world_size > 1
     if several and cp_method == "ulysses":
-        return _over_heads(q, k, v, g, beta, A_log, dt_bias, options, cp_context, impl), None
-    inputs = Inputs(*(x.flatten(0, 1) for x in (q, k, v, g, beta)), A_log, dt_bias)
+        return _over_heads(Inputs(*tokens, *gates), options, cp_context, impl), None
+    inputs = Inputs(*(x.flatten(0, 1) for x in tokens), *gates)
     rule = _implementation(inputs, impl)
     wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state))
     if q.shape[1] == 1 and cu_seqlens is None and cp_context is None and not wants_grad:
@@ -215,21 +213,10 @@ def _implementation(inputs: Inputs, impl: str) -> type[DeltaRule]:
     return IMPLEMENTATIONS[implementation(op, impl, q.device, one_dtype(q, k, v), K=q.shape[-1], V=v.shape[-1])]()
 
 
-def _over_heads(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    options: DeltaRuleOptions,
-    cp: CPContext,
-    impl: str,
-) -> torch.Tensor:
+def _over_heads(given: Inputs, options: DeltaRuleOptions, cp: CPContext, impl: str) -> torch.Tensor:
     """All tokens of this rank's heads, and these heads' part of A_log and dt_bias: no recurrence crosses a rank."""
-    tokens = [tokens_to_heads(x, cp) for x in (q, k, v, g, beta)]
-    gates = [None if x is None else x.view(cp.world_size, -1)[cp.rank] for x in (A_log, dt_bias)]
+    tokens = [tokens_to_heads(x, cp) for x in given[:5]]
+    gates = [None if x is None else x.view(cp.world_size, -1)[cp.rank] for x in given[5:]]
     inputs = Inputs(*(x.flatten(0, 1) for x in tokens), *gates)
     o, _ = _apply(Call(_implementation(inputs, impl), options, cp.stream, None, False), None, *inputs)
     return heads_to_tokens(o.unsqueeze(0), cp)
@@ -247,17 +234,9 @@ def _decode(
     return o.to(inputs.v.dtype), S
 
 
-def _check(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    A_log: torch.Tensor | None,
-    dt_bias: torch.Tensor | None,
-    options: DeltaRuleOptions,
-) -> None:
+def _check(given: Inputs, options: DeltaRuleOptions) -> None:
     """Shapes and switches that do not fit are a ValueError that says what would."""
+    q, k, v, g, beta, A_log, dt_bias = given
     if q.dim() != 4 or k.shape != q.shape or 0 in q.shape:
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must both be [B, T, H, K], none of them 0")
     B, T, H, K = q.shape

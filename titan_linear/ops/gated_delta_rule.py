@@ -7,6 +7,7 @@ import torch
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.delta_rule import chunk_delta_rule
 from titan_linear.ops.options import DeltaRuleOptions, beta_range, check_chunk_size, refuse
+from titan_linear.ops.states import Inputs
 
 
 def chunk_gated_delta_rule(
@@ -57,7 +58,7 @@ def chunk_gated_delta_rule(
         disable_recompute=disable_recompute,
     )
     return chunk_delta_rule(
-        q, k, v, g, beta, A_log, dt_bias, options=options, initial_state=initial_state,
+        Inputs(q, k, v, g, beta, A_log, dt_bias), options=options, initial_state=initial_state,
         output_final_state=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
         cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, cp_method=cp_method, impl=impl,
     )  # fmt: skip

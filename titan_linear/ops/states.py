@@ -8,7 +8,7 @@ import torch
 
 
 class Inputs(NamedTuple):
-    """The inputs of a delta rule, B folded into T; or their gradients."""
+    """The inputs of a delta rule, B folded into T but in its first checks; or their gradients."""
 
     q: torch.Tensor  # [T, H, K]
     k: torch.Tensor  # [T, H, K]
