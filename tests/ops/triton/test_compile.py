@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from tests.ops.triton.kda_compile import kda_case, launch
+from tests.ops.triton.kda_compile import kda_case, launch, results_of
 
 SHARED_LIMIT = 232448  # bytes a program may use on sm_90
 # Case (as printed) -> why its spills are accepted. float32 and head dims of 256 may spill: right, not fast.
@@ -316,11 +316,7 @@ def compile_cases(words: list[str]) -> dict[str, list[dict]]:
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[dict]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", __spec__.name, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return results_of(__name__)
 
 
 @pytest.mark.parametrize("name", CASES)

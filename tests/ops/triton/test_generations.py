@@ -7,13 +7,11 @@ bfloat16 with K = V = 64, 128 and 256, and prints their resources. As in test_co
 from __future__ import annotations
 
 import json
-import os
-import subprocess
 import sys
 
 import pytest
 
-from tests.ops.triton.kda_compile import kda_case
+from tests.ops.triton.kda_compile import kda_case, results_of
 from tests.ops.triton.test_compile import compile_launch, conv1d_case, cross_entropy_case, gdn_case, swiglu_case
 
 # GDN: none at sm_100, K and V up to 128 at sm_120 (ops/triton/configs.py says why).
@@ -58,11 +56,7 @@ def launches(target: int, op: str, K: int, only: tuple[str, ...] = ()) -> list[d
 
 @pytest.fixture(scope="module")
 def compiled() -> dict[str, list[dict]]:
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", __spec__.name, "--json"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout)
+    return results_of(__name__)
 
 
 @pytest.mark.parametrize(("target", "op"), COMPILED)
