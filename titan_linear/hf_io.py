@@ -37,6 +37,7 @@ from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.remote import MODELING
 from titan_linear.models.init import runs
+from titan_linear.ops.support import short
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head.weight"
@@ -350,7 +351,7 @@ class Reader:
         if tensor.file not in self.open:
             self.open[tensor.file] = self.files.enter_context(safe_open(tensor.file, "pt"))
         on_disk = self.open[tensor.file].get_slice(tensor.name)
-        rows = _count(tensor.shape) // width
+        rows = math.prod(tensor.shape) // width
         per_index = rows // tensor.shape[0]  # rows of one index of the first dimension, along which slices are read
         block = max(1, BLOCK // (per_index * width * 4)) * per_index
         for a in range(start, stop, block):
@@ -367,10 +368,6 @@ def row_runs(
     for i, shift in enumerate(shifts.astype("int64").tolist()):
         first = i * int(length)
         yield first, first + shift, first + shift + int(length)
-
-
-def _count(shape: tuple[int, ...]) -> int:
-    return torch.Size(shape).numel()
 
 
 # --- Writing ---------------------------------------------------------------------------------------------------------
@@ -408,9 +405,8 @@ def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) ->
 @torch.no_grad()
 def gather(model: nn.Module) -> Callable[[str], torch.Tensor]:
     """name -> the whole parameter, on every rank; every rank asks for the same names in the same order."""
-    parameters = named_parameters(
-        model
-    )  # not its parameters, which after a forward may be whole and in the type of compute
+    # Not its parameters themselves, which after a forward may be whole and in the type of compute.
+    parameters = named_parameters(model)
 
     def get(name: str) -> torch.Tensor:
         p = parameters[name]
@@ -500,14 +496,14 @@ def _plan(
     plan = {}
     for tensor in (s for placement in found for s in placement.sources):
         code = CODES[dtype] if dtype else source.tensors[tensor.name].code
-        plan[tensor.name] = (code, tensor.shape, _count(tensor.shape) * DTYPES[code].itemsize)
+        plan[tensor.name] = (code, tensor.shape, math.prod(tensor.shape) * DTYPES[code].itemsize)
     return plan | {t.name: (t.code, t.shape, t.end - t.begin) for t in copied}
 
 
 def _config_json(
     model: ModelConfig, family: str, dtype: torch.dtype | None, source: Folder | None, extra: Mapping[str, object]
 ) -> dict[str, Any]:
-    named = {} if dtype is None else {"dtype": str(dtype).removeprefix("torch.")}
+    named = {} if dtype is None else {"dtype": short(dtype)}
     if source is None:
         return config_to_hf(family, model, **extra, **named)
     return {k: v for k, v in source.config.items() if k != "torch_dtype" or not named} | named | dict(extra)

@@ -90,7 +90,7 @@ def has_configurations(family: str) -> Check:
         K, V = kernel_dims(t.dims["K"], t.dims["V"])
         where = f"compute capability {_dotted(t.capability)} has no configurations of its kernels for"
         if not limit:
-            return f"{where} {_short(t.dtype)}"
+            return f"{where} {short(t.dtype)}"
         if max(K, widest_slice(V)) <= limit:
             return None
         return f"{where} head dims above {limit}, and max(K, V) = {max(t.dims['K'], t.dims['V'])}"
@@ -116,12 +116,12 @@ def capability_in(known: tuple[tuple[int, int], ...]) -> Check:
 
 
 def dtype_in(*dtypes: torch.dtype) -> Check:
-    names = ", ".join(map(_short, dtypes))
+    names = ", ".join(map(short, dtypes))
 
     def check(t: Target) -> str | None:
         if t.dtype is None:
             return f"q, k and v differ in dtype; it takes one of {names} for all three"
-        return None if t.dtype in dtypes else f"the dtype {_short(t.dtype)} is not one of {names}"
+        return None if t.dtype in dtypes else f"the dtype {short(t.dtype)} is not one of {names}"
 
     return check
 
@@ -157,7 +157,8 @@ def may_vary(t: Target) -> str | None:
     return "torch.use_deterministic_algorithms is on" if t.dims.get("deterministic") else None
 
 
-def _short(dtype: torch.dtype) -> str:
+def short(dtype: torch.dtype) -> str:
+    """torch.bfloat16 → bfloat16."""
     return str(dtype).removeprefix("torch.")
 
 

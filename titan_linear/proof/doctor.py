@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from titan_linear.config import load_config
 from titan_linear.distributed.groups import process_group
+from titan_linear.ops.support import short
 from titan_linear.process import FAILED, MISTAKE, own_device
 from titan_linear.proof import data, definitions, hf, model, ops, processes, resume
 from titan_linear.proof.findings import Finding, Findings, Note
@@ -85,7 +86,7 @@ def _introduction(subject: Subject) -> str:
     kinds = ", ".join(mixer.name for mixer in subject.model.layers)
     lines = [
         f"model {c.model.name}/{c.model.flavor}: layers {kinds}; dim {subject.model.dim}; compute "
-        f"{ops.short(subject.dtype)}",
+        f"{short(subject.dtype)}",
         f"{(n := subject.degrees.ranks)} rank{'s' * (n > 1)} in one process on {name}: {subject.degrees}, "
         f"{c.parallelism.context_parallel_layout}",
         *(f"cut: {line}" for line in subject.said),

@@ -20,6 +20,7 @@ from titan_linear.ops import attention, causal_conv1d, chunk_gated_delta_rule, c
 from titan_linear.ops.reference.attention import attention as direct_attention
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
+from titan_linear.ops.support import short
 from titan_linear.proof.data import tokens_of
 from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
 from titan_linear.proof.ranks import LocalDims, on_ranks, sharding_of
@@ -381,7 +382,3 @@ def may_differ(subject: Subject, layers: Iterable[int]) -> float:
     softmax = any(not subject.model.layers[i].linear for i in layers)
     repeats = subject.device.type == "cpu" or subject.config.debug.deterministic
     return float("inf") if softmax and not repeats else 0
-
-
-def short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
