@@ -18,7 +18,7 @@ from tests.processes import elsewhere, gone, until
 from tests.refusals import is_refused, own_handlers
 from tests.worlds import free_port  # and what the server imports
 from titan_linear import agent, launch, nodes
-from titan_linear.config import load_config
+from titan_linear.config import Config, load_config
 from titan_linear.process import Node
 from titan_linear.rundir import claimed, lock_folder
 
@@ -102,20 +102,20 @@ while True:
 """
 
 
-def launch_workers(mode: str, folder: Path, node: Node, grace: float, repeat: float, max_restarts: int) -> None:
+def launch_workers(mode: str, folder: Path, node: Node, grace: float, repeat: float, config: Config) -> None:
     """`run_workers` with processes of WORKER, in a process of its own that has a terminal's session."""
     os.setsid()
     os.dup2(os.open(folder / f"stderr-{node.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.chdir(ROOT)
     os.environ["PYTHONPATH"] = f"{folder}{os.pathsep}{ROOT}"
     agent.GRACE, agent.REPEAT = grace, repeat
-    sys.exit(agent.run_workers("worker", [mode, str(folder)], node, max_restarts, ""))
+    sys.exit(agent.run_workers("worker", [mode, str(folder)], node, config))
 
 
 class Run:
     """A launcher, forked from a server that has imported torch, and its workers."""
 
-    def __init__(self, folder: Path, mode: str, node: Node, *options: float):
+    def __init__(self, folder: Path, mode: str, node: Node, *options: object):
         (folder / "worker.py").write_text(WORKER)
         self.folder, self.node = folder, node
         self.process = FORKSERVER.Process(target=launch_workers, args=(mode, folder, node, *options))
@@ -151,8 +151,12 @@ def alive(events: list[str]) -> bool:
 def start(tmp_path) -> Iterator[Callable[..., Run]]:
     runs = []
 
-    def start(mode: str, grace: float = 0.3, repeat: float = 0.3, node: Node = ALONE, max_restarts: int = 0) -> Run:
-        runs.append(Run(tmp_path, mode, node, grace, repeat, max_restarts))
+    def start(
+        mode: str, grace: float = 0.3, repeat: float = 0.3, node: Node = ALONE, max_restarts: int = 0,
+        saves: bool = True,
+    ) -> Run:  # fmt: skip
+        config = Config(checkpoint={"enable": saves}, comm={"max_restarts": max_restarts})
+        runs.append(Run(tmp_path, mode, node, grace, repeat, config))
         return runs[-1]
 
     yield start
@@ -184,6 +188,16 @@ def test_a_signal_reaches_every_worker_once_and_lets_it_save(start, number, code
     (run.folder / "disk").touch()
     assert run.end()[0] == code
     assert [run.events(rank)[1:] for rank in range(2)] == [["SIGTERM", "saved"]] * 2
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_stop_promises_a_save_only_where_there_are_checkpoints(start, saves):
+    run = start("works", saves=saves)
+    run.wait_for("ready")
+    (run.folder / "disk").touch()
+    os.kill(run.process.pid, signal.SIGTERM)
+    when = "after a last save" if saves else "after this step, without a save (checkpoint.enable = false)"
+    assert run.end() == (143, f"stopping {when}; Ctrl-C again stops at once\n")
 
 
 def test_a_second_interrupt_kills(start):
@@ -355,7 +369,7 @@ def calls(monkeypatch, tmp_path) -> Iterator[list]:
 def test_main_checks_then_starts_the_workers(calls):
     argv = ["--parallelism.context_parallel_degree", "2"]
     assert launch.main(argv) == 0
-    assert calls == [("preflight", 2, 2), ("titan_linear.train", argv, Node(2), 0, load_config(argv).model_dump_json())]
+    assert calls == [("preflight", 2, 2), ("titan_linear.train", argv, Node(2), load_config(argv))]
     assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN  # for the workers alone
 
 
@@ -365,8 +379,8 @@ def test_main_on_one_of_several_nodes(calls, monkeypatch):
         monkeypatch.setenv(name, str(value))
     argv = ["--comm.max_restarts", "2"]
     assert launch.main(argv) == 0
-    here, checked = Node(1, 3, 4, "127.0.0.1", 29500), load_config(argv).model_dump_json()
-    assert calls == [("preflight", 4, 1), ("titan_linear.train", argv, here, 2, checked)]
+    here = Node(1, 3, 4, "127.0.0.1", 29500)
+    assert calls == [("preflight", 4, 1), ("titan_linear.train", argv, here, load_config(argv))]
     assert not Path("outputs/.lock").exists()
 
 

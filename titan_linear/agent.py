@@ -29,6 +29,7 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
 from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousTimeoutError
 
+from titan_linear.config import Config
 from titan_linear.nodes import Nodes
 from titan_linear.process import FINAL, LAUNCHER, LOST, STOPPED, Node, pass_on_configuration
 
@@ -36,25 +37,26 @@ GRACE = 5.0  # seconds
 REPEAT = 0.3  # seconds in which a signal may come again from what passes signals on
 
 
-def run_workers(module: str, argv: list[str], here: Node, max_restarts: int, checked: str) -> int:
+def run_workers(module: str, argv: list[str], here: Node, config: Config) -> int:
     """`python -m module *argv` in the processes of this node; the exit code of the whole (see the module).
 
     Args:
-        checked: the configuration, for workers of all starts: its file may be another by then.
+        config: as it was checked, for workers of all starts: its file may be another by then.
 
     Raises:
         ValueError: the nodes' environment is wrong.
     """
     os.environ.update(_environment(here.processes))
-    pass_on_configuration(checked)
+    pass_on_configuration(config.model_dump_json())
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.propagate, elastic.handlers = False, [logging.NullHandler()]  # what it does is said here
     nodes = Nodes(here)
     agent = Agent(
         WorkerSpec(
             role="trainer", local_world_size=here.processes, entrypoint=sys.executable, args=("-m", module, *argv),
-            rdzv_handler=nodes, max_restarts=max_restarts, monitor_interval=0.1,
-        )
+            rdzv_handler=nodes, max_restarts=config.comm.max_restarts, monitor_interval=0.1,
+        ),
+        saves=config.checkpoint.enable,
     )  # fmt: skip
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, agent.on_signal)
@@ -92,10 +94,14 @@ def _environment(processes: int) -> dict[str, str]:
 
 
 class Agent(LocalElasticAgent):
-    """Ends and restarts of the workers of this node."""
+    """Ends and restarts of the workers of this node.
 
-    def __init__(self, spec: WorkerSpec):
+    saves: they save before a stop.
+    """
+
+    def __init__(self, spec: WorkerSpec, saves: bool = True):
         super().__init__(spec, DefaultLogsSpecs(os.devnull))
+        self.saves = saves
         self.failures: dict[int, int] = {}  # of this start, as they were seen: rank → exit code
         self.hung = False  # one of them did not end, and was killed
         self.asked, self.asked_at, self.at_once = 0, 0.0, False
@@ -167,7 +173,8 @@ class Agent(LocalElasticAgent):
         if death_sig != signal.SIGKILL and any(process.poll() is None for process in self._processes()):
             for process in self._processes():
                 process.send_signal(signal.SIGTERM)  # does nothing to one that has ended
-            print("stopping after a last save; Ctrl-C again stops at once", file=sys.stderr, flush=True)
+            after = "after a last save" if self.saves else "after this step, without a save (checkpoint.enable = false)"
+            print(f"stopping {after}; Ctrl-C again stops at once", file=sys.stderr, flush=True)
             self._end()
         self._kill()
 

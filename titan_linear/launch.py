@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
 
                 prove(argv, node.world_size)
             with outliving_readers():
-                return run_workers("titan_linear.train", argv, node, config.comm.max_restarts, config.model_dump_json())
+                return run_workers("titan_linear.train", argv, node, config)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return MISTAKE
