@@ -43,7 +43,7 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--gpus", "3", "--parallelism.context_parallel_degree", "2"], "parallelism: "),
+        (["--gpus", "3", "--parallelism.context_parallel_degree", "2"], "processes (NGPU; tools.plan: --gpus)"),
         (["--gpus", "0"], "--gpus 0 must be 1 or more"),
         (["--node", "0"], "--node 0 must be 1 or more"),
         (["--gpus", "3"], "training.global_batch_size = 8 is not a multiple of"),
@@ -61,7 +61,7 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(argv: list[str], message: str, capsys: pytest.CaptureFixture) -> None:
-    assert is_refused(plan.main, argv, capsys).startswith(message)
+    assert message in is_refused(plan.main, argv, capsys)
 
 
 def test_a_corpus_of_less_than_a_step_is_refused(
