@@ -398,6 +398,36 @@ def test_a_bad_folder_is_refused_before_training(damage: Callable[[Path], str], 
     assert not (tmp_path / "run").exists()
 
 
+def test_generation_warns_of_a_tokenizer_that_the_weights_do_not_know(
+    tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """Of a folder and of a checkpoint; sizes of vocabularies need not tell."""
+    model, folder, checkpoint, other = Decoder(KDA), *(tmp_path / name for name in ("folder", "step-3", "other"))
+    initialise(model, seed=0)
+    write_folder(folder, KDA, "KDAForCausalLM", gather(model), dtype=torch.float32)
+    checkpoint.mkdir()
+    other.mkdir()
+    large_tokenizer(other)
+    bytes_again, their_own = build_tokenizer(None), build_tokenizer(str(other))
+
+    def warned(path: Path, asked: str, tokenizer: object) -> str:
+        return generate.tokenizer_warning(path, path == folder, asked, tokenizer)
+
+    assert generate.main([str(folder), "--prompt", "x", "--max-new-tokens", "1"]) == 0
+    assert f"'{folder}' has no tokenizer.json, and bytes are tokens; --tokenizer" in capsys.readouterr().err
+    (folder / "tokenizer.json").write_bytes(bytes_again.hugging_face_files()["tokenizer.json"])
+    assert generate.main([str(folder), "--prompt", "x", "--max-new-tokens", "1"]) == 0
+    assert not capsys.readouterr().err
+    assert f"'{folder}' were trained with another tokenizer than --tokenizer" in warned(folder, "other", their_own)
+
+    (checkpoint / "progress.json").write_text(json.dumps({"step": 3}))  # an old one
+    assert not warned(checkpoint, "", bytes_again)
+    (checkpoint / "progress.json").write_text(json.dumps({"step": 3, "tokenizer": their_own.fingerprint}))
+    assert "trained with another tokenizer than --tokenizer" in warned(checkpoint, "elsewhere", bytes_again)
+    assert "another tokenizer than model.tokenizer_path of its run" in warned(checkpoint, "", bytes_again)
+    assert not warned(checkpoint, "other", their_own)
+
+
 def test_generation_names_the_tokenizer_that_it_was_given(tmp_path: Path) -> None:
     model, folder, other = Decoder(KDA), tmp_path / "folder", tmp_path / "other"
     initialise(model, seed=0)
@@ -549,7 +579,8 @@ def test_commands_say_what_is_wrong(
 ) -> None:
     folder = str(folders("FLA KDA"))
     assert convert.main(["from-hf", folder, str(tmp_path / "checkpoints")]) == 0
-    step = str(tmp_path / "checkpoints" / "step-0")
+    step, bytes_alone = str(tmp_path / "checkpoints" / "step-0"), tmp_path / "tokenizer.json"
+    bytes_alone.write_bytes(build_tokenizer(None).hugging_face_files()["tokenizer.json"])
     prompt = ["--prompt", "x"]
     for main, argv, words in (
         (convert.main, ["to-hf", step, folder], "is there already"),
@@ -562,7 +593,7 @@ def test_commands_say_what_is_wrong(
         (convert.main, ["from-hf", str(tmp_path), str(tmp_path / "out")], "config.json': cannot be read"),
         (convert.main, ["from-hf", folder, str(tmp_path / "checkpoints")], "holds checkpoints already"),
         (generate.main, [str(tmp_path), *prompt], "neither a whole checkpoint"),
-        (generate.main, [folder, "--prompt", ""], "prompt '' has no tokens"),
+        (generate.main, [folder, "--prompt", "", "--tokenizer", str(bytes_alone)], "prompt '' has no tokens"),
         (generate.main, [folder, *prompt, "--tokenizer", "none.json"], "none.json does not exist"),
     ):
         assert words in is_refused(main, argv, capsys)

@@ -266,6 +266,19 @@ def stream_order(progress: Progress) -> int:
     return order
 
 
+def other_tokenizer(known: str | None, tokenizer: Tokenizer, weights: str, key: str = "model.tokenizer_path") -> str:
+    """A warning where these weights know other tokens than the tokenizer of `key` gives, which may be meant; else "".
+
+    known: the fingerprint of theirs; None: checkpoints of older versions do not say it.
+    """
+    if known in (None, tokenizer.fingerprint):
+        return ""
+    return (
+        f"warning: the weights of {weights} were trained with another tokenizer than {key} gives (fingerprints {known} "
+        f"and {tokenizer.fingerprint})"
+    )
+
+
 # --- The model -------------------------------------------------------------------------------------------------------
 
 

@@ -20,6 +20,7 @@ from titan_linear.build import (
     model_config,
     not_exported,
     open_corpora,
+    other_tokenizer,
     tokenizer_path,
     unallocated,
     under_key,
@@ -113,7 +114,8 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
             path = weights_path(Path(c.initial_load_path))
             verify(path)
             check_weights(path, unallocated(model, torch.float32))
-            if warning := other_tokenizer(path, tokenizer):
+            known = read_progress(path).get("tokenizer")
+            if warning := other_tokenizer(known, tokenizer, f"checkpoint.initial_load_path = '{path}'"):
                 print(warning, flush=True)
         return {}
     verify(folder / f"step-{step}")
@@ -140,17 +142,6 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
     progress = read_progress(folder / f"step-{step}")
     check_schedule(config, step, progress.get("total_steps"))
     return progress
-
-
-def other_tokenizer(path: Path, tokenizer: Tokenizer) -> str:
-    """A warning where the weights of this checkpoint know other tokens, which may be meant; else ""."""
-    known = read_progress(path).get("tokenizer")  # checkpoints of older versions do not say it
-    if known in (None, tokenizer.fingerprint):
-        return ""
-    return (
-        f"warning: the weights of checkpoint.initial_load_path = '{path}' were trained with another tokenizer than "
-        f"model.tokenizer_path gives (fingerprints {known} and {tokenizer.fingerprint})"
-    )
 
 
 def check_schedule(config: Config, step: int, length: int | None = None) -> None:

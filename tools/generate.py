@@ -10,15 +10,17 @@ tokenizer.json. Prompts go as one batch; each text is printed with its prompt.
 from __future__ import annotations
 
 import argparse
+import sys
 import warnings
 from pathlib import Path
 
 import torch
 
-from titan_linear.build import DTYPES, model_config, tokenizer_path, unallocated
-from titan_linear.checkpoint import load_weights, verify, weights_path
+from titan_linear.build import DTYPES, model_config, other_tokenizer, tokenizer_path, unallocated
+from titan_linear.checkpoint import load_weights, read_progress, verify, weights_path
 from titan_linear.config import Config, changed
 from titan_linear.data import Tokenizer, build_tokenizer
+from titan_linear.data.tokenizer import TOKENIZER
 from titan_linear.distributed.parallelize import materialise
 from titan_linear.generate import Sampling, generate
 from titan_linear.hf_io import CONFIG, check_folder
@@ -73,6 +75,8 @@ def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -
     if tokenizer:  # in the configuration, so that what is refused names it
         run = changed(run, {"model.tokenizer_path": tokenizer})
     text = build_tokenizer(tokenizer_path(run))
+    if warning := tokenizer_warning(path, in_hf, tokenizer, text):
+        print(warning, file=sys.stderr)
     config = model_config(run, text)
     if in_hf:
         check_folder(path, config)
@@ -80,6 +84,18 @@ def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -
     materialise(model, device)
     (load_hf_weights if in_hf else load_weights)(path, model)
     return model, text
+
+
+def tokenizer_warning(path: Path, in_hf: bool, asked: str, tokenizer: Tokenizer) -> str:
+    """Where the tokenizer is not that of the weights, or not known to be; else "". asked: --tokenizer."""
+    own = path / TOKENIZER
+    if in_hf and not asked and not own.is_file():
+        return f"warning: '{path}' has no {TOKENIZER}, and bytes are tokens; --tokenizer names another"
+    if not in_hf:
+        known = read_progress(path).get("tokenizer")
+    else:
+        known = build_tokenizer(str(own)).fingerprint if own.is_file() else None
+    return other_tokenizer(known, tokenizer, f"'{path}'", "--tokenizer" if asked else "model.tokenizer_path of its run")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
