@@ -7,10 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.data.test_chat import UNMARKED, as_lines, make_tokenizer
 from tests.worlds import World
 from titan_linear.config import load_config
+from titan_linear.distributed.parts import local_tensor
+from titan_linear.preflight import preflight
 from titan_linear.train import Trainer
 
 
@@ -51,3 +54,50 @@ def test_losses(tmp_path: Path, worlds: Callable[[int], World]) -> None:
     run(1, "resumed", training__steps=1, lr_scheduler__total_steps=3)
     for begins_from, losses in run(2, "resumed", lr_scheduler__total_steps=3):  # dp 2
         assert begins_from == 1 and losses == pytest.approx(alone[1:], rel=1e-9)
+
+
+def long_prompts(folder: Path, **more: object) -> list[str]:
+    """The arguments of a run in most of whose streams there is no answer."""
+    records = [{"prompt": f"{n}" + " and so on" * 30, "completion": "."} for n in range(20)]
+    keys = {
+        "model.name": "kda", "training.dataset": "jsonl", "training.dataset_path": as_lines(folder / "long", records),
+        "training.dataset_format": "completion", "training.seq_len": 32, "training.global_batch_size": 1,
+        "job.dump_folder": folder / "run", "checkpoint.enable": "false", "lr_scheduler.warmup_steps": 0,
+    }  # fmt: skip
+    given = keys | {name.replace("__", "."): value for name, value in more.items()}
+    return [text for key, value in given.items() for text in (f"--{key}", str(value))]
+
+
+def steps_without_labels(rank: int, world_size: int, argv: list[str], cache: str) -> None:
+    os.environ["XDG_CACHE_HOME"] = cache
+    trainer = Trainer(load_config(argv))
+    weights = list(map(local_tensor, trainer.model.parameters()))  # now: a forward that has begun shows others
+    numbers, moved = [], []
+    for _ in range(trainer.config.training.steps):
+        before = [p.detach().clone() for p in weights]
+        numbers.append(trainer.train_step())
+        moved.append(not all(map(torch.equal, before, weights)))
+    losses = [line["loss"] for line in numbers]
+    assert losses[0] is None and not moved[0], "the run has to begin with such a step"
+    learnt = [loss for loss in losses if loss is not None]
+    assert all(loss > 0 for loss in learnt) and list(trainer.outliers.last) == learnt != []
+    assert all((line["grad_norm"] == 0) == (line["loss"] is None) for line in numbers)
+    assert all(p.isfinite().all() for p in weights)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_step_without_a_label_has_no_loss_and_no_gradient(
+    processes: int, tmp_path: Path, worlds: Callable[[int], World]
+) -> None:
+    more = {"optimizer.weight_decay": 0.0, "training.steps": 24, "parallelism.context_parallel_degree": processes}
+    worlds(processes).run(steps_without_labels, long_prompts(tmp_path, **more), str(tmp_path))
+
+
+def test_a_validation_without_a_label_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its loss would be 0 / 0."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    keys = {"validation.enable": "true", "validation.holdout": 0.2}
+    message = r"validation.steps = 1: no token in the first 1 of .* held-out streams is one to learn, .*raise it"
+    with pytest.raises(ValueError, match=message):
+        preflight(load_config(long_prompts(tmp_path, **keys, **{"validation.steps": 1})), 1)
+    preflight(load_config(long_prompts(tmp_path, **keys)), 1)

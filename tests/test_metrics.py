@@ -152,6 +152,20 @@ def test_lines_stay_json_when_numbers_are_not_finite(config, value, text):
     assert f"loss {text}" in out.getvalue()
 
 
+def test_a_step_without_a_label_has_no_loss(tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config, out = configured(tmp_path, "--metrics.enable_tensorboard=true"), io.StringIO()
+    logger = MetricsLogger(config, out=out)
+    logger.log(1, tokens=1, **(VALUES | {"loss": None}))
+    logger.close()
+    (line,) = lines(config)
+    assert line["loss"] is None and "nonfinite" not in line and "loss none  grad" in out.getvalue()
+    events = EventAccumulator(str(tmp_path / "tb" / tmp_path.name))
+    events.Reload()
+    assert "loss/train" not in events.Tags()["scalars"] and "optim/grad_norm" in events.Tags()["scalars"]
+
+
 def test_a_resumed_run_cuts_and_appends(config, clock):
     logger = MetricsLogger(config, out=io.StringIO())
     for step in (1, 10, 20):

@@ -217,13 +217,14 @@ class MetricsLogger:
         self.last = (time.perf_counter(), start_step, start_tokens)
 
     def log(
-        self, step: int, *, loss: float, grad_norm: float, lr: float, tokens: int, memory_gib: float,
+        self, step: int, *, loss: float | None, grad_norm: float, lr: float, tokens: int, memory_gib: float,
         work: Work | None = None, **more: float,
     ) -> None:  # fmt: skip
         """Report a training step.
 
         Args:
-            loss: nats per token. tokens: seen by the whole run up to this step. work: done since the report before.
+            loss: nats per token; None: no token has a label. tokens: seen by the whole run up to this step.
+            work: done since the report before.
             more: further numbers by name.
         """
         then, last_step, last_tokens = self.last
@@ -239,9 +240,9 @@ class MetricsLogger:
         labelled = rates.get("valid_tokens_per_second", per_second)
         valid = [("valid", f"{labelled:,.0f}", 36)] if labelled < (1 - FEW) * per_second else []
         self._print(step, [
-            ("loss", f"{loss:.4f}", 32), ("grad", f"{grad_norm:.3g}", 33), ("lr", f"{lr:.2e}", 0),
-            ("tok/s", f"{per_second:,.0f}", 36), *valid, *_shown(rates), ("mem", f"{memory_gib:.2f} GiB", 0),
-            ("eta", _duration(eta), 0),
+            ("loss", "none" if loss is None else f"{loss:.4f}", 32), ("grad", f"{grad_norm:.3g}", 33),
+            ("lr", f"{lr:.2e}", 0), ("tok/s", f"{per_second:,.0f}", 36), *valid, *_shown(rates),
+            ("mem", f"{memory_gib:.2f} GiB", 0), ("eta", _duration(eta), 0),
         ])  # fmt: skip
 
     def _rates(self, work: Work, seconds: float) -> dict[str, float]:
@@ -298,16 +299,17 @@ class MetricsLogger:
         for board in self.boards:
             board.close()
 
-    def _write(self, step: int, values: dict[str, float]) -> None:
+    def _write(self, step: int, values: Mapping[str, float | None]) -> None:
         # JSON has no NaN or infinity: such a number is null, and its text stands in "nonfinite".
-        nonfinite = {key: value for key, value in values.items() if not math.isfinite(value)}
-        line: dict[str, Any] = {"step": step} | values | dict.fromkeys(nonfinite)
+        known = {key: value for key, value in values.items() if value is not None}
+        nonfinite = {key: value for key, value in known.items() if not math.isfinite(value)}
+        line: dict[str, Any] = {"step": step, **values} | dict.fromkeys(nonfinite)
         if nonfinite:
             line["nonfinite"] = ", ".join(f"{key} = {value}" for key, value in nonfinite.items())
         self.file.write(json.dumps(line, allow_nan=False) + "\n")
         self.file.flush()
         for board in self.boards:
-            for key, value in values.items():
+            for key, value in known.items():
                 board.add_scalar(TAGS.get(key, key), value, step)
             board.flush()
 

@@ -38,7 +38,7 @@ from titan_linear.checkpoint import (
     whole_steps,
 )
 from titan_linear.config import Config, check_config, data_parallel_degrees, hf_weights, load_config, schedule_steps
-from titan_linear.data import Tokenizer, build_tokenizer, verify_changed, verify_corpus
+from titan_linear.data import Streams, Tokenizer, build_tokenizer, learnt, verify_changed, verify_corpus
 from titan_linear.hf_io import check_folder
 from titan_linear.models.config import ModelConfig
 from titan_linear.optim import learning_rate
@@ -85,6 +85,8 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
         (verify_corpus if config.training.verify == "always" else verify_changed)(corpus)
         print(corpus.summary, flush=True)
     streams, held_out = build_streams(config, tokenizer, progress)
+    if held_out is not None:
+        check_held_out(config, held_out)
     if groups := file_groups(config, streams):
         print(groups.summary, flush=True)
     check_content(config, progress, content_of(config, tokenizer, model, streams, held_out))
@@ -174,6 +176,17 @@ def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
     ):
         if tokens and not len(tokenizer.encode(prompt)):
             raise ValueError(f"{key} = {prompt!r} has no tokens; give some text to continue")
+
+
+def check_held_out(config: Config, held_out: Streams) -> None:
+    """ValueError: what is validated has no label, so that its loss would be 0 / 0."""
+    steps, number = config.validation.steps, len(held_out)
+    validated = number if steps == -1 else min(steps, number)
+    if not any(learnt(held_out, [i]) for i in range(validated)):
+        raise ValueError(
+            f"validation.steps = {steps}: no token in the first {validated:,} of {number:,} held-out streams is one to "
+            "learn, as answers are; raise it (-1 takes all), or validation.holdout"
+        )
 
 
 def check_mixture_step(config: Config, progress: Progress) -> None:

@@ -213,8 +213,9 @@ class Trainer:
 
     # --- One step ----------------------------------------------------------------------------------------------------
 
-    def train_step(self) -> dict[str, float]:
-        """One optimizer step over the next global_batch_size streams; its numbers.
+    def train_step(self) -> dict[str, float | None]:
+        """One optimizer step over the next global_batch_size streams; its numbers, without a loss where no token has a
+        label.
 
         The host waits for the device once, for the step's numbers, after it has given it all of the step's work and,
         where nothing comes between, the next step's first forward: the device is never without work. With offload the
@@ -229,27 +230,33 @@ class Trainer:
         losses, streams = self.passes.run(lambda done: self.grace.heed(done, self._save_seconds))
         reading = self.end.run(losses, self.begun, self.stop.received)
         self.step = self.begun
-        self._prepare_next()
+        has_labels = self._prepare_next()
         loss, grad_norm, stop, *seen = reading.wait()
         self.seen = self.telemetry.named(seen) if seen else {}
         self.stop.agreed = int(stop)
-        if spike := self.outliers.judge(loss, grad_norm):
+        finite = math.isfinite(loss) and math.isfinite(grad_norm)
+        if (has_labels or not finite) and (spike := self.outliers.judge(loss, grad_norm)):
             self._note(spike, losses, streams)
-        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+        if not finite:
             self._leave_out(loss, grad_norm, losses, streams)
         if self.stop.agreed:
             self.passes.drop()
         self.grace.end()
         lr = rate_at(self.config, self.step)
-        return {"loss": loss, "grad_norm": grad_norm, "lr": lr, "skipped_steps": self.skipped}
+        return {"loss": loss if has_labels else None, "grad_norm": grad_norm, "lr": lr, "skipped_steps": self.skipped}
 
-    def _prepare_next(self) -> None:
-        """While the device computes: the next step's batches, and if nothing comes between, its first forward."""
+    def _prepare_next(self) -> bool:
+        """While the device computes: the next step's batches, and if nothing comes between, its first forward.
+
+        Returns: whether a token of this step has a label.
+        """
         if not self._ended:
             self.feed.prefetch()
-        self.fed += self.feed.take()
+        fed = self.feed.take()
+        self.fed += fed
         if not self._ended and self._goes_on():
             self.passes.begin()
+        return fed.valid > 0
 
     def _goes_on(self) -> bool:
         """Whether the next step follows at once: no validation or save is due, streams keep their length, and telemetry
@@ -364,7 +371,7 @@ class Trainer:
     def _save_seconds(self) -> float:
         return self.checkpointer.seconds if self.checkpointer else 0.0
 
-    def _report(self, logger: MetricsLogger, numbers: dict[str, float]) -> None:
+    def _report(self, logger: MetricsLogger, numbers: dict[str, float | None]) -> None:
         """This step's numbers, and what the steps since the last report did."""
         fed, self.fed = self.fed, Fed()
         work = Work(training_flops(self.model.config, fed.documents), fed.valid, fed.waited)
