@@ -12,7 +12,7 @@ import pytest
 from tests.data.conftest import random_documents
 from tests.worlds import World
 from titan_linear.build import mixture_phases
-from titan_linear.config import check_config, load_config
+from titan_linear.config import check_config, difference, load_config
 from titan_linear.data import ByteTokenizer, Phase, write_corpus
 from titan_linear.preflight import preflight
 from titan_linear.rundir import check_resume, write_config
@@ -128,6 +128,14 @@ def test_what_a_mixture_leaves_unused(key: str) -> None:
         check_config(load_config(["--training.mixture", f"[{WEB}]", "--validation.enable=true", f"--{key}"]), 1)
 
 
+def test_changes_of_tables_are_said_by_name() -> None:
+    a, b, c = ({"name": name, "weight": 1.0, "files": "*"} for name in "abc")
+    assert difference([a, b], [b | {"weight": 3.0}, c]) == "'c' added, 'a' left out, 'b': weight 1.0 → 3.0"
+    assert difference([a, b], [b, a]) == "in the order b, a" and difference([], [a]) == "'a' added"
+    for old, new in (([], [{"until_step": 3}]), ([{"until_step": 3}], []), (1, 2)):
+        assert difference(old, new) == f"{old!r} → {new!r}"
+
+
 def test_the_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paths are written from the root; a run keeps its mixture, or its one corpus."""
     monkeypatch.chdir(tmp_path)
@@ -139,6 +147,7 @@ def test_the_folder_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert stored.training.mixture[0].dataset_path == f"{tmp_path}/x"
     assert check_resume(config) == check_resume(stored) == []
     moved = load_config(["--job.dump_folder=run", "--training.mixture", f"[{WEB.replace('x', 'y')}]"])
-    assert len(check_resume(moved)) == 1  # the checkpoint knows the content
-    with pytest.raises(ValueError, match=r"training.mixture: \[.*'web'.*\] → \[\]"):
+    # The checkpoint knows the content.
+    assert check_resume(moved) == [f"training.mixture: 'web': dataset_path '{tmp_path}/x' → '{tmp_path}/y'"]
+    with pytest.raises(ValueError, match=r"training.mixture: 'web' left out\n"):
         check_resume(load_config(["--job.dump_folder=run"]))

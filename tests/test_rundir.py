@@ -116,9 +116,9 @@ def test_how_a_run_is_computed_may_change(folder, override, change):
     [
         ("model.flavor=340M", "model.flavor: 'debug' → '340M'"),
         ("model.name=kda", "model.name: 'hybrid' → 'kda'"),
-        ("model.tokenizer_path=t.json", "model.tokenizer_path: '' → 't.json'"),
+        ("model.tokenizer_path=/t.json", "model.tokenizer_path: '' → '/t.json'"),
         ("training.dataset=text", "training.dataset: 'stdlib' → 'text'"),
-        ("training.dataset_path=x", "training.dataset_path: '' → 'x'"),
+        ("training.dataset_path=/x", "training.dataset_path: '' → '/x'"),
         ("training.seq_len=64", "training.seq_len: 2048 → 64"),
         ("training.global_batch_size=4", "training.global_batch_size: 8 → 4"),
         ("training.dtype=float64", "training.dtype: 'float32' → 'float64'"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +17,7 @@ from titan_linear.config import (
     OTHER,
     Config,
     data_parallel_degrees,
+    difference,
     flat_keys,
     hf_assets,
     hf_weights,
@@ -172,20 +173,13 @@ def mixture_phases(config: Config, progress: Progress) -> list[Phase]:
     if phases[-1].weights == weights:
         return phases
     if t.mixture_from_step != step:
+        of_run, given = ([{"name": n, "weight": w} for n, w in x.items()] for x in (phases[-1].weights, weights))
         raise ValueError(
             f"training.mixture is another than that of the run in {config.job.dump_folder!r} at step {step} "
-            f"({_mixture_changes(phases[-1].weights, weights)}); restore it, or say that it changes here: "
+            f"({difference(of_run, given)}); restore it, or say that it changes here: "
             f"training.mixture_from_step = {step}"
         )
     return [*(phase for phase in phases if phase.start < cursor), Phase(cursor, weights)]
-
-
-def _mixture_changes(old: Mapping[str, float], new: Mapping[str, float]) -> str:
-    """By name."""
-    lines = [f"{name!r} added" for name in new if name not in old]
-    lines += [f"{name!r} left out" for name in old if name not in new]
-    lines += [f"{name!r}: weight {old[name]} → {new[name]}" for name in new if old.get(name, new[name]) != new[name]]
-    return ", ".join(lines)
 
 
 def progress_at(config: Config, step: int, skipped: int) -> Progress:

@@ -494,6 +494,20 @@ def flat_keys(config: Config) -> dict[str, Any]:
     return {f"{section}.{key}": value for section, keys in config.model_dump().items() for key, value in keys.items()}
 
 
+def difference(old: Any, new: Any) -> str:
+    """Of a key's value, in words. Of tables with names: which came, which went, what changed in which."""
+    if not (isinstance(new, list) and all("name" in table for table in [*old, *new])):
+        return f"{old!r} → {new!r}"
+    before, now = ({table["name"]: table for table in tables} for tables in (old, new))
+    lines = [f"{name!r} added" for name in now if name not in before]
+    lines += [f"{name!r} left out" for name in before if name not in now]
+    lines += [
+        f"{name!r}: {key} {before[name][key]!r} → {value!r}"
+        for name in now if name in before for key, value in now[name].items() if value != before[name][key]
+    ]  # fmt: skip
+    return ", ".join(lines) or f"in the order {', '.join(now)}"
+
+
 def toml_value(value: Any) -> str:
     """Of a key. bool, int, float and str are written in JSON as in TOML, but for the escape of DEL."""
     if isinstance(value, list):

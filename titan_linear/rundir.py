@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from titan_linear import __version__
-from titan_linear.config import Config, changed, config_to_toml, flat_keys, load_config
+from titan_linear.config import Config, changed, config_to_toml, difference, flat_keys, load_config
 from titan_linear.files import lock, write_whole
 
 CONFIG, MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
@@ -161,7 +161,8 @@ def check_folders(config: Config) -> None:
 
 
 def check_resume(config: Config) -> list[str]:
-    """Compare with the run that the folder holds; the changes, "key: old → new", for saying them.
+    """Compare with the run that the folder holds; the changes, "key: old → new", for saying them. Paths are from the
+    root.
 
     A folder in which nothing was trained yet holds no run, and with job.start_anew one without a checkpoint neither.
 
@@ -175,20 +176,18 @@ def check_resume(config: Config) -> list[str]:
         raise ValueError(f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder")
     stored = load_config(["--job.config_file", str(folder / CONFIG)])
     _check_checkpoints_are_used(config)
-    from_root = flat_keys(_with_absolute_paths(stored)), flat_keys(_with_absolute_paths(config))
-    given, stored = flat_keys(config), flat_keys(stored)
-    same = {key for key in given if from_root[0][key] == from_root[1][key]}
-    changes = {key: (stored[key], new) for key, new in given.items() if key not in same}
-    refused = {key: change for key, change in changes.items() if not _may_change(key, *change)}
+    known, given = (flat_keys(_with_absolute_paths(c)) for c in (stored, config))
+    differing = {key: (known[key], new) for key, new in given.items() if new != known[key]}
+    refused = {key: pair for key, pair in differing.items() if not _may_change(key, *pair)}
     if refused:
-        lines = "\n".join(f"  {key}: {old!r} → {new!r}" for key, (old, new) in refused.items())
+        lines = "\n".join(f"  {key}: {difference(*pair)}" for key, pair in refused.items())
         begun = _has_checkpoint(checkpoint_folder(config))
         raise ValueError(
             f"job.dump_folder = '{folder}' holds a run that cannot resume with other values of\n{lines}\n"
             "restore them, or start a new run in another job.dump_folder"
             f"{'' if begun else ', or begin again here: job.start_anew = true (it deletes nothing)'}"
         )
-    return [f"{key}: {old!r} → {new!r}" for key, (old, new) in changes.items() if not key.startswith("job.")]
+    return [f"{key}: {difference(*pair)}" for key, pair in differing.items() if not key.startswith("job.")]
 
 
 def _check_checkpoints_are_used(config: Config) -> None:
