@@ -72,12 +72,12 @@ class CPContext:
 
     @property
     def rectangles(self) -> Rectangles:
-        """Of causal attention, where keys travel around the ring."""
+        """Of causal attention, where keys travel around the ring. ValueError: not planned."""
         return _planned(self.for_ring, "ring")
 
     @property
     def gathered(self) -> GatheredSpans:
-        """Of causal attention, where queries and keys travel to who computes them."""
+        """Of causal attention, where queries and keys travel to who computes them. ValueError: not planned."""
         return _planned(self.for_allgather, "allgather")
 
     @property
@@ -301,7 +301,10 @@ def _longest(cu_seqlens: np.ndarray) -> torch.Tensor:
 
 
 def _planned(tables: Planned | None, method: str) -> Planned:
-    assert tables is not None, f"the context was not planned for {method}: name it in build_cp_context(attention=...)"
+    if tables is None:
+        raise ValueError(
+            f"method = {method!r}: the context was not planned for it; name it in build_cp_context(attention=...)"
+        )
     return tables
 
 
