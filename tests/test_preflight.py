@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -184,6 +185,21 @@ def test_groups_of_files_fit_the_corpus(
         ValueError, match=r"metrics.loss_by_source, group 'c': files = '\*.c' fits none of 2 files .*a.py"
     ):
         preflight(run(tmp_path, **keys, metrics__loss_by_source='[{name = "c", files = "*.c"}]'), 1)
+
+
+def test_a_corpus_of_less_than_a_step_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "a.txt").write_text("text" * 8)
+    keys = {"training.dataset": "text", "training.dataset_path": tmp_path / "a.txt", "training.global_batch_size": 2}
+    mixture = f'[{{name = "a", weight = 1, dataset = "text", dataset_path = "{tmp_path}/a.txt"}}]'
+    for key, given in (("dataset_path", keys), ("mixture", {"training.mixture": mixture, **dict([*keys.items()][2:])})):
+        preflight(run(tmp_path, **given, **{"training.seq_len": 16}), 1)
+        assert "warning" not in capsys.readouterr().out
+        preflight(run(tmp_path, **given, **{"training.seq_len": 32}), 1)
+        said = f"warning: training.{key}: the corpus has 33 tokens, and a step takes .* = 2 × 32 = 64, so that"
+        assert re.search(said, capsys.readouterr().out)
 
 
 def test_weights_and_biases_without_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,10 +106,15 @@ def check_size(tokens: int, config: Config) -> None:
     step = t.global_batch_size * t.seq_len
     if tokens < step:
         raise ValueError(
-            f"training.dataset_path: the corpus has {tokens:,} tokens, and a step takes training.global_batch_size × "
-            f"training.seq_len = {t.global_batch_size} × {t.seq_len} = {step:,}, so that a batch would hold documents "
-            "twice; take more texts, or smaller batches"
+            f"training.{'mixture' if t.mixture else 'dataset_path'}: the corpus has {tokens:,} tokens, and a step takes"
+            f" training.global_batch_size × training.seq_len = {t.global_batch_size} × {t.seq_len} = {step:,}, so that "
+            "a batch would hold documents twice; take more texts, or smaller batches"
         )
+
+
+def tokens_of(streams: Streams) -> int:
+    """Of an epoch of all sources."""
+    return sum(s.num_tokens for s in (streams.sources.values() if isinstance(streams, MixedStreams) else [streams]))
 
 
 def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress) -> tuple[Streams, Streams | None]:

@@ -11,6 +11,7 @@ import torch
 from titan_linear.build import (
     build_streams,
     check_content,
+    check_size,
     content_of,
     export_family,
     export_folder,
@@ -22,6 +23,7 @@ from titan_linear.build import (
     open_corpora,
     other_tokenizer,
     tokenizer_path,
+    tokens_of,
     unallocated,
     under_key,
     vocabulary,
@@ -85,6 +87,8 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
         (verify_corpus if config.training.verify == "always" else verify_changed)(corpus)
         print(corpus.summary, flush=True)
     streams, held_out = build_streams(config, tokenizer, progress)
+    if warning := repeats(config, streams):
+        print(warning, flush=True)
     if held_out is not None:
         check_held_out(config, held_out)
     if groups := file_groups(config, streams):
@@ -176,6 +180,15 @@ def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
     ):
         if tokens and not len(tokenizer.encode(prompt)):
             raise ValueError(f"{key} = {prompt!r} has no tokens; give some text to continue")
+
+
+def repeats(config: Config, streams: Streams) -> str:
+    """A warning where a step has the same documents several times, as one may want who tries something out; else ""."""
+    try:
+        check_size(tokens_of(streams), config)
+    except ValueError as error:
+        return f"warning: {error}"
+    return ""
 
 
 def check_held_out(config: Config, held_out: Streams) -> None:

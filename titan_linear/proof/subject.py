@@ -21,11 +21,12 @@ from titan_linear.build import (
     open_corpora,
     stream_order,
     tokenizer_path,
+    tokens_of,
     unallocated,
 )
 from titan_linear.checkpoint import Progress, known_progress
 from titan_linear.config import Config, changed, check_config
-from titan_linear.data import IGNORE, Batch, MixedStreams, Stream, Streams, Tokenizer, build_dataloader, build_tokenizer
+from titan_linear.data import IGNORE, Batch, Stream, Streams, Tokenizer, build_dataloader, build_tokenizer
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
@@ -189,8 +190,7 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
         "training.loss_chunk_size": min(t.loss_chunk_size, seq_len // 2 + 1),
     })  # fmt: skip
     streams, _ = build_streams(cut, tokenizer, _beginning(config))
-    packed = streams.sources.values() if isinstance(streams, MixedStreams) else [streams]
-    check_size(sum(s.num_tokens for s in packed), config)
+    check_size(tokens_of(streams), config)
     return Subject(cut, config, model, degrees, tokenizer, streams, device, tuple(said))
 
 
