@@ -17,6 +17,7 @@ from titan_linear.rundir import (
     check_resume,
     claimed,
     cut_metrics,
+    finished_without_checkpoint,
     lock_folder,
     write_config,
     write_manifest,
@@ -144,6 +145,21 @@ def test_checkpoints_are_not_passed_over(folder, key):
     assert check_resume(run(folder)) == []
     with pytest.raises(ValueError, match=r"would begin again in .* restore the key, or start a new run"):
         check_resume(run(folder, f"--{key}"))
+
+
+def test_checkpoints_of_another_run_are_named(tmp_path):
+    """A new run whose checkpoint.folder is that of another: without checkpoints it has nothing to do with it."""
+    theirs, folder = tmp_path / "theirs", tmp_path / "mine"
+    (theirs / "step-1").mkdir(parents=True)
+    (theirs / "step-1/manifest.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"checkpoint\.folder = '.*theirs' holds checkpoints of another run"):
+        check_resume(run(folder, f"--checkpoint.folder={theirs}"))
+    alone = run(folder, f"--checkpoint.folder={theirs}", "--checkpoint.enable=false", "--training.steps=3")
+    assert check_resume(alone) == [] and not finished_without_checkpoint(alone)
+    folder.mkdir()
+    write_config(alone)
+    (folder / "metrics.jsonl").write_text('{"step": 3}\n')
+    assert check_resume(alone) == [] and finished_without_checkpoint(alone)
 
 
 def test_one_folder_of_checkpoints_has_many_names(folder):

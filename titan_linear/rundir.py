@@ -70,12 +70,11 @@ def claimed(config: Config) -> Iterator[None]:
     Raises:
         ValueError: another run holds one, or it cannot be written or locked.
     """
-    run, checkpoints = Path(config.job.dump_folder).resolve(), checkpoint_folder(config).resolve()
     with ExitStack() as held:
         held.enter_context(lock_folder(config.job.dump_folder))
-        if config.checkpoint.enable and not checkpoints.is_relative_to(run):
+        if config.checkpoint.enable and not _saves_inside(config):
             with suppress(Unlockable):
-                held.enter_context(lock_folder(str(checkpoints), "checkpoint.folder"))
+                held.enter_context(lock_folder(str(checkpoint_folder(config).resolve()), "checkpoint.folder"))
         yield
 
 
@@ -173,6 +172,12 @@ def check_resume(config: Config) -> list[str]:
     if not _has_trained(config) or starts_anew(config):
         return []
     if not (folder / CONFIG).exists():
+        if not _has_reported(config) and not _saves_inside(config):
+            raise ValueError(
+                f"checkpoint.folder = {config.checkpoint.folder!r} holds checkpoints of another run than that of "
+                f"job.dump_folder = '{folder}'; use another folder (checkpoint.initial_load_path begins a run from "
+                "their weights)"
+            )
         raise ValueError(f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder")
     stored = load_config(["--job.config_file", str(folder / CONFIG)])
     _check_checkpoints_are_used(config)
@@ -181,7 +186,7 @@ def check_resume(config: Config) -> list[str]:
     refused = {key: pair for key, pair in differing.items() if not _may_change(key, *pair)}
     if refused:
         lines = "\n".join(f"  {key}: {difference(*pair)}" for key, pair in refused.items())
-        begun = _has_checkpoint(checkpoint_folder(config))
+        begun = _has_checkpoint(config)
         raise ValueError(
             f"job.dump_folder = '{folder}' holds a run that cannot resume with other values of\n{lines}\n"
             "restore them, or start a new run in another job.dump_folder"
@@ -192,9 +197,9 @@ def check_resume(config: Config) -> list[str]:
 
 def _check_checkpoints_are_used(config: Config) -> None:
     """Else the run would begin again, and cut what it has reported."""
-    c, known = config.checkpoint, checkpoints_of(Path(config.job.dump_folder))
-    same = checkpoint_folder(config).resolve() == known.resolve()
-    if not (c.enable and same) and _has_checkpoint(known):
+    c, stored = config.checkpoint, _stored(Path(config.job.dump_folder))
+    same = checkpoint_folder(config).resolve() == checkpoint_folder(stored).resolve()
+    if not (c.enable and same) and _has_checkpoint(stored):
         key = f"folder = {c.folder!r}" if c.enable else "enable = false"
         raise ValueError(
             f"checkpoint.{key} would begin again in job.dump_folder = {config.job.dump_folder!r}, which holds a run "
@@ -208,8 +213,8 @@ def _may_change(key: str, old: Any, new: Any) -> bool:
 
 def starts_anew(config: Config) -> bool:
     """job.start_anew applies: this folder's run, if it has one, left no checkpoint."""
-    folders = checkpoint_folder(config), checkpoints_of(Path(config.job.dump_folder))
-    return config.job.start_anew and not any(map(_has_checkpoint, folders))
+    known = _stored(Path(config.job.dump_folder))
+    return config.job.start_anew and not (_has_checkpoint(config) or _has_checkpoint(known))
 
 
 def set_run_aside(config: Config) -> None:
@@ -242,7 +247,7 @@ def unused(path: Path) -> Path:
 def finished_without_checkpoint(config: Config) -> bool:
     """The metrics in this folder go to the last step, and there is nothing to resume from."""
     metrics = Path(config.job.dump_folder) / METRICS
-    if _has_checkpoint(checkpoint_folder(config)) or not metrics.exists():
+    if _has_checkpoint(config) or not metrics.exists():
         return False
     *lines, _torn = metrics.read_text(encoding="utf-8").split("\n")
     return bool(lines) and _step(metrics, len(lines), lines[-1]) >= config.training.steps
@@ -285,8 +290,13 @@ def checkpoints_of(run: Path) -> Path:
     Raises:
         ValueError: its config.toml cannot be read.
     """
+    return checkpoint_folder(_stored(run))
+
+
+def _stored(run: Path) -> Config:
+    """What this folder's run stored of its configuration, wherever the folder is now."""
     stored = [f"--job.config_file={run / CONFIG}"] if (run / CONFIG).is_file() else []
-    return checkpoint_folder(load_config([*stored, f"--job.dump_folder={run}"]))
+    return load_config([*stored, f"--job.dump_folder={run}"])
 
 
 def config_of(checkpoint: Path) -> Config:
@@ -306,12 +316,25 @@ def config_of(checkpoint: Path) -> Config:
 
 def _has_trained(config: Config) -> bool:
     """Whether this folder's own run has; runs in folders below it are others'."""
+    return _has_reported(config) or any(_saved(config, "step-*"))
+
+
+def _has_reported(config: Config) -> bool:
     metrics = Path(config.job.dump_folder) / METRICS
-    return (metrics.exists() and metrics.stat().st_size > 0) or any(checkpoint_folder(config).glob("step-*"))
+    return metrics.exists() and metrics.stat().st_size > 0
 
 
-def _has_checkpoint(checkpoints: Path) -> bool:
-    return any(checkpoints.glob(f"step-*[0-9]/{MANIFEST}"))
+def _has_checkpoint(config: Config) -> bool:
+    return any(_saved(config, f"step-*[0-9]/{MANIFEST}"))
+
+
+def _saved(config: Config, pattern: str) -> Iterator[Path]:
+    """Of this configuration's run: with checkpoint.enable = false what lies outside its folder is another's."""
+    return checkpoint_folder(config).glob(pattern) if config.checkpoint.enable or _saves_inside(config) else iter(())
+
+
+def _saves_inside(config: Config) -> bool:
+    return checkpoint_folder(config).resolve().is_relative_to(Path(config.job.dump_folder).resolve())
 
 
 def write_config(config: Config) -> None:
