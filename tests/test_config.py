@@ -239,7 +239,7 @@ def test_a_configuration_does_not_change():
 @pytest.mark.parametrize(
     "value, message",
     [
-        ("*.py", r"loss_by_source = '\*.py' must be a valid list"),
+        ("*.py", r"loss_by_source = '\*.py' must be a list, \[{name = …, files = …}\]"),
         ("[3]", r"loss_by_source.0 = 3 must be a table, {name = …, files = …}"),
         ('[{name = "a"}]', r"loss_by_source.0.files is missing; give it"),
         ('[{name = "", files = "*"}]', r"loss_by_source.0.name = '' must have at least 1 character"),
@@ -274,7 +274,7 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
         (2, {"parallelism__context_parallel_degree": 4}, "context_parallel_degree = 4 need a multiple of 4 processes"),
         (6, {"parallelism__context_parallel_degree": 4}, "need a multiple of 4 processes, and there are 6"),
         (4, {"parallelism__data_parallel_shard_degree": 3}, "shard_degree = 3, .* need 3 processes"),
-        (2, {"parallelism__data_parallel_shard_degree": 0}, "shard_degree = 0"),
+        (1, {"parallelism__data_parallel_shard_degree": 0}, "shard_degree = 0 must be 1 or more, or -1"),
         (2, {"parallelism__context_parallel_degree": 2, "training__seq_len": 63}, "seq_len = 63 .* for example 64"),
         (
             2,

@@ -106,10 +106,10 @@ WEB = '{name="web", weight=1, dataset="jsonl", dataset_path="x"}'
     ("value", "message"),
     [
         ("[3]", r"training.mixture.0 = 3 must be a table, \{name"),
-        ("3", "training.mixture = 3 must be a valid list"),
-        ("nothing", "training.mixture = 'nothing' must be a valid list"),
+        ("3", r"training.mixture = 3 must be a list, \[\{name"),
+        ("nothing", "training.mixture = 'nothing' must be a list"),
         ('[{name="web"}]', r"(?s)training.mixture.0.weight is missing; give it.*mixture.0.dataset is missing"),
-        (f"[{WEB.replace('}', ', wieght=3}')}]", "training.mixture.0.wieght is not a key"),
+        (f"[{WEB.replace('}', ', wieght=3}')}]", "wieght is not a key; a table of training.mixture has name, w"),
         (f"[{WEB.replace('weight=1', 'weight=0')}]", "training.mixture.0.weight = 0 must be greater than 0"),
         (f"[{WEB}, {WEB}]", "two sources with name = 'web'; give each"),
         (f"[{WEB.replace('jsonl', 'stdlib')}]", "source 'web': dataset_path = 'x' is not used by"),

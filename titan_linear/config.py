@@ -619,12 +619,17 @@ def _validate(tables: dict[str, Any], source: str) -> Config:
 def _explain(error: Any) -> str:
     """One pydantic error in our words: the key, the value, what would be right."""
     key, value = ".".join(map(str, error["loc"])), error["input"]
+    list_key = ".".join(map(str, error["loc"][:2]))
+    if error["type"] == "extra_forbidden" and list_key in TABLES:
+        (table,) = get_args(KEYS[list_key].annotation)
+        return f"{key} is not a key; a table of {list_key} has {', '.join(table.model_fields)}"
     if error["type"] == "extra_forbidden":
         return f"{key} is not a {'key' if '.' in key else 'section'}{_nearest(key)}"
     if error["type"] == "missing":
         return f"{key} is missing; give it"
+    if error["type"] == "list_type":
+        return f"{key} = {value!r} must be a list, [{{{TABLES[list_key]}}}]"
     if error["type"] == "model_type" and "." in key:
-        list_key = key.rpartition(".")[0]
         return f"{key} = {value!r} must be a table, {{{TABLES[list_key]}}}"
     if error["type"] == "model_type":
         return f"{key} = {value!r} must be a section, [{key}]"
@@ -692,6 +697,10 @@ def data_parallel_degrees(config: Config, world_size: int) -> tuple[int, int]:
     p = config.parallelism
     replicate, shard = p.data_parallel_replicate_degree, p.data_parallel_shard_degree
     copies = p.context_parallel_degree * p.tensor_parallel_degree
+    if shard == 0:
+        raise ValueError(
+            "parallelism.data_parallel_shard_degree = 0 must be 1 or more, or -1 for what the other degrees leave"
+        )
     if shard == -1:
         shard = world_size // (replicate * copies)
     if shard < 1 or replicate * shard * copies != world_size:
