@@ -540,6 +540,7 @@ EXPORT = {"checkpoint__last_save_in_hf": "true"}
         ({}, "checkpoint.initial_load_in_hf = true has nothing to load"),
         ({**OURS, "model__name": "kda", "checkpoint__initial_load_path": "FLA KDA"}, "norm_eps = 1e-06"),
         ({"checkpoint__initial_load_path": "FLA KDA", "checkpoint__export_dtype": "source"}, "no effect without"),
+        ({**OURS, **NOT_HF, "checkpoint__initial_load_path": "FLA KDA"}, "is a Hugging Face folder; set checkpoint"),
         ({**OURS, **NOT_HF, "model__hf_assets_path": "x"}, "is the model of model.flavor = 'hf'"),
         ({**OURS, **NOT_HF, **EXPORT, "checkpoint__export_dtype": "source"}, "checkpoint.export_dtype = 'source'"),
         ({"checkpoint__initial_load_path": "FLA KDA", "model__vocab_size": 400}, "vocab_size = 320 .this run: 400"),

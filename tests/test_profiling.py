@@ -86,6 +86,21 @@ def test_the_end_of_a_run_leaves_traces_of_steps(
     assert found == {f"rank0_step{step}.json": recorded for step, recorded in traces.items()}
 
 
+@pytest.mark.parametrize(("rank", "steps", "said"), [("0", 8, True), ("0", 9, False), ("1", 8, False)])
+def test_a_start_too_short_for_a_trace_says_so(
+    rank: str, steps: int, said: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.setenv("RANK", rank)
+    keys = {"profile_freq": 10, "profiler_active": 2, "enable_profiling": "true"}
+    config = load_config([f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())])
+    with profiler(config, 5) as profile:
+        for _ in range(steps):
+            profile.step()
+    assert any((tmp_path / "profile_traces").iterdir()) == (steps == 9)
+    line = "no trace was written: a start's first begins with its step 9 (profiling.profile_freq = 10), and this one"
+    assert (line in capsys.readouterr().out) == said
+
+
 def exposed_by_ranks(rank: int, world_size: int, traces: list[list[Summary]]) -> list[tuple[float, float] | None]:
     return [exposed_communication(of_ranks[rank], dist.group.WORLD) for of_ranks in traces]
 

@@ -41,6 +41,7 @@ from titan_linear.checkpoint import (
 )
 from titan_linear.config import Config, check_config, data_parallel_degrees, hf_weights, load_config, schedule_steps
 from titan_linear.data import Streams, Tokenizer, build_tokenizer, learnt, verify_changed, verify_corpus
+from titan_linear.hf_io import CONFIG as HF_CONFIG
 from titan_linear.hf_io import check_folder
 from titan_linear.models.config import ModelConfig
 from titan_linear.optim import learning_rate
@@ -117,12 +118,7 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
     step = find_step(folder, c.load_step)
     if step is None:
         if c.initial_load_path and not c.initial_load_in_hf:
-            path = weights_path(Path(c.initial_load_path))
-            verify(path)
-            check_weights(path, unallocated(model, torch.float32))
-            known = read_progress(path).get("tokenizer")
-            if warning := other_tokenizer(known, tokenizer, f"checkpoint.initial_load_path = '{path}'"):
-                print(warning, flush=True)
+            _check_initial(Path(c.initial_load_path), model, tokenizer)
         return {}
     verify(folder / f"step-{step}")
     rewound = c.load_step not in (-1, step)
@@ -148,6 +144,21 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
     progress = read_progress(folder / f"step-{step}")
     check_schedule(config, step, progress.get("total_steps"))
     return progress
+
+
+def _check_initial(given: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
+    """The weights that a new run begins from are a checkpoint's, whole and of this model."""
+    if (given / HF_CONFIG).is_file():
+        raise ValueError(
+            f"checkpoint.initial_load_path = '{given}' is a Hugging Face folder; set checkpoint.initial_load_in_hf = "
+            "true"
+        )
+    path = weights_path(given)
+    verify(path)
+    check_weights(path, unallocated(model, torch.float32))
+    known = read_progress(path).get("tokenizer")
+    if warning := other_tokenizer(known, tokenizer, f"checkpoint.initial_load_path = '{path}'"):
+        print(warning, flush=True)
 
 
 def check_schedule(config: Config, step: int, length: int | None = None) -> None:

@@ -26,7 +26,8 @@ class Profiler:
 
     def __init__(self, config: Config, done: int):
         """done: steps of the run before this start."""
-        p, self.done = config.profiling, done
+        self.config, self.done = config, done
+        p = config.profiling
         self.folder, self.rank = Path(config.job.dump_folder) / p.save_traces_folder, os.environ["RANK"]
         self.folder.mkdir(parents=True, exist_ok=True)
         active, warmup = p.profiler_active, min(p.profiler_warmup, p.profile_freq - p.profiler_active)
@@ -35,6 +36,7 @@ class Profiler:
         )
         self.profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
         self.recorded = 0  # steps since the last trace
+        self.traces = 0  # written
         self.written: Path | None = None  # by the last step
 
     def __enter__(self) -> Profiler:
@@ -43,6 +45,14 @@ class Profiler:
 
     def __exit__(self, *raised: Any) -> None:
         self.profile.__exit__(*raised)
+        if self.rank == "0" and not self.traces and raised[0] is None:
+            p = self.config.profiling
+            first = p.profile_freq - p.profiler_active + 1
+            print(
+                f"no trace was written: a start's first begins with its step {first} (profiling.profile_freq = "
+                f"{p.profile_freq}), and this one ended before",
+                flush=True,
+            )
 
     def step(self) -> Summary | None:
         """What the trace says that has been written just now, if one has."""
@@ -58,7 +68,7 @@ class Profiler:
         """Of steps: a run that ends where a trace would begin has none more, and its last trace the same name."""
         if not self.recorded:
             return
-        self.recorded = 0
+        self.recorded, self.traces = 0, self.traces + 1
         self.written = self.folder / f"rank{self.rank}_step{self.done + trace.step_num}.json"
         trace.export_chrome_trace(str(self.written))
 
