@@ -38,6 +38,20 @@ def test_nobody_reads_what_a_command_prints() -> None:
     assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
+def test_an_interrupted_command_is_silent() -> None:
+    code = (
+        "import signal, sys\n"
+        "from titan_linear.process import run_command\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
+        "run_command(lambda argv: print('begun', flush=True) or sys.stdin.read())\n"
+    )
+    pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+    with subprocess.Popen([sys.executable, "-c", code], text=True, **pipes) as command:
+        assert command.stdout.readline() == "begun\n"
+        command.send_signal(signal.SIGINT)
+        assert (command.wait(), command.stderr.read()) == (128 + signal.SIGINT, "")
+
+
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_nobody_reads_what_a_run_prints(stream: str) -> None:
     """It goes on, and says the rest to nobody: a pipe that breaks in between is no reason to lose a last save."""

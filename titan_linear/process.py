@@ -69,7 +69,7 @@ def refusing(*mistakes: type[Exception]) -> Callable[[Command], Command]:
 
 
 def run_command(main: Command) -> NoReturn:
-    """Exit with the code of main(argv); silently where nobody reads any more what it prints (`| head`)."""
+    """Exit with the code of main(argv); silently after Ctrl-C, or where nobody reads any more what it prints."""
     try:
         try:
             code = main(sys.argv[1:])
@@ -79,6 +79,8 @@ def run_command(main: Command) -> NoReturn:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
         code = 128 + signal.SIGPIPE
+    except KeyboardInterrupt:
+        code = 128 + signal.SIGINT
     sys.exit(code)
 
 

@@ -34,16 +34,13 @@ DAY = 86400  # seconds
 @refusing(ValueError, OSError)
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    try:
-        if args.command == "write":
-            return write(args)
-        if args.command == "list":
-            return show(default_cache_dir())
-        if args.command == "check":
-            return check([named(name) for name in args.folders] or caches(default_cache_dir()))
-        return prune(args)
-    except KeyboardInterrupt:
-        return 130
+    if args.command == "write":
+        return write(args)
+    if args.command == "list":
+        return show(default_cache_dir())
+    if args.command == "check":
+        return check([named(name) for name in args.folders] or caches(default_cache_dir()))
+    return prune(args)
 
 
 def write(args: argparse.Namespace) -> int:
