@@ -46,7 +46,7 @@ class Mapped:
 
     def takes(self, places: int, *sources: torch.Tensor) -> bool:
         """Whether `put` can send these: the same on all ranks."""
-        rows = [x[0].nbytes for x in sources]
+        rows = [x.nbytes // x.shape[0] for x in sources]
         return all(n % ROW == 0 for n in rows) and places * sum(rows) <= MOST
 
     def put(
@@ -64,7 +64,8 @@ class Mapped:
         """
         from titan_linear.ops.triton import puts as kernels  # Triton is there on Linux only
 
-        self._reserve(places * sum(x[0].nbytes for x in sources))
+        sizes = [places * (x.nbytes // x.shape[0]) for x in sources]
+        self._reserve(sum(sizes))
         self._follow(torch._C._cuda_getCurrentRawStream(self.device.index))
         half, self.exchanges = self.exchanges % 2, self.exchanges + 1
         kernels.put(
@@ -72,8 +73,8 @@ class Mapped:
             self.raised_at, tries,
         )  # fmt: skip
         came, own, begin = [], self.memory[0], half * self.nbytes
-        for x in sources:
-            end = begin + places * x[0].nbytes
+        for x, size in zip(sources, sizes, strict=True):
+            end = begin + size
             came.append(own[begin:end].view(x.dtype).view(places, *x.shape[1:]))
             begin = end
         return came

@@ -21,7 +21,7 @@ from titan_linear.ops.boundaries import CONV_RUN, Boundaries
 from titan_linear.ops.operators import check_first_derivative, operator, register_autograd, register_fake
 from titan_linear.ops.states import States
 from titan_linear.ops.triton.chunks import chunk_table, max_chunks
-from titan_linear.ops.triton.launch import Launcher
+from titan_linear.ops.triton.launch import Launcher, blocks_of
 
 BT = CONV_RUN  # rows per program, a multiple of the unroll; forward and backward share a chunk table
 # channels per program, rows in flight, warps: good on every GPU, no shared memory to run out of
@@ -377,7 +377,7 @@ def conv1d(
         BT=BT, SILU=silu, HAS_BIAS=bias is not None, **options, **FORWARD_CONFIG,
     )  # fmt: skip
     if output_final_state and W > 1:
-        conv1d_final_state_kernel[(triton.cdiv(D, 256), N)](
+        conv1d_final_state_kernel[(blocks_of(D, 256), N)](
             x, state, state_index, final_state, cu_seqlens, D, x.stride(0), BD=256, num_warps=1, **options
         )
     return *ys, final_state
@@ -444,7 +444,7 @@ def _(x, dys, d_final_state, weight, bias, initial_state, state_index, cu_seqlen
 
 def _blocks(widths: list[int], size: int) -> int:
     """Of `size` channels, of all parts."""
-    return sum(triton.cdiv(width, size) for width in widths)
+    return sum(blocks_of(width, size) for width in widths)
 
 
 def _padded(parts: list[Any]) -> list[Any]:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.operators import operator, register_fake
-from titan_linear.ops.triton.launch import Launcher
+from titan_linear.ops.triton.launch import Launcher, blocks_of
 
 IGNORE = tl.constexpr(-100)
 BLOCK = {"BV": 8192, "num_warps": 16}  # of a row, at a time
@@ -62,7 +62,7 @@ def softmax_gradient(logits: torch.Tensor, lse: torch.Tensor, target: torch.Tens
     """exp(logits − lse) − [column = target], [N, vocab] in `dtype`. lse [N] fp32; target [N] int64: a column, −1 for
     none of these, or −100 for a row of zeros."""
     d = logits.new_empty(logits.shape, dtype=dtype)
-    softmax_gradient_kernel[len(logits), triton.cdiv(logits.shape[1], BLOCK["BV"])](
+    softmax_gradient_kernel[len(logits), blocks_of(logits.shape[1], BLOCK["BV"])](
         logits, lse, target, d, logits.stride(0), logits.shape[1], **BLOCK
     )
     return d

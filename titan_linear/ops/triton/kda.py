@@ -24,7 +24,6 @@ the logits. gate: g is the log decay (0), or raw, for softplus (1) or the bounde
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -39,6 +38,7 @@ from titan_linear.ops.triton.kda_bwd import (
     reverse_scan_kernel,
 )
 from titan_linear.ops.triton.kda_fwd import boundary_kernel, prepare_kernel, scan_kernel
+from titan_linear.ops.triton.launch import blocks_of
 from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.tiles import chunk_tiles, dense_heads, empty_gradients, empty_states, row_tiles
 
@@ -202,7 +202,7 @@ def _norm_gradient(x: Tensor, dn: Tensor) -> Tensor:
     """x [T, H, K], dn [T, HV, K], the gradient of l2norm(x) → that of x."""
     (T, H, K), dx = x.shape, x.new_empty(x.shape)
     ROWS = 4096 // K
-    norm_gradient_kernel[triton.cdiv(T * H, ROWS),](x, dn, dx, T, x.stride(0), H=H, HV=dn.shape[1], K=K, ROWS=ROWS)
+    norm_gradient_kernel[blocks_of(T * H, ROWS),](x, dn, dx, T, x.stride(0), H=H, HV=dn.shape[1], K=K, ROWS=ROWS)
     return dx
 
 

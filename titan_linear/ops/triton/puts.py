@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_linear.ops.triton.launch import Launcher
+from titan_linear.ops.triton.launch import Launcher, blocks_of
 
 BLOCK, PROGRAMS = 2048, 128  # words that a program copies at a time, and the most programs
 
@@ -91,18 +91,18 @@ def put(
 ) -> None:  # fmt: skip
     """Sources [n, ...], one or two, whose rows are contiguous and of whole 16 bytes."""
     x, y = sources if len(sources) == 2 else (sources[0], None)
-    ranks, x_words, y_words = len(addresses), words(x), 0 if y is None else words(y)
-    blocks = triton.cdiv(max(x_words, y_words), BLOCK)
+    ranks, x_words, y_words = addresses.shape[0], words(x), 0 if y is None else words(y)
+    blocks = blocks_of(max(x_words, y_words), BLOCK)
     strides = [0 if s is None else s.stride(0) * s.element_size() // 4 for s in (x, y)]
     put_kernel[(max(1, min(PROGRAMS, count * blocks)),)](
         puts, count, x, y, addresses, *strides, x_words, y_words, places, counters, raise_at, raised_at, tries,
-        RANKS=ranks, PADDED=triton.next_power_of_2(ranks), BLOCK=BLOCK, num_warps=4,
+        RANKS=ranks, PADDED=1 << (ranks - 1).bit_length(), BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
 
 
 def words(x: Tensor) -> int:
     """Of 4 bytes, in a row."""
-    return x[0].numel() * x.element_size() // 4
+    return x.numel() // x.shape[0] * x.element_size() // 4
 
 
 @Launcher
@@ -120,7 +120,7 @@ def filled_rows_kernel(x, filled, out, row_words, BLOCK: tl.constexpr):
 def filled_rows(x: Tensor, filled: Tensor) -> Tensor:
     """x [n, ...], contiguous: a copy of the rows where filled [n] int32 is not 0, and of the others zeros."""
     out, row_words = torch.empty_like(x), words(x)
-    filled_rows_kernel[len(x), triton.cdiv(row_words, BLOCK)](x, filled, out, row_words, BLOCK=BLOCK, num_warps=4)
+    filled_rows_kernel[len(x), blocks_of(row_words, BLOCK)](x, filled, out, row_words, BLOCK=BLOCK, num_warps=4)
     return out
 
 
@@ -143,4 +143,4 @@ def add_rows(x: Tensor, y: Tensor, rows: Tensor, places: Tensor | None, count: i
     places int32 (None: i itself)."""
     D = x.shape[1]
     block = 512
-    add_rows_kernel[(triton.cdiv(D, block),)](x, y, rows, places, count, x.stride(0), D, BLOCK=block, num_warps=4)
+    add_rows_kernel[(blocks_of(D, block),)](x, y, rows, places, count, x.stride(0), D, BLOCK=block, num_warps=4)

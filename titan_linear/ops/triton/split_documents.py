@@ -22,7 +22,7 @@ from titan_linear.ops.options import DeltaRuleOptions
 from titan_linear.ops.states import Inputs, States
 from titan_linear.ops.triton.chunks import Chunks, chunk_table, chunks_of, max_chunks
 from titan_linear.ops.triton.fold import fold_entries, fold_entries_back, fold_segments
-from titan_linear.ops.triton.launch import Launcher
+from titan_linear.ops.triton.launch import Launcher, blocks_of
 
 
 @Launcher
@@ -42,7 +42,7 @@ def segment_table(cu_seqlens: torch.Tensor, tokens: int, length: int) -> tuple[t
     document's first segment."""
     table, segment_offsets = chunk_table(cu_seqlens, length, max_chunks(tokens, cu_seqlens.shape[0] - 1, length))
     boundaries = cu_seqlens.new_empty(len(table) + 1)
-    boundaries_kernel[(triton.cdiv(len(boundaries), 256),)](
+    boundaries_kernel[(blocks_of(len(boundaries), 256),)](
         table, cu_seqlens, boundaries, tokens, length, len(table), B=256
     )
     return boundaries, segment_offsets

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from titan_linear.ops.operators import operator, register_fake
-from titan_linear.ops.triton.launch import Launcher
+from titan_linear.ops.triton.launch import Launcher, blocks_of
 
 TILE = {"ROWS": 8, "BH": 256, "num_warps": 4}  # rows and channels of a program
 
@@ -41,7 +41,7 @@ def swiglu_bwd_kernel(gate_up, dy, d, y, rows, H, ROWS: tl.constexpr, BH: tl.con
 
 
 def _grid(rows: int, H: int) -> tuple[int, int]:
-    return triton.cdiv(rows, TILE["ROWS"]), triton.cdiv(H, TILE["BH"])
+    return blocks_of(rows, TILE["ROWS"]), blocks_of(H, TILE["BH"])
 
 
 @operator
