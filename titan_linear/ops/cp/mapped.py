@@ -40,6 +40,7 @@ class Mapped:
         self.raise_at = self._on_device([address + 4 * self.rank for address in own])
         self.raised_at = self._on_device([own[self.rank] + 4 * p for p in range(self.size)])
         self.memory, self.nbytes = None, 0
+        self.views: dict[tuple, list[torch.Tensor]] = {}  # of the memory, made once: by `_came`'s arguments
 
     def _on_device(self, addresses: list[int]) -> torch.Tensor:
         return torch.tensor(addresses, dtype=torch.int64, device=self.device)
@@ -64,20 +65,27 @@ class Mapped:
         """
         from titan_linear.ops.triton import puts as kernels  # Triton is there on Linux only
 
-        sizes = [places * (x.nbytes // x.shape[0]) for x in sources]
-        self._reserve(sum(sizes))
+        self._reserve(places * sum(x.nbytes // x.shape[0] for x in sources))
         self._follow(torch._C._cuda_getCurrentRawStream(self.device.index))
         half, self.exchanges = self.exchanges % 2, self.exchanges + 1
         kernels.put(
             puts, count, tuple(map(_rows, sources)), self.addresses[half], places, self.counters, self.raise_at,
             self.raised_at, tries,
         )  # fmt: skip
-        came, own, begin = [], self.memory[0], half * self.nbytes
-        for x, size in zip(sources, sizes, strict=True):
-            end = begin + size
-            came.append(own[begin:end].view(x.dtype).view(places, *x.shape[1:]))
-            begin = end
-        return came
+        return self._came(half, places, *((x.dtype, x.shape[1:]) for x in sources))
+
+    def _came(self, half: int, places: int, *rows: tuple[torch.dtype, torch.Size]) -> list[torch.Tensor]:
+        """Of a half, what came for sources with such rows."""
+        key = half, places, *rows
+        views = self.views.get(key)
+        if views is None:
+            views, own, begin = [], self.memory[0], half * self.nbytes
+            for dtype, shape in rows:
+                end = begin + places * shape.numel() * dtype.itemsize
+                views.append(own[begin:end].view(dtype).view(places, *shape))
+                begin = end
+            self.views[key] = views
+        return views
 
     def _follow(self, stream: int) -> None:
         """Exchanges are made one after the other, on whatever streams."""
@@ -96,6 +104,7 @@ class Mapped:
         self.nbytes = max(1 << 20, 1 << (nbytes - 1).bit_length())
         self.barrier()  # nobody writes any more to what this rank had
         self.memory = None
+        self.views.clear()
         torch.cuda.empty_cache()  # what the allocator keeps for itself, the driver cannot give
         self.memory = _mapped((2 * self.nbytes,), torch.uint8, self.group(), self.device)
         starts = list(self.memory[1].buffer_ptrs)
@@ -103,9 +112,9 @@ class Mapped:
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x [n, ...] → [n, .], rows that the kernel can read in words of 4 bytes."""
-    flat = x.flatten(1)
-    readable = flat.stride(1) == 1 and flat.stride(0) * flat.element_size() % 4 == flat.data_ptr() % 4 == 0
+    """x [n, ...] itself or [n, .], with rows that the kernel can read in words of 4 bytes."""
+    flat = x if x.is_contiguous() else x.flatten(1)
+    readable = flat.stride(-1) == 1 and flat.stride(0) * flat.element_size() % 4 == flat.data_ptr() % 4 == 0
     return flat if readable else flat.clone(memory_format=torch.contiguous_format)
 
 
