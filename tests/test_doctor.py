@@ -417,6 +417,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.usefixtures("subject")  # whose texts are tokens by then: a bar shows that too
 def test_what_cannot_run_is_said_in_a_line(mistake: str, corpus: Path, capsys: pytest.CaptureFixture) -> None:
     keys, message = MISTAKES[mistake]
     assert doctor.main(arguments(corpus, **keys)) == 2
