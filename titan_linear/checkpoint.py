@@ -48,10 +48,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 
+from titan_linear.config import Config
 from titan_linear.distributed.groups import of_all_ranks, on_rank_0
 from titan_linear.distributed.parts import whole
 from titan_linear.files import remove, sync, write_whole
-from titan_linear.rundir import checkpoints_of, set_aside
+from titan_linear.rundir import checkpoint_folder, checkpoints_of, set_aside
 
 MANIFEST, PROGRESS, METADATA, REWOUND = "manifest.json", "progress.json", ".metadata", "rewound.json"
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # names are compared here, with better words
@@ -441,9 +442,11 @@ def find_step(folder: Path, load_step: int) -> int | None:
     return _whole_step(folder, load_step)
 
 
-def known_progress(folder: Path, load_step: int) -> Progress:
-    """What is saved in the checkpoint that a run resumes from (`find_step`); {} for a new run."""
-    step = find_step(folder, load_step)
+def known_progress(config: Config, load_step: int) -> Progress:
+    """What is saved in the checkpoint that a run resumes from (`find_step`); {} for a new run, and without
+    checkpoints."""
+    folder = checkpoint_folder(config)
+    step = find_step(folder, load_step) if config.checkpoint.enable else None
     return {} if step is None else read_progress(folder / f"step-{step}")
 
 

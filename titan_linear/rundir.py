@@ -179,8 +179,8 @@ def check_resume(config: Config) -> list[str]:
                 "their weights)"
             )
         raise ValueError(f"job.dump_folder = '{folder}' holds a run without its {CONFIG}; use another folder")
-    stored = load_config(["--job.config_file", str(folder / CONFIG)])
-    _check_checkpoints_are_used(config)
+    stored = _stored(folder)
+    _check_checkpoints_are_used(config, stored)
     known, given = (flat_keys(_with_absolute_paths(c)) for c in (stored, config))
     differing = {key: (known[key], new) for key, new in given.items() if new != known[key]}
     refused = {key: pair for key, pair in differing.items() if not _may_change(key, *pair)}
@@ -195,9 +195,9 @@ def check_resume(config: Config) -> list[str]:
     return [f"{key}: {difference(*pair)}" for key, pair in differing.items() if not key.startswith("job.")]
 
 
-def _check_checkpoints_are_used(config: Config) -> None:
+def _check_checkpoints_are_used(config: Config, stored: Config) -> None:
     """Else the run would begin again, and cut what it has reported."""
-    c, stored = config.checkpoint, _stored(Path(config.job.dump_folder))
+    c = config.checkpoint
     same = checkpoint_folder(config).resolve() == checkpoint_folder(stored).resolve()
     if not (c.enable and same) and _has_checkpoint(stored):
         key = f"folder = {c.folder!r}" if c.enable else "enable = false"
@@ -213,8 +213,9 @@ def _may_change(key: str, old: Any, new: Any) -> bool:
 
 def starts_anew(config: Config) -> bool:
     """job.start_anew applies: this folder's run, if it has one, left no checkpoint."""
-    known = _stored(Path(config.job.dump_folder))
-    return config.job.start_anew and not (_has_checkpoint(config) or _has_checkpoint(known))
+    return config.job.start_anew and not any(
+        _has_checkpoint(run) for run in (config, _stored(Path(config.job.dump_folder)))
+    )
 
 
 def set_run_aside(config: Config) -> None:
@@ -295,8 +296,8 @@ def checkpoints_of(run: Path) -> Path:
 
 def _stored(run: Path) -> Config:
     """What this folder's run stored of its configuration, wherever the folder is now."""
-    stored = [f"--job.config_file={run / CONFIG}"] if (run / CONFIG).is_file() else []
-    return load_config([*stored, f"--job.dump_folder={run}"])
+    stored = load_config(["--job.config_file", str(run / CONFIG)]) if (run / CONFIG).is_file() else Config()
+    return changed(stored, {"job.dump_folder": str(run)})
 
 
 def config_of(checkpoint: Path) -> Config:

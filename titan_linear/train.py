@@ -173,8 +173,7 @@ class Trainer:
 
     def _known(self) -> Progress:
         """The progress saved in the checkpoint that this run resumes from; {} for a new run."""
-        c, folder = self.config.checkpoint, checkpoint_folder(self.config)
-        return on_rank_0(lambda: known_progress(folder, c.load_step) if c.enable else {}, self.host)
+        return on_rank_0(lambda: known_progress(self.config, self.config.checkpoint.load_step), self.host)
 
     def _set_weights(self, step: int | None) -> tuple[int, int]:
         """From the run's checkpoint of `step`, or what it begins from, or drawn; (steps done, steps skipped)."""

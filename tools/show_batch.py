@@ -24,7 +24,7 @@ from titan_linear.checkpoint import known_progress
 from titan_linear.config import Config, load_config
 from titan_linear.data import IGNORE, MixedStreams, Stream, Streams, Tokenizer, build_tokenizer
 from titan_linear.process import refusing, run_command
-from titan_linear.rundir import SPIKES, checkpoint_folder
+from titan_linear.rundir import SPIKES
 
 
 @refusing(ValueError)
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     config = load_config(keys)
     tokenizer = build_tokenizer(tokenizer_path(config))
     # Of the newest checkpoint: the order of documents, the mixtures.
-    progress = known_progress(checkpoint_folder(config), -1) if config.checkpoint.enable else {}
+    progress = known_progress(config, -1)
     streams, _ = build_streams(config, tokenizer, progress)
     for line in shown(args, config, streams, tokenizer):
         print(line)

@@ -33,7 +33,6 @@ from titan_linear.models.draws import generator
 from titan_linear.models.init import count_parameters, initialise
 from titan_linear.ops.boundaries import CHUNK
 from titan_linear.preflight import check_splits
-from titan_linear.rundir import checkpoint_folder
 
 LENGTH = {"cpu": 256, "cuda": 2048}  # tokens of a stream, at least
 CPU_PARAMETERS = 4_000_000  # of which a few passes in float64 take two cores seconds
@@ -196,8 +195,7 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
 
 def _beginning(config: Config) -> Progress:
     """That of a new run by the mixture as it is now; its documents in the order of the run that this one resumes."""
-    c = config.checkpoint
-    known = known_progress(checkpoint_folder(config), c.load_step) if c.enable else {}
+    known = known_progress(config, config.checkpoint.load_step)
     weights = {source.name: source.weight for source in config.training.mixture}
     beginning = {"step": 0, "cursor": 0, "order": stream_order(known), "mixture": [{"start": 0, "weights": weights}]}
     return beginning if known else {}

@@ -102,7 +102,7 @@ def put(
 
 def words(x: Tensor) -> int:
     """Of 4 bytes, in a row."""
-    return x.numel() // x.shape[0] * x.element_size() // 4
+    return x.nbytes // x.shape[0] // 4
 
 
 @Launcher
