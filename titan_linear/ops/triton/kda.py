@@ -198,12 +198,14 @@ def _(do, qg, kn, kg, decay, b, Aqk, Gn, cu_seqlens, chunk_index, chunk_offsets,
     return empty_states(do, entries.shape[0], qg.shape[2])
 
 
-def _norm_gradient(x: Tensor, dn: Tensor) -> Tensor:
-    """x [T, H, K], dn [T, HV, K], the gradient of l2norm(x) → that of x."""
-    (T, H, K), dx = x.shape, x.new_empty(x.shape)
-    ROWS = 4096 // K
-    norm_gradient_kernel[blocks_of(T * H, ROWS),](x, dn, dx, T, x.stride(0), H=H, HV=dn.shape[1], K=K, ROWS=ROWS)
-    return dx
+def _norm_gradients(q: Tensor, k: Tensor, dqn: Tensor, dkn: Tensor) -> tuple[Tensor, Tensor]:
+    """dq and dk [T, H, K], from the gradients [T, HV, K] of the normalised q and k."""
+    (T, H, K), ROWS = q.shape, 4096 // q.shape[2]
+    dq, dk = q.new_empty(T, H, K), k.new_empty(T, H, K)
+    norm_gradient_kernel[blocks_of(T * H, ROWS), 2](
+        q, k, dqn, dkn, dq, dk, T, q.stride(0), k.stride(0), H=H, HV=dqn.shape[1], K=K, ROWS=ROWS
+    )
+    return dq, dk
 
 
 @operator
@@ -241,8 +243,8 @@ def kda_backward(
     dq, dk = (q.new_empty(T, HV, K, dtype=q.dtype if HV == H else torch.float32) for _ in range(2))
     chosen = config(f"kda gradient{' safe' if safe_gate else ''}", q, K, BK=K, BV=widest_slice(V))
     BK, BV, dg = chosen["BK"], chosen["BV"], g.new_empty(g.shape)
-    dA_part = None if A_log is None else g.new_zeros(NT, HV, K // BK, dtype=torch.float32)
-    dbias_part = None if dt_bias is None else g.new_zeros(NT, HV * K, dtype=torch.float32)
+    dA_part = None if A_log is None else g.new_empty(NT, HV, K // BK, dtype=torch.float32)
+    dbias_part = None if dt_bias is None else g.new_empty(NT, HV * K, dtype=torch.float32)
     chunk_matrices = [chunk_tiles(x, BV, width) for x, width in ((r, CHUNK), (y, CHUNK), (h, BK), (dh, BK))]
     gradient_kernel[K // BK, HV, NT](
         q, k, g, A_log, dt_bias, b, row_tiles(do, CHUNK, BV), *chunk_matrices, dA, dK, diagonal, dq, dk, dg, dA_part,
@@ -250,7 +252,7 @@ def kda_backward(
         K=K, V=V, CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, **chosen,
     )  # fmt: skip
     if l2norm:
-        dq, dk = (_norm_gradient(x, dn) for x, dn in ((q, dq), (k, dk)))
+        dq, dk = _norm_gradients(q, k, dq, dk)
     elif HV != H:
         dq, dk = (x.unflatten(1, (H, HV // H)).sum(2).to(q.dtype) for x in (dq, dk))
     dA_log = q.new_empty(0) if A_log is None else dA_part.sum((0, 2)).view(A_log.shape).to(A_log.dtype)

@@ -213,7 +213,7 @@ def write_state_gradient(
 def gradient_kernel(
     q, k, g, A_log, dt_bias, b, do, r, y, h, dh, dA, dK, diagonal,
     dq, dk, dg,  # [T, HV, K]
-    dA_part, dbias_part,  # [NT, HV, K / BK or K] fp32 or None, zero where a chunk has no token
+    dA_part, dbias_part,  # [NT, HV, K / BK or K] fp32 or None; zeros of a chunk without a token
     cu_seqlens, chunk_index, scale, lower_bound, stride_q, stride_k, stride_g,
     H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, CT: tl.constexpr,
@@ -223,13 +223,17 @@ def gradient_kernel(
     With L2NORM dq and dk are those of the normalised q and k: norm_gradient_kernel does the rest."""
     i_k, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, n = locate(chunk_index, cu_seqlens, i_t, 64)
-    if n == 0:
-        return
     tile = i_t.to(tl.int64) * HV + i_h
+    o_k = i_k * BK + tl.arange(0, BK)
+    if n == 0:
+        if dA_part is not None:
+            tl.store(dA_part + tile * (K // BK) + i_k, 0.0)
+        if dbias_part is not None:
+            tl.store(dbias_part + tile * K + o_k, tl.zeros([BK], tl.float32))
+        return
     i_s, i_tile = start.to(tl.int32), tile.to(tl.int32)  # of the copy engine's matrices: do, and those of chunks
     row = tl.arange(0, 64)
     inside = (row < n)[:, None]
-    o_k = i_k * BK + tl.arange(0, BK)
     o_g = start * (HV * K) + i_h * K + (row[:, None] * (HV * K) + o_k[None, :])
     q += (i_h // (HV // H)) * K
     k += (i_h // (HV // H)) * K
@@ -318,9 +322,8 @@ def gradient_kernel(
     tl.store(dg + o_g, b_dg.to(dg.dtype.element_ty), mask=inside)
 
 
-@Launcher
 @triton.jit
-def norm_gradient_kernel(
+def _norm_gradient(
     x, dn, dx, tokens, stride_x, H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
 ):  # fmt: skip
     """x [tokens, H, K], dn [tokens, HV, K] the gradient of x / |x| (summed here over the heads that share x) → dx."""
@@ -335,3 +338,16 @@ def norm_gradient_kernel(
     b_n = b_x * norm
     b_dx = norm * (b_dn - b_n * tl.sum(b_n * b_dn, 1)[:, None])
     tl.store(dx + row * K + o_k, b_dx.to(dx.dtype.element_ty), mask=inside)
+
+
+@Launcher
+@triton.jit
+def norm_gradient_kernel(
+    q, k, dqn, dkn, dq, dk, tokens, stride_q, stride_k,
+    H: tl.constexpr, HV: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """dq and dk [tokens, H, K] of q and k, from the gradients [tokens, HV, K] of q / |q| and k / |k|."""
+    if tl.program_id(1) == 0:
+        _norm_gradient(q, dqn, dq, tokens, stride_q, H, HV, K, ROWS)
+    else:
+        _norm_gradient(k, dkn, dk, tokens, stride_k, H, HV, K, ROWS)

@@ -20,8 +20,9 @@ def dense_heads(x: torch.Tensor) -> torch.Tensor:
     one number without a dim), as the copy engine and vector loads want them; else a copy."""
     if x.dim() == 2:
         return x if x.stride(1) == 1 else x.contiguous()
-    dense = x.stride(2) == 1 and (x.stride(1) == x.shape[2] or x.shape[1] == 1)
-    aligned = x.stride(0) * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
+    token, head, number = x.stride()
+    dense = number == 1 and (head == x.shape[2] or x.shape[1] == 1)
+    aligned = token * x.element_size() % 16 == 0 and x.data_ptr() % 16 == 0
     return x if dense and aligned else x.contiguous()
 
 
