@@ -1,4 +1,4 @@
-"""Operations on packed documents, with names and shapes of flash-linear-attention. See each function's docstring."""
+"""Ops on packed documents, with the names and shapes of flash-linear-attention. See each function's docstring."""
 
 from titan_linear.ops.attention import attention
 from titan_linear.ops.convolution import causal_conv1d

@@ -46,16 +46,16 @@ def attention(
         first_key: [B] int, decoding (Tq = 1) a batch of texts of different lengths, aligned to the end: the keys of row
             b before first_key[b] are padding.
         cp_context: the tensors are this rank's tokens (B = 1, Tq = Tk), the documents are the context's, and the
-            result is what one device would give for these tokens, gradients included. No copy from the device.
-        method: how ranks communicate; without a `cp_context` of several ranks there is nothing to communicate.
-            "ring", "allgather", "ulysses" (see `ops/cp/`), or "auto", see `choose_method`.
-        impl: "torch", or "auto", which is the same here.
+            result is what one device would give for these tokens, gradients included. Nothing is copied to the host.
+        method: how ranks communicate: "ring", "allgather", "ulysses" (see `ops/cp/`), or "auto" (see `choose_method`).
+            It matters only with a `cp_context` of several ranks.
+        impl: "torch", or "auto", which means the same here.
 
     Returns:
         o [B, Tq, Hq, Dv] in q's dtype.
 
     Raises:
-        ValueError: an argument that does not fit the others; the message names it.
+        ValueError: an argument does not fit the others; the message names it.
     """
     _check_tensors(q, k, v, causal)
     if impl not in IMPLS:
@@ -82,7 +82,7 @@ def attention(
 
 
 def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, first_key: torch.Tensor) -> torch.Tensor:
-    """One query of each row over its own keys, from first_key on: o [B, 1, Hq, Dv]."""
+    """Attend with the one query of each row to the row's keys from first_key on: o [B, 1, Hq, Dv]."""
     B, Tq, Tk = q.shape[0], q.shape[1], k.shape[1]
     if Tq != 1 or first_key.shape != (B,) or first_key.is_floating_point():
         given = f"{first_key.dtype} {tuple(first_key.shape)}"
@@ -95,23 +95,24 @@ def _decode(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, fir
 
 
 def choose_method(W: int, tokens: int, Hq: int, Hkv: int, width: int, dtype: torch.dtype) -> str:
-    """The rule of "auto", for the tokens of all W ranks; width = D + Dv.
+    """The method that "auto" stands for. tokens: those of all W ranks; width = D + Dv.
 
-    "ulysses" where the ranks divide the key heads, or share each of them and send no more for it than the all-gather
-    would: all ranks have the same work, whatever the documents and the layout, and memory does not grow with the ranks.
-    Else "allgather" while slices of one key head keep within `GATHER_LIMIT`: all ranks have the same work again, blocks
-    are larger than the ring's, and all documents are one call; else "ring". A function of shapes alone: every rank
-    chooses the same.
+    "ulysses" where W divides the key heads, or where several ranks share each key head and send no more than the
+    all-gather would: all ranks have equal work, whatever the documents and the layout, and memory does not grow with W.
+    Else "allgather" while slices of one key head keep within `GATHER_LIMIT`: all ranks have equal work again, blocks
+    are larger than the ring's, and one call computes all documents. Else "ring". The choice depends on shapes alone, so
+    every rank makes the same.
     """
     copies = key_head_copies(Hq, Hkv, W)
-    sends_less = Hq + W <= W * Hkv  # a W-th of the stream of q, o and W heads' K|V; or K|V of all
+    sends_less = Hq + W <= W * Hkv  # q, o and W heads' K|V of 1/W of the stream, against all its K|V
     if copies == 1 or (copies and sends_less):
         return "ulysses"
     return "allgather" if slice_bytes(tokens, 1, Hkv, width, dtype) <= GATHER_LIMIT else "ring"
 
 
 def pairs_computed(cp: CPContext, method: str) -> float:
-    """Pairs of query and key under the causal mask that this rank computes; of a W-th of the heads, a W-th of them.
+    """Number of pairs of query and key under the causal mask that this rank computes, summed over heads and divided by
+    their number: a rank that has a W-th of the heads ("ulysses") counts a W-th of all pairs.
 
     method: one of `METHODS`."""
     if method == "allgather":

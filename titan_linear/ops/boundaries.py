@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 CHUNK = 64  # tokens of a chunk of the delta rule
-CONV_RUN = 256  # tokens of a program of the convolution
+CONV_RUN = 256  # tokens per program of the convolution
 
-PROGRAMS = 132  # of a scan, that fill an H100 or H200: its multiprocessors
-SHORTEST = 512  # tokens of a segment: below, the fold costs what the scan saves
+PROGRAMS = 132  # of a scan that fill an H100 or H200: one per multiprocessor
+SHORTEST = 512  # tokens of the shortest segment: below, the fold costs what the scan saves
 
 T = TypeVar("T")
 
@@ -22,11 +22,11 @@ class ChunkTable(NamedTuple):
     """Which chunk of which entry a program works on."""
 
     index: torch.Tensor  # [NT, 2] int32: entry (−1: none), chunk within it
-    offsets: torch.Tensor  # [N+1] int32: the first row of each entry
+    offsets: torch.Tensor  # [N+1] int32: the first row of each entry in `index`
 
 
 class Segments(NamedTuple):
-    """Entries cut into segments, which a scan with few heads takes side by side; each with chunks of its own."""
+    """Entries cut into segments, which a scan with few heads runs in parallel; each segment has chunks of its own."""
 
     cu_seqlens: torch.Tensor  # [S+1] int32
     chunk_index: torch.Tensor  # [NT, 2] int32
@@ -45,10 +45,10 @@ class Boundaries:
     cu_seqlens: torch.Tensor  # [N+1] int32, on the device of the tokens
     cu_seqlens_cpu: torch.Tensor | None = None  # the same on the CPU, where it is known
     longest: torch.Tensor | None = None  # [1] int64 on the CPU: tokens of the longest entry, where it is known
-    may_split: bool = True  # by an implementation, into segments where heads are few
-    joined: bool = False  # to entries of other ranks, by states that cross
-    chunks: Mapping[int, ChunkTable] = field(default_factory=dict)  # by tokens of a chunk, those that are known
-    # By programs of a scan over one entry (HV · V / 64), those that are known; None: entries stay whole.
+    may_split: bool = True  # whether an implementation may cut entries into segments where heads are few
+    joined: bool = False  # whether entries continue on other ranks, with states that cross
+    chunks: Mapping[int, ChunkTable] = field(default_factory=dict)  # known tables, by number of tokens per chunk
+    # Known segments, by number of programs of a scan over one entry (HV · V / 64); None: entries stay whole.
     segments: Mapping[int, Segments | None] = field(default_factory=dict)
     _derived: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -57,28 +57,28 @@ class Boundaries:
         return self.cu_seqlens.shape[0] - 1
 
     def on_host(self) -> list[int]:
-        """[N+1] numbers. Without `cu_seqlens_cpu` a GPU is waited for: only implementations that loop over entries on
-        the host ask."""
+        """The boundaries as N+1 numbers. Without `cu_seqlens_cpu` the host waits for the GPU: only implementations that
+        loop over entries on the host call this."""
         return (self.cu_seqlens if self.cu_seqlens_cpu is None else self.cu_seqlens_cpu).tolist()
 
     def derived(self, make: Callable[..., T], *arguments: Any) -> T:
-        """make(self, *arguments), kept for the next layer that asks."""
+        """Return make(self, *arguments), kept for the next layer that asks."""
         if torch.compiler.is_compiling():  # a graph has no place to keep it
             return make(self, *arguments)
         key = (make, *arguments)
         if key not in self._derived:
-            with torch.inference_mode(False):  # autograd takes it too, whoever asks first; integers have no gradient
+            with torch.inference_mode(False):  # for autograd, even if inference asks first; integers have no gradient
                 self._derived[key] = make(self, *arguments)
         return self._derived[key]
 
 
 def checked(name: str, cu_seqlens: torch.Tensor, tokens: int | None = None) -> np.ndarray:
-    """The values [N+1] of boundaries, copied from their device, of documents that may be empty.
+    """Check boundaries of documents, which may be empty, and return their values [N+1], copied from their device.
 
-    name: of the argument; tokens: where they end, if that is known.
+    name: of the argument, for messages; tokens: where the boundaries must end, if that is known.
 
     Raises:
-        ValueError: they are no boundaries of so many tokens.
+        ValueError: `cu_seqlens` are not boundaries, or do not end at `tokens`.
     """
     check_shape(name, cu_seqlens)
     edges = cu_seqlens.cpu().numpy()
@@ -89,7 +89,7 @@ def checked(name: str, cu_seqlens: torch.Tensor, tokens: int | None = None) -> n
 
 
 def check_shape(name: str, cu_seqlens: torch.Tensor) -> None:
-    """All that can be asked of boundaries without their values."""
+    """Check all that can be checked of boundaries without reading their values."""
     dtype = cu_seqlens.dtype
     integer = not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
     if not integer or cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
@@ -97,7 +97,7 @@ def check_shape(name: str, cu_seqlens: torch.Tensor) -> None:
 
 
 def check_copy(cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor) -> None:
-    """ValueError: the second is not the first on the CPU. Values are compared where both are there."""
+    """Raise ValueError unless cu_seqlens_cpu is cu_seqlens on the CPU. Values are compared if both are there."""
     given = None if cu_seqlens is None else tuple(cu_seqlens.shape)
     if tuple(cu_seqlens_cpu.shape) != given or cu_seqlens_cpu.device.type != "cpu":
         raise ValueError(
@@ -117,7 +117,8 @@ def short(values: list[int]) -> str:
 
 def chunk_arrays(cu_seqlens: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
     """(index [NT, 2], offsets [N+1]) int32 of a `ChunkTable`, on the host. An entry without tokens has one chunk, so
-    that its states are written like any other's. A table has two rows at least: torch.compile takes one for a constant.
+    that its states are written like any other's. A table has at least two rows: torch.compile makes a size of 1 a
+    constant.
     """
     counts = np.maximum(-(-np.diff(cu_seqlens) // size), 1)
     offsets = np.concatenate([[0], np.cumsum(counts)])
@@ -129,15 +130,15 @@ def chunk_arrays(cu_seqlens: np.ndarray, size: int) -> tuple[np.ndarray, np.ndar
 
 
 def scan_programs(HV: int, V: int) -> int:
-    """Of a scan over one entry: a head's columns in blocks of 64."""
+    """Number of programs of a scan over one entry: one per head and block of 64 columns of V."""
     return HV * max(V // 64, 1)
 
 
 def segment_length(tokens: int, entries: int, programs: int, joined: bool = False) -> int | None:
-    """Tokens of a segment, a multiple of 64, or None where cutting does not pay.
+    """Tokens per segment, a multiple of 64, or None where cutting does not pay.
 
-    That is below three segments an entry: in two, scans are as much shorter as finding the segments' states and
-    transitions takes. For entries that are joined to those of other ranks these are found anyway: two pay.
+    Cutting pays from three segments per entry: with two, the shorter scans save only the time that finding the
+    segments' states and transitions takes. Entries that continue on other ranks need these anyway: there, two pay.
 
     programs: of a scan over one entry, HV · V / 64.
     """
@@ -149,7 +150,7 @@ def segment_length(tokens: int, entries: int, programs: int, joined: bool = Fals
 
 
 def segment_arrays(cu_seqlens: np.ndarray, length: int) -> dict[str, np.ndarray]:
-    """Those of `Segments`, on the host: segments of `length` tokens, the last of an entry what is left."""
+    """The arrays of `Segments`, on the host: segments have `length` tokens, the last of an entry what is left."""
     index, offsets = chunk_arrays(cu_seqlens, length)
     entry, number = index[index[:, 0] >= 0].T
     edges = np.append(cu_seqlens[entry] + number * length, cu_seqlens[-1]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""Gathers and sums over the ranks of a group, as operators: compiled code takes each as one call."""
+"""Gathers and sums over the ranks of a group, as operators: in compiled code each is one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from titan_linear.ops.operators import operator, register_autograd, register_fak
 
 
 class Ranks(NamedTuple):
-    """The ranks of a group, as operators take them, and which of them this is."""
+    """A group of ranks in the form that operators take: its name, its size, and this rank's number in it."""
 
     group: str
     size: int
@@ -22,7 +22,7 @@ class Ranks(NamedTuple):
 
 @operator
 def gather_along(x: torch.Tensor, dim: int, group: str, size: int) -> torch.Tensor:
-    """x [1 .., n, ...] of each rank → [1 .., size · n, ...], in rank order, n at `dim`."""
+    """x [1 .., n, ...] of each rank → [1 .., size · n, ...], in rank order; n is the size of dimension `dim`."""
     out = x.new_empty(_with(x.shape, dim, x.shape[dim] * size))
     dist.all_gather_into_tensor(out.flatten(0, dim), x.flatten(0, dim).contiguous(), group=group_named(group))
     return out
@@ -35,7 +35,7 @@ def _(x, dim, group, size):
 
 @operator
 def scatter_along(x: torch.Tensor, dim: int, group: str, size: int) -> torch.Tensor:
-    """x [1 .., size · n, ...] of each rank → [1 .., n, ...], this rank's part of their sum: the other's adjoint."""
+    """x [1 .., size · n, ...] of each rank → [1 .., n, ...], this rank's part of the sum. Adjoint of `gather_along`."""
     out = x.new_empty(_with(x.shape, dim, x.shape[dim] // size))
     dist.reduce_scatter_tensor(out.flatten(0, dim), x.flatten(0, dim).contiguous(), group=group_named(group))
     return out
@@ -64,22 +64,22 @@ def _(x, group):
 
 
 def gather_tokens(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """x [1, T / size, ...], this rank's tokens → [1, T, ...], all of them. Backward sums what the ranks say of them."""
+    """x [1, T / size, ...], this rank's tokens → [1, T, ...], those of all. Backward sums the ranks' gradients."""
     return gather_along(x, 1, ranks.group, ranks.size)
 
 
 def scatter_tokens(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """x [1, T, ...], this rank's part of a sum → [1, T / size, ...], the whole sum of this rank's tokens."""
+    """x [1, T, ...], this rank's term of a sum → [1, T / size, ...], the sum over ranks for this rank's tokens."""
     return scatter_along(x, 1, ranks.group, ranks.size)
 
 
 def sum_over_ranks(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """x [...], this rank's part of a sum → [...], the sum, of which each rank then computes something else."""
+    """x [...], this rank's term of a sum → [...], the sum, from which each rank then computes something different."""
     return sum_ranks(x, ranks.group)
 
 
 def _register_adjoint(op: Callable[..., torch.Tensor], adjoint: Callable[..., torch.Tensor]) -> None:
-    """The gradient of what is linear: the adjoint, which takes the same arguments."""
+    """Register the gradient of a linear operator: its adjoint, which takes the same arguments."""
 
     def keep(ctx: Any, inputs: tuple, output: torch.Tensor) -> None:
         _, *ctx.arguments = inputs

@@ -16,7 +16,7 @@ from titan_linear.ops.torch import convolution as torch_convolution
 
 
 def _triton() -> Any:
-    from titan_linear.ops.triton.conv1d import packed_conv1d  # Triton is there on Linux only
+    from titan_linear.ops.triton.conv1d import packed_conv1d  # Triton exists on Linux only
 
     return packed_conv1d
 
@@ -44,7 +44,8 @@ def causal_conv1d(
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], torch.Tensor | None]:
     """y_t = act(Σ_j weight[:, j] · x_{t−W+1+j} + bias), channel by channel, within each sequence or packed document.
 
-    Arguments are those of FLA's function of this name, but for the width of states; docs/ops.md lists the differences.
+    Arguments are those of FLA's function of this name, except that states are narrower; docs/ops.md lists the
+    differences.
 
     Args:
         x: [B, T, D]; weight: [D, W]; bias: [D].
@@ -55,14 +56,15 @@ def causal_conv1d(
         cu_seqlens_cpu: the same on the CPU, for implementations that loop over documents on the host.
         cp_context: x is this rank's tokens; the W−1 tokens before its fragments are fetched. Neither cu_seqlens nor
             states may be given.
-        widths: of up to three parts of D, q, k and v say, that y comes in. Neither they nor their gradients are joined.
+        widths: of up to three parts of D, such as q, k and v: y is returned as these parts. Neither they nor their
+            gradients are concatenated.
         impl: "auto", "torch" or "triton".
 
     Returns: y [B, T, D] in x's dtype, or its parts [B, T, width]; the last inputs [N, D, W−1] of each document, or
         None.
 
     Raises:
-        ValueError: an argument that does not fit the others or that is not supported; the message names it.
+        ValueError: an argument does not fit the others or is not supported; the message names it.
     """
     refuse("add it to y", residual=residual)
     refuse("impl chooses", backend=backend)

@@ -1,10 +1,10 @@
-"""The driver of the chunked delta rule: stages of one implementation, with KCP between two of them.
+"""The driver of the chunked delta rule: it runs the stages of one implementation, with KCP between two of them.
 
     forward    prepare → boundary → [exchange, fold] → scan, output
     backward   prepare again → boundary_backward → [exchange, fold, reversed] → backward
 
-An implementation is a class with the methods of `DeltaRule`. Without context parallelism the two middle steps
-fall away and the state comes from the caller.
+An implementation is a class with the methods of `DeltaRule`. Without context parallelism the two middle steps are
+left out, and the initial state is the caller's.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from titan_linear.ops.torch.delta_rule import TorchDeltaRule, normalise, step
 
 
 def _triton() -> Any:
-    from titan_linear.ops.triton.delta_rule import triton_delta_rule  # Triton is there on Linux only
+    from titan_linear.ops.triton.delta_rule import triton_delta_rule  # Triton exists on Linux only
 
     return triton_delta_rule
 
@@ -37,7 +37,7 @@ IMPLEMENTATIONS = {"torch": lambda: TorchDeltaRule, "triton": _triton}
 
 
 class DeltaRule(Protocol):
-    """One call's stages, in the order in which the driver asks for them."""
+    """The stages of one call, in the order in which the driver runs them."""
 
     def __init__(
         self,
@@ -47,20 +47,21 @@ class DeltaRule(Protocol):
         differentiable: bool,
         kept: Sequence[torch.Tensor] = (),
     ):
-        """Prepare the chunks. `differentiable`: `backward` will be called on this object; in a backward pass `kept` is
-        what forward's object kept."""
+        """Prepare the chunks. `differentiable`: `backward` will be called on this object. `kept`: for an object made in
+        backward, the `kept` of forward's object."""
 
-    kept: Sequence[torch.Tensor]  # what backward's object is given again
+    kept: Sequence[torch.Tensor]  # what forward's object hands to the one made in backward
 
     def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
-        """S_ext [slots,HV,K,V] and M [slots,HV,K,K] of each slot's entry, what `chains.wanted` asks for: the entry's
-        end state is M S + S_ext if S enters it. These, and what is made of them, may have zeros behind K and V."""
+        """S_ext [slots,HV,K,V] and M [slots,HV,K,K] of each slot's entry, where `chains.wanted` asks for them: the
+        entry's end state is M S + S_ext if S enters it. K and V of these, and of what is computed from them, may be
+        padded with zeros."""
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
         """o [T,HV,V] and the final states [N,HV,K,V] (empty unless needed), from the initial ones (None: zeros)."""
 
     def boundary_backward(self, do: torch.Tensor, chains: Chains) -> torch.Tensor:
-        """dS_ext [slots,HV,K,V]: the gradient of the state that enters each slot's entry if what leaves had none."""
+        """dS_ext [slots,HV,K,V]: the gradient of the state that enters each slot's entry if its end state had none."""
 
     def backward(
         self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
@@ -71,12 +72,12 @@ class DeltaRule(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Call:
-    """One call of the driver, but for its tensors that have gradients."""
+    """One call of the driver, without the tensors that have gradients."""
 
     implementation: type[DeltaRule]
     options: DeltaRuleOptions
     boundaries: Boundaries
-    cp: CPContext | None  # of several ranks
+    cp: CPContext | None  # None unless it has several ranks
     need_final: bool
 
 
@@ -84,9 +85,9 @@ class Saved(NamedTuple):
     """What forward keeps for backward."""
 
     inputs: Inputs
-    states: torch.Tensor | None  # [N,HV,K,V] the caller's, or under context parallelism those that enter [slots,HV,K,V]
+    states: torch.Tensor | None  # the caller's [N,HV,K,V], or with several ranks those that enter slots [slots,HV,K,V]
     M: torch.Tensor | None  # [slots,HV,K,K]
-    kept: tuple[torch.Tensor, ...]  # the rule's own
+    kept: tuple[torch.Tensor, ...]  # what the rule keeps
 
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         return (*self.inputs, self.states, self.M, *self.kept)
@@ -121,14 +122,14 @@ class _DeltaRule(torch.autograd.Function):
         rule = ctx.rule or call.implementation(
             inputs, call.options, call.boundaries, differentiable=True, kept=kept
         )  # fmt: skip
-        ctx.rule = None  # what it holds is of one backward
+        ctx.rule = None  # what it holds serves one backward only
         do = torch.zeros_like(inputs.v) if do is None else do
         if call.cp is not None:
             dS_ext = rule.boundary_backward(do, call.cp.reverse_chains)
             d_leaving = incoming_states(dS_ext, M, call.cp.reverse_chains, call.cp.group_name, reverse=True)
             final = States(d_leaving, call.cp.leaves_slot)
         else:
-            wanted = call.need_final and d_final is not None  # compiled code gives an empty gradient to empty states
+            wanted = call.need_final and d_final is not None  # compiled code gives empty states an empty gradient
             final = States(d_final.to(state_dtype(inputs))) if wanted else None
         _, need_d_initial, *_ = ctx.needs_input_grad
         grads, d_initial = rule.backward(do, _initial(states, call, inputs), final, need_d_initial)
@@ -143,7 +144,7 @@ Forward = tuple[
 
 @kept
 def _forward(call: Call, inputs: Inputs, initial_state: torch.Tensor | None, keep: bool) -> Forward:
-    """o, final states, the states that enter from other ranks and M, what the rule keeps, and itself if `keep`."""
+    """o, final states, the states that enter from other ranks, M, what the rule keeps, and the rule if `keep`."""
     rule = call.implementation(inputs, call.options, call.boundaries, differentiable=keep)
     states, entering, M = initial_state, None, None
     if call.cp is not None:
@@ -154,7 +155,7 @@ def _forward(call: Call, inputs: Inputs, initial_state: torch.Tensor | None, kee
 
 
 def _initial(states: torch.Tensor | None, call: Call, inputs: Inputs) -> States | None:
-    """The states from which entries start, in the dtype that states have."""
+    """The states from which entries start, in the dtype of states (`state_dtype`)."""
     if states is None:
         return None
     return States(states.to(state_dtype(inputs)), None if call.cp is None else call.cp.enters_slot)
@@ -175,7 +176,7 @@ def chunk_delta_rule(
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `chunk_kda` and `chunk_gated_delta_rule` share, once they have filled in `options`: checks, and the call.
 
-    given: as they are, [B, T, ...].
+    given: the caller's inputs, [B, T, ...].
     """
     _check(given, options)
     q, v = given.q, given.v
@@ -214,7 +215,8 @@ def _implementation(inputs: Inputs, impl: str) -> type[DeltaRule]:
 
 
 def _over_heads(given: Inputs, options: DeltaRuleOptions, cp: CPContext, impl: str) -> torch.Tensor:
-    """All tokens of this rank's heads, and these heads' part of A_log and dt_bias: no recurrence crosses a rank."""
+    """o by an all-to-all over heads: the rule takes all tokens of this rank's heads, and these heads' part of A_log and
+    dt_bias, so that no recurrence crosses ranks."""
     tokens = [tokens_to_heads(x, cp) for x in given[:5]]
     gates = [None if x is None else x.view(cp.world_size, -1)[cp.rank] for x in given[5:]]
     inputs = Inputs(*(x.flatten(0, 1) for x in tokens), *gates)
@@ -225,7 +227,7 @@ def _over_heads(given: Inputs, options: DeltaRuleOptions, cp: CPContext, impl: s
 def _decode(
     inputs: Inputs, options: DeltaRuleOptions, initial_state: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token of every sequence: a step of the recurrence itself, where a chunk would be padding but for one row."""
+    """One token of every sequence: a step of the recurrence itself, since a chunk would be padding but for one row."""
     dtype, (N, HV, V), K = state_dtype(inputs), inputs.v.shape, inputs.q.shape[2]
     S = inputs.q.new_zeros(N, HV, K, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
     with torch.autocast(inputs.q.device.type, enabled=False):
@@ -235,7 +237,7 @@ def _decode(
 
 
 def _check(given: Inputs, options: DeltaRuleOptions) -> None:
-    """Shapes and switches that do not fit are a ValueError that says what would."""
+    """Raise ValueError for shapes and switches that do not fit; the message says what would."""
     q, k, v, g, beta, A_log, dt_bias = given
     if q.dim() != 4 or k.shape != q.shape or 0 in q.shape:
         raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must both be [B, T, H, K], none of them 0")

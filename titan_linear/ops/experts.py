@@ -1,4 +1,4 @@
-"""What a mixture of experts needs of the machine: a matrix per group of rows, and sums over whole streams."""
+"""Ops of a mixture of experts: products with one matrix per group of rows, and means over whole streams."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
     """y_i = W_e x_i for rows x_i of group e; rows of a group are adjacent, and groups are in order.
 
     x [M, I], weight [E, O, I], counts [E] int64 that sum to M -> y [M, O]. Differentiable in x and weight.
-    In bfloat16 on CUDA it is one kernel of PyTorch, if I and O are multiples of 8; elsewhere a loop, for which CUDA
-    waits for the counts.
+    In bfloat16 on CUDA it is one kernel of PyTorch if I and O are multiples of 8; else a loop over groups, for which,
+    on CUDA, the host waits for the counts.
     """
     _, O, I = weight.shape
     return IMPLEMENTATIONS[implementation("grouped_linear", "auto", x.device, x.dtype, I=I, O=O)](x, weight, counts)
@@ -38,7 +38,7 @@ IMPLEMENTATIONS = {"grouped_mm": _grouped_mm, "loop": _loop}
 @kept
 @torch.no_grad()
 def stream_means(x: torch.Tensor, num_streams: int, cp_context: CPContext | None) -> torch.Tensor:
-    """x [T, E], this rank's tokens of each of its streams in turn -> [num_streams, E], means over whole streams."""
+    """x [T, E], this rank's tokens, one stream after another -> [num_streams, E], means over whole streams."""
     means = x.unflatten(0, (num_streams, -1)).mean(1)
     if cp_context is not None and cp_context.world_size > 1:  # ranks have equal parts of every stream
         means = sum_ranks(means, cp_context.group_name) / cp_context.world_size

@@ -1,13 +1,14 @@
-"""FlashAttention-4 (`flash-attn-4` on PyPI), bound here alone: its entries are private, and its API is young.
+"""FlashAttention-4 (`flash-attn-4` on PyPI), called only from here: its entry points are private, and its API is young.
 
-Nothing is taken on trust: `problem` asks for a version that this module was written for, and compares a small packed
-case, forward and backward, with exact attention on the GPU at hand. PyTorch's kernels run where it finds anything.
+Nothing is taken on trust: `installed` asks for a version that this module was written for, and `problem` compares a
+small packed case, forward and backward, with exact attention on the GPU at hand. Where either finds a fault, PyTorch's
+kernels run.
 
 Shapes: q [B, Tq, Hq, D], k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse [B, Hq, Tq] fp32. Packed, B = 1
-and `varlen` has the boundaries of q and of k, [N+1] int32 on the device, and the rows of the longest. The causal mask
-is aligned to the end. D and Dv are those of `widths`: its backward takes no others.
+and `varlen` has the boundaries of q and of k, [N+1] int32 on the device, and the length of the longest of each. The
+causal mask is aligned to the end. D and Dv are those that `widths` returns: the backward pass takes no others.
 
-A row that is not finite reaches the documents beside its own: masked scores are 0, and 0 · NaN is NaN.
+A row that is not finite spoils neighbouring documents too: masked keys have weight 0, and 0 · NaN is NaN.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from packaging.specifiers import SpecifierSet
 
 PACKAGE = "flash-attn-4"
 VERSIONS = SpecifierSet(">=4.0.0b36,<4.1", prereleases=True)
-CHECKED = 2**-5  # relative RMS error of the small case: bf16's own is below 2^-7, and a wrong mask's is above 2^-2
+CHECKED = 2**-5  # largest relative RMS error of the small case: bf16's is below 2^-7, that of a wrong mask above 2^-2
 
 Varlen = tuple[torch.Tensor, torch.Tensor, int, int]
 
@@ -54,7 +55,7 @@ def backward(
 
 
 def widths(D: int, Dv: int, grouped: bool = False) -> tuple[int, int]:
-    """What head dims are padded to: multiples of 8, and one width but for that of MLA where heads are not grouped."""
+    """The padded head dims: multiples of 8, and equal but for MLA's (192, 128) where heads are not grouped."""
     D, Dv = (-(-x // 8) * 8 for x in (D, Dv))
     return (D, Dv) if (D, Dv) == (192, 128) and not grouped else 2 * (max(D, Dv),)
 
@@ -65,7 +66,7 @@ def _named(varlen: Varlen) -> dict:
 
 @cache
 def _interface() -> ModuleType:
-    # Kernels are compiled at first use, for seconds: keep them for the next process, as Triton does.
+    # Kernels are compiled at first use, which takes seconds: keep them for the next process, as Triton does.
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument", UserWarning)  # to its authors
     from flash_attn.cute import interface
@@ -74,7 +75,7 @@ def _interface() -> ModuleType:
 
 
 def installed() -> str | None:
-    """Why it cannot be used on any GPU, or None."""
+    """Why FlashAttention-4 cannot be used on any GPU, or None."""
     try:
         version = importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
@@ -84,17 +85,17 @@ def installed() -> str | None:
 
 @cache
 def problem(dtype: torch.dtype, D: int, Dv: int) -> str | None:
-    """Why it is not used for these head dims on the current GPU, or None: its numbers are those of attention."""
+    """Why FlashAttention-4 is not used for these head dims on the current GPU, or None if its numbers are right."""
     try:
         errors = _errors(dtype, *widths(D, Dv))
-    except Exception as error:  # whatever a compiler, a driver or another version of it says
+    except Exception as error:  # whatever a compiler, a driver or another version raises
         return f"{PACKAGE} fails on a small case: {type(error).__name__}: {str(error)[:200]}"
     wrong = {name: f"{e:.1g}" for name, e in errors.items() if not e <= CHECKED}
     return f"{PACKAGE} gives wrong numbers on a small case: {wrong}" if wrong else None
 
 
 def _errors(dtype: torch.dtype, D: int, Dv: int) -> dict[str, float]:
-    """Relative RMS errors of two spans, of which the first has more keys than queries, with grouped heads if it may."""
+    """Relative RMS errors on two spans, the first with more keys than queries; heads are grouped where D = Dv."""
     generator, on = torch.Generator().manual_seed(0), {"device": "cuda", "dtype": dtype}
     rows, keys, heads = [0, 40, 100], [0, 72, 132], (4, 2 if Dv == D else 4)
     shapes = (rows[-1], heads[0], D), (keys[-1], heads[1], D), (keys[-1], heads[1], Dv), (rows[-1], heads[0], Dv)
@@ -110,7 +111,8 @@ def _errors(dtype: torch.dtype, D: int, Dv: int) -> dict[str, float]:
 def _exact(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, do: torch.Tensor, rows: list[int], keys: list[int], scale: float
 ) -> dict[str, torch.Tensor]:
-    """The same by a mask, in the dtype of its inputs. Gradients by hand: who asks may be below autograd."""
+    """The same results from an explicit mask, in the dtype of the inputs. Gradients are written out: the caller may run
+    below autograd."""
     span_q, span_k = (torch.bucketize(torch.arange(x[-1]), torch.tensor(x[1:]), right=True) for x in (rows, keys))
     to_end_q = torch.tensor(rows[1:])[span_q] - torch.arange(rows[-1])
     to_end_k = torch.tensor(keys[1:])[span_k] - torch.arange(keys[-1])

@@ -41,8 +41,9 @@ def chunk_gated_delta_rule(
     As `chunk_kda`, with one gate per head: g [B, T, HV], dt_bias [HV], and the gate in the kernel is
     −exp(A_log)·softplus(g + dt_bias). chunk_indices must be None: the kernels find their chunks.
 
-    Any g ≤ 0 is right, −∞ too. Triton takes a g below −87 for −87, of which a state keeps 1e-38. Gates are summed over
-    chunks of 64: in float32 a token behind n others of one that forget all has a relative error of n · 5e-6.
+    Results are right for any g ≤ 0, −∞ too. Triton raises a g below −87 to −87, after which 1e-38 of a state is left.
+    Gates are summed over chunks of 64: in float32 a token that follows n tokens of its chunk that forget everything has
+    a relative error of n · 5e-6.
     """
     refuse("leave it out, chunks are found from cu_seqlens on the device", chunk_indices=chunk_indices)
     check_chunk_size(chunk_size)

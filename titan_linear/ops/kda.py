@@ -11,7 +11,7 @@ from titan_linear.ops.states import Inputs
 
 
 def is_bound(lower_bound: float) -> bool:
-    """Of a gate's log decay, which the kernels take."""
+    """Whether the kernels take this lower bound of a gate's log decay."""
     return -5 <= lower_bound < 0
 
 
@@ -57,9 +57,10 @@ def chunk_kda(
             lower_bound·sigmoid(exp(A_log)·(g + dt_bias)); A_log [HV], dt_bias [HV·K]. With a lower bound A_log may be
             left out: the rate exp(A_log) is then 1.
         use_beta_sigmoid_in_kernel: β = sigmoid(beta), with allow_neg_eigval 2·sigmoid(beta).
-        safe_gate: the caller promises g ≥ −5, which permits a faster way; without it any g ≤ 0 is right, −∞ too
-            (Triton takes one below −87 for −87, of which a state keeps 1e-38; PyTorch sums gates over chunks of 64, and
-            in float32 a token behind n others of one that forget all has a relative error of n · 5e-6).
+        safe_gate: the caller promises g ≥ −5, which permits a faster method. Without it results are right for any
+            g ≤ 0, −∞ too (Triton raises a g below −87 to −87, after which 1e-38 of a state is left; PyTorch sums gates
+            over chunks of 64, and in float32 a token that follows n tokens of its chunk that forget everything has a
+            relative error of n · 5e-6).
         lower_bound: in [−5, 0); implies safe_gate.
         disable_recompute: keep intermediates for backward: faster, more memory.
         return_intermediate_states: must be False.
@@ -69,14 +70,14 @@ def chunk_kda(
         cp_context: tensors are this rank's tokens; cu_seqlens and states must not be given.
         chunk_size: 64.
         cp_method: with cp_context, "kcp" (states cross the ranks) or "ulysses" (an all-to-all over heads, the method to
-            compare with; the ranks must divide H).
-        impl: "auto", "torch" or "triton". One token per sequence without gradients (decoding) is a step of the
+            compare with; the number of ranks must divide H).
+        impl: "auto", "torch" or "triton". One token per sequence without gradients (decoding) is one step of the
             recurrence in PyTorch.
 
     Returns: o [B, T, HV, V] in v's dtype; final states [N, HV, K, V] float32 (float64 for float64 inputs) or None.
 
     Raises:
-        ValueError: an argument that does not fit the others or that is not supported; the message names it.
+        ValueError: an argument does not fit the others or is not supported; the message names it.
     """
     refuse("leave it out, only o and final states are returned", return_intermediate_states=return_intermediate_states)
     check_chunk_size(chunk_size)

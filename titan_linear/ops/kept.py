@@ -1,27 +1,27 @@
-"""What activation checkpointing keeps beside a layer's input: results of the ops that are dear to compute again.
+"""What activation checkpointing keeps besides a layer's input: results of the ops that are costly to recompute.
 
-A region, one layer in training, is run twice: in forward, and again in backward, to have what its own backward needs.
-Inside of a region a kept function runs once; the second time it gives what it gave the first time. All else is
-computed again. What `activation_checkpoint.mode` = "selective" keeps:
+A region, in training one layer, runs twice: in forward, and again in backward to recompute what its own backward needs.
+Inside a region a kept function runs once; the second time it returns what it returned the first time. All else is
+recomputed. What `activation_checkpoint.mode` = "selective" keeps:
 
-    the delta rule          o, and what its backward keeps of the call anyway: chunk matrices, or states of segments;
+    the delta rule          o, and what its backward saves in any case: chunk matrices, or states of segments;
                             under context parallelism the states that came from other ranks, and M
     the convolution         its output (Triton's), and the halo from other ranks
     softmax attention       o and the log-sum-exp
-    all-to-all over heads   what came
-    tensor parallelism      this rank's tokens of what the ranks summed; gathered tokens are gathered again
-    experts                 means over streams, which ranks sum, and how many rows travel; the rows travel again
+    all-to-all over heads   what was received
+    tensor parallelism      this rank's tokens of sums over ranks; gathered tokens are gathered again
+    experts                 means over streams, which ranks sum, and how many rows are sent; the rows are sent again
 
-So none of these kernels and exchanges runs a second time. Compiled code calls the operators alone: the delta rule then
-keeps what its operators give, but for its prepared chunks, which are prepared again; and copies are kept, as compiled
-code may write into memory that it has done with.
+So none of these kernels and exchanges runs a second time. Compiled code keeps the results of operators only: those of
+the delta rule's operators, except its prepared chunks, which are prepared again. It keeps copies, since compiled code
+may overwrite memory that it no longer needs.
 
-"attention" keeps what softmax attention gave: its work grows with the square of a document's length, what it gives does
-not. "full" keeps none of this. Both keep how many rows travel, a few integers: the host reads them from the device, and
-so waits for it, in forward only.
+"attention" keeps the results of softmax attention: its work grows with the square of a document's length, its results
+do not. "full" keeps none of this. Both keep how many rows are sent to experts, a few integers: the host, which waits
+for the device to read them, then waits in forward only.
 
 torch's own selective checkpointing watches every operator of a region through a dispatch mode in Python, which costs
-the host as much as the operators do; and it keeps all outputs of an operator or none.
+the host as much time as the operators do; and it keeps all outputs of an operator or none.
 
 Kept functions run below autograd: inside an `autograd.Function`, under no_grad, or as an operator's implementation.
 """
@@ -37,9 +37,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-MODES = ("selective", "attention", "full")  # of activation checkpointing, from that which keeps most
+MODES = ("selective", "attention", "full")  # of activation checkpointing, the one that keeps most first
 ATTENTION = ("attention_forward", "ring_forward", "allgather_forward")
-# Operators (ops/operators.py) whose results are kept. The delta rule's driver keeps a call as a whole, unless compiled.
+# Operators (ops/operators.py) whose results are kept. Unless compiled, the delta rule's driver keeps a whole call.
 OPERATORS = (
     *ATTENTION, "exchange_heads", "conv1d", "fetch_halo", "scatter_along", "sum_ranks", "kda_scan", "gdn_scan",
     "kda_boundary", "gdn_boundary", "fold_segments", "fold_entries", "kcp_incoming",
@@ -50,7 +50,7 @@ P, R = ParamSpec("P"), TypeVar("R")
 
 
 class Region:
-    """Results between a region's two runs, in the order of the calls."""
+    """Results kept from a region's first run for its second, in the order of the calls."""
 
     def __init__(self, copied: bool, mode: str):
         self.copied, self.mode = copied, mode
@@ -58,7 +58,7 @@ class Region:
 
     def put(self, fn: Callable, result: Any) -> None:
         leaves, spec = tree_flatten(result)
-        # Another tensor: autograd makes the result itself part of its graph.
+        # Keep another tensor: autograd makes the result itself part of its graph.
         keep = torch.clone if self.copied else torch.Tensor.detach
         leaves = [keep(x) if isinstance(x, torch.Tensor) else x for x in leaves]
         self.results.append((fn, leaves, spec, _versions(leaves)))
@@ -73,7 +73,7 @@ class Region:
 
     @property
     def nbytes(self) -> int:
-        """Of the storages that are kept."""
+        """Bytes of the storages that are kept."""
         tensors = (x for _, leaves, *_ in self.results for x in leaves if isinstance(x, torch.Tensor))
         return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
@@ -99,20 +99,20 @@ class Run:
 def contexts(copied: bool = False, mode: str = "selective") -> tuple[Run, Run]:
     """A region's forward and its recomputation: `context_fn` of `torch.utils.checkpoint.checkpoint`.
 
-    copied: copies are kept, for compiled code. mode: of MODES.
+    copied: keep copies, for compiled code. mode: one of MODES.
     """
     region = Region(copied, mode)
     return Run(region, again=False), Run(region, again=True)
 
 
 def modes_that_keep(operator: str) -> tuple[str, ...]:
-    """What the operator of this name gives."""
+    """The modes that keep the results of the operator of this name."""
     return MODES[: (operator in OPERATORS) + (operator in ATTENTION)]
 
 
 def kept(fn: Callable[P, R], *, modes: tuple[str, ...] = ("selective",)) -> Callable[P, R]:
-    """`fn` with its result kept, inside of a region of these modes; elsewhere `fn` as it is. What it calls is part of
-    it."""
+    """`fn` with its result kept inside a region of one of these modes; elsewhere `fn` as it is. Kept functions that
+    `fn` calls run as part of it: their own results are not kept."""
 
     @wraps(fn)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -1,7 +1,7 @@
-"""Operators of the dispatcher, at its cost alone, and without it where nobody looks on.
+"""Operators of PyTorch's dispatcher at no more than its own cost; calls that nothing observes go past it.
 
 `torch.library.custom_op` wraps each call in layers of Python: 30 µs with torch 2.11 where the dispatcher takes 10. A
-forward and backward pass calls a dozen operators, and a small shape's kernels wait for the host.
+forward and backward pass calls a dozen operators, and with small shapes the kernels wait for the host.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ LIBRARY = torch.library.Library("titan_linear", "FRAGMENT")
 
 
 def operator(fn: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[..., Any]:
-    """`fn` as torch.ops.titan_linear.<its name>, which is `.overload` of what is returned; its annotations are the
-    schema, it mutates none of its arguments but those named, and the first of them is a tensor.
+    """Register `fn` as torch.ops.titan_linear.<its name> and return a function that calls it, whose `.overload` is the
+    operator. The schema comes from fn's annotations; `fn` mutates only the arguments named in `mutates`, and its first
+    argument is a tensor.
 
-    It runs on any device and has no gradient of its own: `register_fake` says what it returns, `register_autograd`
-    gives it a gradient, and `autograd.Function`s may call it.
+    The operator runs on any device and has no gradient of its own: `register_fake` says what it returns,
+    `register_autograd` gives it a gradient, and `autograd.Function`s may call it.
     """
     schema = torch.library.infer_schema(fn, mutates_args=mutates)
     LIBRARY.define(fn.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
@@ -31,7 +32,7 @@ def operator(fn: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[..
     implementation = kept(fn, modes=modes) if modes else fn
     LIBRARY.impl(fn.__name__, implementation, "CompositeExplicitAutograd")
     overload = getattr(torch.ops.titan_linear, fn.__name__).default
-    overload.python = fn  # for who looks inside: dispatch modes see an operator as one call
+    overload.python = fn  # for callers that look inside: dispatch modes see an operator as one call
 
     @wraps(fn)
     def call(*args: Any) -> Any:
@@ -42,8 +43,8 @@ def operator(fn: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[..
 
 
 def _watched(x: torch.Tensor) -> bool:
-    """Whether a call is more than its implementation: to the compiler, autograd, a dispatch mode, the profiler, or for
-    a tensor without numbers."""
+    """Whether a call must go through the dispatcher: for the compiler, autograd, a dispatch mode or the profiler, or
+    because x is a tensor without numbers."""
     return (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
@@ -55,13 +56,13 @@ def _watched(x: torch.Tensor) -> bool:
 
 
 def register_fake(op: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates the function of the same arguments that makes op's outputs without computing them."""
+    """Decorate the function that, given op's arguments, makes its outputs without computing them."""
     return torch.library.register_fake(op.overload, lib=LIBRARY)
 
 
 def check_first_derivative() -> None:
-    """For backward passes that autograd does not look into: with create_graph it would take what they give for
-    constants. RuntimeError."""
+    """Raise RuntimeError under create_graph. Backward passes that autograd does not see into call this: it would treat
+    their results as constants."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise RuntimeError("titan_linear's ops have no second derivatives; leave out create_graph = True")
 

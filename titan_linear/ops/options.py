@@ -1,4 +1,4 @@
-"""What a call asks for besides its tensors: where entries lie, a delta rule's switches."""
+"""What a call is given besides its tensors: the boundaries of entries, and a delta rule's switches."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def beta_range(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> floa
 
 
 def check_floats(**tensors: torch.Tensor | None) -> None:
-    """Arguments of another dtype are a ValueError."""
+    """Raise ValueError for arguments whose dtype is not a float dtype."""
     for name, x in tensors.items():
         if x is not None and not x.is_floating_point():
             raise ValueError(f"{name} is {x.dtype}; give a float dtype")
@@ -43,14 +43,14 @@ def check_chunk_size(chunk_size: int) -> None:
 
 
 def swapped(states: torch.Tensor | None, v_first: bool) -> torch.Tensor | None:
-    """States [N, HV, V, K] as [N, HV, K, V], or the reverse, if `v_first`."""
+    """If `v_first`, states [N, HV, V, K] as [N, HV, K, V], or the reverse; else states as they are."""
     return states.transpose(-1, -2).contiguous() if v_first and states is not None else states
 
 
 def boundaries_of(
     x: torch.Tensor, cu_seqlens: torch.Tensor | None, cp: CPContext | None, cu_seqlens_cpu: torch.Tensor | None = None
 ) -> Boundaries:
-    """Of x [B, T, ...]: this rank's entries under context parallelism, packed documents, or every row of the batch."""
+    """The boundaries in x [B, T, ...] of this rank's entries (context parallelism), packed documents, or batch rows."""
     if cp is not None:
         return cp.stream if cp.world_size == 1 else cp.boundaries
     if cu_seqlens is None:
@@ -62,9 +62,10 @@ def boundaries_of(
 
 
 def check_boundaries(B: int, T: int, cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor | None) -> int:
-    """N, the number of sequences of a batch of B or of packed documents of T tokens. What does not fit is a ValueError.
+    """Return N, the number of sequences in a batch of B, or of documents packed into T tokens. Raise ValueError for
+    boundaries that do not fit.
 
-    Values are read where they are on the CPU, without waiting for a device; compiled code has none.
+    Values are checked only where they are on the CPU, so as not to wait for a device; compiled code has no values.
     """
     if cu_seqlens_cpu is not None:
         check_copy(cu_seqlens, cu_seqlens_cpu)
@@ -81,7 +82,7 @@ def check_boundaries(B: int, T: int, cu_seqlens: torch.Tensor | None, cu_seqlens
 
 
 def refuse(remedy: str, **given: object) -> None:
-    """Arguments of FLA's functions that have no meaning here: any that asks for something is a ValueError."""
+    """Raise ValueError for arguments of FLA's functions that have no meaning here, if they are not None or False."""
     for name, value in given.items():
         if value is not None and value is not False:
             what = f"a tensor {tuple(value.shape)}" if isinstance(value, torch.Tensor) else repr(value)
@@ -96,7 +97,7 @@ def check_cp(
     cu_seqlens: torch.Tensor | None,
     cp: CPContext,
 ) -> None:
-    """What no recurrent op takes beside a cp_context is a ValueError; x [B, T, ...] is its argument `name`."""
+    """Raise ValueError for what no recurrent op takes with a cp_context; x [B, T, ...] is the op's argument `name`."""
     if cu_seqlens is not None:
         raise ValueError("cu_seqlens must not be passed with cp_context, which holds this rank's own")
     if initial_state is not None or output_final_state:
@@ -107,7 +108,8 @@ def check_cp(
 
 
 def check_usable(cp: CPContext, name: str, x: torch.Tensor) -> None:
-    """A context that only describes, or whose tables are elsewhere than x, the argument `name`, is a ValueError."""
+    """Raise ValueError for a context that has several ranks and no group, or whose tables are on another device than
+    x, the argument `name`."""
     if cp.cu_seqlens.device != x.device:
         raise ValueError(
             f"{name} is on {x.device} and cp_context on {cp.cu_seqlens.device}; build it with device = {x.device}"

@@ -8,7 +8,7 @@ import torch
 
 
 class Inputs(NamedTuple):
-    """The inputs of a delta rule, B folded into T but in its first checks; or their gradients."""
+    """The inputs of a delta rule, with B folded into T except in the first checks; or their gradients."""
 
     q: torch.Tensor  # [T, H, K]
     k: torch.Tensor  # [T, H, K]
@@ -26,7 +26,7 @@ class States(NamedTuple):
     index: torch.Tensor | None = None  # [≥ N] int32: the row of each entry, −1 for zeros; None: row n is entry n's
 
     def of_entries(self, N: int) -> torch.Tensor:
-        """[N, ...]."""
+        """The state of each entry, [N, ...]."""
         if self.index is None:
             return self.values
         index = self.index[:N].long()

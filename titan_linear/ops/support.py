@@ -1,8 +1,8 @@
 """What runs where: one table of (op, implementation, device, dtype, dims) → supported, or the reason why not.
 
-Ops ask `implementation` at every call; `choose_implementations` answers for a whole run before it starts, and what it
-says is printed and kept with the run. "auto" takes the fastest implementation that is supported, and is never refused;
-one that is named and not supported is a ValueError that says why.
+Ops ask `implementation` at every call; `choose_implementations` answers for a whole run before it starts, and its
+answer is printed and stored with the run. "auto" takes the fastest implementation that is supported, and never fails;
+an implementation that is named but not supported is a ValueError that says why.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from titan_linear.ops.triton.configs import (
 IMPLS = ("auto", "torch", "triton")
 MAX_HEAD_DIM = 256  # K and V of the delta rules' kernels
 MAX_WIDTH = 8  # W of the convolution's kernels
-ELEMENTWISE = ("swiglu", "cross_entropy")  # some more passes over memory in PyTorch
+ELEMENTWISE = ("swiglu", "cross_entropy")  # in PyTorch they only take some more passes over memory
 HALF = (torch.bfloat16, torch.float16)
 CUDNN = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which cuDNN's attention is faster than PyTorch's flash
-FLASH4 = CUDNN  # those that FlashAttention-4 has kernels of their own for
+FLASH4 = CUDNN  # those for which FlashAttention-4 has specific kernels
 
 
 class Choice(NamedTuple):
     implementation: str
-    why: str = ""  # what a user should know about it, or nothing
+    why: str = ""  # what a user should know about the choice, if anything
 
 
 class Target(NamedTuple):
-    """What an op would run on, and with what."""
+    """What an op would run on, and the dtype and dims of its tensors."""
 
     device: str  # its type: "cpu", "cuda", ...
     capability: tuple[int, int] | None  # of a GPU
-    dtype: torch.dtype | None  # None: several
+    dtype: torch.dtype | None  # None: the tensors differ
     dims: Mapping[str, int]
     interpreted: bool = False  # Triton's interpreter runs kernels on the CPU
 
 
-Check = Callable[[Target], str | None]  # the reason why not
+Check = Callable[[Target], str | None]  # the reason why not, or None
 
 
-# --- What an implementation may ask for --------------------------------------------------------------------------
+# --- What an implementation may require --------------------------------------------------------------------------
 
 
 def on_gpu(t: Target) -> str | None:
-    """The meta device stands for a GPU: what runs there is planned (counting.py)."""
+    """The meta device stands for a GPU: what runs there is only planned (counting.py)."""
     return None if t.device in ("cuda", "meta") or t.interpreted else f"it needs tensors on a GPU, not on {t.device}"
 
 
@@ -81,7 +81,7 @@ def known_generation(t: Target) -> str | None:
 
 
 def has_configurations(family: str) -> Check:
-    """family: "kda" or "gdn", of a GPU of a known generation and a dtype that the kernels take."""
+    """family: "kda" or "gdn". For use after the checks of the GPU's generation and of the dtype."""
 
     def check(t: Target) -> str | None:
         if t.capability is None:
@@ -134,7 +134,7 @@ def dim_up_to(name: str, limit: int) -> Check:
 
 
 def rows_of_16_bytes(t: Target) -> str | None:
-    """Of every matrix, the gradients' too: each size is the length of some rows."""
+    """Rows of all matrices, gradients too, must be multiples of 16 bytes; each dim is the length of some rows."""
     step = 16 // t.dtype.itemsize
     uneven = (f"rows of {n} are no multiple of {step} numbers (16 bytes)" for n in t.dims.values() if n % step)
     return next(uneven, None)
@@ -153,7 +153,7 @@ def flash4_is_right(t: Target) -> str | None:
 
 
 def may_vary(t: Target) -> str | None:
-    """Of what is not bitwise repeatable."""
+    """For an implementation that is not bitwise repeatable."""
     return "torch.use_deterministic_algorithms is on" if t.dims.get("deterministic") else None
 
 
@@ -170,8 +170,8 @@ def _dotted(version: tuple[int, int]) -> str:
 
 TRITON = (on_gpu, triton_installed, known_generation, dtype_in(*HALF, torch.float32))
 DELTA_RULE = (*TRITON, dim_up_to("K", MAX_HEAD_DIM), dim_up_to("V", MAX_HEAD_DIM))
-# op -> implementation, the fastest first and one that takes everything last -> what it asks for.
-# attention's are kernels for a block of it (ops/torch/attention.py).
+# op -> implementation, the fastest first and one that takes everything last -> its requirements.
+# Those of attention are kernels for one block (ops/torch/attention.py).
 TABLE: dict[str, dict[str, tuple[Check, ...]]] = {
     "chunk_kda": {"triton": (*DELTA_RULE, has_configurations("kda")), "torch": ()},
     "chunk_gated_delta_rule": {"triton": (*DELTA_RULE, has_configurations("gdn")), "torch": ()},
@@ -196,7 +196,7 @@ TABLE: dict[str, dict[str, tuple[Check, ...]]] = {
 
 
 def reason_against(op: str, name: str, target: Target) -> str | None:
-    """Why implementation `name` of `op` cannot take `target`, or None: it can."""
+    """Why implementation `name` of `op` cannot take `target`, or None if it can."""
     return next((reason for check in TABLE[op][name] if (reason := check(target))), None)
 
 
@@ -209,7 +209,7 @@ def choose(op: str, impl: str, device: torch.device, dtype: torch.dtype | None, 
     """
     if impl not in IMPLS:
         raise ValueError(f"impl = {impl!r} is unknown; use 'auto', 'torch' or 'triton'")
-    # The interpreter is slower than anything: it runs for those who name the kernels, and is no choice of "auto".
+    # The interpreter is slower than anything: it runs if the kernels are named, and "auto" never chooses it.
     interpreted = impl == "triton" and device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
     target = Target(device.type, capability(device), dtype, dims, interpreted)
     if impl == "auto":
@@ -223,7 +223,7 @@ def choose(op: str, impl: str, device: torch.device, dtype: torch.dtype | None, 
 
 
 def _remark(op: str, name: str, target: Target, against: Mapping[str, str | None]) -> str:
-    """What it costs that a GPU does not run what it could, or that nobody has measured it."""
+    """What it costs that a GPU does not run its fastest implementation, or that the kernels were not measured on it."""
     if target.device != "cuda":
         return ""
     if name == "triton" and shipped_for(target.capability) not in MEASURED:
@@ -241,7 +241,7 @@ def _remark(op: str, name: str, target: Target, against: Mapping[str, str | None
 
 
 def implementation(op: str, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int) -> str:
-    """`choose` at a call. "auto" that falls short of the GPU's kernels is a warning, given once."""
+    """`choose` at a call. Warns, once, where "auto" does not get the GPU's kernels."""
     choice = choose(op, impl, device, dtype, **dims)
     if choice.why and impl == "auto" and op != "attention":
         _warn(*_remarks({op: choice}))
@@ -249,7 +249,7 @@ def implementation(op: str, impl: str, device: torch.device, dtype: torch.dtype 
 
 
 def one_dtype(*tensors: torch.Tensor) -> torch.dtype | None:
-    """The dtype of all of them, or None."""
+    """The dtype of all tensors, or None if they differ."""
     dtypes = {x.dtype for x in tensors}
     return dtypes.pop() if len(dtypes) == 1 else None
 
@@ -259,20 +259,20 @@ implementation._dynamo_marked_constant = True
 
 
 def outside_graphs(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """fn for compiled code, which breaks off where it is called: it works on the host. `torch.compiler.disable` by
-    itself imports the compiler. To be made outside of compiled code, which would compile the making of it."""
+    """`fn`, at which compiled code breaks its graph, since it works on the host. `torch.compiler.disable` alone would
+    import the compiler. Wrap `fn` outside compiled code, which would compile the wrapping."""
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
         compiler = sys.modules.get("torch._dynamo")
         return fn(*args, **kwargs) if compiler is None else compiler.disable(fn)(*args, **kwargs)
 
-    call._torchdynamo_disable = True  # else what calls it is compiled up to the middle of `call`, which is too
+    call._torchdynamo_disable = True  # else the caller is compiled up to the middle of `call`, and `call` is too
     return call
 
 
 def without_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """fn in the dtypes that it asks for: autocast would round the operands of its products."""
+    """`fn` in the dtypes that it uses itself: autocast would round the operands of its products."""
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -293,13 +293,13 @@ def _warn(message: str) -> None:
 def choose_implementations(
     requests: Mapping[str, Mapping[str, int]], impl: str, device: torch.device, dtype: torch.dtype
 ) -> dict[str, Choice]:
-    """op -> what a run will use, given the dims that it asks of each op: {"chunk_kda": {"K": 128, "V": 128}, ...}.
+    """op -> what a run will use, given the dims that it needs of each op: {"chunk_kda": {"K": 128, "V": 128}, ...}.
 
-    attention {"D", "Dv"} names the kernel of packed documents. It and grouped_linear, of which we have no kernels, take
-    the fastest whatever `impl` says.
+    For attention {"D", "Dv"} that is the kernel of packed documents. It and grouped_linear, for which we have no
+    kernels, take the fastest whatever `impl` says.
 
     Raises:
-        ValueError: as `choose`, naming the key model.impl.
+        ValueError: as `choose`; the message names the key model.impl.
     """
     choices = {}
     for op, dims in requests.items():
@@ -313,7 +313,7 @@ def choose_implementations(
 
 
 def _with_whole_streams(packed: Choice, device: torch.device, dtype: torch.dtype, dims: Mapping[str, int]) -> Choice:
-    """attention's choice for documents of any length, and what it says of lengths that recur."""
+    """The choice of attention for documents of any length, with a remark if lengths that recur take another kernel."""
     recurring = choose("attention", "auto", device, dtype, recurring=1, deterministic=_deterministic(), **dims)
     if recurring.implementation == packed.implementation:
         return packed
@@ -322,7 +322,7 @@ def _with_whole_streams(packed: Choice, device: torch.device, dtype: torch.dtype
 
 
 def attention_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, recurring: bool) -> str:
-    """The kernel of a block of attention; `recurring`: its lengths come again in every batch."""
+    """The kernel of a block of attention; `recurring`: its lengths recur in every batch."""
     facts = {"recurring": int(recurring), "deterministic": _deterministic()}
     return implementation("attention", "auto", device, dtype, D=D, Dv=Dv, **facts)
 
@@ -332,13 +332,13 @@ def _deterministic() -> int:
 
 
 def start_lines(choices: Mapping[str, Choice]) -> list[str]:
-    """What a run says of its ops: one line for all of them, then one for each that has something to add."""
+    """What a run prints about its ops: one line for all of them, then one for each that has a remark."""
     names = ", ".join(f"{op}: {choice.implementation}" for op, choice in choices.items())
     return [f"ops {names}", *(f"  {remark}" for remark in _remarks(choices))]
 
 
 def hush(choices: Mapping[str, Choice]) -> None:
-    """What `start_lines` says of these is no warning any more where the ops are called."""
+    """Silence the warnings that calls of these ops would give: `start_lines` says the same."""
     for remark in _remarks(choices):
         warnings.filterwarnings("ignore", message=re.escape(remark))
 

@@ -1,7 +1,7 @@
 """SwiGLU and the projection that follows it: (silu(gate) · up) Wᵀ (Shazeer 2020).
 
-Backward keeps gate and up alone, side by side as one product gave them: the pass that makes their gradients makes what
-the projection read again.
+Only gate and up are saved for backward, side by side as one product gave them: the pass that computes their gradients
+recomputes the input of the projection.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def swiglu(gate_up: torch.Tensor, weight: torch.Tensor, impl: str = "auto") -> t
     """gate_up [.., 2 H], gate before up, weight [D, H] -> [.., D]. Elementwise work is done in float32 or wider.
 
     impl: "torch", "triton", or "auto" (ops/support.py).
-    ValueError: shapes that do not fit, or integers.
+    Raises ValueError for shapes that do not fit, or integers.
     """
     if weight.dim() != 2 or not gate_up.dim() or gate_up.shape[-1] != 2 * weight.shape[1]:
         raise ValueError(
@@ -48,7 +48,7 @@ def _backward(gate_up: torch.Tensor, dy: torch.Tensor) -> Pair:
 
 
 def _triton() -> tuple[Callable[..., torch.Tensor], Callable[..., Pair]]:
-    from titan_linear.ops.triton import swiglu as kernels  # Triton is there on Linux only
+    from titan_linear.ops.triton import swiglu as kernels  # Triton exists on Linux only
 
     return kernels.swiglu_forward, kernels.swiglu_backward
 
@@ -67,7 +67,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         check_first_derivative()
         gate_up, weight = ctx.saved_tensors
-        dy = dy.to(weight.dtype)  # of autocast's, if only forward was in it
+        dy = dy.to(weight.dtype)  # it has autocast's dtype if only forward ran in autocast
         d, activated = IMPLEMENTATIONS[ctx.name]()[1](gate_up.contiguous(), (dy @ weight).contiguous())
         dweight = dy.reshape(-1, dy.shape[-1]).T @ activated.reshape(-1, activated.shape[-1])
         return d, dweight, None

@@ -1,4 +1,4 @@
-"""Many small arrays to a device in one copy."""
+"""Move many small arrays to a device in one copy."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-ALIGNMENT = 16  # bytes, as kernels that load vectors want it
+ALIGNMENT = 16  # bytes, as kernels with vector loads require
 
 
 def to_device(arrays: Mapping[str, np.ndarray | torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
-    """The same arrays on `device`, contiguous as kernels read them: to a GPU through one pinned buffer, which is copied
-    while the host goes on."""
+    """The same arrays on `device`, contiguous as kernels read them. They reach a GPU through one pinned buffer, which
+    is copied while the host continues."""
     tensors = {name: torch.as_tensor(array).contiguous() for name, array in arrays.items()}
     if device.type == "cpu":
         return tensors

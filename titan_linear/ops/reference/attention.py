@@ -14,7 +14,7 @@ def attention(
     causal: bool = True,
     cu_seqlens: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """o = softmax(scale · q kᵀ + mask) v, in fp64, with autograd and memory of order Tq·Tk.
+    """o = softmax(scale · q kᵀ + mask) v, in fp64, differentiable by autograd, with memory of order Tq·Tk.
 
     Args and result are those of `titan_linear.ops.attention`: q [B, Tq, Hq, D], k [B, Tk, Hkv, D],
     v [B, Tk, Hkv, Dv], o [B, Tq, Hq, Dv] (fp64).

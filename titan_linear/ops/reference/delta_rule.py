@@ -22,7 +22,7 @@ def recurrent_delta_rule(
     initial_state: torch.Tensor | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """KDA (g [B,T,HV,K]) or GDN (g [B,T,HV]), with autograd, in float64.
+    """KDA (g [B,T,HV,K]) or GDN (g [B,T,HV]) in float64, differentiable by autograd.
 
     q, k [B,T,H,K]; v [B,T,HV,V]; beta [B,T,HV]; initial_state [N,HV,K,V]; N is B, or the number of packed documents.
     Returns o [B,T,HV,V] and the final states [N,HV,K,V], both float64.
@@ -38,7 +38,7 @@ def recurrent_delta_rule(
         S = q.new_zeros(HV, K, V) if initial_state is None else initial_state[n].double()
         for t in range(start, end):
             S = decay[t].unsqueeze(-1) * S
-            error = v[t] - (S * k[t].unsqueeze(-1)).sum(1)  # [HV, V] what the state says of k_t, corrected
+            error = v[t] - (S * k[t].unsqueeze(-1)).sum(1)  # [HV, V] v_t less what the state gives for k_t
             S = S + (beta[t, :, None] * k[t]).unsqueeze(-1) * error.unsqueeze(1)
             outputs.append((S * q[t].unsqueeze(-1)).sum(1))
         states.append(S)

@@ -1,17 +1,17 @@
-"""Softmax attention over blocks: each a rectangle without a mask, or one that is causal to its end.
+"""Softmax attention over blocks: each is a rectangle without a mask, or has a causal mask aligned to its end.
 
-The mask of packed, causal attention is never built. A packed stream is one causal square per document; under
-context parallelism a *span* is the part of a document that lies here, as queries, and the document up to its end, as
-keys: causal, aligned to the end, as decoding (Tq < Tk) is. Kernels that take packed sequences compute all spans in one
-call. A block gives its output and its log-sum-exp (LSE) over its own keys, and blocks over the same queries merge
-exactly (Milakov & Gimelshein 2018; Dao et al. 2022):
+The mask of packed, causal attention is never built. A packed stream is one causal square per document. Under context
+parallelism a *span* is some queries of a document and, as keys, the document up to the last of them: causal, aligned to
+the end, as in decoding (Tq < Tk). Kernels that take packed sequences compute all spans in one call. A block gives its
+output and its log-sum-exp (LSE) over its own keys, and blocks over the same queries merge exactly (Milakov & Gimelshein
+2018; Dao et al. 2022):
 
     lse = log(exp lse_a + exp lse_b),   o = o_a · exp(lse_a − lse) + o_b · exp(lse_b − lse).
 
 In backward every block takes the *merged* o and lse, so that p = exp(scores − lse) and δ = rowsum(o · do) are
 those of the whole row, and dq, dk, dv of the blocks simply add.
 
-Which kernel computes a block is one function, `block_kernel`. Shapes here: q [B, Tq, Hq, D],
+`block_kernel` alone decides which kernel computes a block. Shapes here: q [B, Tq, Hq, D],
 k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse [B, Hq, Tq] in fp32 (fp64 for fp64).
 """
 
@@ -36,27 +36,27 @@ Operator = Callable[..., tuple[torch.Tensor, ...]]
 
 TILE = 128  # query rows that the tiled kernel takes at a time
 CUDNN_MULTIPLE = 128  # see block_kernel
-FEW = 4  # spans whose lengths cuDNN may make a plan for
+FEW = 4  # cuDNN makes plans for the lengths of at most this many spans
 TO_THE_END = ("flash4", "flash")  # kernels whose causal mask is aligned to the end, and that take all spans in one call
 
 
 class Spans(NamedTuple):
-    """Queries of a packed stream and the keys that each sees: span i has rows q[i] to q[i+1] of the queries, rows k[i]
-    to k[i+1] of the keys, and none is empty. What is on the CPU is read there, so that no device is waited for."""
+    """Queries of a packed stream and the keys that they see: span i has rows q[i] to q[i+1] of the queries, rows k[i]
+    to k[i+1] of the keys, and none is empty. The host reads those on the CPU, so as not to wait for the device."""
 
     q: torch.Tensor  # [N+1] int32, on the device
     k: torch.Tensor  # [N+1] int32, on the device
     q_cpu: torch.Tensor  # the same on the CPU
     k_cpu: torch.Tensor
-    longest_q: torch.Tensor  # [1] on the CPU: rows of the longest
+    longest_q: torch.Tensor  # [1] on the CPU: rows of the longest span
     longest_k: torch.Tensor
 
     def rows(self) -> Iterator[tuple[slice, slice]]:
-        """Of each span, those of its queries and of its keys."""
+        """For each span, the rows of its queries and those of its keys."""
         return zip(*([slice(a, b) for a, b in pairwise(x.tolist())] for x in (self.q_cpu, self.k_cpu)), strict=True)
 
     def recur(self) -> bool:
-        """Whether these lengths come again in every batch, as those of fragments do and those of documents do not."""
+        """Whether these lengths recur in every batch, as those of fragments do and those of documents do not."""
         if len(self.q_cpu) - 1 > FEW:
             return False
         return not any(x % CUDNN_MULTIPLE for x in (*self.q_cpu.tolist(), *self.k_cpu.tolist()))
@@ -69,14 +69,14 @@ Varlen = tuple[torch.Tensor, torch.Tensor, int, int]  # boundaries of q and of k
 
 
 def document_spans(documents: Boundaries) -> Spans:
-    """Each document with itself."""
+    """One span per document, whose queries and keys are its tokens."""
     device, host, longest = documents.cu_seqlens, documents.cu_seqlens_cpu, documents.longest
     assert host is not None and longest is not None
     return Spans(device, device, host, host, longest, longest)
 
 
 class Attention(torch.autograd.Function):
-    """o by one of three pairs of operators, of local, ring and all-gather attention:
+    """o, by one of three pairs of operators: those of local, ring and all-gather attention.
 
     (q, k, v, *where, scale, causal) -> o, lse      (do, q, k, v, o, lse, *where, scale, causal) -> dq, dk, dv
     """
@@ -95,7 +95,7 @@ class Attention(torch.autograd.Function):
         return *ctx.gradients(do, *ctx.saved_tensors, *ctx.how), None, None, None, None
 
 
-# What the operators give, without computing it.
+# What the operators return, without computing it.
 
 
 def empty_output(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: object) -> Pair:
@@ -110,7 +110,7 @@ def empty_gradients(do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch
 
 
 def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Where blocks merge and gradients of blocks add up: fp32, or fp64 for fp64."""
+    """The dtype in which blocks merge and their gradients add up: fp32, or fp64 for fp64."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -121,11 +121,11 @@ def block_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: 
     "cpu"    PyTorch's flash attention for the CPU.
     "cudnn"  cuDNN's, PyTorch's fastest on Hopper (bf16, fp16; D, Dv <= 128): 54 ms for 32768 causal tokens of 32 heads
              of 128, forward and backward, where flash takes 97 (H100). But it compiles a plan for every new pair of
-             lengths (0.15 s), so it takes lengths that come again in every batch, multiples of 128 (whole
-             fragments, whole streams), and not the lengths of documents. Its dq is not bitwise repeatable, so it
-             is not taken under torch.use_deterministic_algorithms.
-    "flash"  FlashAttention-2, by its entry for packed sequences (bf16, fp16; D, Dv <= 256).
-    "tiled"  matrix products by tiles of 128 queries: fp32 and fp64 on CUDA, and wider heads.
+             lengths (0.15 s), so it is used for lengths that recur in every batch, multiples of 128 (whole
+             fragments, whole streams), and not for the lengths of documents. Its dq is not bitwise repeatable, so
+             it is not used under torch.use_deterministic_algorithms.
+    "flash"  FlashAttention-2, through its function for packed sequences (bf16, fp16; D, Dv <= 256).
+    "tiled"  matrix products in tiles of 128 queries: fp32 and fp64 on CUDA, and wider heads.
     """
     recurring = Tq % CUDNN_MULTIPLE == 0 and Tk % CUDNN_MULTIPLE == 0
     return attention_kernel(device, dtype, D, Dv, recurring)
@@ -169,7 +169,7 @@ def attend_backward(
 def attend_spans(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool, spans: Spans | None
 ) -> Pair:
-    """(o, lse) of the spans of a packed stream (B = 1), or of a whole batch where there are none."""
+    """(o, lse) of the spans of a packed stream (B = 1), or of a whole batch if `spans` is None."""
     if spans is None or len(spans.q) == 2:
         return attend(q, k, v, scale, causal)
     kernel = _packed_kernel(q, v, spans)
@@ -207,8 +207,8 @@ def attend_spans_backward(
 def merge_(o: torch.Tensor, lse: torch.Tensor, o_block: torch.Tensor, lse_block: torch.Tensor) -> None:
     """Merge a block into o [B, Tq, Hq, Dv] and lse [B, Hq, Tq] (both in `accumulator_dtype`), in place.
 
-    Every row of `lse` or of `lse_block` must have seen a key: callers begin with the squares, in which each
-    token sees itself, so no row is without keys and none is special.
+    Each row must have seen a key in `lse` or in `lse_block`. Callers begin with the squares, in which each token sees
+    itself, so no row is without keys and none is a special case.
     """
     weight = torch.sigmoid(lse_block - lse)  # exp(lse_block − merged lse), without overflow
     o.lerp_(o_block.to(o.dtype), weight.transpose(1, 2).unsqueeze(-1))
@@ -220,7 +220,7 @@ def _kernel_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> str:
 
 
 def _packed_kernel(q: torch.Tensor, v: torch.Tensor, spans: Spans) -> str:
-    """That of spans of any lengths, or of lengths that recur."""
+    """The kernel for these spans: cuDNN's only if their lengths recur."""
     length = CUDNN_MULTIPLE if spans.recur() else 1
     return block_kernel(q.device, q.dtype, q.shape[-1], v.shape[-1], length, length)
 
@@ -286,7 +286,7 @@ def _cudnn_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
     return dq[..., :D], dk[..., :D], dv[..., :Dv]
 
 
-# --- flash: always by the packed entry, a batch being B documents of one length ---------------------------------
+# --- flash: always by its packed function; a batch is B documents of one length ---------------------------------
 
 
 def _flash_forward(q, k, v, scale: float, causal: bool, varlen: Varlen | None = None) -> Pair:
@@ -366,7 +366,7 @@ def _tile_scores(q: torch.Tensor, k: torch.Tensor, scale: float, first: int | No
 
 
 def _fold_groups(x: torch.Tensor, Hkv: int) -> torch.Tensor:
-    """[B, t, Hq, D] → [B, Hkv, G·t, D]: the queries of a key head are rows of one matrix."""
+    """[B, t, Hq, D] → [B, Hkv, G·t, D]: the queries that share a key head are rows of one matrix."""
     return x.unflatten(2, (Hkv, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)
 
 
@@ -386,7 +386,7 @@ def _equal_width(*tensors: torch.Tensor, at_least: int = 0, multiple: int = 1) -
 
 
 def _is_aligned(x: torch.Tensor, width: int, multiple: int) -> bool:
-    if x.shape[-1] != width or x.stride(-1) != 1:  # aten's kernels, called by name, do not look at that stride
+    if x.shape[-1] != width or x.stride(-1) != 1:  # aten's kernels, called by name, do not check that stride
         return False
     rows = x.stride()[:-1]  # 0 where a gradient was expanded
     return multiple == 1 or (x.storage_offset() % multiple == 0 and all(s and s % multiple == 0 for s in rows))

@@ -13,11 +13,11 @@ from titan_linear.ops.support import without_autocast
 
 
 class Rows(NamedTuple):
-    """Where rows lie when every entry is laid out behind its W−1 earlier tokens."""
+    """Row numbers when every entry is laid out after its W−1 earlier tokens."""
 
-    past: torch.Tensor  # [N·(W−1)] int64, the earlier tokens
+    past: torch.Tensor  # [N·(W−1)] int64, the entries' earlier tokens
     own: torch.Tensor  # [T] the entries' tokens
-    last: torch.Tensor  # [N, W−1] the last W−1 of each entry and what lies before it
+    last: torch.Tensor  # [N, W−1] the last W−1 rows of each entry and its earlier tokens
 
 
 def lay_out(boundaries: Boundaries, W: int) -> Rows:
@@ -42,7 +42,7 @@ def causal_conv1d(
     """x [T,D], weight [D,W], initial [.,D,W−1] or None (zeros) -> y, [T, width] for each of `widths`, and the entries'
     last inputs [N,D,W−1].
 
-    Every entry is laid out behind its W−1 earlier tokens; then one convolution does all of them.
+    Every entry is laid out after its W−1 earlier tokens; then one convolution computes all of them.
     """
     past, own, last = boundaries.derived(lay_out, weight.shape[1])
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -9,7 +9,7 @@ A = (I + tril(β (K⊙e^G)(K⊙e^−G)ᵀ, −1))⁻¹ and Γ = e^{G_last} (Kimi
     boundary  the scan of one entry from S = 0 (S_ext) and, with u = 0, from S = I (M)
 
 No stage ever forms e^{−G} over a whole chunk, which overflows: see `_pair_products`. GDN is the case of a gate with one
-channel. Everything computes in float32 (float64 for float64 inputs); prepare is differentiable by autograd, the other
+channel. All is computed in float32 (float64 for float64 inputs); prepare is differentiable by autograd, the other
 stages have their adjoints written out.
 """
 
@@ -40,7 +40,7 @@ class Chunks:
     count: tuple[int, ...]  # [N] chunks of each entry
     rows: torch.Tensor | None  # [T] int64, row of each token among num_chunks·CHUNK; None: row t is token t
     order: torch.Tensor  # [N] int64, entries, the longest first
-    rank: torch.Tensor  # [N] int64, the place of each entry in `order`
+    rank: torch.Tensor  # [N] int64, each entry's place in `order`
     steps: tuple[torch.Tensor, ...]  # chunk ids [n_s] of scan step s: the first n_s of `order` have an s-th chunk
 
     def split(self, x: torch.Tensor) -> torch.Tensor:
@@ -94,14 +94,14 @@ def prepare(
     scale: float,
     safe_gate: bool,
 ) -> Prepared:
-    """Tokens (q, k [T,H,K]; v [T,HV,V]; g [T,HV,K or 1] log gates; beta [T,HV]) to chunks, with all inside a chunk."""
+    """Compute all that is local to a chunk from q, k [T,H,K]; v [T,HV,V]; g [T,HV,K or 1], log gates; beta [T,HV]."""
     groups = v.shape[1] // q.shape[1]
     q, k = (chunks.split(x).repeat_interleave(groups, dim=1) for x in (q, k))  # [NC, HV, C, K]
     v, g, beta = chunks.split(v), chunks.split(g), chunks.split(beta.unsqueeze(-1))
     G = g.cumsum(-2)  # [NC, HV, C, K or 1]
     aqk, akk = _pair_products(q * scale, k, G, safe_gate)
     gamma = G.exp()
-    L = (akk * beta).tril(-1)  # forward substitution ignores the diagonal: it is one
+    L = (akk * beta).tril(-1)  # the solver does not read the diagonal and takes it as one
     w, u = torch.linalg.solve_triangular(
         L, torch.cat([k * gamma * beta, v * beta], -1), upper=False, unitriangular=True
     ).split([k.shape[-1], v.shape[-1]], -1)
@@ -112,15 +112,15 @@ def prepare(
 def _pair_products(
     q: torch.Tensor, k: torch.Tensor, G: torch.Tensor, safe_gate: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Σ_c q_ic k_jc e^{G_ic − G_jc} and the same with k_i, both [NC, HV, C, C], right for j ≤ i.
+    """Σ_c q_ic k_jc e^{G_ic − G_jc} and the same with k_i, both [NC, HV, C, C], valid for j ≤ i.
 
-    One channel: multiply the scores by e^{G_i − G_j}. Otherwise rows go in blocks of SUB with the gate of the block's
+    One channel: multiply the scores by e^{G_i − G_j}. Otherwise take rows in blocks of SUB, the gate of the block's
     first row as reference R: e^{G_i − R} and, for earlier columns, e^{R − G_j} are both at most 1. Columns of the block
     itself have e^{R − G_j} up to e^{5·15} under the promise g ≥ −5, which float32 holds; without it they are summed
     channel by channel with exponents that never exceed 0.
     """
     if G.shape[-1] == 1:
-        relative = (G - G.transpose(-1, -2)).tril().exp()  # tril before exp: what lies above would overflow
+        relative = (G - G.transpose(-1, -2)).tril().exp()  # tril before exp: above the diagonal exp would overflow
         return (q @ k.mT) * relative, (k @ k.mT) * relative
     rows = torch.cat([q, k], 1)  # [NC, 2·HV, C, K]: both products at once
     blocks = []
@@ -197,7 +197,7 @@ def boundary(p: Prepared, chunks: Chunks, entry: int, with_m: bool) -> tuple[tor
 
 
 def boundary_backward(p: Prepared, do: torch.Tensor, chunks: Chunks, entry: int) -> torch.Tensor:
-    """dS_ext [HV,K,V] of an entry: the gradient of its incoming state if none came from its outgoing state."""
+    """dS_ext [HV,K,V] of an entry: the gradient of its incoming state if its outgoing state had none."""
     dS = p.u.new_zeros(p.w.shape[1], p.w.shape[-1], p.u.shape[-1])
     for c in reversed(range(chunks.first[entry], chunks.first[entry] + chunks.count[entry])):
         dv = p.aqk[c].mT @ do[c] + p.kg[c] @ dS
@@ -208,12 +208,12 @@ def boundary_backward(p: Prepared, do: torch.Tensor, chunks: Chunks, entry: int)
 def backward(
     p: Prepared, s: Scanned, do: torch.Tensor, d_final: torch.Tensor, chunks: Chunks
 ) -> tuple[Prepared, torch.Tensor]:
-    """The adjoint of scan and output: gradients of all that `prepare` made, and of the initial state [N, HV, K, V].
+    """The adjoint of scan and output: gradients of all that `prepare` returned, and of the initial state [N, HV, K, V].
 
     do [NC, HV, C, V]; d_final [N, HV, K, V] is the gradient of the final states.
     """
     dS = d_final[chunks.order]
-    dv, dS_direct = p.aqk.mT @ do, p.qg.mT @ do  # what each chunk's output says of v_new and of its state
+    dv, dS_direct = p.aqk.mT @ do, p.qg.mT @ do  # gradients of v_new and of each chunk's state through the outputs
     d_out = torch.empty_like(s.states)  # gradient of the state that leaves each chunk
     for ids in reversed(chunks.steps):
         n = len(ids)
@@ -233,7 +233,7 @@ def backward(
 
 
 class TorchDeltaRule:
-    """One call's chunks: what the driver (`ops/delta_rule.py`, `DeltaRule`) asks of an implementation."""
+    """The stages of one call, with the methods that the driver requires (`ops/delta_rule.py`, `DeltaRule`)."""
 
     kept = ()
 
@@ -249,7 +249,7 @@ class TorchDeltaRule:
         assert not kept
         self.chunks = boundaries.derived(make_chunks)
         self.inputs = Inputs(*(None if x is None else x.detach().requires_grad_(differentiable) for x in inputs))
-        # Not counted by a checkpoint around the call: its second run finds the call's result and saves nothing here.
+        # Hidden from a checkpoint around the call, whose second run takes the kept result and saves nothing here.
         own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
         with torch.set_grad_enabled(differentiable), own_tensors:
             tokens = normalise(self.inputs, options)
@@ -297,7 +297,7 @@ class TorchDeltaRule:
         return Inputs(*(None if x is None else next(grads) for x in self.inputs)), d_initial
 
     def _of_entries(self, states: States | None) -> torch.Tensor:
-        """[N, HV, K, V]."""
+        """The state of each entry, [N, HV, K, V]; None: zeros."""
         p, N = self.prepared, len(self.chunks.count)
         if states is None:
             return p.u.new_zeros(N, p.w.shape[1], p.w.shape[-1], p.u.shape[-1])
@@ -316,5 +316,5 @@ def normalise(inputs: Inputs, options: DeltaRuleOptions) -> list[torch.Tensor]:
         g = g if inputs.dt_bias is None else g + inputs.dt_bias.to(wide).view(g.shape[1:])
         A = inputs.A_log.to(wide).exp()[:, None]
         g = -A * F.softplus(g) if options.lower_bound is None else options.lower_bound * torch.sigmoid(A * g)
-    g = g.clamp(min=-128.0 if wide == torch.float32 else -1024.0)  # e^g is 0, and sums of gates keep their digits
+    g = g.clamp(min=-128.0 if wide == torch.float32 else -1024.0)  # e^g is still 0, and sums of gates keep their digits
     return [q, k, v, g, beta]

@@ -1,4 +1,4 @@
-"""Softmax attention on one device: of a batch, causal to its end, or of documents."""
+"""Softmax attention on one device: over a batch, where a causal mask is aligned to the end, or packed documents."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def local_attention(
 def attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[torch.Tensor], scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """o like q with Dv, lse [B, Hq, Tq]. spans: the fields of `Spans`, or none: a whole batch."""
+    """o like q with Dv, lse [B, Hq, Tq]. spans: the fields of `Spans`, or empty for a whole batch."""
     o, lse = attend_spans(q, k, v, scale, causal, Spans(*spans) if spans else None)
     return o.contiguous(), lse.contiguous()
 
