@@ -53,7 +53,7 @@ class Boundaries:
     _derived: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __len__(self) -> int:
-        """N."""
+        """N, the number of entries."""
         return self.cu_seqlens.shape[0] - 1
 
     def on_host(self) -> list[int]:

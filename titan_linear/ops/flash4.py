@@ -1,4 +1,4 @@
-"""FlashAttention-4 (`flash-attn-4` on PyPI), called only from here: its entry points are private, and its API is young.
+"""FlashAttention-4 (`flash-attn-4` on PyPI), called here alone: its entry points are private, and its API is young.
 
 Nothing is taken on trust: `installed` asks for a version that this module was written for, and `problem` compares a
 small packed case, forward and backward, with exact attention on the GPU at hand. Where either finds a fault, PyTorch's

@@ -42,8 +42,8 @@ def chunk_gated_delta_rule(
     −exp(A_log)·softplus(g + dt_bias). chunk_indices must be None: the kernels find their chunks.
 
     Results are right for any g ≤ 0, −∞ too. Triton raises a g below −87 to −87, after which 1e-38 of a state is left.
-    Gates are summed over chunks of 64: in float32 a token that follows n tokens of its chunk that forget everything has
-    a relative error of n · 5e-6.
+    Gates are summed over chunks of 64: in float32 a token that follows, in its chunk, n tokens that forget everything
+    has a relative error of n · 5e-6.
     """
     refuse("leave it out, chunks are found from cu_seqlens on the device", chunk_indices=chunk_indices)
     check_chunk_size(chunk_size)

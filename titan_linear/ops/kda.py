@@ -59,8 +59,8 @@ def chunk_kda(
         use_beta_sigmoid_in_kernel: β = sigmoid(beta), with allow_neg_eigval 2·sigmoid(beta).
         safe_gate: the caller promises g ≥ −5, which permits a faster method. Without it results are right for any
             g ≤ 0, −∞ too (Triton raises a g below −87 to −87, after which 1e-38 of a state is left; PyTorch sums gates
-            over chunks of 64, and in float32 a token that follows n tokens of its chunk that forget everything has a
-            relative error of n · 5e-6).
+            over chunks of 64, and in float32 a token that follows, in its chunk, n tokens that forget everything has
+            a relative error of n · 5e-6).
         lower_bound: in [−5, 0); implies safe_gate.
         disable_recompute: keep intermediates for backward: faster, more memory.
         return_intermediate_states: must be False.

@@ -272,7 +272,7 @@ def outside_graphs(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def without_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn` in the dtypes that it uses itself: autocast would round the operands of its products."""
+    """`fn` with autocast off, which would round the operands of its products."""
 
     @wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:

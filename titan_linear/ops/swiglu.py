@@ -1,7 +1,7 @@
 """SwiGLU and the projection that follows it: (silu(gate) · up) Wᵀ (Shazeer 2020).
 
-Only gate and up are saved for backward, side by side as one product gave them: the pass that computes their gradients
-recomputes the input of the projection.
+Of the activations only gate and up are saved for backward, side by side as one product gave them: the pass that
+computes their gradients recomputes the input of the projection.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class _SwiGLU(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         check_first_derivative()
         gate_up, weight = ctx.saved_tensors
-        dy = dy.to(weight.dtype)  # it has autocast's dtype if only forward ran in autocast
+        dy = dy.to(weight.dtype)  # dy has autocast's dtype if only forward ran in autocast
         d, activated = IMPLEMENTATIONS[ctx.name]()[1](gate_up.contiguous(), (dy @ weight).contiguous())
         dweight = dy.reshape(-1, dy.shape[-1]).T @ activated.reshape(-1, activated.shape[-1])
         return d, dweight, None
