@@ -60,18 +60,18 @@ TRITON_OPS = (*DELTA_RULES, "causal_conv1d", "swiglu", "cross_entropy")
     "ops, name, change, reason",
     [
         (TRITON_OPS, "triton", {"device": "cpu", "capability": None}, "needs tensors on a GPU, not on cpu"),
-        (TRITON_OPS, "triton", {"capability": (7, 5)}, "compute capability 7.5 has no configurations"),
+        (TRITON_OPS, "triton", {"capability": (7, 5)}, "no configurations for compute capability 7.5"),
         (TRITON_OPS, "triton", {"dtype": torch.float64}, "the dtype float64 is not one of bfloat16, float16, float32"),
         (TRITON_OPS, "triton", {"dtype": None}, "differ in dtype"),
-        (DELTA_RULES, "triton", {"capability": (8, 6), "dtype": torch.float32}, "8.6 has no .* kernels for float32"),
-        (("chunk_gated_delta_rule",), "triton", {"capability": (10, 0)}, "10.0 has no .* kernels for bfloat16"),
+        (DELTA_RULES, "triton", {"capability": (8, 6), "dtype": torch.float32}, "compute capability 8.6 and float32$"),
+        (("chunk_gated_delta_rule",), "triton", {"capability": (10, 0)}, "for compute capability 10.0$"),
         (
             ("chunk_gated_delta_rule",), "triton", {"capability": (12, 0), "dims": {"K": 128, "V": 256}},
-            r"12.0 has no .* head dims above 128, and max\(K, V\) = 256",
+            r"compute capability 12.0 and K = 128, V = 256: .* 128 at most",
         ),
         (
             ("chunk_gated_delta_rule",), "triton", {"capability": (12, 0), "dims": {"K": 136, "V": 64}},
-            r"12.0 has no .* head dims above 128, and max\(K, V\) = 136",
+            r"compute capability 12.0 and K = 136, V = 64: .* 128 at most",
         ),
         (DELTA_RULES, "triton", {"dims": {"K": 264, "V": 128}}, "K = 264 is too large: K <= 256"),
         (DELTA_RULES, "triton", {"dims": {"K": 128, "V": 257}}, "V = 257 is too large: V <= 256"),
@@ -144,6 +144,15 @@ def test_auto_is_never_refused_and_says_what_it_costs(on_gpu_of) -> None:
     assert choose("chunk_kda", "auto", CPU, BF16, K=320, V=128) == ("torch", "")
 
 
+def test_the_warning_is_of_the_line_that_calls_the_op(on_gpu_of, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(support, "_remark", lambda *_: "on trial")
+    on_gpu_of((9, 0))
+    q, g, beta = torch.ones(1, 2, 1, 4), -torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1)
+    with pytest.warns(UserWarning, match="chunk_kda: torch, on trial") as caught:
+        chunk_kda(q, q, q, g, beta)
+    assert caught[0].filename == __file__
+
+
 def test_a_call_that_falls_back_warns_once(on_gpu_of) -> None:
     on_gpu_of((9, 0))
     with pytest.warns(UserWarning, match="chunk_kda: torch, because K = 320"):
@@ -200,11 +209,11 @@ def test_a_start_says_what_the_rest_of_the_layer_and_the_loss_run_on(on_gpu_of) 
         "the GPU"
     ]
     on_gpu_of((7, 5))
-    why = "because compute capability 7.5 has no configurations of its kernels; 8.0, 9.0, 10.0, 12.0 have; expect it"
+    why = "because its kernels have no configurations for compute capability 7.5, only for 8.0, 9.0, 10.0, 12.0;"
     assert start_lines(choose_implementations(requests, "auto", GPU, BF16)) == [
         "ops swiglu: torch, grouped_linear: grouped_mm, cross_entropy: torch",
-        f"  swiglu: torch, {why} to be slower",
-        f"  cross_entropy: torch, {why} to be slower",
+        f"  swiglu: torch, {why} expect it to be slower",
+        f"  cross_entropy: torch, {why} expect it to be slower",
     ]
 
 

@@ -59,7 +59,7 @@ def attention(
     """
     _check_tensors(q, k, v, causal)
     if impl not in IMPLS:
-        raise ValueError(f"impl = {impl!r} must be one of attention's, {', '.join(map(repr, IMPLS))}")
+        raise ValueError(f"impl = {impl!r} is unknown to attention; use {' or '.join(map(repr, IMPLS))}")
     if method != "auto" and method not in METHODS:
         raise ValueError(f"method = {method!r} is unknown; use 'auto', {', '.join(map(repr, METHODS))}")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)

@@ -98,11 +98,12 @@ def check_shape(name: str, cu_seqlens: torch.Tensor) -> None:
 
 def check_copy(cu_seqlens: torch.Tensor | None, cu_seqlens_cpu: torch.Tensor) -> None:
     """Raise ValueError unless cu_seqlens_cpu is cu_seqlens on the CPU. Values are compared if both are there."""
-    given = None if cu_seqlens is None else tuple(cu_seqlens.shape)
-    if tuple(cu_seqlens_cpu.shape) != given or cu_seqlens_cpu.device.type != "cpu":
+    if cu_seqlens is None:
+        raise ValueError("cu_seqlens_cpu is a copy of cu_seqlens, which is missing; give both or neither")
+    if cu_seqlens_cpu.shape != cu_seqlens.shape or cu_seqlens_cpu.device.type != "cpu":
         raise ValueError(
             f"cu_seqlens_cpu {tuple(cu_seqlens_cpu.shape)} on {cu_seqlens_cpu.device} must be the values of "
-            f"cu_seqlens, {given}, on the CPU; without cu_seqlens leave it out"
+            f"cu_seqlens, {tuple(cu_seqlens.shape)}, on the CPU"
         )
     if torch.compiler.is_compiling() or cu_seqlens.device.type != "cpu":
         return

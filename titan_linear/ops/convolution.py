@@ -56,8 +56,8 @@ def causal_conv1d(
         cu_seqlens_cpu: the same on the CPU, for implementations that loop over documents on the host.
         cp_context: x is this rank's tokens; the W−1 tokens before its fragments are fetched. Neither cu_seqlens nor
             states may be given.
-        widths: of up to three parts of D, such as q, k and v: y is returned as these parts. Neither they nor their
-            gradients are concatenated.
+        widths: of up to three parts of D, such as q, k and v: y is returned as these parts. With Triton neither
+            they nor their gradients are ever concatenated.
         impl: "auto", "torch" or "triton".
 
     Returns: y [B, T, D] in x's dtype, or its parts [B, T, width]; the last inputs [N, D, W−1] of each document, or

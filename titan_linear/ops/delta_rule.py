@@ -245,8 +245,9 @@ def _check(given: Inputs, options: DeltaRuleOptions) -> None:
     if v.dim() != 4 or 0 in v.shape or v.shape[:2] != (B, T) or v.shape[2] % H:
         raise ValueError(f"v {tuple(v.shape)} must be [B, T, HV, V] = [{B}, {T}, a multiple of H = {H}, V]")
     HV = v.shape[2]
-    if g.shape not in ((B, T, HV), (B, T, HV, K)) or beta.shape != (B, T, HV):
-        raise ValueError(f"g {tuple(g.shape)} and beta {tuple(beta.shape)} must be those of B, T, HV = {B}, {T}, {HV}")
+    for name, x, shape in (("g", g, (B, T, HV) if g.dim() == 3 else (B, T, HV, K)), ("beta", beta, (B, T, HV))):
+        if x.shape != shape:
+            raise ValueError(f"{name} {tuple(x.shape)} must be {shape} for B, T, HV, K = {B}, {T}, {HV}, {K}")
     check_floats(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
     if options.gate_in_kernel != (A_log is not None):
         raise ValueError("use_gate_in_kernel = True and A_log [HV] go together; give both or neither")

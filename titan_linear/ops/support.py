@@ -77,7 +77,7 @@ def known_generation(t: Target) -> str | None:
     if t.capability is None or shipped_for(t.capability):
         return None
     known = ", ".join(map(_dotted, sorted(CONFIGS)))
-    return f"compute capability {_dotted(t.capability)} has no configurations of its kernels; {known} have"
+    return f"its kernels have no configurations for compute capability {_dotted(t.capability)}, only for {known}"
 
 
 def has_configurations(family: str) -> Check:
@@ -86,14 +86,17 @@ def has_configurations(family: str) -> Check:
     def check(t: Target) -> str | None:
         if t.capability is None:
             return None
-        limit = largest_dim(shipped_for(t.capability), family, t.dtype.itemsize)
+        where = f"its kernels have no configurations for compute capability {_dotted(t.capability)}"
+        limits = {size: largest_dim(shipped_for(t.capability), family, size) for size in (2, 4)}
+        if not any(limits.values()):
+            return where
+        if not (limit := limits[t.dtype.itemsize]):
+            return f"{where} and {short(t.dtype)}"
         K, V = kernel_dims(t.dims["K"], t.dims["V"])
-        where = f"compute capability {_dotted(t.capability)} has no configurations of its kernels for"
-        if not limit:
-            return f"{where} {short(t.dtype)}"
         if max(K, widest_slice(V)) <= limit:
             return None
-        return f"{where} head dims above {limit}, and max(K, V) = {max(t.dims['K'], t.dims['V'])}"
+        dims = f"K = {t.dims['K']}, V = {t.dims['V']}"
+        return f"{where} and {dims}: K and the largest power of two that divides V may be {limit} at most"
 
     return check
 
@@ -287,7 +290,11 @@ def without_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 @cache
 def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
+    """Warn of the line outside the package that called the op."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back and frame.f_globals["__name__"].startswith("titan_linear."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, stacklevel=level)
 
 
 def choose_implementations(
