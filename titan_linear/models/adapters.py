@@ -78,7 +78,7 @@ def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) 
     Args:
         family: a key of FAMILIES, the name of the Hugging Face class.
         on_disk: names and shapes of a folder's tensors, for reading: placements then use the spelling that is there. By
-            default, for writing, they use the spelling in which `transformers` writes.
+            default, for writing, they use the spelling that `transformers` writes.
 
     Raises:
         ValueError: parameters of ours without a tensor, tensors of another shape, tensors that nothing uses; the
