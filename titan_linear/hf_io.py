@@ -189,7 +189,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file (8 bytes of length, a JSON header, the tensors' bytes without gaps).
 
     Raises:
-        ValueError: the file is missing, not safetensors, or cut short; or its header is malformed, at which tensor.
+        ValueError: the file is missing, not safetensors, or cut short; or its header is malformed (naming the tensor).
     """
     try:
         with open(file, "rb") as stream:
