@@ -347,7 +347,7 @@ class Reader:
         return out
 
     def rows(self, tensor: Tensor, start: int, stop: int, width: int) -> Iterator[torch.Tensor]:
-        """Rows [start, stop) of a tensor viewed as [-1, width], BLOCK bytes at a time."""
+        """Rows [start, stop) of a tensor viewed as [-1, width], a block at a time."""
         if tensor.file not in self.open:
             self.open[tensor.file] = self.files.enter_context(safe_open(tensor.file, "pt"))
         on_disk = self.open[tensor.file].get_slice(tensor.name)

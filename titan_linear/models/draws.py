@@ -3,7 +3,7 @@
 So any part of a parameter can be drawn by itself, in any order, on any rank. The generator is SplitMix64 (Steele, Lea
 and Flood, "Fast splittable pseudorandom number generators", 2014): number i is a hash of start + i · step, modulo 2^64,
 where (seed, name) gives the start and the odd step. Its bits are the same everywhere. Values computed from them in
-float64 may differ in the last place between mathematical libraries, which seldom survives the rounding to float32.
+float64 differ in the last place between mathematical libraries, which seldom survives the rounding to float32.
 """
 
 from __future__ import annotations

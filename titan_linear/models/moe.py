@@ -47,7 +47,7 @@ class Router(nn.Module):
         return experts, weights * c.scale, scores
 
     def _choose(self, scores: torch.Tensor) -> torch.Tensor:
-        """The k experts with the best scores, bias included; with groups, from those with the best pairs of experts."""
+        """The k experts with the best scores, bias included; with groups, from those whose best two are best."""
         c = self.config
         if self.selection_bias is not None:
             scores = scores + self.selection_bias
