@@ -1,4 +1,4 @@
-"""Hugging Face folders: read by the rows that a rank owns, written one tensor at a time.
+"""Hugging Face folders: a rank reads the rows that it owns; writing goes one tensor at a time.
 
     config.json                      the model (models/families/)
     model-00001-of-00003.safetensors ...
@@ -6,9 +6,9 @@
     tokenizer.json, ...              the tokenizer (data/tokenizer.py)
     modeling_titan_linear.py         the model, where transformers does not have it (models/families/remote.py)
 
-Which rows of which tensors on disk are which rows of our parameters is `models/adapters.py`'s table; here bytes move.
-A folder is checked as a whole from its headers (`open_folder`, `check_folder`) before any tensor is read. Pickle files
-are never opened: they run code.
+`models/adapters.py` says which rows of which tensors on disk are which rows of our parameters; this module moves the
+bytes. A folder is checked as a whole from its headers (`open_folder`, `check_folder`) before any tensor is read. Pickle
+files are never opened, because loading them can run code.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ BITS = {
     "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
     "C64": 64, "F64": 64, "I64": 64, "U64": 64,
 }  # fmt: skip
-LISTED = 5  # of a folder's problems
+LISTED = 5  # problems of a folder that a message names
 BLOCK = 64 << 20  # bytes moved at a time
-SHARD = 5 * 10**9  # bytes of a file
+SHARD = 5 * 10**9  # bytes per file
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Tensor:
     file: Path
     code: str  # its dtype: "BF16"
     shape: tuple[int, ...]
-    begin: int  # its bytes in the file
+    begin: int  # its bytes [begin, end) in the file
     end: int
 
 
@@ -111,10 +111,10 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def open_folder(path: Path) -> Folder:
-    """A folder's tensors, from the headers of its files; every byte that they promise is there.
+    """Read a folder's tensors from the headers of its files, and check that every byte that they promise is there.
 
     Raises:
-        ValueError: naming the file, and the tensor where it is one.
+        ValueError: naming the file, and the tensor if one is at fault.
     """
     path = Path(path)
     where = _index(path)
@@ -123,12 +123,12 @@ def open_folder(path: Path) -> Folder:
         if name not in headers[file]:
             raise ValueError(f"'{path / file}' lacks tensor {name!r}, which {INDEX} says it holds; fetch it again")
     config = read_config(path) if (path / CONFIG).is_file() else {}
-    tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}  # named there or not
+    tensors = {name: tensor for header in headers.values() for name, tensor in header.items()}  # indexed or not
     return Folder(path, config, tensors | {name: headers[file][name] for name, file in where.items()})
 
 
 def check_folder(path: Path, model: ModelConfig) -> tuple[Folder, list[Placement]]:
-    """A folder, and where each parameter lies in it; one that does not hold exactly the tensors of `model` is refused.
+    """Open a folder and locate each parameter in it; refuse one that does not hold exactly the tensors of `model`.
 
     Raises:
         ValueError: naming file and tensor.
@@ -167,7 +167,7 @@ def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
 
 
 def _check_tied(folder: Folder, embedding: str) -> None:
-    """A head on disk that is said to be the embedding, and is not, would be lost."""
+    """Refuse a head on disk that differs from the embedding to which config.json ties it: it would be lost."""
     head, other = folder.tensors[HEAD], folder.tensors[embedding]
     if head.shape == other.shape:
         with ExitStack() as files:
@@ -189,7 +189,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file (8 bytes of length, a JSON header, the tensors' bytes without gaps).
 
     Raises:
-        ValueError: the file is missing, no safetensors, or cut short; or its header is malformed, and at which tensor.
+        ValueError: the file is missing, not safetensors, or cut short; or its header is malformed (naming the tensor).
     """
     try:
         with open(file, "rb") as stream:
@@ -241,7 +241,7 @@ def _are_sizes(values: object) -> bool:
 
 
 def _check_places(file: Path, tensors: Mapping[str, Tensor], begin: int, size: int) -> None:
-    """Tensors lie end to end, in any order, from `begin` to the file's end."""
+    """Check that tensors lie end to end, in any order, from `begin` to the end of the file."""
     for tensor in sorted(tensors.values(), key=lambda t: (t.begin, t.end)):
         if tensor.begin != begin:
             how = (
@@ -254,7 +254,7 @@ def _check_places(file: Path, tensors: Mapping[str, Tensor], begin: int, size: i
 
 
 def _check_opens(file: Path) -> None:
-    """safetensors, which reads the tensors later, takes the rest of the header too: its metadata, its encoding."""
+    """Check that safetensors, which reads the tensors later, accepts the rest of the header: metadata and encoding."""
     try:
         with safe_open(file, "np"):
             pass
@@ -298,7 +298,7 @@ def _index(path: Path) -> dict[str, str]:
 
 @torch.no_grad()
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Fill every parameter of a `Decoder` in place, in its own dtype. Of sharded ones a rank reads what it owns.
+    """Fill every parameter of a `Decoder` in place, in its own dtype. A rank reads only what it owns of sharded ones.
 
     Raises:
         ValueError: the folder does not hold the model.
@@ -320,7 +320,7 @@ def owned(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
 
 
 class Reader:
-    """Rows of a folder's tensors; a file is mapped into memory at its first use, until `files` closes."""
+    """Reads rows of a folder's tensors; a file is mapped into memory from its first use until `files` closes."""
 
     def __init__(self, folder: Folder, files: ExitStack):
         self.folder, self.files, self.open = folder, files, {}
@@ -341,18 +341,18 @@ class Reader:
                     row += len(values)
 
     def whole(self, placement: Placement, dtype: torch.dtype) -> torch.Tensor:
-        """The placement's parameter."""
+        """The whole of the placement's parameter."""
         out = torch.empty(placement.shape, dtype=dtype)
         self.fill(placement, out, (0,) * out.dim())
         return out
 
     def rows(self, tensor: Tensor, start: int, stop: int, width: int) -> Iterator[torch.Tensor]:
-        """Rows [start, stop) of a tensor taken as [-1, width], a block at a time."""
+        """Rows [start, stop) of a tensor viewed as [-1, width], a block at a time."""
         if tensor.file not in self.open:
             self.open[tensor.file] = self.files.enter_context(safe_open(tensor.file, "pt"))
         on_disk = self.open[tensor.file].get_slice(tensor.name)
         rows = math.prod(tensor.shape) // width
-        per_index = rows // tensor.shape[0]  # rows of one index of the first dimension, along which slices are read
+        per_index = rows // tensor.shape[0]  # rows per index of the first dimension, along which slices are read
         block = max(1, BLOCK // (per_index * width * 4)) * per_index
         for a in range(start, stop, block):
             b = min(a + block, stop)
@@ -363,7 +363,7 @@ class Reader:
 def row_runs(
     sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]
 ) -> Iterator[tuple[int, int, int]]:
-    """The rows of a box in an array [shape] of rows, both flattened: (j, a, b), box rows from j on are rows [a, b)."""
+    """Where a box lies in an array [shape] of rows, both flattened: (j, a, b), box rows from j on are rows [a, b)."""
     length, shifts = runs(tuple(sizes), tuple(shape), tuple(offsets))
     for i, shift in enumerate(shifts.astype("int64").tolist()):
         first = i * int(length)
@@ -374,7 +374,7 @@ def row_runs(
 
 
 def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
-    """The Hugging Face architecture that holds a model of ours, and whose folders can have this tokenizer.
+    """The first Hugging Face architecture that holds this model and whose folders can have this tokenizer.
 
     Raises:
         ValueError: none does.
@@ -404,15 +404,15 @@ def check_tokenizer(family: str, config: Mapping[str, Any], tokenizer: Files) ->
 
 @torch.no_grad()
 def gather(model: nn.Module) -> Callable[[str], torch.Tensor]:
-    """name -> the whole parameter, on every rank; every rank asks for the same names in the same order."""
-    # Not its parameters themselves, which after a forward may be whole and in the type of compute.
+    """A function name -> the whole parameter, on every rank; ranks must ask for the same names in the same order."""
+    # Not the model's own parameters, which after a forward may be whole and in the dtype of compute.
     parameters = named_parameters(model)
 
     def get(name: str) -> torch.Tensor:
         p = parameters[name]
         if not isinstance(p, DTensor):
             return p
-        for dim in reversed(range(p.device_mesh.ndim)):  # as it was cut, from the last cut to the first
+        for dim in reversed(range(p.device_mesh.ndim)):  # undo the cuts, from the last to the first
             p = p.redistribute(placements=[*p.placements[:dim], Replicate(), *p.placements[dim + 1 :]])
         return p.to_local()
 
@@ -431,22 +431,22 @@ def write_folder(
     extra: Mapping[str, object] | None = None,
     shard_bytes: int = SHARD,
 ) -> None:
-    """Write a folder that `transformers` opens. It has its name when everything in it is on disk.
+    """Write a folder that `transformers` opens. It gets its name once everything in it is on disk.
 
-    Every rank calls this and gets each parameter in turn, of which one is held at a time; rank 0 writes.
+    Every rank calls this and gets the parameters in turn, holding one at a time; rank 0 writes.
 
     Args:
-        family: the architecture (models/families/); where there is a `like`, its own.
+        family: the architecture (models/families/); with `like`, that of `like`.
         get: name -> the whole parameter; see `gather`.
-        dtype: of every tensor; None: of the tensor of that name in `like`.
-        like: a folder of the same model, whose names, config.json and tensors of no concern to us (vision, multi-token
-            prediction) are taken over; by default the names and the config.json are those that `transformers` writes.
+        dtype: of every tensor; None: each has the dtype of the tensor of its name in `like`.
+        like: a folder of the same model from which to take the names, config.json and the tensors of no concern to us
+            (vision, multi-token prediction); by default names and config.json are those that `transformers` writes.
         tokenizer: its files; by default those of `like`.
-        extra: keys of config.json beside the model's, also in the place of those of `like`.
+        extra: further keys of config.json, which also replace those of `like`.
 
     Raises:
         ValueError: `like` is of another model; the architecture cannot hold the model.
-        SaveFailed: on every rank, the folder could not be written, or another process is writing it.
+        SaveFailed: on every rank, if the folder could not be written or another process is writing it.
     """
     path, temporary = Path(path), _beside(path, "tmp")
     source, found = (None, placements(model, family)) if like is None else check_folder(like, model)
@@ -456,7 +456,7 @@ def write_folder(
     failure: OSError | RuntimeError | None = None
 
     def attempt(work: Callable[..., None], *arguments: object) -> None:
-        """On rank 0, while all goes well. After a failure gathering goes on: the other ranks wait in it."""
+        """Call `work` on rank 0 until a call fails. Gathering goes on after that: the other ranks wait in it."""
         nonlocal failure
         if failure is None and (not dist.is_initialized() or dist.get_rank() == 0):
             try:
@@ -476,7 +476,7 @@ def write_folder(
 
 
 def _raise_everywhere(path: Path, failure: OSError | RuntimeError | None) -> None:
-    """What rank 0 met, on every rank."""
+    """Raise rank 0's failure, if any, on every rank."""
     outcome = [None if failure is None else describe(failure)]
     if dist.is_initialized():
         dist.broadcast_object_list(outcome, 0)
@@ -485,14 +485,14 @@ def _raise_everywhere(path: Path, failure: OSError | RuntimeError | None) -> Non
 
 
 def _not_ours(source: Folder, family: str, model: ModelConfig) -> list[Tensor]:
-    """Tensors that are no part of the language model, to be copied; but not a copy of the embedding, now stale."""
+    """Tensors to copy: those that are no part of the language model, except a stale copy of the embedding."""
     return [source.tensors[name] for name in sorted(ignored(model, family, source.shapes) - {HEAD})]
 
 
 def _plan(
     found: list[Placement], dtype: torch.dtype | None, source: Folder | None, copied: list[Tensor]
 ) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """tensor -> (dtype, shape, bytes) of all that is to be written, in order."""
+    """tensor -> (dtype, shape, bytes) of everything to write, in order."""
     plan = {}
     for tensor in (s for placement in found for s in placement.sources):
         code = CODES[dtype] if dtype else source.tensors[tensor.name].code
@@ -515,7 +515,7 @@ def _tokenizer_files(folder: Path | None) -> dict[str, bytes]:
 
 
 def _code(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:
-    """The Python files that config.json's `auto_map` names: ours, or those of `like`, which are not read."""
+    """The Python files that config.json's `auto_map` needs: ours, or those of `like`, without looking into them."""
     named = {str(name).rpartition("--")[2].partition(".")[0] + ".py" for name in config.get("auto_map", {}).values()}
     if like is None or MODELING.name in named:
         return {MODELING.name: MODELING.read_bytes()} if MODELING.name in named else {}
@@ -523,7 +523,7 @@ def _code(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:
 
 
 class _Writer:
-    """The files of a folder. Their headers come first, so that every row has its place and is written as it comes."""
+    """Writes the files of a folder: headers first, so that every row has its place and can be written as it comes."""
 
     def __init__(self, path: Path, plan: Mapping[str, tuple[str, tuple[int, ...], int]], shard_bytes: int):
         groups, filled = [[]], 0
@@ -537,8 +537,8 @@ class _Writer:
         self.tensors: dict[str, Tensor] = {}
 
     def begin(self) -> None:
-        """Make the files in their full size, and the index."""
-        remove(self.path)  # of a killed one
+        """Create the files in their full size, and the index."""
+        remove(self.path)  # left by an export that was killed
         self.path.mkdir()
         for file, names in self.groups.items():
             _write_header(self.path / file, {name: self.plan[name] for name in names})
@@ -550,7 +550,7 @@ class _Writer:
             (self.path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
     def write(self, placement: Placement, parameter: torch.Tensor) -> None:
-        """The rows of one of our parameters, in the tensors that they belong to."""
+        """Write the rows of one of our parameters into the tensors that they belong to."""
         rows = parameter.detach().reshape(-1, placement.width).cpu()
         for source, start, stop, row in placement.pieces():
             tensor = self.tensors[source.name]
@@ -560,7 +560,7 @@ class _Writer:
                 file.write(values.view(torch.uint8).numpy())
 
     def finish(self, copied: list[Tensor], config: Mapping[str, Any], files: Files) -> None:
-        """All but the weights; then everything is brought to the disk."""
+        """Write everything but the weights, then sync all files to disk."""
         for tensor in copied:
             _copy_bytes(tensor, self.tensors[tensor.name])
         text = json.dumps(config, indent=2, ensure_ascii=False) + "\n"
@@ -572,7 +572,7 @@ class _Writer:
 
 
 def _write_header(file: Path, plan: Mapping[str, tuple[str, tuple[int, ...], int]]) -> None:
-    """A safetensors file of its full size whose tensors are still holes."""
+    """Create a safetensors file in its full size, whose tensors are still holes."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, (code, shape, size) in plan.items():
         header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [end, end + size]}
@@ -594,7 +594,7 @@ def _copy_bytes(source: Tensor, target: Tensor) -> None:
 
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
-    """Inside `with` no other process writes this folder. Of a failure nothing stays.
+    """Inside `with` no other process writes this folder. A failure leaves nothing behind.
 
     Raises:
         OSError: another process writes it.
@@ -606,14 +606,14 @@ def _alone(path: Path) -> Iterator[None]:
             raise OSError("another process is writing it")
         try:
             yield
-        finally:  # where other ranks wait for this one: no error may break out
+        finally:  # other ranks wait for this one: no error may escape
             shutil.rmtree(temporary, ignore_errors=True)
             with suppress(OSError):
                 lock_file.unlink()
 
 
 def _locks(file: IO[str]) -> bool:
-    """`lock`, where there are locks."""
+    """`lock`; True where the file system has no locks."""
     try:
         return lock(file)
     except OSError:
@@ -621,9 +621,9 @@ def _locks(file: IO[str]) -> bool:
 
 
 def _replace(temporary: Path, path: Path) -> None:
-    """Put the new folder in the place of an old one; killed at any moment, the old or the new one is there, whole.
+    """Put the new folder in the place of an old one. Killed at any moment, this leaves the old or the new one, whole.
 
-    Between two renames the old one has its name aside: the next export to `path` gives it back.
+    Between the two renames the old one has another name; the next export to `path` restores it.
     """
     aside = _beside(path, "replaced")
     if os.path.lexists(path):
@@ -639,7 +639,7 @@ def _replace(temporary: Path, path: Path) -> None:
 
 
 def _finish_replacing(path: Path) -> None:
-    """What an export that was killed in `_replace` has left to do."""
+    """Do what an export that was killed in `_replace` left undone."""
     aside = _beside(path, "replaced")
     if os.path.lexists(aside):
         if os.path.lexists(path):
@@ -649,5 +649,5 @@ def _finish_replacing(path: Path) -> None:
 
 
 def _beside(path: Path, what: str) -> Path:
-    """Where a folder is written ("tmp"), what locks it, and where one that it replaces is meanwhile ("replaced")."""
+    """Where a folder is written ("tmp"), its lock file ("lock"), and where the one that it replaces is ("replaced")."""
     return Path(path).with_name(f".{Path(path).name}.{what}")

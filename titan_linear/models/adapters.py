@@ -1,9 +1,9 @@
-"""Between our parameters and the tensors of Hugging Face folders. An adapter is data: a table of names and layouts.
+"""Adapters between our parameters and the tensors of Hugging Face folders. An adapter is data: names and layouts.
 
 Every tensor is read as a matrix of rows along its last dimension (a vector's elements are rows of one element), which
 leaves its bytes in place. A `Layout` says that some of our parameters, interleaved group by group, are some tensors on
-disk one after the other; from it come `Placement`s: which row of which tensor is which row of ours. So a rank can read
-just the rows that it owns, importing and exporting use the same table, and the table can be proved a bijection.
+disk, concatenated; `Placement`s follow from it: which row of which tensor is which row of ours. So a rank can read just
+the rows that it owns, import and export use the same table, and the table can be proved to be a bijection.
 
     [q | k | v·r | z·r] per key head (Qwen3-Next)      Layout((q, k, v, g), ("in_proj_qkvz",), groups="heads")
     one tensor per expert and projection               Layout(("gate_up_proj",), ("{e}.gate_proj", "{e}.up_proj"))
@@ -25,7 +25,7 @@ from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.layout import Family, Layout, check_values
 
 Shapes = Mapping[str, tuple[int, ...]]
-MOST_LAYERS = 10_000  # families list them one by one
+MOST_LAYERS = 10_000  # that we read: families list layers one by one
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Placement:
-    """One of our parameters: its rows are runs of the rows of `sources`, concatenated."""
+    """One of our parameters: its rows are runs of rows of the concatenated `sources`."""
 
     name: str
     shape: tuple[int, ...]
@@ -47,7 +47,7 @@ class Placement:
 
     @property
     def width(self) -> int:
-        """Elements of a row, in ours and in every source."""
+        """Number of elements per row, in our parameter and in every source."""
         return _width(self.shape)
 
     @property
@@ -55,7 +55,7 @@ class Placement:
         return math.prod(self.shape) // self.width
 
     def pieces(self, first: int = 0, last: int | None = None) -> Iterator[tuple[Source, int, int, int]]:
-        """What fills our rows [first, last): (source, its rows from, to, our row where they go), in our order.
+        """What fills our rows [first, last), in our order: (source, rows [from, to) of it, our row where they go).
 
         A slice [a, b) of our first dimension is rows [a·n, b·n) with n = num_rows / shape[0].
         """
@@ -73,15 +73,15 @@ class Placement:
 
 
 def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) -> list[Placement]:
-    """Every parameter of the model, in the order of its names.
+    """The placement of every parameter of the model, in the order of `named_parameters`.
 
     Args:
         family: a key of FAMILIES, the name of the Hugging Face class.
-        on_disk: names and shapes of a folder's tensors, to read them in the spelling that they have; by default the
-            spelling in which `transformers` writes them, for writing.
+        on_disk: names and shapes of a folder's tensors, for reading: placements then use the spelling that is there. By
+            default, for writing, they use the spelling that `transformers` writes.
 
     Raises:
-        ValueError: parameters of ours that no tensor gives, tensors of another shape, tensors that nothing uses; the
+        ValueError: parameters of ours without a tensor, tensors of another shape, tensors that nothing uses; the
             message lists them all.
     """
     with torch.device("meta"):
@@ -103,8 +103,8 @@ def placements(config: ModelConfig, family: str, on_disk: Shapes | None = None) 
 
 
 def ignored(config: ModelConfig, family: str, on_disk: Shapes) -> set[str]:
-    """Tensors of a folder that are not part of the language model: vision, multi-token prediction, a tied head; and
-    those that change nothing: without elements, or the gate of a shared expert that there is not."""
+    """Tensors of a folder that are not part of the language model (vision, multi-token prediction, a tied head) or that
+    change nothing (without elements, or the gate of a shared expert that does not exist)."""
     patterns = [*FAMILIES[family].ignored, *([r"lm_head\.weight"] if config.tie_embeddings else [])]
     if config.moe is not None and config.moe.shared_hidden_dim == 0:
         patterns.append(r".*\.shared_expert_gate\.weight")
@@ -122,13 +122,13 @@ def config_from_hf(config: Mapping[str, object]) -> tuple[str, ModelConfig]:
 
 
 def _text(config: Mapping[str, object]) -> dict[str, object]:
-    """The keys of the language model, alone or beside others; transformers looks for a tied head outside of them."""
+    """The language model's keys, which may be in text_config; transformers reads tie_word_embeddings outside of it."""
     outside = {key: config[key] for key in ("tie_word_embeddings",) if key in config}
     return {**config, **(config.get("text_config") or {}), **outside}
 
 
 def _read(family: Family, config: Mapping[str, object]) -> ModelConfig:
-    """ValueError: a value of another kind than its key's, or one that no model can have."""
+    """ValueError: a value of the wrong type for its key, or one that no model can have."""
     try:
         text = _text(config)
         if type(n := text.get("num_hidden_layers")) is int and n > MOST_LAYERS:
@@ -141,8 +141,8 @@ def _read(family: Family, config: Mapping[str, object]) -> ModelConfig:
 
 
 def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str, object]:
-    """The dict of a config.json. `extra` are keys that a model has no use for: dtype, eos_token_id (no tokens are
-    special by default), max_position_embeddings, ... ValueError for a model that is not of this family."""
+    """The dict of a config.json. `extra` are keys that a `ModelConfig` does not determine: dtype, eos_token_id (by
+    default no tokens are special), max_position_embeddings, ... ValueError for a model that is not of this family."""
     if family not in FAMILIES:
         raise ValueError(f"family = {family!r} is unknown; use one of {', '.join(FAMILIES)}")
     if unknown := {mixer.name for mixer in config.pattern if type(mixer) not in FAMILIES[family].layers}:
@@ -160,7 +160,7 @@ def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str,
 
 @dataclass(frozen=True)
 class _Resolved:
-    """A layout of one layer: our names, and the sources with their shapes."""
+    """A layout applied to one layer: our names, and the sources with their shapes."""
 
     ours: tuple[str, ...]
     sources: tuple[Source, ...]
@@ -168,7 +168,7 @@ class _Resolved:
 
 
 def _layouts(config: ModelConfig, family: str, ours: Shapes, on_disk: Shapes | None) -> Iterator[list[_Resolved]]:
-    """For every part of the model the spellings that it may have."""
+    """For every part of the model, the spellings that it may have."""
     has = FAMILIES[family]
     prefix = next((p for p in has.prefixes if on_disk and f"{p}embed_tokens.weight" in on_disk), has.prefixes[0])
     num_experts = config.moe.num_experts if config.moe else 0
@@ -202,7 +202,7 @@ def _resolve(
 
 
 def _spelling(spellings: list[_Resolved], on_disk: Shapes | None) -> _Resolved:
-    """The first of which everything is on disk, or else the one of which most is."""
+    """The first spelling that is on disk as a whole, or else the one of which the largest share is."""
     if on_disk is None:
         return spellings[0]
     return min(spellings, key=lambda s: len(_wrong(s, on_disk)) / len(s.sources))

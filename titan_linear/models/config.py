@@ -18,28 +18,28 @@ class MoEConfig:
     """A mixture of experts in place of the SwiGLU (see `models/moe.py`)."""
 
     num_experts: int
-    top_k: int  # experts of a token
+    top_k: int  # experts per token
     hidden_dim: int  # of each expert's SwiGLU
     shared_hidden_dim: int = 0  # of the SwiGLU that every token goes through; 0: none
-    shared_gate: bool = False  # the shared expert's output is × sigmoid(a linear of x)
+    shared_gate: bool = False  # multiply the shared expert's output by sigmoid(a linear of x)
     score: str = "softmax"  # or "sigmoid": how router logits become scores
-    normalise: bool = True  # a token's weights are divided by their sum
-    scale: float = 1.0  # on the weights
+    normalise: bool = True  # divide a token's weights by their sum
+    scale: float = 1.0  # factor on the weights
     selection_bias: bool = False  # added to scores to choose experts, not to weigh them (DeepSeek-V3, section 2.1.2)
-    groups: int = 1  # experts are chosen from the best `top_groups` of that many groups
+    groups: int = 1  # number of groups; experts are chosen from the best `top_groups` of them
     top_groups: int = 1
     balance_coefficient: float = 0.0  # of the load-balance loss
-    bias_update_rate: float = 0.0  # per step, towards equal loads; 0: the bias stays as it is
+    bias_update_rate: float = 0.0  # change of that bias per step, towards equal loads; 0: it stays as it is
 
     @property
     def contradiction(self) -> str | None:
-        """Which of its numbers do not go together, as a message says it; None: all do."""
+        """The numbers that contradict each other, worded for a message; None if none do."""
         if self.top_k > self.num_experts:
             return f"a token top_k = {self.top_k} of num_experts = {self.num_experts}"
         if self.groups == 1:
             return None
         size, rest = divmod(self.num_experts, self.groups)
-        if rest or size < 2:  # a group's two best experts speak for it
+        if rest or size < 2:  # groups are ranked by their two best experts
             return f"num_experts = {self.num_experts} in groups = {self.groups}, which must be of one size, two or more"
         if self.top_groups > self.groups:
             return f"a token top_groups = {self.top_groups} of groups = {self.groups}"
@@ -49,25 +49,29 @@ class MoEConfig:
 
 
 class MixerOptions(ABC):
-    """What a mixer of one kind is built from: a frozen dataclass, in the mixer's room (models/mixers/)."""
+    """The options from which a mixer of one kind is built: a frozen dataclass in the mixer's file (models/mixers/)."""
 
-    name: ClassVar[str]  # in models/mixers/__init__.py
-    linear: ClassVar[bool] = False  # a recurrence over the tokens; else softmax over them
-    growing: ClassVar[tuple[str, ...]] = ()  # entries of its cache that are [B, tokens, ...]; others have one size
+    name: ClassVar[str]  # its key in MIXERS (models/mixers/__init__.py)
+    linear: ClassVar[bool] = False  # whether it is a recurrence over the tokens; else softmax over them
+    growing: ClassVar[tuple[str, ...]] = ()  # tensors of its cache that are [B, tokens, ...]; others have a fixed size
 
     @abstractmethod
     def build(self, config: ModelConfig) -> nn.Module:
-        """forward(x [B, T, dim], plan, cache) -> [B, T, dim]. The module may name in `initial` how parameters are
-        drawn that are not normal, in `kept_whole` those that FSDP neither shards nor casts, and in `split` those of
-        which each rank of tensor parallelism has an equal part, by the dimension that is split: it then computes its
-        heads, and its part of the output's sum. What telemetry shows of it (telemetry.py) the module gives as
+        """Build the module: forward(x [B, T, dim], plan, cache) -> [B, T, dim]. It may have the attributes
+
+        initial: parameter -> its Draw, where it is not normal
+        kept_whole: parameters that FSDP neither shards nor casts
+        split: parameter -> the dimension along which each rank of tensor parallelism has an equal part; a rank then
+            computes its heads, and its part of the sum that is the output
+
+        What telemetry shows of it (telemetry.py) comes from
 
         watch(x [1, W, dim], window) -> name -> (numerator [heads], denominator [heads]) of a mean by head."""
 
     @property
     @abstractmethod
     def ops(self) -> dict[str, dict[str, int]]:
-        """The ops of titan_linear.ops that it calls, with the sizes on which their implementations depend."""
+        """The ops of titan_linear.ops that the mixer calls, with the sizes on which their implementations depend."""
 
     @property
     def rotary(self) -> tuple[float, int] | None:
@@ -76,20 +80,20 @@ class MixerOptions(ABC):
 
     @property
     def contradiction(self) -> str | None:
-        """Which of its numbers do not go together, or with its op, as a message says it; None: all do."""
+        """The numbers that contradict each other or the op, worded for a message; None if none do."""
         return None
 
     @abstractmethod
     def flops(self, dim: int, documents: Documents) -> int:
-        """Of the products in forward, in a model of width `dim` (see titan_linear/flops.py)."""
+        """FLOPs of the products in forward, in a model of width `dim` (see titan_linear/flops.py)."""
 
     @property
     @abstractmethod
     def head_counts(self) -> dict[str, int]:
-        """What `split` splits, as a message names it: the ranks of tensor parallelism divide each of these numbers."""
+        """What `split` splits, by its name in messages: each count must be a multiple of the tensor-parallel degree."""
 
     def indivisible_heads(self, ranks: int) -> str | None:
-        """The heads that an all-to-all cannot split among so many ranks, as a message names them; None: it can."""
+        """The heads that an all-to-all cannot split among `ranks` ranks, worded for a message; None if it can."""
         return next((f"{count} {what}" for what, count in self.head_counts.items() if count % ranks), None)
 
 
@@ -97,13 +101,13 @@ class MixerOptions(ABC):
 class ModelConfig:
     vocab_size: int
     dim: int
-    pattern: tuple[MixerOptions, ...]  # mixers of the first layers, repeated
+    pattern: tuple[MixerOptions, ...]  # mixers of the first layers; further layers repeat it
     num_layers: int
     hidden_dim: int  # of SwiGLU
     moe: MoEConfig | None = None
-    dense_layers: tuple[int, ...] = ()  # layers with a SwiGLU all the same
-    zero_centred_norm: bool = False  # norms × (1 + weight), but for linear layers' output norm
-    post_norm: tuple[str, ...] = ()  # mixers whose blocks norm what mixer and MLP give, not what they take
+    dense_layers: tuple[int, ...] = ()  # layers that have a SwiGLU despite `moe`
+    zero_centred_norm: bool = False  # norms multiply by (1 + weight), except linear layers' output norm
+    post_norm: tuple[str, ...] = ()  # mixers whose blocks norm the outputs of mixer and MLP, not their inputs
     tie_embeddings: bool = False
     norm_eps: float = 1e-5
     init_std: float = 0.02
@@ -120,17 +124,17 @@ class ModelConfig:
         if not all(experts) or self.moe.shared_hidden_dim:
             ops["swiglu"] = {}
         if any(experts):
-            ops["grouped_linear"] = {"I": self.moe.hidden_dim // tp, "O": self.dim}  # gate and up: dim to twice I
+            ops["grouped_linear"] = {"I": self.moe.hidden_dim // tp, "O": self.dim}  # gate and up: from dim to 2 I
         return {**ops, "cross_entropy": {}}
 
     def first_layers(self, n: int | None) -> ModelConfig:
-        """The same model without those after the first n; None: with all."""
+        """The same model with its first n layers only; None: with all of them."""
         n = self.num_layers if n is None else min(n, self.num_layers)
         return replace(self, num_layers=n, pattern=self.layers[:n])
 
     @property
     def split_counts(self) -> list[tuple[str, int]]:
-        """All that tensor parallelism splits, as a message names it, and how many there are."""
+        """Everything that tensor parallelism splits: (its name in messages, its number)."""
         mixers = dict.fromkeys(self.layers)
         counts = [(f"{what} of {m.name}", count) for m in mixers for what, count in m.head_counts.items()]
         if not all(map(self.has_experts, range(self.num_layers))):
@@ -146,7 +150,7 @@ class ModelConfig:
 
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[object, object]]:
-    """Where two models are not the same function: option -> (ours, theirs). How they are trained does not count."""
+    """Where two models differ as functions: option -> (ours, theirs). Options of training do not count."""
     kinds = [tuple(mixer.name for mixer in model.layers) for model in (ours, theirs)]
     pairs = [("", *({**_without_mixers(model), "layers": kind} for model, kind in zip((ours, theirs), kinds)))]
     if kinds[0] == kinds[1]:
@@ -160,8 +164,8 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[objec
 
 
 def fingerprint(model: ModelConfig) -> str:
-    """Of what the model computes: two models with the same have no `differences`. Options that later versions add, with
-    a default that changes nothing, leave it as it is."""
+    """A hash of what the model computes: two models with the same hash have no `differences`. An option that a later
+    version adds, with a default that changes nothing, leaves the hash as it is."""
     mixers = [(mixer.name, _chosen(mixer, vars(mixer))) for mixer in model.layers]
     moe = model.moe and _chosen(model.moe, vars(_without_mixers(model)["moe"]))
     rest = {name: value for name, value in _chosen(model, _without_mixers(model)).items() if name != "moe"}
@@ -169,7 +173,7 @@ def fingerprint(model: ModelConfig) -> str:
 
 
 def _chosen(options: object, values: Mapping[str, object]) -> dict[str, object]:
-    """Those that are not defaults; numbers as JSON may have them, 1 for 1.0, are alike."""
+    """The values that are not defaults, numbers as floats: JSON may have 1 for 1.0."""
     defaults = {field.name: field.default for field in fields(options)}
     numbers = {name: float(x) if type(x) in (int, float) else x for name, x in values.items() if x != defaults[name]}
     return dict(sorted(numbers.items()))

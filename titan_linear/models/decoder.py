@@ -16,7 +16,7 @@ from titan_linear.models.plan import BatchPlan
 
 
 class LayerCache(UserDict[str, torch.Tensor]):
-    """What a mixer keeps of earlier tokens. Not a dict: FSDP copies those (and their subclasses) among arguments."""
+    """What a mixer keeps of earlier tokens. Not a dict: FSDP copies dicts (and subclasses) among arguments."""
 
 
 class Block(nn.Module):
@@ -49,13 +49,13 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """Final norm and vocabulary. With labels it gives the summed loss, by chunks of tokens, and never all logits."""
+    """Final norm and logits; with labels the summed loss, by chunks of tokens, without ever holding all logits."""
 
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
-        self.token_losses: torch.Tensor | None = None  # [B·T] into which the loss's terms are written, where wanted
+        self.token_losses: torch.Tensor | None = None  # [B·T] into which the loss's terms are written, if set
 
     def forward(
         self, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048, impl: str = "auto"
@@ -94,9 +94,9 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """tokens [B, T] int64 -> logits [B, T, vocab], or with labels [B, T] (−100: none) the summed loss.
 
-        With caches, the tokens continue those; logits_to_keep: logits of the last tokens alone.
+        With caches, the tokens continue the cached ones; logits_to_keep: only the logits of that many last tokens.
         The load-balance loss, times balance_weight, is in the loss's gradient, not in its value, which stays the sum of
-        cross-entropies. It is a sum over all tokens, with a label or without.
+        cross-entropies. It is a sum over all tokens, with or without a label.
         """
         x, balances = self.embedding(tokens), []
         for i, layer in enumerate(self.layers):

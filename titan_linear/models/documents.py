@@ -1,4 +1,4 @@
-"""What the work on packed documents depends on. The FLOPs of every layer are a function of it."""
+"""The sums over packed documents on which work depends: the FLOPs of every layer are a function of them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from titan_linear.ops.boundaries import CHUNK
 
 
 class Documents(NamedTuple):
-    """Sums over documents, so that those of several batches add up. They count whole documents: how a stream is cut
-    among ranks does not change them."""
+    """Sums over documents, so that the values of several batches add up. They count whole documents: how a stream is
+    cut among ranks does not change them."""
 
     tokens: int
-    pairs: int  # of a query and a key that the causal mask leaves: n(n + 1)/2 for a document of n tokens
-    chunk_pairs: int  # of tokens of one chunk of the delta rule: n² for a chunk of n <= 64 tokens
+    pairs: int  # (query, key) pairs that the causal mask leaves: n(n + 1)/2 for a document of n tokens
+    chunk_pairs: int  # pairs of tokens in one chunk of the delta rule: n² for a chunk of n <= 64 tokens
 
     @classmethod
     def of(cls, cu_seqlens: np.ndarray) -> Documents:

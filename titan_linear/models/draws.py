@@ -2,8 +2,8 @@
 
 So any part of a parameter can be drawn by itself, in any order, on any rank. The generator is SplitMix64 (Steele, Lea
 and Flood, "Fast splittable pseudorandom number generators", 2014): number i is a hash of start + i · step, modulo 2^64,
-where (seed, name) gives the start and the odd step. Its bits are the same everywhere; what is computed from them in
-float64 differs in the last place between mathematical libraries, and seldom survives the rounding to float32.
+where (seed, name) gives the start and the odd step. Its bits are the same everywhere. Values computed from them in
+float64 differ in the last place between mathematical libraries, which seldom survives the rounding to float32.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 
 def generator(seed: int, *name: object) -> torch.Generator:
-    """A CPU generator of a sequence of draws, which depends on (seed, name) alone."""
+    """A CPU generator whose draws depend on (seed, name) alone."""
     return torch.Generator().manual_seed(int.from_bytes(_digest(seed, *name)[:8], "little") >> 1)
 
 
@@ -40,7 +40,7 @@ class Elements:
     """Some elements of one parameter."""
 
     stream: tuple[np.uint64, np.uint64]
-    index: np.ndarray  # [n] uint64, their places in the whole parameter, flattened
+    index: np.ndarray  # [n] uint64, their indices in the whole parameter, flattened
 
     def bits(self) -> np.ndarray:
         """[n] uint64."""
@@ -58,7 +58,7 @@ class Elements:
         return _floats(self.bits() >> np.uint64(12)).add_(0.5).mul_(2.0**-52)
 
     def normal(self) -> torch.Tensor:
-        """[n] float64, by Box and Muller from the halves of each number; at most 6.7 in magnitude."""
+        """[n] float64, by Box and Muller from the two halves of each number; at most 6.7 in magnitude."""
         bits = self.bits()
         radius = _floats(bits >> np.uint64(32)).add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
         angle = _floats(bits & np.uint64(0xFFFFFFFF)).mul_(2 * math.pi * 2.0**-32)
@@ -66,7 +66,7 @@ class Elements:
 
 
 def _floats(numbers: np.ndarray) -> torch.Tensor:
-    """uint64 below 2^63 in float64; from int64, which processors convert several at a time."""
+    """uint64 numbers below 2^63 as float64, via int64, which processors convert several at a time."""
     return torch.from_numpy(numbers.view(np.int64).astype(np.float64))
 
 
@@ -88,11 +88,11 @@ def normal(std: float) -> Draw:
 
 
 def log_uniform_decay(low: float) -> Draw:
-    """A_log, for which exp(A_log) is uniform on (low, 16)."""
+    """Draw A_log such that exp(A_log) is uniform on (low, 16)."""
     return lambda elements: torch.log(16 - (16 - low) * elements.uniform())
 
 
 def time_step_bias(elements: Elements) -> torch.Tensor:
-    """dt_bias, for which softplus(dt_bias) is log-uniform on (1e-3, 0.1)."""
+    """Draw dt_bias such that softplus(dt_bias) is log-uniform on (1e-3, 0.1)."""
     dt = torch.exp(elements.uniform() * math.log(100) + math.log(1e-3))
     return dt + torch.log(-torch.expm1(-dt))

@@ -1,8 +1,8 @@
 """Initial weights: element i of each parameter is a function of (seed, its name, i), and a rank draws what it owns.
 
-So they depend on nothing else: not on how parameters are sharded, nor on the order in which they are drawn. A module
-says in `initial` how its parameters are drawn; others are normal, and the bias of a linear layer zeros, as
-flash-linear-attention's layers and models have them.
+They depend on nothing else: neither on how parameters are sharded nor on the order in which they are drawn. A module
+says in `initial` how its parameters are drawn; others are normal, and biases of linear layers are zero, as in
+flash-linear-attention's layers and models.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import Draw, Elements, normal, stream, zeros
 
-BLOCK = 1 << 18  # elements drawn at once: so many that cores seldom wait for each other to pass on Python's lock
-BUFFER = 1 << 25  # elements drawn before they are copied to their parameter, with work for many cores
+BLOCK = 1 << 18  # elements drawn at once: enough that threads seldom wait for each other to pass on Python's lock
+BUFFER = 1 << 25  # elements drawn before they are copied to their parameter: work for many cores
 
 
 @torch.no_grad()
 def initialise(model: Decoder, seed: int, parameters: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Fill every parameter in place. Of a DTensor each rank draws its own part.
+    """Fill every parameter in place; of a DTensor each rank draws what it owns.
 
-    parameters: by name, where the model's own do not say of what they are a part (`named_parameters` in checkpoint.py).
+    parameters: by name; give them where the model's own do not say of which whole they are a part (`named_parameters`
+        in checkpoint.py).
     """
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, parameter in (parameters or dict(model.named_parameters())).items():
@@ -42,7 +43,7 @@ def initialise(model: Decoder, seed: int, parameters: Mapping[str, torch.Tensor]
 
 
 def draw_of(module: nn.Module, leaf: str, std: float) -> Draw:
-    """How a module's own parameter is drawn."""
+    """How the parameter `leaf` of a module is drawn."""
     if isinstance(module, nn.Linear) and leaf == "bias":
         return zeros
     return getattr(module, "initial", {}).get(leaf, normal(std))
@@ -56,7 +57,7 @@ def fill(
     stream: tuple[np.uint64, np.uint64],
     pool: Executor,
 ) -> None:
-    """Fill `local`, the part of a parameter of this shape that begins at `offsets`; draws are rounded to float32."""
+    """Fill `local`, the part of a parameter [shape] that begins at `offsets`; draws are rounded to float32."""
     flat, (length, shift) = local.view(-1), runs(tuple(local.shape), shape, offsets)
     for begin in range(0, len(flat), BUFFER):
         drawn = torch.empty(min(BUFFER, len(flat) - begin))
@@ -72,8 +73,8 @@ def fill(
 
 
 def runs(sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...]) -> tuple[np.uint64, np.ndarray]:
-    """Elements of a box [sizes] at `offsets` in a tensor [shape], both flattened, run by run: (length, shift [runs]),
-    for which element j of the box is element j + shift[j // length] of the tensor, modulo 2^64."""
+    """Where a box [sizes] at `offsets` lies in a tensor [shape], both flattened, as runs of equal length:
+    (length, shift [runs]). Element j of the box is element j + shift[j // length] of the tensor, modulo 2^64."""
     strides = [math.prod(shape[d + 1 :]) for d in range(len(shape))]
     cut = max((d for d in range(len(shape)) if sizes[d] != shape[d]), default=0)  # later dimensions are whole
     starts = np.zeros(1, np.int64)
@@ -85,6 +86,6 @@ def runs(sizes: tuple[int, ...], shape: tuple[int, ...], offsets: tuple[int, ...
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """How many parameters training can change; nothing is allocated."""
+    """Number of parameters that training can change; nothing is allocated."""
     with torch.device("meta"):
         return sum(p.numel() for p in Decoder(config).parameters() if p.requires_grad)

@@ -1,4 +1,4 @@
-"""Layers that every mixer and block is made of. Reductions run in float32 or wider."""
+"""Layers from which mixers and blocks are built. Reductions run in float32 or wider."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 from titan_linear.models.draws import ones, zeros
 from titan_linear.ops.swiglu import swiglu
 
-QUERIES = 32  # that telemetry looks at
+QUERIES = 32  # number of queries whose attention telemetry samples
 
 
 def widened(dtype: torch.dtype) -> torch.dtype:
-    """float32, or float64 if it is that already."""
+    """float32, or float64 if `dtype` is float64 already."""
     return torch.promote_types(dtype, torch.float32)
 
 
@@ -39,7 +39,7 @@ class RMSNorm(nn.Module):
 
 
 class GatedRMSNorm(RMSNorm):
-    """RMSNorm(x) · act(z), act sigmoid or silu."""
+    """RMSNorm(x) · act(z), where act is sigmoid or silu."""
 
     def __init__(self, dim: int, eps: float, activation: str):
         super().__init__(dim, eps)
@@ -51,15 +51,16 @@ class GatedRMSNorm(RMSNorm):
 
 
 def project(x: torch.Tensor, *projections: nn.Linear) -> torch.Tensor:
-    """x [.., dim] through several projections without biases, as one product: their outputs side by side."""
+    """Apply several projections without biases to x [.., dim] as one product; their outputs are concatenated."""
     weights = [projection.weight for projection in projections]
-    if not torch.is_grad_enabled():  # compiled code takes as many arguments as `forward` has for a call without ctx
+    # Without gradients, compiled code takes a call with as many arguments as `forward` has for one without ctx.
+    if not torch.is_grad_enabled():
         return F.linear(x, torch.cat(weights))
     return _Project.apply(x, *weights)
 
 
 class _Project(torch.autograd.Function):
-    """Backward puts the weights side by side again: kept, they would be a copy that FSDP cannot free."""
+    """Backward concatenates the weights again: if saved, the result would be a copy that FSDP cannot free."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -69,19 +70,19 @@ class _Project(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, ...]:
         x, *weights = ctx.saved_tensors
-        dy = dy.to(x.dtype)  # of autocast's, if only forward was in it
+        dy = dy.to(x.dtype)  # dy has autocast's dtype if only forward ran under it
         dweight = dy.reshape(-1, dy.shape[-1]).T @ x.reshape(-1, x.shape[-1])
         return dy @ torch.cat(weights), *dweight.split([len(weight) for weight in weights])
 
 
 def cut(x: torch.Tensor, *widths: int) -> tuple[torch.Tensor, ...]:
-    """x [.., Σ widths] → its parts [.., width], side by side, as views."""
+    """x [.., Σ widths] → adjacent slices [.., width] of it, as views."""
     return _Cut.apply(x, widths)
 
 
 class _Cut(torch.autograd.Function):
-    """Slices, for a compiler keeps for backward what torch.split gives; and one concatenation in backward, where slices
-    alone would each be padded to the whole and added."""
+    """Forward slices, because a compiler saves the results of torch.split for backward. Backward concatenates once;
+    the gradients of plain slices would each be padded to the full width and added."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, widths: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
@@ -93,15 +94,15 @@ class _Cut(torch.autograd.Function):
 
 
 def attention_entropy(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How evenly QUERIES queries attend: the entropy of the weights over its greatest, ln of the number of keys.
+    """How evenly QUERIES queries attend: entropy of the attention weights over its maximum, ln(number of keys).
 
-    q [1, T, H, D], k [1, T, Hkv, D], causal, packed documents of cu_seqlens [N+1] -> its sum over the queries [H], and
-    how many they were [H]: those that see one key alone are left out.
+    q [1, T, H, D], k [1, T, Hkv, D], causal, packed documents of cu_seqlens [N+1] -> the sum over the queries [H] and
+    the number of queries [H]; those that see only one key are left out.
     """
     T, H = q.shape[1:3]
     rows = (torch.arange(1, QUERIES + 1, device=q.device) * T // QUERIES - 1).clamp(min=0)
     keys = torch.arange(T, device=q.device)
-    first = cu_seqlens[torch.searchsorted(cu_seqlens, rows, right=True) - 1]  # [queries], of each its document's
+    first = cu_seqlens[torch.searchsorted(cu_seqlens, rows, right=True) - 1]  # [queries], starts of their documents
     seen = (keys >= first[:, None]) & (keys <= rows[:, None])  # [queries, T]
     k = widen(k[0]).repeat_interleave(H // k.shape[2], dim=1)
     scores = torch.einsum("qhd,khd->hqk", widen(q[0, rows]), k) * q.shape[-1] ** -0.5
@@ -138,7 +139,7 @@ class ConvWeight(nn.Module):
 def angles(position_ids: torch.Tensor, theta: float, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """cos and sin [.., T, dim / 2] in `dtype` of the rotary embedding of `dim` channels at position_ids [.., T] int64.
 
-    Angles are taken in float64: in float32 a position of a million is off by 0.03 rad.
+    Angles are computed in float64: in float32 the angle at position one million is off by 0.03 rad.
     """
     half = dim // 2
     inverse = theta ** -(torch.arange(half, device=position_ids.device, dtype=torch.float64) / half)
@@ -149,7 +150,7 @@ def angles(position_ids: torch.Tensor, theta: float, dim: int, dtype: torch.dtyp
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """Rotary embedding of x [B, T, H, D], halves rotated against each other (RoFormer; the layout of Llama).
 
-    With cos and sin [T, half] or [B, T, half] the first 2·half channels of each head are rotated, the others stay.
+    With cos and sin [T, half] or [B, T, half] the first 2·half channels of each head are rotated; the others stay.
     """
     half = cos.shape[-1]
     cos, sin = cos.unsqueeze(-2), sin.unsqueeze(-2)  # [.., T, 1, half]

@@ -1,8 +1,8 @@
-"""A mixture of experts: a router sends each token to `top_k` of many SwiGLUs, and one shared expert takes them all.
+"""A mixture of experts: a router sends each token to `top_k` of many SwiGLUs, and one shared expert takes every token.
 
-Two ways to balance the experts' loads. The load-balance loss (Switch Transformers, section 2.2) is taken per stream,
-so that it does not depend on how streams are split among ranks and micro-steps. The selection bias (DeepSeek-V3,
-section 2.1.2) moves after each step: see `move_selection_biases` in distributed/experts.py.
+There are two ways to balance the experts' loads. The load-balance loss (Switch Transformers, section 2.2) is computed
+per stream, so that it does not depend on how streams are split among ranks and micro-steps. The selection bias
+(DeepSeek-V3, section 2.1.2) moves after each step: see `move_selection_biases` in distributed/experts.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from titan_linear.ops.experts import grouped_linear, stream_means
 class Router(nn.Module):
     """The experts of each token and their weights. Scores are in float32 or wider."""
 
-    kept_whole: ClassVar[tuple[str, ...]] = ("selection_bias",)  # bfloat16 would swallow its small steps
+    kept_whole: ClassVar[tuple[str, ...]] = ("selection_bias",)  # bfloat16 would lose its small updates
 
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
@@ -47,7 +47,7 @@ class Router(nn.Module):
         return experts, weights * c.scale, scores
 
     def _choose(self, scores: torch.Tensor) -> torch.Tensor:
-        """The k experts of the best scores, bias included; with groups, of those whose two best experts are best."""
+        """The k experts with the best scores, bias included; with groups, from those whose best two are best."""
         c = self.config
         if self.selection_bias is not None:
             scores = scores + self.selection_bias
@@ -70,24 +70,24 @@ class Experts(nn.Module):
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, dim, config.hidden_dim))
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """x [M, dim], rows in the order of their experts; counts [E] int64, the rows of each -> [M, dim]."""
+        """x [M, dim], rows sorted by expert; counts [E] int64, the number of rows of each -> [M, dim]."""
         gate, up = grouped_linear(x, self.gate_up_proj.flatten(1, 2), counts).chunk(2, -1)
         return grouped_linear(F.silu(gate) * up, self.down_proj, counts)
 
 
 class AtHome:
-    """Rows for experts that are all here: what `MoE` asks of its `dispatch`."""
+    """The `dispatch` of a rank that has all experts, and the interface that `MoE` expects of any other."""
 
     def __init__(self, rows: torch.Tensor, counts: torch.Tensor):
-        """rows [M, dim] in the order of their experts, of which each has counts [E] int64."""
+        """rows [M, dim], sorted by expert; counts [E] int64, the number of rows of each."""
         self.counts, self._rows = counts, rows
 
     def rows(self) -> torch.Tensor:
-        """The rows of the experts that are here, in their order, `counts` of each."""
+        """The rows for this rank's experts, sorted by expert, `counts` of each."""
         return self._rows
 
     def back(self, y: torch.Tensor) -> torch.Tensor:
-        """Outputs of `rows()` -> outputs of the rows that were given."""
+        """The experts' outputs for `rows()` -> the outputs for the rows given to `__init__`."""
         return y
 
 
@@ -101,7 +101,7 @@ class MoE(nn.Module):
         self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
         self.dispatch: Callable[[torch.Tensor, torch.Tensor], AtHome] = AtHome
         self.loads: torch.Tensor | None = None  # [E] tokens sent to each expert since the bias was last moved
-        self.watched = False  # count them though they move no bias
+        self.watched = False  # count loads even if they move no bias
 
     def forward(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [B, T, dim] -> [B, T, dim], and this rank's part of the load-balance loss (None: not wanted)."""
@@ -118,10 +118,10 @@ class MoE(nn.Module):
         return y.view_as(x), self._balance_loss(experts, scores, plan)
 
     def _by_expert(self, experts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """experts [N, k] -> the order [N·k] that sorts copies of tokens by expert, and how many go to each [E]."""
+        """experts [N, k] -> the order [N·k] that sorts copies of tokens by expert, and their number per expert [E]."""
         by_expert, order = experts.flatten().sort(stable=True)
         ends = torch.searchsorted(by_expert, torch.arange(self.config.num_experts, device=experts.device), right=True)
-        return order, ends.diff(prepend=ends.new_zeros(1))  # not bincount, for which CUDA waits
+        return order, ends.diff(prepend=ends.new_zeros(1))  # not bincount, which synchronises CUDA
 
     def _shared(self, x: torch.Tensor, impl: str) -> torch.Tensor | None:
         if self.shared is None:
@@ -130,14 +130,14 @@ class MoE(nn.Module):
         return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
 
     def _count(self, counts: torch.Tensor) -> None:
-        """Loads of training alone. Activation checkpointing counts all of them twice, which leaves their order."""
+        """Count loads in training only. Activation checkpointing counts all of them twice, which keeps their order."""
         if (self.config.bias_update_rate or self.watched) and torch.is_grad_enabled():
             self.loads = counts if self.loads is None else self.loads + counts
 
     def _balance_loss(self, experts: torch.Tensor, scores: torch.Tensor, plan: BatchPlan) -> torch.Tensor | None:
-        """coefficient · E · Σ_e f_e Σ_t p_te over the tokens here, f_e the share of the stream's tokens sent to e.
+        """coefficient · E · Σ_e f_e Σ_t p_te over this rank's tokens; f_e: share of the stream's tokens sent to e.
 
-        A sum over tokens, with a label or without. p are the scores, summing to 1.
+        The sum is over tokens with or without a label. p are the scores, scaled to sum to 1.
         """
         c = self.config
         if not (c.balance_coefficient and torch.is_grad_enabled()):

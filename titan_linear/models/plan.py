@@ -1,4 +1,4 @@
-"""What a mixer knows of the tokens besides their values: one object per batch, the same for every layer."""
+"""What a mixer knows about the tokens besides their values: one object per batch, the same for every layer."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from titan_linear.models.layers import angles
 from titan_linear.ops import CPContext
 from titan_linear.ops.transfer import to_device
 
-Rotary = tuple[float, int]  # theta, rotated channels of a head
+Rotary = tuple[float, int]  # theta, rotated channels per head
 
 
 class BatchPlan:
-    """Documents of a packed stream, or of this rank's part of it. Nothing changes it.
+    """The documents of a packed stream, or of this rank's part of it; never modified.
 
-    With neither `cu_seqlens` nor `cp_context` the rows of the batch are sequences of their own (generation). Training
-    has a `cp_context` always: one of a single rank holds the tables that every layer would derive again. No dataclass:
-    FSDP looks for tensors in those that it finds among a layer's inputs, and here it would walk through all documents.
+    With neither `cu_seqlens` nor `cp_context`, each row of the batch is a sequence of its own (generation). Training
+    always has a `cp_context`: that of a single rank holds the tables that every layer would otherwise derive again. Not
+    a dataclass: FSDP searches dataclasses among a layer's inputs for tensors, and would walk through all documents.
     """
 
     def __init__(
@@ -37,14 +37,14 @@ class BatchPlan:
     ):
         """
         Args:
-            position_ids: [T] int64, positions within documents; or [B, T], of each row its own.
+            position_ids: [T] int64, positions within documents; or [B, T], different in each row.
             cu_seqlens: [N+1] int32.
-            first_key: [B] int64, token by token: padding before a row's keys in the cache.
-            num_streams: of equal length, one after the other.
+            first_key: [B] int64, in decoding token by token: length of the padding before a row's keys in the cache.
+            num_streams: number of streams, of equal length, laid end to end.
             impl: "auto" | "triton" | "torch", the implementation of every op.
             softmax_method: "auto" | "ring" | "allgather" | "ulysses", under context parallelism.
             linear_method: "kcp" | "ulysses", likewise.
-            pairs: of query and key, that this rank computes in a softmax layer: for metrics.
+            pairs: number of (query, key) pairs that this rank computes in a softmax layer, for metrics.
         """
         self.position_ids, self.cu_seqlens, self.cp_context = position_ids, cu_seqlens, cp_context
         self.first_key, self.num_streams, self.impl = first_key, num_streams, impl
@@ -53,35 +53,35 @@ class BatchPlan:
 
     @property
     def documents(self) -> dict[str, object]:
-        """The keywords that tell an op where documents lie."""
+        """The keyword arguments that tell an op where documents lie."""
         return {"cp_context": self.cp_context} if self.cp_context is not None else {"cu_seqlens": self.cu_seqlens}
 
     def angles(self, rotary: Rotary, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin [.., T, half] in `dtype`, computed for the first layer that asks."""
+        """cos and sin [.., T, half] in `dtype`, computed when the first layer asks for them."""
         if (rotary, dtype) not in self._angles:
             self._angles[rotary, dtype] = angles(self.position_ids, *rotary, dtype=dtype)
         return self._angles[rotary, dtype]
 
     def prepare(self, rotaries: Iterable[Rotary], dtype: torch.dtype) -> None:
-        """Compute the angles of these before any layer asks: compiled code only reads them."""
+        """Compute these angles before any layer asks for them: compiled code then only reads them."""
         for rotary in rotaries:
             self.angles(rotary, dtype)
 
 
 @dataclass(frozen=True, eq=False)
 class Window:
-    """The first W tokens of what a rank has of a batch, in which telemetry looks at the mixers. What lies before or
-    after is left out: documents begin and end at its edges."""
+    """The first W of a rank's tokens of a batch, in which telemetry looks at the mixers. Tokens outside are left out:
+    documents begin and end at the window's edges."""
 
     plan: BatchPlan
-    halves: BatchPlan  # the same with one more edge, in the middle of the longest document
-    carried: slice  # that document's tokens after it
-    fragments: tuple[BatchPlan, BatchPlan] | None  # of all the rank's tokens, under context parallelism: the batch's,
-    # and one in which nothing enters from other ranks
+    halves: BatchPlan  # the same with one more boundary, in the middle of the longest document
+    carried: slice  # that document's tokens after this boundary
+    fragments: tuple[BatchPlan, BatchPlan] | None  # under context parallelism, plans of all the rank's tokens: that
+    # of the batch, and one in which nothing enters from other ranks
 
     @classmethod
     def of(cls, plan: BatchPlan, tokens: int) -> Window:
-        """plan: a training batch's."""
+        """plan: that of a training batch."""
         edges = np.unique(np.clip(plan.cp_context.cu_seqlens_cpu.numpy(), 0, tokens))  # int32
         longest = int(np.diff(edges).argmax())
         start, end = edges[longest : longest + 2].tolist()

@@ -1,4 +1,4 @@
-"""Models by name and flavor: our own, in the sizes of FLA's configurations of 340M and 1.3B, and published ones."""
+"""Models by name and flavor: our own, in the sizes of FLA's 340M and 1.3B configurations, and published ones."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from titan_linear.models.mixers import GDN, KDA, Attention
 
 
 def _debug(*pattern: MixerOptions) -> ModelConfig:
-    """Trains on two CPU cores in a minute."""
+    """A model that trains on two CPU cores in a minute."""
     return ModelConfig(vocab_size=320, dim=128, pattern=pattern, num_layers=3, hidden_dim=256)
 
 
@@ -23,7 +23,7 @@ def _1_3B(*pattern: MixerOptions) -> ModelConfig:
     return replace(_340M(*pattern), dim=2048, hidden_dim=5632)
 
 
-# Grouped value heads, QK-norm and output gate are in the smallest.
+# The smallest models have grouped value heads, QK-norm and an output gate.
 _SMALL = dict(heads=2, v_heads=4, head_dim=32, v_head_dim=32)
 _SMALL_ATTENTION = Attention(heads=4, kv_heads=2, head_dim=32, qk_norm="head", output_gate=True)
 _MEDIUM = dict(heads=8, v_heads=8, head_dim=128, v_head_dim=128)
@@ -54,7 +54,7 @@ def preset(name: str, flavor: str, vocab_size: int | None = None) -> ModelConfig
 
 
 def flavors() -> str:
-    """A table of them all, for people."""
+    """A table of all models, for people to read."""
     lines = [f"{'model.name':<14}{'model.flavor':<20}{'layers':>6}{'dim':>7}{'vocabulary':>12}  mixers"]
     for name, sizes in MODELS.items():
         for flavor, config in sizes.items():

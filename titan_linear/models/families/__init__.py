@@ -1,6 +1,6 @@
-"""The families of Hugging Face that we read and write: their tensors, their config.json, and their published sizes.
+"""The Hugging Face families that we read and write: their tensors, their config.json, and their published sizes.
 
-A new family is a file here and its lines in these tables; one with sizes of its own is a name in `config.Model` too.
+A new family takes a file here and its lines in these tables; one with sizes of its own, a name in `config.Model` too.
 """
 
 from titan_linear.models.config import ModelConfig
@@ -22,7 +22,7 @@ FAMILIES: dict[str, Family] = {  # by architecture
     "TitanLinearForCausalLM": OWN_FAMILY,
 }
 
-PUBLISHED: dict[str, dict[str, ModelConfig]] = {  # by name and flavor, after their config.json
+PUBLISHED: dict[str, dict[str, ModelConfig]] = {  # by name and flavor, from their config.json
     "qwen3.5": QWEN3_5_MODELS,
     "qwen3-next": QWEN3_NEXT_MODELS,
     "olmo-hybrid": OLMO_HYBRID_MODELS,

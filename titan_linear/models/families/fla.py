@@ -1,6 +1,6 @@
 """flash-linear-attention's models: KDA or Gated DeltaNet, with softmax layers where `attn` says so.
 
-What we write opens without that library too, by modeling_titan_linear.py (see remote.py).
+The folders that we write also open without that library, through modeling_titan_linear.py (see remote.py).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _hidden_dim(key: Keys, dim: int) -> int:
 
 
 def _softmax_from_hf(key: Keys, dim: int) -> tuple[list[int], Attention | None]:
-    """The softmax layers, and what they are."""
+    """The indices of the softmax layers, and their options."""
     specs = key("attn", None) or []
     specs = [specs] if isinstance(specs, dict) else specs
     found = [{**s, "layers": None} for s in specs]

@@ -26,7 +26,7 @@ from titan_linear.models.mixers import KDA, MLA
 
 
 def _gate(ours: str, theirs: str, **options: str) -> Spellings:
-    """As on disk, or as in the module of `transformers`."""
+    """Spelled as on disk, or as in the module of `transformers`."""
     return tuple(Layout((f"mixer.{ours}",), (f"self_attn.{p}{theirs}",), **options) for p in ("", "forget_gate."))
 
 
@@ -112,7 +112,7 @@ def _layer_types(key: Keys, linear: Json) -> list[str]:
 
 
 def _mlp_types(key: Keys) -> tuple[tuple[int, ...], bool]:
-    """Layers without experts, and whether there are others."""
+    """The layers without experts and True; or (), False if no layer has experts."""
     layers, first = key("num_hidden_layers"), key("first_k_dense_replace", 1)
     types = key("mlp_layer_types", None) or ["dense" if i < first else "sparse" for i in range(layers)]
     key.only("moe_layer_freq", 1)
@@ -133,7 +133,7 @@ def _moe_from_hf(key: Keys) -> MoEConfig:
 
 
 def _first(key: Keys, *names: str, default: int | None = None) -> int:
-    """The value of the first of these keys that has one; without a default one must."""
+    """The value of the first of these keys that has one; without a default, one of them must."""
     values = (key(name, None) for name in names)
     found = next((value for value in values if value is not None), default)
     return key(names[0]) if found is None else found

@@ -1,8 +1,8 @@
-"""What families of Hugging Face are made of: layouts of tensors, and a config.json that names its keys in errors.
+"""What Hugging Face families are made of: layouts of tensors, and a config.json whose errors name the key.
 
-Names of ours are those of `Decoder`, within a layer where they are a layer's. A part of a model that folders spell in
-several ways has several layouts: the first is written, any is read. What a family does that our modules cannot is a
-ValueError when its config.json is read.
+Our names are those in `Decoder`; those of a layer's parameters are relative to the layer. A part of a model that
+folders spell in several ways has several layouts: the first is written, any is read. Reading a config.json raises
+ValueError for whatever a family does that our modules cannot.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from titan_linear.models.config import MixerOptions, ModelConfig
 
 @dataclass(frozen=True)
 class Layout:
-    """Our parameters `ours`, interleaved group by group, are the tensors `theirs` one after the other."""
+    """Our parameters `ours`, interleaved group by group, are the tensors `theirs`, concatenated."""
 
     ours: tuple[str, ...]
-    theirs: tuple[str, ...]  # names with {e} stand for one tensor of every expert
-    groups: str | None = None  # the option of the mixer that counts them; None: one group
+    theirs: tuple[str, ...]  # a name with {e} stands for one tensor per expert
+    groups: str | None = None  # the mixer's option that is the number of groups; None: one group
     form: str = "matrix"  # the shape on disk: "matrix", "conv" [rows, 1, W], "heads" [1, 1, H, 1], "stacked" [E, .., W]
-    equal: bool = False  # `theirs` are of equal size (the last may be smaller) whatever `ours` are
+    equal: bool = False  # `theirs` are of equal size (the last may be smaller), whatever the sizes of `ours`
 
     def shape_on_disk(self, rows: int, width: int, ours: tuple[int, ...]) -> tuple[int, ...]:
         matrix = (rows,) if len(ours) == 1 else (rows, width)
@@ -32,18 +32,18 @@ class Layout:
         return {"matrix": matrix, "conv": (rows, 1, width), "heads": (1, 1, rows, 1), "stacked": stacked}[self.form]
 
 
-Spellings = tuple[Layout, ...]  # of one part of a model
+Spellings = tuple[Layout, ...]  # the layouts that one part of a model may have
 Json = dict[str, object]
 Options = TypeVar("Options", bound=MixerOptions)
 
 
 @dataclass(frozen=True)
 class OwnTokenizer:
-    """Folders of these model types are read by `transformers` as if tokenizer.json were the family's, which only its
-    vocabulary then distinguishes."""
+    """`transformers` reads folders of these model types as if tokenizer.json were the family's own except for its
+    vocabulary."""
 
     model_types: tuple[str, ...]
-    fits: Callable[[Json], bool]  # whether a tokenizer.json is the family's but for its vocabulary
+    fits: Callable[[Json], bool]  # whether a tokenizer.json is the family's except for its vocabulary
 
 
 @dataclass(frozen=True)
@@ -54,9 +54,9 @@ class Family:
     experts: tuple[Spellings, ...]
     config_from_hf: Callable[[Json], ModelConfig]
     config_to_hf: Callable[[ModelConfig], Json]
-    prefixes: tuple[str, ...] = ("model.",)  # of every name but lm_head's
+    prefixes: tuple[str, ...] = ("model.",)  # possible ones of every name but lm_head's
     ignored: tuple[str, ...] = ()  # tensors that are no part of the language model, as regular expressions
-    wrappers: tuple[str, ...] = ()  # architectures whose language model this is
+    wrappers: tuple[str, ...] = ()  # architectures that contain this one as their language model
     own_tokenizer: OwnTokenizer | None = None
 
 
@@ -79,7 +79,7 @@ def fused(ours: tuple[str, ...], theirs: str, **options: object) -> Spellings:
 
 
 def convolutions(prefix: str, *, thirds: bool = False) -> Spellings:
-    """Three tensors, or one over q, k and v; or three of equal size, whatever the widths of q, k and v."""
+    """Three tensors, or one over q, k and v; with `thirds` also three of equal size, whatever the widths of q, k, v."""
     ours = tuple(f"mixer.{x}_conv1d.weight" for x in "qkv")
     three = tuple(f"{prefix}{x}_conv1d.weight" for x in "qkv")
     one = Layout(ours, (f"{prefix}conv1d.weight",), form="conv")
@@ -92,13 +92,13 @@ def gates(theirs: str) -> tuple[Spellings, ...]:
 
 
 def swiglu(ours: str, *theirs: str) -> tuple[Spellings, ...]:
-    """In each of the spellings `theirs` of the module's name."""
+    """The three projections, in each spelling `theirs` of the module's name."""
     names = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
     return tuple(tuple(Layout((ours + n,), (t + n,)) for t in theirs) for n in names)
 
 
 def experts(theirs: str, gate: str, up: str, down: str) -> tuple[Spellings, ...]:
-    """One by one, or stacked."""
+    """One tensor per expert and projection, or all experts stacked."""
     up_names = (f"{theirs}{{e}}.{gate}.weight", f"{theirs}{{e}}.{up}.weight")
     return (
         (
@@ -123,11 +123,11 @@ MLP = swiglu("mlp.", "mlp.")
 # --- config.json ------------------------------------------------------------------------------------------------------
 
 
-OR_NONE = ("hidden_dim", "shared_hidden_dim")  # 0: there is no such MLP
+OR_NONE = ("hidden_dim", "shared_hidden_dim")  # may be 0: there is no such MLP
 
 
 class Keys:
-    """A config.json that names the key when something is wrong with it."""
+    """A config.json whose errors name the key at fault."""
 
     def __init__(self, config: Json):
         self.config = config
@@ -138,13 +138,13 @@ class Keys:
         raise ValueError(f"config.json: {key!r} is missing; fetch it again")
 
     def only(self, key: str, *known: object) -> None:
-        """The first of `known` is the default."""
+        """Refuse a value that is not in `known`, of which the first is the default."""
         if (value := self.config.get(key, known[0])) not in known:
             raise ValueError(f"config.json: {key} = {value!r}; only {' or '.join(map(repr, known))} is known")
 
     def rope(self, theta: float | None, fraction: float) -> tuple[float | None, float]:
-        """(theta, fraction of the head that is rotated); the arguments are defaults. Of two names that the options have
-        had, the older counts, as for transformers."""
+        """(theta, fraction of the head that is rotated); the arguments are defaults. These options have had two names;
+        the older one takes precedence, as in transformers."""
         rope = self("rope_scaling", None) or self("rope_parameters", None) or {}
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", None):
@@ -155,7 +155,7 @@ class Keys:
     def pattern(
         self, full: Callable[[], MixerOptions], linear: Callable[[], MixerOptions], default: list[str]
     ) -> tuple[MixerOptions, ...]:
-        """The mixers of the layers, once per period. Only keys of mixers that there are must be there."""
+        """The mixers of one period of the layers. Only the keys of mixers that occur are required."""
         types = self("layer_types", None) or default
         read = {"full_attention": full, "linear_attention": linear}
         if unknown := set(types) - set(read):
@@ -170,8 +170,8 @@ class Keys:
 
 
 def check_values(model: ModelConfig) -> None:
-    """ValueError: what a config.json gives is not of an option's type, no number that a model can have, or at odds with
-    another."""
+    """ValueError: a value from config.json is not of its option's type, is a number that no model can have, or
+    contradicts another value."""
     parts = (*([] if model.moe is None else [model.moe]), *model.pattern)
     for part in (model, *parts):
         hints, owner = get_type_hints(type(part)), getattr(part, "name", type(part).__name__)
@@ -192,20 +192,20 @@ def check_values(model: ModelConfig) -> None:
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Whether a value of JSON is of an option's type: a number without a point may stand for a float."""
+    """Whether a JSON value is of an option's type: a number without a decimal point may stand for a float."""
     kinds = get_args(hint) or (hint,)
     return type(value) in kinds or (float in kinds and type(value) is int)
 
 
 def _least(name: str, hint: Any) -> float:
-    """Of a size, of a divisor, of any other number."""
+    """The least value of a size, of a divisor, of any other number."""
     if hint is int:
         return 0 if name in OR_NONE else 1
     return sys.float_info.min if name.endswith(("eps", "theta")) else -math.inf if name == "lower_bound" else 0
 
 
 def shortest(layers: list[MixerOptions]) -> tuple[MixerOptions, ...]:
-    """The shortest pattern that repeats to these layers."""
+    """The shortest pattern whose repetition gives these layers."""
     periods = (n for n in range(1, len(layers) + 1) if all(m == layers[i % n] for i, m in enumerate(layers)))
     return tuple(layers[: next(periods)])
 
@@ -215,12 +215,12 @@ def layer_types(config: ModelConfig) -> list[str]:
 
 
 def options_of(config: ModelConfig, kind: type[Options]) -> Options | None:
-    """Those of the model's first layer of a kind; None: it has none. A family's layers of one kind are alike."""
+    """The options of the model's first layer of a kind; None: it has none. A family's layers of one kind are alike."""
     return next((mixer for mixer in config.layers if isinstance(mixer, kind)), None)
 
 
 def common_from_hf(key: Keys) -> Json:
-    """What every family but FLA's calls alike."""
+    """The options that every family but FLA's gives the same names."""
     key.only("attention_bias", False)
     key.only("hidden_act", "silu", "swish")
     key.only("quantization_config", None)
@@ -239,7 +239,7 @@ def common_to_hf(config: ModelConfig) -> Json:
     )  # fmt: skip
 
 
-# Options of GDN, as Qwen's and OLMo's families call them.
+# GDN's options -> their names in Qwen's and OLMo's families.
 GDN_SIZES = dict(
     heads="linear_num_key_heads", v_heads="linear_num_value_heads", head_dim="linear_key_head_dim",
     v_head_dim="linear_value_head_dim", conv_size="linear_conv_kernel_dim",

@@ -4,9 +4,9 @@ This file lies beside the weights that it reads and needs nothing but PyTorch an
 
     model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
 
-Linear layers run the delta rule in chunks, which is exact; products of matrices do the work, without kernels of their
-own. `generate` keeps what each layer needs of earlier tokens: states, tails of convolutions, keys and values. Rows of a
-batch are single texts, padded on the left or on the right where attention_mask says so.
+Linear layers run the delta rule in chunks, which is exact; matrix products do the work, without kernels of their own.
+`generate` keeps what each layer needs of earlier tokens: states, tails of convolutions, keys and values. Each row of a
+batch is one text, padded on the left or on the right where attention_mask says so.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ L2_EPS = 1e-6
 
 class TitanLinearConfig(PretrainedConfig):
     """`pattern` has the options of the first layers' mixers, each with its "kind": "kda", "gdn" or "attention"; further
-    layers repeat it. Mixers of the kinds in `post_norm` have norms behind them, others before."""
+    layers repeat it. Blocks with a mixer of a kind in `post_norm` have norms after mixer and MLP, others before."""
 
     model_type = "titan_linear"
 
@@ -41,7 +41,7 @@ class TitanLinearConfig(PretrainedConfig):
 
 
 def widen(x):
-    """In float32, or in float64 if it is that already."""
+    """x in float32, or in float64 if it is that already."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
@@ -71,7 +71,7 @@ def delta_rule(q, k, v, g, beta, state):
     outputs = []
     for start in range(0, q.shape[2], CHUNK):
         q_, k_, v_, g_, b_ = (x[:, :, start : start + CHUNK] for x in (q, k, v, g, beta.unsqueeze(-1)))
-        G = g_.cumsum(2)  # [B, H, C, K or 1], the decay since the chunk's begin
+        G = g_.cumsum(2)  # [B, H, C, K or 1], log decay since the start of the chunk
         later = torch.ones(G.shape[2], G.shape[2], dtype=torch.bool, device=q.device).triu(1)[..., None]
         decay = (G.unsqueeze(3) - G.unsqueeze(2)).masked_fill(later, float("-inf")).exp()  # [B, H, C, C, K or 1]
         lower = b_ * pairs(k_, k_, decay).tril(-1)
@@ -159,7 +159,7 @@ class KDA(DeltaLayer):
         self.dt_bias = nn.Parameter(torch.zeros(gate_dim))
 
     def gate(self, x):
-        """[B, T, HV, K], natural logs."""
+        """Natural log of the decay, [B, T, HV, K]."""
         raw = (widen(self.f_proj(x)) + widen(self.dt_bias)).unflatten(-1, (self.v_heads, self.head_dim))
         speed = widen(self.A_log).exp().unsqueeze(-1)
         return -speed * F.softplus(raw) if self.lower_bound is None else self.lower_bound * (speed * raw).sigmoid()
@@ -175,7 +175,7 @@ class GDN(DeltaLayer):
         self.dt_bias = nn.Parameter(torch.zeros(self.v_heads))
 
     def gate(self, x):
-        """[B, T, HV, 1], natural logs."""
+        """Natural log of the decay, [B, T, HV, 1]."""
         return (-widen(self.A_log).exp() * F.softplus(widen(self.a_proj(x)) + widen(self.dt_bias))).unsqueeze(-1)
 
 
@@ -194,7 +194,7 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=False)
         if self.qk_norm is not None:
-            q_heads, k_heads = (1, 1) if self.qk_norm == "head" else (self.heads, self.kv_heads)  # under one norm
+            q_heads, k_heads = (1, 1) if self.qk_norm == "head" else (self.heads, self.kv_heads)  # of each norm
             self.q_norm = RMSNorm(q_heads * self.head_dim, config.norm_eps, config.zero_centred_norm)
             self.k_norm = RMSNorm(k_heads * self.head_dim, config.norm_eps, config.zero_centred_norm)
         self.g_proj = nn.Linear(dim, self.heads * self.head_dim, bias=False) if options["output_gate"] else None
@@ -250,7 +250,7 @@ class Tokens:
         return self.known[theta, rotated]
 
     def mask(self, keys):
-        """[B or 1, 1, T, keys], True where a query sees a key; None: each of as many keys, causally."""
+        """[B or 1, 1, T, keys], True where a query sees a key; None: as many keys as queries, causal."""
         if self.padding is None and keys == self.length:
             return None
         key, query = torch.arange(keys, device=self.device), torch.arange(keys - self.length, keys, device=self.device)
@@ -305,7 +305,7 @@ class LayerCaches:
         return self.length
 
     def reorder_cache(self, beam_idx):
-        """Rows in a new order, for a search by beams."""
+        """Reorder the rows, for beam search."""
         for layer in self.layers:
             layer.update({name: x.index_select(0, beam_idx.to(x.device)) for name, x in layer.items()})
 
@@ -329,8 +329,8 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
     base_model_prefix = "model"
     _no_split_modules = ("Block",)
     _tied_weights_keys = {"lm_head.weight": "model.embeddings.weight"}  # noqa: RUF012
-    _keep_in_fp32_modules_strict = ("A_log", "dt_bias")  # rounded to bfloat16 they change a text's decay
-    _is_stateful = True  # what was read cannot be unread: no assisted generation
+    _keep_in_fp32_modules_strict = ("A_log", "dt_bias")  # rounding to bfloat16 would change a text's decay
+    _is_stateful = True  # tokens that were read cannot be taken back: no assisted generation
 
     def __init__(self, config):
         super().__init__(config)
@@ -352,7 +352,7 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls):
-        return False  # but its own, which forward makes
+        return False  # it has its own, which forward creates
 
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, attention_mask=None, **kwargs):
         kwargs = {key: kwargs[key] for key in ("use_cache", "logits_to_keep") if key in kwargs}
@@ -363,7 +363,7 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
         self, input_ids=None, attention_mask=None, past_key_values=None, inputs_embeds=None, labels=None,
         use_cache=None, logits_to_keep=0, return_dict=None, **kwargs,
     ):  # fmt: skip
-        """input_ids [B, T] -> logits [B, T, vocab], of the last `logits_to_keep` tokens alone unless that is 0.
+        """input_ids [B, T] -> logits [B, T, vocab], of the last `logits_to_keep` tokens only, unless that is 0.
 
         attention_mask [B, earlier tokens + T]: 0 for padding. labels [B, T], −100: none; the loss is their mean.
         """
@@ -383,7 +383,7 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
         return out.to_tuple() if return_dict is False else out
 
 
-# Models of one kind of linear layer have the names that flash-linear-attention gives them, which opens them too.
+# Models with one kind of linear layer have flash-linear-attention's names for them: that library opens them too.
 
 
 class KDAConfig(TitanLinearConfig):

@@ -1,4 +1,4 @@
-"""OLMo-Hybrid: Gated DeltaNet, and attention whose blocks norm what they give."""
+"""OLMo-Hybrid: Gated DeltaNet, and attention in post-norm blocks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from titan_linear.models.families.layout import (
 )
 from titan_linear.models.mixers import GDN, Attention
 
-O_NORM_EPS = 1e-5  # of linear layers' output norm, whatever the model's own
+O_NORM_EPS = 1e-5  # eps of linear layers' output norm, whatever the model's norm_eps
 
 # --- Tensors ---------------------------------------------------------------------------------------------------------
 
@@ -32,7 +32,7 @@ def _norm(ours: str, *theirs: str) -> Spellings:
     return tuple(Layout((f"{ours}.weight",), (f"{t}.weight",)) for t in theirs)
 
 
-# `transformers` writes its own names of both norms of a linear layer, and by the same rule one of a softmax layer's.
+# `transformers` writes names of its own for both norms of a linear layer and, by the same rule, one of a softmax layer.
 OLMO_GDN = (
     _norm("mixer_norm", "attention_layer_norm", "input_layernorm"),
     _norm("mlp_norm", "feedforward_layer_norm", "post_attention_layernorm"),
@@ -72,7 +72,7 @@ def _gdn_from_hf(key: Keys) -> GDN:
 
 def _attention_from_hf(key: Keys) -> Attention:
     heads, (theta, _) = key("num_attention_heads"), key.rope(math.nan, 1.0)
-    if theta is not None and math.isnan(theta):  # transformers and vLLM read that differently
+    if theta is not None and math.isnan(theta):  # transformers and vLLM read this differently
         raise ValueError("config.json: rope_parameters has no 'rope_theta'; set it: null for a model without positions")
     return Attention(
         heads=heads, kv_heads=key("num_key_value_heads", None) or heads, head_dim=key("hidden_size") // heads,

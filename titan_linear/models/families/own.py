@@ -1,6 +1,6 @@
-"""Models that no published architecture holds: any order of KDA, GDN and softmax layers, in FLA's names of tensors.
+"""Models that no published architecture holds: any order of KDA, GDN and softmax layers, with FLA's tensor names.
 
-Their folders take the file that defines them along: modeling_titan_linear.py.
+Their folders include the file that defines them, modeling_titan_linear.py.
 """
 
 from __future__ import annotations

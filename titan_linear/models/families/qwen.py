@@ -89,7 +89,7 @@ def _attention_from_hf(key: Keys) -> Attention:
 
 def _moe_from_hf(key: Keys, model_type: str) -> MoEConfig:
     shared = key("shared_expert_intermediate_size", 0) or 0
-    normalise = model_type != "qwen3_next" or key("norm_topk_prob", True)  # Qwen3.5 always does: no key
+    normalise = model_type != "qwen3_next" or key("norm_topk_prob", True)  # Qwen3.5 always does, without a key
     return MoEConfig(
         num_experts=key("num_experts"), top_k=key("num_experts_per_tok"), hidden_dim=key("moe_intermediate_size"),
         shared_hidden_dim=shared, shared_gate=shared > 0, normalise=normalise,
@@ -144,7 +144,7 @@ _PLAIN = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suff
 
 
 def _is_qwens(tokenizer: Json) -> bool:
-    """NFC, Qwen3.5's words, bytes, and a plain BPE; <|endoftext|> is known."""
+    """Whether it has NFC, Qwen3.5's split into words, the byte level and a plain BPE, and knows <|endoftext|>."""
     model, special = tokenizer["model"], {token["content"] for token in tokenizer.get("added_tokens") or []}
     before = tokenizer.get("pre_tokenizer") or {}
     parts = [{k: v for k, v in part.items() if k != "trim_offsets"} for part in before.get("pretokenizers") or []]

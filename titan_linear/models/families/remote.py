@@ -1,4 +1,4 @@
-"""What a config.json needs for modeling_titan_linear.py, the file that opens our models in transformers by itself."""
+"""What a config.json needs for modeling_titan_linear.py, the file with which transformers alone opens our models."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MODELING = Path(__file__).with_name("modeling_titan_linear.py")
 
 
 def remote_code(config: ModelConfig, name: str) -> Json:
-    """Keys of a folder whose tensors are named as FLA's. `name`: of the file's classes, less Config or ForCausalLM."""
+    """Keys of a folder with FLA's tensor names. `name`: that of the file's classes, without Config or ForCausalLM."""
     classes = dict(AutoConfig=f"{name}Config", AutoModelForCausalLM=f"{name}ForCausalLM")
     return dict(
         auto_map={auto: f"{MODELING.stem}.{own}" for auto, own in classes.items()},

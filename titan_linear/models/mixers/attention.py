@@ -19,11 +19,11 @@ from titan_linear.ops.cp.ulysses import key_head_copies
 @dataclass(frozen=True, kw_only=True)
 class Attention(MixerOptions):
     heads: int
-    kv_heads: int  # heads is a multiple of it
+    kv_heads: int  # divides heads
     head_dim: int
-    qk_norm: str | None = None  # "head": of each head; "width": over all heads together
+    qk_norm: str | None = None  # "head": over each head; "width": over all heads together
     rope_theta: float | None = 10000.0  # None: no positions
-    rotary_fraction: float = 1.0  # of head_dim, its first part
+    rotary_fraction: float = 1.0  # share of head_dim that is rotated: its first channels
     output_gate: bool = False
 
     name: ClassVar[str] = "attention"
@@ -44,7 +44,7 @@ class Attention(MixerOptions):
         return None
 
     def flops(self, dim: int, documents: Documents) -> int:
-        """q, k, v, the output gate, o; scores and their use, on pairs that the mask leaves."""
+        """Projections to q, k, v, the output gate and o; scores and their use, on pairs that the mask leaves."""
         heads = (2 + self.output_gate) * self.heads + 2 * self.kv_heads
         attended = 4 * self.head_dim * self.heads * documents.pairs
         return 2 * dim * heads * self.head_dim * documents.tokens + attended
@@ -103,7 +103,7 @@ class AttentionMixer(nn.Module):
         return rotate(q, cos, sin), rotate(k, cos, sin)
 
     def _normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [B, T, H·D], k [B, T, Hkv·D] -> by heads, normed over the whole width before or over each head after."""
+        """q [B, T, H·D], k [B, T, Hkv·D] -> split by heads; "width" is normed before the split, "head" after it."""
         if self.qk_norm == "width":
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = q.unflatten(-1, (-1, self.head_dim)), k.unflatten(-1, (-1, self.head_dim))

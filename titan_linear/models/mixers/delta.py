@@ -1,4 +1,4 @@
-"""What the mixers of linear layers share, as published and as in FLA's layers.
+"""What the mixers of linear layers have in common, as published and as in FLA's layers.
 
 Kimi Delta Attention and Gated DeltaNet project to q, k, v, run one short causal convolution with silu over the three,
 apply a delta rule to normalised q and k, norm and gate each head's output, and project back. Their gates differ.
@@ -31,10 +31,10 @@ class DeltaOptions(MixerOptions):
     v_head_dim: int
     conv_size: int = 4
     beta_range: float = 1.0  # β in (0, this); 2 allows negative eigenvalues
-    o_norm_eps: float | None = None  # of the output norm; None: the model's
+    o_norm_eps: float | None = None  # eps of the output norm; None: the model's norm_eps
 
     linear: ClassVar[bool] = True
-    op: ClassVar[str]  # the delta rule
+    op: ClassVar[str]  # the delta rule's name in titan_linear.ops
 
     def __post_init__(self) -> None:
         if self.beta_range not in (1, 2):
@@ -44,7 +44,7 @@ class DeltaOptions(MixerOptions):
 
     @property
     def any_gate(self) -> bool:
-        """Gates have no bound: the rule's kernels are slower then."""
+        """Whether gates are unbounded, for which the rule's kernels are slower."""
         return False
 
     @property
@@ -58,11 +58,11 @@ class DeltaOptions(MixerOptions):
         return None
 
     def flops(self, dim: int, documents: Documents) -> int:
-        """Projections of q, k, v, β and o, the gates', the convolution of q, k and v, the delta rule.
+        """Projections to q, k, v, β, the gates and o, the convolution of q, k and v, the delta rule.
 
-        The rule by chunks, of a token and value head with K and V: 6 K V for what the state is read for (q, k) and
-        what is added to it; of each pair of tokens in a chunk 4 K for the two matrices of q kᵀ and k kᵀ, and 4 V for
-        their use, the second one's inverse as a product. Chunks are whole squares, as kernels compute them.
+        The rule is counted by chunks, for each value head. Per token: 6 K V for reading the state with q and with k and
+        for adding to it. Per pair of tokens in a chunk: 4 K for the matrices q kᵀ and k kᵀ, and 4 V for applying them,
+        where the inverse of the second counts as a product. Chunks count as full squares, as kernels compute them.
         """
         K, V = self.head_dim, self.v_head_dim
         qkv = 2 * self.heads * K + self.v_heads * V
@@ -72,18 +72,18 @@ class DeltaOptions(MixerOptions):
 
     @abstractmethod
     def gate_flops(self, dim: int) -> int:
-        """Of a token: the projections of the decay and of the output gate."""
+        """FLOPs per token of the projections to the decay and to the output gate."""
 
     @property
     def head_counts(self) -> dict[str, int]:
-        return {"heads": self.heads}  # and the value heads of each
+        return {"heads": self.heads}  # value heads are split along with them
 
 
 class DeltaMixer(nn.Module):
     """The cache holds `state` [B, HV, K, V] and `conv` [B, D, W−1], the convolution's last inputs."""
 
-    kept_whole: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")  # rounded to bfloat16 they change a document's decay
-    split: ClassVar[dict[str, int]] = {  # by heads; the output norm's weight is one for all of them
+    kept_whole: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")  # rounding to bfloat16 would change a document's decay
+    split: ClassVar[dict[str, int]] = {  # by heads; all heads share the output norm's weight
         **{f"{x}_{kind}.weight": 0 for x in "qkv" for kind in ("proj", "conv1d")},
         "b_proj.weight": 0, "A_log": 0, "dt_bias": 0, "o_proj.weight": 1,
     }  # fmt: skip
@@ -103,7 +103,7 @@ class DeltaMixer(nn.Module):
         self.initial = {"A_log": A_log, "dt_bias": time_step_bias}
 
     def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left, and is brought up to date."""
+        """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
         q, k, v = self._convolved(x, plan, cache)
         states = {} if cache is None else {"initial_state": cache.get("state"), "output_final_state": True}
         g, beta, z = self._gates(x)
@@ -113,10 +113,10 @@ class DeltaMixer(nn.Module):
         return self.o_proj(self.o_norm(o, z.unflatten(-1, (-1, self.v_head_dim))).flatten(-2))
 
     def watch(self, x: torch.Tensor, window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """half_life: tokens after which a state is half gone, ln 2 over the mean log decay (of a head's channels too).
-        state_norm: 2-norm of the states at the ends of documents. carried_share: of the longest document's
-        second half, the part of the output, in squares, that comes from the first: from the state that crosses.
-        fragment_share: of all outputs, the part that comes from other ranks' fragments."""
+        """half_life: number of tokens in which a state decays by half, ln 2 over the mean log decay of tokens and, in
+        KDA, a head's channels. state_norm: 2-norm of the states at the ends of documents. carried_share: of the
+        squared output over the second half of the longest document, the share that comes from its first half, through
+        the state. fragment_share: of all squared outputs, the share that comes from other ranks' fragments."""
         whole, x = x, x[:, : window.tokens]
         q, k, v = self._convolved(x, window.plan, None)
         gate, beta, _ = self._gates(x)
@@ -140,7 +140,7 @@ class DeltaMixer(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor,
         plan: BatchPlan, **states: object,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
-        """o [B, T, HV, V] and, where asked for, the final states [N, HV, K, V]; gate and beta are those of `_gates`."""
+        """o [B, T, HV, V] and, if requested, the final states [N, HV, K, V]; gate and beta come from `_gates`."""
         return self._delta_rule(
             q, k, v, gate, beta, A_log=self.A_log, dt_bias=self.dt_bias,
             use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
@@ -149,7 +149,7 @@ class DeltaMixer(nn.Module):
         )  # fmt: skip
 
     def _convolved(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
-        """q, k [B, T, H, K] and v [B, T, HV, V] after the convolution: one over the three, so one halo under CP."""
+        """q, k [B, T, H, K] and v [B, T, HV, V] after one convolution over all three: one halo under CP."""
         weights = [self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]
         qkv = project(x, self.q_proj, self.k_proj, self.v_proj)
         states = {} if cache is None else {"initial_state": cache.get("conv"), "output_final_state": True}
@@ -167,7 +167,7 @@ class DeltaMixer(nn.Module):
         raise NotImplementedError
 
     def _log_decay(self, gate: torch.Tensor) -> torch.Tensor:
-        """[B, T, HV] or [B, T, HV, K] ≤ 0, of the raw gate."""
+        """The log decay ≤ 0, [B, T, HV] or [B, T, HV, K], from the raw gate."""
         raise NotImplementedError
 
     def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -175,6 +175,6 @@ class DeltaMixer(nn.Module):
 
 
 def _share(o: torch.Tensor, alone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of squares by head [HV]: of what o [., HV, V] has beyond `alone`, and of o."""
-    norms = partial(torch.linalg.vector_norm, dim=(0, 2), dtype=widened(o.dtype))  # without copies in that type
+    """Sums of squares by head [HV], of o − alone and of o, for o and alone [., HV, V]."""
+    norms = partial(torch.linalg.vector_norm, dim=(0, 2), dtype=widened(o.dtype))  # in that dtype, without copies
     return norms(o - alone).square(), norms(o).square()

@@ -19,7 +19,7 @@ from titan_linear.ops.kda import is_bound
 
 @dataclass(frozen=True, kw_only=True)
 class KDA(DeltaOptions):
-    lower_bound: float | None = -5.0  # the bounded gate, whose kernels are faster; None: −exp(A_log)·softplus(…)
+    lower_bound: float | None = -5.0  # bound of the gate: kernels are faster; None: −exp(A_log)·softplus(…)
     gate_bias: bool = True  # a bias in the output gate
 
     name: ClassVar[str] = "kda"
@@ -36,7 +36,7 @@ class KDA(DeltaOptions):
         return super().contradiction
 
     def gate_flops(self, dim: int) -> int:
-        """Each by a projection to `v_head_dim` and one from there."""
+        """Each gate is a projection to `v_head_dim` channels, followed by one from them."""
         rank, widths = self.v_head_dim, self.v_heads * (self.head_dim + self.v_head_dim)
         return 2 * rank * (2 * dim + widths)
 
@@ -45,9 +45,9 @@ class KDA(DeltaOptions):
 
 
 class KDAMixer(DeltaMixer):
-    """The gate comes from a low-rank projection, and the output gate too."""
+    """The gate and the output gate come from low-rank projections."""
 
-    split: ClassVar[dict[str, int]] = {  # of the low-rank projections the second factors
+    split: ClassVar[dict[str, int]] = {  # of the low-rank projections, the second factors only
         **DeltaMixer.split, "f_proj.1.weight": 0, "g_proj.1.weight": 0, "g_proj.1.bias": 0,
     }  # fmt: skip
 

@@ -14,15 +14,15 @@ from titan_linear.models.layers import RMSNorm, attention_entropy
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops import attention
 
-LATENT_EPS = 1e-6  # of the latent's norm, whatever the model's own
+LATENT_EPS = 1e-6  # eps of the latent's norm, whatever the model's norm_eps
 
 
 @dataclass(frozen=True, kw_only=True)
 class MLA(MixerOptions):
     heads: int
     kv_rank: int
-    nope_dim: int  # of q and k, a head's own
-    shared_k_dim: int  # of q and k, one for all heads (where DeepSeek-V2 has its rotary part)
+    nope_dim: int  # channels of q and k that are each head's own
+    shared_k_dim: int  # channels of q and k for which all heads share a key (DeepSeek-V2's rotary part)
     v_dim: int
 
     name: ClassVar[str] = "mla"
@@ -33,7 +33,7 @@ class MLA(MixerOptions):
         return {"attention": {"D": self.nope_dim + self.shared_k_dim, "Dv": self.v_dim}}
 
     def flops(self, dim: int, documents: Documents) -> int:
-        """q, the latent and what is made of it, o; scores and their use, on pairs that the mask leaves."""
+        """Projections to q, the latent, k and v from it, and o; scores and their use, on pairs that the mask leaves."""
         q_dim = self.nope_dim + self.shared_k_dim
         widths = self.heads * (q_dim + self.v_dim) + self.kv_rank + self.shared_k_dim
         per_token = 2 * dim * widths + 2 * self.kv_rank * self.heads * (self.nope_dim + self.v_dim)
