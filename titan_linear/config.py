@@ -251,7 +251,7 @@ class Checkpoint(_Strict):
 
 
 class ActivationCheckpoint(_Strict):
-    """Less memory for more time."""
+    """Trade computing time for memory."""
 
     mode: Literal["none", "selective", "attention", "full"] = "none"
     """full: keep only the input of each layer and compute the layer again in backward. attention: also keep the results
@@ -312,7 +312,7 @@ class Profiling(_Strict):
     profiler_active: int = Field(1, ge=1)
     """Number of steps in a trace."""
     profiler_warmup: int = Field(3, ge=0)
-    """Steps before these in which the profiler runs but keeps nothing; at most as many as profile_freq leaves."""
+    """Steps before each trace in which the profiler runs but keeps nothing; at most what profile_freq leaves."""
     profile_count: int = Field(0, ge=0)
     """Number of traces per start of the run; 0: no limit."""
     enable_memory_snapshot: bool = False
@@ -366,8 +366,8 @@ class Comm(_Strict):
     train_timeout_seconds: int = Field(100, ge=1, le=10**6)
     """Timeout after the first step. Validation, saves and exports have none: they wait for the slowest disk."""
     max_restarts: int = Field(0, ge=0)
-    """How often all workers are restarted, from the newest checkpoint, after a rank or a node has crashed. An error
-    that would recur (a mistake, a non-finite loss, a failed save, too little memory) ends the run."""
+    """How many times all workers may be restarted, from the newest checkpoint, after a rank or a node has crashed. An
+    error that would recur (a mistake, a non-finite loss, a failed save, too little memory) ends the run."""
 
 
 class Debug(_Strict):
