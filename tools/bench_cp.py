@@ -19,7 +19,7 @@ attention, TFLOP/s per GPU on the pairs that the mask leaves. Documents: "one", 
 lengths with a median of 1,000 tokens), "mixed" (a median of 4,000, with long ones among them). Heads are 128 × 128.
 
 --peers: below our rows, those of peers on the same inputs, never compiled. FLA's KCP and its convolution, if
-flash-linear-attention is installed; at the first call of an op with a number of heads it autotunes for minutes, and
+flash-linear-attention is installed; at the first call of an op with a new number of heads it autotunes for minutes, and
 keeps what it found in Triton's cache. Its GDN runs without its guard against wrong numbers on Hopper: times only.
 torch's `context_parallel` with cuDNN's attention, for one document in zig-zag: its rotation "allgather" below
 all-gather, "alltoall" below the ring.
@@ -142,7 +142,7 @@ def exposed(fn: Callable[[], Any], flush: torch.Tensor) -> float:
 
 
 def after_flush(events: Sequence[Event]) -> list[Event]:
-    """What ran after the flush: the first kernel longer than 1 ms that is no collective. Nothing, if there is none."""
+    """What ran after the flush (the first kernel above 1 ms that is no collective); nothing, if there is no flush."""
     ran = sorted(on_device(events), key=span_of)
     end = next((span_of(e)[1] for e in ran if e["dur"] > 1000 and not communicates(e)), math.inf)
     return [e for e in ran if e["ts"] >= end]
