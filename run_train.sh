@@ -2,9 +2,9 @@
 # Train: NGPU=4 CONFIG_FILE=train_configs/x.toml ./run_train.sh --training.steps 100
 #
 # NGPU         processes; default: the GPUs present, else 2 on the CPU
-# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: one of several nodes, the same command on each (docs/training.md)
+# NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: for several nodes, with the same command on each (docs/training.md)
 # CONFIG_FILE  default: train_configs/debug.toml
-# ./run_train.sh --help documents every key. The environment is made when it is needed (tools/env.sh).
+# ./run_train.sh --help documents every key. The Python environment is made if needed (tools/env.sh).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/tools/env.sh"
 find_python

@@ -1,11 +1,10 @@
-"""What a run is: a TOML file, `--section.key value` on top, checked strictly.
+"""A run's configuration: a TOML file, overridden by `--section.key value`, and checked strictly.
 
     config = load_config(["--job.config_file", "train_configs/debug.toml", "--training.steps", "100"])
     check_config(config, world_size=2)
 
-Sections and keys are those of TorchTitan v0.2 wherever the same thing exists. TOML has no null: where a key
-may be absent, the empty string or the number named in its description stands for that. The descriptions below
-are what `--help` prints.
+Sections and keys are those of TorchTitan v0.2 wherever the same thing exists. TOML has no null: where a key may be
+unset, the empty string or the number named in its description stands for that. `--help` prints the descriptions below.
 """
 
 from __future__ import annotations
@@ -43,24 +42,24 @@ class Job(_Strict):
     description: str = ""
     """Free text, kept with the run."""
     start_anew: bool = False
-    """Begin again in a folder whose run left no checkpoint, under any configuration; what it left is set aside. Where
-    there is a checkpoint the run resumes from it."""
+    """Begin again, with any configuration, in a folder whose run left no checkpoint; what that run left is set aside.
+    If there is a checkpoint, the run resumes from it."""
 
 
 class Model(_Strict):
     """The network and its tokenizer."""
 
     name: Literal["hybrid", "kda", "gdn", "qwen3.5", "qwen3-next", "olmo-hybrid", "kimi-linear"] = "hybrid"
-    """Family: linear layers of KDA or GDN only, a pattern with softmax attention, or a published hybrid."""
+    """Family: linear layers only (kda, gdn), a pattern with softmax attention (hybrid), or a published hybrid."""
     flavor: str = Field("debug", min_length=1)
-    """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ... (--help flavors lists them); hf: the model of
+    """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ... (--help flavors lists them); hf: the model in
     model.hf_assets_path, whatever model.name is."""
     hf_assets_path: str = ""
-    """Hugging Face folder: its config.json is flavor hf, and its tokenizer the default; empty: the folder of
-    checkpoint.initial_load_in_hf."""
+    """Hugging Face folder whose config.json defines flavor hf and whose tokenizer is the default; empty: the folder
+    that checkpoint.initial_load_in_hf loads."""
     vocab_size: int = Field(0, ge=0)
-    """Rows of the embedding and the head, at least the tokenizer's vocabulary; 0: the preset's, or where that is too
-    small for the tokenizer and the weights are drawn, the tokenizer's, rounded up to a multiple of 64."""
+    """Rows of the embedding and the head, at least the tokenizer's vocabulary; 0: the preset's number, or, if that is
+    too small and the weights are drawn, not loaded, the tokenizer's vocabulary rounded up to a multiple of 64."""
     tokenizer_path: str = ""
     """A Hugging Face tokenizer.json, or the folder that holds it; empty: that of the run's Hugging Face folder if it
     has one, else bytes are tokens."""
@@ -73,7 +72,7 @@ DatasetFormat = Literal["text", "messages", "completion"]
 
 
 class Source(_Strict):
-    """A source of training.mixture. What it does not say is as in [training]'s defaults."""
+    """A source of training.mixture. Keys that it leaves out have the defaults of [training]."""
 
     name: str = Field(min_length=1)
     weight: float = Field(gt=0)
@@ -91,7 +90,7 @@ class Shorter(_Strict):
 
 
 class Training(_Strict):
-    """The data, the batch and the numbers."""
+    """Data, batch and numerical precision."""
 
     dataset: Dataset = "stdlib"
     """Source of the documents: Python's own standard library, text files, JSON lines, parquet, a folder that Hugging
@@ -102,24 +101,24 @@ class Training(_Strict):
     """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
     dataset_format: DatasetFormat = "text"
     """What a record of jsonl, parquet or arrow is: a text; a conversation, its messages written by the tokenizer's chat
-    template; or a prompt and its completion. Of the last two the answers alone are learnt."""
+    template; or a prompt and its completion. Of the last two only the answers are learnt."""
     mixture: list[Source] = []
     """Several sources instead of the one above, [{name = "web", weight = 0.7, dataset = "jsonl", dataset_path = "…"},
-    …], each with the keys above as it needs them. Streams are taken from them in proportion to their weights."""
+    …], each with those of the keys above that it needs. Streams come from them in proportion to their weights."""
     mixture_from_step: int = Field(-1, ge=-1)
-    """Step from which training.mixture is another than it was: the step that the run resumes from; -1: it is not."""
+    """Step at which training.mixture changes: the step that the run resumes from; -1: it does not change."""
     on_bad_document: Literal["stop", "skip"] = "stop"
-    """What is no document (no JSON, no such field, no UTF-8 for a tokenizer that needs it, a conversation without an
-    answer) stops the run before it starts, or is skipped, counted, and the first few are named."""
+    """What to do about a record that is no document (not JSON, no such field, not UTF-8 for a tokenizer that needs it,
+    a conversation without an answer): stop before the run starts, or skip and count them and name the first few."""
     verify: Literal["always", "changed"] = "changed"
-    """Read every byte of the corpus against its checksums at every start, or at those where a file is another, by size,
-    time and inode, than when it was last found whole on this machine: what a disk alters by itself then goes
-    unnoticed."""
+    """Check every byte of the corpus against its checksums at every start (always), or only when a file's size, time or
+    inode differs from when the corpus was last found whole on this machine (changed): what a disk alters by itself then
+    goes unnoticed."""
     seq_len: int = Field(2048, ge=1)
     """Tokens of one packed stream, over all context-parallel ranks."""
     seq_len_schedule: list[Shorter] = []
-    """Shorter streams first, [{until_step = 1000, seq_len = 8192}, …]: up to this step, and this one too, of so many
-    tokens; after the last of them of training.seq_len. Steps have training.global_batch_size streams throughout."""
+    """Shorter streams first, [{until_step = 1000, seq_len = 8192}, …]: streams have seq_len tokens up to and including
+    until_step, and training.seq_len after the last of these. Every step has training.global_batch_size streams."""
     local_batch_size: int = Field(1, ge=1)
     """Streams of one micro-step on one data-parallel rank."""
     global_batch_size: int = Field(8, ge=1)
@@ -135,16 +134,16 @@ class Training(_Strict):
     mixed_precision_reduce: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
     """Type of gradient reductions. auto: float64 with training.dtype float64, else float32."""
     enable_cpu_offload: bool = False
-    """Keep the parameters that FSDP has, their gradients and the optimizer's states in the host's memory, where AdamW
-    then runs: of these a GPU holds the layers that it computes, and no more. On one GPU too. Steps take longer."""
+    """Keep the parameters that FSDP manages, their gradients and the optimizer's states in the host's memory, and run
+    AdamW there: a GPU holds these only for the layers that it is computing. Works on one GPU too. Steps take longer."""
     loss_chunk_size: int = Field(2048, ge=1)
-    """Tokens whose logits exist at once, in the head and the loss."""
+    """Number of tokens whose logits exist at once, in the head and the loss."""
     expert_balance_coefficient: float = Field(-1.0, ge=-1)
     """Coefficient of the experts' load-balance loss; 0: none; -1: the model's."""
     expert_bias_update_rate: float = Field(-1.0, ge=-1)
-    """How far a step moves the biases that choose experts, towards equal loads; 0: they stay; -1: the model's."""
+    """How far a step moves the expert-selection biases towards equal loads; 0: not at all; -1: the model's."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """A non-finite loss or gradient stops the run, or its step is skipped and counted. It never reaches the weights."""
+    """After a non-finite loss or gradient, stop the run, or skip and count the step. It never reaches the weights."""
     num_workers: int = Field(0, ge=0)
     """Processes that load data on each rank; 0 loads in the training process."""
 
@@ -170,11 +169,11 @@ class LRScheduler(_Strict):
     """The learning rate over the steps: warmup, then constant, then decay."""
 
     warmup_steps: int = Field(100, ge=0)
-    """Steps over which the rate rises linearly from 0 to optimizer.lr; a shorter run ends while it rises."""
+    """Steps over which the rate rises linearly from 0 to optimizer.lr; a shorter run ends before the rise does."""
     total_steps: int = Field(0, ge=0)
-    """Step at which the decay ends; 0: training.steps, which then may not change once the rate has begun to decay."""
+    """Step at which the decay ends; 0: training.steps, which then may not change once the decay has begun."""
     decay_ratio: float = Field(1.0, ge=0, le=1)
-    """Share of the total steps that decay, at the end, but never more than warmup leaves. 1: all after warmup."""
+    """Share of the total steps over which the rate decays, at the end; at most what warmup leaves. 1: all after it."""
     decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
     """Shape of the decay."""
     min_lr_factor: float = Field(0.1, ge=0, le=1)
@@ -189,28 +188,28 @@ class Parallelism(_Strict):
     data_parallel_shard_degree: int = Field(-1, ge=-1)
     """Ranks that share parameters and take different streams (FSDP); -1: the ranks that are left."""
     fsdp_reshard_after_forward: Literal["always", "never"] = "always"
-    """Free a layer's gathered parameters after its forward and gather them again in backward, or keep them until then:
-    faster, for 2 bytes a parameter of all layers in bfloat16."""
+    """Free a layer's gathered parameters after its forward and gather them again in backward (always), or keep them
+    until then (never): faster, at the cost of 2 bytes per parameter of all layers in bfloat16."""
     fsdp_transport: Literal["nccl", "copy_engines"] = "nccl"
-    """What moves parameters and gradients between GPUs. Their copy engines leave layers all multiprocessors, for
-    0.5 GiB of a GPU, where the ranks that share parameters are of one node."""
+    """What moves parameters and gradients between GPUs. The GPUs' copy engines leave all multiprocessors to the layers
+    and take 0.5 GiB of each GPU; the ranks that share parameters must be on one node."""
     context_parallel_degree: int = Field(1, ge=1)
     """Ranks that share one stream."""
     context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
-    """One run of tokens per rank, or two mirrored ones, which balance causal attention by ring; all-to-all over heads
-    and all-gather are balanced in both, and linear layers are faster in the first."""
+    """One fragment of each stream per rank (contiguous), or two mirrored ones (zigzag), which balance causal ring
+    attention; all-to-all over heads and all-gather are balanced in both, and linear layers are faster in the first."""
     context_parallel_method: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
-    """Exchange of the softmax layers; "auto" is all-to-all over heads ("ulysses") where it can be."""
+    """Exchange in the softmax layers; "auto" is all-to-all over heads ("ulysses") where possible."""
     context_parallel_linear_method: Literal["kcp", "ulysses"] = "kcp"
-    """Exchange of the linear layers: states of the recurrence (KCP), or all-to-all over heads."""
+    """Exchange in the linear layers: states of the recurrence (KCP), or all-to-all over heads."""
     context_parallel_transport: Literal["auto", "nccl"] = "auto"
     """What carries states and the convolution's halos: "auto" is memory that the GPUs of a node map from each other,
-    where they can and a trial at the start has shown it; elsewhere it is NCCL."""
+    if they can and a trial at the start confirms it; otherwise NCCL."""
     tensor_parallel_degree: int = Field(1, ge=1)
-    """Ranks that share every layer, by heads and hidden channels, the vocabulary, and the tokens between layers."""
+    """Ranks that split every layer by heads and hidden channels, the vocabulary, and the tokens between layers."""
     expert_parallel_degree: int = Field(1, ge=1)
-    """Ranks, of those that share parameters (data_parallel_shard_degree × context_parallel_degree), that share out the
-    experts instead: tokens travel to them."""
+    """Ranks, out of those that share parameters (data_parallel_shard_degree × context_parallel_degree), that divide the
+    experts among themselves instead: tokens travel to the experts."""
 
 
 class Checkpoint(_Strict):
@@ -223,50 +222,50 @@ class Checkpoint(_Strict):
     interval: int = Field(500, ge=1)
     """Steps between saves; the last step is always saved."""
     async_mode: Literal["disabled", "async"] = "disabled"
-    """Write while training goes on, or before it does."""
+    """Write while training goes on (async), or before it goes on (disabled)."""
     keep_latest_k: int = Field(10, ge=0)
-    """Older checkpoints than the latest k are removed; 0 keeps all."""
+    """Checkpoints older than the latest k are removed; 0 keeps all."""
     verify: bool = True
-    """Read what a save wrote back from the disk before older checkpoints are removed; what is not the same is written
-    once more, and then the save has failed. Asynchronous saves do it while training goes on."""
+    """Read each save back from the disk before older checkpoints are removed. What differs is written once more; if it
+    differs again, the save has failed. Asynchronous saves do this while training goes on."""
     grace_seconds: int = Field(0, ge=0)
-    """Time that a machine leaves a run after SIGTERM (a spot instance: 30 to 120). If the rest of the step and a save
-    would take longer, the step is given up and the state before it is saved; 0: as long as it takes."""
+    """Time that the machine stays up after SIGTERM (a spot instance: 30 to 120). If the rest of the step and a save
+    would take longer, the step is given up and the state before it is saved; 0: no limit."""
     load_step: int = Field(-1, ge=-1)
-    """Step to go back to, once: later ones are set aside, and the same command started again resumes from its newest;
-    -1: the newest whole checkpoint."""
+    """Step to go back to, once: later checkpoints are set aside, and the same command, started again, resumes from the
+    newest; -1: the newest whole checkpoint."""
     initial_load_path: str = ""
-    """Checkpoint whose weights start a run that has none of its own."""
+    """Checkpoint whose weights start a run that has no checkpoint of its own."""
     initial_load_in_hf: bool = False
-    """The weights that start a run are a Hugging Face folder's: checkpoint.initial_load_path, or if that is empty
-    model.hf_assets_path. Each rank reads what it owns of its safetensors files; the folder stays needed later."""
+    """Start the run from the weights of a Hugging Face folder: checkpoint.initial_load_path or, if that is empty,
+    model.hf_assets_path. Each rank reads what it owns from the safetensors files; the folder is needed later, too."""
     last_save_model_only: bool = False
     """The last save holds the weights only: smaller, but the run cannot be continued from it."""
     last_save_in_hf: bool = False
     """When the run ends, write its weights as a Hugging Face folder too: step-N-hf, beside the checkpoints."""
     export_interval: int = Field(0, ge=0)
-    """Steps between Hugging Face folders of checkpoints, step-N-hf, which a process of its own writes while training
-    goes on: a multiple of checkpoint.interval; 0: none. They are never removed."""
+    """Steps between exports of checkpoints to Hugging Face folders, step-N-hf, which a separate process writes while
+    training goes on: a multiple of checkpoint.interval; 0: none. The folders are never removed."""
     export_dtype: Literal["float16", "bfloat16", "float32", "source"] = "float32"
-    """Type of the tensors in these folders; source: of each as in the folder that the run began from."""
+    """Type of the tensors in these folders; source: each tensor's type in the folder that the run began from."""
 
 
 class ActivationCheckpoint(_Strict):
-    """Memory against time."""
+    """Trade computing time for memory."""
 
     mode: Literal["none", "selective", "attention", "full"] = "none"
-    """full: keep only the input of each layer and compute the layer again in backward. attention: keep what softmax
-    attention gave too, which for long documents is little memory and much of the time. selective: keep what the delta
-    rule, the convolution and exchanges between ranks gave as well."""
+    """full: keep only the input of each layer and compute the layer again in backward. attention: also keep the results
+    of softmax attention, which for long documents are little memory and much of the time. selective: also keep the
+    results of the delta rule, the convolution and exchanges between ranks."""
 
 
 class Compile(_Strict):
     """What torch.compile does."""
 
     enable: bool = False
-    """Compile each layer: what is between products, delta rule and attention becomes few kernels."""
+    """Compile each layer: what lies between matrix products, delta rule and attention becomes a few kernels."""
     backend: Literal["inductor", "aot_eager"] = "inductor"
-    """aot_eager: graphs without code of their own, to find out which of the two an error comes from."""
+    """aot_eager: graphs without generated code, to find out which of the two an error comes from."""
 
 
 class FileGroup(_Strict):
@@ -285,19 +284,20 @@ class Metrics(_Strict):
     """Write TensorBoard events to tb/ in job.dump_folder."""
     enable_wandb: bool = False
     """Report to Weights & Biases too, as one run however often it resumes. The package is not a dependency: pip install
-    wandb. Its environment decides the rest: WANDB_PROJECT, WANDB_MODE=offline."""
+    wandb. Its environment variables decide the rest: WANDB_PROJECT, WANDB_MODE=offline."""
     telemetry_freq: int = Field(100, ge=0)
-    """Steps between looks inside: norms by layer, decay half-lives, attention's entropy, loss by position and source,
-    experts' loads (telemetry.jsonl; docs/telemetry.md says what each means); 0: none."""
+    """Steps between looks inside a step: norms by layer, decay half-lives, attention's entropy, loss by position and
+    source, experts' loads (telemetry.jsonl; docs/telemetry.md says what each means); 0: none."""
     loss_by_source: list[FileGroup] = []
-    """Groups of files whose losses telemetry shows each, [{name = "code", files = "**/*.py"}, …]: globs (separated by
-    commas) of paths or of how they end. A document belongs to the first group that its file fits, else to "other"."""
+    """Groups of files whose losses telemetry shows separately, [{name = "code", files = "**/*.py"}, …]: globs
+    (separated by commas) of paths or their ends. A document belongs to the first group that fits its file, else to
+    "other"."""
     spike_sigmas: float = Field(6.0, ge=0)
-    """A loss that lies so many standard deviations above the mean of the last 128 is noted with its step's streams in
-    spikes.jsonl, as a non-finite one always is; 0: no others."""
+    """A loss more than this many standard deviations above the mean of the last 128 is noted, with its step's streams,
+    in spikes.jsonl; a non-finite loss always is; 0: only non-finite ones."""
     peak_tflops: float = Field(0.0, ge=0)
-    """TFLOP/s that a GPU can reach at most in the type of compute, of which MFU is a share; 0: what is known of its
-    name. Of a GPU that is not known there is no MFU."""
+    """Peak TFLOP/s of a GPU in the type of compute, of which MFU is a share; 0: the peak known for a GPU of this name.
+    For a GPU that is not known there is no MFU."""
 
 
 class Profiling(_Strict):
@@ -310,15 +310,15 @@ class Profiling(_Strict):
     profile_freq: int = Field(10, ge=1)
     """Steps between traces."""
     profiler_active: int = Field(1, ge=1)
-    """Steps of a trace."""
+    """Number of steps in a trace."""
     profiler_warmup: int = Field(3, ge=0)
-    """Steps before them in which the profiler runs and keeps nothing, as many as there is room for."""
+    """Steps before each trace in which the profiler runs but keeps nothing; at most what profile_freq leaves."""
     profile_count: int = Field(0, ge=0)
-    """Traces of a start; 0: without end."""
+    """Number of traces per start of the run; 0: no limit."""
     enable_memory_snapshot: bool = False
-    """Record where memory of the GPU is allocated, for snapshots: one when it runs out, and one after the step in
-    which SIGUSR1 comes to a worker, or to the launcher for all of its node. Without this key the latter tells what is
-    allocated, not where."""
+    """Record where in the code the GPU's memory is allocated, for snapshots: one when memory runs out, and one after
+    the step in which SIGUSR1 reaches a worker, or the launcher, for all workers of its node. Without this key, a
+    snapshot after SIGUSR1 tells what is allocated, not where."""
     save_memory_snapshot_folder: str = Field("memory_snapshots", min_length=1)
     """Folder of the snapshots, inside job.dump_folder."""
 
@@ -329,17 +329,18 @@ class Validation(_Strict):
     enable: bool = False
     """Validate during training."""
     dataset_path: str = ""
-    """Corpus to validate on, of the kind training.dataset; empty: documents held out of the training corpus."""
+    """Corpus to validate on, of the kind that training.dataset names; empty: documents held out of the training
+    corpus."""
     holdout: float = Field(0.01, ge=0, lt=1)
     """Share of the training corpus's documents to hold out when validating without validation.dataset_path."""
     freq: int = Field(100, ge=1)
     """Training steps between validations; the last step is always validated."""
     steps: int = Field(-1, ge=-1)
-    """Streams of a validation, over all ranks; -1: all held-out documents."""
+    """Number of streams in a validation, over all ranks; -1: all held-out documents."""
     local_batch_size: int = Field(1, ge=1)
     """Streams of one validation batch on one data-parallel rank."""
     sample_tokens: int = Field(0, ge=0)
-    """Tokens of a text generated at each validation, with sample.temperature and sample.top_p; 0: none."""
+    """Length, in tokens, of a text generated at each validation, with sample.temperature and sample.top_p; 0: none."""
     sample_prompt: str = Field("def ", min_length=1)
     """What that text begins with."""
 
@@ -350,11 +351,11 @@ class Sample(_Strict):
     prompt: str = Field("def ", min_length=1)
     """What the sample begins with."""
     max_new_tokens: int = Field(0, ge=0)
-    """Length of the sample; 0: none."""
+    """Length of the sample in tokens; 0: none."""
     temperature: float = Field(0.8, ge=0)
     """Temperature of sampling; 0: always the likeliest token."""
     top_p: float = Field(1.0, gt=0, le=1)
-    """Draw among the likeliest tokens whose probabilities reach this sum."""
+    """Draw only from the likeliest tokens whose probabilities together reach this sum."""
 
 
 class Comm(_Strict):
@@ -365,8 +366,8 @@ class Comm(_Strict):
     train_timeout_seconds: int = Field(100, ge=1, le=10**6)
     """Timeout after the first step. Validation, saves and exports have none: they wait for the slowest disk."""
     max_restarts: int = Field(0, ge=0)
-    """Times that all workers are started again, from the newest checkpoint, after a rank or a node has crashed. An
-    error that would come again (a mistake, a non-finite loss, a failed save, too little memory) ends the run."""
+    """How many times all workers may be restarted, from the newest checkpoint, after a rank or a node has crashed. An
+    error that would recur (a mistake, a non-finite loss, a failed save, too little memory) ends the run."""
 
 
 class Debug(_Strict):
@@ -410,7 +411,7 @@ class Config(_Strict):
 SECTIONS: dict[str, type[_Strict]] = {name: field.annotation for name, field in Config.model_fields.items()}
 KEYS = {f"{section}.{key}": field for section, cls in SECTIONS.items() for key, field in cls.model_fields.items()}
 
-# Keys of the tables in a list.
+# For messages: the keys of the tables that a key with a list takes.
 TABLES = {
     "training.mixture": "name = …, weight = …, dataset = …",
     "training.seq_len_schedule": "until_step = …, seq_len = …",
@@ -418,11 +419,11 @@ TABLES = {
 }
 
 PRINT = "--print-config"
-OTHER = "other"  # of metrics.loss_by_source: what no group has
-SMALLEST_SHARE = 1 << 16  # of a mixture, one in so many streams
-SMALLEST_EPS = 1.2e-38  # float32 and bfloat16 have less with fewer digits, and devices take it for 0
+OTHER = "other"  # in metrics.loss_by_source: the files that fit no group
+SMALLEST_SHARE = 1 << 16  # a source of a mixture gives at least one in this many streams
+SMALLEST_EPS = 1.2e-38  # float32 and bfloat16 hold smaller numbers with fewer digits only, and devices take them for 0
 
-# Keys and sections of TorchTitan whose capability is not here, and what there is.
+# Keys and sections of TorchTitan for what does not exist here, and what there is instead.
 ABSENT = {
     "pipeline_parallel_degree": "there is no pipeline parallelism; parallelism.data_parallel_shard_degree splits the "
     "parameters",
@@ -434,10 +435,10 @@ ABSENT = {
 
 
 def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
-    """The run that `argv` (without the program's name) asks for, with every "auto" of its types resolved.
+    """The configuration that `argv` (without the program's name) asks for, with every "auto" among its types resolved.
 
     Args:
-        cuda: whether it is for GPUs; by default, whether there are any here.
+        cuda: whether the run is for GPUs; by default, whether this machine has any.
 
     Raises:
         ValueError: an unreadable file, an unknown key, a value of another type or out of range.
@@ -464,7 +465,7 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
 
 
 def config_to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
-    """TOML that starts the same run; `job.config_file` is left out, as it names where a run came from.
+    """TOML that starts the same run; `job.config_file` is left out, as it only names the file that this was read from.
 
     Args:
         origins: "section.key" → where its value is from, for a comment beside it.
@@ -479,7 +480,7 @@ def config_to_toml(config: Config, origins: Mapping[str, str] | None = None) -> 
 
 
 def _origins(config: Config, given: Config, sources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Where each value is from: the first of the sources that has it, or its default; and whether "auto" chose it."""
+    """Where each value is from: the first of `sources` that has it, or its default; and whether "auto" chose it."""
     origins = {}
     for dotted in KEYS:
         section, key = dotted.split(".")
@@ -495,7 +496,7 @@ def flat_keys(config: Config) -> dict[str, Any]:
 
 
 def difference(old: Any, new: Any) -> str:
-    """Of a key's value, in words. Of tables with names: which came, which went, what changed in which."""
+    """A change of a key's value, in words. For lists of named tables: those added, those left out, what changed."""
     if not (isinstance(new, list) and all("name" in table for table in [*old, *new])):
         return f"{old!r} → {new!r}"
     before, now = ({table["name"]: table for table in tables} for tables in (old, new))
@@ -509,7 +510,7 @@ def difference(old: Any, new: Any) -> str:
 
 
 def toml_value(value: Any) -> str:
-    """Of a key. bool, int, float and str are written in JSON as in TOML, but for the escape of DEL."""
+    """A key's value in TOML. JSON writes bool, int, float and str in the same way, except that TOML escapes DEL."""
     if isinstance(value, list):
         return f"[{', '.join(map(toml_value, value))}]"
     if isinstance(value, dict):
@@ -551,7 +552,7 @@ def _read_command_line(argv: list[str]) -> dict[str, dict[str, Any]]:
 
 
 def _typed(text: str, annotation: type) -> Any:
-    """The value that `text` spells, as strictly as TOML would; text that spells none stays for validation to refuse."""
+    """The value that `text` spells, as strictly as in TOML; other text is returned, for validation to refuse it."""
     if annotation is bool:
         return {"true": True, "false": False}.get(text, text)
     if annotation in (int, float):
@@ -568,7 +569,7 @@ def _typed(text: str, annotation: type) -> Any:
 
 
 def _parser(only: str = "") -> argparse.ArgumentParser:
-    """Of all keys, or of those of one section."""
+    """The parser of all keys, or of one section's."""
     parser = argparse.ArgumentParser(
         prog="run_train.sh", usage="%(prog)s [--section.key value ...]", argument_default=argparse.SUPPRESS,
         description="Train a linear-attention or hybrid language model.", allow_abbrev=False, exit_on_error=False,
@@ -591,7 +592,7 @@ def _parser(only: str = "") -> argparse.ArgumentParser:
 
 
 class _Help(argparse.Action):
-    """All keys, or those of a section."""
+    """Print all keys, or those of a section."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, section: str | None, option: str = "") -> None:
         if section is not None and section not in SECTIONS:
@@ -639,7 +640,7 @@ def _explain(error: Any) -> str:
 
 
 def _nearest(key: str) -> str:
-    """A suggestion for an unknown key or section: what there is instead, the same name elsewhere, or the most alike."""
+    """What to suggest for an unknown key or section: what there is instead, the same name elsewhere, or the closest."""
     for name in key.split("."):
         if name in ABSENT:
             return f": {ABSENT[name]}"
@@ -653,7 +654,7 @@ def _nearest(key: str) -> str:
 
 
 def changed(config: Config, changes: Mapping[str, object]) -> Config:
-    """With other values of some keys, by "section.key"."""
+    """A copy with other values of some keys, by "section.key"."""
     for name, value in changes.items():
         section, key = name.split(".")
         config = config.model_copy(update={section: getattr(config, section).model_copy(update={key: value})})
@@ -661,7 +662,7 @@ def changed(config: Config, changes: Mapping[str, object]) -> Config:
 
 
 def _at_home(config: Config) -> Config:
-    """With the home folder for ~ in paths of folders."""
+    """A copy with ~ replaced by the home folder in the paths of folders."""
     keys = (
         "job.dump_folder", "checkpoint.folder", "checkpoint.initial_load_path", "model.hf_assets_path",
         "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder",
@@ -683,7 +684,7 @@ def _resolve(config: Config, cuda: bool | None) -> Config:
 
 
 def _on_cuda() -> bool:
-    import torch  # slow to import; --help and typing errors do without
+    import torch  # slow to import; --help and errors in keys do without
 
     return torch.cuda.is_available()
 
@@ -716,7 +717,7 @@ def data_parallel_degrees(config: Config, world_size: int) -> tuple[int, int]:
 
 
 def micro_steps(config: Config, world_size: int) -> int:
-    """Micro-batches of a rank in a step."""
+    """Number of micro-batches per rank in a step."""
     replicas, shards = data_parallel_degrees(config, world_size)
     return config.training.global_batch_size // (replicas * shards * config.training.local_batch_size)
 
@@ -762,24 +763,27 @@ def check_config(config: Config, world_size: int) -> None:
 
 
 def seq_len_at(t: Training, step: int) -> int:
-    """Tokens of a stream of this step, of which the first is 1."""
+    """Number of tokens in each stream of this step; steps count from 1."""
     return next((part.seq_len for part in t.seq_len_schedule if step <= part.until_step), t.seq_len)
 
 
 def replicas_wait(t: Training) -> bool:
-    """A step's gradients are added up over HSDP's replicas in its last micro-step. Until then FSDP2 holds their sum on
-    the device in the type of reductions: with CPU offload, or if gradients are kept in another type, it is done in
-    each, so that a narrower type is not what micro-steps are added up in, and a wider one takes no memory."""
+    """Whether gradients are summed over HSDP's replicas only in a step's last micro-step.
+
+    Until then FSDP2 holds a rank's sum on the device, in the type of reductions. With CPU offload, or if gradients are
+    kept in another type, they are summed over replicas in every micro-step: a narrower type is then not the one in
+    which micro-steps are added up, and a wider one takes no memory.
+    """
     return not t.enable_cpu_offload and t.mixed_precision_reduce == t.dtype
 
 
 def schedule_steps(config: Config) -> int:
-    """Until which the learning rate decays."""
+    """The step at which the learning rate's decay ends."""
     return config.lr_scheduler.total_steps or config.training.steps
 
 
 def tokens_at(t: Training, step: int) -> int:
-    """Tokens of the first `step` steps."""
+    """Number of tokens in the first `step` steps."""
     done = streams_of_one = 0
     for part in t.seq_len_schedule:
         steps = max(0, min(part.until_step, step) - done)
@@ -809,7 +813,7 @@ def _check_batch(config: Config, dp: int) -> None:
 
 
 def _check_length(config: Config, key: str, seq_len: int) -> None:
-    """Ranks can cut streams of this length."""
+    """Check that the ranks can cut streams of this length."""
     p = config.parallelism
     blocks = p.context_parallel_degree * (2 if p.context_parallel_layout == "zigzag" else 1)
     if seq_len % blocks:
@@ -867,7 +871,7 @@ def _check_types(t: Training) -> None:
 
 
 def sources(config: Config) -> dict[str, Training | Source]:
-    """What is trained on, by the beginning of its keys in messages."""
+    """What is trained on, by how messages begin the names of its keys."""
     t = config.training
     return {f"training.mixture, source {s.name!r}: ": s for s in t.mixture} if t.mixture else {"training.": t}
 
@@ -903,7 +907,7 @@ def _check_data(config: Config) -> None:
 
 
 def _check_source(where: str, s: Training | Source) -> None:
-    """where: the beginning of its keys."""
+    """where: how messages begin the names of its keys."""
     if s.dataset == "stdlib" and s.dataset_path:
         raise ValueError(
             f"{where}dataset_path = {s.dataset_path!r} is not used by {where}dataset = 'stdlib'; remove it, or set "
@@ -1004,7 +1008,7 @@ def _check_checkpoint(c: Checkpoint) -> None:
 
 
 def hf_assets(config: Config) -> str:
-    """The Hugging Face folder that says what the model is and brings its tokenizer; "" if the run has none."""
+    """The Hugging Face folder that defines the model and brings its tokenizer; "" if the run has none."""
     return config.model.hf_assets_path or (config.checkpoint.initial_load_path if starts_in_hf(config) else "")
 
 

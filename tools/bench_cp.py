@@ -11,22 +11,22 @@
     python -m tools.bench_cp --estimate H200 --heads 32                     # nothing is run
 
 Milliseconds of the slowest rank, forward and forward + backward, in bfloat16. "GPU": the median from the first kernel
-to the last, the host ahead, as it is in a training step. "host": what the host takes to queue it, the least of all
-rounds, for others work there too; where that is more, the GPU waits. "exposed": what of forward + backward a collective
-runs in and nothing else does, by the profiler. "alone": the op on T / W tokens of one document on one GPU, no context
-parallelism; layout "whole": likewise, on all T tokens of the documents. For attention TFLOP/s per GPU on the pairs that
-the mask leaves. Documents: "one", "packed" (ten), "web" (lengths of a median of 1,000 tokens, log-normal), "mixed"
-(4,000, with long ones among them). Heads are of 128 × 128.
+to the last, with the host ahead, as in a training step. "host": the time that the host takes to queue the work, the
+least of all rounds, since others use the host too; if it exceeds the GPU's time, the GPU waits. "exposed": the part of
+forward + backward in which a collective runs and nothing else does, by the profiler. "alone": the op on T / W tokens of
+one document on one GPU, without context parallelism; layout "whole": likewise, on all T tokens of the documents. For
+attention, TFLOP/s per GPU on the pairs that the mask leaves. Documents: "one", "packed" (ten), "web" (log-normal
+lengths with a median of 1,000 tokens), "mixed" (a median of 4,000, with long ones among them). Heads are 128 × 128.
 
---peers: beneath our rows those of peers on the same inputs, never compiled. FLA's KCP and its convolution, where
-flash-linear-attention is installed; at the first call of an op with so many heads it autotunes for minutes, and keeps
-what it found in Triton's cache. Its GDN runs without its guard against wrong numbers on Hopper: times only. torch's
-`context_parallel` with cuDNN's attention, for one document in zig-zag: its rotation "allgather" beneath all-gather,
-"alltoall" beneath the ring.
+--peers: below our rows, those of peers on the same inputs, never compiled. FLA's KCP and its convolution, if
+flash-linear-attention is installed; at the first call of an op with a new number of heads it autotunes for minutes, and
+keeps what it found in Triton's cache. Its GDN runs without its guard against wrong numbers on Hopper: times only.
+torch's `context_parallel` with cuDNN's attention, for one document in zig-zag: its rotation "allgather" below
+all-gather, "alltoall" below the ring.
 
---estimate, by rates measured on a GPU (rates/, tools/bench_rates.py) and the planner's account of each operator: what
-of a layer's communication is exposed, forward and backward, as a share of the op's own time on a rank, by T / W of one
-document, and from which T / W on it is below 5%. Ranks are of one node.
+--estimate: from rates measured on a GPU (rates/, tools/bench_rates.py) and the planner's account of each operator, the
+part of a layer's communication that is exposed, forward and backward, as a share of the op's own time on a rank, by
+T / W of one document, and the least T / W for which it is below 5%. All ranks are on one node.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ from titan_linear.process import run_command
 from titan_linear.timing import Clock, Machine, read_rates, shipped
 from titan_linear.traces import Event, communicates, events_of, on_device, span_of, summary
 
-TEN = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)  # of 32768 tokens
+TEN = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)  # boundaries in 32768 tokens
 D = 128
 ROUNDS, PROFILED = 60, 5
 Inputs = dict[str, torch.Tensor]
-Row = tuple[str, str, str]  # whose ("" for ours), documents, layout
+Row = tuple[str, str, str]  # whose op ("" for ours), documents, layout
 METHODS, LAYOUTS = ("ring", "allgather", "ulysses"), ("contiguous", "zigzag")
 OPTIONS: dict[str, dict[str, Any]] = {"kda": {"safe_gate": True}, "gdn": {}, "conv": {"activation": "silu"}}
-ROTATIONS = {"ring": "alltoall", "allgather": "allgather"}  # torch's, by the method of ours that they resemble
-LENGTHS = {"web": (1000, 1.0), "mixed": (4000, 1.5)}  # median and log's standard deviation of documents' tokens
+ROTATIONS = {"ring": "alltoall", "allgather": "allgather"}  # torch's rotation for each of our methods that resembles it
+LENGTHS = {"web": (1000, 1.0), "mixed": (4000, 1.5)}  # documents' lengths: median, and standard deviation of the log
 SMALL = 0.05  # share of the op's time
 
 
 def boundaries(documents: str, T: int) -> torch.Tensor:
-    """[N+1] int32 on the CPU: "one" document, the ten scaled to T tokens, or random ones, the same for all ranks."""
+    """[N+1] int32 on the CPU: "one" document, TEN scaled to T tokens, or random documents, the same on all ranks."""
     if documents in LENGTHS:
         return torch.from_numpy(random_documents(documents, T, seed=0)).int()
     edges = TEN if documents == "packed" else (0, TEN[-1])
@@ -109,7 +109,7 @@ def function(op: str) -> Callable[..., torch.Tensor]:
 
 
 def timed(fn: Callable[[], Any], flush: torch.Tensor) -> tuple[float, float]:
-    """Milliseconds, the median on this GPU, the least on its host. Ranks start together, the host ahead by `flush`."""
+    """Milliseconds: the median on this GPU, the least on its host. Ranks start together; `flush` lets the host lead."""
     for _ in range(3):
         fn()
     spans, host = [], []
@@ -129,10 +129,10 @@ def timed(fn: Callable[[], Any], flush: torch.Tensor) -> tuple[float, float]:
 
 
 def exposed(fn: Callable[[], Any], flush: torch.Tensor) -> float:
-    """Milliseconds on this GPU in which only collectives ran, of a round on average; inf: the profiler lost events."""
+    """Mean milliseconds per round in which only collectives ran on this GPU; inf: the profiler lost events."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         torch.cuda.synchronize()
-        dist.barrier()  # ranks do not wait for each other's profilers
+        dist.barrier()  # so that no rank waits for another's profiler to start
         flush.zero_()
         for _ in range(PROFILED):
             fn()
@@ -142,19 +142,19 @@ def exposed(fn: Callable[[], Any], flush: torch.Tensor) -> float:
 
 
 def after_flush(events: Sequence[Event]) -> list[Event]:
-    """What ran after the flush, the first kernel of milliseconds that is no collective; nothing without it."""
+    """What ran after the flush (the first kernel above 1 ms that is no collective); nothing, if there is no flush."""
     ran = sorted(on_device(events), key=span_of)
     end = next((span_of(e)[1] for e in ran if e["dur"] > 1000 and not communicates(e)), math.inf)
     return [e for e in ran if e["ts"] >= end]
 
 
 def measure(fn: Callable[..., torch.Tensor], x: Inputs, options: dict[str, Any], flush: torch.Tensor) -> list[float]:
-    """Of the slowest rank: GPU forward, host forward, GPU forward + backward, host forward + backward, exposed."""
+    """The slowest rank's GPU forward, host forward, GPU forward + backward, host forward + backward, and exposed."""
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
     dy = torch.randn_like(fn(**x, **options))
     with torch.no_grad():
         forward = timed(lambda: fn(**x, **options), flush)
-    with torch.autograd.set_multithreading_enabled(False):  # as the trainer has it
+    with torch.autograd.set_multithreading_enabled(False):  # as in the trainer
         step = lambda: torch.autograd.grad(fn(**x, **options), list(x.values()), dy)  # noqa: E731
         both, alone = timed(step, flush), exposed(step, flush)
     times = torch.tensor([*forward, *both, alone], device="cuda", dtype=torch.float64)
@@ -163,7 +163,7 @@ def measure(fn: Callable[..., torch.Tensor], x: Inputs, options: dict[str, Any],
 
 
 def tflops(H: int, bounds: torch.Tensor, ranks: int, times: Sequence[float]) -> str:
-    """Per GPU, of attention on the pairs that the mask leaves; times: of `measure`."""
+    """TFLOP/s per GPU of attention, on the pairs that the mask leaves. times: the result of `measure`."""
     lengths = bounds.diff().long()
     work = 4 * D * H * int((lengths * (lengths + 1) // 2).sum()) / ranks / 1e9
     return f"{work / times[0]:.0f} / {3.5 * work / times[2]:.0f} TFLOP/s"
@@ -174,7 +174,7 @@ def tflops(H: int, bounds: torch.Tensor, ranks: int, times: Sequence[float]) -> 
 
 @dataclass(frozen=True)
 class Call:
-    """A function, its inputs and options, and where it is called."""
+    """A function, its inputs and options, and the context manager within which it is called."""
 
     fn: Callable[..., torch.Tensor]
     inputs: Inputs
@@ -183,7 +183,7 @@ class Call:
 
 
 def rows(op: str, documents: Sequence[str], layouts: Sequence[str], peers: Sequence[str]) -> Iterator[Row]:
-    """Of an op; a peer's beneath ours of the same work."""
+    """The rows of an op; a peer's row comes below ours for the same work."""
     yield "", "one", "alone"
     for of, layout in product(documents, layouts):
         yield "", of, layout
@@ -194,7 +194,7 @@ def rows(op: str, documents: Sequence[str], layouts: Sequence[str], peers: Seque
 
 
 def ours(fn: Callable[..., torch.Tensor], compiled: bool, x: Inputs, cu: torch.Tensor, layout: str) -> Call:
-    """Of all ranks in this layout, or of each one alone."""
+    """Our op, on all ranks in this layout, or on each rank alone."""
     if layout in LAYOUTS and dist.get_world_size() > 1:
         context = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu)
     else:
@@ -205,7 +205,7 @@ def ours(fn: Callable[..., torch.Tensor], compiled: bool, x: Inputs, cu: torch.T
 
 
 def fla(op: str, x: Inputs, cu: torch.Tensor, layout: str) -> Call:
-    """flash-linear-attention's function of the same meaning, which takes the same tensors."""
+    """flash-linear-attention's equivalent function, which takes the same tensors."""
     from fla.ops.cp import build_cp_context as context_of
 
     from tools.bench_ops import peers
@@ -216,20 +216,20 @@ def fla(op: str, x: Inputs, cu: torch.Tensor, layout: str) -> Call:
 
 
 def torch_peer(op: str, x: Inputs, cu: torch.Tensor, layout: str) -> Call:
-    """torch's `context_parallel`, on tensors as it wants them, [1, H, T/W, D]."""
+    """torch's `context_parallel`, on tensors in the shape that it needs, [1, H, T/W, D]."""
     assert layout == "zigzag" and len(cu) == 2
     x = {name: t.transpose(1, 2).contiguous() for name, t in x.items()}
     return Call(torch_attention, x, {}, torch_context_parallel(int(cu[-1]), ROTATIONS[op], x["q"].device.type))
 
 
 def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    sdpa = torch.nn.functional.scaled_dot_product_attention  # as it is now: `context_parallel` puts its own there
+    sdpa = torch.nn.functional.scaled_dot_product_attention  # looked up at each call: `context_parallel` replaces it
     return sdpa(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
 
 
 @contextmanager
 def torch_context_parallel(T: int, rotation: str, device: str) -> Iterator[torch.Tensor]:
-    """Within, torch's attention is of all ranks' tokens, forward and backward. Gives those of this rank, [T/W]."""
+    """Within, torch's attention covers all ranks' tokens, forward and backward. Yields this rank's tokens, [T/W]."""
     from torch.distributed.tensor.experimental import context_parallel
     from torch.distributed.tensor.experimental._attention import set_rotate_method
 
@@ -273,7 +273,7 @@ def print_rows(args: argparse.Namespace, flush: torch.Tensor) -> None:
 
 
 def estimate(gpu: str, ranks: Sequence[int], tokens: Sequence[int], H: int, Hkv: int) -> str:
-    """The table of --estimate; tokens: of a rank, rising."""
+    """The table of --estimate; tokens: per rank, ascending."""
     machine = Machine(read_rates(shipped()[gpu]), max(ranks), np.inf, "flash4")
     lines = [f"| {H} heads | ranks | {' | '.join(map(str, tokens))} | below {SMALL:.0%} from |"]
     lines.append("|---" * (len(tokens) + 3) + "|")
@@ -287,7 +287,7 @@ def estimate(gpu: str, ranks: Sequence[int], tokens: Sequence[int], H: int, Hkv:
 
 
 def planned(H: int, Hkv: int) -> Iterator[tuple[str, MixerOptions, tuple[str, str, str]]]:
-    """Name, mixer; layout, method of softmax and of linear layers. The ring's work is even in zig-zag alone."""
+    """(name, mixer, (layout, softmax method, linear method)). The ring's work is even in zig-zag only."""
     for of in (mixers.KDA, mixers.GDN):
         for method in ("kcp", "ulysses"):
             mixer = of(heads=H, v_heads=H, head_dim=D, v_head_dim=D)
@@ -298,7 +298,7 @@ def planned(H: int, Hkv: int) -> Iterator[tuple[str, MixerOptions, tuple[str, st
 
 
 def planned_share(machine: Machine, mixer: MixerOptions, batch: Batch) -> float:
-    """Seconds of a layer's communication that nothing hides, over those of its attention or delta rule."""
+    """Seconds of a layer's exposed communication, divided by those of its attention or delta rule."""
     model = ModelConfig(vocab_size=1024, dim=2048, pattern=(mixer,), num_layers=1, hidden_dim=2048)
     (layer,), clock = layers(model, batch), Clock(machine, batch, compiled=True)
     passes = [clock.of(mixer, work, work.calls) for work in (layer.forward, layer.backward)]

@@ -1,12 +1,12 @@
-"""How long a corpus of any size takes to start from, how much memory, and how long a stream takes.
+"""How long a start takes on a corpus of any size, how much memory it needs, and how long a stream takes.
 
 python -m tools.bench_data                                           # 10⁹ documents, 10¹³ tokens, simulated
 python -m tools.bench_data --documents 100000000 --seq-len 131072 --processes 8
 
-Offsets, hashes and tokens are computed where they are asked for, from a pattern that repeats: no disk takes part. Timed
-is what trainers do: the sums of the split, once in a machine (kept where token caches are), then in each of the
-processes at once the start (the sums mapped, and the order of an epoch) and streams at random places. Memory is that of
-the processes alone and of their parts of what they share (PSS), less what they had before.
+Offsets, hashes and tokens are computed when they are read, from a repeating pattern: no disk takes part. Timed is what
+trainers do: the sums of the split, once per machine (kept beside the token caches); then, in all processes at once, the
+start (mapping the sums, and the order of an epoch) and streams at random places. Memory is what each process has alone
+and its share of what they have in common (PSS), less what it had before.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ import numpy as np
 from titan_linear.data import Corpus, PackedStreams, split_corpus
 from titan_linear.process import run_command
 
-MEAN = 10_000  # tokens of a document
-PERIOD = 1 << 16  # documents of the pattern
+MEAN = 10_000  # tokens per document
+PERIOD = 1 << 16  # documents after which the pattern repeats
 
 
 class Simulated:
-    """An array that is computed where it is read."""
+    """An array whose elements are computed when they are read."""
 
     base = None
 
@@ -44,7 +44,7 @@ class Simulated:
 
 
 def simulated_corpus(num_documents: int) -> Corpus:
-    """Documents of 1 to 2 · MEAN tokens, and MEAN in the mean."""
+    """Documents of 1 to 2 · MEAN tokens, MEAN on average."""
     rng = np.random.default_rng(0)
     half = rng.integers(1, MEAN, PERIOD // 2)
     inside = np.concatenate([[0], np.cumsum(np.concatenate([half, 2 * MEAN - half]))])[:-1]  # [PERIOD]
@@ -66,13 +66,13 @@ def simulated_corpus(num_documents: int) -> Corpus:
 
 
 def own_memory() -> float:
-    """MB of this process, and its parts of what is shared."""
+    """MB that this process has alone, and its share of what it shares with others."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1e3
 
 
 def measure(args: argparse.Namespace, start: Any, results: Any) -> None:
-    """One process: seconds of its start, of each stream, MB."""
+    """In one process: put the seconds of its start and of each stream, and its MB, into `results`."""
     corpus, rng = simulated_corpus(args.documents), np.random.default_rng(0)
     before = own_memory()
     start.wait()
@@ -84,14 +84,14 @@ def measure(args: argparse.Namespace, start: Any, results: Any) -> None:
     started = time.perf_counter() - began, time.process_time() - own
     seconds = [timed(streams, int(i)) for i in rng.integers(streams.num_tokens // args.seq_len, size=200)]
     seconds += [timed(held_out, int(i)) for i in rng.integers(len(held_out), size=50)]
-    start.wait()  # all still hold what they hold
+    start.wait()  # memory is measured while all processes still hold what they hold
     memory = own_memory() - before
     start.wait()
     results.put((started, seconds, memory))
 
 
 def timed(streams: PackedStreams, i: int) -> tuple[float, float]:
-    """Seconds of a stream, and those of the processor."""
+    """Elapsed seconds of a stream, and the processor's."""
     began, own = time.perf_counter(), time.thread_time()
     streams[i]
     return time.perf_counter() - began, time.thread_time() - own

@@ -1,4 +1,4 @@
-"""Times and memory of the linear-attention ops on one GPU, beside the floor of their bytes and, if wanted, peers.
+"""Times and memory of the linear-attention ops on one GPU, beside the floor set by their bytes and, if asked, peers.
 
     python -m tools.bench_ops                     # KDA, GDN and the convolution, the shapes of docs/kernels.md
     python -m tools.bench_ops --peers             # beside FLA and FlashQLA, as installed (FLA autotunes for minutes)
@@ -6,13 +6,13 @@
     python -m tools.bench_ops --ops gdn --tokens 32768 --heads 30 --dims 96x192 128x256
     python -m tools.bench_ops --first-call        # seconds of a process's first forward + backward, compiling included
 
-Median milliseconds on the GPU, forward and forward + backward, with a cold L2 cache and the host ahead, as it is in a
-training step (`timed`); q and k normalised and gates computed beforehand, bfloat16 with float32 gates. Heads
-are of K × V = 128 × 128, or as `--dims` says.
-"packed" has ten documents. The floor is the bytes of inputs, outputs and gradients over the copy bandwidth measured in
-the same run; GB/s are those bytes over the time, TFLOP/s the chunked algorithm's products (`flops`). "kept": bytes per
-token and head held between forward and backward, inputs and output apart. "peak": GiB above the inputs. "host": the
-milliseconds in which the host queues forward + backward; where they are more, the GPU waits.
+Median milliseconds on the GPU, forward and forward + backward, with a cold L2 cache and the host ahead, as in a
+training step (`timed`); q and k are normalised and gates computed beforehand, in bfloat16 with float32 gates. Heads
+are K × V = 128 × 128, or as `--dims` says. "packed" has ten documents. The floor is the bytes of inputs, outputs and
+gradients divided by the copy bandwidth measured in the same run; GB/s are those bytes divided by the time, TFLOP/s
+count the chunked algorithm's products (`flops`). "kept": bytes per token and head held between forward and backward,
+apart from inputs and output. "peak": GiB above the inputs. "host": the milliseconds that the host takes to queue
+forward + backward; if they exceed the GPU's time, the GPU waits.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda
 from titan_linear.process import run_command
 
 PACKED = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)
-C = 64  # tokens of a chunk
+C = 64  # tokens per chunk
 W = 4  # taps of the convolution
 ROUNDS = 40
 Inputs = dict[str, torch.Tensor]
@@ -65,16 +65,16 @@ OPS: dict[str, tuple[Callable[..., Any], Callable[[str, int, int, int, int], Inp
 
 
 def flops(op: str, K: int, V: int) -> tuple[int, int]:
-    """Of a token and head: forward; forward and backward."""
+    """FLOPs per token and head: (forward, forward and backward)."""
     if op == "conv":
         return 2 * W * K, 6 * W * K
-    # q·S, k·S, kᵀN; the two chunk matrices and their use. Backward: states again, their reverse, gradients.
+    # q·S, k·S, kᵀN; the two chunk matrices and their use. Backward: the states again, their reverse scan, gradients.
     forward = 6 * K * V + 4 * C * K + 4 * C * V
     return forward, forward + 16 * K * V + 8 * C * K + 10 * C * V
 
 
 def peers(op: str) -> dict[str, Callable[..., Any]]:
-    """The installed peers' functions of the same meaning."""
+    """The equivalent functions of the peers that are installed."""
     found: dict[str, Callable[..., Any]] = {}
     if find_spec("fla"):
         if op == "conv":
@@ -95,7 +95,7 @@ def peers(op: str) -> dict[str, Callable[..., Any]]:
 
 
 def timed(fn: Callable[[], Any], flush: torch.Tensor) -> tuple[float, float]:
-    """Median milliseconds of fn on the GPU, and of the host to queue it; writing `flush` gives it a start."""
+    """Median milliseconds of fn on the GPU, and of the host to queue it; writing `flush` gives the host a start."""
     for _ in range(3):
         fn()
     spans, host = [], []
@@ -115,7 +115,7 @@ def timed(fn: Callable[[], Any], flush: torch.Tensor) -> tuple[float, float]:
 def measure(
     fn: Callable[..., Any], x: Inputs, options: dict[str, Any], flush: torch.Tensor
 ) -> tuple[float, float, float, int, float]:
-    """(forward ms, forward + backward ms, its ms on the host, bytes kept for backward, peak GiB above the inputs)."""
+    """(forward ms, forward + backward ms, the latter's host ms, bytes kept for backward, peak GiB above the inputs)."""
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
     dy = torch.randn_like(fn(**x, **options)[0])
 
@@ -143,14 +143,14 @@ def copy_bandwidth() -> float:
 
 
 def needed_bytes(x: Inputs) -> tuple[int, int]:
-    """To read the inputs and write the output; and, for both passes, to read them again and write the gradients."""
+    """Bytes to read the inputs and write the output; for both passes, also to read these again and write gradients."""
     inputs = sum(t.nbytes for t in x.values())
     output = x["v" if "v" in x else "x"].nbytes
     return inputs + output, 3 * inputs + 2 * output
 
 
 def row(x: Inputs, heads: int, work: tuple[int, int], bandwidth: float, measured: tuple[float, ...]) -> list[str]:
-    """work: `flops`."""
+    """The cells of figures of a row. work: the result of `flops`."""
     *times, host, kept, peak = measured
     T, H, cells = x["v" if "v" in x else "x"].shape[1], heads, []
     for ms, needed, flop in zip(times, needed_bytes(x), work, strict=True):
@@ -160,7 +160,7 @@ def row(x: Inputs, heads: int, work: tuple[int, int], bandwidth: float, measured
 
 
 def first_call(op: str, folder: str, seconds: Any) -> None:
-    """In a process of its own, with an empty cache of compiled kernels."""
+    """Put the seconds of the first call into `seconds`; for a process of its own, with an empty cache of kernels."""
     os.environ["TRITON_CACHE_DIR"] = folder
     fn, make, options = OPS[op]
     x = {name: t.requires_grad_() for name, t in make(op, 8192, 16, 128, 128).items()}
@@ -198,7 +198,7 @@ def print_rows(
 
 
 def head_dims(text: str) -> tuple[int, int]:
-    """Of text such as 96x192, K and V."""
+    """K and V from text such as 96x192."""
     K, _, V = text.partition("x")
     if not (K.isdigit() and V.isdigit()):
         raise argparse.ArgumentTypeError(f"{text!r} must be K and V of a head, such as 96x192")

@@ -1,17 +1,17 @@
-"""Measures what a GPU can do, for the planner: products, attention, the delta rule's operators, bandwidths, links, and
-what its host can.
+"""Measures what a GPU can do, for the planner: products, attention, the delta rule's operators, bandwidths and links;
+and what its host can do.
 
     python -m tools.bench_rates --out h200.json
     torchrun --nproc-per-node 2 -m tools.bench_rates --out h200.json     # and the links between the GPUs of a node
     python -m tools.plan --gpus 64 --rates h200.json --job.config_file my.toml
 
 Each figure is the median of a few rounds, with the host ahead as in a training step; in bfloat16 on a GPU. It takes
-two minutes, most of them compiling. On a CPU sizes are small and in float32, and PyTorch's implementation stands for
-the operators: the whole of a delta rule's forward pass for its scan, of its backward pass for that.
+two minutes, mostly for compilation. On a CPU, sizes are small, in float32, and PyTorch's implementation stands in
+for the operators: a delta rule's whole forward pass for its scan, its whole backward pass for the backward operator.
 
-Heads are of 128 × 128, q and k are normalised and gates made in the kernels, as mixers call them; KDA's with a bound
-and, as "… any", without. Of an operator two
-numbers: the time per token and head where heads fill the GPU; and per token of an entry, where few heads do not.
+Heads are 128 × 128; q and k are normalised and gates computed in the kernels, as mixers call them, KDA's gates with a
+lower bound and, as "… any", without one. An operator has two numbers: the time per token and head, where heads fill the
+GPU, and the time per token of an entry, where heads are too few for that.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ RULES: dict[str, Callable[..., Any]] = {"kda": chunk_kda, "gdn": chunk_gated_del
 
 
 class Bench:
-    """One device, its sizes, and how to time there."""
+    """A device, the sizes to measure there, and how to time work on it."""
 
     def __init__(self, device: torch.device):
         self.device, self.gpu = device, device.type == "cuda"
@@ -75,7 +75,7 @@ class Bench:
         return self.between(begin, self.mark())
 
     def mark(self, ahead: bool = False) -> Any:
-        """A moment of the device. ahead: the host gets a start."""
+        """A moment on the device. ahead: give the host a head start before it."""
         if not self.gpu:
             return time.perf_counter()
         if ahead:
@@ -97,7 +97,7 @@ class Bench:
 
 
 def bandwidths(bench: Bench) -> dict[str, float]:
-    """Bytes read and written per second: copies, operations one by one, and a norm with its gate, compiled."""
+    """Bytes read and written per second: by a copy, by operations one by one, by a compiled norm with its gate."""
     rows = 32768 if bench.gpu else 256
     x, z, weight = bench.randn(rows, 4096), bench.randn(rows, 4096), bench.randn(4096)
     y = torch.empty_like(x)
@@ -120,7 +120,7 @@ def bandwidths(bench: Bench) -> dict[str, float]:
 
 
 def products(bench: Bench) -> list[tuple[int, float]]:
-    """TFLOP/s by width: of tokens with a square weight, and of the weight's gradient."""
+    """(width, TFLOP/s) of the product of tokens with a square weight, together with that of the weight's gradient."""
     rates = []
     for width in (256, 512, 1024, 2048, 4096) if bench.gpu else (64, 128):
         x, weight = bench.randn(bench.tokens, width), bench.randn(width, width)
@@ -130,7 +130,7 @@ def products(bench: Bench) -> list[tuple[int, float]]:
 
 
 def launches(bench: Bench) -> dict[str, float]:
-    """Seconds between kernels that do nothing, and of the host to queue one."""
+    """Seconds from one kernel that does nothing to the next, and for the host to queue one."""
     x, number = bench.randn(1), 200
 
     def tiny() -> None:
@@ -150,7 +150,8 @@ def launches(bench: Bench) -> dict[str, float]:
 
 
 def attentions(bench: Bench) -> dict[str, dict[str, tuple[float, float]]]:
-    """Kernel → head dim → TFLOP/s on unmasked pairs, forward, and forward with backward: of a document, of several."""
+    """Kernel → head dim → TFLOP/s on unmasked pairs (forward, forward and backward), of the kernels that run one
+    document and several."""
     found: dict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
     T, H = (32768, 8) if bench.gpu else (256, 2)
     for D in (64, 128, 256) if bench.gpu else (32,):
@@ -169,7 +170,7 @@ def attentions(bench: Bench) -> dict[str, dict[str, tuple[float, float]]]:
 
 
 def _both(bench: Bench, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, context: Any) -> tuple[float, float]:
-    """Seconds forward, and forward with backward."""
+    """Seconds of forward, and of forward and backward."""
 
     def forward() -> torch.Tensor:
         return attention(q, k, v, cp_context=context)
@@ -181,7 +182,7 @@ def _both(bench: Bench, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, conte
 
 
 class Operators(TorchDispatchMode):
-    """The moments before and after each of our operators."""
+    """Records the moments before and after each of our operators."""
 
     def __init__(self, bench: Bench):
         super().__init__()
@@ -205,7 +206,7 @@ class Operators(TorchDispatchMode):
 def by_operator(
     bench: Bench, whole: tuple[str, str], forward: Callable[[], torch.Tensor], inputs: list[torch.Tensor]
 ) -> dict[str, float]:
-    """Seconds of each operator of a forward and backward pass; where none are, of the passes, by the names `whole`."""
+    """Seconds of each operator in a forward and backward pass; without operators, of the passes, named by `whole`."""
     rounds, dy = [], torch.randn_like(forward())
     for _ in range(ROUNDS + 1):
         seen, marks = Operators(bench), [bench.mark(ahead=True)]
@@ -221,20 +222,20 @@ def by_operator(
 
 
 def operators(bench: Bench) -> dict[str, tuple[float, float]]:
-    """ns of a token and head (of the convolution: a token and channel), and of an entry's token, if few heads scan."""
+    """(ns per token and head, ns per token of an entry if few heads scan); the convolution's per token and channel."""
     found: dict[str, tuple[float, float]] = {}
     for rule, gates in (("kda", {"lower_bound": -5.0}), ("kda", {}), ("gdn", {})):
         any_gate = " any" if rule == "kda" and not gates else ""
         many, few = (delta_rule(bench, rule, gates, heads, may_split=False) for heads in (bench.heads, bench.few))
         for name in (name for name in many if name.startswith(rule)):
             each = many[name] / bench.tokens / bench.heads
-            # What a token takes beyond its heads' share, where a scan waits for itself on an idle GPU.
+            # What a token takes beyond its heads' share, where a scan waits for its own steps on an idle GPU.
             beyond = max(few[name] / bench.tokens - each * bench.few, 0.0) / (1 - bench.few * DIM / 64 / PROGRAMS)
             found[name + any_gate] = (each * 1e9, beyond * 1e9)
         if any_gate:
             continue
         segments = delta_rule(bench, rule, gates, bench.few, may_split=True)
-        for name in (f"{rule}_boundary", f"{rule}_boundary_bwd"):  # which only segments and context parallelism have
+        for name in (f"{rule}_boundary", f"{rule}_boundary_bwd"):  # only with segments or context parallelism
             if name in segments:
                 found[name] = (segments[name] / bench.tokens / bench.few * 1e9, found[f"{rule}_scan"][1])
     x = bench.randn(1, bench.tokens, 3 * bench.heads * DIM).requires_grad_()
@@ -245,7 +246,7 @@ def operators(bench: Bench) -> dict[str, tuple[float, float]]:
 
 
 def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *, may_split: bool) -> dict[str, float]:
-    """One document, as mixers call the rule: seconds by operator."""
+    """Seconds by operator for one document, with the rule called as mixers call it."""
     context = one_document(bench, may_split)
     gates = (heads, DIM) if rule == "kda" else (heads,)
     shapes = [(heads, DIM)] * 3 + [gates, (heads,)]
@@ -262,7 +263,7 @@ def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *
 
 
 def one_document(bench: Bench, may_split: bool) -> CPContext:
-    """Of all tokens; may_split: into segments."""
+    """The context of one document with all tokens. may_split: whether it may be scanned in segments."""
     cu = torch.tensor([0, bench.tokens], dtype=torch.int32)
     context = build_cp_context(cu, rank=0, world_size=1, device=bench.device)
     return replace(context, stream=replace(context.stream, may_split=may_split))  # what ops of one rank read
@@ -272,7 +273,7 @@ def one_document(bench: Bench, may_split: bool) -> CPContext:
 
 
 def links(bench: Bench) -> dict[str, float] | None:
-    """Between the processes of torchrun: seconds of a small message, bytes that a rank sends per second."""
+    """Between torchrun's processes: seconds of a small message, and bytes per second that a rank sends."""
     if not dist.is_initialized():
         return None
     W = dist.get_world_size()
@@ -299,8 +300,9 @@ def links(bench: Bench) -> dict[str, float] | None:
 
 
 def offload(bench: Bench) -> dict[str, float]:
-    """Bytes per second: copies from pinned memory to the device and back; AdamW on the host, in as many threads as
-    PyTorch has here, by all processes at once: parameter and moments are read and written, the gradient is read."""
+    """Bytes per second of copies from pinned memory to the device and back, and of AdamW on the host, in as many
+    threads as PyTorch has here, by all processes at once: parameter and moments are read and written, the gradient is
+    read."""
     number = 1 << (26 if bench.gpu else 16)
     there, here = torch.zeros(number, device=bench.device), torch.zeros(number, pin_memory=bench.gpu)
     p = torch.nn.Parameter(torch.zeros(number))
@@ -320,7 +322,7 @@ def offload(bench: Bench) -> dict[str, float]:
 
 
 def measured(device: torch.device, rank: int) -> dict[str, Any]:
-    """What a file of rates holds (titan_linear/timing.py, `Rates`). The first rank tells of each part on stderr."""
+    """What a file of rates holds (titan_linear/timing.py, `Rates`). The first rank reports each part on stderr."""
     bench, gpu = Bench(device), device.type == "cuda"
     name = torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine()
     memory = torch.cuda.get_device_properties(device).total_memory if gpu else _memory_of_host()
@@ -360,7 +362,7 @@ def main(argv: list[str]) -> int:
     if args.out and not Path(args.out).parent.is_dir():
         print(f"error: --out {args.out}: there is no such folder", file=sys.stderr)
         return 2
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch about itself
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch's, about its own code
     rank, device = int(os.environ.get("RANK", "0")), torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))

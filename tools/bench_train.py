@@ -7,19 +7,19 @@
     torchrun --nproc-per-node 4 -m tools.bench_train --models hybrid/1.3B --seq-len 131072 --documents 16384 -- \\
         --parallelism.context_parallel_degree 4
 
-A row per model and checkpointing, as the trainer builds and steps them, on random tokens; keys after `--` are the
-run's, as for run_train.sh, and hold for all rows (`--metrics.telemetry_freq 1`: what a step costs that is looked into).
-A step has one stream on each data-parallel rank, unless keys say otherwise.
+A row per model and mode of checkpointing, built and stepped as the trainer does it, on random tokens. Keys after `--`
+are the run's, as for run_train.sh, and hold for all rows (`--metrics.telemetry_freq 1`: the cost of a step with
+telemetry). A step has one stream on each data-parallel rank, unless keys say otherwise.
 
     tokens/s/GPU, TFLOP/s, MFU   median of --steps steps after --warmup, of the slowest rank; FLOPs: docs/training.md
     memory                       the most that PyTorch allocated in those steps, GiB, on the rank that had most
     launches, idle               kernels and copies of one more step, under the profiler, and the share of the median
-                                 step in which none of them would run. Below the table, the ten that take most
-    first step                   seconds, compilation included; that of the first row is a new process's. For empty
+                                 step in which none of them would run. The ten that take most are below the table
+    first step                   seconds, compilation included; the first row's is that of a new process. For empty
                                  caches set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to an empty folder
 
---fla: beside them FLA's own model of the same configuration, if flash-linear-attention is installed: bfloat16 autocast,
-fused AdamW, fused cross-entropy; on one GPU, and where FLA has such a model. On the CPU there are times alone.
+--fla: also FLA's own model of the same configuration, if flash-linear-attention is installed: bfloat16 autocast, fused
+AdamW, fused cross-entropy; on one GPU, and for models that FLA has. On the CPU only times are measured.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ HEAD = (
 
 
 class RandomStreams:
-    """Stream i is a function of i: documents of random lengths around `mean` tokens, or one (None)."""
+    """Stream i is a function of i: documents of random lengths around `mean` tokens, or one document (None)."""
 
     def __init__(self, seq_len: int, vocab_size: int, mean: int | None):
         self.seq_len, self.vocab_size, self.mean = seq_len, vocab_size, mean
@@ -108,7 +108,7 @@ class RandomStreams:
 
 
 class Ours:
-    """The model as a run trains it; `step` does what the trainer's does."""
+    """The model as a run trains it; `step` does what the trainer's step does."""
 
     name = "titan_linear"
 
@@ -130,7 +130,7 @@ class Ours:
         self.end = StepEnd(config, self.model, dims, self.optimizer, self.telemetry)
 
     def step(self) -> None:
-        """One, and the next one's first forward."""
+        """A step, and the next step's first forward."""
         self.steps += 1
         self.telemetry.begin(self.steps)
         losses, _ = self.passes.run()
@@ -142,13 +142,14 @@ class Ours:
             raise RuntimeError("the loss or a gradient is not finite")
 
     def last_step(self) -> None:
-        """Nothing goes on behind it: what ends on gloo's threads after a profiler's window writes into freed memory."""
+        """A step after which nothing goes on: work that ends on gloo's threads once a profiler has stopped writes into
+        freed memory."""
         self.step()
         self.passes.drop()
         self.feed.settle()
 
     def documents(self) -> tuple[int, Documents]:
-        """Steps since this was last asked, and what they had."""
+        """The number of steps since the last call, and their documents."""
         fed = self.feed.take()
         return fed.steps, fed.documents
 
@@ -217,7 +218,7 @@ class Row:
     documents: str
     gpus: int
     step_ms: float  # median
-    tokens_per_second: float  # per GPU, as the next two
+    tokens_per_second: float  # per GPU, as are the next two
     tflops: float
     mfu: float | None
     memory_gib: float
@@ -230,7 +231,7 @@ class Row:
 def measure(
     subject: Ours | Fla, model: ModelConfig, args: argparse.Namespace, device: torch.device, trace: Path | None
 ) -> dict[str, Any]:
-    """What `Row` has beyond its settings, on the slowest or fullest rank; launches, costs and trace of this one."""
+    """The measured fields of `Row`, of the slowest or fullest rank; launches, costs and trace are this rank's."""
     first = _seconds(subject.step, device)
     for _ in range(args.warmup):
         subject.step()
@@ -268,15 +269,15 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _largest(*numbers: float) -> list[float]:
-    """Of each the largest of all ranks."""
+    """The largest of each number over all ranks."""
     return [max(column) for column in zip(*of_all_ranks(numbers, dist.group.WORLD), strict=True)]
 
 
 def profiled(
     step: Callable[[], None], device: torch.device, trace: Path | None
 ) -> tuple[int | None, float | None, list[Cost]]:
-    """Launches of a step, the seconds in which one of them ran, and the ten largest costs; on a CPU these alone. A
-    GPU's trace is kept as `trace`."""
+    """Number of launches of a step, the seconds in which one of them ran, and the ten largest costs; on a CPU only the
+    costs. A GPU's trace is kept as `trace`."""
     kind = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[kind]) as profile:
         step()
@@ -291,7 +292,7 @@ def profiled(
 
 
 def configurations(args: argparse.Namespace, keys: list[str], ranks: int) -> list[tuple[str, Config]]:
-    """(model, configuration) of each row. ValueError: keys that do not fit."""
+    """(model, configuration) of each row. ValueError: keys that do not fit together."""
     rows = []
     for model in args.models:
         name, _, flavor = model.partition("/")
@@ -308,7 +309,7 @@ def configurations(args: argparse.Namespace, keys: list[str], ranks: int) -> lis
 
 
 def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row]:
-    """The rows, one after the other. Every rank calls it, in a process group."""
+    """The rows, one after the other. Every rank calls this, in a process group."""
     ranks, device, dims = dist.get_world_size(), own_device(), None
     mean = None if args.documents == "one" else int(args.documents)
     for name, config in configurations(args, keys, ranks):
@@ -319,7 +320,7 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row]:
         peak = peak_tflops(config, device)
         for kind in (Ours, Fla) if with_fla else (Ours,):
             if config.compile.enable:
-                torch.compiler.reset()  # it compiles a function a few times only: not once for each row
+                torch.compiler.reset()  # torch compiles a function only a few times, fewer than there may be rows
             mode = config.activation_checkpoint.mode
             trace = _trace(args, name, kind.name, mode)
             found = measure(kind(config, model, dims, device, batches), model, args, device, trace)
@@ -337,7 +338,7 @@ def _batches(config: Config, model: ModelConfig, dims: ParallelDims, mean: int |
 
 
 def _trace(args: argparse.Namespace, model: str, by: str, mode: str) -> Path | None:
-    """Where the first rank writes the trace of a row."""
+    """Where the first rank writes a row's trace; None: nowhere."""
     if not args.traces or dist.get_rank():
         return None
     args.traces.mkdir(parents=True, exist_ok=True)
@@ -353,7 +354,7 @@ def _share(x: float | None) -> str:
 
 
 def line(row: Row) -> str:
-    """Of the table, beneath HEAD."""
+    """A line of the table, below HEAD."""
     cells = (
         row.model, row.by, row.checkpointing, row.tokens, row.documents, row.gpus, f"{row.tokens_per_second:,.0f}",
         f"{row.tflops:.3g}", _share(row.mfu), f"{row.memory_gib:.1f}", "–" if row.launches is None else row.launches,
@@ -391,7 +392,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
-    """ValueError: what cannot be measured."""
+    """ValueError: arguments or configurations that cannot be measured."""
     if args.documents != "one" and not (args.documents.isdigit() and int(args.documents)):
         raise ValueError(f"--documents {args.documents!r} must be 'one', or the mean length of a document in tokens")
     if args.steps < 1 or args.warmup < 0:
@@ -407,7 +408,7 @@ def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
 
 
 def main(argv: list[str]) -> int:
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch about itself
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch's, about its own code
     args, keys = parse(argv)
     if "RANK" not in os.environ:  # without torchrun: one process
         with socket.socket() as free:

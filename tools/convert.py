@@ -1,12 +1,13 @@
-"""Between checkpoints of ours and Hugging Face folders, in one process that holds one tensor at a time.
+"""Convert between our checkpoints and Hugging Face folders, in one process that holds one tensor at a time.
 
 python -m tools.convert to-hf outputs/run/checkpoint/step-1000 exported --export-dtype bfloat16
 python -m tools.convert from-hf Qwen3.5-2B converted
 
-to-hf     CHECKPOINT is a run's folder, its checkpoint/ (the newest step is taken), or a step-N in it. A run that began
-          from a Hugging Face folder gives that folder's names, config.json and tokenizer; --like names another copy.
-from-hf   makes CHECKPOINTS/step-0, weights only, for checkpoint.initial_load_path; checkpoint.initial_load_in_hf
-          starts a run from the folder itself.
+to-hf     CHECKPOINT is a run's folder, its checkpoint/ (the newest step is taken), or a step-N in it. If the run began
+          from a Hugging Face folder, the names, config.json and tokenizer are that folder's; --like names another copy
+          of it.
+from-hf   writes CHECKPOINTS/step-0, weights only, for checkpoint.initial_load_path; checkpoint.initial_load_in_hf
+          starts a run from the Hugging Face folder itself.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from titan_linear.process import refusing, run_command
 @refusing(ValueError, OSError)
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
     if args.direction == "to-hf":
         to_hf(Path(args.checkpoint), Path(args.folder), args.export_dtype, args.like)
     else:

@@ -5,11 +5,13 @@ python -m tools.corpus list
 python -m tools.corpus check                     # every cache; or: check corpora/web jsonl-0123…
 python -m tools.corpus prune --older-than 30     # days since their last use; or: prune jsonl-0123… or: prune --all
 
-write     tokenises texts, each kind that training.dataset has, into a folder of its own: training.dataset = "tokens"
-          reads it where training.dataset_path is that folder. Stopped, the same command resumes from where it was.
-list      says where caches lie ($XDG_CACHE_HOME/titan_linear, else ~/.cache/titan_linear), of what, and how large.
-check     reads every byte against the checksums.
-prune     removes caches, which runs make anew from their texts; nothing else, and none that is being written.
+write     tokenises texts, of any kind that training.dataset has, into a folder of their own, which a run reads with
+          training.dataset = "tokens" and training.dataset_path = that folder. If it is stopped, the same command
+          resumes from where it was.
+list      says where the caches are ($XDG_CACHE_HOME/titan_linear, else ~/.cache/titan_linear), what they hold, and how
+          large they are.
+check     checks every byte against the checksums.
+prune     removes caches, which runs make again from their texts; nothing else, and no cache that is being written.
 """
 
 from __future__ import annotations
@@ -58,13 +60,13 @@ def write(args: argparse.Namespace) -> int:
 
 
 def caches(folder: Path) -> list[Path]:
-    """Caches, whole or unfinished, by their names."""
+    """The caches in this folder, whole or unfinished, sorted by name."""
     names = {path.name.removesuffix(".tmp") for path in folder.glob("*-*") if path.is_dir()}
     return [folder / name for name in sorted(names) if CACHE_NAME.fullmatch(name)]
 
 
 def named(name: str) -> Path:
-    """A cache by its name, or a corpus by its path."""
+    """The folder of a cache, given by its name, or of a corpus, given by its path."""
     cache = default_cache_dir() / name
     return cache if CACHE_NAME.fullmatch(name) and not Path(name).exists() else Path(name).expanduser().absolute()
 
@@ -89,13 +91,13 @@ def describe(cache: Path) -> str:
 
 
 def size(cache: Path) -> int:
-    """Bytes of a cache and of an unfinished one."""
+    """Bytes of a cache and of its unfinished folder."""
     folders = (cache, temporary_folder(cache))
     return sum(file.stat().st_size for folder in folders for file in folder.glob("*") if file.is_file())
 
 
 def days(cache: Path) -> float:
-    """Since a run last opened it."""
+    """Days since a run last opened the cache."""
     lock = lock_file(cache)
     return (time.time() - (lock if lock.exists() else cache).stat().st_mtime) / DAY
 

@@ -1,8 +1,8 @@
 """Print an interpreter that has titan_linear's dependencies: `python tools/env.py [extra]`.
 
-It is the one that runs this, when it has them in the versions of pyproject.toml; otherwise that of .venv beside
-pyproject.toml, which is made, or mended after an interruption. Everything else goes to stderr. Needs nothing but
-Python; pip takes packages from where it is configured to.
+It is the interpreter that runs this, if it has them in the versions of pyproject.toml; otherwise that of .venv beside
+pyproject.toml, which is made, or repaired after an interruption. Everything else goes to stderr. Needs nothing but
+Python; pip takes packages from wherever it is configured to.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 VENV = ROOT / ".venv"
 PYTHON = VENV / "bin" / "python"
 STATE = VENV / ".titan_linear"  # only in a .venv made here: "installing", then "installed"
-TRIED = VENV / ".titan_linear.gpu"  # in such a one, once the extra "gpu" was tried
-RECENT_GPUS = ("9.0", "10.0", "10.3")  # compute capabilities that FlashAttention-4 has kernels of its own for
+TRIED = VENV / ".titan_linear.gpu"  # only in a .venv made here, once installing the extra "gpu" was tried
+RECENT_GPUS = ("9.0", "10.0", "10.3")  # compute capabilities for which FlashAttention-4 has kernels of its own
 MISSING = 3  # exit code of --check
 EXTRAS = ("dev", "gpu")  # of pyproject.toml
 
@@ -41,7 +41,7 @@ def main(extras: list[str]) -> None:
 
 
 def missing(extras: list[str]) -> str:
-    """What this interpreter lacks: "torch>=2.11,<2.14", or "" when it has everything."""
+    """The first requirement that this interpreter lacks, such as "torch>=2.11,<2.14"; "" if it has everything."""
     try:
         from packaging.requirements import Requirement
 
@@ -70,14 +70,14 @@ def read_project() -> dict:
 
 
 def ready(extras: list[str]) -> bool:
-    """.venv is there, was not left in the middle of an installation, and has everything."""
+    """Whether .venv exists, was not left in the middle of an installation, and has everything."""
     if not PYTHON.exists() or (STATE.exists() and STATE.read_text() != "installed"):
         return False
     return subprocess.run([PYTHON, __file__, "--check", *extras]).returncode == 0
 
 
 def install(extras: list[str]) -> None:
-    """Make .venv, or bring it up to date. One that an interruption left is made anew: its packages may be torn."""
+    """Make .venv, or bring it up to date. After an interrupted installation make it anew: its packages may be torn."""
     if VENV.exists() and not STATE.exists():
         sys.exit(f"error: {VENV} was not made by this script and lacks dependencies; activate it and install them "
                  "(pip install -e .), or move it away")  # fmt: skip
@@ -98,7 +98,7 @@ def install(extras: list[str]) -> None:
 
 
 def capabilities() -> list[str]:
-    """Of the GPUs here, as the driver's tool has them."""
+    """Compute capabilities of the GPUs here, as the driver's tool (nvidia-smi) reports them."""
     try:
         done = subprocess.run(
             ["nvidia-smi", "--query-gpu=compute_cap", "--format=csv,noheader"], capture_output=True, text=True
@@ -109,7 +109,7 @@ def capabilities() -> list[str]:
 
 
 def install_for_gpus() -> None:
-    """The extra "gpu", without which all runs, only slower: so it is tried once, and may fail."""
+    """Try once to install the extra "gpu". It may fail: without it everything runs, only more slowly."""
     say("adding FlashAttention-4 for this GPU")
     command = [PYTHON, "-m", "pip", "install", "--disable-pip-version-check", "-e", f"{ROOT}[gpu]"]
     if subprocess.run(command, stdout=sys.stderr).returncode:

@@ -2,8 +2,8 @@
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
-# find_python [extra]: sets PYTHON to an interpreter with the dependencies of this checkout, the active one or that of
-# .venv, which is made when needed (tools/env.py), and puts this checkout first on its path.
+# find_python [extra]: sets PYTHON to an interpreter with the dependencies of this checkout, either the active one or
+# that of .venv, which is made if needed (tools/env.py), and puts this checkout first on its path.
 find_python() {
   local candidate
   for candidate in python python3 python3.13 python3.12 python3.11 python3.10; do

@@ -1,7 +1,7 @@
-"""Writes docs/errors.md, every ValueError with what to do, from the sources: `python -m tools.errors`.
+"""Writes docs/errors.md, every ValueError and its remedy, from the sources: `python -m tools.errors`.
 
-A message says what is wrong and then what to do, after its first "; ", " must " or " needs ". Where one is put together
-from parts that the sources alone do not show, `COMPOSED` says what comes of it.
+A message says what is wrong and then what to do, after its first "; ", " must " or " needs ". For messages that are put
+together from parts which the sources alone do not show, `COMPOSED` says what they become.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ folders that a remedy removes are token caches, which are written again from the
 `python -m tools.errors`.
 """
 
-# Path of a source, its beginning → heading; the first that fits.
+# The beginning of a source's path → its heading; the first that fits counts.
 SECTIONS = {
     "titan_linear/config.py": "Keys",
     "titan_linear/launch.py": "Keys",
@@ -52,8 +52,8 @@ SECTIONS = {
     "titan_linear/ops": "Arguments of the ops",
 }
 
-# A message as it stands in the source (after the source's path, where several have it) → the messages that it becomes,
-# and what to do.
+# A message as it stands in the source (preceded by the source's path, if several have it) → the messages that it
+# becomes, each with what to do.
 _SKIP = (
     'training.on_bad_document = "skip" (tools.corpus: --on-bad-document skip) goes past such documents and counts them'
 )
@@ -105,7 +105,7 @@ COMPOSED: dict[str, list[tuple[str, str]]] = {
          "in such an answer"),
         ("…: no answer to learn: …", _BAD),
     ],
-    f"…; {_SKIP} (… in all)": [],  # the same
+    f"…; {_SKIP} (… in all)": [],  # the same messages as above
     "validation.holdout = … leaves no document for …, of …; …": [
         ("validation.holdout = … leaves no document for …, of …", "set it to what is named, or train on more texts"),
         ("validation.holdout = …: all are the same", "give validation.dataset_path, or train on more documents"),
@@ -124,7 +124,7 @@ COMPOSED: dict[str, list[tuple[str, str]]] = {
     ],
     "'…': …": [("'…/config.json': …", "what the message says of the key, as in its row")],
     "'…': … …": [("'…': the tensors are not those of this …: …", "give the folder of this model, or fetch it again")],
-    "the tensors are not those of this …:\n  …": [],  # the row before
+    "the tensors are not those of this …:\n  …": [],  # the row above has it
     "'…' holds neither model.safetensors.index.json nor model.safetensors; …": [
         ("'…' holds neither model.safetensors.index.json nor model.safetensors",
          "give the folder of a model with its weights; pickle files are never loaded: convert them to safetensors"),
@@ -177,7 +177,7 @@ def section(where: str) -> str:
 
 
 def explained(where: str, text: str) -> list[tuple[str, str]]:
-    """What is wrong and what to do, of a message of a source. KeyError: it does not say what to do."""
+    """(what is wrong, what to do) of a source's message. KeyError: the message does not say what to do."""
     for key in (f"{where}: {text}", text):
         if key in COMPOSED:
             return COMPOSED[key]
@@ -193,7 +193,7 @@ def cell(text: str) -> str:
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """(path of the source, message) of every ValueError that is made there."""
+    """(path of the source, message) of every ValueError that the sources make."""
     for file in sorted(file for folder in ("titan_linear", "tools") for file in (ROOT / folder).rglob("*.py")):
         where = file.relative_to(ROOT).as_posix()
         made = [node for node in ast.walk(ast.parse(file.read_text())) if _raises(node)]
@@ -207,7 +207,7 @@ def _raises(node: ast.AST) -> bool:
 
 
 def _text(node: ast.expr, module: ModuleType) -> str:
-    """A literal with its parts joined; a module's own constants are filled in."""
+    """The text of a literal, its parts joined; constants of the module itself are filled in."""
     if isinstance(node, ast.JoinedStr):
         return "".join(_text(part, module) for part in node.values)
     if isinstance(node, ast.BinOp):

@@ -1,10 +1,10 @@
-"""Text from trained weights.
+"""Generate text from trained weights.
 
 python -m tools.generate outputs/debug/checkpoint/step-150 --prompt "def " --max-new-tokens 200 --temperature 0.7
 python -m tools.generate Qwen3.5-2B --prompt "Once upon a time" --prompt "In the beginning" --top-p 0.9 --seed 1
 
 PATH is a run's folder or its checkpoint/ (the newest step is taken), a step-N in it, or a Hugging Face folder with its
-tokenizer.json. Prompts go as one batch; each text is printed with its prompt.
+tokenizer.json. All prompts form one batch; each text is printed with its prompt.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from titan_linear.rundir import config_of
 @refusing(ValueError)
 def main(argv: list[str]) -> int:
     args = parse(argv)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
     device = device_of(args.device)
     sampling = Sampling(args.temperature, args.top_p, args.seed)
     for name, least in (("max_new_tokens", 0), ("prefill_chunk", 1)):
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
 
 
 def device_of(name: str | None) -> torch.device:
-    """The device of this name; by default the GPU where there is one. ValueError: it is not here."""
+    """The device of this name; by default the GPU, if there is one. ValueError: it cannot be used here."""
     if not name:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -64,7 +64,7 @@ def device_of(name: str | None) -> torch.device:
 
 
 def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -> tuple[Decoder, Tokenizer]:
-    """The model, on one device, and its tokenizer. ValueError: what is there cannot be used."""
+    """The model, on one device, and its tokenizer. ValueError: what is at `path` cannot be used."""
     in_hf = (path / CONFIG).is_file()
     if in_hf:
         run = Config(model={"flavor": "hf", "hf_assets_path": str(path)})
@@ -72,7 +72,7 @@ def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -
         path = weights_path(path, key="PATH")
         verify(path)
         run = config_of(path)
-    if tokenizer:  # in the configuration, so that what is refused names it
+    if tokenizer:  # in the configuration, so that errors name it
         run = changed(run, {"model.tokenizer_path": tokenizer})
     text = build_tokenizer(tokenizer_path(run))
     if warning := tokenizer_warning(path, in_hf, tokenizer, text):
@@ -87,7 +87,7 @@ def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -
 
 
 def tokenizer_warning(path: Path, in_hf: bool, asked: str, tokenizer: Tokenizer) -> str:
-    """Where the tokenizer is not that of the weights, or not known to be; else "". asked: --tokenizer."""
+    """A warning, if the tokenizer is not that of the weights or not known to be; else "". asked: --tokenizer."""
     own = path / TOKENIZER
     if in_hf and not asked and not own.is_file():
         return f"warning: '{path}' has no {TOKENIZER}, and bytes are tokens; --tokenizer names another"

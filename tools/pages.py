@@ -10,7 +10,7 @@ DOCS = ROOT / "docs"
 
 
 def write(page: Path, text: str) -> int:
-    """A command's main; its exit code."""
+    """The main function of a command that writes this page; returns its exit code."""
     if sys.argv[1:]:
         print(f"error: {sys.argv[1]!r}: this takes no arguments; it writes {page}", file=sys.stderr)
         return 2

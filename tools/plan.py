@@ -1,4 +1,4 @@
-"""Memory, time and the best ways to split a run, before it runs and without a GPU.
+"""Plan a run's memory and time, and the best ways to split it, before it runs and without a GPU.
 
     python -m tools.plan --gpus 64 --job.config_file my.toml --tokens 100B
     python -m tools.plan --gpus 8 --gpu H200 --model.name kda --model.flavor 1.3B --training.seq_len 131072
@@ -6,17 +6,18 @@
     python -m tools.plan --gpus 2 --rates mine.json --job.config_file my.toml
     python -m tools.plan --check                      # what is planned beside what was measured; --rates: by these
 
-Keys of the run are given as for run_train.sh. Its types are those that it has on GPUs; neither its corpus nor its
-tokenizer has to be there (without the latter a preset has its own vocabulary), and nothing is written. What is printed:
+Give the run's keys as for run_train.sh. Its types are those that it has on GPUs; neither its corpus nor its tokenizer
+has to be there (without a tokenizer, a preset has its own vocabulary), and nothing is written. It prints
 
     memory    of the GPU that holds most, by part and moment (titan_linear/memory.py explains each), the fullest moment
               first; a tenth of the GPU is kept free
     time      of a step, by part, from rates measured on such a GPU (titan_linear/timing.py); tokens per second, MFU
-    splits    the fastest that fit, of all degrees, activation checkpointing and local batch sizes, for the same step
-    longest   the longest stream that would fit on as many GPUs
+    splits    the fastest that fit, over all degrees, modes of activation checkpointing and local batch sizes, for the
+              same step
+    longest   the longest stream that would fit on the same number of GPUs
 
 `--rates` is a file that tools/bench_rates.py wrote; `--gpu` names one that comes with the package. docs/planning.md
-says what is modelled, and how far it is off.
+says what is modelled, and how far off it is.
 """
 
 from __future__ import annotations
@@ -51,9 +52,9 @@ from titan_linear.preflight import check_splits
 from titan_linear.process import refusing, run_command
 from titan_linear.timing import Machine, Rates, Step, read_rates, shipped, step
 
-BEST = 5  # splits that are printed
-LOCAL = 4  # the largest local batch that is tried
-LONGEST = 1 << 24  # tokens of a stream, beyond which nobody looks
+BEST = 5  # number of splits to print
+LOCAL = 4  # the largest local batch to try
+LONGEST = 1 << 24  # tokens; longer streams are not tried
 MEASURED = Path(__file__).with_name("measured_steps.json")
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
@@ -66,7 +67,7 @@ class Split(NamedTuple):
     step: Step
 
     def rank(self) -> tuple[float, float]:
-        """The fastest first; of those equal to three digits, the one that takes least."""
+        """Sort key: the fastest first; among those equal to three digits, the one that takes least memory."""
         return float(f"{self.step.seconds:.3g}"), self.bytes
 
 
@@ -81,7 +82,7 @@ def main(argv: list[str]) -> int:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """What is this command's, and the run's keys."""
+    """This command's own options, and the run's keys."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -102,7 +103,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def plan(args: argparse.Namespace, keys: list[str]) -> None:
-    """Print all of it. ValueError: the run cannot be planned, or does not fit."""
+    """Print the whole plan. ValueError: the run cannot be planned, or does not fit."""
     mean, budget, machine = _mean(args.documents), _tokens(args.tokens), machine_of(args)
     config = load_config(keys, cuda=True)
     model = planned_model(config)
@@ -135,7 +136,7 @@ def of_whole_length(config: Config) -> str:
 
 
 def planned_model(config: Config) -> ModelConfig:
-    """The run's model; without its tokenizer's file, as if every vocabulary were large enough."""
+    """The run's model; if its tokenizer's file is missing, the model's vocabulary is assumed to be large enough."""
     path = tokenizer_path(config)
     if path and not Path(path).expanduser().exists():
         model = model_without_tokenizer(config)
@@ -145,13 +146,13 @@ def planned_model(config: Config) -> ModelConfig:
 
 
 def check(config: Config, model: ModelConfig, gpus: int) -> None:
-    """ValueError: it cannot run on so many GPUs."""
+    """ValueError: the run cannot run on this number of GPUs."""
     check_config(config, gpus)
     check_splits(model, config)
 
 
 def check_corpus(config: Config) -> None:
-    """ValueError: its tokens are at hand, and less than a step takes."""
+    """ValueError: the run's tokens are at hand, and are fewer than a step takes."""
     path = tokenizer_path(config)
     if path and not Path(path).expanduser().exists():
         return
@@ -199,8 +200,8 @@ def _tokens(text: str) -> float | None:
 def fitting(
     config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None, room: float
 ) -> Iterator[Split]:
-    """Those that fit, each with the cheapest activation checkpointing; of tensor parallelism the run's own degree, or
-    where nothing fits more, for every layer waits for it."""
+    """The splits that fit, each with the cheapest activation checkpointing. Tensor parallelism keeps the run's own
+    degree, and takes a higher one only if nothing fits, because every layer waits for it."""
     own, found = config.parallelism.tensor_parallel_degree, False
     for tp in (n for n in _powers(machine.node_size) if n >= own):
         for degrees in candidates(config, model, gpus, machine.node_size, tp):
@@ -216,8 +217,8 @@ def fitting(
 
 
 def candidates(config: Config, model: ModelConfig, gpus: int, node: int, tp: int) -> Iterator[Config]:
-    """Every split of the same step that can run: ep within a node, replicas of whole nodes, and where there is softmax
-    attention both layouts: zig-zag shares its pairs out evenly, and costs the other layers exchanges."""
+    """Every split of the same step that can run: ep within a node, replicas of whole nodes, and, if there is softmax
+    attention, both layouts: zig-zag shares out its pairs evenly, and costs the other layers exchanges."""
     ep = _powers(node) if model.moe else [1]
     local = [n for n in _powers(config.training.global_batch_size) if n <= LOCAL]
     softmax = not all(mixer.linear for mixer in model.layers)
@@ -243,7 +244,7 @@ def _powers(limit: int) -> list[int]:
 
 
 def refuse(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None, room: float) -> None:
-    """ValueError: nothing fits; with what the split that takes least takes."""
+    """Raise the ValueError that nothing fits, which says how much the split that takes least would take."""
     full = [
         changed(split, {"activation_checkpoint.mode": "full"})
         for tp in _powers(machine.node_size)
@@ -259,7 +260,7 @@ def refuse(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean
 
 
 def longest(splits: list[Split], model: ModelConfig, gpus: int, mean: int | None, room: float) -> str:
-    """Doubling the stream until no way to split it fits; at least the length of the splits, which fit."""
+    """The longest stream, found by doubling it until no split fits; at least the length of `splits`, which fit."""
     length = splits[0].config.training.seq_len
     best = splits[0].config, length
     while length <= LONGEST:
@@ -275,7 +276,7 @@ def longest(splits: list[Split], model: ModelConfig, gpus: int, mean: int | None
 def _of_length(
     splits: list[Split], model: ModelConfig, gpus: int, mean: int | None, room: float, length: int
 ) -> Iterator[Config]:
-    """Settings of the largest cp with which a stream of that length fits."""
+    """Configurations with which a stream of this length fits, the largest cp first."""
     for split in sorted(splits, key=lambda split: -split.config.parallelism.context_parallel_degree):
         config = changed(split.config, {
             "training.seq_len": length, "activation_checkpoint.mode": "full", "training.local_batch_size": 1,
@@ -302,7 +303,7 @@ def memory_table(config: Config, model: ModelConfig, gpus: int, machine: Machine
     at, size = moments(config, model, gpus, mean), machine.rates.memory_gib
     sums = {name: sum(parts.values()) for name, parts in at.items()}
     fullest = max(sums, key=sums.get)
-    at, total = {fullest: at[fullest], **at}, sums[fullest] / GIB  # first the one that holds most
+    at, total = {fullest: at[fullest], **at}, sums[fullest] / GIB  # the moment that holds most comes first
     rows = [(part, *(f"{parts[part] / GIB:.2f}" for parts in at.values())) for part in PARTS]
     rows.append(("sum", *(f"{sums[name] / GIB:.2f}" for name in at)))
     verdict = "fits" if total <= (1 - SPARE) * size else "does not fit"
@@ -370,7 +371,7 @@ def _table(head: list[str] | tuple[str, ...], rows: list) -> str:
 
 
 class Measured(NamedTuple):
-    """A row of MEASURED: a setting as tools/bench_train.py had it, and what it took."""
+    """A row of MEASURED: a setting that tools/bench_train.py ran, and what it took."""
 
     gpu: str
     gpus: int
@@ -380,13 +381,13 @@ class Measured(NamedTuple):
     tokens_per_second: float | None  # per GPU
     memory_gib: float | None
     source: str
-    earlier: bool = False  # of a program that kept or computed something else
-    layers: int | None = None  # the first so many of the model
+    earlier: bool = False  # measured with an earlier version, which kept or computed something else
+    layers: int | None = None  # only this many of the model's first layers
 
 
 def predictions(measured: Rates | None = None) -> list[tuple[Measured, float, float]]:
-    """Each with the tokens per second of a GPU and the GiB that are planned, by rates that come with the package or
-    `measured` ones, of rows whose kernel of attention these have."""
+    """Rows of MEASURED, each with the planned tokens per second per GPU and the planned GiB, by the rates that come
+    with the package or by `measured`; without rows whose attention kernel the rates lack."""
     found = []
     for row in (Measured(**row) for row in json.loads(MEASURED.read_text(encoding="utf-8"))):
         rates = measured or read_rates(shipped()[row.gpu])
@@ -412,7 +413,7 @@ def checked(measured: Rates | None = None) -> str:
 
 
 def _beside(measured: float | None, planned: float, shape: str, inverse: bool = False) -> tuple[str, str, str]:
-    """Measured, planned, and by how much the plan is off; of speeds, by how much its time is."""
+    """Measured, planned, and by how much the plan is off; for speeds (inverse), by how much the planned time is."""
     if measured is None:
         return "–", shape.format(planned), "–"
     off = measured / planned - 1 if inverse else planned / measured - 1
@@ -420,7 +421,7 @@ def _beside(measured: float | None, planned: float, shape: str, inverse: bool = 
 
 
 def setting(keys: list[str], layers: int | None, documents: str) -> str:
-    """Of a row's keys what people want to know, in a line."""
+    """The essentials of a row's keys, in a line."""
     config = load_config(keys, cuda=True)
     p, t = config.parallelism, config.training
     cut = "" if layers is None else f", {layers} layers"

@@ -1,11 +1,11 @@
-"""Runs side by side on one page of HTML, which needs nothing else: no network, no scripts.
+"""Show runs side by side on one self-contained page of HTML: no network, no scripts.
 
 python -m tools.report outputs/debug
 python -m tools.report outputs/kda outputs/gdn outputs/hybrid --out report.html --x tokens
 
-Loss and validation, gradient norm, learning rate, throughput, memory, loss by source; what telemetry saw last: loss by
-position, decay half-lives and gradient norms by layer; where configurations differ; what each run was made with;
-spikes. Of a folder the page shows what is there: a run that is under way, or a copy of its .jsonl, .toml and .json
+The page has loss and validation, gradient norm, learning rate, throughput, memory, loss by source; what telemetry saw
+last: loss by position, decay half-lives and gradient norms by layer; where configurations differ; the environment of
+each run; spikes. It shows whatever a folder holds: a run that is under way, or a copy of its .jsonl, .toml and .json
 files.
 """
 
@@ -29,11 +29,11 @@ from titan_linear.rundir import CONFIG, MANIFEST, METRICS, SPIKES, TELEMETRY
 
 COLOURS = ("#2f6fde", "#d9622b", "#2a9d5c", "#9b4fc4", "#c23a6b", "#6d7a1f", "#158a9c", "#7a5c3e")
 DASHES = ("", "6 4")
-POINTS = 2000  # of a curve, about
-SEEN = (  # of telemetry, what is shown
+POINTS = 2000  # per curve, about
+SEEN = (  # the quantities of telemetry that are shown
     "loss_by_position", "loss_by_source", "grad_norm", "update_norm", "half_life", "carried_share", "attention_entropy",
 )  # fmt: skip
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 280, 62, 12, 12, 34  # of a chart and of its margins
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 560, 280, 62, 12, 12, 34  # of a chart, and its margins
 STYLE = """
 :root { color-scheme: light dark; --ink: #1d2430; --soft: #66707f; --line: #dfe3ea; --paper: #fff; --mark: #fff4d6; }
 @media (prefers-color-scheme: dark) {
@@ -54,13 +54,13 @@ svg { width: 100%; height: auto; } svg text { font-size: 12px; fill: var(--soft)
 
 @dataclass(frozen=True)
 class Run:
-    """What its folder holds."""
+    """What a run's folder holds."""
 
     name: str
     colour: str
-    steps: list[dict[str, Any]]  # lines of metrics.jsonl of training
+    steps: list[dict[str, Any]]  # metrics.jsonl's lines about training steps
     validations: list[dict[str, Any]]
-    traces: list[dict[str, Any]]  # lines of what they showed
+    traces: list[dict[str, Any]]  # metrics.jsonl's lines about what traces showed
     telemetry: list[dict[str, Any]]
     spikes: list[dict[str, Any]]
     config: Config | None
@@ -71,14 +71,14 @@ class Curve(NamedTuple):
     name: str
     colour: str
     points: list[tuple[float, float | None]]  # in the order of x; None: a gap
-    style: int = 0  # of DASHES
+    style: int = 0  # index into DASHES
 
 
 # --- Reading ---------------------------------------------------------------------------------------------------------
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """ValueError: a folder that holds no run, or lines that are none."""
+    """The runs in these folders. ValueError: a folder holds no run, or lines that no run writes."""
     names = [folder.absolute().name for folder in folders]
     names = [str(f) if names.count(name) > 1 else name for f, name in zip(folders, names, strict=True)]
     return [
@@ -99,7 +99,7 @@ def read_run(folder: Path, name: str, colour: str) -> Run:
 
 
 def read_config(path: Path) -> Config | None:
-    """None: it is not there, or one that this version cannot read, as of a run of another; a warning says so."""
+    """The configuration; None: it is missing or, as a warning says, of another version that this one cannot read."""
     try:
         return load_config(["--job.config_file", str(path)]) if path.is_file() else None
     except ValueError as error:
@@ -112,7 +112,7 @@ def _is_step(line: dict[str, Any]) -> bool:
 
 
 def read_lines(path: Path, is_line: Callable[[dict[str, Any]], bool] = _is_step) -> list[dict[str, Any]]:
-    """Of a .jsonl file, if it is there; without a last line that is just being written."""
+    """The lines of a .jsonl file, if it exists; without a last line that is still being written."""
     if not path.is_file():
         return []
     *lines, _torn = path.read_text(encoding="utf-8", errors="replace").split("\n")
@@ -123,7 +123,7 @@ def read_lines(path: Path, is_line: Callable[[dict[str, Any]], bool] = _is_step)
 
 
 def _is_seen(line: dict[str, Any]) -> bool:
-    """Of telemetry: its quantities are by name, positions are numbers."""
+    """Whether a line is telemetry: quantities are given by name, and positions are numbers."""
     named = all(isinstance(line.get(quantity, {}), dict) for quantity in SEEN)
     return _is_step(line) and named and all(p.isdecimal() and int(p) for p in line.get("loss_by_position", {}))
 
@@ -147,7 +147,7 @@ def _object(text: str, path: Path, where: str) -> dict[str, Any]:
 
 
 def curves(runs: Sequence[Run], key: str, x: str, of: str = "steps", style: int = 0, what: str = "") -> list[Curve]:
-    """A curve of each run that has this number."""
+    """A curve for each run that has this number."""
     found = []
     for run in runs:
         lines = [line for line in getattr(run, of) if key in line]
@@ -158,7 +158,8 @@ def curves(runs: Sequence[Run], key: str, x: str, of: str = "steps", style: int 
 
 
 def _place(run: Run, line: dict[str, Any], x: str) -> float:
-    """Tokens of a run without its configuration: as many a step as up to the last line that says them."""
+    """Where a line lies on the x axis. For a run without its configuration, tokens per step are estimated from the last
+    line that states tokens."""
     if x == "step":
         return line["step"]
     if run.config is not None:
@@ -172,13 +173,13 @@ def _number(value: Any) -> float | None:
 
 
 def _middle(values: list[Any]) -> float | None:
-    """The median of those that are numbers: what is not finite is written as text."""
+    """The median of those values that are numbers: non-finite ones are written as text."""
     known = [x for x in map(_number, values) if x is not None]
     return median(known) if known else None
 
 
 def by_layer(runs: Sequence[Run], quantity: str) -> list[Curve]:
-    """What telemetry saw last, over the layers: a number, or the median of numbers by head."""
+    """What telemetry saw last, by layer: a number, or the median over heads."""
     found = []
     for run in runs:
         seen = next((line[quantity] for line in reversed(run.telemetry) if quantity in line), {})
@@ -201,7 +202,7 @@ def by_position(runs: Sequence[Run]) -> list[Curve]:
 
 
 def by_source(runs: Sequence[Run], x: str) -> dict[str, list[Curve]]:
-    """By the name of a source or group of files, a curve of each run that has it: its loss, as telemetry saw it."""
+    """Name of a source or group of files → for each run that has it, a curve of its loss, as telemetry saw it."""
     found: dict[str, list[Curve]] = {}
     for run in runs:
         lines = [line for line in run.telemetry if "loss_by_source" in line]
@@ -216,7 +217,7 @@ def by_source(runs: Sequence[Run], x: str) -> dict[str, list[Curve]]:
 
 
 def ticks(low: float, high: float) -> list[float]:
-    """Round numbers from `low` to `high`, about five."""
+    """About five round numbers from `low` to `high`."""
     if high <= low:
         return [low]
     rough = (high - low) / 5
@@ -227,7 +228,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def short(value: float) -> str:
-    """1.5e-4, 0.25, 12,000, 1.2M."""
+    """A number in short, such as 1.5e-4, 0.25, 12,000, 1.2M."""
     size = abs(value)
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= unit:
@@ -236,12 +237,12 @@ def short(value: float) -> str:
 
 
 def whole(value: float) -> str:
-    """Of whole numbers alone."""
+    """A whole number's text; "" for any other number."""
     return f"{value:.0f}" if float(value).is_integer() else ""
 
 
 def chart(title: str, lines: Sequence[Curve], x_name: str, show_x: Callable[[float], str] = short) -> str:
-    """A figure, or "" without curves."""
+    """A figure; "" if there are no curves."""
     xs = [x for c in lines for x, _ in c.points]
     ys = [y for c in lines for _, y in c.points if y is not None]
     if not ys:
@@ -272,14 +273,14 @@ def chart(title: str, lines: Sequence[Curve], x_name: str, show_x: Callable[[flo
 
 
 def _room(ys: Sequence[float]) -> tuple[float, float]:
-    """The range of an axis: what is there and a little around it."""
+    """The range of an axis: that of the values and a little around it."""
     low, high = min(ys), max(ys)
     margin = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
     return (0.0 if 0 <= low < 0.35 * high else low - margin), high + margin
 
 
 def _drawn(curve: Curve, at: Callable[[float, float], tuple[float, float]]) -> str:
-    """Lines between gaps, and where there are few, points with their numbers."""
+    """Lines between gaps, and points with their numbers: all if there are few, else the last."""
     pieces: list[list[tuple[float, float]]] = [[]]
     for x, y in curve.points:
         if y is None:
@@ -298,7 +299,7 @@ def _drawn(curve: Curve, at: Callable[[float, float], tuple[float, float]]) -> s
 
 
 def thinned(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most POINTS or so: of neighbours the highest and the lowest, so that what stands out stays."""
+    """About POINTS points at most: of each group of neighbours the highest and the lowest, so that outliers stay."""
     size = -(-2 * len(points) // POINTS)
     if len(points) <= POINTS:
         return points
@@ -344,7 +345,7 @@ def charts(runs: Sequence[Run], x: str) -> list[str]:
 
 
 def table(head: Sequence[str], rows: Iterable[tuple[Sequence[str], bool]]) -> str:
-    """Cells are HTML. A row that is marked differs between runs."""
+    """A table in HTML. Cells are HTML; a marked row is one that differs between runs."""
     top = "".join(f"<th>{cell}</th>" for cell in head)
     body = "".join(
         f"<tr{' class=differs' if marked else ''}>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"

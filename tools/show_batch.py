@@ -4,9 +4,9 @@ python -m tools.show_batch --job.config_file outputs/debug/config.toml --step 40
 python -m tools.show_batch --job.config_file outputs/debug/config.toml --step 40 --stream 79 --characters 0
 python -m tools.show_batch --job.config_file outputs/debug/config.toml --spike -1
 
---spike N is line N of the run's spikes.jsonl (-1: the last): the step's micro-batches with their losses, the highest
-first. Keys are the run's, as for run_train.sh; nothing is written into its folder. Of each document there is where it
-lies in its stream, how many of its tokens are learnt, and how its text begins and ends.
+--spike N takes line N of the run's spikes.jsonl (-1: the last) and shows that step's micro-batches with their losses,
+the highest first. Keys are the run's, as for run_train.sh; nothing is written into its folder. For each document this
+prints where it lies in its stream, how many of its tokens are learnt, and how its text begins and ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     config = load_config(keys)
     tokenizer = build_tokenizer(tokenizer_path(config))
-    # Of the newest checkpoint: the order of documents, the mixtures.
+    # The newest checkpoint knows the order of documents and the mixtures.
     progress = known_progress(config, -1)
     streams, _ = build_streams(config, tokenizer, progress)
     for line in shown(args, config, streams, tokenizer):
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
 
 
 def shown(args: argparse.Namespace, config: Config, streams: Streams, tokenizer: Tokenizer) -> Iterator[str]:
-    """Lines to print."""
+    """The lines to print."""
     G, step, losses = config.training.global_batch_size, args.step, {}
     if args.spike is not None:
         spike = read_spike(Path(config.job.dump_folder) / SPIKES, args.spike)
@@ -61,11 +61,11 @@ def shown(args: argparse.Namespace, config: Config, streams: Streams, tokenizer:
 
 def _badness(micro_batch: dict[str, Any]) -> float:
     loss = micro_batch["loss"]
-    return -loss if isinstance(loss, float) else float("-inf")  # text: not finite
+    return -loss if isinstance(loss, float) else float("-inf")  # non-finite losses are written as text
 
 
 def documents(stream: Stream, tokenizer: Tokenizer, characters: int) -> Iterator[str]:
-    """Lines of a stream's documents. characters: of a text's beginning and of its end; 0: all."""
+    """A line for each document of a stream. characters: how many of its text's beginning and of its end; 0: all."""
     for n, (start, end) in enumerate(zip(stream.cu_seqlens[:-1].tolist(), stream.cu_seqlens[1:].tolist(), strict=True)):
         learnt = int(np.count_nonzero(stream.labels[start:end] != IGNORE))
         text = tokenizer.decode(stream.tokens[start:end].tolist())
@@ -76,7 +76,7 @@ def documents(stream: Stream, tokenizer: Tokenizer, characters: int) -> Iterator
 
 
 def read_spike(path: Path, number: int) -> dict[str, Any]:
-    """Line `number` of spikes.jsonl, from 1, or from the end if below 0."""
+    """Line `number` of spikes.jsonl, counted from 1, or from the end if negative."""
     if not path.is_file():
         raise ValueError(f"--spike {number}: there is no '{path}': no loss of this run stood out; give --step")
     lines = path.read_text(encoding="utf-8").splitlines()
@@ -86,7 +86,7 @@ def read_spike(path: Path, number: int) -> dict[str, Any]:
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own options, and the run's keys."""
+    """This command's own options, and the run's keys."""
     parser = argparse.ArgumentParser(
         prog="python -m tools.show_batch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

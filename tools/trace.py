@@ -3,14 +3,14 @@
 python -m tools.trace outputs/debug/profile_traces/rank0_step10.json
 python -m tools.trace trace.json.gz --rows 30
 
-Of a GPU's trace, between the first kernel's beginning and the last one's end, less a run's validations and saves, if
-there are some between its steps:
+For a GPU's trace, between the first kernel's beginning and the last one's end, without the validations and saves that a
+run has between its steps:
 
     idle      the share in which no kernel or copy runs
     exposed   the share in which collectives run (NCCL's kernels) and nothing else does
     costs     kernels and copies by name: their times added up, over all streams
 
-Of a trace without a GPU the operators' own times, those of what they call left out, and no shares.
+For a trace without a GPU, the operators' own times, without those of the operators that they call, and no shares.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from titan_linear.traces import Event, costs, on_device, own_costs, read, stretc
 def report(events: Sequence[Event], rows: int) -> str:
     s, trained = summary(events), [e for part in stretches(events) for e in part]
     host = not s.launches
-    span = s.span or math.inf  # of kernels that took no time
+    span = s.span or math.inf  # 0 if kernels took no time
     largest, whole = (own_costs if host else costs)(trained if host else on_device(trained), rows), s.busy * 1e3
     lines = ["no kernels of a GPU: operators of the host" if host else (
         f"{s.span * 1e3:,.1f} ms{f', training steps: {s.steps}' if s.steps else ''}, {s.launches:,} launches: idle "

@@ -4,10 +4,10 @@
     python -m tools.tune_ops --kernels "gdn scan" --dim 64 --dtype float16
     python -m tools.tune_ops --kernels "gdn boundary" --heads 16      # runs where documents are cut into segments only
 
-Of each kernel, all candidates run in turn in the place of the shipped configuration (ops/triton/configs.py). A
-candidate counts if the op's outputs and gradients stay within the promised errors of the float64 implementation, on
-documents of 1 to 300 tokens and one of 1000; then forward + backward is timed at --tokens and --heads. Prints a line
-per candidate and the fastest last, for configs.py. They run in a process of their own: one that faults ends it alone.
+For each kernel, all candidates run in turn in place of the shipped configuration (ops/triton/configs.py). A candidate
+counts if the op's outputs and gradients stay within the promised errors of the float64 implementation, on documents of
+1 to 300 tokens and one of 1000; forward + backward is then timed at --tokens and --heads. Prints a line per candidate
+and the fastest last, for configs.py. Candidates run in a separate process: one that faults ends only that process.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ CANDIDATES = {
     "num_stages": (1, 2, 3),
 }
 LENGTHS = (1, 15, 63, 64, 65, 300, 1000)
-BOUNDS = {"g": 1e-2, "beta": 1e-2}  # relative errors of gradients in half precision; the others'
+BOUNDS = {"g": 1e-2, "beta": 1e-2}  # on relative errors of gradients in half precision; BOUND is for all others
 BOUND = 5e-3
 FLOAT32_BOUND = 1e-4
 Inputs = dict[str, torch.Tensor]
@@ -54,7 +54,7 @@ def make_inputs(kernel: str, T: int, H: int, dim: int, dtype: torch.dtype) -> In
 
 
 def results(kernel: str, x: Inputs, do: torch.Tensor, cu_seqlens: torch.Tensor, impl: str) -> dict[str, torch.Tensor]:
-    """o and the gradient of every input, by the path that `kernel` is on."""
+    """o and the gradient of every input, computed by the path that `kernel` is on."""
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
     fn, options = chunk_gated_delta_rule, {}
     if kernel.startswith("kda"):
@@ -65,7 +65,7 @@ def results(kernel: str, x: Inputs, do: torch.Tensor, cu_seqlens: torch.Tensor, 
 
 @cache
 def reference(kernel: str, dim: int, dtype: torch.dtype) -> tuple[Inputs, torch.Tensor, torch.Tensor, Inputs]:
-    """Inputs, their output's gradient, cu_seqlens, and the results in float64."""
+    """Inputs, the output's gradient, cu_seqlens, and the results in float64."""
     lengths = (4096,) if "boundary" in kernel else LENGTHS
     x = make_inputs(kernel, sum(lengths), 4, dim, dtype)
     cu_seqlens = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cuda")
@@ -85,7 +85,7 @@ def worst_error(kernel: str, dim: int, dtype: torch.dtype) -> float:
 
 
 def candidates(shipped: dict[str, int], dim: int) -> Iterator[dict[str, int]]:
-    """Every combination of the arguments that the shipped configuration has, itself first."""
+    """The shipped configuration, then every other combination of values for the arguments that it has."""
     yield shipped
     names = [name for name in shipped if name in CANDIDATES]
     for values in product(*(CANDIDATES[name] for name in names)):
@@ -100,12 +100,13 @@ def tables() -> dict[str, dict[tuple[int, int], Config]]:
 
 
 def key_of(kernel: str, args: argparse.Namespace) -> tuple[int, int]:
-    """Of the configuration that these inputs take."""
+    """The table key of the configuration that these inputs use."""
     return row(architecture(torch.device("cuda")), kernel, getattr(torch, args.dtype).itemsize, args.dim)
 
 
 def measure(kernel: str, candidate: dict[str, int], args: argparse.Namespace) -> tuple[float, float] | str:
-    """(error relative to its bound, ms), or why there is none. A fault ends this process: its GPU context is gone."""
+    """(error relative to its bound, ms), or why the candidate has none. A fault ends this process: its GPU context is
+    lost."""
     dtype = getattr(torch, args.dtype)
     tables()[kernel] = tables()[kernel] | {key_of(kernel, args): candidate}  # kernels may share a table
     x = make_inputs(kernel, args.tokens, args.heads, args.dim, dtype)
