@@ -882,8 +882,8 @@ def _check_data(config: Config) -> None:
         _check_mixture(t, v)
     elif t.mixture_from_step != -1:
         raise ValueError(
-            f"training.mixture_from_step = {t.mixture_from_step} says that training.mixture changes there, and there "
-            "is none; remove it"
+            f"training.mixture_from_step = {t.mixture_from_step} is the step from which training.mixture holds, and "
+            "training.mixture is not set; remove it"
         )
     for where, source in sources(config).items():
         _check_source(where, source)

@@ -147,7 +147,8 @@ def locate(folder: Folder, family: str, model: ModelConfig) -> list[Placement]:
     """Where each of our parameters lies in the folder.
 
     Raises:
-        ValueError: naming every tensor that is missing, of another shape or dtype, or not used.
+        ValueError: tensors are missing, unused, or have another shape; or one has a dtype that cannot be read, or is a
+            head that differs from the embedding to which it is tied. The message names the first of them.
     """
     try:
         found = placements(model, family, folder.shapes)

@@ -460,7 +460,7 @@ def test_streams(tmp_path: Path):
          r"it is 'tokens'; remove the format \(a corpus of tokens knows its answers\)"),
         ({"training.dataset": "jsonl", "training.dataset_path": "x", "training.dataset_format": "messages",
           "training.dataset_text_field": "body"}, r"dataset_text_field = 'body' is not used by training\."),
-        ({"training.mixture_from_step": "4"}, r"mixture_from_step = 4 says that training.mixture changes there"),
+        ({"training.mixture_from_step": "4"}, r"mixture_from_step = 4 is the step from which training.mixture holds"),
     ],
 )  # fmt: skip
 def test_keys_that_contradict(keys: dict[str, str], message: str):

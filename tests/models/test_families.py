@@ -244,7 +244,7 @@ QWEN, KIMI = ("Qwen3_5MoeForCausalLM", "qwen3.5"), ("KimiLinearForCausalLM", "ki
         (("KDAForCausalLM", "kda"), {"num_v_heads": 3}, "kda v_heads = 3, which must be a multiple of heads = 2"),
         (("KDAForCausalLM", "kda"), {"lower_bound": -8.0}, r"kda lower_bound = -8.0, which must be null or lie in"),
         (("KDAForCausalLM", "kda"), {"lower_bound": 0}, r"kda lower_bound = 0, which must be null or lie in"),
-        (KIMI, {"num_experts_per_token": 99}, "a token top_k = 99 of num_experts = 8"),
+        (KIMI, {"num_experts_per_token": 99}, "config.json has top_k = 99, more than num_experts = 8"),
         (KIMI, {"num_expert_group": 3}, "num_experts = 8 in groups = 3, which must be of one size"),
         (KIMI, {"num_expert_group": 8}, "num_experts = 8 in groups = 8, which must be of one size, two or more"),
         (KIMI, {"topk_group": 5}, "a token top_groups = 5 of groups = 4"),

@@ -15,7 +15,7 @@ from torch import nn
 from tests.worlds import World
 from titan_linear.models import init
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.draws import Elements, log_uniform_decay, normal, ones, stream, time_step_bias
+from titan_linear.models.draws import Elements, uniform_decay, normal, ones, stream, time_step_bias
 from titan_linear.models.init import fill, initialise
 from titan_linear.models.presets import preset
 
@@ -65,7 +65,7 @@ def test_numbers_are_uniform() -> None:
 def test_decays_and_time_steps_are_in_their_ranges() -> None:
     elements = Elements(stream(0, "a"), np.arange(N, dtype=np.uint64))
     for low in (0.0, 1.0):
-        decay = log_uniform_decay(low)(elements).exp()
+        decay = uniform_decay(low)(elements).exp()
         assert low < decay.min() < low + 1e-3 and 16 - 1e-3 < decay.max() <= 16 * (1 + 1e-12)
         assert abs(decay.mean() - (16 + low) / 2) < 5 * (16 - low) / math.sqrt(12 * N)
     log_dt = nn.functional.softplus(time_step_bias(elements)).log10()  # uniform on (−3, −1)

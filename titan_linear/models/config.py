@@ -35,16 +35,16 @@ class MoEConfig:
     def contradiction(self) -> str | None:
         """The numbers that contradict each other, worded for a message; None if none do."""
         if self.top_k > self.num_experts:
-            return f"a token top_k = {self.top_k} of num_experts = {self.num_experts}"
+            return f"top_k = {self.top_k}, more than num_experts = {self.num_experts}"
         if self.groups == 1:
             return None
         size, rest = divmod(self.num_experts, self.groups)
         if rest or size < 2:  # groups are ranked by their two best experts
             return f"num_experts = {self.num_experts} in groups = {self.groups}, which must be of one size, two or more"
         if self.top_groups > self.groups:
-            return f"a token top_groups = {self.top_groups} of groups = {self.groups}"
+            return f"top_groups = {self.top_groups}, more than groups = {self.groups}"
         if self.top_k > self.top_groups * size:
-            return f"a token top_k = {self.top_k} of top_groups = {self.top_groups} groups of {size} experts"
+            return f"top_k = {self.top_k}, more than the experts of top_groups = {self.top_groups} groups of {size}"
         return None
 
 
@@ -66,7 +66,8 @@ class MixerOptions(ABC):
 
         What telemetry shows of it (telemetry.py) comes from
 
-        watch(x [1, W, dim], window) -> name -> (numerator [heads], denominator [heads]) of a mean by head."""
+        watch(x [1, T, dim], window) -> name -> (numerator [heads], denominator [heads]) of a mean by head; x has all
+            of the rank's tokens if `window.fragments` is given, and at least the window's W otherwise."""
 
     @property
     @abstractmethod

@@ -58,7 +58,7 @@ class Elements:
         return _floats(self.bits() >> np.uint64(12)).add_(0.5).mul_(2.0**-52)
 
     def normal(self) -> torch.Tensor:
-        """[n] float64, by Box and Muller from the two halves of each number; at most 6.7 in magnitude."""
+        """[n] float64, by Box and Muller from the two halves of each number; at most 6.77 in magnitude."""
         bits = self.bits()
         radius = _floats(bits >> np.uint64(32)).add_(0.5).mul_(2.0**-32).log_().mul_(-2).sqrt_()
         angle = _floats(bits & np.uint64(0xFFFFFFFF)).mul_(2 * math.pi * 2.0**-32)
@@ -87,7 +87,7 @@ def normal(std: float) -> Draw:
     return lambda elements: elements.normal().mul_(std)
 
 
-def log_uniform_decay(low: float) -> Draw:
+def uniform_decay(low: float) -> Draw:
     """Draw A_log such that exp(A_log) is uniform on (low, 16)."""
     return lambda elements: torch.log(16 - (16 - low) * elements.uniform())
 

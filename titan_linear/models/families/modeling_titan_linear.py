@@ -111,8 +111,8 @@ class DeltaLayer(nn.Module):
 
     def forward(self, x, tokens, cache):
         """x [B, T, dim] -> [B, T, dim]."""
-        if tokens.padding is not None:  # padding leaves no trace in convolution and state
-            x = x * tokens.padding[:, -x.shape[1] :, None].to(x.dtype)
+        if tokens.is_text is not None:  # padding leaves no trace in convolution and state
+            x = x * tokens.is_text[:, -x.shape[1] :, None].to(x.dtype)
         q, k, v = (widen(y) for y in self.convolved(x, cache))
         q, k = (y * (y.square().sum(-1, keepdim=True) + L2_EPS).rsqrt() for y in (q, k))
         q, k = (y.repeat_interleave(self.v_heads // self.heads, 2) for y in (q * self.head_dim**-0.5, k))
@@ -229,14 +229,14 @@ def rotate(x, cos, sin):
 
 
 class Tokens:
-    """Where the T tokens of a forward lie: positions [B or 1, T], and padding [B, earlier + T], True where text is."""
+    """Where the T tokens of a forward lie: positions [B or 1, T], and is_text [B, earlier + T], False where padding is."""
 
     def __init__(self, length, earlier, attention_mask, device):
-        self.length, self.device, self.padding = length, device, None
+        self.length, self.device, self.is_text = length, device, None
         self.positions = torch.arange(earlier, earlier + length, device=device)[None]
         if attention_mask is not None and not attention_mask.all():
-            self.padding = attention_mask.bool()
-            self.positions = (self.padding.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
+            self.is_text = attention_mask.bool()
+            self.positions = (self.is_text.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
         self.known = {}
 
     def angles(self, theta, rotated, dtype):
@@ -251,12 +251,12 @@ class Tokens:
 
     def mask(self, keys):
         """[B or 1, 1, T, keys], True where a query sees a key; None: as many keys as queries, causal."""
-        if self.padding is None and keys == self.length:
+        if self.is_text is None and keys == self.length:
             return None
         key, query = torch.arange(keys, device=self.device), torch.arange(keys - self.length, keys, device=self.device)
         seen = (key <= query[:, None])[None, None]
-        if self.padding is not None:
-            seen = seen & self.padding[:, None, None] | (key == query[:, None])  # a row of padding sees itself
+        if self.is_text is not None:
+            seen = seen & self.is_text[:, None, None] | (key == query[:, None])  # a row of padding sees itself
         return seen
 
 
@@ -361,11 +361,12 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
 
     def forward(
         self, input_ids=None, attention_mask=None, past_key_values=None, inputs_embeds=None, labels=None,
-        use_cache=None, logits_to_keep=0, return_dict=None, **kwargs,
+        use_cache=None, logits_to_keep=0, return_dict=None, num_items_in_batch=None, **kwargs,
     ):  # fmt: skip
         """input_ids [B, T] -> logits [B, T, vocab], of the last `logits_to_keep` tokens only, unless that is 0.
 
-        attention_mask [B, earlier tokens + T]: 0 for padding. labels [B, T], −100: none; the loss is their mean.
+        attention_mask [B, earlier tokens + T]: 0 for padding. labels [B, T], −100: none; the loss is their mean,
+        or their sum over `num_items_in_batch`, the number of labels of all batches whose gradients are added up.
         """
         x = self.model.embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         caches = past_key_values
@@ -378,7 +379,9 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
         logits = self.lm_head(x[:, -logits_to_keep:] if logits_to_keep else x)
         loss = None
         if labels is not None:
-            loss = F.cross_entropy(widen(logits[:, :-1]).flatten(0, 1), labels[:, 1:].flatten())
+            of = widen(logits[:, :-1]).flatten(0, 1), labels[:, 1:].flatten()
+            whole = num_items_in_batch is None
+            loss = F.cross_entropy(*of) if whole else F.cross_entropy(*of, reduction="sum") / num_items_in_batch
         out = CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=caches)
         return out.to_tuple() if return_dict is False else out
 

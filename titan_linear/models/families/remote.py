@@ -40,8 +40,10 @@ def from_remote(config: Json) -> ModelConfig:
 
 def _mixer(options: Json) -> MixerOptions:
     kind = MIXERS.get(options.get("kind"))
-    names = {"kind", *(f.name for f in fields(kind))} if kind else set()
+    if kind is None:
+        raise ValueError(f"config.json: pattern has an unknown kind, {options.get('kind')!r}; export the model again")
+    names = {"kind", *(f.name for f in fields(kind))}
     if options.keys() != names:
-        wrong = sorted(options.keys() ^ names) if kind else f"kind {options.get('kind')!r}"
-        raise ValueError(f"config.json: pattern has {wrong} that we do not know, or lacks it; export the model again")
+        lacks, unknown = sorted(names - options.keys()), sorted(options.keys() - names)
+        raise ValueError(f"config.json: pattern lacks {lacks}, and {unknown} are unknown; export the model again")
     return kind(**{name: value for name, value in options.items() if name != "kind"})

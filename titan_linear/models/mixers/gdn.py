@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.draws import log_uniform_decay
+from titan_linear.models.draws import uniform_decay
 from titan_linear.models.layers import cut, project, widen
 from titan_linear.models.mixers.delta import DeltaMixer, DeltaOptions
 from titan_linear.ops import chunk_gated_delta_rule
@@ -32,7 +32,7 @@ class GDNMixer(DeltaMixer):
     split: ClassVar[dict[str, int]] = {**DeltaMixer.split, "a_proj.weight": 0, "g_proj.weight": 0}
 
     def __init__(self, options: GDN, config: ModelConfig):
-        super().__init__(options, config, "silu", log_uniform_decay(0.0))
+        super().__init__(options, config, "silu", uniform_decay(0.0))
         self.a_proj = nn.Linear(config.dim, options.v_heads, bias=False)
         self.g_proj = nn.Linear(config.dim, options.v_heads * self.v_head_dim, bias=False)
         self.A_log = nn.Parameter(torch.empty(options.v_heads))

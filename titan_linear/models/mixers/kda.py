@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.draws import log_uniform_decay, zeros
+from titan_linear.models.draws import uniform_decay, zeros
 from titan_linear.models.layers import cut, project, widen
 from titan_linear.models.mixers.delta import DeltaMixer, DeltaOptions
 from titan_linear.ops import chunk_kda
@@ -52,7 +52,7 @@ class KDAMixer(DeltaMixer):
     }  # fmt: skip
 
     def __init__(self, options: KDA, config: ModelConfig):
-        A_log = log_uniform_decay(1.0) if options.lower_bound is None else zeros
+        A_log = uniform_decay(1.0) if options.lower_bound is None else zeros
         super().__init__(options, config, "sigmoid", A_log)
         self.lower_bound = options.lower_bound
         rank, gate_dim, value_dim = self.v_head_dim, options.v_heads * self.head_dim, options.v_heads * self.v_head_dim
