@@ -118,7 +118,7 @@ def fetch_halo(
     """x [T_local, D] -> [slots, width, D]; the tables are those of `HaloRoutes`."""
     mapped = _mapped_of(x, len(filled), group)
     if crosses.item() and mapped is not None:
-        from titan_linear.ops.triton.puts import filled_rows  # Triton is there on Linux only
+        from titan_linear.ops.triton.puts import filled_rows  # Triton is available on Linux only
 
         (came,) = mapped.put(puts, sum(send_counts.tolist()), x, places=len(filled))
         return filled_rows(came, filled).view(slots, width, x.shape[1])
@@ -165,7 +165,7 @@ def _add_rows(x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, places: torc
     """x[rows[i]] += y[i], or y[places[i]], for i < count. A row may occur twice: a token goes to several fragments
     if they are short."""
     if x.is_cuda:
-        from titan_linear.ops.triton.puts import add_rows  # Triton is there on Linux only
+        from titan_linear.ops.triton.puts import add_rows  # Triton is available on Linux only
 
         add_rows(x, y, rows, places, count)
     else:  # deterministic, unlike index_add_ on CUDA

@@ -198,7 +198,7 @@ def kcp_incoming(
     if not _on_tensor_cores(S_ext):
         S_rows, M_rows = exchange(S_ext, M, sends, send_counts, receive_counts, group)
         return fold_in_float64(S_rows, M_rows, links, len(S_ext), reverse)
-    from titan_linear.ops.triton.fold import fold  # Triton is there on Linux only
+    from titan_linear.ops.triton.fold import fold  # Triton is available on Linux only
 
     mapped = mapped_of(group)
     if mapped is not None and mapped.takes(len(order), S_ext, M):

@@ -63,7 +63,7 @@ class Mapped:
         Returns: for each source [places, ...], the rows that arrived; rows that no rank wrote are undefined. Read them
             on the current stream, before the exchange after the next one.
         """
-        from titan_linear.ops.triton import puts as kernels  # Triton is there on Linux only
+        from titan_linear.ops.triton import puts as kernels  # Triton is available on Linux only
 
         self._reserve(places * sum(x.nbytes // x.shape[0] for x in sources))
         self._follow(torch._C._cuda_getCurrentRawStream(self.device.index))

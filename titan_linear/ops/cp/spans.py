@@ -19,7 +19,7 @@ from titan_linear.ops.cp.fragments import Fragment
 from titan_linear.ops.torch.attention import Spans
 
 # Keys are gathered where an exchange of only those needed would make some rank send or receive more than this share of
-# what a gather does: a byte takes no longer in a gather than in an exchange, and its one message goes to many ranks.
+# what a gather does: a byte takes no longer in a gather than in an exchange, and a gather's one message goes to many.
 GATHER_FROM = 0.5
 
 
@@ -51,7 +51,7 @@ class GatheredSpans(NamedTuple):
     spans: Spans
     queries: QueryRoutes
     keys: KeyRoutes
-    pairs: torch.Tensor  # [2, W] int64 on the CPU: query-key pairs of the queries that a rank owns, and computes
+    pairs: torch.Tensor  # [2, W] int64 on the CPU: query-key pairs of each rank's queries, and of those it computes
 
 
 def span_tables(
