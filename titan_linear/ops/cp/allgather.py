@@ -1,12 +1,12 @@
-"""All-gather attention (Llama 3, section 3.3.2) with balanced work: K and V come to whoever computes, and so do queries
-of ranks that have more than others. One call of the kernel computes all of a rank's spans (ops/cp/spans.py).
+"""All-gather attention (Llama 3, section 3.3.2) with balanced work: K and V travel to the rank that computes, and so do
+queries of ranks with too much work. One call of the kernel computes all of a rank's spans (ops/cp/spans.py).
 
-Heads come in slices, as many as have something to compute while others travel, and more where memory asks for it
-(`slice_bytes`). While one is computed the next one's K|V and q are on their way, and so are the last one's o, back to
-the owners of the queries. K and V of all ranks are gathered, or, where few are needed, those alone exchanged: the plan
-of the batch says which. In backward everything travels again, with do and o beside q, and dK|dV of a slice goes to its
-owners in fp32 while the next is computed: by a reduce-scatter, or back the way that the keys came, and added up in rank
-order. Memory per rank may grow with the whole stream, where ring attention's does not.
+Heads are computed in slices: as many slices as have enough to compute while others travel, and more where memory
+requires it (`slice_bytes`). While a slice is computed, K|V and q of the next are on their way, and so is o of the last,
+back to the owners of the queries. Either K and V of all ranks are gathered or, where few are needed, only these are
+exchanged: the plan of the batch says which. In backward everything travels again, with do and o beside q, and dK|dV of
+a slice go to their owners in fp32 while the next is computed: by a reduce-scatter, or back the way that the keys came,
+to be added up in rank order. Unlike ring attention's, memory per rank may grow with the whole stream.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from titan_linear.ops.torch.attention import (
     empty_output,
 )
 
-SLICES = 4  # at most, if memory does not ask for more
-GATHER_LIMIT = 4 * 2**30  # of `slice_bytes`
-LEAST = 5e11  # FLOPs of a slice's forward, 0.8 ms of an H200: its messages and copies take the host as long
-Arriving = Callable[[], Sequence[torch.Tensor]]  # waits for what is on its way, and gives it
-Came = tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]  # k, v and rows of queries, of a slice
+SLICES = 4  # at most, unless memory requires more
+GATHER_LIMIT = 4 * 2**30  # bytes, for `slice_bytes`
+LEAST = 5e11  # FLOPs of a slice's forward, 0.8 ms on an H200: its messages and copies take the host as long
+Arriving = Callable[[], Sequence[torch.Tensor]]  # waits for tensors on their way and returns them
+Came = tuple[torch.Tensor, torch.Tensor, Sequence[torch.Tensor]]  # of a slice: k, v and rows of queries
 
 
 def allgather_attention(
@@ -48,18 +48,19 @@ def allgather_attention(
 
 
 def slice_bytes(tokens: int, heads: int, Hkv: int, width: int, dtype: torch.dtype) -> int:
-    """Bytes that slices of `heads` of Hkv key heads take at most, of keys that are those of `tokens` tokens.
+    """Bytes that slices of `heads` of Hkv key heads take at most, with the keys of `tokens` tokens.
 
     In backward: K|V and dK|dV of the slice in hand, K|V of the next one on its way, and dK|dV of the last one on its
-    way home, summed in fp32 or wider. What is in hand has a token's row for each span that sees it (of one document
-    over W contiguous ranks 1 + 1/W), and is put in order when it comes: the fourth of `dtype`. width = D + Dv.
+    way home, summed in fp32 or wider. The slice in hand has a row of a token for each span that sees it (for one
+    document over W contiguous ranks 1 + 1/W), and is put in order when it arrives, hence the fourth term of `dtype`.
+    width = D + Dv.
     """
     times = 2 if heads == Hkv else 4
     return tokens * heads * width * (times * dtype.itemsize + accumulator_dtype(dtype).itemsize)
 
 
 def heads_at_once(tokens: int, Hkv: int, width: int, dtype: torch.dtype, slices: int = SLICES) -> int:
-    """Key heads of a slice: those of at most so many slices, or as many fewer as keep within `GATHER_LIMIT`."""
+    """Number of key heads per slice: enough for at most `slices` slices, or fewer to keep within `GATHER_LIMIT`."""
     for heads in range(Hkv // next(n for n in range(slices, 0, -1) if Hkv % n == 0), 1, -1):
         if Hkv % heads == 0 and slice_bytes(tokens, heads, Hkv, width, dtype) <= GATHER_LIMIT:
             return heads
@@ -67,13 +68,13 @@ def heads_at_once(tokens: int, Hkv: int, width: int, dtype: torch.dtype, slices:
 
 
 def heads_of_slice(pairs: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> int:
-    """`heads_at_once` of this rank's q, k, v [1, T_local, ...]; every rank says the same. pairs: of `GatheredSpans`."""
+    """`heads_at_once` for this rank's q, k, v [1, T_local, ...]; the same on all ranks. pairs: of `GatheredSpans`."""
     tokens, width = pairs.shape[1] * k.shape[1], k.shape[3] + v.shape[3]
     return heads_at_once(tokens, k.shape[2], width, k.dtype, worthwhile(pairs, q, v))
 
 
 def worthwhile(pairs: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> int:
-    """Slices in which there is enough to compute, on the rank that computes most; every rank says the same.
+    """Number of slices with enough to compute in each, on the rank that computes most; the same on all ranks.
 
     pairs: of `GatheredSpans`; q [1, T_local, Hq, D], v [1, T_local, Hkv, Dv]."""
     flops = 2 * max(pairs.tolist()[1]) * q.shape[2] * (q.shape[3] + v.shape[3])
@@ -135,8 +136,8 @@ register_fake(allgather_backward)(empty_gradients)
 def _slices(
     tokens: Sequence[torch.Tensor], k: torch.Tensor, v: torch.Tensor, queries: _Queries, keys: _Keys, heads: int
 ) -> Iterator[Came]:
-    """All heads, each slice of so many key heads under way while the one before is worked on: of this rank's spans
-    k [keys, h, D], v [keys, h, Dv], and rows of `tokens`, each [T_local, Hq, ...] here. Who takes one has it alone."""
+    """All heads in slices of `heads` key heads, each on its way while the one before is computed: for this rank's spans
+    k [keys, h, D], v [keys, h, Dv], and rows of `tokens`, each [T_local, Hq, ...] here. Only the caller holds one."""
     Hkv, groups = k.shape[1], tokens[0].shape[1] // k.shape[1]
     step = Hkv if keys.travel == NOTHING else heads
 
@@ -156,7 +157,7 @@ def _come(keys: Arriving, rows: Arriving) -> Came:
 
 
 class _Arrivals:
-    """What slices gave, [T_local, h, ...] each; it is taken when the next one is computed and about to be sent."""
+    """Results of slices, [T_local, h, ...] each. One is taken when the next is computed and about to be sent."""
 
     def __init__(self):
         self.parts: list[Sequence[torch.Tensor]] = []
@@ -168,7 +169,7 @@ class _Arrivals:
             self.pending = None
 
     def joined(self) -> list[torch.Tensor]:
-        """[T_local, H, ...] of all heads."""
+        """The results of all heads, [T_local, H, ...]."""
         self.take()
         return [x[0].contiguous() if len(x) == 1 else torch.cat(x, dim=1) for x in zip(*self.parts, strict=True)]
 
@@ -177,15 +178,15 @@ class _Arrivals:
 
 
 class _Queries:
-    """Rows of queries, on their way to where they are computed and back. What stays is copied once, meanwhile."""
+    """Query rows on their way to the rank that computes them, and back. Rows that stay are copied once, meanwhile."""
 
     def __init__(self, routes: QueryRoutes, group: str):
         self.leaving, self.coming, self.moves = routes.leaving.tolist(), routes.coming.tolist(), bool(routes.moves)
-        self.here, self.away = routes.rows.tensor_split([len(routes.rows) - sum(self.leaving)])  # where computed
+        self.here, self.away = routes.rows.tensor_split([len(routes.rows) - sum(self.leaving)])  # by where computed
         self.group = group
 
     def send(self, *tensors: torch.Tensor) -> Arriving:
-        """Of each [T_local, ...] the rows of this rank's spans: its own, then those that come."""
+        """From each [T_local, ...], the rows of this rank's spans: its own, then those that arrive."""
         if not self.moves:
             return lambda: tensors
         arrive = self._travel([x.index_select(0, self.away) for x in tensors], self.leaving, self.coming)
@@ -202,7 +203,7 @@ class _Queries:
         return arrived
 
     def send_back(self, *tensors: torch.Tensor) -> Arriving:
-        """The inverse: of each [rows of the spans, ...] what belongs to this rank's tokens."""
+        """The inverse of `send`: from each [rows of the spans, ...], the rows of this rank's tokens."""
         if not self.moves:
             return lambda: tensors
         stay, tokens = len(self.here), len(self.here) + len(self.away)
@@ -219,7 +220,7 @@ class _Queries:
         return arrived
 
     def _travel(self, tensors: Sequence[torch.Tensor], leaving: list[int], coming: list[int]) -> Arriving:
-        """All rows of the tensors, by receiver, in one message."""
+        """Send all rows of the tensors, ordered by receiver, in one message."""
         if len(tensors) == 1:
             arrive = start_all_to_all(tensors[0].contiguous(), leaving, coming, self.group)
             return lambda: [arrive()]
@@ -228,19 +229,19 @@ class _Queries:
 
 
 def _packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """[n, ...] of several dtypes as rows of bytes: one message."""
+    """Tensors [n, ...] of several dtypes as rows of bytes, for one message."""
     rows = [x.flatten(1).clone(memory_format=torch.contiguous_format) for x in tensors]
     return torch.cat([x.view(torch.uint8) for x in rows], dim=1)
 
 
 def _unpacked(rows: torch.Tensor, like: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     parts = rows.split([x.shape[1:].numel() * x.element_size() for x in like], dim=1)
-    parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]  # a dtype asks for its alignment
+    parts = [part.clone(memory_format=torch.contiguous_format) for part in parts]  # view() needs the dtype's alignment
     return [part.view(x.dtype).view(len(rows), *x.shape[1:]) for part, x in zip(parts, like, strict=True)]
 
 
 class _Keys:
-    """K|V on their way to ranks that need them, and dK|dV on their way home."""
+    """K|V on their way to the ranks that need them, and dK|dV on their way home."""
 
     def __init__(self, routes: KeyRoutes, group: str):
         self.pieces, self.sent = ([(a, b) for a, b in x.tolist() if a < b] for x in (routes.pieces, routes.sent))
@@ -248,7 +249,7 @@ class _Keys:
         self.travel, self.group = int(routes.travel), group
 
     def fetch(self, k: torch.Tensor, v: torch.Tensor) -> Arriving:
-        """k [T_local, h, D], v [T_local, h, Dv] → those of this rank's spans."""
+        """k [T_local, h, D], v [T_local, h, Dv] → k and v of this rank's spans."""
         if self.travel == NOTHING:
             return lambda: (k, v)
         kv = torch.cat([k, v], dim=-1)
@@ -259,8 +260,8 @@ class _Keys:
         return lambda: _rows(self._pieces_of(kv, arrive()), kv).split([k.shape[-1], v.shape[-1]], dim=-1)
 
     def send_home(self, dk: torch.Tensor, dv: torch.Tensor, tokens: int) -> Arriving:
-        """dk [keys, h, D], dv [keys, h, Dv] of this rank's spans → dK|dV [T_local, h, D + Dv] of its tokens, from all
-        ranks."""
+        """dk [keys, h, D], dv [keys, h, Dv] of this rank's spans → dK|dV [T_local, h, D + Dv] of its tokens, summed
+        over all ranks."""
         D, Dv = dk.shape[-1], dv.shape[-1]
         if self.travel == NOTHING:
             return lambda: [torch.cat([dk, dv], dim=-1)]
@@ -277,19 +278,19 @@ class _Keys:
         return lambda: [self._summed(here, arrive())]
 
     def _pieces_of(self, here: torch.Tensor, there: torch.Tensor) -> list[torch.Tensor]:
-        """The keys of the spans, one after the other, as parts of what is here and what came."""
+        """The keys of the spans, in order, as views of local and received rows."""
         n = len(here)
         return [here[a:b] if b <= n else there[a - n : b - n] for a, b in self.pieces]
 
     def _summed(self, here: torch.Tensor, came: torch.Tensor) -> torch.Tensor:
-        """In rank order: to the last bit the same each time."""
+        """Add up in rank order, so that the result is bitwise repeatable."""
         for (a, b), gradient in zip(self.sent, came.split([b - a for a, b in self.sent]), strict=True):
             here[a:b] += gradient
         return here
 
 
 def _rows(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """One after the other; not copied where they are one."""
+    """Concatenate; a single part is not copied."""
     if len(parts) < 2:
         return parts[0] if parts else like[:0]
     return torch.cat(parts)

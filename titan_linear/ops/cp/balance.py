@@ -1,8 +1,9 @@
-"""Who computes which queries, where any rank can compute any: as many pairs of query and key as the others.
+"""Which rank computes which queries, where any rank can compute any: all get about the same number of query-key pairs.
 
-Cut into fragments, work is uneven: of one document the last of W contiguous ranks has 2W−1 times the first one's.
-So ranks that have more than others give queries away: the last ones of the documents with most keys, which are the
-fewest for the pairs that they take along, in few and long runs. A function of documents and fragments: all ranks agree.
+Fragments alone leave the work uneven: with one document on W contiguous ranks, the last rank has 2W−1 times the pairs
+of the first. So ranks with too many pairs give queries away: the last queries of the documents with the most keys,
+because these take the most pairs along per query, in few and long runs. The result depends only on documents and
+fragments, so all ranks agree.
 """
 
 from __future__ import annotations
@@ -17,36 +18,36 @@ import numpy as np
 from titan_linear.ops.cp.fragments import Fragment
 from titan_linear.ops.torch.attention import TILE
 
-# Pairs of a rank over the mean of all: who has more than the first gives queries away until it has no more than that,
-# and nobody takes more than up to the second.
+# Pairs of a rank over the mean of all ranks: a rank above GIVES gives queries away until it is down to GIVES, and no
+# rank takes queries beyond TAKES.
 GIVES, TAKES = 1.02, 1.04
 
 
 class Runs(NamedTuple):
-    """Of queries of one document each, of all ranks, in global tokens: [N] int64."""
+    """Runs of queries, each within one document, of all ranks, in global tokens: [N] int64."""
 
     start: np.ndarray
     end: np.ndarray
-    first: np.ndarray  # token of the document
-    last: np.ndarray  # after its last token
-    owner: np.ndarray  # rank
-    rank: np.ndarray  # that computes them
+    first: np.ndarray  # the first token of the document
+    last: np.ndarray  # the token after its last one
+    owner: np.ndarray  # the rank whose fragment holds them
+    rank: np.ndarray  # the rank that computes them
 
     def of(self, index: np.ndarray) -> Runs:
         return Runs(*(column[index] for column in self))
 
     def pairs(self, causal: bool) -> np.ndarray:
-        """[N] of query and key."""
+        """[N] number of query-key pairs of each run."""
         return pairs_between(self.start, self.end, self.first, self.last, causal)
 
 
 def pairs_between(start, end, first, last, causal: bool):
-    """Pairs that queries start to end of a document first to last have, as numbers or arrays of them."""
+    """Number of query-key pairs of queries start to end in a document first to last; arguments may be arrays."""
     return (end - start) * (start + end + 1 - 2 * first) // 2 if causal else (end - start) * (last - first)
 
 
 def entries(fragments: Sequence[Fragment], documents: np.ndarray) -> Runs:
-    """Each document's part of each fragment, computed where it lies; in global order."""
+    """The part of each document in each fragment, computed by its owner; in global order."""
     size = fragments[0].end
     edges = np.union1d(documents, np.arange(len(fragments) + 1) * size)
     start, document = edges[:-1], np.searchsorted(documents, edges[:-1], side="right") - 1
@@ -55,26 +56,26 @@ def entries(fragments: Sequence[Fragment], documents: np.ndarray) -> Runs:
 
 
 def balanced(runs: Runs, world_size: int, causal: bool) -> Runs:
-    """The runs, some of them cut in two or more, with ranks that have about as many pairs each."""
+    """The runs, some of them cut in two or more, with ranks chosen so that all have about the same number of pairs."""
     loads = pairs_by_rank(runs, world_size, causal)
     moves = [move for rank in np.argsort(-loads, kind="stable") for move in _given_away(runs, rank, loads, causal)]
     if not moves:
         return runs
     index, start, end, to = np.array(moves).T
     kept_end = runs.end.copy()
-    np.minimum.at(kept_end, index, start)  # what is given away are tails
+    np.minimum.at(kept_end, index, start)  # only tails of runs are given away
     moved = runs.of(index)._replace(start=start, end=end, rank=to)
     both = Runs(*(np.concatenate(x) for x in zip(runs._replace(end=kept_end), moved, strict=True)))
     return both.of(both.start < both.end)
 
 
 def pairs_by_rank(runs: Runs, world_size: int, causal: bool) -> np.ndarray:
-    """[W] pairs that each rank computes."""
+    """[W] number of pairs that each rank computes."""
     return np.bincount(runs.rank, runs.pairs(causal), world_size).astype(np.int64)  # float64 is exact below 2^53
 
 
 def _given_away(runs: Runs, rank: int, loads: np.ndarray, causal: bool) -> list[tuple[int, int, int, int]]:
-    """What a rank gives away: (run, start, end, to whom); `loads` [W] change with it."""
+    """The queries that a rank gives away: (run, start, end, receiver). Updates `loads` [W] in place."""
     moves, mean = [], loads.mean()
     if loads[rank] <= GIVES * mean:
         return moves
@@ -88,7 +89,7 @@ def _given_away(runs: Runs, rank: int, loads: np.ndarray, causal: bool) -> list[
             to = int(loads.argmin())
             cut = _cut(range(start, end, tile), pairs, surplus, TAKES * mean - loads[to])
             if cut is None:
-                return moves  # not even a tile fits anywhere
+                return moves  # not even one tile fits on any rank
             loads[[rank, to]] += -pairs(cut), pairs(cut)
             moves.append((i, cut, end, to))
             end = cut
@@ -96,9 +97,10 @@ def _given_away(runs: Runs, rank: int, loads: np.ndarray, causal: bool) -> list[
 
 
 def _cut(cuts: range, pairs: Callable[[int], int], surplus: float, room: float) -> int | None:
-    """From where on queries are given away: as few as clear the surplus, or as fit; None: not even the last ones do.
+    """Where the queries that are given away begin: as few as clear the surplus, or as many as fit into the room.
+    None: not even those from the last cut on fit.
 
-    pairs: of the queries from a cut on."""
+    pairs: number of pairs of the queries from a cut on."""
 
     def rising(cut: int) -> int:
         return -pairs(cut)
@@ -111,8 +113,8 @@ def _cut(cuts: range, pairs: Callable[[int], int], surplus: float, room: float) 
 
 
 def _tile(longest: int, mean: float) -> int:
-    """Queries that are given away together, so that what stays ends with a kernel's tile; fewer where those of the
-    longest document would be too many for whoever has least, the mean or less."""
+    """Number of queries that are given away together, so that those that stay end with a kernel's tile; smaller where a
+    tile of the longest document has too many pairs for the rank that has least, which is the mean or less."""
     tile = TILE
     while tile > 1 and tile * longest > (TAKES - 1) * mean:
         tile //= 2

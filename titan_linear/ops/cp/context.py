@@ -1,4 +1,4 @@
-"""Who owns which tokens under context parallelism: the one place that knows.
+"""The one place that knows who owns which tokens under context parallelism.
 
 A packed stream of documents is cut into *fragments*, contiguous ranges of global tokens, and each rank owns
 one ("contiguous") or two ("zigzag") of every stream. Everything that crosses a cut reads a `CPContext`: batch
@@ -42,42 +42,42 @@ from titan_linear.ops.transfer import to_device
 SOFTMAX_METHODS = ("ring", "allgather", "ulysses")
 
 
-@dataclass(eq=False)  # frozen, every number in it would be a guard of what torch 2.11 compiles
+@dataclass(eq=False)  # not frozen: torch 2.11 would then compile a guard for every number in it
 class CPContext:
     """This rank's part of a packed stream, and what its layers need to know of the rest (see `build_cp_context`)."""
 
     group: dist.ProcessGroup | None
-    group_name: str  # what operators know it by; "" where there is none
+    group_name: str  # by which operators find it; "" without a group
     layout: str
     rank: int
     world_size: int
     conv1d_kernel_size: int | None
     num_streams: int
-    slots: int  # fragments of a rank
-    tokens: int  # of this rank, T_local
-    stream_tokens: int  # of all ranks, T
+    slots: int  # number of fragments per rank
+    tokens: int  # number of tokens of this rank, T_local
+    stream_tokens: int  # and of all ranks, T
     all_fragments: tuple[Fragment, ...]  # every rank's, in global order
-    order: tuple[int, ...]  # where each of them lies among those of all ranks one after the other
-    documents: np.ndarray  # [.] int64 global boundaries, empty documents left out
+    order: tuple[int, ...]  # index of each of them in rank order, rank · slots + slot
+    documents: np.ndarray  # [.] int64 global boundaries, without empty documents
     boundaries: Boundaries  # of this rank's entries
     stream: Boundaries  # of the documents of the whole stream, for a rank that holds all tokens in global order
     position_ids: torch.Tensor  # [T_local] int64, positions within documents
-    enters_slot: torch.Tensor  # [N+1] int32: the slot whose incoming state an entry starts from, −1: from zeros
-    leaves_slot: torch.Tensor  # [N+1] int32: the slot whose outgoing state an entry ends with, −1: nobody's
+    enters_slot: torch.Tensor  # [N+1] int32: the slot whose incoming state an entry starts from, −1: zeros
+    leaves_slot: torch.Tensor  # [N+1] int32: the slot whose outgoing state an entry ends with, −1: none
     forward_chains: Chains
     reverse_chains: Chains
-    halo: HaloRoutes | None  # of a convolution of conv1d_kernel_size taps
-    for_ring: Rectangles | None  # of causal attention; None: not planned
+    halo: HaloRoutes | None  # for convolutions of conv1d_kernel_size taps
+    for_ring: Rectangles | None  # for causal attention; None: not planned
     for_allgather: GatheredSpans | None  # likewise
 
     @property
     def rectangles(self) -> Rectangles:
-        """Of causal attention, where keys travel around the ring. ValueError: not planned."""
+        """For causal attention in which keys travel around the ring. ValueError: not planned."""
         return _planned(self.for_ring, "ring")
 
     @property
     def gathered(self) -> GatheredSpans:
-        """Of causal attention, where queries and keys travel to who computes them. ValueError: not planned."""
+        """For causal attention in which queries and keys travel to the rank that computes. ValueError: not planned."""
         return _planned(self.for_allgather, "allgather")
 
     @property
@@ -103,12 +103,12 @@ class CPContext:
 
     @cached_property
     def full_rectangles(self) -> Rectangles:
-        """Of attention without a causal mask."""
+        """`rectangles` for attention without a causal mask."""
         return _rectangles(rectangle_tables(self.all_fragments, self.rank, self.world_size, causal=False))
 
     @cached_property
     def full_gathered(self) -> GatheredSpans:
-        """Of attention without a causal mask."""
+        """`gathered` for attention without a causal mask."""
         tables = span_tables(self.all_fragments, self.documents, self.rank, self.world_size, causal=False)
         return _gathered(tables, _move(tables, self.cu_seqlens.device))
 
@@ -124,12 +124,12 @@ class CPContext:
             torch._dynamo.mark_dynamic(table, 0)
 
     def halo_of(self, width: int) -> HaloRoutes:
-        """Routes of the `width` tokens before each fragment: planned if conv1d_kernel_size said so, else made once."""
+        """Routes of the `width` tokens before each fragment: those planned if the width fits, else made once."""
         if self.halo is not None and self.conv1d_kernel_size == width + 1:
             return self.halo
         return self.boundaries.derived(_routes_at_first_use, self.all_fragments, self.rank, self.world_size, width)
 
-    # For a contiguous layout of one stream, in the words of flash-linear-attention. None in other layouts.
+    # flash-linear-attention's names, for one stream in the contiguous layout; None otherwise.
 
     @property
     def _only(self) -> Fragment | None:
@@ -137,35 +137,35 @@ class CPContext:
 
     @property
     def is_first_rank(self) -> bool | None:
-        """The document of this rank's first token begins on this rank."""
+        """Whether the document of this rank's first token begins on this rank."""
         return None if self._only is None else not self._only.enters
 
     @property
     def is_last_rank(self) -> bool | None:
-        """The document of this rank's last token ends on this rank."""
+        """Whether the document of this rank's last token ends on this rank."""
         return None if self._only is None else not self._only.leaves
 
     @property
     def pre_num_ranks(self) -> int | None:
-        """How many ranks before this one hold tokens of the document of its first token."""
+        """Number of ranks before this one that hold tokens of the document of its first token."""
         if (f := self._only) is None:
             return None
         return sum(g.end > f.head[0] for g in self.all_fragments[: self.rank])
 
     @property
     def post_num_ranks(self) -> int | None:
-        """How many ranks after this one hold tokens of the document of its last token."""
+        """Number of ranks after this one that hold tokens of the document of its last token."""
         if (f := self._only) is None:
             return None
         return sum(g.start < f.tail[1] for g in self.all_fragments[self.rank + 1 :])
 
     @property
     def pre_num_conv_tokens(self) -> int | None:
-        """How many tokens of the first token's document lie before this rank."""
+        """Number of tokens of the first token's document that lie before this rank."""
         return None if (f := self._only) is None else f.start - f.head[0]
 
 
-@torch.inference_mode(False)  # a context of inference serves training, too
+@torch.inference_mode(False)  # a context built under inference mode must serve training, too
 def build_cp_context(
     cu_seqlens: torch.Tensor,
     group: dist.ProcessGroup | None = None,
@@ -186,23 +186,23 @@ def build_cp_context(
     Args:
         cu_seqlens: [N+1] int, GLOBAL boundaries of the documents, from 0 to the length of the whole stream.
             Padding is a last document of its own.
-        group: the context-parallel process group. With `rank` and `world_size` and no group the result only
-            describes; no operation can communicate with it.
+        group: the context-parallel process group. With `rank` and `world_size` but no group, the result
+            only describes the cut; no operation can communicate with it.
         conv1d_kernel_size: width of the short convolutions; `causal_conv1d` checks that its weight has it.
         layout: "contiguous" (rank r owns [r·T/W, (r+1)·T/W)) or "zigzag" (2W blocks; rank r owns blocks r and
             2W−1−r, in that order, never merged).
         cu_seqlens_cpu: the same values on the CPU; spares a device-to-host copy when cu_seqlens is on a GPU.
-        num_streams: `cu_seqlens` describes that many streams of equal length, one after the other; each is
+        num_streams: number of streams of equal length that `cu_seqlens` describes, one after the other; each is
             cut by itself, and a rank's tokens are its part of the first stream, of the second, and so on.
         device: where the tokens will be; that of `cu_seqlens` by default.
-        programs: of the scans to come (`scan_programs`): long entries are laid out in segments for each.
-        stream_programs: likewise of scans over the whole stream, for a part of the heads (cp_method "ulysses"), which
-            read a chunk table of it, too; None: there are none.
-        attention: the methods of softmax attention that are planned for; (): there is none.
+        programs: `scan_programs` of the scans to come: for each, long entries are cut into segments.
+        stream_programs: likewise for scans over the whole stream with a part of the heads (cp_method "ulysses"), which
+            also read a chunk table of the stream; None: there are no such scans.
+        attention: the methods of softmax attention to plan for; (): there is none.
 
     Raises:
-        ValueError: boundaries that do not start at 0 or decrease, or that cu_seqlens_cpu has otherwise; an unknown
-            layout or method; a stream length that W (2W for zigzag) does not divide, streams whose edges are not
+        ValueError: boundaries that do not start at 0, that decrease, or that differ from cu_seqlens_cpu; an unknown
+            layout or method; a stream length that W (2W for zigzag) does not divide; streams whose edges are not
             document boundaries.
     """
     if layout not in LAYOUTS:
@@ -234,7 +234,7 @@ def build_cp_context(
         **_boundary_tables("entries", local, (CHUNK, CONV_RUN), programs, joined=world_size > 1),
     }
     whole = documents.astype(np.int32)
-    alone = world_size == 1 and layout == "contiguous"  # whose entries are the documents
+    alone = world_size == 1 and layout == "contiguous"  # then the entries are the documents
     if not alone:
         tables |= _boundary_tables("stream", whole, () if stream_programs is None else (CHUNK,), stream_programs or ())
     if conv1d_kernel_size is not None:
@@ -257,14 +257,14 @@ def build_cp_context(
 
 Planned = TypeVar("Planned", Rectangles, GatheredSpans)
 _Tables = Mapping[str, Mapping[str, np.ndarray]]
-ON_HOST = {  # tables read on the CPU
+ON_HOST = {  # names of the tables that are read on the CPU
     "slots", "crosses", "sends", "send_counts", "receive_counts", "links", "leaving", "coming", "moves", "pieces",
     "sent", "travel", "pairs", "most", "between_nodes",
 }  # fmt: skip
 
 
 def _move(tables: _Tables, device: torch.device) -> dict[str, dict[str, torch.Tensor]]:
-    """Every table as a tensor where it is read, in one copy."""
+    """Every table as a tensor, on the CPU or the device, wherever it is read; the device gets its own in one copy."""
     flat = {(group, name): array for group, arrays in tables.items() for name, array in arrays.items()}
     moved: dict[Any, torch.Tensor] = {
         **{key: torch.from_numpy(array) for key, array in flat.items() if key[1] in ON_HOST},
@@ -276,7 +276,7 @@ def _move(tables: _Tables, device: torch.device) -> dict[str, dict[str, torch.Te
 def _boundary_tables(
     name: str, cu_seqlens: np.ndarray, chunks: Sequence[int], programs: Sequence[int], joined: bool = False
 ) -> dict[str, dict[str, np.ndarray]]:
-    """The arrays of `Boundaries`, by group. chunks: tokens of a chunk, of each table that is read."""
+    """The arrays of `Boundaries`, by group. chunks: the tokens per chunk of each chunk table that is read."""
     tables = {name: {"cu_seqlens": cu_seqlens}}
     tables |= {f"{name}, chunks of {n}": dict(zip(("index", "offsets"), chunk_arrays(cu_seqlens, n))) for n in chunks}
     lengths = {n: segment_length(int(cu_seqlens[-1]), len(cu_seqlens) - 1, n, joined) for n in programs}
@@ -289,7 +289,7 @@ def _boundaries(
     name: str, cu_seqlens: np.ndarray, moved: Mapping[str, Mapping[str, torch.Tensor]], programs: Sequence[int],
     joined: bool = False,
 ) -> Boundaries:  # fmt: skip
-    """Of the arrays of `_boundary_tables` as tensors."""
+    """`Boundaries` from the arrays of `_boundary_tables` as tensors."""
     chunks = {n: ChunkTable(**moved[key]) for n in (CHUNK, CONV_RUN) if (key := f"{name}, chunks of {n}") in moved}
     segments = {n: Segments(**moved[key]) if (key := f"{name}, segments {n}") in moved else None for n in programs}
     on_device, on_host = moved[name]["cu_seqlens"], torch.from_numpy(cu_seqlens)
@@ -313,7 +313,7 @@ def _rectangles(arrays: Mapping[str, np.ndarray]) -> Rectangles:
 
 
 def _gathered(arrays: _Tables, moved: Mapping[str, Mapping[str, torch.Tensor]]) -> GatheredSpans:
-    """arrays: of `span_tables`; moved: the same as tensors."""
+    """arrays: those of `span_tables`; moved: the same as tensors."""
     on_host = {name: torch.from_numpy(x) for name, x in arrays["spans"].items()}
     longest = {name: _longest(x) for name, x in arrays["spans"].items()}
     spans = Spans(*(by_name[name] for by_name in (moved["spans"], on_host, longest) for name in ("q", "k")))
@@ -337,8 +337,8 @@ def _documents(cu_seqlens: torch.Tensor) -> np.ndarray:
 
 
 def _local_layout(documents: np.ndarray, fragments: tuple[Fragment, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rank-local boundaries [N+1] int32, positions within documents [T_local] int64, and of each fragment its first and
-    last entry [slots, 2]."""
+    """Rank-local boundaries [N+1] int32, positions within documents [T_local] int64, and each fragment's first and last
+    entry [slots, 2]."""
     lengths, firsts, entries, count = [], [], [], 0
     for f in fragments:
         low, high = np.searchsorted(documents, [f.start, f.end - 1], side="right") - 1
@@ -354,8 +354,8 @@ def _local_layout(documents: np.ndarray, fragments: tuple[Fragment, ...]) -> tup
 
 
 def _slots_of_entries(fragments: tuple[Fragment, ...], entries: np.ndarray, count: int) -> dict[str, np.ndarray]:
-    """Which entries a document enters from another fragment, and which it leaves; one row more than there are entries,
-    so that a table never has a single row."""
+    """For each entry, the slot if its document comes in from another fragment, or goes on into one, else −1; one row
+    more than there are entries, so that a table never has a single row."""
     enters, leaves = np.full(count + 1, -1, dtype=np.int32), np.full(count + 1, -1, dtype=np.int32)
     for slot, (f, (first, last)) in enumerate(zip(fragments, entries, strict=True)):
         if f.enters:

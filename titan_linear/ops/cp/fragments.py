@@ -23,17 +23,17 @@ class Fragment:
 
     @property
     def enters(self) -> bool:
-        """A document comes in from the fragment before."""
+        """Whether a document comes in from the fragment before."""
         return self.head[0] < self.start
 
     @property
     def leaves(self) -> bool:
-        """A document goes on into the fragment after."""
+        """Whether a document goes on into the fragment after."""
         return self.tail[1] > self.end
 
     @property
     def through(self) -> bool:
-        """One document comes in, fills the fragment and goes out: the only case that needs M."""
+        """Whether one document comes in, fills the fragment and goes out: the only case that needs M."""
         return self.enters and self.leaves and self.head == self.tail
 
 
@@ -41,8 +41,8 @@ def cut(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -
     """Every rank's fragments, in global order.
 
     Args:
-        documents: [N+1] int64, global boundaries without empty documents; the last is the length of all streams.
-        num_streams: streams of equal length, each cut by itself.
+        documents: [N+1] int64, global boundaries without empty documents; the last is the total length of the streams.
+        num_streams: number of streams, of equal length; each is cut by itself.
 
     Raises:
         ValueError: streams that cannot be cut into equal blocks, or that do not begin with a document.
@@ -76,7 +76,7 @@ def owned(fragments: Sequence[Fragment], rank: int) -> tuple[Fragment, ...]:
 
 
 def padded(rows: list[tuple[int, ...]], length: int, width: int) -> np.ndarray:
-    """[length, width] with −1 behind the rows: tables have one shape whatever the documents are."""
+    """[length, width]: `rows`, then rows of −1, so that the shape of a table does not depend on the documents."""
     table = np.full((length, width), -1, dtype=np.int64)
     table[: len(rows)] = np.array(rows, dtype=np.int64).reshape(-1, width)
     return table

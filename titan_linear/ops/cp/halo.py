@@ -1,7 +1,7 @@
 """The tokens before a fragment that a causal convolution needs, fetched from the ranks that own them.
 
-They may come from several fragments where those are shorter than the halo is wide. Which tokens go where follows from
-the fragments, once per batch (`halo_routes`).
+They may come from several fragments, where fragments are shorter than the halo. Which tokens go where follows from the
+fragments, once per batch (`halo_routes`).
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from titan_linear.ops.operators import check_first_derivative, operator, registe
 
 
 class HaloRoutes(NamedTuple):
-    """What this rank sends and receives. Tables have one shape whatever the documents are; what lies beyond the counts
-    is padding."""
+    """What this rank sends and receives. The shapes of the tables do not depend on the documents; rows beyond the
+    counts are padding."""
 
     rows: torch.Tensor  # [.] int64: local tokens to send, by receiver
-    places: torch.Tensor  # [.] int64: rows of [slots · width] that they fill there, by sender
-    crosses: torch.Tensor  # [1], on the CPU as what follows: whether a document crosses a cut, on any rank
-    send_counts: torch.Tensor  # [W]
-    receive_counts: torch.Tensor  # [W]
-    # In mapped memory (`mapped.py`), on the device. A row has a place of its own: forward that in the receiver's halos,
-    # in backward that which it has come from, among all ranks' halos ([W · slots · width]).
+    places: torch.Tensor  # [.] int64: rows of this rank's halos [slots · width] that received tokens fill, by sender
+    crosses: torch.Tensor  # [1], on the CPU like the counts: whether a document crosses a cut, on any rank
+    send_counts: torch.Tensor  # [W] number of tokens for each receiver
+    receive_counts: torch.Tensor  # [W] and from each sender
+    # For mapped memory (`mapped.py`), on the device. Each row has a place of its own: in forward, its row in the
+    # receiver's halos; in backward, the row that it comes from, among the halos of all ranks ([W · slots · width]).
     puts: torch.Tensor  # [., 4] int32: 0, local token, receiver, place there
-    filled: torch.Tensor  # [slots · width] int32: 1 where a token comes
+    filled: torch.Tensor  # [slots · width] int32: 1 where a token arrives
     puts_back: torch.Tensor  # [., 4] int32: 0, local place, the token's owner, place there
-    places_back: torch.Tensor  # [.] int32: where what comes for each of `rows` lies
+    places_back: torch.Tensor  # [.] int32: the place at which the gradient of each of `rows` arrives
 
 
 def halo_routes(fragments: Sequence[Fragment], rank: int, world_size: int, width: int) -> dict:
     """The arrays of `HaloRoutes`, by name, for the `width` tokens before each fragment."""
     rows: list[list[int]] = [[] for _ in range(world_size)]
     places: list[list[int]] = [[] for _ in range(world_size)]
-    filling: list[list[int]] = [[] for _ in range(world_size)]  # the places that `rows` have at their receivers
+    filling: list[list[int]] = [[] for _ in range(world_size)]  # the places of `rows` at their receivers
     size = fragments[0].end
     slots = sum(f.rank == rank for f in fragments)
     for i, target in enumerate(fragments):
@@ -77,7 +77,7 @@ def _padded(lists: list[list[int]], length: int) -> np.ndarray:
 
 
 def _puts(rows: list[list[int]], places: list[list[int]], length: int) -> np.ndarray:
-    """Rows by receiver, and their places there, as `Mapped.put` takes them."""
+    """Rows by receiver and their places there, in the format of `Mapped.put`."""
     ranks = [[r] * len(part) for r, part in enumerate(rows)]
     columns = [_padded(lists, length) for lists in (rows, ranks, places)]
     return np.stack([np.zeros(length, dtype=np.int64), *columns], 1).astype(np.int32)
@@ -86,10 +86,10 @@ def _puts(rows: list[list[int]], places: list[list[int]], length: int) -> np.nda
 def with_halo(
     x: torch.Tensor, routes: HaloRoutes, slots: int, width: int, group: str
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T_local, D] -> x itself and [slots, width, D], the `width` tokens before each local fragment, zeros before its
-    document. Differentiable; every rank of the group calls it.
+    """x [T_local, D] -> x itself and [slots, width, D], the `width` tokens before each local fragment, zeros in place
+    of tokens before its document. Differentiable; every rank of the group must call it.
 
-    x comes back so that the gradient of its halos, which is of few tokens, is added in place to that of its other use.
+    x is returned so that the gradient of the halos, which has few tokens, is added in place to that of x's other use.
     """
     return _WithHalo.apply(x, tuple(routes), slots, width, group)
 
@@ -118,7 +118,7 @@ def fetch_halo(
     """x [T_local, D] -> [slots, width, D]; the tables are those of `HaloRoutes`."""
     mapped = _mapped_of(x, len(filled), group)
     if crosses.item() and mapped is not None:
-        from titan_linear.ops.triton.puts import filled_rows  # Triton is there on Linux only
+        from titan_linear.ops.triton.puts import filled_rows  # Triton is available on Linux only
 
         (came,) = mapped.put(puts, sum(send_counts.tolist()), x, places=len(filled))
         return filled_rows(came, filled).view(slots, width, x.shape[1])
@@ -141,7 +141,7 @@ def return_halo(
     send_counts: torch.Tensor, receive_counts: torch.Tensor, puts: torch.Tensor, filled: torch.Tensor,
     puts_back: torch.Tensor, places_back: torch.Tensor, group: str,
 ) -> None:  # fmt: skip
-    """Add to dx [T_local, D] what other ranks' halos say of these tokens: the adjoint of `fetch_halo`, in place."""
+    """Add to dx [T_local, D], in place, the gradients of these tokens as halos: the adjoint of `fetch_halo`."""
     if not crosses.item():
         return
     sent, received = receive_counts.tolist(), send_counts.tolist()
@@ -156,19 +156,19 @@ def return_halo(
 
 
 def _mapped_of(x: torch.Tensor, places: int, group: str) -> Mapped | None:
-    """Who carries rows of x, if not NCCL."""
+    """The mapped memory that carries rows of x; None: NCCL does."""
     mapped = mapped_of(group)
     return mapped if mapped is not None and mapped.takes(places, x) else None
 
 
 def _add_rows(x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, places: torch.Tensor | None, count: int) -> None:
-    """x[rows[i]] += y[i], or y[places[i]], for i < count. A row may be named twice: a token goes to several fragments,
+    """x[rows[i]] += y[i], or y[places[i]], for i < count. A row may occur twice: a token goes to several fragments
     if they are short."""
     if x.is_cuda:
-        from titan_linear.ops.triton.puts import add_rows  # Triton is there on Linux only
+        from titan_linear.ops.triton.puts import add_rows  # Triton is available on Linux only
 
         add_rows(x, y, rows, places, count)
-    else:  # deterministic, as index_add_ is not on CUDA
+    else:  # deterministic, unlike index_add_ on CUDA
         x.index_put_((rows[:count],), y, accumulate=True)
 
 

@@ -1,14 +1,14 @@
 """KCP: context parallelism for recurrences whose fragment acts on the state as S ↦ M S + S_ext.
 
-Each rank gives (S_ext, M) of its own fragments; an exchange hands every rank the pairs on its way; a fold in the order
-of the document gives the state that enters each of its fragments (Kimi Context Parallel, "CP Architecture"). Backward
-is the same walk in the other direction with Mᵀ. Nothing here knows KDA or GDN.
+Each rank gives (S_ext, M) of its own fragments; an exchange brings every rank the pairs of its chains; a fold in the
+order of the document gives the state that enters each of its fragments (Kimi Context Parallel, "CP Architecture").
+Backward is the same walk in the other direction with Mᵀ. Nothing here is specific to KDA or GDN.
 
 A chain of fragments begins where the document begins, and its first fragment needs no M: only a fragment that one
-document enters, fills and leaves has an M that anyone asks for. With two ranks there is never one.
+document enters, fills and leaves has an M that any rank needs. With two ranks there is never one.
 
-Who sends what to whom follows from the fragments, once per batch (`chains`). The tables have the same shape whatever
-the documents are, so that compiled code meets one shape; rows beyond the last are −1.
+Who sends what to whom follows from the fragments, once per batch (`chains`). The shapes of the tables do not depend on
+the documents, so that compiled code sees one shape; rows beyond the last are −1.
 """
 
 from __future__ import annotations
@@ -25,39 +25,39 @@ from titan_linear.ops.cp.fragments import Fragment, owned, padded
 from titan_linear.ops.cp.mapped import mapped_of
 from titan_linear.ops.operators import operator, register_fake
 
-NOTHING, STATE, STATE_AND_M = range(3)  # what others want of a fragment
+NOTHING, STATE, STATE_AND_M = range(3)  # what is needed of a fragment
 
 
 class Chains(NamedTuple):
-    """What this rank does in one direction. Forward a slot gives the state that leaves it and gets the one that enters;
-    in reverse it gives the gradient of what entered and gets that of what leaves."""
+    """This rank's part in one direction. Forward, a slot gives the state that leaves it and gets the state that enters
+    it; in reverse, it gives the gradient of the state that entered and gets that of the state that left."""
 
-    entries: torch.Tensor  # [slots] int32: the entry whose boundary a slot gives, its last one (in reverse its first)
+    entries: torch.Tensor  # [slots] int32: the entry whose boundary a slot gives: its last (in reverse its first)
     wanted: torch.Tensor  # [slots] int32: NOTHING, STATE or STATE_AND_M
-    chain_offsets: torch.Tensor  # [slots + 1] int32: the links of each slot, what folds into it, in order
-    s_row: torch.Tensor  # [.] int32 of each link: its S_ext among those received
-    m_row: torch.Tensor  # [.] int32 and its M; −1 for a chain's first
-    slots: torch.Tensor  # [slots, 2] the same (entry, wanted), on the CPU as all that follow
+    chain_offsets: torch.Tensor  # [slots + 1] int32: where each slot's links begin, which fold into it in order
+    s_row: torch.Tensor  # [.] int32 for each link: the row of its S_ext among those received
+    m_row: torch.Tensor  # [.] int32: and of its M; −1 for a chain's first
+    slots: torch.Tensor  # [slots, 2] (entry, wanted) again; on the CPU, as are all up to `most`
     crosses: torch.Tensor  # [1] whether a document crosses a cut, on any rank
-    sends: torch.Tensor  # [., 2] (slot, 0 for S_ext or 1 for M) by receiver; of each receiver S_ext first
-    send_counts: torch.Tensor  # [W, 2] S_ext and M for each receiver
+    sends: torch.Tensor  # [., 2] (slot, 0 for S_ext or 1 for M) by receiver; for each receiver S_ext first
+    send_counts: torch.Tensor  # [W, 2] numbers of S_ext and M for each receiver
     receive_counts: torch.Tensor  # [W, 2] and from each sender
-    links: torch.Tensor  # [., 3] (slot, S_ext, M): the links once more
+    links: torch.Tensor  # [., 3] the links again, as (slot, s_row, m_row)
     most: torch.Tensor  # [1] the largest number of S_ext and M that any one rank folds, its own included
-    # In mapped memory (`mapped.py`), on the device; a fragment's place is that in the order of ranks and slots.
-    puts: torch.Tensor  # [., 4] int32: of each S_ext (0) or M (1) sent, the kind, slot, receiver, place there
-    s_place: torch.Tensor  # [.] int32: as s_row and m_row, among places
+    # For mapped memory (`mapped.py`), on the device; a fragment's place is its index by rank, then slot.
+    puts: torch.Tensor  # [., 4] int32: for each S_ext (kind 0) or M (1) sent: kind, slot, receiver, place there
+    s_place: torch.Tensor  # [.] int32: s_row and m_row as places
     m_place: torch.Tensor
-    # Of all F = W · slots fragments, in global order, on the device, in both directions the same (`of_all`):
-    order: torch.Tensor  # [F] int64: whose each is, W and slots in one
+    # Of all F = W · slots fragments in global order, on the device, the same in both directions (`of_all`):
+    order: torch.Tensor  # [F] int64: the place of each
     places: torch.Tensor  # [F] int64: the inverse
-    through: torch.Tensor  # [F] bool: its M counts
-    groups: torch.Tensor  # [F + 1] int32: the first of each run that documents join, F behind the last
-    between_nodes: torch.Tensor  # [1], on the CPU: whether ranks are of several
+    through: torch.Tensor  # [F] bool: whether its M counts
+    groups: torch.Tensor  # [F + 1] int32: the first of each run joined by documents; F behind the last
+    between_nodes: torch.Tensor  # [1], on the CPU: whether ranks are on several nodes
 
 
 def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: np.ndarray, *, reverse: bool) -> dict:
-    """The arrays of `Chains`, by name, but for those of `of_all`.
+    """The arrays of `Chains`, by name, except those of `of_all`.
 
     Args:
         fragments: every rank's, in global order.
@@ -122,7 +122,7 @@ def _wanted(f: Fragment, reverse: bool) -> int:
 
 
 def _walks(fragments: Sequence[Fragment], reverse: bool) -> list[range]:
-    """For each fragment those that fold into it, in the order of the fold: they lie side by side."""
+    """For each fragment, those that fold into it, in the order of the fold; they are adjacent, so a range."""
     order = range(len(fragments))
     walks, first = [range(0)] * len(fragments), 0
     for i in reversed(order) if reverse else order:
@@ -133,11 +133,11 @@ def _walks(fragments: Sequence[Fragment], reverse: bool) -> list[range]:
     return walks
 
 
-Kinds = tuple[list[int], list[int]]  # fragments of which S_ext, and of which M
+Kinds = tuple[list[int], list[int]]  # fragments whose S_ext travels, and those whose M does
 
 
 def _received(fragments: Sequence[Fragment], chain: list[range], own: list[int], world_size: int) -> list[Kinds]:
-    """By sender, what this rank needs, in global order."""
+    """What this rank needs, by sender, in global order."""
     needed = sorted({j for i in own for j in chain[i]})
     received: list[Kinds] = [([], []) for _ in range(world_size)]
     for j in needed:
@@ -146,11 +146,11 @@ def _received(fragments: Sequence[Fragment], chain: list[range], own: list[int],
 
 
 def _sent(fragments: Sequence[Fragment], chain: list[range], own: list[int], world_size: int) -> list[Kinds]:
-    """By receiver, what it needs of this rank, in global order."""
+    """What others need from this rank, by receiver, in global order."""
     sent: list[Kinds] = [([], []) for _ in range(world_size)]
     for j in own:
         receivers = set()
-        for step in (1, -1):  # a chain that holds j ends beside j, or beyond fragments that hold it too
+        for step in (1, -1):  # fragments whose chains hold j lie next to j, without a gap
             i = j + step
             while 0 <= i < len(fragments) and j in chain[i]:
                 receivers.add(fragments[i].rank)
@@ -169,16 +169,16 @@ def _add(kinds: Kinds, j: int, f: Fragment) -> None:
 def incoming_states(
     S_ext: torch.Tensor, M: torch.Tensor, chains: Chains, group: str, *, reverse: bool = False
 ) -> torch.Tensor:
-    """The state that enters each local fragment, zero where a document begins there. Every rank of the group calls it.
+    """The state that enters each local fragment, zero where a document begins. Every rank of the group must call it.
 
     Args:
         S_ext: [slots, *, K, V], read where `chains.wanted` is STATE or more.
         M: [slots, *, K, K], read where it is STATE_AND_M.
         group: the name of the group.
-        reverse: gradients. S_ext is dS_ext, the result is the gradient of the state that leaves each fragment, and M
-            are those of forward, transposed here.
+        reverse: for gradients. S_ext is dS_ext, the result is the gradient of the state that leaves each fragment, and
+            M are forward's, transposed here.
 
-    Returns: [slots, *, K, V]. M chains in float64, or in float32 by three products of parts.
+    Returns: [slots, *, K, V]. The fold runs in float64, or in float32 by three products of parts.
     """
     return kcp_incoming(S_ext, M, *chains[2:5], *chains[6:], group, reverse)
 
@@ -191,14 +191,14 @@ def kcp_incoming(
     order: torch.Tensor, places: torch.Tensor, through: torch.Tensor, groups: torch.Tensor,
     between_nodes: torch.Tensor, group: str, reverse: bool,
 ) -> torch.Tensor:  # fmt: skip
-    if not crosses.item():  # every rank sees that alike
+    if not crosses.item():  # the same on every rank
         return torch.zeros_like(S_ext)
     if _folds_all(S_ext) and pays_by_heads(S_ext, M, most.item(), between_nodes.item()):
         return incoming_by_heads(S_ext, M, order, places, through, groups, group, reverse)
     if not _on_tensor_cores(S_ext):
         S_rows, M_rows = exchange(S_ext, M, sends, send_counts, receive_counts, group)
         return fold_in_float64(S_rows, M_rows, links, len(S_ext), reverse)
-    from titan_linear.ops.triton.fold import fold  # Triton is there on Linux only
+    from titan_linear.ops.triton.fold import fold  # Triton is available on Linux only
 
     mapped = mapped_of(group)
     if mapped is not None and mapped.takes(len(order), S_ext, M):
@@ -215,12 +215,12 @@ def _(S_ext, *_):
 
 
 def _folds_all(S: torch.Tensor) -> bool:
-    """Whether there is a fold through all fragments at once: on GPUs the kernel's."""
+    """Whether S can be folded through all fragments at once; on GPUs only the kernel does that."""
     return not S.is_cuda or _on_tensor_cores(S)
 
 
 def _on_tensor_cores(S: torch.Tensor) -> bool:
-    """Whether one kernel folds all chains, with products as exact as float32's."""
+    """Whether one kernel folds all chains, with products as exact as those of float32."""
     K, V = S.shape[-2:]
     return S.is_cuda and S.dtype == torch.float32 and K in (16, 32, 64, 128, 256) and (V == 16 or V % 32 == 0)
 
@@ -229,7 +229,7 @@ def exchange(
     S_ext: torch.Tensor, M: torch.Tensor, sends: torch.Tensor, send_counts: torch.Tensor, receive_counts: torch.Tensor,
     group: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Every S_ext [., *, K, V] and M [., *, K, K] that this rank folds. One message to each rank."""
+    """Every S_ext [., *, K, V] and M [., *, K, K] that this rank folds, by one message to each rank."""
     sizes = S_ext.numel() // len(S_ext), M.numel() // len(M)
     parts = [(M if kind else S_ext)[slot].flatten() for slot, kind in sends.tolist() if slot >= 0]
     message = _joined(parts, S_ext)
@@ -242,12 +242,12 @@ def exchange(
 
 
 def _parts(x: torch.Tensor, blocks: Sequence[slice]) -> list[torch.Tensor]:
-    """Those that are not empty."""
+    """The blocks of x that are not empty."""
     return [x[block] for block in blocks if block.start < block.stop]
 
 
 def _joined(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
-    """One after the other; a single one as it is: a copy less, where most chains have one link."""
+    """Concatenate; a single part is returned as it is, which saves a copy, as most chains have one link."""
     return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else like.new_empty(0)
 
 
@@ -255,19 +255,19 @@ def _elements(counts: list[list[int]], sizes: tuple[int, int]) -> list[int]:
     return [states * sizes[0] + transitions * sizes[1] for states, transitions in counts]
 
 
-# What a second message costs, in bytes that a link carries meanwhile: 80 µs at 340 and at 50 GB/s.
+# The cost of a second message, as the bytes that a link carries in that time: 80 µs at 340 and at 50 GB/s.
 IN_NODE, BETWEEN_NODES = 27 << 20, 4 << 20
 
 
 def pays_by_heads(S_ext: torch.Tensor, M: torch.Tensor, most: int, between_nodes: bool) -> bool:
-    """Whether `exchange` would take twice as long as `incoming_by_heads`, on the rank that receives most: it brings a
-    long chain whole, to every rank. All ranks say the same."""
+    """Whether `exchange` would take twice as long as `incoming_by_heads` on the rank that receives most, as it brings
+    a long chain whole to every rank. The same on all ranks."""
     whole = most * (S_ext.nbytes + M.nbytes) // (2 * len(S_ext))
     return whole > 2 * (bytes_by_heads(S_ext, M) + (BETWEEN_NODES if between_nodes else IN_NODE))
 
 
 def bytes_by_heads(S_ext: torch.Tensor, M: torch.Tensor) -> int:
-    """What a rank sends, and receives."""
+    """Bytes that a rank sends, and also the bytes that it receives."""
     return 2 * S_ext.nbytes + M.nbytes
 
 
@@ -276,8 +276,8 @@ def incoming_by_heads(
     groups: torch.Tensor, group: str, reverse: bool,
 ) -> torch.Tensor:  # fmt: skip
     """What `kcp_incoming` returns, by way of the heads: a rank gets S_ext and M of all fragments for its share of the
-    heads, folds through all of them, and gives every rank the states that enter its own. Two messages, of sizes that do
-    not grow with the number of ranks."""
+    heads, folds through all of them, and sends every rank the states that enter that rank's fragments. Two all-to-alls,
+    in which what a rank sends and receives does not grow with the number of ranks."""
     ranks, (slots, HV, K, V) = group_named(group), S_ext.shape
     W, rank = ranks.size(), ranks.rank()
     heads = [HV * (p + 1) // W - HV * p // W for p in range(W)]
@@ -286,7 +286,7 @@ def incoming_by_heads(
     came = all_to_all(given.flatten(), [n * slots * width for n in heads], [h * slots * width] * W, group)
     every = came.view(W, h, slots, K, V + K).transpose(1, 2).flatten(0, 1)[order]  # [F, h, K, V + K]
     states, transitions = every.split([V, K], -1)
-    transitions = transitions.where(through.view(-1, 1, 1, 1), 0.0)  # nobody wrote the others'
+    transitions = transitions.where(through.view(-1, 1, 1, 1), 0.0)  # no M was written for the others
     folded = _fold_groups(states.contiguous(), transitions.contiguous(), groups, reverse)[places]
     back = all_to_all(folded.flatten(), [slots * h * K * V] * W, [slots * n * K * V for n in heads], group)
     parts = back.split([slots * n * K * V for n in heads])
@@ -294,9 +294,9 @@ def incoming_by_heads(
 
 
 def _fold_groups(S_ext: torch.Tensor, M: torch.Tensor, groups: torch.Tensor, reverse: bool) -> torch.Tensor:
-    """S_ext [F, h, K, V], M [F, h, K, K] → the state that enters each of a group's fragments, zeros for its first; in
-    reverse the gradient of the state that leaves each, zeros for its last."""
-    if not S_ext.numel():  # a rank without a head
+    """S_ext [F, h, K, V], M [F, h, K, K] → the state that enters each fragment, zeros for the first of a group; in
+    reverse the gradient of the state that leaves each, zeros for the last of a group."""
+    if not S_ext.numel():  # a rank without heads
         return torch.empty_like(S_ext)
     if S_ext.is_cuda:
         from titan_linear.ops.triton.fold import fold_segments
@@ -314,9 +314,9 @@ def _fold_groups(S_ext: torch.Tensor, M: torch.Tensor, groups: torch.Tensor, rev
 def fold_in_float64(
     S_rows: torch.Tensor, M_rows: torch.Tensor, links: torch.Tensor, slots: int, reverse: bool
 ) -> torch.Tensor:
-    """S ← M S + S_ext along each slot's chain -> [slots, *, K, V], zeros where there is none.
+    """S ← M S + S_ext along each slot's chain -> [slots, *, K, V], zeros for a slot without a chain.
 
-    In float64: float32 products may run as TF32 where a user asked for that, whose error grows with the chain.
+    In float64, because float32 products run as TF32 if a user asked for that, and TF32's error grows with the chain.
     """
     states = S_rows.new_zeros(slots, *S_rows.shape[1:], dtype=torch.float64)
     for slot, s, m in links.tolist():

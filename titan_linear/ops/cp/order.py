@@ -1,4 +1,4 @@
-"""Between the global order of a stream's tokens and that in which ranks hold them, one rank after the other."""
+"""Reorder a stream's tokens between global order and rank order: the tokens that each rank holds, rank after rank."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 
 def to_global_order(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """[W, T_local, ...], every rank's tokens by rank → [T, ...] in global order. order: that of `CPContext`."""
+    """x [W, T_local, ...], the tokens of each rank → [T, ...] in global order. order: `CPContext.order`."""
     x = x.flatten(0, 1)
     if list(order) == list(range(len(order))):
         return x
-    blocks = x.unflatten(0, (len(order), -1))  # all fragments are of one length
+    blocks = x.unflatten(0, (len(order), -1))  # all fragments have the same length
     return torch.cat([blocks[i] for i in order])
 
 

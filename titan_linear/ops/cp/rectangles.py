@@ -28,11 +28,11 @@ class Rectangle(NamedTuple):
 
 
 class Rectangles(NamedTuple):
-    """This rank's rectangles. On the CPU; rows beyond the last are −1, so that the table has one shape whatever the
-    documents are."""
+    """This rank's rectangles. On the CPU; rows beyond the last are −1, so that the shape of the table does not depend
+    on the documents."""
 
-    by_hop: torch.Tensor  # [., 5] hop around the ring, q in local rows, kv in rows of the owner's tokens
-    hops: torch.Tensor  # [1] how far around the ring keys travel, on any rank
+    by_hop: torch.Tensor  # [., 5] hop around the ring, q range in local rows, kv range in rows of the owner
+    hops: torch.Tensor  # [1] number of hops that keys travel, the most on any rank
 
 
 def rectangle_tables(fragments: Sequence[Fragment], rank: int, world_size: int, *, causal: bool) -> dict:
@@ -69,8 +69,8 @@ def _rectangles(own: Sequence[Fragment], causal: bool) -> list[Rectangle]:
 
 
 def _by_owner(rectangle: Rectangle, fragments: Sequence[Fragment]) -> Iterator[tuple[int, Rectangle]]:
-    """A rectangle with kv in global tokens, cut where its keys change hands: the owner, and the part with kv in rows of
-    the owner's tokens."""
+    """Cut a rectangle with kv in global tokens where the owner of its keys changes: the owner, and the part with kv in
+    rows of the owner's tokens."""
     q, (a, b) = rectangle
     for f in _holding(a, b, fragments):
         row = f.slot * (f.end - f.start) - f.start
@@ -78,13 +78,13 @@ def _by_owner(rectangle: Rectangle, fragments: Sequence[Fragment]) -> Iterator[t
 
 
 def _holding(a: int, b: int, fragments: Sequence[Fragment]) -> Sequence[Fragment]:
-    """Those that hold global tokens a to b: all are of one size."""
+    """The fragments that hold global tokens a to b; all fragments have one size."""
     size = fragments[0].end
     return fragments[a // size : (b - 1) // size + 1]
 
 
 def _append(rectangles: list[Rectangle], new: Rectangle) -> None:
-    """Append, or widen the last one where the two are one rectangle: fewer and larger blocks for the kernels."""
+    """Append, or widen the last one where the two form one rectangle: fewer and larger blocks for the kernels."""
     if rectangles:
         q, kv = rectangles[-1]
         if q == new.q and kv[1] == new.kv[0]:
@@ -99,7 +99,7 @@ def _append(rectangles: list[Rectangle], new: Rectangle) -> None:
 def _hops(fragments: Sequence[Fragment], world_size: int, causal: bool) -> int:
     """How far around the ring keys must travel: the largest (query's rank − key's owner) mod W on any rank.
 
-    It follows from the fragments, so that all ranks agree; documents that end near where they begin need few hops.
+    It follows from the fragments, so all ranks agree; documents that end near where they begin need few hops.
     """
     hops = 0
     for f in reversed(fragments):  # the last fragments tend to look farthest back

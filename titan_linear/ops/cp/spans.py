@@ -1,9 +1,9 @@
-"""What a rank's queries see where keys can come from anywhere, and what travels for that.
+"""What the queries that a rank computes see, where keys can come from any rank, and what travels for that.
 
-A run of queries of one document and its keys (the document up to the run's end; without the causal mask the whole
-document) are a *span*. A rank's are its entries, but for the queries that others compute, and then the queries that it
-computes for others (ops/cp/balance.py). The rest follows: which rows of q travel and come back as rows of o, and which
-rows of K|V a rank needs from whom.
+A *span* is a run of queries of one document with its keys: the document up to the run's end or, without the causal
+mask, the whole document. A rank's spans are its entries, without the queries that others compute, followed by the
+queries that it computes for others (ops/cp/balance.py). The rest follows from the spans: which rows of q travel and
+come back as rows of o, and which rows of K|V a rank needs from which other rank.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from titan_linear.ops.cp.balance import Runs, balanced, entries, pairs_by_rank
 from titan_linear.ops.cp.fragments import Fragment
 from titan_linear.ops.torch.attention import Spans
 
-# Keys are gathered where an exchange of those that are needed would send or receive, on some rank, more than this share
-# of what a gather does: bytes of a gather take no longer than those of an exchange, and its one message goes to many.
+# Keys are gathered where an exchange of only those needed would make some rank send or receive more than this share of
+# what a gather does: a byte takes no longer in a gather than in an exchange, and a gather's one message goes to many.
 GATHER_FROM = 0.5
 
 
 class QueryRoutes(NamedTuple):
-    """Queries that others compute: the rows of q that leave and come, and the way back of o."""
+    """Queries that other ranks compute: the rows of q that leave and arrive, and how o comes back."""
 
-    rows: torch.Tensor  # [T_local] int64: local rows in the order of the spans, then those that leave, by receiver
-    leaving: torch.Tensor  # [W] on the CPU, rows by receiver
-    coming: torch.Tensor  # [W] on the CPU, rows by sender: after this rank's own, those of its spans
+    rows: torch.Tensor  # [T_local] int64: local rows of the spans, in their order, then those that leave, by receiver
+    leaving: torch.Tensor  # [W] on the CPU: number of rows by receiver
+    coming: torch.Tensor  # [W] on the CPU: number of rows by sender; in the spans they follow this rank's own
     moves: torch.Tensor  # [1] on the CPU: whether any rank gives queries away
 
 
 class KeyRoutes(NamedTuple):
-    """Where the keys of this rank's spans are from. On the CPU; both lists are padded with empty ranges to two."""
+    """Where the keys of this rank's spans come from. On the CPU; both lists are padded to two with empty ranges."""
 
-    pieces: torch.Tensor  # [., 2] the spans' keys, one after the other, as ranges of: rows here, then rows that came
-    sent: torch.Tensor  # [., 2] where not all are gathered: ranges of rows here that leave, by receiver
-    leaving: torch.Tensor  # [W] rows by receiver, and
-    coming: torch.Tensor  # [W] by sender, where all are gathered too
-    travel: torch.Tensor  # [1] NOTHING (and keys are rows as they lie), SOME or ALL; the same on all ranks
+    pieces: torch.Tensor  # [., 2] the spans' keys in order: ranges of rows, numbered local first, then received
+    sent: torch.Tensor  # [., 2] unless all are gathered: ranges of local rows that leave, by receiver
+    leaving: torch.Tensor  # [W] number of rows by receiver,
+    coming: torch.Tensor  # [W] and by sender, also where all are gathered
+    travel: torch.Tensor  # [1] NOTHING (the spans' keys are the local rows), SOME or ALL; the same on all ranks
 
 
 NOTHING, SOME, ALL = range(3)
@@ -51,19 +51,19 @@ class GatheredSpans(NamedTuple):
     spans: Spans
     queries: QueryRoutes
     keys: KeyRoutes
-    pairs: torch.Tensor  # [2, W] int64 on the CPU: of query and key, of each rank's queries and of those it computes
+    pairs: torch.Tensor  # [2, W] int64 on the CPU: query-key pairs of each rank's queries, and of those it computes
 
 
 def span_tables(
     fragments: Sequence[Fragment], documents: np.ndarray, rank: int, world_size: int, *, causal: bool
 ) -> dict[str, dict[str, np.ndarray]]:
-    """The arrays of a rank's `GatheredSpans`, by field and name; of `Spans` the boundaries of queries and keys.
+    """The arrays of a rank's `GatheredSpans`, by field and name; for `Spans`, the boundaries of queries and keys.
 
     fragments: every rank's. documents: [N+1] int64 global boundaries.
     """
     own = entries(fragments, documents)
     runs = balanced(own, world_size, causal)
-    first, after = runs.first, (runs.end if causal else runs.last)  # of their keys
+    first, after = runs.first, (runs.end if causal else runs.last)  # of each run's keys
     here = np.flatnonzero(runs.rank == rank)
     here = here[np.lexsort((runs.start[here], runs.owner[here], runs.owner[here] != rank))]
     needed = _Needed.all(fragments, runs.rank, first, after)
@@ -95,17 +95,17 @@ def _query_routes(fragments: Sequence[Fragment], runs: Runs, rank: int, world_si
 
 
 class _Needed(NamedTuple):
-    """Keys that ranks need of others, each token once: ranges of global tokens, [N] int64."""
+    """Keys that ranks need from others, each token once per rank: ranges of global tokens, [N] int64."""
 
-    by: np.ndarray  # rank
-    of: np.ndarray  # rank
+    by: np.ndarray  # the rank that needs them
+    of: np.ndarray  # the rank that owns them
     start: np.ndarray
     end: np.ndarray
-    row: np.ndarray  # of the first, there
+    row: np.ndarray  # local row of the first one at its owner
 
     @classmethod
     def all(cls, fragments: Sequence[Fragment], by: np.ndarray, start: np.ndarray, end: np.ndarray) -> _Needed:
-        """In the order of `by` and `start`. by, start, end: [.] of every span's keys."""
+        """Sorted by `by`, then `start`. by, start, end: [.] the rank and the key range of every span."""
         by, start, end = _union(by, start, end)
         i, n, start, end = _by_fragment(start, end, fragments[0].end)
         of = np.array([f.rank for f in fragments])[n]
@@ -115,16 +115,16 @@ class _Needed(NamedTuple):
         return _Needed(*(column[which] for column in self))
 
     def of_rank(self, rank: int) -> _Needed:
-        """By receiver, which is how they lie in what it sends."""
+        """Those that `rank` owns, by receiver: the order in which it sends them."""
         return self._where(self.of == rank)
 
     def by_rank(self, rank: int) -> _Needed:
-        """By sender, which is how they come."""
+        """Those that `rank` needs, by sender: the order in which they arrive."""
         found = self._where(self.by == rank)
         return found._where(np.argsort(found.of, kind="stable"))
 
     def rows(self, world_size: int) -> np.ndarray:
-        """[W, W] by receiver and sender."""
+        """[W, W] number of rows by receiver and sender."""
         counts = np.bincount(self.by * world_size + self.of, self.end - self.start, world_size**2)
         return counts.reshape(world_size, world_size).astype(np.int64)
 
@@ -132,12 +132,12 @@ class _Needed(NamedTuple):
 def _key_routes(
     fragments: Sequence[Fragment], needed: _Needed, start: np.ndarray, end: np.ndarray, rank: int, world_size: int
 ) -> dict[str, np.ndarray]:
-    """start, end: [.] the keys of the rank's spans, in order."""
+    """start, end: [.] key ranges of the rank's spans, in order."""
     size, tokens = fragments[0].end, len(fragments) // world_size * fragments[0].end
     rows = needed.rows(world_size)
-    # Where no document enters a fragment, spans' keys are the rank's rows, each once and in order. A document that goes
-    # on in the same rank's next fragment, as one across the middle of zig-zag does, needs no other rank's rows, but has
-    # some in two spans.
+    # Where no document enters a fragment, the spans' keys are the rank's rows, each once and in order. A document that
+    # goes on in the same rank's next fragment, as one across the middle of zig-zag does, needs no rows of other ranks,
+    # but some of its rows are keys of two spans.
     travel = SOME if rows.any() or any(f.enters for f in fragments) else NOTHING
     if travel and max(rows.sum(0).max(), rows.sum(1).max()) > GATHER_FROM * (world_size - 1) * tokens:
         travel, rows = ALL, tokens * (1 - np.eye(world_size, dtype=np.int64))
@@ -163,7 +163,7 @@ def _key_routes(
 
 
 def _offsets(fragments: Sequence[Fragment]) -> np.ndarray:
-    """Of each fragment: its owner's local row − global token."""
+    """For each fragment, a token's local row at the owner − its global number."""
     size = fragments[0].end
     return np.array([f.slot * size - f.start for f in fragments])
 
@@ -173,7 +173,7 @@ def _bounds(lengths: np.ndarray) -> np.ndarray:
 
 
 def _by_fragment(start: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndarray, ...]:
-    """Ranges of global tokens, cut where fragments are: the index of each one's range and fragment, its start, end."""
+    """Ranges of global tokens, cut at fragment edges: of each piece the index of its range and fragment, start, end."""
     first, after = start // size, -(-end // size)
     i = np.repeat(np.arange(len(start)), after - first)
     n = np.repeat(after - np.cumsum(after - first), after - first) + np.arange(len(i))
@@ -181,8 +181,8 @@ def _by_fragment(start: np.ndarray, end: np.ndarray, size: int) -> tuple[np.ndar
 
 
 def _union(group: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The ranges of each group without what they have in common: group, start, end, in this order."""
-    apart = group * (int(end.max()) + 1)  # no range reaches the next group's
+    """The union of each group's ranges, as disjoint ranges: group, start, end, sorted in this order."""
+    apart = group * (int(end.max()) + 1)  # so that no range reaches those of the next group
     order = np.argsort(start + apart, kind="stable")
     group, a, reach = group[order], start[order], np.maximum.accumulate((end + apart)[order])
     new = np.flatnonzero(np.concatenate([[True], (a + apart[order])[1:] > reach[:-1]]))
@@ -191,7 +191,7 @@ def _union(group: np.ndarray, start: np.ndarray, end: np.ndarray) -> tuple[np.nd
 
 
 def _joined(start: np.ndarray, end: np.ndarray, group: np.ndarray) -> np.ndarray:
-    """[., 2] ranges, one that follows on that before in the same group as one with it; padded with empty ones to two:
+    """[., 2] ranges, adjacent ones of the same group joined into one; padded to two with empty ones, because
     torch.compile takes a size of one for a constant."""
     breaks = (start[1:] != end[:-1]) | (group[1:] != group[:-1])
     edge = np.ones(min(len(start), 1), dtype=bool)

@@ -2,7 +2,7 @@
 
 Between `tokens_to_heads` and `heads_to_tokens` a rank holds the whole stream, in global order, for H/W heads, so
 any single-device operation that treats heads independently runs unchanged: softmax attention here, and the
-linear layers, for which it is the method to compare with.
+linear layers, where this method is there for comparison.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def ulysses_attention(
 
 
 def key_head_copies(Hq: int, Hkv: int, W: int) -> int:
-    """To how many ranks each key head is sent; 0: W ranks cannot share these heads."""
+    """Number of ranks that each key head is sent to; 0: W ranks cannot share these heads."""
     if Hq % W == 0 and Hkv % W == 0:
         return 1
     return W // Hkv if Hq % W == 0 and W % Hkv == 0 else 0
@@ -82,7 +82,7 @@ def exchange_heads(x: torch.Tensor, order: list[int], world_size: int, group: st
         parts = x[0].unflatten(1, (world_size, -1)).movedim(1, 0)  # [W, T_local, H/W, ...], by receiver
         return to_global_order(_all_to_all(parts, group), order).unsqueeze(0)
     parts = _all_to_all(to_rank_order(x[0], order, world_size), group)  # [W, T_local, H/W, ...], by sender
-    return parts.movedim(0, 1).flatten(1, 2).unsqueeze(0).contiguous()  # flatten copies, but for one head a rank
+    return parts.movedim(0, 1).flatten(1, 2).unsqueeze(0).contiguous()  # flatten copies, except with one head per rank
 
 
 @register_fake(exchange_heads)
