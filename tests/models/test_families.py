@@ -247,7 +247,7 @@ QWEN, KIMI = ("Qwen3_5MoeForCausalLM", "qwen3.5"), ("KimiLinearForCausalLM", "ki
         (KIMI, {"num_experts_per_token": 99}, "config.json has top_k = 99, more than num_experts = 8"),
         (KIMI, {"num_expert_group": 3}, "num_experts = 8 in groups = 3, which must be of one size"),
         (KIMI, {"num_expert_group": 8}, "num_experts = 8 in groups = 8, which must be of one size, two or more"),
-        (KIMI, {"topk_group": 5}, "a token top_groups = 5 of groups = 4"),
+        (KIMI, {"topk_group": 5}, "top_groups = 5, more than groups = 4"),
         (KIMI, {"topk_group": 1, "num_experts_per_token": 3}, "top_k = 3 of top_groups = 1 groups of 2 experts"),
     ],
 )  # fmt: skip

@@ -15,7 +15,7 @@ from torch import nn
 from tests.worlds import World
 from titan_linear.models import init
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.draws import Elements, uniform_decay, normal, ones, stream, time_step_bias
+from titan_linear.models.draws import Elements, normal, ones, stream, time_step_bias, uniform_decay
 from titan_linear.models.init import fill, initialise
 from titan_linear.models.presets import preset
 

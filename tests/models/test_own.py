@@ -118,6 +118,8 @@ def test_the_file_is_our_model(name: str, folders: Callable) -> None:
     out = model.train()(tokens, labels=tokens)
     out.loss.backward()
     assert out.loss.item() == pytest.approx(loss.item() / (2 * (T - 1)), rel=1e-5)
+    counted = model(tokens, labels=tokens, num_items_in_batch=10).loss  # as transformers' Trainer asks for
+    assert counted.item() == pytest.approx(loss.item() / 10, rel=1e-5)
     grad = ours.embedding.weight.grad / (2 * (T - 1))
     assert (model.model.embeddings.weight.grad - grad).norm() < 1e-4 * grad.norm()
 

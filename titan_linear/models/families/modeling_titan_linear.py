@@ -229,7 +229,7 @@ def rotate(x, cos, sin):
 
 
 class Tokens:
-    """Where the T tokens of a forward lie: positions [B or 1, T], and is_text [B, earlier + T], False where padding is."""
+    """Where the T tokens of a forward lie: positions [B or 1, T], and is_text [B, earlier + T], False for padding."""
 
     def __init__(self, length, earlier, attention_mask, device):
         self.length, self.device, self.is_text = length, device, None

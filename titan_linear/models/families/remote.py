@@ -44,6 +44,7 @@ def _mixer(options: Json) -> MixerOptions:
         raise ValueError(f"config.json: pattern has an unknown kind, {options.get('kind')!r}; export the model again")
     names = {"kind", *(f.name for f in fields(kind))}
     if options.keys() != names:
-        lacks, unknown = sorted(names - options.keys()), sorted(options.keys() - names)
-        raise ValueError(f"config.json: pattern lacks {lacks}, and {unknown} are unknown; export the model again")
+        wrong = {"lacks": sorted(names - options.keys()), "has unknown": sorted(options.keys() - names)}
+        said = " and ".join(f"{verb} {keys}" for verb, keys in wrong.items() if keys)
+        raise ValueError(f"config.json: pattern {said}; export the model again")
     return kind(**{name: value for name, value in options.items() if name != "kind"})

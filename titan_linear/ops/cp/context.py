@@ -202,8 +202,8 @@ def build_cp_context(
 
     Raises:
         ValueError: boundaries that do not start at 0, that decrease, or that differ from cu_seqlens_cpu; an unknown
-            layout or method; a stream length that W (2W for zigzag) does not divide; streams whose edges are not
-            document boundaries.
+            layout or method; neither a group nor a rank below world_size; num_streams or conv1d_kernel_size below 1;
+            a stream length that W (2W for zigzag) does not divide; streams whose edges are not document boundaries.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout = {layout!r} is unknown; use one of {', '.join(map(repr, LAYOUTS))}")

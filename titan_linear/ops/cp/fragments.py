@@ -51,8 +51,8 @@ def cut(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -
     length, blocks = total // num_streams, world_size * (2 if layout == "zigzag" else 1)
     if total % num_streams or length % blocks:
         raise ValueError(
-            f"cu_seqlens ends at {total}, which are not num_streams = {num_streams} streams of {blocks} equal blocks "
-            f"({layout} layout on {world_size} ranks); pad each stream to a multiple of {blocks}"
+            f"cu_seqlens ends at {total}: so many tokens cannot be cut into num_streams = {num_streams} streams of "
+            f"{blocks} equal blocks ({layout} layout on {world_size} ranks); pad each stream to a multiple of {blocks}"
         )
     for i in np.flatnonzero(~np.isin(np.arange(1, num_streams) * length, documents)):
         raise ValueError(f"num_streams = {num_streams}: stream {i + 1} must begin a document in cu_seqlens")

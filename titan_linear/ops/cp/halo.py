@@ -168,7 +168,8 @@ def _add_rows(x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, places: torc
         from titan_linear.ops.triton.puts import add_rows  # Triton is available on Linux only
 
         add_rows(x, y, rows, places, count)
-    else:  # deterministic, unlike index_add_ on CUDA
+    else:
+        assert places is None, "only GPUs map memory"
         x.index_put_((rows[:count],), y, accumulate=True)
 
 

@@ -5,7 +5,8 @@ order of the document gives the state that enters each of its fragments (Kimi Co
 Backward is the same walk in the other direction with Mᵀ. Nothing here is specific to KDA or GDN.
 
 A chain of fragments begins where the document begins, and its first fragment needs no M: only a fragment that one
-document enters, fills and leaves has an M that any rank needs. With two ranks there is never one.
+document enters, fills and leaves has an M that any rank needs. With two contiguous ranks there
+is never one.
 
 Who sends what to whom follows from the fragments, once per batch (`chains`). The shapes of the tables do not depend on
 the documents, so that compiled code sees one shape; rows beyond the last are −1.
