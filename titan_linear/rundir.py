@@ -5,7 +5,7 @@
     metrics.jsonl    a line per logged step
     telemetry.jsonl  what telemetry saw inside every metrics.telemetry_freq-th step
     spikes.jsonl     steps whose loss was an outlier or not finite, with their streams
-    tb/              the same for TensorBoard
+    tb/              metrics and telemetry for TensorBoard
     checkpoint/      step-N/
 
 Until everything has been checked, only the lock is written, and a start that is refused removes it. Only rank 0 writes.
