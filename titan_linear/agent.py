@@ -89,7 +89,7 @@ def _environment(processes: int) -> dict[str, str]:
     own = {
         LAUNCHER: str(os.getpid()),
         "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP",  # `on_signal` handles the others
-        "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # as many workers on every node (nodes.py): no exchange
+        "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # all nodes have the same number (nodes.py): no exchange
     }
     return {name: os.environ.get(name, value) for name, value in defaults.items()} | own
 
@@ -129,8 +129,8 @@ class Agent(LocalElasticAgent):
             self.run()
         except SignalException:
             code = 128 + self.asked
-        # A worker that was asked to stop before it handled signals was killed by the request, which is no failure;
-        # nor is it one that others then lost that worker. But if one hung, they lost that one, and with it their save.
+        # A worker that was asked to stop before it handled signals was killed by the request. That is no failure, nor
+        # is it one that others then lost it. But if one hung, the others have lost that one, and with it their save.
         forgiven = (-signal.SIGTERM, *([] if self.hung else [LOST])) if code else ()
         failures = {rank: c for rank, c in self.failures.items() if c not in forgiven}
         if not failures or self.at_once:

@@ -481,7 +481,7 @@ def export(
         like: a Hugging Face folder of the same model; by default the one that the run began from, if it did.
     """
     like = like or hf_weights(config)
-    kept = like and tokenizer_path(config) == str(Path(like) / "tokenizer.json")  # and so is the end token
+    kept = like and tokenizer_path(config) == str(Path(like) / "tokenizer.json")  # its tokenizer, so also its end token
     write_folder(
         path, model, export_family(config, model, tokenizer, like), get, dtype=EXPORT_DTYPES[dtype],
         like=Path(like) if like else None, tokenizer=tokenizer.hugging_face_files(),

@@ -607,7 +607,7 @@ def _sum(data: Any, before: list[int] | None = None) -> list[int]:
 
 
 def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Weights by name, without wrappers' additions to it; a tied weight once, by its first name. They share the memory
+    """Weights by name, without what wrappers add to names; a tied weight once, by its first name. They share the memory
     of the model's own; a part of a tensor says where it lies in the whole one."""
     state = get_model_state_dict(model)
     first = {name for name, _ in model.named_parameters()}

@@ -49,7 +49,7 @@ def _row_logsumexp(logits: torch.Tensor) -> torch.Tensor:
 def _softmax_gradient(
     logits: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Gradient of the logits, which it overwrites."""
+    """The gradient with respect to the logits, which it overwrites."""
     d = logits.sub_(lse.unsqueeze(-1)).exp_()
     d[torch.arange(len(d), device=d.device), target.clamp(min=0)] -= (target >= 0).to(d.dtype)
     return d.mul_((target != IGNORE).unsqueeze(-1)).to(dtype)

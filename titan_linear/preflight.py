@@ -195,7 +195,7 @@ def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def repeats(config: Config, streams: Streams) -> str:
-    """A warning if a step has the same documents several times, which may be meant as a trial; else ""."""
+    """A warning if a step has the same documents several times, which may be meant in a trial; else ""."""
     try:
         check_size(tokens_of(streams), config)
     except ValueError as error:
