@@ -1,15 +1,15 @@
-"""The workers of a node: torch's elastic agent, which starts them, watches them and starts them again.
+"""The workers of a node: torch's elastic agent, which starts, watches and restarts them.
 
-What `torchrun` would do differently, in every version of torch that this runs with:
+Differences from `torchrun`, in every version of torch that this runs with:
 
 - SIGTERM and Ctrl-C reach every worker once, as SIGTERM; workers save, for as long as it takes, and the exit code is
-  143 or 130 (143 on nodes that were not asked themselves); a second Ctrl-C kills the workers. Before their first step
-  they have nothing to save, and die of it;
+  143 or 130 (143 on nodes that got no signal themselves); a second Ctrl-C kills the workers. Before their first step
+  they have nothing to save, and the signal kills them;
 - SIGUSR1 is passed on to the workers, which write snapshots of their GPUs' memory (profiling.py);
-- when a worker fails, the others have GRACE seconds to say why they fail too and are killed: they must not save without
-  it. One line says which failed, and the exit code is its own. A node whose ranks have only lost one of another node
-  waits for that node's word (`Nodes.hear`);
-- an error that would come again (a user's mistake, a non-finite loss, a failed save) starts nothing again;
+- when a worker fails, the others have GRACE seconds to say why they fail too, and are then killed: they must not save
+  without it. One line says which failed, and the exit code is that worker's. A node whose ranks have only lost a rank
+  of another node waits to hear from that node (`Nodes.hear`);
+- an error that would recur (a user's mistake, a non-finite loss, a failed save) causes no restart;
 - ranks follow NODE_RANK, and one port serves the agents and the workers of all starts (nodes.py);
 - workers die with the agent, whatever killed it (process.py).
 """
@@ -34,14 +34,14 @@ from titan_linear.nodes import Nodes
 from titan_linear.process import FINAL, LAUNCHER, LOST, STOPPED, Node, pass_on_configuration
 
 GRACE = 5.0  # seconds
-REPEAT = 0.3  # seconds in which a signal may come again from what passes signals on
+REPEAT = 0.3  # seconds in which a wrapper that passes signals on may send the same one again
 
 
 def run_workers(module: str, argv: list[str], here: Node, config: Config) -> int:
-    """`python -m module *argv` in the processes of this node; the exit code of the whole (see the module).
+    """Run `python -m module *argv` in this node's processes; return the exit code of the whole (see above).
 
     Args:
-        config: as it was checked, for workers of all starts: its file may be another by then.
+        config: as it was checked, for the workers of all starts: its file may have changed by then.
 
     Raises:
         ValueError: the nodes' environment is wrong.
@@ -49,7 +49,7 @@ def run_workers(module: str, argv: list[str], here: Node, config: Config) -> int
     os.environ.update(_environment(here.processes))
     pass_on_configuration(config.model_dump_json())
     elastic = logging.getLogger("torch.distributed.elastic")
-    elastic.propagate, elastic.handlers = False, [logging.NullHandler()]  # what it does is said here
+    elastic.propagate, elastic.handlers = False, [logging.NullHandler()]  # this module says what it does
     nodes = Nodes(here)
     agent = Agent(
         WorkerSpec(
@@ -75,44 +75,45 @@ def run_workers(module: str, argv: list[str], here: Node, config: Config) -> int
 
 
 def _environment(processes: int) -> dict[str, str]:
-    """What workers inherit; the user's word holds."""
+    """Variables that workers inherit; a default yields to a value that the user has set."""
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     defaults = {
         "OMP_NUM_THREADS": str(max(1, cores // processes)),
-        # Threads that wait soon sleep: spinning, they take the core that the one they wait for needs, where others work
-        # too. At once (libgomp's count is 0 under PASSIVE), waking them would halve the speed of a free machine.
+        # Waiting threads soon sleep: on a machine with other work, spinning would take the core that the thread they
+        # wait for needs. If they slept at once (PASSIVE sets libgomp's spin count to 0), waking them would halve the
+        # speed of a free machine.
         "OMP_WAIT_POLICY": "PASSIVE",
     }
     if "OMP_WAIT_POLICY" not in os.environ:
         defaults["GOMP_SPINCOUNT"] = "1000"
     own = {
         LAUNCHER: str(os.getpid()),
-        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP",  # of the others, `on_signal`
-        "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # nodes have as many workers (nodes.py), and need not tell each other
+        "TORCHELASTIC_SIGNALS_TO_HANDLE": "SIGHUP",  # `on_signal` handles the others
+        "TORCH_ELASTIC_WORKER_IDENTICAL": "1",  # all nodes have the same number (nodes.py): no exchange
     }
     return {name: os.environ.get(name, value) for name, value in defaults.items()} | own
 
 
 class Agent(LocalElasticAgent):
-    """Ends and restarts of the workers of this node.
+    """Stops and restarts the workers of this node.
 
-    saves: they save before a stop.
+    saves: whether they save before they stop.
     """
 
     def __init__(self, spec: WorkerSpec, saves: bool = True):
         super().__init__(spec, DefaultLogsSpecs(os.devnull))
         self.saves = saves
-        self.failures: dict[int, int] = {}  # of this start, as they were seen: rank → exit code
-        self.hung = False  # one of them did not end, and was killed
+        self.failures: dict[int, int] = {}  # of this start, in the order seen: rank → exit code
+        self.hung = False  # a worker did not end, and was killed
         self.asked, self.asked_at, self.at_once = 0, 0.0, False
 
     def on_signal(self, number: int, _: FrameType | None) -> None:
-        """The first request to stop ends the agent's loop. A later Ctrl-C kills: wrappers repeat at once what the
-        terminal has sent already, and a person takes longer."""
+        """End the agent's loop at the first request to stop; kill at a later Ctrl-C, but not at one within REPEAT
+        seconds: wrappers repeat at once what the terminal has already sent, and a person takes longer."""
         if self.asked:
             if number != signal.SIGINT or time.monotonic() - self.asked_at < REPEAT:
                 return
-            self.at_once = True  # raised again, the exception has the agent kill what it waits for
+            self.at_once = True  # raised again, the exception makes the agent kill what it waits for
         else:
             self.asked, self.asked_at = number, time.monotonic()
         raise SignalException("asked to stop", signal.Signals(number))
@@ -122,14 +123,14 @@ class Agent(LocalElasticAgent):
             process.send_signal(number)
 
     def run_to_end(self) -> int:
-        """The exit code."""
+        """Run the workers until they end for good; return the exit code."""
         code = 0
         try:
             self.run()
         except SignalException:
             code = 128 + self.asked
-        # A worker that was asked to stop before it could listen has died of the request, which is no failure, and
-        # others have lost it. But if one hung, the others have lost that, and their save.
+        # A worker that was asked to stop before it handled signals was killed by the request. That is no failure, nor
+        # is it one that others then lost it. But if one hung, the others have lost that one, and with it their save.
         forgiven = (-signal.SIGTERM, *([] if self.hung else [LOST])) if code else ()
         failures = {rank: c for rank, c in self.failures.items() if c not in forgiven}
         if not failures or self.at_once:
@@ -143,11 +144,11 @@ class Agent(LocalElasticAgent):
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         super()._rendezvous(worker_group)
         spec = worker_group.spec
-        self._remaining_restarts = spec.max_restarts - spec.rdzv_handler.start  # on all nodes, whoever failed
+        self._remaining_restarts = spec.max_restarts - spec.rdzv_handler.start  # the same on all nodes, whoever failed
         self.failures, self.hung = {}, False
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, int]:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # which they inherit: importing PyTorch, they do not listen yet
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited: while they import PyTorch they have no handler yet
         ids = super()._start_workers(worker_group)
         signal.signal(signal.SIGUSR1, self.pass_on)
         return ids
@@ -157,22 +158,22 @@ class Agent(LocalElasticAgent):
         if self._look():
             self._end()
             self._prepare_restart()
-        elif None in codes:  # the elastic agent looks again, and would take one that stops by then for a failure
+        elif None in codes:  # super() would poll again, and take a worker that stops meanwhile for a failure
             return RunResult(state=WorkerState.HEALTHY)
         elif stopped := [code for code in codes if code in STOPPED]:
-            raise SignalException("stopped", signal.Signals(stopped[0] - 128))  # maybe asked on another node
+            raise SignalException("stopped", signal.Signals(stopped[0] - 128))  # maybe at the request of another node
         return super()._monitor_workers(worker_group)
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._kill()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGKILL, timeout: int = 0) -> None:
-        """With a signal's number after a SignalException, without one after anything else."""
-        if death_sig != signal.SIGKILL and not self.asked:  # but another node was
+        """Called with a signal's number after a SignalException, and without one after anything else."""
+        if death_sig != signal.SIGKILL and not self.asked:  # another node was
             self.asked, self.asked_at = death_sig, time.monotonic()
         if death_sig != signal.SIGKILL and any(process.poll() is None for process in self._processes()):
             for process in self._processes():
-                process.send_signal(signal.SIGTERM)  # does nothing to one that has ended
+                process.send_signal(signal.SIGTERM)  # no effect on one that has ended
             after = "after a last save" if self.saves else "after this step, without a save (checkpoint.enable = false)"
             print(f"stopping {after}; Ctrl-C again stops at once", file=sys.stderr, flush=True)
             self._end()
@@ -190,7 +191,8 @@ class Agent(LocalElasticAgent):
         return self.failures
 
     def _end(self) -> None:
-        """Wait until all workers have ended; once one has failed, until the others have said why they fail too."""
+        """Wait until all workers have ended; once one has failed, give the others GRACE seconds to say why they fail
+        too."""
         deadline = None
         while any(process.poll() is None for process in self._processes()):
             if self._look() and deadline is None:
@@ -218,7 +220,7 @@ class Agent(LocalElasticAgent):
 
 
 def _cause(failures: dict[int, int]) -> tuple[int, int]:
-    """Rank and exit code of the first failure, other than that of a rank which lost another."""
+    """Rank and exit code of the first failure; failures other than the loss of another rank come first."""
     return min(failures.items(), key=lambda failure: failure[1] == LOST)
 
 

@@ -58,8 +58,8 @@ from titan_linear.rundir import checkpoint_folder
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
-FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}  # of a model that several architectures hold
-VOCAB_MULTIPLE = 64  # of a vocabulary that follows the tokenizer: whole tiles of a product, and even shards
+FAMILY_OF = {"qwen3-next": "Qwen3NextForCausalLM"}  # by model.name, if several architectures can hold the model
+VOCAB_MULTIPLE = 64  # rounds up a vocabulary that follows the tokenizer: whole tiles of a product, and even shards
 T = TypeVar("T")
 
 
@@ -67,13 +67,13 @@ T = TypeVar("T")
 
 
 def tokenizer_path(config: Config) -> str | None:
-    """model.tokenizer_path, else the Hugging Face folder that has a tokenizer.json, else None: bytes."""
+    """Return model.tokenizer_path, else the tokenizer.json of the Hugging Face folder, else None: bytes."""
     own = Path(hf_assets(config)) / "tokenizer.json"
     return config.model.tokenizer_path or (str(own) if hf_assets(config) and own.is_file() else None)
 
 
 def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = False) -> list[Corpus]:
-    """The training corpus, or each of the mixture's sources, and validation's own if it has one."""
+    """Open the training corpus, or each of the mixture's sources, and validation's own corpus if it has one."""
     t, v = config.training, config.validation
     groups = bool(config.metrics.loss_by_source)
     wanted = [(s, s.dataset_path, f"{where}dataset_path", groups) for where, s in sources(config).items()]
@@ -89,7 +89,7 @@ def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = Fal
 
 
 def cached_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus | None]:
-    """Those to train on whose tokens are here; None: of one that is not here, or has not been tokenised yet."""
+    """The corpora to train on; None in place of one that is not here or has not been tokenised yet."""
     bad = config.training.on_bad_document
     return [
         cached_corpus(
@@ -101,7 +101,7 @@ def cached_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus | None]:
 
 
 def check_size(tokens: int, config: Config) -> None:
-    """ValueError: a corpus of so many tokens is less than a step takes."""
+    """Raise ValueError if a corpus of this many tokens is smaller than a step."""
     t = config.training
     step = t.global_batch_size * t.seq_len
     if tokens < step:
@@ -113,14 +113,14 @@ def check_size(tokens: int, config: Config) -> None:
 
 
 def tokens_of(streams: Streams) -> int:
-    """Of an epoch of all sources."""
+    """Number of tokens in an epoch of all sources."""
     return sum(s.num_tokens for s in (streams.sources.values() if isinstance(streams, MixedStreams) else [streams]))
 
 
 def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress) -> tuple[Streams, Streams | None]:
-    """Streams to train on, without end, and one pass over those to validate on.
+    """Endless streams to train on, and one pass over those to validate on.
 
-    progress: what the checkpoint knows that the run resumes from; of a new run nothing.
+    progress: what is saved in the checkpoint that the run resumes from; {} for a new run.
     """
     t, v, seed = config.training, config.validation, config.debug.seed
     corpora, wheres = open_corpora(config, tokenizer), list(sources(config))
@@ -145,7 +145,7 @@ def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress) -> t
 
 
 def file_groups(config: Config, streams: Streams) -> FileGroups | None:
-    """Those of metrics.loss_by_source, if there are any; streams: to train on. ValueError: one fits no file."""
+    """The groups of metrics.loss_by_source, if any; streams: those to train on. ValueError: a group fits no file."""
     patterns = {group.name: group.files for group in config.metrics.loss_by_source}
     return FileGroups(streams, patterns, OTHER) if patterns else None
 
@@ -158,16 +158,17 @@ def _mixed(config: Config, packed: list[PackedStreams], progress: Progress) -> M
 
 
 def lengths(config: Config) -> list[Length]:
-    """Of the run's streams, by training.seq_len_schedule; they change where a step begins."""
+    """The streams' lengths by training.seq_len_schedule; they change where a step begins."""
     t = config.training
     starts = [0, *(part.until_step * t.global_batch_size for part in t.seq_len_schedule)]
     return list(map(Length, starts, [*(part.seq_len for part in t.seq_len_schedule), t.seq_len]))
 
 
 def mixture_phases(config: Config, progress: Progress) -> list[Phase]:
-    """The run's mixtures so far, and from this step on.
+    """The phases of the run's mixture so far, and the one from this step on.
 
-    ValueError: training.mixture is not the run's, and nothing says that it is to change here.
+    ValueError: training.mixture differs from the run's, and training.mixture_from_step does not say that it changes
+    here.
     """
     t = config.training
     weights = {source.name: source.weight for source in t.mixture}
@@ -188,19 +189,20 @@ def mixture_phases(config: Config, progress: Progress) -> list[Phase]:
 
 
 def progress_at(config: Config, step: int, skipped: int) -> Progress:
-    """What a checkpoint has to know of how far the run is. The cursor is of whole steps, whatever was fetched ahead."""
+    """What a checkpoint records of the run's progress. The cursor counts the streams of whole steps, whatever was
+    fetched ahead."""
     cursor = step * config.training.global_batch_size
     tokens, length = tokens_at(config.training, step), schedule_steps(config)
     return {"step": step, "cursor": cursor, "tokens": tokens, "skipped": skipped, "total_steps": length}
 
 
-OF_A_NODE = (  # keys that nodes may have of their own, mostly paths, and the section job
+OF_A_NODE = (  # keys that may differ between nodes, mostly paths; so may the section job
     "model.tokenizer_path", "model.hf_assets_path", "training.dataset_path", "training.mixture",
     "training.num_workers", "validation.dataset_path", "checkpoint.initial_load_path", "metrics.loss_by_source",
     "profiling.save_traces_folder", "profiling.enable_memory_snapshot", "profiling.save_memory_snapshot_folder",
 )  # fmt: skip
 
-# What checkpoints know by its content, and the key that brings it.
+# What checkpoints identify by content: its name in messages, and the key that sets it.
 CONTENT = {
     "corpus": ("corpus", "training.dataset_path"),
     "validation": ("validation corpus", "validation.dataset_path"),
@@ -212,7 +214,7 @@ CONTENT = {
 def content_of(
     config: Config, tokenizer: Tokenizer, model: ModelConfig, streams: Streams, held_out: Streams | None
 ) -> Progress:
-    """What a checkpoint has to know of the data and the model, by their content."""
+    """What a checkpoint records to identify data and model by their content."""
     content = {**streams.content, "tokenizer": tokenizer.fingerprint, "model": fingerprint(model)}
     if config.validation.enable and config.validation.dataset_path:
         content["validation"] = held_out.corpus.fingerprint
@@ -220,7 +222,7 @@ def content_of(
 
 
 def check_content(config: Config, progress: Progress, data: Progress) -> None:
-    """ValueError: the run has another model so far, or was trained on other data."""
+    """Raise ValueError if the run so far has had another model or other data."""
     for name, known in progress.get("sources", {}).items():
         given = data["sources"].get(name, known)
         if given != known:
@@ -229,7 +231,7 @@ def check_content(config: Config, progress: Progress, data: Progress) -> None:
                 f"(fingerprints {given} and {known}); restore it, or give a new source a name of its own"
             )
     for key, (what, path_key) in CONTENT.items():
-        known, given = progress.get(key), data.get(key)  # checkpoints of older versions know less
+        known, given = progress.get(key), data.get(key)  # checkpoints of older versions record less
         if known and given and known != given:
             raise ValueError(
                 f"{path_key} gives another {what} than the run in {config.job.dump_folder!r} has (fingerprints "
@@ -238,7 +240,8 @@ def check_content(config: Config, progress: Progress, data: Progress) -> None:
 
 
 def check_alike(config: Config, content: Progress, host: dist.ProcessGroup) -> None:
-    """ValueError, on every rank: ranks, of several nodes say, have other data or keys than rank 0. Paths may differ."""
+    """Raise ValueError on every rank if one, on another node say, has other data or keys than rank 0. Paths may
+    differ."""
     given = flat_keys(config).items()
     keys = {key: value for key, value in given if key not in OF_A_NODE and not key.startswith("job.")}
     ranks = of_all_ranks(keys | {f"the content of {name}": value for name, value in content.items()}, host)
@@ -252,11 +255,11 @@ def check_alike(config: Config, content: Progress, host: dist.ProcessGroup) -> N
 
 
 def stream_order(progress: Progress) -> int:
-    """The version of the documents' order (data/order.py) in which the run's streams are, or a new run's are to be.
+    """The version of the documents' order (data/order.py) that the run's streams have, or a new run's will have.
 
     ValueError: a later version of this program began the run.
     """
-    order = int(progress.get("order", 1 if progress else ORDER))  # checkpoints before the second do not say it
+    order = int(progress.get("order", 1 if progress else ORDER))  # checkpoints from before order 2 do not record it
     if order > ORDER:
         raise ValueError(
             f"this run lays its documents in order {order}, and this version of titan_linear knows up to {ORDER}; "
@@ -266,9 +269,9 @@ def stream_order(progress: Progress) -> int:
 
 
 def other_tokenizer(known: str | None, tokenizer: Tokenizer, weights: str, key: str = "model.tokenizer_path") -> str:
-    """A warning where these weights know other tokens than the tokenizer of `key` gives, which may be meant; else "".
+    """A warning if the weights were trained with another tokenizer than that of `key`, which may be meant; else "".
 
-    known: the fingerprint of theirs; None: checkpoints of older versions do not say it.
+    known: the fingerprint of the weights' tokenizer; None: not recorded (checkpoints of older versions).
     """
     if known in (None, tokenizer.fingerprint):
         return ""
@@ -313,13 +316,13 @@ def model_without_tokenizer(config: Config) -> ModelConfig:
 
 
 def _follows_tokenizer(config: Config) -> bool:
-    """Nothing says how large the vocabulary is: neither a key, nor a model or weights from elsewhere."""
+    """Whether nothing fixes the size of the vocabulary: neither a key, nor a model or weights from elsewhere."""
     elsewhere = config.model.flavor == "hf" or hf_weights(config) or config.checkpoint.initial_load_path
     return not (config.model.vocab_size or elsewhere)
 
 
 def vocabulary(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> str:
-    """For the console, where the model's vocabulary is not the preset's, or far from the tokenizer's; else ""."""
+    """A console line if the vocabulary is not the preset's, or far larger than the tokenizer's; else ""."""
     rows, used = model.vocab_size, tokenizer.vocab_size
     if not _follows_tokenizer(config):
         return ""
@@ -331,7 +334,7 @@ def vocabulary(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> str:
 
 
 def balance_experts(model: ModelConfig, config: Config) -> ModelConfig:
-    """How the experts' loads are balanced: by the configuration where it says so, else as the model does."""
+    """Return the model with the experts' loads balanced as the configuration says; unset keys leave it as it is."""
     t = config.training
     asked = {"balance_coefficient": t.expert_balance_coefficient, "bias_update_rate": t.expert_bias_update_rate}
     asked = {field: value for field, value in asked.items() if value >= 0}
@@ -366,7 +369,10 @@ def build_dims(config: Config, device: torch.device) -> ParallelDims:
 
 
 def _connect(config: Config, dims: ParallelDims, device: torch.device) -> str:
-    """Let the GPUs that share a stream exchange small messages in mapped memory, where they can; `dims.transport`."""
+    """Let the GPUs that share a stream exchange small messages in mapped memory, where they can.
+
+    Returns: the text of `dims.transport`.
+    """
     if dims.cp == 1 or device.type != "cuda" or config.parallelism.context_parallel_transport == "nccl":
         return ""
     reasons = [""] * dist.get_world_size()
@@ -388,7 +394,7 @@ def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, devic
 
 
 def implementations(config: Config, model: ModelConfig, device: torch.device) -> dict[str, Choice]:
-    """op -> what this run uses. ValueError: model.impl names what cannot run the model here."""
+    """op -> the implementation that this run uses. ValueError: that of model.impl cannot run the model here."""
     ops, dtype = model.ops(config.parallelism.tensor_parallel_degree), DTYPES[config.training.mixed_precision_param]
     return choose_implementations(ops, config.model.impl, device, dtype)
 
@@ -413,7 +419,7 @@ def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: 
 
 
 def uncompiled(config: Config, device: torch.device) -> str:
-    """For the console, where layers run on a GPU as they are written; else ""."""
+    """A console line if layers run on a GPU without being compiled; else ""."""
     if config.compile.enable or device.type != "cuda":
         return ""
     return (
@@ -423,12 +429,13 @@ def uncompiled(config: Config, device: torch.device) -> str:
 
 
 def mixed_precision(config: Config, model: Decoder, dims: ParallelDims) -> AbstractContextManager[object]:
-    """Inside it `model` computes in training.mixed_precision_param; reusable. FSDP2 needs none."""
+    """A reusable context in which `model` computes in training.mixed_precision_param; an empty one with FSDP2, which
+    sees to it."""
     return nullcontext() if dims.sharded else ComputeCopies(model, DTYPES[config.training.mixed_precision_param])
 
 
 def sums_replicas_once(config: Config, dims: ParallelDims) -> bool:
-    """There are replicas, and they wait for the last micro-step (`replicas_wait`)."""
+    """Whether there are replicas whose gradients are summed only in the last micro-step (`replicas_wait`)."""
     return dims.dp_replicate > 1 and replicas_wait(config.training)
 
 
@@ -436,25 +443,25 @@ def sums_replicas_once(config: Config, dims: ParallelDims) -> bool:
 
 
 def export_folder(config: Config, step: int = 0) -> Path:
-    """The Hugging Face folder of a step; by default the one that a run leaves."""
+    """The Hugging Face folder of a step; by default that of the run's last step."""
     return checkpoint_folder(config) / f"step-{step or config.training.steps}-hf"
 
 
 def lacks_export(config: Config, step: int) -> bool:
-    """Whether checkpoint.export_interval asks for a folder of step-N that is not there."""
+    """Whether checkpoint.export_interval asks for an export of step-N that is not there."""
     c = config.checkpoint
-    last = c.last_save_in_hf and step == config.training.steps  # the run does that itself
+    last = c.last_save_in_hf and step == config.training.steps  # the run exports that one itself
     wanted = c.export_interval and step % c.export_interval == 0 and not last
     return bool(wanted) and not export_folder(config, step).exists()
 
 
 def not_exported(steps: Sequence[int]) -> str:
-    """A line for the user."""
+    """A line that tells the user which steps were not exported."""
     return f"not exported: {', '.join(f'step-{step}' for step in steps)}; python -m tools.convert to-hf does it"
 
 
 def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like: str = "") -> str:
-    """The architecture as which a run's model is saved, with its tokenizer. ValueError: none can hold them."""
+    """The architecture under which a run's model and tokenizer are saved. ValueError: none can hold them."""
     files, like = tokenizer.hugging_face_files(), like or hf_weights(config)
     if not (like or hf_assets(config)):
         return FAMILY_OF.get(config.model.name) or find_family(model, files)
@@ -474,7 +481,7 @@ def export(
         like: a Hugging Face folder of the same model; by default the one that the run began from, if it did.
     """
     like = like or hf_weights(config)
-    kept = like and tokenizer_path(config) == str(Path(like) / "tokenizer.json")  # and with it what ends a document
+    kept = like and tokenizer_path(config) == str(Path(like) / "tokenizer.json")  # its tokenizer, so also its end token
     write_folder(
         path, model, export_family(config, model, tokenizer, like), get, dtype=EXPORT_DTYPES[dtype],
         like=Path(like) if like else None, tokenizer=tokenizer.hugging_face_files(),
@@ -483,7 +490,7 @@ def export(
 
 
 def under_key(key: str, check: Callable[..., T], *arguments: object) -> T:
-    """A check's result; what it refuses is said with the key that asked for it."""
+    """Return a check's result; prefix its ValueError with the key that asked for it."""
     try:
         return check(*arguments)
     except ValueError as error:

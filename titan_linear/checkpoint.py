@@ -6,15 +6,16 @@
         .metadata          DCP: which file holds which slice of which tensor
         progress.json      the trainer's numbers: step, cursor, ...
         manifest.json      size and CRC-32 of every file above
-      step-200.tmp/        a save in progress, or what a killed one or a killed removal left: the next save removes it
-      abandoned-DATE/      checkpoints of a future that the run left by resuming from an earlier step
-      rewound.json         the checkpoint.load_step that the run has gone back to; the same command resumes from here
+      step-200.tmp/        a save in progress, or what a killed save or removal left: the next save removes it
+      abandoned-DATE/      checkpoints of later steps, which the run left behind by resuming from an earlier one
+      rewound.json         the checkpoint.load_step that the run has gone back to; the same command then resumes from
+                           the newest
 
-A save fills step-N.tmp, every rank sums up its own files while it writes them, syncs them and reads them back from the
-disk to compare, rank 0 adds the manifest and renames; only then older checkpoints go. So SIGKILL costs at most the save
-in progress, and what a disk alters is noticed while the state is still there to be written again. DCP notices a
-truncated file but not an altered one: `verify` reads everything. No code of a checkpoint runs: tensors are loaded as
-weights only, and of the pickle in .metadata only the classes that it needs (`Reader`).
+A save fills step-N.tmp. Every rank computes the checksums of its own files while it writes them, syncs the files and
+reads them back from the disk to compare; rank 0 adds the manifest and renames. Only then are older checkpoints removed.
+So SIGKILL costs at most the save in progress, and what a disk alters is noticed while the state can still be written
+again. DCP notices a truncated file but not an altered one: `verify` reads everything. No code in a checkpoint runs:
+tensors are loaded as weights only, and the pickle in .metadata may refer only to the classes that it needs (`Reader`).
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ from titan_linear.files import remove, sync, write_whole
 from titan_linear.rundir import checkpoint_folder, checkpoints_of, set_aside
 
 MANIFEST, PROGRESS, METADATA, REWOUND = "manifest.json", "progress.json", ".metadata", "rewound.json"
-FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # names are compared here, with better words
-WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # of activation checkpointing and torch.compile
+FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # `_compare` checks names with better messages
+WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what checkpointing and torch.compile add to names
 BLOCK = 1 << 20  # bytes read at a time
-Progress = dict[str, Any]  # what the trainer keeps beside tensors
-# What .metadata refers to, dtypes aside. BytesStorageMetadata is not among it: DCP unpickles what that announces.
+Progress = dict[str, Any]  # what the trainer saves besides tensors
+# What .metadata may refer to, dtypes aside. BytesStorageMetadata is left out: DCP unpickles what that announces.
 METADATA_NAMES = {
     *(("torch.distributed.checkpoint.metadata", name) for name in (
         "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
@@ -72,7 +73,7 @@ METADATA_NAMES = {
 
 
 class SaveFailed(OSError):
-    """A save came to nothing, on every rank; earlier checkpoints stand."""
+    """A save failed, on every rank; earlier checkpoints remain."""
 
 
 class Checkpointer:
@@ -80,11 +81,12 @@ class Checkpointer:
 
     Args:
         folder: holds the step-N folders; on a file system that all ranks share.
-        async_mode: "disabled", or "async": `save` returns once the state is copied to host memory, which is kept.
-        keep_latest_k: older checkpoints than the latest k are removed; 0 keeps all.
-        verify: read what was written back from the disk, and write once more what is not the same.
-        group: a gloo group of all ranks that nothing else uses; one is made by default. An async save talks in it
-            while training talks in the others.
+        async_mode: "disabled", or "async": `save` returns once the state is copied to host memory, which is held until
+            the save ends.
+        keep_latest_k: checkpoints older than the latest k are removed; 0 keeps all.
+        verify: read back from the disk what was written, and if it differs write it once more.
+        group: a gloo group of all ranks that nothing else uses; one is made by default. An async save communicates in
+            it while training uses the others.
     """
 
     def __init__(
@@ -96,16 +98,16 @@ class Checkpointer:
         self.folder, self.keep_latest_k, self.verify = Path(folder), keep_latest_k, verify
         self.group = group or dist.new_group(backend="gloo")
         self.rank = dist.get_rank(self.group)
-        self._saved: tuple[int, bool] | None = None  # the step that this run is at on disk; with its optimizer?
-        self.in_use: set[int] = set()  # steps that somebody reads: they are not removed
-        self._longest = 0.0  # seconds of a save
+        self._saved: tuple[int, bool] | None = None  # the step last saved or loaded; with its optimizer?
+        self.in_use: set[int] = set()  # steps that an export is to read: they are not removed
+        self._longest = 0.0  # seconds of the longest save
         self._pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if async_mode == "async" else None
 
     def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, progress: Progress) -> None:
-        """Save as step-N; without an optimizer the weights only. What this run has at this step already stays.
+        """Save as step-N; without an optimizer, the weights only. What this run already has at this step stays.
 
-        Where an async save before it has failed, this one is not async, so that what was not saved is not one more.
+        If the async save before this one failed, this one is not async, so that no second save is missed unnoticed.
 
         Raises:
             SaveFailed: this save failed on any rank.
@@ -119,13 +121,13 @@ class Checkpointer:
         if at_once:
             self._timed(begun, step, state, progress)
         else:
-            # A plain copy to host memory. torch 2.11's stager is for one save: its second fails.
+            # A plain copy to host memory. A stager of torch 2.11 is good for one save: its second fails.
             staged = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
             self._pending = self._thread.submit(self._timed, begun, step, staged, dict(progress))
 
     @property
     def seconds(self) -> float:
-        """What another save would take: as long as the longest, and as long again if one is under way; 0: unknown."""
+        """What another save would take: as long as the longest so far, twice that if one is under way; 0: unknown."""
         under_way = self._pending is not None and not self._pending.done()
         return self._longest * (2 if under_way else 1)
 
@@ -140,7 +142,7 @@ class Checkpointer:
             pending.result()
 
     def is_saved(self) -> bool:
-        """Wait for the async save under way, if one is: whether it comes to a good end. Alike on all ranks."""
+        """Wait for the async save under way, if any; return whether it succeeded: the same on all ranks."""
         try:
             self.wait()
         except SaveFailed as failed:
@@ -152,8 +154,8 @@ class Checkpointer:
     def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Progress:
         """Load step-N in place, saved under any degrees of parallelism; returns the progress saved with it.
 
-        The optimizer's moments are loaded; its hyperparameters stay as this run has set them. Without one, the weights
-        only.
+        The optimizer's moments are loaded; its hyperparameters stay as this run has set them. Without an optimizer,
+        only the weights are loaded.
 
         Raises:
             ValueError: it is not there, holds weights only, or is of another model.
@@ -164,7 +166,7 @@ class Checkpointer:
         if optimizer is None:
             _read(path, state, self.group)
         else:
-            optimizer.zero_grad()  # with gradients around, DCP cannot make the state that it loads into
+            optimizer.zero_grad()  # if there are gradients, DCP cannot make the state that it loads into
             moments, rest = _optimizer_state(model, optimizer)
             _read(path, state | {"optimizer": _of_whole(moments, model)}, self.group)
             set_optimizer_state_dict(model, optimizer, moments | rest, options=FLAT)
@@ -172,9 +174,9 @@ class Checkpointer:
         return read_progress(path)
 
     def load_weights(self, path: Path, model: nn.Module) -> None:
-        """Load another run's weights in place, from what `weights_path` takes for a checkpoint.
+        """Load another run's weights in place, from a path that `weights_path` resolves.
 
-        Which one that is rank 0 says: while the other run saves, ranks may see different ones as the newest.
+        Rank 0 decides which checkpoint that is: while the other run saves, ranks may see different ones as the newest.
 
         Raises:
             ValueError: there is no whole checkpoint, or it is of another model.
@@ -189,14 +191,14 @@ class Checkpointer:
         shapes: Mapping[str, torch.Tensor],
         progress: Progress,
     ) -> None:
-        """Save weights that are read one by one: by name, how to read one, and the same on the meta device."""
+        """Save weights that are read one by one; by name, how to read each, and each on the meta device."""
         self.wait()
         self._write(step, {"model": dict(shapes)}, progress, _LazyPlanner(read))
 
     def _write(
         self, step: int, state: dict[str, Any], progress: Progress, planner: dcp.SavePlanner | None = None
     ) -> None:
-        """Everything that touches the disk; in async mode on a thread of its own."""
+        """Do everything that touches the disk; in async mode on a thread of its own."""
         tmp = self.folder / f"step-{step}.tmp"
         try:
             files, altered = self._fill(tmp, state, progress, planner)
@@ -221,7 +223,7 @@ class Checkpointer:
     def _fill(
         self, tmp: Path, state: dict[str, Any], progress: Progress, planner: dcp.SavePlanner | None
     ) -> tuple[dict[str, list[int]], str]:
-        """Write everything but the manifest; [size, CRC-32] of each file, and which the disk has otherwise."""
+        """Write everything but the manifest; return [size, CRC-32] of each file, and which files the disk altered."""
         text = json.dumps(progress, indent=2) + "\n"
         self._together(lambda: self.rank == 0 and self._prepare(tmp, text))
         writer = _Writer(tmp, sync_files=False)  # it would sync before its last block is written
@@ -232,7 +234,7 @@ class Checkpointer:
         return files, "; ".join(f"rank {rank}: {names}" for rank, (_, names) in enumerate(parts) if names)
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
-        """Each rank's result of `work`, in order; an error of any rank is raised on all of them."""
+        """Run `work` on every rank; return their results in rank order. An error of any rank is raised on all."""
         result, error = None, None
         try:
             result = work()
@@ -252,7 +254,7 @@ class Checkpointer:
         (tmp / PROGRESS).write_text(progress)
 
     def _sync(self, tmp: Path, own: dict[str, list[int]]) -> str:
-        """Bring files to the disk; which it has otherwise than they were written, else ""."""
+        """Sync files to the disk; a message that names those that read back differently, else ""."""
         files = [sync(tmp / name, forget=self.verify) for name in own]
         altered = [file.name for file in files if self.verify and _inspect(file) != own[file.name]]
         return f"{', '.join(altered)} on the disk is not what was written" if altered else ""
@@ -271,9 +273,10 @@ class Checkpointer:
         sync(self.folder)
 
     def prune(self, step: int) -> None:
-        """Remove checkpoints that are too many with that of `step`, which is whole, and that nobody reads.
+        """Remove the oldest checkpoints beyond keep_latest_k, counting that of `step`, which is whole; those in use
+        stay.
 
-        Where that fails it is said: all else is done.
+        A removal that fails is only a warning: all else is done.
         """
         older = [old for old in whole_steps(self.folder) if old < step]
         too_many = older[: max(0, len(older) + 1 - self.keep_latest_k)] if self.keep_latest_k else []
@@ -282,7 +285,7 @@ class Checkpointer:
 
 
 def _discard(path: Path) -> None:
-    """Remove what nobody needs, or say that it stays."""
+    """Remove what is no longer needed, or warn that it stays."""
     doomed = path.with_suffix(".tmp")  # a removal that is cut short leaves no broken step-N
     try:
         remove(path.rename(doomed))
@@ -291,7 +294,7 @@ def _discard(path: Path) -> None:
 
 
 class _Summed(FileSystem):
-    """Files whose bytes are summed up before they go to the disk."""
+    """A file system that computes the checksums of bytes before they go to the disk."""
 
     def __init__(self) -> None:
         self.written: dict[str, list[int]] = {}  # name → [size, CRC-32]
@@ -326,7 +329,7 @@ class _Writer(dcp.FileSystemWriter):
         self.fs = _Summed()
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
-        """Raises the disk's error where PyTorch says, on the way out of it, that its archive is torn."""
+        """Raise the disk's own error where PyTorch, in handling it, raises another about its unfinished archive."""
         try:
             return super().write_data(plan, planner)
         except RuntimeError as failure:
@@ -337,7 +340,7 @@ class _Writer(dcp.FileSystemWriter):
 
 
 class _LazyPlanner(dcp.DefaultSavePlanner):
-    """Tensors are asked for one after the other, when each is written."""
+    """A planner that reads each tensor only when it is written."""
 
     def __init__(self, read: Mapping[str, Callable[[], torch.Tensor]]):
         super().__init__()
@@ -348,7 +351,7 @@ class _LazyPlanner(dcp.DefaultSavePlanner):
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
-    """Load weights in place, from what `weights_path` takes for a checkpoint. In one process.
+    """Load weights in place, in one process, from a path that `weights_path` resolves.
 
     Raises:
         ValueError: there is no whole checkpoint, or it is of another model.
@@ -366,7 +369,7 @@ def check_weights(path: Path, model: nn.Module) -> None:
 
 
 def stored_weights(path: Path) -> Callable[[str], torch.Tensor]:
-    """name -> the whole tensor of a step-N folder, read when it is asked for. In one process."""
+    """name -> the whole tensor of a step-N folder, read when it is asked for, in one process."""
     metadata = Reader(path).read_metadata().state_dict_metadata
 
     def get(name: str) -> torch.Tensor:
@@ -379,10 +382,11 @@ def stored_weights(path: Path) -> Callable[[str], torch.Tensor]:
 
 
 class Reader(dcp.FileSystemReader):
-    """DCP's reader of a step-N folder, whose pickle of metadata can refer to nothing but metadata."""
+    """DCP's reader of a step-N folder; the pickle of its metadata can refer only to classes of metadata."""
 
     def read_metadata(self) -> Metadata:
-        """Raises ValueError: .metadata is damaged, or refers to something else; the file and the name are named."""
+        """Raise ValueError, with the file and the name in question, if .metadata is damaged or refers to anything
+        else."""
         file = Path(self.path) / METADATA
         try:
             with file.open("rb") as stream:
@@ -451,10 +455,10 @@ def known_progress(config: Config, load_step: int) -> Progress:
 
 
 def rewind(folder: Path, step: int, load_step: int) -> None:
-    """The run resumes from `step`, which checkpoint.load_step chose: later steps are set aside, and that is noted.
+    """Set later steps aside, and note that, when a run resumes from `step` as checkpoint.load_step chose.
 
-    Killed in the middle, the next start does the rest: the note comes last. A start without a load_step or with another
-    one forgets it. On rank 0.
+    If this is killed half-way, the next start does the rest: the note comes last. A start without a load_step removes
+    the note, one with another load_step replaces it. On rank 0.
 
     Raises:
         ValueError: the folder cannot be written.
@@ -484,8 +488,8 @@ def _rewound_to(folder: Path) -> int | None:
 
 
 def _set_aside(folder: Path, step: int, why: str) -> None:
-    """A run's steps ascend: checkpoints of this step and later ones are of a future that it has left."""
-    folders = [*_step_folders(folder).items(), *_step_folders(folder, "-hf").items()]  # and what was exported of them
+    """Set aside checkpoints of this step and later ones: a run's steps ascend, so the run has left these behind."""
+    folders = [*_step_folders(folder).items(), *_step_folders(folder, "-hf").items()]  # and their exports
     set_aside(folder, sorted(path for number, path in folders if number >= step), why, "checkpoint: ")
 
 
@@ -500,7 +504,7 @@ def _whole_step(folder: Path, load_step: int) -> int:
 
 
 def weights_path(path: Path, key: str = "checkpoint.initial_load_path") -> Path:
-    """The step-N folder that a path means: itself, or the newest whole one of a run's folder or of its checkpoint/.
+    """Resolve a path to a step-N folder: itself, or the newest whole one of a run's folder or of its checkpoint/.
 
     Args:
         key: what the error calls the path.
@@ -534,7 +538,7 @@ def verify(path: Path) -> None:
         else "start a new run in another job.dump_folder"
     )
     files, stop = _read_manifest(path, remedy), Event()
-    with ThreadPoolExecutor() as pool:  # whose end waits for its threads
+    with ThreadPoolExecutor() as pool:  # leaving it waits for its threads
         try:
             for name, found in zip(files, pool.map(lambda name: _inspect(path / name, stop), files), strict=True):
                 if found != files[name]:
@@ -576,7 +580,7 @@ def _read_manifest(path: Path, remedy: str) -> dict[str, list[int]]:
 
 
 def _inspect(file: Path, stop: Event | None = None) -> list[int] | str:
-    """[size in bytes, CRC-32], or what is wrong. Once `stop` is set it reads no further."""
+    """A file's [size in bytes, CRC-32], or what is wrong with it. Once `stop` is set, it is read no further."""
     try:
         return _measure(file, stop)
     except FileNotFoundError:
@@ -594,7 +598,7 @@ def _measure(file: Path, stop: Event | None) -> list[int]:
 
 
 def _sum(data: Any, before: list[int] | None = None) -> list[int]:
-    """[size in bytes, CRC-32] of what was `before` and these bytes."""
+    """[size in bytes, CRC-32] of these bytes appended to those that `before` describes."""
     size, crc = before or (0, 0)
     return [size + memoryview(data).nbytes, zlib.crc32(data, crc)]
 
@@ -603,8 +607,8 @@ def _sum(data: Any, before: list[int] | None = None) -> list[int]:
 
 
 def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Weights by name, with no trace of wrappers in it; a tied weight once, by its first name. They share the memory of
-    the model's own, and where these are parts they say of what."""
+    """Weights by name, without what wrappers add to names; a tied weight once, by its first name. They share the memory
+    of the model's own; a part of a tensor says where it lies in the whole one."""
     state = get_model_state_dict(model)
     first = {name for name, _ in model.named_parameters()}
     for name, _ in model.named_parameters(remove_duplicate=False):
@@ -616,20 +620,22 @@ def named_parameters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Its state by weight, "state.layers.0.mlp.w1.weight.exp_avg"; and its hyperparameters, which are not saved."""
+    """The optimizer's state by weight, "state.layers.0.mlp.w1.weight.exp_avg"; and its hyperparameters, which are not
+    saved."""
     flat = get_optimizer_state_dict(model, optimizer, options=FLAT)
     state = {name: value for name, value in flat.items() if name.startswith("state.")}
     return state, {name: value for name, value in flat.items() if name not in state}
 
 
 def _of_whole(moments: dict[str, Any], model: nn.Module) -> dict[str, Any]:
-    """State of the optimizer that says of what it is a part, as `named_parameters` do; counts of steps are no parts."""
+    """The optimizer's state, whose parts say where they lie in the whole tensors, as in `named_parameters`; counts of
+    steps are no parts."""
     names = {name: name.removeprefix("state.").rpartition(".")[0] for name in moments}
     return {name: whole(model, names[name], x) if x.dim() else x for name, x in moments.items()}
 
 
 def _compare(path: Path, reader: Reader, state: dict[str, dict[str, Any]]) -> None:
-    """Names and sizes. DCP would pass over what the checkpoint has and the model lacks."""
+    """Compare names and sizes. DCP would ignore what the checkpoint has and the model lacks."""
     saved = reader.read_metadata().state_dict_metadata
     if "optimizer" in state and not any(name.startswith("optimizer.") for name in saved):
         raise ValueError(

@@ -1,9 +1,9 @@
 """Checkpoints as Hugging Face folders, while the run goes on: checkpoint.export_interval.
 
 A process on rank 0's machine, of the lowest priority and without a GPU, reads a finished checkpoint and writes
-step-N-hf beside it, one tensor at a time; no step waits for it, and it dies with that rank. What fails is a warning.
-What a kill or a stop cut short is made up for at the next start, as long as the checkpoint is there; of a finished run
-that start only names it.
+step-N-hf beside it, one tensor at a time; no step waits for it, and it dies with that rank. A failure is a warning. An
+export that a kill or a stop cut short is made at the next start, as long as the checkpoint is there; if the run is
+finished, that start only names it.
 
 python -m titan_linear.exports CHECKPOINT FOLDER DTYPE      does what that process does
 """
@@ -26,8 +26,8 @@ from titan_linear.data import build_tokenizer
 from titan_linear.process import StopSignal, refusing
 from titan_linear.rundir import checkpoint_folder, config_of
 
-# What begins an export, with the parent's process id before the arguments of `main`: what this module imports takes
-# seconds, in which the parent may die.
+# The program of an export's process; its arguments are the parent's process id and those of `main`. It attends to the
+# parent first, because this module takes seconds to import, in which the parent may die.
 START = """
 import sys
 from titan_linear.process import die_with_parent
@@ -41,7 +41,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = ""
     """Write a checkpoint as a Hugging Face folder, in one process that holds one tensor at a time.
 
     Args:
-        checkpoint: what `weights_path` takes for one, in its run's folder.
+        checkpoint: a path that `weights_path` resolves, in its run's folder.
         dtype: a key of EXPORT_DTYPES.
         like: a Hugging Face folder of the same model; by default the one that the run began from, if it did.
 
@@ -63,14 +63,14 @@ class Exports:
     """The exports of a run, on rank 0.
 
     Args:
-        step: that the run begins or resumes from.
-        in_use: steps whose checkpoints are not to be removed; what is exported is added to them meanwhile.
+        step: the step that the run begins or resumes from.
+        in_use: steps whose checkpoints must not be removed; this adds each step until it is exported.
     """
 
     def __init__(self, config: Config, step: int, in_use: set[int]):
         self.config, self.folder, self.in_use = config, checkpoint_folder(config), in_use
         self.waiting: list[int] = []
-        self.process: subprocess.Popen | None = None  # which exports step-`exporting`
+        self.process: subprocess.Popen | None = None  # exports step-`exporting`
         self.exporting: int | None = None
         self.output: IO[str]
         for saved in whole_steps(self.folder):
@@ -84,14 +84,14 @@ class Exports:
             self.in_use.add(step)
 
     def look(self) -> None:
-        """Begin what can begin, say what has ended. It takes no time."""
+        """Start the next export if it can start, and report one that has ended, without waiting."""
         if self.process and self.process.poll() is not None:
             self._say()
         if self.waiting and not self.process and (whole := self._whole()):
             self._begin(whole[0])
 
     def finish(self, stop: StopSignal) -> None:
-        """Wait for all of them, unless the run is asked to stop. Saves are over."""
+        """Wait for all exports, unless the run is asked to stop. No save follows."""
         while not stop.received:
             self.look()
             if not self.process:  # what still waits is not whole, and never will be
@@ -104,11 +104,11 @@ class Exports:
             self.process.kill()
             self.process.wait()
             whole.insert(0, self.exporting)
-        if whole and not stop.agreed:  # the run is complete: no start makes up for it
+        if whole and not stop.agreed:  # the run is complete: no later start will make these
             print(not_exported(whole), flush=True)
 
     def _whole(self) -> list[int]:
-        """Those waiting that are saved."""
+        """Those of the waiting steps whose checkpoints are whole."""
         whole = whole_steps(self.folder)
         return [step for step in self.waiting if step in whole]
 
@@ -146,7 +146,7 @@ def command(checkpoint: Path, folder: Path, dtype: str) -> list[str]:
 @refusing(ValueError, OSError)
 def main(argv: list[str]) -> int:
     os.nice(19)
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is what is meant
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended
     checkpoint, folder, dtype = argv
     export_checkpoint(Path(checkpoint), Path(folder), dtype)
     return 0

@@ -1,5 +1,4 @@
-"""Files that are whole or absent, whatever a kill or a power cut leaves of the program that writes them; files that one
-process holds; and where what can be made again is kept."""
+"""Files that are whole or absent, even after a kill or a power cut; locks on files; and the folder of caches."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import IO
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Write a file at once: a reader sees the old one or the new one, which is on the disk."""
+    """Write a file atomically: a reader sees the old one or the new one, which by then is on the disk."""
     new = path.with_name(f"{path.name}.new")
     new.write_bytes(content if isinstance(content, bytes) else content.encode())
     sync(new)
@@ -19,9 +18,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def sync(path: Path, *, forget: bool = False) -> Path:
-    """Bring a written file, or the names in a folder, to the disk.
+    """Sync a written file, or the names in a folder, to the disk.
 
-    forget: have the system drop what it keeps of the file in memory, where it can, so that it is read from the disk.
+    forget: have the system drop the file from its cache, where it can, so that later reads come from the disk.
     """
     fd = os.open(path, os.O_RDONLY)
     try:

@@ -2,10 +2,10 @@
 
 A row carries what its layers keep of earlier tokens (`LayerCache`): recurrent states, tails of convolutions, keys and
 values. Prompts are prefilled one by one, so memory is that of one chunk; then the rows become one batch. Keys and
-values of shorter rows get padding in front, which attention leaves out (`BatchPlan.first_key`); nothing else has a
-length.
+values of shorter rows get padding in front, which attention leaves out (`BatchPlan.first_key`); nothing else depends on
+a text's length.
 
-Decoding equals one forward over the whole text, and a row's text depends on (seed, its index) and its own prompt alone.
+Decoding equals one forward over the whole text, and a row's text depends only on (seed, its index) and its own prompt.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Rows:
-    """A batch of texts in progress: what was read of them, and the logits of what comes next."""
+    """A batch of texts in progress: the caches of what was read, and the logits of the next token."""
 
     caches: list[LayerCache]  # one per layer
     lengths: torch.Tensor  # [B] int64, tokens read
@@ -51,7 +51,8 @@ def generate(
     model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling,
     device: torch.device, prefill_chunk: int = 2048, impl: str = "auto",
 ) -> list[str]:  # fmt: skip
-    """Each prompt and what follows it, up to the end of a document. Sharded models: every rank calls it alike.
+    """Each prompt with its continuation, up to the end of a document. If the model is sharded, every rank makes the
+    same call.
 
     Raises:
         ValueError: a prompt without tokens.
@@ -124,7 +125,7 @@ def _prefill_one(
 
 
 def _batched(caches: list[LayerCache], growing: Sequence[str]) -> LayerCache:
-    """One layer's caches of single rows as the cache of a batch; what grows is padded in front to the longest."""
+    """Merge one layer's caches of single rows into that of a batch; what grows is padded in front to the longest."""
     batch = LayerCache()
     for name in caches[0]:
         parts = [cache[name] for cache in caches]
@@ -136,7 +137,7 @@ def _batched(caches: list[LayerCache], growing: Sequence[str]) -> LayerCache:
 
 
 def choose(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> int:
-    """A token of logits [vocab]. ValueError: they are not finite."""
+    """Choose a token from logits [vocab]. ValueError: they are not finite."""
     scaled = logits / (sampling.temperature or 1.0)
     if not scaled.isfinite().all():
         raise ValueError(
@@ -147,12 +148,12 @@ def choose(logits: torch.Tensor, sampling: Sampling, rng: torch.Generator) -> in
         return int(logits.argmax())
     probabilities, order = scaled.softmax(-1).sort(descending=True, stable=True)
     before = probabilities.cumsum(-1) - probabilities
-    kept = torch.where(before < sampling.top_p, probabilities, 0.0)  # the likeliest always
+    kept = torch.where(before < sampling.top_p, probabilities, 0.0)  # always the likeliest one
     return int(order[torch.multinomial(kept, 1, generator=rng)])
 
 
 def _agreed(model: Decoder, tokens: torch.Tensor) -> torch.Tensor:
-    """Of a model that ranks share, the first one's tokens: ranks that rounded differently would part ways and hang."""
+    """If ranks share the model, rank 0's tokens: ranks that rounded differently would diverge and hang."""
     if hasattr(model, "parts") or any(isinstance(p, DTensor) for p in model.parameters()):
         dist.broadcast(tokens, 0)
     return tokens

@@ -1,16 +1,16 @@
-"""A stop that has to be over in time: after a signal the machine may be there for checkpoint.grace_seconds more.
+"""Stops with a deadline: after a signal the machine may be there for only checkpoint.grace_seconds more.
 
     step  |-- micro-step --|-- micro-step --|-- micro-step --|-- update --| save
           ^ask             ^ask             ^ask                          ^ask
 
-Weights and moments change in the update alone, so until then the state is exactly that of the step before, and what has
+Weights and moments change only in the update, so until then the state is exactly that of the step before, and what has
 been computed of a step can be given up. Before each micro-step (and each batch of a validation) all ranks ask each
-other whether one has got a signal. If so, and the rest of the step and a save would take longer than there is time,
-they give the step up and save at once; otherwise it is completed and saved as without a time. A few bytes between the
-hosts, while devices compute.
+other whether one has got a signal. If so, and the rest of the step and a save would take longer than the time left,
+they give the step up and save at once; otherwise it is completed and saved as without a deadline. This costs a few
+bytes between the hosts, while devices compute.
 
-Python hears of a signal when the host is done waiting for the device, so what counts is the last time that it was asked
-and there was none.
+Python handles a signal only when the host is done waiting for the device, so the time counts from when the ranks last
+asked and there was no signal.
 """
 
 from __future__ import annotations
@@ -23,17 +23,18 @@ import torch.distributed as dist
 
 from titan_linear.process import StopSignal
 
-UNKNOWN = 0.5  # of the time, for a save, until one has been done
+UNKNOWN = 0.5  # of the time: assumed for a save until one has been done
 
 
 class GivenUp(Exception):
-    """What is being computed is left, on every rank; the state is that of the last step's end. It says why."""
+    """What is being computed is given up, on every rank; the state is that of the last step's end. The message says
+    why."""
 
 
 class Grace:
-    """The time that a stop has. Every rank calls every method, in the same order.
+    """The time left for a stop. Every rank calls every method, in the same order.
 
-    seconds: after a signal; 0: as long as it takes, and nothing is asked.
+    seconds: time after a signal; 0: as long as it takes, and ranks do not ask each other.
     host: a group of all ranks, with gloo on the hosts.
     """
 
@@ -41,7 +42,7 @@ class Grace:
         self.seconds, self.stop, self.host = seconds, stop, host
         self.step_seconds = math.inf  # of the last step
         self.begun = self.clear = time.monotonic()  # when the step began; when there was no signal
-        self.first = True  # a step that compiles and connects, and tells nothing of the others
+        self.first = True  # the first step compiles and connects: its time tells nothing of the others'
         self.warned = False
 
     def begin(self) -> None:
@@ -49,7 +50,7 @@ class Grace:
         self.begun = time.monotonic()
 
     def end(self) -> None:
-        """It has ended."""
+        """A step has ended."""
         if not self.first:
             self.step_seconds = time.monotonic() - self.begun
         self.first = False
@@ -58,8 +59,8 @@ class Grace:
         """Ask all ranks, before a micro-step.
 
         Args:
-            done: micro-steps of this step.
-            save_seconds: what a save takes, as measured; 0: none was.
+            done: number of this step's micro-steps that are done.
+            save_seconds: measured time of a save; 0: none was measured.
 
         Raises:
             GivenUp: the run stops here.
@@ -90,13 +91,13 @@ class Grace:
         return bool(self.seconds) and not self.stop.agreed
 
     def _ask(self, *seconds: float) -> list[float]:
-        """The signal, or 0, and the longest of these times."""
+        """The signal of any rank, or 0, and the longest of all ranks' times."""
         asked = torch.tensor([self.stop.received, *seconds], dtype=torch.float64)
         dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.host)
         return asked.tolist()
 
     def warning(self, micro_steps: int, save_seconds: float) -> str:
-        """Once, if a signal may come too late for a save; else ""."""
+        """A warning, once, if a signal may come too late for a save; else ""."""
         longest, save = self.step_seconds / micro_steps, self._save(save_seconds)
         if self.warned or math.isinf(longest) or not 0 < self.seconds < longest + save:
             return ""

@@ -1,4 +1,4 @@
-"""Forward and backward of micro-batches: their parts of a step's loss, and its gradients."""
+"""Forward and backward of micro-batches: they give a step's loss, part by part, and its gradients."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ from titan_linear.models.decoder import Decoder
 
 
 class Forward:
-    """The forward of a micro-batch, done or queued on the device. `backward` or `drop` ends it: `precision` is a
-    context of both passes.
+    """The forward of a micro-batch, done or queued on the device. `backward` or `drop` must end it, because the context
+    `precision` is around both passes.
 
-    The mean cross-entropy of the step's tokens with a label, and the mean load-balance loss of all of its tokens.
+    Its loss is a part of two means: the cross-entropy over the step's tokens with a label, and the load-balance loss
+    over all of the step's tokens.
 
-    step: tokens of the whole one, over all ranks.
+    step: tokens of the whole step, over all ranks.
     """
 
     def __init__(
@@ -35,13 +36,13 @@ class Forward:
             self.inside = inside.pop_all()
 
     def backward(self) -> torch.Tensor:
-        """This rank's part of the loss; gradients are added up, as sums over the step's tokens."""
-        with self.inside, torch.autograd.set_multithreading_enabled(False):  # a thread of its own: the host takes twice
+        """Return this rank's part of the loss; gradients accumulate, as sums over the step's tokens."""
+        with self.inside, torch.autograd.set_multithreading_enabled(False):  # a separate thread doubles the host's time
             self.loss.backward()
         return self.loss.detach()
 
     def drop(self) -> None:
-        """Leave it without gradients."""
+        """Discard the forward, without gradients."""
         with self.inside:
             del self.loss
 
@@ -53,11 +54,11 @@ class Begun(NamedTuple):
 
 
 class Passes:
-    """Those of one step after the other.
+    """The passes of one step after the other.
 
     Args:
         watching: a context around both passes of a micro-batch.
-        replicas_once: FSDP2 adds up gradients over HSDP's replicas in the last micro-step, for all.
+        replicas_once: FSDP2 sums gradients over HSDP's replicas only in the last micro-step, for all micro-steps.
     """
 
     def __init__(
@@ -74,20 +75,21 @@ class Passes:
 
     def begin(self) -> None:
         """Queue the next step's first forward, so that the device has work while the host waits for numbers of the step
-        before. `run` goes on from there; `drop` leaves it."""
+        before. `run` continues from there; `drop` discards it."""
         tokens, batches = self.feed.next_step()
         first = next(batches)
         self.begun = Begun(tokens, chain([first], batches), self.forward(first, tokens))
 
     def drop(self) -> None:
-        """The step that has begun, if one has, does not follow, nor do its batches."""
+        """Discard the step that has begun, if any, and its batches."""
         if self.begun:
             self.begun.first.drop()
             self.begun = None
 
     def run(self, ask: Callable[[int], None] = lambda done: None) -> tuple[torch.Tensor, list[tuple[int, ...]]]:
-        """Gradients of the next step; this rank's part of the loss of each micro-batch, [micro-steps] float64, and its
-        streams. `ask` is called before each micro-step with how many are done, and may raise."""
+        """Compute the next step's gradients; return for each micro-batch this rank's part of the loss, [micro-steps]
+        float64, and its streams. `ask` is called before each micro-step with the number of those done, and may raise.
+        """
         tokens, batches = self.begun[:2] if self.begun else self.feed.next_step()
         losses, streams = [], []
         for done, batch in enumerate(batches):

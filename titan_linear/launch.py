@@ -1,11 +1,11 @@
 """Start a run, or this machine's part of it: `NGPU=4 python -m titan_linear.launch --training.steps 100`.
 
 Everything that can be refused is refused here, before a process starts: the configuration, the run's folder, the
-corpus, the tokenizer, the checkpoint; and the token cache is written, on each node for itself. Then the nodes meet, and
-each starts its workers (agent.py). `torchrun -m titan_linear.train` starts them too, without what agent.py adds.
+corpus, the tokenizer, the checkpoint; and each node writes its token cache. Then the nodes meet, and each starts its
+workers (agent.py). `torchrun -m titan_linear.train` starts workers too, without what agent.py adds.
 
-NGPU                      processes of this node
-NNODES, NODE_RANK         nodes of the run and which this is (default: 1, 0)
+NGPU                      number of processes on this node
+NNODES, NODE_RANK         number of nodes, and which this one is (default: 1, 0)
 MASTER_ADDR, MASTER_PORT  where node 0 is (with several nodes; default port: 29500)
 """
 
@@ -25,10 +25,10 @@ from titan_linear.rundir import check_resume, claimed, copied_configuration
 
 
 def main(argv: list[str]) -> int:
-    """Check, then run. The exit code: 0, 2 for a user's mistake, 130, 143, or a failed worker's."""
+    """Check, then run. Return the exit code: 0, 2 for a user's mistake, 130, 143, or a failed worker's."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _exit_now)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # until there are workers, for whom it is
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # meant for the workers, once there are any
     if asks_for_flavors(argv):
         from titan_linear.models.presets import flavors
 
@@ -40,11 +40,11 @@ def main(argv: list[str]) -> int:
         check_config(config, node.world_size)
         if warning := copied_configuration(config):
             print(warning, flush=True)
-        # Node 0 holds it for all.
+        # Node 0 holds the folder's lock for all nodes.
         with claimed(config) if node.rank == 0 else nullcontext():
             for change in check_resume(config):
                 print(f"resuming with {change}", flush=True)
-            from titan_linear.agent import run_workers  # slow to import; --help and typing errors do without
+            from titan_linear.agent import run_workers  # slow to import; --help and misspelt keys do without
             from titan_linear.preflight import preflight
 
             preflight(config, node.world_size, node.processes)
@@ -64,7 +64,7 @@ def asks_for_flavors(argv: list[str]) -> bool:
 
 
 def this_node() -> Node:
-    """From the environment.
+    """Read this node's place in the run from the environment.
 
     Raises:
         ValueError: a variable is missing or wrong.
@@ -95,7 +95,7 @@ def _number(name: str, default: str, least: int) -> int:
 
 
 def process_count() -> int:
-    """NGPU, else the GPUs present, else 2 processes on the CPU.
+    """Number of processes on this node: NGPU, else the number of GPUs present, else 2, on the CPU.
 
     Raises:
         ValueError: NGPU is not a positive number, or more than the GPUs present.

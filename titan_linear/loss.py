@@ -1,4 +1,5 @@
-"""Cross-entropy of a long stream without its logits: the head and the loss go together, a chunk of tokens at a time."""
+"""Cross-entropy of a long stream without all its logits: head and loss are computed together, a chunk of tokens at a
+time."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from titan_linear.ops.operators import check_first_derivative
 from titan_linear.ops.support import implementation
 
 IGNORE = -100  # the label that cross-entropy leaves out
-ELSEWHERE = -1  # one that is in another rank's part of the vocabulary
+ELSEWHERE = -1  # a label in another rank's part of the vocabulary
 
 
 def chunked_cross_entropy(
@@ -20,14 +21,14 @@ def chunked_cross_entropy(
 ) -> torch.Tensor:  # fmt: skip
     """Σ_t cross_entropy(x_t Wᵀ, label_t) over labels that are not −100, in float32 or wider.
 
-    x [T, D], weight [vocab, D], labels [T] int64. At most [chunk, vocab] logits exist at a time: where gradients are
-    wanted each chunk's are taken in forward, while its logits are there, so that backward only scales them.
+    x [T, D], weight [vocab, D], labels [T] int64. At most [chunk, vocab] logits exist at a time: if gradients are
+    wanted, each chunk's are computed in forward, while its logits exist, so that backward only scales them.
 
-    ranks: of those that share the vocabulary, each has vocab / size rows of W, in their order, and all have the same x
-    and labels. Logits stay where they are. A rank's loss is that of the labels in its rows, and dx what its rows say:
-    parts of sums over the ranks.
+    ranks: those that share the vocabulary. Each has vocab / size rows of W, in rank order, and all have the same x and
+    labels. Logits are not exchanged. A rank's loss is that of the labels in its rows, and its dx is what its rows
+    contribute: both are terms of sums over the ranks.
 
-    token_losses: [T], into which the terms of the sum are written, zeros where there is no label (in these rows).
+    token_losses: [T], receives the terms of the sum, with zeros where there is no label (in these rows).
 
     impl: "torch", "triton", or "auto" (ops/support.py).
     """
@@ -36,7 +37,7 @@ def chunked_cross_entropy(
 
 
 def _triton() -> Any:
-    from titan_linear.ops.triton import cross_entropy  # Triton is there on Linux only
+    from titan_linear.ops.triton import cross_entropy  # there is Triton only on Linux
 
     return cross_entropy.row_logsumexp, cross_entropy.softmax_gradient
 
@@ -48,7 +49,7 @@ def _row_logsumexp(logits: torch.Tensor) -> torch.Tensor:
 def _softmax_gradient(
     logits: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """In the place of the logits."""
+    """The gradient with respect to the logits, which it overwrites."""
     d = logits.sub_(lse.unsqueeze(-1)).exp_()
     d[torch.arange(len(d), device=d.device), target.clamp(min=0)] -= (target >= 0).to(d.dtype)
     return d.mul_((target != IGNORE).unsqueeze(-1)).to(dtype)
@@ -96,7 +97,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(x.dtype, torch.float32)
         row_logsumexp, softmax_gradient = IMPLEMENTATIONS[name]()
         total = x.new_zeros((), dtype=wide)
-        wants_grad = grad_enabled and any(ctx.needs_input_grad[:2])  # what inputs need, they need under no_grad too
+        wants_grad = grad_enabled and any(ctx.needs_input_grad[:2])  # needs_input_grad ignores no_grad
         dx = torch.empty_like(x) if wants_grad else None
         dweight = torch.zeros_like(weight, dtype=wide) if wants_grad else None
         for start in range(0, len(x), chunk):
@@ -120,6 +121,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, scale: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         check_first_derivative()
         dx, dweight = ctx.saved_tensors
-        # Rounded as it is written: a product of its own would be another [vocab, D] in float32.
+        # Rounded while it is written: the product on its own would be another [vocab, D] in float32.
         scaled = torch.mul(dweight, scale, out=torch.empty_like(dweight, dtype=ctx.weight_dtype))
         return (dx * scale).to(dx.dtype), scaled, None, None, None, None, None, None

@@ -1,6 +1,6 @@
 """Where the nodes of a run meet: a rendezvous for torch's elastic agent, and the store that its workers use.
 
-torch's own give ranks by address, use a second port, or know of no restarts on other nodes.
+torch's own rendezvous handlers give ranks by address, use a second port, or do not notice restarts on other nodes.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from torch.distributed.elastic.rendezvous import (
 from titan_linear.process import STOPPED, Node
 
 PREPARE, RETURN = 24 * 3600.0, 1800.0  # seconds for the nodes to meet: after preparing their data, after a crash
-LEAVE = 60.0  # seconds that node 0 stays for the others
-HEAR = 15.0  # seconds in which a node that has lost a rank hears why: more than an agent's GRACE, and its worker's end
+LEAVE = 60.0  # seconds that node 0 waits for the others to leave
+HEAR = 15.0  # seconds that a node waits to hear why it lost a rank: more than a worker's end and an agent's GRACE take
 
 
 class Nodes(RendezvousHandler):
     """Where the nodes of a run meet before each start of its workers: a store on node 0.
 
-    Starts are numbered from 0. A node that was in the current start already, itself or its predecessor that crashed,
-    opens the next; the others see it (`num_nodes_waiting`), kill their workers and follow. So that nobody starts
-    without a node that has died since it came, each says when it has seen all, and starts when all have said so.
+    Starts are numbered from 0. A node that has already joined the current start, itself or through a predecessor that
+    crashed, opens the next; the others notice (`num_nodes_waiting`), kill their workers and follow. A node may die
+    after it has come: so that no other starts without it, each node says when it has seen all, and starts when all have
+    said so.
 
-    Keys of the store: `start`, the current one; `N/came/R` and `N/ready/R` of start N and node R; `closed` and
-    `stopped`, where no other follows; `left`, how many nodes have.
+    Keys of the store: `start`, the current one; `N/came/R` and `N/ready/R`, for start N and node R; `processes/R`;
+    `closed` and `stopped`, if no other start follows; `left`, the number of nodes that have left.
     """
 
     use_agent_store = True
@@ -76,14 +77,14 @@ class Nodes(RendezvousHandler):
             self.store.compare_set("start", str(self.start), str(self.start + 1))
 
     def _missing(self) -> list[int]:
-        """Nodes that have not come; none: those that have not seen so."""
+        """Nodes that have not come; if all have, those that have not said that they have seen so."""
         if missing := self._without("came"):
             return missing
         self.store.set(f"{self.start}/ready/{self.here.rank}", "")
         return self._without("ready")
 
     def _without(self, word: str) -> list[int]:
-        """Nodes that have not said it of the current start."""
+        """Nodes that have not set this key of the current start."""
         return [n for n in range(self.here.count) if not self.store.check([f"{self.start}/{word}/{n}"])]
 
     def _check_alike(self) -> None:
@@ -95,21 +96,21 @@ class Nodes(RendezvousHandler):
                 )
 
     def num_nodes_waiting(self) -> int:
-        """More than 0 where the workers have to be killed, for another start or for none.
+        """More than 0 if the workers have to be killed, for another start or because none follows.
 
         Raises:
-            SignalException: another node was asked to stop, and so is this one.
+            SignalException: another node was asked to stop, so this one stops too.
         """
         if self.store.add("stopped", 0):
             raise SignalException("stopped on another node", signal.SIGTERM)
         return self.store.add("start", 0) - self.start + self.store.add("closed", 0)
 
     def hear(self) -> None:
-        """A rank of another node is gone: wait for the word of that node, if it lives to give it.
+        """After the loss of another node's rank, wait for that node to say what follows, if it still lives.
 
         Raises:
-            RendezvousClosedError: there is no other start.
-            SignalException: it was asked to stop.
+            RendezvousClosedError: no other start follows.
+            SignalException: that node was asked to stop.
         """
         deadline = time.monotonic() + HEAR
         while self.here.count > 1 and not self.num_nodes_waiting() and time.monotonic() < deadline:
@@ -124,7 +125,7 @@ class Nodes(RendezvousHandler):
         self.store.add("closed", 1)
 
     def leave(self, code: int, *, at_once: bool) -> None:
-        """The last word of this node, with its exit code. Node 0, whose store the others' workers use, stays until they
+        """Tell the others that this node ends, and how. Node 0, whose store the others' workers use, stays until they
         have ended."""
         try:
             if self.store is None or self.here.count == 1:
@@ -140,7 +141,7 @@ class Nodes(RendezvousHandler):
                     return
                 time.sleep(0.1)
         except (DistError, SignalException):
-            pass  # node 0 is gone, or is told to go
+            pass  # node 0 is gone, or is asked to stop
 
     def get_backend(self) -> str:
         return "nodes"
@@ -164,7 +165,7 @@ def _open_store(here: Node) -> TCPStore:
                 "give its own address, and a port that is free there"
             ) from None
     began, said = time.monotonic(), False
-    while True:  # a signal ends this, and not a connection that PyTorch waits for
+    while True:  # a signal ends this loop, but would not end PyTorch's own wait for a connection
         try:
             socket.create_connection((here.address, here.port), timeout=1).close()
             return TCPStore(here.address, here.port, is_master=False, timeout=timeout)

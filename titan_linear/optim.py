@@ -15,16 +15,16 @@ from torch.distributed.tensor import DTensor
 from titan_linear.config import LRScheduler, Optimizer
 from titan_linear.distributed.parts import by_device, local_tensor
 
-HOST_BLOCK = 1 << 16  # elements whose squares a core of the host adds up in their own type
-AT_ONCE = 1 << 26  # elements of which it is found together what a step added to them: in two copies
+HOST_BLOCK = 1 << 16  # elements whose squares a core of the host adds up in their own dtype
+AT_ONCE = 1 << 26  # elements for which `update_squares` computes updates at a time, in two copies
 
 
 class AdamW(torch.optim.AdamW):
-    """On what this rank has of each parameter, since an update is by element. On DTensors the dispatcher would find out
-    how to split it anew in every step that changes the learning rate, which takes longer than the update."""
+    """AdamW on this rank's part of each parameter, since the update is elementwise. On DTensors the dispatcher would
+    work out the sharding again in every step that changes the learning rate, which takes longer than the update."""
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
-        """Fills the lists with parameters, gradients, moments and steps, which the kernels then read."""
+        """Fill the lists with parameters, gradients, moments and steps, which the kernels then read."""
         has_complex = super()._init_group(group, *lists)
         for tensors in lists:
             tensors[:] = map(local_tensor, tensors)
@@ -32,7 +32,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def build_optimizer(model: nn.Module, config: Optimizer) -> AdamW:
-    """Weight decay for matrices alone: not for norms, biases, A_log and dt_bias."""
+    """AdamW with weight decay for matrices only: not for norms, biases, A_log and dt_bias."""
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
     for p in (p for p in model.parameters() if p.requires_grad):
         mesh = p.device_mesh if isinstance(p, DTensor) else None  # with offload only what FSDP has is on the host
@@ -57,12 +57,13 @@ def learning_rate(step: int, peak: float, config: LRScheduler, steps: int) -> fl
 
 
 def step_numbers(loss: torch.Tensor, parameters: Iterable[nn.Parameter], signal: int) -> torch.Tensor:
-    """[loss, 2-norm of all gradients, signal] float64, on every rank the same, from one collective. Nothing waits.
+    """[loss, 2-norm of all gradients, signal] float64, the same on every rank, from one collective. The host does not
+    wait.
 
     Args:
         loss: this rank's part of the sum.
         parameters: those whose gradients, or shards of them, this rank counts (`counted_parameters`).
-        signal: this rank's; the highest is taken.
+        signal: this rank's; the highest of all ranks is taken.
     """
     grads = [p.grad for p in parameters if p.grad is not None]
     row = torch.stack([loss.double(), sum_of_squares(grads, loss.device), torch.full_like(loss, signal).double()])
@@ -74,7 +75,7 @@ def step_numbers(loss: torch.Tensor, parameters: Iterable[nn.Parameter], signal:
 
 @torch.no_grad()
 def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Of what this rank has of them: a scalar in float64, one number, so that its width costs nothing."""
+    """Sum of squares of this rank's parts of the tensors, a float64 scalar: for one number the width costs nothing."""
     if not tensors:
         return torch.zeros((), dtype=torch.float64, device=device)
     norms = [_norms(list(map(local_tensor, own))).to(device) for own in by_device(tensors)]
@@ -82,7 +83,7 @@ def sum_of_squares(tensors: list[torch.Tensor], device: torch.device) -> torch.T
 
 
 def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """2-norms [.] of tensors that lie together, or of parts of them."""
+    """2-norms [.] of tensors on the same device, or of parts of them."""
     dtype = torch.promote_types(tensors[0].dtype, torch.float32)
     if tensors[0].device.type != "cpu":
         return torch.stack(torch._foreach_norm(tensors, 2, dtype=dtype))
@@ -91,17 +92,18 @@ def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
-    """[n] → matrices whose rows the host's cores share. A core adds squares up one by one: in float32 the norm of 64M
-    numbers would be off by 0.4%."""
+    """[n] → matrices whose rows the host's cores share out. A core adds up squares one by one: in float32 the norm of
+    64M numbers would be off by 0.4%."""
     whole = len(flat) // HOST_BLOCK * HOST_BLOCK
     rest = [flat[whole:].unsqueeze(0)] if whole < len(flat) or not whole else []
     return [flat[:whole].view(-1, HOST_BLOCK)] * (whole > 0) + rest
 
 
 def update(optimizer: torch.optim.AdamW, numbers: torch.Tensor, lr: float, max_norm: float) -> None:
-    """One step with gradients clipped to a 2-norm of max_norm, unless loss or norm is not finite: then neither weights
-    nor moments change. The optimizer's own kernels decide that on the device; the host need not know the numbers yet.
-    With offload it waits for them, and so for every copy of a parameter that the device has yet to read.
+    """Do one step with gradients clipped to a 2-norm of max_norm, unless loss or norm is not finite: then neither
+    weights nor moments change. The optimizer's own kernels decide that on the device; the host need not know the
+    numbers yet. With offload the host waits for them, and so for every copy of a parameter that the device has yet to
+    read.
 
     numbers: [loss, norm, ...] (`step_numbers`).
     """
@@ -110,13 +112,13 @@ def update(optimizer: torch.optim.AdamW, numbers: torch.Tensor, lr: float, max_n
     for group in optimizer.param_groups:
         group["lr"] = lr
         scale_gradients(group["params"], numbers[1], max_norm)
-    optimizer.found_inf = (~numbers[:2].isfinite().all()).float()  # as torch.amp.GradScaler says it
+    optimizer.found_inf = (~numbers[:2].isfinite().all()).float()  # as torch.amp.GradScaler sets it
     optimizer.step()
 
 
 @torch.no_grad()
 def squares_of_each(tensors: list[torch.Tensor], device: torch.device) -> torch.Tensor:
-    """[n] float64: the sum of squares of what this rank has of each."""
+    """[n] float64: for each tensor, the sum of squares of this rank's part."""
     lists: dict[torch.device, list[int]] = {}
     for i, tensor in enumerate(tensors):
         lists.setdefault(tensor.device, []).append(i)
@@ -125,7 +127,7 @@ def squares_of_each(tensors: list[torch.Tensor], device: torch.device) -> torch.
 
 
 def _squares(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """[.] float64, of tensors that lie together."""
+    """Sums of squares [.] float64 of tensors on the same device."""
     if tensors[0].device.type != "cpu":
         return _norms(tensors).double().square()
     return torch.stack([_norms([tensor]).double().square().sum() for tensor in tensors])
@@ -144,8 +146,9 @@ def _placed(parts: list[torch.Tensor], places: list[int], n: int, device: torch.
 def update_squares(
     optimizer: torch.optim.AdamW, parameters: list[nn.Parameter], device: torch.device
 ) -> torch.Tensor:  # fmt: skip
-    """[n] float64, of each of these: the sum of squares of what the last step added to what this rank has of it, from
-    the moments that it left: Δ = −lr (u + wd p) / (1 − lr wd) with u = m̂ / (√v̂ + ε) and p as it is now."""
+    """[n] float64: for each parameter, the sum of squares of what the last step added to this rank's part of it,
+    computed from the moments after the step: Δ = −lr (u + wd p) / (1 − lr wd) with u = m̂ / (√v̂ + ε) and p as it is
+    now."""
     place, squares, places = {p: i for i, p in enumerate(parameters)}, [], []
     for group in optimizer.param_groups:
         own = [p for p in group["params"] if p in place and optimizer.state.get(p)]
@@ -156,7 +159,7 @@ def update_squares(
 
 
 def _at_once(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """In lists of at most `AT_ONCE` elements, or one parameter."""
+    """Split into lists of at most `AT_ONCE` elements, or of one parameter."""
     part, elements = [], 0
     for p in parameters:
         number = local_tensor(p).numel()
@@ -171,7 +174,7 @@ def _at_once(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
 def _update_squares(
     group: dict[str, Any], state: dict[nn.Parameter, dict[str, torch.Tensor]], own: list[nn.Parameter]
 ) -> torch.Tensor:
-    """[.] float64, of parameters of one group."""
+    """`update_squares` [.] float64 for parameters of one group."""
     moments = [[local_tensor(state[p][name]) for p in own] for name in ("exp_avg", "exp_avg_sq")]
     step, dtype = state[own[0]]["step"].double(), moments[0][0].dtype
     bias1, bias2 = (1 - beta**step for beta in group["betas"])
@@ -196,7 +199,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_
 
 
 class Reading:
-    """Numbers on their way from the device to the host, which may go on."""
+    """Numbers on their way from the device to the host, which may go on working until it calls `wait`."""
 
     def __init__(self, numbers: torch.Tensor):
         self.arrived = torch.cuda.Event() if numbers.is_cuda else None

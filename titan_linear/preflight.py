@@ -1,4 +1,4 @@
-"""Everything that can be refused before a process starts: corpus, tokenizer, model, checkpoint (and see config.py)."""
+"""All that can be refused before a process starts: corpus, tokenizer, model, checkpoint (config.py checks the keys)."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ from titan_linear.rundir import CONFIG, check_folders, checkpoint_folder, finish
 
 
 def preflight(config: Config, world_size: int, node_size: int | None = None) -> None:
-    """Everything that can be refused before a process starts, and the token cache, built once with a progress bar.
+    """Check all that can be refused before a process starts, and build the token cache, once, with a progress bar.
 
-    node_size: processes of this machine; None: all of them.
+    node_size: number of processes on this machine; None: all of them.
 
     Raises:
         ValueError: a corpus, tokenizer, model or checkpoint that cannot be used.
@@ -98,7 +98,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
 
 
 def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """The folder that the run begins from holds the model; the one that it ends in can."""
+    """Check that the folder that the run begins from holds the model, and that an export can."""
     c = config.checkpoint
     exports = c.last_save_in_hf or c.export_interval > 0
     if exports:
@@ -109,10 +109,11 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
 
 
 def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> Progress:
-    """The checkpoint that the run begins or resumes from is whole, of this model and has all it needs; of the latter,
-    what it knows.
+    """Check that the checkpoint that the run begins or resumes from is whole, of this model, and has all that it needs.
 
-    It comes before the corpus, which may take hours to tokenise.
+    This comes before the corpus, which may take hours to tokenise.
+
+    Returns: the progress saved in the checkpoint that the run resumes from; {} for a new run.
     """
     c, folder = config.checkpoint, checkpoint_folder(config)
     step = find_step(folder, c.load_step)
@@ -147,7 +148,7 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
 
 
 def _check_initial(given: Path, model: ModelConfig, tokenizer: Tokenizer) -> None:
-    """The weights that a new run begins from are a checkpoint's, whole and of this model."""
+    """Check that a new run begins from the weights of a whole checkpoint of this model."""
     if (given / HF_CONFIG).is_file():
         raise ValueError(
             f"checkpoint.initial_load_path = '{given}' is a Hugging Face folder; set checkpoint.initial_load_in_hf = "
@@ -162,10 +163,10 @@ def _check_initial(given: Path, model: ModelConfig, tokenizer: Tokenizer) -> Non
 
 
 def check_schedule(config: Config, step: int, length: int | None = None) -> None:
-    """The learning rate of `step`, which is done, is what it was. An explicit lr_scheduler.total_steps may change it.
+    """Check that `step`, which is done, keeps its learning rate. An explicit lr_scheduler.total_steps may change it.
 
-    Where the rate of one step agrees, so do those of the steps before: only a schedule of another length differs.
-    length: of the schedule so far; None: as config.toml has it (checkpoints of older versions do not say it).
+    If the rate of one step agrees, so do those of the steps before: schedules can only differ in length.
+    length: of the schedule so far; None: taken from config.toml (checkpoints of older versions do not record it).
     """
     stored, steps = Path(config.job.dump_folder) / CONFIG, config.training.steps
     if config.lr_scheduler.total_steps or not (length or stored.is_file()):
@@ -183,7 +184,7 @@ def check_schedule(config: Config, step: int, length: int | None = None) -> None
 
 
 def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
-    """Texts to go on from that are none to this tokenizer: blanks, say, which some leave out."""
+    """Raise ValueError if a prompt has no tokens: some tokenizers leave out blanks, for example."""
     v, s = config.validation, config.sample
     for key, prompt, tokens in (
         ("validation.sample_prompt", v.sample_prompt, v.sample_tokens),
@@ -194,7 +195,7 @@ def check_prompts(config: Config, tokenizer: Tokenizer) -> None:
 
 
 def repeats(config: Config, streams: Streams) -> str:
-    """A warning where a step has the same documents several times, as one may want who tries something out; else ""."""
+    """A warning if a step has the same documents several times, which may be meant in a trial; else ""."""
     try:
         check_size(tokens_of(streams), config)
     except ValueError as error:
@@ -203,7 +204,7 @@ def repeats(config: Config, streams: Streams) -> str:
 
 
 def check_held_out(config: Config, held_out: Streams) -> None:
-    """ValueError: what is validated has no label, so that its loss would be 0 / 0."""
+    """Raise ValueError if the streams to validate have no label, so that their loss would be 0 / 0."""
     steps, number = config.validation.steps, len(held_out)
     validated = number if steps == -1 else min(steps, number)
     if not any(learnt(held_out, [i]) for i in range(validated)):
@@ -214,7 +215,7 @@ def check_held_out(config: Config, held_out: Streams) -> None:
 
 
 def check_mixture_step(config: Config, progress: Progress) -> None:
-    """ValueError: the mixture is to be another from some step on, and there are no steps before it."""
+    """Raise ValueError if the mixture is to change at some step, and there are no steps before it."""
     step = config.training.mixture_from_step
     if step > 0 and not progress:
         raise ValueError(
@@ -225,14 +226,14 @@ def check_mixture_step(config: Config, progress: Progress) -> None:
 
 
 def check_splits(model: ModelConfig, config: Config) -> None:
-    """ValueError: ranks cannot split it by these degrees."""
+    """Raise ValueError if ranks cannot split the model by these degrees."""
     check_tensor_parallel(model, config)
     check_expert_parallel(model, config)
     check_heads(model, config)
 
 
 def check_heads(model: ModelConfig, config: Config) -> None:
-    """Heads that an all-to-all over heads cannot split."""
+    """Raise ValueError if an all-to-all over heads cannot split them."""
     p = config.parallelism
     for mixer in dict.fromkeys(model.layers):
         key, others = ("context_parallel_method", "'ring' or 'allgather'")
@@ -249,7 +250,7 @@ def check_heads(model: ModelConfig, config: Config) -> None:
 
 
 def check_transport(config: Config, world_size: int, node_size: int) -> None:
-    """ValueError: copy engines cannot move what FSDP shares."""
+    """Raise ValueError if copy engines cannot move what FSDP shares."""
     p = config.parallelism
     if p.fsdp_transport != "copy_engines":
         return
@@ -264,7 +265,7 @@ def check_transport(config: Config, world_size: int, node_size: int) -> None:
 
 
 def check_tensor_parallel(model: ModelConfig, config: Config) -> None:
-    """Heads, hidden channels or a vocabulary that the ranks do not divide."""
+    """Raise ValueError if the degree does not divide the heads, the hidden channels or the vocabulary."""
     degree, counts = config.parallelism.tensor_parallel_degree, model.split_counts
     if left := [f"{count} {what}" for what, count in counts if count % degree]:
         common = math.gcd(*(count for _, count in counts))
@@ -276,7 +277,7 @@ def check_tensor_parallel(model: ModelConfig, config: Config) -> None:
 
 
 def check_expert_parallel(model: ModelConfig, config: Config) -> None:
-    """Experts that the ranks do not divide."""
+    """Raise ValueError if the degree does not divide the experts."""
     degree, flavor = config.parallelism.expert_parallel_degree, config.model.flavor
     if degree == 1:
         return
@@ -293,7 +294,7 @@ def check_expert_parallel(model: ModelConfig, config: Config) -> None:
 
 
 def spans_nodes(config: Config, node_size: int) -> str:
-    """A warning where ranks that share every layer are on several nodes of so many processes; else ""."""
+    """A warning if ranks that share every layer are on several nodes (of `node_size` processes); else ""."""
     degree = config.parallelism.tensor_parallel_degree
     if node_size % degree == 0:
         return ""

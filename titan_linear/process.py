@@ -1,4 +1,4 @@
-"""One process of a run: whose child it is, its device, its signals. Groups of processes are in distributed/groups.py.
+"""One process of a run: its parent, its device, its signals. Groups of processes are in distributed/groups.py.
 
 The launcher imports this: torch, which is slow to import, is imported where it is used.
 """
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 Command = Callable[[list[str]], int]  # argv → exit code
 
-LAUNCHER = "TITAN_LINEAR_LAUNCHER"  # environment of the workers: the launcher's process id
+LAUNCHER = "TITAN_LINEAR_LAUNCHER"  # environment variable of the workers: the launcher's process id
 CHECKED = "TITAN_LINEAR_CONFIGURATION"  # likewise: the configuration that it has checked, as JSON, or its first PIECE
-PIECE = 1 << 14  # characters, of up to 4 bytes: no variable may have more than 128 KiB, and lists of files do
+PIECE = 1 << 14  # characters of up to 4 bytes: a variable may have at most 128 KiB, and lists of files have more
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
 # Exit codes of a worker, which tell the agent what to do.
-MISTAKE, FAILED, LOST = 2, 3, 4  # a user's; a loss, a save or a GPU's memory; another rank is gone
-FINAL = (MISTAKE, FAILED)  # would come again
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # asked to stop, after a save
+MISTAKE, FAILED, LOST = 2, 3, 4  # a user's mistake; a bad loss, save or disk, or no GPU memory; a lost rank
+FINAL = (MISTAKE, FAILED)  # would recur: no restart
+STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # stopped on request, after a save
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Node:
     rank: int = 0
     count: int = 1
     address: str = "127.0.0.1"
-    port: int = 0  # 0: any that is free
+    port: int = 0  # 0: any free port
 
     @property
     def world_size(self) -> int:
@@ -50,7 +50,7 @@ class Node:
 
 
 def refusing(*mistakes: type[Exception]) -> Callable[[Command], Command]:
-    """Decorates a command's main: these errors, the user's mistakes, are a line and not a traceback."""
+    """Decorate a command's main: these errors, which are the user's mistakes, print one line, not a traceback."""
 
     def decorate(main: Command) -> Command:
         @wraps(main)
@@ -58,7 +58,7 @@ def refusing(*mistakes: type[Exception]) -> Callable[[Command], Command]:
             try:
                 return main(argv)
             except BrokenPipeError:
-                raise  # of run_command
+                raise  # to run_command
             except mistakes as error:
                 print(f"error: {error}", file=sys.stderr)
                 return MISTAKE
@@ -69,7 +69,7 @@ def refusing(*mistakes: type[Exception]) -> Callable[[Command], Command]:
 
 
 def run_command(main: Command) -> NoReturn:
-    """Exit with the code of main(argv); silently after Ctrl-C, or where nobody reads any more what it prints."""
+    """Exit with the code of main(argv); silently after Ctrl-C, or if nobody reads its output any more."""
     try:
         try:
             code = main(sys.argv[1:])
@@ -77,7 +77,7 @@ def run_command(main: Command) -> NoReturn:
             code = exit.code
         sys.stdout.flush()
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is flushed at exit
         code = 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
@@ -86,7 +86,7 @@ def run_command(main: Command) -> NoReturn:
 
 @contextmanager
 def outliving_readers() -> Iterator[None]:
-    """Inside `with`, what is printed is lost where nobody reads it any more, and nothing else is.
+    """Inside `with`, output that nobody reads any more is dropped, and nothing else fails.
 
     `tee` dies of the same Ctrl-C that asks for a last save, and terminals hang up.
     """
@@ -114,7 +114,7 @@ class _Outliving:
         try:
             return do(*args)
         except OSError as error:
-            if error.errno not in (errno.EPIPE, errno.EIO):  # of a pipe, of a terminal
+            if error.errno not in (errno.EPIPE, errno.EIO):  # from a pipe, from a terminal
                 raise
             os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
 
@@ -122,8 +122,8 @@ class _Outliving:
 def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel kill this process when its parent dies (Linux). Workers and exports call it first.
 
-    parent: its process id, so that one that died before this call is noticed too; that of workers, the launcher's, is
-        in the environment.
+    parent: its process id, so that a parent that died before this call is noticed too; workers find theirs, the
+        launcher's, in the environment.
     """
     if sys.platform == "linux":
         prctl = ctypes.CDLL(None, use_errno=True).prctl
@@ -136,12 +136,12 @@ def die_with_parent(parent: int | None = None) -> None:
 
 
 def under_launcher() -> bool:
-    """This process is a worker of `python -m titan_linear.launch`, which has checked, and locked the run's folder."""
+    """Whether this is a worker of `python -m titan_linear.launch`, which has done the checks and locked the folder."""
     return LAUNCHER in os.environ
 
 
 def pass_on_configuration(checked: str) -> None:
-    """To the processes that this one starts, in place of what it was given itself."""
+    """Pass the checked configuration to the processes that this one starts, in place of any that it was given."""
     for name in [name for name in os.environ if name.startswith(CHECKED)]:
         del os.environ[name]
     for n, start in enumerate(range(0, len(checked), PIECE)):
@@ -149,13 +149,14 @@ def pass_on_configuration(checked: str) -> None:
 
 
 def passed_configuration() -> str:
-    """What the launcher has passed on."""
+    """The configuration that the launcher passed on, as JSON."""
     names = chain([CHECKED], (f"{CHECKED}_{n}" for n in count(1)))
     return "".join(takewhile(bool, (os.environ.get(name, "") for name in names)))
 
 
 def own_device() -> torch.device:
-    """This process's GPU, which becomes the current one; the CPU where there are no GPUs. Alone it takes the first."""
+    """Make this process's GPU the current one and return it; the CPU if there are no GPUs. A lone process takes the
+    first GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -166,7 +167,7 @@ def own_device() -> torch.device:
 
 
 def be_deterministic() -> None:
-    """Deterministic algorithms only, from here on."""
+    """Allow only deterministic algorithms from here on."""
     import torch
 
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -174,11 +175,11 @@ def be_deterministic() -> None:
 
 
 class StopSignal:
-    """SIGTERM and SIGINT as requests, inside `with`: noted here, for all ranks to agree on a step to stop at."""
+    """Inside `with`, SIGTERM and SIGINT are requests, noted here, so that all ranks can agree on a step to stop at."""
 
     def __init__(self) -> None:
-        self.received = 0  # the signal's number, by this process; 0: none
-        self.agreed = 0  # by all ranks
+        self.received = 0  # number of the signal that this process received; 0: none
+        self.agreed = 0  # number of the signal that all ranks agreed to stop for; 0: none
 
     def __enter__(self) -> StopSignal:
         self.previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}

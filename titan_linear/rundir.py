@@ -1,15 +1,14 @@
 """The folder of a run, `job.dump_folder`: its lock, its configuration, its manifest, its metrics.
 
-    config.toml      resolved; starts the same run again
+    config.toml      the resolved configuration; starts the same run again
     manifest.json    what the run was made with: versions, commit, hardware, world, implementations
     metrics.jsonl    a line per logged step
-    telemetry.jsonl  what was seen inside every metrics.telemetry_freq steps
+    telemetry.jsonl  what telemetry saw inside every metrics.telemetry_freq-th step
     spikes.jsonl     steps whose loss was an outlier or not finite, with their streams
-    tb/              the same for TensorBoard
+    tb/              metrics and telemetry for TensorBoard
     checkpoint/      step-N/
 
-Nothing is written but the lock before everything has been checked, and a start that is refused takes the lock away.
-Rank 0 alone writes.
+Until everything has been checked, only the lock is written, and a start that is refused removes it. Only rank 0 writes.
 """
 
 from __future__ import annotations
@@ -40,35 +39,35 @@ PATHS = (
     "checkpoint.initial_load_path", "validation.dataset_path",
 )  # fmt: skip
 
-MARK = "# The configuration of the run in"  # begins a config.toml
+MARK = "# The configuration of the run in"  # how a config.toml begins
 
-# what may change when a run resumes: how it is computed, saved and shown, and how long it is. The rest decides what
-# the steps so far have computed.
+# What may change when a run resumes: how it is computed, saved and shown, and how long it is. All other keys decide
+# what the steps so far have computed.
 MAY_CHANGE = (
     "job.", "parallelism.", "checkpoint.", "activation_checkpoint.", "compile.", "metrics.", "profiling.", "sample.",
     "comm.", "doctor.",
     "model.impl", "model.hf_assets_path", "training.steps", "training.local_batch_size", "training.loss_chunk_size",
     "training.on_nonfinite", "training.num_workers", "lr_scheduler.total_steps", "validation.freq", "validation.steps",
     "validation.local_batch_size", "validation.sample_tokens", "validation.sample_prompt", "debug.deterministic",
-    "training.on_bad_document",  # the checkpoint knows the corpus by its content
+    "training.on_bad_document",  # the checkpoint identifies the corpus by its content
     "training.mixture_from_step", "training.verify", "training.enable_cpu_offload",
 )  # fmt: skip
-# From one path to another, where the checkpoint knows the content.
+# May change from one path to another, since the checkpoint identifies the content.
 MAY_MOVE = ("training.dataset_path", "validation.dataset_path", "model.tokenizer_path", "training.mixture")
 
 
 class Unlockable(ValueError):
-    """A file system that has no locks."""
+    """The file system has no locks."""
 
 
 @contextmanager
 def claimed(config: Config) -> Iterator[None]:
-    """Hold the run's folder inside `with`, and that of its checkpoints where it lies elsewhere: another run of the same
-    checkpoint.folder would mix its checkpoints with these. Disks for checkpoints alone may have no locks. A start that
-    is refused inside leaves nothing that was not there.
+    """Lock the run's folder inside `with`, and that of its checkpoints if it lies elsewhere: another run with the same
+    checkpoint.folder would mix its checkpoints with these. A disk for checkpoints alone may have no locks. A start that
+    is refused inside leaves nothing new behind.
 
     Raises:
-        ValueError: another run holds one, or it cannot be written or locked.
+        ValueError: another run holds a folder, or it cannot be written or locked.
     """
     with ExitStack() as held:
         held.enter_context(lock_folder(config.job.dump_folder))
@@ -119,7 +118,7 @@ def _locks(file: TextIO, folder: str, key: str, new: list[Path]) -> bool:
 
 
 def _sign(file: TextIO, folder: str, key: str) -> None:
-    """Say who holds it."""
+    """Write into the lock who holds it."""
     try:
         file.truncate(0)
         file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
@@ -129,7 +128,7 @@ def _sign(file: TextIO, folder: str, key: str) -> None:
 
 
 def _take_back(new: list[Path]) -> None:
-    """Remove the lock, and its folders as far as they are empty; innermost first."""
+    """Remove the new lock, and those of its new folders that are empty, innermost first."""
     for path in new:
         with suppress(OSError):
             path.rmdir() if path.is_dir() else path.unlink()
@@ -140,10 +139,10 @@ def _unwritable(folder: str, key: str, error: OSError) -> ValueError:
 
 
 def check_folders(config: Config) -> None:
-    """What a run writes hours later can be written. Nothing is made.
+    """Check that what a run writes hours later can be written. Nothing is created.
 
     Raises:
-        ValueError: where a folder is to be is none, or none that may be written.
+        ValueError: something other than a folder is in the way, or a folder may not be written.
     """
     c, p = config.checkpoint, config.profiling
     for key, folder, used in (
@@ -160,13 +159,12 @@ def check_folders(config: Config) -> None:
 
 
 def check_resume(config: Config) -> list[str]:
-    """Compare with the run that the folder holds; the changes, "key: old → new", for saying them. Paths are from the
-    root.
+    """Compare with the run that the folder holds; return the changes as lines, "key: old → new". Paths are absolute.
 
-    A folder in which nothing was trained yet holds no run, and with job.start_anew one without a checkpoint neither.
+    A folder in which nothing was trained yet holds no run; with job.start_anew, neither does one without a checkpoint.
 
     Raises:
-        ValueError: a change of what the steps so far have computed, named with its old and new value.
+        ValueError: a key that decides what the steps so far have computed differs; old and new value are named.
     """
     folder = Path(config.job.dump_folder)
     if not _has_trained(config) or starts_anew(config):
@@ -196,7 +194,7 @@ def check_resume(config: Config) -> list[str]:
 
 
 def _check_checkpoints_are_used(config: Config, stored: Config) -> None:
-    """Else the run would begin again, and cut what it has reported."""
+    """Raise ValueError if the run's checkpoints are not used: it would begin again and cut what it has reported."""
     c = config.checkpoint
     same = checkpoint_folder(config).resolve() == checkpoint_folder(stored).resolve()
     if not (c.enable and same) and _has_checkpoint(stored):
@@ -212,7 +210,7 @@ def _may_change(key: str, old: Any, new: Any) -> bool:
 
 
 def starts_anew(config: Config) -> bool:
-    """job.start_anew applies: this folder's run, if it has one, left no checkpoint."""
+    """Whether job.start_anew is set and applies: this folder's run, if it has one, left no checkpoint."""
     return config.job.start_anew and not any(
         _has_checkpoint(run) for run in (config, _stored(Path(config.job.dump_folder)))
     )
@@ -229,7 +227,7 @@ def set_run_aside(config: Config) -> None:
 
 
 def set_aside(folder: Path, paths: Sequence[Path], why: str, what: str = "") -> None:
-    """Move these of a folder into its abandoned-DATE/, if there are any, and say so."""
+    """Move these paths of a folder, if any, into its abandoned-DATE/, and say so."""
     if paths:
         aside, names = unused(folder / time.strftime("abandoned-%Y%m%d-%H%M%S")), []
         for path in paths:
@@ -241,12 +239,12 @@ def set_aside(folder: Path, paths: Sequence[Path], why: str, what: str = "") -> 
 
 
 def unused(path: Path) -> Path:
-    """This path, or with a number that makes it a new one."""
+    """This path, or if it exists, one with a number added that does not."""
     return next(new for n in count() if not (new := path.with_name(f"{path.name}-{n}") if n else path).exists())
 
 
 def finished_without_checkpoint(config: Config) -> bool:
-    """The metrics in this folder go to the last step, and there is nothing to resume from."""
+    """Whether the metrics in this folder reach the last step and there is nothing to resume from."""
     metrics = Path(config.job.dump_folder) / METRICS
     if _has_checkpoint(config) or not metrics.exists():
         return False
@@ -255,7 +253,7 @@ def finished_without_checkpoint(config: Config) -> bool:
 
 
 def copied_configuration(config: Config) -> str:
-    """What one should know who starts a run's config.toml that lies elsewhere than in that run's folder; else ""."""
+    """A warning if the config.toml of a run is started that lies elsewhere than in that run's folder; else ""."""
     path = Path(config.job.config_file).expanduser()
     if not config.job.config_file or not _is_of_a_run(path):
         return ""
@@ -276,7 +274,7 @@ def _is_of_a_run(file: Path) -> bool:
 
 
 def absolute(path: str) -> str:
-    """A path, or several separated by commas, from the root; "" stays."""
+    """A path, or several separated by commas, made absolute; "" stays."""
     parts = [path] if os.path.exists(path) else path.split(",")
     return ",".join(os.path.abspath(os.path.expanduser(part.strip())) for part in parts if part.strip())
 
@@ -286,7 +284,7 @@ def checkpoint_folder(config: Config) -> Path:
 
 
 def checkpoints_of(run: Path) -> Path:
-    """The folder of the checkpoints of the run that a folder holds.
+    """The folder of the checkpoints of the run that the folder `run` holds.
 
     Raises:
         ValueError: its config.toml cannot be read.
@@ -295,7 +293,7 @@ def checkpoints_of(run: Path) -> Path:
 
 
 def _stored(run: Path) -> Config:
-    """What this folder's run stored of its configuration, wherever the folder is now."""
+    """The configuration that this folder's run stored, or the defaults, with the folder's present path."""
     stored = load_config(["--job.config_file", str(run / CONFIG)]) if (run / CONFIG).is_file() else Config()
     return changed(stored, {"job.dump_folder": str(run)})
 
@@ -316,7 +314,7 @@ def config_of(checkpoint: Path) -> Config:
 
 
 def _has_trained(config: Config) -> bool:
-    """Whether this folder's own run has; runs in folders below it are others'."""
+    """Whether this folder's own run has trained; runs in folders below it do not count."""
     return _has_reported(config) or any(_saved(config, "step-*"))
 
 
@@ -330,7 +328,8 @@ def _has_checkpoint(config: Config) -> bool:
 
 
 def _saved(config: Config, pattern: str) -> Iterator[Path]:
-    """Of this configuration's run: with checkpoint.enable = false what lies outside its folder is another's."""
+    """Paths among the run's checkpoints that match. With checkpoint.enable = false, those outside the run's folder are
+    another run's."""
     return checkpoint_folder(config).glob(pattern) if config.checkpoint.enable or _saves_inside(config) else iter(())
 
 
@@ -339,9 +338,9 @@ def _saves_inside(config: Config) -> bool:
 
 
 def write_config(config: Config) -> None:
-    """Write config.toml, its paths from the root, so that it starts the same run from anywhere."""
+    """Write config.toml with absolute paths, so that it starts the same run from anywhere."""
     config = _with_absolute_paths(config)
-    # Begun anew, it is a run like others: its file stays with it.
+    # Once begun anew, this is a run like any other, which its own config.toml must not set aside.
     written = changed(config, {"job.start_anew": False})
     folder = config.job.dump_folder
     text = f"{MARK} '{folder}'; with another job.dump_folder it starts the same run anew\n\n"
@@ -427,7 +426,7 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 
 def cut_metrics(folder: str, step: int) -> None:
-    """Drop the lines after `step` of what a run writes line by line, and last lines that were torn while written.
+    """Drop the lines after `step` from what a run writes line by line, and last lines that were torn while written.
 
     Raises:
         ValueError: a line before the last is not a line of metrics.
@@ -446,7 +445,7 @@ def _cut(path: Path, step: int) -> None:
 
 
 def json_line(value: Mapping[str, Any]) -> str:
-    """A line of a .jsonl file. Numbers that are not finite are text: JSON has no word for them."""
+    """A line of a .jsonl file. Numbers that are not finite become text: JSON cannot express them."""
     return json.dumps(_finite(value), allow_nan=False) + "\n"
 
 

@@ -14,12 +14,12 @@ from titan_linear.telemetry import Telemetry
 
 
 def rate_at(config: Config, step: int) -> float:
-    """The learning rate of a run's step, from 1."""
+    """The learning rate of a run's step, counted from 1."""
     return learning_rate(step, config.optimizer.lr, config.lr_scheduler, config.training.steps)
 
 
 class StepEnd:
-    """What ends every step of a model on this rank. Which parameters are counted and summed is found once."""
+    """Ends every step of a model on this rank. Which parameters are counted and summed is determined once."""
 
     def __init__(
         self, config: Config, model: Decoder, dims: ParallelDims, optimizer: AdamW, telemetry: Telemetry | None = None
@@ -28,12 +28,13 @@ class StepEnd:
         self.sums, self.counted = gradient_sums(model, dims), counted_parameters(model, dims)
 
     def run(self, losses: torch.Tensor, step: int, signal: int = 0) -> Reading:
-        """Sum gradients, clip, update, move the experts' biases; gradients are gone then. Nothing waits for the device.
+        """Sum gradients, clip, update, move the experts' biases, and free the gradients. The host does not wait for the
+        device, except with offload (`update`).
 
         Args:
             losses: [micro-steps], this rank's parts (`Passes.run`).
-            step: its number, from 1.
-            signal: this rank's; the highest of all is taken.
+            step: the step's number, from 1.
+            signal: this rank's; the highest of all ranks is taken.
 
         Returns: loss, 2-norm of the gradients, signal, and what telemetry saw, on their way to the host.
         """

@@ -105,23 +105,23 @@ from titan_linear.spikes import MicroLoss, Outliers, write_spike
 from titan_linear.step import StepEnd, rate_at
 from titan_linear.telemetry import Seen, Telemetry
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # what is no mistake of ours
-PLANNING = 60.0  # seconds, at most, to plan what would have fitted
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # errors of the disk, not of this program
+PLANNING = 60.0  # seconds, at most, to look for settings that would have fitted
 
 
 class NonFinite(RuntimeError):
-    """A loss or gradient is NaN or infinite. Raised by every rank before the update: weights are good."""
+    """A loss or gradient is NaN or infinite. Every rank raises it; the update left the weights as they were."""
 
 
 class WriteFailed(SaveFailed):
-    """A save or an export broke off on this rank, which has to say so: the others may know nothing of it."""
+    """A save or an export failed on this rank, which must report it: the others may not know."""
 
 
 class Trainer:
     """A run on this rank, ready for its next step.
 
-    host: of all ranks, in which they wait for one that is alone at its disk. Inside steps hosts meet in the default
-    group, whose time-out is that of the steps (`ParallelDims.groups`).
+    host: a group of all ranks, in which they wait while one rank works alone at its disk. Inside steps hosts use the
+    default group, which has the steps' time-out (`ParallelDims.groups`).
     """
 
     def __init__(self, config: Config):
@@ -130,7 +130,7 @@ class Trainer:
         self.tokenizer = build_tokenizer(tokenizer_path(config))
         known = self._known()
         self.streams, self.held_out = build_streams(config, self.tokenizer, known)
-        dist.barrier(self.host)  # a node without the token cache has written it just now
+        dist.barrier(self.host)  # wait for nodes that first had to write their token cache
         model = model_config(config, self.tokenizer)
         self.content = content_of(config, self.tokenizer, model, self.streams, self.held_out)
         check_content(config, known, self.content)  # a restart has no preflight
@@ -143,7 +143,7 @@ class Trainer:
         self.checkpointer = self._build_checkpointer()
         self.step, self.skipped = self._set_weights(known.get("step"))
         self.begun = self.step  # the step that is being computed
-        dist.barrier(self.host)  # disks differ
+        dist.barrier(self.host)  # some disks are slower
         self.feed = self._build_feed()
         self.fed = Fed()  # since the last report
         self.grace = Grace(config.checkpoint.grace_seconds, self.stop, dist.group.WORLD)
@@ -156,9 +156,9 @@ class Trainer:
             sums_replicas_once(config, self.dims),
         )  # fmt: skip
         self.end = StepEnd(config, self.model, self.dims, self.optimizer, self.telemetry)
-        self.seen: Seen = {}  # by telemetry in the last step
-        # Rows come to a rank's experts as many as they are: the second pass compiles for any number.
-        self.compiling = 2 if config.compile.enable and self.dims.ep > 1 else 1  # steps, from the first
+        self.seen: Seen = {}  # what telemetry saw in the last step
+        # The number of rows that reach a rank's experts varies: the second pass compiles for any number.
+        self.compiling = 2 if config.compile.enable and self.dims.ep > 1 else 1  # number of first steps that compile
         self.garbage, self.graphs = GarbageClock(), Graphs(self.compiling) if config.compile.enable else None
         self.outliers = Outliers(config.metrics.spike_sigmas)
 
@@ -176,11 +176,14 @@ class Trainer:
         return on_rank_0(lambda: known_progress(self.config, self.config.checkpoint.load_step), self.host)
 
     def _set_weights(self, step: int | None) -> tuple[int, int]:
-        """From the run's checkpoint of `step`, or what it begins from, or drawn; (steps done, steps skipped)."""
+        """Load the run's checkpoint of `step`, or the weights that the run begins from, or draw them.
+
+        Returns: (steps done, steps skipped).
+        """
         c = self.config.checkpoint
         if step is not None:
             folder = checkpoint_folder(self.config)
-            # A restart after the last save, which may hold weights only: what comes after it needs no more.
+            # A restart after the last save, which may hold weights only: what is left to do needs no more.
             ended = step >= self.config.training.steps
             whole = not ended or on_rank_0(lambda: holds_optimizer(folder / f"step-{step}"), self.host)
             progress = self.checkpointer.load(step, self.model, self.optimizer if whole else None)
@@ -207,18 +210,18 @@ class Trainer:
 
     @property
     def _ended(self) -> bool:
-        """The last step is done."""
+        """Whether the last step is done."""
         return self.step == self.config.training.steps
 
     # --- One step ----------------------------------------------------------------------------------------------------
 
     def train_step(self) -> dict[str, float | None]:
-        """One optimizer step over the next global_batch_size streams; its numbers, without a loss where no token has a
-        label.
+        """Do one optimizer step over the next global_batch_size streams, and return its numbers; the loss is None if
+        no token has a label.
 
-        The host waits for the device once, for the step's numbers, after it has given it all of the step's work and,
-        where nothing comes between, the next step's first forward: the device is never without work. With offload the
-        host waits before the update, which is its own.
+        The host waits for the device once, for the step's numbers, after it has queued all of the step's work and, if
+        nothing comes between, the next step's first forward: so the device always has work. With offload the host
+        waits before the update, because it computes the update itself.
 
         Raises:
             GivenUp: a signal came, and there is no time to complete the step (grace.py).
@@ -245,9 +248,10 @@ class Trainer:
         return {"loss": loss if has_labels else None, "grad_norm": grad_norm, "lr": lr, "skipped_steps": self.skipped}
 
     def _prepare_next(self) -> bool:
-        """While the device computes: the next step's batches, and if nothing comes between, its first forward.
+        """While the device computes, fetch the next step's batches and, if nothing comes between, queue its first
+        forward.
 
-        Returns: whether a token of this step has a label.
+        Returns: whether any token of this step has a label.
         """
         if not self._ended:
             self.feed.prefetch()
@@ -259,7 +263,7 @@ class Trainer:
 
     def _goes_on(self) -> bool:
         """Whether the next step follows at once: no validation or save is due, streams keep their length, and telemetry
-        looks into neither step."""
+        watches neither step."""
         alike = seq_len_at(self.config.training, self.step) == seq_len_at(self.config.training, self.step + 1)
         watched = self.telemetry.on or self.telemetry.watches(self.step + 1)
         return alike and not watched and not any(self._due())
@@ -272,7 +276,7 @@ class Trainer:
             write_spike(self.config.job.dump_folder, self.step, spike, reports)
 
     def _leave_out(self, loss: float, norm: float, losses: torch.Tensor, streams: list[tuple[int, ...]]) -> None:
-        """The step has not touched the weights: it is skipped and counted, or the run stops."""
+        """Skip and count this step, which has not touched the weights, or stop the run."""
         if self.config.training.on_nonfinite == "skip":
             self.skipped += 1
             return
@@ -293,7 +297,7 @@ class Trainer:
     # --- The loop ----------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
-        """Steps until the last, or until a signal, which ends the run after a save."""
+        """Run steps until the last one, or until a signal, which ends the run after a save."""
         logger = self._begin()
         with profiler(self.config, self.step) as profile, self.garbage, MemorySnapshots(self.config) as snapshots:
             try:
@@ -316,7 +320,7 @@ class Trainer:
             compiling = self.compiling if self._lengthen() else compiling
             numbers, compiling = self.train_step(), compiling - 1
             if profile:
-                self.feed.settle()  # what ends on gloo's threads after the profiler's window writes into freed memory
+                self.feed.settle()  # a collective that gloo ends after the profiler's window writes to freed memory
             self._look_at_graphs("a step that telemetry looks into" if self.telemetry.on else "training")
             traced = profile.step() if profile else None
             snapshots.after(self.step)
@@ -336,8 +340,10 @@ class Trainer:
                 self.exports.look()
 
     def _lengthen(self) -> bool:
-        """Whether the next step's streams are of another length than those of the one before: layers are compiled for
-        it anew, which may take longer than a step may."""
+        """Prepare for a change of the streams' length at the next step; return whether there is one.
+
+        Layers are compiled again for the new length, which may exceed the time-out of a step.
+        """
         t = self.config.training
         before, now = seq_len_at(t, self.step), seq_len_at(t, self.step + 1)
         if before == now or not self.step:
@@ -346,17 +352,20 @@ class Trainer:
             print(f"from step {self.step + 1} on streams have {now} tokens (before: {before})", flush=True)
         set_timeout(self.dims.groups, timedelta(seconds=self.config.comm.init_timeout_seconds))
         if self.config.compile.enable:
-            torch.compiler.reset()  # else the length would become a variable of the code, or be too many to compile
+            torch.compiler.reset()  # else the length would become dynamic, or there would be too many to compile
             self.graphs.forget()
         return True
 
     def _look_at_graphs(self, kind: str) -> None:
-        """After passes of this kind."""
+        """After passes of this kind, warn if layers were compiled again."""
         if self.graphs and dist.get_rank() == 0 and (warning := self.graphs.after(kind)):
             print(f"step {self.step}: {warning}", flush=True)
 
     def _give_up(self, why: str) -> None:
-        """A signal came between two micro-steps, or while validating: nothing has changed since the last step's end."""
+        """Save and end after a signal that came between two micro-steps or while validating.
+
+        Nothing has changed since the last step's end.
+        """
         if why and dist.get_rank() == 0:
             grace = self.config.checkpoint.grace_seconds
             print(f"stopping after step {self.step}: {why} (checkpoint.grace_seconds = {grace})", flush=True)
@@ -376,7 +385,7 @@ class Trainer:
         work = Work(training_flops(self.model.config, fed.documents), fed.valid, fed.waited)
         of_step = {"data_seconds": fed.seconds, "gc_seconds": self.garbage.take()}
         more = {name: seconds / max(fed.steps, 1) for name, seconds in of_step.items()} | reserved_memory()
-        if fed.most_pairs:  # of a model with softmax layers
+        if fed.most_pairs:  # the model has softmax layers
             more["work_balance"] = fed.work_balance(self.dims.dp * self.dims.cp)
         if self.graphs:
             more |= self.graphs.counts()
@@ -392,13 +401,13 @@ class Trainer:
         return v.enable and (self.step % v.freq == 0 or self._ended), self.step % interval == 0 or self._ended
 
     def _validate_and_save(self, logger: MetricsLogger | None) -> None:
-        """What is due after this step."""
+        """Validate and save, if due after this step."""
         validates, saves = self._due()
         saves = saves or bool(self.stop.agreed)
         if not (validates or saves):
             return
         with pause(), self._unhurried(), self.garbage.untimed(), logger.untimed() if logger else nullcontext():
-            if saves:  # first: an error while it validates costs no steps, and after a signal there may be little time
+            if saves:  # first: so an error in validation costs no steps, and after a signal time may be short
                 self.save()
             if validates:
                 with self._saved_first():
@@ -406,10 +415,10 @@ class Trainer:
 
     @contextmanager
     def _saved_first(self) -> Iterator[None]:
-        """An error inside waits for the async save under way, if one is: it would end with this process."""
+        """On an error inside `with`, wait for the async save under way, if any: it would die with this process."""
         try:
             yield
-        except GivenUp:  # there is a save to come
+        except GivenUp:  # a save still follows
             raise
         except Exception:
             if self.checkpointer:
@@ -427,7 +436,7 @@ class Trainer:
                 logger.log_text(self.step, "sample", text)
 
     def _finish(self) -> None:
-        """After the last step."""
+        """Complete the run after its last step: the save under way, the export, the sample."""
         if self.checkpointer:
             with _writing(f"saving in '{checkpoint_folder(self.config)}'"):
                 self.checkpointer.wait()
@@ -437,18 +446,18 @@ class Trainer:
             self._print_sample()
         if self.exports:
             self.exports.finish(self.stop)
-            self.checkpointer.prune(self.step)  # of those that it read
+            self.checkpointer.prune(self.step)  # checkpoints that were kept for exports
 
     @property
     def _timeout(self) -> timedelta:
         return timedelta(seconds=self.config.comm.train_timeout_seconds)
 
     def _unhurried(self) -> AbstractContextManager[None]:
-        """Between steps: one rank may be long at the disk while others wait for it in a collective."""
+        """A context for work between steps: one rank may take long at the disk while others wait in a collective."""
         return unhurried(self.dims.groups, self.host, self._timeout)
 
     def _begin(self) -> MetricsLogger | None:
-        """On rank 0: note and say what the run is made of."""
+        """On rank 0, write down and print what the run is made of, and return its logger."""
         choices = implementations(self.config, self.model.config, self.device)
         hush(choices)
         if dist.get_rank() != 0:
@@ -521,16 +530,16 @@ class Trainer:
         return (total[0] / total[1] * self.dims.tp).item()  # all ranks of tp have counted the same labels
 
     def _print_sample(self) -> None:
-        """When the run ends."""
+        """Print the sample of the run's end."""
         if s := self.config.sample.max_new_tokens:
             text = self._sample(self.config.sample.prompt, s)
             if dist.get_rank() == 0:
                 print(f"--- sample\n{text}\n---", flush=True)
 
     def _sample(self, prompt: str, tokens: int) -> str:
-        """The prompt and what the weights make of it. Every rank calls it, whatever the model is split by."""
+        """Return the prompt and the model's continuation. Every rank calls it, however the model is split."""
         s = self.config.sample
-        # Graphs are for streams, not for a text that grows by a token at each call.
+        # Compiled graphs are for streams, not for a text that grows by a token at each call.
         uncompiled = torch.compiler.set_stance("force_eager") if self.config.compile.enable else nullcontext()
         with self.precision, uncompiled:
             (text,) = generate(
@@ -542,7 +551,7 @@ class Trainer:
 
 @contextmanager
 def _writing(what: str) -> Iterator[None]:
-    """PyTorch's own errors of a write, which are RuntimeErrors, as one line."""
+    """Turn PyTorch's own write errors, which are RuntimeErrors, into one line."""
     try:
         yield
     except RuntimeError as error:
@@ -554,10 +563,11 @@ def _writing(what: str) -> Iterator[None]:
 
 
 def main(argv: list[str]) -> int:
-    """The exit code. A user's mistake, a non-finite loss, a failed save or a full disk is one line, not a traceback."""
+    """Return the exit code. A user's mistake, a non-finite loss, a failed save or a full disk prints one line, not a
+    traceback."""
     die_with_parent()
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch about itself
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # but while it trains (profiling.py)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # about torch's own code
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # except while it trains (profiling.py)
     try:
         return _run(_configuration(argv))
     except (ValueError, NonFinite, SaveFailed) as error:
@@ -568,7 +578,7 @@ def main(argv: list[str]) -> int:
     except RuntimeError as error:
         if not is_gone(error):
             raise
-        if not under_launcher():  # which says what became of the other
+        if not under_launcher():  # the launcher says what happened to the other rank
             print(f"error: rank {os.environ['RANK']}: another rank is gone: {error}", file=sys.stderr, flush=True)
         return LOST
     except OSError as error:
@@ -579,12 +589,12 @@ def main(argv: list[str]) -> int:
 
 
 def _configuration(argv: list[str]) -> Config:
-    """The launcher's, as it has checked it: a file that argv names may have been edited since."""
+    """Return the configuration; under the launcher, as it was checked: the file may have been edited since."""
     return Config.model_validate_json(passed_configuration()) if under_launcher() else load_config(argv)
 
 
 def _unwritten(error: OSError) -> str:
-    """Metrics, telemetry or traces; saves say it themselves."""
+    """The message for a failed write of metrics, telemetry or traces; saves have their own."""
     where = f"'{error.filename}'" if error.filename else "the run's folder"
     return (
         f"writing in {where} failed: {error.strerror}; make room or mend the disk, and start again, from the newest "
@@ -593,24 +603,25 @@ def _unwritten(error: OSError) -> str:
 
 
 def _run(config: Config) -> int:
-    """The exit code."""
+    """Join the run's processes, train, and return the exit code."""
     if config.debug.deterministic:
         be_deterministic()
     recorders = Path(config.job.dump_folder) / RECORDERS
     with process_group(timedelta(seconds=config.comm.init_timeout_seconds)) as store, ExitStack() as held:
-        if not under_launcher():  # but torchrun: joined, the others can wait for what rank 0 checks and tokenises
+        if not under_launcher():  # torchrun: once joined, the others can wait while rank 0 checks and tokenises
             on_rank_0(lambda: _claim(config, held), unhurried_group())
         watch = held.enter_context(watched(recorders, store, config.comm.train_timeout_seconds))
         try:
             return _train(config, watch)
         except torch.OutOfMemoryError as error:
-            # Here, where the others still wait in a collective: without this rank they would end, and it with them.
+            # Inside the process group, where the others still wait in a collective: once this rank left it, they would
+            # end, and this rank with them.
             _say_what_fits(config, error)
             return FAILED
 
 
 def _claim(config: Config, held: ExitStack) -> None:
-    """What the launcher does before it starts a process; `held` keeps the locks of its folders."""
+    """Do what the launcher does before it starts a process; `held` keeps the folders' locks."""
     if warning := copied_configuration(config):
         print(warning, flush=True)
     held.enter_context(claimed(config))
@@ -630,7 +641,7 @@ def _train(config: Config, watch: Watch) -> int:
 
 
 def _say_what_fits(config: Config, error: torch.OutOfMemoryError) -> None:
-    """Why this rank ends, at once; then, as far as the others' patience goes, with which settings it would not have."""
+    """Print at once why this rank ends; then, if the others' time-out allows, the settings that would have fitted."""
     rank, reason = os.environ["RANK"], str(error).partition(". GPU")[0]
     print(f"error: rank {rank}: {reason}", file=sys.stderr, flush=True)
     with suppress(TimeoutError), _at_most(min(PLANNING, config.comm.train_timeout_seconds / 2)):
@@ -639,7 +650,7 @@ def _say_what_fits(config: Config, error: torch.OutOfMemoryError) -> None:
 
 @contextmanager
 def _at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError inside `with` after so many seconds."""
+    """Raise TimeoutError inside `with` after this many seconds."""
 
     def end(number: int, _: FrameType | None) -> None:
         raise TimeoutError
@@ -653,7 +664,7 @@ def _at_most(seconds: float) -> Iterator[None]:
 
 
 def _what_fits(config: Config) -> str:
-    """Settings with which this rank's GPU would have had the memory, as planned."""
+    """Settings that would have fitted in this rank's GPU memory, by the planner's estimate."""
     model = model_config(config, build_tokenizer(tokenizer_path(config)))
     room = torch.cuda.get_device_properties().total_memory
     return what_fits(config, model, int(os.environ["WORLD_SIZE"]), room)
