@@ -97,6 +97,17 @@ def test_a_validation_is_given_up(
     assert "validation_loss" not in (tmp_path / "metrics.jsonl").read_text()
 
 
+def test_after_a_signal_no_validation_begins(
+    corpus: Path, worlds: Callable[[int], World], tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    """It came in the step after which one was due, and there was time to complete that step."""
+    validation = {"validation.enable": "true", "validation.freq": 2, "validation.holdout": 0.2}
+    argv = arguments(corpus, KEYS, validation, {"job.dump_folder": tmp_path})
+    assert worlds(2).run(train_on_rank, argv, str(corpus.parent), 1.0) == [signal.SIGTERM] * 2
+    assert (tmp_path / "checkpoint/step-2/manifest.json").exists()
+    assert "validation_loss" not in (tmp_path / "metrics.jsonl").read_text()
+
+
 def decide(rank: int, world_size: int) -> list[str]:
     """What is decided of a signal on rank 1 before micro-step `done` of a step of 40 s, a save taking 15."""
     said = []

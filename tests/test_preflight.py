@@ -212,9 +212,7 @@ def test_weights_and_biases_without_its_package(tmp_path: Path, monkeypatch: pyt
 def test_a_folder_for_checkpoints_that_cannot_be_made_is_refused_before_the_corpus(tmp_path: Path) -> None:
     (tmp_path / "disk").write_text("")
     keys = {"checkpoint__folder": tmp_path / "disk", "training__dataset": "text", "training__dataset_path": "nowhere"}
-    with pytest.raises(
-        ValueError, match=r"checkpoint\.folder = .*disk' is no folder, or none to write in; use another"
-    ):
+    with pytest.raises(ValueError, match=r"checkpoint\.folder = .*disk' is not a folder; use another"):
         preflight(run(tmp_path, **keys), 1)
 
 

@@ -200,7 +200,7 @@ def test_folders_that_cannot_be_made_are_refused_before_the_run(folder, key, use
     """Not at the first save, hours later."""
     (folder / "nowhere").symlink_to(folder / "a disk that is not mounted")
     there = folder / where.partition("/")[0]
-    message = f"{key} = '{where}' cannot be written: '{there}' is no folder, or none to write in; use another"
+    message = f"{key} = '{where}' cannot be written: '{there}' is not a folder; use another"
     with pytest.raises(ValueError, match=re.escape(message)):
         check_folders(run(folder, f"--{used}=true", f"--{key}={where}"))
     check_folders(run(folder, f"--{used}=false", f"--{key}={where}"))

@@ -227,5 +227,10 @@ def _cause(failures: dict[int, int]) -> tuple[int, int]:
 def _how(rank: int, code: int) -> str:
     if code == LOST:
         return f"rank {rank} lost another rank"
-    how = f"exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"
+    how = f"exit code {code}" if code > 0 else f"killed by {_name(-code)}"
     return f"rank {rank} failed ({how})"
+
+
+def _name(number: int) -> str:
+    """Of a signal; real-time signals have none."""
+    return signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"

@@ -297,10 +297,8 @@ def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
         if config.model.flavor == "hf":
             what = f"the vocabulary of '{hf_assets(config)}/config.json', {model.vocab_size},"
             remedy = "model.tokenizer_path (tools.generate: --tokenizer) to the tokenizer of this model"
-        raise ValueError(
-            f"{what} is smaller than that of the tokenizer {tokenizer_path(config) or 'of bytes'!r}, "
-            f"{tokenizer.vocab_size}; set {remedy}"
-        )
+        whose = repr(path) if (path := tokenizer_path(config)) else "of bytes"
+        raise ValueError(f"{what} is smaller than that of the tokenizer {whose}, {tokenizer.vocab_size}; set {remedy}")
     return model
 
 

@@ -92,7 +92,7 @@ class Nodes(RendezvousHandler):
             if (count := int(self.store.get(f"processes/{node}"))) != self.here.processes:
                 raise ValueError(
                     f"NGPU = {self.here.processes} on node {self.here.rank} and {count} on node {node}; give every "
-                    "node as many processes"
+                    "node the same number of processes"
                 )
 
     def num_nodes_waiting(self) -> int:

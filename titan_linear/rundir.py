@@ -153,9 +153,8 @@ def check_folders(config: Config) -> None:
         path = Path(config.job.dump_folder).absolute() / folder
         there = next(part for part in (path, *path.parents) if os.path.lexists(part))
         if used and not (there.is_dir() and os.access(there, os.W_OK | os.X_OK)):
-            raise ValueError(
-                f"{key} = {folder!r} cannot be written: '{there}' is no folder, or none to write in; use another"
-            )
+            why = "may not be written in" if there.is_dir() else "is not a folder"
+            raise ValueError(f"{key} = {folder!r} cannot be written: '{there}' {why}; use another")
 
 
 def check_resume(config: Config) -> list[str]:

@@ -401,13 +401,12 @@ class Trainer:
         return v.enable and (self.step % v.freq == 0 or self._ended), self.step % interval == 0 or self._ended
 
     def _validate_and_save(self, logger: MetricsLogger | None) -> None:
-        """Validate and save, if due after this step."""
-        validates, saves = self._due()
-        saves = saves or bool(self.stop.agreed)
+        """Validate and save, if due after this step. After a signal: save alone."""
+        validates, saves = (False, True) if self.stop.agreed else self._due()
         if not (validates or saves):
             return
         with pause(), self._unhurried(), self.garbage.untimed(), logger.untimed() if logger else nullcontext():
-            if saves:  # first: so an error in validation costs no steps, and after a signal time may be short
+            if saves:  # first, so that an error in validation costs no steps
                 self.save()
             if validates:
                 with self._saved_first():
