@@ -74,8 +74,8 @@ class Telemetry:
         self.on, self._turn = False, 0  # number of the watched step, from 1
         self._parts: dict[tuple[str, str], Part] = {}  # by quantity and layer
         self._windowed = False
-        self._counted: list[nn.Parameter] = []  # by this rank, in a watched step; with its unit each
-        self._unit_of: torch.Tensor | None = None
+        self._counted: list[nn.Parameter] = []  # by this rank, in a watched step
+        self._unit_of: torch.Tensor | None = None  # the unit of each of these
 
     def watches(self, step: int) -> bool:
         """Whether `step` (from 1) is watched."""
