@@ -147,8 +147,8 @@ class GarbageClock:
 
 
 class Graphs:
-    """Counts the graphs that torch.compile has made of layers in this process. A kind of pass (training, validation) has
-    its graphs compiled in its first `passes` runs; documents change from batch to batch, but the graphs should stay."""
+    """Counts the graphs that torch.compile has made of layers in this process. A kind of pass (training, validation)
+    compiles its graphs in its first `passes` runs; documents change from batch to batch, but the graphs should stay."""
 
     def __init__(self, passes: int = 1) -> None:
         from torch._dynamo.utils import counters  # slow to import; loaded anyway where layers are compiled
@@ -255,7 +255,7 @@ class MetricsLogger:
         }  # fmt: skip
 
     def log_telemetry(self, step: int, seen: Mapping[str, Mapping[str, Any]]) -> None:
-        """Write what was seen inside a step (telemetry.py). In TensorBoard, numbers by head or expert are histograms."""
+        """Write what was seen inside a step (telemetry.py). In TensorBoard numbers by head or expert are histograms."""
         with (self.folder / TELEMETRY).open("a", encoding="utf-8") as file:
             file.write(json_line({"step": step, **seen}))
         for board in self.boards:
@@ -350,8 +350,8 @@ def _tag(quantity: str, where: str) -> str:
 
 
 class WandbBoard:
-    """Weights & Biases, with the interface of TensorBoard's writer. Steps are logged as a number of their own: a run that
-    resumes from an earlier step logs some a second time."""
+    """Weights & Biases, with the interface of TensorBoard's writer. Steps are logged as a number of their own: a run
+    that resumes from an earlier step logs some a second time."""
 
     def __init__(self, config: Config):
         import wandb  # optional

@@ -241,7 +241,7 @@ class Clock:
         return 3.5 * flops / both / 1e12 - seconds if backward else seconds
 
     def _keys_exposed(self, call: Call, compute: float) -> float:
-        """Exposed seconds of keys, values and in backward their float32 gradients, which travel while blocks compute."""
+        """Exposed seconds of keys, values and, in backward, their float32 gradients, which travel beside the blocks."""
         if call.name.startswith("attention_"):
             return 0.0
         backward, ranks = call.name.endswith("_backward"), self.batch.cp
