@@ -55,7 +55,7 @@ def _experts(dim: int, moe: MoEConfig) -> int:
 
 
 def peak_tflops(config: Config, device: torch.device) -> float | None:
-    """Of one GPU: metrics.peak_tflops, or the peak known for its name. None: unknown, or compute is not bfloat16."""
+    """Peak TFLOP/s of one GPU: metrics.peak_tflops, or that known for its name. None: unknown, or not for bfloat16."""
     if config.metrics.peak_tflops:
         return config.metrics.peak_tflops
     if device.type != "cuda" or config.training.mixed_precision_param != "bfloat16":

@@ -122,7 +122,7 @@ class MemorySnapshots:
             self._write(f"step{step}", sys.stdout)
 
     def _out_of_memory(self, device: int, wanted: int, allocated: int, free: int) -> None:
-        """Print an OSError instead of raising it: it would replace the allocator's error."""
+        """Write a snapshot. An OSError is printed, not raised: it would replace the allocator's error."""
         try:
             self._write("out_of_memory", sys.stderr)
         except OSError as error:

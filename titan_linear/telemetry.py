@@ -44,8 +44,8 @@ from titan_linear.ops.collectives import gather_along
 from titan_linear.ops.transfer import to_device
 from titan_linear.optim import squares_of_each, update_squares
 
-WINDOW = (256, 4096)  # least and most tokens in the window, else 1/SHARE of a rank's
-SHARE = 16  # a rank's tokens over those in the window
+WINDOW = (256, 4096)  # least and most tokens of the window, which is 1/SHARE of a rank's tokens
+SHARE = 16  # ratio of a rank's tokens to those of the window
 ACROSS = 4  # layers per watched step for which fragment_share is computed
 Seen = dict[str, dict[str, Any]]  # quantity → layer, position or source → number, or numbers by head or expert
 

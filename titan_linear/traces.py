@@ -37,7 +37,7 @@ class Summary(NamedTuple):
     span: float  # seconds from the start of the first one to the end of the last, less the pauses
     busy: float  # seconds in which at least one of them ran
     communication: float  # seconds in which a collective ran
-    exposed: float  # seconds in which nothing else ran
+    exposed: float  # seconds in which only collectives ran
 
 
 def of_trace(events: Iterable[Event]) -> tuple[int, float, list[Cost]]:
@@ -89,7 +89,7 @@ def on_device(events: Iterable[Event]) -> list[Event]:
 
 
 def communicates(event: Event) -> bool:
-    """Whether it is NCCL's, a copy from one GPU's memory to another's, or a write there (`ops/triton/puts.py`)."""
+    """Whether it is an NCCL kernel, a copy between GPUs, or a write there (`ops/triton/puts.py`)."""
     name = event["name"]
     return "nccl" in name.lower() or "PtoP" in name or name == "put_kernel"
 
@@ -176,7 +176,7 @@ def read(path: Path) -> list[Event]:
 
 
 def _is_event(found: object) -> bool:
-    """Whether it has what is read of an event; one that took time ("X") needs a name and times."""
+    """Whether it is an event with all that is read of it: one that took time ("X") needs a name and times."""
     return isinstance(found, dict) and (
         found.get("ph") != "X"
         or (isinstance(found.get("name"), str) and all(map(_is_time, (found.get("ts"), found.get("dur")))))

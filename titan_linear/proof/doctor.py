@@ -39,7 +39,7 @@ def checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Findings]]]:
 
 
 def guarded(name: str, check: Callable[[], Findings]) -> Findings:
-    """Run a check. Whatever it raises, such as a kernel that cannot start, is a finding too, except out of memory."""
+    """Run a check. What it raises, such as for a kernel that cannot start, is a finding too, unless memory ran out."""
     try:
         yield from check()
     except Exception as error:

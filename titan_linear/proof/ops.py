@@ -267,7 +267,7 @@ def _where(subject: Subject, case: Case, name: str, got: torch.Tensor, want: tor
 
 
 def begins(wrong: torch.Tensor, backward: bool) -> int:
-    """The first token, or in backward the last, whose error is close to the worst one. wrong: [T] errors."""
+    """The first token, or in backward the last, whose error is a hundredth of the worst or more. wrong: [T] errors."""
     about = (wrong >= wrong.max() / 100).nonzero().flatten()
     return int(about[-1 if backward else 0])
 
@@ -314,7 +314,7 @@ def _few(subject: Subject, case: Case) -> tuple[Case, torch.Tensor]:
 
 
 def documents(subject: Subject, case: Case) -> Findings:
-    """A document gives the same packed and alone, and changing others changes nothing of it."""
+    """A document gives the same packed and alone, and changing another document changes nothing of it."""
     bounds = _bounds(subject)
     lengths, order = bounds.diff(), bounds.diff().argsort(descending=True).tolist()
     packed, worst_of = on_one(subject, case, torch.float64), (0.0, "")
