@@ -1,15 +1,15 @@
-"""What a layer computes, and the memory that it takes, counted while it runs on the meta device, which has none.
+"""Count what a layer computes and the memory that it takes, by running it on the meta device, which allocates nothing.
 
-A layer runs forward and backward as on a GPU: with the operators of the kernels (their fake implementations), on a
-rank's tokens, with its parts of the parameters. Every call is seen, with what it reads and writes:
+A layer runs forward and backward as on a GPU: with the operators of the kernels (their fake implementations), on one
+rank's tokens, with that rank's parts of the parameters. Every call is recorded, with what it reads and writes:
 
     products     matrix products, by their sizes
     calls        of our operators: attention, delta rule, convolution, exchanges between ranks
-    elementwise  all else
+    elementwise  everything else
 
-Compiled code fuses what is elementwise between two products or operators: only what these give is read, and only what
-they take is written. What backward needs of elementwise results it computes again from what products and operators
-gave, and this alone is kept (`distributed/compiling.py`).
+Compiled code fuses the elementwise operations between two products or operators: it reads only the outputs of these,
+and writes only their inputs. Elementwise results that backward needs are recomputed from the outputs of products and
+operators, so only these outputs are kept (`distributed/compiling.py`).
 """
 
 from __future__ import annotations
@@ -36,14 +36,15 @@ from titan_linear.ops.torch.attention import accumulator_dtype
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.bmm, aten.addmm)
-# Operators that the driver of the delta rule calls, which selective checkpointing keeps as a whole unless compiled.
+# Prefixes of the operators that the delta rule's driver calls. Unless compiled, selective checkpointing keeps the
+# driver's call as a whole.
 OF_DRIVER = ("kda_", "gdn_", "fold_", "kcp_")
 Size = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Call:
-    """Of one of our operators: its arguments and what it gave, tensors on the meta device."""
+    """A call of one of our operators: its arguments and outputs, tensors on the meta device."""
 
     name: str
     given: tuple[Any, ...]
@@ -51,36 +52,36 @@ class Call:
 
     @property
     def temporary(self) -> int:
-        """Bytes that it takes and gives back, of those that take much."""
+        """Bytes that the call allocates and frees again; counted only for operators that need many."""
         return TEMPORARIES[self.name](*self.given) if self.name in TEMPORARIES else 0
 
 
 @dataclass
 class Work:
-    """Of one pass through a layer."""
+    """The work of one pass through a layer, forward or backward."""
 
-    products: Counter[Size] = field(default_factory=Counter)  # [m, k] @ [k, n] as (m, n, k) → how many
-    multiplications: int = 0  # calls that compute them
+    products: Counter[Size] = field(default_factory=Counter)  # [m, k] @ [k, n] as (m, n, k) → number of them
+    multiplications: int = 0  # calls that compute these products; a batched one is one call
     calls: list[Call] = field(default_factory=list)
-    elementwise: int = 0  # bytes read and written by operations one by one
-    fused: int = 0  # the same where they are compiled
-    operations: int = 0  # elementwise ones
-    groups: int = 0  # of them, as compiled code fuses them
+    elementwise: int = 0  # bytes read and written where operations run one by one
+    fused: int = 0  # the same where operations are compiled
+    operations: int = 0  # number of elementwise operations
+    groups: int = 0  # number of groups into which compiled code fuses them
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a layer takes, parameters and their gradients aside."""
+    """Bytes that a layer takes, without its parameters and their gradients."""
 
     kept: int  # from forward to backward
-    selective: int  # by selective checkpointing, the layer's input aside
-    attention: int  # likewise, where only what softmax attention gave is kept
-    working: int  # at most in backward, beyond what is kept
+    selective: int  # by selective checkpointing, without the layer's input
+    attention: int  # likewise, where only the results of softmax attention are kept
+    working: int  # peak in backward, beyond what is kept
 
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer, for all tokens of a micro-step that are on a rank."""
+    """The counts of a layer, for one rank's tokens of a micro-step."""
 
     forward: Work
     backward: Work
@@ -90,7 +91,7 @@ class Layer:
 
 
 def count(block: Block, x: torch.Tensor, plan: BatchPlan) -> Layer:
-    """x [1, T, dim], which wants a gradient, and `plan` on the meta device, as on a rank."""
+    """Count a layer's work and memory on a rank. x [1, T, dim] (requires_grad) and `plan` are on the meta device."""
     seen, saved = _Seen(x), {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -113,7 +114,7 @@ def count(block: Block, x: torch.Tensor, plan: BatchPlan) -> Layer:
     kept = sum(size for key, size in saved.items() if key not in parameters)
     leaves = (seen.leaves(saved) | {seen.key(x)}) - parameters
     for key in leaves:
-        seen.compiled_lives[key][1] = seen.place  # a compiled backward pass holds all of it until it ends
+        seen.compiled_lives[key][1] = seen.place  # a compiled backward pass holds all of them until it ends
     kept_compiled = sum(seen.nbytes(key) for key in leaves)
     selected = [call for call in seen.forward.calls if call.name in OPERATORS]
     others = [call for call in selected if not call.name.startswith(OF_DRIVER)]
@@ -131,17 +132,17 @@ def _bytes(calls: Iterable[Call]) -> int:
 
 
 class _Seen(TorchDispatchMode):
-    """Every call of a layer's forward and backward. Tensors are known by their storage (`key`), which is held."""
+    """Records every call of a layer's forward and backward. A tensor's identity is its storage (`key`), kept alive."""
 
     def __init__(self, x: torch.Tensor):
         super().__init__()
         self.forward, self.backward = Work(), Work()
-        self.work, self.place = self.forward, 0  # which goes up with each product and operator
+        self.work, self.place = self.forward, 0  # place: incremented at each product and operator
         self.storages: dict[int, torch.UntypedStorage] = {}
-        self.made_of: dict[int, set[int]] = {}  # results of elementwise operations: of which tensors
-        self.of_forward: set[int] = set()  # in backward: those that forward made
-        self.done: set[tuple[str, int, int]] = set()  # what is read or written once at a place, or in a pass
-        self.lives: dict[int, list[int]] = {self.key(x): [0, 0]}  # from which place to which, if nothing is compiled
+        self.made_of: dict[int, set[int]] = {}  # elementwise result → the tensors that it is made of
+        self.of_forward: set[int] = set()  # in backward: the results in `made_of` that forward made
+        self.done: set[tuple[str, int, int]] = set()  # counted already: once per place, or once per pass
+        self.lives: dict[int, list[int]] = {self.key(x): [0, 0]}  # first and last place, if not compiled
         self.compiled_lives: dict[int, list[int]] = {self.key(x): [0, 0]}
         self.temporaries: Counter[int] = Counter()  # by place
         self.turned = 0
@@ -163,13 +164,13 @@ class _Seen(TorchDispatchMode):
         return out
 
     def turn(self, y: torch.Tensor) -> None:
-        """Forward is done and gave y; backward begins."""
+        """Forward has returned y; backward begins."""
         self.take(y)
         self.place += 1
         self.work, self.of_forward, self.turned = self.backward, set(self.made_of), self.place
 
     def take(self, x: torch.Tensor) -> None:
-        """A product, an operator or what is beyond the layer takes x: if it is elementwise, it is written here."""
+        """A product, an operator or code outside the layer reads x. Compiled, an elementwise x is written here."""
         key = self.key(x)
         if key not in self.made_of:
             self._live(self.compiled_lives, key)
@@ -189,7 +190,7 @@ class _Seen(TorchDispatchMode):
         return self.storages[abs(key)].nbytes()
 
     def leaves(self, keys: Iterable[int]) -> set[int]:
-        """What these tensors are made of by elementwise operations: what products, operators and the input gave."""
+        """Trace tensors back through elementwise operations: to outputs of products and operators, and to inputs."""
         ways, found = set(keys), set()
         while ways:
             key = ways.pop()
@@ -198,7 +199,7 @@ class _Seen(TorchDispatchMode):
         return found - set(self.made_of)
 
     def peak(self, parameters: set[int], lives: dict[int, list[int]]) -> int:
-        """The most bytes at any place of backward."""
+        """The most bytes alive at any place of backward, without parameters."""
         changes: Counter[int] = Counter()
         for key, (first, last) in lives.items():
             if key not in parameters and last >= self.turned:
@@ -224,7 +225,7 @@ class _Seen(TorchDispatchMode):
             self._live(self.compiled_lives, self.key(x))
 
     def _written(self, function: Any, given: list[torch.Tensor], gave: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What an elementwise operation has written; nothing: it gives views."""
+        """The tensors that an elementwise operation has written; none if it returns views."""
         if function._schema.is_mutable:
             return gave
         old = set(map(self.key, given))
@@ -243,8 +244,8 @@ class _Seen(TorchDispatchMode):
             self._live(self.lives, self.key(x))
 
     def _read(self, x: torch.Tensor) -> None:
-        """An elementwise operation reads x: compiled, once at a place; what forward made of others is made of them
-        again; and what was made in this pass is at hand."""
+        """An elementwise operation reads x. Compiled, a tensor is read once per place; an elementwise result of forward
+        is recomputed in backward from its leaves; one of this pass is at hand, and is not read."""
         key = self.key(x)
         if key in self.made_of and key not in self.of_forward:
             return
@@ -264,7 +265,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 
 
 class _OneKernelNorms(TorchFunctionMode):
-    """RMSNorm as one operation that keeps its input, as on a GPU; the meta device takes it apart."""
+    """Run RMSNorm as one operation that saves its input, as on a GPU; the meta device would decompose it."""
 
     def __torch_function__(self, function: Callable[..., Any], types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if function is F.rms_norm:
@@ -284,23 +285,23 @@ class _Norm(torch.autograd.Function):
         return dy * x, weight.clone()
 
 
-# --- What operators take while they run ------------------------------------------------------------------------------
+# --- Temporary memory of operators -----------------------------------------------------------------------------------
 
 
 def _of_kda_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> int:
-    """States and their gradients, r and y, the gradients of two matrices, of each chunk."""
+    """For each chunk: states and their gradients, r and y, the gradients of two matrices."""
     (T, HV, V), K = v.shape, k.shape[-1]
     return T * HV * (2 * K * V // CHUNK + 2 * V + 2 * CHUNK) * v.element_size()
 
 
 def _of_gdn_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> int:
-    """States and their gradients of each chunk, y."""
+    """For each chunk: states and their gradients, y."""
     (T, HV, V), K = v.shape, k.shape[-1]
     return T * HV * (2 * K * V // CHUNK + V) * v.element_size()
 
 
 def _of_attention_backward(do: torch.Tensor, q: torch.Tensor, *_: Any) -> int:
-    """The sum of dq in float32."""
+    """The accumulator of dq, in float32."""
     return 4 * q.numel()
 
 
@@ -308,7 +309,8 @@ def _of_allgather_backward(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     spans: Any, queries: Any, keys: Any, pairs: torch.Tensor, *_: Any,
 ) -> int:  # fmt: skip
-    """The sum of dq, slices of keys and their gradients, and the latter of this rank's tokens until all have come."""
+    """The accumulator of dq, slices of keys and their gradients, and the gradients of this rank's own keys, held until
+    all ranks' have come."""
     needed, acc, Hkv = KeyRoutes(*keys), accumulator_dtype(k.dtype).itemsize, k.shape[2]
     heads = Hkv if needed.travel == NOTHING else heads_of_slice(pairs, q, k, v)
     tokens = k.shape[1] + int(needed.coming.sum())
@@ -320,7 +322,8 @@ def _of_ring_backward(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     squares: Any, by_hop: torch.Tensor, hops: torch.Tensor, *_: Any,
 ) -> int:  # fmt: skip
-    """The sums of dq and of dK|dV, a block's, and buffers in which K|V and dK|dV travel: two, and two or three."""
+    """The accumulators of dq and dK|dV, one block's dq and dK|dV, and the buffers in which K|V (two) and dK|dV (two or
+    three) travel."""
     acc, keys, buffers = accumulator_dtype(k.dtype).itemsize, k.numel() + v.numel(), min(int(hops) + 1, 3)
     travelling = keys * (2 * k.element_size() + acc * buffers) if hops else 0
     return (acc + k.element_size()) * (q.numel() + keys) + travelling

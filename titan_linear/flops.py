@@ -1,9 +1,9 @@
 """Floating-point operations of a training step, and the peak of the GPU that does them.
 
-Counted are products, two operations for a multiplication and its addition: projections, convolutions, attention on the
+Only products count, a multiplication and its addition as two operations: projections, convolutions, attention on the
 pairs that the mask leaves, the delta rule by chunks, SwiGLU or the experts that a token is sent to, the head. Backward
-is twice forward, a product for each of the two gradients. Not counted: elementwise work, the embedding's lookup, and
-what is computed again, by activation checkpointing or inside a kernel's backward pass. Each mixer states its own.
+is twice forward: a product for each of the two gradients. Not counted: elementwise work, the embedding's lookup, and
+recomputation, by activation checkpointing or inside a kernel's backward pass. Each mixer states its own FLOPs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from titan_linear.config import Config
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.documents import Documents
 
-# Dense bfloat16 TFLOP/s of a GPU, from NVIDIA's data sheets, by a word of its name; the first that is in it counts.
+# Dense bfloat16 TFLOP/s of a GPU, from NVIDIA's data sheets, by words of its name; the first match counts.
 PEAK_TFLOPS = {
     "H200 NVL": 835.0, "H200": 989.0, "GH200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0,
     "H800": 989.0, "H20": 148.0, "GB200": 2500.0, "B200": 2250.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0,
@@ -25,7 +25,7 @@ PEAK_TFLOPS = {
 
 
 def training_flops(model: ModelConfig, documents: Documents) -> int:
-    """Of forward and backward over these documents, by the whole run."""
+    """FLOPs of forward and backward over these documents, of the whole run."""
     return 3 * forward_flops(model, documents)
 
 
@@ -38,7 +38,7 @@ def forward_flops(model: ModelConfig, documents: Documents) -> int:
 
 
 def mlp_flops(model: ModelConfig, layer: int) -> int:
-    """Of a token: its SwiGLU, or its experts."""
+    """FLOPs per token of a layer's SwiGLU or experts."""
     if model.has_experts(layer):
         return _experts(model.dim, model.moe)
     return _swiglu(model.dim, model.hidden_dim)
@@ -49,13 +49,13 @@ def _swiglu(dim: int, hidden_dim: int) -> int:
 
 
 def _experts(dim: int, moe: MoEConfig) -> int:
-    """The router, `top_k` experts and the sum of what they give, the shared expert and its gate."""
+    """The router, `top_k` experts and the sum of their outputs, the shared expert and its gate."""
     routed = 2 * dim * moe.num_experts + moe.top_k * (_swiglu(dim, moe.hidden_dim) + 2 * dim)
     return routed + _swiglu(dim, moe.shared_hidden_dim) + 2 * dim * moe.shared_gate
 
 
 def peak_tflops(config: Config, device: torch.device) -> float | None:
-    """Of one GPU: metrics.peak_tflops, or what is known of its name. None: not known, nor of types but bfloat16."""
+    """Peak TFLOP/s of one GPU: metrics.peak_tflops, or that known for its name. None: unknown, or not for bfloat16."""
     if config.metrics.peak_tflops:
         return config.metrics.peak_tflops
     if device.type != "cuda" or config.training.mixed_precision_param != "bfloat16":
@@ -64,14 +64,14 @@ def peak_tflops(config: Config, device: torch.device) -> float | None:
 
 
 def no_peak(config: Config, device: torch.device) -> str:
-    """For the console, where `peak_tflops` is None."""
+    """The console's line where `peak_tflops` is None."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
     compute = config.training.mixed_precision_param
     return f"no MFU: the peak of {name} in {compute} is not known; metrics.peak_tflops gives it"
 
 
 def known_peak(name: str) -> float | None:
-    """Of a whole GPU of this name; a part of one (MIG) has no peak of its own here."""
+    """Peak TFLOP/s of a whole GPU of this name. None: unknown, or a part of a GPU (MIG)."""
     if "MIG" in name:
         return None
     return next((peak for words, peak in PEAK_TFLOPS.items() if re.search(rf"\b{words}\b", name)), None)

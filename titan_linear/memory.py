@@ -1,24 +1,25 @@
-"""Memory per GPU of a run, planned: its layers run on the meta device, where nothing is allocated (counting.py).
+"""Plan a run's memory per GPU, by running its layers on the meta device, where nothing is allocated (counting.py).
 
-The parts are of the GPU that holds most, in bytes, at the moment at which it holds most: in the head, in backward of
-the last layer or of the first, or after it. What is not there at that moment is 0.
+The parts are bytes of the GPU that holds most, at the moment when it holds most: in the head, in backward of the last
+or of the first layer, or after backward. A part that does not exist at that moment is 0.
 
-    parameters, gradients, optimizer   this GPU's shards, and what FSDP leaves whole. Where nothing is accumulated there
-                                       are no gradients before backward
-    copies                             of parameters in the dtype of compute: FSDP's two largest units, gathered, and
-                                       one's gradients; where nothing is shared all of them, and when backward has ended
-                                       their gradients. With offload what is on its way from or to the host, too
+    parameters, gradients, optimizer   this GPU's shards, and what FSDP leaves whole. Without gradient accumulation
+                                       there are no gradients before backward
+    copies                             of parameters in the compute dtype: FSDP's two largest units, gathered, and one
+                                       unit's gradients; if nothing is sharded, all parameters, and at the end of
+                                       backward their gradients. With offload also what is on its way from or to the
+                                       host
     activations                        what layers keep of one micro-step until their backward: all that it needs, with
-                                       compile.enable what is dear to compute again; with activation checkpointing the
-                                       layer's input (and what ops/kept.py lists for the mode), and all that the layer
-                                       needs that is being computed again
-    working                            what backward of a layer needs at most beside these
+                                       compile.enable only what is expensive to recompute; with activation checkpointing
+                                       the layer's input (and what ops/kept.py lists for the mode), and all that the
+                                       layer being recomputed needs
+    working                            the most that a layer's backward needs besides these
     head                               the final norm's input and output, the gradients of the head's input and weight
     logits                             of training.loss_chunk_size tokens, and their gradient
 
-With training.enable_cpu_offload shards are not in it, nor their gradients and moments: `host_memory` has them.
+With training.enable_cpu_offload, shards, their gradients and moments are not included: `host_memory` has them.
 
-`SPARE` of a GPU is left for what is not in it: fragmentation, workspaces of libraries and NCCL's buffers.
+`SPARE` of a GPU is left free for what is not planned: fragmentation, workspaces of libraries and NCCL's buffers.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ SPARE = 0.1  # of a GPU
 
 @dataclass(frozen=True)
 class Types:
-    """Bytes of an element."""
+    """Bytes per element."""
 
     stored: int  # parameters, their gradients, each of AdamW's two moments
     compute: int
@@ -68,16 +69,16 @@ class Types:
 
 @dataclass(frozen=True)
 class Units:
-    """Elements of a rank's parameters."""
+    """Numbers of elements of a rank's parameters, and how they are sharded."""
 
-    own: int  # its shards
-    whole: int  # in float32 or wider, shared with nobody
+    own: int  # in its shards
+    whole: int  # in parameters that FSDP does not shard, in float32 or wider
     layers: tuple[int, ...]  # of each layer, as FSDP gathers it
-    vocabulary: int  # of the embedding, and of the head, likewise
+    vocabulary: int  # of the head, likewise; the embedding has the same number
     types: Types
-    sharded: bool  # FSDP2 has them
-    shards: int  # ranks that share them
-    offloaded: bool  # shards lie in the host's memory
+    sharded: bool  # FSDP2 manages the parameters
+    shards: int  # number of ranks that they are sharded over
+    offloaded: bool  # the shards lie in the host's memory
 
 
 def units(config: Config, model: ModelConfig, gpus: int) -> Units:
@@ -101,21 +102,21 @@ def _own(model: ModelConfig, shards: int, tp: int, ep: int) -> list[int]:
 
 
 def parameters(model: ModelConfig) -> int:
-    """Of the whole model."""
+    """Number of parameters of the whole model."""
     return sum(p.numel() for p in _parts(model, 1, 1)[0].parameters())
 
 
 @cache
 def _parts(model: ModelConfig, tp: int, ep: int) -> tuple[Decoder, set[nn.Parameter]]:
-    """On the meta device, what a rank of tp and ep has; and which parameters are experts."""
+    """A rank's part of the model under tp and ep, on the meta device, and those of its parameters that are experts."""
     decoder = unallocated(model, torch.float32)
     _leave_part(decoder, tp, ep)
     return decoder, {p for m in decoder.modules() if isinstance(m, Experts) for p in m.parameters()}
 
 
 def _leave_part(model: Decoder, tp: int, ep: int) -> None:
-    """Of each tensor what one rank of tensor and expert parallelism has; on the meta device its groups are not asked
-    for. Rows for experts stay here: as many come as go, if loads are equal."""
+    """Leave of each tensor the part of one rank of tensor and expert parallelism; the meta device needs no groups. Rows
+    for experts stay on this rank: with equal loads it receives the number of rows that it sends."""
     if ep > 1:
         spread_experts(model, Ranks("", ep, 0))
         for moe in (m for m in model.modules() if isinstance(m, MoE)):
@@ -138,11 +139,11 @@ def _owned(parameter: torch.Tensor, shards: int) -> int:
 
 
 class Batch(NamedTuple):
-    """What decides how a layer runs on the rank that has most to do: a micro-step's streams, and how they are cut."""
+    """What determines how a layer runs on the busiest rank: a micro-step's streams, and how they are cut."""
 
     seq_len: int
     streams: int
-    mean: int | None  # tokens of a document; None: a stream is one
+    mean: int | None  # mean tokens per document; None: each stream is one document
     cp: int
     layout: str
     softmax_method: str
@@ -163,13 +164,13 @@ class Batch(NamedTuple):
 
     @property
     def tokens(self) -> int:
-        """Of a rank, between layers."""
+        """Number of tokens of a rank, between layers."""
         return self.streams * self.seq_len // (self.cp * self.tp)
 
 
 @cache
 def boundaries(seq_len: int, streams: int, mean: int | None) -> np.ndarray:
-    """[N+1] int32 of streams that are one document each, or have documents of random lengths around `mean`."""
+    """Boundaries [N+1] int32 of streams of one document each, or of documents of random lengths around `mean`."""
     edges = [np.arange(streams + 1) * seq_len]
     if mean is not None:
         draw = np.random.Generator(np.random.Philox(key=seq_len))
@@ -180,19 +181,20 @@ def boundaries(seq_len: int, streams: int, mean: int | None) -> np.ndarray:
 
 @cache
 def context(batch: Batch) -> CPContext:
-    """On the meta device, of the last rank of cp: where fragments are contiguous, it has most keys to look at."""
+    """The context of the last cp rank, on the meta device: with contiguous fragments, that rank sees the most keys."""
     cu_seqlens = torch.from_numpy(boundaries(batch.seq_len, batch.streams, batch.mean))
     described = build_cp_context(
         cu_seqlens, rank=batch.cp - 1, world_size=batch.cp, layout=batch.layout, num_streams=batch.streams,
         device=META,
     )  # fmt: skip
-    return replace(described, group="planned", group_name="planned") if batch.cp > 1 else described  # nobody calls it
+    # No exchange runs on this group.
+    return replace(described, group="planned", group_name="planned") if batch.cp > 1 else described
 
 
 def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
-    """Each layer of a rank, counted. ValueError: the GPU's kernels do not take the model.
+    """Count each layer of a rank. ValueError: the GPU's kernels do not support the model.
 
-    Rows for experts are as many whatever ep is, if loads are equal.
+    With equal loads, the number of rows for experts on a rank does not depend on ep.
     """
     for op, dims in (pair for mixer in dict.fromkeys(model.layers) for pair in mixer.ops.items()):
         if "triton" in TABLE[op] and (reason := reason_against(op, "triton", Target("meta", None, batch.dtype, dims))):
@@ -221,7 +223,7 @@ def _layer(model: ModelConfig, mixer: MixerOptions, experts: bool, batch: Batch)
 
 
 def _one_expert(experts: Experts, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """`Experts.forward` with all rows for one, whatever the counts are: the meta device cannot know them."""
+    """`Experts.forward` with all rows for one expert: on the meta device, `counts` has no values."""
     gate, up = nn.functional.linear(x, experts.gate_up_proj[0].flatten(0, 1)).chunk(2, -1)
     return nn.functional.linear(nn.functional.silu(gate) * up, experts.down_proj[0])
 
@@ -230,19 +232,20 @@ def _one_expert(experts: Experts, x: torch.Tensor, counts: torch.Tensor) -> torc
 
 
 def memory(config: Config, model: ModelConfig, gpus: int, mean: int | None = None) -> dict[str, float]:
-    """Bytes on the GPU that holds most, by PARTS, when it holds most. mean: as `moments`."""
+    """Bytes by PARTS on the GPU that holds most, at the moment when it holds most. mean: as in `moments`."""
     return max(moments(config, model, gpus, mean).values(), key=lambda moment: sum(moment.values()))
 
 
 def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = None) -> dict[str, dict[str, float]]:
-    """Of each moment that may hold most, bytes by PARTS. mean: tokens of a document; None: a stream is one."""
+    """Bytes by PARTS at each moment that may be the peak. mean: mean tokens per document; None: a stream is one."""
     u, batch = units(config, model, gpus), Batch.of(config, mean)
     counted, accumulates = layers(model, batch), micro_steps(config, gpus) > 1
     here = 0 if u.offloaded else u.own * u.types.stored
     stored = here + u.whole * widened(DTYPES[config.training.dtype]).itemsize
     kept, copies = sum(saved(config, layer) for layer in counted), _copies(config, u)
     accumulated = stored * accumulates
-    # Where there are copies of all parameters, gradients are theirs first, then as wide as the parameters, then added.
+    # Where all parameters have copies, gradients are first those of the copies, then widened to the parameters' dtype,
+    # then accumulated.
     own = {"gradients": accumulated, "copies": 2 * copies} if copies and not u.sharded else {}
     again, working = _again(config, counted), {"working": _working(config, model, u, batch, counted)}
     begins = {"gradients": accumulated, "copies": copies, "activations": kept}
@@ -259,7 +262,7 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = No
 
 def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
     """Bytes of the host's memory that a rank takes with training.enable_cpu_offload: shards and their gradients, pinned
-    (by PyTorch in powers of two for each tensor), and AdamW's two moments. 0: without."""
+    (PyTorch rounds each tensor up to a power of two), and AdamW's two moments. 0 without offload."""
     p, u = config.parallelism, units(config, model, gpus)
     sizes = _own(model, u.shards, p.tensor_parallel_degree, p.expert_parallel_degree)
     each = (size * u.types.stored for size in sizes)
@@ -278,20 +281,21 @@ def _memory_of(config: Config, layer: Layer) -> Memory:
 
 
 def _again(config: Config, counted: list[Layer]) -> int:
-    """What a layer keeps while it is computed again."""
+    """The most that a layer keeps while it is recomputed; 0 without checkpointing."""
     return (config.activation_checkpoint.mode != "none") * max(_memory_of(config, layer).kept for layer in counted)
 
 
 def _working(config: Config, model: ModelConfig, u: Units, batch: Batch, counted: list[Layer]) -> int:
-    """What backward of a layer takes at most, the stream's gradient (of the final norm in float32 too), and that of the
-    head's weight."""
+    """The most that a layer's backward takes, plus the gradient of the residual stream (for the final norm in
+    float32 too) and the gradient of the head's weight."""
     around = model.dim * batch.tokens * (u.types.compute + 4) + u.vocabulary * u.types.compute
     return around + max(_memory_of(config, layer).working for layer in counted)
 
 
 def _copies(config: Config, u: Units) -> int:
-    """FSDP: two units whole (the next is gathered while one computes), or all, and one's gradients, before and in
-    reduction; with offload one's shard as it comes, and its gradient as it goes (of one rank, from a copy)."""
+    """With FSDP: two gathered units (the next is gathered while one computes), or all units, and one unit's gradients,
+    before and during reduction; with offload also a unit's shard on its way from the host, and its gradient on its way
+    back (on a single rank, sent from a copy). Without FSDP: all parameters, if the compute dtype is another."""
     compute, stored = u.types.compute, u.types.stored
     if not u.sharded:
         return u.own * compute * (compute != stored)
@@ -303,8 +307,8 @@ def _copies(config: Config, u: Units) -> int:
 
 
 def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[str, int]:
-    """The norm's input in float32; of all tokens of a rank of tp its output and the gradient of that; the weight's
-    gradient in float32, and the weight, where FSDP has gathered it; logits in float32, and their gradient."""
+    """The final norm's input in float32; its output and that output's gradient, for the tokens of all tp ranks; the
+    head weight's gradient in float32, and the weight itself, if FSDP gathers it; float32 logits, and their gradient."""
     compute, tokens = u.types.compute, batch.tokens * batch.tp
     stream = model.dim * (4 * batch.tokens + 2 * compute * tokens)
     logits = min(config.training.loss_chunk_size, tokens) * u.vocabulary // model.dim * (4 + compute)
@@ -315,8 +319,8 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[st
 
 
 def what_fits(config: Config, model: ModelConfig, gpus: int, room: float) -> str:
-    """Settings with which a run that did not fit on GPUs of `room` bytes would: the cheapest alone that is enough, or
-    several, offload last; or that none do."""
+    """Say which settings would make a run fit on GPUs of `room` bytes: the cheapest single one that is enough, else
+    several, offload last; or that none would."""
     room *= 1 - SPARE
     settings, offload = list(_settings(config, model)), {"training.enable_cpu_offload": True}
     found = _cheapest(config, model, gpus, room, {}, settings)
@@ -338,8 +342,8 @@ def _cheapest(
     config: Config, model: ModelConfig, gpus: int, room: float, given: dict[str, object],
     settings: Iterable[tuple[str, object]],
 ) -> tuple[dict[str, object], float] | None:  # fmt: skip
-    """The first of these settings, on top of those given, with which a GPU's bytes fit, and how many these are: each
-    alone, then one after the other."""
+    """The first changes, on top of `given`, with which a GPU's bytes fit, and the number of these bytes. Each setting
+    is tried alone; then they are added one after the other."""
     for alone in (True, False):
         changes = given
         for key, value in settings:
@@ -349,7 +353,7 @@ def _cheapest(
                 check_config(other, gpus)
                 needed = sum(memory(other, model, gpus).values())
             except ValueError:
-                continue  # it does not divide, or is not planned
+                continue  # degrees do not divide, or it cannot be planned
             changes = tried
             if needed <= room:
                 return changes, needed
@@ -357,7 +361,7 @@ def _cheapest(
 
 
 def checkpointing_modes(model: ModelConfig) -> tuple[str, ...]:
-    """That differ for this model, from that which keeps most."""
+    """The modes that differ for this model, from the one that keeps most."""
     softmax = any(not mixer.linear for mixer in model.layers)
     return "none", *(mode for mode in MODES if softmax or mode != "attention")
 
@@ -367,7 +371,7 @@ def _said(value: object) -> str:
 
 
 def _settings(config: Config, model: ModelConfig) -> Iterator[tuple[str, object]]:
-    """Keys and values that take less memory, the cheapest first."""
+    """Keys and values of settings that take less memory, the cheapest first."""
     t, p, modes = config.training, config.parallelism, ("none", *MODES)
     if p.fsdp_reshard_after_forward == "never":
         yield "parallelism.fsdp_reshard_after_forward", "always"

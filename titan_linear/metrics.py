@@ -28,8 +28,8 @@ from titan_linear.config import Config, config_to_toml
 from titan_linear.rundir import BOARD, METRICS, TELEMETRY, WANDB, cut_metrics, json_line
 
 GIB = 2**30
-FEW = 0.01  # of the tokens without a label, such as the last ones of documents, are no news for the console
-TAGS = {  # name in metrics.jsonl → TensorBoard's; a name that is not here stays
+FEW = 0.01  # share of tokens without a label (such as documents' last ones) that the console does not mention
+TAGS = {  # name in metrics.jsonl → TensorBoard's; other names stay as they are
     "loss": "loss/train",
     "validation_loss": "loss/validation",
     "lr": "optim/lr",
@@ -93,7 +93,7 @@ def is_logged(config: Config, step: int) -> bool:
 
 
 def peak_memory_gib() -> float:
-    """The most memory this process has had: of its GPU where there is one, else resident."""
+    """This process's peak memory: allocated on its GPU if there is one, else resident."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated() / GIB
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -101,8 +101,8 @@ def peak_memory_gib() -> float:
 
 
 def reserved_memory() -> dict[str, float]:
-    """The most that PyTorch has held of this process's GPU, and the share of what it holds now that lies idle in blocks
-    of which a part is in use: fragmentation. Further numbers to log; none on a CPU."""
+    """Further numbers to log: the most memory of this process's GPU that PyTorch has reserved, and fragmentation: the
+    share of what it reserves now that lies idle in blocks partly in use. Empty on a CPU."""
     if not torch.cuda.is_available():
         return {}
     stats = torch.cuda.memory_stats()
@@ -114,7 +114,7 @@ def reserved_memory() -> dict[str, float]:
 
 
 class GarbageClock:
-    """Seconds that Python's garbage collector took of this process, inside `with`."""
+    """Measures the seconds that Python's garbage collector takes in this process, inside `with`."""
 
     def __init__(self) -> None:
         self.seconds, self._begun = 0.0, 0.0
@@ -128,7 +128,7 @@ class GarbageClock:
 
     @contextmanager
     def untimed(self) -> Iterator[None]:
-        """What is collected inside counts for no step."""
+        """Collections inside count for no step."""
         before = self.seconds
         yield
         self.seconds = before
@@ -141,18 +141,17 @@ class GarbageClock:
             self.seconds += now - self._begun
 
     def take(self) -> float:
-        """Since this was last called."""
+        """Seconds of garbage collection since the last call."""
         seconds, self.seconds = self.seconds, 0.0
         return seconds
 
 
 class Graphs:
-    """What torch.compile has made of the layers in this process. A kind of pass (training, validation) has its graphs
-    compiled when it first runs, or in its first `passes`; documents change from batch to batch, and the graphs should
-    stay."""
+    """Counts the graphs that torch.compile has made of layers in this process. A kind of pass (training, validation)
+    compiles its graphs in its first `passes` runs; documents change from batch to batch, but the graphs should stay."""
 
     def __init__(self, passes: int = 1) -> None:
-        from torch._dynamo.utils import counters  # slow to import, and there where layers are compiled
+        from torch._dynamo.utils import counters  # slow to import; loaded anyway where layers are compiled
 
         self._counters, self._known, self._warned = counters, 0, False
         self._passes, self._seen = passes, Counter[str]()
@@ -163,7 +162,7 @@ class Graphs:
         return {"compiled_graphs": self._counters["stats"]["unique_graphs"], "graph_breaks": breaks}
 
     def after(self, kind: str) -> str:
-        """After passes of this kind: a warning, once, if they were compiled again, or ""."""
+        """Call after a pass of this kind: a warning, once, if layers were compiled again, else ""."""
         graphs = self.counts()["compiled_graphs"]
         more, self._known = graphs - self._known, graphs
         self._seen[kind] += 1
@@ -177,16 +176,16 @@ class Graphs:
         )
 
     def forget(self) -> None:
-        """All is compiled anew, as it should be."""
+        """Expect all layers to be compiled anew."""
         self._seen.clear()
 
 
 class Work(NamedTuple):
-    """What all ranks did since the report before."""
+    """What all ranks did since the previous report."""
 
     flops: int  # of the model (see flops.py)
     valid: int  # tokens with a label
-    waited: float  # seconds without work for the device, for want of data
+    waited: float  # seconds in which the device had no work, for lack of data
 
 
 class MetricsLogger:
@@ -195,8 +194,8 @@ class MetricsLogger:
     Args:
         start_step: the step this start resumes from (0: from the beginning); what was reported after it is cut.
         start_tokens: tokens seen up to that step.
-        gpus: that share the work.
-        peak_tflops: of one of them; None: not known, and there is no MFU.
+        gpus: number of GPUs that share the work.
+        peak_tflops: of one GPU; None: not known, and there is no MFU.
     """
 
     def __init__(
@@ -209,7 +208,7 @@ class MetricsLogger:
         self.gpus, self.peak_tflops = gpus, peak_tflops
         self.colour = self.out.isatty() and "NO_COLOR" not in os.environ
         self.file = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
-        self.boards: list[Any] = []  # in the words of TensorBoard's writer
+        self.boards: list[Any] = []  # with the interface of TensorBoard's writer
         if config.metrics.enable_tensorboard:
             self.boards.append(_tensorboard(config, start_step, with_mfu=peak_tflops is not None))
         if config.metrics.enable_wandb:
@@ -224,7 +223,7 @@ class MetricsLogger:
 
         Args:
             loss: nats per token; None: no token has a label. tokens: seen by the whole run up to this step.
-            work: done since the report before.
+            work: done since the previous report.
             more: further numbers by name.
         """
         then, last_step, last_tokens = self.last
@@ -246,7 +245,7 @@ class MetricsLogger:
         ])  # fmt: skip
 
     def _rates(self, work: Work, seconds: float) -> dict[str, float]:
-        """Valid tokens a second of the whole run, TFLOP/s of one GPU, as a share of its peak, and the share of time
+        """Valid tokens per second of the whole run, TFLOP/s of one GPU, their share of its peak, and the share of time
         without data."""
         tflops = work.flops / seconds / self.gpus / 1e12
         mfu = {} if self.peak_tflops is None else {"mfu": tflops / self.peak_tflops}
@@ -256,7 +255,7 @@ class MetricsLogger:
         }  # fmt: skip
 
     def log_telemetry(self, step: int, seen: Mapping[str, Mapping[str, Any]]) -> None:
-        """Note what was seen inside a step (telemetry.py). In TensorBoard what is by head or expert is a histogram."""
+        """Write what was seen inside a step (telemetry.py). In TensorBoard numbers by head or expert are histograms."""
         with (self.folder / TELEMETRY).open("a", encoding="utf-8") as file:
             file.write(json_line({"step": step, **seen}))
         for board in self.boards:
@@ -265,12 +264,12 @@ class MetricsLogger:
                     many, value = isinstance(value, list), np.array(value)
                     if not many:
                         board.add_scalar(_tag(quantity, where), value, step)
-                    elif len(finite := value[np.isfinite(value)]):  # TensorBoard refuses a histogram of no numbers
+                    elif len(finite := value[np.isfinite(value)]):  # TensorBoard refuses an empty histogram
                         board.add_histogram(_tag(quantity, where), finite, step)
             board.flush()
 
     def log_exposed(self, step: int, share: float, seconds: float) -> None:
-        """Report the exposed communication of a step, as a trace shows it that ended with this one."""
+        """Report the exposed communication of a step, as the trace that ended with this step shows it."""
         self._write(step, {"exposed_communication": share, "exposed_communication_seconds": seconds})
         self._print(step, [("exposed communication", f"{share:.1%}, {seconds * 1e3:,.1f} ms a step", 0)])
 
@@ -300,7 +299,7 @@ class MetricsLogger:
             board.close()
 
     def _write(self, step: int, values: Mapping[str, float | None]) -> None:
-        # JSON has no NaN or infinity: such a number is null, and its text stands in "nonfinite".
+        # JSON has no NaN or infinity: such a number is null, and "nonfinite" has its text.
         known = {key: value for key, value in values.items() if value is not None}
         nonfinite = {key: value for key, value in known.items() if not math.isfinite(value)}
         line: dict[str, Any] = {"step": step, **values} | dict.fromkeys(nonfinite)
@@ -322,7 +321,7 @@ class MetricsLogger:
 
 
 def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
-    """A writer of tb/NAME, which TensorBoard shows as the run NAME: that of its folder."""
+    """Return a writer of tb/NAME, which TensorBoard shows as the run NAME: the name of the run's folder."""
     from torch.utils.tensorboard import SummaryWriter  # slow to import, and optional
 
     folder = Path(config.job.dump_folder).absolute()
@@ -346,13 +345,13 @@ def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
 
 
 def _tag(quantity: str, where: str) -> str:
-    """TensorBoard's name of what telemetry saw: groups stand in the alphabet's order, and the first two are open."""
+    """TensorBoard's name of a telemetry quantity. Groups are in alphabetical order, and the first two are open."""
     return f"{quantity if '_by_' in quantity else f'per_layer_{quantity}'}/{where}"
 
 
 class WandbBoard:
-    """Weights & Biases, in the words of TensorBoard's writer. Steps are a number of their own there: a run that resumes
-    from an earlier one gives some a second time."""
+    """Weights & Biases, with the interface of TensorBoard's writer. Steps are logged as a number of their own: a run
+    that resumes from an earlier step logs some a second time."""
 
     def __init__(self, config: Config):
         import wandb  # optional
@@ -389,7 +388,7 @@ class WandbBoard:
 
 
 def _shown(rates: dict[str, float]) -> list[tuple[str, str, int]]:
-    """What of `_rates` is on the console."""
+    """What the console shows of `_rates`."""
     formats = {"tflops": ("TFLOP/s", "{:.3g}", 36), "mfu": ("mfu", "{:.1%}", 36), "data_wait": ("wait", "{:.1%}", 0)}
     return [(name, text.format(rates[key]), colour) for key, (name, text, colour) in formats.items() if key in rates]
 

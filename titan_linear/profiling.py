@@ -1,5 +1,5 @@
 """Traces of the PyTorch profiler, every `profiling.profile_freq` steps, and the exposed communication that they show;
-snapshots of a GPU's memory when asked."""
+snapshots of a GPU's memory on request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from titan_linear.config import Config
 from titan_linear.traces import PAUSE, Summary, read, summary
 
 RECORDING = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction.RECORD_AND_SAVE)
-EVENTS = 100_000  # allocations and frees that a memory snapshot tells of, the latest
+EVENTS = 100_000  # latest allocations and frees that a memory snapshot holds
 
 
 class Profiler:
@@ -36,8 +36,8 @@ class Profiler:
         )
         self.profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
         self.recorded = 0  # steps since the last trace
-        self.traces = 0  # written
-        self.written: Path | None = None  # by the last step
+        self.traces = 0  # number written
+        self.written: Path | None = None  # the trace that the last step wrote
 
     def __enter__(self) -> Profiler:
         self.profile.__enter__()
@@ -55,7 +55,7 @@ class Profiler:
             )
 
     def step(self) -> Summary | None:
-        """What the trace says that has been written just now, if one has."""
+        """Call after each training step: the summary of the trace that this step completed, or None."""
         self.written = None
         self.recorded += self.profile.current_action in RECORDING
         self.profile.step()
@@ -65,7 +65,7 @@ class Profiler:
             return summary(read(self.written))
 
     def _write(self, trace: torch.profiler.profile) -> None:
-        """Of steps: a run that ends where a trace would begin has none more, and its last trace the same name."""
+        """Write a trace, if it has steps: one that the run's end leaves empty has the name of the trace before it."""
         if not self.recorded:
             return
         self.recorded, self.traces = 0, self.traces + 1
@@ -83,8 +83,8 @@ def pause() -> torch.profiler.record_function:
 
 
 def exposed_communication(traced: Summary, group: dist.ProcessGroup) -> tuple[float, float] | None:
-    """Of a step, its share of the time and its seconds: the mean of the GPUs whose traces show kernels; None where no
-    trace does. Every rank calls it, with its own trace; group: of the hosts."""
+    """Exposed communication as a share of the time, and in seconds per step: means over the GPUs whose traces show
+    kernels, or None if no trace does. Every rank calls this, with its own trace; group: of the hosts."""
     share = traced.exposed / traced.span if traced.span else 0.0
     sums = torch.tensor([share, traced.exposed / max(traced.steps, 1), traced.span > 0], dtype=torch.float64)
     dist.all_reduce(sums, group=group)
@@ -95,9 +95,9 @@ def exposed_communication(traced: Summary, group: dist.ProcessGroup) -> tuple[fl
 class MemorySnapshots:
     """Inside `with`, SIGUSR1 asks this process for a snapshot of its GPU's memory, which `after` a step writes.
 
-    With profiling.enable_memory_snapshot a snapshot tells of the latest allocations and where in the code they were
-    made; without, of what is allocated. https://pytorch.org/memory_viz shows it. One is written, too, when the memory
-    runs out: by the allocator's observer, before the error frees what the functions that it leaves hold.
+    With profiling.enable_memory_snapshot a snapshot has the latest allocations and where in the code they were made,
+    and one is also written when memory runs out: by the allocator's observer, before the error unwinds the stack and
+    so frees memory. Without it, a snapshot has only what is allocated. https://pytorch.org/memory_viz shows snapshots.
     """
 
     def __init__(self, config: Config):
@@ -122,7 +122,7 @@ class MemorySnapshots:
             self._write(f"step{step}", sys.stdout)
 
     def _out_of_memory(self, device: int, wanted: int, allocated: int, free: int) -> None:
-        """What it raises would take the place of the allocator's error."""
+        """Write a snapshot. An OSError is printed, not raised: it would replace the allocator's error."""
         try:
             self._write("out_of_memory", sys.stderr)
         except OSError as error:
@@ -133,7 +133,7 @@ class MemorySnapshots:
 
 
 def write_memory_snapshot(config: Config, name: str) -> str:
-    """Write one of this process's GPU into the run's folder; a line that says where."""
+    """Write a snapshot of this process's GPU into the run's folder; return a line that says where."""
     if not torch.cuda.is_available():
         return "there is no GPU, and no snapshot of its memory"
     folder = Path(config.job.dump_folder) / config.profiling.save_memory_snapshot_folder

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple
 
 from titan_linear.rundir import SPIKES, json_line
 
-LAST, LEAST = 128, 16  # losses with which one is compared, at most and at least
+LAST, LEAST = 128, 16  # most and fewest losses that one is compared with
 
 
 class MicroLoss(NamedTuple):
-    """A rank's part of a micro-batch's."""
+    """A rank's part of a micro-batch's loss."""
 
     streams: tuple[int, ...]
     learnt: int  # tokens with a label
@@ -23,16 +23,16 @@ class MicroLoss(NamedTuple):
 
 
 class Outliers:
-    """Which losses stand out of the last ones of this start: by so many standard deviations above their mean.
+    """Finds losses more than `sigmas` standard deviations above the mean of the last ones of this start.
 
-    sigmas: 0: none but those that are not finite.
+    sigmas: 0: only losses that are not finite.
     """
 
     def __init__(self, sigmas: float):
         self.sigmas, self.last = sigmas, deque[float](maxlen=LAST)
 
     def judge(self, loss: float, grad_norm: float) -> dict[str, Any] | None:
-        """What is to be written of a step, or None. Ranks that have the same numbers agree."""
+        """What to write about a step, or None. Ranks with the same numbers agree."""
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             return {"why": "not finite", "loss": loss, "grad_norm": grad_norm}
         before = list(self.last)
@@ -46,9 +46,9 @@ class Outliers:
 
 
 def write_spike(folder: str, step: int, spike: dict[str, Any], ranks: Iterable[Sequence[MicroLoss]]) -> None:
-    """Append a line: what `judge` gave, and nats per token of every micro-batch, summed over ranks that share it.
+    """Append a line: what `judge` returned, and nats per token of every micro-batch, summed over ranks that share it.
 
-    ranks: of each its micro-batches.
+    ranks: the micro-batches of each rank.
     """
     parts: dict[tuple[int, ...], list[MicroLoss]] = {}
     for micro_loss in (m for own in ranks for m in own):

@@ -1,23 +1,23 @@
-"""What every `metrics.telemetry_freq`-th step shows beyond its loss: norms by layer, what mixers say of themselves,
+"""What every `metrics.telemetry_freq`-th step shows beyond its loss: norms by layer, what mixers report of themselves,
 loss by position and source, experts' loads.
 
     grad_norm, update_norm, weight_norm   of each layer, embedding and head: 2-norms of the gradient before clipping, of
-                                          what AdamW adds to the weights (before they are rounded to their type), and of
-                                          the weights after it
+                                          what AdamW adds to the weights (before they are rounded to their dtype), and
+                                          of the weights after it
     half_life, state_norm, carried_share  of delta rules, by head (models/mixers/delta.py)
-    fragment_share                        likewise, under context parallelism, of ACROSS layers in turn
+    fragment_share                        likewise, under context parallelism, of ACROSS layers at a time
     attention_entropy                     of softmax attention, by head, as a share of the greatest (models/layers.py)
-    router_load                           tokens sent to each expert, 1: an equal share
-    loss_by_position                      nats per token of positions 1, 2–3, 4–7, … of documents, by the first of them
-    loss_by_source                        of a mixture's sources, and of the groups of files in metrics.loss_by_source
-    tokens_by_source                      with a label, of each of these groups
+    router_load                           tokens sent to each expert; 1 is an equal share
+    loss_by_position                      nats per token of positions 1, 2–3, 4–7, … in documents, keyed by the first
+    loss_by_source                        likewise of a mixture's sources and the file groups of metrics.loss_by_source
+    tokens_by_source                      number of tokens with a label, of each of these file groups
 
-Mixers are looked at in a window, the first of the tokens that each rank has of the step's first micro-batch: hooks
-before the layers, outside of what is compiled or computed again, give a layer's input to its mixer's `watch`, without
-gradients. fragment_share is of all its tokens, which costs more than all else together: so it is of a few layers in a
-step, and of the next ones in the next that is watched. Norms and losses are of all of the step. What a rank says are
-numerators and denominators: their sums over ranks are one collective, read with the step's numbers. The step itself
-computes what it computes without.
+Mixers are watched in a window: the first of each rank's tokens in the step's first micro-batch. Hooks before the
+layers, outside of what is compiled or recomputed, pass a layer's input to its mixer's `watch`, without gradients.
+fragment_share is over all of the rank's tokens in that micro-batch, and costs more than everything else together: so
+one watched step covers a few layers, and the next one the next few. Norms and losses cover the whole step. Each rank
+contributes numerators and denominators; one collective sums them over the ranks, and is read with the step's numbers.
+The step itself computes the same as without telemetry.
 """
 
 from __future__ import annotations
@@ -44,41 +44,41 @@ from titan_linear.ops.collectives import gather_along
 from titan_linear.ops.transfer import to_device
 from titan_linear.optim import squares_of_each, update_squares
 
-WINDOW = (256, 4096)  # tokens, at least and at most, of the SHARE of a rank's that is looked at
-SHARE = 16  # one in so many
-ACROSS = 4  # layers, in a step, of which the share of other ranks' fragments is computed
+WINDOW = (256, 4096)  # least and most tokens of the window, which is 1/SHARE of a rank's tokens
+SHARE = 16  # ratio of a rank's tokens to those of the window
+ACROSS = 4  # layers per watched step for which fragment_share is computed
 Seen = dict[str, dict[str, Any]]  # quantity → layer, position or source → number, or numbers by head or expert
 
 
 class Part(NamedTuple):
-    """Of a sum over ranks."""
+    """This rank's part of a sum over ranks."""
 
     values: torch.Tensor  # [n, m] this rank's, on the device
     finish: Callable[[torch.Tensor], Any]  # sums over the ranks [tp, n, m] on the host → what is shown
 
 
 class Telemetry:
-    """Of this rank. Where a step is not watched, nothing is computed."""
+    """The telemetry of one rank. In a step that is not watched, it computes nothing."""
 
     def __init__(
         self, config: Config, model: Decoder, dims: ParallelDims, device: torch.device, streams: Streams | None = None,
         groups: FileGroups | None = None,
     ):  # fmt: skip
-        """streams: that the batches are from, where losses by source are wanted; groups: of their files."""
+        """streams: those that batches come from, if losses by source are wanted; groups: groups of their files."""
         self.freq, self.model, self.dims, self.device = config.metrics.telemetry_freq, model, dims, device
         self.streams, mixed = streams, isinstance(streams, MixedStreams)
         self.sources, self.groups = list(streams.sources) if mixed else [], groups
         self.buckets = config.training.seq_len.bit_length()
         self.units = list(dict.fromkeys(_unit(name) for name, _ in model.named_parameters()))
         self.experts = {f"layers.{i}": m.mlp for i, m in enumerate(model.layers) if isinstance(m.mlp, MoE)}
-        self.on, self._turn = False, 0  # of the steps that are watched, from 1
+        self.on, self._turn = False, 0  # number of the watched step, from 1
         self._parts: dict[tuple[str, str], Part] = {}  # by quantity and layer
         self._windowed = False
-        self._counted: list[nn.Parameter] = []  # by this rank, and of each its unit, in a step that is watched
-        self._unit_of: torch.Tensor | None = None
+        self._counted: list[nn.Parameter] = []  # by this rank, in a watched step
+        self._unit_of: torch.Tensor | None = None  # the unit of each of these
 
     def watches(self, step: int) -> bool:
-        """Whether it looks into a step (from 1)."""
+        """Whether `step` (from 1) is watched."""
         return bool(self.freq) and step % self.freq == 0
 
     def begin(self, step: int) -> None:
@@ -104,7 +104,7 @@ class Telemetry:
         self._add_losses(batch, losses)
 
     def _look_at_mixers(self, plan: BatchPlan, hooks: ExitStack) -> None:
-        """In the step's first micro-batch."""
+        """Hook the layers, in the step's first micro-batch only."""
         if self._windowed:
             return
         self._windowed, window = True, Window.of(plan, _window_tokens(len(plan.position_ids)))
@@ -118,8 +118,8 @@ class Telemetry:
 
     @torch.no_grad()
     def _look_at(self, name: str, window: Window, layer: Block, inputs: tuple[torch.Tensor, ...]) -> None:
-        """inputs: the layer's, x [1, T, dim] first; under tensor parallelism of this rank's tokens. Mixers get all of
-        x where there are fragments, at least the window's tokens where not."""
+        """Let a layer's mixer watch. inputs: the layer's, x [1, T, dim] first; under tensor parallelism x has this
+        rank's tokens. The mixer gets all tokens if the window has fragments, else at least the window's."""
         x = inputs[0] if window.fragments else inputs[0][:, : window.tokens]
         if self.dims.tp > 1:
             x = gather_along(x, 1, self.dims.tp_ranks.group, self.dims.tp)
@@ -127,8 +127,8 @@ class Telemetry:
             self._parts[quantity, name] = Part(torch.stack(pair), _by_head)
 
     def _add_losses(self, batch: MicroBatch, losses: torch.Tensor) -> None:
-        """losses: [T] nats, under tensor parallelism of this rank's part of the vocabulary."""
-        first = self.dims.tp_ranks.rank == 0  # all of tp have the same tokens: one counts them
+        """losses: [T] nats; under tensor parallelism those from this rank's part of the vocabulary."""
+        first = self.dims.tp_ranks.rank == 0  # all tp ranks have the same tokens: one of them counts
         pairs = torch.stack([losses, (batch.labels.flatten() != IGNORE).double() * first])  # [2, T]
         positions = batch.plan.position_ids + 1
         powers = 2 ** torch.arange(1, self.buckets, device=losses.device)
@@ -145,7 +145,7 @@ class Telemetry:
             self._add("tokens_by_source", pairs[1:], group, self.groups.names, partial(_counts, self.groups.names))
 
     def _groups_of_tokens(self, batch: MicroBatch) -> torch.Tensor:
-        """[T] int64, of this rank's tokens, on the device."""
+        """[T] int64: the group of each of this rank's tokens, on the device."""
         of_streams = np.concatenate([self.groups.of_stream(i) for i in batch.streams])
         own = np.concatenate([of_streams[start:end] for start, end in batch.plan.cp_context.fragments])
         return to_device({"groups": own}, self.device)["groups"]
@@ -154,12 +154,12 @@ class Telemetry:
         self, quantity: str, values: torch.Tensor, index: torch.Tensor, names: list[str],
         finish: Callable[[torch.Tensor], Any] | None = None,
     ) -> None:  # fmt: skip
-        """values [n, m] by index [m] into names, on top of what there is."""
+        """Add values [n, m] to the quantity's sums, by index [m] into names."""
         new = Part(values.new_zeros(len(values), len(names)), finish or partial(_by_name, names))
         self._parts.setdefault((quantity, ""), new).values.index_add_(1, index, values)
 
     def gradients(self, counted: list[nn.Parameter]) -> None:
-        """Of a step that is watched, before they are clipped; counted: what this rank counts (`counted_parameters`)."""
+        """Note a watched step's gradients, before clipping. counted: what this rank counts (`counted_parameters`)."""
         unit_of = {p: self.units.index(_unit(name)) for name, p in self.model.named_parameters()}
         self._counted = [p for p in counted if p.requires_grad]
         self._unit_of = torch.tensor([unit_of[p] for p in self._counted], dtype=torch.int64, device=self.device)
@@ -168,9 +168,9 @@ class Telemetry:
         self._add_norms("grad_norm", squares_of_each(grads, self.device))
 
     def sums(self, numbers: torch.Tensor, optimizer: torch.optim.AdamW) -> torch.Tensor:
-        """After the update, of all ranks: [.] float64, which `named` reads.
+        """Call after the update: the sums over all ranks, [.] float64, which `named` reads.
 
-        numbers: of the step (`step_numbers`): an update that was left out is zero.
+        numbers: the step's (`step_numbers`); if they are not finite, the update was skipped, and is zero here.
         """
         finite = numbers[:2].isfinite().all()
         self._add_norms("update_norm", update_squares(optimizer, self._counted, self.device).where(finite, 0.0))
@@ -179,17 +179,17 @@ class Telemetry:
             loads = moe.loads.double()
             self._parts["router_load", name] = Part(torch.stack([loads, loads.mean().expand_as(loads)]), _means)
         flat = torch.cat([part.values.double().flatten() for part in self._parts.values()])
-        rows = flat.new_zeros(self.dims.tp, len(flat))  # ranks of tp have other heads
+        rows = flat.new_zeros(self.dims.tp, len(flat))  # each tp rank has other heads
         rows[self.dims.tp_ranks.rank] = flat
         dist.all_reduce(rows)
         return rows.flatten()
 
     def _add_norms(self, quantity: str, squares: torch.Tensor) -> None:
-        """squares: [n] float64, of each counted parameter."""
+        """squares: [n] float64, one for each counted parameter."""
         self._add(quantity, squares.unsqueeze(0), self._unit_of, self.units, partial(_norms, self.units))
 
     def named(self, numbers: list[float]) -> Seen:
-        """`sums` on the host → what was seen. Means of nothing are left out."""
+        """What was seen, from `sums` on the host. Means of nothing are left out."""
         rows, seen, start = torch.tensor(numbers, dtype=torch.float64).view(self.dims.tp, -1), {}, 0
         for (quantity, where), part in self._parts.items():
             size = part.values.numel()
@@ -208,13 +208,13 @@ def _norms(names: list[str], sums: torch.Tensor) -> dict[str, float]:
 
 
 def _means(sums: torch.Tensor) -> list[float] | None:
-    """Numerators over denominators, if none is a mean of nothing."""
+    """Numerators over denominators; None if a denominator is 0."""
     numerators, denominators = sums.sum(0)
     return (numerators / denominators).tolist() if denominators.all() else None
 
 
 def _by_head(sums: torch.Tensor) -> list[float] | None:
-    """Of the heads of all ranks of tp."""
+    """Means by head, for the heads of all tp ranks."""
     return _means(sums.movedim(0, 1).flatten(1).unsqueeze(0))
 
 
@@ -228,7 +228,7 @@ def _counts(names: list[str], sums: torch.Tensor) -> dict[str, int]:
 
 
 def _window_tokens(tokens: int) -> int:
-    """Of so many."""
+    """Number of tokens in the window of a rank with `tokens` tokens."""
     least, most = WINDOW
     return min(tokens, max(least, min(tokens // SHARE, most)))
 

@@ -1,20 +1,20 @@
-"""Time of a training step, planned: what its layers compute (counting.py), at rates measured on a GPU.
+"""Plan the time of a training step: the work of its layers (counting.py), at rates measured on a GPU.
 
-Rates are a JSON file, which `tools/bench_rates.py` writes: of the machine at hand, or one of those shipped (rates/).
-Seconds by part, of the rank that has most to do:
+Rates are a JSON file: one that `tools/bench_rates.py` wrote on the machine at hand, or one of those shipped (rates/).
+The plan is seconds by part, of the busiest rank:
 
-    products       matrix products, by the smallest of their three sizes; never faster than their bytes
-    attention      on the pairs that the mask leaves, by kernel and head dim
-    delta rule     each of its operators: a time per token and head, and per token of the longest entry, which a head
+    products       matrix products, at a rate by the smallest of their three sizes; never faster than their bytes
+    attention      the pairs that the mask leaves, at a rate by kernel and head dim
+    delta rule     each of its operators: a time per token and head, and per token of the longest entry, which one head
                    scans alone; the convolution, per token and channel
-    elementwise    bytes read and written, as operations one by one or as compiled
+    elementwise    bytes read and written, by single operations or as compiled
     head           its products, the loss's reads and writes of logits
-    optimizer      bytes of parameters, gradients and moments; copies in the dtype of compute. With offload it is the
-                   host's, as is adding gradients up
-    communication  what of it is not hidden: exchanges inside layers, which wait; of FSDP's, what takes longer than the
-                   layers that it hides behind, and so of copies from and to the host. On one GPU FSDP waits for what
-                   comes from the host, and the host, of all micro-steps but the first, for what comes to it
-    launches       gaps between kernels; or what the host takes more than the GPU
+    optimizer      bytes of parameters, gradients and moments; copies in the compute dtype. With offload the host does
+                   this, and accumulates gradients
+    communication  only what is exposed: exchanges inside layers, which wait; of FSDP's exchanges, and of copies from
+                   and to the host, what takes longer than the layers that hide it. On one GPU FSDP waits for what
+                   comes from the host. In all micro-steps but the first, the host waits for what comes to it
+    launches       gaps between kernels; or the time by which the host is slower than the GPU
 
 Not modelled: kernels that slow down beside a collective, other jobs, input, checkpoints, validation.
 """
@@ -47,10 +47,10 @@ SHIPPED = Path(__file__).parent / "rates"
 PARTS = (
     "products", "attention", "delta rule", "elementwise", "head", "optimizer", "communication", "launches",
 )  # fmt: skip
-DIM = 128  # K and V of the delta rule's rates
-LAUNCHES = 4  # of an operator, on average
-SLICES = 4  # in which keys travel around the ring: the first one is waited for
-ATTENTION = ("attention_", "ring_", "allgather_")  # operators
+DIM = 128  # K and V at which the delta rule's rates are measured
+LAUNCHES = 4  # per operator, on average
+SLICES = 4  # number of slices in which keys travel around the ring: the first one is waited for
+ATTENTION = ("attention_", "ring_", "allgather_")  # prefixes of operators
 EXCHANGES = (
     "gather_along", "scatter_along", "sum_ranks", "exchange_heads", "kcp_incoming", "fetch_halo", "return_halo",
 )  # fmt: skip
@@ -58,7 +58,7 @@ EXCHANGES = (
 
 @dataclass(frozen=True)
 class Link:
-    """Between the GPUs of a node, or of several: seconds of a message, bytes per second that a GPU sends."""
+    """A link between GPUs of a node, or of several: seconds per message, bytes per second that a GPU sends."""
 
     latency: float
     all_gather: float
@@ -68,7 +68,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Offload:
-    """Bytes per second between a GPU and pinned memory of its host, and of the host's AdamW, read and written."""
+    """Bytes per second between a GPU and its host's pinned memory, and of AdamW on the host, reads plus writes."""
 
     to_device: float
     to_host: float
@@ -77,20 +77,20 @@ class Offload:
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU was measured to do; in `sources` where each figure is from."""
+    """Measured rates of a GPU; `sources` says where each figure is from."""
 
     gpu: str
     memory_gib: float
     peak_tflops: float
-    copy: float  # bytes per second, read and written, as the next two
-    elementwise: float  # of operations one by one
-    fused: float  # of compiled ones
+    copy: float  # bytes per second, reads plus writes, as the next two
+    elementwise: float  # of single operations
+    fused: float  # of compiled operations
     products: list[tuple[int, float]]  # smallest size, TFLOP/s
     attention: dict[str, dict[str, tuple[float, float]]]  # kernel → head dim → TFLOP/s forward, forward and backward
-    # ns of a token and head (of K = V = 128) or channel, of an entry's token; "… any": with gates that have no bound
+    # (ns per token and head (K = V = 128) or channel, ns per token of an entry); "… any": gates without a lower bound
     operators: dict[str, tuple[float, float]]
     gap: float  # seconds between kernels
-    host: float  # seconds of the host for a launch
+    host: float  # seconds that the host takes per launch
     node: Link | None  # None: not measured
     sources: dict[str, str]
     offload: Offload | None = None  # None: not measured
@@ -107,12 +107,12 @@ class Rates:
 
 
 def shipped() -> dict[str, Path]:
-    """GPU → its file."""
+    """GPU → its file of rates."""
     return {path.stem.upper(): path for path in sorted(SHIPPED.glob("*.json"))}
 
 
 def read_rates(path: Path) -> Rates:
-    """ValueError: no file of rates."""
+    """Read and check a file of rates. ValueError: it is not one."""
     try:
         read = json.loads(path.read_text(encoding="utf-8"))
         found = {field.name: read[field.name] for field in fields(Rates) if field.name != "offload"}
@@ -140,12 +140,12 @@ def read_rates(path: Path) -> Rates:
 @dataclass(frozen=True)
 class Machine:
     rates: Rates
-    node_size: int  # GPUs of a node
+    node_size: int  # GPUs per node
     network: float  # bytes per second that a GPU sends to other nodes
-    attention: str  # the kernel; "cudnn" where lengths recur, and "flash" where they do not
+    attention: str  # the kernel; "flash" stands in for "cudnn" where lengths do not recur
 
     def attention_rates(self, D: int, recurring: bool) -> tuple[float, float]:
-        """TFLOP/s forward, forward and backward, of heads of D channels: those of the nearest that was measured."""
+        """TFLOP/s of forward, and of both passes, for heads of D channels: those of the nearest measured D."""
         other = self.attention == "cudnn" and not (recurring and D <= 128) and "flash" in self.rates.attention
         table = self.rates.attention["flash" if other else self.attention]
         return table[min(table, key=lambda dim: abs(int(dim) - D))]
@@ -160,7 +160,7 @@ class Machine:
         return self.rates.offload
 
     def link(self, ranks: int, stride: int) -> Link:
-        """Of a group of so many ranks, so far apart."""
+        """The link of a group of `ranks` ranks that lie `stride` ranks apart."""
         node = self.rates.node
         if ranks == 1:
             return Link(0.0, 1.0, 1.0, 1.0)
@@ -180,7 +180,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Pass:
-    """Seconds by part, and how many kernels are launched."""
+    """Seconds by part, and the number of kernel launches."""
 
     parts: dict[str, float]
     launches: int
@@ -200,7 +200,7 @@ class Clock:
         self.gathered = context(batch).gathered
 
     def of(self, mixer: MixerOptions, work: Work, calls: Sequence[Call]) -> Pass:
-        """calls: those of `work` that run."""
+        """The time of this work. calls: those of `work` that run."""
         parts = dict.fromkeys(PARTS, 0.0)
         parts["products"] = sum(self.rates.product(size) * times for size, times in work.products.items())
         if self.compiled:
@@ -220,7 +220,7 @@ class Clock:
                 parts["delta rule"] += self._delta_rule(call.name, mixer, segments)
             elif call.name in EXCHANGES:
                 parts["communication"] += self._exchange(call)
-            else:  # what is fused in one kernel; tables and folds are small
+            else:  # operators that are one fused kernel; tables and folds are small
                 given = [x for x in call.given if isinstance(x, torch.Tensor)]
                 parts["elementwise"] += sum(x.nbytes for x in (*given, *call.gave)) / self.rates.fused
         operations = work.groups if self.compiled else work.operations
@@ -228,10 +228,10 @@ class Clock:
 
     def _attention(self, call: Call) -> float:
         backward = call.name.endswith("_backward")
-        q, _, v = call.given[backward : 3 + backward]  # backward has do before them
+        q, _, v = call.given[backward : 3 + backward]  # in backward, do precedes them
         own, computed = self.gathered.pairs.tolist()
         if call.name.startswith("attention_"):
-            pairs = sum(own)  # of all tokens, for fewer heads
+            pairs = sum(own)  # all tokens, but fewer heads
         else:
             pairs = max(computed) if call.name.startswith("allgather_") else self.pairs
         D = q.shape[3]
@@ -241,21 +241,21 @@ class Clock:
         return 3.5 * flops / both / 1e12 - seconds if backward else seconds
 
     def _keys_exposed(self, call: Call, compute: float) -> float:
-        """Of keys and values, and in backward of their gradients in float32, that travel while blocks are computed."""
+        """Exposed seconds of keys, values and, in backward, their float32 gradients, which travel beside the blocks."""
         if call.name.startswith("attention_"):
             return 0.0
         backward, ranks = call.name.endswith("_backward"), self.batch.cp
         q, k, v = call.given[backward : 3 + backward]
         hops, slices = ranks - 1, SLICES
         if call.name.startswith("allgather_"):
-            hops = self.gathered.keys.coming.sum().item() / k.shape[1]  # as many times its own
+            hops = self.gathered.keys.coming.sum().item() / k.shape[1]  # times this rank's own
             slices = k.shape[2] // heads_of_slice(self.gathered.pairs, q, k, v)
         moved = (k.numel() + v.numel()) * (k.element_size() + 4 * backward) * hops
         seconds = self.cp.latency * (ranks - 1) + moved / self.cp.all_gather
         return max(seconds - compute, seconds / slices)
 
     def _delta_rule(self, name: str, mixer: DeltaOptions, segments: int) -> float:
-        """What streams through all heads; and what a head scans longer than the GPU needs for all of them."""
+        """Seconds for all heads, plus the time by which one head's scan outlasts what the GPU needs for all of them."""
         operators = self.rates.operators
         each, of_chain = operators.get(f"{name} any", operators[name]) if mixer.any_gate else operators[name]
         tokens, heads = self.batch.tokens * self.batch.tp, mixer.v_heads // self.batch.tp
@@ -282,7 +282,7 @@ class Clock:
         return cp.latency  # a halo is small
 
     def _states(self, call: Call) -> float:
-        """S_ext and M of other fragments, to whoever needs them or by way of the heads."""
+        """Seconds to bring S_ext and M of other fragments to the ranks that need them, directly or by heads."""
         (S_ext, M, *tables), between_nodes = call.given, self.batch.cp * self.batch.tp > self.machine.node_size
         _, _, _, _, _, *counts, _, most = tables[:9]
         if pays_by_heads(S_ext, M, int(most), between_nodes):
@@ -293,7 +293,7 @@ class Clock:
 
 
 def attended(batch: Batch) -> tuple[int, int]:
-    """Of the rank's tokens: the pairs of a query and a key that the mask leaves, and the longest entry."""
+    """For the rank's tokens: the number of (query, key) pairs that the mask leaves, and the longest entry's length."""
     described = context(batch)
     own, _ = described.gathered.pairs.tolist()
     return own[described.rank], int(described.boundaries.longest)
@@ -318,7 +318,7 @@ class Step:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of all GPUs."""
+        """Tokens per second of all GPUs."""
         return self.tokens / self.seconds
 
     @property
@@ -340,7 +340,7 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     if u.offloaded:
         parts["communication"] += (times - 1) * u.own * u.types.stored / machine.offload.to_host
     chunks = -(-batch.tokens * batch.tp // t.loss_chunk_size)
-    launches = times * (sum(p.launches for p in everything) + 7 * chunks)  # 7 of a chunk's logits
+    launches = times * (sum(p.launches for p in everything) + 7 * chunks)  # 7 for each chunk of logits
     spent = sum(parts.values())
     parts["launches"] = max(machine.rates.gap * launches, machine.rates.host * launches - spent)
     one = Documents.of(boundaries(t.seq_len, t.local_batch_size, mean))
@@ -349,7 +349,7 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
 
 
 def _passes(clock: Clock, config: Config, mixer: MixerOptions, layer: Layer) -> tuple[Pass, Pass]:
-    """Forward and backward of a layer, which begins with what is computed again."""
+    """A layer's forward and backward; backward begins with recomputation, if there is any."""
     forward = clock.of(mixer, layer.forward, layer.forward.calls)
     backward = clock.of(mixer, layer.backward, layer.backward.calls)
     mode = config.activation_checkpoint.mode
@@ -365,8 +365,8 @@ def _passes(clock: Clock, config: Config, mixer: MixerOptions, layer: Layer) -> 
 
 
 def _head(config: Config, model: ModelConfig, u: Units, batch: Batch, machine: Machine) -> float:
-    """Three products on chunks of tokens; logits in float32 that are written, read twice, and their gradient written;
-    the weight's gradient in float32, read and written for each chunk."""
+    """Seconds: three products per chunk of tokens; float32 logits, written once and read twice, and their gradient,
+    written; the weight's float32 gradient, read and written for each chunk."""
     rates, D = machine.rates, model.dim
     tokens, rows = batch.tokens * batch.tp, u.vocabulary // D
     chunk = min(config.training.loss_chunk_size, tokens)
@@ -377,8 +377,8 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch, machine: M
 
 
 def _optimizer(u: Units, times: int, machine: Machine) -> float:
-    """Seconds, by bytes: the gradient's norm and scaling, AdamW; where nothing is shared, copies and their gradients
-    each time; on the host the sums of gradients."""
+    """Seconds, by bytes: the gradient's norm and scaling, AdamW; if nothing is sharded, copies and their gradients in
+    every micro-step; on the host, gradient accumulation."""
     stored, compute = u.types.stored, u.types.compute
     if u.offloaded:
         return u.own * stored * (10 + 3 * (times - 1)) / machine.offload.adamw
@@ -387,15 +387,15 @@ def _optimizer(u: Units, times: int, machine: Machine) -> float:
 
 
 def _shared(config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
-    """Seconds of FSDP2's exchanges in a micro-step that layers do not hide: a layer is gathered while the one before is
-    computed, again in backward if it was freed, where gradients of the one before are reduced too."""
+    """Exposed seconds of FSDP2's exchanges in a micro-step. A layer is gathered while the one before it computes, and
+    again in backward if it was freed; in backward, gradients of the one before are reduced at the same time."""
     p = config.parallelism
     _, shards = data_parallel_degrees(config, gpus)
     n, stride = shards * p.context_parallel_degree, p.tensor_parallel_degree
     exposed = 0.0
     if n > 1 or u.offloaded:
         link, part, sizes = machine.link(n, stride), (n - 1) / n, (*u.layers, u.vocabulary)
-        comes = u.types.stored / n / machine.offload.to_device if u.offloaded else 0.0  # seconds of an element
+        comes = u.types.stored / n / machine.offload.to_device if u.offloaded else 0.0  # seconds per element
         goes = u.types.stored / n / machine.offload.to_host if u.offloaded else 0.0
         gather = [link.latency + size * (u.types.compute * part / link.all_gather + comes) for size in sizes]
         reduce = [link.latency + size * (u.types.reduce * part / link.reduce_scatter + goes) for size in sizes]
@@ -411,7 +411,7 @@ def _shared(config: Config, u: Units, gpus: int, machine: Machine, passes: list[
 
 
 def _replicas(config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
-    """Seconds of the sum of gradients over HSDP's replicas that the layers' backward does not hide."""
+    """Exposed seconds of summing gradients over HSDP's replicas: what the layers' backward does not hide."""
     p, (replicas, shards) = config.parallelism, data_parallel_degrees(config, gpus)
     if replicas == 1:
         return 0.0
@@ -421,7 +421,7 @@ def _replicas(config: Config, u: Units, gpus: int, machine: Machine, passes: lis
 
 
 def _experts(model: ModelConfig, batch: Batch, machine: Machine) -> float:
-    """Rows of a micro-step on their way to experts of other ranks and back, forward and backward; layers wait."""
+    """Seconds to send a micro-step's rows to experts of other ranks and back, forward and backward; layers wait."""
     if model.moe is None or batch.ep == 1:
         return 0.0
     link, part = machine.link(batch.ep, batch.tp), (batch.ep - 1) / batch.ep

@@ -1,6 +1,6 @@
-"""What the events of a trace of torch.profiler say: costs, busy time, communication that nothing hides. Collectives are
-NCCL's kernels, copies and writes between GPUs, whatever streams they run on. What a run does between its steps, such as
-a validation, is no part of them, and is left out (`stretches`)."""
+"""Read traces of torch.profiler: costs, busy time, exposed communication. Communication is NCCL's kernels, and copies
+and writes between GPUs, on whatever CUDA stream they run. What a run does between its steps, such as a validation, is
+left out (`stretches`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-PAUSE = "titan_linear: between steps"  # a range of the host
+PAUSE = "titan_linear: between steps"  # name of a range on the host
 ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")  # categories of a trace
 LAUNCHES = ("cuda_runtime", "cuda_driver")
 Event = dict[str, Any]
@@ -34,20 +34,20 @@ class Cost(NamedTuple):
 class Summary(NamedTuple):
     steps: int  # of training that the trace holds; 0: it does not say
     launches: int  # kernels and copies
-    span: float  # seconds between the first one's beginning and the last one's end, less the pauses
-    busy: float  # seconds in which one of them ran
+    span: float  # seconds from the start of the first one to the end of the last, less the pauses
+    busy: float  # seconds in which at least one of them ran
     communication: float  # seconds in which a collective ran
-    exposed: float  # and nothing else did
+    exposed: float  # seconds in which only collectives ran
 
 
 def of_trace(events: Iterable[Event]) -> tuple[int, float, list[Cost]]:
-    """Launches, the seconds in which one of them ran, and the ten largest costs of what ran on a GPU."""
+    """Number of launches, seconds in which at least one of them ran, and the ten largest costs on a GPU."""
     ran = on_device(events)
     return len(ran), length(union(map(span_of, ran))) / 1e6, costs(ran)
 
 
 def summary(events: Sequence[Event]) -> Summary:
-    """Of what ran on a GPU, between pauses."""
+    """Summarise what ran on a GPU, outside of pauses."""
     parts = [ran for part in stretches(events) if (ran := on_device(part))]
     ran, spans = [e for part in parts for e in part], [union(map(span_of, part)) for part in parts]
     steps = {e["name"] for e in events if str(e.get("name", "")).startswith("ProfilerStep#")}
@@ -60,10 +60,10 @@ def summary(events: Sequence[Event]) -> Summary:
 
 
 def stretches(events: Sequence[Event]) -> list[Sequence[Event]]:
-    """Those before, between and after a trace's pauses; of a trace without, as of other programs, all of them.
+    """A trace's events before, between and after its pauses. Traces without pauses, as of other programs, are one part.
 
-    An event belongs where the host was when it began it. A kernel's beginning is its launch: the host runs ahead of the
-    device, on which a step's last kernels still run when the host is in the pause already.
+    An event belongs to the part in which the host began it. For a kernel this is its launch: the host runs ahead of the
+    device, on which a step's last kernels still run when the host is already in the pause.
     """
     timed = [e for e in events if e.get("ph") == "X"]
     pauses = union(span_of(e) for e in timed if e["name"] == PAUSE and e.get("cat") == "user_annotation")
@@ -80,7 +80,7 @@ def stretches(events: Sequence[Event]) -> list[Sequence[Event]]:
 
 
 def _correlated(event: Event) -> bool:
-    """Whether it has a number that a launch and what it launched have in common."""
+    """Whether the event has the id that a launch shares with what it launched."""
     return "correlation" in event.get("args", {})
 
 
@@ -89,18 +89,18 @@ def on_device(events: Iterable[Event]) -> list[Event]:
 
 
 def communicates(event: Event) -> bool:
-    """By NCCL, by copies from one GPU's memory to another's, or written there (`ops/triton/puts.py`)."""
+    """Whether it is an NCCL kernel, a copy between GPUs, or a write there (`ops/triton/puts.py`)."""
     name = event["name"]
     return "nccl" in name.lower() or "PtoP" in name or name == "put_kernel"
 
 
 def span_of(event: Event) -> tuple[float, float]:
-    """Beginning and end, µs."""
+    """Start and end, in µs."""
     return event["ts"], event["ts"] + event["dur"]
 
 
 def union(spans: Iterable[tuple[float, float]]) -> Spans:
-    """In order, without overlaps."""
+    """Merge spans: in order, without overlaps."""
     merged: Spans = []
     for begin, end in sorted(spans):
         if merged and begin <= merged[-1][1]:
@@ -122,14 +122,14 @@ def costs(ran: Iterable[Event], rows: int = 10) -> list[Cost]:
 
 
 def own_costs(events: Iterable[Event], rows: int = 10) -> list[Cost]:
-    """Operators of the host by their own time: that of operators inside them is theirs."""
+    """The costs of host operators by self time, without the operators called inside them."""
     by_name: dict[str, list[float]] = defaultdict(list)
     threads: dict[Any, list[Event]] = defaultdict(list)
     for e in events:
         if e.get("cat") == "cpu_op" and e.get("ph") == "X":
             threads[e.get("pid"), e.get("tid")].append(e)
     for ops in threads.values():
-        inside: list[tuple[float, str, int]] = []  # operators that have not ended: end, name, place of their time
+        inside: list[tuple[float, str, int]] = []  # operators that have not ended: end, name, index of their time
         for e in sorted(ops, key=lambda e: (e["ts"], -e["dur"])):
             while inside and e["ts"] >= inside[-1][0]:
                 inside.pop()
@@ -147,13 +147,13 @@ def _largest(by_name: dict[str, list[float]], rows: int) -> list[Cost]:
 
 
 def _short(name: str) -> str:
-    """A kernel's name without what all have."""
+    """A kernel's name without the parts that all names share."""
     name = re.sub(r"^void |at::native::|\(anonymous namespace\)::|\s*\(.*$", "", name)
     return name if len(name) <= 100 else name[:97] + "…"
 
 
 def events_of(profile: torch.profiler.profile, keep: Path | None = None) -> list[Event]:
-    """Those of a profile that has ended, and which is written to `keep` (.json or .json.gz)."""
+    """The events of a profile that has ended; it is written to `keep` (.json or .json.gz), if given."""
     with tempfile.TemporaryDirectory() as folder:
         path = keep or Path(folder, "trace.json")
         profile.export_chrome_trace(str(path))
@@ -176,7 +176,7 @@ def read(path: Path) -> list[Event]:
 
 
 def _is_event(found: object) -> bool:
-    """What is read of one, where it took time, is there."""
+    """Whether it is an event with all that is read of it: one that took time ("X") needs a name and times."""
     return isinstance(found, dict) and (
         found.get("ph") != "X"
         or (isinstance(found.get("name"), str) and all(map(_is_time, (found.get("ts"), found.get("dur")))))

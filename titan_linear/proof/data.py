@@ -1,4 +1,4 @@
-"""What the ranks get of the corpus: labels, their cut of a batch, the same streams under other degrees."""
+"""What the ranks get of the corpus: labels, their cuts of a batch, the same streams under other degrees."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.ranks import LocalDims, on_ranks, sharding_of
 from titan_linear.proof.subject import STREAMS, Subject
 
-STEPS = 2  # of which streams are compared
-COMPARED = 16  # streams of each, token by token
+STEPS = 2  # number of steps whose streams are compared
+COMPARED = 16  # streams per step that are compared token by token
 
 
 def labels(subject: Subject) -> Findings:
-    """Every label is the next token of the same document, and what is learnt has one."""
+    """Every label is the next token of the same document, and every learnt token has one."""
     wrong, missing, where, of = 0, 0, "", 0
     all_learnt = _all_learnt(subject)
     for i in range(STREAMS * subject.degrees.dp):
         stream = subject.streams[i]
         want, given = np.append(stream.tokens[1:], _first_of_next(subject, i)), stream.labels != IGNORE
-        ends = np.zeros(len(want), dtype=bool)  # documents, but for the last, which may go on in the next stream
+        ends = np.zeros(len(want), dtype=bool)  # of documents, except the last, which may go on in the next stream
         ends[stream.cu_seqlens[1:-1] - 1] = True
         bad = given & (ends | (stream.labels != want))
         absent = ~given & ~ends & all_learnt
@@ -53,7 +53,7 @@ def _first_of_next(subject: Subject, i: int) -> int:
 
 
 def cut(subject: Subject) -> Findings:
-    """What the ranks have of a batch is, put together, the batch: tokens, labels, positions, documents."""
+    """The ranks' cuts of a batch, put together, are the batch: tokens, labels, positions, documents."""
 
     def on_rank(dims: LocalDims) -> tuple[int, int, dict[str, torch.Tensor], list[int]]:
         batch = next(iter(subject.loader(dims.dp_rank, dims.degrees.dp)))
@@ -86,12 +86,12 @@ def cut(subject: Subject) -> Findings:
 
 
 def tokens_of(subject: Subject, dp_rank: int, cp_rank: int) -> torch.Tensor:
-    """[T_local] int64: which of the batch's tokens a rank has that takes its streams at once, in its order."""
+    """[T_local] int64: indices in the batch of a rank's tokens, in its order, if it takes its streams at once."""
     return tokens_in(subject, range(dp_rank * STREAMS, (dp_rank + 1) * STREAMS), cp_rank)
 
 
 def tokens_in(subject: Subject, streams: Iterable[int], cp_rank: int) -> torch.Tensor:
-    """[T_local] int64: which of the batch's tokens a rank has of these streams, in the order in which it has them."""
+    """[T_local] int64: indices in the batch of a rank's tokens of these streams, in its order."""
     T, W = subject.config.training.seq_len, subject.degrees.cp
     blocks = torch.arange(T).view(-1, _fragment(subject))
     own = blocks[[cp_rank, 2 * W - 1 - cp_rank] if len(blocks) > W else [cp_rank]].flatten()
@@ -99,15 +99,15 @@ def tokens_in(subject: Subject, streams: Iterable[int], cp_rank: int) -> torch.T
 
 
 def _fragment(subject: Subject) -> int:
-    """Tokens of one."""
+    """Number of tokens in a fragment."""
     W = subject.degrees.cp
     zigzag = subject.config.parallelism.context_parallel_layout == "zigzag" and W > 1
     return subject.config.training.seq_len // (2 * W if zigzag else W)
 
 
 def stream(subject: Subject) -> Findings:
-    """Ranks together take each stream of a step once, whatever the data-parallel degree, the micro-batch, and where the
-    run resumed."""
+    """Together the ranks take each stream of a step once, whatever the data-parallel degree, the micro-batch, and the
+    step from which the run resumes."""
     G = subject.run.training.global_batch_size
     want = {i: subject.streams[i].tokens for step in range(STEPS) for i in range(step * G, step * G + min(G, COMPARED))}
     for dp, local in _splits(G):
@@ -125,12 +125,12 @@ def stream(subject: Subject) -> Findings:
 
 
 def _splits(G: int) -> list[tuple[int, int]]:
-    """(data-parallel degree, streams of a micro-batch)."""
+    """The splits to try: (data-parallel degree, streams per micro-batch)."""
     return list(dict.fromkeys((dp, local) for dp in (1, 2, G) for local in (1, 2) if G % (dp * local) == 0 and dp <= 8))
 
 
 def _taken(subject: Subject, G: int, dp: int, local: int, dp_rank: int, step: int) -> list[tuple[int, np.ndarray]]:
-    """A rank's streams of a step, and their tokens, where the run has resumed at that step."""
+    """A rank's streams of a step, and their tokens, in a run that has resumed at that step."""
     loader = build_dataloader(
         subject.streams, global_batch_size=G, local_batch_size=local, dp_rank=dp_rank, dp_degree=dp, cursor=step * G
     )  # fmt: skip

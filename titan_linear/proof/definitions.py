@@ -1,4 +1,4 @@
-"""What is on both sides of every other comparison: the loss and the positions, beside their definitions."""
+"""The loss and the positions, which every other comparison has on both sides, against their definitions."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
 from titan_linear.proof.ops import DELTA
 from titan_linear.proof.subject import Subject
 
-TOKENS, VOCAB = 200, 4096  # at most so many rows of the head, which are all alike
-OF_LOSS = 3.0  # units that its results may be off
+TOKENS, VOCAB = 200, 4096  # VOCAB: the most rows of the head; all are computed alike
+OF_LOSS = 3.0  # units that the loss and its gradients may be off
 
 
 def loss(subject: Subject) -> Findings:

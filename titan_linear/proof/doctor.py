@@ -22,11 +22,11 @@ from titan_linear.proof import data, definitions, hf, model, ops, processes, res
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.subject import Subject, subject_of
 
-PATIENCE = timedelta(minutes=10)  # of processes, for each other
+PATIENCE = timedelta(minutes=10)  # for which processes wait for each other
 
 
 def checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Findings]]]:
-    """What is proved, by name, in order: what others rest on comes first."""
+    """The checks, by name and in order: those that others rest on come first."""
     for check in (data.labels, data.cut, data.stream):
         yield check.__name__, lambda check=check: check(subject)
     for case in ops.cases(subject):
@@ -39,7 +39,7 @@ def checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Findings]]]:
 
 
 def guarded(name: str, check: Callable[[], Findings]) -> Findings:
-    """A check that cannot go on is a finding too, whatever a kernel raises that cannot start."""
+    """Run a check. What it raises, such as for a kernel that cannot start, is a finding too, unless memory ran out."""
     try:
         yield from check()
     except Exception as error:
@@ -49,17 +49,17 @@ def guarded(name: str, check: Callable[[], Findings]) -> Findings:
 
 
 def main(argv: list[str]) -> int:
-    """0 if all holds, 1 if something does not, 2 for a user's mistake, 3 where memory is short."""
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch about itself
+    """Return 0 if all holds, 1 if something does not, 2 for a user's mistake, 3 if memory runs out."""
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch's own code causes it
     warnings.filterwarnings("ignore", message=".*deterministic")
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # what deterministic algorithms want
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms require it
     try:
         own_device()
         subject, first = subject_of(load_config(argv), show_progress=True), os.environ.get("RANK", "0") == "0"
         if first:
             print(_introduction(subject), flush=True)
         found = list(_of_processes(subject)) if "WORLD_SIZE" in os.environ else []
-        if not first:  # it reports, and proves the rest
+        if not first:  # the first one reports, and proves the rest
             return 0
         with one_process():
             more = (finding for name, check in checks(subject) for finding in guarded(name, check))
@@ -110,7 +110,7 @@ def _report(found: Findings) -> int:
 
 @contextmanager
 def one_process() -> Iterator[None]:
-    """The default group, of this process alone, for what asks for one."""
+    """A default group of this process alone, for code that asks for one."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:

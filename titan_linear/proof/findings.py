@@ -1,4 +1,4 @@
-"""A finding: a figure, its bound, and where the worst lies."""
+"""A finding: a figure, its bound, and where the worst error lies."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-# What a result may be off, relatively. What is stored in half precision is rounded to it, by half of its last bit. In
-# float32 sums count for more: products are exact to 2^-21 in the kernels, and a chunk sums a few hundred of them.
+# The relative error that a result may have. Storing in half precision rounds by up to half of the last bit. In float32
+# sums matter more: products are exact to 2^-21 in the kernels, and a chunk sums a few hundred of them.
 UNIT = {torch.float32: 2.0**-17, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
-ROUNDINGS = 20  # of a token's activations in a layer
+ROUNDINGS = 20  # of a token's activations, per layer
 
 
 class Note(NamedTuple):
@@ -29,11 +29,11 @@ class Finding(NamedTuple):
     what: str  # what was compared
     figure: float
     bound: float
-    where: str = ""  # op, layer, rank, document of the worst
+    where: str = ""  # op, layer, rank, document of the worst error
 
     @property
     def holds(self) -> bool:
-        return self.figure <= self.bound  # not so for NaN
+        return self.figure <= self.bound  # False for NaN
 
     def __str__(self) -> str:
         sign, state = ("≤", "ok  ") if self.holds else (">", "FAIL")
@@ -49,7 +49,7 @@ def _short(x: float) -> str:
 
 
 def off(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
-    """‖a − b‖ / ‖b‖, or over `least`, where that is more; infinite where a is not finite."""
+    """‖a − b‖ / max(‖b‖, `least`); infinite if a is not finite."""
     a, b = a.detach().double(), b.detach().double()
     if not torch.isfinite(a).all():
         return float("inf")
@@ -58,7 +58,7 @@ def off(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
 
 
 def worst(errors: Mapping[str, float], bounds: Mapping[str, float]) -> str:
-    """The name whose error is the largest part of its bound."""
+    """The name whose error is the largest share of its bound."""
     return max(errors, key=lambda name: _part(errors[name], bounds[name]))
 
 

@@ -1,4 +1,4 @@
-"""Logits of the run's Hugging Face folder beside those of transformers."""
+"""Logits of the run's Hugging Face folder against those of transformers."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, Note, off
 from titan_linear.proof.subject import ROOM, Subject
 
-TOKENS = 100  # of a document, compared
+TOKENS = 100  # that are compared, as one document
 
 
 @torch.no_grad()
 def logits(subject: Subject) -> Findings:
-    """Of the folder that the run begins from, in float32, the whole model; where it fits and transformers has it."""
+    """Logits in float32 of the whole model that the run begins from, if it fits and transformers supports it."""
     folder = hf_weights(subject.run) or hf_assets(subject.run)
     if not folder or not any(Path(folder).glob("*.safetensors")):
         return
@@ -61,5 +61,5 @@ def _reason_against(folder: Path, size: int, device: torch.device) -> str:
 
 
 def _host_memory() -> int:
-    """Bytes that are free."""
+    """Free bytes of the host's memory."""
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

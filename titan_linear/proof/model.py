@@ -1,4 +1,4 @@
-"""The whole model: split as the run splits it and in one process, documents alone, two steps alike."""
+"""The whole model: the run's split against one process, documents packed and alone, a step repeated."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass
 class Step:
-    """What a step gives: its loss, gradients, and what passes between layers."""
+    """The results of a step: loss, gradients, and what passes between layers."""
 
     loss: torch.Tensor
     gradients: Tensors
-    passed: list[torch.Tensor]  # as `Trace` gives it
+    passed: list[torch.Tensor]  # as `Trace.passed` returns it
 
 
 class Trace:
-    """Keeps what enters each layer and the head, and its gradients, inside `with`."""
+    """Keeps what enters each layer and the head, and the gradients of that, inside `with`."""
 
     def __init__(self, model: Decoder):
         self.modules = [*model.layers, model.head]
-        self.between: list[list[torch.Tensor]] = [[] for _ in self.modules]  # of each micro-step
+        self.between: list[list[torch.Tensor]] = [[] for _ in self.modules]  # by module and micro-step
         self.backward: list[list[torch.Tensor]] = [[] for _ in self.modules]
 
     def __enter__(self) -> Trace:
@@ -63,13 +63,13 @@ class Trace:
         return keep
 
     def passed(self) -> list[torch.Tensor]:
-        """[1, tokens of all micro-steps, dim] float64: what enters each layer, then the head; and the gradients of
-        these, in the order in which they are computed."""
+        """[1, tokens of all micro-steps, dim] float64: what enters each layer, then the head; and their
+        gradients, in the order in which they are computed."""
         return [torch.cat(steps, 1) for steps in (*self.between, *reversed(self.backward)) if steps]
 
 
 def in_one_process(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str) -> Step:
-    """A step on all streams at once, by the model alone: documents by their boundaries, labels counted here."""
+    """A step of the model alone, on all streams at once: documents given by boundaries, labels counted here."""
     batch = subject.batch
     bounds, valid = batch.cu_seqlens, max(int((batch.labels != IGNORE).sum()), 1)
     positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()])
@@ -90,11 +90,11 @@ def in_one_process(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: s
 
 @dataclass
 class Split:
-    """A step on the run's ranks."""
+    """The results of a step on the run's ranks."""
 
     loss: torch.Tensor
-    copies: list[tuple[int, Tensors]]  # (rank, gradients): whole ones, of each set of ranks that has them
-    passed: list[torch.Tensor]  # between layers, of all tokens
+    copies: list[tuple[int, Tensors]]  # (rank, whole gradients), for each set of ranks that holds them
+    passed: list[torch.Tensor]  # what passes between layers, for all tokens
 
 
 def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str) -> Split:
@@ -120,7 +120,7 @@ def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str
 
 
 def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> list[torch.Tensor]:
-    """What ranks keep of their tokens → of all tokens."""
+    """Join what the ranks traced of their own tokens into tensors of all tokens."""
     ranks = [trace.passed() for _, trace in traces]
     wholes = [x.new_empty(1, subject.batch.tokens.shape[1], x.shape[2]) for x in ranks[0]]
     for (dims, _), passed in zip(traces, ranks, strict=True):
@@ -131,19 +131,19 @@ def _together(subject: Subject, traces: list[tuple[LocalDims, Trace]]) -> list[t
 
 
 def traced_tokens(subject: Subject, dp_rank: int, cp_rank: int, tp_rank: int) -> torch.Tensor:
-    """[T_local] int64: which of the batch's tokens a rank keeps between layers, one stream of a micro-step after the
+    """[T_local] int64: indices in the batch of a rank's tokens between layers, one micro-step's stream after the
     other."""
     streams = _streams_of(subject, dp_rank)
     return torch.cat([tokens_in(subject, [i], cp_rank).chunk(subject.degrees.tp)[tp_rank] for i in streams])
 
 
 def _streams_of(subject: Subject, dp_rank: int) -> range:
-    """A data-parallel rank's, one of each micro-step."""
+    """A data-parallel rank's streams, one per micro-step."""
     return range(dp_rank, STREAMS * subject.degrees.dp, subject.degrees.dp)
 
 
 def split(subject: Subject) -> Findings:
-    """The run's split gives the loss and every gradient of one process, in float64 and in the run's type."""
+    """The run's split gives the loss and every gradient of one process, in float64 and in the run's dtype."""
     impl, exact = subject.config.model.impl, torch.float64
     whole = subject.whole(exact)
     want = in_one_process(subject, whole, exact, "torch")
@@ -162,7 +162,7 @@ def split(subject: Subject) -> Findings:
 
 
 def _compared(subject: Subject, got: Split, want: Step, dtype: torch.dtype, one: Step | None) -> Findings:
-    """Against float64; where the run's type rounds, a split may be off twice as far as one process is."""
+    """Compare with float64. In the run's dtype, which rounds, a split may be off twice as far as one process."""
 
     check, split = f"split, {short(dtype)}", f"{subject.degrees} against one process"
     wrong = first_wrong(subject, got.passed, stations(subject, want, dtype, one))
@@ -182,21 +182,21 @@ def _compared(subject: Subject, got: Split, want: Step, dtype: torch.dtype, one:
 
 
 def gradient_bound(dtype: torch.dtype, of_one: float | None) -> float:
-    """Of a split step, whose one process is `of_one` off float64 (None: in float64 itself)."""
+    """The bound for a split step, if one process is off float64 by `of_one` (None: the step is in float64)."""
     return DELTA if of_one is None else 2 * of_one + 8 * UNIT[dtype]
 
 
 class Station(NamedTuple):
-    """What passes between layers, in a step of one process."""
+    """One tensor that passes between layers, in a step of one process."""
 
-    name: str  # of what gave it: "layer 1 (gdn), forward"
+    name: str  # of what produced it: "layer 1 (gdn), forward"
     exact: torch.Tensor  # [1, T, dim]
-    bound: float  # of a split
+    bound: float  # for a split
     backward: bool
 
 
 def stations(subject: Subject, want: Step, dtype: torch.dtype, one: Step | None) -> list[Station]:
-    """All of a step, in the order in which it computes them; bounds as `gradient_bound`."""
+    """All stations of a step, in the order in which it computes them; bounds by `gradient_bound`."""
     layers = [subject.layer(i) for i in range(subject.model.num_layers)]
     names = [f"{name}, forward" for name in ("the embedding", *layers)]
     names += [f"{name}, backward" for name in ("the head or the loss", *reversed(layers))]
@@ -213,7 +213,7 @@ class Wrong(NamedTuple):
 
 
 def first_wrong(subject: Subject, got: Iterable[torch.Tensor], stations: list[Station]) -> Wrong | None:
-    """Where a split first parts from one process: the layer, and the rank and document where it begins to."""
+    """Where a split first differs from one process: the layer, and the rank and document where this begins."""
     for i, (x, at) in enumerate(zip(got, stations, strict=True)):
         error = off(x, at.exact)
         if not error <= at.bound:
@@ -230,7 +230,7 @@ def _place(subject: Subject, x: torch.Tensor, y: torch.Tensor, backward: bool) -
 
 
 def documents(subject: Subject) -> Findings:
-    """What passes between layers is, of each document, what it is alone."""
+    """For each document, what passes between layers is the same packed and alone."""
     whole = subject.whole(torch.float64)
     packed = _forward(subject, whole, subject.batch.tokens, subject.batch.cu_seqlens)
     bounds = subject.batch.cu_seqlens.tolist()

@@ -1,4 +1,4 @@
-"""Ops and mixers of the run's model: split among ranks, beside float64, documents apart, repeated."""
+"""Ops and mixers of the run's model: split among ranks, against float64, documents alone, repeated."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from titan_linear.proof.subject import STREAMS, Degrees, Subject
 
 Tensors = dict[str, torch.Tensor]
 DELTA, EXACT = 1e-9, 1e-10  # bounds in float64, of recurrences and of softmax attention
-ORACLE_TOKENS = 192  # of what runs token by token
-ALONE = 6  # documents that are computed by themselves
-SMALL = 1e-3  # a part of the batch that documents, of a token say, are taken for at least
+ORACLE_TOKENS = 192  # for oracles, which run token by token
+ALONE = 6  # number of documents that are computed alone
+SMALL = 1e-3  # share of the batch's norm that a document (of one token, say) counts for at least
 
 
 @dataclass(frozen=True)
@@ -44,9 +44,9 @@ class Case:
     parameters: Tensors  # float64
     run: Callable[[Tensors, BatchPlan], torch.Tensor]  # -> [1, T, ...]
     bound: float  # in float64
-    units: Mapping[str, float]  # what results may be off in other dtypes, in UNITs; "": any other
-    oracle: Callable[[Tensors, torch.Tensor], torch.Tensor] | None = None  # of an op: (x, cu_seqlens), written out
-    usual: Mapping[str, torch.Tensor] = field(default_factory=dict)  # parameters in the place of those that amplify
+    units: Mapping[str, float]  # bounds of results in other dtypes, in UNITs; "": all others
+    oracle: Callable[[Tensors, torch.Tensor], torch.Tensor] | None = None  # an op's definition: (x, cu_seqlens)
+    usual: Mapping[str, torch.Tensor] = field(default_factory=dict)  # parameters instead of those that amplify rounding
     first: int = 0  # where its tokens begin in the batch
 
     def __str__(self) -> str:
@@ -55,7 +55,7 @@ class Case:
 
 # --- The cases of a model --------------------------------------------------------------------------------------------
 
-OF_DELTA = {"": 1.5, "g": 3.0, "beta": 3.0, "A_log": 6.0, "dt_bias": 6.0}  # the last are sums that cancel
+OF_DELTA = {"": 1.5, "g": 3.0, "beta": 3.0, "A_log": 6.0, "dt_bias": 6.0}  # the last two are sums that cancel
 OF_ATTENTION = {"": 6.0, "y": 3.0}
 OF_CONV = {"": 1.5}
 OF_MIXER = {"": 12.0}
@@ -64,7 +64,7 @@ WIDE = ("A_log", "dt_bias")  # never narrower than float32
 
 
 def cases(subject: Subject) -> Iterator[Case]:
-    """Of each kind of mixer its ops, then itself."""
+    """For each kind of mixer its ops, then the mixer itself."""
     whole = subject.whole(torch.float64)
     for kind in dict.fromkeys(subject.model.layers):
         layers = tuple(i for i, mixer in enumerate(subject.model.layers) if mixer == kind)
@@ -78,7 +78,7 @@ def cases(subject: Subject) -> Iterator[Case]:
 
 
 class _Draws:
-    """Normal numbers by name, for the tokens of one data-parallel rank's streams."""
+    """Draws normal numbers by name, for the tokens of one data-parallel rank's streams."""
 
     def __init__(self, subject: Subject, kind: str):
         self.T = STREAMS * subject.config.training.seq_len
@@ -96,8 +96,8 @@ def _delta_rule(kind: DeltaOptions, layers: tuple[int, ...], draw: _Draws) -> Ca
     H, HV, K, V = kind.heads, kind.v_heads, kind.head_dim, kind.v_head_dim
     g = (HV, K) if isinstance(kind, KDA) else (HV,)
     shapes = {"q": (H, K), "k": (H, K), "v": (HV, V), "g": g, "beta": (HV,)}
-    # Decays that last for hundreds of tokens, and are each head's own: a leak must not fade, nor heads be exchanged.
-    # They amplify what is rounded: in half precision kernels are held to what they promise of usual ones.
+    # Decays that last for hundreds of tokens and differ by head, so that a leak does not fade and exchanged heads show.
+    # They amplify rounding: below float64, kernels are held to what they promise for usual decays.
     dt_bias = draw("dt_bias", HV * K if isinstance(kind, KDA) else HV)
     gates = {"A_log": torch.linspace(-1, 1, HV).double().to(draw.device), "dt_bias": dt_bias - 7}
     bounds = {"lower_bound": kind.lower_bound} if isinstance(kind, KDA) else {}
@@ -149,7 +149,7 @@ def _attention(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws) -> Cas
 def _mixer(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws, mixer: nn.Module) -> Case:
     def run(x: Tensors, plan: BatchPlan) -> torch.Tensor:
         x = dict(x)
-        own, tokens = copy.deepcopy(mixer), x.pop("x")  # its own: ranks run it in turns
+        own, tokens = copy.deepcopy(mixer), x.pop("x")  # a copy per call: ranks run it in turns
         for name, p in x.items():
             owner, _, leaf = name.rpartition(".")
             module = own.get_submodule(owner)
@@ -166,14 +166,14 @@ def _mixer(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws, mixer: nn.
 
 
 class Results(NamedTuple):
-    """The output and gradients of a case: of its tokens, and of its parameters."""
+    """The results of a case: its output and gradients by token; the gradients of its parameters."""
 
     tokens: Tensors
     parameters: Tensors
 
 
 def rounded(case: Case, dtype: torch.dtype) -> Case:
-    """The case with its values as they are in `dtype`, still in float64."""
+    """The case with its values rounded to `dtype`, but stored in float64."""
     if dtype != torch.float64:
         case = replace(case, parameters=case.parameters | case.usual)
     tokens, parameters = (
@@ -188,7 +188,7 @@ def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
 
 
 def computed(case: Case, dtype: torch.dtype, plan: BatchPlan, mine: torch.Tensor | slice = slice(None)) -> Results:
-    """The case on these of its tokens, in `dtype`."""
+    """Compute the case in `dtype`, on the tokens `mine`."""
     tokens = {n: x[:, mine].to(dtype, copy=True).requires_grad_() for n, x in case.tokens.items()}
     parameters = {n: x.to(_dtype_of(n, dtype), copy=True).requires_grad_() for n, x in case.parameters.items()}
     y = case.run(tokens | parameters, plan)
@@ -198,12 +198,12 @@ def computed(case: Case, dtype: torch.dtype, plan: BatchPlan, mine: torch.Tensor
 
 
 def on_one(subject: Subject, case: Case, dtype: torch.dtype, impl: str = "torch") -> Results:
-    """On one rank, without a plan: documents are given by their boundaries."""
+    """Compute the case on one rank, without the run's plan: documents are given by their boundaries."""
     return computed(case, dtype, _plan(subject, _bounds(subject), impl))
 
 
 def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: str) -> Results:
-    """On the ranks that share a stream, put together. Raises `RankFailed`."""
+    """Compute the case on the ranks that share a stream, and join their results. Raises `RankFailed`."""
     degrees = Degrees(1, subject.degrees.cp, 1, 1)
 
     def on_rank(dims: LocalDims) -> Results:
@@ -220,7 +220,7 @@ def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: st
 
 
 def _bounds(subject: Subject) -> torch.Tensor:
-    """[N+1] int32, on the CPU: of the streams of the first data-parallel rank."""
+    """[N+1] int32, on the CPU: boundaries of the first data-parallel rank's streams."""
     bounds = subject.batch.cu_seqlens
     return bounds[bounds <= STREAMS * subject.config.training.seq_len]
 
@@ -241,7 +241,7 @@ def _compared(
     both = (got.tokens | got.parameters), (want.tokens | want.parameters)
     errors = {name: off(x, both[1][name]) for name, x in both[0].items()}
     bounds = {name: _bound(case, name, dtype) for name in errors}
-    # Out of bounds, the first result that says where is named: those of tokens, and of these the output.
+    # If results are out of bounds, name the first that says where: results by token, the output before gradients.
     name = next((name for name in got.tokens if not errors[name] <= bounds[name]), worst(errors, bounds))
     return errors[name], bounds[name], _where(subject, case, name, both[0][name], both[1][name], name in got.tokens)
 
@@ -253,7 +253,7 @@ def _bound(case: Case, name: str, dtype: torch.dtype) -> float:
 
 
 def _where(subject: Subject, case: Case, name: str, got: torch.Tensor, want: torch.Tensor, of_tokens: bool) -> str:
-    """In words: the result, its worst head, and the rank and document where it begins to be wrong."""
+    """In words: the result, its worst head, and the rank and document where the error begins."""
     wrong = (got.double() - want.double()).abs().nan_to_num(torch.inf, torch.inf)
     heads = case.name in ("attention", "chunk_kda", "chunk_gated_delta_rule")
     said = [name]
@@ -267,7 +267,7 @@ def _where(subject: Subject, case: Case, name: str, got: torch.Tensor, want: tor
 
 
 def begins(wrong: torch.Tensor, backward: bool) -> int:
-    """The first token, or in backward the last one, that is about as wrong as the worst; wrong [T]."""
+    """The first token, or in backward the last, whose error is a hundredth of the worst or more. wrong: [T] errors."""
     about = (wrong >= wrong.max() / 100).nonzero().flatten()
     return int(about[-1 if backward else 0])
 
@@ -278,7 +278,7 @@ def _place(subject: Subject, token: int) -> str:
 
 
 def split(subject: Subject, case: Case) -> Findings:
-    """Split among ranks it equals float64 on one rank; in the run's type, within what rounding costs."""
+    """The case split among ranks equals float64 on one rank; in the run's dtype, within what rounding costs."""
     what = f"{case}, cp {subject.degrees.cp}"
     for dtype in dict.fromkeys((torch.float64, subject.dtype)):
         given = rounded(case, dtype)
@@ -288,7 +288,7 @@ def split(subject: Subject, case: Case) -> Findings:
 
 
 def implementations(subject: Subject, case: Case) -> Findings:
-    """The run's implementation equals float64 on these lengths, and float64 the recurrence token by token."""
+    """On these document lengths the run's implementation equals float64, and float64 equals the definition."""
     dtype, given = subject.dtype, rounded(case, subject.dtype)
     got = on_one(subject, given, dtype, subject.config.model.impl)
     compared = _compared(subject, case, got, on_one(subject, given, torch.float64), dtype)
@@ -303,7 +303,7 @@ def implementations(subject: Subject, case: Case) -> Findings:
 
 
 def _few(subject: Subject, case: Case) -> tuple[Case, torch.Tensor]:
-    """The last tokens of the batch, in documents of which the first is cut off."""
+    """The last tokens of the batch, and the boundaries of their documents, of which the first is cut off."""
     bounds = _bounds(subject)
     first = max(int(bounds[-1]) - ORACLE_TOKENS, 0)
     cut = first + (int(bounds[-1]) - first) // 3
@@ -314,7 +314,7 @@ def _few(subject: Subject, case: Case) -> tuple[Case, torch.Tensor]:
 
 
 def documents(subject: Subject, case: Case) -> Findings:
-    """A document gives what it gives alone, and what others are changes nothing of it."""
+    """A document gives the same packed and alone, and changing another document changes nothing of it."""
     bounds = _bounds(subject)
     lengths, order = bounds.diff(), bounds.diff().argsort(descending=True).tolist()
     packed, worst_of = on_one(subject, case, torch.float64), (0.0, "")
@@ -356,7 +356,7 @@ def _perturbed(subject: Subject, case: Case, changed: list[int]) -> Finding:
 
 
 def repeated(subject: Subject, case: Case) -> Findings:
-    """Twice the same gives the same bits; what does not is named."""
+    """The case gives the same bits when it runs again; results that do not are named."""
     dtype, impl = subject.dtype, subject.config.model.impl
     first, again = (split_among_ranks(subject, case, dtype, impl) for _ in range(2))
     pairs = [(name, x, again[i][name]) for i in range(2) for name, x in first[i].items()]
@@ -367,7 +367,7 @@ def repeated(subject: Subject, case: Case) -> Findings:
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """Deterministic algorithms where there are some, inside: what is computed twice has the same bits."""
+    """Inside, use deterministic algorithms where they exist: what is computed twice has the same bits."""
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
@@ -377,8 +377,8 @@ def repeatable() -> Iterator[None]:
 
 
 def may_differ(subject: Subject, layers: Iterable[int]) -> float:
-    """A bound of what differs when these layers run again: 0, but on GPUs for softmax attention, whose fastest kernels
-    do not repeat their bits unless the run asks for debug.deterministic."""
+    """Bound on the number of results that differ when these layers run again: 0, except for softmax attention on GPUs,
+    whose fastest kernels do not repeat their bits unless the run sets debug.deterministic."""
     softmax = any(not subject.model.layers[i].linear for i in layers)
     repeats = subject.device.type == "cpu" or subject.config.debug.deterministic
     return float("inf") if softmax and not repeats else 0

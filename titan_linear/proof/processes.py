@@ -37,8 +37,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def split(subject: Subject) -> Findings:
-    """A step of all processes gives the loss and gradients of one, in float64 and in the run's type. Every rank calls
-    it, and has the same findings."""
+    """A step of all processes gives the loss and gradients of one process, in float64 and in the run's dtype. Every
+    rank calls this, and gets the same findings."""
     dims = build_dims(subject.config, subject.device)
     subject = replace(subject, degrees=Degrees(dims.dp, dims.cp, dims.tp, dims.ep))
     exact = in_one_process(subject, subject.whole(torch.float64), torch.float64, "torch")
@@ -70,8 +70,8 @@ def _in_float64(config: Config) -> Config:
 def _of_processes(
     subject: Subject, dims: ParallelDims, want: Step, one: Step | None
 ) -> tuple[torch.Tensor, dict[str, list[float]], str]:
-    """The loss of all ranks, by parameter how far each rank's part of its gradient is off, and where the step first
-    parts from one process."""
+    """The loss of all ranks; for each parameter, how far each rank's part of its gradient is off; and where the step
+    first differs from one process."""
     config, host = subject.config, unhurried_group()
     model = build_model(config, subject.model, dims, subject.device)
     _fill(model, subject.weights)
@@ -95,7 +95,7 @@ def _of_processes(
 
 
 def _first_wrong(subject: Subject, dims: ParallelDims, trace: Trace, stations: list[Station]) -> Wrong | None:
-    """Of this rank's tokens."""
+    """`first_wrong` for this rank's tokens."""
     mine = traced_tokens(subject, dims.dp_rank, dims.cp_group.rank(), dims.tp_group.rank()).to(subject.device)
     wholes = (at.exact.index_copy(1, mine, x) for at, x in zip(stations, trace.passed(), strict=True))
     return first_wrong(subject, wholes, stations)
@@ -109,7 +109,7 @@ def _fill(model: Decoder, weights: Tensors) -> None:
 
 
 def _errors(model: Decoder, want: Tensors) -> dict[str, float]:
-    """Of each gradient how far this rank's part of it is off, relative to the whole."""
+    """For each gradient, how far this rank's part of it is off, relative to the whole gradient."""
     names, errors = {id(p): name for name, p in model.named_parameters()}, {}
     grads = {names[id(p)]: p.grad for p in model.parameters() if p.grad is not None}
     for name, exact in want.items():
@@ -120,7 +120,7 @@ def _errors(model: Decoder, want: Tensors) -> dict[str, float]:
 
 
 def _part(tensor: torch.Tensor) -> tuple[torch.Tensor, tuple[slice, ...]]:
-    """What this rank has of a tensor, and where in the whole it lies."""
+    """This rank's part of a tensor, and where in the whole it lies."""
     if not isinstance(tensor, DTensor):
         return tensor, (slice(None),) * tensor.dim()
     (own,) = tensor.__create_chunk_list__()

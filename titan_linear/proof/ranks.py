@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class LocalDims:
-    """What `ParallelDims` says of the ranks of a mesh, of a rank in one process."""
+    """The counterpart of `ParallelDims` for a rank that shares one process with all others."""
 
     degrees: Degrees
     rank: int
@@ -36,7 +36,7 @@ class LocalDims:
     tp_group: LocalGroup
     ep_group: LocalGroup
     data_group: LocalGroup  # dp × cp
-    expert_group: LocalGroup  # those of data_group that have the same experts
+    expert_group: LocalGroup  # ranks of data_group that have the same experts
 
     @property
     def cp(self) -> int:
@@ -68,7 +68,7 @@ def _as_ranks(group: LocalGroup) -> Ranks:
 
 
 def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
-    """on_rank(dims) of every rank of these degrees, in rank order. Raises `RankFailed`."""
+    """Call on_rank(dims) for every rank of these degrees; the results in rank order. Raises `RankFailed`."""
     grid = torch.arange(degrees.ranks).view(degrees.dp, degrees.cp, degrees.tp)
     data = grid.flatten(0, 1)  # [dp · cp, tp]
     experts = data.unflatten(0, (-1, degrees.ep))  # [., ep, tp]
@@ -96,7 +96,7 @@ def sharding_of(subject: Subject, dims: LocalDims, dtype: torch.dtype, impl: str
 
 
 def model_of(subject: Subject, whole: Decoder, dims: LocalDims) -> Decoder:
-    """A rank's model: parameters of its own that share the whole ones' memory, or its parts of them."""
+    """A rank's model: its own parameters, which share memory with the whole ones, or are its parts of them."""
     with torch.device("meta"):
         model = Decoder(whole.config)
     for name, p in whole.named_parameters(remove_duplicate=False):
@@ -113,7 +113,7 @@ def model_of(subject: Subject, whole: Decoder, dims: LocalDims) -> Decoder:
 
 
 def sum_as_fsdp(model: Decoder, dims: LocalDims) -> None:
-    """Sum the gradients that FSDP2 sums in a run, which is no part of this process."""
+    """Sum the gradients that FSDP2 sums in a run; there is no FSDP2 in this process."""
     whole = {id(p) for p in replicated_parameters(model)}
     for name, p in model.named_parameters():
         if p.requires_grad and id(p) not in whole:
@@ -122,10 +122,10 @@ def sum_as_fsdp(model: Decoder, dims: LocalDims) -> None:
 
 
 def whole_gradients(parts: Sequence[tuple[LocalDims, Decoder]]) -> list[tuple[int, dict[str, torch.Tensor]]]:
-    """Every parameter's gradient put together from the ranks that have its parts; once for each set of ranks that has
-    all of it, with the first rank of the set."""
+    """Join every parameter's gradient from the ranks that hold its parts: (first rank, gradients) for each set of ranks
+    that together hold all of them."""
     degrees, sets = parts[0][0].degrees, {}
-    for dims, model in parts:  # a set: ranks of one group of experts, all of tp
+    for dims, model in parts:  # a set: the ranks of one ep group, with all their tp ranks
         sets.setdefault(dims.rank // (degrees.ep * degrees.tp), []).append((dims, model))
     return [(ranks[0][0].rank, _joined(ranks)) for ranks in sets.values()]
 

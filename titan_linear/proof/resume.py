@@ -1,4 +1,4 @@
-"""A save, a resume, and the step after it: the same as without."""
+"""A save and a resume: state and next step are the same as without them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ from titan_linear.proof.subject import STREAMS, MoreDocuments, Subject, narrowed
 from titan_linear.step import StepEnd
 
 BEFORE = 2  # steps before the save
-PARAMETERS = 32_000_000  # that are saved: more would be the same, and wait for a disk
+PARAMETERS = 32_000_000  # most that are saved: more would prove nothing new, and wait for a disk
 
 
 @dataclass
 class Run:
-    """What the trainer has of a run on a rank."""
+    """What the trainer holds of a run on one rank."""
 
     subject: Subject
     dims: ParallelDims
@@ -51,7 +51,7 @@ class Run:
     step: int = 0
 
     def begin(self, cursor: int) -> None:
-        """Take batches from this stream on."""
+        """Take batches from stream `cursor` on."""
         config = self.subject.config
         loader = build_dataloader(
             MoreDocuments(self.subject.streams), global_batch_size=config.training.global_batch_size,
@@ -70,7 +70,7 @@ class Run:
         self.end = StepEnd(config, self.model, self.dims, self.optimizer)
 
     def next_step(self) -> tuple[float, tuple[int, ...]]:
-        """One step; its loss and its streams, of all ranks. The step after is fetched, as the trainer does."""
+        """Take one step; return its loss and all ranks' streams. The next step is prefetched, as by the trainer."""
         losses, streams = self.passes.run()
         self.step += 1
         reading = self.end.run(losses, self.step)
@@ -79,7 +79,7 @@ class Run:
         return reading.wait()[0], tuple(sorted({i for own in ranks for i in own}))
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What this rank has of weights and the optimizer's states, by name; copies."""
+        """Copies of this rank's parts of the weights and optimizer states, by name."""
         weights = named_parameters(self.model)
         found = {f"weight {name}": local_tensor(p).detach().clone() for name, p in weights.items()}
         for name, p in self.model.named_parameters():
@@ -89,14 +89,14 @@ class Run:
 
 
 def resume(subject: Subject) -> Findings:
-    """Saved after some steps and loaded into a new model, a run is where it was, and its next step is the same one."""
+    """Saved after some steps and loaded into a new model, a run has the same state and takes the same next step."""
     one = replace(subject, config=_on_one_rank(subject.config))
     offload = one.config.training.enable_cpu_offload
     yield from _resumed("resume", one, build_mesh(subject.device.type, 1, 1, 1, cpu_offload=offload), unhurried_group())
 
 
 def of_processes(subject: Subject) -> Findings:
-    """The same of the run's own processes and split, under torchrun. Every rank calls it, and has the same findings."""
+    """The same for the run's own processes and split, under torchrun. Every rank calls this, for the same findings."""
     dims = build_dims(subject.config, subject.device)
     yield from _resumed(
         f"resume, {dims.description}", replace(subject, config=_taken(subject.config, dims.dp)), dims, unhurried_group()
@@ -140,7 +140,7 @@ def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.Proces
 
 @contextmanager
 def _shared_folder(host: dist.ProcessGroup) -> Iterator[Path | None]:
-    """A temporary one of all ranks; None: not all of them see it."""
+    """A temporary folder for all ranks; None: not all of them see it."""
     first = dist.get_rank(host) == 0
     with tempfile.TemporaryDirectory(prefix="titan_linear-doctor-") if first else nullcontext() as own:
         folder = Path(of_all_ranks(own, host)[0])
@@ -149,7 +149,7 @@ def _shared_folder(host: dist.ProcessGroup) -> Iterator[Path | None]:
 
 
 def _compared(check: str, what: str, want: dict[str, torch.Tensor], run: Run) -> Finding:
-    """Of all ranks, what `run` has."""
+    """Compare what all ranks have in `run` with what they had."""
     got = run.tensors()
     own = [n for n in dict.fromkeys([*want, *got]) if n not in got or n not in want or not _same(want[n], got[n])]
     ranks = of_all_ranks(own, run.host)
@@ -173,6 +173,6 @@ def _on_one_rank(config: Config) -> Config:
 
 
 def _taken(config: Config, dp: int) -> Config:
-    """Uncompiled, with a global batch that so many data-parallel ranks take."""
+    """The config uncompiled, with a global batch for `dp` data-parallel ranks."""
     batch = {"training.global_batch_size": STREAMS * dp, "training.local_batch_size": 1}
     return changed(config, batch | {"compile.enable": False})

@@ -1,4 +1,4 @@
-"""The proofs of a run before it starts (`doctor.at_start`), in a process of their own, which leaves no GPU touched."""
+"""The proofs of a run before it starts (`doctor.at_start`), in their own process, which leaves nothing on a GPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 
 def prove(argv: list[str], world_size: int) -> None:
-    """Run `python -m tools.doctor` for a run of so many processes.
+    """Run `python -m tools.doctor` for a run of `world_size` processes.
 
     Raises:
-        SystemExit: something does not hold; what is on the console.
+        SystemExit: something does not hold; the console says what.
     """
     environment = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
     command = [sys.executable, "-m", "titan_linear.proof.doctor", *argv]

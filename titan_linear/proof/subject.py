@@ -35,10 +35,10 @@ from titan_linear.ops.boundaries import CHUNK
 from titan_linear.preflight import check_splits
 
 LENGTH = {"cpu": 256, "cuda": 2048}  # tokens of a stream, at least
-CPU_PARAMETERS = 4_000_000  # of which a few passes in float64 take two cores seconds
-STREAMS = 2  # of a data-parallel rank; of all every second one is cut into more documents than the corpus has
+CPU_PARAMETERS = 4_000_000  # with this many, a few float64 passes take two cores seconds
+STREAMS = 2  # per data-parallel rank; every second one of all is cut into more documents than the corpus has
 MOST_RANKS = 64  # in one process
-ROOM = 0.6  # of the free memory
+ROOM = 0.6  # share of the free memory that proofs may use
 
 
 @dataclass(frozen=True)
@@ -69,12 +69,12 @@ class Subject:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of compute, in the run."""
+        """The compute dtype of the run."""
         return DTYPES[self.config.training.mixed_precision_param]
 
     @cached_property
     def batch(self) -> Batch:
-        """All streams that a step takes, on one rank."""
+        """All streams of a step, as one rank would take them."""
         return next(iter(self.loader(0, 1, STREAMS * self.degrees.dp)))
 
     def loader(self, dp_rank: int, dp: int, local: int = STREAMS) -> Iterator[Batch]:
@@ -87,7 +87,7 @@ class Subject:
 
     @cached_property
     def weights(self) -> dict[str, torch.Tensor]:
-        """float32, on the CPU: as a run draws them, but that no two heads or channels are alike."""
+        """float32, on the CPU: as a run draws them, except that no two heads or channels are alike."""
         decoder = unallocated(self.model, torch.float32).to_empty(device="cpu")
         initialise(decoder, self.config.debug.seed)
         vary(decoder, self.config.debug.seed)
@@ -104,7 +104,7 @@ class Subject:
         return decoder
 
     def document(self, token: int) -> str:
-        """In words, where a token of `batch` is."""
+        """Say where a token of `batch` is."""
         bounds, seq_len = self.batch.cu_seqlens.tolist(), self.config.training.seq_len
         stream = token // seq_len
         n = int(np.searchsorted(bounds, token, side="right")) - 1
@@ -124,9 +124,9 @@ def vary(decoder: Decoder, seed: int) -> None:
 
 
 class MoreDocuments:
-    """Streams of which every second one is cut into more documents than the corpus has there: of 5 tokens, one that
-    goes through more than half of the stream, of 1 and 2 tokens, and the rest; of a very short one as many as it has
-    room for."""
+    """Streams of which every second one is cut into more documents than the corpus has there: one of 5 tokens, one that
+    spans more than half of the stream, one of 1 token, one of 2, and the rest; a very short stream gets only those that
+    it has room for."""
 
     def __init__(self, streams: Streams):
         self.streams = streams
@@ -148,7 +148,7 @@ class MoreDocuments:
 
 
 def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
-    """What a run's configuration asks for, cut to what can be examined on this machine.
+    """The subject of a run's configuration, cut to what can be examined on this machine.
 
     Raises:
         ValueError: the run could not start; a corpus of less than a step; no memory for a layer.
@@ -194,7 +194,7 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
 
 
 def _beginning(config: Config) -> Progress:
-    """That of a new run by the mixture as it is now; its documents in the order of the run that this one resumes."""
+    """The progress of a new run with the present mixture, but the document order of the run that this one resumes."""
     known = known_progress(config, config.checkpoint.load_step)
     weights = {source.name: source.weight for source in config.training.mixture}
     beginning = {"step": 0, "cursor": 0, "order": stream_order(known), "mixture": [{"start": 0, "weights": weights}]}
@@ -202,7 +202,7 @@ def _beginning(config: Config) -> Progress:
 
 
 def _processes(config: Config) -> int:
-    """NGPU, torchrun's, or as few as the degrees allow."""
+    """The number of processes: torchrun's, else NGPU, else the fewest that the degrees allow."""
     p = config.parallelism
     least = p.data_parallel_replicate_degree * max(p.data_parallel_shard_degree, 1)
     asked = os.environ.get("WORLD_SIZE", os.environ.get("NGPU", ""))
@@ -212,21 +212,21 @@ def _processes(config: Config) -> int:
 
 
 def _degrees(config: Config, processes: int) -> Degrees:
-    """The run's; of data-parallel ranks, which all do the same, at most two."""
+    """The run's degrees, with at most two data-parallel ranks, since these all do the same."""
     p = config.parallelism
     cp, tp = p.context_parallel_degree, p.tensor_parallel_degree
     dp = processes // (cp * tp)
     if dp == 1 and p.data_parallel_shard_degree == -1 and not {"NGPU", "WORLD_SIZE"} & os.environ.keys():
-        dp = 2  # the rest, of which nothing is known
+        dp = 2  # -1 is the rest of the GPUs, whose number is not known
     dp = min(dp, 2, max(MOST_RANKS // (cp * tp), 1))
     return Degrees(dp, cp, tp, math.gcd(p.expert_parallel_degree, dp * cp))
 
 
 def _one_period(model: ModelConfig) -> ModelConfig:
-    """The first layers, up to where their pattern begins again; at least one with experts where there are some."""
+    """The first layers, until their pattern repeats; at least one with experts if the model has any."""
     layers = model.layers
     n = next(n for n in range(1, len(layers) + 1) if all(layers[i] == layers[i % n] for i in range(len(layers))))
-    if n == len(layers):  # no period: until each kind has come
+    if n == len(layers):  # no period: until every kind has occurred
         n = max(layers.index(kind) for kind in set(layers)) + 1
     with_experts = [i for i in range(model.num_layers) if model.has_experts(i)]
     n = max(n, with_experts[0] + 1) if with_experts else n
@@ -234,7 +234,7 @@ def _one_period(model: ModelConfig) -> ModelConfig:
 
 
 def fitting(model: ModelConfig, config: Config, degrees: Degrees, device: torch.device) -> tuple[ModelConfig, int]:
-    """The model, or a narrower one that this device holds as often as proofs need it; and by what it is divided."""
+    """The model, or a narrower one of which this device holds the copies that proofs need; and the divisor."""
     most = CPU_PARAMETERS
     if device.type == "cuda":
         most = torch.cuda.mem_get_info(device)[0] * ROOM / (24 + 8 * degrees.ranks)  # gradients, mostly
@@ -249,7 +249,7 @@ def fitting(model: ModelConfig, config: Config, degrees: Degrees, device: torch.
 
 
 def narrowed(model: ModelConfig, config: Config, most: float) -> tuple[ModelConfig, int]:
-    """The model with at most so many parameters, if one of a dim of 128 or more has so few; and its divisor."""
+    """The model, narrowed until it has at most `most` parameters or a dim of at most 128; and the divisor."""
     for factor in (1, 2, 4, 8, 16, 32):
         thinner = _thinner(model, factor, config)
         if count_parameters(thinner) <= most or thinner.dim <= 128:
@@ -283,7 +283,7 @@ def _fewer_experts(moe: MoEConfig, factor: int, tp: int, ep: int) -> MoEConfig:
 
 
 def _fewer_heads(mixer: MixerOptions, factor: int, config: Config) -> MixerOptions:
-    """A fraction of all heads, but at least four, where ranks can split them as before; they stay as wide."""
+    """Keep a fraction of all heads, at least four, if ranks can still split them; heads stay as wide."""
     p = config.parallelism
     kinds = {name: getattr(mixer, name) for name in ("heads", "v_heads", "kv_heads") if hasattr(mixer, name)}
     while factor > 1:
@@ -299,7 +299,7 @@ def _fewer_heads(mixer: MixerOptions, factor: int, config: Config) -> MixerOptio
 
 
 def _length(config: Config, device: torch.device) -> int:
-    """Tokens of a stream: enough for every fragment to have more than a chunk, and no more than the run's."""
+    """Tokens per stream: enough for every fragment to have more than a chunk, and no more than the run's."""
     p, t = config.parallelism, config.training
     blocks = p.context_parallel_degree * (2 if p.context_parallel_layout == "zigzag" else 1)
     unit = math.lcm(blocks, p.context_parallel_degree * p.tensor_parallel_degree)
