@@ -39,7 +39,7 @@ class Stage:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, nbytes: int):
         self.rank, self.size, self.exchange = group.rank(), group.size(), 0
-        self.others = [(self.rank + step) % self.size for step in range(1, self.size)]  # each rank begins with a different one
+        self.others = [(self.rank + step) % self.size for step in range(1, self.size)]  # each rank's first is another
         own = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
         numbers = symmetric.empty(2 * self.size, dtype=torch.int32, device=device).zero_()
         torch.cuda.synchronize(device)  # the zeros are written before another rank may raise one
