@@ -235,7 +235,7 @@ class _Texts:
 
     @property
     def key(self) -> str:
-        """A hash of all whose change could change the tokens: of the files it takes paths, sizes and times."""
+        """A hash of whatever could change the tokens; files enter it by their paths, sizes and times."""
         try:
             stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in self.files]
         except OSError as error:

@@ -19,9 +19,9 @@ Elsewhere (in a checkpoint, say) a corpus is identified by `Corpus.fingerprint`,
 them are learnt.
 
 Opening checks corpus.json and the sizes and structure of every file. `verify_corpus` checks everything against the
-checksums (at the disk's speed, in threads); the preflight does that before training starts, but for a corpus that it
-has found whole before only if a file has changed (`verify_changed`). A damaged corpus is an error and is never
-rebuilt automatically: nothing that might be someone's only copy is deleted.
+checksums (at the disk's speed, in threads); the preflight does that before training starts, unless it has found the
+corpus whole before and no file has changed since (`verify_changed`). A damaged corpus is an error and is never rebuilt
+automatically: nothing that might be someone's only copy is deleted.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ from titan_linear.files import default_cache_dir, write_whole
 FORMAT = "titan_linear corpus 1"
 ANSWERS_FORMAT = "titan_linear corpus 2"  # code that knows only the first format would learn every token
 CRC_BLOCK = 1 << 24  # bytes
-LONG = 50 * 10**9  # bytes: reading as many takes some time
-SMALL = 1 << 22  # documents: as many every process may look at
+LONG = 50 * 10**9  # bytes: reading this many takes some time
+SMALL = 1 << 22  # documents: every process may look at this many
 CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")  # of the folders that are ours to remove
 FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
 ANSWERS = "answers.bin"

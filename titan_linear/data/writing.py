@@ -82,7 +82,7 @@ class Progress:
     num_learnt: int = 0  # tokens
     num_ended: int = 0  # documents whose last answer ends in the end token
     files_read: int = 0  # text files that have been read to their ends
-    num_files: int = 0  # those of them that are in files.bin
+    num_files: int = 0  # those of them whose ends are in files.bin
 
 
 def temporary_folder(folder: Path) -> Path:

@@ -34,7 +34,7 @@ class BatchSharding:
     compute_dtype: torch.dtype
     compiled: bool  # layers, which read the plan, are compiled
     programs: tuple[int, ...]  # of each kind of delta rule's scan over a rank's tokens, where scans are kernels
-    stream_programs: tuple[int, ...] | None  # likewise over the whole stream, where ranks share heads; None: none is
+    stream_programs: tuple[int, ...] | None  # likewise over the whole stream, where ranks share heads; None: no scan
     softmax: tuple[tuple[int, int, int], ...]  # Hq, Hkv and D + Dv on a rank of tp, for each kind of softmax layer
 
     @classmethod

@@ -41,7 +41,7 @@ class ComputedAgain(CustomGraphPass):
 
     def __call__(self, graph: fx.Graph) -> None:
         names = {node: _own_name(node) for node in graph.nodes}
-        again = () if set(RECOMPUTE) & set(names.values()) else PREPARE  # with RECOMPUTE, backward has its own
+        again = () if set(RECOMPUTE) & set(names.values()) else PREPARE  # RECOMPUTE: backward has its own
         for node, name in names.items():
             if name in again or _joins_parameters(node):
                 for marked in (node, *(user for user in node.users if user.target is getitem)):
@@ -52,7 +52,7 @@ class ComputedAgain(CustomGraphPass):
 
 
 def _joins_parameters(node: fx.Node) -> bool:
-    """Whether it puts weights side by side (`models.layers.project`): if kept, a copy that FSDP cannot free."""
+    """Whether a node puts weights side by side (`models.layers.project`): if kept, a copy that FSDP cannot free."""
     return node.target is torch.ops.aten.cat.default and all(x.op == "placeholder" for x in node.args[0])
 
 

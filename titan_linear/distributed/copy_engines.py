@@ -33,13 +33,13 @@ def _driver() -> ctypes.CDLL:
 class Stage:
     """Memory of each rank of a group that all others have mapped, with two numbers for each pair of ranks.
 
-    `memory[p]` is rank p's, [bytes]. For each other rank, a rank's numbers hold the last exchange whose data that one
-    has made READY, and the last one with which it is done, so that the memory is FREE again.
+    `memory[p]` is rank p's, [bytes]. A rank's numbers say, for each other rank, up to which exchange what that rank
+    wrote is READY, and up to which it is done, so that memory is FREE again.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, nbytes: int):
         self.rank, self.size, self.exchange = group.rank(), group.size(), 0
-        self.others = [(self.rank + step) % self.size for step in range(1, self.size)]  # each rank's first is another
+        self.others = [(self.rank + step) % self.size for step in range(1, self.size)]  # no two begin with the same
         own = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
         numbers = symmetric.empty(2 * self.size, dtype=torch.int32, device=device).zero_()
         torch.cuda.synchronize(device)  # the zeros are written before another rank may raise one

@@ -134,8 +134,8 @@ class Feed:
                 self._ahead[-1].wait()
 
     def take(self) -> Fed:
-        """What the step had whose micro-batches were asked for since the last call. Every rank calls this. They wait
-        for each other, but no longer than they would have to for the next step's count of tokens."""
+        """What was in the step whose micro-batches were asked for since the last call. Every rank calls this. They
+        wait for each other, but no longer than they would have to for the next step's count of tokens."""
         most = np.array([self._pairs])
         with self._timed(reads=False):
             dist.all_reduce(torch.from_numpy(most), dist.ReduceOp.MAX, group=self.host)

@@ -95,7 +95,7 @@ def late_collective(lists: list[list[dict[str, Any]]], now: int) -> dict[str, An
     waiting: dict[tuple[int, int], dict[str, Any]] = {}  # by recorder and group
     for i, entries in enumerate(lists):
         for entry in entries:
-            if entry["retired"]:  # so are earlier ones: those of a batch of NCCL's are never marked
+            if entry["retired"]:  # so are earlier ones; those in an NCCL batch are never marked
                 waiting.pop((i, entry["pg_id"]), None)
             else:
                 waiting.setdefault((i, entry["pg_id"]), entry)

@@ -6,8 +6,8 @@
         ...
     results = run_ranks(on_rank, 8)                    # in rank order
 
-They can have any degree, without a launcher and without `torch.distributed.init_process_group`: for tests, for proofs,
-and to look into a rank with a debugger. Code that takes a group is given a `LocalGroup`, and can find it by its name
+Any degree works, without a launcher and without `torch.distributed.init_process_group`: for tests, for proofs, and to
+look into a rank with a debugger. Code that takes a group is given a `LocalGroup`, and can find it by its name
 like any other; `torch.distributed`'s functions take it too, except those that ask for the default group.
 
 Ranks take turns: one runs until it has to wait for the others, so that a run is the same each time, a breakpoint stops
