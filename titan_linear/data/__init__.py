@@ -1,23 +1,23 @@
 """The data path: from texts to the batches of one rank.
 
 1. **Sources** (sources.py) give documents in a fixed order: files, lines or rows of text, or a corpus of tokens.
-2. **A tokenizer** (tokenizer.py), bytes or any Hugging Face tokenizer.json, turns each into tokens and an end token;
-   processes on all cores do (tokenise.py). Of conversations (chat.py) it also says which tokens are learnt.
+2. **A tokenizer** (tokenizer.py), bytes or any Hugging Face tokenizer.json, turns each into tokens and an end token,
+   in processes on all cores (tokenise.py). For conversations, chat.py also says which tokens are learnt.
 3. **A corpus** (corpus.py) holds them on disk: all tokens end to end, where each document begins, and a hash of each;
-   of conversations, where each answer begins and ends; of texts, which documents each file gave.
-   It is written once (writing.py; of texts into the user's cache, cache.py), by one process, and memory-mapped by all;
-   ranks of a machine share its pages.
+   for conversations, where each answer begins and ends; for texts, which documents each file gave.
+   One process writes it, once (writing.py; for texts into the user's cache, cache.py), and all processes memory-map
+   it; ranks of a machine share its pages.
 4. **A split** (split.py) holds documents out for validation by their hash, so that no text is on both sides.
 5. **Packed streams** (packing.py): every epoch lays the training documents end to end in an order drawn from (seed,
-   epoch) (order.py), epochs follow without a gap, and stream i is tokens [i·T, (i+1)·T) of that endless line. It is
-   computed from i directly. Nothing is dropped, nothing is padded, and labels never look into another document.
+   epoch) (order.py), epochs follow without a gap, and stream i is tokens [i·T, (i+1)·T) of that endless line, computed
+   from i directly. Nothing is dropped, nothing is padded, and labels never look into another document.
 6. **A mixture** (mixture.py), where there is one, takes each of its streams from one of several sources.
 7. **A loader** (loader.py) gives step s the streams [s·G, (s+1)·G) and each data-parallel rank its share of them,
    L at a time, as a `Batch`. Context parallelism cuts a batch later, elsewhere.
 
 So the tokens of step s depend on the corpus, the tokenizer, seq_len (and its schedule), G and the seed, and on nothing
 else: not on how many ranks there are, what each of them does, how many workers read ahead, or whether the run was
-restarted. All that a checkpoint keeps is one number, the cursor: how many streams whole steps have consumed.
+restarted. All that a checkpoint keeps is one number, the cursor: how many streams completed steps have consumed.
 
     tokenizer = build_tokenizer(None)
     corpus = open_corpus("stdlib", None, tokenizer, show_progress=True)

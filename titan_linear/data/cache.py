@@ -1,12 +1,12 @@
 """Texts as corpora: tokenised once, into the user's cache (`open_corpus`) or a folder of their own (`tokenise_corpus`).
 
-A cache's folder is named by what would change its content: the format, the dataset, the text field (of conversations
-their kind and template), the tokenizer's fingerprint, and path, size and modification time of every file. The texts
-themselves are not read for it, because that would mean reading all of a terabyte at every start; so a file changed with
-its size and time kept is not noticed. Where there is no folder of that name, the texts are read once, which takes
-little beside tokenising them: if they are those of a cache that is there, under whatever paths and times, a file
-`<folder>.same` names that one from then on. Whether bad documents stop the work or are skipped is no part of the name:
-a corpus notes those that it lacks, and is refused where they should have stopped it.
+The name of a cache's folder is made from whatever would change its content: the format, the dataset, the text field
+(for conversations their kind and template), the tokenizer's fingerprint, and path, size and modification time of every
+file. The texts themselves are not read for it, because that would mean reading all of a terabyte at every start; so a
+change that leaves a file's size and time as they were is not noticed. If there is no folder of that name, the texts are
+read once, which takes little time beside tokenising them. If they are those of an existing cache, whatever their paths
+and times were then, a file `<folder>.same` names that cache from then on. Whether bad documents stop the work or are
+skipped is not part of the name: a corpus notes those that it lacks, and is refused where they should have stopped it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from titan_linear.data.writing import (
 from titan_linear.files import default_cache_dir, lock, sync, write_whole
 
 DATASETS = (*TEXT_SOURCES, "tokens")
-_NAMED = 3  # of the bad documents that were skipped
+_NAMED = 3  # number of skipped bad documents that are named
 _SKIP = (
     'training.on_bad_document = "skip" (tools.corpus: --on-bad-document skip) goes past such documents and counts them'
 )
@@ -87,12 +87,12 @@ def open_corpus(
     """Opens a corpus, tokenising its texts first if no cache of them exists.
 
     Each text ends in `tokenizer.eos_id` where there is one. Empty texts are skipped and counted.
-    dataset_format: "text", or of records that are conversations "messages" or "completion" (chat.py).
-    on_bad_document: what is none (no JSON, no such field, no UTF-8 for a tokenizer that needs it, no answer) is an
-    error ("stop"), or it is skipped, counted, and the first few are named in `Corpus.summary` ("skip").
-    cache_dir: $XDG_CACHE_HOME/titan_linear, or ~/.cache/titan_linear. path_key: the key that errors name.
-    with_paths: the text files' paths too, in `Corpus.paths`; of a corpus of tokens those of when it was written, if it
-    knows them.
+    dataset_format: "text", or for records that are conversations "messages" or "completion" (chat.py).
+    on_bad_document: with "stop" a bad document (not JSON, without the field or an answer, not UTF-8 for a tokenizer
+    that needs it) is an error; with "skip" it is skipped and counted, and `Corpus.summary` names the first few.
+    cache_dir: by default $XDG_CACHE_HOME/titan_linear, or ~/.cache/titan_linear. path_key: the key that errors name.
+    with_paths: give the text files' paths too, in `Corpus.paths`; for a corpus of tokens those at the time when it was
+    written, if it knows them.
     ValueError: an unknown dataset, a bad path, a bad document (file and line named), a damaged corpus, a corpus of
     another tokenizer.
     """
@@ -112,7 +112,7 @@ def open_corpus(
         texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, show_progress, path_key)
         folder = (cache_dir or default_cache_dir()) / f"{dataset}-{texts.key}"
         folder = _named(folder) or _build_cache(folder, texts)
-        with suppress(OSError):  # a cache that others wrote for us
+        with suppress(OSError):  # not permitted in a cache that others wrote for us
             os.utime(lock_file(folder))  # its last use
     corpus = load_corpus(folder)
     if with_paths:
@@ -131,7 +131,7 @@ def cached_corpus(
     dataset: str, dataset_path: str | None, tokenizer: Tokenizer, *, text_field: str, dataset_format: str,
     on_bad_document: str,
 ) -> Corpus | None:  # fmt: skip
-    """A corpus of tokens, or of texts that are in the cache; None: it is not here. Nothing is written."""
+    """A corpus of tokens, or that of texts if it is in the cache; None: it is not here. Nothing is written."""
     try:
         folder = Path(dataset_path or "").expanduser()
         if dataset != "tokens":
@@ -139,7 +139,7 @@ def cached_corpus(
             texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, False)
             folder = _named(default_cache_dir() / f"{dataset}-{texts.key}")
         return load_corpus(folder) if folder and (folder / INFO).exists() else None
-    except ValueError:  # which the run refuses itself
+    except ValueError:  # the run itself refuses it
         return None
 
 
@@ -155,9 +155,9 @@ def tokenise_corpus(
     show_progress: bool = False,
     path_key: str = "training.dataset_path",
 ) -> Corpus:
-    """Writes the corpus of these texts into a folder of its own; arguments and errors of `open_corpus`.
+    """Writes the corpus of these texts into a folder of its own. Arguments and errors are those of `open_corpus`.
 
-    ValueError, too: the folder exists, or cannot be written.
+    ValueError also if the folder exists or cannot be written.
     """
     if dataset not in TEXT_SOURCES:
         raise ValueError(f"training.dataset = {dataset!r} must be one of {', '.join(TEXT_SOURCES)}")
@@ -174,14 +174,14 @@ def tokenise_corpus(
 
 
 def remove_cache(folder: Path) -> bool:
-    """Removes a cache and what an unfinished one left; False if another process writes it."""
+    """Removes a cache and what an unfinished one left; False if another process is writing it."""
     assert CACHE_NAME.fullmatch(folder.name), folder
     with lock_file(folder).open("a") as file:
         if not lock(file):
             return False
         shutil.rmtree(temporary_folder(folder), ignore_errors=True)
         if folder.exists():
-            folder.rename(temporary_folder(folder))  # cut short, the removal leaves nothing that could be opened
+            folder.rename(temporary_folder(folder))  # if cut short, the removal leaves nothing that could be opened
             shutil.rmtree(temporary_folder(folder))
     return True
 
@@ -201,7 +201,7 @@ class _Texts:
 
     @cached_property
     def encoder(self) -> Encoder:
-        """Of the documents: the tokenizer of texts, or what knows conversations."""
+        """What encodes documents: for texts the tokenizer, for conversations a `RecordEncoder`."""
         makers = {"messages": Conversations, "completion": Completions}
         return self.tokenizer if self.dataset_format == "text" else makers[self.dataset_format](self.tokenizer)
 
@@ -211,7 +211,7 @@ class _Texts:
 
     @cached_property
     def content(self) -> str:
-        """Another one for whatever does change them: the same under other paths and times. Reads all files."""
+        """A hash of what the tokens depend on: the same for other paths and times. Reads all files."""
         content = hashlib.blake2b(json.dumps(self._how).encode("utf-8", "surrogateescape"), digest_size=16)
         try:
             for file in tqdm(self.files, desc=f"reading {self.dataset}", disable=not self.show_progress, delay=2):
@@ -222,12 +222,12 @@ class _Texts:
         return content.hexdigest()
 
     def documents(self, file: Path) -> Iterator[Document]:
-        """Those of one of its files."""
+        """The documents of one of the files."""
         return read_documents(self.dataset, file, self.text_field, self.dataset_format)
 
     @property
     def _how(self) -> list[str | None]:
-        """What the tokens depend on beside the files."""
+        """What the tokens depend on besides the files."""
         field_or_format = self.text_field if self.dataset in FIELD_SOURCES else None
         if self.dataset_format != "text":
             field_or_format = self.encoder.fingerprint
@@ -235,7 +235,7 @@ class _Texts:
 
     @property
     def key(self) -> str:
-        """Another one for whatever could change the tokens."""
+        """A hash of whatever could change the tokens; files enter it by their paths, sizes and times."""
         try:
             stats = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in self.files]
         except OSError as error:
@@ -245,7 +245,7 @@ class _Texts:
 
 
 def _with_own_paths(corpus: Corpus) -> Corpus:
-    """With the paths that it was written with, if it knows them."""
+    """The corpus with the paths that its text files had when it was written, if it knows them."""
     if corpus.files is None:
         return corpus
     path, paths = corpus.folder / PATHS, ()
@@ -257,7 +257,8 @@ def _with_own_paths(corpus: Corpus) -> Corpus:
 
 
 def _with_paths(corpus: Corpus, texts: _Texts) -> Corpus:
-    """With the paths under which its texts are now. A cache of an earlier version first learns its files."""
+    """The corpus with the present paths of its text files. A cache of an earlier version first gets files.bin and
+    files.json."""
     if corpus.files is None:
         try:
             with locked(corpus.folder):
@@ -279,7 +280,7 @@ def _add_files(corpus: Corpus, texts: _Texts) -> None:
     for file in tqdm(texts.files, desc=f"reading {texts.dataset}", disable=not texts.show_progress, delay=2):
         counts.append(sum(document.content != "" and not document.problem for document in texts.documents(file)))
     _check_unchanged(key, texts)
-    if sum(counts) != corpus.num_documents:  # the tokenizer had skipped some: which, it would have to say again
+    if sum(counts) != corpus.num_documents:  # the tokenizer skipped some: only it could say which
         raise ValueError(
             f"the token cache {folder} is of an earlier version, which did not note the files of documents, and their "
             f"texts alone do not tell which were skipped; python -m tools.corpus prune {folder.name} removes it, and "
@@ -300,7 +301,8 @@ def _unreadable(error: OSError) -> ValueError:
 
 
 def _named(folder: Path) -> Path | None:
-    """The cache that a name means: its own, or that of the same texts elsewhere."""
+    """The cache that a folder's name stands for: this folder, or that of the same texts which its `.same` file names;
+    None: there is none."""
     if folder.exists():
         return folder
     with suppress(OSError, ValueError):
@@ -327,7 +329,7 @@ def _build_cache(folder: Path, texts: _Texts) -> Path:
 
 
 def _same_texts(caches: Path, texts: _Texts) -> Path | None:
-    """A cache of these texts, under whatever paths and times they had."""
+    """A cache of these texts, whatever paths and times they had."""
     known = {}
     for info in caches.glob(f"{texts.dataset}-*/{INFO}"):
         with suppress(OSError, ValueError, TypeError, KeyError):  # damaged, or of an older version
@@ -344,17 +346,17 @@ def _tokenise_into(folder: Path, texts: _Texts) -> None:
 
 
 def _resumable(folder: Path, texts: _Texts) -> Progress | None:
-    """How far an earlier writer of the same texts came."""
+    """How far an earlier writer of the same texts came; None: begin anew."""
     progress = read_journal(folder, texts.tokenizer.vocab_size)
     if progress is None or progress.key != texts.key:
         return None
-    stops = texts.on_bad_document == "stop" and progress.skipped_bad  # it went past a document at which to stop
+    stops = texts.on_bad_document == "stop" and progress.skipped_bad  # it skipped a document at which to stop
     return None if stops else progress
 
 
 def _tokenised(texts: _Texts, progress: Progress) -> Iterator[Tokens]:
-    """The tokens of each document that `progress` has not read, of texts with eos. Counts what it reads and skips."""
-    ends: deque[int] = deque()  # of the files that are read: documents up to its end
+    """The tokens of each document that `progress` has not read; for texts with eos. Counts what it reads and skips."""
+    ends: deque[int] = deque()  # for each file that has been read: documents up to its end
     eos = np.array([] if texts.tokenizer.eos_id is None else [texts.tokenizer.eos_id], dtype=np.int64)
     total = sum(file.stat().st_size for file in texts.files)
     documents = islice(_read(texts, ends), progress.read, None)
@@ -365,7 +367,7 @@ def _tokenised(texts: _Texts, progress: Progress) -> Iterator[Tokens]:
     )  # fmt: skip
     with bar, closing(tokenise(texts.encoder, documents, worker_count(total))) as encoded:
         for document, tokens in encoded:
-            bar.update(min(document.size, total - bar.n))  # rows are fractions, whose sum may pass the total
+            bar.update(min(document.size, total - bar.n))  # sizes of rows are fractions, whose sum may pass the total
             while ends and ends[0] <= progress.read:
                 ends.popleft()
                 progress.files_read += 1
@@ -387,7 +389,7 @@ def _tokenised(texts: _Texts, progress: Progress) -> Iterator[Tokens]:
 
 
 def _read(texts: _Texts, ends: deque[int]) -> Iterator[Document]:
-    """The documents of all files. How many there are up to the end of each file is added to `ends` behind it."""
+    """The documents of all files. After each file, their number so far is added to `ends`."""
     read = 0
     for file in texts.files:
         for document in texts.documents(file):

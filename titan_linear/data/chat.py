@@ -1,19 +1,20 @@
 """Conversations: a record's tokens, and which of them are learnt. `training.dataset_format` chooses one of
 
     messages     `messages`, a list of {"role", "content"}, and `tools` if there are any, as the chat template of the
-                 tokenizer's folder writes them; learnt are the answers, the messages of the role "assistant"
-    completion   `prompt` and `completion`, two texts, each tokenised by itself, and the end token; learnt is what
-                 follows the prompt
+                 tokenizer's folder writes them; the answers are learnt: the messages of the role "assistant"
+    completion   `prompt` and `completion`, two texts, each tokenised by itself, and the end token; what follows the
+                 prompt is learnt
 
-A chat template is a jinja2 program of somebody else. It runs in jinja2's sandbox and sees the record and the names of
+A chat template is somebody else's jinja2 program. It runs in jinja2's sandbox and sees the record and the names of
 special tokens, and nothing else: no clock either (`strftime_now` is not defined), so that the same record always gives
-the same tokens. Those are what transformers' `apply_chat_template` gives: where there are several templates, "tool_use"
+the same tokens. These are the tokens that transformers' `apply_chat_template` gives: of several templates, "tool_use"
 writes records with tools and "default" the others, and a message's reasoning has the names that templates read.
 
-An answer is what the template has between {% generation %} and {% endgeneration %}. Where it has none of these, the
-conversation is rendered up to each answer, as a prompt and with it: if the first text begins the second, and the second
-the whole, the answer is what the second has more, up to the special token that ends it. A template that writes an
-answer otherwise once the conversation goes on (drops its reasoning, say) has no such texts: the document is a bad one.
+An answer is what the template has between {% generation %} and {% endgeneration %}. If it has none of these, the
+conversation is rendered twice for each answer: up to it, as a prompt, and including it. If the second text begins with
+the first, and the whole conversation with the second, the answer is what the second adds to the first, up to the
+special token that ends it. A template that writes an answer differently once the conversation goes on (drops its
+reasoning, say) gives no such texts: the document is a bad one.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ _REMEDY = "put {% generation %} and {% endgeneration %} around answers in the ch
 class RecordEncoder(Protocol):
     """Gives the tokens of records, or says what is wrong with them.
 
-    fingerprint: changes whenever the tokens of some record may change, by another cause than the tokenizer.
+    fingerprint: changes whenever the tokens of some record may change for a reason other than the tokenizer.
     """
 
     fingerprint: str
@@ -78,7 +79,7 @@ class Completions:
 class Conversations:
     """`messages`, by the tokenizer's chat template.
 
-    ValueError: the tokenizer has none, or it is no template.
+    ValueError: the tokenizer has none, or it is not a valid template.
     """
 
     def __init__(self, tokenizer: Tokenizer):
@@ -112,7 +113,7 @@ class Conversations:
             text, answers = self._rendered(messages, tools or None)
         except _Problem as problem:
             return str(problem)
-        except Exception as error:  # the template's own, whatever it is
+        except Exception as error:  # whatever the template raises
             return f"the chat template refuses it: {type(error).__name__}: {error}"
         ids, places = self._tokenizer.encode_with_places(text)  # places [n, 2]: characters of each token
         learnt = np.zeros(len(ids), dtype=bool)
@@ -155,12 +156,12 @@ class Conversations:
 
 class _Template(NamedTuple):
     plain: jinja2.Template
-    marked: jinja2.Template | None  # the same with marks around answers, if it says what is one
-    names: set[str]  # what it asks for
+    marked: jinja2.Template | None  # the same with marks around answers, if the template says where they are
+    names: set[str]  # the variables that it reads
 
     @classmethod
     def of(cls, name: str, source: str) -> _Template:
-        """ValueError: it is no template."""
+        """ValueError: it is not a valid template."""
         plain, marking = _environment(), _environment(_BEGIN, _END)
         try:
             tree = marking.parse(source)
@@ -178,7 +179,8 @@ class _Problem(Exception):
 
 
 def _digest(sources: Mapping[str, str], names: Mapping[str, str], special: Sequence[str]) -> str:
-    """Of a single template that reads no reasoning it is that of earlier versions, whose runs go on."""
+    """A hash of these. For a single template that reads no reasoning it is that of earlier versions, so that their runs
+    go on."""
     only = next(iter(sources.values())) if len(sources) == 1 else None
     as_before = only is not None and not any(name in only for name in _REASONING)
     content = json.dumps([only if as_before else sources, names, special])
@@ -190,8 +192,8 @@ def _has_role(message: Record) -> bool:
 
 
 def _as_templates_know_it(message: Record) -> Record:
-    """Saved tables give every message the fields of all, null where it has none of its own. Reasoning has the name that
-    most templates read, and gpt-oss's."""
+    """The message without null fields: saved tables give every message the fields of all, null where it has none of its
+    own. Its reasoning is under the name that most templates read, and under gpt-oss's."""
     message = {key: value for key, value in message.items() if value is not None}
     reasoning = next((message[name] for name in _REASONING if name in message), None)
     if reasoning is None:
@@ -200,7 +202,7 @@ def _as_templates_know_it(message: Record) -> Record:
 
 
 def _with_answer(ids: np.ndarray, learnt: np.ndarray) -> Learnt | str:
-    """The first token is never predicted."""
+    """A document, or what is wrong if it has nothing to learn: the first token is never predicted."""
     return (ids, learnt) if learnt[1:].any() else f"no answer to learn: nothing is said by the role {ANSWERER!r}"
 
 
@@ -223,7 +225,7 @@ def _cut_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
 
 
 def _environment(*marks: str) -> ImmutableSandboxedEnvironment:
-    """What chat templates are written for: transformers' environment, but for the clock. marks: around answers."""
+    """What chat templates are written for: transformers' environment, without the clock. marks: put around answers."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, "jinja2.ext.loopcontrols"]
     )
@@ -251,7 +253,7 @@ def _to_json(
     value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:  # fmt: skip
-    """jinja2's own escapes HTML."""
+    """The filter `tojson`. jinja2's own escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

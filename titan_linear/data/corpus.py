@@ -5,23 +5,23 @@ A corpus is a folder (little-endian, no headers):
     tokens.bin    uint16 if the vocabulary has at most 2¹⁶ ids, else uint32   [num_tokens], documents end to end
     offsets.bin   int64    [num_documents + 1]; document d is tokens[offsets[d] : offsets[d+1]], never empty
     hashes.bin    uint64   [num_documents]; blake2b of the document's tokens, which decides the held-out split
-    answers.bin   int64    [2 · num_answers], of conversations alone: tokens[answers[2a] : answers[2a + 1]] is answer a,
+    answers.bin   int64    [2 · num_answers], conversations only: tokens[answers[2a] : answers[2a + 1]] is answer a,
                            which is learnt; the other tokens are not. Without this file all are
-    files.bin     int64    [num_files + 1], of texts alone: documents files[f] to files[f + 1] are of text file f
+    files.bin     int64    [num_files + 1], texts only: documents files[f] to files[f + 1] are of text file f
     files.json    the paths of these text files when they were tokenised
     corpus.json   counts, dtype, the tokenizer's fingerprint, the content's fingerprint, the source, and each file's
                   size and CRC-32 per 16 MiB; a CRC-32 of the JSON itself under "checksum"
 
-Corpora of earlier versions have neither files.bin nor files.json. A cache gets them when somebody asks for them, for
-which its texts are read once more (cache.py).
+Corpora of earlier versions have neither files.bin nor files.json. A cache gets them when somebody asks for them: its
+texts are then read once more (cache.py).
 
-What identifies a corpus elsewhere (in a checkpoint, say) is `Corpus.fingerprint`, made from the tokens alone and which
-of them are learnt.
+Elsewhere (in a checkpoint, say) a corpus is identified by `Corpus.fingerprint`, made only from the tokens and which of
+them are learnt.
 
-Opening checks corpus.json and the sizes and structure of every file. `verify_corpus` reads everything once (at
-the disk's speed, in threads) against the checksums; the preflight does that before training starts, of a corpus that it
-has found whole before only where a file is another (`verify_changed`). A damaged corpus is an error and is never
-rebuilt by itself: nothing that might be someone's only copy is deleted.
+Opening checks corpus.json and the sizes and structure of every file. `verify_corpus` checks everything against the
+checksums (at the disk's speed, in threads); the preflight does that before training starts, unless it has found the
+corpus whole before and no file has changed since (`verify_changed`). A damaged corpus is an error and is never rebuilt
+automatically: nothing that might be someone's only copy is deleted.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from titan_linear.data.sources import FIELD_SOURCES, TEXT_SOURCES
 from titan_linear.files import default_cache_dir, write_whole
 
 FORMAT = "titan_linear corpus 1"
-ANSWERS_FORMAT = "titan_linear corpus 2"  # what reads the first alone would learn every token
+ANSWERS_FORMAT = "titan_linear corpus 2"  # code that knows only the first format would learn every token
 CRC_BLOCK = 1 << 24  # bytes
-LONG = 50 * 10**9  # bytes that take some time to read
-SMALL = 1 << 22  # documents of which every process may look at all
+LONG = 50 * 10**9  # bytes: reading this many takes some time
+SMALL = 1 << 22  # documents: every process may look at this many
 CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")  # of the folders that are ours to remove
 FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
 ANSWERS = "answers.bin"
-FILE_ENDS, PATHS = "files.bin", "files.json"  # of the texts
+FILE_ENDS, PATHS = "files.bin", "files.json"  # of the text files
 INFO = "corpus.json"
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """An open corpus. Its arrays are memory-mapped; pickled, it travels as its path."""
+    """An open corpus. Its arrays are memory-mapped; it is pickled as its path."""
 
     folder: Path
     tokens: np.ndarray  # [num_tokens] uint16 | uint32
@@ -64,7 +64,7 @@ class Corpus:
     hashes: np.ndarray  # [num_documents] uint64
     info: dict[str, Any]  # corpus.json
     answers: np.ndarray | None = None  # [2 · num_answers] int64, rising; None: all tokens are learnt
-    files: np.ndarray | None = None  # [num_files + 1] int64: documents before each text file; None: it is not known
+    files: np.ndarray | None = None  # [num_files + 1] int64: documents before each text file; None: unknown
     paths: tuple[str, ...] | None = None  # of these files, where they were asked for
 
     def __reduce__(self) -> tuple:
@@ -81,18 +81,18 @@ class Corpus:
     @property
     def fingerprint(self) -> str:
         """Identifies the content: these tokens, as these documents, in this order, and which of them are learnt. The
-        tokenizer has its own."""
+        tokenizer has a fingerprint of its own."""
         return self.info["fingerprint"]
 
     def is_learnt(self, positions: np.ndarray) -> np.ndarray:
-        """Which tokens are to be predicted, [n] bool, of those at these positions in `tokens`, [n] int64."""
+        """Whether the tokens at these positions in `tokens`, [n] int64, are to be predicted, [n] bool."""
         if self.answers is None:
             return np.ones(len(positions), dtype=bool)
         return np.searchsorted(self.answers, positions, side="right") % 2 == 1
 
     @property
     def summary(self) -> str:
-        """For the console: a line, and one for each thing that one should know."""
+        """For the console: one line, then one for each warning."""
         source = self.info["source"] or {"dataset": "tokens", "skipped_empty": 0}
         what = "texts" if source["dataset"] in FIELD_SOURCES else "files"
         skipped = f" ({source['skipped_empty']:,} empty {what} skipped)" if source["skipped_empty"] else ""
@@ -118,8 +118,8 @@ class Corpus:
 
 
 def load_corpus(folder: Path) -> Corpus:
-    """Opens a corpus's folder; checks corpus.json and each file's size and structure (not its checksums). The lengths
-    of more than SMALL documents are checked once in a machine, with their sums (split.py).
+    """Opens a corpus's folder; checks corpus.json and each file's size and structure (not its checksums). If there are
+    more than SMALL documents, their lengths are checked once per machine, as they are summed (split.py).
 
     ValueError: a file is missing, truncated or not what corpus.json says.
     """
@@ -164,8 +164,8 @@ def check_lengths(corpus: Corpus, low: int, high: int) -> np.ndarray:
 
 
 def read(numbers: np.ndarray, low: int, high: int) -> np.ndarray:
-    """numbers[low:high]; those of a mapped file by reading it, which for all of a large one is several times as fast as
-    the faults of its pages, and leaves none of them in this process."""
+    """numbers[low:high]; if they are of a mapped file, by reading it. For all of a large file that is several times as
+    fast as page faults, and leaves none of its pages in this process."""
     if isinstance(numbers.base, np.memmap):
         offset = low * numbers.itemsize
         return np.fromfile(numbers.base.filename, numbers.dtype, high - low, offset=offset)
@@ -173,13 +173,13 @@ def read(numbers: np.ndarray, low: int, high: int) -> np.ndarray:
 
 
 def _falls(numbers: np.ndarray) -> bool:
-    """Whether some number is less than the one before; part by part, as there may be 10⁹."""
+    """Whether some number is less than the one before; looks part by part, as there may be 10⁹."""
     parts = (read(numbers, low, min(low + SMALL, len(numbers))) for low in range(0, len(numbers), SMALL - 1))
     return any((part[1:] < part[:-1]).any() for part in parts)
 
 
 def verify_corpus(corpus: Corpus) -> None:
-    """Reads every byte of a corpus against its checksums. ValueError naming the file and the place."""
+    """Checks every byte of a corpus against its checksums. ValueError naming the file and the place."""
     remedy, names = how_to_mend(corpus.folder), names_in(corpus.info)
     if (size := sum(corpus.info["files"][name]["size"] for name in names)) >= LONG:
         print(
@@ -200,7 +200,7 @@ def verify_corpus(corpus: Corpus) -> None:
 def verify_changed(corpus: Corpus) -> None:
     """`verify_corpus`, unless every file still has the size, time and inode that it had when this last found it whole.
 
-    Where that cannot be noted among the caches, it says so, and the next start reads everything again.
+    If these cannot be noted among the caches, it says so, and the next start reads everything again.
     """
     note = default_cache_dir() / f"whole-{hashlib.sha256(os.fsencode(corpus.folder)).hexdigest()[:24]}.json"
     stats = ((name, (corpus.folder / name).stat()) for name in (INFO, *names_in(corpus.info)))
@@ -221,7 +221,7 @@ def verify_changed(corpus: Corpus) -> None:
 
 
 def names_in(info: dict[str, Any]) -> list[str]:
-    """The files of a corpus beside corpus.json."""
+    """The files of a corpus besides corpus.json."""
     needed = (*FILES, *[ANSWERS] * (info["format"] == ANSWERS_FORMAT))
     return [*needed, *(name for name in (FILE_ENDS, PATHS) if name in info["files"])]
 
@@ -231,7 +231,7 @@ def described(path: Path) -> dict[str, Any]:
 
 
 def _checksums(path: Path) -> list[int]:
-    """CRC-32 of each CRC_BLOCK of a file, in threads (zlib gives up the interpreter's lock)."""
+    """CRC-32 of each CRC_BLOCK of a file, in threads (zlib releases the interpreter's lock)."""
 
     def checksum(start: int) -> int:
         return zlib.crc32(os.pread(file.fileno(), CRC_BLOCK, start))

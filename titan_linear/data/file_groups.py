@@ -1,7 +1,7 @@
-"""Groups of text files: to which of them each token of a stream belongs, by the file that its document is from.
+"""Groups of text files: which group each token of a stream belongs to, by the file that its document is from.
 
-Patterns are globs: * and ? stand for characters of a name, ** for any folders. They fit a path from the root if they
-begin there, else from any folder on: "books/*.jsonl" is a .jsonl in any folder books, "**/*.py" any .py.
+Patterns are globs: * and ? stand for characters of a name, ** for any folders. A pattern that begins at the root fits
+whole paths, any other fits them from any folder on: "books/*.jsonl" is a .jsonl in any folder books, "**/*.py" any .py.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ _WILD = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
 
 
 class FileGroups:
-    """Of the corpora of streams without end.
+    """The groups of files of the corpora of streams without end.
 
-    patterns: of each group its globs, separated by commas. A file is of the first group of which one fits, else of the
-    last, `other`; so are documents of a mixture's sources that do not know their files.
+    patterns: each group's globs, separated by commas. A file belongs to the first group that has a glob which fits it,
+    else to the last group, `other`, as do documents of a mixture's sources that do not know their files.
 
-    ValueError (naming metrics.loss_by_source): a pattern fits no file, or a group's only files that others have; no
+    ValueError (naming metrics.loss_by_source): a glob fits no file, or a group's fit only files of groups before it; no
     corpus knows its files.
     """
 
@@ -38,7 +38,7 @@ class FileGroups:
         self._groups = {name: of_files.get(name, np.array([len(patterns)])) for name in corpora}
 
     def of_stream(self, i: int) -> np.ndarray:
-        """Of each token of stream i its group's place in `names`, [T] int64."""
+        """For each token of stream i, its group's place in `names`, [T] int64."""
         name, own = self.streams.source(i) if isinstance(self.streams, MixedStreams) else ("", i)
         packed = self.streams.sources[name] if isinstance(self.streams, MixedStreams) else self.streams
         starts, lengths = packed.runs(own)
@@ -56,13 +56,13 @@ class FileGroups:
 
 
 def _edges(corpus: Corpus) -> np.ndarray:
-    """Where each file's tokens begin, and the last one's end, [num_files + 1] int64; of all tokens, if no file is
-    known."""
+    """Where each file's tokens begin, and the last one's end, [num_files + 1] int64. If the files are not known, the
+    corpus counts as one."""
     return np.array([0, corpus.num_tokens]) if corpus.paths is None else corpus.offsets[corpus.files]
 
 
 def _grouped(corpora: Mapping[str, Corpus], patterns: Mapping[str, str]) -> dict[str, np.ndarray]:
-    """Of each corpus that knows its files, by its name, their groups, [num_files] int64."""
+    """For each corpus that knows its files, by name: the groups of the files, [num_files] int64."""
     known = {name: corpus.paths for name, corpus in corpora.items() if corpus.paths is not None}
     paths = [path for own in known.values() for path in own]
     if not paths:
@@ -86,7 +86,7 @@ def _grouped(corpora: Mapping[str, Corpus], patterns: Mapping[str, str]) -> dict
 
 
 def _fits(glob: str, paths: Sequence[str], name: str) -> np.ndarray:
-    """Which paths, [n] bool."""
+    """Which paths a glob fits, [n] bool."""
     pattern = re.compile(_regex(glob), re.DOTALL)
     fits = np.array([pattern.fullmatch(path) is not None for path in paths])
     if not fits.any():

@@ -38,11 +38,11 @@ def build_dataloader(
     cursor: int = 0,
     num_workers: int = 0,
 ) -> DataLoader:
-    """This rank's micro-batches, without end; how far the run has come is the trainer's to know.
+    """This rank's micro-batches, without end; the trainer keeps track of how far the run has come.
 
     Step s takes streams [s·G, (s+1)·G); its micro-step m gives this rank d the L streams from s·G + m·(dp·L) + d·L.
-    cursor: streams that whole steps have consumed, over all ranks; a multiple of G.
-    ValueError (naming training.global_batch_size): dp·L does not divide G, or G the cursor.
+    cursor: number of streams that completed steps have consumed, over all ranks; a multiple of G.
+    ValueError (naming training.global_batch_size): dp·L does not divide G, or G does not divide the cursor.
     """
     per_micro_step = dp_degree * local_batch_size
     if global_batch_size < 1 or local_batch_size < 1 or global_batch_size % per_micro_step:
@@ -57,7 +57,7 @@ def build_dataloader(
         )
     assert 0 <= dp_rank < dp_degree, (dp_rank, dp_degree)
     micro_batches = _MicroBatches(streams, local_batch_size, dp_rank, dp_degree)
-    # A generator of its own: workers' seeds would be drawn from torch's global one.
+    # It has a generator of its own: otherwise workers' seeds would be drawn from torch's global one.
     return DataLoader(
         micro_batches, batch_size=None, sampler=_From(cursor // per_micro_step), num_workers=num_workers,
         generator=torch.Generator(),
@@ -69,7 +69,7 @@ def validation_batches(
 ) -> Iterator[Batch]:
     """This rank's micro-batches of one pass over streams with repeat=False, or over the first `limit` of them.
 
-    Every rank gets equally many; what is beyond the last stream of the pass is all padding.
+    Every rank gets the same number of them; streams beyond the last of the pass are all padding.
     """
     end = len(streams) if limit == -1 else min(limit, len(streams))
     micro_batches = _MicroBatches(streams, local_batch_size, dp_rank, dp_degree, end)
@@ -77,12 +77,12 @@ def validation_batches(
 
 
 def learnt(streams: Streams, indices: Iterable[int]) -> int:
-    """Tokens with a label in these streams."""
+    """Number of tokens with a label in these streams."""
     return sum(int((streams[i].labels != IGNORE).sum()) for i in indices)
 
 
 class _From(Sampler):
-    """start, start + 1, …: micro-batches of this rank."""
+    """start, start + 1, …: numbers of this rank's micro-batches."""
 
     def __init__(self, start: int):
         self.start = start

@@ -5,7 +5,7 @@
 
 Of the first b·P streams, a source has its exact share, rounded up or down: so its count at the edge of a cycle is known
 without counting, and never more than one off. Within a cycle the sources stand in an order drawn from (seed, cycle).
-A source gives its own streams one after the other, those of a run on it alone.
+A source gives its own streams one after the other, as in a run on it alone.
 
 A run may change its mixture at a step: the streams from there on are another `Phase`, in which every source goes on
 with the stream after its last one. All phases are in the checkpoint, so that stream i stays a function of i.
@@ -31,7 +31,7 @@ CYCLE = 256  # streams, at least
 
 @dataclass(frozen=True)
 class Phase:
-    """From this stream on, of each source this share."""
+    """From stream `start` on, each source has this share."""
 
     start: int
     weights: Mapping[str, float]
@@ -40,10 +40,10 @@ class Phase:
 class MixedStreams:
     """streams[i]: stream i of a mixture of sources; random access, the same everywhere.
 
-    sources: by name, all of the last phase's. Those of earlier phases may be missing: their streams cannot be had.
-    known: fingerprints of the corpora that sources of these names had so far.
-    lengths: of the mixture's streams, where they change; by default those of the sources.
-    repeat=False: one pass over `sources` that are passes, in proportion to their lengths; the phases are left out.
+    sources: by name, with all of the last phase's. If one of earlier phases is missing, its streams cannot be had.
+    known: by name, fingerprints of the corpora that sources have had so far.
+    lengths: those of the mixture's streams, where they change; by default those of the sources.
+    repeat=False: one pass over `sources`, each of them a single pass, in proportion to their lengths, without `phases`.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class MixedStreams:
         assert phases and phases[0].start == 0 and set(phases[-1].weights) <= set(sources), phases
         self.sources, self.phases, self.repeat, self.known = dict(sources), list(phases), repeat, dict(known or {})
         self._shares = [Interleaving(list(p.weights.values()), seed, p.start, finite=not repeat) for p in phases]
-        self._before: list[dict[str, int]] = [{}]  # of each phase: streams that sources gave in those before
+        self._before: list[dict[str, int]] = [{}]  # for each phase: streams that sources gave in those before
         for phase, share, following in zip(phases, self._shares, phases[1:]):
             counts = dict(zip(phase.weights, share.counts(following.start - phase.start), strict=True))
             self._before.append(self._before[-1] | {n: self._before[-1].get(n, 0) + c for n, c in counts.items()})
@@ -67,7 +67,7 @@ class MixedStreams:
 
     @property
     def content(self) -> dict[str, Any]:
-        """What a checkpoint has to know, so that these streams go on."""
+        """What a checkpoint has to know so that a run can go on with these streams."""
         phases = [{"start": phase.start, "weights": dict(phase.weights)} for phase in self.phases]
         sources = {name: streams.corpus.fingerprint for name, streams in self.sources.items()}
         return {"mixture": phases, "sources": self.known | sources, "order": next(iter(self.sources.values())).order}
@@ -105,10 +105,10 @@ class MixedStreams:
 
 
 class Interleaving:
-    """0, 2, 0, 1, 0, …: as often as the weights say.
+    """0, 2, 0, 1, 0, …: places in `weights`, each as often as its weight says.
 
-    weights: decimal numbers mean what they are written as, not the nearest binary ones. start: it varies the order.
-    finite: weights are counts, and the sequence ends where each has come so many times.
+    weights: decimal numbers count as they are written, not as the nearest binary ones. start: it varies the order.
+    finite: weights are counts, and the sequence ends where each place has come that many times.
     """
 
     def __init__(self, weights: Sequence[float], seed: int, start: int = 0, *, finite: bool = False):
@@ -123,7 +123,7 @@ class Interleaving:
         self._order: tuple[int, np.ndarray] = (-1, np.zeros(0))
 
     def place(self, i: int) -> tuple[int, int]:
-        """Which weight has its turn at i, and how many it had before."""
+        """Which weight has its turn at i, and how many turns it had before."""
         cycle, rest = divmod(i, self.cycle)
         order = self._cycle(cycle)
         mine = int(order[rest])
@@ -136,7 +136,8 @@ class Interleaving:
         return [edge + int(more) for edge, more in zip(self._at_edge(cycle), within)]
 
     def _at_edge(self, cycle: int) -> list[int]:
-        """Turns before a cycle. What is rounded is the sums of the weights, so all add up to the cycle's edge."""
+        """Each weight's turns before a cycle. The running sums of weights are rounded, so that all turns add up to the
+        cycle's edge."""
         edge = cycle * self.cycle if self.end is None else min(cycle * self.cycle, self.end)
         sums = [edge * weight // self.sums[-1] for weight in self.sums]
         return [high - low for low, high in pairwise(sums)]

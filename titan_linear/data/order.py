@@ -1,9 +1,9 @@
 """The order of the documents in each epoch. Its version is in a run's checkpoints, since no order may ever change.
 
-1   `Listed`: all documents at once, sorted by draws of their own. 16 bytes of memory per document and process.
-2   `Pooled`: bundles of 128 consecutive documents, in an order that a keyed permutation gives, 128 of them a pool, and
-    the documents of a pool sorted by draws of their own. What is kept is how many tokens are before each pool: 8 bytes
-    for 16,384 documents, and the few pools in use.
+1   `Listed`: all documents at once, sorted by a random draw for each. 16 bytes of memory per document and process.
+2   `Pooled`: bundles of 128 consecutive documents, in an order that a keyed permutation gives; 128 bundles are a pool,
+    whose documents are sorted by a random draw for each. All that is kept is how many tokens are before each pool, 8
+    bytes for 16,384 documents, and the few pools in use.
 
 Both draw from the counter-based generator Philox(key=(seed, epoch)), whose bits numpy keeps for good.
 """
@@ -46,7 +46,7 @@ class Listed:
         self._epochs: dict[tuple[int], tuple[np.ndarray, np.ndarray]] = {}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_epochs": {}}  # to a loader's worker: it derives them again
+        return {**self.__dict__, "_epochs": {}}  # a loader's worker derives them again
 
     def around(self, epoch: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         return _kept(self._epochs, (epoch,), self._epoch, most=2)  # a stream can lie across two
@@ -72,7 +72,7 @@ class InPlace:
 
 
 class Pooled:
-    """Order 2. A corpus of at most POOL bundles is one pool: every order of its documents is as likely."""
+    """Order 2. A corpus of at most POOL bundles is one pool: every order of its documents is equally likely."""
 
     def __init__(self, side: Side, seed: int):
         self.side, self.seed, self.num_tokens = side, seed, side.num_tokens
@@ -108,15 +108,15 @@ class Pooled:
         return np.cumsum(np.concatenate(sums))
 
     def _bundles(self, epoch: int, first: int, last: int) -> np.ndarray:
-        """Which bundles are at these places of this epoch, [n] int64."""
+        """The bundles at places [first, last) of this epoch, [n] int64."""
         count = self.side.num_bundles
         return permuted(np.arange(first, min(last, count)), count, _draws(self.seed, epoch, ROUNDS))
 
 
 def permuted(places: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
-    """What a permutation of range(count), one for each `keys`, has at these places, [n] int64, without the others.
+    """The values at these places, [n] int64, of a permutation of range(count) that `keys` choose, without the others.
 
-    A Feistel network permutes the numbers of as few bits as count − 1 has; what falls outside of range(count) goes
+    A Feistel network permutes the numbers that have at most the bits of count − 1; a value outside of range(count) goes
     through it again until it is inside (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
     keys: [ROUNDS] uint64.
     """
@@ -130,7 +130,7 @@ def permuted(places: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _network(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
-    """Each round changes one part of the bits by what is in the other."""
+    """A Feistel network: each round changes one part of the bits by a function of the other."""
     below = np.uint64(bits // 2)
     low_mask, high_mask = np.uint64((1 << bits // 2) - 1), np.uint64((1 << bits - bits // 2) - 1)
     high, low = values >> below, values & low_mask
@@ -151,18 +151,18 @@ def _scrambled(values: np.ndarray, key: np.uint64) -> np.ndarray:
 
 
 def _draws(seed: int, epoch: int, count: int, stream: int = 0) -> np.ndarray:
-    """[count] uint64; `stream` of them are independent of each other."""
+    """[count] uint64 random draws; those for different values of `stream` are independent of each other."""
     key = np.array([seed % 2**64, epoch], dtype=np.uint64)
     return np.random.Philox(key=key, counter=np.array([0, stream, 0, 0], dtype=np.uint64)).random_raw(count)
 
 
 def document_lengths(corpus: Corpus, documents: np.ndarray) -> np.ndarray:
-    """Tokens of these documents, [n] int64."""
+    """Number of tokens of each of these documents, [n] int64."""
     return corpus.offsets[documents + 1] - corpus.offsets[documents]
 
 
 def _kept(known: dict[Key, T], key: Key, make: Callable[..., T], most: int) -> T:
-    """make(*key); of the last `most` that were made, what was made then."""
+    """make(*key), kept for the last `most` keys for which it was called."""
     if key not in known:
         while len(known) >= most:
             del known[next(iter(known))]

@@ -4,7 +4,7 @@
     streams  |---- 0 ----|---- 1 ----|---- 2 ----|---- 3 ----|---- 4 ----|  …     T tokens each
 
 Stream i is found without looking at those before it: i·T gives the epoch and the place in it, and binary searches find
-the document there (order.py). Of a corpus of any size this takes little memory, and never a copy of tokens.
+the document there (order.py). For a corpus of any size this takes little memory, and never a copy of its tokens.
 
 Streams may become longer at some index: the line goes on where the last shorter one ended.
 """
@@ -29,7 +29,7 @@ from titan_linear.loss import IGNORE
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """T tokens of packed documents. A document cut by the stream's edge is, in the next stream, a document anew."""
+    """T tokens of packed documents. A document that the stream's edge cuts goes on in the next as a new document."""
 
     tokens: np.ndarray  # [T] int64
     labels: np.ndarray  # [T] int64: the next token of the same document, where it is learnt; else IGNORE
@@ -39,7 +39,7 @@ class Stream:
 
 @dataclass(frozen=True)
 class Length:
-    """From this stream on, of so many tokens."""
+    """From stream `start` on, streams have `seq_len` tokens."""
 
     start: int
     seq_len: int
@@ -48,9 +48,9 @@ class Length:
 class PackedStreams:
     """streams[i]: stream i of the endless line of these documents; random access, the same everywhere.
 
-    Each epoch lays the documents in an order of its own, drawn from (seed, epoch): that of version 2 for a `Side` of a
-    corpus, that of version 1 for documents that are listed, [n] int64 (order.py). Epochs follow without a gap.
-    repeat=False: one pass, in the given order; len(streams) of them, the last filled up with a document of padding.
+    Each epoch lays the documents in an order of its own, drawn from (seed, epoch): order 2 for a `Side` of a corpus,
+    order 1 for documents that are listed, [n] int64 (order.py). Epochs follow without a gap.
+    repeat=False: one pass in the given order, in len(streams) streams; padding, as a document, fills up the last one.
     """
 
     def __init__(self, corpus: Corpus, documents: Side | np.ndarray, *, seq_len: int, seed: int, repeat: bool = True):
@@ -66,7 +66,7 @@ class PackedStreams:
         self.num_tokens = self.line.num_tokens  # of one epoch
 
     def of_lengths(self, lengths: Sequence[Length]) -> PackedStreams:
-        """The same line in streams of these lengths, of which the first is from stream 0 on."""
+        """The same line in streams of these lengths, the first of which begins at stream 0."""
         assert self.repeat and lengths[0].start == 0, lengths
         other = copy(self)
         other._set_lengths(lengths)
@@ -74,7 +74,7 @@ class PackedStreams:
 
     def _set_lengths(self, lengths: Sequence[Length]) -> None:
         self.lengths, self.seq_len = list(lengths), lengths[-1].seq_len
-        self._begin = [0]  # of each: its first token in the line
+        self._begin = [0]  # for each length: its first token in the line
         for length, following in pairwise(lengths):
             self._begin.append(self._begin[-1] + (following.start - length.start) * length.seq_len)
 
@@ -86,7 +86,7 @@ class PackedStreams:
 
     @property
     def content(self) -> dict[str, Any]:
-        """What a checkpoint has to know, so that these streams go on."""
+        """What a checkpoint has to know so that a run can go on with these streams."""
         return {"corpus": self.corpus.fingerprint, "order": self.order}
 
     def __len__(self) -> int:
@@ -136,7 +136,7 @@ class PackedStreams:
     def _runs(self, start: int, stop: int) -> tuple[np.ndarray, np.ndarray, int]:
         """The line's [start, stop) as runs of corpus.tokens, one per document: where each begins [n], its length [n].
 
-        And the token that follows in the last one's document, or IGNORE if that document ends here.
+        Also the token that follows in the last one's document, or IGNORE if that document ends here.
         """
         starts, lengths = [], []
         while start < stop:

@@ -1,14 +1,15 @@
 """Sources: where documents come from, and in what order.
 
     stdlib    the *.py files of this Python's standard library; a file is a document
-    text      a file, a folder (all its files, hidden ones aside) or globs, several of them separated by commas; a file
-              is a document
+    text      a file, a folder (all its files but hidden ones) or globs, several of them separated by commas; a file is
+              a document
     jsonl     the same, *.jsonl (also .gz or .zst) in folders; a line is a document: its text field
     parquet   the same, *.parquet in folders; a row is a document: its text column
     arrow     the same, *.arrow in folders; a row is a document. A folder that Hugging Face's `datasets` saved is read
               in the order that its state.json gives
 
-Of records (lines, rows) a document is one field, a text, or in another format several: a conversation (chat.py).
+A record (a line or a row) gives as document the text of one field or, in other formats, the conversation that several
+fields hold (chat.py).
 Files are read in the order of their sorted paths, so that a corpus does not depend on the file system.
 """
 
@@ -29,7 +30,7 @@ from typing import Any, BinaryIO
 
 TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet", "arrow")
 FIELD_SOURCES = ("jsonl", "parquet", "arrow")  # of records
-# Fields of a record that is no text: those it must have, and those it may have.
+# Fields of a record that is a conversation, by format: those it must have, and those it may have.
 RECORD_FIELDS = {"messages": (("messages",), ("tools",)), "completion": (("prompt", "completion"), ())}
 FORMATS = ("text", *RECORD_FIELDS)
 SUFFIXES = {
@@ -42,7 +43,7 @@ ROWS = 256  # read at a time
 class Document:
     """A text, or a record of several fields, and where it comes from.
 
-    Bytes of a text file that are no UTF-8 are surrogate escapes.
+    Bytes of a text file that are not UTF-8 become surrogate escapes.
     """
 
     content: str | dict[str, Any]
@@ -53,7 +54,7 @@ class Document:
 
 @dataclass(frozen=True)
 class _Fields:
-    """Those of a record that make a document."""
+    """The fields of a record that make a document."""
 
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
@@ -71,7 +72,7 @@ class _Fields:
         return Document(text, origin, size)
 
     def missing(self, names: Iterable[str], what: str = "field") -> str:
-        """What to say where one is; else ""."""
+        """What to say if a needed field is missing; else ""."""
         name = next((name for name in self.needed if name not in names), None)
         return "" if name is None else f"no {what} {name!r} (it has: {', '.join(map(repr, names))}); {self.remedy}"
 
@@ -102,7 +103,7 @@ def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "tra
 
 
 def read_documents(dataset: str, file: Path, text_field: str, dataset_format: str) -> Iterator[Document]:
-    """The documents of a file, in order; a bad one says its problem. dataset_format: one of FORMATS.
+    """The documents of a file, in order; a bad one has its `problem`. dataset_format: one of FORMATS.
 
     ValueError naming a file that cannot be read.
     """
@@ -134,9 +135,9 @@ def _stdlib_files() -> list[Path]:
 
 
 def _walk(folder: Path, suffixes: tuple[str, ...], skip: Set[str] = frozenset(), *, follow: bool = True) -> list[Path]:
-    """Files in a folder and those below it; follow: links to folders too, each folder once.
+    """Files in a folder and in those below it. follow: also in those that it links to, each folder once.
 
-    ValueError: one cannot be read.
+    ValueError: a folder cannot be read.
     """
     found, seen = [], set()
     for root, folders, names in os.walk(folder, onerror=_refuse_unreadable, followlinks=follow):
@@ -144,7 +145,7 @@ def _walk(folder: Path, suffixes: tuple[str, ...], skip: Set[str] = frozenset(),
             folders.clear()
             continue
         seen.add(real)
-        # In order: of two links to a folder the first is followed, wherever it is read.
+        # Sorted, so that of two links to a folder the same one, the first, is followed on any file system.
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name not in skip)
         found += [Path(root, name) for name in names if name.endswith(suffixes) and not name.startswith(".")]
     return sorted(found)
@@ -155,7 +156,7 @@ def _refuse_unreadable(error: OSError) -> None:
 
 
 def _expand(pattern: str, suffixes: tuple[str, ...]) -> list[Path]:
-    """The files of a file's path, a folder's, or a glob; of a glob that matches folders alone, the files in them."""
+    """The files of a file's path, a folder's, or a glob; if a glob matches only folders, the files in them."""
     path = Path(pattern).expanduser().absolute()
     if path.is_dir():
         return _walk(path, suffixes)
@@ -166,7 +167,7 @@ def _expand(pattern: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def _each_once(files: Set[Path]) -> set[Path]:
-    """Of paths to one file, by links to it or to a folder above it, the first."""
+    """Each file under one path: the first of those that lead to it, by links to it or to a folder above it."""
     folders = {folder: os.path.realpath(folder) for folder in {file.parent for file in files}}
     real = {
         os.path.realpath(file) if file.is_symlink() else os.path.join(folders[file.parent], file.name): file
@@ -176,9 +177,10 @@ def _each_once(files: Set[Path]) -> set[Path]:
 
 
 def _as_saved(files: Set[Path], path_key: str) -> list[Path]:
-    """Sorted folder by folder; those of a folder with a state.json are the ones that it lists, in its order.
+    """The files, sorted folder by folder; of a folder with a state.json those that it lists, in its order.
 
-    ValueError: such a folder lacks one of them, or is a selection of rows; several of its splits are given at once.
+    ValueError: such a folder lacks a file that it lists, or is a selection of rows; several splits of a dataset are
+    given at once.
     """
     ordered: list[Path] = []
     splits = {file.parent.parent for file in files if (file.parent.parent / "dataset_dict.json").is_file()}
@@ -189,7 +191,7 @@ def _as_saved(files: Set[Path], path_key: str) -> list[Path]:
         here = sorted(file for file in files if file.parent == folder)
         if (folder / "state.json").is_file():
             listed = _listed(folder / "state.json")
-            here = listed if set(here) >= set(listed) else here  # else someone chose files
+            here = listed if set(here) >= set(listed) else here  # else single files were chosen
         ordered += here
     return ordered
 
@@ -221,7 +223,7 @@ def _read_jsonl(file: Path, fields: _Fields) -> Iterator[Document]:
     with file.open("rb") as raw, _decompressed(file, raw) as lines:
         read = 0
         for number, line in enumerate(lines, 1):
-            before, read = read, raw.tell()  # of the file as it is on disk: it is read in blocks
+            before, read = read, raw.tell()  # bytes of the file on disk, which is read in blocks
             if line := line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").strip():
                 yield _line(line, f"{file}, line {number}", read - before, fields)
 
@@ -271,7 +273,7 @@ def _read_arrow(file: Path, fields: _Fields) -> Iterator[Document]:
         with pa.memory_map(str(file)) as source:
             open_table = pa.ipc.open_file if source.read(6) == b"ARROW1" else pa.ipc.open_stream
             source.seek(0)
-            table = open_table(source).read_all()  # mapped: what a column takes is read when it is used
+            table = open_table(source).read_all()  # mapped: a column's bytes are read when they are used
             rows = table.select(_columns(file, table.column_names, fields)).to_batches(max_chunksize=ROWS)
             yield from _rows(file, rows, file.stat().st_size / max(table.num_rows, 1), fields)
     except pa.ArrowException as error:
@@ -279,7 +281,7 @@ def _read_arrow(file: Path, fields: _Fields) -> Iterator[Document]:
 
 
 def _columns(file: Path, names: list[str], fields: _Fields) -> list[str]:
-    """Those to read."""
+    """The columns to read."""
     if missing := fields.missing(names, "column"):
         raise ValueError(f"{file}: {missing}")
     return [name for name in fields.needed + fields.optional if name in names]
@@ -294,7 +296,7 @@ def _rows(file: Path, batches: Iterable[Any], size: float, fields: _Fields) -> I
 
 
 def _records(batch: Any) -> Iterator[dict[str, Any] | str]:
-    """A batch's rows; of one that is not UTF-8 what is wrong with it."""
+    """A batch's rows; for one that is not UTF-8, what is wrong with it."""
     try:
         yield from batch.to_pylist()
     except UnicodeDecodeError:

@@ -1,12 +1,12 @@
 """The held-out split of a corpus, and where each side's tokens lie, at any size.
 
 A document is held out if its hash, as a fraction of 2⁶⁴, is below `holdout`: this depends on its tokens alone, so equal
-documents are never on both sides, and documents that join the corpus move no other.
+documents are never on both sides, and documents that join the corpus move no others.
 
 A `Side` finds its documents by bundles: BUNDLE consecutive documents of the corpus, less those of the other side. All
-that is kept of them is how many tokens of the side are before each bundle, 8 bytes for BUNDLE documents. Of more than
-SMALL documents this is read off the corpus once and then kept in a file beside the token caches, which the processes
-of a machine map together:
+that is kept is how many tokens of the side are before each bundle, 8 bytes for BUNDLE documents. If there are more than
+SMALL documents, these numbers are computed from the corpus once and kept in a file beside the token caches, which all
+processes of a machine map:
 
     split-<fingerprint of the corpus>-<threshold>.bin     int64 [2, bundles + 1]: to train on, held out; then a CRC-32
 """
@@ -35,7 +35,7 @@ SPLITS = ("train", "validation")
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """The documents of a corpus that are trained on, or those held out. Pickled, it travels as the corpus's path."""
+    """The documents of a corpus that are trained on, or those held out. It is pickled with the corpus's path."""
 
     corpus: Corpus
     holdout: float
@@ -65,8 +65,8 @@ class Side:
 def split_corpus(corpus: Corpus, holdout: float, split: str) -> Side:
     """The documents of "train" or "validation".
 
-    ValueError (naming validation.holdout): not in [0, 1), or nothing is left on this side; the sums of a large corpus
-    cannot be written.
+    ValueError (naming validation.holdout): it is not in [0, 1), or nothing is left on this side; the sums of a large
+    corpus cannot be written.
     """
     assert split in SPLITS, split
     ends = _ends(corpus, _threshold(holdout))[SPLITS.index(split)]
@@ -78,7 +78,7 @@ def split_corpus(corpus: Corpus, holdout: float, split: str) -> Side:
 def split_documents(corpus: Corpus, holdout: float, split: str) -> np.ndarray:
     """Indices [n] int64 of the documents of "train" or "validation", in the corpus's order: all of them at once.
 
-    ValueError (naming validation.holdout): not in [0, 1), or nothing is left on this side.
+    ValueError (naming validation.holdout): it is not in [0, 1), or nothing is left on this side.
     """
     assert split in SPLITS, split
     held_out = corpus.hashes < _threshold(holdout)
@@ -89,7 +89,7 @@ def split_documents(corpus: Corpus, holdout: float, split: str) -> np.ndarray:
 
 
 def _threshold(holdout: float) -> np.uint64:
-    """Documents whose hash is below it are held out. Of a hash, the 53 bits that a float64 holds decide."""
+    """Documents whose hash is below it are held out. The top 53 bits of a hash decide, as many as a float64 holds."""
     if not 0 <= holdout < 1:
         raise ValueError(f"validation.holdout = {holdout}, the share of documents to hold out, must be in [0, 1)")
     return np.uint64(math.ceil(holdout * 2**53) << 11)
@@ -103,11 +103,11 @@ def _empty(corpus: Corpus, holdout: float, split: str) -> ValueError:
 
 
 def _better_holdout(hashes: np.ndarray, split: str) -> str:
-    """What to do where one side has no documents; hashes: of all, [n] uint64."""
+    """What to do if one side has no documents. hashes: those of all documents, [n] uint64."""
     low, high = ((int(x) >> 11) * 2.0**-53 for x in (hashes.min(), hashes.max()))
     if low == high:
         return "all are the same: give validation.dataset_path, or train on more documents"
-    # Just above the smallest, to the fewest digits that leave a document on each side.
+    # Just above the smallest hash, with the fewest digits that leave a document on each side.
     first = math.ceil(-math.log10(max(low, 1e-9)))
     tries = (math.floor(low * 10**n + 1) / 10**n for n in range(first, 18))
     better = next((x for x in tries if low < x <= high), high)
@@ -148,7 +148,7 @@ def _keep(path: Path, kept: Callable[[], np.ndarray | None], corpus: Corpus, thr
 
 
 def _mapped(path: Path, corpus: Corpus) -> np.ndarray | None:
-    """The sums in this file, if it is there and whole. A damaged one is written again: the corpus has it all."""
+    """The sums in this file, if it is there and whole. A damaged one is written again, from the corpus."""
     with suppress(OSError, ValueError):
         numbers = np.asarray(np.memmap(path, "<i8", mode="r"))
         if len(numbers) == 2 * (_num_bundles(corpus) + 1) + 1 and zlib.crc32(numbers[:-1]) == numbers[-1]:

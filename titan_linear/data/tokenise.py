@@ -1,8 +1,8 @@
-"""Tokenising on all cores: blocks of documents go to worker processes, their tokens come back in order.
+"""Tokenising on all cores: blocks of documents go to worker processes, and their tokens come back in order.
 
-The tokens of a document depend on it alone, so that blocks, workers and their number change nothing. Workers are
-forked: they inherit the tokenizer, however large, and import nothing. They hold no file and end when their pipe does,
-whatever ended this process; Ctrl-C is this process's to answer.
+The tokens of a document depend on it alone, so that blocks and the number of workers do not change the result. Workers
+are forked: they inherit the tokenizer, however large, and import nothing. They hold no file and end when their pipe
+does, whatever ended this process; they leave Ctrl-C to this process.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from titan_linear.data.sources import Document
 from titan_linear.data.tokenizer import Tokenizer
 
 BLOCK_CHARACTERS, BLOCK_DOCUMENTS = 1 << 18, 1024
-AHEAD = 4  # blocks per worker that may wait for one before them
+AHEAD = 4  # finished blocks per worker that may wait for an earlier one
 Block = list[Document]
 Encoder = Tokenizer | RecordEncoder
-Tokens = np.ndarray | Learnt  # of a text [n], or of a conversation with what is learnt of it
-Encoded = list[Tokens | str]  # of each document: its tokens, or why it has none
+Tokens = np.ndarray | Learnt  # of a text [n]; or of a conversation, with which of them are learnt
+Encoded = list[Tokens | str]  # for each document: its tokens, or why it has none
 
 
 def worker_count(num_bytes: int) -> int:
-    """Worker processes for so much text: one per core; none for little, or where processes may not have children."""
+    """Workers for this much text: one per core; none for little, or in a process that may not have children."""
     if num_bytes < 1 << 20 or multiprocessing.current_process().daemon:
         return 0
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -38,16 +38,16 @@ def worker_count(num_bytes: int) -> int:
 def tokenise(
     encoder: Encoder, documents: Iterable[Document], num_workers: int
 ) -> Iterator[tuple[Document, Tokens | str]]:
-    """Each document with its tokens, or with the reason why it cannot have any. To texts no eos is added.
+    """Each document with its tokens, or with the reason why it cannot have any. No eos is added to texts.
 
-    Close it when it is left before its end. ValueError: a worker was killed.
+    Close it if you leave it before its end. ValueError: a worker was killed.
     """
     blocks = _blocks(documents)
     if not num_workers:
         for block in blocks:
             yield from _of_all(block, _encode(encoder, _contents(block)))
         return
-    workers: dict[Connection, multiprocessing.Process] = {}  # our end of each one's pipe, and the worker
+    workers: dict[Connection, multiprocessing.Process] = {}  # our end of each worker's pipe → the worker
     try:
         _start(workers, encoder, num_workers)
         for block, encoded in _in_order(list(workers), blocks):
@@ -77,7 +77,7 @@ def _blocks(documents: Iterable[Document]) -> Iterator[Block]:
 
 
 def _contents(block: Block) -> list[Any]:
-    """Of those that have one: what is wrong with the others is known."""
+    """The contents of documents without a problem."""
     return [document.content for document in block if not document.problem]
 
 
@@ -93,7 +93,7 @@ def _encode(encoder: Encoder, contents: Sequence[Any]) -> Encoded:
     except UnicodeEncodeError as error:
         if len(contents) > 1:
             return [encoded for content in contents for encoded in _encode(encoder, [content])]
-        is_byte = 0xDC80 <= ord(error.object[error.start]) <= 0xDCFF  # of a file that is no UTF-8
+        is_byte = 0xDC80 <= ord(error.object[error.start]) <= 0xDCFF  # of a file that is not UTF-8
         remedy = "; repair it" + (", or train on bytes (no model.tokenizer_path)" if is_byte else "")
         return [f"not UTF-8 at character {error.start}{remedy}"]
 
@@ -123,18 +123,18 @@ def _in_order(workers: list[Connection], blocks: Iterator[Block]) -> Iterator[tu
 
 
 def _start(workers: dict[Connection, multiprocessing.Process], encoder: Encoder, num_workers: int) -> None:
-    """Add them to `workers`. A Ctrl-C meanwhile is raised when all are there."""
+    """Start workers and add them to `workers`. A Ctrl-C meanwhile is raised once all have started."""
     fork = multiprocessing.get_context("fork")
-    name = "TOKENIZERS_PARALLELISM"  # set, the library is silent about the fork; its threads would not outlive it
+    name = "TOKENIZERS_PARALLELISM"  # set: the library does not warn of the fork, which its threads would not survive
     before = os.environ.get(name)
     os.environ[name] = "false"
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited, and kept there
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers inherit it, and keep it
     try:
         for _ in range(num_workers):
             ours, theirs = fork.Pipe()
             process = fork.Process(target=_work, args=(encoder, theirs, [ours, *workers]), daemon=True)
             process.start()
-            theirs.close()  # so that its end is noticed here
+            theirs.close()  # so that the worker's end is noticed here
             workers[ours] = process
     finally:
         if before is None:
@@ -153,7 +153,7 @@ def _work(encoder: Encoder, connection: Connection, inherited: list[Connection])
             contents = connection.recv()
             try:
                 encoded: Encoded | Exception = _encode(encoder, contents)
-            except Exception as error:  # the tokenizer's own, whatever it is, is raised where it was asked for
+            except Exception as error:  # whatever the tokenizer raises is raised again in the process that asked
                 encoded = error
             connection.send(encoded)
     except (EOFError, OSError):  # nobody is there any more

@@ -17,17 +17,18 @@ import tokenizers
 
 TOKENIZER, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
-# What ends a document where no file beside tokenizer.json says so: the first of these that is a special token.
+# What ends a document if no file beside tokenizer.json says so: the first of these that is a special token.
 _USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]")
-# For transformers: tokenizer.json as it is, by whatever name the model goes.
+# The class with which transformers takes tokenizer.json as it is, whatever the model's name.
 _GENERIC_CLASS = "PreTrainedTokenizerFast"
 # Settings by which transformers would give other tokens than tokenizer.json, or that name files we do not have.
 _CHANGES_TOKENS = (
     "add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder", "auto_map", "split_special_tokens",
     "tokenizer_file",
 )  # fmt: skip
-NAMED_TOKENS = ("bos_token", "cls_token", "mask_token", "pad_token", "sep_token", "unk_token", "eos_token")  # of all
-_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")  # or by name
+# Settings of one token each, which every tokenizer may have; and settings of several, in a list or an object by name.
+NAMED_TOKENS = ("bos_token", "cls_token", "mask_token", "pad_token", "sep_token", "unk_token", "eos_token")
+_TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
 _COPIED = ("vocab.json", "merges.txt", "tokenizer.model", "generation_config.json")
 
 
@@ -44,7 +45,7 @@ class Tokenizer(Protocol):
     fingerprint: str
 
     def encode(self, text: str) -> np.ndarray:
-        """The tokens of a text, [n] int64, without eos. A UnicodeEncodeError if it cannot take the text."""
+        """The tokens of a text, [n] int64, without eos. Raises UnicodeEncodeError if it cannot take the text."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -56,14 +57,14 @@ class Tokenizer(Protocol):
         ...
 
     def hugging_face_files(self) -> dict[str, bytes]:
-        """Files by name with which AutoTokenizer of transformers gives these tokens and this end of a document."""
+        """Files, by name, with which transformers' AutoTokenizer gives these tokens and this end of a document."""
         ...
 
 
 class ByteTokenizer:
     """Token b is byte b of the UTF-8 text; token 256 ends a document.
 
-    A byte that is no UTF-8 comes in as Python's surrogateescape (how the text sources read files) and is kept as is.
+    A byte that is not UTF-8 comes in as a surrogate escape (so the text sources read files) and is kept as it is.
     """
 
     vocab_size = 257
@@ -84,7 +85,8 @@ class ByteTokenizer:
         return self.decode_bytes(ids).decode("utf-8", "replace")
 
     def hugging_face_files(self) -> dict[str, bytes]:
-        """The end's name, spelled out in a text, is its bytes here and there (split_special_tokens)."""
+        """The end token's name, spelled out in a text, gives its bytes, here and in transformers
+        (split_special_tokens)."""
         name = _USUAL_EOS[0]
         eos = {"id": self.eos_id, "content": name, "single_word": False, "lstrip": False, "rstrip": False}
         eos |= {"normalized": False, "special": True}
@@ -115,7 +117,7 @@ class HuggingFaceTokenizer:
                 f"model.tokenizer_path: {file} is no Hugging Face tokenizer: {error}; fetch it again"
             ) from error
         self._adds_tokens = self._tokenizer.num_special_tokens_to_add(is_pair=False) > 0
-        self._tokenizer.post_processor = None  # it also moves the places of tokens
+        self._tokenizer.post_processor = None  # it would also move the places of tokens
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
@@ -132,7 +134,7 @@ class HuggingFaceTokenizer:
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         for text in texts:
-            text.encode("utf-8")  # a lone surrogate: say which; the library only says "must be str"
+            text.encode("utf-8")  # raises at a lone surrogate, and says which; the library only says "must be str"
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
@@ -144,7 +146,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def chat_templates(self) -> dict[str, str]:
-        """Those of the folder by name, as transformers finds them: files of their own before a setting."""
+        """The folder's chat templates by name, as transformers finds them: files of their own go before a setting."""
         files = self._template_files().items()
         if found := {"default" if name == CHAT_TEMPLATE else file.stem: _read_text(file) for name, file in files}:
             return found
@@ -155,7 +157,7 @@ class HuggingFaceTokenizer:
         return {name: text for name, text in named.items() if isinstance(text, str)}
 
     def _template_files(self) -> dict[str, Path]:
-        """By their names in the folder."""
+        """The files of chat templates, by their names in the folder."""
         folder = self._file.parent
         files = [folder / CHAT_TEMPLATE, *sorted((folder / MORE_TEMPLATES).glob("*.jinja"))]
         return {file.relative_to(folder).as_posix(): file for file in files if file.is_file()}
@@ -171,7 +173,7 @@ class HuggingFaceTokenizer:
 
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
-        """Their texts, and the end token's, which need not be one."""
+        """The texts of the special tokens, and that of the end token, which need not be one."""
         special = [t["content"] for t in json.loads(self._content).get("added_tokens") or [] if t.get("special")]
         end = self.token_names.get("eos_token")
         return tuple(special) if end in (None, *special) else (*special, end)
@@ -180,13 +182,13 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def hugging_face_files(self) -> dict[str, bytes]:
-        """Those that there are, less what transformers would add to a text or take from it."""
+        """The tokenizer's files that exist, without what would have transformers add to a text or take from it."""
         beside = {name: self._file.with_name(name) for name in _COPIED} | self._template_files()
         files = {name: _read(file) for name, file in beside.items() if file.is_file()}
         return files | {TOKENIZER: self._whole_texts(), SETTINGS: _settings(*self._kept_settings())}
 
     def _whole_texts(self) -> bytes:
-        """tokenizer.json as it is, or without truncation, padding and tokens that it would add."""
+        """tokenizer.json as it is, or without its truncation, padding and the post-processor that adds tokens."""
         content = json.loads(self._content)
         off = dict.fromkeys(key for key in ("truncation", "padding") if content.get(key) is not None)
         if self._adds_tokens:
@@ -194,9 +196,9 @@ class HuggingFaceTokenizer:
         return _json({**content, **off}) if off else self._content
 
     def _kept_settings(self) -> tuple[dict[str, Any], str | None]:
-        """What is beside tokenizer.json, less what changes tokens; and the end of a document."""
+        """The settings beside tokenizer.json, without those that change tokens; and the text of the end token."""
         found = {key: value for key, value in self._settings.items() if key not in _CHANGES_TOKENS}
-        # By their names: what else there is to say of them tokenizer.json says. Others transformers would add.
+        # Tokens by their texts alone: tokenizer.json has the rest. transformers would add those that it does not have.
         added = [token["content"] for token in json.loads(self._content).get("added_tokens") or []]
         for key, value in list(found.items()):
             if key.endswith("_token"):
@@ -211,9 +213,9 @@ class HuggingFaceTokenizer:
 
 
 def build_tokenizer(path: str | None, key: str = "model.tokenizer_path") -> Tokenizer:
-    """`model.tokenizer_path`: nothing for bytes, else a tokenizer.json or a folder that holds one.
+    """The tokenizer of `model.tokenizer_path`: nothing for bytes, else a tokenizer.json or a folder that holds one.
 
-    ValueError (naming `key`): there is no such file, or it is no usable tokenizer.
+    ValueError (naming `key`): there is no such file, or it is not a usable tokenizer.
     """
     if not path:
         return ByteTokenizer()
@@ -244,10 +246,10 @@ def _read_text(file: Path) -> str:
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    """Those beside tokenizer.json, as transformers reads them: special_tokens_map.json counts, and more than the other
-    file, where that one does not list the added tokens.
+    """The settings beside tokenizer.json, as transformers reads them: special_tokens_map.json counts only if
+    tokenizer_config.json does not list the added tokens, and then goes before it.
 
-    ValueError: a token that every tokenizer may name is no text.
+    ValueError: a token of NAMED_TOKENS is not a text.
     """
     settings = _read_json(folder / SETTINGS)
     if "added_tokens_decoder" not in settings:
@@ -262,7 +264,7 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """A file of settings; without one, or where it is no object, there are none."""
+    """A file of settings; none if there is no such file, or it holds no object."""
     if not file.is_file():
         return {}
     try:
@@ -277,12 +279,12 @@ def _json(content: dict[str, Any]) -> bytes:
 
 
 def _name_of(token: object) -> object:
-    """Settings have a token's name, or an object that holds it."""
+    """The text of a token, which settings have as it is or in an object."""
     return token.get("content") if isinstance(token, dict) else token
 
 
 def _settings(found: dict[str, Any], eos: str | None) -> bytes:
-    """tokenizer_config.json."""
+    """The content of tokenizer_config.json."""
     forced = {"tokenizer_class": _GENERIC_CLASS, "eos_token": eos, "clean_up_tokenization_spaces": False}
     return _json({**found, **forced})
 
@@ -301,8 +303,8 @@ def _find_eos(file: Path, settings: dict[str, Any], content: dict[str, Any], voc
 
 
 def _byte_letters() -> dict[int, str]:
-    """The letters by which byte-level vocabularies write bytes: printable ones of Latin-1 stand for themselves, the
-    others, in order, for code points from 256 on (GPT-2's encoding)."""
+    """The letters by which byte-level vocabularies write bytes: a printable one of Latin-1 stands for itself; for the
+    others stand, in order, the code points from 256 on (GPT-2's encoding)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}

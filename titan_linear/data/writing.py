@@ -1,8 +1,8 @@
-"""Corpora are written here: documents of tokens, one by one, into `<folder>.tmp`, which becomes the corpus whole.
+"""Writes corpora: documents of tokens, one by one, into `<folder>.tmp`, which becomes the corpus when it is whole.
 
-A writer holds a lock on `<folder>.lock`, brings its files to the disk, and renames, so that a corpus is whole or
-absent, and of the processes that start together one writes and the others wait. The writing of texts (cache.py) that
-was stopped goes on where it was: every few seconds the files in `<folder>.tmp` are brought to the disk, and
+A writer holds a lock on `<folder>.lock`, syncs its files to the disk, and renames the folder, so that a corpus is whole
+or absent, and of processes that start together one writes and the others wait. If the writing of texts (cache.py) is
+stopped, it goes on where it was: every few seconds the files in `<folder>.tmp` are synced to the disk, and
 progress.json says how much of them counts.
 """
 
@@ -48,9 +48,9 @@ def write_corpus(
     folder: str | Path, documents: Iterable[np.ndarray] | Iterable[Learnt], tokenizer: Tokenizer, *,
     answers: bool = False,
 ) -> None:  # fmt: skip
-    """Writes a corpus from documents that are tokens, each [n] integers with its eos if it is to have one.
+    """Writes a corpus from documents that are tokens already, each [n] integers with its eos if it is to have one.
 
-    answers: each document is its tokens and which of them are learnt, [n] bool; else all are.
+    answers: each document is its tokens and which of them are learnt, [n] bool; otherwise all are learnt.
     ValueError: the folder exists, there is no document, a document is empty or has an id outside the vocabulary.
     """
     folder = Path(folder)
@@ -61,15 +61,15 @@ def write_corpus(
 
 
 class BadDocument(ValueError):
-    """A document stops the work, after which one may choose to skip it."""
+    """A document stops the work; the user may then choose to skip such documents."""
 
 
 @dataclass
 class Progress:
     """How far the writing of a corpus has come; as JSON, the journal of the files in <folder>.tmp."""
 
-    key: str = ""  # of the texts; empty: documents that are tokens, which are not journaled
-    texts: str = ""  # their content
+    key: str = ""  # of the texts; empty: documents that are tokens already, which are not journaled
+    texts: str = ""  # hash of their content
     read: int = 0  # documents of the source
     size: float = 0.0  # their bytes
     skipped_empty: int = 0
@@ -81,8 +81,8 @@ class Progress:
     num_answers: int = 0
     num_learnt: int = 0  # tokens
     num_ended: int = 0  # documents whose last answer ends in the end token
-    files_read: int = 0  # to their ends
-    num_files: int = 0  # of them, those that are written
+    files_read: int = 0  # text files that have been read to their ends
+    num_files: int = 0  # those of them whose ends are in files.bin
 
 
 def temporary_folder(folder: Path) -> Path:
@@ -108,9 +108,9 @@ def write_into(
     folder: Path, documents: Iterator[Tokens], tokenizer: Tokenizer, progress: Progress, dataset: str | None = None,
     texts: Sequence[Path] = (),
 ) -> None:  # fmt: skip
-    """Writes `<folder>.tmp` whole, or the rest of it, then renames it. The caller holds the lock.
+    """Writes all of `<folder>.tmp`, or the rest of it, then renames it. The caller holds the lock.
 
-    progress: what of it is there; documents: those that follow. dataset, texts: where they are from, if from texts.
+    progress: what is there already; documents: those that follow. dataset, texts: where they are from, if from texts.
     """
     temporary = temporary_folder(folder)
     if not progress.read:
@@ -148,7 +148,7 @@ def write_into(
 
 
 def _source(dataset: str, files: int, progress: Progress) -> dict[str, Any]:
-    """Of corpus.json."""
+    """The value of "source" in corpus.json."""
     source = {"dataset": dataset, "files": files, "skipped_empty": progress.skipped_empty}
     return source | ({"skipped_bad": progress.skipped_bad, "bad": progress.bad} if progress.bad else {})
 
@@ -165,7 +165,8 @@ def _remove_remains(temporary: Path) -> None:
 def _write_arrays(
     folder: Path, documents: Iterator[Tokens], tokenizer: Tokenizer, progress: Progress
 ) -> dict[str, Any]:
-    """Writes what is in _names after what counts of it; the counts, dtype and fingerprint for corpus.json."""
+    """Writes the files of _names on from what counts of them. Returns the counts, dtype and fingerprint for
+    corpus.json."""
     dtype = _dtype(tokenizer.vocab_size)
     with ExitStack() as stack:
         if hasattr(documents, "close"):
@@ -216,7 +217,7 @@ def _checked(ids: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
 
 
 def _answers(ids: np.ndarray, learnt: np.ndarray, tokenizer: Tokenizer, progress: Progress) -> bytes:
-    """Of answers.bin, for the document that follows; ids [n], learnt [n] bool."""
+    """What to add to answers.bin for the document that follows; ids [n], learnt [n] bool."""
     if learnt.shape != ids.shape or not learnt.any():
         n = progress.num_documents
         raise ValueError(f"document {n}: which of its tokens are learnt must be [n] bool, one of them true at least")
@@ -228,7 +229,7 @@ def _answers(ids: np.ndarray, learnt: np.ndarray, tokenizer: Tokenizer, progress
 
 
 def _file_ends(progress: Progress) -> bytes:
-    """Of files.bin, for the files that have been read to their ends meanwhile."""
+    """What to add to files.bin for the files that have been read to their ends meanwhile."""
     ends = np.full(progress.files_read - progress.num_files, progress.num_documents, dtype="<i8")
     progress.num_files = progress.files_read
     return ends.tobytes()
@@ -250,7 +251,7 @@ def _names(progress: Progress) -> tuple[str, ...]:
 
 
 def _sizes(progress: Progress, dtype: str) -> list[int]:
-    """Bytes that count of each of _names."""
+    """Number of bytes that count in each file of _names."""
     n = progress.num_documents
     sizes = {ANSWERS: 16 * progress.num_answers, FILE_ENDS: 8 * (progress.num_files + 1)}
     sizes |= dict(zip(FILES, (progress.num_tokens * np.dtype(dtype).itemsize, 8 * (n + 1), 8 * n)))
@@ -258,15 +259,15 @@ def _sizes(progress: Progress, dtype: str) -> list[int]:
 
 
 def _open_arrays(folder: Path, dtype: str, progress: Progress, stack: ExitStack) -> list[BinaryIO]:
-    """Those of _names, cut to what counts of them and at their ends."""
+    """The files of _names, cut to what counts of them and open at their ends."""
     files = [stack.enter_context((folder / name).open("ab")) for name in _names(progress)]
     for file, size in zip(files, _sizes(progress, dtype)):
-        file.truncate(size)  # to 8 zeros for offsets.bin and files.bin, which begin with 0
+        file.truncate(size)  # extends new offsets.bin and files.bin, which begin with 0, to 8 zeros
     return files
 
 
 def read_journal(folder: Path, vocab_size: int) -> Progress | None:
-    """How far an earlier writer came, if what it wrote is there."""
+    """How far an earlier writer came, if what it wrote is still there."""
     try:
         progress = Progress(**json.loads((temporary_folder(folder) / JOURNAL).read_bytes()))
         there = [(temporary_folder(folder) / name).stat().st_size for name in _names(progress)]

@@ -1,4 +1,4 @@
-"""A data-parallel rank's batch → what this rank computes of it, and its plan."""
+"""From a data-parallel rank's batch to the tokens of it that this rank computes, and their plan."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ class BatchSharding:
     softmax_method: str
     linear_method: str
     impl: str
-    conv1d_kernel_size: int | None  # of the model's convolutions, if all have one size
+    conv1d_kernel_size: int | None  # of the model's convolutions, if all have the same
     rotaries: tuple[Rotary, ...]  # of the model's mixers
     compute_dtype: torch.dtype
-    compiled: bool  # torch.compile reads the plan
-    programs: tuple[int, ...]  # of the scans of its delta rules over a rank's tokens, where these are kernels
-    stream_programs: tuple[int, ...] | None  # over the whole stream, where ranks share heads; None: none is
-    softmax: tuple[tuple[int, int, int], ...]  # Hq, Hkv and D + Dv of softmax layers, each kind's, on a rank of tp
+    compiled: bool  # layers, which read the plan, are compiled
+    programs: tuple[int, ...]  # of each kind of delta rule's scan over a rank's tokens, where scans are kernels
+    stream_programs: tuple[int, ...] | None  # likewise over the whole stream, where ranks share heads; None: no scan
+    softmax: tuple[tuple[int, int, int], ...]  # Hq, Hkv and D + Dv on a rank of tp, for each kind of softmax layer
 
     @classmethod
     def of(
         cls, model: ModelConfig, dims: ParallelDims, device: torch.device, compute_dtype: torch.dtype, *,
         compiled: bool = False, **methods: str,
     ) -> BatchSharding:  # fmt: skip
-        """What this model's mixers will ask of a batch is planned for. methods: layout, softmax_method, linear_method,
-        impl."""
+        """The sharding that plans for what this model's mixers need of a batch. methods: layout, softmax_method,
+        linear_method, impl."""
         needs = [mixer.ops for mixer in model.layers]
         over_heads = dims.cp > 1 and methods["linear_method"] == "ulysses"
         programs = _programs(model, dims.tp * dims.cp if over_heads else dims.tp, device)
@@ -56,7 +56,7 @@ class BatchSharding:
         )  # fmt: skip
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, BatchPlan]:
-        """tokens [1, T_local], labels [1, T_local] and their plan. Labels were shifted before the cut."""
+        """This rank's tokens [1, T_local], labels [1, T_local] and their plan. Labels were shifted before the cut."""
         methods = self.methods(batch.tokens.shape[1])
         context = build_cp_context(
             batch.cu_seqlens, self.dims.cp_group, num_streams=batch.num_streams,
@@ -80,8 +80,8 @@ class BatchSharding:
         return moved["tokens"], moved["labels"], plan
 
     def methods(self, tokens: int) -> tuple[str, ...]:
-        """How softmax layers communicate in batches of so many tokens of all ranks: one method, but for layers of
-        several kinds; none where there are no such layers, or nobody to communicate with."""
+        """How softmax layers communicate in batches of this many tokens over all ranks: one method, or several if
+        layers are of several kinds; none without such layers, or if cp is 1."""
         if self.dims.cp == 1:
             return ()
         if self.softmax_method != "auto":
@@ -90,7 +90,7 @@ class BatchSharding:
         return tuple(dict.fromkeys(chosen))
 
     def uneven(self, tokens: int) -> str | None:
-        """What a run says at its start of ranks that wait for others."""
+        """The message at a run's start if some ranks will wait for others; else None."""
         W = self.dims.cp
         if self.layout != "contiguous" or "ring" not in self.methods(tokens):
             return None
@@ -101,7 +101,8 @@ class BatchSharding:
 
 
 def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int, ...]:
-    """ranks: that share the value heads."""
+    """Programs of one entry's scan, for each kind of delta rule; none without a GPU. ranks: those that share the value
+    heads."""
     if device.type != "cuda":
         return ()
     mixers = (mixer for mixer in model.layers if isinstance(mixer, DeltaOptions))
@@ -113,6 +114,6 @@ def _softmax(model: ModelConfig, tp: int) -> tuple[tuple[int, int, int], ...]:
     sizes = []
     for mixer in dict.fromkeys(model.layers):
         if "attention" in mixer.ops:
-            heads = [count // tp for count in mixer.head_counts.values()]  # of queries, and of keys if they are fewer
+            heads = [count // tp for count in mixer.head_counts.values()]  # of queries, then of keys if these are fewer
             sizes.append((heads[0], heads[-1], sum(mixer.ops["attention"].values())))
     return tuple(dict.fromkeys(sizes))

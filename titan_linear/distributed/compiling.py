@@ -1,6 +1,6 @@
 """torch.compile for layers, and what their graphs compute again in backward instead of keeping it.
 
-Imported where something is compiled: the compiler is slow to import.
+Import it only where something is compiled: the compiler is slow to import.
 """
 
 from __future__ import annotations
@@ -22,25 +22,26 @@ PREPARE, RECOMPUTE = ("kda_prepare", "gdn_prepare"), ("kda_recompute", "gdn_reco
 
 
 def compile_layers(model: Decoder, backend: str) -> None:
-    """Compile each layer's `forward`: layers of one kind share their code, and documents do not change it.
+    """Compile each layer's `forward`. Layers of one kind share their code, which does not depend on the documents.
 
-    What is between products and our operators is computed again in backward: norms, gates, activations.
+    What lies between products and our operators (norms, gates, activations) is computed again in backward.
     """
-    # By default only if the product that reads it could be fused with it.
+    # By default it is computed again only if it could be fused with the product that reads it.
     torch._functorch.config.ban_recompute_materialized_backward = False
     options = {"joint_custom_pre_pass": ComputedAgain()} if backend == "inductor" else None
-    skip(outside_graphs(compile_layers))  # its wrapper, whose code all that it wraps share
+    skip(outside_graphs(compile_layers))  # skips the wrapper's code, which all wrapped functions share
     for layer in model.layers:
         layer.forward = torch.compile(layer.forward, backend=backend, options=options)
 
 
 class ComputedAgain(CustomGraphPass):
-    """Marks weights put side by side, and the chunks of a delta rule that backward prepares again, as uncompiled: the
-    compiler would find that both calls are the same, and keep all of what the first one gave."""
+    """Marks two results to be computed again in backward, as in uncompiled code: weights put side by side, and the
+    prepared chunks of a delta rule. The compiler would find that the calls in forward and backward are the same, and
+    keep all that the first one gave."""
 
     def __call__(self, graph: fx.Graph) -> None:
         names = {node: _own_name(node) for node in graph.nodes}
-        again = () if set(RECOMPUTE) & set(names.values()) else PREPARE  # with the others, backward has its own
+        again = () if set(RECOMPUTE) & set(names.values()) else PREPARE  # RECOMPUTE: backward has its own
         for node, name in names.items():
             if name in again or _joins_parameters(node):
                 for marked in (node, *(user for user in node.users if user.target is getitem)):
@@ -51,11 +52,11 @@ class ComputedAgain(CustomGraphPass):
 
 
 def _joins_parameters(node: fx.Node) -> bool:
-    """Weights side by side (`models.layers.project`): kept, they would be a copy that FSDP cannot free."""
+    """Whether a node puts weights side by side (`models.layers.project`): if kept, a copy that FSDP cannot free."""
     return node.target is torch.ops.aten.cat.default and all(x.op == "placeholder" for x in node.args[0])
 
 
 def _own_name(node: fx.Node) -> str:
-    """Of one of our operators, or ""."""
+    """The name of one of our operators; "" for any other node."""
     own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "titan_linear"
     return node.target._opname if own else ""

@@ -1,10 +1,11 @@
 """FSDP's all-gather and reduce-scatter between the GPUs of one node, by their copy engines.
 
 NCCL's kernels hold up to a fifth of the multiprocessors while layers compute. A matrix product that fills all of them
-then runs in two waves instead of one, and so does a scan: what hides the communication pays for it. Here a rank's copy
-engines move the bytes between memory that all ranks of the group have mapped (`torch.distributed._symmetric_memory`),
-ranks wait for each other by numbers in that memory that streams raise and wait for (cuStreamWriteValue32,
-cuStreamWaitValue32), and no multiprocessor takes part but for the sum at the end of a reduce-scatter.
+then runs in two waves instead of one, and so does a scan: the computation that hides communication pays for it. Here a
+rank's copy engines move the bytes between memory that all ranks of the group have mapped
+(`torch.distributed._symmetric_memory`). Ranks wait for each other through numbers in that memory, which CUDA streams
+raise and wait for (cuStreamWriteValue32, cuStreamWaitValue32). Multiprocessors take part only in the sum at the end of
+a reduce-scatter.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ import torch.distributed as dist
 import torch.distributed._symmetric_memory as symmetric
 from torch.distributed.fsdp import FSDPModule
 
-STAGE = 256 << 20  # bytes of a rank's mapped memory for each of the two: what is larger goes in parts
+STAGE = 256 << 20  # bytes of a rank's mapped memory for each collective: larger messages go in parts
 READY, FREE = range(2)
-GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ, which compares the 32 bits as a cycle
+GREATER_OR_EQUAL = 0  # CU_STREAM_WAIT_VALUE_GEQ, for which the 32 bits may wrap around
 
 
 @cache
@@ -32,28 +33,29 @@ def _driver() -> ctypes.CDLL:
 class Stage:
     """Memory of each rank of a group that all others have mapped, with two numbers for each pair of ranks.
 
-    `memory[p]` is rank p's, [bytes]. A number says up to which exchange what a rank wrote is READY, or FREE again.
+    `memory[p]` is rank p's, [bytes]. A rank's numbers say, for each other rank, up to which exchange what that rank
+    wrote is READY, and up to which it is done, so that memory is FREE again.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, nbytes: int):
         self.rank, self.size, self.exchange = group.rank(), group.size(), 0
-        self.others = [(self.rank + step) % self.size for step in range(1, self.size)]  # each begins with another
+        self.others = [(self.rank + step) % self.size for step in range(1, self.size)]  # no two begin with the same
         own = symmetric.empty(nbytes, dtype=torch.uint8, device=device)
         numbers = symmetric.empty(2 * self.size, dtype=torch.int32, device=device).zero_()
-        torch.cuda.synchronize(device)  # before another rank may raise one
+        torch.cuda.synchronize(device)  # the zeros are written before another rank may raise one
         handles = [symmetric.rendezvous(x, group.group_name) for x in (own, numbers)]
         self.memory = [handles[0].get_buffer(p, (nbytes,), torch.uint8) for p in range(self.size)]
         self.addresses = list(handles[1].buffer_ptrs)
-        self.mapped = own, numbers, handles  # as long as somebody may write there
+        self.mapped = own, numbers, handles  # kept alive as long as another rank may write there
         dist.barrier(group)
 
     def raise_to(self, kind: int, exchange: int) -> None:
-        """On all other ranks, once what was queued on the current stream is done."""
+        """Raise this rank's number on all other ranks, once what was queued on the current CUDA stream is done."""
         for p in self.others:
             self._queue("cuStreamWriteValue32_v2", self.addresses[p], kind, self.rank, exchange, 0)
 
     def wait_for(self, kind: int, exchange: int, *ranks: int) -> None:
-        """Let the current stream wait until these ranks have raised it so far."""
+        """Make the current CUDA stream wait until these ranks have raised their numbers to `exchange`."""
         for p in ranks:
             self._queue("cuStreamWaitValue32_v2", self.addresses[self.rank], kind, p, exchange, GREATER_OR_EQUAL)
 
@@ -65,7 +67,7 @@ class Stage:
 
 
 class Copies:
-    """A collective as FSDP2 takes it. All calls are on one stream, so that one stage serves all layers."""
+    """A collective as FSDP2 takes it. All calls are on one CUDA stream, so that one stage serves all layers."""
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, nbytes: int = STAGE):
         self.name, self.nbytes = group.group_name, nbytes
@@ -75,19 +77,19 @@ class Copies:
         return torch.empty(size, dtype=dtype, device=device)
 
     def parts(self, rows: torch.Tensor, most: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """rows [size, n] → [size, at most so many], each with the number of its exchange."""
+        """rows [size, n] → parts [size, at most `most`], each with the number of its exchange."""
         for part in rows.split(most, 1):
             self.stage.exchange += 1
             yield self.stage.exchange, part
 
 
 class CopiedGather(Copies):
-    """Every rank puts its shard into its own stage, and the others take it from there."""
+    """Every rank copies its shard into its own stage, and the others copy it from there."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        """input [n] of each rank → output [size · n], of which the input is this rank's part, on the current stream."""
+        """input [n] of each rank → output [size · n], in which the input already lies, on the current CUDA stream."""
         stage, out = self.stage, output_tensor.view(self.stage.size, -1)
         assert group.group_name == self.name and out[stage.rank].data_ptr() == input_tensor.data_ptr()
         for exchange, part in self.parts(out, self.nbytes // out.element_size()):
@@ -102,13 +104,13 @@ class CopiedGather(Copies):
 
 
 class CopiedReduceScatter(Copies):
-    """Every rank puts what it has for another into that one's stage, which adds it up in the order of ranks."""
+    """Every rank copies what it has for each rank into that rank's stage. Each then sums its own in rank order."""
 
     def __call__(
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, op: dist.ReduceOp,
         async_op: bool = False,
     ) -> None:  # fmt: skip
-        """input [size · n] of each rank → output [n], its sum over ranks, on the current stream."""
+        """input [size · n] of each rank → output [n], this rank's part of their sum, on the current CUDA stream."""
         stage, given = self.stage, input_tensor.view(self.stage.size, -1)
         assert group.group_name == self.name and op == dist.ReduceOp.SUM
         most, done = self.nbytes // given.element_size() // stage.size, 0
@@ -126,10 +128,11 @@ class CopiedReduceScatter(Copies):
 
 
 def copy_shards(units: Iterable[FSDPModule], group: dist.ProcessGroup, device: torch.device) -> None:
-    """Let these gather and reduce so what they share in this group. Its ranks are of one node, and each calls this.
+    """Have these units gather and reduce-scatter by copy engines in this group. Its ranks are on one node, and each
+    calls this.
 
     Raises:
-        ValueError: the GPUs' links do not allow it.
+        ValueError: the GPUs cannot access each other's memory.
     """
     if group.size() == 1:
         return

@@ -1,4 +1,4 @@
-"""Experts over ranks (expert parallelism), and the balance of their loads between steps."""
+"""Expert parallelism, and the balancing of experts' loads between steps."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from titan_linear.ops.support import outside_graphs
 
 
 def spread_experts(model: Decoder, ranks: Ranks) -> frozenset[str]:
-    """Leave each of `ranks` an equal share of the experts of every layer, to which the others send rows; the names of
-    the parameters that are shared out. In place."""
-    shared, dispatch = set(), partial(Travelling, ranks)  # one for all layers, whose compiled code knows it
+    """Leave each of `ranks` an equal share of the experts of every layer, to which the others send rows. In place.
+    Returns the names of the parameters that are shared out."""
+    shared, dispatch = set(), partial(Travelling, ranks)  # one for all layers: their compiled code refers to it
     for i, layer in enumerate(model.layers):
         if isinstance(layer.mlp, MoE):
             for name in dict(layer.mlp.experts.named_parameters()):
@@ -35,7 +35,7 @@ def spread_experts(model: Decoder, ranks: Ranks) -> frozenset[str]:
 class Travelling:
     """Rows on their way to the ranks that have their experts. See `AtHome` in models/moe.py.
 
-    Every row travels, however many there are for an expert. The host reads how many there are once, in forward.
+    Every row travels, however many an expert gets. The host reads these numbers once, in forward.
     """
 
     def __init__(self, ranks: Ranks, rows: torch.Tensor, counts: torch.Tensor):
@@ -44,18 +44,18 @@ class Travelling:
         self.sizes, self.group = (to, of), ranks.group
         self.counts = came.sum(0)  # [own experts]
         own = torch.arange(came.shape[1], device=rows.device).repeat(ranks.size)
-        of_expert = own.repeat_interleave(came.flatten(), output_size=sum(of))  # of each row that comes
+        of_expert = own.repeat_interleave(came.flatten(), output_size=sum(of))  # the expert of each row that comes
         self.order = of_expert.argsort(stable=True)
         self.pending: list[dist.Work] = []
         self.arriving = _exchange(rows, to, of, ranks.group, self.pending)
 
     def rows(self) -> torch.Tensor:
-        """What has come, in the order of this rank's experts."""
+        """The rows that have come, in the order of this rank's experts."""
         self.pending.pop().wait()
         return self.arriving[self.order]
 
     def back(self, y: torch.Tensor) -> torch.Tensor:
-        """Outputs of `rows()` → this rank's rows, as they were given."""
+        """Outputs of `rows()` → outputs of the rows that this rank gave, in their order."""
         to, of = self.sizes
         pending: list[dist.Work] = []
         out = _exchange(y[self.order.argsort()], of, to, self.group, pending)
@@ -66,7 +66,8 @@ class Travelling:
 @outside_graphs
 @partial(kept, modes=MODES)
 def _agree(counts: torch.Tensor, ranks: Ranks) -> tuple[list[int], list[int], torch.Tensor]:
-    """Rows for each expert [E] -> how many go to each rank, how many come, and those by sender [ranks, own experts]."""
+    """Rows for each expert [E] -> numbers of rows to each rank, of rows from each rank, and of the latter for each of
+    this rank's experts [ranks, own experts]."""
     sent = counts.unflatten(0, (ranks.size, -1)).contiguous()  # by receiver
     came = torch.empty_like(sent)
     dist.all_to_all_single(came, sent, group=group_named(ranks.group))
@@ -75,7 +76,7 @@ def _agree(counts: torch.Tensor, ranks: Ranks) -> tuple[list[int], list[int], to
 
 
 class _Exchange(torch.autograd.Function):
-    """All-to-all of rows that has begun when this returns; what is appended to `pending` waits for it."""
+    """An all-to-all of rows that has begun when this returns; the work that is appended to `pending` waits for it."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, send: list[int], receive: list[int], group: str, pending: list[dist.Work]):
@@ -97,13 +98,13 @@ _exchange = outside_graphs(_Exchange.apply)
 @torch.no_grad()
 def move_selection_biases(model: nn.Module, numbers: torch.Tensor) -> None:
     """Raise the bias of experts that had less than their share of the step's tokens and lower the others' (DeepSeek-V3,
-    section 2.1.2), by `bias_update_rate`; then count anew. One collective. Like the weights (optim.py, `update`) biases
-    stay where they are if loss or norm is not finite; the host need not know.
+    section 2.1.2), by `bias_update_rate`; then count anew. One collective. Biases, like the weights (optim.py,
+    `update`), do not change if loss or norm is not finite; the device decides that, and the host need not know.
 
     numbers: [loss, norm, ...] of the step.
 
-    Every rank counts the tokens it computes, so that sums over all ranks are those of the whole batch, or a multiple:
-    ranks of tp compute the same tokens.
+    Every rank counts the tokens that it computes, so that sums over all ranks are those of the whole batch, or a
+    multiple of them: ranks of tp compute the same tokens.
     """
     counted = [m for m in model.modules() if isinstance(m, MoE) and m.loads is not None]
     layers = [m for m in counted if m.config.bias_update_rate]

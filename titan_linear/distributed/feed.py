@@ -20,7 +20,7 @@ from titan_linear.models.plan import BatchPlan
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """What a rank computes of a `Batch`, on its device."""
+    """The tokens of a `Batch` that one rank computes, on its device."""
 
     tokens: torch.Tensor  # [1, T_local] int64
     labels: torch.Tensor  # [1, T_local] int64
@@ -29,7 +29,7 @@ class MicroBatch:
 
 
 class StepTokens(NamedTuple):
-    """Tokens of a step, over all ranks."""
+    """Numbers of tokens of a step, over all ranks."""
 
     total: int
     valid: int  # with a label
@@ -40,17 +40,17 @@ NO_DOCUMENTS = Documents(0, 0, 0)
 
 @dataclass(frozen=True)
 class Fed:
-    """What some steps had, over all ranks, and what it took this rank's host."""
+    """What some steps had, over all ranks, and the time that it took this rank's host to feed them."""
 
     steps: int = 0
     valid: int = 0  # tokens with a label
     documents: Documents = NO_DOCUMENTS
     seconds: float = 0.0  # to read and cut batches
-    waited: float = 0.0  # to read and cut them, or for other ranks to, with nothing left for the device to do
-    most_pairs: float = 0.0  # of query and key in a softmax layer, of the rank that computed most in each step
+    waited: float = 0.0  # to read and cut them, or for other ranks to do so, while the device had nothing left to do
+    most_pairs: float = 0.0  # of query and key in a softmax layer, on the rank that computed most in each step
 
     def work_balance(self, ranks: int) -> float:
-        """Pairs of the rank that computed most over the mean of the `ranks` that share them: 1 is even."""
+        """Pairs of the rank that computed most, divided by the mean over the `ranks` that share them: 1 is even."""
         return self.most_pairs * ranks / self.documents.pairs
 
     def __add__(self, more: Fed) -> Fed:
@@ -64,18 +64,18 @@ class Fed:
 class Feed:
     """Steps of micro-batches.
 
-    All that the host does for a step before its first forward is done by `prefetch`: call it while the device still
-    computes the step before. Later micro-batches are cut and moved when they are asked for, which is while the device
-    computes the one before: copies are queued on the current stream, from pinned memory, and nothing waits for them.
+    `prefetch` does all that the host does for a step before its first forward: call it while the device still computes
+    the step before. Later micro-batches are cut and moved when they are asked for, which is while the device computes
+    the one before. They are copied from pinned memory, on the current CUDA stream, and the host does not wait for it.
 
     Args:
-        batches: of this data-parallel rank, without end. It may be a step ahead of the training: how far the run has
-            come is the trainer's to know.
+        batches: those of this data-parallel rank, without end. They may be read a step ahead of training: the trainer
+            keeps track of how far the run has come.
         cut: a batch → tokens, labels and plan of this rank, on its device (`BatchSharding`).
-        micro_steps: batches of a step.
-        copies: ranks that get the same batches.
-        host: a group of all ranks, with gloo on the hosts, in which tokens are counted; no device takes part.
-        device: that computes the micro-batches.
+        micro_steps: number of batches per step.
+        copies: number of ranks that get the same batches.
+        host: a gloo group of all ranks in which tokens are counted, on the hosts; no device takes part.
+        device: the one that computes the micro-batches.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Feed:
         self.batches, self.cut, self.micro_steps, self.copies = batches, cut, micro_steps, copies
         self.host, self.device = host, device
         self._ahead: tuple[list[Batch], MicroBatch, torch.Tensor, dist.Work] | None = None
-        self._fed, self._pairs = Fed(), 0.0  # since it was taken
+        self._fed, self._pairs = Fed(), 0.0  # since the last `take`
 
     def prefetch(self) -> None:
         """Fetch the next step's batches, begin to count its tokens, and move its first micro-batch."""
@@ -97,7 +97,7 @@ class Feed:
             self._ahead = batches, self._move(batches[0]), counts, counting
 
     def next_step(self) -> tuple[StepTokens, Iterator[MicroBatch]]:
-        """The tokens of the next step, and this rank's micro-batches of it."""
+        """The numbers of tokens of the next step, and this rank's micro-batches of it."""
         self.prefetch()
         (batches, first, counts, counting), self._ahead = self._ahead, None
         with self._timed(reads=False):
@@ -118,8 +118,8 @@ class Feed:
 
     @contextmanager
     def _timed(self, reads: bool = True) -> Iterator[None]:
-        """Count the seconds inside. The device waited, for these seconds at most, if in the end it has done all that
-        was queued before."""
+        """Count the seconds spent inside. If by their end the device has done all that was queued before them, it has
+        waited, for these seconds at most."""
         queued = torch.cuda.current_stream(self.device).record_event() if self.device.type == "cuda" else None
         begin = time.perf_counter()
         yield
@@ -128,14 +128,14 @@ class Feed:
         self._fed += Fed(seconds=reads * seconds, waited=waited)
 
     def settle(self) -> None:
-        """Wait until the tokens of the step that is fetched ahead are counted."""
+        """Wait until the tokens of the prefetched step are counted."""
         if self._ahead:
             with self._timed(reads=False):
                 self._ahead[-1].wait()
 
     def take(self) -> Fed:
-        """Of the step whose micro-batches were asked for since this was last called. Every rank calls it, and they wait
-        for each other: no longer than the next step has them wait for its count of tokens."""
+        """What was in the step whose micro-batches were asked for since the last call. Every rank calls this. They
+        wait for each other, but no longer than they would have to for the next step's count of tokens."""
         most = np.array([self._pairs])
         with self._timed(reads=False):
             dist.all_reduce(torch.from_numpy(most), dist.ReduceOp.MAX, group=self.host)
@@ -145,5 +145,5 @@ class Feed:
 
 
 def _counts(batch: Batch) -> list[int]:
-    """Valid tokens, and `Documents`."""
+    """The number of valid tokens, then those of `Documents`."""
     return [int((batch.labels != IGNORE).sum()), *Documents.of(batch.cu_seqlens.numpy())]

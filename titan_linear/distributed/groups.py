@@ -1,4 +1,4 @@
-"""Process groups: how long a rank waits in them for the others, and what rank 0 does for all."""
+"""Process groups: how long ranks wait in them for each other, and what rank 0 does for all."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-# While a rank works alone: reads or writes a slow disk, tokenises. One that dies still ends the others at once.
+# The time-out while one rank works alone: uses a slow disk, tokenises. A rank that dies still ends the others at once.
 UNHURRIED = timedelta(days=1)
 T = TypeVar("T")
 
-# What gloo says of a rank that is gone, or that did not come in time.
+# What gloo says if a rank has died, or did not come in time.
 GONE = (
     "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting",
     "Application timeout caused pair closure",  # another collective with the same rank had timed out
@@ -25,40 +25,41 @@ GONE = (
 
 @contextmanager
 def process_group(timeout: timedelta) -> Iterator[dist.Store]:
-    """The default group, which torchrun's environment describes, and an orderly end of all groups; its store."""
+    """The default group, which torchrun's environment describes, and an orderly end of all groups. Yields its store."""
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that the flight recorder keeps (hangs.py)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
-    # One store may serve all starts of the workers, and what an earlier one wrote there is of no use.
+    # One store may serve all starts of the workers: the prefix hides what an earlier start wrote.
     store = dist.PrefixStore(f"workers-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     try:
         yield store
     finally:
-        # Groups live as long as a mesh refers to them, and threads of a group that outlive the interpreter abort it.
+        # Groups live as long as a mesh refers to them. A group's threads abort the interpreter if they outlive it.
         gc.collect()
         dist.destroy_process_group()
 
 
 def is_gone(error: RuntimeError) -> bool:
-    """A collective failed for want of another rank."""
+    """Whether a collective failed because another rank has died or did not come."""
     return any(words in str(error) for words in GONE)
 
 
 def unhurried_group() -> dist.ProcessGroup:
-    """A new group of all ranks, on the hosts (gloo), whose collectives wait as long as it takes."""
+    """A new gloo group of all ranks, on the hosts, whose collectives wait as long as it takes."""
     return dist.new_group(backend="gloo", timeout=UNHURRIED)
 
 
 def set_timeout(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:
-    """For collectives that begin from here on."""
+    """Set the time-out of collectives that begin from here on."""
     for group in groups:
         dist.distributed_c10d._set_pg_timeout(timeout, group)
 
 
 @contextmanager
 def unhurried(groups: list[dist.ProcessGroup], host: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
-    """Inside, collectives of `groups` wait as long as it takes. All ranks leave together, and then it is `timeout`.
+    """Inside, collectives of `groups` wait as long as it takes. All ranks leave together; then their time-out is
+    `timeout`.
 
     host: an `unhurried_group`.
     """
@@ -69,18 +70,18 @@ def unhurried(groups: list[dist.ProcessGroup], host: dist.ProcessGroup, timeout:
 
 
 def of_all_ranks(own: T, host: dist.ProcessGroup) -> list[T]:
-    """Each rank's, in order."""
+    """Each rank's `own`, in rank order."""
     ranks = [own] * dist.get_world_size(host)
     dist.all_gather_object(ranks, own, group=host)
     return ranks
 
 
 def on_rank_0(work: Callable[[], T], host: dist.ProcessGroup) -> T:
-    """What `work` gives, which rank 0 alone does and tells the others, however long it takes.
+    """The result of `work`, which rank 0 alone does and sends to the others, however long it takes.
 
     Raises:
-        ValueError: `work` raised it, on rank 0, which has to say so; the others exit.
-        SystemExit: on every rank, likewise.
+        ValueError: on rank 0, which has to report it, if `work` raised it; the other ranks exit.
+        SystemExit: on every rank, if `work` raised it.
     """
     outcome, raised = [None, None], None  # result, exit code
     if dist.get_rank() == 0:

@@ -1,9 +1,9 @@
-"""A run that hangs says so: which collective of which step waits for which ranks, in one line.
+"""A run that hangs says so in one line: which collective of which step waits for which ranks.
 
-PyTorch's flight recorders keep the last collectives of each process, one gloo's and one NCCL's. A thread of each rank
-looks at them while no step is done; where a collective has used up most of its time-out, every rank writes its
-recorders into the run's folder (`torchfrtrace FOLDER --prefix rank-` compares NCCL's) and one of them says the line.
-The time-out itself is the backend's: gloo raises an error in the rank that waits, NCCL aborts its process.
+PyTorch's flight recorders, one for gloo and one for NCCL, keep the last collectives of each process. A thread of each
+rank looks at them while no step completes. Once a collective has used up most of its time-out, every rank writes its
+recorders into the run's folder (`torchfrtrace FOLDER --prefix rank-` compares NCCL's), and one of them prints the line.
+The time-out itself is left to the backend: gloo raises an error in the rank that waits, NCCL aborts its process.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ LATE = 0.75  # of a collective's time-out
 
 
 class Watch(threading.Thread):
-    """Looks at this rank's collectives; where one is late, says so, once, with those of the other ranks."""
+    """Looks at this rank's collectives; if one is late, reports it, once, together with those of the other ranks."""
 
     def __init__(self, folder: Path, store: dist.Store, timeout: float):
-        """timeout: of training, in seconds. store: of all ranks, for the words of `Watch` alone."""
+        """timeout: that of training, in seconds. store: one of all ranks, which only `Watch` uses."""
         super().__init__(daemon=True)
         self.folder, self.store, self.period = folder, store, min(timeout / 20, 5.0)
         self.rank, self.ranks = dist.get_rank(), range(dist.get_world_size())
-        self.step: Callable[[], int] = lambda: 0  # the one that is being computed; 0: none yet
+        self.step: Callable[[], int] = lambda: 0  # the step that is being computed; 0: none yet
         self.ended = threading.Event()
 
     def run(self) -> None:
@@ -55,7 +55,7 @@ class Watch(threading.Thread):
         self._dump()
         if not first:
             return
-        self.ended.wait(2 * self.period)  # the other ranks look as well
+        self.ended.wait(2 * self.period)  # the other ranks look in the meantime
         waiting = [rank for rank in self.ranks if self.store.check([f"waits/{rank}"])]
         missing = [rank for rank in self.ranks if rank not in waiting]
         waited = (time.time_ns() - entry["time_created_ns"]) / 1e9
@@ -74,7 +74,8 @@ class Watch(threading.Thread):
 
 
 def recorders() -> dict[str, Callable[..., bytes]]:
-    """What writes down this process's recorders: of the collectives on its device, and with a GPU gloo's too."""
+    """Functions that dump this process's recorders, by name: that of collectives on its device, and with a GPU also
+    gloo's."""
     module = torch._C._distributed_c10d
     if torch.cuda.is_available():
         return {"rank": module._dump_nccl_trace, "gloo": module._dump_fr_trace}
@@ -82,19 +83,19 @@ def recorders() -> dict[str, Callable[..., bytes]]:
 
 
 def recorded() -> list[list[dict[str, Any]]]:
-    """What each of this process's recorders has, in the order of its beginning."""
+    """The collectives in each of this process's recorders, in the order in which they began."""
     return [pickle.loads(dump(includeStackTraces=False)).get("entries", []) for dump in recorders().values()]
 
 
 def late_collective(lists: list[list[dict[str, Any]]], now: int) -> dict[str, Any] | None:
-    """Of what has not ended and has used up most of its time-out, the one that began first.
+    """Of the collectives that have not ended and have used up most of their time-outs, the one that began first.
 
-    lists: of each recorder. now: nanoseconds since the epoch.
+    lists: one for each recorder. now: nanoseconds since the epoch.
     """
-    waiting: dict[tuple[int, int], dict[str, Any]] = {}  # of a recorder and a group
+    waiting: dict[tuple[int, int], dict[str, Any]] = {}  # by recorder and group
     for i, entries in enumerate(lists):
         for entry in entries:
-            if entry["retired"]:  # so has what began before: the parts of a batch of NCCL's are never marked
+            if entry["retired"]:  # so are earlier ones; those in an NCCL batch are never marked
                 waiting.pop((i, entry["pg_id"]), None)
             else:
                 waiting.setdefault((i, entry["pg_id"]), entry)
@@ -110,7 +111,7 @@ def _names(ranks: list[int]) -> str:
 
 @contextmanager
 def watched(folder: Path, store: dist.Store, timeout: float) -> Iterator[Watch]:
-    """A `Watch` while it lasts."""
+    """A `Watch` that runs inside of the context."""
     watch = Watch(folder, dist.PrefixStore("hangs", store), timeout)
     watch.start()
     try:

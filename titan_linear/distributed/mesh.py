@@ -14,28 +14,28 @@ from titan_linear.ops.collectives import Ranks
 
 @dataclass(frozen=True)
 class ParallelDims:
-    """Degrees, whose product is the world size, and the mesh of the ranks, innermost last."""
+    """The degrees, whose product without ep is the world size, and the mesh of the ranks, innermost dimension last."""
 
     dp_replicate: int
     dp_shard: int
     cp: int
     tp: int
-    ep: int  # ranks of dp_shard × cp, side by side, that share the experts out
+    ep: int  # neighbouring ranks of dp_shard × cp that share the experts out
     mesh: DeviceMesh  # dp_replicate, dp_shard, cp, tp
-    fsdp_mesh: DeviceMesh  # what FSDP shards over: dp_shard × cp; with replicas before them (HSDP)
+    fsdp_mesh: DeviceMesh  # what FSDP shards over: dp_shard × cp; for HSDP with dp_replicate before it
     expert_mesh: DeviceMesh | None  # dp_replicate, expert_shard, ep, tp: the same ranks; None: ep is 1
     data_group: dist.ProcessGroup  # dp_replicate × dp_shard × cp: the ranks that have the same part of each tensor
-    cpu_offload: bool = False  # what FSDP2 has of the parameters lies in the host's memory
+    cpu_offload: bool = False  # FSDP2's shards of the parameters lie in the host's memory
     transport: str = ""  # for the console: what carries states and halos between GPUs that share a stream
 
     @property
     def dp(self) -> int:
-        """Ranks that take different streams."""
+        """Number of ranks that take different streams."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def sharded(self) -> bool:
-        """FSDP2 has the parameters: several ranks share them, or they come from the host's memory."""
+        """Whether FSDP2 manages the parameters: several ranks share them, or they come from the host's memory."""
         return self.fsdp_mesh.size() > 1 or self.cpu_offload
 
     @property
@@ -44,7 +44,7 @@ class ParallelDims:
 
     @property
     def copies(self) -> int:
-        """Ranks that get the same batches."""
+        """Number of ranks that get the same batches."""
         return self.cp * self.tp
 
     @property
@@ -59,12 +59,12 @@ class ParallelDims:
 
     @property
     def tp_ranks(self) -> Ranks:
-        """The same, for operators."""
+        """The ranks of `tp_group`, as operators take them."""
         return Ranks(self.tp_group.group_name, self.tp, self.mesh.get_local_rank("tp"))
 
     @property
     def ep_ranks(self) -> Ranks:
-        """The ranks that share the experts out."""
+        """The ranks that share the experts out, as operators take them."""
         return Ranks(self.expert_mesh.get_group("ep").group_name, self.ep, self.expert_mesh.get_local_rank("ep"))
 
     @property
@@ -76,7 +76,7 @@ class ParallelDims:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """Of all dimensions; ep, which multiplies nothing, where it is used."""
+        """The degree of each dimension, and ep's, which is no factor of the world size, where it is used."""
         degrees = {name: self.mesh.size(dim) for dim, name in enumerate(self.mesh.mesh_dim_names)}
         return degrees | ({"ep": self.ep} if self.ep > 1 else {})
 
@@ -98,7 +98,7 @@ class ParallelDims:
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """What FSDP shards a rank's experts over; with replicas before (HSDP)."""
+        """What FSDP shards a rank's experts over: expert_shard; for HSDP with dp_replicate before it."""
         return self.expert_mesh["expert_shard" if self.dp_replicate == 1 else ("dp_replicate", "expert_shard")]
 
     @cached_property
@@ -111,7 +111,7 @@ class ParallelDims:
 
 
 def _mesh_of(device_type: str, ranks: torch.Tensor, **groups: dist.ProcessGroup) -> DeviceMesh:
-    """A mesh of groups that there are, by dimension."""
+    """A mesh of existing groups, one for each dimension."""
     return DeviceMesh.from_group(list(groups.values()), device_type, ranks.contiguous(), mesh_dim_names=tuple(groups))
 
 

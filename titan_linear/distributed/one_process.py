@@ -1,4 +1,4 @@
-"""Groups whose ranks live in one process, on one device or the CPU: the code of many ranks, with exchanges that copy.
+"""Groups whose ranks live in one process, on one device or the CPU. They run many ranks' code; collectives are copies.
 
     def on_rank(group):                                # each of 8 ranks runs it, in a thread of its own
         context = build_cp_context(cu_seqlens, group)
@@ -6,13 +6,13 @@
         ...
     results = run_ranks(on_rank, 8)                    # in rank order
 
-Any degree, without a launcher and without `torch.distributed.init_process_group`: for tests, for proofs, and for who
-wants to look into a rank with a debugger. What has a group gets a `LocalGroup`, and finds it by its name as it would
-another; `torch.distributed`'s functions take it too, but for those that ask for the default group.
+Any degree works, without a launcher and without `torch.distributed.init_process_group`: for tests, for proofs, and to
+look into a rank with a debugger. Code that takes a group is given a `LocalGroup`, and can find it by its name
+like any other; `torch.distributed`'s functions take it too, except those that ask for the default group.
 
-Ranks take turns: one runs until it waits for what others have not done, so that a run is the same each time, a
-breakpoint stops everything, and nothing has to be safe for threads. Ranks that all wait for each other, or that call
-different collectives, are an error that says who waits for whom, at once. On a GPU they share one device.
+Ranks take turns: one runs until it has to wait for the others, so that a run is the same each time, a breakpoint stops
+everything, and nothing has to be thread-safe. If all ranks wait for each other, or call different collectives, an error
+says at once who waits for whom. On a GPU they share one device.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _numbers = count()
 
 
 class RankFailed(RuntimeError):
-    """What a rank of `run_ranks` raised, which is this error's cause."""
+    """A rank of `run_ranks` raised an error, which is the cause of this one."""
 
     def __init__(self, rank: int, size: int, error: BaseException):
         super().__init__(f"rank {rank} of {size} in one process: {type(error).__name__}: {error}")
@@ -44,24 +44,24 @@ class RankFailed(RuntimeError):
 
 
 class _Abandoned(BaseException):
-    """Ends the threads of the other ranks."""
+    """Ends the threads of the other ranks after a failure."""
 
 
 # --- Ranks as threads ------------------------------------------------------------------------------------------------
 
 
 def run_ranks(on_rank: Callable[[LocalGroup], T], size: int) -> list[T]:
-    """on_rank(group) for each of `size` ranks, with one group of all of them; the results in rank order.
+    """Call on_rank(group) for each of `size` ranks, with one group of all of them. The results, in rank order.
 
     Raises:
-        RankFailed: a rank raised; the others are ended where they wait.
+        RankFailed: a rank raised an error; the others are ended where they wait.
     """
     with local_groups(size) as groups:
         return take_turns([partial(on_rank, group) for group in groups])
 
 
 def take_turns(work: Sequence[Callable[[], T]]) -> list[T]:
-    """What each rank's function gives, for ranks that talk in several groups (`local_groups`). Raises `RankFailed`."""
+    """The result of each rank's function, for ranks that use several groups (`local_groups`). Raises `RankFailed`."""
     turns, results = Turns(len(work)), [None] * len(work)
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -72,7 +72,7 @@ def take_turns(work: Sequence[Callable[[], T]]) -> list[T]:
             turns.wait(rank)
             if device is not None:
                 torch.cuda.set_device(device)
-            # Backward in this thread too: those that autograd keeps for devices are nobody's turn.
+            # Backward runs in this thread too: autograd's own threads, one for each device, take no turns.
             with torch.autograd.set_multithreading_enabled(False):
                 results[rank] = work[rank]()
         except BaseException as raised:
@@ -93,19 +93,19 @@ def take_turns(work: Sequence[Callable[[], T]]) -> list[T]:
 
 
 class Turns:
-    """Which of several threads runs: one at a time, until it waits or ends."""
+    """Decides which of several threads runs: one at a time, until it waits or ends."""
 
     def __init__(self, size: int):
         self.wakes = [threading.Semaphore(0) for _ in range(size)]
         self.ready: list[Callable[[], bool] | None] = [lambda: True] * size  # None: this rank has ended
-        self.awaits = [""] * size  # in words
+        self.awaits = [""] * size  # what each rank waits for, in words
         self.failed: tuple[int, BaseException] | None = None
 
     def begin(self) -> None:
         self._pass_on(-1)
 
     def pause(self, rank: int, ready: Callable[[], bool], what: str) -> None:
-        """Let others run until `ready`, if it is not yet."""
+        """Let other ranks run until `ready()`, unless it is true already."""
         if not ready():
             self.ready[rank], self.awaits[rank] = ready, what
             self._pass_on(rank)
@@ -113,7 +113,7 @@ class Turns:
             self.awaits[rank] = ""
 
     def wait(self, rank: int) -> None:
-        """For this rank's turn."""
+        """Wait for this rank's turn."""
         self.wakes[rank].acquire()
         if self.failed is not None:
             raise _Abandoned
@@ -125,7 +125,7 @@ class Turns:
         self._pass_on(rank)
 
     def _pass_on(self, rank: int) -> None:
-        """To the next rank that can go on. After a failure each goes on, to its end."""
+        """Pass the turn to the next rank that can go on. After a failure each rank goes on, to its end."""
         size = len(self.ready)
         left = [r % size for r in range(rank + 1, rank + 1 + size) if self.ready[r % size] is not None]
         able = left if self.failed is not None else [r for r in left if self.ready[r]()]
@@ -136,12 +136,12 @@ class Turns:
             self.wakes[able[0]].release()
 
 
-# --- Their groups ----------------------------------------------------------------------------------------------------
+# --- Groups of these ranks -------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def local_groups(size: int) -> Iterator[list[LocalGroup]]:
-    """A group of `size` ranks: what each of them has of it, in rank order. For calls inside of `take_turns`."""
+    """A group of `size` ranks: each rank's view of it, in rank order. For calls inside of `take_turns`."""
     shared = _Shared(size, next(_numbers))
     groups = [LocalGroup(shared, rank) for rank in range(size)]
     registry = dist.distributed_c10d
@@ -158,11 +158,11 @@ def local_groups(size: int) -> Iterator[list[LocalGroup]]:
 
 @dataclass
 class _Meeting:
-    """One collective: what each rank that has come gives and wants to be filled."""
+    """One collective: the input and the output of each rank that has come."""
 
     kind: str
     given: dict[int, tuple[torch.Tensor, torch.Tensor, Any]] = field(default_factory=dict)  # input, output, more
-    events: list[torch.cuda.Event] = field(default_factory=list)  # on GPUs: the inputs are there
+    events: list[torch.cuda.Event] = field(default_factory=list)  # on GPUs: the inputs are computed
     done: torch.cuda.Event | bool = False
 
 
@@ -176,7 +176,7 @@ class _Shared:
 
 
 class Work:
-    """What `wait` waits for."""
+    """Stands for torch's `Work`: `wait` lets other ranks run until `ready()`, then calls `then`."""
 
     def __init__(self, ready: Callable[[], bool], what: str, then: Callable[[], None]):
         self.ready, self.what, self.then = ready, what, then
@@ -200,7 +200,7 @@ class LocalGroup(dist.ProcessGroup):
     def __init__(self, shared: _Shared, rank: int):
         super().__init__(rank, shared.size)
         self._shared, self._rank, self._count = shared, rank, 0
-        # A name for each rank, not one for all: what finds a group by its name finds this rank's.
+        # Each rank's view has a name of its own, so that looking up a group by its name finds this rank's.
         self._name = f"one process, group {shared.number}, rank {rank}"
 
     def rank(self) -> int:
@@ -237,13 +237,13 @@ class LocalGroup(dist.ProcessGroup):
         nothing = torch.empty(0)
         return self._meet("barrier", nothing, nothing)
 
-    # The same, as torch up to 2.12 calls them.
+    # The same methods under the names that torch up to 2.12 calls.
     _allgather_base, _reduce_scatter_base, alltoall_base = all_gather_single, reduce_scatter_single, all_to_all_single
 
     # Between two ranks
 
     def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Work:
-        self._shared.sent[self._rank, to, tag].append(tensors[0].detach().clone())  # the sender may go on to change it
+        self._shared.sent[self._rank, to, tag].append(tensors[0].detach().clone())  # the sender may change it later
         return Work(lambda: True, "", lambda: None)
 
     def recv(self, tensors: list[torch.Tensor], of: int, tag: int) -> Work:
@@ -252,7 +252,7 @@ class LocalGroup(dist.ProcessGroup):
         return Work(lambda: bool(mail), what, lambda: _fill(tensors[0], mail.popleft()))
 
     def _meet(self, kind: str, x: torch.Tensor, out: torch.Tensor, more: Any = None) -> Work:
-        """Come to this rank's next collective; the last to come does everyone's copies."""
+        """Join this rank's next collective; the last rank to come does the copies of all."""
         shared, number = self._shared, self._count
         self._count += 1
         meeting = shared.meetings.setdefault(number, _Meeting(kind))
@@ -285,7 +285,8 @@ class LocalGroup(dist.ProcessGroup):
 
 
 def _fail(error: Exception) -> NoReturn:
-    """End all ranks with this error. Raised, it would not get past torch.distributed, which looks up the group then."""
+    """End all ranks with this error. If raised here, it would not get past torch.distributed, whose handler of errors
+    looks up the group."""
     turns, rank = _turns.get()
     turns.failed = turns.failed or (rank, error)
     raise _Abandoned
@@ -334,7 +335,7 @@ def _reduced(ranks: Given) -> torch.Tensor:
 
 @torch.no_grad()
 def _all_to_all(ranks: Given) -> None:
-    """Rows of each rank's input, by receiver, to rows of their outputs, by sender."""
+    """Copy the rows of each rank's input, ordered by receiver, to those of the outputs, ordered by sender."""
     W = len(ranks)
     parts = [x.split(sizes or [len(x) // W] * W) for x, _, (_, sizes) in ranks]
     for r, (_, out, (sizes, _)) in enumerate(ranks):

@@ -1,6 +1,6 @@
 """From a plain decoder to one that many ranks train: tensor parallelism, activation checkpointing, then FSDP2.
 
-Context parallelism is not here: it is in what a mixer is given (`BatchPlan.cp_context`), not in the model.
+Context parallelism is not here: it is in the plan that a mixer is given (`BatchPlan.cp_context`), not in the model.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ def parallelize(
     reshard: bool = True,
 ) -> None:
     """Wrap a decoder (on the meta device) in place. Gradients become sums over all ranks, never means. Where no
-    other rank has the same parameters, and they are on the device, FSDP2 is left out: `ComputeCopies` (precision.py)
-    brings its mixed precision.
+    ranks share parameters, and these are on the device, FSDP2 is left out: `ComputeCopies` (precision.py) provides
+    its mixed precision.
 
-    backend: of torch.compile; None: nothing is compiled.
+    backend: that of torch.compile; None: nothing is compiled.
     reshard: FSDP frees a layer's gathered parameters after its forward, and gathers them again for its backward.
     """
     cut(model, dims)
@@ -60,8 +60,8 @@ def cut(model: Decoder, dims: ParallelDims) -> None:
 
 
 def checkpoint_layers(model: Decoder, mode: str, *, compiled: bool) -> None:
-    """Keep each layer's input and compute the layer again in backward; no layer draws random numbers. Keep, too, what
-    ops/kept.py lists for this mode.
+    """Keep each layer's input, and what ops/kept.py lists for this mode; compute the rest of the layer again in
+    backward. The state of random numbers is not kept: no layer draws any.
 
     The layer's `forward` is replaced rather than the layer wrapped, so that parameters keep their names.
     """
@@ -73,13 +73,13 @@ def checkpoint_layers(model: Decoder, mode: str, *, compiled: bool) -> None:
 
 
 def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy, reshard: bool) -> None:
-    """FSDP2 by layer. Embedding and head are units of their own unless they share their weight.
+    """Apply FSDP2 layer by layer. Embedding and head are units of their own unless they share their weight.
 
-    It casts parameters, not inputs: these are in the right dtype, and to cast them it would give each layer a copy of
-    the batch's plan, without what that has derived, and with RoPE's angles in bfloat16.
+    FSDP2 casts parameters, not inputs: these are in the right dtype already. To cast them, it would give each layer a
+    copy of the batch's plan, without what the plan has derived, and with RoPE's angles in bfloat16.
 
-    With `dims.cpu_offload` shards lie in the host's memory, pinned where the device is a GPU. They are read from there
-    by copies that the host has queued, so it writes to them only when it has waited for the device (`update`).
+    With `dims.cpu_offload` shards lie in the host's memory, pinned where the device is a GPU. Copies that the host has
+    queued read them there, so it writes to them only after it has waited for the device (`update`).
     """
     policy = replace(policy, cast_forward_inputs=False)
     options = {"mesh": dims.fsdp_mesh, "mp_policy": policy, "ignored_params": set(replicated_parameters(model))}
@@ -100,7 +100,7 @@ def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy, resh
 
 
 def sharing_groups(model: Decoder, dims: ParallelDims) -> list[tuple[dist.ProcessGroup, list[FSDPModule]]]:
-    """FSDP's units by the group whose ranks share their parameters."""
+    """FSDP's units, by the group whose ranks share their parameters."""
     units = [module for module in model.modules() if isinstance(module, FSDPModule)]
     if dims.ep == 1:
         return [(dims.fsdp_mesh.get_all_groups()[-1], units)]
@@ -111,21 +111,21 @@ def sharing_groups(model: Decoder, dims: ParallelDims) -> list[tuple[dist.Proces
 
 
 def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that FSDP neither shards nor casts, kept in float32 or wider: those that their modules name in
-    `kept_whole`, small ones, whose rounding to bfloat16 would show. In the model's order."""
+    """The parameters that FSDP neither shards nor casts, kept in float32 or wider: those that modules name in
+    `kept_whole`. They are small, and rounding them to bfloat16 would show. In the model's order."""
     own = [(module, name) for module in model.modules() for name in getattr(module, "kept_whole", ())]
     return [p for module, name in own if (p := getattr(module, name)) is not None]
 
 
 def set_dtype(model: Decoder, dtype: torch.dtype) -> None:
-    """Parameters in `dtype`; those that are kept whole in float32 or wider."""
+    """Convert parameters to `dtype`, and those that are kept whole to float32 or wider."""
     model.to(dtype)
     for p in replicated_parameters(model):
         p.data = p.data.to(torch.promote_types(dtype, torch.float32))
 
 
 def materialise(model: Decoder, device: torch.device, cpu_offload: bool = False) -> None:
-    """Allocate the parameters, of sharded ones this rank's shards only, with offload in the host's memory."""
+    """Allocate the parameters: of sharded ones only this rank's shards, which with offload lie in the host's memory."""
     model.to_empty(device="cpu" if cpu_offload else device)
     for p in replicated_parameters(model):
         p.data = p.data.to(device)
@@ -134,8 +134,8 @@ def materialise(model: Decoder, device: torch.device, cpu_offload: bool = False)
 
 
 def gradient_sums(model: nn.Module, dims: ParallelDims) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
-    """The gradients that FSDP does not sum: of the parameters left out of it over the ranks that it would have shared
-    them with, then of those that are whole on each rank of tp over tp."""
+    """The parameters whose gradients FSDP does not sum, and the group that sums them: those left out of FSDP, over the
+    ranks that it would have used; then those that are whole on each rank of tp, over tp."""
     sums = [(replicated_parameters(model), dims.data_group)]
     if dims.tp > 1:
         splits = model.parts.splits
@@ -144,13 +144,13 @@ def gradient_sums(model: nn.Module, dims: ParallelDims) -> list[tuple[list[nn.Pa
 
 
 def sum_gradients(sums: list[tuple[list[nn.Parameter], dist.ProcessGroup]]) -> None:
-    """Those of `gradient_sums`, one collective each; with offload two over tp."""
+    """Sum the gradients of `gradient_sums`: one collective for each group; with offload two over tp."""
     for parameters, group in sums:
         _sum(parameters, group)
 
 
 def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """What lies in the host's memory is summed on the device of its mesh."""
+    """Sum the gradients of these parameters; those in the host's memory are summed on the device of their mesh."""
     for given in by_device(p.grad for p in parameters if p.grad is not None):
         first, grads = given[0], list(map(local_tensor, given))
         device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
@@ -161,7 +161,7 @@ def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
 
 
 def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Parameter]:
-    """Of every shard the first rank's copy: what the ranks hold of these is, together, each parameter once."""
+    """The parameters of whose shard this rank has the first copy: all ranks together count each parameter once."""
     splits = model.parts.splits if dims.tp > 1 else {}
     where = {name: dims.mesh.get_local_rank(name) for name in dims.mesh.mesh_dim_names}
 

@@ -1,4 +1,5 @@
-"""Of what a rank's parameters are parts, for checkpoints, initial weights, Hugging Face folders; and where they lie."""
+"""Which parts of whole tensors a rank's parameters are, for checkpoints, initial weights and Hugging Face folders; and
+on which device they lie."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 @dataclass(frozen=True)
 class Parts:
-    """How parameters were cut before FSDP cuts what is left: by tp, and stacked experts by ep. In that order."""
+    """How parameters were cut before FSDP cuts what is left: by tp, then, if they are stacked experts, by ep."""
 
     splits: dict[str, int]  # parameter → the dimension that tp splits; others are whole on each of its ranks
     mesh: DeviceMesh  # tp, then what FSDP shards over
@@ -22,7 +23,7 @@ class Parts:
     expert_mesh: DeviceMesh | None = None  # tp, ep, then what FSDP shards these over
 
     def whole(self, name: str, tensor: torch.Tensor) -> DTensor:
-        """A parameter, or a tensor of its shape, as the part that it is of the whole one. It shares its memory."""
+        """A parameter, or a tensor of its shape, as a part of the whole tensor. The result shares its memory."""
         mesh, dims = self.mesh, [self.splits.get(name)]
         if name in self.experts:
             mesh, dims = self.expert_mesh, [*dims, 0]
@@ -40,18 +41,19 @@ class Parts:
 
 
 def whole(model: nn.Module, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """A parameter of `model`, or a tensor of its shape, that says where it lies in the whole one, if it is a part."""
+    """A parameter of `model`, or a tensor of its shape; if it is a part, as a DTensor that says where in the whole one
+    it lies."""
     parts = getattr(model, "parts", None)
     return tensor if parts is None else parts.whole(name, tensor)
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it."""
+    """What this rank has of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """In lists of those that lie together: with offload some are in the host's memory, some on the device."""
+    """The tensors of each device, as lists: with offload some are in the host's memory, some on the device."""
     lists: dict[torch.device, list[torch.Tensor]] = {}
     for tensor in tensors:
         lists.setdefault(tensor.device, []).append(tensor)
@@ -59,7 +61,7 @@ def by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
 
 
 def take_part(module: nn.Module, leaf: str, dim: int, size: int, rank: int) -> None:
-    """Leave a module one of `size` equal parts of a parameter."""
+    """Leave a module only one of `size` equal parts of a parameter."""
     parameter = getattr(module, leaf)
     assert parameter.shape[dim] % size == 0, (leaf, parameter.shape, dim)
     part = parameter.detach().chunk(size, dim)[rank].contiguous()

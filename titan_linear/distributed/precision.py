@@ -1,4 +1,4 @@
-"""Mixed precision where no ranks share parameters: FSDP2, which brings it where they do, would cast each by itself."""
+"""Mixed precision where no ranks share parameters. FSDP2, which provides it elsewhere, would cast each by itself."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from titan_linear.models.decoder import Decoder
 
 
 class ComputeCopies:
-    """Copies of a model's parameters in the dtype of compute, but for those that are kept in float32 or wider.
+    """Copies of a model's parameters in the dtype of compute, except those that are kept in float32 or wider.
 
-    Inside `with`, the modules hold the copies, made anew from the parameters; when it ends, what backward left them of
-    gradients is added to the parameters' own, in these' dtype. A few launches each, however many parameters there are.
+    Inside `with`, the modules hold the copies, made anew from the parameters. When it ends, the gradients that backward
+    left on the copies are added to the parameters' own, in the parameters' dtype. Both take a few launches, however
+    many parameters there are.
     """
 
     def __init__(self, model: Decoder, dtype: torch.dtype):

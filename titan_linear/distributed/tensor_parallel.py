@@ -1,18 +1,21 @@
 """Tensor parallelism: the ranks of `tp` share every layer, and between layers the tokens (sequence parallelism).
 
-A module states in `split` of which of its parameters a rank has a part, and along which dimension; the others every
-rank of tp has whole. Mixers take their numbers of heads from the widths of what they have, so their code is the same.
+A module states in `split` which of its parameters are split, and along which dimension: a rank has a part of these,
+and has the others whole. Mixers take their numbers of heads from the widths of what they have, so their code is the
+same.
 
-    embedding   rows of the vocabulary    each rank looks up the tokens that it has; the sum is scattered
+    embedding   rows of the vocabulary    each rank looks up the tokens whose rows it has; the sum is scattered
     norms       whole                     on this rank's tokens
     mixer, MLP  heads, hidden channels    on all tokens: gathered before, and the sum scattered after
-    head        rows of the vocabulary    on all tokens: gathered before; of the loss each rank gives a part
+    head        rows of the vocabulary    on all tokens: gathered before; each rank gives its part of the loss
 
-One rule for gradients: what a rank computes is its part of a sum over the ranks of tp. Gathering tokens sums, in
-backward, what the ranks say of them; a split parameter is nobody else's; and of a whole one, be it a norm on some of
-the tokens or a projection that feeds some of the heads, gradients are summed once in a step (`sum_gradients`).
+There is one rule for gradients: what a rank computes is its part of a sum over the ranks of tp. The backward of
+gathering tokens sums all ranks' gradients of them. A split parameter's gradient is complete, as no other rank has that
+part. The gradient of a whole parameter, be it a norm on some of the tokens or a projection that feeds some of the
+heads, is summed once in a step (`sum_gradients`).
 
-Without gradients (validation, generation) every rank keeps all tokens, and sums are for all: no length has to divide.
+Without gradients (validation, generation) every rank keeps all tokens and gets the whole of each sum, so tp need not
+divide the number of tokens.
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ def tensor_splits(model: nn.Module) -> dict[str, int]:
 
 
 def leave_part(model: Decoder, ranks: Ranks) -> dict[str, int]:
-    """Leave a decoder the part of one of `ranks`, and have its modules gather tokens and sum outputs; its splits."""
+    """Leave a decoder only the part of one of `ranks`, and have its modules gather tokens and sum outputs. Returns its
+    splits."""
     splits = tensor_splits(model)
     for name, dim in splits.items():
         owner, _, leaf = name.rpartition(".")
@@ -63,32 +67,32 @@ def leave_part(model: Decoder, ranks: Ranks) -> dict[str, int]:
 
 
 def _share(module: nn.Module, ranks: Ranks, forward: Callable[..., Any]) -> None:
-    """Give a module of which each of `ranks` has a part another forward."""
+    """Give another forward to a module of which each of `ranks` has a part."""
     module.__class__, module.ranks = _shared(type(module), forward), ranks
 
 
 @cache
 def _shared(kind: type[nn.Module], forward: Callable[..., Any]) -> type[nn.Module]:
-    """`kind` with `forward(module, …)`, which may call `module.alone(…)`. A class, not a function in each module:
-    torch.compile shares its code between the layers of one class."""
+    """`kind` with `forward(module, …)`, which may call the original as `module.alone(…)`. This is a class, and not a
+    function set on each module, because torch.compile shares its code between the layers of one class."""
     return type(f"{kind.__name__}OverRanks", (kind,), {"forward": forward, "alone": kind.forward})
 
 
-# --- The forward of modules of which a rank has a part ---------------------------------------------------------------
+# --- Forwards of modules of which a rank has a part ------------------------------------------------------------------
 
 
 def _gathered(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """x [B, T, dim] of all tokens, from this rank's where gradients are taken."""
+    """x [B, T, dim] of all tokens; where gradients are taken, gathered from those of each rank."""
     return gather_tokens(x, ranks) if torch.is_grad_enabled() else x
 
 
 def _summed(x: torch.Tensor, ranks: Ranks) -> torch.Tensor:
-    """The sum of x [B, T, dim] over the ranks; where gradients are taken, of this rank's tokens."""
+    """The sum of x [B, T, dim] over the ranks; where gradients are taken, only that of this rank's tokens."""
     return scatter_tokens(x, ranks) if torch.is_grad_enabled() else sum_over_ranks(x, ranks)
 
 
 def _on_all_tokens(module: nn.Module, x: torch.Tensor, *arguments: object) -> object:
-    """A mixer or an MLP. The load-balance loss of experts is the same on all ranks: each gives a part of it."""
+    """A mixer or an MLP. The load-balance loss of experts is the same on all ranks: each gives an equal part of it."""
     out = module.alone(_gathered(x, module.ranks), *arguments)
     if isinstance(out, torch.Tensor):
         return _summed(out, module.ranks)
