@@ -35,7 +35,7 @@ from titan_linear.ops.triton.tiles import chunk_tiles, dense_heads, empty_gradie
 
 
 def _precision(x: Tensor) -> str:
-    """Of dots with fp32 operands; products of bf16 or fp16 operands are exact in the tensor cores' fp32 sums."""
+    """Precision of dots with fp32 operands; bf16 and fp16 operands are exact in the tensor cores' fp32 sums."""
     return "tf32x3" if x.dtype == torch.float32 else "ieee"
 
 

@@ -52,7 +52,7 @@ def split_dot(x, m, CT: tl.constexpr):
 
 @triton.jit
 def halves(first, second):
-    """[BK], [BK] → [BK, 64]: one number for each half of the chunk. (A reshape to [BK, 2, 32] would add a layout.)"""
+    """[BK], [BK] → [BK, 64]: one number for each half of the chunk. (A reshape to [BK, 2, 32] forks the layouts.)"""
     return tl.where((tl.arange(0, 64) < 32)[None, :], first[:, None], second[:, None])
 
 
