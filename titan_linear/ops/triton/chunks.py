@@ -1,9 +1,9 @@
 """Which program works on which chunk of which packed entry, decided on the device.
 
-The host knows only T and N, so a grid is an upper bound; `chunk_index` maps each program to (entry, chunk within the
-entry), and the surplus to entry -1; `chunk_offsets` has each entry's first row of it. An entry without tokens has one
-chunk, so that its final state and the gradient of its initial state are written like any other. Both depend on the
-boundaries alone: one table serves all layers of a batch, forward and backward.
+The host knows only T and N, so a grid is sized by an upper bound. `chunk_index` maps each program to (entry, chunk
+within the entry), and surplus programs to entry -1; `chunk_offsets` has each entry's first row in it. An entry without
+tokens has one chunk, so that its final state and the gradient of its initial state are written like any other's. Both
+tables depend on the boundaries alone, and serve all layers of a batch, forward and backward.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ class Chunks(NamedTuple):
 
     cu_seqlens: torch.Tensor  # [N+1] int32
     chunk_index: torch.Tensor  # [NT, 2] int32 (entry or -1, chunk in it)
-    chunk_offsets: torch.Tensor  # [N+1] int32, an entry's first row of chunk_index
+    chunk_offsets: torch.Tensor  # [N+1] int32, each entry's first row in chunk_index
 
 
 def max_chunks(tokens: int, entries: int, chunk_size: int) -> int:
-    """The most chunks that `entries` entries of `tokens` tokens in all can have: all but one of them empty or of one
-    token. Exact for one entry."""
+    """The largest number of chunks that `entries` entries with `tokens` tokens in total can have: all but one entry are
+    then empty or one token long. Exact for one entry."""
     return max(tokens - 1, 0) // chunk_size + entries
 
 
 def chunks_of(cu_seqlens: torch.Tensor, tokens: int) -> Chunks:
-    """cu_seqlens [N+1] int32, on the device, of a stream of `tokens` tokens."""
+    """The chunks of a stream of `tokens` tokens with boundaries cu_seqlens [N+1] int32, on the device."""
     rows = max_chunks(tokens, cu_seqlens.shape[0] - 1, CHUNK)
     return Chunks(cu_seqlens, *chunk_table(cu_seqlens, CHUNK, rows))
 
 
 @triton.jit
 def locate(chunk_index, cu_seqlens, i_t, BT: tl.constexpr):
-    """First token of chunk i_t (64 bits) and how many it has; none for a surplus row."""
+    """First token (64 bits) of chunk i_t and its number of tokens, 0 for a surplus row."""
     i_n, i_c = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
     used = i_n >= 0
     start = tl.load(cu_seqlens + i_n, mask=used, other=0) + tl.where(used, i_c * BT, 0)

@@ -1,8 +1,8 @@
 """Block sizes, warps and pipeline stages of the delta rule's kernels, by architecture and shape.
 
-Those of compute capability 9.0 were chosen by measurement; `python -m tools.tune_ops` times candidates and checks the
-numbers of each. Those of other generations fit their shared memory and spill little; nobody has run them. Nothing is
-tried at run time.
+Those for compute capability 9.0 were chosen by measurement; `python -m tools.tune_ops` times candidates and checks the
+numbers of each. Those for other generations fit the shared memory there and spill little, but have never been run.
+Nothing is tuned at run time.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ import torch
 
 Config = dict[str, int]
 
-# For 16-bit operands on generations that were not measured, within the 99 KB that a program has on 8.6, 8.9 and 12.0.
+# For 16-bit operands on generations that were not measured: they fit the 99 KB of shared memory that a program has on
+# 8.6, 8.9 and 12.0.
 KDA_SCAN = {(2, 128): {"BV": 32, "STAGES": 2, "num_warps": 4}, (2, 256): {"BV": 32, "STAGES": 1, "num_warps": 8}}
 GDN_LOOPS = ("gdn scan", "gdn boundary", "gdn states", "gdn reverse", "gdn gradients")
 GENERAL: dict[str, dict[tuple[int, int], Config]] = {
@@ -36,7 +37,7 @@ GENERAL: dict[str, dict[tuple[int, int], Config]] = {
 WIDE_GDN: dict[tuple[int, int], Config] = {(2, 256): {"BV": 32, "STAGES": 1, "num_warps": 8}}
 
 
-# On 9.0, of the loops over chunks.
+# On 9.0, for the kernels that loop over chunks.
 HOPPER_KDA_SCAN: dict[tuple[int, int], Config] = {
     (2, 128): {"BV": 64, "STAGES": 3, "num_warps": 4},
     (2, 256): {"BV": 32, "STAGES": 2, "num_warps": 4},
@@ -49,15 +50,16 @@ HOPPER_GDN_LOOP: dict[tuple[int, int], Config] = {
     (4, 256): {"BV": 16, "STAGES": 2, "num_warps": 4},
 }
 
-# Compute capability -> kernel -> (bytes of an operand, K (KDA) or K and V (GDN) up to) -> arguments of the launch.
-# KDA's "safe" kernels: with safe_gate 128 registers let two programs share a multiprocessor; other gates would spill.
-# Copy-engine loads in a loop (GDN's, KDA's gradient) want it pipelined, STAGES >= 2: else they faulted with Triton 3.6.
+# Compute capability -> kernel -> (bytes of an operand, largest K (KDA) or largest K and V (GDN)) -> launch arguments.
+# KDA's "safe" kernels: with safe_gate, 128 registers let two programs share a multiprocessor; other gates would spill.
+# Copy-engine loads in a loop (GDN's kernels, KDA's gradient) need it pipelined, STAGES >= 2: otherwise they faulted
+# with Triton 3.6.
 # float32: twice the bytes for each tile, and dots in IEEE fp32 (KDA, solve) or three tf32 passes (GDN): not tuned.
-# A capability that is not here takes the newest of its generation (`shipped_for`).
+# A capability that is not listed takes the newest older one of its generation (`shipped_for`).
 CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
-    # No copy engine: Triton turns its loads into ordinary ones, and one stage is as good as two.
+    # No copy engine: Triton turns such loads into ordinary ones, and one stage is as good as two.
     (8, 0): GENERAL | {kernel: GENERAL[kernel] | WIDE_GDN for kernel in GDN_LOOPS},
-    # KDA alone: Triton 3.7 fails on GDN's gradients, in a pass on tensor memory, with every configuration tried.
+    # KDA only: Triton 3.7 fails to compile GDN's gradients, in a pass on tensor memory, with every configuration tried.
     (10, 0): {kernel: table for kernel, table in GENERAL.items() if not kernel.startswith("gdn")},
     (12, 0): GENERAL,
     (9, 0): {
@@ -115,12 +117,12 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
 }
 
 
-MEASURED = ((9, 0),)  # the compute capabilities on which they were run
+MEASURED = ((9, 0),)  # compute capabilities on which these were run
 
 
 @cache
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of a GPU, None for other devices. Without a GPU it is that of the one measured."""
+    """The compute capability of a GPU, None for other devices. On a host without a GPU, that of the measured one."""
     if device.type != "cuda":
         return None
     return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
@@ -128,33 +130,33 @@ def capability(device: torch.device) -> tuple[int, int] | None:
 
 @cache
 def shipped_for(own: tuple[int, int]) -> tuple[int, int] | None:
-    """The compute capability whose configurations `own` takes: the newest of its generation that is not newer."""
+    """The compute capability whose configurations `own` takes: the newest of its generation up to `own`, or None."""
     return max((known for known in CONFIGS if known[0] == own[0] and known <= own), default=None)
 
 
 @cache
 def largest_dim(own: tuple[int, int], family: str, size: int) -> int:
-    """The head dims up to which the kernels of "kda" or "gdn" have configurations, for operands of `size` bytes."""
+    """The largest head dim for which all kernels of "kda" or "gdn" have configurations; operands have `size` bytes."""
     tables = [table for kernel, table in CONFIGS[own].items() if kernel.startswith(family)]
     return min((max((dim for width, dim in table if width == size), default=0) for table in tables), default=0)
 
 
 @cache
 def architecture(device: torch.device) -> tuple[int, int]:
-    """The key of CONFIGS for a device on which the kernels are supported (ops/support.py says where); the interpreter,
-    and a compilation without a GPU, take the measured one's."""
+    """The key of CONFIGS for a device on which the kernels are supported (ops/support.py says where). The interpreter,
+    and compilation without a GPU, take that of the measured GPU."""
     own = capability(device)
     return (9, 0) if own is None else shipped_for(own)
 
 
 def kernel_dims(K: int, V: int) -> tuple[int, int]:
-    """The head dims that the kernels compute for heads of K and V (`padded.py` fills up): K is one tile, of a power of
+    """The head dims that the kernels compute for heads of K and V; `padded.py` pads to them. K is one tile, a power of
     two; V comes in slices of at least 32 columns."""
     return max(1 << (K - 1).bit_length(), 32), -(-V // 32) * 32
 
 
 def widest_slice(V: int) -> int:
-    """The columns of V that a block may have at most: the largest power of two that divides V."""
+    """The largest number of columns of V in a block: the largest power of two that divides V."""
     return V & -V
 
 
@@ -165,9 +167,9 @@ def row(own: tuple[int, int], kernel: str, size: int, dim: int) -> tuple[int, in
 
 
 def config(kernel: str, x: torch.Tensor, dim: int, **limits: int) -> Config:
-    """Launch arguments of `kernel` for operands of x's device and dtype and head dims up to `dim`.
+    """Launch arguments of `kernel` for operands with x's device and dtype, and head dims up to `dim`.
 
-    limits: what a block may be at most: BK=K, say.
+    limits: upper bounds on block sizes, such as BK=K.
     """
     own = architecture(x.device)
     chosen = CONFIGS[own][kernel][row(own, kernel, x.element_size(), dim)]

@@ -3,7 +3,7 @@
     z[t] = bias + sum_i weight[i] x[t - W + 1 + i] ;  y = z or silu(z)
 
 One program owns a run of tokens of one document and a block of channels, and slides a window of W rows along
-it in registers: every row is read once (W - 1 rows of halo apart), each gradient is written once, and the
+it in registers: every row is read once (apart from W - 1 rows of halo), each gradient is written once, and the
 weight gradient is a sum of per-program partials in a fixed order. Arithmetic is fp32 for every input type.
 """
 
@@ -33,8 +33,8 @@ BACKWARD_CONFIG = {"BD": 256, "R": 8, "num_warps": 2}
 def _part(
     i_d, x_0, x_1, x_2, stride_0, stride_1, stride_2, D, width_0, width_1, BD: tl.constexpr
 ):  # fmt: skip
-    """Where block i_d of D channels is, in one to three tensors that hold them side by side (the others: None): the
-    tensor, its stride, the channels before it, the block in it and its channels."""
+    """Where block i_d of the D channels lies in the one to three tensors that hold them side by side (missing ones:
+    None). Returns the tensor, its stride, the number of channels before it, the block within it and its width."""
     x, stride, before, width = x_0, stride_0, 0, width_0
     if x_1 is not None:
         blocks = tl.cdiv(width_0, BD)
@@ -63,7 +63,7 @@ def _state_row(state_index, i_n, HAS_INDEX: tl.constexpr):
 
 @triton.jit
 def _history(x, state, start, row, i_r, o_d, m_d, first, stride_x, D, W: tl.constexpr, HAS_STATE: tl.constexpr):
-    """Row start - W + 1 + row of the input: of the document, or of its initial state i_r at the document's start."""
+    """Row start - W + 1 + row of the input: of x or, for a document's first run, of its initial state i_r."""
     p_x = x + (start - W + 1 + row) * stride_x + o_d
     b_x = tl.load(p_x, mask=m_d & (not first), other=0.0).to(tl.float32)  # [BD]
     if HAS_STATE:
@@ -74,7 +74,7 @@ def _history(x, state, start, row, i_r, o_d, m_d, first, stride_x, D, W: tl.cons
 
 @triton.jit
 def _sigmoid(b_z):
-    """By the square of rsqrt: two instructions, where a division is eight. Within 4 units in the last place."""
+    """Computed as rsqrt squared: two instructions where a division takes eight. Within 4 units in the last place."""
     b_r = tl.rsqrt(1.0 + tl.exp(-b_z))
     return b_r * b_r
 
@@ -108,13 +108,13 @@ def conv1d_fwd_kernel(
     state_index,  # [N] row of each entry in initial_state, -1 for zeros; None: row n
     y_0,
     y_1,
-    y_2,  # [T, width] of each part; None: there are fewer
+    y_2,  # [T, width] of each part; None for missing parts
     cu_seqlens,
     chunk_index,  # [NT, 2] entry (-1: none), run of BT rows in it
     D,
     width_0,
     width_1,
-    blocks,  # of the parts; blocks of channels
+    blocks,  # widths of the first two parts; number of blocks of channels
     stride_x,
     W: tl.constexpr,
     BT: tl.constexpr,
@@ -168,7 +168,7 @@ def _activation_bwd(b_dz, window, weights, b_bias, W: tl.constexpr, SILU: tl.con
 def _row_gradient(
     grads, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W: tl.constexpr, HAS_D_FINAL: tl.constexpr
 ):  # fmt: skip
-    """Of row p, from dz of the rows p to p + W - 1."""
+    """The gradient of row p, from dz of rows p to p + W - 1."""
     b_dx = weights[0] * grads[W - 1]
     for i in tl.static_range(1, W):
         b_dx += weights[i] * grads[W - 1 - i]
@@ -184,8 +184,8 @@ def _state_gradient(
     x, dy, window, weights, b_bias, d_final_state, d_initial_state, bos, eos, i_n, i_r, o_d, m_d, D, stride_x,
     stride_dy, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr, HAS_D_FINAL: tl.constexpr,
 ):  # fmt: skip
-    """Of an entry's initial state, from its first rows; `window` is that state. These rows are computed again in the
-    run: a store that only they need would slow down the loop over all of them."""
+    """The gradient of an entry's initial state, from the entry's first rows; `window` is that state. The loop over the
+    run computes these rows again: a store there that only they need would slow it down for all rows."""
     grads = ()
     for i in tl.static_range(W - 1):
         grads = grads + (tl.zeros([BD], tl.float32),)
@@ -210,7 +210,7 @@ def conv1d_bwd_kernel(
     state_index,  # as in forward
     dy_0,
     dy_1,
-    dy_2,  # of each part; None: there are fewer
+    dy_2,  # of each part; None for missing parts
     d_final_state,
     dx,
     d_weight,  # [NT, W, D] partials
@@ -243,14 +243,14 @@ def conv1d_bwd_kernel(
     )  # fmt: skip
     o_y = i_d * BD + tl.arange(0, BD)
     m_d, o_d = o_y < width, before + o_y
-    dy -= before  # o_d finds its channels in the part
-    if i_n < 0:  # partials are summed over all rows of chunk_index
+    dy -= before  # so that o_d points at the part's own channels
+    if i_n < 0:  # zeros, since partials are summed over all rows of chunk_index
         for i in tl.static_range(W):
             tl.store(d_weight + (i_t * W + i) * D + o_d, tl.zeros([BD], tl.float32), mask=m_d)
         if HAS_BIAS:
             tl.store(d_bias + i_t * D + o_d, tl.zeros([BD], tl.float32), mask=m_d)
         return
-    sums = ()  # of d_weight, one [BD] for each tap
+    sums = ()  # d_weight, one [BD] for each tap
     for i in tl.static_range(W):
         sums = sums + (tl.zeros([BD], tl.float32),)
     b_dbias = tl.zeros([BD], tl.float32)
@@ -270,7 +270,7 @@ def conv1d_bwd_kernel(
             x, dy, window, weights, b_bias, d_final_state, d_initial_state, bos, eos, i_n, i_r, o_d, m_d, D, stride_x,
             stride_dy, W, BD, SILU, HAS_D_FINAL,
         )  # fmt: skip
-    # Row t completes the gradient of row t - W + 1. Where the document goes on, the run is a multiple of R rows.
+    # Row t completes the gradient of row t - W + 1. A run after which the document goes on has a multiple of R rows.
     for t in range(start, end, R):
         rows, d_rows = (), ()
         for r in tl.static_range(R):
@@ -290,7 +290,7 @@ def conv1d_bwd_kernel(
             b_dx = _row_gradient(d_full, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W, HAS_D_FINAL)
             tl.store(dx + p * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_d & (p >= start) & (p < end))
             window, grads = full[1:], d_full[1:]
-    # the W - 1 rows after it belong to the next program, and so does what they give to the weight
+    # the next program owns the W - 1 rows after the run, and their share of the weight's gradient
     done = start + tl.cdiv(end - start, R) * R
     for r in tl.static_range(W - 1):
         t = done + r
@@ -314,7 +314,7 @@ def conv1d_final_state_kernel(
     x, initial_state, state_index, final_state, cu_seqlens, D, stride_x, W: tl.constexpr, BD: tl.constexpr,
     HAS_STATE: tl.constexpr, HAS_INDEX: tl.constexpr,
 ):  # fmt: skip
-    """The last W - 1 inputs of each entry, those of its initial state where it is shorter."""
+    """The last W - 1 inputs of each entry; where it is shorter, the rest comes from its initial state."""
     i_d, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_r = _state_row(state_index, i_n, HAS_INDEX)
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
@@ -336,7 +336,7 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
 
 @operator
 def conv1d_chunks(cu_seqlens: torch.Tensor, tokens: int, size: int) -> torch.Tensor:
-    """cu_seqlens [N+1] int32 -> the chunk_index [NT, 2] int32 of runs of `size` tokens that `conv1d` asks for."""
+    """cu_seqlens [N+1] int32 -> the chunk_index [NT, 2] int32 of runs of `size` tokens, as `conv1d` takes it."""
     return chunk_table(cu_seqlens, size, max_chunks(tokens, cu_seqlens.numel() - 1, size))[0]
 
 
@@ -358,11 +358,11 @@ def conv1d(
     silu: bool,
     output_final_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """x [T, D], weight [D, W], bias [D], initial_state [S, D, W-1], cu_seqlens [N+1] int32 -> three parts of y
-    [T, width], those of `widths`, whose sum is D, and empty ones; final_state.
+    """x [T, D], weight [D, W], bias [D], initial_state [S, D, W-1], cu_seqlens [N+1] int32 -> three parts of y, and
+    final_state. The parts are [T, width] for each of `widths`, whose sum is D; missing parts are empty.
 
     state_index: [>= N] int32, the row of each entry in initial_state, -1 for zeros, no row twice; None: row n.
-    chunk_index: [NT, 2] int32, runs of BT tokens: entry (-1: none), run within it. An empty entry has one.
+    chunk_index: [NT, 2] int32, runs of BT tokens: entry (-1: none), run within it. An empty entry has one run.
     final_state [N, D, W-1] holds the last inputs of each entry; it is empty unless `output_final_state`.
     """
     x = _rows(x)
@@ -410,7 +410,8 @@ def conv1d_backward(
     chunk_index: torch.Tensor,
     silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, weight, bias and initial_state, each in its own dtype; the last two empty where they are None.
+    """Gradients of x, weight, bias and initial_state, each in its input's dtype; the last two are empty where bias or
+    initial_state is None.
 
     dys: [T, width] of each part of y."""
     x, dys = _rows(x), [_rows(dy) for dy in dys]
@@ -419,7 +420,7 @@ def conv1d_backward(
     state = initial_state.contiguous() if initial_state is not None else None
     d_final = d_final_state.contiguous() if d_final_state is not None else None
     d_state = x.new_empty(0)
-    if state is not None:  # rows that no entry has get zeros
+    if state is not None:  # rows that belong to no entry get zeros
         d_state = torch.empty_like(state) if state_index is None else torch.zeros_like(state)
     d_weight = torch.empty(NT, W, D, dtype=torch.float32, device=x.device)
     d_bias = torch.empty(NT, D if bias is not None else 0, dtype=torch.float32, device=x.device)
@@ -443,12 +444,12 @@ def _(x, dys, d_final_state, weight, bias, initial_state, state_index, cu_seqlen
 
 
 def _blocks(widths: list[int], size: int) -> int:
-    """Of `size` channels, of all parts."""
+    """Number of blocks of `size` channels, over all parts."""
     return sum(blocks_of(width, size) for width in widths)
 
 
 def _padded(parts: list[Any]) -> list[Any]:
-    """Three, as the kernels take them."""
+    """`parts`, padded with None to the three that the kernels take."""
     return [*parts, None, None][:3]
 
 
@@ -463,7 +464,7 @@ def _setup_context(ctx, inputs, output):
 
 def _backward(ctx, *grads):
     check_first_derivative()
-    x, *saved = ctx.saved_tensors  # read once: checkpointing gives what it computed again once
+    x, *saved = ctx.saved_tensors  # read once: checkpointing hands out recomputed tensors only once
     *dys, d_final_state = grads
     weight, bias, initial_state, *_ = saved
     d_final = d_final_state if ctx.output_final_state and weight.shape[1] > 1 else None

@@ -1,4 +1,4 @@
-"""Cross-entropy of one chunk of logits: each is read once for the row's log-sum-exp, and once for its gradient."""
+"""Cross-entropy of one chunk of logits: each is read once for its row's log-sum-exp, and once for its own gradient."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.triton.launch import Launcher, blocks_of
 
 IGNORE = tl.constexpr(-100)
-BLOCK = {"BV": 8192, "num_warps": 16}  # of a row, at a time
+BLOCK = {"BV": 8192, "num_warps": 16}  # columns of a row, at a time
 
 
 @Launcher
 @triton.jit
 def logsumexp_kernel(logits, lse, stride, vocab, BV: tl.constexpr):
-    """One row. Each column of the block keeps a maximum and a sum of its own until the end: no reduction waits."""
+    """One row. Each column of the block keeps its own maximum and sum until the end: no step waits for a reduction."""
     row = logits + tl.program_id(0).to(tl.int64) * stride
     o_v = tl.arange(0, BV)
     b_m, b_s = tl.full([BV], float("-inf"), tl.float32), tl.zeros([BV], tl.float32)
@@ -33,7 +33,7 @@ def logsumexp_kernel(logits, lse, stride, vocab, BV: tl.constexpr):
 @Launcher
 @triton.jit
 def softmax_gradient_kernel(logits, lse, target, d, stride, vocab, BV: tl.constexpr):
-    """One row and block."""
+    """One row and block of columns."""
     i_t = tl.program_id(0).to(tl.int64)
     o_v = tl.program_id(1) * BV + tl.arange(0, BV)
     m_v = o_v < vocab
@@ -60,7 +60,7 @@ def _(logits):
 @operator
 def softmax_gradient(logits: torch.Tensor, lse: torch.Tensor, target: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """exp(logits − lse) − [column = target], [N, vocab] in `dtype`. lse [N] fp32; target [N] int64: a column, −1 for
-    none of these, or −100 for a row of zeros."""
+    none of these columns, or −100 for a row of zeros."""
     d = logits.new_empty(logits.shape, dtype=dtype)
     softmax_gradient_kernel[len(logits), blocks_of(logits.shape[1], BLOCK["BV"])](
         logits, lse, target, d, logits.stride(0), logits.shape[1], **BLOCK

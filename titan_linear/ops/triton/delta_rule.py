@@ -25,8 +25,9 @@ def triton_delta_rule(
     differentiable: bool,
     kept: Sequence[Tensor] = (),
 ) -> TritonRule | SplitDocuments | Padded:
-    """The kernels for these inputs: KDA's for a gate per channel, GDN's for a gate per head; heads filled up to dims
-    that they have, long documents in segments where that fills the GPU. ops/support.py has what they take."""
+    """The kernels for these inputs: KDA's for a gate per channel, GDN's for a gate per head. Heads are padded to dims
+    that the kernels have, and long documents are cut into segments where that fills the GPU. ops/support.py says what
+    the kernels take."""
     dims = inputs.q.shape[-1], inputs.v.shape[-1]
     if kernel_dims(*dims) != dims:
         return Padded(_of_kernel_dims, inputs, options, boundaries, kept)
@@ -47,7 +48,7 @@ def _of_kernel_dims(
 
 
 def _segments(boundaries: Boundaries, tokens: int, programs: int) -> Callable[[], Segments] | None:
-    """Where long entries are cut, by the batch's plan, or found on the device; None: they stay whole."""
+    """What gives the segments of long entries, from the batch's plan or found on the device; None: all stay whole."""
     if programs in boundaries.segments:
         planned = boundaries.segments[programs]
         return None if planned is None else lambda: planned
@@ -56,7 +57,7 @@ def _segments(boundaries: Boundaries, tokens: int, programs: int) -> Callable[[]
 
 
 def _chunks(boundaries: Boundaries, tokens: int) -> Chunks:
-    """Those of the batch's plan, or found on the device."""
+    """The chunks, from the batch's plan or found on the device."""
     if CHUNK in boundaries.chunks:
         return Chunks(boundaries.cu_seqlens, *boundaries.chunks[CHUNK])
     return chunks_of(boundaries.cu_seqlens, tokens)
@@ -66,7 +67,7 @@ class TritonRule(ABC):
     """One call's stages over chunks that the constructor prepares; see `DeltaRule` in ops/delta_rule.py."""
 
     def __init__(self, inputs: Inputs, options: DeltaRuleOptions, chunks: Chunks, kept: Sequence[Tensor]):
-        """kept: what this object's `kept` was in forward, but for the chunks."""
+        """kept: what forward's object had as `kept`, but for the chunk tables; empty: all tiles are prepared."""
         self.inputs, self.chunks = inputs, chunks
         self.numbers = self._numbers(options)
         keys = (inputs.q, inputs.k, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias)
@@ -96,8 +97,8 @@ class TritonRule(ABC):
 
     @abstractmethod
     def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """entries [F] int32 -> S_ext [F, HV, K, V], M [F, HV, K, K]; wanted [F] int32: 0 leaves both of an entry
-        unwritten, 1 its M, 2 neither; None: all 2."""
+        """entries [F] int32 -> S_ext [F, HV, K, V], M [F, HV, K, K]; wanted [F] int32 says what is written for each: 0
+        nothing, 1 S_ext, 2 both; None: both for all."""
 
     @abstractmethod
     def boundary_gradients(self, do: Tensor, entries: Tensor, wanted: Tensor | None = None) -> Tensor:
@@ -109,7 +110,7 @@ class TritonRule(ABC):
 
     @abstractmethod
     def _prepare(self, keys: tuple[Tensor | None, ...], kept: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """q, k, g, beta, A_log, dt_bias -> tiles, those in `kept` not anew."""
+        """q, k, g, beta, A_log, dt_bias -> tiles; those in `kept` are not computed again."""
 
     @abstractmethod
     def _kept_tiles(self) -> tuple[Tensor, ...]: ...
@@ -122,7 +123,7 @@ class TritonRule(ABC):
 
 
 def _rows(states: States | None) -> tuple[Tensor | None, Tensor | None]:
-    """Dense states, and which row is which entry's."""
+    """Contiguous states, and the row of each entry among them."""
     return (None, None) if states is None else (states.values.contiguous(), states.index)
 
 

@@ -1,4 +1,4 @@
-"""Folding recurrences that act on a state as S ← M S + S_ext: the segments of one device, and the chains of KCP.
+"""Folds S ← M S + S_ext: over the segments of one device, and over the chains of KCP.
 
 States [.., HV, K, V] and transitions [.., HV, K, K] are fp32; products run in three tf32 passes, so that errors stay
 those of fp32 however long a chain is. Nothing here knows KDA or GDN.
@@ -37,11 +37,11 @@ def fold_kernel(
     M,  # [transitions, HV, K, K]
     chain_offsets,  # [slots + 1]
     s_row, m_row,  # [links of all chains]
-    out,  # [2, slots, HV, K, V]: the result, and room for the states before it; a half has `half` elements
+    out,  # [2, slots, HV, K, V]: the result, and room for the states before it; each half has `half` elements
     half, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One (slot, head, slice of V) through its chain, from one half of `out` to the other; the last state is in the
-    first half."""
+    """Fold one (slot, head, slice of V) along its chain, from one half of `out` to the other and back; the last state
+    lands in the first half."""
     i_v, i_sh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_s, i_h = i_sh // HV, i_sh % HV
     o_s = tl.arange(0, BK)[:, None] * V + i_v * BV + tl.arange(0, BV)[None, :]
@@ -64,10 +64,10 @@ def fold_kernel(
 
 @operator
 def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: Tensor, reverse: bool) -> Tensor:
-    """-> [slots, HV, K, V]: for each slot S = 0, and then for its links i, from chain_offsets[slot] to
-    chain_offsets[slot + 1], S = M[m_row[i]] S + S_ext[s_row[i]]; where m_row is -1, S = S_ext[s_row[i]].
+    """-> [slots, HV, K, V]. Each slot starts with S = 0; then, for each of its links i, from chain_offsets[slot] up to
+    chain_offsets[slot + 1], S = M[m_row[i]] S + S_ext[s_row[i]], or S = S_ext[s_row[i]] where m_row is -1.
 
-    S_ext [.., HV, K, V], M [.., HV, K, K] fp32; chain_offsets [slots + 1], s_row, m_row [links] int32. reverse: with
+    S_ext [.., HV, K, V], M [.., HV, K, K] fp32; chain_offsets [slots + 1], s_row, m_row [links] int32. reverse: use
     the transposes of M.
     """
     (_, HV, K, V), slots = S_ext.shape, chain_offsets.shape[0] - 1
@@ -96,8 +96,8 @@ def fold_segments_kernel(
     out,  # [S, HV, K, V]
     N, S, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One (document, head, slice of V) through its segments; behind the last document zeros for the surplus ones, whose
-    empty chunks the scans read."""
+    """Fold one (document, head, slice of V) along its segments. The program after the last document writes zeros for
+    the surplus segments, whose empty chunks the scans read."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // HV, i_nh % HV
     begin = tl.load(segment_offsets + i_n).to(tl.int64)
@@ -127,11 +127,11 @@ def fold_segments_kernel(
 def fold_segments(
     S_ext: Tensor, M: Tensor, start: Tensor | None, index: Tensor | None, segment_offsets: Tensor, reverse: bool
 ) -> Tensor:
-    """-> [S, HV, K, V], the state that enters each segment, from `start` for the first ones of N documents; or, in
-    reverse, the gradient of the state that leaves each, from `start` for the last ones.
+    """-> [S, HV, K, V]: the state that enters each segment, `start` for the first one of each of N documents; or, in
+    reverse, the gradient of the state that leaves each segment, `start` for the last one of each document.
 
     S_ext (dS_ext) [S, HV, K, V], M [S, HV, K, K] fp32; segment_offsets [N + 1] int32, each document's first segment.
-    start [.., HV, K, V] (None: zeros): of each document its own, or that of index [≥ N], zeros where that is negative.
+    start [.., HV, K, V] (None: zeros): row n for document n, or row index[n], with index [≥ N]; zeros if negative.
     """
     (S, HV, K, V), N, out = S_ext.shape, segment_offsets.shape[0] - 1, torch.empty_like(S_ext)
     start, BV = None if start is None else start.contiguous(), min(V, 32)
@@ -152,7 +152,7 @@ def _through_entry(
     x, M, out, half, begin, end, i_nh, i_h, HV, column,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ADDS: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """BV columns, of which x has V, from x of the first segment on; ADDS: each further one adds its own."""
+    """Fold BV of the V columns of x through an entry's segments, from the first one's x; ADDS: the rest add theirs."""
     o_s = tl.arange(0, BK)[:, None] * V + column + tl.arange(0, BV)[None, :]
     p_out = out + i_nh * K * V
     for i in range(begin, end):
@@ -175,10 +175,10 @@ def fold_entries_kernel(
     M,  # [S, HV, K, K]
     entries,  # [n]
     segment_offsets,  # [N + 1]
-    state, transition,  # [2, n, HV, K, V], [2, n, HV, K, K]: results, and room for what comes before them
+    state, transition,  # [2, n, HV, K, V], [2, n, HV, K, K]: results, and room for earlier steps
     n, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """One (entry, head, slice of the state's or the transition's columns) through its segments."""
+    """Fold one (entry, head, slice of the state's or the transition's columns) along its segments."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_h, entry = i_nh % HV, tl.load(entries + i_nh // HV)
     begin, end = tl.load(segment_offsets + entry).to(tl.int64), tl.load(segment_offsets + entry + 1).to(tl.int64)
@@ -195,7 +195,7 @@ def fold_entries_kernel(
 def _launch_fold_entries(
     S_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor, transition: Tensor | None
 ) -> Tensor:
-    """-> [n, HV, K, V]; transition [2, n, HV, K, K]: forward's, None in reverse."""
+    """-> [n, HV, K, V]; transition [2, n, HV, K, K]: filled here in forward, None in reverse."""
     (_, HV, K, V), n = S_ext.shape, len(entries)
     state, BV = S_ext.new_empty(2, n, HV, K, V), min(K, V, 32)
     fold_entries_kernel[V // BV + (0 if transition is None else K // BV), n * HV](
@@ -207,8 +207,8 @@ def _launch_fold_entries(
 
 @operator
 def fold_entries(S_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
-    """S_ext [n, HV, K, V] and M [n, HV, K, K] of `entries` [n] int32, from those of all segments: what these make of no
-    state and, without what they add, of the identity."""
+    """S_ext [n, HV, K, V] and M [n, HV, K, K] of `entries` [n] int32, from those of all segments: S_ext is their fold
+    from a zero state, M that from the identity with S_ext left out."""
     transition = M.new_empty(2, len(entries), *M.shape[1:])
     return _launch_fold_entries(S_ext, M, segment_offsets, entries, transition), transition[0]
 

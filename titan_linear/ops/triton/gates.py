@@ -1,4 +1,4 @@
-"""What the gates of both delta rules are made of."""
+"""Gates and β, as the kernels of both delta rules compute them."""
 
 import triton
 import triton.language as tl
@@ -8,30 +8,30 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def log2_gate(g):
-    """g in base 2, at least -126, which forgets all that fp32 can tell: sums keep the digits of the gates behind it,
-    and -inf is a gate like others. NaN stays."""
+    """g in base 2, at least -126, a decay that leaves nothing that fp32 can tell from zero: sums then keep the digits
+    of the gates after it, and -inf is a gate like any other. NaN stays NaN."""
     g *= LOG2E
     return tl.where(g < -126.0, -126.0, g)
 
 
 @triton.jit
 def softplus(x):
-    """log(1 + e^x) to a few units of the last place, by log(1 + z) = 2 artanh(z / (2 + z)) with z = e^-|x| <= 1.
+    """log(1 + e^x) to a few units in the last place, by log(1 + z) = 2 artanh(z / (2 + z)) with z = e^-|x| <= 1.
 
-    The GPU's fast logarithm is accurate to 2^-22 in absolute terms only: of a slow gate, log(1 + z) = z, that would
+    The GPU's fast logarithm is accurate to 2^-22 in absolute terms only: for a slow gate, log(1 + z) ≈ z, that would
     leave four digits.
     """
     z = tl.exp(-tl.abs(x))
     s = z / (2.0 + z)
-    t = s * s  # <= 1 / 9: the first term left out is 2e-8 of the first
+    t = s * s  # <= 1 / 9: the first term left out is 2e-8 of the leading one
     series = 1.0 + t * (1 / 3 + t * (1 / 5 + t * (1 / 7 + t * (1 / 9 + t * (1 / 11 + t * (1 / 13))))))
     return tl.maximum(x, 0.0) + 2.0 * s * series
 
 
 @triton.jit
 def load_beta(beta, start, length, stride, i_h, BT: tl.constexpr, BETA_RANGE: tl.constexpr):
-    """β [BT] fp32 of one chunk and head, of beta [T, HV]; with BETA_RANGE beta holds logits, and β is that times their
-    sigmoid. Past the end of the entry 0."""
+    """β [BT] fp32 of one chunk and head, from beta [T, HV]. With BETA_RANGE, beta holds logits, and β is BETA_RANGE
+    times their sigmoid. Past the end of the entry, 0."""
     o_c = tl.arange(0, BT)
     b_beta = tl.load(beta + start * stride + i_h + o_c * stride, mask=o_c < length, other=0.0).to(tl.float32)
     if BETA_RANGE is not None:

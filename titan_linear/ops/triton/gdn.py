@@ -13,11 +13,12 @@ q, k [T, H, K], v [T, HV, V], g, beta [T, HV] are flat packed streams (`tiles.py
 of N entries; `Chunks` (cu_seqlens, chunk_index, chunk_offsets) says where these lie. The tiles of NT chunks of BT = 64
 tokens (see gdn_kernels for the letters) are
 
-    C, A [NT, HV, BT, BT]                         gates [NT, HV, 2, BT] fp32: cumulated gate in base 2, β
+    C, A [NT, HV, BT, BT]                         gates [NT, HV, 2, BT] fp32: cumulative gate in base 2, β
     norms [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|; empty without l2norm
 
-Nothing here waits for the device. beta_range: β is beta, or that times sigmoid(beta), whose gradient is then that of
-the logits. With A_log [HV] g is raw and the gate is -exp(A_log) softplus(g + dt_bias).
+Nothing here waits for the device. beta_range: None if beta is β; otherwise beta holds logits, β is beta_range times
+their sigmoid, and dbeta is the gradient of the logits. With A_log [HV], g is raw and the gate is
+-exp(A_log) softplus(g + dt_bias).
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from titan_linear.ops.triton.tiles import chunk_tiles, dense_heads, empty_gradie
 
 
 def _precision(x: Tensor) -> str:
-    """Of the dots of fp32 operands; bf16 and fp16 operands are exact in the tensor cores' fp32 sums."""
+    """Precision of dots with fp32 operands; bf16 and fp16 operands are exact in the tensor cores' fp32 sums."""
     return "tf32x3" if x.dtype == torch.float32 else "ieee"
 
 
 def _constants(k: Tensor, HV: int, norms: Tensor) -> dict[str, int | bool | str]:
-    """Of every kernel but prepare."""
+    """Constants of every kernel but prepare."""
     return {"R": HV // k.shape[1], "K": k.shape[2], "BT": BT, "NORM": norms.numel() > 0, "PREC": _precision(k)}
 
 
 def _sliced(kernel: str, k: Tensor, V: int) -> Config:
-    """The configuration of a kernel that takes a state's K rows, and its V columns slice by slice."""
+    """The configuration of a kernel that takes all K rows of a state, and its V columns slice by slice."""
     K, S = k.shape[2], widest_slice(V)
     return config(kernel, k, max(K, S), BV=min(K, S))
 
@@ -58,7 +59,7 @@ def _recomputed(k: Tensor, g: Tensor, chunk_index: Tensor, l2norm: bool) -> tupl
 
 
 def _launch_prepare(q, k, g, beta, A_log, dt_bias, C, A, gates, norms, cu_seqlens, chunk_index, scale, beta_range):
-    """C: None in backward, where it is kept."""
+    """C: None in backward, which has it from forward."""
     (_, H, K), HV, NT = q.shape, g.shape[1], chunk_index.shape[0]
     q, k, g, beta = (dense_heads(x) for x in (q, k, g, beta))
     kernels.prepare_kernel[(NT * HV,)](
@@ -148,8 +149,8 @@ def gdn_boundary(
     k: Tensor, v: Tensor, C: Tensor, A: Tensor, gates: Tensor, norms: Tensor,
     cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor, entries: Tensor, wanted: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """entries [F] int32 -> S_ext [F, HV, K, V], each listed entry's last state from a zero state, M [F, HV, K, K], its
-    transition; fp32. wanted [F] int32: 0 leaves an entry's S_ext and M unwritten, 1 its M, 2 neither; None: all 2."""
+    """entries [F] int32 -> S_ext [F, HV, K, V], each listed entry's last state from a zero state, and M [F, HV, K, K],
+    its transition; fp32. wanted [F] int32: what is written for each, 0 nothing, 1 S_ext, 2 both; None: both for all."""
     K, (_, HV, V), F = k.shape[2], v.shape, entries.shape[0]
     k, v = dense_heads(k), dense_heads(v)
     S_ext, M = _boundary_outputs(k, v, entries)
@@ -174,7 +175,7 @@ def gdn_boundary_bwd(
     scale: float,
 ) -> Tensor:  # fmt: skip
     """entries [F] int32 -> dS_ext [F, HV, K, V] fp32: the gradient of each listed entry's incoming state if its last
-    state has none. wanted [F] int32: 0 leaves it unwritten; None: all."""
+    state has none. wanted [F] int32: 0 leaves an entry's unwritten; None: all are written."""
     K, (_, HV, V), F = k.shape[2], do.shape, entries.shape[0]
     q, k, do = dense_heads(q), dense_heads(k), dense_heads(do)
     dS_ext = empty_states(do, F, K)
@@ -202,8 +203,9 @@ def gdn_backward(
     cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
     scale: float, l2norm: bool, beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> dq, dk, dv, dg, dbeta, dA_log, ddt_bias (each dense, in its input's dtype; the last two empty where they are
-    None), d_initial_state fp32 like initial_state (empty unless needed; rows that no entry has stay unwritten)."""
+    """-> dq, dk, dv, dg, dbeta, dA_log, ddt_bias (each dense, in its input's dtype; the last two are empty where A_log
+    or dt_bias is None), d_initial_state, fp32 in initial_state's shape (empty unless needed; rows that belong to no
+    entry stay unwritten)."""
     (T, H, K), (_, HV, V), NT, N = k.shape, v.shape, chunk_index.shape[0], cu_seqlens.shape[0] - 1
     q, k, v, g, do = (dense_heads(x) for x in (q, k, v, g, do))
     constants = {"V": V} | _constants(k, HV, norms)

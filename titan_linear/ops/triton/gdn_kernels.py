@@ -12,8 +12,8 @@ Backward, with dS' the gradient of the state that leaves the chunk:
     dU = Aᵀ do + 2^(γ-G) k dS'        Z = beta dU                         dv = dX = Z - Cᵀ Z
     dS = 2^γ dS' + scale qᵀ (2^G do) - kᵀ (2^G dX)
 
-Everything else needs only do, Y, dX, S and dS' of its own chunk: `gradients_kernel`. Q·K-normalisation is a factor per
-row, so normalised q and k are never stored. All sums are fp32; operands of a dot are rounded to the inputs' dtype.
+Everything else needs only do, Y, dX, S and dS' of its own chunk: `gradients_kernel`. Normalising q and k is one factor
+per row, so normalised q and k are never stored. All sums are fp32; operands of a dot are rounded to the inputs' dtype.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def _store_gates(
     g, beta, A_log, dt_bias, gates, i_p, start, length, stride_g, stride_beta, HV, BT: tl.constexpr,
     BETA_RANGE: tl.constexpr,
 ):  # fmt: skip
-    """G in base 2 and beta of one chunk and head; past the end of a document the last G, and zero. Returns G [BT]."""
+    """Store G in base 2 and beta of one chunk and head; past a document's end, the last G and zero. Returns G [BT]."""
     o_c, i_hv = tl.arange(0, BT), i_p % HV
     m_t = o_c < length
     b_g = tl.load(g + start * stride_g + i_hv + o_c * stride_g, mask=m_t, other=0.0).to(tl.float32)
@@ -51,11 +51,11 @@ def _store_gates(
 
 @triton.jit
 def _store_norms(b_x, norms, i_p, i_x: tl.constexpr, HV, R: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
-    """1 / |x| of one chunk's queries (i_x = 0) or keys (1); one of the value heads that share them writes it."""
+    """1 / |x| of one chunk's queries (i_x = 0) or keys (1), stored by one of the value heads that share them."""
     b_r = tl.full([BT], 1.0, tl.float32)
     if NORM:
         b_r = tl.rsqrt(tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1) + EPS)
-        p_n = norms + (i_p // R * 2 + i_x) * BT + tl.arange(0, BT)  # NT, H = NT, HV / R
+        p_n = norms + (i_p // R * 2 + i_x) * BT + tl.arange(0, BT)  # chunk and key head, as H = HV / R
         tl.store(p_n, b_r, mask=i_p % R == 0)
     return b_r
 
@@ -69,9 +69,9 @@ def prepare_kernel(
     beta,  # [T, HV]
     A_log,  # [HV], or None: g is the log gate
     dt_bias,  # [HV] or None
-    C,  # [NT, HV, BT, BT], or None in backward, where C is kept
+    C,  # [NT, HV, BT, BT], or None in backward, which has C from forward
     A,  # [NT, HV, BT, BT]
-    gates,  # [NT, HV, 2, BT] fp32: G in base 2, beta; past the end of a document the last G, and zero
+    gates,  # [NT, HV, 2, BT] fp32: G in base 2, beta; past a document's end, the last G and zero
     norms,  # [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|
     cu_seqlens,
     chunk_index,
@@ -124,8 +124,8 @@ def _load_gates(gates, norms, i_t, i_hv, HV, R: tl.constexpr, BT: tl.constexpr, 
 def _fetch_rows(desc, start, column):
     """A tile of a [T, .] matrix from token `start` on, by the copy engine.
 
-    It knows no document: past an entry's end come the next one's rows, which the callers multiply by zero. (Tiles that
-    are masked in registers instead gave wrong products with their transposes, on Hopper with Triton 3.6.)
+    The copy engine knows no documents: past an entry's end come the next one's rows, which the callers multiply by
+    zero. (Tiles masked in registers instead gave wrong products with their transposes, on Hopper with Triton 3.6.)
     """
     return desc.load([start.to(tl.int32), column])
 
@@ -143,7 +143,7 @@ def _step(
     BV: tl.constexpr, NORM: tl.constexpr, MASK_V: tl.constexpr,
     PREC: tl.constexpr,
 ):  # fmt: skip
-    """One chunk forward: the state that leaves, from the state b_s [K, BV] that enters."""
+    """One chunk forward: from the state b_s [K, BV] that enters to the state that leaves."""
     dtype = C_desc.dtype
     start, rows, i_p = start + i * BT, length - i * BT, (first + i) * HV + i_hv
     b_k = _fetch_rows(k_desc, start, i_hv // R * K)  # [BT, K]
@@ -180,7 +180,7 @@ def _scan(
     """Scan one entry's chunks in order for one head and BV columns of the state; returns the state that leaves.
 
     start, first: its first token and chunk. Writes o, and h and y, where they are given. has_v = False (with MASK_V)
-    counts v as zero.
+    takes v as zero.
     """
     for i in tl.range(0, (length + BT - 1) // BT, num_stages=STAGES):
         b_s = _step(
@@ -196,7 +196,7 @@ def _reverse_step(
     HV, R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr,
     BV: tl.constexpr, NORM: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """One chunk backward: the gradient of the state that enters, from that of the state that leaves, b_ds [K, BV]."""
+    """One chunk backward: from the gradient b_ds [K, BV] of the state that leaves to that of the state that enters."""
     dtype = C_desc.dtype
     start, rows, i_p = start + i * BT, length - i * BT, (first + i) * HV + i_hv
     b_k = _fetch_rows(k_desc, start, i_hv // R * K)  # [BT, K]
@@ -270,15 +270,15 @@ def scan_kernel(
 def boundary_kernel(
     k_desc, v_desc, C_desc, gates, norms,
     entries,  # [F]
-    wanted,  # [F] 0: nothing of an entry, 1: S_ext, 2: M too; None: 2
+    wanted,  # [F] what is written for an entry, 0: nothing, 1: S_ext, 2: M too; None: 2 for all
     S_ext,  # [F, HV, K, V] fp32
     M,  # [F, HV, K, K] fp32
     cu_seqlens, chunk_offsets, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
     STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """One (listed entry, head, slice of V, then of K). S_ext: the scan from a zero state. M: that with v = 0 from the
-    identity."""
+    """One (listed entry, head, slice of V for S_ext or of K for M). S_ext: the scan from a zero state. M: the scan with
+    v = 0 from the identity."""
     blocks: tl.constexpr = (V + K) // BV
     i_v, i_fh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_f, i_hv = i_fh // HV, (i_fh % HV).to(tl.int32)
@@ -304,7 +304,7 @@ def boundary_kernel(
 def boundary_bwd_kernel(
     q_desc, k_desc, do_desc, C_desc, A_desc, gates, norms,
     entries,  # [F]
-    wanted,  # [F] 0: nothing of an entry; None: all
+    wanted,  # [F] 0: nothing is written for an entry; None: all are
     dS_ext,  # [F, HV, K, V] fp32
     cu_seqlens, chunk_offsets, scale, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
@@ -336,7 +336,7 @@ def states_kernel(
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
     STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """The scan again, for what backward needs of it."""
+    """The scan again, for h and y, which backward needs."""
     blocks: tl.constexpr = V // BV
     i_v, i_nh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_n, i_hv = i_nh // HV, (i_nh % HV).to(tl.int32)
@@ -391,9 +391,11 @@ def _unit_gradient(b_dx, b_x, b_r, NORM: tl.constexpr):
 
 @triton.jit
 def _pair_gradients(b_w, b_beta, BT: tl.constexpr):
-    """What products of pairs of tokens give to G and beta, from w [BT, BT]: o_i's or X_i's gradient times U_j / beta_j.
+    """What the products of pairs of tokens add to the gradients of G and beta, from w [BT, BT]: the gradient of o_i or
+    X_i times U_j / beta_j.
 
-    A token's product with itself does not decay; left in, its rounding would exceed a fast gate's gradient.
+    A token's product with itself does not decay and is left out of G's gradient: its rounding would exceed the gradient
+    of a fast gate.
     """
     o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     b_own = tl.sum(tl.where(o_i == o_j, b_w, 0.0), 1)
@@ -409,19 +411,19 @@ def gradients_kernel(
     do_desc, y_desc, dv_desc,  # [T, HV·V]
     h_desc, dh_desc,  # [NT·HV·K, V]
     gates, norms,
-    g,  # [T, HV], read with A_log
+    g,  # [T, HV], read only with A_log
     A_log, dt_bias,
     initial_state, state_index, d_final_state, final_index,
     dq,  # [T, HV, K]
     dk,  # [T, HV, K]
     dg,  # [T, HV]
     dbeta,  # [T, HV]
-    d_gate,  # [2, NT, HV] fp32 partials of d A_log and d dt_bias, with A_log
+    d_gate,  # [2, NT, HV] fp32 partials of d A_log and d dt_bias, only with A_log
     cu_seqlens, chunk_index, scale, stride_g, HV, NT,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
     BETA_RANGE: tl.constexpr, STAGES: tl.constexpr, PREC: tl.constexpr,
 ):  # fmt: skip
-    """dq, dk, dg, dbeta of one chunk and value head: queries first, so that few tiles are alive at a time."""
+    """dq, dk, dg, dbeta of one chunk and value head; queries come first, so that few tiles are live at a time."""
     i_p = tl.program_id(0).to(tl.int64)
     i_t, i_hv = i_p // HV, (i_p % HV).to(tl.int32)
     start, length = locate(chunk_index, cu_seqlens, i_t, BT)
@@ -489,12 +491,12 @@ def gradients_kernel(
     b_G, b_beta, b_rq, b_rk, b_last = _load_gates(gates, norms, i_t, i_hv, HV, R, BT, NORM)
     b_w = tl.exp2(b_last - b_G)
     b_dbs = b_w * b_rk * tl.sum(b_ydh * b_k.to(tl.float32), 1)
-    # what U_j adds to the state decays with the tokens after j: none, for the last one
+    # what U_j adds to the state decays with the gates of the tokens after j: the last token has none
     b_later = tl.where(o_c < length - 1, b_beta * b_dbs, 0.0)
     b_dk += (b_w * b_beta)[:, None] * b_ydh
     store_rows(dk, _unit_gradient(b_dk, b_k, b_rk, NORM), start, length, HV * K, i_hv * K, BT, K)
 
-    # a document within the chunk, whose states were given in fp32: one product may be most of dg
+    # for a document within one chunk the given fp32 states are read: <S, dS'> may be most of its dg
     if initial_state is not None and d_final_state is not None:
         i_n = tl.load(chunk_index + 2 * i_t)
         if tl.load(cu_seqlens + i_n + 1) - tl.load(cu_seqlens + i_n) == length:
@@ -505,7 +507,7 @@ def gradients_kernel(
                 b_dh = load_state(d_final_state, final_index, i_n.to(tl.int64), HV * K * V, o_s + i_v * BV)
                 b_sds += tl.sum(b_h * b_dh)
     m_t = o_c < length
-    # the gate of token t decays the entering state, updates before t, and what tokens from t on read
+    # the gate of token t decays the state that enters, updates before t, and what tokens from t on read
     b_dg = tl.cumsum(tl.where(m_t, b_dg, 0.0), 0, reverse=True) + tl.cumsum(b_later, 0) - b_later
     b_dg += tl.exp2(b_last) * b_sds
     p_g = start * HV + i_hv + o_c * HV

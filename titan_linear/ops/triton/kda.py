@@ -17,8 +17,9 @@ tokens (see kda_fwd for the letters) are
     qg [NT, HV, K, C] scale·q·2^Γ     kn [NT, HV, K, C] −k·2^Γ     kg [NT, HV, K, C] k·2^(γ−Γ)
     decay [NT, HV, K] fp32, 2^γ       b [NT, HV, C] fp32, β        Aqk, Gn [NT, HV, C, C]
 
-Nothing here waits for the device. beta_range: β is beta, or that times sigmoid(beta), whose gradient is then that of
-the logits. gate: g is the log decay (0), or raw, for softplus (1) or the bounded gate (2).
+Nothing here waits for the device. beta_range: None if beta is β; otherwise beta holds logits, β is beta_range times
+their sigmoid, and dbeta is the gradient of the logits. gate: g is the log decay (0), or the raw input of the softplus
+gate (1) or of the bounded gate (2).
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _matrices(q: Tensor, g: Tensor, chunk_index: Tensor) -> tuple[Tensor, Tensor
 
 def _launch_prepare(q, k, g, beta, A_log, dt_bias, tiles, cu_seqlens, chunk_index, scale, lower_bound, gate,
                     safe_gate, l2norm, beta_range) -> None:  # fmt: skip
-    """tiles: all, or those without Aqk and Gn."""
+    """tiles: all of them, or all but Aqk and Gn."""
     (_, H, K), HV, NT, MATRICES = q.shape, g.shape[1], chunk_index.shape[0], len(tiles) == 7
     q, k, g, beta = (dense_heads(x) for x in (q, k, g, beta))
     chosen = config(f"kda {'prepare' if MATRICES else 'recompute'}{' safe' if safe_gate else ''}", q, K, BK=K)
@@ -118,7 +119,7 @@ def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, chunk_index, *_):
 
 
 def _launch_scan(v, tiles, initial_state, state_index, o, final_state, final_index, h, r, cu_seqlens, chunk_offsets):
-    """None leaves an input out or an output unwritten."""
+    """None stands for an input left out, or an output not written."""
     _, HV, K, _ = tiles[0].shape
     V, N, v = v.shape[2], cu_seqlens.shape[0] - 1, dense_heads(v)
     chosen = config("kda scan", tiles[0], K, BV=widest_slice(V))
@@ -160,8 +161,8 @@ def kda_boundary(
     v: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor, Aqk: Tensor, Gn: Tensor,
     cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor, entries: Tensor, wanted: Tensor | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """entries [F] int32 -> S_ext [F, HV, K, V], each listed entry's last state from a zero state, M [F, HV, K, K], its
-    transition; fp32. wanted [F] int32: 0 leaves an entry's S_ext and M unwritten, 1 its M, 2 neither; None: all 2."""
+    """entries [F] int32 -> S_ext [F, HV, K, V], each listed entry's last state from a zero state, and M [F, HV, K, K],
+    its transition; fp32. wanted [F] int32: what is written for each, 0 nothing, 1 S_ext, 2 both; None: both for all."""
     (S_ext, M), v, (_, HV, K, _), V = _boundary_outputs(v, qg, entries), dense_heads(v), qg.shape, v.shape[2]
     chosen = config("kda scan", qg, K, BV=min(K, widest_slice(V)))
     boundary_kernel[(V + K) // chosen["BV"], entries.shape[0] * HV](
@@ -182,7 +183,7 @@ def kda_boundary_bwd(
     cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor, entries: Tensor, wanted: Tensor | None,
 ) -> Tensor:  # fmt: skip
     """entries [F] int32 -> dS_ext [F, HV, K, V] fp32: the gradient of each listed entry's incoming state if its last
-    state has none. wanted [F] int32: 0 leaves it unwritten; None: all."""
+    state has none. wanted [F] int32: 0 leaves an entry's unwritten; None: all are written."""
     (_, HV, K, _), V, do = qg.shape, do.shape[2], dense_heads(do)
     dS_ext = empty_states(do, entries.shape[0], K)
     chosen = config("kda reverse", qg, K, BV=widest_slice(V))
@@ -217,8 +218,9 @@ def kda_backward(
     cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
     scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool, beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """-> dq, dk, dv, dg, dbeta, dA_log, ddt_bias (each dense, in its input's dtype; the last two empty where they are
-    None), d_initial_state fp32 like initial_state (empty unless needed; rows that no entry has stay unwritten)."""
+    """-> dq, dk, dv, dg, dbeta, dA_log, ddt_bias (each dense, in its input's dtype; the last two are empty where A_log
+    or dt_bias is None), d_initial_state, fp32 in initial_state's shape (empty unless needed; rows that belong to no
+    entry stay unwritten)."""
     (T, H, K), (HV, V), NT, N, CT = q.shape, v.shape[1:], chunk_index.shape[0], cu_seqlens.shape[0] - 1, qg.dtype
     q, k, g, do = (dense_heads(x) for x in (q, k, g, do))
     tiles = (qg, kn, kg, decay, b, Aqk, Gn)
@@ -239,7 +241,7 @@ def kda_backward(
         CT=TRITON_DTYPE[CT], BETA_RANGE=beta_range, **config("kda matrix", q, K, BV=widest_slice(V)),
     )  # fmt: skip
 
-    # With grouped value heads each writes its own dq and dk, in fp32, summed below.
+    # With grouped value heads, each value head writes its own dq and dk in fp32; they are summed below.
     dq, dk = (q.new_empty(T, HV, K, dtype=q.dtype if HV == H else torch.float32) for _ in range(2))
     chosen = config(f"kda gradient{' safe' if safe_gate else ''}", q, K, BK=K, BV=widest_slice(V))
     BK, BV, dg = chosen["BK"], chosen["BV"], g.new_empty(g.shape)

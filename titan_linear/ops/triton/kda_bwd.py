@@ -9,10 +9,10 @@ In the notation of kda_fwd, with N = β r (what the chunk writes) and dS' the gr
     dS = 2^γ dS' + q̃ᵀ do − k̃ᵀ dv
     dq̃ = do Sᵀ ;  dk̃ = −dv Sᵀ ;  dk̂ = N dS'ᵀ ;  dγ = Σ_i k̂ ⊙ dk̂ + 2^γ Σ_v S ⊙ dS'
 
-so nothing divides by β, and neither w, u nor their gradients exist. Γ's gradient needs no products of its own: each
-part of dq and dk carries 2^(+Γ_i) or 2^(−Γ_i), hence dΓ = q ⊙ dq + k ⊙ (dk₊ − dk₋).
+so nothing divides by β, and neither the WY form's w and u nor their gradients exist. Γ's gradient needs no products of
+its own: each part of dq and dk carries 2^(+Γ_i) or 2^(−Γ_i), hence dΓ = q ⊙ dq + k ⊙ (dk₊ − dk₋).
 
-The state that enters each chunk is recomputed by `scan` (KEEP), which does not depend on the reverse scan.
+The state that enters each chunk is recomputed by `scan` (its h and r), which does not depend on the reverse scan.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def _reverse_scan(
     dS, do, qg, kn, kg, decay, b, Aqk, Gn, dh, y, start, length, first, i_h, column, stride_do,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Carry dSᵀ [BV, K], `column`s on, through the chunks of one entry and head from the last to the first; returns
-    the gradient of the state that enters. Writes each chunk's dS'ᵀ (dh) and yᵀ (y) where they are given."""
+    """Carry dSᵀ [BV, K], columns of V from `column` on, through the chunks of one entry and head from the last to the
+    first; returns the gradient of the state that enters. Writes each chunk's dS'ᵀ (dh) and yᵀ (y) where these are
+    given."""
     NT = (length + 63) // 64
     row, o_k, o_v = tl.arange(0, 64), tl.arange(0, K), column + tl.arange(0, BV)
     for i in tl.range(0, NT, num_stages=STAGES):
@@ -105,7 +106,7 @@ def boundary_bwd_kernel(
     do,  # [T, HV, V]
     qg, kn, kg, decay, b, Aqk, Gn,
     entries,  # [F]
-    wanted,  # [F] 0: nothing of an entry; None: all
+    wanted,  # [F] 0: nothing is written for an entry; None: all are
     dS_ext,  # [F, HV, K, V] fp32
     cu_seqlens, chunk_offsets, stride_do,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
@@ -149,7 +150,7 @@ def matrix_kernel(
     HV: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, BETA_RANGE: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, head): dv, dβ, and the gradients of Aqk and Kk below the diagonal, 0 elsewhere. Aqk's diagonal has no
-    gate; kept apart, it adds nothing to dΓ, where it would have to cancel."""
+    gate: it is stored apart, so that its terms do not enter dΓ, where they would have to cancel."""
     i_h, i_t = tl.program_id(0), tl.program_id(1)
     token, n = locate(chunk_index, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * HV + i_h
@@ -184,7 +185,7 @@ def read_state_gradients(
     do, y, h, i_t, tile, i_o, i_k, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr,
     STAGES: tl.constexpr,
 ):  # fmt: skip
-    """(do Sᵀ)ᵀ and (y Sᵀ)ᵀ [BK, 64]. Rows of do past the end of an entry are the next one's: so are these columns."""
+    """(do Sᵀ)ᵀ and (y Sᵀ)ᵀ [BK, 64]. Rows of do past an entry's end are the next one's; so are their columns here."""
     dq = tl.zeros([BK, 64], tl.float32)
     dk = tl.zeros([BK, 64], tl.float32)
     for i_v in tl.range(V // BV, num_stages=STAGES):
@@ -213,14 +214,14 @@ def write_state_gradient(
 def gradient_kernel(
     q, k, g, A_log, dt_bias, b, do, r, y, h, dh, dA, dK, diagonal,
     dq, dk, dg,  # [T, HV, K]
-    dA_part, dbias_part,  # [NT, HV, K / BK or K] fp32 or None; zeros of a chunk without a token
+    dA_part, dbias_part,  # [NT, HV, K / BK], [NT, HV·K] fp32, or None; zeros for a chunk without a token
     cu_seqlens, chunk_index, scale, lower_bound, stride_q, stride_k, stride_g,
     H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, STAGES: tl.constexpr, CT: tl.constexpr,
     GATE: tl.constexpr, SAFE: tl.constexpr, L2NORM: tl.constexpr,
 ):  # fmt: skip
     """One (chunk, head, block of K): dq, dk and dg, each written once in its own dtype.
-    With L2NORM dq and dk are those of the normalised q and k: norm_gradient_kernel does the rest."""
+    With L2NORM, dq and dk are those of the normalised q and k: norm_gradient_kernel does the rest."""
     i_k, i_h, i_t = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start, n = locate(chunk_index, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * HV + i_h
@@ -231,7 +232,7 @@ def gradient_kernel(
         if dbias_part is not None:
             tl.store(dbias_part + tile * K + o_k, tl.zeros([BK], tl.float32))
         return
-    i_s, i_tile = start.to(tl.int32), tile.to(tl.int32)  # of the copy engine's matrices: do, and those of chunks
+    i_s, i_tile = start.to(tl.int32), tile.to(tl.int32)  # where the copy engine reads: do, and the chunks' matrices
     row = tl.arange(0, 64)
     inside = (row < n)[:, None]
     o_g = start * (HV * K) + i_h * K + (row[:, None] * (HV * K) + o_k[None, :])
@@ -239,7 +240,7 @@ def gradient_kernel(
     k += (i_h // (HV // H)) * K
     o_c = tile * 64 * 64 + (row[:, None] * 64 + row[None, :])
     b_g, b_q, b_k = load_chunk(g + i_h * K, q, k, stride_g, stride_q, stride_k, start, n, i_k * BK, BK)
-    p_b, p_diagonal = b + tile * 64 + row, diagonal + tile * 64 + row  # read when needed: each tile would be a register
+    p_b, p_diagonal = b + tile * 64 + row, diagonal + tile * 64 + row  # loaded at use: held, each would take a register
     b_g = log2_gates(b_g, A_log, dt_bias, lower_bound, n, i_h, K, i_k, BK, GATE)
     b_q = normalised(b_q, q, start, n, stride_q, K, BK, L2NORM)
     b_k = normalised(b_k, k, start, n, stride_k, K, BK, L2NORM)
@@ -251,8 +252,8 @@ def gradient_kernel(
         far_dK, near_dK = tl.where(far, b_dK, 0.0), tl.where(near, b_dK, 0.0)
         x, first, second, middle, gamma = half_decays(b_g, BK, CT)
         to_start = halves(tl.exp2(first), tl.exp2(second))
-        # Between the halves 2^(second − first), in two factors, which alone could be 0. A product starts from zero when
-        # its sum is multiplied before the next one: else every wgmma waits for the one before.
+        # Between the halves the factor is 2^(second − first), as two numbers, since one alone could be 0. A product
+        # whose sum is scaled before the next product starts from zero: else every wgmma waits for the one before.
         down1, down2 = tl.exp2(middle - first)[:, None], tl.exp2(second - middle)[:, None]
         E, W = tl.exp2(x), tl.exp2(-x)
         kE = (b_k * E).to(CT)
@@ -261,7 +262,7 @@ def gradient_kernel(
         b_dq *= scale * to_start
         b_dq += dot(kW, tl.trans(far_dA)) * down1 * down2
         b_dq = dot(kW, tl.trans(near_dA), b_dq)
-        # As below, dΓ takes the rounded operands: a pair (i, j) then gives +x at i and −x at j, which cancel in dg.
+        # Here and below, dΓ takes the rounded operands: a pair (i, j) then gives +x at i, −x at j, which cancel in dg.
         qE = (b_q * E).to(CT)
         d_sum = qE.to(tl.float32) * b_dq
         b_dq = (b_dq + tl.load(p_diagonal)[None, :] * kW.to(tl.float32)) * E
@@ -309,7 +310,7 @@ def gradient_kernel(
         b_dk = b_dkp + b_dkm + b_diagonal * b_q
         tl.store(dq + o_g, tl.trans(b_dq.to(dq.dtype.element_ty)), mask=inside)
     tl.store(dk + o_g, tl.trans(b_dk.to(dk.dtype.element_ty)), mask=inside)
-    d_sum = tl.where((row < n)[None, :], d_sum, 0.0)  # past the end: the next entry's do times 0, NaN where that is Inf
+    d_sum = tl.where((row < n)[None, :], d_sum, 0.0)  # past the end: the next entry's do times 0, NaN where do is Inf
     b_dg = tl.trans(split_dot(d_sum, row[:, None] >= row[None, :], CT) + dgamma[:, None])
     if GATE > 0:
         x = biased(load_rows(g + i_h * K, start, n, stride_g, i_k * BK, 64, BK), dt_bias, i_h, K, i_k, BK)

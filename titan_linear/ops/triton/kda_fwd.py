@@ -1,4 +1,4 @@
-"""KDA forward kernels: `prepare` (what is inside a chunk, but for solve.py), `scan` (the state through the chunks, o).
+"""KDA forward kernels: `prepare` (work inside a chunk, but for solve.py), `scan` (the state through the chunks, and o).
 
 Letters: C = 64 tokens of a chunk, Γ the inclusive cumulative gate inside a chunk (log2), γ its last row.
 With q̃ = scale·q·2^Γ, k̃ = k·2^Γ, k̂ = k·2^(γ−Γ), Kk[i,j] = Σ_k k_i k_j 2^(Γ_i−Γ_j) for j < i, and S the incoming state
@@ -15,9 +15,9 @@ Precision: states, Γ, Kk and the solve are fp32 (solve products in bf16x3); the
 compute dtype (bf16; for fp32 inputs IEEE fp32) and accumulate in fp32.
 
 Gates: with safe_gate a chunk has two halves, each relative to the middle of its own decay, and one product takes the
-keys twice: relative to their own half and to the second; without it six levels of blocks of 2B tokens (B = 1 … 32),
-each relative to its block's middle, cover any g ≤ 0: no factor exceeds 1.
-Tiles have channels as rows, tokens as columns: cumulative gates are then a product with a constant on the right.
+keys twice, relative to their own half and to the second one. Without it, six levels of blocks of 2B tokens
+(B = 1 … 32), each relative to its block's middle, cover any g ≤ 0: no factor exceeds 1.
+Tiles have channels as rows and tokens as columns: cumulative gates are then a product with a constant on the right.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def split_dot(x, m, CT: tl.constexpr):
 
 @triton.jit
 def halves(first, second):
-    """[BK], [BK] → [BK, 64]: one number for each half of the chunk. (A reshape to [BK, 2, 32] would cost a layout.)"""
+    """[BK], [BK] → [BK, 64]: one number for each half of the chunk. (A reshape to [BK, 2, 32] forks the layouts.)"""
     return tl.where((tl.arange(0, 64) < 32)[None, :], first[:, None], second[:, None])
 
 
@@ -85,10 +85,10 @@ def gate(x, rate, lower_bound, GATE: tl.constexpr):
 
 @triton.jit
 def half_decays(g, BK: tl.constexpr, CT: tl.constexpr):
-    """g [BK, 64], log2 gates ≥ −7.3 → what the safe path is made of: x [BK, 64], Γ relative to its half's reference;
-    the references of both halves, the whole numbers nearest to the middle of each one's decay; the whole number nearest
-    to Γ in the middle of the chunk; and γ, all [BK]. E = 2^x and W = 2^-x then stay within 2^±117, which bf16 holds,
-    and moving to another reference is a power of two, which scales bf16 numbers without rounding them again."""
+    """g [BK, 64], log2 gates ≥ −7.3 → what the safe path needs: x [BK, 64], Γ relative to its half's reference; and,
+    all [BK], the reference of each half, the whole number nearest to the middle of its decay; the whole number nearest
+    to Γ in the middle of the chunk; and γ. E = 2^x and W = 2^-x then stay within 2^±117, which bf16 holds, and moving
+    to another reference multiplies by a power of two, which scales bf16 numbers without rounding them again."""
     row = tl.arange(0, 64)
     same = (row[:, None] // 32) == (row[None, :] // 32)
     x = split_dot(g, tl.where(same, tl.where(row[:, None] <= row[None, :], 0.5, -0.5), 0.0), CT)
@@ -114,7 +114,7 @@ def full_decays(g, CT: tl.constexpr):
 @triton.jit
 def level_decay(g, level, CT: tl.constexpr):
     """g [BK, 64] → 2^(gates between token i and the middle of its block of 2B tokens), B = 2^level, all ≤ 1: the factor
-    of a token of the second half as a query, of the first half as a key."""
+    of a query in the second half, and of a key in the first."""
     row = tl.arange(0, 64)
     same = (row[:, None] >> level) == (row[None, :] >> level)
     second = ((row >> level) % 2 == 1)[None, :]
@@ -123,7 +123,7 @@ def level_decay(g, level, CT: tl.constexpr):
 
 @triton.jit
 def level_mask(level):
-    """[64, 64]: row in the second, column in the first half of one block of 2B, B = 2^level."""
+    """[64, 64]: whether the row is in the second and the column in the first half of one block of 2B, B = 2^level."""
     row = tl.arange(0, 64) >> level
     return (row[:, None] % 2 == 1) & (row[None, :] == row[:, None] - 1)
 
@@ -149,8 +149,8 @@ def log2_gates(raw, A_log, dt_bias, lower_bound, n, i_h, K: tl.constexpr, i_k, B
 
 @triton.jit
 def load_chunk(g, q, k, stride_g, stride_q, stride_k, start, n, column, BK: tl.constexpr):
-    """Rows [64, BK] of the heads at g, q and k. In a block of its own, for without it the compiler turns each tile
-    before it loads the next: three latencies instead of one."""
+    """Rows [64, BK] of the heads at g, q and k. The loads have a block of their own: otherwise the compiler converts
+    each tile before it loads the next, and waits three times instead of once."""
     b_g = tl.zeros([64, BK], g.dtype.element_ty)
     b_q = tl.zeros([64, BK], q.dtype.element_ty)
     b_k = tl.zeros([64, BK], k.dtype.element_ty)
@@ -172,7 +172,7 @@ def normalised(b_x, x, start, n, stride, K: tl.constexpr, BK: tl.constexpr, L2NO
 
 @triton.jit
 def store_keys(p, x, tile, i_k, K: tl.constexpr, BK: tl.constexpr):
-    """x [BK, 64], channels i_k·BK … of a chunk's tile in p [NT·HV, K, 64]."""
+    """Store x [BK, 64], channels from i_k·BK on, in a chunk's tile of p [NT·HV, K, 64]."""
     o_k = tl.arange(0, BK)[:, None]
     tl.store(p + (tile * K + i_k * BK) * 64 + (o_k * 64 + tl.arange(0, 64)[None, :]), x.to(p.dtype.element_ty))
 
@@ -189,13 +189,13 @@ def prepare_kernel(
     qg, kn, kg,  # [NT, HV, K, 64]
     decay,  # [NT, HV, K] fp32
     b,  # [NT, HV, 64] fp32
-    Aqk, Gn,  # [NT, HV, 64, 64], with MATRICES
+    Aqk, Gn,  # [NT, HV, 64, 64], only with MATRICES
     cu_seqlens, chunk_index, scale, lower_bound, stride_q, stride_k, stride_g, stride_beta,
     H: tl.constexpr, HV: tl.constexpr,
     K: tl.constexpr, BK: tl.constexpr, CT: tl.constexpr, GATE: tl.constexpr,
     SAFE: tl.constexpr, L2NORM: tl.constexpr, BETA_RANGE: tl.constexpr, MATRICES: tl.constexpr,
 ):  # fmt: skip
-    """One (chunk, head), all channels with MATRICES (Aqk, and Kk for solve_kernel), else one block of them."""
+    """One (chunk, head): all channels with MATRICES (Aqk, and Kk for solve_kernel), else one block of channels."""
     i_h, i_t = tl.program_id(1), tl.program_id(2)
     start, n = locate(chunk_index, cu_seqlens, i_t, 64)
     tile = i_t.to(tl.int64) * HV + i_h
@@ -204,9 +204,9 @@ def prepare_kernel(
     k += (i_h // (HV // H)) * K
     if MATRICES or tl.program_id(0) == 0:
         tl.store(b + tile * 64 + row, load_beta(beta, start, n, stride_beta, i_h, 64, BETA_RANGE))
-    b_A = tl.zeros([64, 64], tl.float32)  # sums over channels of q_i k_j 2^(Γ_i−Γ_j), near the diagonal
-    b_K = tl.zeros([64, 64], tl.float32)  # the same of k_i k_j
-    halves_A = tl.zeros([64, 128], tl.float32)  # in turn a column within the halves and one between them
+    b_A = tl.zeros([64, 64], tl.float32)  # without SAFE, sums over channels of q_i k_j 2^(Γ_i−Γ_j)
+    b_K = tl.zeros([64, 64], tl.float32)  # the same for k_i k_j
+    halves_A = tl.zeros([64, 128], tl.float32)  # with SAFE, columns alternate: within the halves, between them
     halves_K = tl.zeros([64, 128], tl.float32)
     diagonal = tl.zeros([64], tl.float32)
     for i in tl.range(0, K // BK if MATRICES else 1):
@@ -227,7 +227,7 @@ def prepare_kernel(
             store_keys(qg, b_q * to_start, tile, i_k, K, BK)
             store_keys(kn, -b_k * to_start, tile, i_k, K, BK)
             if MATRICES:
-                # Keys of the first half relative to the second: where that is below 2^-126, E times it is below 2^-9.
+                # The first half's keys relative to the second: where one is below 2^-126, E times it is below 2^-9.
                 far_w = b_w * tl.exp2(middle - first).to(CT)[:, None] * tl.exp2(second - middle).to(CT)[:, None]
                 b_w = tl.reshape(tl.join(b_w, far_w), [BK, 128])
                 halves_A = dot(tl.trans(b_q), b_w, halves_A)
@@ -258,7 +258,7 @@ def prepare_kernel(
 
 @triton.jit
 def join_halves(x):
-    """x [64, 128] → [64, 64]: even columns of x, but odd ones between the second and the first half of the chunk."""
+    """x [64, 128] → [64, 64]: even columns of x, but odd ones for rows of the second and columns of the first half."""
     row = tl.arange(0, 64)
     near, far = tl.split(tl.reshape(x, [64, 64, 2]))
     return tl.where((row[:, None] >= 32) & (row[None, :] < 32), far, near)
@@ -269,15 +269,16 @@ def _scan(
     S, v, qg, kn, kg, decay, b, Aqk, Gn, o, h, r, start, length, v_length, first, i_h, column, stride_v,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Carry Sᵀ [BV, K], `column`s on, through the chunks of one entry and head; returns the state that leaves. From
-    token v_length on v counts as zero. Writes o, and each chunk's incoming Sᵀ (h) and rᵀ (r), where they are given."""
+    """Carry Sᵀ [BV, K], columns of V from `column` on, through the chunks of one entry and head; returns the state that
+    leaves. From token v_length on, v is taken as zero. Writes o, and each chunk's incoming Sᵀ (h) and rᵀ (r), where
+    these are given."""
     NT = (length + 63) // 64
     row, o_k, o_v = tl.arange(0, 64), tl.arange(0, K), column + tl.arange(0, BV)
-    eye = (row[:, None] == row[None, :]).to(CT)  # the tensor core transposes v
+    eye = (row[:, None] == row[None, :]).to(CT)  # a product with it transposes v on the tensor cores
     next_decay = tl.load(decay + (first * HV + i_h) * K + o_k, mask=(o_k >= 0) & (NT > 0), other=0.0)
     for i_t in tl.range(0, NT, num_stages=STAGES):
         tile = (first + i_t) * HV + i_h
-        if o is not None:  # one chunk ahead by hand: its pipelined buffers would be the 512 bytes too many at K = 128
+        if o is not None:  # one chunk ahead by hand: pipelined, its buffers would be 512 bytes too many at K = 128
             b_decay = next_decay
             next_decay = tl.load(decay + (tile + HV * (i_t + 1 < NT)) * K + o_k)
         else:
@@ -316,7 +317,7 @@ def scan_kernel(
     cu_seqlens, chunk_offsets, stride_v,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One (entry, head, slice of V): what is given of o, the last states, and what backward reads."""
+    """One (entry, head, slice of V): o, the last states, and h and r for backward, each where it is given."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_n, i_h = i_nh // HV, i_nh % HV
     start, length, first = locate_entry(cu_seqlens, chunk_offsets, i_n)
@@ -338,14 +339,14 @@ def boundary_kernel(
     v,  # [T, HV, V]
     kn, kg, decay, b, Gn,
     entries,  # [F]
-    wanted,  # [F] 0: nothing of an entry, 1: S_ext, 2: M too; None: 2
+    wanted,  # [F] what is written for an entry, 0: nothing, 1: S_ext, 2: M too; None: 2 for all
     S_ext,  # [F, HV, K, V] fp32
     M,  # [F, HV, K, K] fp32
     cu_seqlens, chunk_offsets, stride_v,
     HV: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, CT: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """One (listed entry, head, slice of V, then of K). S_ext: the scan from a zero state. M: that with v = 0 from the
-    identity."""
+    """One (listed entry, head, slice of V for S_ext or of K for M). S_ext: the scan from a zero state. M: the scan with
+    v = 0 from the identity."""
     i_v, i_fh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_f, i_h = i_fh // HV, i_fh % HV
     is_m = i_v >= V // BV

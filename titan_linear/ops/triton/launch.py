@@ -1,7 +1,7 @@
-"""Launches at the cost of the driver: compiled kernels found again by a short key.
+"""Kernel launches at the driver's cost: compiled kernels are looked up by a short key.
 
 Triton's own search for the compiled form of a launch takes 25 to 80 µs, and a forward and backward pass of a delta rule
-makes ten launches: a short shard's kernels would wait for the host.
+makes ten launches: the kernels of a short shard would wait for the host.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 
 class Launcher:
-    """Decorates a jitted kernel: `kernel[grid](*positional, **constants_and_options)` as before, all arguments given.
+    """Decorates a jitted kernel; launches stay `kernel[grid](*positional, **constants_and_options)`, but must give all
+    arguments.
 
-    Forms that Triton compiled are kept by what it specialises them for. The interpreter, and whoever replaces Triton's
-    launch, compile nothing that could be kept: every launch then goes the long way.
+    Compiled forms are kept by what Triton specialises them for. The interpreter, and code that replaces Triton's
+    launch, return no compiled form to keep: every launch then takes Triton's own path.
     """
 
     def __init__(self, kernel: Any):
@@ -41,19 +42,21 @@ class Launcher:
             return
         kernel, constants = form
         stream = torch._C._cuda_getCurrentRawStream(device)
-        launched = kernel.function, kernel.packed_metadata, None, None, None  # no metadata for hooks, and none of them
+        launched = kernel.function, kernel.packed_metadata, None, None, None  # no launch metadata, and no hooks
         kernel.run(*(*grid, 1, 1)[:3], stream, *launched, *given, *constants)
 
 
 @cache
 def reader(*types: type) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]]]:
-    """For arguments of these types a function of them, which returns
+    """Return a function that takes arguments of these types and returns
 
-    - what Triton specialises them for: a tensor's type and alignment, whether a number is 1. A tensor that is not on
-      the GPU is a kind of its own, so that its first launch goes the long way and is refused;
-    - them as its launcher takes them fastest: of a tensor it asks the driver where it is, of an address it does not.
+    - what Triton specialises them for: a tensor's dtype and alignment; whether an integer is 1, a multiple of 16 or
+      within 32 bits. A tensor that is not on the GPU is a kind of its own, so that its first launch takes Triton's own
+      path and is refused;
+    - the arguments in the form that Triton's launcher takes fastest: tensors as addresses, since for a tensor it asks
+      the driver where it lies.
 
-    It is written out for these types: a loop over the arguments takes half as long again, in every launch.
+    The function is generated for these types: a loop over the arguments takes half as long again, in every launch.
     """
     kinds, given, addresses, lines = [], [], [], []
     for i, kind in enumerate(types):
@@ -68,7 +71,7 @@ def reader(*types: type) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]
             kinds.append(f"{x} == 1 or ({x} % 16 == 0, {-(2**31)} <= {x} < {2**31})")
         elif kind is TensorDescriptor:
             kinds += [f"{x}.base.dtype", f"*{x}.block_shape"]
-    if addresses:  # mostly all are aligned
+    if addresses:  # usually all are aligned
         each = " ".join(f"{address} % 16 == 0," for address in addresses)
         kinds.append(f"({' | '.join(addresses)}) % 16 == 0 or ({each})")
     names = ", ".join(f"x{i}" for i in range(len(types)))
@@ -79,7 +82,7 @@ def reader(*types: type) -> Callable[..., tuple[tuple[Any, ...], tuple[Any, ...]
 
 
 def blocks_of(n: int, size: int) -> int:
-    """⌈n / size⌉. `triton.cdiv` looks at both first for constants of a kernel, which takes 2 µs."""
+    """⌈n / size⌉. `triton.cdiv` first checks whether either is a kernel's constant, which takes 2 µs."""
     return -(-n // size)
 
 

@@ -1,8 +1,8 @@
-"""Heads of any K and V up to 256, filled up with zeros to those that the kernels compute (`configs.kernel_dims`).
+"""Heads of any K and V up to 256, padded with zeros to dims that the kernels compute (`configs.kernel_dims`).
 
-Channels of zeros change nothing: they add nothing to q·k, to what k reads of a state or to a norm, and their rows and
-columns of a state stay zero, as do their gradients. V is filled up to a multiple of 32 only: v and o of 192 channels
-stay as they are. What backward needs is kept as it was given, and filled up again.
+Channels of zeros change nothing: they add nothing to q·k, to what k reads from a state or to a norm, and their rows and
+columns of a state stay zero, as do their gradients. V is padded to a multiple of 32 only: v and o of 192 channels stay
+as they are. Inputs are kept for backward as they were given, and padded again there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from titan_linear.ops.triton.configs import kernel_dims
 
 
 class Padded:
-    """A rule over filled-up heads that looks like one over the given ones. States that go to other ranks and come from
-    them stay filled up."""
+    """A rule over padded heads that looks like one over the given heads. States that go to other ranks and come from
+    them stay padded."""
 
     def __init__(
         self,
@@ -79,6 +79,6 @@ class Padded:
 
 
 def filled(x: torch.Tensor, *dims: int) -> torch.Tensor:
-    """x with zeros behind each of its last dimensions, as many as make them `dims`; x itself where none are missing."""
+    """x with its last dimensions padded with zeros at their ends to `dims`; x itself if nothing is missing."""
     missing = [dim - size for dim, size in zip(dims, x.shape[-len(dims) :], strict=True)]
     return F.pad(x, [n for missed in reversed(missing) for n in (0, missed)]) if any(missing) else x

@@ -1,6 +1,6 @@
-"""Rows that ranks write into each other's memory: one launch for an exchange, whatever goes to whom.
+"""Ranks write rows into each other's memory: one launch per exchange, whichever rows go to whichever ranks.
 
-`ops/cp/mapped.py` has the memory, and says why nobody overwrites what another still reads.
+`ops/cp/mapped.py` has the memory, and says why no rank overwrites what another still reads.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from torch import Tensor
 
 from titan_linear.ops.triton.launch import Launcher, blocks_of
 
-BLOCK, PROGRAMS = 2048, 128  # words that a program copies at a time, and the most programs
+BLOCK, PROGRAMS = 2048, 128  # words that a program copies at a time, and the largest number of programs
 
 
 @triton.jit
 def _copy(source, target, b, words, BLOCK: tl.constexpr):
-    """Block b of so many words of 4 bytes."""
+    """Copy block b of a row of `words` 4-byte words."""
     o = b * BLOCK + tl.arange(0, BLOCK)
     tl.store(target + o, tl.load(source + o, mask=o < words), mask=o < words)
 
 
 @triton.jit
 def _raise(addresses, number):
-    """Write a number to addresses [.] int64 of other GPUs' memory, after all that this rank wrote before."""
+    """Write a number to addresses [.] int64 in other GPUs' memory, ordered after all that this rank wrote before."""
     return tl.inline_asm_elementwise(
         "fence.acq_rel.sys; st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0;", "=r,l,r", [addresses, number],
         dtype=tl.int32, is_pure=False, pack=1,
@@ -33,7 +33,7 @@ def _raise(addresses, number):
 
 @triton.jit
 def _look(addresses):
-    """The numbers that others wrote; what they wrote before is seen by who sees them."""
+    """The numbers that other ranks wrote. Whoever sees a rank's number sees all that the rank wrote before it."""
     return tl.inline_asm_elementwise(
         "ld.acquire.sys.global.u32 $0, [$1];", "=r,l", [addresses], dtype=tl.int32, is_pure=False, pack=1
     )  # fmt: skip
@@ -50,7 +50,7 @@ def _meet(counters, raise_at, raised_at, tries, RANKS: tl.constexpr, PADDED: tl.
     _raise(tl.load(raise_at + ranks), exchange + tl.zeros([PADDED], tl.int32))
     addresses, late, tried = tl.load(raised_at + ranks), 1, tl.cast(0, tl.int64)
     while (late > 0) & (tried != tries):
-        late = tl.sum((_look(addresses) - exchange < 0).to(tl.int32))  # as a cycle: the numbers may wrap around
+        late = tl.sum((_look(addresses) - exchange < 0).to(tl.int32))  # by difference: the numbers may wrap around
         tried += 1
 
 
@@ -58,13 +58,13 @@ def _meet(counters, raise_at, raised_at, tries, RANKS: tl.constexpr, PADDED: tl.
 @triton.jit(do_not_specialize=["count", "tries"])
 def put_kernel(
     puts,  # [., 4] int32: source, row, rank, place
-    count,  # of puts
-    x, y,  # the sources, rows of words; y None: there is none
+    count,  # number of puts
+    x, y,  # the sources, rows of words; y is None if there is one source
     addresses,  # [RANKS] int64: where each rank's memory for this exchange begins
     x_stride, y_stride, x_words, y_words, places,
-    counters,  # [2] int32: programs that have written, exchanges
-    raise_at, raised_at,  # [RANKS] int64: addresses of this rank's number on each, and of each one's number here
-    tries,  # how often to look; below 0: as long as it takes
+    counters,  # [2] int32: programs that have written, exchanges so far
+    raise_at, raised_at,  # [RANKS] int64: addresses of this rank's number on each rank, and of each rank's number here
+    tries,  # how often to look at most; below 0: without limit
     RANKS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     program, programs = tl.program_id(0), tl.num_programs(0)
@@ -89,7 +89,7 @@ def put(
     puts: Tensor, count: int, sources: tuple[Tensor, ...], addresses: Tensor, places: int, counters: Tensor,
     raise_at: Tensor, raised_at: Tensor, tries: int,
 ) -> None:  # fmt: skip
-    """Sources [n, ...], one or two, whose rows are contiguous and of whole 16 bytes."""
+    """One exchange. sources: one or two [n, ...], whose rows are contiguous and a multiple of 16 bytes long."""
     x, y = sources if len(sources) == 2 else (sources[0], None)
     ranks, x_words, y_words = addresses.shape[0], words(x), 0 if y is None else words(y)
     blocks = blocks_of(max(x_words, y_words), BLOCK)
@@ -101,7 +101,7 @@ def put(
 
 
 def words(x: Tensor) -> int:
-    """Of 4 bytes, in a row."""
+    """Number of 4-byte words in a row of x."""
     return x.nbytes // x.shape[0] // 4
 
 
@@ -118,7 +118,7 @@ def filled_rows_kernel(x, filled, out, row_words, BLOCK: tl.constexpr):
 
 
 def filled_rows(x: Tensor, filled: Tensor) -> Tensor:
-    """x [n, ...], contiguous: a copy of the rows where filled [n] int32 is not 0, and of the others zeros."""
+    """A copy of x [n, ...], contiguous, with zeros for the rows where filled [n] int32 is 0: these are not read."""
     out, row_words = torch.empty_like(x), words(x)
     filled_rows_kernel[len(x), blocks_of(row_words, BLOCK)](x, filled, out, row_words, BLOCK=BLOCK, num_warps=4)
     return out
@@ -129,7 +129,7 @@ def filled_rows(x: Tensor, filled: Tensor) -> Tensor:
 def add_rows_kernel(x, y, rows, places, count, x_stride, D, BLOCK: tl.constexpr):
     o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = o < D
-    for i in range(count):  # one after the other: a row may be named twice
+    for i in range(count):  # one after the other: a row may appear twice
         at = x + tl.load(rows + i) * x_stride + o
         place = tl.cast(i, tl.int64) if places is None else tl.load(places + i).to(tl.int64)
         own, more = tl.load(at, mask=inside), tl.load(y + place * D + o, mask=inside)

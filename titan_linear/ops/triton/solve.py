@@ -1,7 +1,7 @@
 """The triangular system inside a chunk, of both delta rules: (I + N diag(b)) G = N for N strictly lower, b = β.
 
 G = (I + N b)⁻¹ N = N (I + b N)⁻¹, so (I + N b)⁻¹ = I − G b: the identity stays exact when G is rounded. No power of
-N is formed: collinear keys and β near 2 are as good as any. fp32, products in three bf16 parts.
+N is formed, so collinear keys and β near 2 are as good as any. fp32, each product as three bf16 products.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def dot_fp32(a, b, CT: tl.constexpr):
 
 @triton.jit
 def lower_triangle(tile, i, j):
-    """Where a tile of [64, 64] 16-bit numbers keeps element (i, j), j < i, of a strictly lower matrix in fp32."""
+    """Address in a tile of [64, 64] 16-bit numbers of element (i, j), j < i, of a strictly lower matrix in fp32."""
     return tile.to(tl.pointer_type(tl.float32), bitcast=True) + (i * (i - 1) // 2 + j)
 
 
@@ -46,8 +46,8 @@ def merge(N21, G11, G22, b1, b2, CT: tl.constexpr):
 @Launcher
 @triton.jit
 def solve_kernel(b, G, STRIDE_B: tl.constexpr, SCALED: tl.constexpr):
-    """One (chunk, head): −G, or with SCALED G diag(b), in the place of N. Forward substitution in fp32 on 16×16 blocks,
-    G_i = N_i − Σ_m N_im b_m G_m for m < i with a column on each lane, then merged to 32 and 64 rows."""
+    """One (chunk, head): write −G, or with SCALED G diag(b), in place of N. Forward substitution in fp32 on 16×16
+    blocks, G_i = N_i − Σ_m N_im b_m G_m for m < i with one column per lane, then merged to 32 and 64 rows."""
     CT: tl.constexpr = G.dtype.element_ty
     b += tl.program_id(0).to(tl.int64) * STRIDE_B
     G += tl.program_id(0).to(tl.int64) * 64 * 64

@@ -1,9 +1,9 @@
-"""Long documents in segments, where heads and documents are too few to fill a GPU: KCP inside one device.
+"""Long documents cut into segments, where heads and documents are too few to fill a GPU: KCP inside one device.
 
-A scan is sequential in a head; 16 heads keep a quarter of an H200's multiprocessors busy. Each segment's last state
-from a zero state and its transition (S_ext, M) are found for all segments at once, a short fold gives the state that
-enters each segment, and the scans then run over segments as if they were documents. Backward likewise, with the same M.
-Between ranks nothing changes: an entry's own S_ext and M follow from those of its segments.
+A scan is sequential in a head; 16 heads keep a quarter of an H200's multiprocessors busy. Here each segment's last
+state from a zero state and its transition (S_ext, M) are found for all segments at once, a short fold gives the state
+that enters each segment, and the scans then run over segments as if they were documents. Backward does the same, with
+the same M. Between ranks nothing changes: an entry's own S_ext and M follow from those of its segments.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from titan_linear.ops.triton.launch import Launcher, blocks_of
 @Launcher
 @triton.jit
 def boundaries_kernel(table, cu_seqlens, boundaries, tokens, length, S, B: tl.constexpr):
-    """Where each segment of the table begins; surplus ones, and the one after the last, at the end."""
+    """Where each segment of the table begins; surplus segments, and the boundary after the last, are at the end."""
     o_s = tl.program_id(0) * B + tl.arange(0, B)
     i_n = tl.load(table + 2 * o_s, mask=o_s < S, other=-1)
     used = i_n >= 0
@@ -38,8 +38,8 @@ def boundaries_kernel(table, cu_seqlens, boundaries, tokens, length, S, B: tl.co
 
 @operator
 def segment_table(cu_seqlens: torch.Tensor, tokens: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cu_seqlens [N+1] int32 -> boundaries [S+1] of segments, surplus ones empty, and segment_offsets [N+1], each
-    document's first segment."""
+    """cu_seqlens [N+1] int32 -> boundaries [S+1] of segments, of which surplus ones are empty, and segment_offsets
+    [N+1], each document's first segment."""
     table, segment_offsets = chunk_table(cu_seqlens, length, max_chunks(tokens, cu_seqlens.shape[0] - 1, length))
     boundaries = cu_seqlens.new_empty(len(table) + 1)
     boundaries_kernel[(blocks_of(len(boundaries), 256),)](
@@ -55,7 +55,7 @@ def _(cu_seqlens, tokens, length):
 
 
 class SplitDocuments:
-    """A rule over the segments that `find` gives, which looks like one over entries."""
+    """A rule over the segments that `find` gives, which looks like a rule over entries."""
 
     def __init__(
         self,
@@ -76,8 +76,8 @@ class SplitDocuments:
 
     @property
     def kept(self) -> tuple[torch.Tensor, ...]:
-        """States and M of the segments; the rule prepares its chunks again, which with few heads costs 5% and keeps
-        nothing per token."""
+        """The segments' states, M and tables. In backward the rule prepares its chunks again: with few heads that costs
+        5%, and nothing is kept per token."""
         return self.states, self.M, *self.segments
 
     def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
@@ -106,12 +106,12 @@ class SplitDocuments:
 
 
 def segments_of(boundaries: Boundaries, tokens: int, length: int) -> Segments:
-    """Of `length` tokens, found on the device: those that no entry needs are empty."""
+    """Segments of `length` tokens, found on the device; those that no entry needs are empty."""
     edges, offsets = segment_table(boundaries.cu_seqlens, tokens, length)
     numbers = torch.arange(len(edges) - 1, dtype=torch.int32, device=edges.device)
     return Segments(*chunks_of(edges, tokens), offsets, numbers)
 
 
 def _parts(states: States | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """As `fold_segments` takes them."""
+    """Values and index, as `fold_segments` takes them."""
     return (None, None) if states is None else (states.values, states.index)

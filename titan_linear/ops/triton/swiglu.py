@@ -1,4 +1,4 @@
-"""silu(gate) · up with gate and up side by side, and both gradients in one pass that gives the product again."""
+"""silu(gate) · up with gate and up side by side; one pass in backward gives both gradients, and the product again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from titan_linear.ops.operators import operator, register_fake
 from titan_linear.ops.triton.launch import Launcher, blocks_of
 
-TILE = {"ROWS": 8, "BH": 256, "num_warps": 4}  # rows and channels of a program
+TILE = {"ROWS": 8, "BH": 256, "num_warps": 4}  # rows and channels per program
 
 
 @Launcher
@@ -56,7 +56,7 @@ def swiglu_forward(gate_up: torch.Tensor) -> torch.Tensor:
 
 @operator
 def swiglu_backward(gate_up: torch.Tensor, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both contiguous, dy [.., H] -> the gradient of gate_up, and what forward gave."""
+    """gate_up [.., 2 H], dy [.., H], both contiguous -> the gradient of gate_up, and what forward returned."""
     d, y = torch.empty_like(gate_up), torch.empty_like(dy)
     H = dy.shape[-1]
     rows = dy.numel() // H

@@ -1,8 +1,8 @@
-"""How the kernels of both delta rules read and write tokens and states, and what their launches pass for that.
+"""How the kernels of both delta rules read and write tokens and states, and what launches pass to them for that.
 
-Streams are [T, heads, dim] with dense heads and tokens any stride apart: q, k and v as the mixer gives them, views of
-one projection. States are [rows, HV, K, V] in fp32, entry n's in row n or, with an index [N] int32, in row index[n]:
--1 reads as zeros and is not written.
+Streams are [T, heads, dim] with dense heads and any stride between tokens: the mixer's q, k and v are views of one
+projection. States are [rows, HV, K, V] in fp32. Entry n's state is in row n or, with an index [N] int32, in row
+index[n]; where that is -1 it reads as zeros and is not written.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from titan_linear.ops.triton.launch import descriptor
 
 
 def dense_heads(x: torch.Tensor) -> torch.Tensor:
-    """x [T, heads, dim] or [T, heads] itself where its heads are dense and its tokens a multiple of 16 bytes apart (of
-    one number without a dim), as the copy engine and vector loads want them; else a copy."""
+    """x [T, heads, dim] itself if its heads are dense and its start and token stride are multiples of 16 bytes, as the
+    copy engine and vector loads need; x [T, heads] itself if its heads are dense; else a copy."""
     if x.dim() == 2:
         return x if x.stride(1) == 1 else x.contiguous()
     token, head, number = x.stride()
@@ -33,7 +33,7 @@ def row_tiles(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
 
 
 def chunk_tiles(x: torch.Tensor, rows: int, width: int) -> TensorDescriptor:
-    """x [.., dim], contiguous, as a matrix of its last dimension, read in tiles of [rows, width] by the copy engine."""
+    """x [.., dim], contiguous, as the matrix [., dim], read in tiles of [rows, width] by the copy engine."""
     dim = x.shape[-1]
     return descriptor(x, [x.numel() // dim, dim], [dim, 1], [rows, width])
 
@@ -53,7 +53,7 @@ def empty_gradients(q, k, v, g, beta, A_log, dt_bias, do, initial_state, state_i
 
 @triton.jit
 def load_rows(x, start, rows, stride, column, BT: tl.constexpr, BD: tl.constexpr):
-    """The first `rows` rows of a [BT, BD] tile of a matrix from token `start` (64 bits) on, and zeros."""
+    """A [BT, BD] tile of a matrix from token `start` (64 bits) on: its first `rows` rows, then zeros."""
     o_c, o_d = tl.arange(0, BT)[:, None], tl.arange(0, BD)[None, :]
     return tl.load(x + start * stride + column + (o_c * stride + o_d), mask=o_c < rows, other=0.0)
 
