@@ -217,7 +217,7 @@ SABOTAGES = {
     ),
     "a document boundary, in the plan": (
         context, "_documents", one_boundary_less, data.cut,
-        r"boundaries of documents .*rank \d, stream 1, document 2, token 0",
+        r"boundaries of documents .*rank \d, stream 1, document 4, token 0",
     ),
     "a document boundary, by what it does": (
         context, "_documents", one_boundary_less, of_case(ops.documents, "mixer attention"),

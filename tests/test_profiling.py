@@ -97,7 +97,7 @@ def test_a_start_too_short_for_a_trace_says_so(
         for _ in range(steps):
             profile.step()
     assert any((tmp_path / "profile_traces").iterdir()) == (steps == 9)
-    line = "no trace was written: a start's first begins with its step 9 (profiling.profile_freq = 10), and this one"
+    line = "no trace was written: the first begins 9 steps after a start (profiling.profile_freq = 10), and this run"
     assert (line in capsys.readouterr().out) == said
 
 

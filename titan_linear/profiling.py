@@ -49,8 +49,8 @@ class Profiler:
             p = self.config.profiling
             first = p.profile_freq - p.profiler_active + 1
             print(
-                f"no trace was written: a start's first begins with its step {first} (profiling.profile_freq = "
-                f"{p.profile_freq}), and this one ended before",
+                f"no trace was written: the first begins {first} steps after a start (profiling.profile_freq = "
+                f"{p.profile_freq}), and this run ended sooner",
                 flush=True,
             )
 

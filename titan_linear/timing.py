@@ -130,9 +130,10 @@ def read_rates(path: Path) -> Rates:
         if not {"conv1d", "conv1d_backward"} <= rates.operators.keys():
             raise KeyError("operators")
         if not all(0 < x < math.inf for x in above) or not all(0 <= x < math.inf for x in least):
-            raise KeyError("rates above 0")
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        what = error.strerror if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+            raise ArithmeticError("rates must be finite, and above 0")
+    except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as error:
+        of_kind = {KeyError: f"it lacks {error}", TypeError: f"a value of another type: {error}"}
+        what = of_kind.get(type(error), getattr(error, "strerror", error))
         raise ValueError(f"'{path}' is no file of rates ({what}); python -m tools.bench_rates writes one") from None
     return rates
 

@@ -170,7 +170,7 @@ def read(path: Path) -> list[Event]:
         return found
     except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         raise ValueError(
-            f"'{path}' is no trace ({error}); give a .json or .json.gz that torch.profiler wrote, of a run those in "
+            f"'{path}' is no trace ({error}); give a .json or .json.gz that torch.profiler wrote; a run's are in its "
             "profiling.save_traces_folder"
         ) from None
 

@@ -116,10 +116,10 @@ COMPOSED: dict[str, list[tuple[str, str]]] = {
             "attention heads = …, which must be a multiple of kv_heads = …",
             "… v_heads = …, which must be a multiple of heads = …",
             "kda lower_bound = …, which must be null or lie in [-5, 0)",
-            "a token top_k = … of num_experts = …",
+            "top_k = …, more than num_experts = …",
             "num_experts = … in groups = …, which must be of one size, two or more",
-            "a token top_groups = … of groups = …",
-            "a token top_k = … of top_groups = … groups of … experts",
+            "top_groups = …, more than groups = …",
+            "top_k = …, more than the experts of top_groups = … groups of …",
         )
     ],
     "'…': …": [("'…/config.json': …", "what the message says of the key, as in its row")],

@@ -329,7 +329,7 @@ def test_what_cannot_go_on_starts_anew(few_lines: Path, tmp_path: Path, damage: 
     elif damage == "key":
         (temporary / "progress.json").write_text(json.dumps(journal | {"key": "another"}))
     elif damage == "stop":
-        with pytest.raises(ValueError, match=r"line 1: no field 'text' \(it has: no object\)"):
+        with pytest.raises(ValueError, match=r"line 1: not a JSON object with a field 'text'"):
             open_corpus("jsonl", str(lines), SlowTokenizer(log), cache_dir=cache)
         return
     else:
@@ -442,7 +442,7 @@ def test_a_corpus_that_did_not_change_is_read_once(make_corpus: Callable, tmp_pa
     for _ in range(2):  # it is whole, but that cannot be noted
         verify_changed(other)
         said, warning = capsys.readouterr().out.splitlines()
-        assert said.startswith(f"reading 0 GB in {other.folder} against their checksums (training.verify = 'changed'")
+        assert said.startswith(f"reading 0 GB in {other.folder} against their checksums (with training.verify = 'changed'")
         assert "cannot be written" in warning and warning.endswith("; set XDG_CACHE_HOME to a folder that can")
     (other.folder / "tokens.bin").write_bytes(b"\xff" + (other.folder / "tokens.bin").read_bytes()[1:])
     with pytest.raises(ValueError, match=r"tokens.bin was altered"):

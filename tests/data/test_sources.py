@@ -157,7 +157,7 @@ def test_jsonl(texts: Callable, tmp_path: Path):
         (b'{"text": 3}', r"line 2: 'text' is int, not text"),
         (b'{"text": "cut', r"line 2: not JSON"),
         (b'{"text": "\xff"}', r"line 2: not JSON in UTF-8"),
-        (b'["text"]', r"line 2: no field 'text'"),
+        (b'["text"]', r"line 2: not a JSON object with a field 'text'"),
         (b"[" * 100_000, r"line 2: not JSON"),
         (b'{"text": "\\ud800"}', r"line 2: not UTF-8 at character 0"),
     ],

@@ -244,11 +244,11 @@ QWEN, KIMI = ("Qwen3_5MoeForCausalLM", "qwen3.5"), ("KimiLinearForCausalLM", "ki
         (("KDAForCausalLM", "kda"), {"num_v_heads": 3}, "kda v_heads = 3, which must be a multiple of heads = 2"),
         (("KDAForCausalLM", "kda"), {"lower_bound": -8.0}, r"kda lower_bound = -8.0, which must be null or lie in"),
         (("KDAForCausalLM", "kda"), {"lower_bound": 0}, r"kda lower_bound = 0, which must be null or lie in"),
-        (KIMI, {"num_experts_per_token": 99}, "config.json has top_k = 99, more than num_experts = 8"),
+        (KIMI, {"num_experts_per_token": 99}, "config.json gives top_k = 99, more than num_experts = 8"),
         (KIMI, {"num_expert_group": 3}, "num_experts = 8 in groups = 3, which must be of one size"),
         (KIMI, {"num_expert_group": 8}, "num_experts = 8 in groups = 8, which must be of one size, two or more"),
         (KIMI, {"topk_group": 5}, "top_groups = 5, more than groups = 4"),
-        (KIMI, {"topk_group": 1, "num_experts_per_token": 3}, "top_k = 3 of top_groups = 1 groups of 2 experts"),
+        (KIMI, {"topk_group": 1, "num_experts_per_token": 3}, "top_k = 3, more than the experts of top_groups = 1"),
     ],
 )  # fmt: skip
 def test_numbers_at_odds_are_refused(model: tuple[str, str], change: dict, words: str) -> None:

@@ -15,9 +15,10 @@
 7. **A loader** (loader.py) gives step s the streams [s·G, (s+1)·G) and each data-parallel rank its share of them,
    L at a time, as a `Batch`. Context parallelism cuts a batch later, elsewhere.
 
-So the tokens of step s depend on the corpus, the tokenizer, seq_len (and its schedule), G and the seed, and on nothing
-else: not on how many ranks there are, what each of them does, how many workers read ahead, or whether the run was
-restarted. All that a checkpoint keeps is one number, the cursor: how many streams completed steps have consumed.
+So the tokens of step s depend on the corpus or mixture, the held-out share, the tokenizer, seq_len (and its schedule),
+G and the seed, and on nothing else: not on how many ranks there are, what each of them does, how many workers read
+ahead, or whether the run was restarted. To go on, a checkpoint keeps one number, the cursor: how many streams completed
+steps have consumed. Fingerprints of the data beside it let a resume refuse another corpus.
 
     tokenizer = build_tokenizer(None)
     corpus = open_corpus("stdlib", None, tokenizer, show_progress=True)

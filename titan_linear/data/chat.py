@@ -73,7 +73,7 @@ class Completions:
         eos = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
         before, after = self._tokenizer.encode_batch([prompt, completion])
         ids = np.concatenate([before, after, np.array(eos, dtype=np.int64)])
-        return _with_answer(ids, np.arange(len(ids)) >= len(before))
+        return _with_answer(ids, np.arange(len(ids)) >= len(before), "'completion' is the document's first token alone")
 
 
 class Conversations:
@@ -119,7 +119,7 @@ class Conversations:
         learnt = np.zeros(len(ids), dtype=bool)
         for begin, end in answers:
             learnt |= (places[:, 0] < end) & (begin < places[:, 1])
-        return _with_answer(ids, learnt)
+        return _with_answer(ids, learnt, f"nothing is said by the role {ANSWERER!r}")
 
     def _rendered(self, messages: list[Record], tools: object) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and the ranges of its characters that are answers."""
@@ -201,9 +201,9 @@ def _as_templates_know_it(message: Record) -> Record:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _with_answer(ids: np.ndarray, learnt: np.ndarray) -> Learnt | str:
+def _with_answer(ids: np.ndarray, learnt: np.ndarray, lacking: str) -> Learnt | str:
     """A document, or what is wrong if it has nothing to learn: the first token is never predicted."""
-    return (ids, learnt) if learnt[1:].any() else f"no answer to learn: nothing is said by the role {ANSWERER!r}"
+    return (ids, learnt) if learnt[1:].any() else f"no answer to learn: {lacking}"
 
 
 def _cut_marks(text: str) -> tuple[str, list[tuple[int, int]]]:

@@ -183,8 +183,8 @@ def verify_corpus(corpus: Corpus) -> None:
     remedy, names = how_to_mend(corpus.folder), names_in(corpus.info)
     if (size := sum(corpus.info["files"][name]["size"] for name in names)) >= LONG:
         print(
-            f"reading {size / 1e9:,.0f} GB in {corpus.folder} against their checksums (training.verify = 'changed': "
-            "later starts do so only where a file is another)",
+            f"reading {size / 1e9:,.0f} GB in {corpus.folder} against their checksums (with training.verify = "
+            "'changed', a run does so again only if a file has changed)",
             flush=True,
         )
     for name in names:

@@ -143,7 +143,7 @@ def _network(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
 
 
 def _scrambled(values: np.ndarray, key: np.uint64) -> np.ndarray:
-    """64 bits that all depend on all of a value's and the key's. (Multipliers: those of splitmix64.)"""
+    """32 well-mixed bits of each value and the key. (The multipliers are those of splitmix64.)"""
     mixed = (values ^ key) * np.uint64(0xBF58476D1CE4E5B9)
     mixed ^= mixed >> np.uint64(29)
     mixed *= np.uint64(0x94D049BB133111EB)

@@ -234,7 +234,7 @@ def _line(line: bytes, origin: str, size: float, fields: _Fields) -> Document:
     except (ValueError, RecursionError) as error:
         return Document("", origin, size, f"not JSON in UTF-8: {error}")
     if not isinstance(record, dict):
-        return Document("", origin, size, f"no field {fields.needed[0]!r} (it has: no object); {fields.remedy}")
+        return Document("", origin, size, f"not a JSON object with a field {fields.needed[0]!r}")
     return fields.document(record, origin, size)
 
 

@@ -10,7 +10,7 @@ RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_AD
 
 
 def prove(argv: list[str], world_size: int) -> None:
-    """Run `python -m tools.doctor` for a run of `world_size` processes.
+    """Run the doctor (`titan_linear.proof.doctor`) for a run of `world_size` processes.
 
     Raises:
         SystemExit: something does not hold; the console says what.

@@ -138,7 +138,7 @@ class MoreDocuments:
     def _cut(self, s: Stream) -> Stream:
         T = len(s.tokens)
         more = [5, 5 * T // 8 + 1, 5 * T // 8 + 2, 5 * T // 8 + 4]
-        edges = np.unique([0, *(edge for edge in more if edge < T), T])
+        edges = np.unique([*s.cu_seqlens, *(edge for edge in more if edge < T)])
         labels, positions = s.labels.copy(), np.concatenate([np.arange(b - a) for a, b in pairwise(edges)])
         labels[edges[1:-1] - 1] = IGNORE
         return Stream(s.tokens, labels, edges.astype(np.int32), positions)

@@ -188,7 +188,7 @@ def check_values(model: ModelConfig) -> None:
             )
     for part in parts:
         if part.contradiction:
-            raise ValueError(f"config.json has {part.contradiction}; fetch it again")
+            raise ValueError(f"config.json gives {part.contradiction}; fetch it again")
 
 
 def _fits(value: object, hint: Any) -> bool:

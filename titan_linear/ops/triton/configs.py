@@ -151,7 +151,7 @@ def architecture(device: torch.device) -> tuple[int, int]:
 
 def kernel_dims(K: int, V: int) -> tuple[int, int]:
     """The head dims that the kernels compute for heads of K and V; `padded.py` pads to them. K is one tile, a power of
-    two; V comes in slices of at least 32 columns."""
+    two; V a multiple of 32, which comes in slices."""
     return max(1 << (K - 1).bit_length(), 32), -(-V // 32) * 32
 
 

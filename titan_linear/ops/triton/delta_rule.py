@@ -27,7 +27,7 @@ def triton_delta_rule(
 ) -> TritonRule | SplitDocuments | Padded:
     """The kernels for these inputs: KDA's for a gate per channel, GDN's for a gate per head. Heads are padded to dims
     that the kernels have, and long documents are cut into segments where that fills the GPU. ops/support.py says what
-    the kernels take."""
+    the kernels take. `differentiable` changes nothing here."""
     dims = inputs.q.shape[-1], inputs.v.shape[-1]
     if kernel_dims(*dims) != dims:
         return Padded(_of_kernel_dims, inputs, options, boundaries, kept)
@@ -69,7 +69,7 @@ class TritonRule(ABC):
     def __init__(self, inputs: Inputs, options: DeltaRuleOptions, chunks: Chunks, kept: Sequence[Tensor]):
         """kept: what forward's object had as `kept`, but for the chunk tables; empty: all tiles are prepared."""
         self.inputs, self.chunks = inputs, chunks
-        self.numbers = self._numbers(options)
+        self.scale, self.numbers = options.scale, self._numbers(options)
         keys = (inputs.q, inputs.k, inputs.g, inputs.beta, inputs.A_log, inputs.dt_bias)
         self.tiles = self._prepare(keys, kept)
 
@@ -158,7 +158,6 @@ class TritonGDN(TritonRule):
     _backward = staticmethod(gdn.gdn_backward)
 
     def _numbers(self, options: DeltaRuleOptions) -> tuple[float | int | bool | None, ...]:
-        self.scale = options.scale
         return options.scale, options.l2norm, options.beta_range
 
     def _prepare(self, keys: tuple[Tensor | None, ...], kept: Sequence[Tensor]) -> tuple[Tensor, ...]:

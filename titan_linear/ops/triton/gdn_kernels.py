@@ -179,7 +179,7 @@ def _scan(
 ):  # fmt: skip
     """Scan one entry's chunks in order for one head and BV columns of the state; returns the state that leaves.
 
-    start, first: its first token and chunk. Writes o, and h and y, where they are given. has_v = False (with MASK_V)
+    start, first: its first token and chunk. Writes o, and h with y, where they are given. has_v = False (with MASK_V)
     takes v as zero.
     """
     for i in tl.range(0, (length + BT - 1) // BT, num_stages=STAGES):
