@@ -89,6 +89,14 @@ def test_the_longest_stream_is_at_least_the_run_s(beyond: bool, monkeypatch: pyt
     assert said == "longest stream that fits: 4,096 tokens, with one GPU, checkpointing none"
 
 
+def test_splits_of_three_gpus(capsys: pytest.CaptureFixture) -> None:
+    """Degrees are divisors of their number, not powers of two alone."""
+    argv = ["--gpus", "3", *RUN, "--parallelism.context_parallel_degree", "3", "--training.seq_len", "3072"]
+    assert plan.main(argv) == 0
+    out = capsys.readouterr().out
+    assert "| cp 3 (contiguous) |" in out and "longest stream that fits" in out
+
+
 def test_what_does_not_fit(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
     """A GPU too small for one layer; one on which other settings fit."""
     rates = json.loads(shipped()["H200"].read_text(encoding="utf-8"))

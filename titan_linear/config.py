@@ -293,8 +293,9 @@ class Metrics(_Strict):
     (separated by commas) of paths or their ends. A document belongs to the first group that fits its file, else to
     "other"."""
     spike_sigmas: float = Field(6.0, ge=0)
-    """A loss more than this many standard deviations above the mean of the last 128 is noted, with its step's streams,
-    in spikes.jsonl; a non-finite loss always is; 0: only non-finite ones."""
+    """A loss more than this many standard deviations above the mean of the last 128 since the start is noted, with its
+    step's streams, in spikes.jsonl, once there are 16 to compare with; a non-finite loss always is; 0: only non-finite
+    ones."""
     peak_tflops: float = Field(0.0, ge=0)
     """Peak TFLOP/s of a GPU in the type of compute, of which MFU is a share; 0: the peak known for a GPU of this name.
     For a GPU that is not known there is no MFU."""

@@ -307,7 +307,9 @@ def planned_share(machine: Machine, mixer: MixerOptions, batch: Batch) -> float:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench_cp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     ops = ["kda", "gdn", "conv", *METHODS]
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768])

@@ -206,7 +206,9 @@ def head_dims(text: str) -> tuple[int, int]:
 
 
 def main(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.bench_ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=list(OPS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 8192])
     parser.add_argument("--heads", type=int, nargs="+", default=[64, 16])

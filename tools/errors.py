@@ -22,10 +22,10 @@ HEAD = """\
 # Every refusal
 
 A user's mistake (a wrong path, file, key or argument) is a `ValueError`; commands print it as one line, `error: …`, and
-exit with 2. These are all of them, with what to do; `…` stands for what a message fills in. `docs/troubleshooting.md`
-explains the most usual. Nothing here deletes or overwrites anything that this program did not write itself: the only
-folders that a remedy removes are token caches, which are written again from their texts. This page is written by
-`python -m tools.errors`.
+exit with 2. This page lists all of them, with what to do; `…` stands for what a message fills in.
+`docs/troubleshooting.md` explains the most common. No remedy deletes or overwrites anything that this program did not
+write itself: the only folders that one removes are token caches, which are written again from their texts.
+`python -m tools.errors` writes this page.
 """
 
 # The beginning of a source's path → its heading; the first that fits counts.

@@ -11,9 +11,9 @@ PAGE = DOCS / "keys.md"
 HEAD = """\
 # Every key
 
-Of a run's TOML file, and as `--section.key value` on the command line, which comes first. `./run_train.sh --help
-SECTION` prints the same; `--print-config` prints what a run resolves to, and where each value is from. This page is
-written by `python -m tools.keys`.
+The keys of a run's TOML file. On the command line they are `--section.key value`, which takes precedence over the file.
+`./run_train.sh --help SECTION` prints the same; `--print-config` prints what a run resolves to, and where each value
+comes from. `python -m tools.keys` writes this page.
 """
 
 

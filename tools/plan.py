@@ -203,7 +203,7 @@ def fitting(
     """The splits that fit, each with the cheapest activation checkpointing. Tensor parallelism keeps the run's own
     degree, and takes a higher one only if nothing fits, because every layer waits for it."""
     own, found = config.parallelism.tensor_parallel_degree, False
-    for tp in (n for n in _powers(machine.node_size) if n >= own):
+    for tp in (n for n in _divisors(gpus, machine.node_size) if n >= own):
         for degrees in candidates(config, model, gpus, machine.node_size, tp):
             for mode in checkpointing_modes(model):
                 split = changed(degrees, {"activation_checkpoint.mode": mode})
@@ -219,10 +219,10 @@ def fitting(
 def candidates(config: Config, model: ModelConfig, gpus: int, node: int, tp: int) -> Iterator[Config]:
     """Every split of the same step that can run: ep within a node, replicas of whole nodes, and, if there is softmax
     attention, both layouts: zig-zag shares out its pairs evenly, and costs the other layers exchanges."""
-    ep = _powers(node) if model.moe else [1]
-    local = [n for n in _powers(config.training.global_batch_size) if n <= LOCAL]
+    ep = _divisors(gpus, node) if model.moe else [1]
+    local = _divisors(config.training.global_batch_size, LOCAL)
     softmax = not all(mixer.linear for mixer in model.layers)
-    for cp, experts, size in product(_powers(gpus), ep, local):
+    for cp, experts, size in product(_divisors(gpus, gpus), ep, local):
         layouts = ("contiguous", "zigzag") if cp > 1 and softmax else ("contiguous",)
         replications = dict.fromkeys((1, max(gpus // max(node, cp * tp), 1)))
         for replicas, layout in product(replications, layouts):
@@ -239,15 +239,15 @@ def candidates(config: Config, model: ModelConfig, gpus: int, node: int, tp: int
             yield split
 
 
-def _powers(limit: int) -> list[int]:
-    return [1 << n for n in range(limit.bit_length())]
+def _divisors(n: int, most: int) -> list[int]:
+    return [divisor for divisor in range(1, min(n, most) + 1) if n % divisor == 0]
 
 
 def refuse(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None, room: float) -> None:
     """Raise the ValueError that nothing fits, which says how much the split that takes least would take."""
     full = [
         changed(split, {"activation_checkpoint.mode": "full"})
-        for tp in _powers(machine.node_size)
+        for tp in _divisors(gpus, machine.node_size)
         for split in candidates(config, model, gpus, machine.node_size, tp)
     ]
     parts, split = min(((memory(c, model, gpus, mean), c) for c in full), key=lambda pair: sum(pair[0].values()))

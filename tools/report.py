@@ -228,7 +228,7 @@ def ticks(low: float, high: float) -> list[float]:
 
 
 def short(value: float) -> str:
-    """A number in short, such as 1.5e-4, 0.25, 12,000, 1.2M."""
+    """A number in short, such as 1.5e-4, 0.25, 12k, 1.2M."""
     size = abs(value)
     for unit, name in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
         if size >= unit:

@@ -7,7 +7,8 @@ For a GPU's trace, between the first kernel's beginning and the last one's end, 
 run has between its steps:
 
     idle      the share in which no kernel or copy runs
-    exposed   the share in which collectives run (NCCL's kernels) and nothing else does
+    exposed   the share in which communication runs (NCCL's kernels, copies between GPUs, exchanges in mapped memory)
+              and nothing else does
     costs     kernels and copies by name: their times added up, over all streams
 
 For a trace without a GPU, the operators' own times, without those of the operators that they call, and no shares.

@@ -29,7 +29,8 @@ from triton.testing import do_bench
 
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.boundaries import scan_programs, segment_length
-from titan_linear.ops.triton.configs import CONFIGS, Config, architecture, row
+from titan_linear.ops.support import Target, reason_against
+from titan_linear.ops.triton.configs import CONFIGS, Config, architecture, capability, row
 from titan_linear.process import run_command
 
 CANDIDATES = {
@@ -137,12 +138,25 @@ def tune(kernel: str, args: argparse.Namespace) -> None:
         timed += [(ms, candidate)] if error <= 1 else []
     if pool:
         pool.shutdown()
-    print(f"{kernel}: shipped {shipped}; fastest {min(timed, key=lambda t: t[0])}\n", flush=True)
+    fastest = min(timed, key=lambda t: t[0], default="none: no candidate is within its bound")
+    print(f"{kernel}: shipped {shipped}; fastest {fastest}\n", flush=True)
+
+
+def reason(kernel: str, args: argparse.Namespace) -> str | None:
+    """Why the kernel does not run with these inputs on this GPU; None: it does."""
+    device, dtype = torch.device("cuda"), getattr(torch, args.dtype)
+    op = "chunk_gated_delta_rule" if kernel.startswith("gdn") else "chunk_kda"
+    if why := reason_against(op, "triton", Target("cuda", capability(device), dtype, {"K": args.dim, "V": args.dim})):
+        return why
+    whole = segment_length(args.tokens, 1, scan_programs(args.heads, args.dim)) is None
+    return f"entries are not cut at --heads {args.heads}; use --heads 16" if "boundary" in kernel and whole else None
 
 
 def main(argv: list[str]) -> int:
     known = sorted(CONFIGS[architecture(torch.device("cuda" if torch.cuda.is_available() else "cpu"))])
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.tune_ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--kernels", nargs="+", default=known, choices=known)
     parser.add_argument("--dim", type=int, default=128, choices=[32, 64, 128, 256], help="K and V")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
@@ -152,10 +166,9 @@ def main(argv: list[str]) -> int:
     if not torch.cuda.is_available():
         print("error: tools.tune_ops times the kernels of a GPU, and there is none here", file=sys.stderr)
         return 2
-    whole = segment_length(args.tokens, 1, scan_programs(args.heads, args.dim)) is None
     for kernel in args.kernels:
-        if "boundary" in kernel and whole:
-            print(f"{kernel}: does not run at --heads {args.heads}; use --heads 16")
+        if why := reason(kernel, args):
+            print(f"{kernel} does not run: {why}")
         else:
             tune(kernel, args)
     return 0
