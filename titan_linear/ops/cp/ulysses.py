@@ -8,9 +8,10 @@ linear layers, where this method is there for comparison.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 
 from titan_linear.ops.cp.context import CPContext
-from titan_linear.ops.cp.exchange import all_to_all
+from titan_linear.ops.cp.exchange import group_named
 from titan_linear.ops.cp.order import to_global_order, to_rank_order
 from titan_linear.ops.operators import check_first_derivative, operator, register_fake
 from titan_linear.ops.torch.local_attention import local_attention
@@ -93,5 +94,7 @@ def _(x, order, world_size, group, to_heads):
 
 def _all_to_all(parts: torch.Tensor, group: str) -> torch.Tensor:
     """parts[r] goes to rank r; the result's [r] came from rank r."""
-    one_each = [1] * len(parts)
-    return all_to_all(parts.contiguous(), one_each, one_each, group)
+    parts = parts.contiguous()
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group_named(group))
+    return received
