@@ -215,7 +215,7 @@ class HuggingFaceTokenizer:
 def build_tokenizer(path: str | None, key: str = "model.tokenizer_path") -> Tokenizer:
     """The tokenizer of `model.tokenizer_path`: nothing for bytes, else a tokenizer.json or a folder that holds one.
 
-    ValueError (naming `key`): there is no such file, or it is not a usable tokenizer.
+    ValueError: there is no such file (which names `key`), or it is not a usable tokenizer.
     """
     if not path:
         return ByteTokenizer()
