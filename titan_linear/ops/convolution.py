@@ -16,7 +16,7 @@ from titan_linear.ops.torch import convolution as torch_convolution
 
 
 def _triton() -> Any:
-    from titan_linear.ops.triton.conv1d import packed_conv1d  # Triton exists on Linux only
+    from titan_linear.ops.triton.conv1d import packed_conv1d  # Triton is available on Linux only
 
     return packed_conv1d
 

@@ -28,7 +28,7 @@ from titan_linear.ops.torch.delta_rule import TorchDeltaRule, normalise, step
 
 
 def _triton() -> Any:
-    from titan_linear.ops.triton.delta_rule import triton_delta_rule  # Triton exists on Linux only
+    from titan_linear.ops.triton.delta_rule import triton_delta_rule  # Triton is available on Linux only
 
     return triton_delta_rule
 

@@ -48,7 +48,7 @@ def _backward(gate_up: torch.Tensor, dy: torch.Tensor) -> Pair:
 
 
 def _triton() -> tuple[Callable[..., torch.Tensor], Callable[..., Pair]]:
-    from titan_linear.ops.triton import swiglu as kernels  # Triton exists on Linux only
+    from titan_linear.ops.triton import swiglu as kernels  # Triton is available on Linux only
 
     return kernels.swiglu_forward, kernels.swiglu_backward
 
