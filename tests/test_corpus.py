@@ -28,7 +28,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_write(cache: Path, tmp_path: Path, capsys: pytest.CaptureFixture):
     argv = ["write", str(tmp_path / "out" / "tokens"), "--dataset", "jsonl", "--path", str(tmp_path / "*.jsonl")]
     assert corpus.main(argv) == 2
-    assert "texts.jsonl, line 11: no field 'text'" in capsys.readouterr().err
+    assert "texts.jsonl, line 11: not a JSON object with a field 'text'" in capsys.readouterr().err
     assert corpus.main([*argv, "--on-bad-document", "skip"]) == 0
     assert "corpus jsonl: 10 documents, 70 tokens, in " in (said := capsys.readouterr().out) and "1 bad doc" in said
     written = open_corpus("tokens", str(tmp_path / "out" / "tokens"), ByteTokenizer())
