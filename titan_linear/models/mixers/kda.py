@@ -19,7 +19,7 @@ from titan_linear.ops.kda import is_bound
 
 @dataclass(frozen=True, kw_only=True)
 class KDA(DeltaOptions):
-    lower_bound: float | None = -5.0  # bound of the gate: kernels are faster; None: −exp(A_log)·softplus(…)
+    lower_bound: float | None = -5.0  # of the bounded gate, whose kernels are faster; None: −exp(A_log)·softplus(…)
     gate_bias: bool = True  # a bias in the output gate
 
     name: ClassVar[str] = "kda"
