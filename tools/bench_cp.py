@@ -314,13 +314,17 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
     parser.add_argument("--heads", type=int, nargs="+", default=[64])
-    parser.add_argument("--key-heads", type=int, help="of attention (default: as many as query heads)")
+    parser.add_argument("--key-heads", type=int, help="key heads of attention (default: --heads)")
     parser.add_argument("--documents", nargs="+", default=["one", "packed"], choices=["one", "packed", *LENGTHS])
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=[*LAYOUTS, "whole"])
-    parser.add_argument("--nccl", action="store_true", help="what mapped memory would carry by NCCL, too")
-    parser.add_argument("--compiled", action="store_true", help="the ops in graphs of torch.compile")
-    parser.add_argument("--peers", action="store_true", help="FLA's KCP, if installed, and torch's context_parallel")
-    parser.add_argument("--estimate", choices=sorted(shipped()), metavar="GPU", help="run nothing; one of %(choices)s")
+    parser.add_argument("--nccl", action="store_true", help="send states and halos by NCCL, not in mapped memory")
+    parser.add_argument("--compiled", action="store_true", help="compile the ops with torch.compile")
+    parser.add_argument(
+        "--peers", action="store_true", help="also time FLA's KCP, if installed, and torch's context_parallel"
+    )
+    parser.add_argument(
+        "--estimate", choices=sorted(shipped()), metavar="GPU", help="plan instead of running, for %(choices)s"
+    )
     args = parser.parse_args(argv)
     if args.estimate:
         tokens = [2**n for n in range(11, 18)]

@@ -213,7 +213,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 8192])
     parser.add_argument("--heads", type=int, nargs="+", default=[64, 16])
     parser.add_argument("--dims", type=head_dims, nargs="+", default=[(128, 128)], help="K and V (default: 128x128)")
-    parser.add_argument("--peers", action="store_true", help="those installed of flash-linear-attention and FlashQLA")
+    parser.add_argument(
+        "--peers", action="store_true", help="also time flash-linear-attention and FlashQLA, where installed"
+    )
     parser.add_argument("--first-call", action="store_true", help="only the time of a process's first call")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():

@@ -379,14 +379,14 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="python -m tools.bench_train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--models", nargs="+", default=["kda/340M"], help="NAME/FLAVOR of each row (default: kda/340M)")
-    parser.add_argument("--seq-len", type=int, default=32768, help="tokens of a stream (default: 32768)")
-    parser.add_argument("--layers", type=int, help="the first so many of each model, for one that is too large")
-    parser.add_argument("--documents", default="one", help='"one" of a whole stream, or the mean length of packed ones')
+    parser.add_argument("--seq-len", type=int, default=32768, help="tokens per stream (default: 32768)")
+    parser.add_argument("--layers", type=int, help="build only the first LAYERS of each model")
+    parser.add_argument("--documents", default="one", help='"one" per stream, or the mean tokens of packed documents')
     parser.add_argument("--checkpointing", nargs="+", default=["none"], help="activation_checkpoint.mode of each row")
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: 10)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them, after the first (default: 3)")
-    parser.add_argument("--fla", action="store_true", help="flash-linear-attention's models too")
-    parser.add_argument("--out", default="", help="file for all numbers, JSON")
+    parser.add_argument("--warmup", type=int, default=3, help="untimed steps after the first (default: 3)")
+    parser.add_argument("--fla", action="store_true", help="also time flash-linear-attention's models")
+    parser.add_argument("--out", default="", help="JSON file to write all numbers to")
     parser.add_argument("--traces", type=Path, help="folder for a trace of each row's profiled step (tools/trace.py)")
     return parser.parse_args(own), keys
 

@@ -80,7 +80,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     of = directions.add_parser("from-hf")
     of.add_argument("folder", metavar="FOLDER")
     of.add_argument("checkpoints", metavar="CHECKPOINTS")
-    of.add_argument("--dtype", choices=DTYPES, default="float32", help="of the parameters (default: float32)")
+    of.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the parameters (default: float32)")
     return parser.parse_args(argv)
 
 

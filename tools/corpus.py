@@ -158,8 +158,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     )
     remove = commands.add_parser("prune")
     remove.add_argument("names", metavar="NAME", nargs="*", help="names of caches, as list has them")
-    remove.add_argument("--older-than", type=float, metavar="DAYS", help="those not used for so long")
-    remove.add_argument("--all", action="store_true", help="all of them")
+    remove.add_argument("--older-than", type=float, metavar="DAYS", help="caches not used for DAYS days")
+    remove.add_argument("--all", action="store_true", help="all caches")
     return parser.parse_args(argv)
 
 

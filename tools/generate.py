@@ -109,10 +109,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--top-p", type=float, default=1.0, help="share of the likeliest tokens drawn from (default: 1)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="the same text for the same seed (default: 0)")
-    parser.add_argument("--tokenizer", default="", help="another tokenizer.json than the run's or the folder's")
-    parser.add_argument("--dtype", choices=DTYPES, help="of compute (default: bfloat16 on a GPU, float32 on the CPU)")
-    parser.add_argument("--device", help="default: cuda where there is one")
+    parser.add_argument("--seed", type=int, default=0, help="the same seed gives the same text (default: 0)")
+    parser.add_argument("--tokenizer", default="", help="a tokenizer.json to use instead of the run's or the folder's")
+    parser.add_argument(
+        "--dtype", choices=DTYPES, help="dtype of compute (default: bfloat16 on a GPU, float32 on the CPU)"
+    )
+    parser.add_argument("--device", help="default: cuda if there is a GPU")
     parser.add_argument("--impl", default="auto", help="implementation of the ops (default: auto)")
     parser.add_argument("--prefill-chunk", type=int, default=2048, help="tokens of a prompt read at once")
     return parser.parse_args(argv)

@@ -87,15 +87,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         prog="python -m tools.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )  # fmt: skip
-    parser.add_argument("--gpus", type=int, default=8, help="of the run (default: 8)")
+    parser.add_argument("--gpus", type=int, default=8, help="number of GPUs of the run (default: 8)")
     parser.add_argument("--gpu", default="H200", help=f"{', '.join(shipped())} (default: H200)")
-    parser.add_argument("--rates", default="", help="file of tools/bench_rates.py; instead of --gpu")
-    parser.add_argument("--node", type=int, default=8, help="GPUs of a node (default: 8)")
-    parser.add_argument("--network", type=float, default=50.0, help="GB/s of each GPU to other nodes (default: 50)")
-    parser.add_argument("--attention", default="", help="kernel of softmax attention, of those in the rates")
-    parser.add_argument(
-        "--documents", default="one", help='"one" of a whole stream, or their mean length (default: one)'
-    )
+    parser.add_argument("--rates", default="", help="file written by tools.bench_rates, instead of --gpu")
+    parser.add_argument("--node", type=int, default=8, help="GPUs per node (default: 8)")
+    parser.add_argument("--network", type=float, default=50.0, help="GB/s from each GPU to other nodes (default: 50)")
+    parser.add_argument("--attention", default="", help="kernel of softmax attention, one that the rates have")
+    parser.add_argument("--documents", default="one", help='"one" per stream, or their mean tokens (default: one)')
     parser.add_argument("--tokens", default="", help="budget of the run, to say how many days it takes: 100B, 2.5T")
     parser.add_argument("--check", action="store_true", help="print what is planned beside what was measured")
     args, keys = parser.parse_known_args(argv)

@@ -461,7 +461,7 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, default=Path("report.html"), help="file to write (default: report.html)")
-    parser.add_argument("--x", choices=("step", "tokens"), default="step", help="over which curves are drawn")
+    parser.add_argument("--x", choices=("step", "tokens"), default="step", help="x axis of the curves (default: step)")
     args = parser.parse_args(argv)
     write(args.out, page(read_runs(args.runs), args.x))
     print(f"wrote {args.out}")

@@ -92,11 +92,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )  # fmt: skip
     which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--step", type=int, help="of the run, from 1")
+    which.add_argument("--step", type=int, help="a step of the run, from 1")
     which.add_argument("--spike", type=int, help="line of spikes.jsonl, from 1; -1: the last")
-    parser.add_argument("--stream", type=int, action="append", help="of the step's alone; may be given several times")
     parser.add_argument(
-        "--characters", type=int, default=60, help="of a text's beginning and end; 0: all (default: 60)"
+        "--stream", type=int, action="append", help="show only this stream of the step; may be given several times"
+    )
+    parser.add_argument(
+        "--characters", type=int, default=60, help="shown of a text's beginning and of its end; 0: all (default: 60)"
     )
     args, keys = parser.parse_known_args(argv)
     if args.step is not None and args.step < 1:

@@ -127,7 +127,7 @@ def test_the_cost_is_linear(layout: str) -> None:
         ([1, 12], {}, "start at 0"),
         ([0, 8, 4], {}, "never decrease"),
         ([0, 8], {"num_streams": 2}, "stream 1"),
-        ([0, 10], {"num_streams": 3}, "10: so many tokens cannot be cut into num_streams = 3 streams of 2 equal"),
+        ([0, 10], {"num_streams": 3}, "10: these tokens cannot be cut into num_streams = 3 streams of 2"),
         ([0, 8], {"num_streams": 0}, "num_streams = 0"),
         ([0, 8], {"conv1d_kernel_size": 0}, "conv1d_kernel_size = 0"),
         ([0, 4, 8], {"cu_seqlens_cpu": torch.tensor([0, 2, 8])}, r"must have the values of cu_seqlens, \[0, 4, 8\]"),

@@ -163,7 +163,7 @@ class Keys:
         if len(types) != self("num_hidden_layers"):
             raise ValueError(
                 f"config.json: layer_types has {len(types)} layers; num_hidden_layers = {self('num_hidden_layers')} "
-                "must be as many"
+                "must be the same number"
             )
         mixers = {t: read[t]() for t in set(types)}
         return shortest([mixers[t] for t in types])

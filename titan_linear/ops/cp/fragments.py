@@ -51,7 +51,7 @@ def cut(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -
     length, blocks = total // num_streams, world_size * (2 if layout == "zigzag" else 1)
     if total % num_streams or length % blocks:
         raise ValueError(
-            f"cu_seqlens ends at {total}: so many tokens cannot be cut into num_streams = {num_streams} streams of "
+            f"cu_seqlens ends at {total}: these tokens cannot be cut into num_streams = {num_streams} streams of "
             f"{blocks} equal blocks ({layout} layout on {world_size} ranks); pad each stream to a multiple of {blocks}"
         )
     for i in np.flatnonzero(~np.isin(np.arange(1, num_streams) * length, documents)):
