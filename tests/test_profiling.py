@@ -97,7 +97,7 @@ def test_a_start_too_short_for_a_trace_says_so(
         for _ in range(steps):
             profile.step()
     assert any((tmp_path / "profile_traces").iterdir()) == (steps == 9)
-    line = "no trace was written: the first begins 9 steps after a start (profiling.profile_freq = 10), and this run"
+    line = "no trace was written: the first begins with step 9 of a start (profiling.profile_freq = 10), and this run"
     assert (line in capsys.readouterr().out) == said
 
 

@@ -49,7 +49,7 @@ class Profiler:
             p = self.config.profiling
             first = p.profile_freq - p.profiler_active + 1
             print(
-                f"no trace was written: the first begins {first} steps after a start (profiling.profile_freq = "
+                f"no trace was written: the first begins with step {first} of a start (profiling.profile_freq = "
                 f"{p.profile_freq}), and this run ended sooner",
                 flush=True,
             )
