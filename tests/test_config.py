@@ -303,11 +303,6 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
         (1, {"training__expert_balance_coefficient": -0.5}, "coefficient = -0.5 must be 0 or more, or -1 for the"),
         (1, {"training__expert_bias_update_rate": -1e-9}, "update_rate = -1e-09 must be 0 or more, or -1"),
         (1, {"training__mixed_precision_reduce": "float64"}, "float64 is for all three or for none"),
-        (
-            2,
-            {"training__enable_cpu_offload": "true", "parallelism__fsdp_transport": "copy_engines"},
-            "fsdp_transport = 'copy_engines' moves what lies on GPUs, .*; use 'nccl', or set training.enable_cpu",
-        ),
         (1, {"training__dataset_path": "x"}, "dataset_path = 'x' is not used by training.dataset = 'stdlib'"),
         (1, {"training__dataset": "jsonl"}, "training.dataset = 'jsonl' needs training.dataset_path"),
         (1, {"validation__enable": True, "validation__dataset_path": "x"}, "validation.dataset_path = 'x' is not used"),

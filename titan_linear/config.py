@@ -190,9 +190,6 @@ class Parallelism(_Strict):
     fsdp_reshard_after_forward: Literal["always", "never"] = "always"
     """Free a layer's gathered parameters after its forward and gather them again in backward (always), or keep them
     until then (never): faster, at the cost of 2 bytes per parameter of all layers in bfloat16."""
-    fsdp_transport: Literal["nccl", "copy_engines"] = "nccl"
-    """What moves parameters and gradients between GPUs. The GPUs' copy engines leave all multiprocessors to the layers
-    and take 0.5 GiB of each GPU; the ranks that share parameters must be on one node."""
     context_parallel_degree: int = Field(1, ge=1)
     """Ranks that share one stream."""
     context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
@@ -744,12 +741,6 @@ def check_config(config: Config, world_size: int) -> None:
         raise ValueError(
             f"optimizer.eps = {config.optimizer.eps} is 0 in training.dtype = {config.training.dtype!r}, and weights "
             f"whose gradients have all been 0 would become 0 / 0; use at least {SMALLEST_EPS}"
-        )
-    if config.training.enable_cpu_offload and config.parallelism.fsdp_transport != "nccl":
-        raise ValueError(
-            f"parallelism.fsdp_transport = {config.parallelism.fsdp_transport!r} moves what lies on GPUs, and with "
-            "training.enable_cpu_offload = true parameters lie in the host's memory; use 'nccl', or set "
-            "training.enable_cpu_offload = false"
         )
     _check_data(config)
     _check_checkpoint(config.checkpoint)
