@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -213,6 +214,14 @@ def test_help_of_a_section(capsys):
     assert "--debug.seed" in shown and "--training." not in shown
     with pytest.raises(ValueError, match=r"--help debugging: sections are job, model, "):
         load_config(["--help", "debugging"])
+
+
+def test_the_page_of_keys_is_up_to_date(capsys):
+    with pytest.raises(SystemExit):
+        load_config(["--help", "markdown"])
+    shown, page = capsys.readouterr().out, Path(__file__).parents[1] / "docs/keys.md"
+    assert page.read_text(encoding="utf-8") == shown, "./run_train.sh --help markdown > docs/keys.md"
+    assert all(f"| `{dotted.partition('.')[2]}` |" in shown for dotted in KEYS)
 
 
 def test_the_resolved_configuration_says_where_each_value_is_from(toml, capsys, tmp_path):

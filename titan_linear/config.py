@@ -576,7 +576,8 @@ def _parser(only: str = "") -> argparse.ArgumentParser:
     if not only:
         about = parser.add_argument_group("about")
         about.add_argument("-h", "--help", action=_Help, nargs="?", metavar="SECTION", help="the keys, of all sections "
-                           "or of one; --help flavors: the presets of every model.name")  # fmt: skip
+                           "or of one; --help flavors: the presets of every model.name; --help markdown: the keys as a "
+                           "page")  # fmt: skip
         about.add_argument(PRINT, action="store_true", help="print the resolved configuration, and where each value is "
                            "from; nothing is started")  # fmt: skip
     for section, cls in SECTIONS.items():
@@ -590,13 +591,35 @@ def _parser(only: str = "") -> argparse.ArgumentParser:
 
 
 class _Help(argparse.Action):
-    """Print all keys, or those of a section."""
+    """Print all keys, or those of a section, or the page docs/keys.md."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, section: str | None, option: str = "") -> None:
+        if section == "markdown":
+            print(keys_page())
+            raise SystemExit(0)
         if section is not None and section not in SECTIONS:
             raise ValueError(f"{option} {section}: sections are {', '.join(SECTIONS)}; --help flavors lists presets")
         (_parser(section) if section else parser).print_help()
         raise SystemExit(0)
+
+
+def keys_page() -> str:
+    """docs/keys.md: every key with its type, default and description."""
+    lines = [
+        "# Every key",
+        "The keys of a run's TOML file. On the command line they are `--section.key value`, which takes precedence\n"
+        "over the file. `./run_train.sh --help SECTION` prints a section's, `--help markdown` this page;\n"
+        "`--print-config` prints what a run resolves to, and where each value comes from.",
+    ]
+    for section, keys in SECTIONS.items():
+        lines += [f"## [{section}]", keys.__doc__ or ""]
+        rows = ["| key | type | default | |", "|---|---|---|---|"]
+        for key, field in keys.model_fields.items():
+            kind = type_name(field.annotation).strip("{}").replace(",", ", ")
+            cells = f"`{key}`", kind, f"`{toml_value(field.default)}`", " ".join(field.description.split())
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("\n".join(rows))
+    return "\n\n".join(lines)
 
 
 def type_name(annotation: type) -> str:
