@@ -299,7 +299,7 @@ class Metrics(_Strict):
 
 
 class Profiling(_Strict):
-    """Traces of the PyTorch profiler (tools/trace.py reads them), and snapshots of a GPU's memory."""
+    """Traces of the PyTorch profiler, each with a table of its largest costs, and snapshots of a GPU's memory."""
 
     enable_profiling: bool = False
     """Record traces."""
