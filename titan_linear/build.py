@@ -42,10 +42,9 @@ from titan_linear.data import (
     split_documents,
 )
 from titan_linear.distributed.batch import BatchSharding
-from titan_linear.distributed.copy_engines import copy_shards
 from titan_linear.distributed.groups import of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
-from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype, sharing_groups
+from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.distributed.precision import ComputeCopies
 from titan_linear.hf_io import check_tokenizer, find_family, read_config, read_model, write_folder
 from titan_linear.models.adapters import config_to_hf
@@ -409,9 +408,6 @@ def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: 
         decoder, dims, ac_mode=config.activation_checkpoint.mode, policy=policy, backend=backend,
         reshard=config.parallelism.fsdp_reshard_after_forward == "always",
     )  # fmt: skip
-    if config.parallelism.fsdp_transport == "copy_engines" and dims.sharded:
-        for group, units in sharing_groups(decoder, dims):
-            copy_shards(units, group, device)
     materialise(decoder, device, dims.cpu_offload)
     return decoder
 

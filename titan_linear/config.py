@@ -190,9 +190,6 @@ class Parallelism(_Strict):
     fsdp_reshard_after_forward: Literal["always", "never"] = "always"
     """Free a layer's gathered parameters after its forward and gather them again in backward (always), or keep them
     until then (never): faster, at the cost of 2 bytes per parameter of all layers in bfloat16."""
-    fsdp_transport: Literal["nccl", "copy_engines"] = "nccl"
-    """What moves parameters and gradients between GPUs. The GPUs' copy engines leave all multiprocessors to the layers
-    and take 0.5 GiB of each GPU; the ranks that share parameters must be on one node."""
     context_parallel_degree: int = Field(1, ge=1)
     """Ranks that share one stream."""
     context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
@@ -302,7 +299,7 @@ class Metrics(_Strict):
 
 
 class Profiling(_Strict):
-    """Traces of the PyTorch profiler (tools/trace.py reads them), and snapshots of a GPU's memory."""
+    """Traces of the PyTorch profiler, each with a table of its largest costs, and snapshots of a GPU's memory."""
 
     enable_profiling: bool = False
     """Record traces."""
@@ -579,7 +576,8 @@ def _parser(only: str = "") -> argparse.ArgumentParser:
     if not only:
         about = parser.add_argument_group("about")
         about.add_argument("-h", "--help", action=_Help, nargs="?", metavar="SECTION", help="the keys, of all sections "
-                           "or of one; --help flavors: the presets of every model.name")  # fmt: skip
+                           "or of one; --help flavors: the presets of every model.name; --help markdown: the keys as a "
+                           "page")  # fmt: skip
         about.add_argument(PRINT, action="store_true", help="print the resolved configuration, and where each value is "
                            "from; nothing is started")  # fmt: skip
     for section, cls in SECTIONS.items():
@@ -593,13 +591,35 @@ def _parser(only: str = "") -> argparse.ArgumentParser:
 
 
 class _Help(argparse.Action):
-    """Print all keys, or those of a section."""
+    """Print all keys, or those of a section, or the page docs/keys.md."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, section: str | None, option: str = "") -> None:
+        if section == "markdown":
+            print(keys_page())
+            raise SystemExit(0)
         if section is not None and section not in SECTIONS:
             raise ValueError(f"{option} {section}: sections are {', '.join(SECTIONS)}; --help flavors lists presets")
         (_parser(section) if section else parser).print_help()
         raise SystemExit(0)
+
+
+def keys_page() -> str:
+    """docs/keys.md: every key with its type, default and description."""
+    lines = [
+        "# Every key",
+        "The keys of a run's TOML file. On the command line they are `--section.key value`, which takes precedence\n"
+        "over the file. `./run_train.sh --help SECTION` prints a section's, `--help markdown` this page;\n"
+        "`--print-config` prints what a run resolves to, and where each value comes from.",
+    ]
+    for section, keys in SECTIONS.items():
+        lines += [f"## [{section}]", keys.__doc__ or ""]
+        rows = ["| key | type | default | |", "|---|---|---|---|"]
+        for key, field in keys.model_fields.items():
+            kind = type_name(field.annotation).strip("{}").replace(",", ", ")
+            cells = f"`{key}`", kind, f"`{toml_value(field.default)}`", " ".join(field.description.split())
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("\n".join(rows))
+    return "\n\n".join(lines)
 
 
 def type_name(annotation: type) -> str:
@@ -744,12 +764,6 @@ def check_config(config: Config, world_size: int) -> None:
         raise ValueError(
             f"optimizer.eps = {config.optimizer.eps} is 0 in training.dtype = {config.training.dtype!r}, and weights "
             f"whose gradients have all been 0 would become 0 / 0; use at least {SMALLEST_EPS}"
-        )
-    if config.training.enable_cpu_offload and config.parallelism.fsdp_transport != "nccl":
-        raise ValueError(
-            f"parallelism.fsdp_transport = {config.parallelism.fsdp_transport!r} moves what lies on GPUs, and with "
-            "training.enable_cpu_offload = true parameters lie in the host's memory; use 'nccl', or set "
-            "training.enable_cpu_offload = false"
         )
     _check_data(config)
     _check_checkpoint(config.checkpoint)

@@ -39,7 +39,7 @@ from titan_linear.checkpoint import (
     weights_path,
     whole_steps,
 )
-from titan_linear.config import Config, check_config, data_parallel_degrees, hf_weights, load_config, schedule_steps
+from titan_linear.config import Config, check_config, hf_weights, load_config, schedule_steps
 from titan_linear.data import Streams, Tokenizer, build_tokenizer, learnt, verify_changed, verify_corpus
 from titan_linear.hf_io import CONFIG as HF_CONFIG
 from titan_linear.hf_io import check_folder
@@ -75,7 +75,6 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
         print(line, flush=True)
     check_prompts(config, tokenizer)
     check_splits(model, config)
-    check_transport(config, world_size, node_size or world_size)
     if warning := spans_nodes(config, node_size or world_size):
         print(warning, flush=True)
     _check_hugging_face(config, model, tokenizer)
@@ -247,21 +246,6 @@ def check_heads(model: ModelConfig, config: Config) -> None:
                 f"among context_parallel_degree = {p.context_parallel_degree}{times} ranks; use {others}, or a degree "
                 "that divides them"
             )
-
-
-def check_transport(config: Config, world_size: int, node_size: int) -> None:
-    """Raise ValueError if copy engines cannot move what FSDP shares."""
-    p = config.parallelism
-    if p.fsdp_transport != "copy_engines":
-        return
-    if not torch.cuda.is_available():
-        raise ValueError("parallelism.fsdp_transport = 'copy_engines' needs GPUs, and there are none here; use 'nccl'")
-    sharing = data_parallel_degrees(config, world_size)[1] * p.context_parallel_degree * p.tensor_parallel_degree
-    if sharing > node_size:
-        raise ValueError(
-            f"parallelism.fsdp_transport = 'copy_engines': {sharing} ranks share parameters, and a node has {node_size}"
-            "; use 'nccl', or parallelism.data_parallel_replicate_degree for as many replicas as there are nodes"
-        )
 
 
 def check_tensor_parallel(model: ModelConfig, config: Config) -> None:

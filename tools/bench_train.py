@@ -387,7 +387,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps after the first (default: 3)")
     parser.add_argument("--fla", action="store_true", help="also time flash-linear-attention's models")
     parser.add_argument("--out", default="", help="JSON file to write all numbers to")
-    parser.add_argument("--traces", type=Path, help="folder for a trace of each row's profiled step (tools/trace.py)")
+    parser.add_argument("--traces", type=Path, help="folder for a trace of each row's profiled step")
     return parser.parse_args(own), keys
 
 

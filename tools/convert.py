@@ -24,7 +24,7 @@ import torch.distributed as dist
 from titan_linear.build import DTYPES, EXPORT_DTYPES
 from titan_linear.checkpoint import Checkpointer, whole_steps
 from titan_linear.exports import export_checkpoint
-from titan_linear.hf_io import Reader, locate, open_folder, read_model
+from titan_linear.hf_io import RowReader, locate, open_folder, read_model
 from titan_linear.process import refusing, run_command
 
 
@@ -57,7 +57,7 @@ def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with ExitStack() as files:
         files.callback(dist.destroy_process_group)
-        reader = Reader(source, files)
+        reader = RowReader(source, files)
         Checkpointer(checkpoints).save_lazily(
             0, {entry.name: partial(reader.whole, entry, dtype) for entry in found},
             {entry.name: torch.empty(entry.shape, dtype=dtype, device="meta") for entry in found},
