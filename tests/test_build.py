@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.data.conftest import random_documents
 from tests.worlds import World
 from titan_linear import build
-from titan_linear.build import build_streams, check_alike, implementations, model_config, uncompiled, vocabulary
+from titan_linear.build import check_alike, implementations, model_config, uncompiled, vocabulary
 from titan_linear.config import load_config
-from titan_linear.data import ByteTokenizer, PackedStreams, load_corpus, split_documents, write_corpus
 
 
 def tokenizer(size: int) -> SimpleNamespace:
@@ -92,21 +88,6 @@ def test_a_vocabulary_far_larger_than_the_tokenizers_is_said() -> None:
     model = model_config(config, tokenizer(257))
     assert model.vocab_size == 32000  # as it always was
     assert "the tokenizer uses 257" in vocabulary(config, model, tokenizer(257))
-
-
-def test_a_run_goes_on_in_the_order_in_which_it_began(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", random_documents([30] * 200), ByteTokenizer())
-    keys = {"dataset": "tokens", "dataset_path": tmp_path / "corpus", "seq_len": 64}
-    config = load_config([*(f"--training.{key}={value}" for key, value in keys.items()), "--validation.enable=true"])
-    old, held_out = build_streams(config, ByteTokenizer(), {"step": 3, "cursor": 24})  # no order in its checkpoint
-    new, same = build_streams(config, ByteTokenizer(), {})
-    corpus = load_corpus(tmp_path / "corpus")
-    listed = PackedStreams(corpus, split_documents(corpus, 0.01, "train"), seq_len=64, seed=0)
-    assert all(np.array_equal(old[i].tokens, listed[i].tokens) for i in range(200))
-    assert (old.content["order"], new.content["order"]) == (1, 2) and not np.array_equal(old[0].tokens, new[0].tokens)
-    assert len(held_out) == len(same) and np.array_equal(held_out[0].tokens, same[0].tokens)
-    again, _ = build_streams(config, ByteTokenizer(), {"step": 3, "cursor": 24, **old.content})
-    assert again.content["order"] == 1
 
 
 def transport(rank: int, world_size: int, found: list[str]) -> str:

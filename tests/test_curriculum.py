@@ -59,7 +59,7 @@ def test_a_mixture_goes_on_in_each_source(corpus: Path) -> None:  # noqa: F811
     """Across a change of its weights too."""
     config = load_config(arguments(corpus, KEYS))
     one, _ = build_streams(config, build_tokenizer(None), {})
-    short = {name: PackedStreams(one.corpus, one.line.side, seq_len=8, seed=seed) for seed, name in enumerate("ab")}
+    short = {name: PackedStreams(one.line.side, seq_len=8, seed=seed) for seed, name in enumerate("ab")}
     phases = [Phase(0, {"a": 1.0, "b": 3.0}), Phase(10, {"a": 1.0, "b": 1.0})]
     mixed = MixedStreams(short, phases, seed=0, lengths=one.lengths)
     own: dict[str, list[np.ndarray]] = {"a": [], "b": []}

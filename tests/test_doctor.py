@@ -452,12 +452,6 @@ def test_what_may_differ_when_it_runs_again(subject: Subject) -> None:
     assert ops.may_differ(repeats, range(3)) == ops.may_differ(subject, range(3)) == 0
 
 
-def test_streams_are_in_the_order_of_the_run_that_is_resumed(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints before the second order do not say theirs."""
-    monkeypatch.setattr(proof_subject, "known_progress", lambda folder, step: {"step": 3, "cursor": 12})
-    assert subject_of(load_config(arguments(corpus))).streams.order == 1
-
-
 def test_compiled_layers_are_not_proved_and_that_is_said(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(arguments(corpus, **{"compile.enable": "true"}))
     assert subject_of(config).said[-1] == "compile.enable true → false"

@@ -16,30 +16,32 @@ from titan_linear.checkpoint import Progress
 from titan_linear.config import (
     OTHER,
     Config,
+    Source,
+    Training,
     data_parallel_degrees,
     difference,
     flat_keys,
     hf_assets,
     hf_weights,
+    key_of,
     replicas_wait,
     schedule_steps,
     sources,
     tokens_at,
 )
 from titan_linear.data import (
-    ORDER,
     Corpus,
     FileGroups,
     Length,
     MixedStreams,
     PackedStreams,
     Phase,
+    Side,
     Streams,
     Tokenizer,
     cached_corpus,
     open_corpus,
     split_corpus,
-    split_documents,
 )
 from titan_linear.distributed.batch import BatchSharding
 from titan_linear.distributed.copy_engines import copy_shards
@@ -76,28 +78,38 @@ def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = Fal
     """Open the training corpus, or each of the mixture's sources, and validation's own corpus if it has one."""
     t, v = config.training, config.validation
     groups = bool(config.metrics.loss_by_source)
-    wanted = [(s, s.dataset_path, f"{where}dataset_path", groups) for where, s in sources(config).items()]
+    wanted = [(s, s.dataset_path, key_of(s, "dataset_path"), groups) for s in sources(config)]
     if v.enable and v.dataset_path:
         wanted.append((t, v.dataset_path, "validation.dataset_path", False))
     return [
         open_corpus(
-            s.dataset, path or None, tokenizer, text_field=s.dataset_text_field, dataset_format=s.dataset_format,
-            on_bad_document=t.on_bad_document, with_paths=with_paths, show_progress=show_progress, path_key=key,
+            s.dataset,
+            path or None,
+            tokenizer,
+            text_field=s.dataset_text_field,
+            dataset_format=s.dataset_format,
+            on_bad_document=t.on_bad_document,
+            with_paths=with_paths,
+            show_progress=show_progress,
+            path_key=key,
         )
         for s, path, key, with_paths in wanted
-    ]  # fmt: skip
+    ]
 
 
 def cached_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus | None]:
     """The corpora to train on; None in place of one that is not here or has not been tokenised yet."""
-    bad = config.training.on_bad_document
     return [
         cached_corpus(
-            s.dataset, s.dataset_path or None, tokenizer, text_field=s.dataset_text_field,
-            dataset_format=s.dataset_format, on_bad_document=bad,
+            s.dataset,
+            s.dataset_path or None,
+            tokenizer,
+            text_field=s.dataset_text_field,
+            dataset_format=s.dataset_format,
+            on_bad_document=config.training.on_bad_document,
         )
-        for s in sources(config).values()
-    ]  # fmt: skip
+        for s in sources(config)
+    ]
 
 
 def check_size(tokens: int, config: Config) -> None:
@@ -123,25 +135,29 @@ def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress) -> t
     progress: what is saved in the checkpoint that the run resumes from; {} for a new run.
     """
     t, v, seed = config.training, config.validation, config.debug.seed
-    corpora, wheres = open_corpora(config, tokenizer), list(sources(config))
-    trained, own = corpora[: len(wheres)], corpora[len(wheres) :]
+    given = sources(config)
+    corpora = open_corpora(config, tokenizer)
+    trained, own = corpora[: len(given)], corpora[len(given) :]
     holdout = v.holdout if v.enable and not own else 0.0
-    split = split_documents if stream_order(progress) == 1 else split_corpus
 
-    def side(of: Callable[..., T], n: int, name: str) -> T:
-        arguments = (of, trained[n], holdout, name)
-        return under_key(wheres[n].rstrip(": "), *arguments) if t.mixture else of(*arguments[1:])
+    def sides(split: str) -> list[Side]:
+        return [_side(source, corpus, holdout, split) for source, corpus in zip(given, trained, strict=True)]
 
-    packed = [PackedStreams(c, side(split, n, "train"), seq_len=t.seq_len, seed=seed) for n, c in enumerate(trained)]
+    packed = [PackedStreams(side, seq_len=t.seq_len, seed=seed) for side in sides("train")]
     streams = _mixed(config, packed, progress) if t.mixture else packed[0].of_lengths(lengths(config))
     if not v.enable:
         return streams, None
-    held_out = [side(split_corpus, n, "validation") for n in range(len(trained))] if not own else []
-    held_out += [split_corpus(corpus, 0.0, "train") for corpus in own]
-    passes = [PackedStreams(s.corpus, s, seq_len=t.seq_len, seed=seed, repeat=False) for s in held_out]
+    held_out = [split_corpus(corpus, 0.0, "train") for corpus in own] or sides("validation")
+    passes = [PackedStreams(side, seq_len=t.seq_len, seed=seed, repeat=False) for side in held_out]
     if not t.mixture:
         return streams, passes[0]
     return streams, MixedStreams(dict(zip(streams.sources, passes, strict=True)), seed=seed, repeat=False)
+
+
+def _side(source: Training | Source, corpus: Corpus, holdout: float, split: str) -> Side:
+    if isinstance(source, Source):
+        return under_key(f"training.mixture, source {source.name!r}", split_corpus, corpus, holdout, split)
+    return split_corpus(corpus, holdout, split)
 
 
 def file_groups(config: Config, streams: Streams) -> FileGroups | None:
@@ -252,20 +268,6 @@ def check_alike(config: Config, content: Progress, host: dist.ProcessGroup) -> N
                     f"{name} is {value!r} on rank {rank} and {ranks[0].get(name)!r} on rank 0; start every node with "
                     "the same keys, on the same texts"
                 )
-
-
-def stream_order(progress: Progress) -> int:
-    """The version of the documents' order (data/order.py) that the run's streams have, or a new run's will have.
-
-    ValueError: a later version of this program began the run.
-    """
-    order = int(progress.get("order", 1 if progress else ORDER))  # checkpoints from before order 2 do not record it
-    if order > ORDER:
-        raise ValueError(
-            f"this run lays its documents in order {order}, and this version of titan_linear knows up to {ORDER}; "
-            "resume with the version that began the run"
-        )
-    return order
 
 
 def other_tokenizer(known: str | None, tokenizer: Tokenizer, weights: str, key: str = "model.tokenizer_path") -> str:

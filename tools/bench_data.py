@@ -78,8 +78,8 @@ def measure(args: argparse.Namespace, start: Any, results: Any) -> None:
     start.wait()
     began, own = time.perf_counter(), time.process_time()
     train, validation = (split_corpus(corpus, args.holdout, split) for split in ("train", "validation"))
-    streams = PackedStreams(corpus, train, seq_len=args.seq_len, seed=0)
-    held_out = PackedStreams(corpus, validation, seq_len=args.seq_len, seed=0, repeat=False)
+    streams = PackedStreams(train, seq_len=args.seq_len, seed=0)
+    held_out = PackedStreams(validation, seq_len=args.seq_len, seed=0, repeat=False)
     streams[0], held_out[0]
     started = time.perf_counter() - began, time.process_time() - own
     seconds = [timed(streams, int(i)) for i in rng.integers(streams.num_tokens // args.seq_len, size=200)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,12 +15,12 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from tests.data.conftest import packed
 from titan_linear.config import check_config, load_config
 from titan_linear.data import (
     IGNORE,
     ByteTokenizer,
     Corpus,
-    PackedStreams,
     build_tokenizer,
     load_corpus,
     open_corpus,
@@ -216,14 +215,6 @@ def test_names_that_are_no_text(folder: Callable):
     file.write_text(json.dumps(settings | {"eos_token": ["a"]}))
     with pytest.raises(ValueError, match=r"eos_token = \['a'\] of .*tokenizer_config\.json or .* is no text; correct"):
         build_tokenizer(str(path))
-
-
-def test_corpora_of_earlier_versions(folder: Callable):
-    """Of a template of that time: the fingerprint is theirs."""
-    tokenizer = build_tokenizer(str(folder(PLAIN)))
-    names = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>"}
-    content = json.dumps([PLAIN, names, ["<|bos|>", "<|im_start|>", "<|im_end|>"]])
-    assert Conversations(tokenizer).fingerprint == "messages-" + hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
 def test_a_word_in_a_comment_marks_nothing(folder: Callable):
@@ -443,8 +434,7 @@ def test_streams(tmp_path: Path):
     # the same once more, each token's place in the vocabulary saying whether it is learnt
     write_corpus(tmp_path / "marks", [m.astype(int) for m in learnt], ByteTokenizer())
     every, some, marks = (
-        PackedStreams(load_corpus(tmp_path / name), np.arange(6), seq_len=20, seed=1)
-        for name in ("all", "answers", "marks")
+        packed(load_corpus(tmp_path / name), seq_len=20, seed=1) for name in ("all", "answers", "marks")
     )
     for i in range(20):
         for name in ("tokens", "cu_seqlens", "position_ids"):

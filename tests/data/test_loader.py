@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.conftest import random_documents
+from tests.data.conftest import packed, random_documents
 from titan_linear.data import IGNORE, Batch, PackedStreams, build_dataloader, validation_batches
 
 G, T = 8, 16
@@ -16,7 +16,7 @@ SPLITS = [(1, 1), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)]  # (dp, L)
 
 @pytest.fixture
 def streams(make_corpus: Callable) -> PackedStreams:
-    return PackedStreams(make_corpus(random_documents([5, 40, 1, 17, 33, 8])), np.arange(6), seq_len=T, seed=0)
+    return packed(make_corpus(random_documents([5, 40, 1, 17, 33, 8])), seq_len=T, seed=0)
 
 
 def loader(streams: PackedStreams, dp: int, local: int, rank: int, **kwargs: int):
@@ -78,7 +78,7 @@ def test_bad_sizes(streams: PackedStreams):
 def test_validation_pass(make_corpus: Callable, dp: int, local: int):
     lengths = [5, 40, 1, 17, 33, 8]  # 104 tokens: 7 streams
     corpus = make_corpus(random_documents(lengths))
-    streams = PackedStreams(corpus, np.arange(6), seq_len=T, seed=0, repeat=False)
+    streams = packed(corpus, seq_len=T, seed=0, repeat=False)
     per_rank = [
         list(validation_batches(streams, local_batch_size=local, dp_rank=rank, dp_degree=dp)) for rank in range(dp)
     ]
@@ -97,7 +97,7 @@ def test_validation_pass(make_corpus: Callable, dp: int, local: int):
 @pytest.mark.parametrize(("dp", "local"), [(1, 1), (2, 1), (2, 2), (4, 3)])
 def test_a_bounded_validation_has_the_same_streams_on_any_ranks(make_corpus: Callable, dp: int, local: int, limit: int):
     corpus = make_corpus(random_documents([5, 40, 1, 17, 33, 8]))  # 104 tokens: 7 streams
-    streams = PackedStreams(corpus, np.arange(6), seq_len=T, seed=0, repeat=False)
+    streams = packed(corpus, seq_len=T, seed=0, repeat=False)
     per_rank = [
         list(validation_batches(streams, local_batch_size=local, dp_rank=rank, dp_degree=dp, limit=limit))
         for rank in range(dp)

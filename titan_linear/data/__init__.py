@@ -23,7 +23,7 @@ steps have consumed. Fingerprints of the data beside it let a resume refuse anot
     tokenizer = build_tokenizer(None)
     corpus = open_corpus("stdlib", None, tokenizer, show_progress=True)
     verify_corpus(corpus)
-    streams = PackedStreams(corpus, split_corpus(corpus, 0.01, "train"), seq_len=4096, seed=0)
+    streams = PackedStreams(split_corpus(corpus, 0.01, "train"), seq_len=4096, seed=0)
     loader = build_dataloader(streams, global_batch_size=8, local_batch_size=1, dp_rank=0, dp_degree=2)
     for batch in loader: ...
 """
@@ -33,16 +33,14 @@ from titan_linear.data.corpus import Corpus, load_corpus, verify_changed, verify
 from titan_linear.data.file_groups import FileGroups
 from titan_linear.data.loader import Batch, build_dataloader, learnt, validation_batches
 from titan_linear.data.mixture import MixedStreams, Phase, Streams
-from titan_linear.data.order import ORDER
 from titan_linear.data.packing import IGNORE, Length, PackedStreams, Stream
 from titan_linear.data.sources import Document
-from titan_linear.data.split import Side, split_corpus, split_documents
+from titan_linear.data.split import Side, split_corpus
 from titan_linear.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
 from titan_linear.data.writing import write_corpus
 
 __all__ = [
     "IGNORE",
-    "ORDER",
     "Batch",
     "ByteTokenizer",
     "Corpus",
@@ -64,7 +62,6 @@ __all__ = [
     "load_corpus",
     "open_corpus",
     "split_corpus",
-    "split_documents",
     "tokenise_corpus",
     "validation_batches",
     "verify_changed",

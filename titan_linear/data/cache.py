@@ -30,16 +30,12 @@ from titan_linear.data.chat import Completions, Conversations
 from titan_linear.data.corpus import (
     ANSWERS_FORMAT,
     CACHE_NAME,
-    FILE_ENDS,
     FORMAT,
     INFO,
     PATHS,
     Corpus,
     add_file,
-    as_json,
-    described,
     how_to_mend,
-    info_checksum,
     load_corpus,
 )
 from titan_linear.data.sources import (
@@ -58,11 +54,10 @@ from titan_linear.data.writing import (
     lock_file,
     locked,
     read_journal,
-    sync_file,
     temporary_folder,
     write_into,
 )
-from titan_linear.files import default_cache_dir, lock, sync, write_whole
+from titan_linear.files import default_cache_dir, lock
 
 DATASETS = (*TEXT_SOURCES, "tokens")
 _NAMED = 3  # number of skipped bad documents that are named
@@ -116,7 +111,8 @@ def open_corpus(
             os.utime(lock_file(folder))  # its last use
     corpus = load_corpus(folder)
     if with_paths:
-        corpus = _with_own_paths(corpus) if dataset == "tokens" else _with_paths(corpus, texts)
+        paths = _paths_when_written(corpus) if dataset == "tokens" else tuple(map(str, files))
+        corpus = replace(corpus, paths=paths)
     if corpus.info["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
         raise ValueError(
             f"{path_key} = {dataset_path!r}: written with tokenizer {corpus.info['tokenizer']['fingerprint']!r}, but "
@@ -244,56 +240,16 @@ class _Texts:
         return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
-def _with_own_paths(corpus: Corpus) -> Corpus:
-    """The corpus with the paths that its text files had when it was written, if it knows them."""
+def _paths_when_written(corpus: Corpus) -> tuple[str, ...] | None:
+    """The paths of a corpus's text files when it was written; None: it was written from tokens."""
     if corpus.files is None:
-        return corpus
+        return None
     path, paths = corpus.folder / PATHS, ()
     with suppress(OSError, ValueError, TypeError):
         paths = tuple(json.loads(path.read_bytes()))
     if len(paths) != len(corpus.files) - 1:
         raise ValueError(f"{path} does not fit the other files; {how_to_mend(corpus.folder)}")
-    return replace(corpus, paths=paths)
-
-
-def _with_paths(corpus: Corpus, texts: _Texts) -> Corpus:
-    """The corpus with the present paths of its text files. A cache of an earlier version first gets files.bin and
-    files.json."""
-    if corpus.files is None:
-        try:
-            with locked(corpus.folder):
-                if load_corpus(corpus.folder).files is None:  # no other process has just done it
-                    _add_files(corpus, texts)
-        except OSError as error:
-            raise ValueError(
-                f"the token cache {corpus.folder} cannot be written ({error}), and is of an earlier version, which did "
-                "not note the files of documents; set XDG_CACHE_HOME to a folder that can"
-            ) from error
-        corpus = load_corpus(corpus.folder)
-    assert corpus.files is not None and len(corpus.files) == len(texts.files) + 1, corpus.folder
-    return replace(corpus, paths=tuple(map(str, texts.files)))
-
-
-def _add_files(corpus: Corpus, texts: _Texts) -> None:
-    """Counts the documents of each file, and adds files.bin and files.json to a cache."""
-    folder, key, counts = corpus.folder, texts.key, [0]
-    for file in tqdm(texts.files, desc=f"reading {texts.dataset}", disable=not texts.show_progress, delay=2):
-        counts.append(sum(document.content != "" and not document.problem for document in texts.documents(file)))
-    _check_unchanged(key, texts)
-    if sum(counts) != corpus.num_documents:  # the tokenizer skipped some: only it could say which
-        raise ValueError(
-            f"the token cache {folder} is of an earlier version, which did not note the files of documents, and their "
-            f"texts alone do not tell which were skipped; python -m tools.corpus prune {folder.name} removes it, and "
-            "the next start writes it again"
-        )
-    with (folder / FILE_ENDS).open("wb") as file:
-        file.write(np.cumsum(counts).astype("<i8").tobytes())
-        sync_file(file)
-    write_whole(folder / PATHS, as_json([str(file) for file in texts.files]))
-    added = {name: described(folder / name) for name in (FILE_ENDS, PATHS)}
-    info = corpus.info | {"files": corpus.info["files"] | added}
-    write_whole(folder / INFO, as_json(info | {"checksum": info_checksum(info)}))
-    sync(folder)
+    return paths
 
 
 def _unreadable(error: OSError) -> ValueError:
@@ -332,7 +288,7 @@ def _same_texts(caches: Path, texts: _Texts) -> Path | None:
     """A cache of these texts, whatever paths and times they had."""
     known = {}
     for info in caches.glob(f"{texts.dataset}-*/{INFO}"):
-        with suppress(OSError, ValueError, TypeError, KeyError):  # damaged, or of an older version
+        with suppress(OSError, ValueError, TypeError, KeyError):  # damaged, or written from tokens
             known[json.loads(info.read_bytes())["texts"]] = info.parent
     return known.get(texts.content) if known else None
 

@@ -95,7 +95,8 @@ class Conversations:
         own = set().union(*(template.names for template in self._templates.values())) - {*NAMED_TOKENS}
         self._tokenizer, known = tokenizer, tokenizer.token_names
         self._names = {name: known[name] for name in (*NAMED_TOKENS, *sorted(own)) if name in known}
-        self.fingerprint = "messages-" + _digest(sources, self._names, tokenizer.special_tokens)
+        content = json.dumps([sources, self._names, tokenizer.special_tokens]).encode("utf-8", "surrogatepass")
+        self.fingerprint = "messages-" + hashlib.sha256(content).hexdigest()[:32]
 
     def encode_batch(self, records: Sequence[Record]) -> list[Learnt | str]:
         return [self._encode(record) for record in records]
@@ -176,15 +177,6 @@ class _Template(NamedTuple):
 
 class _Problem(Exception):
     """What is wrong with a document."""
-
-
-def _digest(sources: Mapping[str, str], names: Mapping[str, str], special: Sequence[str]) -> str:
-    """A hash of these. For a single template that reads no reasoning it is that of earlier versions, so that their runs
-    go on."""
-    only = next(iter(sources.values())) if len(sources) == 1 else None
-    as_before = only is not None and not any(name in only for name in _REASONING)
-    content = json.dumps([only if as_before else sources, names, special])
-    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def _has_role(message: Record) -> bool:

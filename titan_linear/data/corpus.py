@@ -12,9 +12,6 @@ A corpus is a folder (little-endian, no headers):
     corpus.json   counts, dtype, the tokenizer's fingerprint, the content's fingerprint, the source, and each file's
                   size and CRC-32 per 16 MiB; a CRC-32 of the JSON itself under "checksum"
 
-Corpora of earlier versions have neither files.bin nor files.json. A cache gets them when somebody asks for them: its
-texts are then read once more (cache.py).
-
 Elsewhere (in a checkpoint, say) a corpus is identified by `Corpus.fingerprint`, made only from the tokens and which of
 them are learnt.
 
@@ -56,7 +53,7 @@ INFO = "corpus.json"
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """An open corpus. Its arrays are memory-mapped; it is pickled as its path."""
+    """An open corpus. Its arrays are memory-mapped."""
 
     folder: Path
     tokens: np.ndarray  # [num_tokens] uint16 | uint32
@@ -66,9 +63,6 @@ class Corpus:
     answers: np.ndarray | None = None  # [2 · num_answers] int64, rising; None: all tokens are learnt
     files: np.ndarray | None = None  # [num_files + 1] int64: documents before each text file; None: unknown
     paths: tuple[str, ...] | None = None  # of these files, where they were asked for
-
-    def __reduce__(self) -> tuple:
-        return load_corpus, (self.folder,)
 
     @property
     def num_documents(self) -> int:

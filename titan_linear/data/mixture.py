@@ -19,6 +19,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -70,7 +71,7 @@ class MixedStreams:
         """What a checkpoint has to know so that a run can go on with these streams."""
         phases = [{"start": phase.start, "weights": dict(phase.weights)} for phase in self.phases]
         sources = {name: streams.corpus.fingerprint for name, streams in self.sources.items()}
-        return {"mixture": phases, "sources": self.known | sources, "order": next(iter(self.sources.values())).order}
+        return {"mixture": phases, "sources": self.known | sources}
 
     def __len__(self) -> int:
         if self.repeat:
@@ -120,7 +121,7 @@ class Interleaving:
         least = -(-self.sums[-1] // min(counts))  # streams of which each source has one
         self.cycle = max(CYCLE, 1 << (least - 1).bit_length())
         self.seed, self.start = seed, start
-        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0))
+        self._cycle = lru_cache(maxsize=2)(self._drawn)
 
     def place(self, i: int) -> tuple[int, int]:
         """Which weight has its turn at i, and how many turns it had before."""
@@ -142,15 +143,14 @@ class Interleaving:
         sums = [edge * weight // self.sums[-1] for weight in self.sums]
         return [high - low for low, high in pairwise(sums)]
 
-    def _cycle(self, cycle: int) -> np.ndarray:
-        if self._order[0] != cycle:
-            turns = [after - before for before, after in zip(self._at_edge(cycle), self._at_edge(cycle + 1))]
-            order = np.repeat(np.arange(len(turns)), turns)
-            key = np.array([self.seed % 2**64, cycle], dtype=np.uint64)
-            counter = np.array([0, 0, 1, self.start], dtype=np.uint64)
-            draws = np.random.Philox(key=key, counter=counter).random_raw(len(order))
-            self._order = cycle, order[np.argsort(draws, kind="stable")]
-        return self._order[1]
+    def _drawn(self, cycle: int) -> np.ndarray:
+        """A cycle's order, [cycle] int64 (a finite sequence's last one is shorter)."""
+        turns = [after - before for before, after in zip(self._at_edge(cycle), self._at_edge(cycle + 1))]
+        order = np.repeat(np.arange(len(turns)), turns)
+        key = np.array([self.seed % 2**64, cycle], dtype=np.uint64)
+        counter = np.array([0, 0, 1, self.start], dtype=np.uint64)
+        draws = np.random.Philox(key=key, counter=counter).random_raw(len(order))
+        return order[np.argsort(draws, kind="stable")]
 
 
 Streams = PackedStreams | MixedStreams
