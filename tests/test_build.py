@@ -13,6 +13,7 @@ import torch.distributed as dist
 from tests.worlds import World
 from titan_linear import build
 from titan_linear.build import check_alike, implementations, model_config, uncompiled, vocabulary
+from titan_linear.checkpoint import Content
 from titan_linear.config import load_config
 
 
@@ -30,33 +31,30 @@ def test_a_preset_follows_a_larger_tokenizer(size: int, rows: int) -> None:
     assert line == ("" if rows == 320 else said)
 
 
-def unlike(rank: int, world_size: int, keys: list[str], content: dict) -> str:
+def unlike(rank: int, world_size: int, keys: list[str], corpus: str) -> str:
+    content = Content(tokenizer="t", model="m", corpora={"": corpus if rank else "a"}, mixture=[])
     try:
-        check_alike(load_config(keys if rank else []), content if rank else {"corpus": "a"}, dist.group.WORLD)
+        check_alike(load_config(keys if rank else []), content, dist.group.WORLD)
     except ValueError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize(
-    ("keys", "content", "said"),
+    ("keys", "corpus", "said"),
     [
-        ([], {"corpus": "a"}, ""),
-        (["--model.tokenizer_path=x", "--job.dump_folder=y"], {"corpus": "a"}, ""),  # a node's own
-        (["--profiling.save_traces_folder=x", "--profiling.enable_memory_snapshot=true"], {"corpus": "a"}, ""),
-        (["--optimizer.lr=0.5"], {"corpus": "a"}, "optimizer.lr is 0.5 on rank 1 and 0.0003 on rank 0; start every"),
-        (["--profiling.enable_profiling=true"], {"corpus": "a"}, "profiling.enable_profiling is True on rank 1"),
-        (
-            [],
-            {"corpus": "b"},
-            "the content of corpus is 'b' on rank 1 and 'a' on rank 0; start",
-        ),
+        ([], "a", ""),
+        (["--model.tokenizer_path=x", "--job.dump_folder=y"], "a", ""),  # a node's own
+        (["--profiling.save_traces_folder=x", "--profiling.enable_memory_snapshot=true"], "a", ""),
+        (["--optimizer.lr=0.5"], "a", "optimizer.lr is 0.5 on rank 1 and 0.0003 on rank 0; start every"),
+        (["--profiling.enable_profiling=true"], "a", "profiling.enable_profiling is True on rank 1"),
+        ([], "b", "the content of corpora is {'': 'b'} on rank 1 and {'': 'a'} on rank 0; start"),
     ],
 )
 def test_ranks_with_other_data_or_keys_are_refused(
-    keys: list[str], content: dict, said: str, worlds: Callable[[int], World]
+    keys: list[str], corpus: str, said: str, worlds: Callable[[int], World]
 ) -> None:
-    found = worlds(2).run(unlike, keys, content)
+    found = worlds(2).run(unlike, keys, corpus)
     assert found[0] == found[1] and found[0].startswith(said) and bool(found[0]) == bool(said)
 
 

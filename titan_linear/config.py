@@ -145,7 +145,7 @@ class Training(_Strict):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """After a non-finite loss or gradient, stop the run, or skip and count the step. It never reaches the weights."""
     num_workers: int = Field(0, ge=0)
-    """Processes that load data on each rank; 0 loads in the training process."""
+    """Threads that read batches ahead on each rank, two batches each; 0: batches are read when a step asks for them."""
 
 
 class Optimizer(_Strict):

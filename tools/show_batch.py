@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     config = load_config(keys)
     tokenizer = build_tokenizer(tokenizer_path(config))
-    # The newest checkpoint knows the order of documents and the mixtures.
+    # The newest checkpoint knows the mixtures.
     progress = known_progress(config, -1)
     streams, _ = build_streams(config, tokenizer, progress)
     for line in shown(args, config, streams, tokenizer):

@@ -70,7 +70,7 @@ def test_streams_are_the_sources_own(sources: dict[str, PackedStreams]) -> None:
         seen[name] += 1
     assert seen["c"] == pytest.approx(200, abs=20) and seen["b"] == pytest.approx(475, abs=40)
     rest = MixedStreams({"a": sources["a"]}, changed.phases, seed=5, known={"b": "x"})
-    assert rest.source(1199) == changed.source(1199) and rest.content["sources"].keys() == {"a", "b"}
+    assert rest.source(1199) == changed.source(1199) and rest.fingerprints.keys() == {"a", "b"}
     with pytest.raises(ValueError, match=r"stream 899 is of '[bc]', which training.mixture no longer has; name it"):
         rest[899]
     with pytest.raises(IndexError):

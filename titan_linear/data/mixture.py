@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -67,11 +66,9 @@ class MixedStreams:
                 self.sources[name] = streams.of_lengths(own)
 
     @property
-    def content(self) -> dict[str, Any]:
-        """What a checkpoint has to know so that a run can go on with these streams."""
-        phases = [{"start": phase.start, "weights": dict(phase.weights)} for phase in self.phases]
-        sources = {name: streams.corpus.fingerprint for name, streams in self.sources.items()}
-        return {"mixture": phases, "sources": self.known | sources}
+    def fingerprints(self) -> dict[str, str]:
+        """Those of the corpora that sources have or had, by name."""
+        return self.known | {name: streams.corpus.fingerprint for name, streams in self.sources.items()}
 
     def __len__(self) -> int:
         if self.repeat:

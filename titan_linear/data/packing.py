@@ -80,9 +80,9 @@ class PackedStreams:
         return self._begin[n] + (i - start) * seq_len, seq_len
 
     @property
-    def content(self) -> dict[str, str]:
-        """What a checkpoint has to know so that a run can resume with these streams."""
-        return {"corpus": self.corpus.fingerprint}
+    def fingerprints(self) -> dict[str, str]:
+        """That of the corpus, as a mixture's by name."""
+        return {"": self.corpus.fingerprint}
 
     def __len__(self) -> int:
         if self.repeat:

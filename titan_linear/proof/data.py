@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from titan_linear.data import IGNORE, Batch, MixedStreams, build_dataloader
+from titan_linear.data import IGNORE, Batch, MixedStreams, StreamLoader
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.ranks import LocalDims, on_ranks, sharding_of
 from titan_linear.proof.subject import STREAMS, Subject
@@ -131,8 +131,13 @@ def _splits(G: int) -> list[tuple[int, int]]:
 
 def _taken(subject: Subject, G: int, dp: int, local: int, dp_rank: int, step: int) -> list[tuple[int, np.ndarray]]:
     """A rank's streams of a step, and their tokens, in a run that has resumed at that step."""
-    loader = build_dataloader(
-        subject.streams, global_batch_size=G, local_batch_size=local, dp_rank=dp_rank, dp_degree=dp, cursor=step * G
-    )  # fmt: skip
+    loader = StreamLoader(
+        subject.streams,
+        global_batch_size=G,
+        local_batch_size=local,
+        dp_rank=dp_rank,
+        dp_degree=dp,
+        next_stream=step * G,
+    )
     batches: list[Batch] = list(islice(iter(loader), G // (dp * local)))
     return [(i, x) for b in batches for i, x in zip(b.streams, b.tokens[0].numpy().reshape(local, -1), strict=True)]

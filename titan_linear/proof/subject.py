@@ -24,7 +24,7 @@ from titan_linear.build import (
     unallocated,
 )
 from titan_linear.config import Config, changed, check_config
-from titan_linear.data import IGNORE, Batch, Stream, Streams, Tokenizer, build_dataloader, build_tokenizer
+from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer, build_tokenizer
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
@@ -79,7 +79,7 @@ class Subject:
         """A data-parallel rank's batches of `local` streams, from the first step on."""
         streams = MoreDocuments(self.streams)
         step = STREAMS * self.degrees.dp
-        return build_dataloader(
+        return StreamLoader(
             streams, global_batch_size=step, local_batch_size=local, dp_rank=dp_rank, dp_degree=dp
         )  # fmt: skip
 
@@ -186,7 +186,7 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
         "training.seq_len": seq_len, "training.seq_len_schedule": [],
         "training.loss_chunk_size": min(t.loss_chunk_size, seq_len // 2 + 1),
     })  # fmt: skip
-    streams, _ = build_streams(cut, tokenizer, {})
+    streams, _ = build_streams(cut, tokenizer, None)
     check_size(tokens_of(streams), config)
     return Subject(cut, config, model, degrees, tokenizer, streams, device, tuple(said))
 
