@@ -88,7 +88,7 @@ class StreamLoader(Stateful):
     def _read(self, n: int) -> Batch | Exception:
         # torchdata would raise an exception of its own, whose message is a traceback.
         try:
-            return _micro_batch(self.streams, n, self.local_batch_size, self.dp_rank, self.dp_degree)
+            return micro_batch(self.streams, n, self.local_batch_size, self.dp_rank, self.dp_degree)
         except Exception as error:
             return error
 
@@ -121,7 +121,7 @@ def validation_batches(
     """
     end = len(streams) if limit == -1 else min(limit, len(streams))
     for n in range(math.ceil(end / (dp_degree * local_batch_size))):
-        yield _micro_batch(streams, n, local_batch_size, dp_rank, dp_degree, end)
+        yield micro_batch(streams, n, local_batch_size, dp_rank, dp_degree, end)
 
 
 def num_labels(streams: Streams, indices: Iterable[int]) -> int:
@@ -129,7 +129,7 @@ def num_labels(streams: Streams, indices: Iterable[int]) -> int:
     return sum(int((streams[i].labels != IGNORE).sum()) for i in indices)
 
 
-def _micro_batch(
+def micro_batch(
     streams: Streams, n: int, local_batch_size: int, dp_rank: int, dp_degree: int, end: float = math.inf
 ) -> Batch:
     """A rank's micro-batch n, counted from stream 0: streams [n·dp·L + d·L, … + L), padding in place of those from
