@@ -101,7 +101,7 @@ class Training(_Strict):
     """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
     dataset_format: DatasetFormat = "text"
     """What a record of jsonl, parquet or arrow is: a text; a conversation, its messages written by the tokenizer's chat
-    template; or a prompt and its completion. Of the last two only the answers are learnt."""
+    template; or a prompt and its completion. Of the last two only the answers are trained on."""
     mixture: list[Source] = []
     """Several sources instead of the one above, [{name = "web", weight = 0.7, dataset = "jsonl", dataset_path = "…"},
     …], each with those of the keys above that it needs. Streams come from them in proportion to their weights."""

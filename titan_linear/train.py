@@ -52,7 +52,7 @@ from titan_linear.checkpoint import (
 )
 from titan_linear.config import Config, hf_weights, load_config, micro_steps, schedule_steps, seq_len_at, tokens_at
 from titan_linear.data import IGNORE, StreamLoader, build_tokenizer, num_labels, validation_batches
-from titan_linear.distributed.feed import Fed, Feed
+from titan_linear.distributed.feed import Feed, FeedStats
 from titan_linear.distributed.groups import (
     is_gone,
     of_all_ranks,
@@ -146,7 +146,7 @@ class Trainer:
         self.begun = self.step  # the step that is being computed
         dist.barrier(self.host)  # some disks are slower
         self.feed = self._build_feed()
-        self.fed = Fed()  # since the last report
+        self.fed = FeedStats()  # since the last report
         self.grace = Grace(config.checkpoint.grace_seconds, self.stop, dist.group.WORLD)
         self.exports: Exports | None = None  # on rank 0
         groups = file_groups(config, self.streams)
@@ -391,7 +391,7 @@ class Trainer:
 
     def _report(self, logger: MetricsLogger, numbers: dict[str, float | None]) -> None:
         """This step's numbers, and what the steps since the last report did."""
-        fed, self.fed = self.fed, Fed()
+        fed, self.fed = self.fed, FeedStats()
         work = Work(training_flops(self.model.config, fed.documents), fed.valid, fed.waited)
         of_step = {"data_seconds": fed.seconds, "gc_seconds": self.garbage.take()}
         more = {name: seconds / max(fed.steps, 1) for name, seconds in of_step.items()} | reserved_memory()

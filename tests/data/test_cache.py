@@ -269,20 +269,20 @@ def test_what_cannot_go_on_starts_anew(few_lines: Path, tmp_path: Path, damage: 
         stop = Interrupted(log, KeyboardInterrupt)
         open_corpus("jsonl", str(lines), stop, cache_dir=cache, on_bad_document="skip")
     temporary = next(cache.glob("*.tmp"))
-    journal = json.loads((temporary / "progress.json").read_text())
+    journal = json.loads((temporary / "journal.json").read_text())
     assert journal["num_documents"] == (9 if damage == "stop" else 10)
     if damage == "journal":
-        (temporary / "progress.json").write_text("{")
+        (temporary / "journal.json").write_text("{")
     elif damage == "arrays":
         os.truncate(temporary / "tokens.bin", 100)
     elif damage == "key":
-        (temporary / "progress.json").write_text(json.dumps(journal | {"key": "another"}))
+        (temporary / "journal.json").write_text(json.dumps(journal | {"key": "another"}))
     elif damage == "stop":
         with pytest.raises(ValueError, match=r"line 1: not a JSON object with a field 'text'"):
             open_corpus("jsonl", str(lines), SlowTokenizer(log), cache_dir=cache)
         return
     else:
-        (temporary / "progress.json").unlink()
+        (temporary / "journal.json").unlink()
         (temporary / "thesis.txt").write_text("mine")
         with pytest.raises(ValueError, match=r"holds 'thesis.txt'; choose another folder"):
             open_corpus("jsonl", str(lines), SlowTokenizer(log), cache_dir=cache)

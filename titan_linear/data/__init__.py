@@ -2,7 +2,7 @@
 
 1. **Sources** (sources.py) give documents in a fixed order: files, lines or rows of text, or a corpus of tokens.
 2. **A tokenizer** (tokenizer.py), bytes or any Hugging Face tokenizer.json, turns each into tokens and an end token,
-   in processes on all cores (tokenise.py). For conversations, chat.py also says which tokens are learnt.
+   in processes on all cores (tokenise.py). For conversations, chat.py also says which tokens are trained on.
 3. **A corpus** (corpus.py) holds them on disk: all tokens end to end, where each document begins, and a hash of each;
    for conversations, where each answer begins and ends; for texts, which documents each file gave.
    One process writes it, once (writing.py; for texts into the user's cache, cache.py), and all processes memory-map

@@ -35,8 +35,8 @@ from titan_linear.data.corpus import (
     PATHS,
     Corpus,
     add_file,
-    how_to_mend,
     load_corpus,
+    unfitting,
 )
 from titan_linear.data.sources import (
     FIELD_SOURCES,
@@ -50,7 +50,7 @@ from titan_linear.data.tokenise import Encoder, Tokens, tokenise, worker_count
 from titan_linear.data.tokenizer import Tokenizer
 from titan_linear.data.writing import (
     BadDocument,
-    Progress,
+    Journal,
     lock_file,
     locked,
     read_journal,
@@ -124,9 +124,14 @@ def open_corpus(
 
 
 def cached_corpus(
-    dataset: str, dataset_path: str | None, tokenizer: Tokenizer, *, text_field: str, dataset_format: str,
+    dataset: str,
+    dataset_path: str | None,
+    tokenizer: Tokenizer,
+    *,
+    text_field: str,
+    dataset_format: str,
     on_bad_document: str,
-) -> Corpus | None:  # fmt: skip
+) -> Corpus | None:
     """A corpus of tokens, or that of texts if it is in the cache; None: it is not here. Nothing is written."""
     try:
         folder = Path(dataset_path or "").expanduser()
@@ -248,7 +253,7 @@ def _paths_when_written(corpus: Corpus) -> tuple[str, ...] | None:
     with suppress(OSError, ValueError, TypeError):
         paths = tuple(json.loads(path.read_bytes()))
     if len(paths) != len(corpus.files) - 1:
-        raise ValueError(f"{path} does not fit the other files; {how_to_mend(corpus.folder)}")
+        raise unfitting(path)
     return paths
 
 
@@ -294,54 +299,59 @@ def _same_texts(caches: Path, texts: _Texts) -> Path | None:
 
 
 def _tokenise_into(folder: Path, texts: _Texts) -> None:
-    new = Progress(texts.key, texts.content, answers=texts.format == ANSWERS_FORMAT)
-    progress = _resumable(folder, texts) or new
-    if progress.read:
-        print(f"continuing where tokenising was stopped, after {progress.num_documents:,} documents", flush=True)
-    write_into(folder, _tokenised(texts, progress), texts.tokenizer, progress, texts.dataset, texts.files)
+    new = Journal(texts.key, texts.content, answers=texts.format == ANSWERS_FORMAT)
+    journal = _resumable(folder, texts) or new
+    if journal.read:
+        print(f"continuing where tokenising was stopped, after {journal.num_documents:,} documents", flush=True)
+    write_into(folder, _tokenised(texts, journal), texts.tokenizer, journal, texts.dataset, texts.files)
 
 
-def _resumable(folder: Path, texts: _Texts) -> Progress | None:
+def _resumable(folder: Path, texts: _Texts) -> Journal | None:
     """How far an earlier writer of the same texts came; None: begin anew."""
-    progress = read_journal(folder, texts.tokenizer.vocab_size)
-    if progress is None or progress.key != texts.key:
+    journal = read_journal(folder, texts.tokenizer.vocab_size)
+    if journal is None or journal.key != texts.key:
         return None
-    stops = texts.on_bad_document == "stop" and progress.skipped_bad  # it skipped a document at which to stop
-    return None if stops else progress
+    stops = texts.on_bad_document == "stop" and journal.skipped_bad  # it skipped a document at which to stop
+    return None if stops else journal
 
 
-def _tokenised(texts: _Texts, progress: Progress) -> Iterator[Tokens]:
-    """The tokens of each document that `progress` has not read; for texts with eos. Counts what it reads and skips."""
+def _tokenised(texts: _Texts, journal: Journal) -> Iterator[Tokens]:
+    """The tokens of each document that `journal` has not read; for texts with eos. Counts what it reads and skips."""
     ends: deque[int] = deque()  # for each file that has been read: documents up to its end
     eos = np.array([] if texts.tokenizer.eos_id is None else [texts.tokenizer.eos_id], dtype=np.int64)
     total = sum(file.stat().st_size for file in texts.files)
-    documents = islice(_read(texts, ends), progress.read, None)
-    progress.files_read = 0
+    documents = islice(_read(texts, ends), journal.read, None)
+    journal.files_read = 0
     bar = tqdm(
-        total=total, initial=progress.size, unit="B", unit_scale=True, desc=f"tokenising {texts.dataset}", smoothing=0,
+        total=total,
+        initial=journal.size,
+        unit="B",
+        unit_scale=True,
+        desc=f"tokenising {texts.dataset}",
+        smoothing=0,
         disable=not texts.show_progress,
-    )  # fmt: skip
+    )
     with bar, closing(tokenise(texts.encoder, documents, worker_count(total))) as encoded:
         for document, tokens in encoded:
             bar.update(min(document.size, total - bar.n))  # sizes of rows are fractions, whose sum may pass the total
-            while ends and ends[0] <= progress.read:
+            while ends and ends[0] <= journal.read:
                 ends.popleft()
-                progress.files_read += 1
-            progress.read, progress.size = progress.read + 1, progress.size + document.size
+                journal.files_read += 1
+            journal.read, journal.size = journal.read + 1, journal.size + document.size
             if isinstance(tokens, str):  # what is wrong with it
-                _meet_bad_document(f"{document.origin}: {tokens}", texts, progress)
-            elif progress.answers:
+                _meet_bad_document(f"{document.origin}: {tokens}", texts, journal)
+            elif journal.answers:
                 yield tokens
             elif len(tokens):
                 yield np.concatenate([tokens, eos])
             else:
-                progress.skipped_empty += 1
-    progress.files_read = len(texts.files)
-    if not progress.num_documents:
+                journal.skipped_empty += 1
+    journal.files_read = len(texts.files)
+    if not journal.num_documents:
         more = f" and {len(texts.files) - 1:,} more" if len(texts.files) > 1 else ""
-        found = f"bad documents: {progress.skipped_bad:,}, the first {progress.bad[0]}" if progress.bad else "all empty"
+        found = f"bad documents: {journal.skipped_bad:,}, the first {journal.bad[0]}" if journal.bad else "all empty"
         raise ValueError(f"{texts.path_key} has no text in {texts.files[0]}{more}: {found}; give other files")
-    _check_unchanged(progress.key, texts)
+    _check_unchanged(journal.key, texts)
 
 
 def _read(texts: _Texts, ends: deque[int]) -> Iterator[Document]:
@@ -359,12 +369,12 @@ def _check_unchanged(key: str, texts: _Texts) -> None:
         raise ValueError(f"files of {texts.path_key} changed while they were read; start again")
 
 
-def _meet_bad_document(problem: str, texts: _Texts, progress: Progress) -> None:
+def _meet_bad_document(problem: str, texts: _Texts, journal: Journal) -> None:
     if texts.on_bad_document == "stop":
         raise BadDocument(f"{problem}; {_SKIP}")
-    progress.skipped_bad += 1
-    if len(progress.bad) < _NAMED:
-        progress.bad.append(problem)
+    journal.skipped_bad += 1
+    if len(journal.bad) < _NAMED:
+        journal.bad.append(problem)
 
 
 def _same_file(folder: Path) -> Path:

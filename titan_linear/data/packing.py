@@ -30,7 +30,7 @@ class Stream:
     """T tokens of packed documents. A document that the stream's edge cuts goes on in the next as a new document."""
 
     tokens: np.ndarray  # [T] int64
-    labels: np.ndarray  # [T] int64: the next token of the same document, where it is learnt; else IGNORE
+    labels: np.ndarray  # [T] int64: the next token of the same document, where it is trained on; else IGNORE
     cu_seqlens: np.ndarray  # [N+1] int32, from 0 to T
     position_ids: np.ndarray  # [T] int64, from 0 in each document
 
@@ -102,7 +102,7 @@ class PackedStreams:
         tokens = self.corpus.tokens[positions].astype(np.int64)
         labels = np.append(tokens[1:], next_token)
         labels[edges[1:-1] - 1] = IGNORE  # inside a stream, a run ends where its document ends
-        labels[~self.corpus.is_learnt(positions + 1)] = IGNORE
+        labels[~self.corpus.loss_mask(positions + 1)] = IGNORE
         return self._padded(tokens, labels, edges, within, seq_len)
 
     def runs(self, i: int) -> tuple[np.ndarray, np.ndarray]:

@@ -18,16 +18,16 @@ COMPARED = 16  # streams per step that are compared token by token
 
 
 def labels(subject: Subject) -> Findings:
-    """Every label is the next token of the same document, and every learnt token has one."""
+    """Every label is the next token of the same document, and every token that is trained on has one."""
     wrong, missing, where, of = 0, 0, "", 0
-    all_learnt = _all_learnt(subject)
+    all_trained_on = _all_trained_on(subject)
     for i in range(STREAMS * subject.degrees.dp):
         stream = subject.streams[i]
         want, given = np.append(stream.tokens[1:], _first_of_next(subject, i)), stream.labels != IGNORE
         ends = np.zeros(len(want), dtype=bool)  # of documents, except the last, which may go on in the next stream
         ends[stream.cu_seqlens[1:-1] - 1] = True
         bad = given & (ends | (stream.labels != want))
-        absent = ~given & ~ends & all_learnt
+        absent = ~given & ~ends & all_trained_on
         absent[-1] = False
         wrong, missing, of = wrong + int(bad.sum()), missing + int(absent.sum()), of + len(want)
         if not where and (bad | absent).any():
@@ -38,7 +38,7 @@ def labels(subject: Subject) -> Findings:
     yield Finding("labels", "tokens within a document that have none", missing, 0, where)
 
 
-def _all_learnt(subject: Subject) -> bool:
+def _all_trained_on(subject: Subject) -> bool:
     corpora = subject.streams.sources.values() if isinstance(subject.streams, MixedStreams) else [subject.streams]
     return all(streams.corpus.answers is None for streams in corpora)
 
