@@ -28,7 +28,7 @@ from tests.processes import until
 from tests.refusals import is_refused
 from tests.worlds import World
 from titan_linear import hf_io
-from titan_linear.checkpoint import SaveFailed
+from titan_linear.checkpoint import Content, Progress, SaveFailed
 from titan_linear.config import check_config, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.files import finish_replacing
@@ -421,9 +421,10 @@ def test_generation_warns_of_a_tokenizer_that_the_weights_do_not_know(
     assert not capsys.readouterr().err
     assert f"'{folder}' were trained with another tokenizer than --tokenizer" in warned(folder, "other", their_own)
 
-    (checkpoint / "progress.json").write_text(json.dumps({"step": 3}))  # an old one
+    (checkpoint / "progress.json").write_text(Progress(step=3).model_dump_json())  # imported
     assert not warned(checkpoint, "", bytes_again)
-    (checkpoint / "progress.json").write_text(json.dumps({"step": 3, "tokenizer": their_own.fingerprint}))
+    content = Content(tokenizer=their_own.fingerprint, model="m", corpora={}, mixture=[])
+    (checkpoint / "progress.json").write_text(Progress(step=3, content=content).model_dump_json())
     assert "trained with another tokenizer than --tokenizer" in warned(checkpoint, "elsewhere", bytes_again)
     assert "another tokenizer than model.tokenizer_path of its run" in warned(checkpoint, "", bytes_again)
     assert not warned(checkpoint, "other", their_own)

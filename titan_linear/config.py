@@ -101,7 +101,7 @@ class Training(_Strict):
     """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
     dataset_format: DatasetFormat = "text"
     """What a record of jsonl, parquet or arrow is: a text; a conversation, its messages written by the tokenizer's chat
-    template; or a prompt and its completion. Of the last two only the answers are learnt."""
+    template; or a prompt and its completion. Of the last two only the answers are trained on."""
     mixture: list[Source] = []
     """Several sources instead of the one above, [{name = "web", weight = 0.7, dataset = "jsonl", dataset_path = "…"},
     …], each with those of the keys above that it needs. Streams come from them in proportion to their weights."""
@@ -145,7 +145,7 @@ class Training(_Strict):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """After a non-finite loss or gradient, stop the run, or skip and count the step. It never reaches the weights."""
     num_workers: int = Field(0, ge=0)
-    """Processes that load data on each rank; 0 loads in the training process."""
+    """Threads that read batches ahead on each rank, two batches each; 0: batches are read when a step asks for them."""
 
 
 class Optimizer(_Strict):
@@ -885,10 +885,16 @@ def _check_types(t: Training) -> None:
         )
 
 
-def sources(config: Config) -> dict[str, Training | Source]:
-    """What is trained on, by how messages begin the names of its keys."""
-    t = config.training
-    return {f"training.mixture, source {s.name!r}: ": s for s in t.mixture} if t.mixture else {"training.": t}
+def sources(config: Config) -> list[Training] | list[Source]:
+    """What is trained on: the sources of a mixture, or the one that [training] names."""
+    return config.training.mixture or [config.training]
+
+
+def key_of(source: Training | Source, key: str) -> str:
+    """What messages call a key of a source."""
+    if isinstance(source, Source):
+        return f"training.mixture, source {source.name!r}: {key}"
+    return f"training.{key}"
 
 
 def _check_data(config: Config) -> None:
@@ -900,8 +906,8 @@ def _check_data(config: Config) -> None:
             f"training.mixture_from_step = {t.mixture_from_step} is the step from which training.mixture holds, and "
             "training.mixture is not set; remove it"
         )
-    for where, source in sources(config).items():
-        _check_source(where, source)
+    for source in sources(config):
+        _check_source(source)
     if v.enable and v.dataset_path and t.dataset == "stdlib" and not t.mixture:
         raise ValueError(
             f"validation.dataset_path = {v.dataset_path!r} is not used by training.dataset = 'stdlib'; remove it to "
@@ -921,25 +927,25 @@ def _check_data(config: Config) -> None:
         raise ValueError("validation.steps = 0 validates nothing; use -1 for all, or validation.enable = false")
 
 
-def _check_source(where: str, s: Training | Source) -> None:
-    """where: how messages begin the names of its keys."""
+def _check_source(s: Training | Source) -> None:
+    dataset = key_of(s, "dataset")
     if s.dataset == "stdlib" and s.dataset_path:
         raise ValueError(
-            f"{where}dataset_path = {s.dataset_path!r} is not used by {where}dataset = 'stdlib'; remove it, or set "
-            f"{where}dataset to its kind: text, jsonl, parquet, arrow or tokens"
+            f"{dataset}_path = {s.dataset_path!r} is not used by {dataset} = 'stdlib'; remove it, or set {dataset} to "
+            "its kind: text, jsonl, parquet, arrow or tokens"
         )
     if s.dataset != "stdlib" and not s.dataset_path:
-        raise ValueError(f"{where}dataset = {s.dataset!r} needs {where}dataset_path: a file, folder or glob")
+        raise ValueError(f"{dataset} = {s.dataset!r} needs {dataset}_path: a file, folder or glob")
     records = ("jsonl", "parquet", "arrow")
     if s.dataset_format != "text" and s.dataset not in records:
         raise ValueError(
-            f"{where}dataset_format = {s.dataset_format!r} is for {where}dataset = {', '.join(records)}, and it is "
-            f"{s.dataset!r}; remove the format (a corpus of tokens knows its answers), or change {where}dataset"
+            f"{dataset}_format = {s.dataset_format!r} is for {dataset} = {', '.join(records)}, and it is "
+            f"{s.dataset!r}; remove the format (a corpus of tokens knows its answers), or change {dataset}"
         )
     if s.dataset_format != "text" and s.dataset_text_field != "text":
         raise ValueError(
-            f"{where}dataset_text_field = {s.dataset_text_field!r} is not used by {where}dataset_format = "
-            f"{s.dataset_format!r}; remove one of them"
+            f"{dataset}_text_field = {s.dataset_text_field!r} is not used by {dataset}_format = {s.dataset_format!r}; "
+            "remove one of them"
         )
 
 

@@ -57,7 +57,7 @@ from titan_linear.build import (
 )
 from titan_linear.checkpoint import named_parameters
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config, micro_steps
-from titan_linear.data import IGNORE, Batch, Stream, build_dataloader
+from titan_linear.data import IGNORE, Batch, Stream, StreamLoader
 from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.groups import of_all_ranks, process_group, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims
@@ -334,7 +334,7 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row]:
 def _batches(config: Config, model: ModelConfig, dims: ParallelDims, mean: int | None) -> Batches:
     t, streams = config.training, RandomStreams(config.training.seq_len, model.vocab_size, mean)
     sizes = {"global_batch_size": t.global_batch_size, "local_batch_size": t.local_batch_size}
-    return lambda: iter(build_dataloader(streams, dp_rank=dims.dp_rank, dp_degree=dims.dp, **sizes))
+    return lambda: iter(StreamLoader(streams, dp_rank=dims.dp_rank, dp_degree=dims.dp, **sizes))
 
 
 def _trace(args: argparse.Namespace, model: str, by: str, mode: str) -> Path | None:
