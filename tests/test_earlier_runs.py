@@ -18,7 +18,7 @@ import pytest
 from tests.refusals import exit_of, own_handlers
 from tests.test_resume import STARTS, train_on_rank
 from tests.worlds import World
-from titan_linear import agent, launch
+from titan_linear import launch
 
 RUNS = Path(__file__).with_name("earlier_runs.tar.xz")
 COMPARED = ("step", "loss", "grad_norm", "lr", "tokens", "skipped_steps", "validation_loss")
@@ -43,7 +43,7 @@ def test_a_run_of_version_0_1_resumes(
     argv = [str(argument) for argument in argv]
     monkeypatch.setenv("NGPU", "2")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(agent, "run_workers", lambda *_: STARTS)
+    monkeypatch.setattr(launch, "run_workers", lambda *_: STARTS)
     with own_handlers():
         code, said = exit_of(launch.main, argv, capfd)
     assert code == STARTS, said
