@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from titan_linear import agent, launch, loss
+from titan_linear import launch, loss
 from titan_linear.checkpoint import Checkpointer, Progress
 from titan_linear.config import changed, load_config
 from titan_linear.data import PackedStreams, Stream, StreamLoader, Streams
@@ -502,7 +502,7 @@ def test_a_run_that_does_not_hold_is_not_started(corpus: Path, monkeypatch: pyte
         raise SystemExit(1)
 
     monkeypatch.setattr(start, "prove", refuse)
-    monkeypatch.setattr(agent, "run_workers", lambda *_: pytest.fail("it is started"))
+    monkeypatch.setattr(launch, "run_workers", lambda *_: pytest.fail("it is started"))
     monkeypatch.setenv("NGPU", "4")
     with pytest.raises(SystemExit) as stopped:
         launch.main(arguments(corpus, **{"doctor.at_start": "true", "job.dump_folder": corpus.parent / "not started"}))

@@ -34,7 +34,7 @@ from titan_linear.hf_io import gather
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.preflight import preflight
-from titan_linear.process import CHECKED, FAILED, LAUNCHER, LOST, be_deterministic
+from titan_linear.process import FAILED, LAUNCHER, LOST, be_deterministic
 from titan_linear.train import NonFinite, Trainer, WriteFailed
 
 STEPS = 10
@@ -615,22 +615,6 @@ def test_errors_are_one_line(error: Exception, rank: int, code: int, shown: str,
     assert train.main([]) == code and capsys.readouterr().err == shown
 
 
-def test_workers_compute_what_the_launcher_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A restart after the file was edited, for the next experiment say, goes on with this one."""
-    file, configs = tmp_path / "run.toml", []
-    file.write_text(
-        "[optimizer]\nlr = 1e-3\n[[training.mixture]]\nname = 'a'\ndataset = 'text'\ndataset_path = 'a'\nweight = 0.1\n"
-    )
-    argv = ["--job.config_file", str(file)]
-    checked = load_config(argv)
-    file.write_text("[optimizer]\nlr = 2e-3\n")
-    monkeypatch.setattr(train, "die_with_parent", lambda: None)
-    monkeypatch.setattr(train, "_run", lambda config: configs.append(config) or 0)
-    monkeypatch.setenv(LAUNCHER, "1")
-    monkeypatch.setenv(CHECKED, checked.model_dump_json())
-    assert train.main(argv) == 0 and configs == [checked]
-
-
 def test_too_little_memory_is_a_line_with_what_would_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -651,18 +635,18 @@ def test_too_little_memory_is_a_line_with_what_would_fit(
     monkeypatch.setattr(train, "watched", lambda *_: nullcontext())
     monkeypatch.setattr(train, "die_with_parent", lambda: None)
     monkeypatch.setenv(LAUNCHER, "1")
-    monkeypatch.setenv(CHECKED, load_config(["--activation_checkpoint.mode", "selective"]).model_dump_json())
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     room = SimpleNamespace(total_memory=2**40)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: room)
-    assert train.main([]) == FAILED
+    argv = ["--activation_checkpoint.mode", "selective"]
+    assert train.main(argv) == FAILED
     reason, fits, left = capsys.readouterr().err.splitlines()
     assert reason == "error: rank 3: CUDA out of memory. Tried to allocate 2.00 GiB" and left == "left"
     assert fits.startswith("rank 3: activation_checkpoint.mode = 'attention' would fit (")
     monkeypatch.setattr(train, "PLANNING", 0.1)
     monkeypatch.setattr(train, "what_fits", lambda *_: time.sleep(60))
-    assert train.main([]) == FAILED and capsys.readouterr().err.splitlines() == [reason, left]
+    assert train.main(argv) == FAILED and capsys.readouterr().err.splitlines() == [reason, left]
 
 
 def test_a_lost_rank_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -678,7 +662,6 @@ def test_a_lost_rank_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert train.main([]) == LOST
     assert capsys.readouterr().err == f"error: rank 1: another rank is gone: {reason}\n"
     monkeypatch.setenv(LAUNCHER, "1")
-    monkeypatch.setenv(CHECKED, "{}")
     assert train.main([]) == LOST and capsys.readouterr().err == ""
     reason = "shapes differ"
     with pytest.raises(RuntimeError, match=reason):

@@ -84,7 +84,6 @@ from titan_linear.process import (
     die_with_parent,
     outliving_readers,
     own_device,
-    passed_configuration,
     under_launcher,
 )
 from titan_linear.profiling import MemorySnapshots, Profiler, exposed_communication, pause, profiler
@@ -580,8 +579,9 @@ def main(argv: list[str]) -> int:
     die_with_parent()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # about torch's own code
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # except while it trains (profiling.py)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the launcher blocks it
     try:
-        return _run(_configuration(argv))
+        return _run(load_config(argv))
     except (ValueError, NonFinite, SaveFailed) as error:
         alike = isinstance(error, (NonFinite, SaveFailed)) and not isinstance(error, WriteFailed)  # on all ranks
         if int(os.environ.get("RANK", "0")) == 0 or not alike:
@@ -598,11 +598,6 @@ def main(argv: list[str]) -> int:
             raise
         print(f"error: rank {os.environ['RANK']}: {_unwritten(error)}", file=sys.stderr, flush=True)
         return FAILED
-
-
-def _configuration(argv: list[str]) -> Config:
-    """Return the configuration; under the launcher, as it was checked: the file may have been edited since."""
-    return Config.model_validate_json(passed_configuration()) if under_launcher() else load_config(argv)
 
 
 def _unwritten(error: OSError) -> str:
@@ -649,7 +644,8 @@ def _train(config: Config, watch: Watch) -> int:
     watch.step = lambda: trainer.begun
     with trainer.stop:
         trainer.train()
-    return 128 + trainer.stop.agreed if trainer.stop.agreed else 0
+    trainer.stop.report()
+    return 0  # to torchrun anything else is a failure
 
 
 def _say_what_fits(config: Config, error: torch.OutOfMemoryError) -> None:
