@@ -12,7 +12,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.worlds import World
 from titan_linear import memory
-from titan_linear.config import Config, load_config
+from titan_linear.config import load_config
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.hf_io import owned
@@ -77,58 +77,3 @@ def test_checkpointing_takes_memory_in_order(name: str) -> None:
         config = load_config(["--model.name", name, "--activation_checkpoint.mode", mode], cuda=True)
         sums.append(memory.memory(config, preset(name, "debug"), gpus=1)["activations"])
     assert sums == sorted(set(sums))
-
-
-@pytest.mark.parametrize(
-    ("room", "said"),
-    [
-        (30, "activation_checkpoint.mode = 'selective' would fit ("),
-        (10, "activation_checkpoint.mode = 'full', training.local_batch_size = 2 would fit ("),
-        (2.5, "activation_checkpoint.mode = 'full', training.local_batch_size = 1, training.loss_chunk_size = 512, "
-            "parallelism.context_parallel_degree = 2 would fit ("),
-        (1.8, "training.enable_cpu_offload = true, activation_checkpoint.mode = 'full', training.local_batch_size = 1, "
-            "training.loss_chunk_size = 512, parallelism.context_parallel_degree = 2 would fit (1.5 of"),
-        (0.5, "no resharding, activation checkpointing, batch, expert or context parallelism, or offload to the host's "
-            "memory would fit; "),
-    ],
-)  # fmt: skip
-def test_the_cheapest_settings_that_fit_are_named(room: float, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Alone, or each on top of those before; one that cannot run is left out: context parallelism over 4 of 2 GPUs."""
-
-    def planned(config: Config, model: object, gpus: int) -> dict[str, float]:
-        kept = {"none": 10, "selective": 6, "attention": 4, "full": 3}[config.activation_checkpoint.mode]
-        activations = kept * config.training.local_batch_size / config.parallelism.context_parallel_degree
-        optimizer = 0 if config.training.enable_cpu_offload else 0.3
-        return {"activations": activations * memory.GIB, "optimizer": optimizer * memory.GIB}
-
-    monkeypatch.setattr(memory, "memory", planned)
-    config = load_config(["--training.local_batch_size", "4", "--training.loss_chunk_size", "1024"])
-    assert memory.what_fits(config, preset("hybrid", "debug"), 2, room * memory.GIB).startswith(said)
-
-
-@pytest.mark.parametrize(
-    ("room", "said"),
-    [
-        (17, "parallelism.fsdp_reshard_after_forward = 'always' would fit (14.0 of"),
-        (14, "activation_checkpoint.mode = 'full' would fit (12.0 of"),
-        (9, "parallelism.fsdp_reshard_after_forward = 'always', activation_checkpoint.mode = 'full' would fit (6.0 of"),
-        (3.5, "parallelism.fsdp_reshard_after_forward = 'always', activation_checkpoint.mode = 'full', "
-              "training.loss_chunk_size = 512, parallelism.expert_parallel_degree = 4 would fit (3.0 of"),
-    ],
-)  # fmt: skip
-def test_one_change_comes_before_several_and_cheap_ones_before_dear_ones(
-    room: float, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """FSDP's copies, in smaller units, of fewer experts; then context parallelism."""
-
-    def planned(config: Config, model: object, gpus: int) -> dict[str, float]:
-        p = config.parallelism
-        copies = (10 if p.fsdp_reshard_after_forward == "never" else 4) / p.expert_parallel_degree
-        kept = {"none": 10, "selective": 6, "attention": 5, "full": 2}[config.activation_checkpoint.mode]
-        return {"copies": copies * memory.GIB, "activations": kept * memory.GIB / p.context_parallel_degree}
-
-    monkeypatch.setattr(memory, "memory", planned)
-    keys = {"parallelism.fsdp_reshard_after_forward": "never", "training.loss_chunk_size": 1024,
-            "training.local_batch_size": 1, "model.name": "kimi-linear"}  # fmt: skip
-    config = load_config([f"--{key}={value}" for key, value in keys.items()])
-    assert memory.what_fits(config, preset("kimi-linear", "debug"), 4, room * memory.GIB).startswith(said)

@@ -66,6 +66,7 @@ def breaking_on_rank(rank: int, world_size: int, argv: list[str], cache: str, me
     setattr(trainer, method, fail)
     with pytest.raises(Broken):
         trainer.train()
+    trainer.checkpointer.finish()
     return [path.parent.name for path in trainer.checkpointer.folder.glob("step-*/manifest.json")]
 
 

@@ -25,13 +25,17 @@ import os
 import pickle
 import re
 import shutil
+import sys
 import time
+import traceback
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Event
+from types import NoneType
 from typing import Any
 
 import torch
@@ -53,6 +57,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from titan_linear.config import Config
 from titan_linear.data import Phase
+from titan_linear.distributed.ending import RunFailed, is_gone
 from titan_linear.distributed.groups import of_all_ranks, on_rank_0
 from titan_linear.distributed.parts import whole
 from titan_linear.files import remove, sync, write_whole
@@ -62,6 +67,7 @@ MANIFEST, PROGRESS, METADATA, REWOUND = "manifest.json", "progress.json", ".meta
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # `_compare` checks names with better messages
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what checkpointing and torch.compile add to names
 BLOCK = 1 << 20  # bytes read at a time
+AT_LAST = 600.0  # seconds for an async save to end, when an error ends the run
 # What .metadata may refer to, dtypes aside. BytesStorageMetadata is left out: DCP unpickles what that announces.
 METADATA_NAMES = {
     *(("torch.distributed.checkpoint.metadata", name) for name in (
@@ -93,8 +99,10 @@ class Progress(BaseModel):
     content: Content | None = None  # None: imported weights
 
 
-class SaveFailed(OSError):
+class SaveFailed(RunFailed, OSError):
     """A save failed, on every rank; earlier checkpoints remain."""
+
+    alike = True
 
 
 class Checkpointer:
@@ -170,6 +178,20 @@ class Checkpointer:
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()
+
+    def look(self) -> None:
+        """Raise at once what ended an async save on this rank alone; what ended it on all is told by the next save."""
+        if self._pending and self._pending.done() and not isinstance(self._pending.exception(), (SaveFailed, NoneType)):
+            self.wait()
+
+    def finish(self) -> None:
+        """Before this process ends for another error: let the async save under way end, in AT_LAST seconds or less."""
+        if self._pending is None or self._pending.done():
+            return
+        print(f"rank {self.rank}: waiting for the save under way, {AT_LAST:.0f} s at most", file=sys.stderr, flush=True)
+        futures.wait([self._pending], AT_LAST)
+        if self._pending.done() and self._pending.exception():
+            print(f"warning: {self._pending.exception()}", file=sys.stderr, flush=True)
 
     def is_saved(self) -> bool:
         """Wait for the async save under way, if any; return whether it succeeded: the same on all ranks."""
@@ -253,6 +275,8 @@ class Checkpointer:
             self._saved = (step, "optimizer" in state)
             self._together(lambda: self.rank == 0 and self.prune(step))
         except (OSError, RuntimeError, dcp.CheckpointException) as failure:  # the same on every rank
+            if is_gone(failure):
+                raise
             if self.rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)  # the disk may be full
             raise SaveFailed(f"saving step-{step} in '{self.folder}' failed: {_reasons(failure)}") from failure
@@ -279,7 +303,9 @@ class Checkpointer:
         result, error = None, None
         try:
             result = work()
-        except (OSError, RuntimeError) as failure:
+        except Exception as failure:
+            if not isinstance(failure, (OSError, RuntimeError)):  # a fault of this program
+                traceback.print_exc()
             error = f"rank {self.rank}: {describe(failure)}"
         outcomes = of_all_ranks((result, error), self.group)
         if errors := [error for _, error in outcomes if error]:

@@ -24,7 +24,6 @@ With training.enable_cpu_offload, shards, their gradients and moments are not in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from typing import NamedTuple
@@ -34,7 +33,7 @@ import torch
 from torch import nn
 
 from titan_linear.build import DTYPES, unallocated
-from titan_linear.config import Config, changed, check_config, data_parallel_degrees, micro_steps
+from titan_linear.config import Config, data_parallel_degrees, micro_steps
 from titan_linear.counting import Layer, Memory, count
 from titan_linear.distributed.experts import spread_experts
 from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
@@ -315,83 +314,7 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[st
     return {"head": stream + u.vocabulary * (4 + compute * u.sharded), "logits": logits}
 
 
-# --- Settings that fit ------------------------------------------------------------------------------------------------
-
-
-def what_fits(config: Config, model: ModelConfig, gpus: int, room: float) -> str:
-    """Say which settings would make a run fit on GPUs of `room` bytes: the cheapest single one that is enough, else
-    several, offload last; or that none would."""
-    room *= 1 - SPARE
-    settings, offload = list(_settings(config, model)), {"training.enable_cpu_offload": True}
-    found = _cheapest(config, model, gpus, room, {}, settings)
-    if found is None and not config.training.enable_cpu_offload:
-        found = _cheapest(config, model, gpus, room, offload, [*offload.items(), *settings])
-    if found is None:
-        return (
-            "no resharding, activation checkpointing, batch, expert or context parallelism, or offload to the host's "
-            "memory would fit; take more GPUs or a smaller model"
-        )
-    changes, needed = found
-    said = ", ".join(f"{key} = {_said(value)}" for key, value in changes.items())
-    host = host_memory(changed(config, changes), model, gpus) / GIB
-    more = f", and {host:.1f} of the host's memory for each GPU" if host else ""
-    return f"{said} would fit ({needed / GIB:.1f} of {room / GIB:.1f} GiB{more})"
-
-
-def _cheapest(
-    config: Config, model: ModelConfig, gpus: int, room: float, given: dict[str, object],
-    settings: Iterable[tuple[str, object]],
-) -> tuple[dict[str, object], float] | None:  # fmt: skip
-    """The first changes, on top of `given`, with which a GPU's bytes fit, and the number of these bytes. Each setting
-    is tried alone; then they are added one after the other."""
-    for alone in (True, False):
-        changes = given
-        for key, value in settings:
-            tried = (given if alone else changes) | {key: value}
-            other = changed(config, tried)
-            try:
-                check_config(other, gpus)
-                needed = sum(memory(other, model, gpus).values())
-            except ValueError:
-                continue  # degrees do not divide, or it cannot be planned
-            changes = tried
-            if needed <= room:
-                return changes, needed
-    return None
-
-
 def checkpointing_modes(model: ModelConfig) -> tuple[str, ...]:
     """The modes that differ for this model, from the one that keeps most."""
     softmax = any(not mixer.linear for mixer in model.layers)
     return "none", *(mode for mode in MODES if softmax or mode != "attention")
-
-
-def _said(value: object) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value)
-
-
-def _settings(config: Config, model: ModelConfig) -> Iterator[tuple[str, object]]:
-    """Keys and values of settings that take less memory, the cheapest first."""
-    t, p, modes = config.training, config.parallelism, ("none", *MODES)
-    if p.fsdp_reshard_after_forward == "never":
-        yield "parallelism.fsdp_reshard_after_forward", "always"
-    for mode in modes[modes.index(config.activation_checkpoint.mode) + 1 :]:
-        if mode in checkpointing_modes(model):
-            yield "activation_checkpoint.mode", mode
-    for size in _halves(t.local_batch_size, 1):
-        yield "training.local_batch_size", size
-    for size in _halves(t.loss_chunk_size, 512):
-        yield "training.loss_chunk_size", size
-    if p.data_parallel_replicate_degree > 1:
-        yield "parallelism.data_parallel_replicate_degree", 1
-    times = (2, 4, 8, 16, 32, 64)
-    for degree in (n * p.expert_parallel_degree for n in times):
-        if model.moe and model.moe.num_experts % degree == 0:
-            yield "parallelism.expert_parallel_degree", degree
-    for n in times:
-        yield "parallelism.context_parallel_degree", n * p.context_parallel_degree
-
-
-def _halves(size: int, least: int) -> Iterator[int]:
-    while (size := size // 2) >= least:
-        yield size

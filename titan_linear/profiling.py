@@ -45,8 +45,10 @@ class Profiler:
         return self
 
     def __exit__(self, *raised: Any) -> None:
+        if raised[0] is not None:
+            return  # the profiler would wait for the device, which may wait for a rank that has failed
         self.profile.__exit__(*raised)
-        if self.rank == "0" and not self.traces and raised[0] is None:
+        if self.rank == "0" and not self.traces:
             p = self.config.profiling
             first = p.profile_freq - p.profiler_active + 1
             print(

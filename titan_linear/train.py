@@ -7,17 +7,15 @@ loop    steps, validation, metrics, checkpoints, until the last step or a signal
 
 from __future__ import annotations
 
-import errno
 import math
 import os
 import signal
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -52,9 +50,9 @@ from titan_linear.checkpoint import (
 )
 from titan_linear.config import Config, hf_weights, load_config, micro_steps, schedule_steps, seq_len_at, tokens_at
 from titan_linear.data import IGNORE, StreamLoader, build_tokenizer, num_labels, validation_batches
+from titan_linear.distributed.ending import Ending, RunFailed, is_gone, out_of_memory, report
 from titan_linear.distributed.feed import Feed, FeedStats
 from titan_linear.distributed.groups import (
-    is_gone,
     of_all_ranks,
     on_rank_0,
     process_group,
@@ -69,16 +67,12 @@ from titan_linear.generate import Sampling, generate
 from titan_linear.grace import GivenUp, Grace
 from titan_linear.gradients import Passes
 from titan_linear.hf_io import gather, load_weights
-from titan_linear.memory import what_fits
 from titan_linear.metrics import GarbageClock, Graphs, MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory
 from titan_linear.models.init import initialise
 from titan_linear.ops.support import hush, start_lines
 from titan_linear.optim import build_optimizer
 from titan_linear.preflight import preflight
 from titan_linear.process import (
-    FAILED,
-    LOST,
-    MISTAKE,
     StopSignal,
     be_deterministic,
     die_with_parent,
@@ -89,6 +83,7 @@ from titan_linear.process import (
 from titan_linear.profiling import MemorySnapshots, Profiler, exposed_communication, pause, profiler
 from titan_linear.proof.start import prove
 from titan_linear.rundir import (
+    CONFIG,
     RECORDERS,
     check_resume,
     checkpoint_folder,
@@ -103,16 +98,17 @@ from titan_linear.spikes import MicroLoss, Outliers, write_spike
 from titan_linear.step import StepEnd, rate_at
 from titan_linear.telemetry import Seen, Telemetry
 
-UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # errors of the disk, not of this program
-PLANNING = 60.0  # seconds, at most, to look for settings that would have fitted
 
-
-class NonFinite(RuntimeError):
+class NonFinite(RunFailed):
     """A loss or gradient is NaN or infinite. Every rank raises it; the update left the weights as they were."""
+
+    alike = True
 
 
 class WriteFailed(SaveFailed):
     """A save or an export failed on this rank, which must report it: the others may not know."""
+
+    alike = False
 
 
 class Trainer:
@@ -313,11 +309,6 @@ class Trainer:
                 self._loop(logger, profile, snapshots)
             except GivenUp as why:
                 self._give_up(str(why))
-            except NonFinite:
-                with self._unhurried():
-                    if self.checkpointer:
-                        self.checkpointer.is_saved()  # the last good state may still be on its way to the disk
-                raise
         with self._unhurried():
             self._finish()
         if logger:
@@ -345,6 +336,8 @@ class Trainer:
             if (warning := self.grace.warning(self.feed.micro_steps, self._save_seconds)) and dist.get_rank() == 0:
                 print(warning, flush=True)
             self._validate_and_save(logger)
+            if self.checkpointer:
+                self.checkpointer.look()
             if self.exports:
                 self.exports.look()
 
@@ -418,20 +411,7 @@ class Trainer:
             if saves:  # first, so that an error in validation costs no steps
                 self.save()
             if validates:
-                with self._saved_first():
-                    self._validate(logger)
-
-    @contextmanager
-    def _saved_first(self) -> Iterator[None]:
-        """On an error inside `with`, wait for the async save under way, if any: it would die with this process."""
-        try:
-            yield
-        except GivenUp:  # a save still follows
-            raise
-        except Exception:
-            if self.checkpointer:
-                self.checkpointer.is_saved()
-            raise
+                self._validate(logger)
 
     def _validate(self, logger: MetricsLogger | None) -> None:
         v, loss = self.config.validation, self.validate()
@@ -566,65 +546,41 @@ def _writing(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if is_gone(error):
+            raise
         reason = str(error).partition("\n")[0]
-        raise WriteFailed(f"rank {dist.get_rank()}: {what} failed: {reason}") from error
+        raise WriteFailed(f"{what} failed: {reason}") from error
 
 
 # --- One process of a run --------------------------------------------------------------------------------------------
 
 
 def main(argv: list[str]) -> int:
-    """Return the exit code. A user's mistake, a non-finite loss, a failed save or a full disk prints one line, not a
-    traceback."""
+    """Return the exit code. What ends the run is said by `report`, or inside the process group by `Ending.leave`."""
     die_with_parent()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # about torch's own code
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # except while it trains (profiling.py)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the launcher blocks it
     try:
         return _run(load_config(argv))
-    except (ValueError, NonFinite, SaveFailed) as error:
-        alike = isinstance(error, (NonFinite, SaveFailed)) and not isinstance(error, WriteFailed)  # on all ranks
-        if int(os.environ.get("RANK", "0")) == 0 or not alike:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return MISTAKE if isinstance(error, ValueError) else FAILED
-    except RuntimeError as error:
-        if not is_gone(error):
-            raise
-        if not under_launcher():  # the launcher says what happened to the other rank
-            print(f"error: rank {os.environ['RANK']}: another rank is gone: {error}", file=sys.stderr, flush=True)
-        return LOST
-    except OSError as error:
-        if error.errno not in UNWRITABLE:
-            raise
-        print(f"error: rank {os.environ['RANK']}: {_unwritten(error)}", file=sys.stderr, flush=True)
-        return FAILED
-
-
-def _unwritten(error: OSError) -> str:
-    """The message for a failed write of metrics, telemetry or traces; saves have their own."""
-    where = f"'{error.filename}'" if error.filename else "the run's folder"
-    return (
-        f"writing in {where} failed: {error.strerror}; make room or mend the disk, and start again, from the newest "
-        "checkpoint if any"
-    )
+    except Exception as error:
+        return report(error)
 
 
 def _run(config: Config) -> int:
     """Join the run's processes, train, and return the exit code."""
     if config.debug.deterministic:
         be_deterministic()
-    recorders = Path(config.job.dump_folder) / RECORDERS
-    with process_group(timedelta(seconds=config.comm.init_timeout_seconds)) as store, ExitStack() as held:
+    folder = Path(config.job.dump_folder)
+    with process_group(timedelta(seconds=config.comm.init_timeout_seconds)) as ending, ExitStack() as held:
+        watch = held.enter_context(watched(folder / RECORDERS, ending.store, config.comm.train_timeout_seconds))
         if not under_launcher():  # torchrun: once joined, the others can wait while rank 0 checks and tokenises
             on_rank_0(lambda: _claim(config, held), unhurried_group())
-        watch = held.enter_context(watched(recorders, store, config.comm.train_timeout_seconds))
         try:
-            return _train(config, watch)
+            return _train(config, watch, ending)
         except torch.OutOfMemoryError as error:
-            # Inside the process group, where the others still wait in a collective: once this rank left it, they would
-            # end, and this rank with them.
-            _say_what_fits(config, error)
-            return FAILED
+            plan = f"python -m tools.plan --gpus {dist.get_world_size()} --job.config_file {folder / CONFIG}"
+            raise RunFailed(f"{out_of_memory(error)}; what a run needs: {plan}") from error
 
 
 def _claim(config: Config, held: ExitStack) -> None:
@@ -639,43 +595,15 @@ def _claim(config: Config, held: ExitStack) -> None:
         prove(sys.argv[1:], dist.get_world_size())
 
 
-def _train(config: Config, watch: Watch) -> int:
+def _train(config: Config, watch: Watch, ending: Ending) -> int:
     trainer = Trainer(config)
-    watch.step = lambda: trainer.begun
+    watch.step, watch.signal = lambda: trainer.begun, lambda: trainer.stop.received
+    if trainer.checkpointer:
+        ending.finish = trainer.checkpointer.finish
     with trainer.stop:
         trainer.train()
     trainer.stop.report()
     return 0  # to torchrun anything else is a failure
-
-
-def _say_what_fits(config: Config, error: torch.OutOfMemoryError) -> None:
-    """Print at once why this rank ends; then, if the others' time-out allows, the settings that would have fitted."""
-    rank, reason = os.environ["RANK"], str(error).partition(". GPU")[0]
-    print(f"error: rank {rank}: {reason}", file=sys.stderr, flush=True)
-    with suppress(TimeoutError), _at_most(min(PLANNING, config.comm.train_timeout_seconds / 2)):
-        print(f"rank {rank}: {_what_fits(config)}", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Raise TimeoutError inside `with` after this many seconds."""
-
-    def end(number: int, _: FrameType | None) -> None:
-        raise TimeoutError
-
-    signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-
-
-def _what_fits(config: Config) -> str:
-    """Settings that would have fitted in this rank's GPU memory, by the planner's estimate."""
-    model = model_config(config, build_tokenizer(tokenizer_path(config)))
-    room = torch.cuda.get_device_properties().total_memory
-    return what_fits(config, model, int(os.environ["WORLD_SIZE"]), room)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
@@ -51,6 +52,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from titan_linear.distributed.groups import process_group
 from titan_linear.memory import Batch, layers
 from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
@@ -336,14 +338,11 @@ def main(argv: list[str]) -> int:
         return 2
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
-    dist.init_process_group("nccl", device_id=device)
-    try:
+    with process_group(timedelta(minutes=10)):
         reason = "as asked" if args.nccl else connect(dist.group.WORLD, device)
         if dist.get_rank() == 0:
             print(f"states and halos by NCCL: {reason}\n" if reason else "states and halos in mapped memory\n")
         print_rows(args, torch.empty(24 << 30, dtype=torch.uint8, device="cuda"))
-    finally:
-        dist.destroy_process_group()
     return 0
 
 

@@ -20,7 +20,7 @@ from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
 from tests.worlds import World
 from titan_linear.config import load_config
 from titan_linear.data import Batch
-from titan_linear.distributed.groups import is_gone
+from titan_linear.distributed.ending import is_gone
 from titan_linear.distributed.hangs import late_collective, recorded, watched
 from titan_linear.train import Trainer
 

@@ -12,37 +12,33 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
+from titan_linear.distributed.ending import Ending, exit_code
+
 # The time-out while one rank works alone: uses a slow disk, tokenises. A rank that dies still ends the others at once.
 UNHURRIED = timedelta(days=1)
 T = TypeVar("T")
 
-# What gloo says if a rank has died, or did not come in time.
-GONE = (
-    "Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting",
-    "Application timeout caused pair closure",  # another collective with the same rank had timed out
-)  # fmt: skip
-
 
 @contextmanager
-def process_group(timeout: timedelta) -> Iterator[dist.Store]:
-    """The default group, which torchrun's environment describes, and an orderly end of all groups. Yields its store."""
+def process_group(timeout: timedelta) -> Iterator[Ending]:
+    """The default group, which torchrun's environment describes, and an orderly end of all groups.
+
+    An error inside ends this process (`Ending.leave`): nothing that is around this context sees it.
+    """
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")  # collectives that the flight recorder keeps (hangs.py)
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timeout))
     # One store may serve all starts of the workers: the prefix hides what an earlier start wrote.
     store = dist.PrefixStore(f"workers-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
+    ending = Ending(store)
     try:
-        yield store
-    finally:
-        # Groups live as long as a mesh refers to them. A group's threads abort the interpreter if they outlive it.
-        gc.collect()
-        dist.destroy_process_group()
-
-
-def is_gone(error: RuntimeError) -> bool:
-    """Whether a collective failed because another rank has died or did not come."""
-    return any(words in str(error) for words in GONE)
+        yield ending
+    except BaseException as error:
+        ending.leave(error)
+    # Groups live as long as a mesh refers to them. A group's threads abort the interpreter if they outlive it.
+    gc.collect()
+    dist.destroy_process_group()
 
 
 def unhurried_group() -> dist.ProcessGroup:
@@ -59,7 +55,7 @@ def set_timeout(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None
 @contextmanager
 def unhurried(groups: list[dist.ProcessGroup], host: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
     """Inside, collectives of `groups` wait as long as it takes. All ranks leave together; then their time-out is
-    `timeout`.
+    `timeout`. An error inside ends this rank, and the others through the store (hangs.py), although they wait for it.
 
     host: an `unhurried_group`.
     """
@@ -80,16 +76,15 @@ def on_rank_0(work: Callable[[], T], host: dist.ProcessGroup) -> T:
     """The result of `work`, which rank 0 alone does and sends to the others, however long it takes.
 
     Raises:
-        ValueError: on rank 0, which has to report it, if `work` raised it; the other ranks exit.
-        SystemExit: on every rank, if `work` raised it.
+        Any error of `work`, on rank 0, which has to report it; SystemExit with its exit code on the others.
     """
     outcome, raised = [None, None], None  # result, exit code
     if dist.get_rank() == 0:
         try:
             outcome[0] = work()
-        except (ValueError, SystemExit) as error:
+        except BaseException as error:
             raised = error
-            outcome[1] = 2 if isinstance(error, ValueError) else error.code
+            outcome[1] = exit_code(error)
     dist.broadcast_object_list(outcome, 0, group=host)
     if raised is not None:
         raise raised

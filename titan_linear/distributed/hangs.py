@@ -1,13 +1,15 @@
-"""A run that hangs says so in one line: which collective of which step waits for which ranks.
+"""A thread of each rank that watches the others: no rank waits for one that has ended, and a run that hangs says so in
+one line: which collective of which step waits for which ranks.
 
-PyTorch's flight recorders, one for gloo and one for NCCL, keep the last collectives of each process. A thread of each
-rank looks at them while no step completes. Once a collective has used up most of its time-out, every rank writes its
-recorders into the run's folder (`torchfrtrace FOLDER --prefix rank-` compares NCCL's), and one of them prints the line.
-The time-out itself is left to the backend: gloo raises an error in the rank that waits, NCCL aborts its process.
+PyTorch's flight recorders, one for gloo and one for NCCL, keep the last collectives of each process. The thread looks
+at them while no step completes. Once a collective has used up most of its time-out, every rank writes its recorders
+into the run's folder (`torchfrtrace FOLDER --prefix rank-` compares NCCL's), and one of them prints the line. The
+time-out itself is left to the backend: gloo raises an error in the rank that waits, NCCL aborts its process.
 """
 
 from __future__ import annotations
 
+import os
 import pickle
 import sys
 import threading
@@ -20,57 +22,107 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from titan_linear.distributed.ending import FAILED_RANK
+from titan_linear.process import LOST
+
 LATE = 0.75  # of a collective's time-out
+POLL = 1.0  # seconds, at most, between two looks at the store
+GRACE = 2.0  # seconds for this rank to say why it fails itself
+SILENT, DEAD = 3.0, 8.0  # seconds without an answer after which a rank is named, and after which the others leave
 
 
 class Watch(threading.Thread):
-    """Looks at this rank's collectives; if one is late, reports it, once, together with those of the other ranks."""
+    """Looks at the other ranks and at this rank's collectives, while this rank's main thread may wait for ever.
+
+    - Another rank has failed: this one leaves too, after a while in which it may say why it fails itself.
+    - A signal has come: each rank answers. torchrun sends SIGTERM also where a rank has died, and that rank does not;
+      then there is no step that all ranks could reach and save.
+    - A collective is late: this is reported, once, together with what the other ranks wait for.
+    """
 
     def __init__(self, folder: Path, store: dist.Store, timeout: float):
-        """timeout: that of training, in seconds. store: one of all ranks, which only `Watch` uses."""
+        """timeout: that of training, in seconds. store: one of all ranks."""
         super().__init__(daemon=True)
-        self.folder, self.store, self.period = folder, store, min(timeout / 20, 5.0)
+        # A connection of its own: the main thread may hold the other one while it waits for a key.
+        self.folder, self.store, self.period = folder, store.clone(), min(timeout / 20, 5.0)
         self.rank, self.ranks = dist.get_rank(), range(dist.get_world_size())
         self.step: Callable[[], int] = lambda: 0  # the step that is being computed; 0: none yet
+        self.signal: Callable[[], int] = lambda: 0  # the signal that this rank has received; 0: none
         self.ended = threading.Event()
+        self.asked, self.named = 0.0, False  # when this rank answered; whether others are named that did not
+        self.looked, self.before, self.reported = time.monotonic(), None, False
 
     def run(self) -> None:
         with suppress(dist.DistError):  # the store is gone, and all ranks end
-            self._look()
+            while not self.ended.wait(min(self.period, POLL)):
+                self._leave_with_others()
+                self._answer()
+                self._look()
+            self.store.set(f"answers/{self.rank}", "")  # it ended in order, and nobody shall miss it
+
+    def _leave_with_others(self) -> None:
+        if self.store.check([FAILED_RANK]) and not self.ended.wait(GRACE):
+            os._exit(LOST)
+
+    def _answer(self) -> None:
+        if not self.asked:
+            if not (self.signal() or self.store.check(["signal"])):
+                return
+            self.asked = time.monotonic()
+            self.store.set("signal", "")
+            self.store.set(f"answers/{self.rank}", "")
+        waited = time.monotonic() - self.asked
+        if waited < SILENT or self.store.check([f"answers/{rank}" for rank in self.ranks]):
+            return
+        missing = self._missing("answers")
+        if not self.named and self.rank == min(set(self.ranks) - set(missing)):
+            print(f"error: no answer from {_names(missing)}", file=sys.stderr, flush=True)
+        self.named = True
+        if waited > DEAD:
+            os._exit(LOST)
 
     def _look(self) -> None:
-        before = None
-        while not self.ended.wait(self.period):
-            if self.step() != before:
-                before = self.step()
-            elif late := late_collective(recorded(), time.time_ns()):
-                return self._say(late)
-            elif self.store.check(["late"]):
-                return self._dump()
+        """Look for a late collective, every `period`, while no step completes."""
+        if self.reported or time.monotonic() - self.looked < self.period:
+            return
+        self.looked = time.monotonic()
+        if self.step() != self.before:
+            self.before = self.step()
+        elif late := late_collective(recorded(), time.time_ns()):
+            self.reported = True
+            self._say(late)
+        elif self.store.check(["late"]):
+            self.reported = True
+            self._dump()
 
     def _say(self, entry: dict[str, Any]) -> None:
         name = entry["profiling_name"].rpartition(":")[2]
         self.store.set(f"waits/{self.rank}", name)
-        first = self.store.add("late", 1) == 1
+        if self.store.add("late", 1) == 1:
+            self.ended.wait(2 * self.period)  # the other ranks look in the meantime
+            missing = self._missing("waits")
+            waiting = [rank for rank in self.ranks if rank not in missing]
+            waited = (time.time_ns() - entry["time_created_ns"]) / 1e9
+            when = f"step {self.step()}" if self.step() else "before the first step"
+            where = f"{_names(missing)} not there" if missing else "every rank waits, and not for the same"
+            print(
+                f"hang: {when}: {_names(waiting)} in {name} for {waited:.0f} of {entry['timeout_ms'] / 1e3:.0f} s, "
+                f"{where}; '{self.folder}' has what each did last",
+                file=sys.stderr,
+                flush=True,
+            )
         self._dump()
-        if not first:
-            return
-        self.ended.wait(2 * self.period)  # the other ranks look in the meantime
-        waiting = [rank for rank in self.ranks if self.store.check([f"waits/{rank}"])]
-        missing = [rank for rank in self.ranks if rank not in waiting]
-        waited = (time.time_ns() - entry["time_created_ns"]) / 1e9
-        when = f"step {self.step()}" if self.step() else "before the first step"
-        where = f"{_names(missing)} not there" if missing else "every rank waits, and not for the same"
-        print(
-            f"hang: {when}: {_names(waiting)} in {name} for {waited:.0f} of {entry['timeout_ms'] / 1e3:.0f} s, {where}"
-            f"; '{self.folder}' has what each did last",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+
+    def _missing(self, what: str) -> list[int]:
+        return [rank for rank in self.ranks if not self.store.check([f"{what}/{rank}"])]
 
     def _dump(self) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
-        for name, dump in recorders().items():
-            (self.folder / f"{name}-{self.rank}").write_bytes(dump())
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            for name, dump in recorders().items():
+                (self.folder / f"{name}-{self.rank}").write_bytes(dump())
+        except OSError as error:  # a full disk must not end this thread
+            print(f"warning: rank {self.rank}: no flight recorder: {error}", file=sys.stderr, flush=True)
 
 
 def recorders() -> dict[str, Callable[..., bytes]]:
@@ -111,11 +163,9 @@ def _names(ranks: list[int]) -> str:
 
 @contextmanager
 def watched(folder: Path, store: dist.Store, timeout: float) -> Iterator[Watch]:
-    """A `Watch` that runs inside of the context."""
-    watch = Watch(folder, dist.PrefixStore("hangs", store), timeout)
+    """A `Watch` that runs inside of the context, and after an error until the process ends."""
+    watch = Watch(folder, store, timeout)
     watch.start()
-    try:
-        yield watch
-    finally:
-        watch.ended.set()
-        watch.join(5)
+    yield watch
+    watch.ended.set()
+    watch.join(5)

@@ -74,10 +74,10 @@ def main(argv: list[str]) -> int:
 
 
 def _of_processes(subject: Subject) -> Findings:
-    """Under torchrun: what all of its processes prove together."""
+    """Under torchrun: what all of its processes prove together. An error of one of them ends it, and so all."""
     with process_group(PATIENCE):
-        yield from guarded("processes", lambda: processes.split(subject))
-        yield from guarded("resume of processes", lambda: resume.of_processes(subject))
+        yield from processes.split(subject)
+        yield from resume.of_processes(subject)
 
 
 def _introduction(subject: Subject) -> str:
