@@ -7,7 +7,6 @@ fragments, once per batch (`halo_routes`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,7 +108,7 @@ class _WithHalo(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-@operator
+@operator(kept_by=("selective",), kind="halo")
 def fetch_halo(
     x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, crosses: torch.Tensor, send_counts: torch.Tensor,
     receive_counts: torch.Tensor, puts: torch.Tensor, filled: torch.Tensor, puts_back: torch.Tensor,
@@ -135,7 +134,7 @@ def _(x, rows, places, crosses, send_counts, receive_counts, puts, filled, puts_
     return x.new_empty(slots, width, x.shape[1])
 
 
-@partial(operator, mutates=("dx",))
+@operator(mutates=("dx",), kind="halo")
 def return_halo(
     dx: torch.Tensor, d_halo: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, crosses: torch.Tensor,
     send_counts: torch.Tensor, receive_counts: torch.Tensor, puts: torch.Tensor, filled: torch.Tensor,

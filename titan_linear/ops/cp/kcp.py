@@ -184,7 +184,7 @@ def incoming_states(
     return kcp_incoming(S_ext, M, *chains[2:5], *chains[6:], group, reverse)
 
 
-@operator
+@operator(kept_by=("selective",), kind="states", of_driver=True)
 def kcp_incoming(
     S_ext: torch.Tensor, M: torch.Tensor, chain_offsets: torch.Tensor, s_row: torch.Tensor, m_row: torch.Tensor,
     crosses: torch.Tensor, sends: torch.Tensor, send_counts: torch.Tensor, receive_counts: torch.Tensor,

@@ -75,7 +75,7 @@ class _ExchangeHeads(torch.autograd.Function):
         return exchange_heads(grad, *ctx.where, not ctx.to_heads), None, None
 
 
-@operator
+@operator(kept_by=("selective",), kind="heads")
 def exchange_heads(x: torch.Tensor, order: list[int], world_size: int, group: str, to_heads: bool) -> torch.Tensor:
     """to_heads: [1, T_local, H, ...] → [1, T, H/W, ...]; else back."""
     if to_heads:
