@@ -196,9 +196,13 @@ def context(batch: Batch) -> CPContext:
     """The context of the last cp rank, on the meta device: with contiguous fragments, that rank sees the most keys."""
     cu_seqlens = torch.from_numpy(boundaries(batch.seq_len, batch.streams, batch.mean))
     described = build_cp_context(
-        cu_seqlens, rank=batch.cp - 1, world_size=batch.cp, layout=batch.layout, num_streams=batch.streams,
+        cu_seqlens,
+        rank=batch.cp - 1,
+        world_size=batch.cp,
+        layout=batch.layout,
+        num_streams=batch.streams,
         device=META,
-    )  # fmt: skip
+    )
     # No exchange runs on this group.
     return replace(described, group="planned", group_name="planned") if batch.cp > 1 else described
 
@@ -228,9 +232,12 @@ def _layer(model: ModelConfig, mixer: MixerOptions, experts: bool, batch: Batch)
         block.mlp.experts.forward = partial(_one_expert, block.mlp.experts)
     cp = context(batch)
     plan = BatchPlan(
-        cp.position_ids, cp_context=cp, num_streams=batch.streams, softmax_method=batch.softmax_method,
+        cp.position_ids,
+        cp_context=cp,
+        num_streams=batch.streams,
+        softmax_method=batch.softmax_method,
         linear_method=batch.linear_method,
-    )  # fmt: skip
+    )
     return count(block, x, plan)
 
 
@@ -362,9 +369,13 @@ def what_fits(config: Config, model: ModelConfig, gpus: int, room: float) -> str
 
 
 def _cheapest(
-    config: Config, model: ModelConfig, gpus: int, room: float, given: dict[str, object],
+    config: Config,
+    model: ModelConfig,
+    gpus: int,
+    room: float,
+    given: dict[str, object],
     settings: Iterable[tuple[str, object]],
-) -> tuple[dict[str, object], float] | None:  # fmt: skip
+) -> tuple[dict[str, object], float] | None:
     """The first changes, on top of `given`, with which a GPU's bytes fit, and the number of these bytes. Each setting
     is tried alone; then they are added one after the other."""
     for alone in (True, False):

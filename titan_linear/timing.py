@@ -45,8 +45,15 @@ from titan_linear.ops.triton.configs import kernel_dims
 
 SHIPPED = Path(__file__).parent / "rates"
 PARTS = (
-    "products", "attention", "delta rule", "elementwise", "head", "optimizer", "communication", "launches",
-)  # fmt: skip
+    "products",
+    "attention",
+    "delta rule",
+    "elementwise",
+    "head",
+    "optimizer",
+    "communication",
+    "launches",
+)
 DIM = 128  # K and V at which the delta rule's rates are measured
 LAUNCHES = 4  # per operator, on average
 SLICES = 4  # number of slices in which keys travel around the ring: the first one is waited for
