@@ -21,10 +21,16 @@ def runs(tmp_path: Path) -> list[str]:
         lr, size = f"--optimizer.lr={(n + 1) / 1000}", "--training.global_batch_size=4"
         write_config(load_config([f"--job.dump_folder={folder}", lr, size, f"--job.description={n}"]))
         steps = [
-            {"step": s, "loss": None if s == 3 else 5.0 / s, "tokens": 8192 * s, "tokens_per_second": 1e5 / s,
-             "memory_gib": 2.5 - s / 2, "skipped_steps": 1}
+            {
+                "step": s,
+                "loss": None if s == 3 else 5.0 / s,
+                "tokens": 8192 * s,
+                "tokens_per_second": 1e5 / s,
+                "memory_gib": 2.5 - s / 2,
+                "skipped_steps": 1,
+            }
             for s in range(1, 5 - 3 * n)
-        ]  # fmt: skip
+        ]
         validations = [{"step": s, "validation_loss": 1.25 * s} for s in range(2, 4 - 2 * n)]
         text = "".join(json.dumps(line) + "\n" for line in steps + validations)
         (folder / "metrics.jsonl").write_text(text + '{"step": 9, "lo' * n)

@@ -59,10 +59,11 @@ def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
         files.callback(dist.destroy_process_group)
         reader = RowReader(source, files)
         Checkpointer(checkpoints).save_lazily(
-            0, {entry.name: partial(reader.whole, entry, dtype) for entry in found},
+            0,
+            {entry.name: partial(reader.whole, entry, dtype) for entry in found},
             {entry.name: torch.empty(entry.shape, dtype=dtype, device="meta") for entry in found},
             Progress(step=0),
-        )  # fmt: skip
+        )
     print(f"imported '{folder}' ({family}) to '{checkpoints / 'step-0'}'")
 
 

@@ -51,10 +51,16 @@ def write(args: argparse.Namespace) -> int:
     if args.format != "text" and args.text_field != "text":
         raise ValueError(f"--text-field {args.text_field} is not used by --format {args.format}; remove one of them")
     corpus = tokenise_corpus(
-        Path(args.folder).expanduser().absolute(), args.dataset, args.path,
-        build_tokenizer(args.tokenizer, "--tokenizer"), text_field=args.text_field, dataset_format=args.format,
-        on_bad_document=args.on_bad_document, show_progress=True, path_key="--path",
-    )  # fmt: skip
+        Path(args.folder).expanduser().absolute(),
+        args.dataset,
+        args.path,
+        build_tokenizer(args.tokenizer, "--tokenizer"),
+        text_field=args.text_field,
+        dataset_format=args.format,
+        on_bad_document=args.on_bad_document,
+        show_progress=True,
+        path_key="--path",
+    )
     print(corpus.summary)
     return 0
 

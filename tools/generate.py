@@ -42,9 +42,15 @@ def main(argv: list[str]) -> int:
     dtype = DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
     model, tokenizer = load(Path(args.path), args.tokenizer, dtype, device)
     texts = generate(
-        model, tokenizer, args.prompt, max_new_tokens=args.max_new_tokens, device=device, impl=args.impl,
-        sampling=sampling, prefill_chunk=args.prefill_chunk,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        args.prompt,
+        max_new_tokens=args.max_new_tokens,
+        device=device,
+        impl=args.impl,
+        sampling=sampling,
+        prefill_chunk=args.prefill_chunk,
+    )
     print("\n---\n".join(texts))
     return 0
 

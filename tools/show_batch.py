@@ -88,9 +88,11 @@ def read_spike(path: Path, number: int) -> dict[str, Any]:
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This command's own options, and the run's keys."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.show_batch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m tools.show_batch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-    )  # fmt: skip
+    )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=int, help="a step of the run, from 1")
     which.add_argument("--spike", type=int, help="line of spikes.jsonl, from 1; -1: the last")

@@ -7,7 +7,6 @@ fragments, once per batch (`halo_routes`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -109,7 +108,7 @@ class _WithHalo(torch.autograd.Function):
         return dx, None, None, None, None
 
 
-@operator
+@operator(kept_by=("selective",), kind="halo")
 def fetch_halo(x: torch.Tensor, tables: list[torch.Tensor], slots: int, width: int, group: str) -> torch.Tensor:
     """x [T_local, D] -> [slots, width, D]; tables: `HaloRoutes`."""
     routes = HaloRoutes(*tables)
@@ -132,7 +131,7 @@ def _(x, tables, slots, width, group):
     return x.new_empty(slots, width, x.shape[1])
 
 
-@partial(operator, mutates=("dx",))
+@operator(mutates=("dx",), kind="halo")
 def return_halo(dx: torch.Tensor, d_halo: torch.Tensor, tables: list[torch.Tensor], group: str) -> None:
     """Add to dx [T_local, D], in place, the gradients of these tokens as halos: the adjoint of `fetch_halo`."""
     routes = HaloRoutes(*tables)

@@ -184,7 +184,7 @@ def incoming_states(
     return kcp_incoming(S_ext, M, list(chains), group, reverse)
 
 
-@operator
+@operator(kept_by=("selective",), kind="states", of_driver=True)
 def kcp_incoming(
     S_ext: torch.Tensor, M: torch.Tensor, tables: list[torch.Tensor], group: str, reverse: bool
 ) -> torch.Tensor:
