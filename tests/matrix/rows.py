@@ -34,7 +34,7 @@ class Variant:
     seq_len: int = 4096
     scheduled: bool = False
     experts: bool = False
-    gib: int = 12
+    gib: int = 9
 
 
 def preset(name: str, flavor: str, **options: object) -> Variant:
@@ -56,29 +56,29 @@ QWEN_MOE = {"vocab_size": 8192, "moe__num_experts": 32, "experts": True}
 MODELS: dict[str, tuple[Variant, ...]] = {
     "hybrid": (
         shipped("hybrid_340m_32k", seq_len=8192),
-        shipped("hybrid_1_3b_128k", scheduled=True, seq_len=8192, gib=20),
+        shipped("hybrid_1_3b_128k", scheduled=True, seq_len=8192, gib=12),
         shipped("hybrid_100m", seq_len=8192),
         shipped("debug", scheduled=True),
     ),
-    "kda": (preset("kda", "340M"), preset("kda", "1.3B", scheduled=True, gib=16)),
-    "gdn": (preset("gdn", "340M"), preset("gdn", "1.3B", scheduled=True, gib=16)),
+    "kda": (preset("kda", "340M"), preset("kda", "1.3B", scheduled=True, gib=12)),
+    "gdn": (preset("gdn", "340M"), preset("gdn", "1.3B", scheduled=True, gib=12)),
     "qwen3.5": (
         preset("qwen3.5", "0.8B", vocab_size=8192),
-        preset("qwen3.5", "35B-A3B", **QWEN_MOE, gib=24),
-        preset("qwen3.5", "4B", **LESS, scheduled=True, gib=20),
-        preset("qwen3.5", "35B-A3B", **QWEN_MOE, scheduled=True, gib=24),
+        preset("qwen3.5", "35B-A3B", **QWEN_MOE, gib=20),
+        preset("qwen3.5", "4B", **LESS, scheduled=True, gib=16),
+        preset("qwen3.5", "35B-A3B", **QWEN_MOE, scheduled=True, gib=20),
     ),
     "olmo-hybrid": (
-        preset("olmo-hybrid", "7B", **LESS, gib=26),
-        preset("olmo-hybrid", "7B", **LESS, scheduled=True, gib=26),
+        preset("olmo-hybrid", "7B", **LESS, gib=22),
+        preset("olmo-hybrid", "7B", **LESS, scheduled=True, gib=22),
     ),
     "qwen3-next": (
-        preset("qwen3-next", "80B-A3B", **QWEN_MOE, gib=24),
-        preset("qwen3-next", "80B-A3B", **QWEN_MOE, scheduled=True, gib=24),
+        preset("qwen3-next", "80B-A3B", **QWEN_MOE, gib=20),
+        preset("qwen3-next", "80B-A3B", **QWEN_MOE, scheduled=True, gib=20),
     ),
     "kimi-linear": (
-        preset("kimi-linear", "48B-A3B", vocab_size=8192, moe__num_experts=16, experts=True, gib=26),
-        preset("kimi-linear", "48B-A3B", vocab_size=8192, moe__num_experts=16, experts=True, scheduled=True, gib=26),
+        preset("kimi-linear", "48B-A3B", vocab_size=8192, moe__num_experts=16, experts=True, gib=22),
+        preset("kimi-linear", "48B-A3B", vocab_size=8192, moe__num_experts=16, experts=True, scheduled=True, gib=22),
     ),
 }
 EXPERTS = [name for name, variants in MODELS.items() if any(variant.experts for variant in variants)]

@@ -8,6 +8,7 @@ losses of each are those of one process, uncompiled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -31,7 +32,7 @@ from tests.matrix.rows import (
     pairs,
     part_of,
 )
-from tests.matrix.runs import Matrix, Outcome
+from tests.matrix.runs import Failed, Matrix, Outcome
 
 ROWS = all_rows()
 TINY = Variant({"model.name": "hybrid", "model.flavor": "debug", "model.dim": 64, "model.impl": "torch"}, seq_len=256)
@@ -121,7 +122,22 @@ def test_a_killed_row_resumes_and_is_compared(tiny: Matrix) -> None:
     assert '"passed": true' in tiny.out.read_text() and "NGPU=2" in outcome.commands[0]
 
 
-def test_a_row_that_differs_fails(tiny: Matrix) -> None:
-    row = replace(SMALL, end="", variant=replace(TINY, keys=TINY.keys | {"training.seq_len": 0}))
-    outcome = tiny.submit(row).result()
-    assert not outcome.passed and "training.seq_len = 0 must be" in "\n".join(outcome.tail)
+def test_a_row_that_is_refused_fails(tiny: Matrix) -> None:
+    outcome = tiny.submit(replace(SMALL, end="", variant=replace(TINY, seq_len=0))).result()
+    assert not outcome.passed and "exit code 2" in outcome.why
+    assert "training.seq_len = 0 must be" in "\n".join(outcome.tail)
+
+
+@pytest.mark.parametrize(
+    ("loss", "why"), [(2.003, "is 1.5e-03 off"), (math.nan, "is nan off"), (None, "no loss of steps 3")]
+)
+def test_losses_that_differ_fail(loss: float | None, why: str) -> None:
+    baseline = {str(step): 2.0 for step in range(1, STEPS + 1)} | {"validation 2": 2.0, "validation 6": 2.0}
+    outcome = Outcome("row", "debug", losses={**baseline, "3": loss})
+    if loss is None:
+        del outcome.losses["3"]
+    with pytest.raises(Failed, match=why):
+        outcome.compare(baseline)
+    del outcome.losses["validation 2"]
+    outcome.losses["3"] = 2.0019
+    outcome.compare(baseline)
