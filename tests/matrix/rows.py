@@ -254,6 +254,16 @@ def part_of(rows: list[Row], part: str) -> list[Row]:
     return [row for row in rows if row in chosen]
 
 
+def in_turn(rows: list[Row]) -> list[Row]:
+    """The models in turn, so that rows that take much memory do not come together."""
+    of_model = Counter[str]()
+    turns = []
+    for row in rows:
+        turns.append((of_model[row.model], len(turns), row))
+        of_model[row.model] += 1
+    return [row for _, _, row in sorted(turns, key=lambda turn: turn[:2])]
+
+
 # --- Keys ------------------------------------------------------------------------------------------------------------
 
 BASE = ONE_GPU | {

@@ -33,6 +33,7 @@ from tests.matrix.rows import (
 )
 from tests.processes import children, gone
 from tests.worlds import free_port
+from titan_linear.config import KEYS, toml_value
 
 TOLERANCE = 1e-3  # of a loss, in bfloat16
 LIMIT = 200.0  # seconds of each start of a run
@@ -211,8 +212,10 @@ class Start:
         self.output = matrix.folder / f"{name}.{len(outcome.commands) if outcome else 0}.txt"
         argv = [f"--job.config_file={ROOT / row.variant.toml}"] if row.variant.toml else []
         keys = {**keys, **matrix.keys, "job.dump_folder": self.folder}
+        if not row.variant.toml:
+            keys = {key: value for key, value in keys.items() if not is_default(key, value)}
         argv += [f"--{key}={value}".replace("{documents}", str(matrix.documents)) for key, value in keys.items()]
-        own = dict(EXTRAS[row.extra].environment) | {"NGPU": str(processes), "MASTER_PORT": str(free_port())}
+        own = dict(EXTRAS[row.extra].environment) | {"NGPU": str(processes)}
         command = [sys.executable, "-m", "titan_linear.launch", *argv]
         if gpus:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -233,6 +236,7 @@ class Start:
             "XDG_CACHE_HOME": str(caches),
             **os.environ,
             **own,
+            "MASTER_PORT": str(free_port()),
             "PYTHONPATH": str(ROOT),
         }
         environment.pop("TRITON_INTERPRET", None)  # of the tests themselves
@@ -302,6 +306,12 @@ class Start:
             self.first_step = round(time.monotonic() - self.begun, 1)
             if self.outcome:
                 self.outcome.first_step_seconds.append(self.first_step)
+
+
+def is_default(key: str, value: object) -> bool:
+    """Whether a key of the command line says what a run does anyway."""
+    default = KEYS[key].default if key in KEYS else None
+    return default is not None and toml_value(default).strip('"') == str(value)
 
 
 def end(pid: int) -> None:
