@@ -53,7 +53,6 @@ RUNS = [
     ("hybrid", "tp 2", 2, {TP: 2}),
     ("hybrid", "tp 2, offload, accumulation", 2, {TP: 2, "training.local_batch_size": 1} | OFFLOAD),
     ("hybrid", "dp 4", 4, DP_4),
-    ("hybrid", "dp 4 by copy engines", 4, DP_4 | {"parallelism.fsdp_transport": "copy_engines"}),
     ("hybrid", "cp 4", 4, {CP: 4}),
     ("hybrid", "cp 4 by NCCL", 4, {CP: 4, "parallelism.context_parallel_transport": "nccl"}),
     ("hybrid", "tp 4", 4, {TP: 4}),
@@ -107,13 +106,7 @@ def run(cache: Path, worlds: Callable[..., World]) -> Callable[..., list[float]]
 @pytest.mark.parametrize(
     ("model", "processes", "keys"),
     [
-        pytest.param(
-            model,
-            processes,
-            keys,
-            id=f"{model}, {name}",
-            marks=pytest.mark.cuda(processes, peers="parallelism.fsdp_transport" in keys),
-        )
+        pytest.param(model, processes, keys, id=f"{model}, {name}", marks=pytest.mark.cuda(processes))
         for model, name, processes, keys in RUNS
     ],
 )

@@ -26,7 +26,7 @@ from tests.steps import after_backward
 from tests.worlds import World
 from titan_linear import checkpoint, hf_io, train
 from titan_linear.build import model_config
-from titan_linear.checkpoint import Checkpointer, SaveFailed, named_parameters
+from titan_linear.checkpoint import Checkpointer, SaveFailed, named_parameters, read_progress
 from titan_linear.config import Training, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.groups import set_timeout
@@ -34,7 +34,7 @@ from titan_linear.hf_io import gather
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.preflight import preflight
-from titan_linear.process import CHECKED, FAILED, LAUNCHER, LOST, be_deterministic
+from titan_linear.process import FAILED, LAUNCHER, LOST, be_deterministic
 from titan_linear.train import NonFinite, Trainer, WriteFailed
 
 STEPS = 10
@@ -507,8 +507,7 @@ def test_ranks_wait_for_a_slow_disk(corpus: Path, worlds: Callable[[int], World]
     keys = {"checkpoint.enable": "true", "checkpoint.last_save_in_hf": "true", "training.steps": 2, "model.name": "kda",
             "training.local_batch_size": 2, "job.dump_folder": tmp_path, "comm.train_timeout_seconds": 6}  # fmt: skip
     worlds(2).run(slow_disk, arguments(corpus, keys), str(corpus.parent), 8.0)
-    progress = json.loads((tmp_path / "checkpoint/step-2/progress.json").read_text())
-    assert progress["step"] == 2 and progress["cursor"] == 8
+    assert read_progress(tmp_path / "checkpoint/step-2").step == 2
     assert (tmp_path / "checkpoint/step-2-hf/config.json").is_file()
 
 
@@ -616,22 +615,6 @@ def test_errors_are_one_line(error: Exception, rank: int, code: int, shown: str,
     assert train.main([]) == code and capsys.readouterr().err == shown
 
 
-def test_workers_compute_what_the_launcher_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A restart after the file was edited, for the next experiment say, goes on with this one."""
-    file, configs = tmp_path / "run.toml", []
-    file.write_text(
-        "[optimizer]\nlr = 1e-3\n[[training.mixture]]\nname = 'a'\ndataset = 'text'\ndataset_path = 'a'\nweight = 0.1\n"
-    )
-    argv = ["--job.config_file", str(file)]
-    checked = load_config(argv)
-    file.write_text("[optimizer]\nlr = 2e-3\n")
-    monkeypatch.setattr(train, "die_with_parent", lambda: None)
-    monkeypatch.setattr(train, "_run", lambda config: configs.append(config) or 0)
-    monkeypatch.setenv(LAUNCHER, "1")
-    monkeypatch.setenv(CHECKED, checked.model_dump_json())
-    assert train.main(argv) == 0 and configs == [checked]
-
-
 def test_too_little_memory_is_a_line_with_what_would_fit(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:
@@ -652,18 +635,18 @@ def test_too_little_memory_is_a_line_with_what_would_fit(
     monkeypatch.setattr(train, "watched", lambda *_: nullcontext())
     monkeypatch.setattr(train, "die_with_parent", lambda: None)
     monkeypatch.setenv(LAUNCHER, "1")
-    monkeypatch.setenv(CHECKED, load_config(["--activation_checkpoint.mode", "selective"]).model_dump_json())
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("WORLD_SIZE", "4")
     room = SimpleNamespace(total_memory=2**40)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: room)
-    assert train.main([]) == FAILED
+    argv = ["--activation_checkpoint.mode", "selective"]
+    assert train.main(argv) == FAILED
     reason, fits, left = capsys.readouterr().err.splitlines()
     assert reason == "error: rank 3: CUDA out of memory. Tried to allocate 2.00 GiB" and left == "left"
     assert fits.startswith("rank 3: activation_checkpoint.mode = 'attention' would fit (")
     monkeypatch.setattr(train, "PLANNING", 0.1)
     monkeypatch.setattr(train, "what_fits", lambda *_: time.sleep(60))
-    assert train.main([]) == FAILED and capsys.readouterr().err.splitlines() == [reason, left]
+    assert train.main(argv) == FAILED and capsys.readouterr().err.splitlines() == [reason, left]
 
 
 def test_a_lost_rank_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture) -> None:
@@ -679,7 +662,6 @@ def test_a_lost_rank_is_no_traceback(monkeypatch: pytest.MonkeyPatch, capsys: py
     assert train.main([]) == LOST
     assert capsys.readouterr().err == f"error: rank 1: another rank is gone: {reason}\n"
     monkeypatch.setenv(LAUNCHER, "1")
-    monkeypatch.setenv(CHECKED, "{}")
     assert train.main([]) == LOST and capsys.readouterr().err == ""
     reason = "shapes differ"
     with pytest.raises(RuntimeError, match=reason):

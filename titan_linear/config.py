@@ -120,7 +120,7 @@ class Training(_Strict):
     """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
     dataset_format: DatasetFormat = "text"
     """What a record of jsonl, parquet or arrow is: a text; a conversation, its messages written by the tokenizer's chat
-    template; or a prompt and its completion. Of the last two only the answers are learnt."""
+    template; or a prompt and its completion. Of the last two only the answers are trained on."""
     mixture: list[Source] = []
     """Several sources instead of the one above, [{name = "web", weight = 0.7, dataset = "jsonl", dataset_path = "…"},
     …], each with those of the keys above that it needs. Streams come from them in proportion to their weights."""
@@ -164,7 +164,7 @@ class Training(_Strict):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """After a non-finite loss or gradient, stop the run, or skip and count the step. It never reaches the weights."""
     num_workers: int = Field(0, ge=0)
-    """Processes that load data on each rank; 0 loads in the training process."""
+    """Threads that read batches ahead on each rank, two batches each; 0: batches are read when a step asks for them."""
 
 
 class Optimizer(_Strict):
@@ -209,9 +209,6 @@ class Parallelism(_Strict):
     fsdp_reshard_after_forward: Literal["always", "never"] = "always"
     """Free a layer's gathered parameters after its forward and gather them again in backward (always), or keep them
     until then (never): faster, at the cost of 2 bytes per parameter of all layers in bfloat16."""
-    fsdp_transport: Literal["nccl", "copy_engines"] = "nccl"
-    """What moves parameters and gradients between GPUs. The GPUs' copy engines leave all multiprocessors to the layers
-    and take 0.5 GiB of each GPU; the ranks that share parameters must be on one node."""
     context_parallel_degree: int = Field(1, ge=1)
     """Ranks that share one stream."""
     context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
@@ -321,7 +318,7 @@ class Metrics(_Strict):
 
 
 class Profiling(_Strict):
-    """Traces of the PyTorch profiler (tools/trace.py reads them), and snapshots of a GPU's memory."""
+    """Traces of the PyTorch profiler, each with a table of its largest costs, and snapshots of a GPU's memory."""
 
     enable_profiling: bool = False
     """Record traces."""
@@ -632,7 +629,8 @@ def _parser(only: str = "") -> argparse.ArgumentParser:
     if not only:
         about = parser.add_argument_group("about")
         about.add_argument("-h", "--help", action=_Help, nargs="?", metavar="SECTION", help="the keys, of all sections "
-                           "or of one; --help flavors: the presets of every model.name")  # fmt: skip
+                           "or of one; --help flavors: the presets of every model.name; --help markdown: the keys as a "
+                           "page")  # fmt: skip
         about.add_argument(PRINT, action="store_true", help="print the resolved configuration, and where each value is "
                            "from; nothing is started")  # fmt: skip
     for section, cls in SECTIONS.items():
@@ -646,13 +644,35 @@ def _parser(only: str = "") -> argparse.ArgumentParser:
 
 
 class _Help(argparse.Action):
-    """Print all keys, or those of a section."""
+    """Print all keys, or those of a section, or the page docs/keys.md."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, section: str | None, option: str = "") -> None:
+        if section == "markdown":
+            print(keys_page())
+            raise SystemExit(0)
         if section is not None and section not in SECTIONS:
             raise ValueError(f"{option} {section}: sections are {', '.join(SECTIONS)}; --help flavors lists presets")
         (_parser(section) if section else parser).print_help()
         raise SystemExit(0)
+
+
+def keys_page() -> str:
+    """docs/keys.md: every key with its type, default and description."""
+    lines = [
+        "# Every key",
+        "The keys of a run's TOML file. On the command line they are `--section.key value`, which takes precedence\n"
+        "over the file. `./run_train.sh --help SECTION` prints a section's, `--help markdown` this page;\n"
+        "`--print-config` prints what a run resolves to, and where each value comes from.",
+    ]
+    for section, keys in SECTIONS.items():
+        lines += [f"## [{section}]", keys.__doc__ or ""]
+        rows = ["| key | type | default | |", "|---|---|---|---|"]
+        for key, field in keys.model_fields.items():
+            kind = type_name(field.annotation).strip("{}").replace(",", ", ")
+            cells = f"`{key}`", kind, f"`{toml_value(field.default)}`", " ".join(field.description.split())
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("\n".join(rows))
+    return "\n\n".join(lines)
 
 
 def type_name(annotation: type) -> str:
@@ -800,12 +820,6 @@ def check_config(config: Config, world_size: int) -> None:
             f"optimizer.eps = {config.optimizer.eps} is 0 in training.dtype = {config.training.dtype!r}, and weights "
             f"whose gradients have all been 0 would become 0 / 0; use at least {SMALLEST_EPS}"
         )
-    if config.training.enable_cpu_offload and config.parallelism.fsdp_transport != "nccl":
-        raise ValueError(
-            f"parallelism.fsdp_transport = {config.parallelism.fsdp_transport!r} moves what lies on GPUs, and with "
-            "training.enable_cpu_offload = true parameters lie in the host's memory; use 'nccl', or set "
-            "training.enable_cpu_offload = false"
-        )
     _check_data(config)
     _check_checkpoint(config.checkpoint)
     _check_file_groups(config)
@@ -926,10 +940,16 @@ def _check_types(t: Training) -> None:
         )
 
 
-def sources(config: Config) -> dict[str, Training | Source]:
-    """What is trained on, by how messages begin the names of its keys."""
-    t = config.training
-    return {f"training.mixture, source {s.name!r}: ": s for s in t.mixture} if t.mixture else {"training.": t}
+def sources(config: Config) -> list[Training] | list[Source]:
+    """What is trained on: the sources of a mixture, or the one that [training] names."""
+    return config.training.mixture or [config.training]
+
+
+def key_of(source: Training | Source, key: str) -> str:
+    """What messages call a key of a source."""
+    if isinstance(source, Source):
+        return f"training.mixture, source {source.name!r}: {key}"
+    return f"training.{key}"
 
 
 def _check_data(config: Config) -> None:
@@ -941,8 +961,8 @@ def _check_data(config: Config) -> None:
             f"training.mixture_from_step = {t.mixture_from_step} is the step from which training.mixture holds, and "
             "training.mixture is not set; remove it"
         )
-    for where, source in sources(config).items():
-        _check_source(where, source)
+    for source in sources(config):
+        _check_source(source)
     if v.enable and v.dataset_path and t.dataset == "stdlib" and not t.mixture:
         raise ValueError(
             f"validation.dataset_path = {v.dataset_path!r} is not used by training.dataset = 'stdlib'; remove it to "
@@ -962,25 +982,25 @@ def _check_data(config: Config) -> None:
         raise ValueError("validation.steps = 0 validates nothing; use -1 for all, or validation.enable = false")
 
 
-def _check_source(where: str, s: Training | Source) -> None:
-    """where: how messages begin the names of its keys."""
+def _check_source(s: Training | Source) -> None:
+    dataset = key_of(s, "dataset")
     if s.dataset == "stdlib" and s.dataset_path:
         raise ValueError(
-            f"{where}dataset_path = {s.dataset_path!r} is not used by {where}dataset = 'stdlib'; remove it, or set "
-            f"{where}dataset to its kind: text, jsonl, parquet, arrow or tokens"
+            f"{dataset}_path = {s.dataset_path!r} is not used by {dataset} = 'stdlib'; remove it, or set {dataset} to "
+            "its kind: text, jsonl, parquet, arrow or tokens"
         )
     if s.dataset != "stdlib" and not s.dataset_path:
-        raise ValueError(f"{where}dataset = {s.dataset!r} needs {where}dataset_path: a file, folder or glob")
+        raise ValueError(f"{dataset} = {s.dataset!r} needs {dataset}_path: a file, folder or glob")
     records = ("jsonl", "parquet", "arrow")
     if s.dataset_format != "text" and s.dataset not in records:
         raise ValueError(
-            f"{where}dataset_format = {s.dataset_format!r} is for {where}dataset = {', '.join(records)}, and it is "
-            f"{s.dataset!r}; remove the format (a corpus of tokens knows its answers), or change {where}dataset"
+            f"{dataset}_format = {s.dataset_format!r} is for {dataset} = {', '.join(records)}, and it is "
+            f"{s.dataset!r}; remove the format (a corpus of tokens knows its answers), or change {dataset}"
         )
     if s.dataset_format != "text" and s.dataset_text_field != "text":
         raise ValueError(
-            f"{where}dataset_text_field = {s.dataset_text_field!r} is not used by {where}dataset_format = "
-            f"{s.dataset_format!r}; remove one of them"
+            f"{dataset}_text_field = {s.dataset_text_field!r} is not used by {dataset}_format = {s.dataset_format!r}; "
+            "remove one of them"
         )
 
 

@@ -39,7 +39,7 @@ from titan_linear.models.documents import Documents
 from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.ops.boundaries import CHUNK, PROGRAMS
 from titan_linear.ops.cp.allgather import heads_of_slice
-from titan_linear.ops.cp.kcp import bytes_by_heads, pays_by_heads
+from titan_linear.ops.cp.kcp import Chains, bytes_by_heads, pays_by_heads
 from titan_linear.ops.kept import modes_that_keep
 from titan_linear.ops.triton.configs import kernel_dims
 
@@ -284,11 +284,12 @@ class Clock:
 
     def _states(self, call: Call) -> float:
         """Seconds to bring S_ext and M of other fragments to the ranks that need them, directly or by heads."""
-        (S_ext, M, *tables), between_nodes = call.given, self.batch.cp * self.batch.tp > self.machine.node_size
-        _, _, _, _, _, *counts, _, most = tables[:9]
-        if pays_by_heads(S_ext, M, int(most), between_nodes):
+        S_ext, M, tables, *_ = call.given
+        c, between_nodes = Chains(*tables), self.batch.cp * self.batch.tp > self.machine.node_size
+        if pays_by_heads(S_ext, M, int(c.most), between_nodes):
             return 2 * self.cp.latency + bytes_by_heads(S_ext, M) / self.cp.all_to_all
         sizes = S_ext.nbytes // len(S_ext), M.nbytes // len(M)
+        counts = c.send_counts, c.receive_counts
         moved = max(sum(n * size for n, size in zip(rows.sum(0).tolist(), sizes)) for rows in counts)
         return self.cp.latency + moved / self.cp.all_to_all
 

@@ -57,7 +57,7 @@ from titan_linear.build import (
 )
 from titan_linear.checkpoint import named_parameters
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config, micro_steps
-from titan_linear.data import IGNORE, Batch, Stream, build_dataloader
+from titan_linear.data import IGNORE, Batch, Stream, StreamLoader
 from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.groups import of_all_ranks, process_group, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims
@@ -334,7 +334,7 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row]:
 def _batches(config: Config, model: ModelConfig, dims: ParallelDims, mean: int | None) -> Batches:
     t, streams = config.training, RandomStreams(config.training.seq_len, model.vocab_size, mean)
     sizes = {"global_batch_size": t.global_batch_size, "local_batch_size": t.local_batch_size}
-    return lambda: iter(build_dataloader(streams, dp_rank=dims.dp_rank, dp_degree=dims.dp, **sizes))
+    return lambda: iter(StreamLoader(streams, dp_rank=dims.dp_rank, dp_degree=dims.dp, **sizes))
 
 
 def _trace(args: argparse.Namespace, model: str, by: str, mode: str) -> Path | None:
@@ -387,7 +387,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps after the first (default: 3)")
     parser.add_argument("--fla", action="store_true", help="also time flash-linear-attention's models")
     parser.add_argument("--out", default="", help="JSON file to write all numbers to")
-    parser.add_argument("--traces", type=Path, help="folder for a trace of each row's profiled step (tools/trace.py)")
+    parser.add_argument("--traces", type=Path, help="folder for a trace of each row's profiled step")
     return parser.parse_args(own), keys
 
 

@@ -92,7 +92,8 @@ def tokenizer_warning(path: Path, in_hf: bool, asked: str, tokenizer: Tokenizer)
     if in_hf and not asked and not own.is_file():
         return f"warning: '{path}' has no {TOKENIZER}, and bytes are tokens; --tokenizer names another"
     if not in_hf:
-        known = read_progress(path).get("tokenizer")
+        content = read_progress(path).content
+        known = content.tokenizer if content else None
     else:
         known = build_tokenizer(str(own)).fingerprint if own.is_file() else None
     return other_tokenizer(known, tokenizer, f"'{path}'", "--tokenizer" if asked else "model.tokenizer_path of its run")

@@ -221,7 +221,9 @@ class Start:
             visible = os.environ.get("CUDA_VISIBLE_DEVICES")
             names = visible.split(",") if visible else list(map(str, range(len(matrix.gpus.free))))
             own["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in gpus[:processes])
+        self.code = 128 + signal.SIGTERM  # after SIGTERM
         if gpus and processes > len(gpus):
+            self.code = 1
             torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
             command = [sys.executable, "-m", *torchrun, "-m", "tests.matrix.shared_gpus", *argv]
         said = " ".join(f"{name}={value}" for name, value in own.items())
@@ -282,7 +284,7 @@ class Start:
             self._ends_in(20)
         else:
             self.process.send_signal(signal.SIGTERM)
-            self.finish(128 + signal.SIGTERM)
+            self.finish(self.code)
         deadline = time.monotonic() + 10
         while not all(map(gone, workers)):
             if time.monotonic() > deadline:

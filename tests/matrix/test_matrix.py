@@ -23,7 +23,6 @@ from tests.matrix.rows import (
     MODELS,
     RANK,
     ROOT,
-    SIGTERM,
     STEPS,
     Row,
     Variant,
@@ -42,10 +41,7 @@ TINY = Variant({"model.name": "hybrid", "model.flavor": "debug", "model.dim": 64
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "row" in metafunc.fixturenames:
         rows = part_of(ROWS, metafunc.config.getoption("--matrix-part"))
-        marked = [
-            pytest.param(row, id=row.name, marks=pytest.mark.cuda(row.processes, peers=row.end == SIGTERM))
-            for row in rows
-        ]
+        marked = [pytest.param(row, id=row.name, marks=pytest.mark.cuda(row.processes)) for row in rows]
         metafunc.parametrize("row", marked)
 
 

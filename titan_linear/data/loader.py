@@ -1,4 +1,8 @@
-"""Batches: which data-parallel rank computes which streams, and the one number that says how far a run has read."""
+"""Batches: which data-parallel rank computes which streams, and the one number that says how far a run has read.
+
+Batches are read ahead by torchdata's threads. They share the mapped corpus and the orders of epochs, and nothing is
+copied between processes: `tools/bench_data.py loaders` compares them with processes.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.distributed.checkpoint.stateful import Stateful
+from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
 
 from titan_linear.data.mixture import Streams
 from titan_linear.data.packing import Stream
@@ -28,40 +33,83 @@ class Batch:
     streams: tuple[int, ...]  # their global indices, for error messages
 
 
-def build_dataloader(
-    streams: Streams,
-    *,
-    global_batch_size: int,
-    local_batch_size: int,
-    dp_rank: int,
-    dp_degree: int,
-    cursor: int = 0,
-    num_workers: int = 0,
-) -> DataLoader:
-    """This rank's micro-batches, without end; the trainer keeps track of how far the run has come.
+class StreamLoader(Stateful):
+    """This rank's micro-batches, without end.
 
     Step s takes streams [s·G, (s+1)·G); its micro-step m gives this rank d the L streams from s·G + m·(dp·L) + d·L.
-    cursor: number of streams that completed steps have consumed, over all ranks; a multiple of G.
-    ValueError (naming training.global_batch_size): dp·L does not divide G, or G does not divide the cursor.
+
+    Its state is the global index of the next stream, so that a run resumes under any dp_degree and num_workers. As
+    batches are read ahead of training, whoever trains says when a step is finished (`advance`).
+
+    Args:
+        next_stream: number of streams that finished steps have consumed, over all ranks; a multiple of G.
+        num_workers: threads that read ahead, two batches each; 0: a batch is read when it is asked for.
+
+    Raises:
+        ValueError: (naming training.global_batch_size) dp·L does not divide G, or G does not divide next_stream.
     """
-    per_micro_step = dp_degree * local_batch_size
-    if global_batch_size < 1 or local_batch_size < 1 or global_batch_size % per_micro_step:
-        raise ValueError(
-            f"training.global_batch_size = {global_batch_size} must be a positive multiple of data-parallel degree × "
-            f"training.local_batch_size = {dp_degree} × {local_batch_size} = {per_micro_step}"
-        )
-    if cursor < 0 or cursor % global_batch_size:
-        raise ValueError(
-            f"training.global_batch_size = {global_batch_size} does not divide the data cursor {cursor}; resume with "
-            "the global batch that the run began with"
-        )
-    assert 0 <= dp_rank < dp_degree, (dp_rank, dp_degree)
-    micro_batches = _MicroBatches(streams, local_batch_size, dp_rank, dp_degree)
-    # It has a generator of its own: otherwise workers' seeds would be drawn from torch's global one.
-    return DataLoader(
-        micro_batches, batch_size=None, sampler=_From(cursor // per_micro_step), num_workers=num_workers,
-        generator=torch.Generator(),
-    )  # fmt: skip
+
+    def __init__(
+        self,
+        streams: Streams,
+        *,
+        global_batch_size: int,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_degree: int,
+        next_stream: int = 0,
+        num_workers: int = 0,
+    ):
+        per_micro_step = dp_degree * local_batch_size
+        if global_batch_size < 1 or local_batch_size < 1 or global_batch_size % per_micro_step:
+            raise ValueError(
+                f"training.global_batch_size = {global_batch_size} must be a positive multiple of data-parallel degree "
+                f"× training.local_batch_size = {dp_degree} × {local_batch_size} = {per_micro_step}"
+            )
+        assert 0 <= dp_rank < dp_degree, (dp_rank, dp_degree)
+        self.streams = streams
+        self.global_batch_size = global_batch_size
+        self.local_batch_size = local_batch_size
+        self.dp_rank = dp_rank
+        self.dp_degree = dp_degree
+        self.num_workers = num_workers
+        self._set(next_stream)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches from `next_stream` on. An error in a thread is raised here as it is."""
+        # G is a multiple of dp·L: step s begins at micro-batch s·G / (dp·L).
+        numbers = itertools.count(self.next_stream // (self.dp_degree * self.local_batch_size))
+        node = ParallelMapper(IterableWrapper(numbers), self._read, num_workers=self.num_workers, method="thread")
+        for batch in Loader(node):
+            if isinstance(batch, Exception):
+                raise batch
+            yield batch
+
+    def _read(self, n: int) -> Batch | Exception:
+        # torchdata would raise an exception of its own, whose message is a traceback.
+        try:
+            return micro_batch(self.streams, n, self.local_batch_size, self.dp_rank, self.dp_degree)
+        except Exception as error:
+            return error
+
+    def advance(self) -> None:
+        """A step is finished."""
+        self.next_stream += self.global_batch_size
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A tensor: DCP would pickle anything else."""
+        return {"next_stream": torch.tensor(self.next_stream)}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        self._set(int(state_dict["next_stream"]))
+
+    def _set(self, next_stream: int) -> None:
+        if next_stream < 0 or next_stream % self.global_batch_size:
+            raise ValueError(
+                f"training.global_batch_size = {self.global_batch_size} does not divide the next stream {next_stream}; "
+                "resume with the global batch that the run began with"
+            )
+        self.next_stream = next_stream
 
 
 def validation_batches(
@@ -72,39 +120,23 @@ def validation_batches(
     Every rank gets the same number of them; streams beyond the last of the pass are all padding.
     """
     end = len(streams) if limit == -1 else min(limit, len(streams))
-    micro_batches = _MicroBatches(streams, local_batch_size, dp_rank, dp_degree, end)
-    return (micro_batches[n] for n in range(-(-end // (dp_degree * local_batch_size))))
+    for n in range(math.ceil(end / (dp_degree * local_batch_size))):
+        yield micro_batch(streams, n, local_batch_size, dp_rank, dp_degree, end)
 
 
-def learnt(streams: Streams, indices: Iterable[int]) -> int:
+def num_labels(streams: Streams, indices: Iterable[int]) -> int:
     """Number of tokens with a label in these streams."""
     return sum(int((streams[i].labels != IGNORE).sum()) for i in indices)
 
 
-class _From(Sampler):
-    """start, start + 1, …: numbers of this rank's micro-batches."""
-
-    def __init__(self, start: int):
-        self.start = start
-
-    def __iter__(self) -> Iterator[int]:
-        return itertools.count(self.start)
-
-
-class _MicroBatches(Dataset):
-    """Item n is this rank's micro-batch n: streams [n·dp·L + d·L, … + L). Since G is a multiple of dp·L, step s begins
-    at n = s·G / (dp·L), and the number of micro-steps need not be known here."""
-
-    def __init__(
-        self, streams: Streams, local_batch_size: int, dp_rank: int, dp_degree: int, end: float = math.inf
-    ):  # fmt: skip
-        self.streams, self.local_batch_size, self.dp_rank, self.end = streams, local_batch_size, dp_rank, end
-        self.per_micro_step = dp_degree * local_batch_size
-
-    def __getitem__(self, n: int) -> Batch:
-        first = n * self.per_micro_step + self.dp_rank * self.local_batch_size
-        indices = tuple(range(first, first + self.local_batch_size))
-        return _collate([self.streams[i] if i < self.end else self.streams.padding() for i in indices], indices)
+def micro_batch(
+    streams: Streams, n: int, local_batch_size: int, dp_rank: int, dp_degree: int, end: float = math.inf
+) -> Batch:
+    """A rank's micro-batch n, counted from stream 0: streams [n·dp·L + d·L, … + L), padding in place of those from
+    `end` on."""
+    first = (n * dp_degree + dp_rank) * local_batch_size
+    indices = tuple(range(first, first + local_batch_size))
+    return _collate([streams[i] if i < end else streams.padding() for i in indices], indices)
 
 
 def _collate(streams: list[Stream], indices: tuple[int, ...]) -> Batch:
@@ -113,5 +145,11 @@ def _collate(streams: list[Stream], indices: tuple[int, ...]) -> Batch:
 
     seq_len = len(streams[0].tokens)
     edges = [stream.cu_seqlens[1:] + j * seq_len for j, stream in enumerate(streams)]
-    cu_seqlens = torch.from_numpy(np.concatenate([[0], *edges]).astype(np.int32))
-    return Batch(joined("tokens"), joined("labels"), cu_seqlens, joined("position_ids"), len(streams), indices)
+    return Batch(
+        tokens=joined("tokens"),
+        labels=joined("labels"),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], *edges]).astype(np.int32)),
+        position_ids=joined("position_ids"),
+        num_streams=len(streams),
+        streams=indices,
+    )
