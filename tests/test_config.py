@@ -89,6 +89,7 @@ def test_a_boolean_in_a_file_is_true_or_false(toml, value):
         ("[training]\nlr = 3", "training.lr", "optimizer.lr"),
         ("[optimiser]\nlr = 3", "optimiser", "optimizer"),
         ("steps = 3", "steps", "training.steps"),
+        ("[model]\nlayers = 3", "model.layers", "model.num_layers"),
     ],
 )
 def test_an_unknown_key_names_its_file_and_the_nearest_key(toml, text, unknown, nearest):
@@ -134,6 +135,27 @@ def test_all_mistakes_are_named_at_once():
     with pytest.raises(ValueError) as error:
         load_config(["--training.steps=x", "--optimizer.lr=y"])
     assert "training.steps" in str(error.value) and "optimizer.lr" in str(error.value)
+
+
+def test_tables_inside_a_section_are_merged_key_by_key(toml):
+    argv = toml("[model]\nkda = {heads = 1, head_dim = 8}\n[model.gdn]\nheads = 3\n")
+    config = load_config([*argv, "--model.kda.head_dim=4", "--model.kda.lower_bound", "", "--model.dim=7"])
+    assert config.model.kda == {"heads": 1, "head_dim": 4, "lower_bound": ""} and config.model.gdn == {"heads": 3}
+    assert load_config(toml(config_to_toml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--model.kda=3"], r"model.kda = 3 must be a table, \[model.kda\]"),
+        (["--model.pattern=kda"], r"model.pattern = 'kda' must be a list, \[\"kda\", \"attention\"\]"),
+        (["--model.heads=3"], r"--model.heads=3 is not a key: each mixer has its own, model.kda.heads"),
+        (["--model.mamba.heads=3"], r"--model.mamba.heads=3 is not a key"),
+    ],
+)
+def test_wrong_tables_of_a_model(argv, words):
+    with pytest.raises(ValueError, match=words):
+        load_config(argv)
 
 
 def test_an_unreadable_file_is_named(toml, tmp_path):

@@ -16,6 +16,7 @@ from titan_linear.checkpoint import Content, Progress
 from titan_linear.config import (
     OTHER,
     Config,
+    Model,
     Source,
     Training,
     data_parallel_degrees,
@@ -26,6 +27,7 @@ from titan_linear.config import (
     key_of,
     replicas_wait,
     sources,
+    toml_value,
 )
 from titan_linear.data import (
     Corpus,
@@ -50,7 +52,8 @@ from titan_linear.hf_io import check_tokenizer, find_family, read_config, read_m
 from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.presets import preset
+from titan_linear.models.mixers import MIXERS
+from titan_linear.models.presets import preset, resized
 from titan_linear.ops.cp.mapped import connect
 from titan_linear.ops.support import Choice, choose_implementations
 from titan_linear.rundir import checkpoint_folder
@@ -237,7 +240,7 @@ def check_content(config: Config, known: Content, given: Content) -> None:
         ("training.dataset_path", "corpus", known.corpora.get(""), given.corpora.get("")),
         ("validation.dataset_path", "validation corpus", known.validation, given.validation),
         ("model.tokenizer_path", "tokenizer", known.tokenizer, given.tokenizer),
-        ("model.name, flavor or hf_assets_path", "model", known.model, given.model),
+        ("model.name, flavor, sizes or hf_assets_path", "model", known.model, given.model),
     ):
         if before and now and before != now:
             raise ValueError(
@@ -297,13 +300,19 @@ def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
 
 def model_without_tokenizer(config: Config) -> ModelConfig:
     """`model_config` before the tokenizer is known: a preset with its own vocabulary."""
-    vocab_size = config.model.vocab_size or None
     if config.model.flavor == "hf":
         _, model = under_key("model.flavor = 'hf'", read_model, Path(hf_assets(config)))
-        model = model if vocab_size is None else replace(model, vocab_size=vocab_size)
     else:
-        model = preset(config.model.name, config.model.flavor, vocab_size)
-    return balance_experts(model, config)
+        model = preset(config.model.name, config.model.flavor)
+    return balance_experts(resized(model, config.model.model_dump()), config)
+
+
+def model_name(config: Config) -> str:
+    """The model's name and flavor, and the keys that change its sizes, for people to read."""
+    m, default = config.model, Model()
+    sizes = ("dim", "num_layers", "hidden_dim", "pattern", *MIXERS, "moe")
+    changes = [f"{key} = {toml_value(getattr(m, key))}" for key in sizes if getattr(m, key) != getattr(default, key)]
+    return f"{m.name}/{m.flavor}" + (f" with {', '.join(changes)}" if changes else "")
 
 
 def _follows_tokenizer(config: Config) -> bool:

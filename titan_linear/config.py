@@ -53,7 +53,26 @@ class Model(_Strict):
     """Family: linear layers only (kda, gdn), a pattern with softmax attention (hybrid), or a published hybrid."""
     flavor: str = Field("debug", min_length=1)
     """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ... (--help flavors lists them); hf: the model in
-    model.hf_assets_path, whatever model.name is."""
+    model.hf_assets_path, whatever model.name is. The keys of sizes below change it."""
+    dim: int = Field(0, ge=0)
+    """Width of the model; 0: the flavor's."""
+    num_layers: int = Field(0, ge=0)
+    """Number of layers; 0: the flavor's."""
+    hidden_dim: int = Field(0, ge=0)
+    """Hidden channels of each layer's SwiGLU; 0: the flavor's."""
+    pattern: list[str] = []
+    """Mixers of the first layers, which further layers repeat: ["kda", "kda", "kda", "attention"]; []: the flavor's."""
+    kda: dict[str, Any] = {}
+    """Options of KDA layers that differ from the flavor's, {heads = 8, …}, or --model.kda.heads 8 (--help flavors lists
+    them, here and below). The empty string stands for none."""
+    gdn: dict[str, Any] = {}
+    """Options of Gated DeltaNet layers."""
+    attention: dict[str, Any] = {}
+    """Options of softmax attention."""
+    mla: dict[str, Any] = {}
+    """Options of latent attention."""
+    moe: dict[str, Any] = {}
+    """Options of the experts; with them, a flavor without experts gets some."""
     hf_assets_path: str = ""
     """Hugging Face folder whose config.json defines flavor hf and whose tokenizer is the default; empty: the folder
     that checkpoint.initial_load_in_hf loads."""
@@ -415,6 +434,11 @@ TABLES = {
     "training.seq_len_schedule": "until_step = …, seq_len = …",
     "metrics.loss_by_source": "name = …, files = …",
 }
+# Likewise: what a list looks like.
+FORMS = {
+    "model.pattern": '["kda", "attention"]',
+    **{key: f"[{{{table}}}]" for key, table in TABLES.items()},
+}
 
 PRINT = "--print-config"
 OTHER = "other"  # in metrics.loss_by_source: the files that fit no group
@@ -426,6 +450,10 @@ ABSENT = {
     "pipeline_parallel_degree": "there is no pipeline parallelism; parallelism.data_parallel_shard_degree splits the "
     "parameters",
     "float8": "there is no float8; training.mixed_precision_param is the type of compute",
+    **dict.fromkeys(
+        ("heads", "n_heads", "num_heads", "kv_heads", "head_dim"),
+        "each mixer has its own, model.kda.heads, model.attention.kv_heads, ... (--help flavors lists them)",
+    ),
 }
 
 
@@ -452,14 +480,22 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
         _validate(tables, path)
         if "config_file" in tables.get("job", {}):
             raise ValueError(f"{path}: job.config_file belongs on the command line; remove it from the file")
-    merged = {name: tables.get(name, {}) | overrides.get(name, {}) for name in SECTIONS}
-    given = _at_home(_validate(merged, "configuration"))
+    given = _at_home(_validate(_merged(tables, overrides), "configuration"))
     config = _resolve(given, cuda)
     if prints:
         sources = {"command line": overrides, path: tables}
         print(config_to_toml(config, _origins(config, given, sources)), end="")
         raise SystemExit(0)
     return config
+
+
+def _merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables, and the tables inside them, with the values of `overrides` where it has some."""
+    merged = {**tables, **overrides}
+    for name in tables.keys() & overrides.keys():
+        if isinstance(tables[name], dict) and isinstance(overrides[name], dict):
+            merged[name] = _merged(tables[name], overrides[name])
+    return merged
 
 
 def config_to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
@@ -528,8 +564,11 @@ def _read_toml(path: str) -> dict[str, Any]:
 
 def _read_command_line(argv: list[str]) -> dict[str, dict[str, Any]]:
     """{section: {key: value}} of the keys given."""
+    parser = _parser()
+    for name in _keys_in_tables(argv):
+        parser.add_argument(f"--{name}")
     try:
-        given, unknown = _parser().parse_known_args(argv)
+        given, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         if (field := KEYS.get((error.argument_name or "").removeprefix("--"))) is not None:
             kind = type_name(field.annotation)
@@ -544,9 +583,20 @@ def _read_command_line(argv: list[str]) -> dict[str, dict[str, Any]]:
         raise ValueError(f"command line: {unknown[0]} is not a key{_nearest(key)}")
     tables: dict[str, dict[str, Any]] = {}
     for dotted, text in vars(given).items():
-        section, key = dotted.split(".")
-        tables.setdefault(section, {})[key] = _typed(text, KEYS[dotted].annotation)
+        section, key, *inner = dotted.split(".")
+        table = tables.setdefault(section, {})
+        if inner:
+            table.setdefault(key, {})[inner[0]] = _toml(text)
+        else:
+            table[key] = _typed(text, KEYS[dotted].annotation)
     return tables
+
+
+def _keys_in_tables(argv: list[str]) -> list[str]:
+    """The options that are a key of a table, model.kda.heads, each once."""
+    names = dict.fromkeys(option.partition("=")[0].removeprefix("--") for option in argv if option.startswith("--"))
+    fields = {name: KEYS.get(name.rpartition(".")[0]) for name in names if name.count(".") == 2}
+    return [name for name, field in fields.items() if field and get_origin(field.annotation) is dict]
 
 
 def _typed(text: str, annotation: type) -> Any:
@@ -558,12 +608,15 @@ def _typed(text: str, annotation: type) -> Any:
             return annotation(text)
         except ValueError:
             return text
-    if get_origin(annotation) is list:
-        try:
-            return tomllib.loads(f"value = {text}")["value"]
-        except ValueError:
-            return text
-    return text
+    return _toml(text) if get_origin(annotation) in (list, dict) else text
+
+
+def _toml(text: str) -> Any:
+    """The value that TOML reads, or the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        return text
 
 
 def _parser(only: str = "") -> argparse.ArgumentParser:
@@ -625,8 +678,8 @@ def keys_page() -> str:
 def type_name(annotation: type) -> str:
     if annotation is bool:
         return "{true,false}"
-    if get_origin(annotation) is list:
-        return "LIST"
+    if get_origin(annotation) in (list, dict):
+        return "LIST" if get_origin(annotation) is list else "TABLE"
     choices = get_args(annotation)
     return f"{{{','.join(choices)}}}" if choices else annotation.__name__.upper()
 
@@ -650,7 +703,9 @@ def _explain(error: Any) -> str:
     if error["type"] == "missing":
         return f"{key} is missing; give it"
     if error["type"] == "list_type":
-        return f"{key} = {value!r} must be a list, [{{{TABLES[list_key]}}}]"
+        return f"{key} = {value!r} must be a list, {FORMS[list_key]}"
+    if error["type"] == "dict_type":
+        return f"{key} = {value!r} must be a table, [{key}]"
     if error["type"] == "model_type" and "." in key:
         return f"{key} = {value!r} must be a table, {{{TABLES[list_key]}}}"
     if error["type"] == "model_type":

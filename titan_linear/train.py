@@ -35,6 +35,7 @@ from titan_linear.build import (
     implementations,
     mixed_precision,
     model_config,
+    model_name,
     sums_replicas_once,
     tokenizer_path,
     uncompiled,
@@ -462,7 +463,7 @@ class Trainer:
         parameters = sum(p.numel() for p in named_parameters(self.model).values())
         peak = peak_tflops(self.config, self.device)
         lines = [
-            f"model {self.config.model.name}/{self.config.model.flavor}: {parameters:,} parameters",
+            f"model {model_name(self.config)}: {parameters:,} parameters",
             *start_lines(choices),
             uncompiled(self.config, self.device),
             f"mesh {self.dims.description}",

@@ -31,7 +31,14 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_linear.build import cached_corpora, check_size, model_config, model_without_tokenizer, tokenizer_path
+from titan_linear.build import (
+    cached_corpora,
+    check_size,
+    model_config,
+    model_name,
+    model_without_tokenizer,
+    tokenizer_path,
+)
 from titan_linear.config import Config, changed, check_config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.memory import (
@@ -303,7 +310,7 @@ def describe(config: Config, model: ModelConfig) -> str:
     t, p = config.training, config.parallelism
     sharers = p.context_parallel_degree * p.tensor_parallel_degree
     return (
-        f"{config.model.name}/{config.model.flavor}: {parameters(model):,} parameters, {model.num_layers} layers\n"
+        f"{model_name(config)}: {parameters(model):,} parameters, {model.num_layers} layers\n"
         f"{t.local_batch_size} x {t.seq_len} tokens in a micro-step on {sharers} GPU{'s' if sharers > 1 else ''}; "
         f"parameters {t.dtype}, compute {t.mixed_precision_param}, reductions {t.mixed_precision_reduce}; activation "
         f"checkpointing {config.activation_checkpoint.mode}; layers {'' if config.compile.enable else 'not '}compiled"
