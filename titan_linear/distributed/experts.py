@@ -16,7 +16,6 @@ from titan_linear.ops.collectives import Ranks
 from titan_linear.ops.cp.exchange import all_to_all, group_named
 from titan_linear.ops.kept import MODES, kept
 from titan_linear.ops.operators import check_first_derivative
-from titan_linear.ops.support import outside_graphs
 
 
 def spread_experts(model: Decoder, ranks: Ranks) -> frozenset[str]:
@@ -63,7 +62,7 @@ class Travelling:
         return out
 
 
-@outside_graphs
+@torch.compiler.disable
 @partial(kept, modes=MODES)
 def _agree(counts: torch.Tensor, ranks: Ranks) -> tuple[list[int], list[int], torch.Tensor]:
     """Rows for each expert [E] -> numbers of rows to each rank, of rows from each rank, and of the latter for each of
@@ -92,7 +91,7 @@ class _Exchange(torch.autograd.Function):
         return all_to_all(grad.contiguous(), *ctx.sizes, ctx.group), None, None, None, None
 
 
-_exchange = outside_graphs(_Exchange.apply)
+_exchange = torch.compiler.disable(_Exchange.apply)
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from titan_linear.models.draws import zeros
 from titan_linear.models.layers import SwiGLU, widen
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.experts import grouped_linear, stream_means
+from titan_linear.ops.support import Choice
 
 
 class Router(nn.Module):
@@ -68,11 +69,13 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2, config.hidden_dim, dim))
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, dim, config.hidden_dim))
+        self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """x [M, dim], rows sorted by expert; counts [E] int64, the number of rows of each -> [M, dim]."""
-        gate, up = grouped_linear(x, self.gate_up_proj.flatten(1, 2), counts).chunk(2, -1)
-        return grouped_linear(F.silu(gate) * up, self.down_proj, counts)
+        impl = self.implementations.get("grouped_linear", "auto")
+        gate, up = grouped_linear(x, self.gate_up_proj.flatten(1, 2), counts, impl).chunk(2, -1)
+        return grouped_linear(F.silu(gate) * up, self.down_proj, counts, impl)
 
 
 class AtHome:
@@ -110,7 +113,7 @@ class MoE(nn.Module):
         order, counts = self._by_expert(experts)
         self._count(counts)
         sent = self.dispatch(flat[order // self.config.top_k], counts)
-        shared = self._shared(flat, plan.impl)  # while rows travel
+        shared = self._shared(flat)  # while rows travel
         y = sent.back(self.experts(sent.rows(), sent.counts))
         y = y[order.argsort()].unflatten(0, (-1, self.config.top_k))  # [N, k, dim]
         y = (weights.to(y.dtype).unsqueeze(1) @ y).squeeze(1)  # Σ weight · expert(x)
@@ -123,10 +126,10 @@ class MoE(nn.Module):
         ends = torch.searchsorted(by_expert, torch.arange(self.config.num_experts, device=experts.device), right=True)
         return order, ends.diff(prepend=ends.new_zeros(1))  # not bincount, which synchronises CUDA
 
-    def _shared(self, x: torch.Tensor, impl: str) -> torch.Tensor | None:
+    def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
         if self.shared is None:
             return None
-        y = self.shared(x, impl)
+        y = self.shared(x)
         return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
 
     def _count(self, counts: torch.Tensor) -> None:

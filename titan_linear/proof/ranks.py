@@ -86,11 +86,11 @@ def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
         return take_turns([partial(on_rank, LocalDims(degrees, rank, **groups)) for rank, groups in enumerate(own)])
 
 
-def sharding_of(subject: Subject, dims: LocalDims, dtype: torch.dtype, impl: str) -> BatchSharding:
+def sharding_of(subject: Subject, dims: LocalDims, dtype: torch.dtype) -> BatchSharding:
     """How the run cuts batches for this rank."""
     p = subject.config.parallelism
     return BatchSharding.of(
-        subject.model, dims, subject.device, dtype, layout=p.context_parallel_layout, impl=impl,
+        subject.model, dims, subject.device, dtype, layout=p.context_parallel_layout,
         softmax_method=p.context_parallel_method, linear_method=p.context_parallel_linear_method,
     )  # fmt: skip
 
