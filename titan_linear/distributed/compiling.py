@@ -5,13 +5,17 @@ Import it only where something is compiled: the compiler is slow to import.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from operator import getitem
 from pathlib import Path
 from types import FunctionType, MethodType
+from typing import Any
 
 import torch
 import torch._functorch.config
 from torch import fx
+from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -29,14 +33,34 @@ def compile_layers(model: Decoder, backend: str) -> None:
     """
     # By default it is computed again only if it could be fused with the product that reads it.
     torch._functorch.config.ban_recompute_materialized_backward = False
+    # Backward is compiled along with forward: a failure is then one of a layer, and of the first step's forward.
+    torch._functorch.config.force_non_lazy_backward_lowering = True
     options = {"joint_custom_pre_pass": ComputedAgain()} if backend == "inductor" else None
     kinds = [(mixer, model.config.has_experts(i)) for i, mixer in enumerate(model.config.layers)]
     codes = {}
-    for (mixer, experts), layer in zip(kinds, model.layers, strict=True):
+    for i, ((mixer, experts), layer) in enumerate(zip(kinds, model.layers, strict=True)):
         name = f"forward_{len(codes)}_{mixer.name}{'_experts' if experts else ''}"
         code = codes.setdefault((mixer, experts), Block.forward.__code__.replace(co_name=name))
         forward = FunctionType(code, Block.forward.__globals__, name, Block.forward.__defaults__)
-        layer.forward = torch.compile(MethodType(forward, layer), backend=backend, options=options)
+        compiled = torch.compile(MethodType(forward, layer), backend=backend, options=options)
+        layer.forward = _named(compiled, f"layers.{i} ({mixer.name}{', experts' if experts else ''})")
+
+
+def _named(compiled: Callable[..., Any], layer: str) -> Callable[..., Any]:
+    """`compiled`, whose failure to compile names the layer and the remedy."""
+
+    @wraps(compiled)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"compile.enable = true: {layer} cannot be compiled ({type(error).__name__}: {reason}); "
+                "set compile.enable = false"
+            ) from error
+
+    return forward
 
 
 class ComputedAgain(CustomGraphPass):

@@ -105,7 +105,7 @@ def move_selection_biases(model: nn.Module, numbers: torch.Tensor) -> None:
     Every rank counts the tokens that it computes, so that sums over all ranks are those of the whole batch, or a
     multiple of them: ranks of tp compute the same tokens.
     """
-    counted = [m for m in model.modules() if isinstance(m, MoE) and m.loads is not None]
+    counted = [m for m in model.modules() if isinstance(m, MoE)]
     layers = [m for m in counted if m.config.bias_update_rate]
     if layers:
         loads, finite = torch.cat([m.loads for m in layers]), numbers[:2].isfinite().all()
@@ -114,4 +114,4 @@ def move_selection_biases(model: nn.Module, numbers: torch.Tensor) -> None:
             load = load.to(m.router.selection_bias.dtype)
             m.router.selection_bias += m.config.bias_update_rate * torch.sign(load.mean() - load) * finite
     for m in counted:
-        m.loads = None
+        m.loads.zero_()

@@ -103,8 +103,8 @@ class MoE(nn.Module):
         self.shared = SwiGLU(dim, config.shared_hidden_dim) if config.shared_hidden_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
         self.dispatch: Callable[[torch.Tensor, torch.Tensor], AtHome] = AtHome
-        self.loads: torch.Tensor | None = None  # [E] tokens sent to each expert since the bias was last moved
-        self.watched = False  # count loads even if they move no bias
+        # [E] int64, tokens sent to each expert in this step
+        self.register_buffer("loads", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
 
     def forward(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [B, T, dim] -> [B, T, dim], and this rank's part of the load-balance loss (None: not wanted)."""
@@ -134,8 +134,8 @@ class MoE(nn.Module):
 
     def _count(self, counts: torch.Tensor) -> None:
         """Count loads in training only. Activation checkpointing counts all of them twice, which keeps their order."""
-        if (self.config.bias_update_rate or self.watched) and torch.is_grad_enabled():
-            self.loads = counts if self.loads is None else self.loads + counts
+        if torch.is_grad_enabled():
+            self.loads += counts
 
     def _balance_loss(self, experts: torch.Tensor, scores: torch.Tensor, plan: BatchPlan) -> torch.Tensor | None:
         """coefficient · E · Σ_e f_e Σ_t p_te over this rank's tokens; f_e: share of the stream's tokens sent to e.

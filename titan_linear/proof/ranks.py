@@ -19,6 +19,7 @@ from titan_linear.distributed.parallelize import checkpoint_layers, replicated_p
 from titan_linear.distributed.parts import Parts
 from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.moe import MoE
 from titan_linear.ops.collectives import Ranks
 from titan_linear.proof.subject import Degrees, Subject
 
@@ -102,6 +103,9 @@ def model_of(subject: Subject, whole: Decoder, dims: LocalDims) -> Decoder:
     for name, p in whole.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(p.detach(), requires_grad=p.requires_grad))
+    for own, layer in zip(model.layers, whole.layers, strict=True):
+        if isinstance(own.mlp, MoE):
+            own.mlp.loads = torch.zeros_like(layer.mlp.loads)
     if whole.config.tie_embeddings:
         model.head.weight = model.embedding.weight
     experts = spread_experts(model, dims.ep_ranks) if dims.degrees.ep > 1 else frozenset()
