@@ -27,7 +27,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.ops.cp import context, halo, kcp
 from titan_linear.ops.torch import delta_rule
-from titan_linear.proof import data, definitions, doctor, hf, model, ops, processes, resume, start
+from titan_linear.proof import compiled, data, definitions, doctor, hf, model, ops, processes, resume, start
 from titan_linear.proof import subject as proof_subject
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
@@ -363,6 +363,24 @@ def test_processes_equal_one(worlds: Callable, corpus: Path) -> None:
             assert re.match(f"FAIL {said}", found[0]), found
 
 
+def of_compiled_layers(rank: int, world_size: int, argv: list[str], broken: bool) -> list[str]:
+    subject = subject_of(load_config(argv))
+    mark = (lambda mark, context: None) if broken else (lambda mark, context: mark(context))
+    with pytest.MonkeyPatch.context() as patch:
+        original = context.CPContext.mark_dynamic
+        patch.setattr(context.CPContext, "mark_dynamic", lambda self: mark(original, self))
+        return [str(finding) for finding in compiled.layers(subject)]
+
+
+def test_compiled_layers_equal_uncompiled_ones(worlds: Callable, corpus: Path) -> None:
+    keys = {"parallelism.context_parallel_degree": 1, "training.seq_len": 64, "model.name": "kda"}
+    keys |= {"compile.enable": "true", "compile.backend": "aot_eager"}
+    for findings in worlds(2).run(of_compiled_layers, arguments(corpus, **keys), False):
+        assert len(findings) == 4 and not any(line.startswith("FAIL") for line in findings), findings
+    for findings in worlds(2).run(of_compiled_layers, arguments(corpus, **keys), True):
+        assert findings[2].startswith("FAIL compiled: graphs that batches after the first 1 compile"), findings
+
+
 def test_a_kernel_that_cannot_start_is_a_finding(subject: Subject) -> None:
     class OutOfResources(Exception):  # as Triton's: no RuntimeError
         pass
@@ -453,11 +471,11 @@ def test_what_may_differ_when_it_runs_again(subject: Subject) -> None:
     assert ops.may_differ(repeats, range(3)) == ops.may_differ(subject, range(3)) == 0
 
 
-def test_compiled_layers_are_not_proved_and_that_is_said(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_proved_of_compiled_layers_is_said(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(arguments(corpus, **{"compile.enable": "true"}))
     assert subject_of(config).said[-1] == "compile.enable true → false"
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert subject_of(config).said[-1].endswith("true → false, but for a step of the run's own processes in its type")
+    assert subject_of(config).said[-1] == "compile.enable true → false, but in the run's own type"
 
 
 def test_a_model_that_does_not_fit_is_narrowed_and_that_is_said(corpus: Path) -> None:

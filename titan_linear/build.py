@@ -389,7 +389,7 @@ def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, devic
     return BatchSharding.of(
         model, dims, device, DTYPES[config.training.mixed_precision_param],
         layout=p.context_parallel_layout, softmax_method=p.context_parallel_method,
-        linear_method=p.context_parallel_linear_method, impl=config.model.impl, compiled=config.compile.enable,
+        linear_method=p.context_parallel_linear_method, compiled=config.compile.enable,
     )  # fmt: skip
 
 
@@ -406,6 +406,7 @@ def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: 
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[t.mixed_precision_param], reduce_dtype=DTYPES[t.mixed_precision_reduce]
     )
+    decoder.use(config.model.impl, device, policy.param_dtype, dims.tp)
     backend = config.compile.backend if config.compile.enable else None
     parallelize(
         decoder, dims, ac_mode=config.activation_checkpoint.mode, policy=policy, backend=backend,

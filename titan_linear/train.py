@@ -32,7 +32,6 @@ from titan_linear.build import (
     export,
     export_folder,
     file_groups,
-    implementations,
     mixed_precision,
     model_config,
     model_name,
@@ -70,7 +69,7 @@ from titan_linear.gradients import Passes
 from titan_linear.hf_io import gather, load_weights
 from titan_linear.metrics import GarbageClock, Graphs, MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory
 from titan_linear.models.init import initialise
-from titan_linear.ops.support import hush, start_lines
+from titan_linear.ops.support import start_lines
 from titan_linear.optim import build_optimizer
 from titan_linear.preflight import preflight
 from titan_linear.process import (
@@ -447,8 +446,6 @@ class Trainer:
 
     def _begin(self) -> MetricsLogger | None:
         """On rank 0, write down and print what the run is made of, and return its logger."""
-        choices = implementations(self.config, self.model.config, self.device)
-        hush(choices)
         if dist.get_rank() != 0:
             return None
         if starts_anew(self.config):
@@ -456,7 +453,7 @@ class Trainer:
         write_config(self.config)
         write_manifest(
             self.config, world_size=dist.get_world_size(), degrees=self.dims.degrees,
-            implementations={op: choice.implementation for op, choice in choices.items()},
+            implementations={op: choice.implementation for op, choice in self.model.implementations.items()},
         )  # fmt: skip
         if self.config.checkpoint.export_interval:
             self.exports = Exports(self.config, self.step, self.checkpointer.in_use)
@@ -464,7 +461,7 @@ class Trainer:
         peak = peak_tflops(self.config, self.device)
         lines = [
             f"model {model_name(self.config)}: {parameters:,} parameters",
-            *start_lines(choices),
+            *start_lines(self.model.implementations),
             uncompiled(self.config, self.device),
             f"mesh {self.dims.description}",
             self.dims.transport,
@@ -536,7 +533,7 @@ class Trainer:
         with self.precision, uncompiled:
             (text,) = generate(
                 self.model, self.tokenizer, [prompt], max_new_tokens=tokens, device=self.device,
-                sampling=Sampling(s.temperature, s.top_p, self.config.debug.seed), impl=self.config.model.impl,
+                sampling=Sampling(s.temperature, s.top_p, self.config.debug.seed),
             )  # fmt: skip
         return text
 

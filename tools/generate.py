@@ -41,13 +41,13 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {least} or more")
     dtype = DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
     model, tokenizer = load(Path(args.path), args.tokenizer, dtype, device)
+    model.use(args.impl, device, dtype)
     texts = generate(
         model,
         tokenizer,
         args.prompt,
         max_new_tokens=args.max_new_tokens,
         device=device,
-        impl=args.impl,
         sampling=sampling,
         prefill_chunk=args.prefill_chunk,
     )

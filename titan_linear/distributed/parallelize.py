@@ -118,6 +118,9 @@ def materialise(model: Decoder, device: torch.device, cpu_offload: bool = False)
     model.to_empty(device="cpu" if cpu_offload else device)
     for p in replicated_parameters(model):
         p.data = p.data.to(device)
+    for layer in model.layers:
+        if isinstance(layer.mlp, MoE):
+            layer.mlp.loads = torch.zeros_like(layer.mlp.loads, device=device)
     if model.config.tie_embeddings:
         model.head.weight = model.embedding.weight  # to_empty gave each its own
 

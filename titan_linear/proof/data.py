@@ -57,7 +57,7 @@ def cut(subject: Subject) -> Findings:
 
     def on_rank(dims: LocalDims) -> tuple[int, int, dict[str, torch.Tensor], list[int]]:
         batch = next(iter(subject.loader(dims.dp_rank, dims.degrees.dp)))
-        tokens, own_labels, plan = sharding_of(subject, dims, subject.dtype, "torch")(batch)
+        tokens, own_labels, plan = sharding_of(subject, dims, subject.dtype)(batch)
         context = plan.cp_context
         found = {"tokens": tokens[0], "labels": own_labels[0], "position_ids": plan.position_ids}
         starts = [int(a) for a in context.cu_seqlens_cpu[:-1]]

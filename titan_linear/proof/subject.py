@@ -180,7 +180,8 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
     if t.seq_len_schedule:
         said.append("training.seq_len_schedule left out")
     if config.compile.enable:
-        but = ", but for a step of the run's own processes in its type" if "WORLD_SIZE" in os.environ else ""
+        compiled = degrees.ranks == 1 or "WORLD_SIZE" in os.environ
+        but = ", but in the run's own type" if compiled else ""
         said.append(f"compile.enable true → false{but}")
     cut = changed(config, {
         "training.seq_len": seq_len, "training.seq_len_schedule": [],
