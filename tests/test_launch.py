@@ -52,7 +52,7 @@ def on_term(number, frame):
         (folder / "stop").touch()
     elif mode == "builds":
         pass  # it waits for rank 0 in a collective
-    elif mode in ("fails", "dies", "loses"):
+    elif mode in ("errs", "fails", "dies", "loses"):
         sys.exit(4)
     elif mode != "deaf":
         while mode == "works" and not (folder / "disk").exists():  # that a save waits for
@@ -88,11 +88,11 @@ if mode == "reads":
     sys.exit(0)
 if mode == "loses" and rank == "0":
     sys.exit(4)
-if mode in ("fails", "dies", "loses") and rank == "1":
+if mode in ("errs", "fails", "dies", "loses") and rank == "1":
     while not (folder / "rank-0").exists():
         time.sleep(0.01)
     print("why rank 1 failed", file=sys.stderr, flush=True)
-    sys.exit(3) if mode == "fails" else os.kill(os.getpid(), signal.SIGSEGV)
+    sys.exit({"errs": 2, "fails": 3}[mode]) if mode in ("errs", "fails") else os.kill(os.getpid(), signal.SIGSEGV)
 if mode == "nodes":
     while not (folder / "stop").exists():
         if events[-1] == "start-0" and (folder / "lost").exists():
@@ -270,7 +270,7 @@ def test_a_failed_save_is_a_failure(start):
 
 @pytest.mark.parametrize(
     "mode, code, how",
-    [("fails", 3, "exit code 3"), ("dies", 139, "killed by SIGSEGV")],
+    [("errs", 2, "exit code 2"), ("fails", 3, "exit code 3"), ("dies", 139, "killed by SIGSEGV")],
 )
 def test_a_failed_worker_ends_the_run(start, mode, code, how):
     """The one that is the cause, not another that ends for want of it."""
