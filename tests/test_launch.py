@@ -328,6 +328,7 @@ def test_nodes_start_again_together_and_stop_together(start, asked):
     runs[0].wait_for("start-1")
     os.kill(runs[asked].process.pid, signal.SIGTERM)
     assert [run.end()[0] for run in runs] == [143, 143]
+    assert "failed (exitcode: -11) local_rank: 0 " in runs[1].end()[1]
 
 
 def test_a_failure_of_one_node_ends_each_with_what_it_knows(start):
