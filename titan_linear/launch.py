@@ -218,7 +218,7 @@ class Workers(threading.Thread):
         self.stop, self.stopped_at = 0, 0.0
         self.told: set[int] = set()  # process ids of workers that SIGTERM was sent to
         self.failures: dict[int, ProcessFailure] = {}
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def run_to_end(self) -> None:
         self.start()
@@ -252,7 +252,7 @@ class Workers(threading.Thread):
         except DistError as error:
             reason = str(error).partition("\n")[0]
             self.error = ValueError(f"nodes cannot meet at {self.place} ({reason}); give node 0's address, a free port")
-        except Exception as error:
+        except BaseException as error:  # to `run_to_end`
             self.error = error
 
     def _running(self) -> set[int]:
