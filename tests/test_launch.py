@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -118,7 +119,7 @@ def launch_workers(mode: str, folder: Path, node: Node, repeat: float, config: C
     os.dup2(os.open(folder / f"stderr-{node.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.chdir(ROOT)
     os.environ |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "MODE": mode, "FOLDER": str(folder)}
-    os.environ["TMPDIR"] = str(folder / "tmp")
+    tempfile.tempdir = str(folder / "tmp")
     launch.REPEAT = repeat
     sys.exit(launch.run_workers(config, node, "worker"))
 
