@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -52,7 +53,7 @@ def on_term(number, frame):
         (folder / "stop").touch()
     elif mode == "builds":
         pass  # it waits for rank 0 in a collective
-    elif mode in ("fails", "dies", "loses"):
+    elif mode in ("errs", "fails", "dies", "loses"):
         sys.exit(4)
     elif mode != "deaf":
         while mode == "works" and not (folder / "disk").exists():  # that a save waits for
@@ -88,11 +89,11 @@ if mode == "reads":
     sys.exit(0)
 if mode == "loses" and rank == "0":
     sys.exit(4)
-if mode in ("fails", "dies", "loses") and rank == "1":
+if mode in ("errs", "fails", "dies", "loses") and rank == "1":
     while not (folder / "rank-0").exists():
         time.sleep(0.01)
     print("why rank 1 failed", file=sys.stderr, flush=True)
-    sys.exit(3) if mode == "fails" else os.kill(os.getpid(), signal.SIGSEGV)
+    sys.exit({"errs": 2, "fails": 3}[mode]) if mode in ("errs", "fails") else os.kill(os.getpid(), signal.SIGSEGV)
 if mode == "nodes":
     while not (folder / "stop").exists():
         if events[-1] == "start-0" and (folder / "lost").exists():
@@ -118,7 +119,7 @@ def launch_workers(mode: str, folder: Path, node: Node, repeat: float, config: C
     os.dup2(os.open(folder / f"stderr-{node.rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND), 2)
     os.chdir(ROOT)
     os.environ |= {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}", "MODE": mode, "FOLDER": str(folder)}
-    os.environ["TMPDIR"] = str(folder / "tmp")
+    tempfile.tempdir = str(folder / "tmp")
     launch.REPEAT = repeat
     sys.exit(launch.run_workers(config, node, "worker"))
 
@@ -270,7 +271,7 @@ def test_a_failed_save_is_a_failure(start):
 
 @pytest.mark.parametrize(
     "mode, code, how",
-    [("fails", 3, "exit code 3"), ("dies", 139, "killed by SIGSEGV")],
+    [("errs", 2, "exit code 2"), ("fails", 3, "exit code 3"), ("dies", 139, "killed by SIGSEGV")],
 )
 def test_a_failed_worker_ends_the_run(start, mode, code, how):
     """The one that is the cause, not another that ends for want of it."""
@@ -328,6 +329,7 @@ def test_nodes_start_again_together_and_stop_together(start, asked):
     runs[0].wait_for("start-1")
     os.kill(runs[asked].process.pid, signal.SIGTERM)
     assert [run.end()[0] for run in runs] == [143, 143]
+    assert "failed (exitcode: -11) local_rank: 0 " in runs[1].end()[1]
 
 
 def test_a_failure_of_one_node_ends_each_with_what_it_knows(start):

@@ -383,8 +383,8 @@ class Comm(_Strict):
     train_timeout_seconds: int = Field(100, ge=1, le=10**6)
     """Timeout after the first step. Validation, saves and exports have none: they wait for the slowest disk."""
     max_restarts: int = Field(0, ge=0)
-    """How many times all workers may be restarted, from the newest checkpoint, after a rank or a node has crashed. An
-    error that would recur (a mistake, a non-finite loss, a failed save, too little memory) ends the run."""
+    """How many times torchrun starts all workers again, from the newest checkpoint, after a rank has failed; it does so
+    whatever the reason, also after an error that recurs each time."""
 
 
 class Debug(_Strict):

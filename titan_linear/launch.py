@@ -202,6 +202,7 @@ class Workers(threading.Thread):
     def __init__(self, node: Node, config: Config, folder: str, command: list[str]):
         """folder: for torchrun's files. command: the module and its arguments."""
         super().__init__(daemon=True)
+        self.max_restarts, self.saves = config.comm.max_restarts, config.checkpoint.enable
         self.place = f"{node.address}:{node.port or _free_port()}"
         options = {
             "nproc-per-node": node.processes,
@@ -209,16 +210,15 @@ class Workers(threading.Thread):
             "node-rank": node.rank,
             "rdzv-endpoint": self.place,
             "rdzv-conf": f"timeout={PREPARE}",
-            "max-restarts": config.comm.max_restarts,
+            "max-restarts": self.max_restarts,
             "monitor-interval": 0.1,
             "log-dir": folder,
         }
         self.arguments = [*(f"--{name}={value}" for name, value in options.items()), "--module", *command]
-        self.saves = config.checkpoint.enable
         self.stop, self.stopped_at = 0, 0.0
         self.told: set[int] = set()  # process ids of workers that SIGTERM was sent to
         self.failures: dict[int, ProcessFailure] = {}
-        self.error: Exception | None = None
+        self.error: BaseException | None = None
 
     def run_to_end(self) -> None:
         self.start()
@@ -239,6 +239,10 @@ class Workers(threading.Thread):
 
         log = logging.getLogger("torch.distributed.elastic")
         log.propagate, log.handlers = False, [logging.NullHandler()]  # what happens is said here
+        if self.max_restarts:  # but for the worker because of which others start again
+            said = logging.StreamHandler()
+            said.setLevel(logging.ERROR)
+            logging.getLogger("torch.distributed.elastic.multiprocessing.api").addHandler(said)
         # Workers inherit this, and unblock it once they can handle it.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
@@ -248,7 +252,7 @@ class Workers(threading.Thread):
         except DistError as error:
             reason = str(error).partition("\n")[0]
             self.error = ValueError(f"nodes cannot meet at {self.place} ({reason}); give node 0's address, a free port")
-        except Exception as error:
+        except BaseException as error:  # to `run_to_end`
             self.error = error
 
     def _running(self) -> set[int]:
