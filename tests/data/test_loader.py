@@ -15,10 +15,9 @@ from titan_linear.data import (
     Batch,
     PackedStreams,
     StreamLoader,
-    order,
-    split,
     validation_batches,
 )
+from titan_linear.data.streams import order, split
 
 G, T = 8, 16
 SPLITS = [(1, 1), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)]  # (dp, L)
