@@ -88,7 +88,7 @@ COMPOSED: dict[str, list[tuple[str, str]]] = {
          "set it to at least that number; of a Hugging Face model, model.tokenizer_path to its tokenizer"),
     ],
     "titan_linear/build.py: …: …": [("KEY: …", "what the message after the key says, as in its row")],
-    "titan_linear/data/corpus/sources.py: …: …": [
+    "titan_linear/data/sources.py: …: …": [
         ("…: no column … (it has: …)",
          "set training.dataset_text_field, or training.dataset_format (tools.corpus: --text-field, --format), to what "
          "it has"),
