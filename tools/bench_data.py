@@ -31,7 +31,7 @@ from torch.utils.data import DataLoader, Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_linear.data import Batch, Corpus, PackedStreams, StreamLoader, build_tokenizer, open_corpus, split_corpus
-from titan_linear.data.loader import micro_batch
+from titan_linear.data.streams.loader import micro_batch
 from titan_linear.process import run_command
 
 MEAN = 10_000  # tokens per document

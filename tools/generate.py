@@ -20,7 +20,7 @@ from titan_linear.build import DTYPES, model_config, other_tokenizer, tokenizer_
 from titan_linear.checkpoint import load_weights, read_progress, verify, weights_path
 from titan_linear.config import Config, changed
 from titan_linear.data import Tokenizer, build_tokenizer
-from titan_linear.data.tokenizer import TOKENIZER
+from titan_linear.data.corpus.tokenizer import TOKENIZER
 from titan_linear.distributed.parallelize import materialise
 from titan_linear.generate import Sampling, generate
 from titan_linear.hf_io import CONFIG, check_folder

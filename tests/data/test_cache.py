@@ -21,8 +21,8 @@ from titan_linear.data import (
     verify_corpus,
     write_corpus,
 )
-from titan_linear.data import corpus as corpus_module
-from titan_linear.data.cache import remove_cache
+from titan_linear.data.corpus import corpus as corpus_module
+from titan_linear.data.corpus.cache import remove_cache
 
 FORK = multiprocessing.get_context("fork")
 
@@ -118,7 +118,7 @@ def test_the_same_texts_elsewhere(lines: Path, tmp_path: Path, monkeypatch: pyte
     moved = lines.rename(tmp_path / "moved.jsonl")
     assert batches(copy) == batches(moved) == 0
     with monkeypatch.context() as patch:
-        patch.setattr("titan_linear.data.cache.add_file", None)
+        patch.setattr("titan_linear.data.corpus.cache.add_file", None)
         assert batches(copy) == batches(moved) == 0
     assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock", ".lock", ".lock", ".same", ".same"]
     other = tmp_path / "other.jsonl"
@@ -179,8 +179,8 @@ def test_a_tokenizer_without_an_end_token_is_a_warning(lines: Path, tmp_path: Pa
 @pytest.fixture
 def few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """30 documents: three batches; the journal is written after each document."""
-    monkeypatch.setattr("titan_linear.data.tokenise.BLOCK_DOCUMENTS", 10)
-    monkeypatch.setattr("titan_linear.data.writing.JOURNAL_SECONDS", 0)
+    monkeypatch.setattr("titan_linear.data.corpus.tokenise.BLOCK_DOCUMENTS", 10)
+    monkeypatch.setattr("titan_linear.data.corpus.writing.JOURNAL_SECONDS", 0)
     file = tmp_path / "few.jsonl"
     file.write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(30)))
     return file
@@ -336,7 +336,7 @@ def test_damage_is_caught(make_corpus: Callable, name: str, damage: str):
 
 
 def test_damage_beyond_the_first_block(make_corpus: Callable, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("titan_linear.data.corpus.CRC_BLOCK", 1000)
+    monkeypatch.setattr("titan_linear.data.corpus.corpus.CRC_BLOCK", 1000)
     corpus = make_corpus(random_documents([3000]))
     with (corpus.folder / "tokens.bin").open("r+b") as file:
         file.seek(4321)

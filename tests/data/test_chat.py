@@ -27,7 +27,7 @@ from titan_linear.data import (
     verify_corpus,
     write_corpus,
 )
-from titan_linear.data.chat import Conversations
+from titan_linear.data.corpus.chat import Conversations
 from tools import corpus as tool
 
 PLAIN = """\
@@ -320,7 +320,7 @@ def test_completions_of_bytes(tmp_path: Path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_records_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int):
     """Lines that are no JSON stop the run, or are skipped, in the midst of others."""
-    monkeypatch.setattr("titan_linear.data.cache.worker_count", lambda _: workers)
+    monkeypatch.setattr("titan_linear.data.corpus.cache.worker_count", lambda _: workers)
     file, pairs = tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": str(i)} for i in range(3)]
     first, second, third = map(json.dumps, pairs)
     file.write_text(f'{first}\n{{"prompt": \n{second}\n{{"prompt": "x"}}\n{third}\n')
@@ -367,8 +367,8 @@ def test_records_of_each_kind(folder: Callable, tmp_path: Path):
 
 
 def test_stopped_and_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("titan_linear.data.tokenise.BLOCK_DOCUMENTS", 10)
-    monkeypatch.setattr("titan_linear.data.writing.JOURNAL_SECONDS", 0)
+    monkeypatch.setattr("titan_linear.data.corpus.tokenise.BLOCK_DOCUMENTS", 10)
+    monkeypatch.setattr("titan_linear.data.corpus.writing.JOURNAL_SECONDS", 0)
     pairs = [{"prompt": "a" * (i % 7), "completion": f"answer {i}"} for i in range(30)]
     file = as_lines(tmp_path / "a.jsonl", pairs)
     whole = opened(file, tmp_path, dataset_format="completion")
@@ -390,7 +390,7 @@ def test_stopped_and_by_several_processes(tmp_path: Path, monkeypatch: pytest.Mo
     with (temporary / "answers.bin").open("ab") as torn:
         torn.write(b"torn")
     assert opened(file, tmp_path, dataset_format="completion", cache_dir=cache).info == whole.info
-    monkeypatch.setattr("titan_linear.data.cache.worker_count", lambda _: 2)
+    monkeypatch.setattr("titan_linear.data.corpus.cache.worker_count", lambda _: 2)
     assert opened(file, tmp_path, dataset_format="completion", cache_dir=tmp_path / "two").info == whole.info
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.conftest import packed, random_documents
 from titan_linear.data import ByteTokenizer, FileGroups, MixedStreams, PackedStreams, Phase, open_corpus
-from titan_linear.data.file_groups import _fits
+from titan_linear.data.streams.file_groups import _fits
 
 PATHS = ["/data/a.py", "/data/lib/b.py", "/data/lib/deep/c.py", "/data/books/d.jsonl", "/data/old/books/e.jsonl",
          "/data/books/more/f.jsonl", "/data/[x] y.txt"]  # fmt: skip

@@ -13,14 +13,11 @@ from tests.data.conftest import packed, random_documents
 from titan_linear.data import (
     IGNORE,
     Batch,
-    MixedStreams,
     PackedStreams,
-    Phase,
     StreamLoader,
-    order,
-    split,
     validation_batches,
 )
+from titan_linear.data.streams import order, split
 
 G, T = 8, 16
 SPLITS = [(1, 1), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)]  # (dp, L)
@@ -115,19 +112,22 @@ def test_an_error_arrives_as_it_is(streams: PackedStreams, num_workers: int) -> 
 
 
 def test_threads_may_share_streams(make_corpus: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each keeps what it needs, while others drop it: more pools and cycles are in use than are kept."""
+    """One uses a pool while others drop it."""
     monkeypatch.setattr(split, "BUNDLE", 2)
     monkeypatch.setattr(order, "POOL", 2)
-    corpora = [make_corpus(random_documents([9] * 80, seed=n)) for n in range(2)]
-    sources = {str(n): packed(corpus, seq_len=12, seed=1) for n, corpus in enumerate(corpora)}
-    mixed = MixedStreams(sources, [Phase(0, {"0": 2.0, "1": 1.0})], seed=3)
-    indices = np.random.default_rng(0).integers(0, 20_000, 800).tolist()
-    expected = [mixed[i].tokens.tobytes() for i in indices]
+    monkeypatch.setattr(order, "POOLS_KEPT", 1)
+    line = packed(make_corpus(random_documents([9] * 80)), seq_len=12, seed=1).line
+
+    def documents(start: int) -> list[list[int]]:
+        return [line.around(0, 9 * (n % 80), 9 * (n % 80) + 1)[0].tolist() for n in range(start, start + 2000)]
+
+    expected = documents(0)[:80] * 27
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(8) as pool:
-            assert [stream.tokens.tobytes() for stream in pool.map(mixed.__getitem__, indices)] == expected
+            for start, found in enumerate(pool.map(documents, range(8))):
+                assert found == expected[start : start + 2000]
     finally:
         sys.setswitchinterval(before)
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.data.conftest import packed, random_documents
 from titan_linear.data import MixedStreams, PackedStreams, Phase, validation_batches
-from titan_linear.data.mixture import Interleaving
+from titan_linear.data.streams.mixture import Interleaving
 
 WEIGHTS = [0.7, 0.1, 0.2, 1e-3]
 PINNED = [(0, 0), (2, 0), (0, 1), (0, 2), (2, 1), (0, 3)]

@@ -13,8 +13,9 @@ import pytest
 
 from tests.data.conftest import documents_of, packed, random_documents
 from tests.data.test_packing import check_stream
-from titan_linear.data import PackedStreams, order, split, split_corpus
-from titan_linear.data.order import ROUNDS, Pooled, permuted
+from titan_linear.data import PackedStreams, split_corpus
+from titan_linear.data.streams import order, split
+from titan_linear.data.streams.order import ROUNDS, Pooled, permuted
 from tools.bench_data import simulated_corpus
 
 SEED = 7

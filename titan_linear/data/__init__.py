@@ -1,4 +1,4 @@
-"""The data path: from texts to the batches of one rank.
+"""The data path: from texts to the batches of one rank. 1 to 3 are in corpus/, 4 to 7 in streams/.
 
 1. **Sources** (sources.py) give documents in a fixed order: files, lines or rows of text, or a corpus of tokens.
 2. **A tokenizer** (tokenizer.py), bytes or any Hugging Face tokenizer.json, turns each into tokens and an end token,
@@ -28,16 +28,16 @@ after those of finished steps. Fingerprints of the data beside it let a resume r
     for batch in loader: ...
 """
 
-from titan_linear.data.cache import cached_corpus, open_corpus, tokenise_corpus
-from titan_linear.data.corpus import Corpus, load_corpus, verify_changed, verify_corpus
-from titan_linear.data.file_groups import FileGroups
-from titan_linear.data.loader import Batch, StreamLoader, num_labels, validation_batches
-from titan_linear.data.mixture import MixedStreams, Phase, Streams
-from titan_linear.data.packing import IGNORE, Length, PackedStreams, Stream
-from titan_linear.data.sources import Document
-from titan_linear.data.split import Side, split_corpus
-from titan_linear.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
-from titan_linear.data.writing import write_corpus
+from titan_linear.data.corpus.cache import cached_corpus, open_corpus, tokenise_corpus
+from titan_linear.data.corpus.corpus import Corpus, load_corpus, verify_changed, verify_corpus
+from titan_linear.data.corpus.sources import Document
+from titan_linear.data.corpus.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from titan_linear.data.corpus.writing import write_corpus
+from titan_linear.data.streams.file_groups import FileGroups
+from titan_linear.data.streams.loader import Batch, StreamLoader, num_labels, validation_batches
+from titan_linear.data.streams.mixture import MixedStreams, Phase, Streams
+from titan_linear.data.streams.packing import IGNORE, Length, PackedStreams, Stream
+from titan_linear.data.streams.split import Side, split_corpus
 
 __all__ = [
     "IGNORE",

@@ -21,8 +21,8 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from titan_linear.data.chat import MaskedTokens
-from titan_linear.data.corpus import (
+from titan_linear.data.corpus.chat import MaskedTokens
+from titan_linear.data.corpus.corpus import (
     ANSWERS,
     ANSWERS_FORMAT,
     FILE_ENDS,
@@ -38,8 +38,8 @@ from titan_linear.data.corpus import (
     described,
     info_checksum,
 )
-from titan_linear.data.tokenise import Tokens
-from titan_linear.data.tokenizer import Tokenizer
+from titan_linear.data.corpus.tokenise import Tokens
+from titan_linear.data.corpus.tokenizer import Tokenizer
 from titan_linear.files import lock, sync, write_whole
 
 JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs

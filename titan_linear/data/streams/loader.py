@@ -16,8 +16,8 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
 
-from titan_linear.data.mixture import Streams
-from titan_linear.data.packing import Stream
+from titan_linear.data.streams.mixture import Streams
+from titan_linear.data.streams.packing import Stream
 from titan_linear.loss import IGNORE
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_linear.data.corpus import Corpus
-from titan_linear.data.mixture import MixedStreams, Streams
+from titan_linear.data.corpus.corpus import Corpus
+from titan_linear.data.streams.mixture import MixedStreams, Streams
 
 _PART = re.compile(r"\*\*/|\*\*|.", re.DOTALL)
 _WILD = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}

@@ -26,8 +26,8 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from titan_linear.data.chat import Completions, Conversations
-from titan_linear.data.corpus import (
+from titan_linear.data.corpus.chat import Completions, Conversations
+from titan_linear.data.corpus.corpus import (
     ANSWERS_FORMAT,
     CACHE_NAME,
     FORMAT,
@@ -38,7 +38,7 @@ from titan_linear.data.corpus import (
     load_corpus,
     unfitting,
 )
-from titan_linear.data.sources import (
+from titan_linear.data.corpus.sources import (
     FIELD_SOURCES,
     FORMATS,
     TEXT_SOURCES,
@@ -46,9 +46,9 @@ from titan_linear.data.sources import (
     read_documents,
     source_files,
 )
-from titan_linear.data.tokenise import Encoder, Tokens, tokenise, worker_count
-from titan_linear.data.tokenizer import Tokenizer
-from titan_linear.data.writing import (
+from titan_linear.data.corpus.tokenise import Encoder, Tokens, tokenise, worker_count
+from titan_linear.data.corpus.tokenizer import Tokenizer
+from titan_linear.data.corpus.writing import (
     BadDocument,
     Journal,
     lock_file,

@@ -36,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from titan_linear.data.sources import FIELD_SOURCES, TEXT_SOURCES
+from titan_linear.data.corpus.sources import FIELD_SOURCES, TEXT_SOURCES
 from titan_linear.files import default_cache_dir, write_whole
 
 FORMAT = "titan_linear corpus 1"

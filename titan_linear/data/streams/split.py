@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_linear.data.corpus import SMALL, Corpus, check_lengths, read
-from titan_linear.data.writing import locked
+from titan_linear.data.corpus.corpus import SMALL, Corpus, check_lengths, read
+from titan_linear.data.corpus.writing import locked
 from titan_linear.files import default_cache_dir, write_whole
 
 BUNDLE = 128  # documents

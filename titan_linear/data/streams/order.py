@@ -15,8 +15,8 @@ from typing import Protocol
 
 import numpy as np
 
-from titan_linear.data.corpus import Corpus
-from titan_linear.data.split import Side
+from titan_linear.data.corpus.corpus import Corpus
+from titan_linear.data.streams.split import Side
 
 POOL = 128  # bundles
 ROUNDS = 8

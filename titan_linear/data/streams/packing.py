@@ -20,8 +20,8 @@ from itertools import pairwise
 
 import numpy as np
 
-from titan_linear.data.order import InPlace, Line, Pooled, document_lengths
-from titan_linear.data.split import Side
+from titan_linear.data.streams.order import InPlace, Line, Pooled, document_lengths
+from titan_linear.data.streams.split import Side
 from titan_linear.loss import IGNORE
 
 

@@ -16,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from titan_linear.data.chat import MaskedTokens, RecordEncoder
-from titan_linear.data.sources import Document
-from titan_linear.data.tokenizer import Tokenizer
+from titan_linear.data.corpus.chat import MaskedTokens, RecordEncoder
+from titan_linear.data.corpus.sources import Document
+from titan_linear.data.corpus.tokenizer import Tokenizer
 
 BLOCK_CHARACTERS, BLOCK_DOCUMENTS = 1 << 18, 1024
 AHEAD = 4  # finished blocks per worker that may wait for an earlier one

@@ -24,7 +24,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from titan_linear.data.packing import Length, PackedStreams, Stream
+from titan_linear.data.streams.packing import Length, PackedStreams, Stream
 
 CYCLE = 256  # streams, at least
 

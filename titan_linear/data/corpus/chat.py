@@ -32,7 +32,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from titan_linear.data.tokenizer import NAMED_TOKENS, HuggingFaceTokenizer, Tokenizer
+from titan_linear.data.corpus.tokenizer import NAMED_TOKENS, HuggingFaceTokenizer, Tokenizer
 
 Record = Mapping[str, Any]
 ANSWERER = "assistant"
