@@ -310,6 +310,8 @@ def model_without_tokenizer(config: Config) -> ModelConfig:
         model = model if vocab_size is None else replace(model, vocab_size=vocab_size)
     else:
         model = preset(config.model.name, config.model.flavor, vocab_size)
+    if config.model.num_layers:
+        model = replace(model, num_layers=config.model.num_layers)
     return balance_experts(model, config)
 
 

@@ -57,6 +57,8 @@ class Model(_Strict):
     hf_assets_path: str = ""
     """Hugging Face folder whose config.json defines flavor hf and whose tokenizer is the default; empty: the folder
     that checkpoint.initial_load_in_hf loads."""
+    num_layers: int = Field(0, ge=0)
+    """Layers; the pattern of mixers is repeated or cut. 0: the preset's or the folder's number."""
     vocab_size: int = Field(0, ge=0)
     """Rows of the embedding and the head, at least the tokenizer's vocabulary; 0: the preset's number, or, if that is
     too small and the weights are drawn, not loaded, the tokenizer's vocabulary rounded up to a multiple of 64."""
