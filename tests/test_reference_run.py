@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -44,8 +45,7 @@ def exported_model(folder: Path, device: torch.device) -> torch.nn.Module:
 def document_by_document(model: torch.nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
     """The sum of cross-entropies: this model knows of no documents, so each is run by itself."""
     total = torch.zeros((), device=device)
-    edges = batch.cu_seqlens.tolist()
-    for begin, end in zip(edges[:-1], edges[1:], strict=True):
+    for begin, end in pairwise(batch.cu_seqlens.tolist()):
         logits = model(input_ids=batch.tokens[:, begin:end]).logits
         total = total + F.cross_entropy(logits[0], batch.labels[0, begin:end], reduction="sum")
     return total
@@ -130,6 +130,4 @@ def test_the_picture(tmp_path: Path) -> None:
     ],
 )
 def test_what_is_refused(keys: list[str], message: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
-    from tests.refusals import is_refused
-
     assert is_refused(reference_run.main, ["fla", str(tmp_path), "--", *keys], capsys).startswith(message)

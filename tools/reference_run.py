@@ -9,8 +9,8 @@
     python -m tools.reference_run draw docs/results --add kda outputs/kda outputs/kda_fla
     python -m tools.reference_run draw docs/results --add hybrid outputs/hybrid outputs/hybrid_float32
 
-`fla` trains FLA's own model (kda, gdn) from our initial weights as its users do (tools/peers.py), on one GPU, and writes
-metrics.jsonl as a run does. After --minutes it saves its state and ends; the same command goes on from there.
+`fla` trains FLA's own model (kda, gdn) from our initial weights as its users do (tools/peers.py), on one GPU, and
+writes metrics.jsonl as a run does. After --minutes it saves its state and ends; the same command goes on from there.
 
 `draw` copies step and loss of two runs to FOLDER/NAME.csv, draws every such file into FOLDER/loss.svg (matplotlib: pip
 install "titan_linear[bench]"), and prints the means of each pair's last 50 steps and their gap.
