@@ -15,7 +15,7 @@ temporary folder that all ranks can read, or with `--documents run` those of the
     tokens/s/GPU, TFLOP/s, MFU   median of --steps steps after --warmup, of the slowest rank; FLOPs: docs/training.md
     6 N                          MFU if each token took 6 FLOPs for each parameter; not for experts
     memory                       the most that PyTorch allocated in those steps, GiB, on the rank that had most
-    MHz, W                       mean SM clock and power of the first rank's GPU in those steps (with nvidia-ml-py)
+    MHz, W                       SM clock and power of the first rank's GPU, means over those steps (nvidia-ml-py)
     launches, idle               kernels and copies of one more step, under the profiler, and the share of the median
                                  step in which none of them would run. The ten that take most are below the table
     first step                   seconds, compilation included; the first row's is that of a new process. For empty
@@ -38,15 +38,14 @@ import re
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from datetime import date, timedelta
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
@@ -74,38 +73,26 @@ from titan_linear.train import Trainer
 from tools.peers import Peer, be_alone, fla_has, fla_loss, fla_model, split_keys
 
 PACKAGES = ("torch", "triton", "flash-attn-4", "fla-core", "tilelang", "flash-qla")
-RATES = ("tokens_per_second", "tflops", "mfu", "mfu_of_parameters")
 FLA_MODES = ("none", "full")  # of activation checkpointing
-SAMPLING = 0.1  # seconds between two readings of clock and power
 
 
 # --- Random tokens ---------------------------------------------------------------------------------------------------
 
 
-def write_random_corpus(folder: Path, tokens: int, lengths: int | None, seq_len: int) -> None:
-    """A corpus of random bytes: documents of seq_len tokens, or with `lengths` of random lengths around that mean."""
-    draw = np.random.default_rng(0)
-    if lengths is None:
-        each = [seq_len] * -(-tokens // seq_len)
-    else:
-        each = []
-        while sum(each) < tokens:
-            each.append(1 + int(draw.exponential(lengths)))
-    write_corpus(folder, (draw.integers(256, size=n) for n in each), build_tokenizer(None))
-
-
 @contextmanager
-def corpus_keys(args: argparse.Namespace, streams: int) -> Iterator[list[str]]:
-    """The keys of a corpus that lasts for `streams` streams, which is there inside `with`. Every rank calls it."""
-    if args.documents == "run":
-        yield []
-        return
-    lengths = None if args.documents == "one" else int(args.documents)
+def random_corpus(args: argparse.Namespace, streams: int) -> Iterator[list[str]]:
+    """The keys of a corpus of random bytes for so many streams, which is there inside `with`. Every rank calls it."""
+    draw, tokens = np.random.default_rng(0), streams * args.seq_len
+    if args.documents == "one":
+        lengths = np.full(streams, args.seq_len)
+    else:
+        mean = int(args.documents)
+        lengths = 1 + draw.exponential(mean, size=2 + 2 * tokens // mean).astype(int)
     with tempfile.TemporaryDirectory() as own:
-        folder = on_rank_0(lambda: own, dist.group.WORLD)
-        path = Path(folder, "corpus")
-        on_rank_0(lambda: write_random_corpus(path, streams * args.seq_len, lengths, args.seq_len), dist.group.WORLD)
-        yield ["--training.dataset=tokens", f"--training.dataset_path={path}"]
+        folder = Path(on_rank_0(lambda: own, dist.group.WORLD), "corpus")
+        documents = (draw.integers(256, size=n) for n in lengths)
+        on_rank_0(lambda: write_corpus(folder, documents, build_tokenizer(None)), dist.group.WORLD)
+        yield ["--training.dataset=tokens", f"--training.dataset_path={folder}"]
         dist.barrier()
 
 
@@ -210,31 +197,6 @@ class Row:
         return 6 * self.parameters * self.tokens_per_second / 1e12 / self.peak_tflops
 
 
-class Sensors:
-    """Reads clock and power of a GPU every `SAMPLING` seconds, in a thread, inside `with`."""
-
-    def __init__(self, device: torch.device):
-        self.device, self.readings, self.ended = device, [], threading.Event()
-        self.thread = threading.Thread(target=self._read, daemon=True)
-
-    def _read(self) -> None:
-        while not self.ended.wait(SAMPLING) and (reading := clock_and_power(self.device)):
-            self.readings.append(reading)
-
-    def __enter__(self) -> Sensors:
-        self.thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.ended.set()
-        self.thread.join()
-
-    def means(self) -> dict[str, float]:
-        """Their means by name; empty if nothing could be read."""
-        names = self.readings[0] if self.readings else ()
-        return {name: mean(reading[name] for reading in self.readings) for name in names}
-
-
 def measure(
     subject: Ours | Fla, args: argparse.Namespace, device: torch.device, trace: Path | None
 ) -> tuple[dict[str, Any], Documents]:
@@ -247,12 +209,12 @@ def measure(
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     subject.documents()
-    ends = [time.perf_counter()]
-    with Sensors(device) as sensors:
-        for _ in range(args.steps):
-            subject.step()
-            ends.append(time.perf_counter())
-        _synchronise(device)
+    ends, readings = [time.perf_counter()], []
+    for _ in range(args.steps):
+        subject.step()
+        readings.append(clock_and_power(device))  # while the device works: the next forward is queued
+        ends.append(time.perf_counter())
+    _synchronise(device)
     steps, documents = subject.documents()
     times = [end - begin for begin, end in pairwise(ends)]
     step, memory, first = _largest(median(times), peak_memory_gib(), first)
@@ -264,7 +226,7 @@ def measure(
         "idle": None if busy is None else max(1 - busy / step, 0.0),
         "first_step_seconds": first,
         "costs": tuple(costs),
-        **sensors.means(),
+        **{name: mean(reading[name] for reading in readings) for name in readings[0]},
     }
     return found, Documents(*(total / steps for total in documents))
 
@@ -331,7 +293,8 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row | str]:
     """The rows, one after the other; where FLA gives none, its reason. Every rank calls this, in a process group."""
     ranks = dist.get_world_size()
     largest = max(config.training.global_batch_size for _, config in configurations(args, keys, ranks))
-    with corpus_keys(args, 4 * largest) as corpus, tempfile.TemporaryDirectory() as folder:
+    corpus_keys = nullcontext([]) if args.documents == "run" else random_corpus(args, 4 * largest)
+    with corpus_keys as corpus, tempfile.TemporaryDirectory() as folder:
         for name, config in configurations(args, [*keys, *corpus, f"--job.dump_folder={folder}"], ranks):
             kinds = [Ours]
             if args.fla and fla_has(model_without_tokenizer(config)) and config.activation_checkpoint.mode in FLA_MODES:
@@ -408,29 +371,26 @@ def _trace(args: argparse.Namespace, row: str) -> Path | None:
     return args.traces / f"{re.sub('[^A-Za-z0-9.]+', '_', row)}.json.gz"
 
 
-def _shown(x: float | None, form: str) -> str:
-    return "–" if x is None else format(x, form)
-
-
-COLUMNS: dict[str, Callable[[Row], str]] = {
-    "model": lambda row: row.model,
-    "layers": lambda row: str(row.layers),
-    "by": lambda row: row.by,
-    "checkpointing": lambda row: row.checkpointing,
-    "tokens": lambda row: str(row.tokens),
-    "documents": lambda row: row.documents,
-    "GPUs": lambda row: str(row.gpus),
-    "tokens/s/GPU": lambda row: f"{row.tokens_per_second:,.0f}",
-    "TFLOP/s": lambda row: f"{row.tflops:.3g}",
-    "MFU": lambda row: _shown(row.mfu, ".1%"),
-    "6 N": lambda row: _shown(row.mfu_of_parameters, ".1%"),
-    "memory, GiB": lambda row: _shown(row.memory_gib, ".1f"),
-    "MHz": lambda row: _shown(row.sm_clock_mhz, ".0f"),
-    "W": lambda row: _shown(row.power_watts, ".0f"),
-    "launches": lambda row: _shown(row.launches, ""),
-    "idle": lambda row: _shown(row.idle, ".1%"),
-    "first step, s": lambda row: _shown(row.first_step_seconds, ".1f"),
-}
+# Title, field of Row, format.
+COLUMNS = (
+    ("model", "model", ""),
+    ("layers", "layers", ""),
+    ("by", "by", ""),
+    ("checkpointing", "checkpointing", ""),
+    ("tokens", "tokens", ""),
+    ("documents", "documents", ""),
+    ("GPUs", "gpus", ""),
+    ("tokens/s/GPU", "tokens_per_second", ",.0f"),
+    ("TFLOP/s", "tflops", ".3g"),
+    ("MFU", "mfu", ".1%"),
+    ("6 N", "mfu_of_parameters", ".1%"),
+    ("memory, GiB", "memory_gib", ".1f"),
+    ("MHz", "sm_clock_mhz", ".0f"),
+    ("W", "power_watts", ".0f"),
+    ("launches", "launches", ""),
+    ("idle", "idle", ".1%"),
+    ("first step, s", "first_step_seconds", ".1f"),
+)
 
 
 def cells(found: Iterable[str]) -> str:
@@ -439,7 +399,8 @@ def cells(found: Iterable[str]) -> str:
 
 
 def line(row: Row) -> str:
-    return cells(show(row) for show in COLUMNS.values())
+    values = [(getattr(row, field), form) for _, field, form in COLUMNS]
+    return cells("–" if value is None else format(value, form) for value, form in values)
 
 
 def largest_costs(row: Row) -> str:
@@ -499,15 +460,8 @@ def header() -> str:
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "unknown"
-    versions = [f"{name} {found}" for name in PACKAGES if (found := _version(name))]
+    versions = sorted({f"{found.name} {found.version}" for found in distributions() if found.name in PACKAGES})
     return ", ".join([where, str(date.today()), f"commit {commit}", *versions])
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return ""
 
 
 def main(argv: list[str]) -> int:
@@ -524,7 +478,7 @@ def main(argv: list[str]) -> int:
     where, rows = header(), []
     with process_group(timedelta(minutes=30)):
         if first:
-            print(f"{where}\n\n{cells(COLUMNS)}\n{cells(['---'] * len(COLUMNS))}", flush=True)
+            print(f"{where}\n\n{cells(title for title, *_ in COLUMNS)}\n{cells(['---'] * len(COLUMNS))}", flush=True)
         for row in measured(args, keys):
             rows.append(row)
             if first:
@@ -533,7 +487,8 @@ def main(argv: list[str]) -> int:
     if first:
         print("\n" + "\n\n".join(largest_costs(row) for row in rows if row.costs))
     if first and args.out:
-        found = [asdict(row) | {name: getattr(row, name) for name in RATES} for row in rows]
+        fields = [field for _, field, _ in COLUMNS] + ["step_ms", "costs"]
+        found = [{field: getattr(row, field) for field in fields} for row in rows]
         text = json.dumps({"measured": where, "keys": keys, "rows": found}, indent=1)
         Path(args.out).write_text(text + "\n", encoding="utf-8")
     return 0
