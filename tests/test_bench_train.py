@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.refusals import is_refused
 from tests.worlds import World
+from titan_linear.config import Config
 from titan_linear.flops import training_flops
 from titan_linear.memory import parameters
+from titan_linear.models.config import ModelConfig
 from titan_linear.models.presets import preset
 from tools import bench_train
-from tools.bench_train import COLUMNS, Row, at_depth, largest_costs, line
+from tools.bench_train import COLUMNS, Fla, Row, at_depth, largest_costs, line
 
 SMALL = ["--models", "hybrid/debug", "--seq-len", "128", "--documents", "40", "--steps", "2", "--warmup", "0"]
 
@@ -65,6 +68,23 @@ def test_the_whole_depth_from_two(worlds: Callable[[int], World]) -> None:
     assert at_depth(few, more, deep).step_ms == pytest.approx(few.step_ms + 3 * (more.step_ms - few.step_ms))
     assert at_depth(few, more, deep).flops == training_flops(deep, more.in_step)
     assert few.mfu_of_parameters == pytest.approx(6e-12 * parameters(preset("hybrid", "debug")) * few.tokens_per_second)
+
+
+def test_a_refusal_of_fla_is_said_and_the_others_go_on() -> None:
+    def refuse(config: Config, model: ModelConfig) -> Fla:
+        raise RuntimeError(f"{model.num_layers} layers\nare too many")
+
+    args, keys = bench_train.parse([*SMALL, "--layers", "3", "6"])
+    ((name, config),) = bench_train.configurations(args, keys, 1)
+    said = [f"hybrid/debug, {layers} layers: no row of FLA: {layers} layers" for layers in (3, 6)]
+    assert list(bench_train._depths(args, name, config, refuse)) == said
+
+
+@pytest.mark.cuda
+def test_a_row_of_a_gpu(worlds: Callable[..., World]) -> None:
+    (row,) = worlds(1, "nccl").run(measured_on_rank, ["--models", "gdn/340M", "--layers", "2", "--seq-len", "4096"])[0]
+    assert row.launches > 100 and 0 <= row.idle < 1 and row.memory_gib < 20
+    assert (row.sm_clock_mhz is None) == (find_spec("pynvml") is None)
 
 
 @pytest.mark.parametrize(

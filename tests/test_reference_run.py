@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from tests.refusals import is_refused
 from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
@@ -19,6 +22,7 @@ from titan_linear.config import load_config
 from titan_linear.data import Batch
 from titan_linear.train import Trainer
 from tools import reference_run
+from tools.peers import fla_loss
 
 STEPS = 6
 KEYS = {
@@ -35,16 +39,16 @@ def losses_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> l
     return [trainer.train_step()["loss"] for _ in range(STEPS)]
 
 
-def exported_model(folder: Path, device: torch.device) -> torch.nn.Module:
+def exported_model(folder: Path, device: torch.device) -> nn.Module:
     """The model of an exported folder in transformers alone, in place of FLA's, whose kernels need a GPU."""
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).train()
 
 
-def document_by_document(model: torch.nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
+def document_by_document(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The sum of cross-entropies: this model knows of no documents, so each is run by itself."""
-    total = torch.zeros((), device=device)
+    total = torch.zeros(())
     for begin, end in pairwise(batch.cu_seqlens.tolist()):
         logits = model(input_ids=batch.tokens[:, begin:end]).logits
         total = total + F.cross_entropy(logits[0], batch.labels[0, begin:end], reduction="sum")
@@ -93,6 +97,30 @@ def test_a_peer_goes_on_where_it_was(
         file.write('{"step": 5, "loss": 0.0}\n')  # after the saved state: done again
     assert reference_run.train_peer(config, tmp_path / "parts", *given)
     assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("edges", [[0, 8, 16], [0, 3, 8, 16]])
+def test_documents_as_fla_takes_them(edges: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of one document are rows; packed ones are one row, with their boundaries. No label is lost."""
+    modules, seen = ModuleType("fla.modules"), {}
+    modules.FusedLinearCrossEntropyLoss = nn.CrossEntropyLoss
+    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.modules", modules)
+    monkeypatch.setattr(nn.CrossEntropyLoss, "forward", lambda self, hidden, labels, weight: (self.reduction, labels))
+
+    class Model:
+        lm_head = nn.Linear(4, 16)
+
+        def model(self, **given: torch.Tensor) -> list[torch.Tensor]:
+            seen.update(given)
+            return [given["input_ids"]]
+
+    tokens = torch.arange(16)[None]
+    batch = Batch(tokens, tokens + 1, torch.tensor(edges, dtype=torch.int32), tokens, 2, (0, 1))
+    reduction, labels = fla_loss(Model(), batch)
+    packed = len(edges) > 3
+    assert reduction == "sum" and (labels == seen["input_ids"] + 1).all()
+    assert seen["input_ids"].shape == ((1, 16) if packed else (2, 8)) and ("cu_seqlens" in seen) == packed
 
 
 def write_run(folder: Path, losses: list[float]) -> Path:

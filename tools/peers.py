@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from titan_linear.step import rate_at
 FAMILIES = ("KDAForCausalLM", "GatedDeltaNetForCausalLM")  # that FLA has, of those that we export
 # Keys of an exported config.json that are not FLA's.
 OURS = ("architectures", "auto_map", "model_type", "pattern", "post_norm", "zero_centred_norm")
-Loss = Callable[[nn.Module, Batch, torch.device], torch.Tensor]
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
 
 
 def split_keys(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -85,7 +86,7 @@ def fla_model(
     return found
 
 
-def fla_loss(model: nn.Module, batch: Batch, device: torch.device) -> torch.Tensor:
+def fla_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The sum of a batch's cross-entropies, by FLA's fused head and loss, which keeps no logits."""
     from fla.modules import FusedLinearCrossEntropyLoss
 
@@ -93,10 +94,19 @@ def fla_loss(model: nn.Module, batch: Batch, device: torch.device) -> torch.Tens
     if len(batch.cu_seqlens) == batch.num_streams + 1:  # one document a stream: a row of its own
         tokens, labels = (x.view(batch.num_streams, -1) for x in (tokens, labels))
     else:
-        packed["cu_seqlens"] = batch.cu_seqlens.to(device)
-    hidden = model.model(input_ids=tokens.to(device), **packed)[0]
+        packed["cu_seqlens"] = batch.cu_seqlens
+    hidden = model.model(input_ids=tokens, **packed)[0]
     criterion = FusedLinearCrossEntropyLoss(reduction="sum")
-    return criterion(hidden, labels.to(device), model.lm_head.weight)
+    return criterion(hidden, labels, model.lm_head.weight)
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the device; the host does not wait for it."""
+    if device.type == "cpu":
+        return batch
+    names = ("tokens", "labels", "cu_seqlens", "position_ids")
+    tensors = {name: getattr(batch, name).pin_memory().to(device, non_blocking=True) for name in names}
+    return replace(batch, **tensors)
 
 
 class Peer:
@@ -135,7 +145,7 @@ class Peer:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for batch in batches:
             with torch.autocast(self.device.type, dtype, enabled=dtype == torch.bfloat16):
-                loss = self.loss(self.model, batch, self.device) / valid
+                loss = self.loss(self.model, moved(batch, self.device)) / valid
             loss.backward()
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), t.max_norm)

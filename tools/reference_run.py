@@ -115,7 +115,14 @@ def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
         raise ValueError("checkpoint.initial_load_path is set; leave it out: both models begin from drawn weights")
 
     def build(weights: Path, device: torch.device) -> nn.Module:
-        return fla_model(model, device, weights=weights, compiled=args.compiled, unguarded=args.unguarded)
+        return fla_model(
+            model,
+            device,
+            weights=weights,
+            compiled=args.compiled,
+            checkpointing=config.activation_checkpoint.mode == "full",
+            unguarded=args.unguarded,
+        )
 
     done = train_peer(config, args.folder, build, fla_loss, 60 * args.minutes)
     print("all steps are done" if done else "not all steps are done; the same command goes on")
