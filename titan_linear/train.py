@@ -67,7 +67,16 @@ from titan_linear.generate import Sampling, generate
 from titan_linear.grace import GivenUp, Grace
 from titan_linear.gradients import Passes
 from titan_linear.hf_io import gather, load_weights
-from titan_linear.metrics import GarbageClock, Graphs, MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory
+from titan_linear.metrics import (
+    GarbageClock,
+    Graphs,
+    MetricsLogger,
+    Work,
+    clock_and_power,
+    is_logged,
+    peak_memory_gib,
+    reserved_memory,
+)
 from titan_linear.models.init import initialise
 from titan_linear.ops.support import start_lines
 from titan_linear.optim import build_optimizer
@@ -386,7 +395,8 @@ class Trainer:
         fed, self.fed = self.fed, FeedStats()
         work = Work(training_flops(self.model.config, fed.documents), fed.valid, fed.waited)
         of_step = {"data_seconds": fed.seconds, "gc_seconds": self.garbage.take()}
-        more = {name: seconds / max(fed.steps, 1) for name, seconds in of_step.items()} | reserved_memory()
+        more = {name: seconds / max(fed.steps, 1) for name, seconds in of_step.items()}
+        more |= reserved_memory() | clock_and_power(self.device)
         if fed.most_pairs:  # the model has softmax layers
             more["work_balance"] = fed.work_balance(self.dims.dp * self.dims.cp)
         if self.graphs:

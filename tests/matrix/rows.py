@@ -60,7 +60,11 @@ MODELS: dict[str, tuple[Variant, ...]] = {
         shipped("hybrid_100m", seq_len=8192),
         shipped("debug", scheduled=True),
     ),
-    "kda": (preset("kda", "340M"), preset("kda", "1.3B", scheduled=True, gib=12)),
+    "kda": (
+        preset("kda", "340M"),
+        shipped("reference_340m", seq_len=8192),
+        preset("kda", "1.3B", scheduled=True, gib=12),
+    ),
     "gdn": (preset("gdn", "340M"), preset("gdn", "1.3B", scheduled=True, gib=12)),
     "qwen3.5": (
         preset("qwen3.5", "0.8B", vocab_size=8192),
