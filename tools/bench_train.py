@@ -59,6 +59,7 @@ import torch.distributed as dist
 from titan_linear.build import model_without_tokenizer
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer, write_corpus
+from titan_linear.distributed.feed import FeedStats
 from titan_linear.distributed.groups import of_all_ranks, on_rank_0, process_group
 from titan_linear.flops import peak_tflops, training_flops
 from titan_linear.memory import parameters
