@@ -6,7 +6,6 @@ Import it only where something is compiled: the compiler is slow to import.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
 from operator import getitem
 from pathlib import Path
 from types import FunctionType, MethodType
@@ -49,7 +48,6 @@ def compile_layers(model: Decoder, backend: str) -> None:
 def _named(compiled: Callable[..., Any], layer: str) -> Callable[..., Any]:
     """`compiled`, whose failure to compile names the layer and the remedy."""
 
-    @wraps(compiled)
     def forward(*args: Any, **kwargs: Any) -> Any:
         try:
             return compiled(*args, **kwargs)
