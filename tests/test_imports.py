@@ -33,6 +33,7 @@ FORBIDDEN = {"tools": ("train", "launch", "agent", "nodes"), "train": ("loss", "
 EXCEPT = {
     ("train", "ops.support"),  # names of what runs, to print
     ("tools.bench_train", "train"),  # measures the trainer itself
+    ("tools.house", "train"),  # counts what its steps enter
 }
 PACKAGE = "titan_linear"
 

@@ -305,6 +305,7 @@ def test_a_full_disk_is_one_line(
     monkeypatch.setattr(train, "die_with_parent", lambda: None)
     monkeypatch.setattr(train.signal, "signal", lambda *_: None)
     monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
     argv = ["--job.dump_folder", str(tmp_path), "--metrics.enable_tensorboard", "false"]
     assert train.main(argv) == 3
     assert capsys.readouterr().err == (

@@ -45,8 +45,8 @@ class Node:
     processes: int
     rank: int = 0
     count: int = 1
-    address: str = "127.0.0.1"
-    port: int = 0  # 0: any free port
+    address: str = ""  # unless it is alone
+    port: int = 0
 
 
 def main(argv: list[str]) -> int:
@@ -203,18 +203,18 @@ class Workers(threading.Thread):
         """folder: for torchrun's files. command: the module and its arguments."""
         super().__init__(daemon=True)
         self.max_restarts, self.saves = config.comm.max_restarts, config.checkpoint.enable
-        self.place = f"{node.address}:{node.port or _free_port()}"
+        self.place = f"{node.address}:{node.port}"
         options = {
             "nproc-per-node": node.processes,
-            "nnodes": node.count,
-            "node-rank": node.rank,
-            "rdzv-endpoint": self.place,
-            "rdzv-conf": f"timeout={PREPARE}",
             "max-restarts": self.max_restarts,
             "monitor-interval": 0.1,
             "log-dir": folder,
         }
-        self.arguments = [*(f"--{name}={value}" for name, value in options.items()), "--module", *command]
+        if node.count > 1:
+            options |= {"nnodes": node.count, "node-rank": node.rank}
+            options |= {"rdzv-endpoint": self.place, "rdzv-conf": f"timeout={PREPARE}"}
+        alone = [] if node.count > 1 else ["--standalone"]  # PyTorch takes a free port and keeps it
+        self.arguments = [*alone, *(f"--{name}={value}" for name, value in options.items()), "--module", *command]
         self.stop, self.stopped_at = 0, 0.0
         self.told: set[int] = set()  # process ids of workers that SIGTERM was sent to
         self.failures: dict[int, ProcessFailure] = {}
@@ -288,12 +288,6 @@ def _send(number: int, processes: set[int]) -> None:
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, number)
-
-
-def _free_port() -> int:
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        return unused.getsockname()[1]
 
 
 if __name__ == "__main__":
