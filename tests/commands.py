@@ -72,10 +72,10 @@ def _launch(argv: list[str], output: Path, environment: dict[str, str], fresh: b
 
 
 class Worker(Forked):
-    """`python -m module *argv`, forked from its launcher; what the elastic agent asks of a Popen."""
+    """`python -u -m module *argv`, forked from its launcher; what the elastic agent asks of a Popen."""
 
     def __init__(self, command: tuple[str, ...], environment: dict[str, str]):
-        super().__init__(FORK.Process(target=_work, args=(command[2:], environment)))
+        super().__init__(FORK.Process(target=_work, args=(command[3:], environment)))
         os.setpgid(self.pid, self.pid)  # the worker does too: whichever comes first
 
     def wait(self, timeout: float | None = None) -> None:

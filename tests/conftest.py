@@ -24,19 +24,22 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--share-gpus", action="store_true", help="tests of several GPUs, with those that there are")
+    parser.addoption("--matrix-part", default="1/1", help="which part of the matrix (tests/matrix), 1/2 or 2/2 say")
+    parser.addoption("--matrix-jobs", type=int, default=6, help="how many runs of the matrix at once")
+    parser.addoption("--matrix-out", help="file that gets a line of JSON as each row of the matrix ends")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Tests marked `cuda`, or `cuda(n)`, run where there are so many devices; elsewhere they are deselected.
 
-    With --share-gpus one device is enough, but for those whose GPUs read each other's memory: cuda(n, peers=True).
+    With --share-gpus one device is enough.
     """
     devices, share = torch.cuda.device_count(), config.getoption("--share-gpus")
     kept, left = [], []
     for item in items:
         marker = item.get_closest_marker("cuda")
         needed = 0 if marker is None else marker.args[0] if marker.args else 1
-        if marker is not None and share and not marker.kwargs.get("peers"):
+        if marker is not None and share:
             needed = 1
         (kept if needed <= devices else left).append(item)
     config.hook.pytest_deselected(items=left)

@@ -11,7 +11,9 @@ from pathlib import Path
 
 
 def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    """Those of all threads."""
+    lists = Path(f"/proc/{pid}/task").glob("*/children")
+    return [int(child) for children in lists for child in children.read_text().split()]
 
 
 def _state(stat: Path) -> str:

@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 
-import numpy as np
 import pytest
 
 from tests.refusals import is_refused
 from tests.worlds import World
-from titan_linear.data import IGNORE
+from titan_linear.config import Config
+from titan_linear.flops import training_flops
+from titan_linear.memory import parameters
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.presets import preset
 from tools import bench_train
-from tools.bench_train import HEAD, RandomStreams, Row, largest_costs, line
+from tools.bench_train import COLUMNS, Fla, Row, at_depth, largest_costs, line
 
 SMALL = ["--models", "hybrid/debug", "--seq-len", "128", "--documents", "40", "--steps", "2", "--warmup", "0"]
 
@@ -31,28 +37,63 @@ def test_steps_of_two_ranks(worlds: Callable[[int], World]) -> None:
         assert 0 < row.tflops == row.mfu and row.first_step_seconds > 0 and row.memory_gib > 0
         assert row.launches is row.idle is None and len(row.costs) == 10  # of kernels: none are launched here
         assert theirs.step_ms == row.step_ms  # the slowest rank's
-    assert line(rows[0]).count("|") == len(HEAD) + 1
-    assert "hybrid/debug, titan_linear, checkpointing none" in largest_costs(rows[0])
+    assert line(rows[0]).count("|") == len(COLUMNS) + 1
+    assert "hybrid/debug, 3 layers, titan_linear, checkpointing none" in largest_costs(rows[0])
 
 
-@pytest.mark.parametrize("mean", [None, 1, 30, 1000])
-def test_random_streams(mean: int | None) -> None:
-    stream, again = (RandomStreams(300, 50, mean)[3] for _ in range(2))
-    assert all(np.array_equal(a, b) for a, b in zip(vars(stream).values(), vars(again).values(), strict=True))
-    cu, ends = stream.cu_seqlens, stream.cu_seqlens[1:] - 1
-    assert cu[0] == 0 and cu[-1] == 300 and (np.diff(cu) > 0).all() and (mean is not None or len(cu) == 2)
-    assert (stream.labels[ends] == IGNORE).all() and (stream.labels == IGNORE).sum() == len(ends)
-    inside = stream.labels != IGNORE
-    assert (stream.labels[inside] == stream.tokens[1:][inside[:-1]]).all()
-    assert (stream.position_ids[cu[:-1]] == 0).all() and (stream.position_ids[ends] == np.diff(cu) - 1).all()
+@pytest.mark.parametrize("documents", ["one", "20"])
+def test_streams_of_the_trainer(worlds: Callable[[int], World], documents: str) -> None:
+    """Each step has the documents that were asked for, as the trainer packs them."""
+    argv = ["--models", "gdn/debug", "--seq-len", "200", "--documents", documents, "--steps", "1", "--warmup", "0"]
+    (row,) = worlds(1).run(measured_on_rank, argv)[0]
+    assert row.in_step.tokens == 200
+    mean = (2 * row.in_step.pairs / 200) - 1  # of tokens' own documents: Σ n² / Σ n
+    assert (mean == 200) == (documents == "one") and mean > 20 / 3
+
+
+def test_streams_of_the_keys(worlds: Callable[[int], World], tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("0123456789" * 3)
+    argv = ["--models", "gdn/debug", "--seq-len", "62", "--documents", "run", "--steps", "1", "--warmup", "0", "--"]
+    argv += ["--training.dataset=text", f"--training.dataset_path={tmp_path}/a.txt"]
+    (row,) = worlds(1).run(measured_on_rank, argv)[0]
+    assert row.in_step.pairs == 2 * 31 * 32 / 2  # a document is its 30 bytes and an end
+
+
+def test_the_whole_depth_from_two(worlds: Callable[[int], World]) -> None:
+    argv = [*SMALL, "--layers", "3", "6", "--", "--metrics.peak_tflops=1"]
+    few, more, whole = worlds(1).run(measured_on_rank, argv)[0]
+    assert (few.layers, more.layers, whole.layers) == (3, 6, 3) and more.flops > few.flops
+    assert whole.step_ms == pytest.approx(few.step_ms) and whole.flops == pytest.approx(few.flops, rel=0.1)
+    deep = replace(preset("hybrid", "debug"), num_layers=12)
+    assert at_depth(few, more, deep).step_ms == pytest.approx(few.step_ms + 3 * (more.step_ms - few.step_ms))
+    assert at_depth(few, more, deep).flops == training_flops(deep, more.in_step)
+    assert few.mfu_of_parameters == pytest.approx(6e-12 * parameters(preset("hybrid", "debug")) * few.tokens_per_second)
+
+
+def test_a_refusal_of_fla_is_said_and_the_others_go_on() -> None:
+    def refuse(config: Config, model: ModelConfig) -> Fla:
+        raise RuntimeError(f"{model.num_layers} layers\nare too many")
+
+    args, keys = bench_train.parse([*SMALL, "--layers", "3", "6"])
+    ((name, config),) = bench_train.configurations(args, keys, 1)
+    said = [f"hybrid/debug, {layers} layers: no row of FLA: {layers} layers" for layers in (3, 6)]
+    assert list(bench_train._depths(args, name, config, refuse)) == said
+
+
+@pytest.mark.cuda
+def test_a_row_of_a_gpu(worlds: Callable[..., World]) -> None:
+    (row,) = worlds(1, "nccl").run(measured_on_rank, ["--models", "gdn/340M", "--layers", "2", "--seq-len", "4096"])[0]
+    assert row.launches > 100 and 0 <= row.idle < 1 and row.memory_gib < 20
+    assert (row.sm_clock_mhz is None) == (find_spec("pynvml") is None)
 
 
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--documents", "few"], "--documents 'few' must be 'one', or"),
+        (["--documents", "few"], "--documents 'few' must be 'one', 'run', or"),
         (["--steps", "0"], "--steps 0 must be 1 or more"),
-        (["--layers", "0"], "--layers 0 must be 1 or more"),
+        (["--layers", "0"], "--layers 0 must be different numbers from 1"),
+        (["--models", "hybrid/340M", "--layers", "4", "6"], "--layers: two depths must be multiples of 4"),
         (["--models", "kda/7B"], "model.flavor = '7B' is unknown"),
         (["--checkpointing", "some"], "command line: activation_checkpoint.mode = 'some' must be"),
         (["--seq-len", "30", "--", "--parallelism.context_parallel_degree=4"], "parallelism: "),

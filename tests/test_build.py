@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.data.conftest import random_documents
 from tests.worlds import World
 from titan_linear import build
-from titan_linear.build import build_streams, check_alike, implementations, model_config, uncompiled, vocabulary
+from titan_linear.build import check_alike, implementations, model_config, uncompiled, vocabulary
+from titan_linear.checkpoint import Content
 from titan_linear.config import load_config
-from titan_linear.data import ByteTokenizer, PackedStreams, load_corpus, split_documents, write_corpus
 
 
 def tokenizer(size: int) -> SimpleNamespace:
@@ -34,33 +31,30 @@ def test_a_preset_follows_a_larger_tokenizer(size: int, rows: int) -> None:
     assert line == ("" if rows == 320 else said)
 
 
-def unlike(rank: int, world_size: int, keys: list[str], content: dict) -> str:
+def unlike(rank: int, world_size: int, keys: list[str], corpus: str) -> str:
+    content = Content(tokenizer="t", model="m", corpora={"": corpus if rank else "a"}, mixture=[])
     try:
-        check_alike(load_config(keys if rank else []), content if rank else {"corpus": "a"}, dist.group.WORLD)
+        check_alike(load_config(keys if rank else []), content, dist.group.WORLD)
     except ValueError as error:
         return str(error)
     return ""
 
 
 @pytest.mark.parametrize(
-    ("keys", "content", "said"),
+    ("keys", "corpus", "said"),
     [
-        ([], {"corpus": "a"}, ""),
-        (["--model.tokenizer_path=x", "--job.dump_folder=y"], {"corpus": "a"}, ""),  # a node's own
-        (["--profiling.save_traces_folder=x", "--profiling.enable_memory_snapshot=true"], {"corpus": "a"}, ""),
-        (["--optimizer.lr=0.5"], {"corpus": "a"}, "optimizer.lr is 0.5 on rank 1 and 0.0003 on rank 0; start every"),
-        (["--profiling.enable_profiling=true"], {"corpus": "a"}, "profiling.enable_profiling is True on rank 1"),
-        (
-            [],
-            {"corpus": "b"},
-            "the content of corpus is 'b' on rank 1 and 'a' on rank 0; start",
-        ),
+        ([], "a", ""),
+        (["--model.tokenizer_path=x", "--job.dump_folder=y"], "a", ""),  # a node's own
+        (["--profiling.save_traces_folder=x", "--profiling.enable_memory_snapshot=true"], "a", ""),
+        (["--optimizer.lr=0.5"], "a", "optimizer.lr is 0.5 on rank 1 and 0.0003 on rank 0; start every"),
+        (["--profiling.enable_profiling=true"], "a", "profiling.enable_profiling is True on rank 1"),
+        ([], "b", "the content of corpora is {'': 'b'} on rank 1 and {'': 'a'} on rank 0; start"),
     ],
 )
 def test_ranks_with_other_data_or_keys_are_refused(
-    keys: list[str], content: dict, said: str, worlds: Callable[[int], World]
+    keys: list[str], corpus: str, said: str, worlds: Callable[[int], World]
 ) -> None:
-    found = worlds(2).run(unlike, keys, content)
+    found = worlds(2).run(unlike, keys, corpus)
     assert found[0] == found[1] and found[0].startswith(said) and bool(found[0]) == bool(said)
 
 
@@ -92,21 +86,6 @@ def test_a_vocabulary_far_larger_than_the_tokenizers_is_said() -> None:
     model = model_config(config, tokenizer(257))
     assert model.vocab_size == 32000  # as it always was
     assert "the tokenizer uses 257" in vocabulary(config, model, tokenizer(257))
-
-
-def test_a_run_goes_on_in_the_order_in_which_it_began(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus", random_documents([30] * 200), ByteTokenizer())
-    keys = {"dataset": "tokens", "dataset_path": tmp_path / "corpus", "seq_len": 64}
-    config = load_config([*(f"--training.{key}={value}" for key, value in keys.items()), "--validation.enable=true"])
-    old, held_out = build_streams(config, ByteTokenizer(), {"step": 3, "cursor": 24})  # no order in its checkpoint
-    new, same = build_streams(config, ByteTokenizer(), {})
-    corpus = load_corpus(tmp_path / "corpus")
-    listed = PackedStreams(corpus, split_documents(corpus, 0.01, "train"), seq_len=64, seed=0)
-    assert all(np.array_equal(old[i].tokens, listed[i].tokens) for i in range(200))
-    assert (old.content["order"], new.content["order"]) == (1, 2) and not np.array_equal(old[0].tokens, new[0].tokens)
-    assert len(held_out) == len(same) and np.array_equal(held_out[0].tokens, same[0].tokens)
-    again, _ = build_streams(config, ByteTokenizer(), {"step": 3, "cursor": 24, **old.content})
-    assert again.content["order"] == 1
 
 
 def transport(rank: int, world_size: int, found: list[str]) -> str:

@@ -8,7 +8,6 @@ import errno
 import hashlib
 import io
 import itertools
-import json
 import math
 import multiprocessing as mp
 import os
@@ -42,11 +41,13 @@ from tests.worlds import free_port
 from titan_linear.build import unallocated
 from titan_linear.checkpoint import (
     Checkpointer,
+    Progress,
     Reader,
     SaveFailed,
     check_weights,
     find_step,
     holds_optimizer,
+    read_progress,
     stored_weights,
     verify,
     weights_path,
@@ -128,7 +129,7 @@ def save_steps(rank, world_size, folder, mesh, steps, model_options=None):
     for number in range(1, max(steps) + 1):
         step(model, optimizer)
         if number in steps:
-            checkpointer.save(number, model, optimizer, {"step": number, "cursor": 8 * number, "loss": 0.1})
+            checkpointer.save(number, model, optimizer, Progress(step=number, total_steps=9))
     saved = digests(model, optimizer)
     step(model, optimizer)
     return saved, digests(model, optimizer)
@@ -158,7 +159,7 @@ def test_bitwise_under_any_mesh(worlds, tmp_path, tied, meshes):
         for result in worlds(math.prod(mesh)).run(load_step, tmp_path, mesh, 2, options | {"wrap": wrap}):
             before, progress, loaded, loaded_after = result
             assert not set(before.values()) & set(saved.values())  # else nothing would need loading
-            assert progress == {"step": 2, "cursor": 16, "loss": 0.1}
+            assert progress == Progress(step=2, total_steps=9)
             assert (loaded, loaded_after) == (saved, after), mesh
 
 
@@ -178,7 +179,7 @@ def save_async_and_step(rank, world_size, folder):
         step(model, optimizer)
         go, save = threading.Event(), dcp.save
         with patch.object(dcp, "save", lambda *a, go=go, save=save, **k: (go.wait(), save(*a, **k))):
-            checkpointer.save(number, model, optimizer, {"step": number, "cursor": 8 * number, "loss": 0.1})
+            checkpointer.save(number, model, optimizer, Progress(step=number, total_steps=9))
             saved.append(digests(model, optimizer))
             step(model, optimizer)
             go.set()
@@ -191,7 +192,7 @@ def test_async_equals_sync(worlds, tmp_path):
     for number in (1, 2):
         verify(tmp_path / f"step-{number}")
         _, progress, loaded, _ = worlds(2).run(load_step, tmp_path, (2,), number)[0]
-        assert progress["step"] == number and loaded == saved[number - 1]
+        assert progress.step == number and loaded == saved[number - 1]
 
 
 def load_keeps_hyperparameters(rank, world_size, folder):
@@ -214,9 +215,9 @@ def save_weights_only(rank, world_size, folder):
     model, optimizer = build((world_size,))
     step(model, optimizer)
     checkpointer = Checkpointer(folder)
-    checkpointer.save(1, model, optimizer, {"step": 1})
+    checkpointer.save(1, model, optimizer, Progress(step=1))
     step(model, optimizer)
-    checkpointer.save(2, model, None, {"step": 2})
+    checkpointer.save(2, model, None, Progress(step=2))
     return digests(model, None)
 
 
@@ -278,7 +279,7 @@ def test_all_ranks_load_the_same_checkpoint(worlds, tmp_path):
     for weights in worlds(2).run(load_what_rank_0_sees, load_weights, tmp_path):
         assert weights == {name: saved[name] for name in weights}
     for _, progress, loaded, _ in worlds(2).run(load_what_rank_0_sees, load_step, tmp_path, (2,), 2):
-        assert progress["step"] == 2 and loaded == saved
+        assert progress.step == 2 and loaded == saved
 
 
 def test_another_model_is_refused(worlds, tmp_path):
@@ -443,6 +444,42 @@ def test_half_written_is_passed_over_and_removed(worlds, tmp_path):
 # --- Going on, pruning -----------------------------------------------------------------------------------------------
 
 
+class Reading:
+    """A data loader's state."""
+
+    def __init__(self, next_stream: int):
+        self.next_stream = next_stream
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"next_stream": torch.tensor(self.next_stream)}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.next_stream = int(state["next_stream"])
+
+
+def save_reading(rank, world_size, folder, async_mode):
+    model, optimizer = build((world_size,), **SMALL)
+    step(model, optimizer)
+    checkpointer, reading = Checkpointer(folder, async_mode=async_mode), Reading(5_000_000_000)
+    checkpointer.save(1, model, optimizer, Progress(step=1), reading)
+    reading.next_stream += 8  # it goes on while the save is under way
+    checkpointer.wait()
+
+
+def load_reading(rank, world_size, folder):
+    model, optimizer = build((world_size,), **SMALL)
+    reading = Reading(0)
+    Checkpointer(folder).load(1, model, optimizer, reading)
+    return reading.next_stream
+
+
+@pytest.mark.parametrize("async_mode", ["disabled", "async"])
+def test_the_next_stream_is_saved_and_loaded_on_any_ranks(worlds, tmp_path, async_mode):
+    worlds(2).run(save_reading, tmp_path, async_mode)
+    assert worlds(1).run(load_reading, tmp_path) == [5_000_000_000]
+    assert worlds(2).run(load_reading, tmp_path) == [5_000_000_000] * 2
+
+
 def go_on(rank, world_size, folder, start, steps, options):
     model, optimizer = build((world_size,), **SMALL)
     checkpointer = Checkpointer(folder, **options)
@@ -450,7 +487,7 @@ def go_on(rank, world_size, folder, start, steps, options):
     kept = []
     for number in steps:
         step(model, optimizer)
-        checkpointer.save(number, model, optimizer, {"step": number})
+        checkpointer.save(number, model, optimizer, Progress(step=number))
         checkpointer.wait()
         kept.append(whole_steps(folder))
         dist.barrier()
@@ -507,7 +544,7 @@ def test_going_on_from_an_earlier_step(worlds, tmp_path):
     worlds(2).run(go_on, tmp_path, 2, [], {})
     assert whole_steps(tmp_path) == [1, 2, 3, 4]
     assert worlds(2).run(go_on, tmp_path, 2, [3], {"keep_latest_k": 2})[0] == [[2, 3]]
-    assert json.loads((tmp_path / "step-3" / "progress.json").read_text()) == {"step": 3}
+    assert read_progress(tmp_path / "step-3") == Progress(step=3)
     (aside,) = tmp_path.glob("abandoned-*")
     assert {n: (aside / f"step-{n}" / "__0_0.distcp").read_bytes() for n in (3, 4)} == old
     verify(aside / "step-4")
@@ -518,11 +555,11 @@ def save_twice(rank, world_size, folder):
     checkpointer = Checkpointer(folder)
     inodes = []
     for state, number in ((None, 1), (optimizer, 1), (optimizer, 1), (None, 1)):
-        checkpointer.save(number, model, state, {"step": number})
+        checkpointer.save(number, model, state, Progress(step=number))
         inodes.append((folder / "step-1").stat().st_ino)
         dist.barrier()
     checkpointer.load(1, model, optimizer)
-    checkpointer.save(1, model, optimizer, {"step": 1})
+    checkpointer.save(1, model, optimizer, Progress(step=1))
     return [*inodes, (folder / "step-1").stat().st_ino]
 
 
@@ -540,12 +577,12 @@ def save_with_broken_disk(rank, world_size, folder, broken_rank, fault, async_mo
     model, optimizer = build((world_size,), **SMALL)
     keep = 1 if fault == "lies" and verify else 10
     checkpointer = Checkpointer(folder, async_mode=async_mode, keep_latest_k=keep, verify=verify)
-    checkpointer.save(1, model, optimizer, {"step": 1})
+    checkpointer.save(1, model, optimizer, Progress(step=1))
     checkpointer.wait()
     step(model, optimizer)
     with FAULTS[fault if rank == broken_rank else "none"]():
         try:
-            checkpointer.save(2, model, optimizer, {"step": 2})
+            checkpointer.save(2, model, optimizer, Progress(step=2))
             checkpointer.wait()
             error = None
         except SaveFailed as failure:
@@ -553,7 +590,7 @@ def save_with_broken_disk(rank, world_size, folder, broken_rank, fault, async_mo
     dist.barrier()
     left = whole_steps(folder), list(folder.glob("*.tmp"))
     dist.barrier()
-    checkpointer.save(3, model, optimizer, {"step": 3})
+    checkpointer.save(3, model, optimizer, Progress(step=3))
     checkpointer.wait()
     return error, left, digests(model, optimizer)
 
@@ -652,11 +689,11 @@ def save_after_a_failure(rank, world_size, folder):
     model, optimizer = build((world_size,), **SMALL)
     checkpointer = Checkpointer(folder, async_mode="async")
     with FAULTS["commit" if rank == 0 else "none"]():
-        checkpointer.save(1, model, optimizer, {"step": 1})
+        checkpointer.save(1, model, optimizer, Progress(step=1))
         concurrent.futures.wait([checkpointer._pending])
-    checkpointer.save(2, model, optimizer, {"step": 2})
+    checkpointer.save(2, model, optimizer, Progress(step=2))
     at_once = whole_steps(folder)
-    checkpointer.save(3, model, optimizer, {"step": 3})
+    checkpointer.save(3, model, optimizer, Progress(step=3))
     return at_once, checkpointer._pending is not None
 
 
@@ -691,7 +728,7 @@ def save_until_killed(port, folder, moment):
     for number in (1, 2, 3):
         if number == 3:
             sys.addaudithook(count)
-        checkpointer.save(number, nn.Linear(2, 2), None, {"step": number})
+        checkpointer.save(number, nn.Linear(2, 2), None, Progress(step=number))
     os._exit(0)
 
 
@@ -735,7 +772,7 @@ def save_for_ever(rank, port, folder, async_mode):
     checkpointer = Checkpointer(folder, async_mode=async_mode, keep_latest_k=2)
     start = find_step(folder, -1) or 0
     if start:
-        assert checkpointer.load(start, model, optimizer) == {"step": start}
+        assert checkpointer.load(start, model, optimizer) == Progress(step=start)
         assert all((p.to_local() == start).all() for p in model.parameters())
     for number in itertools.count(start + 1):
         with torch.no_grad():
@@ -743,7 +780,7 @@ def save_for_ever(rank, port, folder, async_mode):
                 p.fill_(number)
                 p.grad = torch.zeros_like(p)
         optimizer.step()
-        checkpointer.save(number, model, optimizer, {"step": number})
+        checkpointer.save(number, model, optimizer, Progress(step=number))
         if rank == 0:
             with (folder / "done").open("a") as done:
                 done.write(f"{number if async_mode == 'disabled' else number - 1}\n")

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -88,6 +89,7 @@ def test_a_boolean_in_a_file_is_true_or_false(toml, value):
         ("[training]\nlr = 3", "training.lr", "optimizer.lr"),
         ("[optimiser]\nlr = 3", "optimiser", "optimizer"),
         ("steps = 3", "steps", "training.steps"),
+        ("[model]\nlayers = 3", "model.layers", "model.num_layers"),
     ],
 )
 def test_an_unknown_key_names_its_file_and_the_nearest_key(toml, text, unknown, nearest):
@@ -133,6 +135,27 @@ def test_all_mistakes_are_named_at_once():
     with pytest.raises(ValueError) as error:
         load_config(["--training.steps=x", "--optimizer.lr=y"])
     assert "training.steps" in str(error.value) and "optimizer.lr" in str(error.value)
+
+
+def test_tables_inside_a_section_are_merged_key_by_key(toml):
+    argv = toml("[model]\nkda = {heads = 1, head_dim = 8}\n[model.gdn]\nheads = 3\n")
+    config = load_config([*argv, "--model.kda.head_dim=4", "--model.kda.lower_bound", "", "--model.dim=7"])
+    assert config.model.kda == {"heads": 1, "head_dim": 4, "lower_bound": ""} and config.model.gdn == {"heads": 3}
+    assert load_config(toml(config_to_toml(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--model.kda=3"], r"model.kda = 3 must be a table, \[model.kda\]"),
+        (["--model.pattern=kda"], r"model.pattern = 'kda' must be a list, \[\"kda\", \"attention\"\]"),
+        (["--model.heads=3"], r"--model.heads=3 is not a key: each mixer has its own, model.kda.heads"),
+        (["--model.mamba.heads=3"], r"--model.mamba.heads=3 is not a key"),
+    ],
+)
+def test_wrong_tables_of_a_model(argv, words):
+    with pytest.raises(ValueError, match=words):
+        load_config(argv)
 
 
 def test_an_unreadable_file_is_named(toml, tmp_path):
@@ -213,6 +236,14 @@ def test_help_of_a_section(capsys):
     assert "--debug.seed" in shown and "--training." not in shown
     with pytest.raises(ValueError, match=r"--help debugging: sections are job, model, "):
         load_config(["--help", "debugging"])
+
+
+def test_the_page_of_keys_is_up_to_date(capsys):
+    with pytest.raises(SystemExit):
+        load_config(["--help", "markdown"])
+    shown, page = capsys.readouterr().out, Path(__file__).parents[1] / "docs/keys.md"
+    assert page.read_text(encoding="utf-8") == shown, "./run_train.sh --help markdown > docs/keys.md"
+    assert all(f"| `{dotted.partition('.')[2]}` |" in shown for dotted in KEYS)
 
 
 def test_the_resolved_configuration_says_where_each_value_is_from(toml, capsys, tmp_path):
@@ -303,11 +334,6 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
         (1, {"training__expert_balance_coefficient": -0.5}, "coefficient = -0.5 must be 0 or more, or -1 for the"),
         (1, {"training__expert_bias_update_rate": -1e-9}, "update_rate = -1e-09 must be 0 or more, or -1"),
         (1, {"training__mixed_precision_reduce": "float64"}, "float64 is for all three or for none"),
-        (
-            2,
-            {"training__enable_cpu_offload": "true", "parallelism__fsdp_transport": "copy_engines"},
-            "fsdp_transport = 'copy_engines' moves what lies on GPUs, .*; use 'nccl', or set training.enable_cpu",
-        ),
         (1, {"training__dataset_path": "x"}, "dataset_path = 'x' is not used by training.dataset = 'stdlib'"),
         (1, {"training__dataset": "jsonl"}, "training.dataset = 'jsonl' needs training.dataset_path"),
         (1, {"validation__enable": True, "validation__dataset_path": "x"}, "validation.dataset_path = 'x' is not used"),

@@ -10,7 +10,7 @@ import pytest
 
 from tests.processes import elsewhere
 from titan_linear.data import ByteTokenizer, load_corpus, open_corpus
-from titan_linear.data.writing import locked
+from titan_linear.data.corpus.writing import locked
 from tools import corpus
 
 

@@ -36,7 +36,7 @@ MODEL = replace(preset("hybrid", "debug"), dim=64, hidden_dim=96, pattern=MIXERS
 def plan(device: str) -> BatchPlan:
     cu_seqlens = torch.tensor([0, 100, T], dtype=torch.int32)
     context = build_cp_context(cu_seqlens, rank=0, world_size=1, device=torch.device(device))
-    return BatchPlan(context.position_ids, cp_context=context, impl="triton" if device == "cpu" else "auto")
+    return BatchPlan(context.position_ids, cp_context=context)
 
 
 def counted(layer: int) -> Layer:
@@ -50,7 +50,7 @@ def counted(layer: int) -> Layer:
 @pytest.mark.parametrize("layer", range(4), ids=lambda i: MIXERS[i].name)
 def test_what_layers_keep(layer: int) -> None:
     """By the kernels, interpreted, and by the CPU's attention."""
-    model = Decoder(MODEL)
+    model = Decoder(MODEL).use("triton", torch.device("cpu"), torch.float32)
     initialise(model, seed=0)
     block, kept = model.layers[layer], {}
     parameters = {p.untyped_storage().data_ptr() for p in block.parameters()}

@@ -40,7 +40,7 @@ def test_lengths_of_steps(corpus: Path) -> None:  # noqa: F811
 def test_the_line_goes_on(corpus: Path) -> None:  # noqa: F811
     """No token is left out, none comes twice; what documents are is what it is in streams of that length."""
     tokenizer = build_tokenizer(None)
-    streams, _ = build_streams(load_config(arguments(corpus, KEYS)), tokenizer, {})
+    streams, _ = build_streams(load_config(arguments(corpus, KEYS)), tokenizer, None)
     alone, _ = build_streams(
         load_config(arguments(corpus, KEYS, {"training.seq_len_schedule": "[]", "training.seq_len": 8})), tokenizer, {}
     )
@@ -58,8 +58,8 @@ def test_the_line_goes_on(corpus: Path) -> None:  # noqa: F811
 def test_a_mixture_goes_on_in_each_source(corpus: Path) -> None:  # noqa: F811
     """Across a change of its weights too."""
     config = load_config(arguments(corpus, KEYS))
-    one, _ = build_streams(config, build_tokenizer(None), {})
-    short = {name: PackedStreams(one.corpus, one.line.side, seq_len=8, seed=seed) for seed, name in enumerate("ab")}
+    one, _ = build_streams(config, build_tokenizer(None), None)
+    short = {name: PackedStreams(one.line.side, seq_len=8, seed=seed) for seed, name in enumerate("ab")}
     phases = [Phase(0, {"a": 1.0, "b": 3.0}), Phase(10, {"a": 1.0, "b": 1.0})]
     mixed = MixedStreams(short, phases, seed=0, lengths=one.lengths)
     own: dict[str, list[np.ndarray]] = {"a": [], "b": []}

@@ -16,10 +16,10 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from titan_linear import agent, launch, loss
-from titan_linear.checkpoint import Checkpointer
+from titan_linear import launch, loss
+from titan_linear.checkpoint import Checkpointer, Progress
 from titan_linear.config import changed, load_config
-from titan_linear.data import Batch, PackedStreams, Stream, Streams
+from titan_linear.data import PackedStreams, Stream, StreamLoader, Streams
 from titan_linear.distributed import feed, parallelize
 from titan_linear.models import plan
 from titan_linear.models.config import MoEConfig
@@ -27,7 +27,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.ops.cp import context, halo, kcp
 from titan_linear.ops.torch import delta_rule
-from titan_linear.proof import data, definitions, doctor, hf, model, ops, processes, resume, start
+from titan_linear.proof import compiled, data, definitions, doctor, hf, model, ops, processes, resume, start
 from titan_linear.proof import subject as proof_subject
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
@@ -150,19 +150,20 @@ def another_head(normalise: Callable, inputs: delta_rule.Inputs, options: object
     return normalise(inputs._replace(A_log=A_log), options)
 
 
-def ahead(progress: Callable, config: object, step: int, skipped: int) -> dict:
-    """The cursor of what was fetched, not of what was done."""
-    found = progress(config, step, skipped)
-    return found | {"cursor": found["cursor"] + STREAMS}
+def ahead(state_dict: Callable, loader: StreamLoader) -> dict[str, torch.Tensor]:
+    """The next stream to read, not that after the finished steps."""
+    return {"next_stream": state_dict(loader)["next_stream"] + STREAMS}
 
 
-def without_a_moment(load: Callable, checkpointer: Checkpointer, step: int, model: object, optimizer: object) -> dict:
-    progress = load(checkpointer, step, model, optimizer)
+def without_a_moment(
+    load: Callable, checkpointer: Checkpointer, step: int, model: object, optimizer: object, loader: StreamLoader
+) -> Progress:
+    progress = load(checkpointer, step, model, optimizer, loader)
     optimizer.state[model.layers[1].mlp.up_proj.weight]["exp_avg_sq"].zero_()
     return progress
 
 
-def of_the_first_rank(build: Callable, streams: Streams, *, dp_rank: int, **keywords: int) -> Iterator[Batch]:
+def of_the_first_rank(build: Callable, streams: Streams, *, dp_rank: int, **keywords: int) -> StreamLoader:
     return build(streams, dp_rank=0, **keywords)
 
 
@@ -176,8 +177,8 @@ class Later:
         return self.streams[i + 1]
 
 
-def a_stream_ahead(build: Callable, streams: Streams, *, cursor: int, **keywords: int) -> Iterator[Batch]:
-    return build(Later(streams) if cursor else streams, cursor=cursor, **keywords)
+def a_stream_ahead(build: Callable, streams: Streams, *, next_stream: int, **keywords: int) -> StreamLoader:
+    return build(Later(streams) if next_stream else streams, next_stream=next_stream, **keywords)
 
 
 # name: what is replaced, by what, the check that must find it, and what it must say.
@@ -228,10 +229,10 @@ SABOTAGES = {
         r"tokens within a document that have none .*stream 0, document 0",
     ),
     "the streams of each rank": (
-        data, "build_dataloader", of_the_first_rank, data.stream, r"streams: dp 2, 1 at .* 8 > 0 \(rank 1, step 1, str",
+        data, "StreamLoader", of_the_first_rank, data.stream, r"streams: dp 2, 1 at .* 8 > 0 \(rank 1, step 1, str",
     ),
     "the streams of a resumed run": (
-        data, "build_dataloader", a_stream_ahead, with_batch(data.stream, 32),
+        data, "StreamLoader", a_stream_ahead, with_batch(data.stream, 32),
         r"streams: dp 1, 1 at .* 16 > 0 \(rank 0, step 2, stream 32\)",
     ),
     "one head's gate": (
@@ -242,9 +243,9 @@ SABOTAGES = {
         PackedStreams, "__getitem__", shifted_twice, data.labels,
         r"not the next token of their document .*stream 0, document 0, token 0",
     ),
-    "a saved cursor": (
-        resume, "progress_at", ahead, resume.resume,
-        r"streams of the next step.*the cursor 6 gives streams \(6, 7\), not \(4, 5\)",
+    "the next stream, saved": (
+        StreamLoader, "state_dict", ahead, resume.resume,
+        r"streams of the next step.*the next stream 6 gives streams \(6, 7\), not \(4, 5\)",
     ),
     "an optimizer state": (
         Checkpointer, "load", without_a_moment, resume.resume,
@@ -272,7 +273,7 @@ def test_a_run_with_offload_resumes(corpus: Path) -> None:
         assert not list(failures(resume.resume(subject)))
 
 
-def without_biases(load: Callable, checkpointer: Checkpointer, step: int, model: Decoder, *rest: object) -> dict:
+def without_biases(load: Callable, checkpointer: Checkpointer, step: int, model: Decoder, *rest: object) -> Progress:
     progress = load(checkpointer, step, model, *rest)
     for p in (p for name, p in model.named_parameters() if name.endswith("selection_bias")):
         p.data.zero_()
@@ -322,7 +323,7 @@ def means(*_: object) -> None:
     """Of gradients, which FSDP2 takes where nobody says otherwise."""
 
 
-def rank_1_without_a_moment(load: Callable, checkpointer: Checkpointer, step: int, *rest: object) -> dict:
+def rank_1_without_a_moment(load: Callable, checkpointer: Checkpointer, step: int, *rest: object) -> Progress:
     return without_a_moment(load, checkpointer, step, *rest) if checkpointer.rank else load(checkpointer, step, *rest)
 
 
@@ -360,6 +361,24 @@ def test_processes_equal_one(worlds: Callable, corpus: Path) -> None:
     for name, (*_, said) in OF_PROCESSES.items():
         for found in worlds(2).run(of_processes, argv, name):
             assert re.match(f"FAIL {said}", found[0]), found
+
+
+def of_compiled_layers(rank: int, world_size: int, argv: list[str], broken: bool) -> list[str]:
+    subject = subject_of(load_config(argv))
+    mark = (lambda mark, context: None) if broken else (lambda mark, context: mark(context))
+    with pytest.MonkeyPatch.context() as patch:
+        original = context.CPContext.mark_dynamic
+        patch.setattr(context.CPContext, "mark_dynamic", lambda self: mark(original, self))
+        return [str(finding) for finding in compiled.layers(subject)]
+
+
+def test_compiled_layers_equal_uncompiled_ones(worlds: Callable, corpus: Path) -> None:
+    keys = {"parallelism.context_parallel_degree": 1, "training.seq_len": 64, "model.name": "kda"}
+    keys |= {"compile.enable": "true", "compile.backend": "aot_eager"}
+    for findings in worlds(2).run(of_compiled_layers, arguments(corpus, **keys), False):
+        assert len(findings) == 4 and not any(line.startswith("FAIL") for line in findings), findings
+    for findings in worlds(2).run(of_compiled_layers, arguments(corpus, **keys), True):
+        assert findings[2].startswith("FAIL compiled: graphs that batches after the first 1 compile"), findings
 
 
 def test_a_kernel_that_cannot_start_is_a_finding(subject: Subject) -> None:
@@ -450,17 +469,11 @@ def test_what_may_differ_when_it_runs_again(subject: Subject) -> None:
     assert ops.may_differ(repeats, range(3)) == ops.may_differ(subject, range(3)) == 0
 
 
-def test_streams_are_in_the_order_of_the_run_that_is_resumed(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Checkpoints before the second order do not say theirs."""
-    monkeypatch.setattr(proof_subject, "known_progress", lambda folder, step: {"step": 3, "cursor": 12})
-    assert subject_of(load_config(arguments(corpus))).streams.order == 1
-
-
-def test_compiled_layers_are_not_proved_and_that_is_said(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_proved_of_compiled_layers_is_said(corpus: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = load_config(arguments(corpus, **{"compile.enable": "true"}))
     assert subject_of(config).said[-1] == "compile.enable true → false"
     monkeypatch.setenv("WORLD_SIZE", "4")
-    assert subject_of(config).said[-1].endswith("true → false, but for a step of the run's own processes in its type")
+    assert subject_of(config).said[-1] == "compile.enable true → false, but in the run's own type"
 
 
 def test_a_model_that_does_not_fit_is_narrowed_and_that_is_said(corpus: Path) -> None:
@@ -505,7 +518,7 @@ def test_a_run_that_does_not_hold_is_not_started(corpus: Path, monkeypatch: pyte
         raise SystemExit(1)
 
     monkeypatch.setattr(start, "prove", refuse)
-    monkeypatch.setattr(agent, "run_workers", lambda *_: pytest.fail("it is started"))
+    monkeypatch.setattr(launch, "run_workers", lambda *_: pytest.fail("it is started"))
     monkeypatch.setenv("NGPU", "4")
     with pytest.raises(SystemExit) as stopped:
         launch.main(arguments(corpus, **{"doctor.at_start": "true", "job.dump_folder": corpus.parent / "not started"}))

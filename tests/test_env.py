@@ -2,144 +2,124 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
+NAMES = ("python", "python3", "python3.10", "python3.11", "python3.12", "python3.13")
+# A Python of the right version, without dependencies until its pip has installed them ($PIP: pip's exit code).
+FAKE = """#!/bin/sh
+case "$*" in
+  -c*) exit 0 ;;
+  "-m venv"*) echo "$*" >>"$LOG"; mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+  "-m pip"*) echo "$*" >>"$LOG"; touch "$0.extras"; echo "${6##*[}" >>"$0.extras"; exit "${PIP:-0}" ;;
+  "- "*) shift 2; [ -e "$0.extras" ] && { [ -z "$1" ] || grep -q "$1" "$0.extras"; } ;;
+esac
+"""
 
 
 @pytest.fixture
-def checkout(tmp_path) -> Path:
+def checkout(tmp_path: Path) -> Path:
     """The set-up's files in a folder with a space in its name."""
     checkout = tmp_path / "a checkout"
-    shutil.copytree(ROOT / "tools", checkout / "tools", ignore=shutil.ignore_patterns("__pycache__"))
+    (checkout / "tools").mkdir(parents=True)
+    shutil.copy(ROOT / "tools/env.sh", checkout / "tools")
     shutil.copy(ROOT / "pyproject.toml", checkout)
     return checkout
 
 
 @pytest.fixture
-def env(checkout, monkeypatch) -> ModuleType:
-    """tools/env.py, with `run` noting commands in `env.commands` (and making what `-m venv` makes)."""
-    spec = importlib.util.spec_from_file_location("env", checkout / "tools/env.py")
-    env = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(env)
-    env.commands = []
+def find(checkout: Path, tmp_path: Path) -> Callable[..., tuple[subprocess.CompletedProcess, list[str]]]:
+    """find_python with the fake Python: what it says, and the commands that it ran."""
+    (folder := tmp_path / "bin").mkdir()
+    executable(folder / "python", FAKE)
 
-    def run(*command):
-        env.commands.append(" ".join(map(str, command[1:])))
-        if command[1:3] == ("-m", "venv"):
-            env.PYTHON.parent.mkdir(parents=True)
-            env.PYTHON.write_text(f'#!/bin/sh\nexec "{sys.executable}" "$@"\n')
-            env.PYTHON.chmod(0o755)
+    def find(*extras: str, **environment: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+        (log := tmp_path / "log").write_text("")
+        done = find_python(checkout, folder, *extras, LOG=str(log), **environment)
+        return done, log.read_text().splitlines()
 
-    monkeypatch.setattr(env, "run", run)
-    return env
+    return find
 
 
-def find_python(checkout: Path, path: Path | str) -> subprocess.CompletedProcess:
+def executable(file: Path, text: str) -> None:
+    file.write_text(text)
+    file.chmod(0o755)
+
+
+def find_python(checkout: Path, path: Path, *extras: str, **environment: str) -> subprocess.CompletedProcess:
     """find_python's PYTHON and PYTHONPATH, called elsewhere, with this PATH."""
-    shell = 'set -euo pipefail; source "$0/tools/env.sh"; find_python dev; echo "$PYTHON|$PYTHONPATH"'
-    environment = {"PATH": f"{path}:/usr/bin:/bin"}
-    command = [shutil.which("bash"), "-c", shell, checkout]
+    shell = 'set -euo pipefail; source "$0/tools/env.sh"; find_python "$@"; echo "$PYTHON|$PYTHONPATH"'
+    command = [shutil.which("bash"), "-c", shell, checkout, *extras]
+    environment = {"PATH": f"{path}:/usr/bin:/bin", **environment}
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True)
 
 
-def test_an_active_python_with_everything_is_used(checkout):
-    done = find_python(checkout, Path(sys.executable).parent)
+def test_an_active_python_with_everything_is_used(checkout: Path) -> None:
+    done = find_python(checkout, Path(sys.executable).parent, "dev")
     python, _, path = done.stdout.strip().partition("|")
-    assert done.returncode == 0 and os.path.samefile(python, sys.executable)
+    assert done.returncode == 0 and os.path.samefile(shutil.which(python), shutil.which("python"))
     assert path == str(checkout) and not (checkout / ".venv").exists()
 
 
-def test_an_old_python_is_named(checkout, tmp_path):
-    for name in ("python", "python3", "python3.10", "python3.11", "python3.12", "python3.13"):
-        fake = tmp_path / name
-        fake.write_text("#!/bin/sh\n[ $1 = --version ] && echo Python 3.9.1\nexit 1\n")
-        fake.chmod(0o755)
+@pytest.mark.parametrize("requirement", ["torch>=99", "nonesuch; python_version > '3'"])
+def test_a_python_that_lacks_one_is_not_used(requirement: str, checkout: Path) -> None:
+    project = checkout / "pyproject.toml"
+    project.write_text(project.read_text().replace('"torch>=2.11,<2.14"', f'"{requirement}"'))
+    (checkout / ".venv").mkdir()  # so that none is made
+    done = find_python(checkout, Path(sys.executable).parent)
+    assert done.returncode == 1 and "lacks dependencies" in done.stderr
+    project.write_text(project.read_text().replace(f'"{requirement}"', "\"nonesuch; python_version < '3'\""))
+    assert find_python(checkout, Path(sys.executable).parent).returncode == 0
+
+
+def test_an_old_python_is_named(checkout: Path, tmp_path: Path) -> None:
+    for name in NAMES:
+        executable(tmp_path / name, "#!/bin/sh\n[ $1 = --version ] && echo Python 3.9.1\nexit 1\n")
     done = find_python(checkout, tmp_path)
     assert (done.returncode, done.stderr) == (1, "error: Python 3.10 or newer is needed; found Python 3.9.1\n")
 
 
-def test_what_is_missing_is_named(env):
-    project = env.ROOT / "pyproject.toml"
-    assert env.missing(["dev"]) == ""
-    project.write_text(project.read_text().replace('"torch>=2.11,<2.14"', '"torch>=99"'))
-    assert env.missing([]) == "torch>=99"
-    project.write_text(project.read_text().replace('"torch>=99"', "\"nonesuch; python_version > '3'\""))
-    assert env.missing([]).startswith("nonesuch")
-    project.write_text(project.read_text().replace("version > '3'", "version < '3'"))
-    assert env.missing([]) == ""
+def test_an_environment_is_made_once_and_brought_up_to_date(checkout: Path, find: Callable) -> None:
+    venv = checkout / ".venv"
+    done, (made, installed) = find()
+    assert done.stdout.startswith(f"{venv}/bin/python|") and made == f"-m venv {venv}"
+    assert installed.startswith("-m pip install ") and installed.endswith(f"-e {checkout}")
+    assert find()[1] == []
+    _, (installed,) = find("dev")
+    assert installed.endswith(f"-e {checkout}[dev]")
+    assert find("dev")[1] == []
 
 
-def test_an_environment_is_made_once(env):
-    env.install(["dev"])
-    venv, pip = env.commands
-    assert venv == f"-m venv {env.VENV}" and pip.startswith("-m pip install ") and pip.endswith(f"-e {env.ROOT}[dev]")
-    assert env.ready(["dev"])
+def test_a_set_up_that_fails_is_made_anew(checkout: Path, find: Callable) -> None:
+    done, commands = find(PIP="1")
+    assert done.returncode == 1 and len(commands) == 2
+    assert done.stderr.endswith("error: pip failed; the same command tries again\n")
+    (checkout / ".venv" / "torn").touch()
+    done, commands = find()
+    assert done.returncode == 0 and len(commands) == 2 and not (checkout / ".venv" / "torn").exists()
 
 
-def test_an_interrupted_set_up_is_made_anew(env):
-    env.install([])
-    (env.VENV / "torn").touch()
-    env.STATE.write_text("installing")
-    assert not env.ready([])
-    env.install([])
-    assert len(env.commands) == 4 and not (env.VENV / "torn").exists() and env.ready([])
-
-
-def test_a_set_up_that_fails_is_not_ready(env, monkeypatch):
-    env.install([])
-    monkeypatch.setattr(env, "run", lambda *command: sys.exit("error: no network"))
-    with pytest.raises(SystemExit):
-        env.install(["dev"])
-    assert not env.ready([])
-
-
-def test_an_outdated_environment_is_brought_up_to_date(env):
-    env.install([])
-    (env.VENV / "kept").touch()
-    env.install(["dev"])
-    assert len(env.commands) == 3 and (env.VENV / "kept").exists()
-
-
-def test_an_environment_of_the_users_is_left_alone(env):
-    (env.VENV / "mine").mkdir(parents=True)
-    with pytest.raises(SystemExit, match="was not made by this script"):
-        env.install([])
-    assert (env.VENV / "mine").exists() and env.commands == []
-
-
-def test_a_python_without_venv_is_named(env, monkeypatch):
-    monkeypatch.setattr(env.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="has no venv module"):
-        env.install([])
-    assert env.commands == []
+def test_an_environment_of_the_users_is_left_alone(checkout: Path, find: Callable) -> None:
+    (checkout / ".venv" / "mine").mkdir(parents=True)
+    done, commands = find()
+    assert done.returncode == 1 and "was not made by this script" in done.stderr
+    assert (checkout / ".venv" / "mine").exists() and commands == []
 
 
 @pytest.mark.parametrize(("capability", "code", "tried"), [("8.0", 0, False), ("9.0", 0, True), ("10.0\n9.0", 1, True)])
-def test_flash_attention_4_is_tried_once_where_it_has_kernels(env, monkeypatch, capsys, capability, code, tried):
-    env.install([])
-    commands, subprocess_run = [], env.subprocess.run
-
-    def run(command, **options):
-        if command[0] == "nvidia-smi":
-            return subprocess.CompletedProcess(command, 0, stdout=f"{capability}\n")
-        if "pip" in command:
-            commands.append(command[-1])
-            return subprocess.CompletedProcess(command, code)
-        return subprocess_run(command, **options)
-
-    monkeypatch.setattr(env.subprocess, "run", run)
-    monkeypatch.setattr(env, "missing", lambda extras: "torch")  # of the interpreter that runs this
-    for _ in range(2):
-        env.main([])
-    assert commands == [f"{env.ROOT}[gpu]"] * tried
-    captured = capsys.readouterr()
-    assert captured.out == f"{env.PYTHON}\n" * 2 and ("cannot be installed" in captured.err) == bool(code)
+def test_flash_attention_4_is_tried_where_it_has_kernels(
+    capability: str, code: int, tried: bool, checkout: Path, tmp_path: Path, find: Callable
+) -> None:
+    executable(tmp_path / "bin" / "nvidia-smi", f"#!/bin/sh\necho '{capability}'\n")
+    fails = f'"-m pip"*gpu*) echo "$*" >>"$LOG"; exit {code} ;;\n  "-m pip"*)'
+    executable(tmp_path / "bin" / "python", FAKE.replace('"-m pip"*)', fails))
+    done, commands = find()
+    assert done.returncode == 0 and ("cannot be installed" in done.stderr) == bool(code)
+    assert [c.endswith("[gpu]") for c in commands] == [False, False] + [True] * tried

@@ -28,9 +28,10 @@ from tests.processes import until
 from tests.refusals import is_refused
 from tests.worlds import World
 from titan_linear import hf_io
-from titan_linear.checkpoint import SaveFailed
+from titan_linear.checkpoint import Content, Progress, SaveFailed
 from titan_linear.config import check_config, load_config
 from titan_linear.data import build_tokenizer
+from titan_linear.files import finish_replacing
 from titan_linear.generate import Sampling, generate_tokens
 from titan_linear.hf_io import gather, load_weights, open_folder, read_model, write_folder
 from titan_linear.models import mixers
@@ -323,12 +324,12 @@ def drop_shard(folder: Path) -> str:
 def cut_shard(folder: Path) -> str:
     file = folder / "model-00003-of-00005.safetensors"
     os.truncate(file, file.stat().st_size - 10)
-    return r"model-00003-of-00005.safetensors' is cut short: tensor 'model.layers.*' ends at byte"
+    return r"model-00003-of-00005.safetensors' is cut short or no safetensors file \(.*not fully covered"
 
 
 def cut_header(folder: Path) -> str:
     os.truncate(folder / "model-00001-of-00005.safetensors", 40)
-    return r"model-00001-of-00005.safetensors' is cut short in its header"
+    return r"model-00001-of-00005.safetensors' is cut short or no safetensors file \(.*header"
 
 
 def reshape(folder: Path) -> str:
@@ -420,9 +421,10 @@ def test_generation_warns_of_a_tokenizer_that_the_weights_do_not_know(
     assert not capsys.readouterr().err
     assert f"'{folder}' were trained with another tokenizer than --tokenizer" in warned(folder, "other", their_own)
 
-    (checkpoint / "progress.json").write_text(json.dumps({"step": 3}))  # an old one
+    (checkpoint / "progress.json").write_text(Progress(step=3).model_dump_json())  # imported
     assert not warned(checkpoint, "", bytes_again)
-    (checkpoint / "progress.json").write_text(json.dumps({"step": 3, "tokenizer": their_own.fingerprint}))
+    content = Content(tokenizer=their_own.fingerprint, model="m", corpora={}, mixture=[])
+    (checkpoint / "progress.json").write_text(Progress(step=3, content=content).model_dump_json())
     assert "trained with another tokenizer than --tokenizer" in warned(checkpoint, "elsewhere", bytes_again)
     assert "another tokenizer than model.tokenizer_path of its run" in warned(checkpoint, "", bytes_again)
     assert not warned(checkpoint, "other", their_own)
@@ -443,7 +445,7 @@ def test_generation_names_the_tokenizer_that_it_was_given(tmp_path: Path) -> Non
 GOOD = {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}
 
 
-SAFETENSORS = "Error while deserializing header: "
+REFUSED = r"is cut short or no safetensors file \(.*\); fetch it again$"  # in the brackets: what the library says
 
 
 def write_file(file: Path, header: object, size: int) -> None:
@@ -452,40 +454,23 @@ def write_file(file: Path, header: object, size: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("placement", "message"),
+    "placement",
     [
-        (3, "is no object"),
-        (None, "is no object"),
-        ({"shape": [2], "data_offsets": [24, 32]}, "has no dtype"),
-        ({"dtype": "F32", "data_offsets": [24, 32]}, "has no shape"),
-        ({"dtype": "F32", "shape": [2]}, "has no data_offsets"),
-        ({"dtype": 32, "shape": [2], "data_offsets": [24, 32]}, "has dtype 32"),
-        ({"dtype": "F31", "shape": [2], "data_offsets": [24, 32]}, "has dtype 'F31'"),
-        ({"dtype": ["F32"], "shape": [2], "data_offsets": [24, 32]}, r"has dtype \['F32'\]"),
-        ({"dtype": "F32", "shape": 2, "data_offsets": [24, 32]}, "has shape 2"),
-        ({"dtype": "F32", "shape": [2.0], "data_offsets": [24, 32]}, r"has shape \[2.0\]"),
-        ({"dtype": "F32", "shape": [-1, -2], "data_offsets": [24, 32]}, "has shape"),
-        ({"dtype": "F32", "shape": [True, 2], "data_offsets": [24, 32]}, "has shape"),
-        ({"dtype": "F32", "shape": [2], "data_offsets": "24"}, "has data_offsets '24'"),
-        ({"dtype": "F32", "shape": [2], "data_offsets": [24]}, r"has data_offsets \[24\]"),
-        ({"dtype": "F32", "shape": [2], "data_offsets": [24, 32, 40]}, "has data_offsets"),
-        ({"dtype": "F32", "shape": [2], "data_offsets": ["24", "32"]}, "has data_offsets"),
-        ({"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}, "has data_offsets"),
-        ({"dtype": "F32", "shape": [0], "data_offsets": [32, 24]}, "has data_offsets"),
-        ({"dtype": "F32", "shape": [3], "data_offsets": [24, 32]}, r"has 8 bytes, .* F32 of shape \[3\] takes"),
-        ({"dtype": "F64", "shape": [2], "data_offsets": [24, 32]}, "has 8 bytes"),
-        ({"dtype": "F32", "shape": [2], "data_offsets": [20, 28]}, "overlaps the one before it"),
-        ({"dtype": "F32", "shape": [1], "data_offsets": [28, 32]}, "follows 4 stray bytes"),
-        ({"dtype": "F32", "shape": [2], "data_offsets": [24, 32], "more": float("nan")}, None),
+        3,
+        {"dtype": "F32", "shape": [2]},
+        {"dtype": "F31", "shape": [2], "data_offsets": [24, 32]},
+        {"dtype": "F32", "shape": [-1, -2], "data_offsets": [24, 32]},
+        {"dtype": "F32", "shape": [3], "data_offsets": [24, 32]},
+        {"dtype": "F32", "shape": [2], "data_offsets": [20, 28]},
+        {"dtype": "F32", "shape": [1], "data_offsets": [28, 32]},
     ],
 )
-def test_a_malformed_header_is_refused(placement: object, message: str | None, tmp_path: Path) -> None:
+def test_a_malformed_header_is_refused(placement: object, tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     write_file(file, {"__metadata__": {"format": "pt"}, "bad": {**GOOD, "data_offsets": [24, 48]}, "good": GOOD}, 48)
     assert [tensor.shape for tensor in hf_io.read_header(file).values()] == [(2, 3), (2, 3)]
     write_file(file, {"good": GOOD, "bad": placement}, 32)
-    words = f"tensor 'bad' {message}" if message else SAFETENSORS
-    with pytest.raises(ValueError, match=rf"'{file}' is malformed: {words}.*; fetch it again$"):
+    with pytest.raises(ValueError, match=f"'{file}' {REFUSED}"):
         open_folder(tmp_path)
 
 
@@ -494,10 +479,9 @@ def test_a_header_is_what_safetensors_takes(tmp_path: Path) -> None:
     for metadata in (None, {}, {"a": "b"}):
         write_file(file, {"__metadata__": metadata, "good": GOOD}, 24)
         assert list(open_folder(tmp_path).tensors) == ["good"]
-    refused = [{"__metadata__": x, "good": GOOD} for x in ({"a": 1}, {"a": "b", "c": None}, {"a": []}, [1], [], "a", 3)]
-    for header in (*refused, json.dumps({"good": GOOD}).encode("utf-16")):
+    for header in ({"__metadata__": {"a": 1}, "good": GOOD}, json.dumps({"good": GOOD}).encode("utf-16")):
         write_file(file, header, 24)
-        with pytest.raises(ValueError, match=rf"'{file}' is malformed: {SAFETENSORS}.*; fetch it again$"):
+        with pytest.raises(ValueError, match=f"'{file}' {REFUSED}"):
             open_folder(tmp_path)
 
 
@@ -505,10 +489,10 @@ def test_files_that_are_no_safetensors_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.safetensors"
     for header in (b"", b"[]", b"{", b"\xff", b"[" * 100_000):
         write_file(file, header, 0)
-        with pytest.raises(ValueError, match=r"model.safetensors' is cut short in its header, or is no safetensors"):
+        with pytest.raises(ValueError, match=f"'{file}' {REFUSED}"):
             open_folder(tmp_path)
     write_file(file, {"good": GOOD}, 25)
-    with pytest.raises(ValueError, match=r"model.safetensors' is malformed: 1 bytes follow its last tensor"):
+    with pytest.raises(ValueError, match=f"'{file}' {REFUSED}"):
         open_folder(tmp_path)
 
 
@@ -634,7 +618,7 @@ def test_a_kill_while_a_folder_is_replaced_leaves_either(tmp_path: Path) -> None
         assert process.exitcode == -signal.SIGKILL
         aside = folder.with_name(".out.replaced")
         seen.append(value_of(folder if folder.exists() else aside))
-        hf_io._finish_replacing(folder)  # as the next export begins
+        finish_replacing(folder)  # as the next export begins
         assert value_of(folder) == seen[-1] and not aside.exists()
         workers.export(folder, 3.0)
         assert value_of(folder) == 3.0 and list(folder.parent.iterdir()) == [folder]
@@ -691,7 +675,7 @@ def make_large_folder(folder: Path) -> int:
     """A folder of several shards, of which only marked values take up the disk; its tensors' bytes."""
     folder.mkdir()
     plan = {s.name: s.shape for placement in placements(LARGE, "KDAForCausalLM") for s in placement.sources}
-    plan = {name: ("F32", shape, 4 * torch.Size(shape).numel()) for name, shape in plan.items()}
+    plan = {name: hf_io.Planned("F32", shape, 4 * torch.Size(shape).numel()) for name, shape in plan.items()}
     writer = hf_io._Writer(folder, plan, 10**9)
     writer.begin()
     for tensor in writer.tensors.values():

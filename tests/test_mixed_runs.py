@@ -12,6 +12,7 @@ import pytest
 from tests.data.conftest import random_documents
 from tests.worlds import World
 from titan_linear.build import mixture_phases
+from titan_linear.checkpoint import Content, Progress
 from titan_linear.config import check_config, difference, load_config
 from titan_linear.data import ByteTokenizer, Phase, write_corpus
 from titan_linear.preflight import preflight
@@ -41,7 +42,7 @@ def keys(folder: Path, **more: object) -> list[str]:
     return [text for key, value in given.items() for text in (f"--{key}", str(value))]
 
 
-def trained(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], dict]:
+def trained(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], Content]:
     config = load_config(argv)
     if rank == 0:
         preflight(config, world_size)
@@ -49,13 +50,13 @@ def trained(rank: int, world_size: int, argv: list[str]) -> tuple[list[float], d
     while trainer.step < trainer.config.training.steps:
         losses.append(trainer.train_step()["loss"])
     trainer.save()
-    return [*losses, trainer.validate()], trainer.streams.content
+    return [*losses, trainer.validate()], trainer.content
 
 
 def test_runs(folder: Path, worlds: Callable[[int], World]) -> None:
     """The losses do not depend on the processes; a run resumes, changes by name, and its checkpoint knows all of it."""
 
-    def run(processes: int, step: int, **more: object) -> tuple[list[float], dict]:
+    def run(processes: int, step: int, **more: object) -> tuple[list[float], Content]:
         return worlds(processes).run(trained, keys(folder, training__steps=step, **more))[0]
 
     two, three = mixture(folder, a=3, b=1.5), mixture(folder, c=1, b=2)
@@ -63,7 +64,7 @@ def test_runs(folder: Path, worlds: Callable[[int], World]) -> None:
     first, _ = run(2, 2, training__mixture=two)
     resumed, content = run(1, 4, training__mixture=two)
     assert [*first[:-1], *resumed] == pytest.approx(alone, rel=1e-9)
-    assert content["mixture"] == [{"start": 0, "weights": {"a": 3.0, "b": 1.5}}] and content["order"] == 2
+    assert content.mixture == [Phase(0, {"a": 3.0, "b": 1.5})]
     refused = load_config(keys(folder, training__steps=6, training__mixture=three))
     with pytest.raises(
         ValueError, match=r"at step 4 \('c' added, 'a' left out, 'b': weight 1.5 → 2.0\); restore it, or "
@@ -74,12 +75,10 @@ def test_runs(folder: Path, worlds: Callable[[int], World]) -> None:
             load_config(keys(folder, training__steps=6, training__mixture=three, training__mixture_from_step=2)), 1
         )
     _, content = run(2, 5, training__mixture=three, training__mixture_from_step=4)
-    assert content["mixture"][1] == {"start": 16, "weights": {"c": 1.0, "b": 2.0}} and set(content["sources"]) == set(
-        "abc"
-    )
+    assert content.mixture[1] == Phase(16, {"c": 1.0, "b": 2.0}) and set(content.corpora) == set("abc")
     os.rename(folder / "a", folder / "elsewhere")  # it is not needed any more
     _, content = run(1, 6, training__mixture=three, training__mixture_from_step=4)
-    assert len(content["mixture"]) == 2
+    assert len(content.mixture) == 2
     os.rename(folder / "b", folder / "was b")
     write_corpus(folder / "b", random_documents([7] * 50), ByteTokenizer())
     with pytest.raises(
@@ -89,13 +88,10 @@ def test_runs(folder: Path, worlds: Callable[[int], World]) -> None:
 
 
 def test_a_change_twice_at_a_step_is_the_last_one() -> None:
-    progress = {
-        "step": 4,
-        "cursor": 16,
-        "mixture": [{"start": 0, "weights": {"a": 1}}, {"start": 16, "weights": {"b": 1}}],
-    }
+    phases = [Phase(0, {"a": 1}), Phase(16, {"b": 1})]
+    progress = Progress(step=4, content=Content(tokenizer="t", model="m", corpora={}, mixture=phases))
     source = SimpleNamespace(name="c", weight=1.0)
-    config = SimpleNamespace(training=SimpleNamespace(mixture=[source], mixture_from_step=4))
+    config = SimpleNamespace(training=SimpleNamespace(mixture=[source], mixture_from_step=4, global_batch_size=4))
     assert mixture_phases(config, progress) == [Phase(0, {"a": 1}), Phase(16, {"c": 1.0})]
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from tests.refusals import exit_of, own_handlers
 from tests.worlds import World
-from titan_linear import agent, launch
+from titan_linear import launch
 from titan_linear.config import Config, check_config, load_config
 from titan_linear.rundir import (
     check_resume,
@@ -157,11 +157,11 @@ def test_a_run_with_a_checkpoint_is_not_begun_anew(tmp_path: Path) -> None:
         check_resume(run(folder, "--training.steps=3", "--checkpoint.folder=other", "--job.start_anew=true"))
 
 
-def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> str:
+def train_on_rank(rank: int, world_size: int, config: Config, cache: str) -> str:
     """What a worker prints."""
     os.environ["XDG_CACHE_HOME"] = cache
     with contextlib.redirect_stdout(io.StringIO()) as said:
-        Trainer(load_config(argv)).train()
+        Trainer(config).train()
     return said.getvalue()
 
 
@@ -175,11 +175,11 @@ def launched(
     monkeypatch.setenv("NGPU", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", cache)
 
-    def run_workers(module: str, argv: list[str], *_: object) -> int:
-        print(*worlds(1).run(train_on_rank, argv, cache))
+    def run_workers(config: Config, *_: object) -> int:
+        print(*worlds(1).run(train_on_rank, config, cache))
         return 0
 
-    monkeypatch.setattr(agent, "run_workers", run_workers)
+    monkeypatch.setattr(launch, "run_workers", run_workers)
 
     def launched(corpus: Path, folder: Path, code: int = 0, **keys: object) -> str:
         found, said = exit_of(launch.main, arguments(corpus, folder, **keys), capfd)
@@ -247,6 +247,6 @@ def test_a_restart_after_the_last_save_does_what_is_left(
     sample = re.compile("--- sample\n.*?\n---", re.DOTALL)
     ended = sample.search(launched(corpus, folder, **keys))
     argv = arguments(corpus, folder, **keys)
-    again = worlds(1).run(train_on_rank, argv, str(tmp_path / "cache"))[0]
+    again = worlds(1).run(train_on_rank, load_config(argv), str(tmp_path / "cache"))[0]
     assert "resuming from step 4" in again and ended[0] == sample.search(again)[0]
     assert "is finished: 4 of training.steps = 4" in launched(corpus, folder, **keys)

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from titan_linear.process import StopSignal, pass_on_configuration
+from titan_linear.process import StopSignal
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -72,16 +72,3 @@ def test_nobody_reads_what_a_run_prints(stream: str) -> None:
     reader.close()
     run.stdin.close()
     assert run.wait() == 7
-
-
-@pytest.mark.parametrize("length", [0, 1, 1 << 14, 300_000])
-def test_a_configuration_of_any_length_reaches_the_workers(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One with a list of thousands of files is longer than a variable of the environment may be."""
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    pass_on_configuration("of a run that starts runs" * 10_000)
-    checked = "ü" * length
-    pass_on_configuration(checked)
-    code = "import sys; from titan_linear.process import passed_configuration\n"
-    code += "sys.stdout.buffer.write(passed_configuration().encode())"
-    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, env=dict(os.environ), check=True)
-    assert done.stdout.decode() == checked

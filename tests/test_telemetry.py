@@ -35,7 +35,6 @@ from titan_linear.preflight import preflight
 from titan_linear.telemetry import Seen
 from titan_linear.traces import PAUSE, span_of
 from titan_linear.train import Trainer
-from tools.report import read_lines
 
 SPLITS = {
     "dp 2": (2, {"training.local_batch_size": 2}),
@@ -356,7 +355,7 @@ def test_lines_of_a_run(folder: Path, worlds: Callable[[int], World], tmp_path: 
     (line,) = (tmp_path / "telemetry.jsonl").read_text().splitlines()
     line = json.loads(line)
     assert line["step"] == 2 and line["grad_norm"]["embedding"] > 0
-    lines = read_lines(tmp_path / "metrics.jsonl")
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["work_balance"] >= 1 for line in lines if "loss" in line] == [True, True]
     (traced,) = [line for line in lines if "exposed_communication" in line]
     assert traced == {"step": 2, "exposed_communication": 0.25, "exposed_communication_seconds": pytest.approx(25e-6)}

@@ -10,7 +10,7 @@ import torch
 
 from tests.refusals import is_refused
 from titan_linear.data import Document, build_tokenizer
-from titan_linear.data.tokenise import tokenise
+from titan_linear.data.corpus.tokenise import tokenise
 from tools import bench_cp, bench_ops, generate, tune_ops
 
 

@@ -21,9 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.steps import after_backward
 from tests.worlds import World
-from titan_linear import checkpoint, hf_io, train
+from titan_linear import checkpoint, hf_io
 from titan_linear.build import model_config
-from titan_linear.checkpoint import Checkpointer, named_parameters
+from titan_linear.checkpoint import Checkpointer, named_parameters, read_progress
 from titan_linear.config import Training, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.groups import set_timeout
@@ -31,7 +31,7 @@ from titan_linear.hf_io import gather
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.preflight import preflight
-from titan_linear.process import CHECKED, LAUNCHER, be_deterministic
+from titan_linear.process import be_deterministic
 from titan_linear.train import NonFinite, Trainer
 
 STEPS = 10
@@ -505,8 +505,7 @@ def test_ranks_wait_for_a_slow_disk(corpus: Path, worlds: Callable[[int], World]
     keys = {"checkpoint.enable": "true", "checkpoint.last_save_in_hf": "true", "training.steps": 2, "model.name": "kda",
             "training.local_batch_size": 2, "job.dump_folder": tmp_path, "comm.train_timeout_seconds": 6}  # fmt: skip
     worlds(2).run(slow_disk, arguments(corpus, keys), str(corpus.parent), 8.0)
-    progress = json.loads((tmp_path / "checkpoint/step-2/progress.json").read_text())
-    assert progress["step"] == 2 and progress["cursor"] == 8
+    assert read_progress(tmp_path / "checkpoint/step-2").step == 2
     assert (tmp_path / "checkpoint/step-2-hf/config.json").is_file()
 
 
@@ -561,19 +560,3 @@ def test_resumed_on_two_gpus(
 
 
 # --- Errors ----------------------------------------------------------------------------------------------------------
-
-
-def test_workers_compute_what_the_launcher_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A restart after the file was edited, for the next experiment say, goes on with this one."""
-    file, configs = tmp_path / "run.toml", []
-    file.write_text(
-        "[optimizer]\nlr = 1e-3\n[[training.mixture]]\nname = 'a'\ndataset = 'text'\ndataset_path = 'a'\nweight = 0.1\n"
-    )
-    argv = ["--job.config_file", str(file)]
-    checked = load_config(argv)
-    file.write_text("[optimizer]\nlr = 2e-3\n")
-    monkeypatch.setattr(train, "die_with_parent", lambda: None)
-    monkeypatch.setattr(train, "_run", lambda config: configs.append(config) or 0)
-    monkeypatch.setenv(LAUNCHER, "1")
-    monkeypatch.setenv(CHECKED, checked.model_dump_json())
-    assert train.main(argv) == 0 and configs == [checked]

@@ -12,46 +12,48 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from titan_linear.checkpoint import Progress
+from titan_linear.checkpoint import Content, Progress
 from titan_linear.config import (
     OTHER,
     Config,
+    Model,
+    Source,
+    Training,
     data_parallel_degrees,
     difference,
     flat_keys,
     hf_assets,
     hf_weights,
+    key_of,
     replicas_wait,
-    schedule_steps,
     sources,
-    tokens_at,
+    toml_value,
 )
 from titan_linear.data import (
-    ORDER,
     Corpus,
     FileGroups,
     Length,
     MixedStreams,
     PackedStreams,
     Phase,
+    Side,
     Streams,
     Tokenizer,
     cached_corpus,
     open_corpus,
     split_corpus,
-    split_documents,
 )
 from titan_linear.distributed.batch import BatchSharding
-from titan_linear.distributed.copy_engines import copy_shards
 from titan_linear.distributed.groups import of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
-from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype, sharing_groups
+from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.distributed.precision import ComputeCopies
 from titan_linear.hf_io import check_tokenizer, find_family, read_config, read_model, write_folder
 from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.presets import preset
+from titan_linear.models.mixers import MIXERS
+from titan_linear.models.presets import preset, resized
 from titan_linear.ops.cp.mapped import connect
 from titan_linear.ops.support import Choice, choose_implementations
 from titan_linear.rundir import checkpoint_folder
@@ -76,28 +78,38 @@ def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = Fal
     """Open the training corpus, or each of the mixture's sources, and validation's own corpus if it has one."""
     t, v = config.training, config.validation
     groups = bool(config.metrics.loss_by_source)
-    wanted = [(s, s.dataset_path, f"{where}dataset_path", groups) for where, s in sources(config).items()]
+    wanted = [(s, s.dataset_path, key_of(s, "dataset_path"), groups) for s in sources(config)]
     if v.enable and v.dataset_path:
         wanted.append((t, v.dataset_path, "validation.dataset_path", False))
     return [
         open_corpus(
-            s.dataset, path or None, tokenizer, text_field=s.dataset_text_field, dataset_format=s.dataset_format,
-            on_bad_document=t.on_bad_document, with_paths=with_paths, show_progress=show_progress, path_key=key,
+            s.dataset,
+            path or None,
+            tokenizer,
+            text_field=s.dataset_text_field,
+            dataset_format=s.dataset_format,
+            on_bad_document=t.on_bad_document,
+            with_paths=with_paths,
+            show_progress=show_progress,
+            path_key=key,
         )
         for s, path, key, with_paths in wanted
-    ]  # fmt: skip
+    ]
 
 
 def cached_corpora(config: Config, tokenizer: Tokenizer) -> list[Corpus | None]:
     """The corpora to train on; None in place of one that is not here or has not been tokenised yet."""
-    bad = config.training.on_bad_document
     return [
         cached_corpus(
-            s.dataset, s.dataset_path or None, tokenizer, text_field=s.dataset_text_field,
-            dataset_format=s.dataset_format, on_bad_document=bad,
+            s.dataset,
+            s.dataset_path or None,
+            tokenizer,
+            text_field=s.dataset_text_field,
+            dataset_format=s.dataset_format,
+            on_bad_document=config.training.on_bad_document,
         )
-        for s in sources(config).values()
-    ]  # fmt: skip
+        for s in sources(config)
+    ]
 
 
 def check_size(tokens: int, config: Config) -> None:
@@ -117,31 +129,35 @@ def tokens_of(streams: Streams) -> int:
     return sum(s.num_tokens for s in (streams.sources.values() if isinstance(streams, MixedStreams) else [streams]))
 
 
-def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress) -> tuple[Streams, Streams | None]:
+def build_streams(config: Config, tokenizer: Tokenizer, progress: Progress | None) -> tuple[Streams, Streams | None]:
     """Endless streams to train on, and one pass over those to validate on.
 
-    progress: what is saved in the checkpoint that the run resumes from; {} for a new run.
+    progress: what is saved in the checkpoint that the run resumes from; None: a new run.
     """
     t, v, seed = config.training, config.validation, config.debug.seed
-    corpora, wheres = open_corpora(config, tokenizer), list(sources(config))
-    trained, own = corpora[: len(wheres)], corpora[len(wheres) :]
+    given = sources(config)
+    corpora = open_corpora(config, tokenizer)
+    trained, own = corpora[: len(given)], corpora[len(given) :]
     holdout = v.holdout if v.enable and not own else 0.0
-    split = split_documents if stream_order(progress) == 1 else split_corpus
 
-    def side(of: Callable[..., T], n: int, name: str) -> T:
-        arguments = (of, trained[n], holdout, name)
-        return under_key(wheres[n].rstrip(": "), *arguments) if t.mixture else of(*arguments[1:])
+    def sides(split: str) -> list[Side]:
+        return [_side(source, corpus, holdout, split) for source, corpus in zip(given, trained, strict=True)]
 
-    packed = [PackedStreams(c, side(split, n, "train"), seq_len=t.seq_len, seed=seed) for n, c in enumerate(trained)]
+    packed = [PackedStreams(side, seq_len=t.seq_len, seed=seed) for side in sides("train")]
     streams = _mixed(config, packed, progress) if t.mixture else packed[0].of_lengths(lengths(config))
     if not v.enable:
         return streams, None
-    held_out = [side(split_corpus, n, "validation") for n in range(len(trained))] if not own else []
-    held_out += [split_corpus(corpus, 0.0, "train") for corpus in own]
-    passes = [PackedStreams(s.corpus, s, seq_len=t.seq_len, seed=seed, repeat=False) for s in held_out]
+    held_out = [split_corpus(corpus, 0.0, "train") for corpus in own] or sides("validation")
+    passes = [PackedStreams(side, seq_len=t.seq_len, seed=seed, repeat=False) for side in held_out]
     if not t.mixture:
         return streams, passes[0]
     return streams, MixedStreams(dict(zip(streams.sources, passes, strict=True)), seed=seed, repeat=False)
+
+
+def _side(source: Training | Source, corpus: Corpus, holdout: float, split: str) -> Side:
+    if isinstance(source, Source):
+        return under_key(f"training.mixture, source {source.name!r}", split_corpus, corpus, holdout, split)
+    return split_corpus(corpus, holdout, split)
 
 
 def file_groups(config: Config, streams: Streams) -> FileGroups | None:
@@ -150,10 +166,11 @@ def file_groups(config: Config, streams: Streams) -> FileGroups | None:
     return FileGroups(streams, patterns, OTHER) if patterns else None
 
 
-def _mixed(config: Config, packed: list[PackedStreams], progress: Progress) -> MixedStreams:
+def _mixed(config: Config, packed: list[PackedStreams], progress: Progress | None) -> MixedStreams:
     """The mixture of these sources, in the order of training.mixture."""
     named = {source.name: streams for source, streams in zip(config.training.mixture, packed, strict=True)}
-    phases, known = mixture_phases(config, progress), progress.get("sources")
+    known = progress.content.corpora if progress else None
+    phases = mixture_phases(config, progress)
     return MixedStreams(named, phases, seed=config.debug.seed, known=known, lengths=lengths(config))
 
 
@@ -164,7 +181,7 @@ def lengths(config: Config) -> list[Length]:
     return list(map(Length, starts, [*(part.seq_len for part in t.seq_len_schedule), t.seq_len]))
 
 
-def mixture_phases(config: Config, progress: Progress) -> list[Phase]:
+def mixture_phases(config: Config, progress: Progress | None) -> list[Phase]:
     """The phases of the run's mixture so far, and the one from this step on.
 
     ValueError: training.mixture differs from the run's, and training.mixture_from_step does not say that it changes
@@ -172,28 +189,20 @@ def mixture_phases(config: Config, progress: Progress) -> list[Phase]:
     """
     t = config.training
     weights = {source.name: source.weight for source in t.mixture}
-    if not progress:
+    if progress is None:
         return [Phase(0, weights)]
-    step, cursor = progress["step"], int(progress["cursor"])
-    phases = [Phase(int(phase["start"]), phase["weights"]) for phase in progress["mixture"]]
+    phases = progress.content.mixture
     if phases[-1].weights == weights:
         return phases
-    if t.mixture_from_step != step:
+    if t.mixture_from_step != progress.step:
         of_run, given = ([{"name": n, "weight": w} for n, w in x.items()] for x in (phases[-1].weights, weights))
         raise ValueError(
-            f"training.mixture is another than that of the run in {config.job.dump_folder!r} at step {step} "
+            f"training.mixture is another than that of the run in {config.job.dump_folder!r} at step {progress.step} "
             f"({difference(of_run, given)}); restore it, or say that it changes here: "
-            f"training.mixture_from_step = {step}"
+            f"training.mixture_from_step = {progress.step}"
         )
-    return [*(phase for phase in phases if phase.start < cursor), Phase(cursor, weights)]
-
-
-def progress_at(config: Config, step: int, skipped: int) -> Progress:
-    """What a checkpoint records of the run's progress. The cursor counts the streams of whole steps, whatever was
-    fetched ahead."""
-    cursor = step * config.training.global_batch_size
-    tokens, length = tokens_at(config.training, step), schedule_steps(config)
-    return {"step": step, "cursor": cursor, "tokens": tokens, "skipped": skipped, "total_steps": length}
+    start = progress.step * t.global_batch_size
+    return [*(phase for phase in phases if phase.start < start), Phase(start, weights)]
 
 
 OF_A_NODE = (  # keys that may differ between nodes, mostly paths; so may the section job
@@ -202,49 +211,50 @@ OF_A_NODE = (  # keys that may differ between nodes, mostly paths; so may the se
     "profiling.save_traces_folder", "profiling.enable_memory_snapshot", "profiling.save_memory_snapshot_folder",
 )  # fmt: skip
 
-# What checkpoints identify by content: its name in messages, and the key that sets it.
-CONTENT = {
-    "corpus": ("corpus", "training.dataset_path"),
-    "validation": ("validation corpus", "validation.dataset_path"),
-    "tokenizer": ("tokenizer", "model.tokenizer_path"),
-    "model": ("model", "model.name, flavor or hf_assets_path"),
-}
-
 
 def content_of(
     config: Config, tokenizer: Tokenizer, model: ModelConfig, streams: Streams, held_out: Streams | None
-) -> Progress:
+) -> Content:
     """What a checkpoint records to identify data and model by their content."""
-    content = {**streams.content, "tokenizer": tokenizer.fingerprint, "model": fingerprint(model)}
-    if config.validation.enable and config.validation.dataset_path:
-        content["validation"] = held_out.corpus.fingerprint
-    return content
+    own = config.validation.enable and config.validation.dataset_path
+    return Content(
+        tokenizer=tokenizer.fingerprint,
+        model=fingerprint(model),
+        corpora=streams.fingerprints,
+        mixture=streams.phases if isinstance(streams, MixedStreams) else [],
+        validation=held_out.corpus.fingerprint if own else "",
+    )
 
 
-def check_content(config: Config, progress: Progress, data: Progress) -> None:
+def check_content(config: Config, known: Content, given: Content) -> None:
     """Raise ValueError if the run so far has had another model or other data."""
-    for name, known in progress.get("sources", {}).items():
-        given = data["sources"].get(name, known)
-        if given != known:
+    run = config.job.dump_folder
+    for name, corpus in known.corpora.items():
+        other = given.corpora.get(name, corpus)
+        if name and other != corpus:
             raise ValueError(
-                f"training.mixture, source {name!r} is another corpus than the run in {config.job.dump_folder!r} has "
-                f"(fingerprints {given} and {known}); restore it, or give a new source a name of its own"
+                f"training.mixture, source {name!r} is another corpus than the run in {run!r} has (fingerprints "
+                f"{other} and {corpus}); restore it, or give a new source a name of its own"
             )
-    for key, (what, path_key) in CONTENT.items():
-        known, given = progress.get(key), data.get(key)  # checkpoints of older versions record less
-        if known and given and known != given:
+    for key, what, before, now in (
+        ("training.dataset_path", "corpus", known.corpora.get(""), given.corpora.get("")),
+        ("validation.dataset_path", "validation corpus", known.validation, given.validation),
+        ("model.tokenizer_path", "tokenizer", known.tokenizer, given.tokenizer),
+        ("model.name, flavor, sizes or hf_assets_path", "model", known.model, given.model),
+    ):
+        if before and now and before != now:
             raise ValueError(
-                f"{path_key} gives another {what} than the run in {config.job.dump_folder!r} has (fingerprints "
-                f"{given} and {known}); restore it, or start a new run in another job.dump_folder"
+                f"{key} gives another {what} than the run in {run!r} has (fingerprints {now} and {before}); restore "
+                "it, or start a new run in another job.dump_folder"
             )
 
 
-def check_alike(config: Config, content: Progress, host: dist.ProcessGroup) -> None:
+def check_alike(config: Config, content: Content, host: dist.ProcessGroup) -> None:
     """Raise ValueError on every rank if one, on another node say, has other data or keys than rank 0. Paths may
     differ."""
     given = flat_keys(config).items()
     keys = {key: value for key, value in given if key not in OF_A_NODE and not key.startswith("job.")}
-    ranks = of_all_ranks(keys | {f"the content of {name}": value for name, value in content.items()}, host)
+    ranks = of_all_ranks(keys | {f"the content of {name}": value for name, value in content.model_dump().items()}, host)
     for rank, own in enumerate(ranks):
         for name, value in own.items():
             if value != ranks[0].get(name):
@@ -254,24 +264,10 @@ def check_alike(config: Config, content: Progress, host: dist.ProcessGroup) -> N
                 )
 
 
-def stream_order(progress: Progress) -> int:
-    """The version of the documents' order (data/order.py) that the run's streams have, or a new run's will have.
-
-    ValueError: a later version of this program began the run.
-    """
-    order = int(progress.get("order", 1 if progress else ORDER))  # checkpoints from before order 2 do not record it
-    if order > ORDER:
-        raise ValueError(
-            f"this run lays its documents in order {order}, and this version of titan_linear knows up to {ORDER}; "
-            "resume with the version that began the run"
-        )
-    return order
-
-
 def other_tokenizer(known: str | None, tokenizer: Tokenizer, weights: str, key: str = "model.tokenizer_path") -> str:
     """A warning if the weights were trained with another tokenizer than that of `key`, which may be meant; else "".
 
-    known: the fingerprint of the weights' tokenizer; None: not recorded (checkpoints of older versions).
+    known: the fingerprint of the weights' tokenizer; None: they do not know it.
     """
     if known in (None, tokenizer.fingerprint):
         return ""
@@ -304,13 +300,19 @@ def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
 
 def model_without_tokenizer(config: Config) -> ModelConfig:
     """`model_config` before the tokenizer is known: a preset with its own vocabulary."""
-    vocab_size = config.model.vocab_size or None
     if config.model.flavor == "hf":
         _, model = under_key("model.flavor = 'hf'", read_model, Path(hf_assets(config)))
-        model = model if vocab_size is None else replace(model, vocab_size=vocab_size)
     else:
-        model = preset(config.model.name, config.model.flavor, vocab_size)
-    return balance_experts(model, config)
+        model = preset(config.model.name, config.model.flavor)
+    return balance_experts(resized(model, config.model.model_dump()), config)
+
+
+def model_name(config: Config) -> str:
+    """The model's name and flavor, and the keys that change its sizes, for people to read."""
+    m, default = config.model, Model()
+    sizes = ("dim", "num_layers", "hidden_dim", "pattern", *MIXERS, "moe")
+    changes = [f"{key} = {toml_value(getattr(m, key))}" for key in sizes if getattr(m, key) != getattr(default, key)]
+    return f"{m.name}/{m.flavor}" + (f" with {', '.join(changes)}" if changes else "")
 
 
 def _follows_tokenizer(config: Config) -> bool:
@@ -387,7 +389,7 @@ def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, devic
     return BatchSharding.of(
         model, dims, device, DTYPES[config.training.mixed_precision_param],
         layout=p.context_parallel_layout, softmax_method=p.context_parallel_method,
-        linear_method=p.context_parallel_linear_method, impl=config.model.impl, compiled=config.compile.enable,
+        linear_method=p.context_parallel_linear_method, compiled=config.compile.enable,
     )  # fmt: skip
 
 
@@ -404,14 +406,12 @@ def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: 
     policy = MixedPrecisionPolicy(
         param_dtype=DTYPES[t.mixed_precision_param], reduce_dtype=DTYPES[t.mixed_precision_reduce]
     )
+    decoder.use(config.model.impl, device, policy.param_dtype, dims.tp)
     backend = config.compile.backend if config.compile.enable else None
     parallelize(
         decoder, dims, ac_mode=config.activation_checkpoint.mode, policy=policy, backend=backend,
         reshard=config.parallelism.fsdp_reshard_after_forward == "always",
     )  # fmt: skip
-    if config.parallelism.fsdp_transport == "copy_engines" and dims.sharded:
-        for group, units in sharing_groups(decoder, dims):
-            copy_shards(units, group, device)
     materialise(decoder, device, dims.cpu_offload)
     return decoder
 

@@ -4,7 +4,7 @@
       step-100/            whole: it got this name when everything in it was on disk
         __R_0.distcp       what rank R wrote; any other number of ranks can read it
         .metadata          DCP: which file holds which slice of which tensor
-        progress.json      the trainer's numbers: step, cursor, ...
+        progress.json      `Progress`: the step, and what the run trains on
         manifest.json      size and CRC-32 of every file above
       step-200.tmp/        a save in progress, or what a killed save or removal left: the next save removes it
       abandoned-DATE/      checkpoints of later steps, which the run left behind by resuming from an earlier one
@@ -41,6 +41,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from pydantic import BaseModel
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
@@ -51,9 +52,11 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
 from titan_linear.config import Config
+from titan_linear.data import Phase
 from titan_linear.distributed.ending import RunFailed, is_gone
 from titan_linear.distributed.groups import of_all_ranks, on_rank_0
 from titan_linear.distributed.parts import whole
@@ -65,7 +68,6 @@ FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # `_co
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what checkpointing and torch.compile add to names
 BLOCK = 1 << 20  # bytes read at a time
 AT_LAST = 600.0  # seconds for an async save to end, when an error ends the run
-Progress = dict[str, Any]  # what the trainer saves besides tensors
 # What .metadata may refer to, dtypes aside. BytesStorageMetadata is left out: DCP unpickles what that announces.
 METADATA_NAMES = {
     *(("torch.distributed.checkpoint.metadata", name) for name in (
@@ -76,6 +78,25 @@ METADATA_NAMES = {
     ("torch", "Size"), ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),  # the latter is Python 3.13's name for it
 }  # fmt: skip
+
+
+class Content(BaseModel):
+    """What a run trains, and on what, by fingerprints of the content: paths may change."""
+
+    tokenizer: str
+    model: str
+    corpora: dict[str, str]  # by the names of a mixture's sources, with those of its earlier phases; else by ""
+    mixture: list[Phase]  # without a mixture none
+    validation: str = ""  # a corpus of its own
+
+
+class Progress(BaseModel):
+    """What a checkpoint records besides tensors."""
+
+    step: int
+    skipped: int = 0  # steps left out because their loss or gradient was not finite
+    total_steps: int = 0  # of the learning rate's schedule
+    content: Content | None = None  # None: imported weights
 
 
 class SaveFailed(RunFailed, OSError):
@@ -110,7 +131,14 @@ class Checkpointer:
         self._pending: Future[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if async_mode == "async" else None
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None, progress: Progress) -> None:
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        progress: Progress,
+        dataloader: Stateful | None = None,
+    ) -> None:
         """Save as step-N; without an optimizer, the weights only. What this run already has at this step stays.
 
         If the async save before this one failed, this one is not async, so that no second save is missed unnoticed.
@@ -124,12 +152,14 @@ class Checkpointer:
         begun, state = time.monotonic(), {"model": named_parameters(model)}
         if optimizer is not None:
             state["optimizer"] = _of_whole(_optimizer_state(model, optimizer)[0], model)
+            if dataloader:
+                state["dataloader"] = dataloader.state_dict()
         if at_once:
             self._timed(begun, step, state, progress)
         else:
             # A plain copy to host memory. A stager of torch 2.11 is good for one save: its second fails.
             staged = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
-            self._pending = self._thread.submit(self._timed, begun, step, staged, dict(progress))
+            self._pending = self._thread.submit(self._timed, begun, step, staged, progress)
 
     @property
     def seconds(self) -> float:
@@ -169,7 +199,13 @@ class Checkpointer:
             return False
         return True
 
-    def load(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer | None) -> Progress:
+    def load(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        dataloader: Stateful | None = None,
+    ) -> Progress:
         """Load step-N in place, saved under any degrees of parallelism; returns the progress saved with it.
 
         The optimizer's moments are loaded; its hyperparameters stay as this run has set them. Without an optimizer,
@@ -186,7 +222,12 @@ class Checkpointer:
         else:
             optimizer.zero_grad()  # if there are gradients, DCP cannot make the state that it loads into
             moments, rest = _optimizer_state(model, optimizer)
-            _read(path, state | {"optimizer": _of_whole(moments, model)}, self.group)
+            state["optimizer"] = _of_whole(moments, model)
+            if dataloader:
+                state["dataloader"] = dataloader.state_dict()
+            _read(path, state, self.group)
+            if dataloader:
+                dataloader.load_state_dict(state["dataloader"])
             set_optimizer_state_dict(model, optimizer, moments | rest, options=FLAT)
         self._saved = (step, optimizer is not None)
         return read_progress(path)
@@ -244,7 +285,7 @@ class Checkpointer:
         self, tmp: Path, state: dict[str, Any], progress: Progress, planner: dcp.SavePlanner | None
     ) -> tuple[dict[str, list[int]], str]:
         """Write everything but the manifest; return [size, CRC-32] of each file, and which files the disk altered."""
-        text = json.dumps(progress, indent=2) + "\n"
+        text = progress.model_dump_json(indent=2) + "\n"
         self._together(lambda: self.rank == 0 and self._prepare(tmp, text))
         writer = _Writer(tmp, sync_files=False)  # it would sync before its last block is written
         dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
@@ -468,12 +509,12 @@ def find_step(folder: Path, load_step: int) -> int | None:
     return _whole_step(folder, load_step)
 
 
-def known_progress(config: Config, load_step: int) -> Progress:
-    """What is saved in the checkpoint that a run resumes from (`find_step`); {} for a new run, and without
+def known_progress(config: Config, load_step: int) -> Progress | None:
+    """What is saved in the checkpoint that a run resumes from (`find_step`); None for a new run, and without
     checkpoints."""
     folder = checkpoint_folder(config)
     step = find_step(folder, load_step) if config.checkpoint.enable else None
-    return {} if step is None else read_progress(folder / f"step-{step}")
+    return None if step is None else read_progress(folder / f"step-{step}")
 
 
 def rewind(folder: Path, step: int, load_step: int) -> None:
@@ -577,8 +618,8 @@ def holds_optimizer(path: Path) -> bool:
 
 
 def read_progress(path: Path) -> Progress:
-    """The numbers that the trainer saved with a checkpoint."""
-    return json.loads((path / PROGRESS).read_text())
+    """What a checkpoint records besides tensors."""
+    return Progress.model_validate_json((path / PROGRESS).read_bytes())
 
 
 def _step_folders(folder: Path, suffix: str = "") -> dict[int, Path]:

@@ -53,7 +53,26 @@ class Model(_Strict):
     """Family: linear layers only (kda, gdn), a pattern with softmax attention (hybrid), or a published hybrid."""
     flavor: str = Field("debug", min_length=1)
     """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ... (--help flavors lists them); hf: the model in
-    model.hf_assets_path, whatever model.name is."""
+    model.hf_assets_path, whatever model.name is. The keys of sizes below change it."""
+    dim: int = Field(0, ge=0)
+    """Width of the model; 0: the flavor's."""
+    num_layers: int = Field(0, ge=0)
+    """Number of layers; 0: the flavor's."""
+    hidden_dim: int = Field(0, ge=0)
+    """Hidden channels of each layer's SwiGLU; 0: the flavor's."""
+    pattern: list[str] = []
+    """Mixers of the first layers, which further layers repeat: ["kda", "kda", "kda", "attention"]; []: the flavor's."""
+    kda: dict[str, Any] = {}
+    """Options of KDA layers that differ from the flavor's, {heads = 8, …}, or --model.kda.heads 8 (--help flavors lists
+    them, here and below). The empty string stands for none."""
+    gdn: dict[str, Any] = {}
+    """Options of Gated DeltaNet layers."""
+    attention: dict[str, Any] = {}
+    """Options of softmax attention."""
+    mla: dict[str, Any] = {}
+    """Options of latent attention."""
+    moe: dict[str, Any] = {}
+    """Options of the experts; with them, a flavor without experts gets some."""
     hf_assets_path: str = ""
     """Hugging Face folder whose config.json defines flavor hf and whose tokenizer is the default; empty: the folder
     that checkpoint.initial_load_in_hf loads."""
@@ -101,7 +120,7 @@ class Training(_Strict):
     """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
     dataset_format: DatasetFormat = "text"
     """What a record of jsonl, parquet or arrow is: a text; a conversation, its messages written by the tokenizer's chat
-    template; or a prompt and its completion. Of the last two only the answers are learnt."""
+    template; or a prompt and its completion. Of the last two only the answers are trained on."""
     mixture: list[Source] = []
     """Several sources instead of the one above, [{name = "web", weight = 0.7, dataset = "jsonl", dataset_path = "…"},
     …], each with those of the keys above that it needs. Streams come from them in proportion to their weights."""
@@ -145,7 +164,7 @@ class Training(_Strict):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """After a non-finite loss or gradient, stop the run, or skip and count the step. It never reaches the weights."""
     num_workers: int = Field(0, ge=0)
-    """Processes that load data on each rank; 0 loads in the training process."""
+    """Threads that read batches ahead on each rank, two batches each; 0: batches are read when a step asks for them."""
 
 
 class Optimizer(_Strict):
@@ -190,9 +209,6 @@ class Parallelism(_Strict):
     fsdp_reshard_after_forward: Literal["always", "never"] = "always"
     """Free a layer's gathered parameters after its forward and gather them again in backward (always), or keep them
     until then (never): faster, at the cost of 2 bytes per parameter of all layers in bfloat16."""
-    fsdp_transport: Literal["nccl", "copy_engines"] = "nccl"
-    """What moves parameters and gradients between GPUs. The GPUs' copy engines leave all multiprocessors to the layers
-    and take 0.5 GiB of each GPU; the ranks that share parameters must be on one node."""
     context_parallel_degree: int = Field(1, ge=1)
     """Ranks that share one stream."""
     context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
@@ -302,7 +318,7 @@ class Metrics(_Strict):
 
 
 class Profiling(_Strict):
-    """Traces of the PyTorch profiler (tools/trace.py reads them), and snapshots of a GPU's memory."""
+    """Traces of the PyTorch profiler, each with a table of its largest costs, and snapshots of a GPU's memory."""
 
     enable_profiling: bool = False
     """Record traces."""
@@ -367,8 +383,8 @@ class Comm(_Strict):
     train_timeout_seconds: int = Field(100, ge=1, le=10**6)
     """Timeout after the first step. Validation, saves and exports have none: they wait for the slowest disk."""
     max_restarts: int = Field(0, ge=0)
-    """How many times all workers may be restarted, from the newest checkpoint, after a rank or a node has crashed. An
-    error that would recur (a mistake, a non-finite loss, a failed save, too little memory) ends the run."""
+    """How many times torchrun starts all workers again, from the newest checkpoint, after a rank has failed; it does so
+    whatever the reason, also after an error that recurs each time."""
 
 
 class Debug(_Strict):
@@ -418,6 +434,11 @@ TABLES = {
     "training.seq_len_schedule": "until_step = …, seq_len = …",
     "metrics.loss_by_source": "name = …, files = …",
 }
+# Likewise: what a list looks like.
+FORMS = {
+    "model.pattern": '["kda", "attention"]',
+    **{key: f"[{{{table}}}]" for key, table in TABLES.items()},
+}
 
 PRINT = "--print-config"
 OTHER = "other"  # in metrics.loss_by_source: the files that fit no group
@@ -429,6 +450,10 @@ ABSENT = {
     "pipeline_parallel_degree": "there is no pipeline parallelism; parallelism.data_parallel_shard_degree splits the "
     "parameters",
     "float8": "there is no float8; training.mixed_precision_param is the type of compute",
+    **dict.fromkeys(
+        ("heads", "n_heads", "num_heads", "kv_heads", "head_dim"),
+        "each mixer has its own, model.kda.heads, model.attention.kv_heads, ... (--help flavors lists them)",
+    ),
 }
 
 
@@ -455,14 +480,22 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
         _validate(tables, path)
         if "config_file" in tables.get("job", {}):
             raise ValueError(f"{path}: job.config_file belongs on the command line; remove it from the file")
-    merged = {name: tables.get(name, {}) | overrides.get(name, {}) for name in SECTIONS}
-    given = _at_home(_validate(merged, "configuration"))
+    given = _at_home(_validate(_merged(tables, overrides), "configuration"))
     config = _resolve(given, cuda)
     if prints:
         sources = {"command line": overrides, path: tables}
         print(config_to_toml(config, _origins(config, given, sources)), end="")
         raise SystemExit(0)
     return config
+
+
+def _merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables, and the tables inside them, with the values of `overrides` where it has some."""
+    merged = {**tables, **overrides}
+    for name in tables.keys() & overrides.keys():
+        if isinstance(tables[name], dict) and isinstance(overrides[name], dict):
+            merged[name] = _merged(tables[name], overrides[name])
+    return merged
 
 
 def config_to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
@@ -531,8 +564,11 @@ def _read_toml(path: str) -> dict[str, Any]:
 
 def _read_command_line(argv: list[str]) -> dict[str, dict[str, Any]]:
     """{section: {key: value}} of the keys given."""
+    parser = _parser()
+    for name in _keys_in_tables(argv):
+        parser.add_argument(f"--{name}")
     try:
-        given, unknown = _parser().parse_known_args(argv)
+        given, unknown = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         if (field := KEYS.get((error.argument_name or "").removeprefix("--"))) is not None:
             kind = type_name(field.annotation)
@@ -547,9 +583,20 @@ def _read_command_line(argv: list[str]) -> dict[str, dict[str, Any]]:
         raise ValueError(f"command line: {unknown[0]} is not a key{_nearest(key)}")
     tables: dict[str, dict[str, Any]] = {}
     for dotted, text in vars(given).items():
-        section, key = dotted.split(".")
-        tables.setdefault(section, {})[key] = _typed(text, KEYS[dotted].annotation)
+        section, key, *inner = dotted.split(".")
+        table = tables.setdefault(section, {})
+        if inner:
+            table.setdefault(key, {})[inner[0]] = _toml(text)
+        else:
+            table[key] = _typed(text, KEYS[dotted].annotation)
     return tables
+
+
+def _keys_in_tables(argv: list[str]) -> list[str]:
+    """The options that are a key of a table, model.kda.heads, each once."""
+    names = dict.fromkeys(option.partition("=")[0].removeprefix("--") for option in argv if option.startswith("--"))
+    fields = {name: KEYS.get(name.rpartition(".")[0]) for name in names if name.count(".") == 2}
+    return [name for name, field in fields.items() if field and get_origin(field.annotation) is dict]
 
 
 def _typed(text: str, annotation: type) -> Any:
@@ -561,12 +608,15 @@ def _typed(text: str, annotation: type) -> Any:
             return annotation(text)
         except ValueError:
             return text
-    if get_origin(annotation) is list:
-        try:
-            return tomllib.loads(f"value = {text}")["value"]
-        except ValueError:
-            return text
-    return text
+    return _toml(text) if get_origin(annotation) in (list, dict) else text
+
+
+def _toml(text: str) -> Any:
+    """The value that TOML reads, or the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        return text
 
 
 def _parser(only: str = "") -> argparse.ArgumentParser:
@@ -579,7 +629,8 @@ def _parser(only: str = "") -> argparse.ArgumentParser:
     if not only:
         about = parser.add_argument_group("about")
         about.add_argument("-h", "--help", action=_Help, nargs="?", metavar="SECTION", help="the keys, of all sections "
-                           "or of one; --help flavors: the presets of every model.name")  # fmt: skip
+                           "or of one; --help flavors: the presets of every model.name; --help markdown: the keys as a "
+                           "page")  # fmt: skip
         about.add_argument(PRINT, action="store_true", help="print the resolved configuration, and where each value is "
                            "from; nothing is started")  # fmt: skip
     for section, cls in SECTIONS.items():
@@ -593,20 +644,42 @@ def _parser(only: str = "") -> argparse.ArgumentParser:
 
 
 class _Help(argparse.Action):
-    """Print all keys, or those of a section."""
+    """Print all keys, or those of a section, or the page docs/keys.md."""
 
     def __call__(self, parser: argparse.ArgumentParser, _: object, section: str | None, option: str = "") -> None:
+        if section == "markdown":
+            print(keys_page())
+            raise SystemExit(0)
         if section is not None and section not in SECTIONS:
             raise ValueError(f"{option} {section}: sections are {', '.join(SECTIONS)}; --help flavors lists presets")
         (_parser(section) if section else parser).print_help()
         raise SystemExit(0)
 
 
+def keys_page() -> str:
+    """docs/keys.md: every key with its type, default and description."""
+    lines = [
+        "# Every key",
+        "The keys of a run's TOML file. On the command line they are `--section.key value`, which takes precedence\n"
+        "over the file. `./run_train.sh --help SECTION` prints a section's, `--help markdown` this page;\n"
+        "`--print-config` prints what a run resolves to, and where each value comes from.",
+    ]
+    for section, keys in SECTIONS.items():
+        lines += [f"## [{section}]", keys.__doc__ or ""]
+        rows = ["| key | type | default | |", "|---|---|---|---|"]
+        for key, field in keys.model_fields.items():
+            kind = type_name(field.annotation).strip("{}").replace(",", ", ")
+            cells = f"`{key}`", kind, f"`{toml_value(field.default)}`", " ".join(field.description.split())
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("\n".join(rows))
+    return "\n\n".join(lines)
+
+
 def type_name(annotation: type) -> str:
     if annotation is bool:
         return "{true,false}"
-    if get_origin(annotation) is list:
-        return "LIST"
+    if get_origin(annotation) in (list, dict):
+        return "LIST" if get_origin(annotation) is list else "TABLE"
     choices = get_args(annotation)
     return f"{{{','.join(choices)}}}" if choices else annotation.__name__.upper()
 
@@ -630,7 +703,9 @@ def _explain(error: Any) -> str:
     if error["type"] == "missing":
         return f"{key} is missing; give it"
     if error["type"] == "list_type":
-        return f"{key} = {value!r} must be a list, [{{{TABLES[list_key]}}}]"
+        return f"{key} = {value!r} must be a list, {FORMS[list_key]}"
+    if error["type"] == "dict_type":
+        return f"{key} = {value!r} must be a table, [{key}]"
     if error["type"] == "model_type" and "." in key:
         return f"{key} = {value!r} must be a table, {{{TABLES[list_key]}}}"
     if error["type"] == "model_type":
@@ -744,12 +819,6 @@ def check_config(config: Config, world_size: int) -> None:
         raise ValueError(
             f"optimizer.eps = {config.optimizer.eps} is 0 in training.dtype = {config.training.dtype!r}, and weights "
             f"whose gradients have all been 0 would become 0 / 0; use at least {SMALLEST_EPS}"
-        )
-    if config.training.enable_cpu_offload and config.parallelism.fsdp_transport != "nccl":
-        raise ValueError(
-            f"parallelism.fsdp_transport = {config.parallelism.fsdp_transport!r} moves what lies on GPUs, and with "
-            "training.enable_cpu_offload = true parameters lie in the host's memory; use 'nccl', or set "
-            "training.enable_cpu_offload = false"
         )
     _check_data(config)
     _check_checkpoint(config.checkpoint)
@@ -871,10 +940,16 @@ def _check_types(t: Training) -> None:
         )
 
 
-def sources(config: Config) -> dict[str, Training | Source]:
-    """What is trained on, by how messages begin the names of its keys."""
-    t = config.training
-    return {f"training.mixture, source {s.name!r}: ": s for s in t.mixture} if t.mixture else {"training.": t}
+def sources(config: Config) -> list[Training] | list[Source]:
+    """What is trained on: the sources of a mixture, or the one that [training] names."""
+    return config.training.mixture or [config.training]
+
+
+def key_of(source: Training | Source, key: str) -> str:
+    """What messages call a key of a source."""
+    if isinstance(source, Source):
+        return f"training.mixture, source {source.name!r}: {key}"
+    return f"training.{key}"
 
 
 def _check_data(config: Config) -> None:
@@ -886,8 +961,8 @@ def _check_data(config: Config) -> None:
             f"training.mixture_from_step = {t.mixture_from_step} is the step from which training.mixture holds, and "
             "training.mixture is not set; remove it"
         )
-    for where, source in sources(config).items():
-        _check_source(where, source)
+    for source in sources(config):
+        _check_source(source)
     if v.enable and v.dataset_path and t.dataset == "stdlib" and not t.mixture:
         raise ValueError(
             f"validation.dataset_path = {v.dataset_path!r} is not used by training.dataset = 'stdlib'; remove it to "
@@ -907,25 +982,25 @@ def _check_data(config: Config) -> None:
         raise ValueError("validation.steps = 0 validates nothing; use -1 for all, or validation.enable = false")
 
 
-def _check_source(where: str, s: Training | Source) -> None:
-    """where: how messages begin the names of its keys."""
+def _check_source(s: Training | Source) -> None:
+    dataset = key_of(s, "dataset")
     if s.dataset == "stdlib" and s.dataset_path:
         raise ValueError(
-            f"{where}dataset_path = {s.dataset_path!r} is not used by {where}dataset = 'stdlib'; remove it, or set "
-            f"{where}dataset to its kind: text, jsonl, parquet, arrow or tokens"
+            f"{dataset}_path = {s.dataset_path!r} is not used by {dataset} = 'stdlib'; remove it, or set {dataset} to "
+            "its kind: text, jsonl, parquet, arrow or tokens"
         )
     if s.dataset != "stdlib" and not s.dataset_path:
-        raise ValueError(f"{where}dataset = {s.dataset!r} needs {where}dataset_path: a file, folder or glob")
+        raise ValueError(f"{dataset} = {s.dataset!r} needs {dataset}_path: a file, folder or glob")
     records = ("jsonl", "parquet", "arrow")
     if s.dataset_format != "text" and s.dataset not in records:
         raise ValueError(
-            f"{where}dataset_format = {s.dataset_format!r} is for {where}dataset = {', '.join(records)}, and it is "
-            f"{s.dataset!r}; remove the format (a corpus of tokens knows its answers), or change {where}dataset"
+            f"{dataset}_format = {s.dataset_format!r} is for {dataset} = {', '.join(records)}, and it is "
+            f"{s.dataset!r}; remove the format (a corpus of tokens knows its answers), or change {dataset}"
         )
     if s.dataset_format != "text" and s.dataset_text_field != "text":
         raise ValueError(
-            f"{where}dataset_text_field = {s.dataset_text_field!r} is not used by {where}dataset_format = "
-            f"{s.dataset_format!r}; remove one of them"
+            f"{dataset}_text_field = {s.dataset_text_field!r} is not used by {dataset}_format = {s.dataset_format!r}; "
+            "remove one of them"
         )
 
 

@@ -28,32 +28,30 @@ from torch.utils._pytree import tree_leaves
 
 from titan_linear.models.decoder import Block
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops.boundaries import CHUNK
-from titan_linear.ops.cp.allgather import heads_of_slice, slice_bytes
-from titan_linear.ops.cp.spans import NOTHING, KeyRoutes
-from titan_linear.ops.kept import ATTENTION, OPERATORS, contexts
-from titan_linear.ops.torch.attention import accumulator_dtype
+from titan_linear.ops.kept import contexts
+from titan_linear.ops.operators import SPECS, Spec
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.bmm, aten.addmm)
-# Prefixes of the operators that the delta rule's driver calls. Unless compiled, selective checkpointing keeps the
-# driver's call as a whole.
-OF_DRIVER = ("kda_", "gdn_", "fold_", "kcp_")
 Size = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Call:
-    """A call of one of our operators: its arguments and outputs, tensors on the meta device."""
+    """A call of one of our operators: its arguments by name, and its outputs, tensors on the meta device."""
 
     name: str
-    given: tuple[Any, ...]
-    gave: tuple[torch.Tensor, ...]
+    arguments: dict[str, Any]
+    outputs: tuple[torch.Tensor, ...]
+
+    @property
+    def spec(self) -> Spec:
+        return SPECS[self.name]
 
     @property
     def temporary(self) -> int:
         """Bytes that the call allocates and frees again; counted only for operators that need many."""
-        return TEMPORARIES[self.name](*self.given) if self.name in TEMPORARIES else 0
+        return 0 if self.spec.temporary is None else self.spec.temporary(**self.arguments)
 
 
 @dataclass
@@ -116,19 +114,17 @@ def count(block: Block, x: torch.Tensor, plan: BatchPlan) -> Layer:
     for key in leaves:
         seen.compiled_lives[key][1] = seen.place  # a compiled backward pass holds all of them until it ends
     kept_compiled = sum(seen.nbytes(key) for key in leaves)
-    selected = [call for call in seen.forward.calls if call.name in OPERATORS]
-    others = [call for call in selected if not call.name.startswith(OF_DRIVER)]
-    attention = _bytes(call for call in selected if call.name in ATTENTION)
+    selected = [call for call in seen.forward.calls if "selective" in call.spec.kept_by]
+    others = [call for call in selected if not call.spec.of_driver]
+    attention = _bytes(call for call in selected if "attention" in call.spec.kept_by)
     peaks = seen.peak(parameters, seen.lives), seen.peak(parameters, seen.compiled_lives)
-    return Layer(
-        seen.forward, seen.backward, x.nbytes,
-        Memory(kept, selective + _bytes(others), attention, max(peaks[0] - kept, 0)),
-        Memory(kept_compiled, _bytes(selected), attention, max(peaks[1] - kept_compiled, 0)),
-    )  # fmt: skip
+    plain = Memory(kept, selective + _bytes(others), attention, max(peaks[0] - kept, 0))
+    compiled = Memory(kept_compiled, _bytes(selected), attention, max(peaks[1] - kept_compiled, 0))
+    return Layer(seen.forward, seen.backward, given=x.nbytes, plain=plain, compiled=compiled)
 
 
 def _bytes(calls: Iterable[Call]) -> int:
-    return sum(x.nbytes for call in calls for x in call.gave)
+    return sum(x.nbytes for call in calls for x in call.outputs)
 
 
 class _Seen(TorchDispatchMode):
@@ -151,7 +147,8 @@ class _Seen(TorchDispatchMode):
         out = function(*args, **(kwargs or {}))
         given, gave = _tensors((args, kwargs)), _tensors(out)
         if function.namespace == "titan_linear":
-            call = Call(function._opname, args, tuple(gave))
+            names = (argument.name for argument in function._schema.arguments)
+            call = Call(function._opname, dict(zip(names, args)), tuple(gave))
             self.work.calls.append(call)
             self._anchor(given, gave, call.temporary)
         elif function.overloadpacket in PRODUCTS:
@@ -283,54 +280,3 @@ class _Norm(torch.autograd.Function):
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, weight, _ = ctx.saved_tensors
         return dy * x, weight.clone()
-
-
-# --- Temporary memory of operators -----------------------------------------------------------------------------------
-
-
-def _of_kda_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> int:
-    """For each chunk: states and their gradients, r and y, the gradients of two matrices."""
-    (T, HV, V), K = v.shape, k.shape[-1]
-    return T * HV * (2 * K * V // CHUNK + 2 * V + 2 * CHUNK) * v.element_size()
-
-
-def _of_gdn_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any) -> int:
-    """For each chunk: states and their gradients, y."""
-    (T, HV, V), K = v.shape, k.shape[-1]
-    return T * HV * (2 * K * V // CHUNK + V) * v.element_size()
-
-
-def _of_attention_backward(do: torch.Tensor, q: torch.Tensor, *_: Any) -> int:
-    """The accumulator of dq, in float32."""
-    return 4 * q.numel()
-
-
-def _of_allgather_backward(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    spans: Any, queries: Any, keys: Any, pairs: torch.Tensor, *_: Any,
-) -> int:  # fmt: skip
-    """The accumulator of dq, slices of keys and their gradients, and the gradients of this rank's own keys, held until
-    all ranks' have come."""
-    needed, acc, Hkv = KeyRoutes(*keys), accumulator_dtype(k.dtype).itemsize, k.shape[2]
-    heads = Hkv if needed.travel == NOTHING else heads_of_slice(pairs, q, k, v)
-    tokens = k.shape[1] + int(needed.coming.sum())
-    slices = slice_bytes(tokens, heads, Hkv, k.shape[3] + v.shape[3], k.dtype)
-    return slices + acc * (q.numel() + k.numel() + v.numel())
-
-
-def _of_ring_backward(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    squares: Any, by_hop: torch.Tensor, hops: torch.Tensor, *_: Any,
-) -> int:  # fmt: skip
-    """The accumulators of dq and dK|dV, one block's dq and dK|dV, and the buffers in which K|V (two) and dK|dV (two or
-    three) travel."""
-    acc, keys, buffers = accumulator_dtype(k.dtype).itemsize, k.numel() + v.numel(), min(int(hops) + 1, 3)
-    travelling = keys * (2 * k.element_size() + acc * buffers) if hops else 0
-    return (acc + k.element_size()) * (q.numel() + keys) + travelling
-
-
-TEMPORARIES: dict[str, Callable[..., int]] = {
-    "kda_backward": _of_kda_backward, "gdn_backward": _of_gdn_backward,
-    "attention_backward": _of_attention_backward, "allgather_backward": _of_allgather_backward,
-    "ring_backward": _of_ring_backward,
-}  # fmt: skip

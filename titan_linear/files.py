@@ -1,10 +1,12 @@
-"""Files that are whole or absent, even after a kill or a power cut; locks on files; and the folder of caches."""
+"""Files and folders that are whole or absent, even after a kill or a power cut; locks; the folder of caches."""
 
 from __future__ import annotations
 
 import fcntl
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO
 
@@ -54,6 +56,67 @@ def lock(file: IO[str], *, wait: bool = False) -> bool:
         return os.path.samestat(os.fstat(file.fileno()), os.stat(file.name))
     except (BlockingIOError, PermissionError, FileNotFoundError):  # POSIX allows either of the first two
         return False
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Inside `with` no other process writes this folder. A failure leaves nothing behind.
+
+    Raises:
+        OSError: another process writes it.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary, lock_file = beside(path, "tmp"), beside(path, "lock")
+    with lock_file.open("a") as file:
+        if not _locks(file):
+            raise OSError("another process is writing it")
+        try:
+            yield
+        finally:  # other ranks wait for this one: no error may escape
+            shutil.rmtree(temporary, ignore_errors=True)
+            with suppress(OSError):
+                lock_file.unlink()
+
+
+def _locks(file: IO[str]) -> bool:
+    """`lock`; True where the file system has no locks."""
+    try:
+        return lock(file)
+    except OSError:
+        return True
+
+
+def replace(temporary: Path, path: Path) -> None:
+    """Put the new folder in the place of an old one. Killed at any moment, this leaves the old or the new one, whole.
+
+    Between the two renames the old one has another name; the next writer of `path` restores it.
+    """
+    aside = beside(path, "replaced")
+    if os.path.lexists(path):
+        path.rename(aside)
+    try:
+        temporary.rename(path)
+    except OSError:
+        if os.path.lexists(aside):
+            aside.rename(path)
+        raise
+    sync(path.parent)
+    remove(aside)
+
+
+def finish_replacing(path: Path) -> None:
+    """Do what a writer that was killed in `replace` left undone."""
+    aside = beside(path, "replaced")
+    if os.path.lexists(aside):
+        if os.path.lexists(path):
+            remove(aside)
+        else:
+            aside.rename(path)
+
+
+def beside(path: Path, what: str) -> Path:
+    """Where a folder is written ("tmp"), its lock file ("lock"), and where the one that it replaces is ("replaced")."""
+    return Path(path).with_name(f".{Path(path).name}.{what}")
 
 
 def default_cache_dir() -> Path:

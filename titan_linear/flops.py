@@ -18,10 +18,21 @@ from titan_linear.models.documents import Documents
 
 # Dense bfloat16 TFLOP/s of a GPU, from NVIDIA's data sheets, by words of its name; the first match counts.
 PEAK_TFLOPS = {
-    "H200 NVL": 835.0, "H200": 989.0, "GH200": 989.0, "H100 PCIe": 756.0, "H100 NVL": 835.0, "H100": 989.0,
-    "H800": 989.0, "H20": 148.0, "GB200": 2500.0, "B200": 2250.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0,
+    "H200 NVL": 835.0,
+    "H200": 989.0,
+    "GH200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "H20": 148.0,
+    "GB200": 2500.0,
+    "B200": 2250.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "L40S": 362.0,
     "L4": 121.0,
-}  # fmt: skip
+}
 
 
 def training_flops(model: ModelConfig, documents: Documents) -> int:

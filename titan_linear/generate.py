@@ -49,7 +49,7 @@ class Rows:
 
 def generate(
     model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling,
-    device: torch.device, prefill_chunk: int = 2048, impl: str = "auto",
+    device: torch.device, prefill_chunk: int = 2048,
 ) -> list[str]:  # fmt: skip
     """Each prompt with its continuation, up to the end of a document. If the model is sharded, every rank makes the
     same call.
@@ -63,7 +63,7 @@ def generate(
             raise ValueError(f"prompt {prompt!r} has no tokens; give some text to continue")
     new = generate_tokens(
         model, ids, max_new_tokens=max_new_tokens, sampling=sampling, device=device, eos_id=tokenizer.eos_id,
-        vocab_size=tokenizer.vocab_size, prefill_chunk=prefill_chunk, impl=impl,
+        vocab_size=tokenizer.vocab_size, prefill_chunk=prefill_chunk,
     )  # fmt: skip
     return [tokenizer.decode(row + more) for row, more in zip(ids, new, strict=True)]
 
@@ -71,13 +71,13 @@ def generate(
 @torch.no_grad()
 def generate_tokens(
     model: Decoder, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, sampling: Sampling, device: torch.device,
-    eos_id: int | None = None, vocab_size: int | None = None, prefill_chunk: int = 2048, impl: str = "auto",
+    eos_id: int | None = None, vocab_size: int | None = None, prefill_chunk: int = 2048,
 ) -> list[list[int]]:  # fmt: skip
     """The tokens that follow each prompt, without `eos_id`, which ends a row; none is `vocab_size` or more."""
     rngs = [generator(sampling.seed, "sample", i) for i in range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]
     done = [max_new_tokens == 0] * len(prompts)
-    rows = None if all(done) else prefill(model, prompts, chunk=prefill_chunk, device=device, impl=impl)
+    rows = None if all(done) else prefill(model, prompts, chunk=prefill_chunk, device=device)
     while not all(done):
         logits = rows.logits[:, :vocab_size].double().cpu()  # on the CPU draws are the same everywhere
         chosen = [choose(row, sampling, rng) for row, rng in zip(logits, rngs, strict=True)]
@@ -87,16 +87,14 @@ def generate_tokens(
             if not done[i]:
                 new[i].append(token)
                 done[i] = len(new[i]) == max_new_tokens
-        rows = rows if all(done) else decode(model, rows, tokens, impl=impl)
+        rows = rows if all(done) else decode(model, rows, tokens)
     return new
 
 
 @torch.no_grad()
-def prefill(
-    model: Decoder, prompts: Sequence[Sequence[int]], *, chunk: int, device: torch.device, impl: str = "auto"
-) -> Rows:
+def prefill(model: Decoder, prompts: Sequence[Sequence[int]], *, chunk: int, device: torch.device) -> Rows:
     """Read the prompts (each of one token or more), `chunk` tokens at a time."""
-    read = [_prefill_one(model, prompt, chunk, device, impl) for prompt in prompts]
+    read = [_prefill_one(model, prompt, chunk, device) for prompt in prompts]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
     layers = enumerate(model.config.layers)
     caches = [_batched([caches[i] for caches, _ in read], mixer.growing) for i, mixer in layers]
@@ -104,22 +102,22 @@ def prefill(
 
 
 @torch.no_grad()
-def decode(model: Decoder, rows: Rows, tokens: torch.Tensor, *, impl: str = "auto") -> Rows:
+def decode(model: Decoder, rows: Rows, tokens: torch.Tensor) -> Rows:
     """Read one more token of each row, tokens [B]. The caches are brought up to date in place."""
     longest = rows.lengths.max()
-    plan = BatchPlan(rows.lengths.unsqueeze(1), first_key=longest - rows.lengths, impl=impl)
+    plan = BatchPlan(rows.lengths.unsqueeze(1), first_key=longest - rows.lengths)
     logits = model(tokens.unsqueeze(1), plan, caches=rows.caches, logits_to_keep=1)[:, -1]
     return replace(rows, lengths=rows.lengths + 1, logits=logits)
 
 
 def _prefill_one(
-    model: Decoder, prompt: Sequence[int], chunk: int, device: torch.device, impl: str
+    model: Decoder, prompt: Sequence[int], chunk: int, device: torch.device
 ) -> tuple[list[LayerCache], torch.Tensor]:
     caches = [LayerCache() for _ in model.layers]
     tokens = torch.tensor([list(prompt)], dtype=torch.int64, device=device)
     for start in range(0, len(prompt), chunk):
         part = tokens[:, start : start + chunk]
-        plan = BatchPlan(torch.arange(start, start + part.shape[1], device=device), impl=impl)
+        plan = BatchPlan(torch.arange(start, start + part.shape[1], device=device))
         logits = model(part, plan, caches=caches, logits_to_keep=1)[:, -1]  # [1, vocab]
     return caches, logits
 

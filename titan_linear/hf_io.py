@@ -3,7 +3,7 @@
     config.json                      the model (models/families/)
     model-00001-of-00003.safetensors ...
     model.safetensors.index.json     tensor -> file; a single file is model.safetensors, without an index
-    tokenizer.json, ...              the tokenizer (data/tokenizer.py)
+    tokenizer.json, ...              the tokenizer (data/corpus/tokenizer.py)
     modeling_titan_linear.py         the model, where transformers does not have it (models/families/remote.py)
 
 `models/adapters.py` says which rows of which tensors on disk are which rows of our parameters; this module moves the
@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import shutil
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -31,7 +29,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from titan_linear.checkpoint import SaveFailed, describe, named_parameters
-from titan_linear.files import lock, remove, sync
+from titan_linear.files import alone, beside, finish_replacing, remove, replace, sync
 from titan_linear.models.adapters import Placement, config_from_hf, config_to_hf, ignored, placements
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
@@ -44,17 +42,20 @@ HEAD = "lm_head.weight"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 TOKENIZER = "tokenizer.json"
 TOKENIZER_FILES = (
-    TOKENIZER, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt",
-    "tokenizer.model", "chat_template.jinja", "additional_chat_templates/*.jinja", "generation_config.json",
-)  # fmt: skip
+    TOKENIZER,
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "additional_chat_templates/*.jinja",
+    "generation_config.json",
+)
 Files = Mapping[str, bytes]  # by name
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CODES = {dtype: code for code, dtype in DTYPES.items()}
-BITS = {
-    "BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6, "U8": 8, "I8": 8, "F8_E5M2": 8, "F8_E4M3": 8, "F8_E8M0": 8,
-    "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16, "F16": 16, "BF16": 16, "I32": 32, "U32": 32, "F32": 32,
-    "C64": 64, "F64": 64, "I64": 64, "U64": 64,
-}  # fmt: skip
 LISTED = 5  # problems of a folder that a message names
 BLOCK = 64 << 20  # bytes moved at a time
 SHARD = 5 * 10**9  # bytes per file
@@ -70,6 +71,14 @@ class Tensor:
     shape: tuple[int, ...]
     begin: int  # its bytes [begin, end) in the file
     end: int
+
+
+class Planned(NamedTuple):
+    """A tensor that is to be written."""
+
+    code: str
+    shape: tuple[int, ...]
+    size: int  # bytes
 
 
 @dataclass(frozen=True)
@@ -172,7 +181,7 @@ def _check_tied(folder: Folder, embedding: str) -> None:
     head, other = folder.tensors[HEAD], folder.tensors[embedding]
     if head.shape == other.shape:
         with ExitStack() as files:
-            reader = Reader(folder, files)
+            reader = RowReader(folder, files)
             blocks = (reader.rows(tensor, 0, *head.shape) for tensor in (head, other))
             if all(torch.equal(a, b) for a, b in zip(*blocks, strict=True)):
                 return
@@ -190,77 +199,23 @@ def read_header(file: Path) -> dict[str, Tensor]:
     """The tensors of a safetensors file (8 bytes of length, a JSON header, the tensors' bytes without gaps).
 
     Raises:
-        ValueError: the file is missing, not safetensors, or cut short; or its header is malformed (naming the tensor).
+        ValueError: the file cannot be read, or safetensors refuses it: cut short, or its header malformed.
     """
     try:
-        with open(file, "rb") as stream:
+        # safe_open checks the header, and that the file has each byte that it promises.
+        with open(file, "rb") as stream, safe_open(file, "np"):
             length = int.from_bytes(stream.read(8), "little")
-            size = os.fstat(stream.fileno()).st_size
-            header = json.loads(stream.read(length)) if 8 + length <= size else None
+            header = json.loads(stream.read(length))
     except OSError as error:
         raise ValueError(f"'{file}' cannot be read: {error.strerror}; give the permission, or fetch it again") from None
-    except (ValueError, RecursionError):
-        header = None
-    if not isinstance(header, dict):
-        raise ValueError(f"'{file}' is cut short in its header, or is no safetensors file; fetch it again")
+    except SafetensorError as error:
+        raise ValueError(f"'{file}' is cut short or no safetensors file ({error}); fetch it again") from None
+    header.pop("__metadata__", None)
     tensors = {}
     for name, described in header.items():
-        if name != "__metadata__":
-            if problem := _malformed(described):
-                raise ValueError(f"'{file}' is malformed: tensor {name!r} {problem}; fetch it again")
-            begin, end = (8 + length + offset for offset in described["data_offsets"])
-            tensors[name] = Tensor(name, file, described["dtype"], tuple(described["shape"]), begin, end)
-            if end > size:
-                raise ValueError(
-                    f"'{file}' is cut short: tensor {name!r} ends at byte {end}, the file at {size}; fetch it again"
-                )
-    _check_places(file, tensors, 8 + length, size)
-    _check_opens(file)
+        begin, end = (8 + length + offset for offset in described["data_offsets"])
+        tensors[name] = Tensor(name, file, described["dtype"], tuple(described["shape"]), begin, end)
     return tensors
-
-
-def _malformed(described: object) -> str:
-    """What is wrong with a tensor's description in a header, or ""."""
-    if not isinstance(described, dict):
-        return "is no object"
-    if missing := [key for key in ("dtype", "shape", "data_offsets") if key not in described]:
-        return f"has no {missing[0]}"
-    code, shape, offsets = described["dtype"], described["shape"], described["data_offsets"]
-    if not isinstance(code, str) or code not in BITS:
-        return f"has dtype {code!r}, which safetensors does not have"
-    if not _are_sizes(shape):
-        return f"has shape {shape!r}"
-    if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        return f"has data_offsets {offsets!r}"
-    if math.prod(shape) * BITS[code] != (offsets[1] - offsets[0]) * 8:
-        return f"has {offsets[1] - offsets[0]} bytes, which is not what {code} of shape {shape} takes"
-    return ""
-
-
-def _are_sizes(values: object) -> bool:
-    return isinstance(values, list) and all(type(n) is int and n >= 0 for n in values)
-
-
-def _check_places(file: Path, tensors: Mapping[str, Tensor], begin: int, size: int) -> None:
-    """Check that tensors lie end to end, in any order, from `begin` to the end of the file."""
-    for tensor in sorted(tensors.values(), key=lambda t: (t.begin, t.end)):
-        if tensor.begin != begin:
-            how = (
-                "overlaps the one before it" if tensor.begin < begin else f"follows {tensor.begin - begin} stray bytes"
-            )
-            raise ValueError(f"'{file}' is malformed: tensor {tensor.name!r} {how}; fetch it again")
-        begin = tensor.end
-    if begin != size:
-        raise ValueError(f"'{file}' is malformed: {size - begin} bytes follow its last tensor; fetch it again")
-
-
-def _check_opens(file: Path) -> None:
-    """Check that safetensors, which reads the tensors later, accepts the rest of the header: metadata and encoding."""
-    try:
-        with safe_open(file, "np"):
-            pass
-    except SafetensorError as error:
-        raise ValueError(f"'{file}' is malformed: {error}; fetch it again") from None
 
 
 def _index(path: Path) -> dict[str, str]:
@@ -307,7 +262,7 @@ def load_weights(path: Path, model: nn.Module) -> None:
     folder, (family, _) = open_folder(path), read_model(path)
     parameters = named_parameters(model)
     with ExitStack() as files:
-        reader = Reader(folder, files)
+        reader = RowReader(folder, files)
         for placement in locate(folder, family, model.config):
             reader.fill(placement, *owned(parameters[placement.name]))
 
@@ -320,7 +275,7 @@ def owned(parameter: torch.Tensor) -> tuple[torch.Tensor, tuple[int, ...]]:
     return parameter.to_local(), tuple(own.offsets)
 
 
-class Reader:
+class RowReader:
     """Reads rows of a folder's tensors; a file is mapped into memory from its first use until `files` closes."""
 
     def __init__(self, folder: Folder, files: ExitStack):
@@ -449,7 +404,7 @@ def write_folder(
         ValueError: `like` is of another model; the architecture cannot hold the model.
         SaveFailed: on every rank, if the folder could not be written or another process is writing it.
     """
-    path, temporary = Path(path), _beside(path, "tmp")
+    path, temporary = Path(path), beside(path, "tmp")
     source, found = (None, placements(model, family)) if like is None else check_folder(like, model)
     copied = [] if source is None else _not_ours(source, family, model)
     config = _config_json(model, family, dtype, source, extra or {})
@@ -466,13 +421,13 @@ def write_folder(
                 failure = error
 
     with ExitStack() as held:
-        attempt(held.enter_context, _alone(path))
-        attempt(_finish_replacing, path)
+        attempt(held.enter_context, alone(path))
+        attempt(finish_replacing, path)
         attempt(writer.begin)
         for placement in found:
             attempt(writer.write, placement, get(placement.name))
         attempt(writer.finish, copied, config, _code(config, like) | dict(tokenizer or _tokenizer_files(like)))
-        attempt(_replace, temporary, path)
+        attempt(replace, temporary, path)
     _raise_everywhere(path, failure)
 
 
@@ -492,13 +447,13 @@ def _not_ours(source: Folder, family: str, model: ModelConfig) -> list[Tensor]:
 
 def _plan(
     found: list[Placement], dtype: torch.dtype | None, source: Folder | None, copied: list[Tensor]
-) -> dict[str, tuple[str, tuple[int, ...], int]]:
-    """tensor -> (dtype, shape, bytes) of everything to write, in order."""
+) -> dict[str, Planned]:
+    """Everything to write, in order."""
     plan = {}
     for tensor in (s for placement in found for s in placement.sources):
         code = CODES[dtype] if dtype else source.tensors[tensor.name].code
-        plan[tensor.name] = (code, tensor.shape, math.prod(tensor.shape) * DTYPES[code].itemsize)
-    return plan | {t.name: (t.code, t.shape, t.end - t.begin) for t in copied}
+        plan[tensor.name] = Planned(code, tensor.shape, math.prod(tensor.shape) * DTYPES[code].itemsize)
+    return plan | {t.name: Planned(t.code, t.shape, t.end - t.begin) for t in copied}
 
 
 def _config_json(
@@ -526,15 +481,18 @@ def _code(config: Mapping[str, Any], like: Path | None) -> dict[str, bytes]:
 class _Writer:
     """Writes the files of a folder: headers first, so that every row has its place and can be written as it comes."""
 
-    def __init__(self, path: Path, plan: Mapping[str, tuple[str, tuple[int, ...], int]], shard_bytes: int):
-        groups, filled = [[]], 0
-        for name, (_, _, size) in plan.items():
-            if groups[-1] and filled + size > shard_bytes:
-                groups, filled = [*groups, []], 0
+    def __init__(self, path: Path, plan: Mapping[str, Planned], shard_bytes: int):
+        groups: list[list[str]] = [[]]  # names of tensors, by file
+        filled = 0
+        for name, tensor in plan.items():
+            if groups[-1] and filled + tensor.size > shard_bytes:
+                groups.append([])
+                filled = 0
             groups[-1].append(name)
-            filled += size
-        names = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
-        self.path, self.plan, self.groups = path, plan, dict(zip(names if len(groups) > 1 else [SINGLE], groups))
+            filled += tensor.size
+        files = [f"model-{i + 1:05}-of-{len(groups):05}.safetensors" for i in range(len(groups))]
+        self.path, self.plan = path, plan
+        self.groups = dict(zip(files if len(groups) > 1 else [SINGLE], groups))
         self.tensors: dict[str, Tensor] = {}
 
     def begin(self) -> None:
@@ -546,7 +504,7 @@ class _Writer:
             self.tensors |= read_header(self.path / file)
         if len(self.groups) > 1:
             where = {name: tensor.file.name for name, tensor in self.tensors.items()}
-            total = sum(size for _, _, size in self.plan.values())
+            total = sum(tensor.size for tensor in self.plan.values())
             index = {"metadata": {"total_size": total}, "weight_map": where}
             (self.path / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
@@ -572,12 +530,12 @@ class _Writer:
             sync(file)
 
 
-def _write_header(file: Path, plan: Mapping[str, tuple[str, tuple[int, ...], int]]) -> None:
+def _write_header(file: Path, plan: Mapping[str, Planned]) -> None:
     """Create a safetensors file in its full size, whose tensors are still holes."""
     header, end = {"__metadata__": {"format": "pt"}}, 0
-    for name, (code, shape, size) in plan.items():
-        header[name] = {"dtype": code, "shape": list(shape), "data_offsets": [end, end + size]}
-        end += size
+    for name, tensor in plan.items():
+        header[name] = {"dtype": tensor.code, "shape": list(tensor.shape), "data_offsets": [end, end + tensor.size]}
+        end += tensor.size
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8
     with open(file, "wb") as stream:
@@ -591,64 +549,3 @@ def _copy_bytes(source: Tensor, target: Tensor) -> None:
         write.seek(target.begin)
         for at in range(source.begin, source.end, BLOCK):
             write.write(read.read(min(BLOCK, source.end - at)))
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Inside `with` no other process writes this folder. A failure leaves nothing behind.
-
-    Raises:
-        OSError: another process writes it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary, lock_file = _beside(path, "tmp"), _beside(path, "lock")
-    with lock_file.open("a") as file:
-        if not _locks(file):
-            raise OSError("another process is writing it")
-        try:
-            yield
-        finally:  # other ranks wait for this one: no error may escape
-            shutil.rmtree(temporary, ignore_errors=True)
-            with suppress(OSError):
-                lock_file.unlink()
-
-
-def _locks(file: IO[str]) -> bool:
-    """`lock`; True where the file system has no locks."""
-    try:
-        return lock(file)
-    except OSError:
-        return True
-
-
-def _replace(temporary: Path, path: Path) -> None:
-    """Put the new folder in the place of an old one. Killed at any moment, this leaves the old or the new one, whole.
-
-    Between the two renames the old one has another name; the next export to `path` restores it.
-    """
-    aside = _beside(path, "replaced")
-    if os.path.lexists(path):
-        path.rename(aside)
-    try:
-        temporary.rename(path)
-    except OSError:
-        if os.path.lexists(aside):
-            aside.rename(path)
-        raise
-    sync(path.parent)
-    remove(aside)
-
-
-def _finish_replacing(path: Path) -> None:
-    """Do what an export that was killed in `_replace` left undone."""
-    aside = _beside(path, "replaced")
-    if os.path.lexists(aside):
-        if os.path.lexists(path):
-            remove(aside)
-        else:
-            aside.rename(path)
-
-
-def _beside(path: Path, what: str) -> Path:
-    """Where a folder is written ("tmp"), its lock file ("lock"), and where the one that it replaces is ("replaced")."""
-    return Path(path).with_name(f".{Path(path).name}.{what}")

@@ -9,7 +9,7 @@ import torch
 
 from titan_linear.ops.collectives import Ranks, gather_along
 from titan_linear.ops.operators import check_first_derivative
-from titan_linear.ops.support import implementation
+from titan_linear.ops.support import Choice, implementation
 
 IGNORE = -100  # the label that cross-entropy leaves out
 ELSEWHERE = -1  # a label in another rank's part of the vocabulary
@@ -17,7 +17,7 @@ ELSEWHERE = -1  # a label in another rank's part of the vocabulary
 
 def chunked_cross_entropy(
     x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, ranks: Ranks | None = None,
-    token_losses: torch.Tensor | None = None, impl: str = "auto",
+    token_losses: torch.Tensor | None = None, impl: str | Choice = "auto",
 ) -> torch.Tensor:  # fmt: skip
     """Σ_t cross_entropy(x_t Wᵀ, label_t) over labels that are not −100, in float32 or wider.
 

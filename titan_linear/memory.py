@@ -88,10 +88,15 @@ def units(config: Config, model: ModelConfig, gpus: int) -> Units:
     tp, ep, offloaded = p.tensor_parallel_degree, p.expert_parallel_degree, t.enable_cpu_offload
     decoder, _ = _parts(model, tp, ep)
     return Units(
-        sum(_own(model, shards, tp, ep)), sum(p.numel() for p in replicated_parameters(decoder)),
-        tuple(sum(p.numel() for p in _sharded(layer)) for layer in decoder.layers), decoder.head.weight.numel(),
-        types, replicas * shards > 1 or offloaded, shards, offloaded,
-    )  # fmt: skip
+        own=sum(_own(model, shards, tp, ep)),
+        whole=sum(p.numel() for p in replicated_parameters(decoder)),
+        layers=tuple(sum(p.numel() for p in _sharded(layer)) for layer in decoder.layers),
+        vocabulary=decoder.head.weight.numel(),
+        types=types,
+        sharded=replicas * shards > 1 or offloaded,
+        shards=shards,
+        offloaded=offloaded,
+    )
 
 
 def _own(model: ModelConfig, shards: int, tp: int, ep: int) -> list[int]:
@@ -156,10 +161,17 @@ class Batch(NamedTuple):
         t, p = config.training, config.parallelism
         layout = p.context_parallel_layout if p.context_parallel_degree > 1 else "contiguous"
         return cls(
-            t.seq_len, t.local_batch_size, mean, p.context_parallel_degree, layout, p.context_parallel_method,
-            p.context_parallel_linear_method, p.tensor_parallel_degree, p.expert_parallel_degree,
-            DTYPES[t.mixed_precision_param],
-        )  # fmt: skip
+            seq_len=t.seq_len,
+            streams=t.local_batch_size,
+            mean=mean,
+            cp=p.context_parallel_degree,
+            layout=layout,
+            softmax_method=p.context_parallel_method,
+            linear_method=p.context_parallel_linear_method,
+            tp=p.tensor_parallel_degree,
+            ep=p.expert_parallel_degree,
+            dtype=DTYPES[t.mixed_precision_param],
+        )
 
     @property
     def tokens(self) -> int:
@@ -183,9 +195,13 @@ def context(batch: Batch) -> CPContext:
     """The context of the last cp rank, on the meta device: with contiguous fragments, that rank sees the most keys."""
     cu_seqlens = torch.from_numpy(boundaries(batch.seq_len, batch.streams, batch.mean))
     described = build_cp_context(
-        cu_seqlens, rank=batch.cp - 1, world_size=batch.cp, layout=batch.layout, num_streams=batch.streams,
+        cu_seqlens,
+        rank=batch.cp - 1,
+        world_size=batch.cp,
+        layout=batch.layout,
+        num_streams=batch.streams,
         device=META,
-    )  # fmt: skip
+    )
     # No exchange runs on this group.
     return replace(described, group="planned", group_name="planned") if batch.cp > 1 else described
 
@@ -215,9 +231,12 @@ def _layer(model: ModelConfig, mixer: MixerOptions, experts: bool, batch: Batch)
         block.mlp.experts.forward = partial(_one_expert, block.mlp.experts)
     cp = context(batch)
     plan = BatchPlan(
-        cp.position_ids, cp_context=cp, num_streams=batch.streams, softmax_method=batch.softmax_method,
+        cp.position_ids,
+        cp_context=cp,
+        num_streams=batch.streams,
+        softmax_method=batch.softmax_method,
         linear_method=batch.linear_method,
-    )  # fmt: skip
+    )
     return count(block, x, plan)
 
 
@@ -238,23 +257,27 @@ def memory(config: Config, model: ModelConfig, gpus: int, mean: int | None = Non
 def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = None) -> dict[str, dict[str, float]]:
     """Bytes by PARTS at each moment that may be the peak. mean: mean tokens per document; None: a stream is one."""
     u, batch = units(config, model, gpus), Batch.of(config, mean)
-    counted, accumulates = layers(model, batch), micro_steps(config, gpus) > 1
+    counted = layers(model, batch)
     here = 0 if u.offloaded else u.own * u.types.stored
     stored = here + u.whole * widened(DTYPES[config.training.dtype]).itemsize
+    accumulates = micro_steps(config, gpus) > 1
+    accumulated = stored if accumulates else 0
     kept, copies = sum(saved(config, layer) for layer in counted), _copies(config, u)
-    accumulated = stored * accumulates
-    # Where all parameters have copies, gradients are first those of the copies, then widened to the parameters' dtype,
-    # then accumulated.
-    own = {"gradients": accumulated, "copies": 2 * copies} if copies and not u.sharded else {}
-    again, working = _again(config, counted), {"working": _working(config, model, u, batch, counted)}
+    again, working = _again(config, counted), _working(config, model, u, batch, counted)
     begins = {"gradients": accumulated, "copies": copies, "activations": kept}
-    ends = {"gradients": stored, "copies": copies, "activations": saved(config, counted[0]) + again} | working | own
-    added = {"gradients": stored, "copies": 2 * copies + u.own * u.types.stored * accumulates if own else copies}
-    last = {"activations": kept + again} | working
+    ends = {"gradients": stored, "copies": copies, "activations": saved(config, counted[0]) + again, "working": working}
+    update = {"gradients": stored, "copies": copies}
+    if copies and not u.sharded:
+        # All parameters have copies: gradients are first those of the copies, then widened to the parameters' dtype,
+        # then accumulated.
+        ends |= {"gradients": accumulated, "copies": 2 * copies}
+        update["copies"] = 2 * copies + (u.own * u.types.stored if accumulates else 0)
     found = {
-        "head": begins | _head(config, model, u, batch), "last layer": begins | last, "first layer": ends,
-        "update": added,
-    }  # fmt: skip
+        "head": begins | _head(config, model, u, batch),
+        "last layer": begins | {"activations": kept + again, "working": working},
+        "first layer": ends,
+        "update": update,
+    }
     always = {"parameters": stored, "optimizer": 2 * stored}
     return {name: {part: float((moment | always).get(part, 0)) for part in PARTS} for name, moment in found.items()}
 
@@ -263,9 +286,11 @@ def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
     """Bytes of the host's memory that a rank takes with training.enable_cpu_offload: shards and their gradients, pinned
     (PyTorch rounds each tensor up to a power of two), and AdamW's two moments. 0 without offload."""
     p, u = config.parallelism, units(config, model, gpus)
+    if not u.offloaded:
+        return 0
     sizes = _own(model, u.shards, p.tensor_parallel_degree, p.expert_parallel_degree)
     each = (size * u.types.stored for size in sizes)
-    return u.offloaded * sum(2 * (1 << (n - 1).bit_length()) + 2 * n for n in each)
+    return sum(2 * (1 << (n - 1).bit_length()) + 2 * n for n in each)
 
 
 def saved(config: Config, layer: Layer) -> int:
@@ -281,7 +306,9 @@ def _memory_of(config: Config, layer: Layer) -> Memory:
 
 def _again(config: Config, counted: list[Layer]) -> int:
     """The most that a layer keeps while it is recomputed; 0 without checkpointing."""
-    return (config.activation_checkpoint.mode != "none") * max(_memory_of(config, layer).kept for layer in counted)
+    if config.activation_checkpoint.mode == "none":
+        return 0
+    return max(_memory_of(config, layer).kept for layer in counted)
 
 
 def _working(config: Config, model: ModelConfig, u: Units, batch: Batch, counted: list[Layer]) -> int:
@@ -297,12 +324,14 @@ def _copies(config: Config, u: Units) -> int:
     back (on a single rank, sent from a copy). Without FSDP: all parameters, if the compute dtype is another."""
     compute, stored = u.types.compute, u.types.stored
     if not u.sharded:
-        return u.own * compute * (compute != stored)
+        return 0 if compute == stored else u.own * compute
     sizes = sorted((*u.layers, u.vocabulary))
     whole = sizes if config.parallelism.fsdp_reshard_after_forward == "never" else sizes[-2:]
-    moving = stored + u.types.reduce * (2 if u.shards == 1 else 1)
-    moved = u.offloaded * -(-sizes[-1] // u.shards) * moving
-    return sum(whole) * compute + sizes[-1] * (compute + u.types.reduce) + moved
+    copies = sum(whole) * compute + sizes[-1] * (compute + u.types.reduce)
+    if u.offloaded:
+        moving = stored + u.types.reduce * (2 if u.shards == 1 else 1)
+        copies += -(-sizes[-1] // u.shards) * moving
+    return copies
 
 
 def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[str, int]:
@@ -311,7 +340,8 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[st
     compute, tokens = u.types.compute, batch.tokens * batch.tp
     stream = model.dim * (4 * batch.tokens + 2 * compute * tokens)
     logits = min(config.training.loss_chunk_size, tokens) * u.vocabulary // model.dim * (4 + compute)
-    return {"head": stream + u.vocabulary * (4 + compute * u.sharded), "logits": logits}
+    weight = u.vocabulary * (4 + compute if u.sharded else 4)
+    return {"head": stream + weight, "logits": logits}
 
 
 def checkpointing_modes(model: ModelConfig) -> tuple[str, ...]:

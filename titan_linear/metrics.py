@@ -18,6 +18,7 @@ import uuid
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -50,6 +51,8 @@ TAGS = {  # name in metrics.jsonl → TensorBoard's; other names stay as they ar
     "work_balance": "perf/work_balance",
     "compiled_graphs": "perf/compiled_graphs",
     "graph_breaks": "perf/graph_breaks",
+    "sm_clock_mhz": "perf/sm_clock_mhz",
+    "power_watts": "perf/power_watts",
     "memory_gib": "memory/allocated_gib",
     "memory_reserved_gib": "memory/reserved_gib",
     "memory_fragmentation": "memory/fragmentation",
@@ -111,6 +114,22 @@ def reserved_memory() -> dict[str, float]:
         "memory_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
         "memory_fragmentation": idle / max(held, 1),
     }  # fmt: skip
+
+
+def clock_and_power(device: torch.device) -> dict[str, float]:
+    """The SM clock (MHz) and the power (W) of this process's GPU. Empty on a CPU, without nvidia-ml-py, and where the
+    driver does not tell."""
+    if device.type != "cuda" or not find_spec("pynvml"):
+        return {}
+    import pynvml
+
+    try:
+        return {
+            "sm_clock_mhz": torch.cuda.clock_rate(device),
+            "power_watts": torch.cuda.power_draw(device) / 1e3,
+        }
+    except pynvml.NVMLError:
+        return {}
 
 
 class GarbageClock:

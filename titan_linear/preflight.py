@@ -39,13 +39,13 @@ from titan_linear.checkpoint import (
     weights_path,
     whole_steps,
 )
-from titan_linear.config import Config, check_config, data_parallel_degrees, hf_weights, load_config, schedule_steps
-from titan_linear.data import Streams, Tokenizer, build_tokenizer, learnt, verify_changed, verify_corpus
+from titan_linear.config import Config, check_config, hf_weights
+from titan_linear.data import Streams, Tokenizer, build_tokenizer, num_labels, verify_changed, verify_corpus
 from titan_linear.hf_io import CONFIG as HF_CONFIG
 from titan_linear.hf_io import check_folder
 from titan_linear.models.config import ModelConfig
 from titan_linear.optim import learning_rate
-from titan_linear.rundir import CONFIG, check_folders, checkpoint_folder, finished_without_checkpoint
+from titan_linear.rundir import check_folders, checkpoint_folder, finished_without_checkpoint
 
 
 def preflight(config: Config, world_size: int, node_size: int | None = None) -> None:
@@ -75,12 +75,11 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
         print(line, flush=True)
     check_prompts(config, tokenizer)
     check_splits(model, config)
-    check_transport(config, world_size, node_size or world_size)
     if warning := spans_nodes(config, node_size or world_size):
         print(warning, flush=True)
     _check_hugging_face(config, model, tokenizer)
     implementations(config, model, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    progress = _check_checkpoint(config, model, tokenizer) if config.checkpoint.enable else {}
+    progress = _check_checkpoint(config, model, tokenizer) if config.checkpoint.enable else None
     check_folders(config)
     check_mixture_step(config, progress)
     corpora = open_corpora(config, tokenizer, show_progress=True)
@@ -94,7 +93,8 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
         check_held_out(config, held_out)
     if groups := file_groups(config, streams):
         print(groups.summary, flush=True)
-    check_content(config, progress, content_of(config, tokenizer, model, streams, held_out))
+    if progress:
+        check_content(config, progress.content, content_of(config, tokenizer, model, streams, held_out))
 
 
 def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> None:
@@ -108,19 +108,19 @@ def _check_hugging_face(config: Config, model: ModelConfig, tokenizer: Tokenizer
         under_key("checkpoint.initial_load_in_hf", check_folder, Path(hf_weights(config)), model)
 
 
-def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> Progress:
+def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) -> Progress | None:
     """Check that the checkpoint that the run begins or resumes from is whole, of this model, and has all that it needs.
 
     This comes before the corpus, which may take hours to tokenise.
 
-    Returns: the progress saved in the checkpoint that the run resumes from; {} for a new run.
+    Returns: the progress saved in the checkpoint that the run resumes from; None for a new run.
     """
     c, folder = config.checkpoint, checkpoint_folder(config)
     step = find_step(folder, c.load_step)
     if step is None:
         if c.initial_load_path and not c.initial_load_in_hf:
             _check_initial(Path(c.initial_load_path), model, tokenizer)
-        return {}
+        return None
     verify(folder / f"step-{step}")
     rewound = c.load_step not in (-1, step)
     if rewound:
@@ -143,7 +143,7 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
         )
     check_weights(folder / f"step-{step}", unallocated(model, torch.float32))
     progress = read_progress(folder / f"step-{step}")
-    check_schedule(config, step, progress.get("total_steps"))
+    check_schedule(config, step, progress.total_steps)
     return progress
 
 
@@ -157,22 +157,21 @@ def _check_initial(given: Path, model: ModelConfig, tokenizer: Tokenizer) -> Non
     path = weights_path(given)
     verify(path)
     check_weights(path, unallocated(model, torch.float32))
-    known = read_progress(path).get("tokenizer")
+    content = read_progress(path).content
+    known = content.tokenizer if content else None
     if warning := other_tokenizer(known, tokenizer, f"checkpoint.initial_load_path = '{path}'"):
         print(warning, flush=True)
 
 
-def check_schedule(config: Config, step: int, length: int | None = None) -> None:
+def check_schedule(config: Config, step: int, length: int) -> None:
     """Check that `step`, which is done, keeps its learning rate. An explicit lr_scheduler.total_steps may change it.
 
     If the rate of one step agrees, so do those of the steps before: schedules can only differ in length.
-    length: of the schedule so far; None: taken from config.toml (checkpoints of older versions do not record it).
+    length: of the schedule so far.
     """
-    stored, steps = Path(config.job.dump_folder) / CONFIG, config.training.steps
-    if config.lr_scheduler.total_steps or not (length or stored.is_file()):
+    steps = config.training.steps
+    if config.lr_scheduler.total_steps:
         return
-    if length is None:
-        length = schedule_steps(load_config(["--job.config_file", str(stored)]))
     then, now = (learning_rate(step, config.optimizer.lr, config.lr_scheduler, n) for n in (length, steps))
     if then != now:
         keep = f"lr_scheduler.total_steps = {length}" if length >= steps else f"training.steps to at most {length}"
@@ -207,14 +206,14 @@ def check_held_out(config: Config, held_out: Streams) -> None:
     """Raise ValueError if the streams to validate have no label, so that their loss would be 0 / 0."""
     steps, number = config.validation.steps, len(held_out)
     validated = number if steps == -1 else min(steps, number)
-    if not any(learnt(held_out, [i]) for i in range(validated)):
+    if not any(num_labels(held_out, [i]) for i in range(validated)):
         raise ValueError(
             f"validation.steps = {steps}: no token in the first {validated:,} of {number:,} held-out streams is one to "
             "learn, as answers are; raise it (-1 takes all), or validation.holdout"
         )
 
 
-def check_mixture_step(config: Config, progress: Progress) -> None:
+def check_mixture_step(config: Config, progress: Progress | None) -> None:
     """Raise ValueError if the mixture is to change at some step, and there are no steps before it."""
     step = config.training.mixture_from_step
     if step > 0 and not progress:
@@ -247,21 +246,6 @@ def check_heads(model: ModelConfig, config: Config) -> None:
                 f"among context_parallel_degree = {p.context_parallel_degree}{times} ranks; use {others}, or a degree "
                 "that divides them"
             )
-
-
-def check_transport(config: Config, world_size: int, node_size: int) -> None:
-    """Raise ValueError if copy engines cannot move what FSDP shares."""
-    p = config.parallelism
-    if p.fsdp_transport != "copy_engines":
-        return
-    if not torch.cuda.is_available():
-        raise ValueError("parallelism.fsdp_transport = 'copy_engines' needs GPUs, and there are none here; use 'nccl'")
-    sharing = data_parallel_degrees(config, world_size)[1] * p.context_parallel_degree * p.tensor_parallel_degree
-    if sharing > node_size:
-        raise ValueError(
-            f"parallelism.fsdp_transport = 'copy_engines': {sharing} ranks share parameters, and a node has {node_size}"
-            "; use 'nccl', or parallelism.data_parallel_replicate_degree for as many replicas as there are nodes"
-        )
 
 
 def check_tensor_parallel(model: ModelConfig, config: Config) -> None:

@@ -12,9 +12,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import dataclass
 from functools import wraps
-from itertools import chain, count, takewhile
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
@@ -24,29 +23,11 @@ if TYPE_CHECKING:
 Command = Callable[[list[str]], int]  # argv → exit code
 
 LAUNCHER = "TITAN_LINEAR_LAUNCHER"  # environment variable of the workers: the launcher's process id
-CHECKED = "TITAN_LINEAR_CONFIGURATION"  # likewise: the configuration that it has checked, as JSON, or its first PIECE
-PIECE = 1 << 14  # characters of up to 4 bytes: a variable may have at most 128 KiB, and lists of files have more
+AGREED = "TITAN_LINEAR_AGREED"  # likewise: the file in which they leave what signal they agreed to stop for
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
-# Exit codes of a worker, which tell the agent what to do.
+# Exit codes of a worker.
 MISTAKE, FAILED, LOST = 2, 3, 4  # a user's mistake; a bad loss, save or disk, or no GPU memory; a lost rank
-FINAL = (MISTAKE, FAILED)  # would recur: no restart
-STOPPED = (128 + signal.SIGINT, 128 + signal.SIGTERM)  # stopped on request, after a save
-
-
-@dataclass(frozen=True)
-class Node:
-    """This machine among those of a run, and where they meet: NODE_RANK of NNODES, MASTER_ADDR, MASTER_PORT."""
-
-    processes: int
-    rank: int = 0
-    count: int = 1
-    address: str = "127.0.0.1"
-    port: int = 0  # 0: any free port
-
-    @property
-    def world_size(self) -> int:
-        return self.count * self.processes
 
 
 def refusing(*mistakes: type[Exception]) -> Callable[[Command], Command]:
@@ -140,20 +121,6 @@ def under_launcher() -> bool:
     return LAUNCHER in os.environ
 
 
-def pass_on_configuration(checked: str) -> None:
-    """Pass the checked configuration to the processes that this one starts, in place of any that it was given."""
-    for name in [name for name in os.environ if name.startswith(CHECKED)]:
-        del os.environ[name]
-    for n, start in enumerate(range(0, len(checked), PIECE)):
-        os.environ[f"{CHECKED}_{n}" if n else CHECKED] = checked[start : start + PIECE]
-
-
-def passed_configuration() -> str:
-    """The configuration that the launcher passed on, as JSON."""
-    names = chain([CHECKED], (f"{CHECKED}_{n}" for n in count(1)))
-    return "".join(takewhile(bool, (os.environ.get(name, "") for name in names)))
-
-
 def own_device() -> torch.device:
     """Make this process's GPU the current one and return it; the CPU if there are no GPUs. A lone process takes the
     first GPU."""
@@ -191,3 +158,8 @@ class StopSignal:
 
     def _note(self, number: int, _: FrameType | None) -> None:
         self.received = number
+
+    def report(self) -> None:
+        """Tell the launcher, if there is one, what signal all ranks agreed to stop for."""
+        if self.agreed and under_launcher():
+            Path(os.environ[AGREED]).write_text(str(self.agreed))

@@ -22,7 +22,8 @@ EVENTS = 100_000  # latest allocations and frees that a memory snapshot holds
 
 
 class Profiler:
-    """A context whose `step` is called after every training step. Each rank writes its own Chrome traces."""
+    """A context whose `step` is called after every training step. Each rank writes its own Chrome traces, and beside
+    each a table of its largest costs."""
 
     def __init__(self, config: Config, done: int):
         """done: steps of the run before this start."""
@@ -73,6 +74,9 @@ class Profiler:
         self.recorded, self.traces = 0, self.traces + 1
         self.written = self.folder / f"rank{self.rank}_step{self.done + trace.step_num}.json"
         trace.export_chrome_trace(str(self.written))
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        costs = trace.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=30)
+        self.written.with_suffix(".txt").write_text(costs)
 
 
 def profiler(config: Config, done: int = 0) -> Profiler | nullcontext[None]:

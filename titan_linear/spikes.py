@@ -18,7 +18,7 @@ class MicroLoss(NamedTuple):
     """A rank's part of a micro-batch's loss."""
 
     streams: tuple[int, ...]
-    learnt: int  # tokens with a label
+    num_labels: int
     part: float  # of the step's loss: nats over the step's tokens
 
 
@@ -53,12 +53,12 @@ def write_spike(folder: str, step: int, spike: dict[str, Any], ranks: Iterable[S
     parts: dict[tuple[int, ...], list[MicroLoss]] = {}
     for micro_loss in (m for own in ranks for m in own):
         parts.setdefault(micro_loss.streams, []).append(micro_loss)
-    tokens = sum(of[0].learnt for of in parts.values())
-    micro_batches = [
-        {"streams": streams, "tokens": of[0].learnt,
-         "loss": sum(m.part for m in of) * tokens / of[0].learnt if of[0].learnt else 0.0}
-        for streams, of in sorted(parts.items())
-    ]  # fmt: skip
+    tokens = sum(of[0].num_labels for of in parts.values())
+    micro_batches = []
+    for streams, of in sorted(parts.items()):
+        num_labels = of[0].num_labels
+        loss = sum(m.part for m in of) * tokens / num_labels if num_labels else 0.0
+        micro_batches.append({"streams": streams, "tokens": num_labels, "loss": loss})
     line = {"step": step, **spike, "micro_batches": micro_batches}
     Path(folder).mkdir(parents=True, exist_ok=True)
     with (Path(folder) / SPIKES).open("a", encoding="utf-8") as file:

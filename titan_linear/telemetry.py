@@ -86,8 +86,6 @@ class Telemetry:
         self.on = self.watches(step)
         self._turn = step // self.freq if self.on else 0
         self._parts, self._windowed = {}, False
-        for moe in self.experts.values():
-            moe.watched = self.on
 
     @contextmanager
     def watching(self, batch: MicroBatch) -> Iterator[None]:

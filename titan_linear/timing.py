@@ -26,12 +26,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
 from titan_linear.config import Config, data_parallel_degrees, micro_steps, replicas_wait
-from titan_linear.counting import OF_DRIVER, Call, Layer, Size, Work
+from titan_linear.counting import Call, Layer, Size, Work
 from titan_linear.flops import training_flops
 from titan_linear.memory import Batch, Units, boundaries, context, layers, units
 from titan_linear.models.config import MixerOptions, ModelConfig
@@ -39,21 +40,23 @@ from titan_linear.models.documents import Documents
 from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.ops.boundaries import CHUNK, PROGRAMS
 from titan_linear.ops.cp.allgather import heads_of_slice
-from titan_linear.ops.cp.kcp import bytes_by_heads, pays_by_heads
-from titan_linear.ops.kept import modes_that_keep
+from titan_linear.ops.cp.kcp import Chains, bytes_by_heads, pays_by_heads
 from titan_linear.ops.triton.configs import kernel_dims
 
 SHIPPED = Path(__file__).parent / "rates"
 PARTS = (
-    "products", "attention", "delta rule", "elementwise", "head", "optimizer", "communication", "launches",
-)  # fmt: skip
+    "products",
+    "attention",
+    "delta rule",
+    "elementwise",
+    "head",
+    "optimizer",
+    "communication",
+    "launches",
+)
 DIM = 128  # K and V at which the delta rule's rates are measured
 LAUNCHES = 4  # per operator, on average
 SLICES = 4  # number of slices in which keys travel around the ring: the first one is waited for
-ATTENTION = ("attention_", "ring_", "allgather_")  # prefixes of operators
-EXCHANGES = (
-    "gather_along", "scatter_along", "sum_ranks", "exchange_heads", "kcp_incoming", "fetch_halo", "return_halo",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -208,33 +211,35 @@ class Clock:
             parts["elementwise"] = work.fused / self.rates.fused
         else:
             parts["elementwise"] = work.elementwise / self.rates.elementwise
-        segments = next((call.gave[0].shape[0] for call in calls if call.name == "fold_segments"), 0)
+        segments = next((call.outputs[0].shape[0] for call in calls if call.name == "fold_segments"), 0)
         for call in calls:
-            if "attention" in mixer.ops and call.name.startswith(ATTENTION):
+            kind = call.spec.kind
+            if kind == "attention":
                 seconds = self._attention(call)
                 parts["attention"] += seconds
                 parts["communication"] += self._keys_exposed(call, seconds)
-            elif call.name.startswith("conv1d"):
-                parts["delta rule"] += self.rates.operators[call.name][0] * call.given[0].numel() * 1e-9
-            elif call.name in self.rates.operators:
+            elif kind == "convolution":
+                parts["delta rule"] += self.rates.operators[call.name][0] * call.arguments["x"].numel() * 1e-9
+            elif kind == "delta rule" and call.name in self.rates.operators:
                 assert isinstance(mixer, DeltaOptions)
                 parts["delta rule"] += self._delta_rule(call.name, mixer, segments)
-            elif call.name in EXCHANGES:
+            elif kind in ("fused", "delta rule"):  # also tables and folds, which are small, and what was not measured
+                given = [x for x in call.arguments.values() if isinstance(x, torch.Tensor)]
+                parts["elementwise"] += sum(x.nbytes for x in (*given, *call.outputs)) / self.rates.fused
+            else:
                 parts["communication"] += self._exchange(call)
-            else:  # operators that are one fused kernel; tables and folds are small
-                given = [x for x in call.given if isinstance(x, torch.Tensor)]
-                parts["elementwise"] += sum(x.nbytes for x in (*given, *call.gave)) / self.rates.fused
         operations = work.groups if self.compiled else work.operations
         return Pass(parts, work.multiplications + operations + LAUNCHES * len(calls))
 
     def _attention(self, call: Call) -> float:
-        backward = call.name.endswith("_backward")
-        q, _, v = call.given[backward : 3 + backward]  # in backward, do precedes them
+        q, v, backward = call.arguments["q"], call.arguments["v"], "do" in call.arguments
         own, computed = self.gathered.pairs.tolist()
-        if call.name.startswith("attention_"):
+        if not _keys_travel(call):
             pairs = sum(own)  # all tokens, but fewer heads
+        elif "pairs" in call.arguments:  # all-gather, which balances them
+            pairs = max(computed)
         else:
-            pairs = max(computed) if call.name.startswith("allgather_") else self.pairs
+            pairs = self.pairs
         D = q.shape[3]
         flops = 2 * (D + v.shape[3]) * q.shape[2] * pairs
         forward, both = self.machine.attention_rates(D, self.batch.mean is None)
@@ -243,15 +248,15 @@ class Clock:
 
     def _keys_exposed(self, call: Call, compute: float) -> float:
         """Exposed seconds of keys, values and, in backward, their float32 gradients, which travel beside the blocks."""
-        if call.name.startswith("attention_"):
+        if not _keys_travel(call):
             return 0.0
-        backward, ranks = call.name.endswith("_backward"), self.batch.cp
-        q, k, v = call.given[backward : 3 + backward]
-        hops, slices = ranks - 1, SLICES
-        if call.name.startswith("allgather_"):
+        q, k, v = (call.arguments[name] for name in "qkv")
+        ranks, hops, slices = self.batch.cp, self.batch.cp - 1, SLICES
+        if "pairs" in call.arguments:  # all-gather
             hops = self.gathered.keys.coming.sum().item() / k.shape[1]  # times this rank's own
             slices = k.shape[2] // heads_of_slice(self.gathered.pairs, q, k, v)
-        moved = (k.numel() + v.numel()) * (k.element_size() + 4 * backward) * hops
+        width = k.element_size() + 4 if "do" in call.arguments else k.element_size()
+        moved = (k.numel() + v.numel()) * width * hops
         seconds = self.cp.latency * (ranks - 1) + moved / self.cp.all_gather
         return max(seconds - compute, seconds / slices)
 
@@ -269,28 +274,35 @@ class Clock:
         return (each * tokens * heads * scale + of_chain * alone * K / DIM) * 1e-9
 
     def _exchange(self, call: Call) -> float:
-        x, (W, cp), (n, tp) = call.given[0], (self.batch.cp, self.cp), (self.batch.tp, self.tp)
-        if call.name == "gather_along":
-            return tp.latency + x.nbytes * (n - 1) / tp.all_gather
-        if call.name == "scatter_along":
-            return tp.latency + x.nbytes * (n - 1) / n / tp.reduce_scatter
-        if call.name == "sum_ranks":
-            return 2 * tp.latency + x.nbytes * (n - 1) / n * (1 / tp.all_gather + 1 / tp.reduce_scatter)
-        if call.name == "exchange_heads":
-            return cp.latency + x.nbytes * (W - 1) / W / cp.all_to_all
-        if call.name == "kcp_incoming":
-            return self._states(call)
-        return cp.latency  # a halo is small
+        kind, arguments, cp, tp = call.spec.kind, call.arguments, self.cp, self.tp
+        if kind == "states":
+            return self._states(**arguments)
+        if kind == "halo":
+            return cp.latency  # a halo is small
+        nbytes = arguments["x"].nbytes
+        others_of_cp, others_of_tp = (self.batch.cp - 1) / self.batch.cp, (self.batch.tp - 1) / self.batch.tp
+        if kind == "heads":
+            return cp.latency + nbytes * others_of_cp / cp.all_to_all
+        if kind == "gather":
+            return tp.latency + nbytes * (self.batch.tp - 1) / tp.all_gather
+        if kind == "scatter":
+            return tp.latency + nbytes * others_of_tp / tp.reduce_scatter
+        assert kind == "sum", kind
+        return 2 * tp.latency + nbytes * others_of_tp * (1 / tp.all_gather + 1 / tp.reduce_scatter)
 
-    def _states(self, call: Call) -> float:
+    def _states(self, S_ext: torch.Tensor, M: torch.Tensor, tables: list[torch.Tensor], **_: Any) -> float:
         """Seconds to bring S_ext and M of other fragments to the ranks that need them, directly or by heads."""
-        (S_ext, M, *tables), between_nodes = call.given, self.batch.cp * self.batch.tp > self.machine.node_size
-        _, _, _, _, _, *counts, _, most = tables[:9]
-        if pays_by_heads(S_ext, M, int(most), between_nodes):
+        c, between_nodes = Chains(*tables), self.batch.cp * self.batch.tp > self.machine.node_size
+        if pays_by_heads(S_ext, M, int(c.most), between_nodes):
             return 2 * self.cp.latency + bytes_by_heads(S_ext, M) / self.cp.all_to_all
-        sizes = S_ext.nbytes // len(S_ext), M.nbytes // len(M)
-        moved = max(sum(n * size for n, size in zip(rows.sum(0).tolist(), sizes)) for rows in counts)
+        sizes = torch.tensor([S_ext.nbytes // len(S_ext), M.nbytes // len(M)])
+        moved = max(int((counts.sum(0) * sizes).sum()) for counts in (c.send_counts, c.receive_counts))
         return self.cp.latency + moved / self.cp.all_to_all
+
+
+def _keys_travel(call: Call) -> bool:
+    """Whether this call of attention exchanges keys with other ranks."""
+    return "group" in call.arguments
 
 
 def attended(batch: Batch) -> tuple[int, int]:
@@ -358,8 +370,8 @@ def _passes(clock: Clock, config: Config, mixer: MixerOptions, layer: Layer) -> 
         return forward, backward
     calls = layer.forward.calls
     if mode == "selective" and not config.compile.enable:
-        calls = [call for call in calls if not call.name.startswith(OF_DRIVER)]
-    calls = [call for call in calls if mode not in modes_that_keep(call.name)]
+        calls = [call for call in calls if not call.spec.of_driver]
+    calls = [call for call in calls if mode not in call.spec.kept_by]
     again = clock.of(mixer, layer.forward, calls)
     both = {part: again.parts[part] + backward.parts[part] for part in PARTS}
     return forward, Pass(both, again.launches + backward.launches)
@@ -401,9 +413,10 @@ def _shared(config: Config, u: Units, gpus: int, machine: Machine, passes: list[
         gather = [link.latency + size * (u.types.compute * part / link.all_gather + comes) for size in sizes]
         reduce = [link.latency + size * (u.types.reduce * part / link.reduce_scatter + goes) for size in sizes]
         exposed += gather[0] + gather[-1] + reduce[0] + reduce[-1]
+        freed = p.fsdp_reshard_after_forward == "always"
         for i in range(1, len(u.layers)):
-            forward, backward = (p.seconds for p in passes[i - 1])
-            again = gather[i - 1] * (p.fsdp_reshard_after_forward == "always")
+            forward, backward = (one.seconds for one in passes[i - 1])
+            again = gather[i - 1] if freed else 0.0
             if n == 1:
                 exposed += gather[i] + again + max(reduce[i] - backward, 0.0)
             else:

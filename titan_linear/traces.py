@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import re
 import tempfile
-import zlib
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -33,30 +31,27 @@ class Cost(NamedTuple):
 
 class Summary(NamedTuple):
     steps: int  # of training that the trace holds; 0: it does not say
-    launches: int  # kernels and copies
-    span: float  # seconds from the start of the first one to the end of the last, less the pauses
-    busy: float  # seconds in which at least one of them ran
-    communication: float  # seconds in which a collective ran
+    span: float  # seconds from the start of the first kernel or copy to the end of the last, less the pauses
     exposed: float  # seconds in which only collectives ran
 
 
 def of_trace(events: Iterable[Event]) -> tuple[int, float, list[Cost]]:
     """Number of launches, seconds in which at least one of them ran, and the ten largest costs on a GPU."""
     ran = on_device(events)
-    return len(ran), length(union(map(span_of, ran))) / 1e6, costs(ran)
+    return len(ran), covered(ran) / 1e6, costs(ran)
 
 
 def summary(events: Sequence[Event]) -> Summary:
     """Summarise what ran on a GPU, outside of pauses."""
     parts = [ran for part in stretches(events) if (ran := on_device(part))]
-    ran, spans = [e for part in parts for e in part], [union(map(span_of, part)) for part in parts]
+    ran = [event for part in parts for event in part]
     steps = {e["name"] for e in events if str(e.get("name", "")).startswith("ProfilerStep#")}
-    busy, others = length(union(map(span_of, ran))), length(union(span_of(e) for e in ran if not communicates(e)))
-    seconds = (
-        sum(of_part[-1][1] - of_part[0][0] for of_part in spans), busy,
-        length(union(span_of(e) for e in ran if communicates(e))), busy - others,
-    )  # fmt: skip
-    return Summary(len(steps), len(ran), *(us / 1e6 for us in seconds))
+    spans = [union(map(span_of, part)) for part in parts]
+    return Summary(
+        steps=len(steps),
+        span=sum(span[-1][1] - span[0][0] for span in spans) / 1e6,
+        exposed=(covered(ran) - covered(e for e in ran if not communicates(e))) / 1e6,
+    )
 
 
 def stretches(events: Sequence[Event]) -> list[Sequence[Event]]:
@@ -110,38 +105,16 @@ def union(spans: Iterable[tuple[float, float]]) -> Spans:
     return merged
 
 
-def length(spans: Spans) -> float:
-    return sum(end - begin for begin, end in spans)
+def covered(events: Iterable[Event]) -> float:
+    """Microseconds in which at least one of them ran."""
+    return sum(end - begin for begin, end in union(map(span_of, events)))
 
 
 def costs(ran: Iterable[Event], rows: int = 10) -> list[Cost]:
+    """The largest costs by name: times added up, over all streams."""
     by_name: dict[str, list[float]] = defaultdict(list)
     for e in ran:
         by_name[_short(e["name"])].append(e["dur"])
-    return _largest(by_name, rows)
-
-
-def own_costs(events: Iterable[Event], rows: int = 10) -> list[Cost]:
-    """The costs of host operators by self time, without the operators called inside them."""
-    by_name: dict[str, list[float]] = defaultdict(list)
-    threads: dict[Any, list[Event]] = defaultdict(list)
-    for e in events:
-        if e.get("cat") == "cpu_op" and e.get("ph") == "X":
-            threads[e.get("pid"), e.get("tid")].append(e)
-    for ops in threads.values():
-        inside: list[tuple[float, str, int]] = []  # operators that have not ended: end, name, index of their time
-        for e in sorted(ops, key=lambda e: (e["ts"], -e["dur"])):
-            while inside and e["ts"] >= inside[-1][0]:
-                inside.pop()
-            if inside:
-                _, outer, place = inside[-1]
-                by_name[outer][place] -= e["dur"]
-            by_name[e["name"]].append(e["dur"])
-            inside.append((span_of(e)[1], e["name"], len(by_name[e["name"]]) - 1))
-    return _largest(by_name, rows)
-
-
-def _largest(by_name: dict[str, list[float]], rows: int) -> list[Cost]:
     found = (Cost(name, sum(each) / 1e3, len(each)) for name, each in by_name.items())
     return sorted(found, key=lambda cost: -cost.ms)[:rows]
 
@@ -161,27 +134,6 @@ def events_of(profile: torch.profiler.profile, keep: Path | None = None) -> list
 
 
 def read(path: Path) -> list[Event]:
-    """The events of a Chrome trace. ValueError: the file holds none."""
-    try:
-        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
-            found = json.load(file)["traceEvents"]
-        if not isinstance(found, list) or not all(map(_is_event, found)):
-            raise TypeError("traceEvents is no list of events")
-        return found
-    except (OSError, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"'{path}' is no trace ({error}); give a .json or .json.gz that torch.profiler wrote; a run's are in its "
-            "profiling.save_traces_folder"
-        ) from None
-
-
-def _is_event(found: object) -> bool:
-    """Whether it is an event with all that is read of it: one that took time ("X") needs a name and times."""
-    return isinstance(found, dict) and (
-        found.get("ph") != "X"
-        or (isinstance(found.get("name"), str) and all(map(_is_time, (found.get("ts"), found.get("dur")))))
-    )
-
-
-def _is_time(found: object) -> bool:
-    return isinstance(found, int | float) and math.isfinite(found)
+    """The events of a Chrome trace, .json or .json.gz."""
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        return json.load(file)["traceEvents"]

@@ -31,10 +31,9 @@ from titan_linear.build import (
     export,
     export_folder,
     file_groups,
-    implementations,
     mixed_precision,
     model_config,
-    progress_at,
+    model_name,
     sums_replicas_once,
     tokenizer_path,
     uncompiled,
@@ -47,10 +46,10 @@ from titan_linear.checkpoint import (
     named_parameters,
     rewind,
 )
-from titan_linear.config import Config, hf_weights, load_config, micro_steps, seq_len_at, tokens_at
-from titan_linear.data import IGNORE, build_dataloader, build_tokenizer, learnt, validation_batches
+from titan_linear.config import Config, hf_weights, load_config, micro_steps, schedule_steps, seq_len_at, tokens_at
+from titan_linear.data import IGNORE, StreamLoader, build_tokenizer, num_labels, validation_batches
 from titan_linear.distributed.ending import Ending, RunFailed, explain, report
-from titan_linear.distributed.feed import Fed, Feed
+from titan_linear.distributed.feed import Feed, FeedStats
 from titan_linear.distributed.groups import (
     of_all_ranks,
     on_rank_0,
@@ -66,9 +65,18 @@ from titan_linear.generate import Sampling, generate
 from titan_linear.grace import GivenUp, Grace
 from titan_linear.gradients import Passes
 from titan_linear.hf_io import gather, load_weights
-from titan_linear.metrics import GarbageClock, Graphs, MetricsLogger, Work, is_logged, peak_memory_gib, reserved_memory
+from titan_linear.metrics import (
+    GarbageClock,
+    Graphs,
+    MetricsLogger,
+    Work,
+    clock_and_power,
+    is_logged,
+    peak_memory_gib,
+    reserved_memory,
+)
 from titan_linear.models.init import initialise
-from titan_linear.ops.support import hush, start_lines
+from titan_linear.ops.support import start_lines
 from titan_linear.optim import build_optimizer
 from titan_linear.preflight import preflight
 from titan_linear.process import (
@@ -77,7 +85,6 @@ from titan_linear.process import (
     die_with_parent,
     outliving_readers,
     own_device,
-    passed_configuration,
     under_launcher,
 )
 from titan_linear.profiling import MemorySnapshots, Profiler, exposed_communication, pause, profiler
@@ -119,7 +126,8 @@ class Trainer:
         dist.barrier(self.host)  # wait for nodes that first had to write their token cache
         model = model_config(config, self.tokenizer)
         self.content = content_of(config, self.tokenizer, model, self.streams, self.held_out)
-        check_content(config, known, self.content)  # a restart has no preflight
+        if known:  # a restart has no preflight
+            check_content(config, known.content, self.content)
         check_alike(config, self.content, self.host)
         self.dims = build_dims(config, self.device)
         self.model = build_model(config, model, self.dims, self.device)
@@ -127,11 +135,12 @@ class Trainer:
         self.sharding = build_sharding(config, self.model.config, self.dims, self.device)
         self.optimizer = build_optimizer(self.model, config.optimizer)
         self.checkpointer = self._build_checkpointer()
-        self.step, self.skipped = self._set_weights(known.get("step"))
+        self.loader = self._build_loader()
+        self.step, self.skipped = self._set_weights(known)
         self.begun = self.step  # the step that is being computed
         dist.barrier(self.host)  # some disks are slower
         self.feed = self._build_feed()
-        self.fed = Fed()  # since the last report
+        self.fed = FeedStats()  # since the last report
         self.grace = Grace(config.checkpoint.grace_seconds, self.stop, dist.group.WORLD)
         self.exports: Exports | None = None  # on rank 0
         groups = file_groups(config, self.streams)
@@ -157,24 +166,25 @@ class Trainer:
             folder, async_mode=c.async_mode, keep_latest_k=c.keep_latest_k, verify=c.verify, group=unhurried_group()
         )
 
-    def _known(self) -> Progress:
-        """The progress saved in the checkpoint that this run resumes from; {} for a new run."""
+    def _known(self) -> Progress | None:
+        """The progress saved in the checkpoint that this run resumes from; None for a new run."""
         return on_rank_0(lambda: known_progress(self.config, self.config.checkpoint.load_step), self.host)
 
-    def _set_weights(self, step: int | None) -> tuple[int, int]:
-        """Load the run's checkpoint of `step`, or the weights that the run begins from, or draw them.
+    def _set_weights(self, known: Progress | None) -> tuple[int, int]:
+        """Load the run's checkpoint of this progress, or the weights that the run begins from, or draw them.
 
         Returns: (steps done, steps skipped).
         """
         c = self.config.checkpoint
-        if step is not None:
+        if known:
+            step = known.step
             folder = checkpoint_folder(self.config)
             # A restart after the last save, which may hold weights only: what is left to do needs no more.
             ended = step >= self.config.training.steps
             whole = not ended or on_rank_0(lambda: holds_optimizer(folder / f"step-{step}"), self.host)
-            progress = self.checkpointer.load(step, self.model, self.optimizer if whole else None)
+            self.checkpointer.load(step, self.model, self.optimizer if whole else None, self.loader)
             on_rank_0(lambda: rewind(folder, step, c.load_step), self.host)
-            return int(progress["step"]), int(progress["skipped"])
+            return step, known.skipped
         if hf_weights(self.config):
             load_weights(Path(hf_weights(self.config)), self.model)
         elif c.enable and c.initial_load_path:
@@ -183,14 +193,21 @@ class Trainer:
             initialise(self.model, self.config.debug.seed, named_parameters(self.model))
         return 0, 0
 
+    def _build_loader(self) -> StreamLoader:
+        t = self.config.training
+        return StreamLoader(
+            self.streams,
+            global_batch_size=t.global_batch_size,
+            local_batch_size=t.local_batch_size,
+            dp_rank=self.dims.dp_rank,
+            dp_degree=self.dims.dp,
+            num_workers=t.num_workers,
+        )
+
     def _build_feed(self) -> Feed:
-        t, dims = self.config.training, self.dims
-        loader = build_dataloader(
-            self.streams, global_batch_size=t.global_batch_size, local_batch_size=t.local_batch_size,
-            dp_rank=dims.dp_rank, dp_degree=dims.dp, cursor=self.step * t.global_batch_size, num_workers=t.num_workers,
-        )  # fmt: skip
+        dims = self.dims
         return Feed(
-            iter(loader), self.sharding, micro_steps=micro_steps(self.config, dist.get_world_size()),
+            iter(self.loader), self.sharding, micro_steps=micro_steps(self.config, dist.get_world_size()),
             copies=dims.copies, host=dist.group.WORLD, device=self.device,
         )  # fmt: skip
 
@@ -218,6 +235,7 @@ class Trainer:
         losses, streams = self.passes.run(lambda done: self.grace.heed(done, self._save_seconds))
         reading = self.end.run(losses, self.begun, self.stop.received)
         self.step = self.begun
+        self.loader.advance()
         has_labels = self._prepare_next()
         loss, grad_norm, stop, *seen = reading.wait()
         self.seen = self.telemetry.named(seen) if seen else {}
@@ -256,7 +274,7 @@ class Trainer:
 
     def _note(self, spike: dict[str, Any], losses: torch.Tensor, streams: list[tuple[int, ...]]) -> None:
         """Write down the step's streams and their losses. Every rank calls it."""
-        own = [MicroLoss(i, learnt(self.streams, i), x) for i, x in zip(streams, losses.tolist(), strict=True)]
+        own = [MicroLoss(i, num_labels(self.streams, i), x) for i, x in zip(streams, losses.tolist(), strict=True)]
         reports = of_all_ranks(own, dist.group.WORLD)
         if dist.get_rank() == 0:
             write_spike(self.config.job.dump_folder, self.step, spike, reports)
@@ -364,10 +382,11 @@ class Trainer:
 
     def _report(self, logger: MetricsLogger, numbers: dict[str, float | None]) -> None:
         """This step's numbers, and what the steps since the last report did."""
-        fed, self.fed = self.fed, Fed()
+        fed, self.fed = self.fed, FeedStats()
         work = Work(training_flops(self.model.config, fed.documents), fed.valid, fed.waited)
         of_step = {"data_seconds": fed.seconds, "gc_seconds": self.garbage.take()}
-        more = {name: seconds / max(fed.steps, 1) for name, seconds in of_step.items()} | reserved_memory()
+        more = {name: seconds / max(fed.steps, 1) for name, seconds in of_step.items()}
+        more |= reserved_memory() | clock_and_power(self.device)
         if fed.most_pairs:  # the model has softmax layers
             more["work_balance"] = fed.work_balance(self.dims.dp * self.dims.cp)
         if self.graphs:
@@ -426,8 +445,6 @@ class Trainer:
 
     def _begin(self) -> MetricsLogger | None:
         """On rank 0, write down and print what the run is made of, and return its logger."""
-        choices = implementations(self.config, self.model.config, self.device)
-        hush(choices)
         if dist.get_rank() != 0:
             return None
         if starts_anew(self.config):
@@ -435,15 +452,15 @@ class Trainer:
         write_config(self.config)
         write_manifest(
             self.config, world_size=dist.get_world_size(), degrees=self.dims.degrees,
-            implementations={op: choice.implementation for op, choice in choices.items()},
+            implementations={op: choice.implementation for op, choice in self.model.implementations.items()},
         )  # fmt: skip
         if self.config.checkpoint.export_interval:
             self.exports = Exports(self.config, self.step, self.checkpointer.in_use)
         parameters = sum(p.numel() for p in named_parameters(self.model).values())
         peak = peak_tflops(self.config, self.device)
         lines = [
-            f"model {self.config.model.name}/{self.config.model.flavor}: {parameters:,} parameters",
-            *start_lines(choices),
+            f"model {model_name(self.config)}: {parameters:,} parameters",
+            *start_lines(self.model.implementations),
             uncompiled(self.config, self.device),
             f"mesh {self.dims.description}",
             self.dims.transport,
@@ -463,9 +480,13 @@ class Trainer:
         if self.checkpointer is None:
             return
         model_only = self._ended and self.config.checkpoint.last_save_model_only
-        progress = progress_at(self.config, self.step, self.skipped)
-        optimizer = None if model_only else self.optimizer
-        self.checkpointer.save(self.step, self.model, optimizer, progress | self.content)
+        progress = Progress(
+            step=self.step,
+            skipped=self.skipped,
+            total_steps=schedule_steps(self.config),
+            content=self.content,
+        )
+        self.checkpointer.save(self.step, self.model, None if model_only else self.optimizer, progress, self.loader)
         if self.exports:
             self.exports.add(self.step)
 
@@ -509,7 +530,7 @@ class Trainer:
         with self.precision, uncompiled:
             (text,) = generate(
                 self.model, self.tokenizer, [prompt], max_new_tokens=tokens, device=self.device,
-                sampling=Sampling(s.temperature, s.top_p, self.config.debug.seed), impl=self.config.model.impl,
+                sampling=Sampling(s.temperature, s.top_p, self.config.debug.seed),
             )  # fmt: skip
         return text
 
@@ -522,15 +543,11 @@ def main(argv: list[str]) -> int:
     die_with_parent()
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # about torch's own code
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # except while it trains (profiling.py)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the launcher blocks it
     try:
-        return _run(_configuration(argv))
+        return _run(load_config(argv))
     except Exception as error:
         return report(error)
-
-
-def _configuration(argv: list[str]) -> Config:
-    """Return the configuration; under the launcher, as it was checked: the file may have been edited since."""
-    return Config.model_validate_json(passed_configuration()) if under_launcher() else load_config(argv)
 
 
 def _run(config: Config) -> int:
@@ -568,7 +585,8 @@ def _train(config: Config, watch: Watch, ending: Ending) -> int:
         ending.finish = trainer.checkpointer.finish
     with trainer.stop:
         trainer.train()
-    return 128 + trainer.stop.agreed if trainer.stop.agreed else 0
+    trainer.stop.report()
+    return 0  # to torchrun anything else is a failure
 
 
 if __name__ == "__main__":

@@ -1,29 +1,34 @@
 """Times and memory of the linear-attention ops on one GPU, beside the floor set by their bytes and, if asked, peers.
 
     python -m tools.bench_ops                     # KDA, GDN and the convolution, the shapes of docs/kernels.md
-    python -m tools.bench_ops --peers             # beside FLA and FlashQLA, as installed (FLA autotunes for minutes)
+    python -m tools.bench_ops --peers             # beside what is installed of FLA (it autotunes for minutes),
+                                                  # FlashQLA (GDN) and nvidia-cudnn-frontend >= 1.29 (KDA, equal heads)
+    python -m tools.bench_ops --ops kda gdn --heads 16/32 16/64 --gates log raw --peers
     python -m tools.bench_ops --ops kda --tokens 8192 --heads 64
     python -m tools.bench_ops --ops gdn --tokens 32768 --heads 30 --dims 96x192 128x256
     python -m tools.bench_ops --first-call        # seconds of a process's first forward + backward, compiling included
 
 Median milliseconds on the GPU, forward and forward + backward, with a cold L2 cache and the host ahead, as in a
-training step (`timed`); q and k are normalised and gates computed beforehand, in bfloat16 with float32 gates. Heads
-are K × V = 128 × 128, or as `--dims` says. "packed" has ten documents. The floor is the bytes of inputs, outputs and
-gradients divided by the copy bandwidth measured in the same run; GB/s are those bytes divided by the time, TFLOP/s
-count the chunked algorithm's products (`flops`). "kept": bytes per token and head held between forward and backward,
-apart from inputs and output. "peak": GiB above the inputs. "host": the milliseconds that the host takes to queue
-forward + backward; if they exceed the GPU's time, the GPU waits.
+training step (`timed`); q and k are normalised beforehand; all in bfloat16. --gates log: float32 log decays, computed
+beforehand; raw: bfloat16 projections, as our mixers and FLA's give them, of which the op computes the decays. Heads are
+K × V = 128 × 128, or as `--dims` says; 16/64: 16 query and 64 value heads. "packed" has ten documents. The floor is the
+bytes of inputs, outputs and gradients divided by the copy bandwidth measured in the same run; GB/s are those bytes
+divided by the time, TFLOP/s count the chunked algorithm's products (`flops`). "kept": bytes per token and value head
+held between forward and backward, apart from inputs and output. "peak": GiB above the inputs. "host": the milliseconds
+that the host takes to queue forward + backward; if they exceed the GPU's time, the GPU waits.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import multiprocessing
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
 from statistics import median
@@ -39,29 +44,50 @@ PACKED = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)
 C = 64  # tokens per chunk
 W = 4  # taps of the convolution
 ROUNDS = 40
+DEVICE = "cuda"
 Inputs = dict[str, torch.Tensor]
 
 
 def randn(*shape: int) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda")
+    return torch.randn(*shape, device=DEVICE)
 
 
-def delta_inputs(op: str, T: int, H: int, K: int, V: int) -> Inputs:
-    q, k = (torch.nn.functional.normalize(randn(1, T, H, K), dim=-1).bfloat16() for _ in range(2))
-    g = -5 * torch.rand(1, T, H, K, device="cuda") if op == "kda" else -torch.rand(1, T, H, device="cuda")
-    beta = torch.rand(1, T, H, device="cuda").bfloat16()
-    return {"q": q, "k": k, "v": randn(1, T, H, V).bfloat16(), "g": g, "beta": beta}
+@dataclass(frozen=True)
+class Case:
+    """What an op is timed on."""
+
+    op: str
+    T: int
+    H: int  # query and key heads
+    HV: int  # value heads
+    K: int
+    V: int
+    raw: bool = False  # gates are raw
+
+    @property
+    def options(self) -> dict[str, Any]:
+        if self.op == "conv":
+            return {"activation": "silu"}
+        raw = {"use_gate_in_kernel": True} if self.raw else {}
+        if self.op == "gdn":
+            return raw
+        return {"safe_gate": True, **raw, **({"lower_bound": -5.0} if self.raw else {})}
+
+    def inputs(self) -> Inputs:
+        T, H, HV, K, V = self.T, self.H, self.HV, self.K, self.V
+        if self.op == "conv":
+            return {"x": randn(1, T, HV * K).bfloat16(), "weight": randn(HV * K, W).bfloat16()}
+        q, k = (torch.nn.functional.normalize(randn(1, T, H, K), dim=-1).bfloat16() for _ in range(2))
+        beta = torch.rand(1, T, HV, device=DEVICE).bfloat16()
+        x = {"q": q, "k": k, "v": randn(1, T, HV, V).bfloat16(), "beta": beta}
+        gate = (HV, K) if self.op == "kda" else (HV,)
+        if self.raw:
+            return {**x, "g": randn(1, T, *gate).bfloat16(), "A_log": randn(HV), "dt_bias": randn(math.prod(gate))}
+        least = -5 if self.op == "kda" else -1
+        return {**x, "g": least * torch.rand(1, T, *gate, device=DEVICE)}
 
 
-def conv_inputs(_: str, T: int, H: int, K: int, __: int) -> Inputs:
-    return {"x": randn(1, T, H * K).bfloat16(), "weight": randn(H * K, W).bfloat16()}
-
-
-OPS: dict[str, tuple[Callable[..., Any], Callable[[str, int, int, int, int], Inputs], dict[str, Any]]] = {
-    "kda": (chunk_kda, delta_inputs, {"safe_gate": True}),
-    "gdn": (chunk_gated_delta_rule, delta_inputs, {}),
-    "conv": (causal_conv1d, conv_inputs, {"activation": "silu"}),
-}
+OPS = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule, "conv": causal_conv1d}
 
 
 def flops(op: str, K: int, V: int) -> tuple[int, int]:
@@ -73,8 +99,11 @@ def flops(op: str, K: int, V: int) -> tuple[int, int]:
     return forward, forward + 16 * K * V + 8 * C * K + 10 * C * V
 
 
-def peers(op: str) -> dict[str, Callable[..., Any]]:
-    """The equivalent functions of the peers that are installed."""
+def peers(op: str, unguarded: bool = False) -> dict[str, Callable[..., Any]]:
+    """The equivalent functions of the peers that are installed.
+
+    unguarded: lift FLA's refusal of Triton kernels that give wrong numbers on Hopper: times only.
+    """
     found: dict[str, Callable[..., Any]] = {}
     if find_spec("fla"):
         if op == "conv":
@@ -85,13 +114,33 @@ def peers(op: str) -> dict[str, Callable[..., Any]]:
             from fla.ops.common import chunk_o
             from fla.ops.gated_delta_rule import chunk_gated_delta_rule as peer
 
-            chunk_o.TRITON_ABOVE_3_7_1 = True  # lifts its guard against wrong numbers on Hopper: times only
+            chunk_o.TRITON_ABOVE_3_7_1 |= unguarded
         found["FLA"] = peer
     if op == "gdn" and find_spec("flash_qla"):
         from flash_qla import chunk_gated_delta_rule as peer
 
         found["FlashQLA"] = peer
+    if op == "kda" and find_spec("cudnn"):
+        found["cuDNN"] = cudnn_kda
     return found
+
+
+def cudnn_kda(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
+    cu_seqlens: torch.Tensor, safe_gate: bool,
+) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """cuDNN's KDA under the arguments of ours; it wants beta in float32, and no batch."""
+    from cudnn.linear_attention import kimi_delta_attention
+
+    o, _ = kimi_delta_attention(q[0], k[0], v[0], g[0], beta[0].float(), cu_seqlens)
+    return o[None], None
+
+
+def can_run(peer: str, case: Case) -> bool:
+    """Whether a peer's op takes the case: only FLA's computes decays, and cuDNN's backward wants equal heads."""
+    if peer in ("FlashQLA", "cuDNN") and (case.raw or (case.K, case.V) != (128, 128)):
+        return False
+    return peer != "cuDNN" or case.H == case.HV
 
 
 def timed(fn: Callable[[], Any], flush: torch.Tensor) -> tuple[float, float]:
@@ -137,7 +186,7 @@ def measure(
 
 def copy_bandwidth() -> float:
     """Bytes read and written per millisecond."""
-    a = torch.empty(1 << 30, dtype=torch.bfloat16, device="cuda")
+    a = torch.empty(1 << 30, dtype=torch.bfloat16, device=DEVICE)
     b = torch.empty_like(a)
     return 2 * a.nbytes / do_bench(lambda: b.copy_(a), return_mode="median")
 
@@ -162,11 +211,11 @@ def row(x: Inputs, heads: int, work: tuple[int, int], bandwidth: float, measured
 def first_call(op: str, folder: str, seconds: Any) -> None:
     """Put the seconds of the first call into `seconds`; for a process of its own, with an empty cache of kernels."""
     os.environ["TRITON_CACHE_DIR"] = folder
-    fn, make, options = OPS[op]
-    x = {name: t.requires_grad_() for name, t in make(op, 8192, 16, 128, 128).items()}
+    fn, case = OPS[op], Case(op, 8192, 16, 16, 128, 128)
+    x = {name: t.requires_grad_() for name, t in case.inputs().items()}
     torch.cuda.synchronize()
     begin = time.perf_counter()
-    y = fn(**x, **options)[0]
+    y = fn(**x, **case.options)[0]
     torch.autograd.grad(y, list(x.values()), torch.ones_like(y))
     torch.cuda.synchronize()
     seconds.put(time.perf_counter() - begin)
@@ -184,17 +233,27 @@ def print_first_calls(ops: list[str]) -> None:
 
 
 def print_rows(
-    op: str, T: int, H: int, dims: tuple[int, int], documents: str, with_peers: bool, bandwidth: float,
-    flush: torch.Tensor,
-) -> None:  # fmt: skip
-    ours, make, options = OPS[op]
+    case: Case, documents: str, others: dict[str, Callable[..., Any]], bandwidth: float, flush: torch.Tensor
+) -> None:
+    """A row of ours and of each of the others that can run the case."""
     torch.manual_seed(0)
-    x = make(op, T, H, *dims)
-    cu = torch.tensor(PACKED if documents == "packed" else (0, T), dtype=torch.int32, device="cuda")
-    for name, fn in {"": ours, **(peers(op) if with_peers else {})}.items():
-        measured = measure(fn, x, options | {"cu_seqlens": cu}, flush)
-        setting = f"{op} {name}".strip(), T, H, "×".join(map(str, dims)), documents
-        print(f"| {' | '.join(map(str, [*setting, *row(x, H, flops(op, *dims), bandwidth, measured)]))} |", flush=True)
+    x = case.inputs()
+    cu = torch.tensor(PACKED if documents == "packed" else (0, case.T), dtype=torch.int32, device=DEVICE)
+    heads = str(case.H) if case.H == case.HV else f"{case.H}/{case.HV}"
+    gates = "" if case.op == "conv" else ", raw gates" if case.raw else ", log gates"
+    for name, fn in {"": OPS[case.op], **others}.items():
+        if not can_run(name, case):
+            continue
+        try:
+            measured = measure(fn, x, case.options | {"cu_seqlens": cu}, flush)
+        except Exception as error:  # of another library: its reason instead of a row
+            if not name:
+                raise
+            print(f"{case.op} {name}{gates}: {str(error).partition(chr(10))[0]}", flush=True)
+            continue
+        setting = f"{case.op} {name}".strip() + gates, str(case.T), heads, f"{case.K}×{case.V}", documents
+        figures = row(x, case.HV, flops(case.op, case.K, case.V), bandwidth, measured)
+        print(f"| {' | '.join([*setting, *figures])} |", flush=True)
 
 
 def head_dims(text: str) -> tuple[int, int]:
@@ -205,16 +264,27 @@ def head_dims(text: str) -> tuple[int, int]:
     return int(K), int(V)
 
 
+def head_counts(text: str) -> tuple[int, int]:
+    """Query and value heads from text such as 64 or 16/64."""
+    H, _, HV = text.partition("/")
+    HV = HV or H
+    if not (H.isdigit() and HV.isdigit() and int(H) and int(HV) % int(H) == 0):
+        raise argparse.ArgumentTypeError(f"{text!r} must be a number of heads, or query/value heads such as 16/64")
+    return int(H), int(HV)
+
+
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench_ops", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--ops", nargs="+", default=list(OPS), choices=list(OPS))
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 8192])
-    parser.add_argument("--heads", type=int, nargs="+", default=[64, 16])
+    parser.add_argument("--heads", type=head_counts, nargs="+", default=[(64, 64), (16, 16)], help="such as 16/64")
+    parser.add_argument("--gates", nargs="+", default=["log"], choices=["log", "raw"], help="(default: log)")
     parser.add_argument("--dims", type=head_dims, nargs="+", default=[(128, 128)], help="K and V (default: 128x128)")
+    parser.add_argument("--peers", action="store_true", help="also time FLA, FlashQLA and cuDNN, where installed")
     parser.add_argument(
-        "--peers", action="store_true", help="also time flash-linear-attention and FlashQLA, where installed"
+        "--fla-unguarded", action="store_true", help="let FLA take Triton kernels that it refuses: times only"
     )
     parser.add_argument("--first-call", action="store_true", help="only the time of a process's first call")
     args = parser.parse_args(argv)
@@ -225,14 +295,17 @@ def main(argv: list[str]) -> int:
         print_first_calls(args.ops)
         return 0
     bandwidth = copy_bandwidth()
-    flush = torch.empty(12 << 30, dtype=torch.uint8, device="cuda")
+    flush = torch.empty(12 << 30, dtype=torch.uint8, device=DEVICE)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e9:.2f} TB/s")
     times = " | ".join(f"{name} ms | TFLOP/s | GB/s | of floor" for name in ("forward", "forward + backward"))
     print(f"| op | T | heads | dims | documents | {times} | kept | peak | host |")
     print("|---" * 16 + "|")
-    for op, T, H, dims in product(args.ops, args.tokens, args.heads, args.dims):
+    for op, T, heads, dims, gate in product(args.ops, args.tokens, args.heads, args.dims, args.gates):
+        if op == "conv" and gate != args.gates[0]:
+            continue  # it has no gates
+        others = peers(op, args.fla_unguarded) if args.peers else {}
         for documents in ["one"] + ["packed"] * (PACKED[-1] == T):
-            print_rows(op, T, H, dims, documents, args.peers, bandwidth, flush)
+            print_rows(Case(op, T, *heads, *dims, raw=gate == "raw"), documents, others, bandwidth, flush)
     return 0
 
 

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.build import DTYPES, EXPORT_DTYPES
-from titan_linear.checkpoint import Checkpointer, whole_steps
+from titan_linear.checkpoint import Checkpointer, Progress, whole_steps
 from titan_linear.exports import export_checkpoint
-from titan_linear.hf_io import Reader, locate, open_folder, read_model
+from titan_linear.hf_io import RowReader, locate, open_folder, read_model
 from titan_linear.process import refusing, run_command
 
 
@@ -57,12 +57,13 @@ def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     with ExitStack() as files:
         files.callback(dist.destroy_process_group)
-        reader = Reader(source, files)
+        reader = RowReader(source, files)
         Checkpointer(checkpoints).save_lazily(
-            0, {entry.name: partial(reader.whole, entry, dtype) for entry in found},
+            0,
+            {entry.name: partial(reader.whole, entry, dtype) for entry in found},
             {entry.name: torch.empty(entry.shape, dtype=dtype, device="meta") for entry in found},
-            {"step": 0, "cursor": 0, "tokens": 0, "skipped": 0},
-        )  # fmt: skip
+            Progress(step=0),
+        )
     print(f"imported '{folder}' ({family}) to '{checkpoints / 'step-0'}'")
 
 

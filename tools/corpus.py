@@ -23,10 +23,10 @@ from pathlib import Path
 
 from titan_linear.config import SECTIONS
 from titan_linear.data import Corpus, build_tokenizer, load_corpus, tokenise_corpus, verify_corpus
-from titan_linear.data.cache import remove_cache
-from titan_linear.data.corpus import CACHE_NAME
-from titan_linear.data.sources import FIELD_SOURCES, FORMATS, TEXT_SOURCES
-from titan_linear.data.writing import lock_file, temporary_folder
+from titan_linear.data.corpus.cache import remove_cache
+from titan_linear.data.corpus.corpus import CACHE_NAME
+from titan_linear.data.corpus.sources import FIELD_SOURCES, FORMATS, TEXT_SOURCES
+from titan_linear.data.corpus.writing import lock_file, temporary_folder
 from titan_linear.files import default_cache_dir
 from titan_linear.process import refusing, run_command
 
@@ -51,10 +51,16 @@ def write(args: argparse.Namespace) -> int:
     if args.format != "text" and args.text_field != "text":
         raise ValueError(f"--text-field {args.text_field} is not used by --format {args.format}; remove one of them")
     corpus = tokenise_corpus(
-        Path(args.folder).expanduser().absolute(), args.dataset, args.path,
-        build_tokenizer(args.tokenizer, "--tokenizer"), text_field=args.text_field, dataset_format=args.format,
-        on_bad_document=args.on_bad_document, show_progress=True, path_key="--path",
-    )  # fmt: skip
+        Path(args.folder).expanduser().absolute(),
+        args.dataset,
+        args.path,
+        build_tokenizer(args.tokenizer, "--tokenizer"),
+        text_field=args.text_field,
+        dataset_format=args.format,
+        on_bad_document=args.on_bad_document,
+        show_progress=True,
+        path_key="--path",
+    )
     print(corpus.summary)
     return 0
 

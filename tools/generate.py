@@ -20,7 +20,7 @@ from titan_linear.build import DTYPES, model_config, other_tokenizer, tokenizer_
 from titan_linear.checkpoint import load_weights, read_progress, verify, weights_path
 from titan_linear.config import Config, changed
 from titan_linear.data import Tokenizer, build_tokenizer
-from titan_linear.data.tokenizer import TOKENIZER
+from titan_linear.data.corpus.tokenizer import TOKENIZER
 from titan_linear.distributed.parallelize import materialise
 from titan_linear.generate import Sampling, generate
 from titan_linear.hf_io import CONFIG, check_folder
@@ -41,10 +41,16 @@ def main(argv: list[str]) -> int:
             raise ValueError(f"--{name.replace('_', '-')} {getattr(args, name)} must be {least} or more")
     dtype = DTYPES[args.dtype] if args.dtype else torch.float32 if device.type == "cpu" else torch.bfloat16
     model, tokenizer = load(Path(args.path), args.tokenizer, dtype, device)
+    model.use(args.impl, device, dtype)
     texts = generate(
-        model, tokenizer, args.prompt, max_new_tokens=args.max_new_tokens, device=device, impl=args.impl,
-        sampling=sampling, prefill_chunk=args.prefill_chunk,
-    )  # fmt: skip
+        model,
+        tokenizer,
+        args.prompt,
+        max_new_tokens=args.max_new_tokens,
+        device=device,
+        sampling=sampling,
+        prefill_chunk=args.prefill_chunk,
+    )
     print("\n---\n".join(texts))
     return 0
 
@@ -92,7 +98,8 @@ def tokenizer_warning(path: Path, in_hf: bool, asked: str, tokenizer: Tokenizer)
     if in_hf and not asked and not own.is_file():
         return f"warning: '{path}' has no {TOKENIZER}, and bytes are tokens; --tokenizer names another"
     if not in_hf:
-        known = read_progress(path).get("tokenizer")
+        content = read_progress(path).content
+        known = content.tokenizer if content else None
     else:
         known = build_tokenizer(str(own)).fingerprint if own.is_file() else None
     return other_tokenizer(known, tokenizer, f"'{path}'", "--tokenizer" if asked else "model.tokenizer_path of its run")

@@ -31,7 +31,14 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_linear.build import cached_corpora, check_size, model_config, model_without_tokenizer, tokenizer_path
+from titan_linear.build import (
+    cached_corpora,
+    check_size,
+    model_config,
+    model_name,
+    model_without_tokenizer,
+    tokenizer_path,
+)
 from titan_linear.config import Config, changed, check_config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.memory import (
@@ -84,9 +91,11 @@ def main(argv: list[str]) -> int:
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This command's own options, and the run's keys."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m tools.plan",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-    )  # fmt: skip
+    )
     parser.add_argument("--gpus", type=int, default=8, help="number of GPUs of the run (default: 8)")
     parser.add_argument("--gpu", default="H200", help=f"{', '.join(shipped())} (default: H200)")
     parser.add_argument("--rates", default="", help="file written by tools.bench_rates, instead of --gpu")
@@ -224,12 +233,18 @@ def candidates(config: Config, model: ModelConfig, gpus: int, node: int, tp: int
         layouts = ("contiguous", "zigzag") if cp > 1 and softmax else ("contiguous",)
         replications = dict.fromkeys((1, max(gpus // max(node, cp * tp), 1)))
         for replicas, layout in product(replications, layouts):
-            split = changed(config, {
-                "parallelism.tensor_parallel_degree": tp, "parallelism.context_parallel_degree": cp,
-                "parallelism.expert_parallel_degree": experts, "parallelism.data_parallel_shard_degree": -1,
-                "parallelism.data_parallel_replicate_degree": replicas, "parallelism.context_parallel_layout": layout,
-                "training.local_batch_size": size,
-            })  # fmt: skip
+            split = changed(
+                config,
+                {
+                    "parallelism.tensor_parallel_degree": tp,
+                    "parallelism.context_parallel_degree": cp,
+                    "parallelism.expert_parallel_degree": experts,
+                    "parallelism.data_parallel_shard_degree": -1,
+                    "parallelism.data_parallel_replicate_degree": replicas,
+                    "parallelism.context_parallel_layout": layout,
+                    "training.local_batch_size": size,
+                },
+            )
             try:
                 check(split, model, gpus)
             except ValueError:
@@ -276,9 +291,14 @@ def _of_length(
 ) -> Iterator[Config]:
     """Configurations with which a stream of this length fits, the largest cp first."""
     for split in sorted(splits, key=lambda split: -split.config.parallelism.context_parallel_degree):
-        config = changed(split.config, {
-            "training.seq_len": length, "activation_checkpoint.mode": "full", "training.local_batch_size": 1,
-        })  # fmt: skip
+        config = changed(
+            split.config,
+            {
+                "training.seq_len": length,
+                "activation_checkpoint.mode": "full",
+                "training.local_batch_size": 1,
+            },
+        )
         if sum(memory(config, model, gpus, mean).values()) <= room:
             yield config
 
@@ -290,7 +310,7 @@ def describe(config: Config, model: ModelConfig) -> str:
     t, p = config.training, config.parallelism
     sharers = p.context_parallel_degree * p.tensor_parallel_degree
     return (
-        f"{config.model.name}/{config.model.flavor}: {parameters(model):,} parameters, {model.num_layers} layers\n"
+        f"{model_name(config)}: {parameters(model):,} parameters, {model.num_layers} layers\n"
         f"{t.local_batch_size} x {t.seq_len} tokens in a micro-step on {sharers} GPU{'s' if sharers > 1 else ''}; "
         f"parameters {t.dtype}, compute {t.mixed_precision_param}, reductions {t.mixed_precision_reduce}; activation "
         f"checkpointing {config.activation_checkpoint.mode}; layers {'' if config.compile.enable else 'not '}compiled"
@@ -336,11 +356,18 @@ def splits_table(splits: list[Split], gpus: int, budget: float | None) -> str:
     head = ["split", "checkpointing", "local batch", "GiB", "ms a step", "tokens/s/GPU", "MFU"]
     rows = []
     for config, needed, planned in splits:
-        rows.append([
-            _degrees(config, gpus), config.activation_checkpoint.mode, config.training.local_batch_size,
-            f"{needed / GIB:.1f}", f"{1e3 * planned.seconds:.0f}", f"{planned.tokens_per_second / gpus:,.0f}",
-            f"{planned.mfu:.1%}", *([f"{_days(planned, budget):.1f}"] if budget else []),
-        ])  # fmt: skip
+        rows.append(
+            [
+                _degrees(config, gpus),
+                config.activation_checkpoint.mode,
+                config.training.local_batch_size,
+                f"{needed / GIB:.1f}",
+                f"{1e3 * planned.seconds:.0f}",
+                f"{planned.tokens_per_second / gpus:,.0f}",
+                f"{planned.mfu:.1%}",
+                *([f"{_days(planned, budget):.1f}"] if budget else []),
+            ]
+        )
     return _table([*head, *(["days"] if budget else [])], rows)
 
 
@@ -352,9 +379,12 @@ def _degrees(config: Config, gpus: int) -> str:
     p = config.parallelism
     replicas, shards = data_parallel_degrees(config, gpus)
     degrees = {
-        "dp_replicate": replicas, "dp_shard": shards, "cp": p.context_parallel_degree, "tp": p.tensor_parallel_degree,
+        "dp_replicate": replicas,
+        "dp_shard": shards,
+        "cp": p.context_parallel_degree,
+        "tp": p.tensor_parallel_degree,
         "ep": p.expert_parallel_degree,
-    }  # fmt: skip
+    }
     layout = f" ({p.context_parallel_layout})" if p.context_parallel_degree > 1 else ""
     shown = [f"{name} {degree}{layout if name == 'cp' else ''}" for name, degree in degrees.items() if degree > 1]
     return ", ".join(shown) or "one GPU"

@@ -6,7 +6,7 @@ python -m tools.show_batch --job.config_file outputs/debug/config.toml --spike -
 
 --spike N takes line N of the run's spikes.jsonl (-1: the last) and shows that step's micro-batches with their losses,
 the highest first. Keys are the run's, as for run_train.sh; nothing is written into its folder. For each document this
-prints where it lies in its stream, how many of its tokens are learnt, and how its text begins and ends.
+prints where it lies in its stream, how many labels it has, and how its text begins and ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     config = load_config(keys)
     tokenizer = build_tokenizer(tokenizer_path(config))
-    # The newest checkpoint knows the order of documents and the mixtures.
+    # The newest checkpoint knows the mixtures.
     progress = known_progress(config, -1)
     streams, _ = build_streams(config, tokenizer, progress)
     for line in shown(args, config, streams, tokenizer):
@@ -67,12 +67,12 @@ def _badness(micro_batch: dict[str, Any]) -> float:
 def documents(stream: Stream, tokenizer: Tokenizer, characters: int) -> Iterator[str]:
     """A line for each document of a stream. characters: how many of its text's beginning and of its end; 0: all."""
     for n, (start, end) in enumerate(zip(stream.cu_seqlens[:-1].tolist(), stream.cu_seqlens[1:].tolist(), strict=True)):
-        learnt = int(np.count_nonzero(stream.labels[start:end] != IGNORE))
+        labels = int(np.count_nonzero(stream.labels[start:end] != IGNORE))
         text = tokenizer.decode(stream.tokens[start:end].tolist())
         if characters and len(text) > 2 * characters:
             text = f"{text[:characters]} … {text[-characters:]}"
         what = json.dumps(text, ensure_ascii=False) if characters else text
-        yield f"  document {n}: [{start}, {end}), {end - start} tokens, {learnt} learnt: {what}"
+        yield f"  document {n}: [{start}, {end}), {end - start} tokens, {labels} labels: {what}"
 
 
 def read_spike(path: Path, number: int) -> dict[str, Any]:
@@ -88,9 +88,11 @@ def read_spike(path: Path, number: int) -> dict[str, Any]:
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This command's own options, and the run's keys."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.show_batch", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
+        prog="python -m tools.show_batch",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
-    )  # fmt: skip
+    )
     which = parser.add_mutually_exclusive_group(required=True)
     which.add_argument("--step", type=int, help="a step of the run, from 1")
     which.add_argument("--spike", type=int, help="line of spikes.jsonl, from 1; -1: the last")

@@ -1,10 +1,8 @@
 from __future__ import annotations
 
-import hashlib
 import json
 import multiprocessing
 import os
-import pickle
 import signal
 import time
 from collections.abc import Callable
@@ -23,8 +21,8 @@ from titan_linear.data import (
     verify_corpus,
     write_corpus,
 )
-from titan_linear.data import corpus as corpus_module
-from titan_linear.data.cache import remove_cache
+from titan_linear.data.corpus import corpus as corpus_module
+from titan_linear.data.corpus.cache import remove_cache
 
 FORK = multiprocessing.get_context("fork")
 
@@ -120,7 +118,7 @@ def test_the_same_texts_elsewhere(lines: Path, tmp_path: Path, monkeypatch: pyte
     moved = lines.rename(tmp_path / "moved.jsonl")
     assert batches(copy) == batches(moved) == 0
     with monkeypatch.context() as patch:
-        patch.setattr("titan_linear.data.cache.add_file", None)
+        patch.setattr("titan_linear.data.corpus.cache.add_file", None)
         assert batches(copy) == batches(moved) == 0
     assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock", ".lock", ".lock", ".same", ".same"]
     other = tmp_path / "other.jsonl"
@@ -166,20 +164,6 @@ def test_cache_folder(monkeypatch: pytest.MonkeyPatch, lines: Path, tmp_path: Pa
         open_corpus("jsonl", str(lines), ByteTokenizer(), cache_dir=lines / "below a file")
 
 
-def test_caches_of_before_are_found(lines: Path, tmp_path: Path):
-    """The name that the first version gave, and its corpus.json."""
-    stat = lines.stat()
-    stats = [[str(lines), stat.st_size, stat.st_mtime_ns]]
-    key = json.dumps(["titan_linear corpus 1", "jsonl", "text", "bytes-257", stats])
-    name = f"jsonl-{hashlib.sha256(key.encode()).hexdigest()[:24]}"
-    for on_bad_document in ("stop", "skip"):
-        options = {"cache_dir": tmp_path / "cache", "on_bad_document": on_bad_document}
-        corpus = open_corpus("jsonl", str(lines), ByteTokenizer(), **options)
-        assert corpus.folder.name == name
-        assert corpus.info["source"] == {"dataset": "jsonl", "files": 1, "skipped_empty": 0}
-    assert corpus.fingerprint == "08106ed9f5149c417bcc3d5c9ed7b06a"
-
-
 def test_a_tokenizer_without_an_end_token_is_a_warning(lines: Path, tmp_path: Path):
     tokenizer = ByteTokenizer()
     tokenizer.eos_id, tokenizer.fingerprint = None, "no end"
@@ -195,8 +179,8 @@ def test_a_tokenizer_without_an_end_token_is_a_warning(lines: Path, tmp_path: Pa
 @pytest.fixture
 def few_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """30 documents: three batches; the journal is written after each document."""
-    monkeypatch.setattr("titan_linear.data.tokenise.BLOCK_DOCUMENTS", 10)
-    monkeypatch.setattr("titan_linear.data.writing.JOURNAL_SECONDS", 0)
+    monkeypatch.setattr("titan_linear.data.corpus.tokenise.BLOCK_DOCUMENTS", 10)
+    monkeypatch.setattr("titan_linear.data.corpus.writing.JOURNAL_SECONDS", 0)
     file = tmp_path / "few.jsonl"
     file.write_text("".join(json.dumps({"text": f"line {i}"}) + "\n" for i in range(30)))
     return file
@@ -276,41 +260,6 @@ def test_it_knows_which_file_a_document_is_from(folder: Path, tmp_path: Path):
         verify_corpus(load_corpus(own.folder))
 
 
-def without_files(folder: Path) -> None:
-    """As an earlier version wrote it."""
-    info = json.loads((folder / "corpus.json").read_text())
-    for name in ("files.bin", "files.json"):
-        del info["files"][name]
-        (folder / name).unlink()
-    info["checksum"] = corpus_module.info_checksum(info)
-    (folder / "corpus.json").write_text(json.dumps(info))
-
-
-def test_a_cache_of_before_learns_its_files(folder: Path, tmp_path: Path):
-    options = {"on_bad_document": "skip", "cache_dir": tmp_path / "cache"}
-    cache = open_corpus("jsonl", str(folder), ByteTokenizer(), **options).folder
-    without_files(cache)
-    old = open_corpus("jsonl", str(folder), ByteTokenizer(), **options)
-    verify_corpus(old)
-    assert old.files is None
-    corpus = open_corpus("jsonl", str(folder), ByteTokenizer(), with_paths=True, **options)
-    assert corpus.files.tolist() == FILES and corpus.fingerprint == old.fingerprint and corpus.folder == cache
-    verify_corpus(corpus)
-    (folder / "a.jsonl").write_text((folder / "a.jsonl").read_text().replace("line 3", " "))
-
-    class NoSpaces(ByteTokenizer):
-        fingerprint = "no spaces"
-
-        def encode_batch(self, texts: list[str]) -> list[np.ndarray]:
-            return super().encode_batch([text.strip() for text in texts])
-
-    cache = open_corpus("jsonl", str(folder), NoSpaces(), **options).folder
-    without_files(cache)
-    with pytest.raises(ValueError, match=rf"which were skipped; python -m tools.corpus prune {cache.name} removes it"):
-        open_corpus("jsonl", str(folder), NoSpaces(), with_paths=True, **options)
-    assert not (cache / "files.bin").exists()
-
-
 @pytest.mark.parametrize("damage", ["journal", "arrays", "key", "stop", "foreign"])
 def test_what_cannot_go_on_starts_anew(few_lines: Path, tmp_path: Path, damage: str):
     lines = few_lines
@@ -320,20 +269,20 @@ def test_what_cannot_go_on_starts_anew(few_lines: Path, tmp_path: Path, damage: 
         stop = Interrupted(log, KeyboardInterrupt)
         open_corpus("jsonl", str(lines), stop, cache_dir=cache, on_bad_document="skip")
     temporary = next(cache.glob("*.tmp"))
-    journal = json.loads((temporary / "progress.json").read_text())
+    journal = json.loads((temporary / "journal.json").read_text())
     assert journal["num_documents"] == (9 if damage == "stop" else 10)
     if damage == "journal":
-        (temporary / "progress.json").write_text("{")
+        (temporary / "journal.json").write_text("{")
     elif damage == "arrays":
         os.truncate(temporary / "tokens.bin", 100)
     elif damage == "key":
-        (temporary / "progress.json").write_text(json.dumps(journal | {"key": "another"}))
+        (temporary / "journal.json").write_text(json.dumps(journal | {"key": "another"}))
     elif damage == "stop":
         with pytest.raises(ValueError, match=r"line 1: not a JSON object with a field 'text'"):
             open_corpus("jsonl", str(lines), SlowTokenizer(log), cache_dir=cache)
         return
     else:
-        (temporary / "progress.json").unlink()
+        (temporary / "journal.json").unlink()
         (temporary / "thesis.txt").write_text("mine")
         with pytest.raises(ValueError, match=r"holds 'thesis.txt'; choose another folder"):
             open_corpus("jsonl", str(lines), SlowTokenizer(log), cache_dir=cache)
@@ -359,13 +308,6 @@ def test_nothing_is_overwritten(make_corpus: Callable):
     with pytest.raises(ValueError, match="exists already"):
         write_corpus(corpus.folder, random_documents([6]), ByteTokenizer())
     verify_corpus(load_corpus(corpus.folder))
-
-
-def test_pickled_as_a_path(make_corpus: Callable):
-    corpus = make_corpus(random_documents([50_000]))
-    data = pickle.dumps(corpus)
-    assert len(data) < 2000
-    assert np.array_equal(pickle.loads(data).tokens, corpus.tokens)
 
 
 # --- damage ------------------------------------------------------------------------------------------------------
@@ -394,7 +336,7 @@ def test_damage_is_caught(make_corpus: Callable, name: str, damage: str):
 
 
 def test_damage_beyond_the_first_block(make_corpus: Callable, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("titan_linear.data.corpus.CRC_BLOCK", 1000)
+    monkeypatch.setattr("titan_linear.data.corpus.corpus.CRC_BLOCK", 1000)
     corpus = make_corpus(random_documents([3000]))
     with (corpus.folder / "tokens.bin").open("r+b") as file:
         file.seek(4321)

@@ -1,8 +1,7 @@
-"""Conversations: transformers' tokens, the answers alone learnt, in the cache and in streams."""
+"""Conversations: transformers' tokens, their loss masks, in the cache and in streams."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -16,19 +15,19 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from tests.data.conftest import packed
 from titan_linear.config import check_config, load_config
 from titan_linear.data import (
     IGNORE,
     ByteTokenizer,
     Corpus,
-    PackedStreams,
     build_tokenizer,
     load_corpus,
     open_corpus,
     verify_corpus,
     write_corpus,
 )
-from titan_linear.data.chat import Conversations
+from titan_linear.data.corpus.chat import Conversations
 from tools import corpus as tool
 
 PLAIN = """\
@@ -114,12 +113,12 @@ def as_lines(file: Path, records: list[dict]) -> Path:
 
 def documents(corpus: Corpus) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     for begin, end in zip(corpus.offsets[:-1], corpus.offsets[1:]):
-        yield corpus.tokens[begin:end], corpus.is_learnt(np.arange(begin, end))
+        yield corpus.tokens[begin:end], corpus.loss_mask(np.arange(begin, end))
 
 
-def runs(ids: np.ndarray, learnt: np.ndarray) -> list[list[int]]:
+def runs(ids: np.ndarray, loss_mask: np.ndarray) -> list[list[int]]:
     """The tokens of each answer."""
-    edges = np.flatnonzero(np.diff(learnt, prepend=False, append=False)).reshape(-1, 2)
+    edges = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False)).reshape(-1, 2)
     return [ids[begin:end].tolist() for begin, end in edges]
 
 
@@ -132,15 +131,15 @@ def test_transformers_tokens(folder: Callable, template: str, beside: bool):
     path = folder(template, beside=beside)
     ours, theirs = Conversations(build_tokenizer(str(path))), AutoTokenizer.from_pretrained(path)
     said = []
-    for chat, (ids, learnt) in zip(CHATS, ours.encode_batch(CHATS), strict=True):
+    for chat, (ids, loss_mask) in zip(CHATS, ours.encode_batch(CHATS), strict=True):
         expected = theirs.apply_chat_template(
             chat["messages"], tools=chat.get("tools"), return_dict=True, return_assistant_tokens_mask=template is MARKED
         )
-        assert ids.tolist() == expected["input_ids"] and ids.dtype == np.int64 and learnt.dtype == bool
+        assert ids.tolist() == expected["input_ids"] and ids.dtype == np.int64 and loss_mask.dtype == bool
         if template is MARKED:
             # transformers leaves out all but the first token of an answer's last character
-            assert (learnt >= np.array(expected["assistant_masks"], dtype=bool)).all()
-        said += [theirs.decode(run) for run in runs(ids, learnt)]
+            assert (loss_mask >= np.array(expected["assistant_masks"], dtype=bool)).all()
+        said += [theirs.decode(run) for run in runs(ids, loss_mask)]
     assert said == SAID  # with the end of the turn, and nothing after it
 
 
@@ -218,18 +217,10 @@ def test_names_that_are_no_text(folder: Callable):
         build_tokenizer(str(path))
 
 
-def test_corpora_of_earlier_versions(folder: Callable):
-    """Of a template of that time: the fingerprint is theirs."""
-    tokenizer = build_tokenizer(str(folder(PLAIN)))
-    names = {"bos_token": "<|bos|>", "eos_token": "<|im_end|>"}
-    content = json.dumps([PLAIN, names, ["<|bos|>", "<|im_start|>", "<|im_end|>"]])
-    assert Conversations(tokenizer).fingerprint == "messages-" + hashlib.sha256(content.encode()).hexdigest()[:32]
-
-
 def test_a_word_in_a_comment_marks_nothing(folder: Callable):
     path = folder("{# no {% generation %} here #}" + UNMARKED)
     ours = Conversations(build_tokenizer(str(path))).encode_batch(CHATS)
-    assert all(learnt.any() for _, learnt in ours)
+    assert all(loss_mask.any() for _, loss_mask in ours)
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "thinking", "reasoning"])
@@ -245,21 +236,21 @@ def test_reasoning_by_any_of_its_names(folder: Callable, name: str, read: str):
 
 
 def test_an_end_token_that_is_not_special(folder: Callable):
-    """Nothing after it is learnt."""
+    """Nothing after it is trained on."""
     path = folder(UNMARKED)
     content = json.loads((path / "tokenizer.json").read_text())
     for token in content["added_tokens"]:
         token["special"] = token["content"] != "<|im_end|>"
     (path / "tokenizer.json").write_text(json.dumps(content))
     tokenizer = build_tokenizer(str(path))
-    for ids, learnt in Conversations(tokenizer).encode_batch(CHATS):
-        assert all(run[-1] == tokenizer.eos_id for run in runs(ids, learnt))
+    for ids, loss_mask in Conversations(tokenizer).encode_batch(CHATS):
+        assert all(run[-1] == tokenizer.eos_id for run in runs(ids, loss_mask))
 
 
 def test_a_template_that_writes_answers_otherwise_later(folder: Callable):
     encoder = Conversations(build_tokenizer(str(folder(THINKING))))
-    (ids, learnt), problem, _ = encoder.encode_batch(CHATS)
-    assert encoder._tokenizer.decode(runs(ids, learnt)[0]) == "<think>Me."
+    (ids, loss_mask), problem, _ = encoder.encode_batch(CHATS)
+    assert encoder._tokenizer.decode(runs(ids, loss_mask)[0]) == "<think>Me."
     assert problem.startswith("message 3: the chat template writes this answer otherwise as a prompt, or once the")
     assert "put {% generation %} and {% endgeneration %} around answers" in problem
 
@@ -329,7 +320,7 @@ def test_completions_of_bytes(tmp_path: Path):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_records_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int):
     """Lines that are no JSON stop the run, or are skipped, in the midst of others."""
-    monkeypatch.setattr("titan_linear.data.cache.worker_count", lambda _: workers)
+    monkeypatch.setattr("titan_linear.data.corpus.cache.worker_count", lambda _: workers)
     file, pairs = tmp_path / "a.jsonl", [{"prompt": "2+2=", "completion": str(i)} for i in range(3)]
     first, second, third = map(json.dumps, pairs)
     file.write_text(f'{first}\n{{"prompt": \n{second}\n{{"prompt": "x"}}\n{third}\n')
@@ -376,8 +367,8 @@ def test_records_of_each_kind(folder: Callable, tmp_path: Path):
 
 
 def test_stopped_and_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("titan_linear.data.tokenise.BLOCK_DOCUMENTS", 10)
-    monkeypatch.setattr("titan_linear.data.writing.JOURNAL_SECONDS", 0)
+    monkeypatch.setattr("titan_linear.data.corpus.tokenise.BLOCK_DOCUMENTS", 10)
+    monkeypatch.setattr("titan_linear.data.corpus.writing.JOURNAL_SECONDS", 0)
     pairs = [{"prompt": "a" * (i % 7), "completion": f"answer {i}"} for i in range(30)]
     file = as_lines(tmp_path / "a.jsonl", pairs)
     whole = opened(file, tmp_path, dataset_format="completion")
@@ -395,11 +386,11 @@ def test_stopped_and_by_several_processes(tmp_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(KeyboardInterrupt):
         opened(file, tmp_path, Interrupted(), dataset_format="completion", cache_dir=cache)
     (temporary,) = cache.glob("*.tmp")
-    assert json.loads((temporary / "progress.json").read_text())["num_answers"] == 10
+    assert json.loads((temporary / "journal.json").read_text())["num_answers"] == 10
     with (temporary / "answers.bin").open("ab") as torn:
         torn.write(b"torn")
     assert opened(file, tmp_path, dataset_format="completion", cache_dir=cache).info == whole.info
-    monkeypatch.setattr("titan_linear.data.cache.worker_count", lambda _: 2)
+    monkeypatch.setattr("titan_linear.data.corpus.cache.worker_count", lambda _: 2)
     assert opened(file, tmp_path, dataset_format="completion", cache_dir=tmp_path / "two").info == whole.info
 
 
@@ -418,13 +409,13 @@ def test_the_tool_and_a_corpus_of_tokens(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_own_tokens_with_answers(tmp_path: Path):
-    ids, learnt = np.arange(5), np.array([0, 1, 1, 0, 1], dtype=bool)
-    write_corpus(tmp_path / "c", [(ids, learnt), (ids, ~learnt)], ByteTokenizer(), answers=True)
+    ids, loss_mask = np.arange(5), np.array([0, 1, 1, 0, 1], dtype=bool)
+    write_corpus(tmp_path / "c", [(ids, loss_mask), (ids, ~loss_mask)], ByteTokenizer(), answers=True)
     corpus = load_corpus(tmp_path / "c")
     assert corpus.answers.tolist() == [1, 3, 4, 5, 5, 6, 8, 9]
-    assert [d[1].tolist() for d in documents(corpus)] == [learnt.tolist(), (~learnt).tolist()]
+    assert [d[1].tolist() for d in documents(corpus)] == [loss_mask.tolist(), (~loss_mask).tolist()]
     for wrong in (np.zeros(5, dtype=bool), np.ones(4, dtype=bool)):
-        with pytest.raises(ValueError, match=r"document 0: which of its tokens are learnt must be \[n\] bool"):
+        with pytest.raises(ValueError, match=r"document 0: its loss mask must be \[n\] bool"):
             write_corpus(tmp_path / "d", [(ids, wrong)], ByteTokenizer(), answers=True)
 
 
@@ -432,19 +423,18 @@ def test_own_tokens_with_answers(tmp_path: Path):
 
 
 def test_streams(tmp_path: Path):
-    """Those of the same tokens, all learnt, but for labels of tokens that are not."""
+    """Those of the same tokens, all trained on, but for labels of tokens that are not."""
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 257, n) for n in (1, 7, 30, 2, 64, 5)]
-    learnt = [rng.random(len(d)) < 0.4 for d in ids]
-    for mask in learnt:
+    masks = [rng.random(len(d)) < 0.4 for d in ids]
+    for mask in masks:
         mask[-1] = True
     write_corpus(tmp_path / "all", ids, ByteTokenizer())
-    write_corpus(tmp_path / "answers", zip(ids, learnt, strict=True), ByteTokenizer(), answers=True)
-    # the same once more, each token's place in the vocabulary saying whether it is learnt
-    write_corpus(tmp_path / "marks", [m.astype(int) for m in learnt], ByteTokenizer())
+    write_corpus(tmp_path / "answers", zip(ids, masks, strict=True), ByteTokenizer(), answers=True)
+    # the same once more, each token's place in the vocabulary saying whether it is trained on
+    write_corpus(tmp_path / "marks", [m.astype(int) for m in masks], ByteTokenizer())
     every, some, marks = (
-        PackedStreams(load_corpus(tmp_path / name), np.arange(6), seq_len=20, seed=1)
-        for name in ("all", "answers", "marks")
+        packed(load_corpus(tmp_path / name), seq_len=20, seed=1) for name in ("all", "answers", "marks")
     )
     for i in range(20):
         for name in ("tokens", "cu_seqlens", "position_ids"):

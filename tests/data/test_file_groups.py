@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.conftest import random_documents
-from titan_linear.data import ByteTokenizer, FileGroups, MixedStreams, PackedStreams, Phase, open_corpus, split_corpus
-from titan_linear.data.file_groups import _fits
+from tests.data.conftest import packed, random_documents
+from titan_linear.data import ByteTokenizer, FileGroups, MixedStreams, PackedStreams, Phase, open_corpus
+from titan_linear.data.streams.file_groups import _fits
 
 PATHS = ["/data/a.py", "/data/lib/b.py", "/data/lib/deep/c.py", "/data/books/d.jsonl", "/data/old/books/e.jsonl",
          "/data/books/more/f.jsonl", "/data/[x] y.txt"]  # fmt: skip
@@ -44,7 +44,7 @@ def texts(tmp_path: Path) -> Path:
 @pytest.fixture
 def streams(texts: Path) -> PackedStreams:
     corpus = open_corpus("jsonl", str(texts), ByteTokenizer(), cache_dir=texts / "cache", with_paths=True)
-    return PackedStreams(corpus, split_corpus(corpus, 0.0, "train"), seq_len=32, seed=3)
+    return packed(corpus, seq_len=32, seed=3)
 
 
 GROUPS = {"code": "code/*, x.jsonl", "books": "**/*s/*.jsonl"}
@@ -71,7 +71,7 @@ def test_tokens_belong_to_the_group_of_their_file(streams: PackedStreams) -> Non
 def test_sources_of_a_mixture(streams: PackedStreams, make_corpus: Callable) -> None:
     """One of them knows no files."""
     tokens = make_corpus(random_documents([30, 40, 50]))
-    other = PackedStreams(tokens, split_corpus(tokens, 0.0, "train"), seq_len=32, seed=3)
+    other = packed(tokens, seq_len=32, seed=3)
     mixed = MixedStreams({"t": other, "j": streams}, [Phase(0, {"t": 1.0, "j": 1.0})], seed=0)
     groups, seen = FileGroups(mixed, GROUPS, "other"), set()
     for i in range(8):
@@ -102,6 +102,6 @@ def test_patterns_that_are_refused(streams: PackedStreams, patterns: dict[str, s
 
 def test_a_corpus_that_knows_no_files(make_corpus: Callable) -> None:
     corpus = make_corpus(random_documents([30]))
-    streams = PackedStreams(corpus, split_corpus(corpus, 0.0, "train"), seq_len=8, seed=0)
+    streams = packed(corpus, seq_len=8, seed=0)
     with pytest.raises(ValueError, match=r"metrics.loss_by_source: .* does not know from which files .*tools.corpus"):
         FileGroups(streams, {"all": "**"}, "other")

@@ -1,14 +1,23 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain, islice
 
 import numpy as np
 import pytest
 import torch
 
-from tests.data.conftest import random_documents
-from titan_linear.data import IGNORE, Batch, PackedStreams, build_dataloader, validation_batches
+from tests.data.conftest import packed, random_documents
+from titan_linear.data import (
+    IGNORE,
+    Batch,
+    PackedStreams,
+    StreamLoader,
+    validation_batches,
+)
+from titan_linear.data.streams import order, split
 
 G, T = 8, 16
 SPLITS = [(1, 1), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)]  # (dp, L)
@@ -16,11 +25,11 @@ SPLITS = [(1, 1), (1, 8), (2, 1), (2, 4), (4, 2), (8, 1)]  # (dp, L)
 
 @pytest.fixture
 def streams(make_corpus: Callable) -> PackedStreams:
-    return PackedStreams(make_corpus(random_documents([5, 40, 1, 17, 33, 8])), np.arange(6), seq_len=T, seed=0)
+    return packed(make_corpus(random_documents([5, 40, 1, 17, 33, 8])), seq_len=T, seed=0)
 
 
 def loader(streams: PackedStreams, dp: int, local: int, rank: int, **kwargs: int):
-    return build_dataloader(streams, global_batch_size=G, local_batch_size=local, dp_rank=rank, dp_degree=dp, **kwargs)
+    return StreamLoader(streams, global_batch_size=G, local_batch_size=local, dp_rank=rank, dp_degree=dp, **kwargs)
 
 
 def rank_by_rank(per_rank: list[list[Batch]]) -> list[int]:
@@ -50,9 +59,9 @@ def test_batch_is_its_streams(streams: PackedStreams):
 
 @pytest.mark.parametrize(("dp", "local"), SPLITS)
 def test_goes_on_under_another_split(streams: PackedStreams, dp: int, local: int):
-    per_rank = [list(islice(loader(streams, dp, local, r, cursor=2 * G), G // (dp * local))) for r in range(dp)]
+    per_rank = [list(islice(loader(streams, dp, local, r, next_stream=2 * G), G // (dp * local))) for r in range(dp)]
     assert rank_by_rank(per_rank) == list(range(2 * G, 3 * G))
-    assert next(iter(loader(streams, dp, local, 0, cursor=5 * G))).streams[0] == 5 * G
+    assert next(iter(loader(streams, dp, local, 0, next_stream=5 * G))).streams[0] == 5 * G
 
 
 def test_workers_change_nothing(streams: PackedStreams):
@@ -61,24 +70,81 @@ def test_workers_change_nothing(streams: PackedStreams):
     for batch, other in islice(zip(alone, helped), 7):
         assert batch.streams == other.streams
         assert torch.equal(batch.tokens, other.tokens) and torch.equal(batch.cu_seqlens, other.cu_seqlens)
-    later = loader(streams, 2, 2, 1, num_workers=2, cursor=10 * G)
+    later = loader(streams, 2, 2, 1, num_workers=2, next_stream=10 * G)
     assert next(iter(later)).streams == (10 * G + 2, 10 * G + 3)
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_it_resumes_where_finished_steps_end(streams: PackedStreams, num_workers: int) -> None:
+    """Not where it has read to; under another split."""
+    first = loader(streams, 2, 2, 1, num_workers=num_workers)
+    for _ in islice(first, 5):  # two steps, and a batch ahead
+        pass
+    first.advance()
+    state = first.state_dict()
+    assert {name: int(x) for name, x in state.items()} == {"next_stream": G}
+    second = loader(streams, 4, 1, 3, num_workers=2)
+    second.load_state_dict(state)
+    assert [batch.streams for batch in islice(second, 3)] == [(G + 3,), (G + 7,), (2 * G + 3,)]
+    with pytest.raises(ValueError, match=r"training\.global_batch_size = 8 does not divide the next stream 12"):
+        second.load_state_dict({"next_stream": torch.tensor(12)})
+
+
+class Failing:
+    """Streams of which stream 20 cannot be read."""
+
+    def __init__(self, streams: PackedStreams):
+        self.streams = streams
+
+    def __getitem__(self, i: int) -> object:
+        if i == 20:
+            raise ValueError("line 3 is not JSON; repair it")
+        return self.streams[i]
+
+
+@pytest.mark.parametrize("num_workers", [0, 1, 3])
+def test_an_error_arrives_as_it_is(streams: PackedStreams, num_workers: int) -> None:
+    batches = iter(loader(Failing(streams), 2, 2, 0, num_workers=num_workers))
+    assert [next(batches).streams[0] for _ in range(5)] == [0, 4, 8, 12, 16]
+    with pytest.raises(ValueError, match=r"^line 3 is not JSON; repair it$"):
+        next(batches)
+
+
+def test_threads_may_share_streams(make_corpus: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One uses a pool while others drop it."""
+    monkeypatch.setattr(split, "BUNDLE", 2)
+    monkeypatch.setattr(order, "POOL", 2)
+    monkeypatch.setattr(order, "POOLS_KEPT", 1)
+    line = packed(make_corpus(random_documents([9] * 80)), seq_len=12, seed=1).line
+
+    def documents(start: int) -> list[list[int]]:
+        return [line.around(0, 9 * (n % 80), 9 * (n % 80) + 1)[0].tolist() for n in range(start, start + 2000)]
+
+    expected = documents(0)[:80] * 27
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for start, found in enumerate(pool.map(documents, range(8))):
+                assert found == expected[start : start + 2000]
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_bad_sizes(streams: PackedStreams):
     for dp, local in ((3, 1), (2, 3), (16, 1), (1, 0)):
         with pytest.raises(ValueError, match=r"training\.global_batch_size = 8 must be a positive multiple"):
             loader(streams, dp, local, 0)
-    with pytest.raises(ValueError, match=r"training\.global_batch_size = 8 does not divide the data cursor 12"):
-        loader(streams, 1, 1, 0, cursor=12)
+    with pytest.raises(ValueError, match=r"training\.global_batch_size = 8 does not divide the next stream 12"):
+        loader(streams, 1, 1, 0, next_stream=12)
 
 
 @pytest.mark.parametrize(("dp", "local"), [(1, 1), (1, 4), (2, 2), (4, 3), (8, 1)])
 def test_validation_pass(make_corpus: Callable, dp: int, local: int):
     lengths = [5, 40, 1, 17, 33, 8]  # 104 tokens: 7 streams
     corpus = make_corpus(random_documents(lengths))
-    streams = PackedStreams(corpus, np.arange(6), seq_len=T, seed=0, repeat=False)
+    streams = packed(corpus, seq_len=T, seed=0, repeat=False)
     per_rank = [
         list(validation_batches(streams, local_batch_size=local, dp_rank=rank, dp_degree=dp)) for rank in range(dp)
     ]
@@ -97,7 +163,7 @@ def test_validation_pass(make_corpus: Callable, dp: int, local: int):
 @pytest.mark.parametrize(("dp", "local"), [(1, 1), (2, 1), (2, 2), (4, 3)])
 def test_a_bounded_validation_has_the_same_streams_on_any_ranks(make_corpus: Callable, dp: int, local: int, limit: int):
     corpus = make_corpus(random_documents([5, 40, 1, 17, 33, 8]))  # 104 tokens: 7 streams
-    streams = PackedStreams(corpus, np.arange(6), seq_len=T, seed=0, repeat=False)
+    streams = packed(corpus, seq_len=T, seed=0, repeat=False)
     per_rank = [
         list(validation_batches(streams, local_batch_size=local, dp_rank=rank, dp_degree=dp, limit=limit))
         for rank in range(dp)

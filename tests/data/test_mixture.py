@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import pickle
 from collections import Counter
 from collections.abc import Callable
 
 import numpy as np
 import pytest
 
-from tests.data.conftest import random_documents
-from titan_linear.data import MixedStreams, PackedStreams, Phase, split_corpus, validation_batches
-from titan_linear.data.mixture import Interleaving
+from tests.data.conftest import packed, random_documents
+from titan_linear.data import MixedStreams, PackedStreams, Phase, validation_batches
+from titan_linear.data.streams.mixture import Interleaving
 
 WEIGHTS = [0.7, 0.1, 0.2, 1e-3]
 PINNED = [(0, 0), (2, 0), (0, 1), (0, 2), (2, 1), (0, 3)]
@@ -53,20 +52,15 @@ def test_a_pass_has_each_once(counts: list[int]) -> None:
 @pytest.fixture
 def sources(make_corpus: Callable) -> dict[str, PackedStreams]:
     corpora = {name: make_corpus(random_documents([9, 30, 4, 50], seed=n)) for n, name in enumerate(["a", "b", "c"])}
-    return {
-        name: PackedStreams(corpus, split_corpus(corpus, 0.0, "train"), seq_len=16, seed=5)
-        for name, corpus in corpora.items()
-    }
+    return {name: packed(corpus, seq_len=16, seed=5) for name, corpus in corpora.items()}
 
 
 def test_streams_are_the_sources_own(sources: dict[str, PackedStreams]) -> None:
     two = {name: sources[name] for name in "ab"}
     first = MixedStreams(two, [Phase(0, {"a": 3, "b": 1})], seed=5)
-    again = pickle.loads(pickle.dumps(first))
     for i in (0, 1, 299, 300, 10**9):
         name, own = first.source(i)
         assert np.array_equal(first[i].tokens, sources[name][own].tokens)
-        assert np.array_equal(first[i].tokens, again[i].tokens)
     changed = MixedStreams(sources, [*first.phases, Phase(300, {"b": 2.0, "c": 1.0}), Phase(900, {"a": 1})], seed=5)
     seen: Counter[str] = Counter()
     for i in range(1200):
@@ -76,7 +70,7 @@ def test_streams_are_the_sources_own(sources: dict[str, PackedStreams]) -> None:
         seen[name] += 1
     assert seen["c"] == pytest.approx(200, abs=20) and seen["b"] == pytest.approx(475, abs=40)
     rest = MixedStreams({"a": sources["a"]}, changed.phases, seed=5, known={"b": "x"})
-    assert rest.source(1199) == changed.source(1199) and rest.content["sources"].keys() == {"a", "b"}
+    assert rest.source(1199) == changed.source(1199) and rest.fingerprints.keys() == {"a", "b"}
     with pytest.raises(ValueError, match=r"stream 899 is of '[bc]', which training.mixture no longer has; name it"):
         rest[899]
     with pytest.raises(IndexError):
@@ -85,10 +79,7 @@ def test_streams_are_the_sources_own(sources: dict[str, PackedStreams]) -> None:
 
 def test_a_validation_pass_has_all_streams_of_all_sources(make_corpus: Callable) -> None:
     corpora = [make_corpus(random_documents([20] * n)) for n in (40, 5)]
-    passes = {
-        str(n): PackedStreams(c, split_corpus(c, 0.0, "train"), seq_len=16, seed=0, repeat=False)
-        for n, c in enumerate(corpora)
-    }
+    passes = {str(n): packed(c, seq_len=16, seed=0, repeat=False) for n, c in enumerate(corpora)}
     mixed = MixedStreams(passes, seed=0, repeat=False)
     assert len(mixed) == sum(map(len, passes.values())) == len(list(mixed))
     found = Counter(mixed[i].tokens.tobytes() for i in range(len(mixed)))

@@ -1,8 +1,7 @@
-"""The order of version 2, and the sums that it is found by, at any size."""
+"""The order of documents, and the sums that it is found by, at any size."""
 
 from __future__ import annotations
 
-import pickle
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -12,11 +11,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tests.data.conftest import random_documents
+from tests.data.conftest import documents_of, packed, random_documents
 from tests.data.test_packing import check_stream
-from titan_linear.build import stream_order
-from titan_linear.data import PackedStreams, order, split, split_corpus, split_documents
-from titan_linear.data.order import ROUNDS, Pooled, permuted
+from titan_linear.data import PackedStreams, split_corpus
+from titan_linear.data.streams import order, split
+from titan_linear.data.streams.order import ROUNDS, Pooled, permuted
 from tools.bench_data import simulated_corpus
 
 SEED = 7
@@ -71,32 +70,30 @@ def test_a_permutation_is_as_good_as_random() -> None:
 def test_streams_are_slices_of_the_line(make_corpus: Callable, seq_len: int, holdout: float) -> None:
     documents = random_documents([int(n) for n in np.random.default_rng(1).integers(1, 40, 50)])
     corpus = make_corpus(documents)
-    side, chosen = split_corpus(corpus, holdout, "train"), split_documents(corpus, holdout, "train")
-    streams = PackedStreams(corpus, side, seq_len=seq_len, seed=SEED)
-    assert streams.num_tokens == sum(len(documents[d]) for d in chosen) and streams.order == 2
+    side, chosen = split_corpus(corpus, holdout, "train"), documents_of(corpus, holdout, "train")
+    streams = PackedStreams(side, seq_len=seq_len, seed=SEED)
+    assert streams.num_tokens == sum(len(documents[d]) for d in chosen)
     line = [d for epoch in range(9) for d in brute_force_order(corpus, chosen, epoch)]
     tokens = [t for d in line for t in documents[d].tolist()]
     owners = [n for n, d in enumerate(line) for _ in documents[d]]
     for i in np.random.default_rng(0).permutation(2 * streams.num_tokens // seq_len + 1):
         check_stream(streams[i], tokens, owners, int(i) * seq_len, seq_len)
-    far = 10**12
-    assert np.array_equal(streams[far].tokens, pickle.loads(pickle.dumps(streams))[far].tokens)
 
 
 @pytest.mark.usefixtures("small_pools")
-def test_a_pass_is_that_of_the_documents_listed(make_corpus: Callable) -> None:
-    corpus = make_corpus(random_documents([int(n) for n in np.random.default_rng(2).integers(1, 40, 90)]))
-    listed, side = (f(corpus, 0.2, "validation") for f in (split_documents, split_corpus))
-    one, other = (PackedStreams(corpus, x, seq_len=33, seed=0, repeat=False) for x in (listed, side))
-    assert len(one) == len(other) > 3
-    for a, b in zip(one, other, strict=True):
-        assert np.array_equal(a.tokens, b.tokens) and np.array_equal(a.labels, b.labels)
+def test_a_pass_is_in_the_order_of_the_corpus(make_corpus: Callable) -> None:
+    documents = random_documents([int(n) for n in np.random.default_rng(2).integers(1, 40, 90)])
+    corpus = make_corpus(documents)
+    streams = PackedStreams(split_corpus(corpus, 0.2, "validation"), seq_len=33, seed=0, repeat=False)
+    expected = np.concatenate([documents[d] for d in documents_of(corpus, 0.2, "validation")])
+    assert len(streams) > 3
+    assert np.array_equal(np.concatenate([stream.tokens for stream in streams])[: len(expected)], expected)
 
 
 def test_order_is_pinned(make_corpus: Callable) -> None:
     """The order of a seed may never change: runs would not go on as they began."""
     corpus = make_corpus([[i] for i in range(10)])
-    streams = PackedStreams(corpus, split_corpus(corpus, 0.0, "train"), seq_len=10, seed=42)
+    streams = packed(corpus, seq_len=10, seed=42)
     assert [streams[i].tokens.tolist() for i in (0, 1)] == PINNED
     assert permuted(np.arange(12), 1000, drawn(np.array([42, 3], np.uint64), 0, ROUNDS)).tolist() == PINNED_BUNDLES
 
@@ -113,8 +110,7 @@ def test_sums_of_a_large_corpus_are_kept(
     whole = file.read_bytes()
     with monkeypatch.context() as patch:
         patch.setattr(split, "_sums", None)  # it is read, not made again
-        side = split_corpus(corpus, 0.1, "train")
-        assert np.array_equal(pickle.loads(pickle.dumps(side)).ends, expected)
+        assert np.array_equal(split_corpus(corpus, 0.1, "train").ends, expected)
     for damaged in (whole[:-9], whole[:40] + b"\x01" + whole[41:], b""):
         file.write_bytes(damaged)
         assert np.array_equal(split_corpus(corpus, 0.1, "train").ends, expected) and file.read_bytes() == whole
@@ -135,7 +131,7 @@ def test_a_large_corpus_takes_little_memory_and_time() -> None:
     corpus = simulated_corpus(1 << 22)
     tracemalloc.start()
     try:
-        streams = PackedStreams(corpus, split_corpus(corpus, 0.01, "train"), seq_len=4096, seed=0)
+        streams = PackedStreams(split_corpus(corpus, 0.01, "train"), seq_len=4096, seed=0)
         epoch = streams.num_tokens // 4096
         found, seconds = {streams[0].tokens.tobytes(), streams[10**13].tokens.tobytes()}, []
         for i in range(epoch // 7, epoch, epoch // 7):  # each in a pool that was not asked for yet
@@ -157,10 +153,3 @@ def test_places_of_a_corpus_are_mixed() -> None:
     assert len(documents) == order.POOL * split.BUNDLE
     tenths = np.bincount(documents[:164] * 10 >> 22, minlength=10)
     assert tenths.min() >= 3 and len(set(documents[:164] // split.BUNDLE)) > 60
-
-
-def test_a_run_keeps_its_order() -> None:
-    assert stream_order({}) == 2 and stream_order({"step": 3, "order": 2}) == 2
-    assert stream_order({"step": 3, "corpus": "…"}) == 1  # begun before there was another
-    with pytest.raises(ValueError, match=r"in order 3, and .* knows up to 2; resume with the version"):
-        stream_order({"step": 3, "order": 3})

@@ -14,7 +14,7 @@ import pytest
 from tqdm import TqdmWarning
 
 from titan_linear.data import ByteTokenizer, Corpus, open_corpus, write_corpus
-from titan_linear.data.sources import source_files
+from titan_linear.data.corpus.sources import source_files
 
 
 @pytest.fixture

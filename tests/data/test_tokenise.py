@@ -18,9 +18,9 @@ import pytest
 
 from tests.processes import children, gone, until
 from titan_linear.data import ByteTokenizer, open_corpus
-from titan_linear.data import tokenise as module
-from titan_linear.data.sources import Document
-from titan_linear.data.tokenise import tokenise, worker_count
+from titan_linear.data.corpus import tokenise as module
+from titan_linear.data.corpus.sources import Document
+from titan_linear.data.corpus.tokenise import tokenise, worker_count
 
 OTHERS: set[int] = set()  # processes that tests of other files share
 
@@ -115,7 +115,7 @@ def test_a_corpus_is_the_same_by_one_process_and_by_several(tmp_path: Path, monk
     assert file.stat().st_size > 1 << 20
     found = []
     for num_workers in (0, 1, 3):
-        monkeypatch.setattr("titan_linear.data.cache.worker_count", lambda _, n=num_workers: n)
+        monkeypatch.setattr("titan_linear.data.corpus.cache.worker_count", lambda _, n=num_workers: n)
         corpus = open_corpus("jsonl", str(file), Uneven(), cache_dir=tmp_path / str(num_workers))
         assert "14 empty texts skipped" in corpus.summary
         found.append([corpus.info, *((corpus.folder / name).read_bytes() for name in ("tokens.bin", "offsets.bin"))])
@@ -127,7 +127,7 @@ import signal, sys
 from pathlib import Path
 from tests.data.test_tokenise import Uneven
 from titan_linear.data import open_corpus
-from titan_linear.data import cache
+from titan_linear.data.corpus import cache
 cache.worker_count = lambda _: 2
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs, tests among them, ignore it
 print("ready", flush=True)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from tests.worlds import World
 from titan_linear.data import IGNORE, Batch
-from titan_linear.distributed.feed import Fed, Feed
+from titan_linear.distributed.feed import Feed, FeedStats
 from titan_linear.models.documents import Documents
 
 T, MICRO_STEPS = 8, 2
@@ -26,7 +26,7 @@ def batches(data_rank: int, log: list[str]) -> Iterator[Batch]:
         yield Batch(labels, labels, torch.tensor([0, T], dtype=torch.int32), labels, 1, (10 * data_rank + n,))
 
 
-def two_steps(rank: int, world_size: int, cp: int) -> tuple[list[str], list[tuple[int, list]], Fed]:
+def two_steps(rank: int, world_size: int, cp: int) -> tuple[list[str], list[tuple[int, list]], FeedStats]:
     """What happened in order, each step's count and streams, and what the feed says of both."""
     log: list[str] = []
 
@@ -35,7 +35,7 @@ def two_steps(rank: int, world_size: int, cp: int) -> tuple[list[str], list[tupl
         return batch.tokens, batch.labels, SimpleNamespace(pairs=1.0 + 10 * rank)
 
     feed = Feed(batches(rank // cp, log), cut, micro_steps=MICRO_STEPS, copies=cp, host=dist.group.WORLD, device=CPU)
-    steps, fed = [], Fed()
+    steps, fed = [], FeedStats()
     for _ in range(2):
         (total, valid), micro_batches = feed.next_step()
         assert total == T * MICRO_STEPS * world_size // cp

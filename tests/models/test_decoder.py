@@ -16,7 +16,7 @@ from titan_linear.models.init import count_parameters, initialise
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import convolution, delta_rule, experts, swiglu
-from titan_linear.ops.support import implementation
+from titan_linear.ops.support import Choice, implementation
 
 
 def build(seed: int = 0) -> Decoder:
@@ -59,7 +59,7 @@ def test_initial_weights() -> None:
 
 
 def test_the_ops_that_a_model_calls() -> None:
-    """Those that a run says at its start are those that run, by the plan's `impl`."""
+    """Those that a run says at its start are those that run, decided before the first step."""
     dense = preset("hybrid", "debug")
     moe = MoEConfig(num_experts=2, top_k=1, hidden_dim=16)
     models = [
@@ -74,15 +74,16 @@ def test_the_ops_that_a_model_calls() -> None:
         initialise(model, seed=0)
         ops = set(model.config.ops())
         assert ops == {"chunk_kda", "chunk_gated_delta_rule", "causal_conv1d", "cross_entropy", *own}
-        called: set[tuple[str, str]] = set()
+        chosen = model.use("auto", torch.device("cpu"), torch.float32).implementations
+        called: set[tuple[str, Choice]] = set()
         with pytest.MonkeyPatch.context() as patch:
             for module in (convolution, delta_rule, experts, swiglu, loss):
                 patch.setattr(module, "implementation", partial(_noted, called))
-            model(tokens, BatchPlan(torch.arange(8), impl="torch"), tokens)
-        assert called == {(op, "auto" if op == "grouped_linear" else "torch") for op in ops}
+            model(tokens, BatchPlan(torch.arange(8)), tokens)
+        assert called == set(chosen.items()) and set(chosen) == ops
 
 
-def _noted(called: set[tuple[str, str]], op: str, impl: str, *on: object, **dims: int) -> str:
+def _noted(called: set[tuple[str, Choice]], op: str, impl: Choice, *on: object, **dims: int) -> str:
     called.add((op, impl))
     return implementation(op, impl, *on, **dims)
 

@@ -50,10 +50,10 @@ OTHERS = {
 aten = torch.ops.aten
 
 
-def blocks_of(mixer: str, device: torch.device, layers: int, tp: int = 1) -> list[Block]:
+def blocks_of(mixer: str, device: torch.device, layers: int, tp: int = 1, impl: str = "auto") -> list[Block]:
     pattern = ((MIXERS | OTHERS)[mixer],)
     model = Decoder(ModelConfig(vocab_size=8, dim=32, pattern=pattern, num_layers=layers, hidden_dim=32)).to(device)
-    initialise(model, seed=0)
+    initialise(model.use(impl, device, torch.float32), seed=0)
     if tp > 1:
         leave_part(model, build_mesh(device.type, 1, 1, 1, tp).tp_ranks)
     return list(model.layers)
@@ -195,12 +195,12 @@ def test_what_the_host_does_is_seen(build: str) -> None:
 
 
 def compiled(
-    rank: int, world_size: int, mixer: str, methods: dict[str, str], tp: int = 1
+    rank: int, world_size: int, mixer: str, methods: dict[str, str], impl: str = "auto", tp: int = 1
 ) -> tuple[list[int], list[float]]:
     """Graphs compiled for all blocks and document lists, with gradients and then without, and the largest differences
     of outputs and gradients from eager."""
     device = torch.device("cpu")
-    blocks = blocks_of(mixer, device, 1 if "impl" in methods else 2, tp)  # kernels take long in the interpreter
+    blocks = blocks_of(mixer, device, 1 if impl == "triton" else 2, tp, impl)  # kernels take long in the interpreter
     parameters = [p for block in blocks for p in block.parameters()]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -224,34 +224,34 @@ def compiled(
 
 
 @pytest.mark.parametrize(
-    ("mixer", "methods"),
+    ("mixer", "methods", "impl"),
     [
-        ("kda", {"impl": "triton"}),
-        ("gdn", {"impl": "triton"}),
-        ("attention", {"softmax_method": "ring"}),
-        ("attention", {"softmax_method": "allgather"}),
-        ("attention", {"softmax_method": "ulysses"}),
-        ("mla", {}),
+        ("kda", {}, "triton"),
+        ("gdn", {}, "triton"),
+        ("attention", {"softmax_method": "ring"}, "auto"),
+        ("attention", {"softmax_method": "allgather"}, "auto"),
+        ("attention", {"softmax_method": "ulysses"}, "auto"),
+        ("mla", {}, "auto"),
     ],
 )
 def test_a_block_compiles_once_under_context_parallelism(
-    worlds: Callable[..., World], mixer: str, methods: dict[str, str]
+    worlds: Callable[..., World], mixer: str, methods: dict[str, str], impl: str
 ) -> None:
     """Without a break in the graph, and once for all documents, with gradients or without: in the operators the tables
     are tensors."""
-    for graphs, errors in worlds(2).run(compiled, mixer, methods):
+    for graphs, errors in worlds(2).run(compiled, mixer, methods, impl):
         assert graphs == [1, 2] and max(errors) < 1e-5
 
 
 def test_a_block_compiles_once_under_tensor_parallelism(worlds: Callable[..., World]) -> None:
-    for graphs, errors in worlds(2).run(compiled, "wide norms", {}, 2):
+    for graphs, errors in worlds(2).run(compiled, "wide norms", {}, "auto", 2):
         assert graphs == [1, 2] and max(errors) < 1e-5
 
 
 def test_scans_of_gpus_are_planned_for() -> None:
     """Programs of a scan over one document: a rank's value heads, of columns that the kernels have, in blocks of 64;
     with an all-to-all over heads they are of the whole stream."""
-    methods = {"layout": "contiguous", "softmax_method": "auto", "impl": "auto"}
+    methods = {"layout": "contiguous", "softmax_method": "auto"}
     for model, tp, cp, linear, programs in (
         (preset("kda", "340M"), 1, 1, "kcp", (16,)),
         (preset("kda", "340M"), 1, 1, "ulysses", (16,)),
@@ -282,9 +282,7 @@ def test_scans_of_gpus_are_planned_for() -> None:
 def test_a_run_says_where_ranks_wait(methods: dict[str, str], tokens: int, said: bool) -> None:
     """Four ranks do not divide 30 heads: "auto" gathers keys while one head's fit, then takes the ring."""
     model, dims = preset("olmo-hybrid", "7B"), SimpleNamespace(tp=1, cp=4)
-    sharding = BatchSharding.of(
-        model, dims, torch.device("cpu"), torch.bfloat16, linear_method="kcp", impl="auto", **methods
-    )
+    sharding = BatchSharding.of(model, dims, torch.device("cpu"), torch.bfloat16, linear_method="kcp", **methods)
     line = sharding.uneven(tokens) or ""
     assert ("1.75 times" in line and 'context_parallel_layout = "zigzag"' in line) == said == bool(line)
 
@@ -314,7 +312,7 @@ def test_a_batch_is_planned_for_what_its_layers_read(
     batch = Batch(tokens, tokens, cu, torch.zeros_like(tokens), 1, (0,))
 
     def on_rank(group: LocalGroup) -> None:
-        methods = {"layout": "zigzag", "softmax_method": method, "linear_method": "kcp", "impl": "torch"}
+        methods = {"layout": "zigzag", "softmax_method": method, "linear_method": "kcp"}
         dims = SimpleNamespace(tp=1, cp=cp, cp_group=group)
         sharding = BatchSharding.of(model, dims, torch.device("cpu"), torch.float32, **methods)
         mine, labels, plan = sharding(batch)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from titan_linear.build import FAMILY_OF
+from titan_linear.build import FAMILY_OF, model_without_tokenizer
+from titan_linear.config import load_config
 from titan_linear.hf_io import find_family
 from titan_linear.models.adapters import config_from_hf, config_to_hf, placements
-from titan_linear.models.config import ModelConfig
+from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.init import count_parameters
-from titan_linear.models.presets import MODELS, OWN, flavors, preset
+from titan_linear.models.presets import MODELS, OWN, flavors, preset, resized
 
 COUNTS = {
     ("qwen3.5", "0.8B"): 752_393_024,
@@ -121,5 +124,61 @@ def test_a_dense_qwen3_next() -> None:
 
 
 def test_the_table_names_every_preset() -> None:
-    rows = [line.split()[:2] for line in flavors().splitlines()[1:]]
+    rows = [line.split()[:2] for line in flavors().partition("\n\n")[0].splitlines()[1:]]
     assert rows == [[name, flavor] for name, sizes in MODELS.items() for flavor in sizes]
+
+
+def test_keys_change_sizes_pattern_and_options() -> None:
+    keys = ["--model.flavor=340M", "--model.dim=256", "--model.num_layers=6", "--model.hidden_dim=512"]
+    keys += ['--model.pattern=["kda", "attention"]', "--model.kda.heads=2", "--model.kda.v_heads", "4"]
+    keys += ["--model.attention={heads = 4, kv_heads = 2, rope_theta = 1e4}", "--model.kda.lower_bound="]
+    old, new = preset("hybrid", "340M"), resized_by(keys)
+    kda, attention = new.pattern
+    assert kda == replace(old.pattern[0], heads=2, v_heads=4, lower_bound=None)
+    assert attention == replace(old.pattern[-1], heads=4, kv_heads=2, rope_theta=1e4)
+    assert new == replace(old, dim=256, num_layers=6, hidden_dim=512, pattern=(kda, attention))
+    assert resized_by([]) == preset("hybrid", "debug")
+    assert resized_by(["--model.moe={num_experts = 4, top_k = 2, hidden_dim = 8}"]).moe == MoEConfig(4, 2, 8)
+
+
+def test_options_apply_to_each_layer_of_their_kind() -> None:
+    kda = preset("kda", "debug").pattern[0]
+    model = replace(preset("kda", "debug"), pattern=(kda, replace(kda, lower_bound=None)))
+    keys = load_config(["--model.kda.conv_size=3"]).model.model_dump()
+    assert resized(model, keys).pattern == (replace(kda, conv_size=3), replace(kda, conv_size=3, lower_bound=None))
+
+
+@pytest.mark.parametrize(
+    ("keys", "words"),
+    [
+        (["--model.kda.head=3"], r"model.kda.head is not a key; model.kda has heads, v_heads, .*gate_bias"),
+        (["--model.kda.heads=x"], r"\[model\] gives kda heads = 'x', which must be int"),
+        (["--model.kda.heads=0"], r"\[model\] gives kda heads = 0, which is too small"),
+        (["--model.kda.v_heads=3"], r"gives kda v_heads = 3, which must be a multiple of heads = 2"),
+        (["--model.attention.qk_norm=all"], r"attention qk_norm = 'all', which must be 'head' \| 'width' \| None"),
+        (
+            ['--model.pattern=["mamba"]'],
+            r"\['mamba'\] has the mixer 'mamba'; use kda, gdn, attention, mla",
+        ),
+        (['--model.pattern=["mla"]'], r"model.mla lacks heads, kv_rank, .*, which this model.flavor does not have"),
+        (["--model.mla.heads=3"], r"model.mla is not used: model.pattern = \['kda', 'gdn', 'attention'\] has no 'mla'"),
+        (["--model.moe.top_k=3"], r"model.moe lacks num_experts, hidden_dim, which this"),
+        (
+            ["--model.flavor=100M"],
+            r"'100M' is unknown for 'hybrid'; use .* keys for other sizes: model.dim",
+        ),
+    ],
+)
+def test_wrong_keys_of_a_model_are_answered(keys: list[str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        resized_by(keys)
+
+
+def resized_by(keys: list[str]) -> ModelConfig:
+    return model_without_tokenizer(load_config(keys))
+
+
+def test_the_example_has_about_100M_parameters() -> None:
+    model = resized_by(["--job.config_file=train_configs/hybrid_100m.toml"])
+    assert count_parameters(model) == pytest.approx(100e6, rel=0.05)
+    assert [mixer.name for mixer in model.pattern] == ["kda", "kda", "kda", "attention"]

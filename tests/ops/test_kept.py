@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +23,7 @@ from titan_linear.models.mixers.attention import AttentionMixer
 from titan_linear.models.mixers.mla import MLAMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
-from titan_linear.ops.kept import OPERATORS, Run, contexts, kept
+from titan_linear.ops.kept import Run, contexts, kept
 from titan_linear.ops.torch import delta_rule, local_attention
 from titan_linear.ops.triton import delta_rule as triton_rules
 from titan_linear.ops.triton.launch import Launcher
@@ -52,9 +51,9 @@ def checkpointed(mode: str, block: nn.Module, *x: Any) -> Any:
     return checkpoint(block, *x, use_reentrant=False, preserve_rng_state=False, context_fn=keeping)
 
 
-def block_of(mixer: str, dtype: torch.dtype, moe: MoEConfig | None = None) -> nn.Module:
+def block_of(mixer: str, dtype: torch.dtype, moe: MoEConfig | None = None, impl: str = "auto") -> nn.Module:
     config = ModelConfig(vocab_size=8, dim=32, pattern=(MIXERS[mixer],), num_layers=1, hidden_dim=32, moe=moe)
-    model = Decoder(config).to(dtype)
+    model = Decoder(config).to(dtype).use(impl, torch.device("cpu"), dtype)
     initialise(model, seed=0)
     return model.layers[0]
 
@@ -129,16 +128,17 @@ def test_in_pytorch(mixer: str) -> None:
 def test_kernels(mixer: str, segments: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if segments:
         monkeypatch.setattr(triton_rules, "segment_length", lambda *_: 64)
-    compare(block_of(f"{mixer}, one head", torch.float32), torch.float32, AGAIN, lengths=FEW, impl="triton")
+    block = block_of(f"{mixer}, one head", torch.float32, impl="triton")
+    compare(block, torch.float32, AGAIN, lengths=FEW)
 
 
 @pytest.mark.parametrize("mixer", ["kda", "attention"])
 def test_compiled(mixer: str) -> None:
     """The rule's chunks alone are prepared again: compiled code does not see a call of it as a whole."""
     name, dtype = ("kda, one head", torch.float32) if mixer == "kda" else (mixer, torch.float64)
-    block = block_of(name, dtype)
+    block = block_of(name, dtype, impl="triton" if mixer == "kda" else "auto")
     block.forward = torch.compile(block.forward, backend="aot_eager")
-    cut = {"lengths": FEW, "impl": "triton"} if mixer == "kda" else {}
+    cut = {"lengths": FEW} if mixer == "kda" else {}
     kept_most = {"kda": "selective", "attention": "attention"}[mixer]  # which keeps all that costs much
     (want, plain), (got, other) = (results(mode, block, dtype, **cut) for mode in ("none", kept_most))
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
@@ -166,11 +166,6 @@ def test_exchanges_between_ranks(worlds: Callable[[int], World]) -> None:
 
 
 # --- The mechanism ---------------------------------------------------------------------------------------------------
-
-
-def test_every_operator_named_is_there() -> None:
-    importlib.import_module("titan_linear.ops.triton.conv1d")  # the others are imported above
-    assert all(hasattr(torch.ops.titan_linear, name) for name in OPERATORS)
 
 
 @kept

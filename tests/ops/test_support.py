@@ -12,7 +12,7 @@ import torch
 from tests.ops.inputs import device_of
 from titan_linear.models.presets import MODELS
 from titan_linear.ops import chunk_kda, flash4, support
-from titan_linear.ops.support import TABLE, Target, choose, choose_implementations, hush, reason_against, start_lines
+from titan_linear.ops.support import TABLE, Target, choose, choose_implementations, reason_against, start_lines
 from titan_linear.ops.triton.configs import kernel_dims
 
 BF16, CPU, GPU = torch.bfloat16, torch.device("cpu"), torch.device("cuda")
@@ -221,10 +221,9 @@ def test_what_a_start_says_is_no_warning_in_the_first_step(on_gpu_of) -> None:
     on_gpu_of((9, 0))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        hush(choose_implementations({"grouped_linear": {}, "swiglu": {}}, "auto", GPU, torch.float32))
-        support.implementation("grouped_linear", "auto", GPU, torch.float32)
-        assert not caught
-        support.implementation("swiglu", "auto", GPU, torch.float64)  # another than the start spoke of
+        decided = choose_implementations({"swiglu": {}}, "auto", GPU, torch.float64)["swiglu"]
+        assert support.implementation("swiglu", decided, GPU, torch.float64) == "torch" and not caught
+        support.implementation("swiglu", "auto", GPU, torch.float64)
         assert len(caught) == 1
 
 

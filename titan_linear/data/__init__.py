@@ -1,8 +1,8 @@
-"""The data path: from texts to the batches of one rank.
+"""The data path: from texts to the batches of one rank. 1 to 3 are in corpus/, 4 to 7 in streams/.
 
 1. **Sources** (sources.py) give documents in a fixed order: files, lines or rows of text, or a corpus of tokens.
 2. **A tokenizer** (tokenizer.py), bytes or any Hugging Face tokenizer.json, turns each into tokens and an end token,
-   in processes on all cores (tokenise.py). For conversations, chat.py also says which tokens are learnt.
+   in processes on all cores (tokenise.py). For conversations, chat.py also says which tokens are trained on.
 3. **A corpus** (corpus.py) holds them on disk: all tokens end to end, where each document begins, and a hash of each;
    for conversations, where each answer begins and ends; for texts, which documents each file gave.
    One process writes it, once (writing.py; for texts into the user's cache, cache.py), and all processes memory-map
@@ -17,32 +17,30 @@
 
 So the tokens of step s depend on the corpus or mixture, the held-out share, the tokenizer, seq_len (and its schedule),
 G and the seed, and on nothing else: not on how many ranks there are, what each of them does, how many workers read
-ahead, or whether the run was restarted. To go on, a checkpoint keeps one number, the cursor: how many streams completed
-steps have consumed. Fingerprints of the data beside it let a resume refuse another corpus.
+ahead, or whether the run was restarted. To resume, a checkpoint keeps one number: the global index of the next stream,
+after those of finished steps. Fingerprints of the data beside it let a resume refuse another corpus.
 
     tokenizer = build_tokenizer(None)
     corpus = open_corpus("stdlib", None, tokenizer, show_progress=True)
     verify_corpus(corpus)
-    streams = PackedStreams(corpus, split_corpus(corpus, 0.01, "train"), seq_len=4096, seed=0)
-    loader = build_dataloader(streams, global_batch_size=8, local_batch_size=1, dp_rank=0, dp_degree=2)
+    streams = PackedStreams(split_corpus(corpus, 0.01, "train"), seq_len=4096, seed=0)
+    loader = StreamLoader(streams, global_batch_size=8, local_batch_size=1, dp_rank=0, dp_degree=2)
     for batch in loader: ...
 """
 
-from titan_linear.data.cache import cached_corpus, open_corpus, tokenise_corpus
-from titan_linear.data.corpus import Corpus, load_corpus, verify_changed, verify_corpus
-from titan_linear.data.file_groups import FileGroups
-from titan_linear.data.loader import Batch, build_dataloader, learnt, validation_batches
-from titan_linear.data.mixture import MixedStreams, Phase, Streams
-from titan_linear.data.order import ORDER
-from titan_linear.data.packing import IGNORE, Length, PackedStreams, Stream
-from titan_linear.data.sources import Document
-from titan_linear.data.split import Side, split_corpus, split_documents
-from titan_linear.data.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
-from titan_linear.data.writing import write_corpus
+from titan_linear.data.corpus.cache import cached_corpus, open_corpus, tokenise_corpus
+from titan_linear.data.corpus.corpus import Corpus, load_corpus, verify_changed, verify_corpus
+from titan_linear.data.corpus.sources import Document
+from titan_linear.data.corpus.tokenizer import ByteTokenizer, HuggingFaceTokenizer, Tokenizer, build_tokenizer
+from titan_linear.data.corpus.writing import write_corpus
+from titan_linear.data.streams.file_groups import FileGroups
+from titan_linear.data.streams.loader import Batch, StreamLoader, num_labels, validation_batches
+from titan_linear.data.streams.mixture import MixedStreams, Phase, Streams
+from titan_linear.data.streams.packing import IGNORE, Length, PackedStreams, Stream
+from titan_linear.data.streams.split import Side, split_corpus
 
 __all__ = [
     "IGNORE",
-    "ORDER",
     "Batch",
     "ByteTokenizer",
     "Corpus",
@@ -55,16 +53,15 @@ __all__ = [
     "Phase",
     "Side",
     "Stream",
+    "StreamLoader",
     "Streams",
     "Tokenizer",
-    "build_dataloader",
     "build_tokenizer",
     "cached_corpus",
-    "learnt",
     "load_corpus",
+    "num_labels",
     "open_corpus",
     "split_corpus",
-    "split_documents",
     "tokenise_corpus",
     "validation_batches",
     "verify_changed",

@@ -21,14 +21,13 @@ from titan_linear.ops.triton.configs import kernel_dims
 
 @dataclass(frozen=True)
 class BatchSharding:
-    """How batches are cut, and which methods and implementations the mixers use on them."""
+    """How batches are cut, and which methods the mixers use on them."""
 
     dims: ParallelDims
     device: torch.device
     layout: str
     softmax_method: str
     linear_method: str
-    impl: str
     conv1d_kernel_size: int | None  # of the model's convolutions, if all have the same
     rotaries: tuple[Rotary, ...]  # of the model's mixers
     compute_dtype: torch.dtype
@@ -43,7 +42,7 @@ class BatchSharding:
         compiled: bool = False, **methods: str,
     ) -> BatchSharding:  # fmt: skip
         """The sharding that plans for what this model's mixers need of a batch. methods: layout, softmax_method,
-        linear_method, impl."""
+        linear_method."""
         needs = [mixer.ops for mixer in model.layers]
         over_heads = dims.cp > 1 and methods["linear_method"] == "ulysses"
         programs = _programs(model, dims.tp * dims.cp if over_heads else dims.tp, device)
@@ -72,7 +71,7 @@ class BatchSharding:
             local = {name: torch.cat([x[:, f] for f in mine], 1) for name, x in local.items()}
         moved = to_device(local, self.device)
         plan = BatchPlan(
-            context.position_ids, cp_context=context, num_streams=batch.num_streams, impl=self.impl,
+            context.position_ids, cp_context=context, num_streams=batch.num_streams,
             softmax_method=self.softmax_method, linear_method=self.linear_method,
             pairs=pairs_computed(context, next(iter(methods), "ring")) if self.softmax else 0.0,
         )  # fmt: skip

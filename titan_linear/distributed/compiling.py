@@ -5,33 +5,60 @@ Import it only where something is compiled: the compiler is slow to import.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import getitem
 from pathlib import Path
+from types import FunctionType, MethodType
+from typing import Any
 
 import torch
 import torch._functorch.config
 from torch import fx
-from torch._dynamo.decorators import skip
+from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
 
-from titan_linear.models.decoder import Decoder
-from titan_linear.ops.support import outside_graphs
+from titan_linear.models.decoder import Block, Decoder
 
 PREPARE, RECOMPUTE = ("kda_prepare", "gdn_prepare"), ("kda_recompute", "gdn_recompute")
 
 
 def compile_layers(model: Decoder, backend: str) -> None:
-    """Compile each layer's `forward`. Layers of one kind share their code, which does not depend on the documents.
+    """Compile each layer's `forward`. Layers of one kind, that is of equal options, share a code object and with it
+    their graphs, which do not depend on the documents. Other kinds have one of their own: where FSDP2 manages a module,
+    the compiler takes a number that differs between the modules of one code for one that may change.
 
     What lies between products and our operators (norms, gates, activations) is computed again in backward.
     """
     # By default it is computed again only if it could be fused with the product that reads it.
     torch._functorch.config.ban_recompute_materialized_backward = False
+    # Backward is compiled along with forward: a failure is then one of a layer, and of the first step's forward.
+    torch._functorch.config.force_non_lazy_backward_lowering = True
     options = {"joint_custom_pre_pass": ComputedAgain()} if backend == "inductor" else None
-    skip(outside_graphs(compile_layers))  # skips the wrapper's code, which all wrapped functions share
-    for layer in model.layers:
-        layer.forward = torch.compile(layer.forward, backend=backend, options=options)
+    kinds = [(mixer, model.config.has_experts(i)) for i, mixer in enumerate(model.config.layers)]
+    codes = {}
+    for i, ((mixer, experts), layer) in enumerate(zip(kinds, model.layers, strict=True)):
+        name = f"forward_{len(codes)}_{mixer.name}{'_experts' if experts else ''}"
+        code = codes.setdefault((mixer, experts), Block.forward.__code__.replace(co_name=name))
+        forward = FunctionType(code, Block.forward.__globals__, name, Block.forward.__defaults__)
+        compiled = torch.compile(MethodType(forward, layer), backend=backend, options=options)
+        layer.forward = _named(compiled, f"layers.{i} ({mixer.name}{', experts' if experts else ''})")
+
+
+def _named(compiled: Callable[..., Any], layer: str) -> Callable[..., Any]:
+    """`compiled`, whose failure to compile names the layer and the remedy."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return compiled(*args, **kwargs)
+        except TorchDynamoException as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ValueError(
+                f"compile.enable = true: {layer} cannot be compiled ({type(error).__name__}: {reason}); "
+                "set compile.enable = false"
+            ) from error
+
+    return forward
 
 
 class ComputedAgain(CustomGraphPass):

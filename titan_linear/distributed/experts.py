@@ -16,7 +16,6 @@ from titan_linear.ops.collectives import Ranks
 from titan_linear.ops.cp.exchange import all_to_all, group_named
 from titan_linear.ops.kept import MODES, kept
 from titan_linear.ops.operators import check_first_derivative
-from titan_linear.ops.support import outside_graphs
 
 
 def spread_experts(model: Decoder, ranks: Ranks) -> frozenset[str]:
@@ -63,7 +62,7 @@ class Travelling:
         return out
 
 
-@outside_graphs
+@torch.compiler.disable
 @partial(kept, modes=MODES)
 def _agree(counts: torch.Tensor, ranks: Ranks) -> tuple[list[int], list[int], torch.Tensor]:
     """Rows for each expert [E] -> numbers of rows to each rank, of rows from each rank, and of the latter for each of
@@ -92,7 +91,7 @@ class _Exchange(torch.autograd.Function):
         return all_to_all(grad.contiguous(), *ctx.sizes, ctx.group), None, None, None, None
 
 
-_exchange = outside_graphs(_Exchange.apply)
+_exchange = torch.compiler.disable(_Exchange.apply)
 
 
 @torch.no_grad()
@@ -106,7 +105,7 @@ def move_selection_biases(model: nn.Module, numbers: torch.Tensor) -> None:
     Every rank counts the tokens that it computes, so that sums over all ranks are those of the whole batch, or a
     multiple of them: ranks of tp compute the same tokens.
     """
-    counted = [m for m in model.modules() if isinstance(m, MoE) and m.loads is not None]
+    counted = [m for m in model.modules() if isinstance(m, MoE)]
     layers = [m for m in counted if m.config.bias_update_rate]
     if layers:
         loads, finite = torch.cat([m.loads for m in layers]), numbers[:2].isfinite().all()
@@ -115,4 +114,4 @@ def move_selection_biases(model: nn.Module, numbers: torch.Tensor) -> None:
             load = load.to(m.router.selection_bias.dtype)
             m.router.selection_bias += m.config.bias_update_rate * torch.sign(load.mean() - load) * finite
     for m in counted:
-        m.loads = None
+        m.loads.zero_()

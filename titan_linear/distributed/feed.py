@@ -39,7 +39,7 @@ NO_DOCUMENTS = Documents(0, 0, 0)
 
 
 @dataclass(frozen=True)
-class Fed:
+class FeedStats:
     """What some steps had, over all ranks, and the time that it took this rank's host to feed them."""
 
     steps: int = 0
@@ -53,12 +53,24 @@ class Fed:
         """Pairs of the rank that computed most, divided by the mean over the `ranks` that share them: 1 is even."""
         return self.most_pairs * ranks / self.documents.pairs
 
-    def __add__(self, more: Fed) -> Fed:
-        documents = Documents(*(a + b for a, b in zip(self.documents, more.documents, strict=True)))
-        return Fed(
-            self.steps + more.steps, self.valid + more.valid, documents, self.seconds + more.seconds,
-            self.waited + more.waited, self.most_pairs + more.most_pairs,
-        )  # fmt: skip
+    def __add__(self, more: FeedStats) -> FeedStats:
+        return FeedStats(
+            steps=self.steps + more.steps,
+            valid=self.valid + more.valid,
+            documents=Documents(*(a + b for a, b in zip(self.documents, more.documents, strict=True))),
+            seconds=self.seconds + more.seconds,
+            waited=self.waited + more.waited,
+            most_pairs=self.most_pairs + more.most_pairs,
+        )
+
+
+class _Ahead(NamedTuple):
+    """A step that was fetched ahead."""
+
+    first: MicroBatch
+    rest: list[Batch]
+    counts: torch.Tensor  # `_counts` of this rank's batches; of all ranks' once `counting` is done
+    counting: dist.Work
 
 
 class Feed:
@@ -79,13 +91,24 @@ class Feed:
     """
 
     def __init__(
-        self, batches: Iterator[Batch], cut: Callable[[Batch], tuple[torch.Tensor, torch.Tensor, BatchPlan]], *,
-        micro_steps: int, copies: int, host: dist.ProcessGroup, device: torch.device,
-    ):  # fmt: skip
-        self.batches, self.cut, self.micro_steps, self.copies = batches, cut, micro_steps, copies
-        self.host, self.device = host, device
-        self._ahead: tuple[list[Batch], MicroBatch, torch.Tensor, dist.Work] | None = None
-        self._fed, self._pairs = Fed(), 0.0  # since the last `take`
+        self,
+        batches: Iterator[Batch],
+        cut: Callable[[Batch], tuple[torch.Tensor, torch.Tensor, BatchPlan]],
+        *,
+        micro_steps: int,
+        copies: int,
+        host: dist.ProcessGroup,
+        device: torch.device,
+    ):
+        self.batches = batches
+        self.cut = cut
+        self.micro_steps = micro_steps
+        self.copies = copies
+        self.host = host
+        self.device = device
+        self._ahead: _Ahead | None = None
+        self._stats = FeedStats()  # since the last `take`
+        self._pairs = 0.0
 
     def prefetch(self) -> None:
         """Fetch the next step's batches, begin to count its tokens, and move its first micro-batch."""
@@ -94,21 +117,20 @@ class Feed:
                 batches = [next(self.batches) for _ in range(self.micro_steps)]
                 counts = torch.tensor([_counts(batch) for batch in batches]).sum(0)
             counting = dist.all_reduce(counts, group=self.host, async_op=True)
-            self._ahead = batches, self._move(batches[0]), counts, counting
+            self._ahead = _Ahead(self._move(batches[0]), batches[1:], counts, counting)
 
     def next_step(self) -> tuple[StepTokens, Iterator[MicroBatch]]:
         """The numbers of tokens of the next step, and this rank's micro-batches of it."""
         self.prefetch()
-        (batches, first, counts, counting), self._ahead = self._ahead, None
-        with self._timed(reads=False):
-            counting.wait()
-        valid, *sums = (count // self.copies for count in counts.tolist())
+        self.settle()
+        step, self._ahead = self._ahead, None
+        valid, *sums = (count // self.copies for count in step.counts.tolist())
         documents = Documents(*sums)
-        self._fed += Fed(1, valid, documents)
-        return StepTokens(documents.tokens, valid), self._micro_batches(first, batches[1:])
+        self._stats += FeedStats(1, valid, documents)
+        return StepTokens(documents.tokens, valid), self._micro_batches(step)
 
-    def _micro_batches(self, first: MicroBatch, rest: list[Batch]) -> Iterator[MicroBatch]:
-        for batch in chain([first], map(self._move, rest)):
+    def _micro_batches(self, step: _Ahead) -> Iterator[MicroBatch]:
+        for batch in chain([step.first], map(self._move, step.rest)):
             self._pairs += batch.plan.pairs
             yield batch
 
@@ -125,23 +147,23 @@ class Feed:
         yield
         seconds = time.perf_counter() - begin
         waited = seconds if queued is None or queued.query() else 0.0
-        self._fed += Fed(seconds=reads * seconds, waited=waited)
+        self._stats += FeedStats(seconds=seconds if reads else 0.0, waited=waited)
 
     def settle(self) -> None:
         """Wait until the tokens of the prefetched step are counted."""
         if self._ahead:
             with self._timed(reads=False):
-                self._ahead[-1].wait()
+                self._ahead.counting.wait()
 
-    def take(self) -> Fed:
+    def take(self) -> FeedStats:
         """What was in the step whose micro-batches were asked for since the last call. Every rank calls this. They
         wait for each other, but no longer than they would have to for the next step's count of tokens."""
         most = np.array([self._pairs])
         with self._timed(reads=False):
             dist.all_reduce(torch.from_numpy(most), dist.ReduceOp.MAX, group=self.host)
-        fed = self._fed + Fed(most_pairs=float(most[0]))
-        self._fed, self._pairs = Fed(), 0.0
-        return fed
+        stats = self._stats + FeedStats(most_pairs=float(most[0]))
+        self._stats, self._pairs = FeedStats(), 0.0
+        return stats
 
 
 def _counts(batch: Batch) -> list[int]:

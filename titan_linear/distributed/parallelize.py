@@ -99,17 +99,6 @@ def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy, resh
             module.set_force_sum_reduction_for_comms(True)  # a factor of 1 alone asks for a reduction gloo lacks
 
 
-def sharing_groups(model: Decoder, dims: ParallelDims) -> list[tuple[dist.ProcessGroup, list[FSDPModule]]]:
-    """FSDP's units, by the group whose ranks share their parameters."""
-    units = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    if dims.ep == 1:
-        return [(dims.fsdp_mesh.get_all_groups()[-1], units)]
-    experts = [layer.mlp.experts for layer in model.layers if isinstance(layer.mlp, MoE)]
-    others = [unit for unit in units if unit not in experts]
-    groups = (dims.fsdp_mesh, others), (dims.expert_fsdp_mesh, experts)
-    return [(mesh.get_all_groups()[-1], units) for mesh, units in groups]
-
-
 def replicated_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that FSDP neither shards nor casts, kept in float32 or wider: those that modules name in
     `kept_whole`. They are small, and rounding them to bfloat16 would show. In the model's order."""
@@ -129,6 +118,9 @@ def materialise(model: Decoder, device: torch.device, cpu_offload: bool = False)
     model.to_empty(device="cpu" if cpu_offload else device)
     for p in replicated_parameters(model):
         p.data = p.data.to(device)
+    for layer in model.layers:
+        if isinstance(layer.mlp, MoE):
+            layer.mlp.loads = torch.zeros_like(layer.mlp.loads, device=device)
     if model.config.tie_embeddings:
         model.head.weight = model.embedding.weight  # to_empty gave each its own
 

@@ -108,15 +108,13 @@ def _embed(embedding: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
     return _summed(x.masked_fill(elsewhere.unsqueeze(-1), 0), ranks)
 
 
-def _head(
-    head: Head, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048, impl: str = "auto"
-) -> torch.Tensor:
+def _head(head: Head, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048) -> torch.Tensor:
     """Logits [B, T, vocab], without gradients; or this rank's part of the loss."""
     ranks = head.ranks
     x = _gathered(head.norm(x), ranks)
     if labels is not None:
         return chunked_cross_entropy(
-            x.flatten(0, 1), head.weight, labels.flatten(), loss_chunk, ranks, head.token_losses, impl
+            x.flatten(0, 1), head.weight, labels.flatten(), loss_chunk, ranks, head.token_losses, head.impl
         )
     assert not torch.is_grad_enabled(), "logits of a split vocabulary have no gradient"
     logits = (x @ head.weight.T).movedim(-1, 0)  # [vocab / size, B, T]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar
+from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
 
 from torch import nn
 
@@ -22,7 +24,7 @@ class MoEConfig:
     hidden_dim: int  # of each expert's SwiGLU
     shared_hidden_dim: int = 0  # of the SwiGLU that every token goes through; 0: none
     shared_gate: bool = False  # multiply the shared expert's output by sigmoid(a linear of x)
-    score: str = "softmax"  # or "sigmoid": how router logits become scores
+    score: Literal["softmax", "sigmoid"] = "softmax"  # how router logits become scores
     normalise: bool = True  # divide a token's weights by their sum
     scale: float = 1.0  # factor on the weights
     selection_bias: bool = False  # added to scores to choose experts, not to weigh them (DeepSeek-V3, section 2.1.2)
@@ -148,6 +150,53 @@ class ModelConfig:
 
     def has_experts(self, layer: int) -> bool:
         return self.moe is not None and layer not in self.dense_layers
+
+
+OR_NONE = ("hidden_dim", "shared_hidden_dim")  # may be 0: there is no such MLP
+
+
+def mistake(model: ModelConfig) -> str | None:
+    """What no model can have, worded for a message: a value that is not of its option's type or is too small, or values
+    that contradict each other; None if there is nothing."""
+    parts = (*([] if model.moe is None else [model.moe]), *model.pattern)
+    for part in (model, *parts):
+        hints, owner = get_type_hints(type(part)), getattr(part, "name", "moe" if part is model.moe else "the model's")
+        for name, value in vars(part).items():
+            if not isinstance(value, tuple) and not _fits(value, hints[name]):
+                return f"{owner} {name} = {value!r}, which must be {_words(hints[name])}"
+            if type(value) in (int, float) and not value >= _least(name, hints[name]):
+                return f"{owner} {name} = {value!r}, which is too small"
+        if (rotary := getattr(part, "rotary", None)) and (rotary[1] % 2 or rotary[1] > part.head_dim):
+            return (
+                f"{owner} {rotary[1]} channels to rotate, which must be even, for they go in pairs, and at most a "
+                f"head's {part.head_dim}"
+            )
+    return next((part.contradiction for part in parts if part.contradiction), None)
+
+
+def _fits(value: object, hint: Any) -> bool:
+    """Whether a value is of an option's type: a number without a decimal point may stand for a float."""
+    if get_origin(hint) is Literal:
+        return value in get_args(hint)
+    if get_args(hint):
+        return any(_fits(value, kind) for kind in get_args(hint))
+    return type(value) is hint or (hint is float and type(value) is int)
+
+
+def _words(hint: Any) -> str:
+    """An option's type, for people to read."""
+    if get_origin(hint) is Literal:
+        return " | ".join(map(repr, get_args(hint)))
+    if get_args(hint):
+        return " | ".join(map(_words, get_args(hint)))
+    return "None" if hint is type(None) else hint.__name__
+
+
+def _least(name: str, hint: Any) -> float:
+    """The least value of a size, of a divisor, of any other number."""
+    if hint is int:
+        return 0 if name in OR_NONE else 1
+    return sys.float_info.min if name.endswith(("eps", "theta")) else -math.inf if name == "lower_bound" else 0
 
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[object, object]]:

@@ -13,6 +13,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.layers import RMSNorm, SwiGLU
 from titan_linear.models.moe import MoE
 from titan_linear.models.plan import BatchPlan
+from titan_linear.ops.support import Choice, choose_implementations
 
 
 class LayerCache(UserDict[str, torch.Tensor]):
@@ -45,7 +46,7 @@ class Block(nn.Module):
         return x if self.post_norm else self.mixer_norm(x)
 
     def _mlp(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.mlp(x, plan) if isinstance(self.mlp, MoE) else (self.mlp(x, plan.impl), None)
+        return self.mlp(x, plan) if isinstance(self.mlp, MoE) else (self.mlp(x), None)
 
 
 class Head(nn.Module):
@@ -56,16 +57,19 @@ class Head(nn.Module):
         self.norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
         self.token_losses: torch.Tensor | None = None  # [B·T] into which the loss's terms are written, if set
+        self.implementations: dict[str, Choice] = {}
 
-    def forward(
-        self, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048, impl: str = "auto"
-    ) -> torch.Tensor:
+    @property
+    def impl(self) -> str | Choice:
+        return self.implementations.get("cross_entropy", "auto")
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048) -> torch.Tensor:
         """x [B, T, dim] -> logits [B, T, vocab]; with labels [B, T] the sum of cross-entropies, in float32 or wider."""
         x = self.norm(x)
         if labels is None:
             return x @ self.weight.T
         return chunked_cross_entropy(
-            x.flatten(0, 1), self.weight, labels.flatten(), loss_chunk, token_losses=self.token_losses, impl=impl
+            x.flatten(0, 1), self.weight, labels.flatten(), loss_chunk, token_losses=self.token_losses, impl=self.impl
         )
 
 
@@ -78,8 +82,25 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config, layer) for layer in range(config.num_layers))
         self.head = Head(config)
+        self.implementations: dict[str, Choice] = {}
         if config.tie_embeddings:
             self.head.weight = self.embedding.weight
+
+    def use(self, impl: str, device: torch.device, dtype: torch.dtype, tp: int = 1) -> Decoder:
+        """Decide once which implementation each op runs ("auto" | "triton" | "torch"), for tensors of `dtype` on
+        `device`, split over `tp` ranks. Modules hold the answers; without them, an op decides at each call.
+
+        Raises:
+            ValueError: an implementation that is named is not supported; the message names model.impl.
+        """
+        self.implementations = choose_implementations(self.config.ops(tp), impl, device, dtype)
+        self.head.implementations = self.implementations
+        for mixer, layer in zip(self.config.layers, self.layers, strict=True):
+            own = choose_implementations(mixer.ops, impl, device, dtype)  # mixers of one op may differ in dims
+            for module in layer.modules():
+                if hasattr(module, "implementations"):
+                    module.implementations = self.implementations | own
+        return self
 
     def forward(
         self,
@@ -102,7 +123,7 @@ class Decoder(nn.Module):
         for i, layer in enumerate(self.layers):
             x, balance = layer(x, plan, None if caches is None else caches[i])
             balances += [] if balance is None else [balance]
-        out = self.head(x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk, plan.impl)
+        out = self.head(x if logits_to_keep is None else x[:, -logits_to_keep:], labels, loss_chunk)
         for balance in balances if labels is not None else []:
             out = out + balance_weight * (balance - balance.detach())
         return out

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_linear.models.draws import ones, zeros
+from titan_linear.ops.support import Choice
 from titan_linear.ops.swiglu import swiglu
 
 QUERIES = 32  # number of queries whose attention telemetry samples
@@ -123,8 +124,10 @@ class SwiGLU(nn.Module):
         self.gate_proj = nn.Linear(dim, hidden_dim, bias=False)
         self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
         self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
+        self.implementations: dict[str, Choice] = {}
 
-    def forward(self, x: torch.Tensor, impl: str = "auto") -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        impl = self.implementations.get("swiglu", "auto")
         return swiglu(project(x, self.gate_proj, self.up_proj), self.down_proj.weight, impl)
 
 

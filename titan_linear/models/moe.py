@@ -19,6 +19,7 @@ from titan_linear.models.draws import zeros
 from titan_linear.models.layers import SwiGLU, widen
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.experts import grouped_linear, stream_means
+from titan_linear.ops.support import Choice
 
 
 class Router(nn.Module):
@@ -68,11 +69,13 @@ class Experts(nn.Module):
         super().__init__()
         self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2, config.hidden_dim, dim))
         self.down_proj = nn.Parameter(torch.empty(config.num_experts, dim, config.hidden_dim))
+        self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """x [M, dim], rows sorted by expert; counts [E] int64, the number of rows of each -> [M, dim]."""
-        gate, up = grouped_linear(x, self.gate_up_proj.flatten(1, 2), counts).chunk(2, -1)
-        return grouped_linear(F.silu(gate) * up, self.down_proj, counts)
+        impl = self.implementations.get("grouped_linear", "auto")
+        gate, up = grouped_linear(x, self.gate_up_proj.flatten(1, 2), counts, impl).chunk(2, -1)
+        return grouped_linear(F.silu(gate) * up, self.down_proj, counts, impl)
 
 
 class AtHome:
@@ -100,8 +103,8 @@ class MoE(nn.Module):
         self.shared = SwiGLU(dim, config.shared_hidden_dim) if config.shared_hidden_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
         self.dispatch: Callable[[torch.Tensor, torch.Tensor], AtHome] = AtHome
-        self.loads: torch.Tensor | None = None  # [E] tokens sent to each expert since the bias was last moved
-        self.watched = False  # count loads even if they move no bias
+        # [E] int64, tokens sent to each expert in this step
+        self.register_buffer("loads", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
 
     def forward(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [B, T, dim] -> [B, T, dim], and this rank's part of the load-balance loss (None: not wanted)."""
@@ -110,7 +113,7 @@ class MoE(nn.Module):
         order, counts = self._by_expert(experts)
         self._count(counts)
         sent = self.dispatch(flat[order // self.config.top_k], counts)
-        shared = self._shared(flat, plan.impl)  # while rows travel
+        shared = self._shared(flat)  # while rows travel
         y = sent.back(self.experts(sent.rows(), sent.counts))
         y = y[order.argsort()].unflatten(0, (-1, self.config.top_k))  # [N, k, dim]
         y = (weights.to(y.dtype).unsqueeze(1) @ y).squeeze(1)  # Σ weight · expert(x)
@@ -123,16 +126,16 @@ class MoE(nn.Module):
         ends = torch.searchsorted(by_expert, torch.arange(self.config.num_experts, device=experts.device), right=True)
         return order, ends.diff(prepend=ends.new_zeros(1))  # not bincount, which synchronises CUDA
 
-    def _shared(self, x: torch.Tensor, impl: str) -> torch.Tensor | None:
+    def _shared(self, x: torch.Tensor) -> torch.Tensor | None:
         if self.shared is None:
             return None
-        y = self.shared(x, impl)
+        y = self.shared(x)
         return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid()
 
     def _count(self, counts: torch.Tensor) -> None:
         """Count loads in training only. Activation checkpointing counts all of them twice, which keeps their order."""
-        if (self.config.bias_update_rate or self.watched) and torch.is_grad_enabled():
-            self.loads = counts if self.loads is None else self.loads + counts
+        if torch.is_grad_enabled():
+            self.loads += counts
 
     def _balance_loss(self, experts: torch.Tensor, scores: torch.Tensor, plan: BatchPlan) -> torch.Tensor | None:
         """coefficient · E · Σ_e f_e Σ_t p_te over this rank's tokens; f_e: share of the stream's tokens sent to e.

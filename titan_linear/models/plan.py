@@ -30,7 +30,6 @@ class BatchPlan:
         cp_context: CPContext | None = None,
         first_key: torch.Tensor | None = None,
         num_streams: int = 1,
-        impl: str = "auto",
         softmax_method: str = "auto",
         linear_method: str = "kcp",
         pairs: float = 0.0,
@@ -41,13 +40,12 @@ class BatchPlan:
             cu_seqlens: [N+1] int32.
             first_key: [B] int64, in decoding token by token: length of the padding before a row's keys in the cache.
             num_streams: number of streams, of equal length, laid end to end.
-            impl: "auto" | "triton" | "torch", the implementation of every op.
             softmax_method: "auto" | "ring" | "allgather" | "ulysses", under context parallelism.
             linear_method: "kcp" | "ulysses", likewise.
             pairs: number of (query, key) pairs that this rank computes in a softmax layer, for metrics.
         """
         self.position_ids, self.cu_seqlens, self.cp_context = position_ids, cu_seqlens, cp_context
-        self.first_key, self.num_streams, self.impl = first_key, num_streams, impl
+        self.first_key, self.num_streams = first_key, num_streams
         self.softmax_method, self.linear_method, self.pairs = softmax_method, linear_method, pairs
         self._angles: dict[tuple[Rotary, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -87,8 +85,8 @@ class Window:
         start, end = edges[longest : longest + 2].tolist()
         arrays = {"whole": edges, "halves": np.insert(edges, longest + 1, (start + end + 1) // 2)}
         moved, positions = to_device(arrays, plan.position_ids.device), plan.position_ids[:tokens]
-        whole, halves = (BatchPlan(positions, moved[name], impl=plan.impl) for name in arrays)
-        apart = BatchPlan(plan.position_ids, plan.cp_context.cu_seqlens, impl=plan.impl)
+        whole, halves = (BatchPlan(positions, moved[name]) for name in arrays)
+        apart = BatchPlan(plan.position_ids, plan.cp_context.cu_seqlens)
         fragments = (plan, apart) if plan.cp_context.world_size > 1 else None
         return cls(whole, halves, slice((start + end + 1) // 2, end), fragments)
 

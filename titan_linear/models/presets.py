@@ -1,13 +1,18 @@
-"""Models by name and flavor: our own, in the sizes of FLA's 340M and 1.3B configurations, and published ones."""
+"""Models by name and flavor: our own, in the sizes of FLA's 340M and 1.3B configurations, and published ones; and the
+keys of [model] that change their sizes."""
 
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import MISSING, fields, replace
+from typing import Any, TypeVar
 
-from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig, mistake
 from titan_linear.models.families import PUBLISHED
-from titan_linear.models.mixers import GDN, KDA, Attention
+from titan_linear.models.mixers import GDN, KDA, MIXERS, Attention
+
+Options = TypeVar("Options", MixerOptions, MoEConfig)
 
 
 def _debug(*pattern: MixerOptions) -> ModelConfig:
@@ -43,18 +48,64 @@ OWN: dict[str, dict[str, ModelConfig]] = {
 MODELS = {**OWN, **PUBLISHED}
 
 
-def preset(name: str, flavor: str, vocab_size: int | None = None) -> ModelConfig:
-    """The model of `model.name` and `model.flavor`; vocab_size replaces the preset's. ValueError for unknown names."""
+def preset(name: str, flavor: str) -> ModelConfig:
+    """The model of `model.name` and `model.flavor`. ValueError for unknown names."""
     if name not in MODELS:
         raise ValueError(f"model.name = {name!r} is unknown; use one of {', '.join(MODELS)}")
     if flavor not in MODELS[name]:
-        raise ValueError(f"model.flavor = {flavor!r} is unknown for {name!r}; use one of {', '.join(MODELS[name])}")
-    config = MODELS[name][flavor]
-    return config if vocab_size is None else replace(config, vocab_size=vocab_size)
+        raise ValueError(
+            f"model.flavor = {flavor!r} is unknown for {name!r}; use one of {', '.join(MODELS[name])}, and keys for "
+            "other sizes: model.dim, num_layers, hidden_dim, pattern, and a table for each mixer, model.kda.heads"
+        )
+    return MODELS[name][flavor]
+
+
+def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
+    """The model with the sizes, the pattern and the options of mixers and experts that the keys of [model] give.
+
+    Args:
+        keys: those of [model]. Those that are no field of the model or of its parts do not count; 0, "", [] and {}
+            leave the model as it is.
+
+    Raises:
+        ValueError: a mixer or an option that does not exist, is missing, has another type, or contradicts another.
+    """
+    sizes = {name: keys[name] for name in ("vocab_size", "dim", "num_layers", "hidden_dim") if keys[name]}
+    if keys["moe"]:
+        sizes["moe"] = _with_options(MoEConfig, model.moe, keys["moe"], "model.moe")
+    bases = [(mixer.name, mixer) for mixer in model.pattern]
+    if keys["pattern"]:
+        bases = [(name, dict(reversed(bases)).get(name)) for name in keys["pattern"]]
+    kinds = [name for name, _ in bases]
+    for name in kinds:
+        if name not in MIXERS:
+            raise ValueError(f"model.pattern = {kinds} has the mixer {name!r}; use {', '.join(MIXERS)}")
+    for name in MIXERS:
+        if keys[name] and name not in kinds:
+            raise ValueError(f"model.{name} is not used: model.pattern = {kinds} has no {name!r}; add it, or remove it")
+    pattern = tuple(_with_options(MIXERS[name], base, keys[name], f"model.{name}") for name, base in bases)
+    model = replace(model, pattern=pattern, **sizes)
+    if wrong := mistake(model):
+        raise ValueError(f"[model] gives {wrong}; correct it there")
+    return model
+
+
+def _with_options(kind: type[Options], base: Options | None, given: Mapping[str, Any], where: str) -> Options:
+    """`base`, or without it the defaults, with the given options, of which "" stands for None. where: the table's name
+    in messages."""
+    known = {field.name: field for field in fields(kind)}
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{where}.{name} is not a key; {where} has {', '.join(known)}")
+    options = {name: None if value == "" else value for name, value in given.items()}
+    lacking = [name for name, field in known.items() if field.default is MISSING and name not in options]
+    if base is None and lacking:
+        raise ValueError(f"{where} lacks {', '.join(lacking)}, which this model.flavor does not have; give them")
+    return kind(**options) if base is None else replace(base, **options)
 
 
 def flavors() -> str:
-    """A table of all models, for people to read."""
+    """A table of all models, and the options of their parts, for people to read."""
     lines = [f"{'model.name':<14}{'model.flavor':<20}{'layers':>6}{'dim':>7}{'vocabulary':>12}  mixers"]
     for name, sizes in MODELS.items():
         for flavor, config in sizes.items():
@@ -63,4 +114,15 @@ def flavors() -> str:
             experts = f"; {config.moe.num_experts} experts" if config.moe else ""
             row = f"{name:<14}{flavor:<20}{config.num_layers:>6}{config.dim:>7}{config.vocab_size:>12}"
             lines.append(f"{row}  {shown}{experts}")
+    lines += ["", "Options, by table of [model], and defaults where the flavor has no such layers:"]
+    lines += [f"  model.{name}: {_options(kind)}" for name, kind in {**MIXERS, "moe": MoEConfig}.items()]
     return "\n".join(lines)
+
+
+def _options(kind: type) -> str:
+    """Names and types of the options, with their defaults."""
+    shown = []
+    for field in fields(kind):
+        default = "" if field.default is MISSING else f" = {field.default!r}"
+        shown.append(f"{field.name} {field.type}{default}")
+    return ", ".join(shown)

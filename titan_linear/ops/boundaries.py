@@ -33,6 +33,7 @@ class Segments(NamedTuple):
     chunk_offsets: torch.Tensor  # [S+1] int32
     offsets: torch.Tensor  # [N+1] int32: the first segment of each entry
     numbers: torch.Tensor  # [S] int32: 0 … S − 1
+    wanted: torch.Tensor  # [S] int32: 2 if anything follows from the segment's S_ext and M, else 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +49,7 @@ class Boundaries:
     may_split: bool = True  # whether an implementation may cut entries into segments where heads are few
     joined: bool = False  # whether entries continue on other ranks, with states that cross
     chunks: Mapping[int, ChunkTable] = field(default_factory=dict)  # known tables, by number of tokens per chunk
-    # Known segments, by number of programs of a scan over one entry (HV · V / 64); None: entries stay whole.
+    # Known segments, by number of programs of a scan over one entry (HV · V / 64); None: no batch's entries are cut.
     segments: Mapping[int, Segments | None] = field(default_factory=dict)
     _derived: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -150,13 +151,17 @@ def segment_length(tokens: int, entries: int, programs: int, joined: bool = Fals
     return max(-(-share // CHUNK) * CHUNK, SHORTEST)
 
 
-def segment_arrays(cu_seqlens: np.ndarray, length: int) -> dict[str, np.ndarray]:
-    """The arrays of `Segments`, on the host: segments have `length` tokens, the last of an entry what is left."""
+def segment_arrays(cu_seqlens: np.ndarray, length: int, crossing: np.ndarray) -> dict[str, np.ndarray]:
+    """The arrays of `Segments`, on the host: segments have `length` tokens, the last of an entry what is left.
+
+    crossing: [N] bool, entries whose state comes from another rank or goes to one.
+    """
     index, offsets = chunk_arrays(cu_seqlens, length)
     entry, number = index[index[:, 0] >= 0].T
     edges = np.append(cu_seqlens[entry] + number * length, cu_seqlens[-1]).astype(np.int32)
     chunk_index, chunk_offsets = chunk_arrays(edges, CHUNK)
+    read = crossing | (np.diff(offsets) > 1)
     return {
         "cu_seqlens": edges, "chunk_index": chunk_index, "chunk_offsets": chunk_offsets, "offsets": offsets,
-        "numbers": np.arange(len(entry), dtype=np.int32),
+        "numbers": np.arange(len(entry), dtype=np.int32), "wanted": 2 * read[entry].astype(np.int32),
     }  # fmt: skip

@@ -20,7 +20,7 @@ class Ranks(NamedTuple):
     rank: int
 
 
-@operator
+@operator(kind="gather")
 def gather_along(x: torch.Tensor, dim: int, group: str, size: int) -> torch.Tensor:
     """x [1 .., n, ...] of each rank → [1 .., size · n, ...], in rank order; n is the size of dimension `dim`."""
     out = x.new_empty(_with(x.shape, dim, x.shape[dim] * size))
@@ -33,7 +33,7 @@ def _(x, dim, group, size):
     return x.new_empty(_with(x.shape, dim, x.shape[dim] * size))
 
 
-@operator
+@operator(kept_by=("selective",), kind="scatter")
 def scatter_along(x: torch.Tensor, dim: int, group: str, size: int) -> torch.Tensor:
     """x [1 .., size · n, ...] of each rank → [1 .., n, ...], this rank's part of the sum. Adjoint of `gather_along`."""
     out = x.new_empty(_with(x.shape, dim, x.shape[dim] // size))
@@ -50,7 +50,7 @@ def _with(shape: torch.Size, dim: int, length: int) -> list[int]:
     return [*shape[:dim], length, *shape[dim + 1 :]]
 
 
-@operator
+@operator(kept_by=("selective",), kind="sum")
 def sum_ranks(x: torch.Tensor, group: str) -> torch.Tensor:
     """x [...] of each rank → [...], their sum: its own adjoint."""
     out = x.clone(memory_format=torch.contiguous_format)

@@ -11,7 +11,7 @@ from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.halo import with_halo
 from titan_linear.ops.options import boundaries_of, check_boundaries, check_cp, check_floats, refuse
 from titan_linear.ops.states import States
-from titan_linear.ops.support import implementation, outside_graphs
+from titan_linear.ops.support import Choice, implementation
 from titan_linear.ops.torch import convolution as torch_convolution
 
 
@@ -21,7 +21,7 @@ def _triton() -> Any:
     return packed_conv1d
 
 
-_torch = outside_graphs(torch_convolution.causal_conv1d)
+_torch = torch.compiler.disable(torch_convolution.causal_conv1d)  # it works on the host
 IMPLEMENTATIONS = {"torch": lambda: _torch, "triton": _triton}
 
 
@@ -40,7 +40,7 @@ def causal_conv1d(
     cp_context: CPContext | None = None,
     *,
     widths: Sequence[int] | None = None,
-    impl: str = "auto",
+    impl: str | Choice = "auto",
 ) -> tuple[torch.Tensor | tuple[torch.Tensor, ...], torch.Tensor | None]:
     """y_t = act(Σ_j weight[:, j] · x_{t−W+1+j} + bias), channel by channel, within each sequence or packed document.
 

@@ -23,7 +23,7 @@ from titan_linear.ops.kept import kept
 from titan_linear.ops.operators import check_first_derivative
 from titan_linear.ops.options import DeltaRuleOptions, boundaries_of, check_boundaries, check_cp, check_floats, swapped
 from titan_linear.ops.states import Inputs, States, state_dtype
-from titan_linear.ops.support import implementation, one_dtype, outside_graphs
+from titan_linear.ops.support import Choice, implementation, one_dtype
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule, normalise, step
 
 
@@ -136,7 +136,7 @@ class _DeltaRule(torch.autograd.Function):
         return None, d_initial.to(states.dtype) if need_d_initial else None, *grads
 
 
-_apply_torch = outside_graphs(_DeltaRule.apply)
+_apply_torch = torch.compiler.disable(_DeltaRule.apply)  # it works on the host
 Forward = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor, ...], DeltaRule | None
 ]
@@ -172,7 +172,7 @@ def chunk_delta_rule(
     cu_seqlens_cpu: torch.Tensor | None,
     cp_context: CPContext | None,
     cp_method: str,
-    impl: str,
+    impl: str | Choice,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """What `chunk_kda` and `chunk_gated_delta_rule` share, once they have filled in `options`: checks, and the call.
 
@@ -208,13 +208,13 @@ def _apply(call: Call, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, tor
     return (_apply_torch if call.implementation is TorchDeltaRule else _DeltaRule.apply)(call, *tensors)
 
 
-def _implementation(inputs: Inputs, impl: str) -> type[DeltaRule]:
+def _implementation(inputs: Inputs, impl: str | Choice) -> type[DeltaRule]:
     q, k, v = inputs[:3]
     op = "chunk_kda" if inputs.g.dim() == 3 else "chunk_gated_delta_rule"
     return IMPLEMENTATIONS[implementation(op, impl, q.device, one_dtype(q, k, v), K=q.shape[-1], V=v.shape[-1])]()
 
 
-def _over_heads(given: Inputs, options: DeltaRuleOptions, cp: CPContext, impl: str) -> torch.Tensor:
+def _over_heads(given: Inputs, options: DeltaRuleOptions, cp: CPContext, impl: str | Choice) -> torch.Tensor:
     """o by an all-to-all over heads: the rule takes all tokens of this rank's heads, and these heads' part of A_log and
     dt_bias, so that no recurrence crosses ranks."""
     tokens = [tokens_to_heads(x, cp) for x in given[:5]]

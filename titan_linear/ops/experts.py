@@ -8,10 +8,12 @@ import torch.nn.functional as F
 from titan_linear.ops.collectives import sum_ranks
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.kept import kept
-from titan_linear.ops.support import implementation, outside_graphs
+from titan_linear.ops.support import Choice, implementation
 
 
-def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def grouped_linear(
+    x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, impl: str | Choice = "auto"
+) -> torch.Tensor:
     """y_i = W_e x_i for rows x_i of group e; rows of a group are adjacent, and groups are in order.
 
     x [M, I], weight [E, O, I], counts [E] int64 that sum to M -> y [M, O]. Differentiable in x and weight.
@@ -19,14 +21,14 @@ def grouped_linear(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) 
     on CUDA, the host waits for the counts.
     """
     _, O, I = weight.shape
-    return IMPLEMENTATIONS[implementation("grouped_linear", "auto", x.device, x.dtype, I=I, O=O)](x, weight, counts)
+    return IMPLEMENTATIONS[implementation("grouped_linear", impl, x.device, x.dtype, I=I, O=O)](x, weight, counts)
 
 
 def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     return torch._grouped_mm(x, weight.mT, offs=counts.cumsum(0).to(torch.int32))
 
 
-@outside_graphs
+@torch.compiler.disable
 def _loop(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     groups = zip(x.split(counts.tolist()), weight.unbind(0), strict=True)
     return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])

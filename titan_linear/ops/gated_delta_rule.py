@@ -8,6 +8,7 @@ from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.delta_rule import chunk_delta_rule
 from titan_linear.ops.options import DeltaRuleOptions, beta_range, check_chunk_size, refuse
 from titan_linear.ops.states import Inputs
+from titan_linear.ops.support import Choice
 
 
 def chunk_gated_delta_rule(
@@ -34,7 +35,7 @@ def chunk_gated_delta_rule(
     chunk_size: int = 64,
     disable_recompute: bool = False,
     cp_method: str = "kcp",
-    impl: str = "auto",
+    impl: str | Choice = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """S_t = exp(g_t) (I − β_t k_t k_tᵀ) S_{t−1} + β_t k_t v_tᵀ;  o_t = scale·S_tᵀ q_t  (Gated Delta Networks, eq. 10).
 

@@ -8,6 +8,7 @@ from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.delta_rule import chunk_delta_rule
 from titan_linear.ops.options import DeltaRuleOptions, beta_range, check_chunk_size, refuse
 from titan_linear.ops.states import Inputs
+from titan_linear.ops.support import Choice
 
 
 def is_bound(lower_bound: float) -> bool:
@@ -41,7 +42,7 @@ def chunk_kda(
     dt_bias: torch.Tensor | None = None,
     chunk_size: int = 64,
     cp_method: str = "kcp",
-    impl: str = "auto",
+    impl: str | Choice = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """S_t = (I − β_t k_t k_tᵀ) Diag(exp g_t) S_{t−1} + β_t k_t v_tᵀ;  o_t = scale·S_tᵀ q_t  (Kimi Linear, eq. 1).
 

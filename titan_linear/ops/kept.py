@@ -2,7 +2,7 @@
 
 A region, in training one layer, runs twice: in forward, and again in backward to recompute what its own backward needs.
 Inside a region a kept function runs once; the second time it returns what it returned the first time. All else is
-recomputed. What `activation_checkpoint.mode` = "selective" keeps:
+recomputed. What `activation_checkpoint.mode` = "selective" keeps (operators say so where they are defined, `kept_by`):
 
     the delta rule          o, and what its backward saves in any case: chunk matrices, or states of segments;
                             under context parallelism the states that came from other ranks, and M
@@ -38,13 +38,6 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 MODES = ("selective", "attention", "full")  # of activation checkpointing, the one that keeps most first
-ATTENTION = ("attention_forward", "ring_forward", "allgather_forward")
-# Operators (ops/operators.py) whose results are kept. Unless compiled, the delta rule's driver keeps a whole call.
-OPERATORS = (
-    *ATTENTION, "exchange_heads", "conv1d", "fetch_halo", "scatter_along", "sum_ranks", "kda_scan", "gdn_scan",
-    "kda_boundary", "gdn_boundary", "fold_segments", "fold_entries", "kcp_incoming",
-)  # fmt: skip
-
 _current: ContextVar[Run | None] = ContextVar("run of a region", default=None)
 P, R = ParamSpec("P"), TypeVar("R")
 
@@ -103,11 +96,6 @@ def contexts(copied: bool = False, mode: str = "selective") -> tuple[Run, Run]:
     """
     region = Region(copied, mode)
     return Run(region, again=False), Run(region, again=True)
-
-
-def modes_that_keep(operator: str) -> tuple[str, ...]:
-    """The modes that keep the results of the operator of this name."""
-    return MODES[: (operator in OPERATORS) + (operator in ATTENTION)]
 
 
 def kept(fn: Callable[P, R], *, modes: tuple[str, ...] = ("selective",)) -> Callable[P, R]:

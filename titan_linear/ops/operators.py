@@ -7,28 +7,47 @@ forward and backward pass calls a dozen operators, and with small shapes the ker
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
-from typing import Any
+from dataclasses import dataclass
+from functools import partial, wraps
+from typing import Any, Literal
 
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from titan_linear.ops.kept import kept, modes_that_keep
+from titan_linear.ops.kept import kept
 
 LIBRARY = torch.library.Library("titan_linear", "FRAGMENT")
+Kind = Literal["fused", "attention", "delta rule", "convolution", "gather", "scatter", "sum", "heads", "states", "halo"]
 
 
-def operator(fn: Callable[..., Any], mutates: Sequence[str] = ()) -> Callable[..., Any]:
+@dataclass(frozen=True)
+class Spec:
+    """What activation checkpointing and the planner need to know of an operator."""
+
+    kept_by: tuple[str, ...] = ()  # modes of checkpointing (ops/kept.py) that keep its results
+    kind: Kind = "fused"  # how its time is planned; fused: one kernel that reads its inputs and writes its outputs
+    # The delta rule's driver calls it. Unless compiled, checkpointing keeps what the driver's call gives as a whole.
+    of_driver: bool = False
+    temporary: Callable[..., int] | None = None  # its arguments by name → bytes that it allocates and frees again
+
+
+SPECS: dict[str, Spec] = {}  # by the operator's name
+
+
+def operator(fn: Callable[..., Any] | None = None, *, mutates: Sequence[str] = (), **spec: Any) -> Callable[..., Any]:
     """Register `fn` as torch.ops.titan_linear.<its name> and return a function that calls it, whose `.overload` is the
     operator. The schema comes from fn's annotations; `fn` mutates only the arguments named in `mutates`, and its first
-    argument is a tensor.
+    argument is a tensor. spec: fields of `Spec`.
 
     The operator runs on any device and has no gradient of its own: `register_fake` says what it returns,
     `register_autograd` gives it a gradient, and `autograd.Function`s may call it.
     """
+    if fn is None:
+        return partial(operator, mutates=mutates, **spec)
     schema = torch.library.infer_schema(fn, mutates_args=mutates)
     LIBRARY.define(fn.__name__ + schema, tags=(torch.Tag.pt2_compliant_tag,))
-    modes = modes_that_keep(fn.__name__)
+    SPECS[fn.__name__] = Spec(**spec)
+    modes = SPECS[fn.__name__].kept_by
     implementation = kept(fn, modes=modes) if modes else fn
     LIBRARY.impl(fn.__name__, implementation, "CompositeExplicitAutograd")
     overload = getattr(torch.ops.titan_linear, fn.__name__).default

@@ -1,20 +1,21 @@
 """What runs where: one table of (op, implementation, device, dtype, dims) → supported, or the reason why not.
 
-Ops ask `implementation` at every call; `choose_implementations` answers for a whole run before it starts, and its
-answer is printed and stored with the run. "auto" takes the fastest implementation that is supported, and never fails;
-an implementation that is named but not supported is a ValueError that says why.
+`choose_implementations` answers for a model when it is built: its modules hold the answer and hand it to their ops as
+`impl`, and a run prints and saves it. An op that is called by itself, with a name, asks `implementation` at every call.
+"auto" takes the fastest implementation that is supported, and never fails; an implementation that is named but not
+supported is a ValueError that says why.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import sys
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from functools import cache, wraps
 from importlib.util import find_spec
+from operator import index
 from typing import Any, NamedTuple
 
 import torch
@@ -40,6 +41,8 @@ FLASH4 = CUDNN  # those for which FlashAttention-4 has specific kernels
 
 
 class Choice(NamedTuple):
+    """What an op takes as `impl` if its implementation is decided already."""
+
     implementation: str
     why: str = ""  # what a user should know about the choice, if anything
 
@@ -243,7 +246,15 @@ def _remark(op: str, name: str, target: Target, against: Mapping[str, str | None
     return ""
 
 
-def implementation(op: str, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int) -> str:
+def implementation(op: str, impl: str | Choice, device: torch.device, dtype: torch.dtype | None, **dims: int) -> str:
+    """The implementation that a call of `op` takes. Compiled code has it as a constant."""
+    if isinstance(impl, Choice):
+        return impl.implementation
+    return _at_call(op, impl, device, dtype, **{name: index(size) for name, size in dims.items()})
+
+
+@torch.compiler.assume_constant_result
+def _at_call(op: str, impl: str, device: torch.device, dtype: torch.dtype | None, **dims: int) -> str:
     """`choose` at a call. Warns, once, where "auto" does not get the GPU's kernels."""
     choice = choose(op, impl, device, dtype, **dims)
     if choice.why and impl == "auto" and op != "attention":
@@ -255,23 +266,6 @@ def one_dtype(*tensors: torch.Tensor) -> torch.dtype | None:
     """The dtype of all tensors, or None if they differ."""
     dtypes = {x.dtype for x in tensors}
     return dtypes.pop() if len(dtypes) == 1 else None
-
-
-# What torch.compiler.assume_constant_result sets; that function imports the compiler, which costs two seconds.
-implementation._dynamo_marked_constant = True
-
-
-def outside_graphs(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, at which compiled code breaks its graph, since it works on the host. `torch.compiler.disable` alone would
-    import the compiler. Wrap `fn` outside compiled code, which would compile the wrapping."""
-
-    @wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        compiler = sys.modules.get("torch._dynamo")
-        return fn(*args, **kwargs) if compiler is None else compiler.disable(fn)(*args, **kwargs)
-
-    call._torchdynamo_disable = True  # else the caller is compiled up to the middle of `call`, and `call` is too
-    return call
 
 
 def without_autocast(fn: Callable[..., Any]) -> Callable[..., Any]:
@@ -342,12 +336,6 @@ def start_lines(choices: Mapping[str, Choice]) -> list[str]:
     """What a run prints about its ops: one line for all of them, then one for each that has a remark."""
     names = ", ".join(f"{op}: {choice.implementation}" for op, choice in choices.items())
     return [f"ops {names}", *(f"  {remark}" for remark in _remarks(choices))]
-
-
-def hush(choices: Mapping[str, Choice]) -> None:
-    """Silence the warnings that calls of these ops would give: `start_lines` says the same."""
-    for remark in _remarks(choices):
-        warnings.filterwarnings("ignore", message=re.escape(remark))
 
 
 def _remarks(choices: Mapping[str, Choice]) -> list[str]:

@@ -14,12 +14,12 @@ import torch.nn.functional as F
 
 from titan_linear.ops.operators import check_first_derivative
 from titan_linear.ops.options import check_floats
-from titan_linear.ops.support import implementation
+from titan_linear.ops.support import Choice, implementation
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
-def swiglu(gate_up: torch.Tensor, weight: torch.Tensor, impl: str = "auto") -> torch.Tensor:
+def swiglu(gate_up: torch.Tensor, weight: torch.Tensor, impl: str | Choice = "auto") -> torch.Tensor:
     """gate_up [.., 2 H], gate before up, weight [D, H] -> [.., D]. Elementwise work is done in float32 or wider.
 
     impl: "torch", "triton", or "auto" (ops/support.py).

@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 import torch
 
-from titan_linear.data import IGNORE, Batch, MixedStreams, build_dataloader
+from titan_linear.data import IGNORE, Batch, MixedStreams, StreamLoader
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.ranks import LocalDims, on_ranks, sharding_of
 from titan_linear.proof.subject import STREAMS, Subject
@@ -18,16 +18,16 @@ COMPARED = 16  # streams per step that are compared token by token
 
 
 def labels(subject: Subject) -> Findings:
-    """Every label is the next token of the same document, and every learnt token has one."""
+    """Every label is the next token of the same document, and every token that is trained on has one."""
     wrong, missing, where, of = 0, 0, "", 0
-    all_learnt = _all_learnt(subject)
+    all_trained_on = _all_trained_on(subject)
     for i in range(STREAMS * subject.degrees.dp):
         stream = subject.streams[i]
         want, given = np.append(stream.tokens[1:], _first_of_next(subject, i)), stream.labels != IGNORE
         ends = np.zeros(len(want), dtype=bool)  # of documents, except the last, which may go on in the next stream
         ends[stream.cu_seqlens[1:-1] - 1] = True
         bad = given & (ends | (stream.labels != want))
-        absent = ~given & ~ends & all_learnt
+        absent = ~given & ~ends & all_trained_on
         absent[-1] = False
         wrong, missing, of = wrong + int(bad.sum()), missing + int(absent.sum()), of + len(want)
         if not where and (bad | absent).any():
@@ -38,7 +38,7 @@ def labels(subject: Subject) -> Findings:
     yield Finding("labels", "tokens within a document that have none", missing, 0, where)
 
 
-def _all_learnt(subject: Subject) -> bool:
+def _all_trained_on(subject: Subject) -> bool:
     corpora = subject.streams.sources.values() if isinstance(subject.streams, MixedStreams) else [subject.streams]
     return all(streams.corpus.answers is None for streams in corpora)
 
@@ -57,7 +57,7 @@ def cut(subject: Subject) -> Findings:
 
     def on_rank(dims: LocalDims) -> tuple[int, int, dict[str, torch.Tensor], list[int]]:
         batch = next(iter(subject.loader(dims.dp_rank, dims.degrees.dp)))
-        tokens, own_labels, plan = sharding_of(subject, dims, subject.dtype, "torch")(batch)
+        tokens, own_labels, plan = sharding_of(subject, dims, subject.dtype)(batch)
         context = plan.cp_context
         found = {"tokens": tokens[0], "labels": own_labels[0], "position_ids": plan.position_ids}
         starts = [int(a) for a in context.cu_seqlens_cpu[:-1]]
@@ -131,8 +131,13 @@ def _splits(G: int) -> list[tuple[int, int]]:
 
 def _taken(subject: Subject, G: int, dp: int, local: int, dp_rank: int, step: int) -> list[tuple[int, np.ndarray]]:
     """A rank's streams of a step, and their tokens, in a run that has resumed at that step."""
-    loader = build_dataloader(
-        subject.streams, global_batch_size=G, local_batch_size=local, dp_rank=dp_rank, dp_degree=dp, cursor=step * G
-    )  # fmt: skip
+    loader = StreamLoader(
+        subject.streams,
+        global_batch_size=G,
+        local_batch_size=local,
+        dp_rank=dp_rank,
+        dp_degree=dp,
+        next_stream=step * G,
+    )
     batches: list[Batch] = list(islice(iter(loader), G // (dp * local)))
     return [(i, x) for b in batches for i, x in zip(b.streams, b.tokens[0].numpy().reshape(local, -1), strict=True)]

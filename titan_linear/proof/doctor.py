@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,8 +19,8 @@ from titan_linear.config import load_config
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import process_group
 from titan_linear.ops.support import short
-from titan_linear.process import own_device
-from titan_linear.proof import data, definitions, hf, model, ops, processes, resume
+from titan_linear.process import FAILED, own_device
+from titan_linear.proof import compiled, data, definitions, hf, model, ops, processes, resume
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.subject import Subject, subject_of
 
@@ -37,6 +38,8 @@ def checks(subject: Subject) -> Iterator[tuple[str, Callable[[], Findings]]]:
         yield check.__name__, lambda check=check: check(subject)
     for check in (model.split, model.documents, model.repeated, resume.resume, hf.logits):
         yield check.__name__, lambda check=check: check(subject)
+    if subject.degrees.ranks == 1:  # else under torchrun, in the run's own processes
+        yield "compiled", lambda: compiled.layers(subject)
 
 
 def guarded(name: str, check: Callable[[], Findings]) -> Findings:
@@ -71,9 +74,29 @@ def main(argv: list[str]) -> int:
 
 def _of_processes(subject: Subject) -> Findings:
     """Under torchrun: what all of its processes prove together. An error of one of them ends it, and so all."""
-    with process_group(PATIENCE):
+    with process_group(PATIENCE), _at_most(2 * PATIENCE):
         yield from processes.split(subject)
         yield from resume.of_processes(subject)
+        if subject.degrees.ranks > 1:
+            yield from compiled.layers(subject)
+
+
+@contextmanager
+def _at_most(patience: timedelta) -> Iterator[None]:
+    """End this process, with a line, if what is inside takes longer: a device that waits for ever raises nothing."""
+
+    def end() -> None:
+        rank, seconds = os.environ["RANK"], patience.total_seconds()
+        print(f"error: rank {rank}: the proofs of processes hang, {seconds:.0f} s so far", file=sys.stderr, flush=True)
+        os._exit(FAILED)
+
+    timer = threading.Timer(patience.total_seconds(), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _introduction(subject: Subject) -> str:

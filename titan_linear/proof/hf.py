@@ -39,8 +39,9 @@ def logits(subject: Subject) -> Findings:
         ours.head.weight = ours.embedding.weight
     load_weights(Path(folder), ours)
     T = tokens.shape[1]
+    ours.use("torch", subject.device, torch.float32)
     bounds = torch.tensor([0, T], dtype=torch.int32, device=subject.device)
-    got = ours(tokens, BatchPlan(torch.arange(T, device=subject.device), cu_seqlens=bounds, impl="torch"))
+    got = ours(tokens, BatchPlan(torch.arange(T, device=subject.device), cu_seqlens=bounds))
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).to(subject.device).eval()
     want = theirs(tokens, use_cache=False).logits
     bound = 2 * UNIT[torch.float32] * math.sqrt(ROUNDINGS * (config.num_layers + 1))

@@ -74,12 +74,10 @@ def in_one_process(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: s
     bounds, valid = batch.cu_seqlens, max(int((batch.labels != IGNORE).sum()), 1)
     positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()])
     device = subject.device
-    plan = BatchPlan(
-        positions.to(device), cu_seqlens=bounds.to(device), num_streams=batch.num_streams, impl=impl
-    )  # fmt: skip
+    plan = BatchPlan(positions.to(device), cu_seqlens=bounds.to(device), num_streams=batch.num_streams)
     tokens, labels = batch.tokens.to(device), batch.labels.to(device)
     chunk = subject.config.training.loss_chunk_size
-    whole.zero_grad(set_to_none=True)
+    whole.use(impl, device, dtype).zero_grad(set_to_none=True)
     with torch.autograd.set_multithreading_enabled(False), Trace(whole) as trace, ComputeCopies(whole, dtype):
         loss = whole(tokens, plan, labels, loss_chunk=chunk, balance_weight=valid / tokens.numel()) / valid
         loss.backward()
@@ -101,10 +99,10 @@ def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str
     """A step as the trainer takes it, on every rank. Raises `RankFailed`."""
 
     def on_rank(dims: LocalDims) -> tuple[torch.Tensor, LocalDims, Decoder, Trace]:
-        model = model_of(subject, whole, dims)
+        model = model_of(subject, whole, dims).use(impl, subject.device, dtype, dims.tp)
         precision = ComputeCopies(model, dtype)
         feed = Feed(
-            iter(subject.loader(dims.dp_rank, dims.degrees.dp, 1)), sharding_of(subject, dims, dtype, impl),
+            iter(subject.loader(dims.dp_rank, dims.degrees.dp, 1)), sharding_of(subject, dims, dtype),
             micro_steps=STREAMS, copies=dims.copies, host=dims.world, device=subject.device,
         )  # fmt: skip
         with Trace(model) as trace:
@@ -231,7 +229,7 @@ def _place(subject: Subject, x: torch.Tensor, y: torch.Tensor, backward: bool) -
 
 def documents(subject: Subject) -> Findings:
     """For each document, what passes between layers is the same packed and alone."""
-    whole = subject.whole(torch.float64)
+    whole = subject.whole(torch.float64).use("torch", subject.device, torch.float64)
     packed = _forward(subject, whole, subject.batch.tokens, subject.batch.cu_seqlens)
     bounds = subject.batch.cu_seqlens.tolist()
     order = sorted(pairwise(bounds), key=lambda d: d[1] - d[0])
@@ -251,7 +249,7 @@ def documents(subject: Subject) -> Findings:
 @torch.no_grad()
 def _forward(subject: Subject, whole: Decoder, tokens: torch.Tensor, bounds: torch.Tensor) -> list[torch.Tensor]:
     positions = torch.cat([torch.arange(n) for n in bounds.diff().tolist()]).to(subject.device)
-    plan = BatchPlan(positions, cu_seqlens=bounds.to(subject.device), impl="torch")
+    plan = BatchPlan(positions, cu_seqlens=bounds.to(subject.device))
     with Trace(whole) as trace:
         whole(tokens.to(subject.device), plan, torch.full_like(tokens, IGNORE).to(subject.device))
     return trace.passed()

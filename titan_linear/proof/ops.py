@@ -20,7 +20,7 @@ from titan_linear.ops import attention, causal_conv1d, chunk_gated_delta_rule, c
 from titan_linear.ops.reference.attention import attention as direct_attention
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
-from titan_linear.ops.support import short
+from titan_linear.ops.support import choose_implementations, short
 from titan_linear.proof.data import tokens_of
 from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
 from titan_linear.proof.ranks import LocalDims, on_ranks, sharding_of
@@ -42,7 +42,7 @@ class Case:
     tokens: Tensors  # [1, T, ...] float64
     dy: torch.Tensor  # [1, T, ...] float64, the output's gradient
     parameters: Tensors  # float64
-    run: Callable[[Tensors, BatchPlan], torch.Tensor]  # -> [1, T, ...]
+    run: Callable[[Tensors, BatchPlan, str], torch.Tensor]  # (inputs, plan, impl) -> [1, T, ...]
     bound: float  # in float64
     units: Mapping[str, float]  # bounds of results in other dtypes, in UNITs; "": all others
     oracle: Callable[[Tensors, torch.Tensor], torch.Tensor] | None = None  # an op's definition: (x, cu_seqlens)
@@ -103,9 +103,9 @@ def _delta_rule(kind: DeltaOptions, layers: tuple[int, ...], draw: _Draws) -> Ca
     bounds = {"lower_bound": kind.lower_bound} if isinstance(kind, KDA) else {}
     op, beta_range = chunk_kda if isinstance(kind, KDA) else chunk_gated_delta_rule, kind.beta_range
 
-    def run(x: Tensors, plan: BatchPlan) -> torch.Tensor:
+    def run(x: Tensors, plan: BatchPlan, impl: str) -> torch.Tensor:
         options = {"allow_neg_eigval": beta_range == 2.0, **IN_KERNEL, **bounds}
-        return op(**x, impl=plan.impl, cp_method=plan.linear_method, **plan.documents, **options)[0]
+        return op(**x, impl=impl, cp_method=plan.linear_method, **plan.documents, **options)[0]
 
     def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
         gate = kda_gate(x["g"], x["A_log"], x["dt_bias"], **bounds) if bounds else gdn_gate(x["g"], *map(x.get, WIDE))
@@ -121,8 +121,8 @@ def _delta_rule(kind: DeltaOptions, layers: tuple[int, ...], draw: _Draws) -> Ca
 def _convolution(kind: DeltaOptions, layers: tuple[int, ...], draw: _Draws) -> Case:
     D = 2 * kind.heads * kind.head_dim + kind.v_heads * kind.v_head_dim
 
-    def run(x: Tensors, plan: BatchPlan) -> torch.Tensor:
-        return causal_conv1d(**x, activation="silu", impl=plan.impl, **plan.documents)[0]
+    def run(x: Tensors, plan: BatchPlan, impl: str) -> torch.Tensor:
+        return causal_conv1d(**x, activation="silu", impl=impl, **plan.documents)[0]
 
     def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
         return direct_causal_conv1d(**x, activation="silu", cu_seqlens=cu_seqlens)[0]
@@ -136,7 +136,7 @@ def _attention(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws) -> Cas
     heads = (kind.heads, kind.heads) if isinstance(kind, MLA) else (kind.heads, kind.kv_heads)
     shapes = {"q": (heads[0], D), "k": (heads[1], D), "v": (heads[1], Dv)}
 
-    def run(x: Tensors, plan: BatchPlan) -> torch.Tensor:
+    def run(x: Tensors, plan: BatchPlan, impl: str) -> torch.Tensor:
         return attention(**x, method=plan.softmax_method, **plan.documents)
 
     def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
@@ -147,7 +147,7 @@ def _attention(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws) -> Cas
 
 
 def _mixer(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws, mixer: nn.Module) -> Case:
-    def run(x: Tensors, plan: BatchPlan) -> torch.Tensor:
+    def run(x: Tensors, plan: BatchPlan, impl: str) -> torch.Tensor:
         x = dict(x)
         own, tokens = copy.deepcopy(mixer), x.pop("x")  # a copy per call: ranks run it in turns
         for name, p in x.items():
@@ -155,6 +155,7 @@ def _mixer(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws, mixer: nn.
             module = own.get_submodule(owner)
             del module._parameters[leaf]
             setattr(module, leaf, p)
+        own.implementations = choose_implementations(kind.ops, impl, tokens.device, tokens.dtype)
         return own(tokens, plan)
 
     parameters = {name: p.detach() for name, p in mixer.named_parameters()}
@@ -187,11 +188,13 @@ def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32) if name.rpartition(".")[2] in WIDE else dtype
 
 
-def computed(case: Case, dtype: torch.dtype, plan: BatchPlan, mine: torch.Tensor | slice = slice(None)) -> Results:
+def computed(
+    case: Case, dtype: torch.dtype, plan: BatchPlan, impl: str = "torch", mine: torch.Tensor | slice = slice(None)
+) -> Results:
     """Compute the case in `dtype`, on the tokens `mine`."""
     tokens = {n: x[:, mine].to(dtype, copy=True).requires_grad_() for n, x in case.tokens.items()}
     parameters = {n: x.to(_dtype_of(n, dtype), copy=True).requires_grad_() for n, x in case.parameters.items()}
-    y = case.run(tokens | parameters, plan)
+    y = case.run(tokens | parameters, plan, impl)
     grads = torch.autograd.grad(y, [*tokens.values(), *parameters.values()], case.dy[:, mine].to(dtype))
     found = dict(zip([*tokens, *parameters], grads, strict=True))
     return Results({"y": y.detach()} | {f"d{n}": found[n] for n in tokens}, {f"d{n}": found[n] for n in parameters})
@@ -199,7 +202,7 @@ def computed(case: Case, dtype: torch.dtype, plan: BatchPlan, mine: torch.Tensor
 
 def on_one(subject: Subject, case: Case, dtype: torch.dtype, impl: str = "torch") -> Results:
     """Compute the case on one rank, without the run's plan: documents are given by their boundaries."""
-    return computed(case, dtype, _plan(subject, _bounds(subject), impl))
+    return computed(case, dtype, _plan(subject, _bounds(subject)), impl)
 
 
 def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: str) -> Results:
@@ -208,8 +211,8 @@ def split_among_ranks(subject: Subject, case: Case, dtype: torch.dtype, impl: st
 
     def on_rank(dims: LocalDims) -> Results:
         batch = next(iter(subject.loader(0, subject.degrees.dp)))
-        plan = sharding_of(subject, dims, dtype, impl)(batch)[2]
-        return computed(case, dtype, plan, tokens_of(subject, 0, dims.rank).to(subject.device))
+        plan = sharding_of(subject, dims, dtype)(batch)[2]
+        return computed(case, dtype, plan, impl, tokens_of(subject, 0, dims.rank).to(subject.device))
 
     ranks = on_ranks(degrees, on_rank)
     whole = {name: x.new_empty(1, case.dy.shape[1], *x.shape[2:]) for name, x in ranks[0].tokens.items()}
@@ -225,10 +228,10 @@ def _bounds(subject: Subject) -> torch.Tensor:
     return bounds[bounds <= STREAMS * subject.config.training.seq_len]
 
 
-def _plan(subject: Subject, bounds: torch.Tensor, impl: str) -> BatchPlan:
+def _plan(subject: Subject, bounds: torch.Tensor) -> BatchPlan:
     lengths = bounds.diff()
     positions = torch.cat([torch.arange(n) for n in lengths.tolist()]).to(subject.device)
-    return BatchPlan(positions, cu_seqlens=bounds.to(subject.device), num_streams=1, impl=impl)
+    return BatchPlan(positions, cu_seqlens=bounds.to(subject.device), num_streams=1)
 
 
 # --- What is compared ------------------------------------------------------------------------------------------------
@@ -295,9 +298,9 @@ def implementations(subject: Subject, case: Case) -> Findings:
     yield Finding(f"implementation, {short(dtype)}", f"{case}, against float64", *compared)
     if case.oracle is not None:
         few, bounds = _few(subject, case)
-        got = computed(few, torch.float64, _plan(subject, bounds, "torch"))
-        written = replace(few, run=lambda x, plan: few.oracle(x, bounds))
-        want = computed(written, torch.float64, _plan(subject, bounds, "torch"))
+        got = computed(few, torch.float64, _plan(subject, bounds))
+        written = replace(few, run=lambda x, plan, impl: few.oracle(x, bounds))
+        want = computed(written, torch.float64, _plan(subject, bounds))
         compared = _compared(subject, few, got, want, torch.float64)
         yield Finding("implementation, float64", f"{case}, against the definition", *compared)
 
@@ -323,7 +326,7 @@ def documents(subject: Subject, case: Case) -> Findings:
         tokens = {name: x[:, own] for name, x in case.tokens.items()}
         alone = computed(
             replace(case, tokens=tokens, dy=case.dy[:, own]), torch.float64,
-            _plan(subject, torch.tensor([0, int(lengths[n])], dtype=torch.int32), "torch"),
+            _plan(subject, torch.tensor([0, int(lengths[n])], dtype=torch.int32)),
         )  # fmt: skip
         for name, x in alone.tokens.items():
             whole = packed.tokens[name]

@@ -74,7 +74,7 @@ def _of_processes(
     first differs from one process."""
     config, host = subject.config, unhurried_group()
     model = build_model(config, subject.model, dims, subject.device)
-    _fill(model, subject.weights)
+    fill(model, subject.weights)
     precision = mixed_precision(config, model, dims)
     feed = Feed(
         iter(subject.loader(dims.dp_rank, dims.dp, 1)), build_sharding(config, subject.model, dims, subject.device),
@@ -102,7 +102,8 @@ def _first_wrong(subject: Subject, dims: ParallelDims, trace: Trace, stations: l
 
 
 @torch.no_grad()
-def _fill(model: Decoder, weights: Tensors) -> None:
+def fill(model: Decoder, weights: Tensors) -> None:
+    """Set this rank's parts of the parameters from whole ones."""
     for name, p in named_parameters(model).items():
         local, box = _part(p)
         local.copy_(weights[name][box])

@@ -19,6 +19,7 @@ from titan_linear.distributed.parallelize import checkpoint_layers, replicated_p
 from titan_linear.distributed.parts import Parts
 from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.moe import MoE
 from titan_linear.ops.collectives import Ranks
 from titan_linear.proof.subject import Degrees, Subject
 
@@ -86,11 +87,11 @@ def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
         return take_turns([partial(on_rank, LocalDims(degrees, rank, **groups)) for rank, groups in enumerate(own)])
 
 
-def sharding_of(subject: Subject, dims: LocalDims, dtype: torch.dtype, impl: str) -> BatchSharding:
+def sharding_of(subject: Subject, dims: LocalDims, dtype: torch.dtype) -> BatchSharding:
     """How the run cuts batches for this rank."""
     p = subject.config.parallelism
     return BatchSharding.of(
-        subject.model, dims, subject.device, dtype, layout=p.context_parallel_layout, impl=impl,
+        subject.model, dims, subject.device, dtype, layout=p.context_parallel_layout,
         softmax_method=p.context_parallel_method, linear_method=p.context_parallel_linear_method,
     )  # fmt: skip
 
@@ -102,6 +103,9 @@ def model_of(subject: Subject, whole: Decoder, dims: LocalDims) -> Decoder:
     for name, p in whole.named_parameters(remove_duplicate=False):
         owner, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(owner), leaf, nn.Parameter(p.detach(), requires_grad=p.requires_grad))
+    for own, layer in zip(model.layers, whole.layers, strict=True):
+        if isinstance(own.mlp, MoE):
+            own.mlp.loads = torch.zeros_like(layer.mlp.loads)
     if whole.config.tie_embeddings:
         model.head.weight = model.embedding.weight
     experts = spread_experts(model, dims.ep_ranks) if dims.degrees.ep > 1 else frozenset()

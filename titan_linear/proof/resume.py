@@ -16,12 +16,11 @@ from titan_linear.build import (
     build_model,
     build_sharding,
     mixed_precision,
-    progress_at,
     sums_replicas_once,
 )
-from titan_linear.checkpoint import Checkpointer, named_parameters
+from titan_linear.checkpoint import Checkpointer, Progress, named_parameters
 from titan_linear.config import Config, changed
-from titan_linear.data import build_dataloader
+from titan_linear.data import StreamLoader
 from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.groups import of_all_ranks, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
@@ -50,17 +49,20 @@ class Run:
     optimizer: torch.optim.AdamW
     step: int = 0
 
-    def begin(self, cursor: int) -> None:
-        """Take batches from stream `cursor` on."""
+    def __post_init__(self) -> None:
         config = self.subject.config
-        loader = build_dataloader(
+        self.loader = StreamLoader(
             MoreDocuments(self.subject.streams), global_batch_size=config.training.global_batch_size,
-            local_batch_size=1, dp_rank=self.dims.dp_rank, dp_degree=self.dims.dp, cursor=cursor,
+            local_batch_size=1, dp_rank=self.dims.dp_rank, dp_degree=self.dims.dp,
         )  # fmt: skip
+
+    def begin(self) -> None:
+        """Take batches from the loader's next stream on."""
+        config = self.subject.config
         sharding = build_sharding(config, self.model.config, self.dims, self.subject.device)
         precision = mixed_precision(config, self.model, self.dims)
         self.feed = Feed(
-            iter(loader), sharding, micro_steps=STREAMS, copies=self.dims.copies, host=self.host,
+            iter(self.loader), sharding, micro_steps=STREAMS, copies=self.dims.copies, host=self.host,
             device=self.subject.device,
         )  # fmt: skip
         self.passes = Passes(
@@ -73,6 +75,7 @@ class Run:
         """Take one step; return its loss and all ranks' streams. The next step is prefetched, as by the trainer."""
         losses, streams = self.passes.run()
         self.step += 1
+        self.loader.advance()
         reading = self.end.run(losses, self.step)
         self.feed.prefetch()
         ranks = of_all_ranks([i for own in streams for i in own], self.host)
@@ -112,12 +115,12 @@ def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.Proces
             return
         run = _new(subject, dims, host)
         initialise(run.model, config.debug.seed, named_parameters(run.model))
-        run.begin(0)
+        run.begin()
         for _ in range(BEFORE):
             run.next_step()
         saved = run.tensors()
         checkpointer = Checkpointer(folder, async_mode=config.checkpoint.async_mode, group=unhurried_group())
-        checkpointer.save(run.step, run.model, run.optimizer, progress_at(config, run.step, 0))
+        checkpointer.save(run.step, run.model, run.optimizer, Progress(step=run.step), run.loader)
         checkpointer.wait()
         loss, streams = run.next_step()
 
@@ -125,14 +128,14 @@ def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.Proces
         with torch.no_grad():
             for p in other.model.parameters():
                 p.zero_()
-        progress = checkpointer.load(run.step - 1, other.model, other.optimizer)
+        progress = checkpointer.load(run.step - 1, other.model, other.optimizer, other.loader)
         yield _compared(check, "what is loaded", saved, other)
-        yield Finding(check, "the step it resumes from", abs(int(progress["step"]) - BEFORE), 0)
-        other.step = int(progress["step"])
-        other.begin(int(progress["cursor"]))
+        yield Finding(check, "the step it resumes from", abs(progress.step - BEFORE), 0)
+        other.step, next_stream = progress.step, other.loader.next_stream
+        other.begin()
         loss_again, streams_again = other.next_step()
         wrong = len(set(streams) ^ set(streams_again))
-        where = f"the cursor {progress['cursor']} gives streams {streams_again}, not {streams}" if wrong else ""
+        where = f"the next stream {next_stream} gives streams {streams_again}, not {streams}" if wrong else ""
         yield Finding(check, "streams of the next step that are others", wrong, 0, where)
         yield Finding(check, "the next step's loss, difference", abs(loss - loss_again), 0)
         yield _compared(check, "what the next step leaves", run.tensors(), other)

@@ -19,14 +19,12 @@ from titan_linear.build import (
     implementations,
     model_config,
     open_corpora,
-    stream_order,
     tokenizer_path,
     tokens_of,
     unallocated,
 )
-from titan_linear.checkpoint import Progress, known_progress
 from titan_linear.config import Config, changed, check_config
-from titan_linear.data import IGNORE, Batch, Stream, Streams, Tokenizer, build_dataloader, build_tokenizer
+from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer, build_tokenizer
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
@@ -81,7 +79,7 @@ class Subject:
         """A data-parallel rank's batches of `local` streams, from the first step on."""
         streams = MoreDocuments(self.streams)
         step = STREAMS * self.degrees.dp
-        return build_dataloader(
+        return StreamLoader(
             streams, global_batch_size=step, local_batch_size=local, dp_rank=dp_rank, dp_degree=dp
         )  # fmt: skip
 
@@ -182,23 +180,16 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
     if t.seq_len_schedule:
         said.append("training.seq_len_schedule left out")
     if config.compile.enable:
-        but = ", but for a step of the run's own processes in its type" if "WORLD_SIZE" in os.environ else ""
+        compiled = degrees.ranks == 1 or "WORLD_SIZE" in os.environ
+        but = ", but in the run's own type" if compiled else ""
         said.append(f"compile.enable true → false{but}")
     cut = changed(config, {
         "training.seq_len": seq_len, "training.seq_len_schedule": [],
         "training.loss_chunk_size": min(t.loss_chunk_size, seq_len // 2 + 1),
     })  # fmt: skip
-    streams, _ = build_streams(cut, tokenizer, _beginning(config))
+    streams, _ = build_streams(cut, tokenizer, None)
     check_size(tokens_of(streams), config)
     return Subject(cut, config, model, degrees, tokenizer, streams, device, tuple(said))
-
-
-def _beginning(config: Config) -> Progress:
-    """The progress of a new run with the present mixture, but the document order of the run that this one resumes."""
-    known = known_progress(config, config.checkpoint.load_step)
-    weights = {source.name: source.weight for source in config.training.mixture}
-    beginning = {"step": 0, "cursor": 0, "order": stream_order(known), "mixture": [{"start": 0, "weights": weights}]}
-    return beginning if known else {}
 
 
 def _processes(config: Config) -> int:

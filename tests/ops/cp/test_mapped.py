@@ -275,13 +275,13 @@ def states(ctx: CPContext, group: str, reverse: bool = False) -> torch.Tensor:
 
 def halos(ctx: CPContext, group: str) -> torch.Tensor:
     x = torch.randn(ctx.tokens, 8, generator=torch.Generator().manual_seed(ctx.rank)).to(DEVICE)
-    return halo.fetch_halo(x, *ctx.halo, ctx.slots, 3, group)
+    return halo.fetch_halo(x, list(ctx.halo), ctx.slots, 3, group)
 
 
 def gradient(ctx: CPContext, group: str) -> torch.Tensor:
     draw = torch.Generator().manual_seed(ctx.rank)
     dx, d_halo = (torch.randn(*shape, generator=draw).to(DEVICE) for shape in ((ctx.tokens, 8), (ctx.slots, 8, 3)))
-    halo.return_halo(dx, d_halo.mT, *ctx.halo, group)  # as the convolution gives it
+    halo.return_halo(dx, d_halo.mT, list(ctx.halo), group)  # as the convolution gives it
     return dx
 
 

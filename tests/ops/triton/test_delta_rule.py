@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -182,12 +183,13 @@ def test_planned_segments_are_those_of_the_device() -> None:
     """But for surplus ones, which are empty."""
     for lengths, length in ([1, 300, 64, 200], 64), ([1000], 128), ([64, 64], 512):
         cu = boundaries(lengths)
-        planned = segment_arrays(cu.numpy(), length)
+        planned = segment_arrays(cu.numpy(), length, np.ones(len(lengths), dtype=bool))
         found = segments_of(Boundaries(cu.to(DEVICE, torch.int32)), sum(lengths), length)
         S = len(planned["numbers"])
         assert torch.equal(found.cu_seqlens[: S + 1].cpu(), torch.from_numpy(planned["cu_seqlens"]))
         assert torch.equal(found.offsets.cpu(), torch.from_numpy(planned["offsets"]))
         assert torch.equal(found.chunk_offsets[: S + 1].cpu(), torch.from_numpy(planned["chunk_offsets"]))
+        assert torch.equal(found.wanted[:S].cpu(), torch.from_numpy(planned["wanted"]))
         rows = planned["chunk_index"][: planned["chunk_offsets"][-1]]
         assert torch.equal(found.chunk_index[: len(rows)].cpu(), torch.from_numpy(rows))
 

@@ -7,13 +7,11 @@ ValueError for whatever a family does that our modules cannot.
 
 from __future__ import annotations
 
-import math
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import TypeVar
 
-from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.config import MixerOptions, ModelConfig, mistake
 
 
 @dataclass(frozen=True)
@@ -123,9 +121,6 @@ MLP = swiglu("mlp.", "mlp.")
 # --- config.json ------------------------------------------------------------------------------------------------------
 
 
-OR_NONE = ("hidden_dim", "shared_hidden_dim")  # may be 0: there is no such MLP
-
-
 class Keys:
     """A config.json whose errors name the key at fault."""
 
@@ -170,38 +165,9 @@ class Keys:
 
 
 def check_values(model: ModelConfig) -> None:
-    """ValueError: a value from config.json is not of its option's type, is a number that no model can have, or
-    contradicts another value."""
-    parts = (*([] if model.moe is None else [model.moe]), *model.pattern)
-    for part in (model, *parts):
-        hints, owner = get_type_hints(type(part)), getattr(part, "name", type(part).__name__)
-        for name, value in vars(part).items():
-            if not isinstance(value, tuple) and not _fits(value, hints[name]):
-                hint = getattr(hints[name], "__name__", hints[name])  # a union has no name
-                raise ValueError(f"config.json gives {owner} {name} = {value!r}, which must be {hint}; fetch it again")
-            if type(value) in (int, float) and not value >= _least(name, hints[name]):
-                raise ValueError(f"config.json gives {owner} {name} = {value!r}, which is too small; fetch it again")
-        if (rotary := getattr(part, "rotary", None)) and (rotary[1] % 2 or rotary[1] > part.head_dim):
-            raise ValueError(
-                f"config.json gives {owner} {rotary[1]} channels to rotate, which must be even, for they go in pairs, "
-                f"and at most a head's {part.head_dim}; fetch it again"
-            )
-    for part in parts:
-        if part.contradiction:
-            raise ValueError(f"config.json gives {part.contradiction}; fetch it again")
-
-
-def _fits(value: object, hint: Any) -> bool:
-    """Whether a JSON value is of an option's type: a number without a decimal point may stand for a float."""
-    kinds = get_args(hint) or (hint,)
-    return type(value) in kinds or (float in kinds and type(value) is int)
-
-
-def _least(name: str, hint: Any) -> float:
-    """The least value of a size, of a divisor, of any other number."""
-    if hint is int:
-        return 0 if name in OR_NONE else 1
-    return sys.float_info.min if name.endswith(("eps", "theta")) else -math.inf if name == "lower_bound" else 0
+    """ValueError: the values from config.json are of no model."""
+    if wrong := mistake(model):
+        raise ValueError(f"config.json gives {wrong}; fetch it again")
 
 
 def shortest(layers: list[MixerOptions]) -> tuple[MixerOptions, ...]:

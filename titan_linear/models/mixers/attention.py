@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from torch import nn
@@ -21,7 +21,7 @@ class Attention(MixerOptions):
     heads: int
     kv_heads: int  # divides heads
     head_dim: int
-    qk_norm: str | None = None  # "head": over each head; "width": over all heads together
+    qk_norm: Literal["head", "width"] | None = None  # "head": over each head; "width": over all heads together
     rope_theta: float | None = 10000.0  # None: no positions
     rotary_fraction: float = 1.0  # share of head_dim that is rotated: its first channels
     output_gate: bool = False

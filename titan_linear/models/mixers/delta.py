@@ -21,6 +21,7 @@ from titan_linear.models.draws import Draw, time_step_bias
 from titan_linear.models.layers import ConvWeight, GatedRMSNorm, project, widen, widened
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops import causal_conv1d
+from titan_linear.ops.support import Choice
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +102,8 @@ class DeltaMixer(nn.Module):
         self.o_norm = GatedRMSNorm(self.v_head_dim, eps, activation)
         self.o_proj = nn.Linear(value_dim, config.dim, bias=False)
         self.initial = {"A_log": A_log, "dt_bias": time_step_bias}
+        self.op = options.op
+        self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
@@ -144,8 +147,8 @@ class DeltaMixer(nn.Module):
         return self._delta_rule(
             q, k, v, gate, beta, A_log=self.A_log, dt_bias=self.dt_bias,
             use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.beta_range == 2.0, impl=plan.impl, cp_method=plan.linear_method, **plan.documents,
-            **states,
+            allow_neg_eigval=self.beta_range == 2.0, impl=self.implementations.get(self.op, "auto"),
+            cp_method=plan.linear_method, **plan.documents, **states,
         )  # fmt: skip
 
     def _convolved(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
@@ -154,8 +157,8 @@ class DeltaMixer(nn.Module):
         qkv = project(x, self.q_proj, self.k_proj, self.v_proj)
         states = {} if cache is None else {"initial_state": cache.get("conv"), "output_final_state": True}
         parts, tail = causal_conv1d(
-            qkv, torch.cat(weights), activation="silu", widths=[*map(len, weights)], impl=plan.impl, **plan.documents,
-            **states,
+            qkv, torch.cat(weights), activation="silu", widths=[*map(len, weights)],
+            impl=self.implementations.get("causal_conv1d", "auto"), **plan.documents, **states,
         )  # fmt: skip
         if cache is not None:
             cache["conv"] = tail

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -81,7 +82,7 @@ def worthwhile(pairs: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> int:
     return min(max(int(flops / LEAST), 1), SLICES)
 
 
-@operator
+@operator(kept_by=("selective", "attention"), kind="attention")
 def allgather_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[torch.Tensor], queries: list[torch.Tensor],
     keys: list[torch.Tensor], pairs: torch.Tensor, group: str, scale: float, causal: bool,
@@ -100,7 +101,19 @@ def allgather_forward(
     return o[None], lse.T[None].contiguous()
 
 
-@operator
+def _room_in_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, keys: list[torch.Tensor], pairs: torch.Tensor, **_: Any
+) -> int:
+    """Bytes of dq's accumulator, slices of keys and their gradients, and the gradients of this rank's own keys, held
+    until all ranks' have come."""
+    needed, acc, Hkv = KeyRoutes(*keys), accumulator_dtype(k.dtype).itemsize, k.shape[2]
+    heads = Hkv if needed.travel == NOTHING else heads_of_slice(pairs, q, k, v)
+    tokens = k.shape[1] + int(needed.coming.sum())
+    slices = slice_bytes(tokens, heads, Hkv, k.shape[3] + v.shape[3], k.dtype)
+    return slices + acc * (q.numel() + k.numel() + v.numel())
+
+
+@operator(kind="attention", temporary=_room_in_backward)
 def allgather_backward(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     spans: list[torch.Tensor], queries: list[torch.Tensor], keys: list[torch.Tensor], pairs: torch.Tensor, group: str,

@@ -225,18 +225,21 @@ def build_cp_context(
     local, positions, entries = _local_layout(documents, mine)
     spans = span_tables(fragments, documents, rank, world_size, causal=True) if "allgather" in attention else {}
     ring = rectangle_tables(fragments, rank, world_size, causal=True) if "ring" in attention else None
+    slots = _slots_of_entries(mine, entries, len(local) - 1)
+    crossing = ((slots["enters_slot"] >= 0) | (slots["leaves_slot"] >= 0))[:-1]
     tables = {
-        "tokens": {"position_ids": positions, **_slots_of_entries(mine, entries, len(local) - 1)},
+        "tokens": {"position_ids": positions, **slots},
         "forward": chains(fragments, rank, world_size, entries, reverse=False),
         "reverse": chains(fragments, rank, world_size, entries, reverse=True),
         "all": of_all(fragments, world_size, between_nodes(group)),
         **spans,
-        **_boundary_tables("entries", local, (CHUNK, CONV_RUN), programs, joined=world_size > 1),
+        **_boundary_tables("entries", local, (CHUNK, CONV_RUN), programs, crossing, joined=world_size > 1),
     }
     whole = documents.astype(np.int32)
     alone = world_size == 1 and layout == "contiguous"  # then the entries are the documents
     if not alone:
-        tables |= _boundary_tables("stream", whole, () if stream_programs is None else (CHUNK,), stream_programs or ())
+        sizes, apart = () if stream_programs is None else (CHUNK,), np.zeros(len(whole) - 1, dtype=bool)
+        tables |= _boundary_tables("stream", whole, sizes, stream_programs or (), apart)
     if conv1d_kernel_size is not None:
         tables["halo"] = halo_routes(fragments, rank, world_size, conv1d_kernel_size - 1)
     moved = _move(tables, cu_seqlens.device if device is None else torch.device(device))
@@ -274,15 +277,26 @@ def _move(tables: _Tables, device: torch.device) -> dict[str, dict[str, torch.Te
 
 
 def _boundary_tables(
-    name: str, cu_seqlens: np.ndarray, chunks: Sequence[int], programs: Sequence[int], joined: bool = False
-) -> dict[str, dict[str, np.ndarray]]:
-    """The arrays of `Boundaries`, by group. chunks: the tokens per chunk of each chunk table that is read."""
+    name: str, cu_seqlens: np.ndarray, chunks: Sequence[int], programs: Sequence[int], crossing: np.ndarray,
+    joined: bool = False,
+) -> dict[str, dict[str, np.ndarray]]:  # fmt: skip
+    """The arrays of `Boundaries`, by group. chunks: the tokens per chunk of each chunk table that is read; crossing:
+    [N] bool, as in `segment_arrays`."""
     tables = {name: {"cu_seqlens": cu_seqlens}}
     tables |= {f"{name}, chunks of {n}": dict(zip(("index", "offsets"), chunk_arrays(cu_seqlens, n))) for n in chunks}
-    lengths = {n: segment_length(int(cu_seqlens[-1]), len(cu_seqlens) - 1, n, joined) for n in programs}
-    return tables | {
-        f"{name}, segments {n}": segment_arrays(cu_seqlens, length) for n, length in lengths.items() if length
-    }
+    for n in programs:
+        if length := _segment_length(cu_seqlens, n, joined):
+            tables[f"{name}, segments {n}"] = segment_arrays(cu_seqlens, length, crossing)
+    return tables
+
+
+def _segment_length(cu_seqlens: np.ndarray, programs: int, joined: bool) -> int | None:
+    """`segment_length`, or None if no documents of so many tokens are cut. If others are, but cutting these does not
+    pay, each entry is one segment: compiled code has one form for all batches."""
+    tokens = int(cu_seqlens[-1])
+    if segment_length(tokens, 1, programs, joined) is None:
+        return None
+    return segment_length(tokens, len(cu_seqlens) - 1, programs, joined) or tokens
 
 
 def _boundaries(

@@ -7,7 +7,6 @@ fragments, once per batch (`halo_routes`).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -91,68 +90,62 @@ def with_halo(
 
     x is returned so that the gradient of the halos, which has few tokens, is added in place to that of x's other use.
     """
-    return _WithHalo.apply(x, tuple(routes), slots, width, group)
+    return _WithHalo.apply(x, list(routes), slots, width, group)
 
 
 class _WithHalo(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, routes: tuple[torch.Tensor, ...], slots: int, width: int, group: str
+        ctx: Any, x: torch.Tensor, routes: list[torch.Tensor], slots: int, width: int, group: str
     ) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.routes, ctx.group = routes, group
-        return x.view_as(x), fetch_halo(x, *routes, slots, width, group)
+        return x.view_as(x), fetch_halo(x, routes, slots, width, group)
 
     @staticmethod
     def backward(ctx: Any, dx: torch.Tensor, d_halo: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
         check_first_derivative()
-        return_halo(dx, d_halo, *ctx.routes, ctx.group)
+        return_halo(dx, d_halo, ctx.routes, ctx.group)
         return dx, None, None, None, None
 
 
-@operator
-def fetch_halo(
-    x: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, crosses: torch.Tensor, send_counts: torch.Tensor,
-    receive_counts: torch.Tensor, puts: torch.Tensor, filled: torch.Tensor, puts_back: torch.Tensor,
-    places_back: torch.Tensor, slots: int, width: int, group: str,
-) -> torch.Tensor:  # fmt: skip
-    """x [T_local, D] -> [slots, width, D]; the tables are those of `HaloRoutes`."""
-    mapped = _mapped_of(x, len(filled), group)
-    if crosses.item() and mapped is not None:
+@operator(kept_by=("selective",), kind="halo")
+def fetch_halo(x: torch.Tensor, tables: list[torch.Tensor], slots: int, width: int, group: str) -> torch.Tensor:
+    """x [T_local, D] -> [slots, width, D]; tables: `HaloRoutes`."""
+    routes = HaloRoutes(*tables)
+    mapped = _mapped_of(x, len(routes.filled), group)
+    if routes.crosses.item() and mapped is not None:
         from titan_linear.ops.triton.puts import filled_rows  # Triton is available on Linux only
 
-        (came,) = mapped.put(puts, sum(send_counts.tolist()), x, places=len(filled))
-        return filled_rows(came, filled).view(slots, width, x.shape[1])
+        (came,) = mapped.put(routes.puts, sum(routes.send_counts.tolist()), x, places=len(routes.filled))
+        return filled_rows(came, routes.filled).view(slots, width, x.shape[1])
     out = x.new_zeros(slots * width, x.shape[1])
-    if crosses.item():
-        sent, received = send_counts.tolist(), receive_counts.tolist()
-        came = all_to_all(x.index_select(0, rows[: sum(sent)]), sent, received, group)
-        out.index_copy_(0, places[: sum(received)], came)
+    if routes.crosses.item():
+        sent, received = routes.send_counts.tolist(), routes.receive_counts.tolist()
+        came = all_to_all(x.index_select(0, routes.rows[: sum(sent)]), sent, received, group)
+        out.index_copy_(0, routes.places[: sum(received)], came)
     return out.view(slots, width, x.shape[1])
 
 
 @register_fake(fetch_halo)
-def _(x, rows, places, crosses, send_counts, receive_counts, puts, filled, puts_back, places_back, slots, width, group):
+def _(x, tables, slots, width, group):
     return x.new_empty(slots, width, x.shape[1])
 
 
-@partial(operator, mutates=("dx",))
-def return_halo(
-    dx: torch.Tensor, d_halo: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, crosses: torch.Tensor,
-    send_counts: torch.Tensor, receive_counts: torch.Tensor, puts: torch.Tensor, filled: torch.Tensor,
-    puts_back: torch.Tensor, places_back: torch.Tensor, group: str,
-) -> None:  # fmt: skip
+@operator(mutates=("dx",), kind="halo")
+def return_halo(dx: torch.Tensor, d_halo: torch.Tensor, tables: list[torch.Tensor], group: str) -> None:
     """Add to dx [T_local, D], in place, the gradients of these tokens as halos: the adjoint of `fetch_halo`."""
-    if not crosses.item():
+    routes = HaloRoutes(*tables)
+    if not routes.crosses.item():
         return
-    sent, received = receive_counts.tolist(), send_counts.tolist()
+    sent, received = routes.receive_counts.tolist(), routes.send_counts.tolist()
     flat = d_halo.reshape(-1, d_halo.shape[-1])
-    everywhere = len(flat) * len(send_counts)
+    everywhere = len(flat) * len(sent)
     mapped = _mapped_of(flat, everywhere, group)
     if mapped is not None:
-        (came,), found = mapped.put(puts_back, sum(sent), flat, places=everywhere), places_back
+        (came,), found = mapped.put(routes.puts_back, sum(sent), flat, places=everywhere), routes.places_back
     else:
-        came, found = all_to_all(flat.index_select(0, places[: sum(sent)]), sent, received, group), None
-    _add_rows(dx, came, rows, found, sum(received))
+        came, found = all_to_all(flat.index_select(0, routes.places[: sum(sent)]), sent, received, group), None
+    _add_rows(dx, came, routes.rows, found, sum(received))
 
 
 def _mapped_of(x: torch.Tensor, places: int, group: str) -> Mapped | None:
@@ -174,5 +167,5 @@ def _add_rows(x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, places: torc
 
 
 @register_fake(return_halo)
-def _(dx, d_halo, rows, places, crosses, send_counts, receive_counts, puts, filled, puts_back, places_back, group):
+def _(dx, d_halo, tables, group):
     return None

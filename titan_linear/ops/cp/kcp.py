@@ -181,33 +181,30 @@ def incoming_states(
 
     Returns: [slots, *, K, V]. The fold runs in float64, or in float32 by three products of parts.
     """
-    return kcp_incoming(S_ext, M, *chains[2:5], *chains[6:], group, reverse)
+    return kcp_incoming(S_ext, M, list(chains), group, reverse)
 
 
-@operator
+@operator(kept_by=("selective",), kind="states", of_driver=True)
 def kcp_incoming(
-    S_ext: torch.Tensor, M: torch.Tensor, chain_offsets: torch.Tensor, s_row: torch.Tensor, m_row: torch.Tensor,
-    crosses: torch.Tensor, sends: torch.Tensor, send_counts: torch.Tensor, receive_counts: torch.Tensor,
-    links: torch.Tensor, most: torch.Tensor, puts: torch.Tensor, s_place: torch.Tensor, m_place: torch.Tensor,
-    order: torch.Tensor, places: torch.Tensor, through: torch.Tensor, groups: torch.Tensor,
-    between_nodes: torch.Tensor, group: str, reverse: bool,
-) -> torch.Tensor:  # fmt: skip
-    if not crosses.item():  # the same on every rank
+    S_ext: torch.Tensor, M: torch.Tensor, tables: list[torch.Tensor], group: str, reverse: bool
+) -> torch.Tensor:
+    """`incoming_states`; tables: `Chains`."""
+    c = Chains(*tables)
+    if not c.crosses.item():  # the same on every rank
         return torch.zeros_like(S_ext)
-    if _folds_all(S_ext) and pays_by_heads(S_ext, M, most.item(), between_nodes.item()):
-        return incoming_by_heads(S_ext, M, order, places, through, groups, group, reverse)
+    if _folds_all(S_ext) and pays_by_heads(S_ext, M, c.most.item(), c.between_nodes.item()):
+        return incoming_by_heads(S_ext, M, c, group, reverse)
     if not _on_tensor_cores(S_ext):
-        S_rows, M_rows = exchange(S_ext, M, sends, send_counts, receive_counts, group)
-        return fold_in_float64(S_rows, M_rows, links, len(S_ext), reverse)
+        return fold_in_float64(*exchange(S_ext, M, c, group), c.links, len(S_ext), reverse)
     from titan_linear.ops.triton.fold import fold  # Triton is available on Linux only
 
     mapped = mapped_of(group)
-    if mapped is not None and mapped.takes(len(order), S_ext, M):
-        count = sum(map(sum, send_counts.tolist()))
-        S_rows, M_rows = mapped.put(puts, count, S_ext, M, places=len(order))
-        return fold(S_rows, M_rows, chain_offsets, s_place, m_place, reverse)
-    S_rows, M_rows = exchange(S_ext, M, sends, send_counts, receive_counts, group)
-    return fold(S_rows, M_rows, chain_offsets, s_row, m_row, reverse)
+    if mapped is not None and mapped.takes(len(c.order), S_ext, M):
+        count = sum(map(sum, c.send_counts.tolist()))
+        S_rows, M_rows = mapped.put(c.puts, count, S_ext, M, places=len(c.order))
+        return fold(S_rows, M_rows, c.chain_offsets, c.s_place, c.m_place, reverse)
+    S_rows, M_rows = exchange(S_ext, M, c, group)
+    return fold(S_rows, M_rows, c.chain_offsets, c.s_row, c.m_row, reverse)
 
 
 @register_fake(kcp_incoming)
@@ -226,16 +223,13 @@ def _on_tensor_cores(S: torch.Tensor) -> bool:
     return S.is_cuda and S.dtype == torch.float32 and K in (16, 32, 64, 128, 256) and (V == 16 or V % 32 == 0)
 
 
-def exchange(
-    S_ext: torch.Tensor, M: torch.Tensor, sends: torch.Tensor, send_counts: torch.Tensor, receive_counts: torch.Tensor,
-    group: str,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+def exchange(S_ext: torch.Tensor, M: torch.Tensor, c: Chains, group: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Every S_ext [., *, K, V] and M [., *, K, K] that this rank folds, by one message to each rank."""
     sizes = S_ext.numel() // len(S_ext), M.numel() // len(M)
-    parts = [(M if kind else S_ext)[slot].flatten() for slot, kind in sends.tolist() if slot >= 0]
+    parts = [(M if kind else S_ext)[slot].flatten() for slot, kind in c.sends.tolist() if slot >= 0]
     message = _joined(parts, S_ext)
-    counts = receive_counts.tolist()
-    came = all_to_all(message, _elements(send_counts.tolist(), sizes), _elements(counts, sizes), group)
+    counts = c.receive_counts.tolist()
+    came = all_to_all(message, _elements(c.send_counts.tolist(), sizes), _elements(counts, sizes), group)
     edges = accumulate((n * size for row in counts for n, size in zip(row, sizes)), initial=0)
     blocks = [slice(*edge) for edge in pairwise(edges)]
     S_rows, M_rows = _joined(_parts(came, blocks[0::2]), S_ext), _joined(_parts(came, blocks[1::2]), M)
@@ -272,10 +266,7 @@ def bytes_by_heads(S_ext: torch.Tensor, M: torch.Tensor) -> int:
     return 2 * S_ext.nbytes + M.nbytes
 
 
-def incoming_by_heads(
-    S_ext: torch.Tensor, M: torch.Tensor, order: torch.Tensor, places: torch.Tensor, through: torch.Tensor,
-    groups: torch.Tensor, group: str, reverse: bool,
-) -> torch.Tensor:  # fmt: skip
+def incoming_by_heads(S_ext: torch.Tensor, M: torch.Tensor, c: Chains, group: str, reverse: bool) -> torch.Tensor:
     """What `kcp_incoming` returns, by way of the heads: a rank gets S_ext and M of all fragments for its share of the
     heads, folds through all of them, and sends every rank the states that enter that rank's fragments. Two all-to-alls,
     in which what a rank sends and receives does not grow with the number of ranks."""
@@ -285,10 +276,10 @@ def incoming_by_heads(
     h, width = heads[rank], K * (V + K)
     given = torch.cat([S_ext, M], -1).transpose(0, 1).contiguous()  # [HV, slots, K, V + K]
     came = all_to_all(given.flatten(), [n * slots * width for n in heads], [h * slots * width] * W, group)
-    every = came.view(W, h, slots, K, V + K).transpose(1, 2).flatten(0, 1)[order]  # [F, h, K, V + K]
+    every = came.view(W, h, slots, K, V + K).transpose(1, 2).flatten(0, 1)[c.order]  # [F, h, K, V + K]
     states, transitions = every.split([V, K], -1)
-    transitions = transitions.where(through.view(-1, 1, 1, 1), 0.0)  # no M was written for the others
-    folded = _fold_groups(states.contiguous(), transitions.contiguous(), groups, reverse)[places]
+    transitions = transitions.where(c.through.view(-1, 1, 1, 1), 0.0)  # no M was written for the others
+    folded = _fold_groups(states.contiguous(), transitions.contiguous(), c.groups, reverse)[c.places]
     back = all_to_all(folded.flatten(), [slots * h * K * V] * W, [slots * n * K * V for n in heads], group)
     parts = back.split([slots * n * K * V for n in heads])
     return torch.cat([x.view(slots, n, K, V) for x, n in zip(parts, heads, strict=True)], 1)

@@ -9,6 +9,7 @@ buffers of K|V (and three of dK|dV in backward) of its own length, whatever the 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ def ring_attention(
     return Attention.apply(q, k, v, (ring_forward, ring_backward), where, scale, causal)
 
 
-@operator
+@operator(kept_by=("selective", "attention"), kind="attention")
 def ring_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, squares: list[torch.Tensor], by_hop: torch.Tensor,
     hops: torch.Tensor, group: str, scale: float, causal: bool,
@@ -59,7 +60,15 @@ def ring_forward(
     return o.to(q.dtype).contiguous(), lse.contiguous()
 
 
-@operator
+def _room_in_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hops: torch.Tensor, **_: Any) -> int:
+    """Bytes of the accumulators of dq and dK|dV, one block's dq and dK|dV, and the buffers in which K|V (two) and dK|dV
+    (two or three) travel."""
+    acc, keys, buffers = accumulator_dtype(k.dtype).itemsize, k.numel() + v.numel(), min(int(hops) + 1, 3)
+    travelling = keys * (2 * k.element_size() + acc * buffers) if hops else 0
+    return (acc + k.element_size()) * (q.numel() + keys) + travelling
+
+
+@operator(kind="attention", temporary=_room_in_backward)
 def ring_backward(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     squares: list[torch.Tensor], by_hop: torch.Tensor, hops: torch.Tensor, group: str, scale: float, causal: bool,

@@ -7,12 +7,13 @@ linear layers, where this method is there for comparison.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
 from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.cp.exchange import group_named
-from titan_linear.ops.cp.order import to_global_order, to_rank_order
 from titan_linear.ops.operators import check_first_derivative, operator, register_fake
 from titan_linear.ops.torch.local_attention import local_attention
 
@@ -75,7 +76,7 @@ class _ExchangeHeads(torch.autograd.Function):
         return exchange_heads(grad, *ctx.where, not ctx.to_heads), None, None
 
 
-@operator
+@operator(kept_by=("selective",), kind="heads")
 def exchange_heads(x: torch.Tensor, order: list[int], world_size: int, group: str, to_heads: bool) -> torch.Tensor:
     """to_heads: [1, T_local, H, ...] → [1, T, H/W, ...]; else back."""
     if to_heads:
@@ -98,3 +99,23 @@ def _all_to_all(parts: torch.Tensor, group: str) -> torch.Tensor:
     received = torch.empty_like(parts)
     dist.all_to_all_single(received, parts, group=group_named(group))
     return received
+
+
+# Rank order: the tokens that each rank holds, rank after rank.
+
+
+def to_global_order(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """x [W, T_local, ...], the tokens of each rank → [T, ...] in global order. order: `CPContext.order`."""
+    x = x.flatten(0, 1)
+    if list(order) == list(range(len(order))):
+        return x
+    blocks = x.unflatten(0, (len(order), -1))  # all fragments have the same length
+    return torch.cat([blocks[i] for i in order])
+
+
+def to_rank_order(x: torch.Tensor, order: Sequence[int], world_size: int) -> torch.Tensor:
+    """[T, ...] in global order → [W, T_local, ...]: the inverse of `to_global_order`."""
+    if list(order) != list(range(len(order))):
+        blocks = x.unflatten(0, (len(order), -1))
+        x = torch.cat([blocks[i] for i in sorted(range(len(order)), key=order.__getitem__)])
+    return x.unflatten(0, (world_size, -1))

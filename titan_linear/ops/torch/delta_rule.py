@@ -273,7 +273,8 @@ class TorchDeltaRule:
     def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
         self.scanned = scan(self.prepared, self.chunks, self._of_entries(initial))
         o, final = self.chunks.join(output(self.prepared, self.scanned)), self.scanned.final
-        return o, final if need_final else final.new_empty(0)
+        # Contiguous however many entries were joined: compiled code asks for the same strides in every batch.
+        return o.contiguous(), final if need_final else final.new_empty(0)
 
     @without_autocast
     def boundary_backward(self, do: torch.Tensor, chains: Chains) -> torch.Tensor:

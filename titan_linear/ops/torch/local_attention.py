@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from titan_linear.ops.boundaries import Boundaries
@@ -25,7 +27,7 @@ def local_attention(
     return Attention.apply(q, k, v, (attention_forward, attention_backward), (spans,), scale, causal)
 
 
-@operator
+@operator(kept_by=("selective", "attention"), kind="attention")
 def attention_forward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[torch.Tensor], scale: float, causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +36,12 @@ def attention_forward(
     return o.contiguous(), lse.contiguous()
 
 
-@operator
+def _room_in_backward(q: torch.Tensor, **_: Any) -> int:
+    """Bytes of dq's accumulator, in float32."""
+    return 4 * q.numel()
+
+
+@operator(kind="attention", temporary=_room_in_backward)
 def attention_backward(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
     spans: list[torch.Tensor], scale: float, causal: bool,

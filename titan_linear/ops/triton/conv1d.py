@@ -345,7 +345,7 @@ def _(cu_seqlens, tokens, size):
     return cu_seqlens.new_empty(max_chunks(tokens, cu_seqlens.shape[0] - 1, size), 2)
 
 
-@operator
+@operator(kept_by=("selective",), kind="convolution")
 def conv1d(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -397,7 +397,7 @@ def _(x, weight, bias, initial_state, state_index, cu_seqlens, chunk_index, widt
     return _outputs(x, weight, cu_seqlens, widths, output_final_state)
 
 
-@operator
+@operator(kind="convolution")
 def conv1d_backward(
     x: torch.Tensor,
     dys: list[torch.Tensor],

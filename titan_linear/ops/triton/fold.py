@@ -123,7 +123,7 @@ def fold_segments_kernel(
         tl.debug_barrier()  # the next segment reads all rows
 
 
-@operator
+@operator(kept_by=("selective",), of_driver=True)
 def fold_segments(
     S_ext: Tensor, M: Tensor, start: Tensor | None, index: Tensor | None, segment_offsets: Tensor, reverse: bool
 ) -> Tensor:
@@ -205,7 +205,7 @@ def _launch_fold_entries(
     return state[0]
 
 
-@operator
+@operator(kept_by=("selective",), of_driver=True)
 def fold_entries(S_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
     """S_ext [n, HV, K, V] and M [n, HV, K, K] of `entries` [n] int32, from those of all segments: S_ext is their fold
     from a zero state, M that from the identity with S_ext left out."""
@@ -218,7 +218,7 @@ def _(S_ext, M, segment_offsets, entries):
     return tuple(x.new_empty(len(entries), *x.shape[1:]) for x in (S_ext, M))
 
 
-@operator
+@operator(of_driver=True)
 def fold_entries_back(dS_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor) -> Tensor:
     """dS_ext [n, HV, K, V] of `entries` [n] int32, from those of all segments."""
     return _launch_fold_entries(dS_ext, M, segment_offsets, entries, None)

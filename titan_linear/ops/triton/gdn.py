@@ -23,6 +23,8 @@ their sigmoid, and dbeta is the gradient of the logits. With A_log [HV], g is ra
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -69,7 +71,7 @@ def _launch_prepare(q, k, g, beta, A_log, dt_bias, C, A, gates, norms, cu_seqlen
     )  # fmt: skip
 
 
-@operator
+@operator(kind="delta rule", of_driver=True)
 def gdn_prepare(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
@@ -91,7 +93,7 @@ def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, chunk_index, chunk_offsets, sca
     return torch.empty_like(A), A, gates, norms
 
 
-@operator
+@operator(kind="delta rule", of_driver=True)
 def gdn_recompute(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
@@ -112,7 +114,7 @@ def _scan_outputs(k: Tensor, v: Tensor, final_rows: int) -> tuple[Tensor, Tensor
     return v.new_empty(v.shape), empty_states(v, final_rows, k.shape[2])
 
 
-@operator
+@operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def gdn_scan(
     q: Tensor, k: Tensor, v: Tensor, C: Tensor, A: Tensor, gates: Tensor, norms: Tensor,
     cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
@@ -144,7 +146,7 @@ def _boundary_outputs(k: Tensor, v: Tensor, entries: Tensor) -> tuple[Tensor, Te
     return empty_states(v, F, K), v.new_empty(F, HV, K, K, dtype=torch.float32)
 
 
-@operator
+@operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def gdn_boundary(
     k: Tensor, v: Tensor, C: Tensor, A: Tensor, gates: Tensor, norms: Tensor,
     cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor, entries: Tensor, wanted: Tensor | None,
@@ -168,7 +170,7 @@ def _(k, v, C, A, gates, norms, cu_seqlens, chunk_index, chunk_offsets, entries,
     return _boundary_outputs(k, v, entries)
 
 
-@operator
+@operator(kind="delta rule", of_driver=True)
 def gdn_boundary_bwd(
     q: Tensor, k: Tensor, do: Tensor, C: Tensor, A: Tensor, gates: Tensor, norms: Tensor,
     cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor, entries: Tensor, wanted: Tensor | None,
@@ -194,7 +196,13 @@ def _(q, k, do, C, A, gates, norms, cu_seqlens, chunk_index, chunk_offsets, entr
     return empty_states(do, entries.shape[0], k.shape[2])
 
 
-@operator
+def _room_in_backward(k: Tensor, v: Tensor, **_: Any) -> int:
+    """Bytes, for each chunk: states and their gradients, y."""
+    (T, HV, V), K = v.shape, k.shape[-1]
+    return T * HV * (2 * K * V // BT + V) * v.element_size()
+
+
+@operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)
 def gdn_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     do: Tensor, initial_state: Tensor | None, state_index: Tensor | None,

@@ -24,6 +24,8 @@ gate (1) or of the bounded gate (2).
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -79,7 +81,7 @@ def _launch_prepare(q, k, g, beta, A_log, dt_bias, tiles, cu_seqlens, chunk_inde
     )  # fmt: skip
 
 
-@operator
+@operator(kind="delta rule", of_driver=True)
 def kda_prepare(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
@@ -100,7 +102,7 @@ def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, chunk_index, *_):
     return *_recomputed(q, g, chunk_index), *_matrices(q, g, chunk_index)
 
 
-@operator
+@operator(kind="delta rule", of_driver=True)
 def kda_recompute(
     q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
@@ -133,7 +135,7 @@ def _scan_outputs(v: Tensor, qg: Tensor, final_rows: int) -> tuple[Tensor, Tenso
     return v.new_empty(v.shape), empty_states(v, final_rows, qg.shape[2])
 
 
-@operator
+@operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def kda_scan(
     v: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor, Aqk: Tensor, Gn: Tensor,
     cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
@@ -156,7 +158,7 @@ def _boundary_outputs(v: Tensor, qg: Tensor, entries: Tensor) -> tuple[Tensor, T
     return empty_states(v, F, K), v.new_empty(F, HV, K, K, dtype=torch.float32)
 
 
-@operator
+@operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def kda_boundary(
     v: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor, Aqk: Tensor, Gn: Tensor,
     cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor, entries: Tensor, wanted: Tensor | None,
@@ -177,7 +179,7 @@ def _(v, qg, kn, kg, decay, b, Aqk, Gn, cu_seqlens, chunk_index, chunk_offsets, 
     return _boundary_outputs(v, qg, entries)
 
 
-@operator
+@operator(kind="delta rule", of_driver=True)
 def kda_boundary_bwd(
     do: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor, Aqk: Tensor, Gn: Tensor,
     cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor, entries: Tensor, wanted: Tensor | None,
@@ -209,7 +211,13 @@ def _norm_gradients(q: Tensor, k: Tensor, dqn: Tensor, dkn: Tensor) -> tuple[Ten
     return dq, dk
 
 
-@operator
+def _room_in_backward(k: Tensor, v: Tensor, **_: Any) -> int:
+    """Bytes, for each chunk: states and their gradients, r and y, the gradients of two matrices."""
+    (T, HV, V), K = v.shape, k.shape[-1]
+    return T * HV * (2 * K * V // CHUNK + 2 * V + 2 * CHUNK) * v.element_size()
+
+
+@operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)
 def kda_backward(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
     do: Tensor, initial_state: Tensor | None, state_index: Tensor | None,

@@ -81,25 +81,25 @@ class SplitDocuments:
         return self.states, self.M, *self.segments
 
     def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
-        self.S_ext, self.M = self.rule.boundaries(self.segments.numbers)
+        self.S_ext, self.M = self.rule.boundaries(self.segments.numbers, self.segments.wanted)
         return fold_entries(self.S_ext, self.M, self.segments.offsets, chains.entries)
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
         if self.S_ext is None:
-            self.S_ext, self.M = self.rule.boundaries(self.segments.numbers)
+            self.S_ext, self.M = self.rule.boundaries(self.segments.numbers, self.segments.wanted)
         self.states = fold_segments(self.S_ext, self.M, *_parts(initial), self.segments.offsets, False)
         o, last = self.rule.forward(States(self.states), need_final)
         return o, last[self.segments.offsets[1:] - 1] if need_final else last
 
     def boundary_backward(self, do: torch.Tensor, chains: Chains) -> torch.Tensor:
-        self.dS_ext = self.rule.boundary_gradients(do, self.segments.numbers)
+        self.dS_ext = self.rule.boundary_gradients(do, self.segments.numbers, self.segments.wanted)
         return fold_entries_back(self.dS_ext, self.M, self.segments.offsets, chains.entries)
 
     def backward(
         self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
     ) -> tuple[Inputs, torch.Tensor]:
         if self.dS_ext is None:
-            self.dS_ext = self.rule.boundary_gradients(do, self.segments.numbers)
+            self.dS_ext = self.rule.boundary_gradients(do, self.segments.numbers, self.segments.wanted)
         d_last = fold_segments(self.dS_ext, self.M, *_parts(d_final), self.segments.offsets, True)
         grads, d_first = self.rule.backward(do, States(self.states), States(d_last), need_d_initial)
         return grads, d_first[self.segments.offsets[:-1]] if need_d_initial else d_first
@@ -109,7 +109,7 @@ def segments_of(boundaries: Boundaries, tokens: int, length: int) -> Segments:
     """Segments of `length` tokens, found on the device; those that no entry needs are empty."""
     edges, offsets = segment_table(boundaries.cu_seqlens, tokens, length)
     numbers = torch.arange(len(edges) - 1, dtype=torch.int32, device=edges.device)
-    return Segments(*chunks_of(edges, tokens), offsets, numbers)
+    return Segments(*chunks_of(edges, tokens), offsets, numbers, torch.full_like(numbers, 2))
 
 
 def _parts(states: States | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:

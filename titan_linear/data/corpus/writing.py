@@ -3,7 +3,7 @@
 A writer holds a lock on `<folder>.lock`, syncs its files to the disk, and renames the folder, so that a corpus is whole
 or absent, and of processes that start together one writes and the others wait. If the writing of texts (cache.py) is
 stopped, it goes on where it was: every few seconds the files in `<folder>.tmp` are synced to the disk, and
-progress.json says how much of them counts.
+journal.json says how much of them counts.
 """
 
 from __future__ import annotations
@@ -21,43 +21,49 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from titan_linear.data.chat import Learnt
-from titan_linear.data.corpus import (
+from titan_linear.data.corpus.chat import MaskedTokens
+from titan_linear.data.corpus.corpus import (
     ANSWERS,
     ANSWERS_FORMAT,
     FILE_ENDS,
     FILES,
     FORMAT,
+    HASHES,
     INFO,
+    OFFSETS,
     PATHS,
+    TOKENS,
     add_file,
     as_json,
     described,
     info_checksum,
 )
-from titan_linear.data.tokenise import Tokens
-from titan_linear.data.tokenizer import Tokenizer
+from titan_linear.data.corpus.tokenise import Tokens
+from titan_linear.data.corpus.tokenizer import Tokenizer
 from titan_linear.files import lock, sync, write_whole
 
 JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
-JOURNAL = "progress.json"
+JOURNAL = "journal.json"
 _OURS = {*FILES, ANSWERS, FILE_ENDS, *(name + end for name in (PATHS, INFO, JOURNAL) for end in ("", ".new"))}
 
 
 def write_corpus(
-    folder: str | Path, documents: Iterable[np.ndarray] | Iterable[Learnt], tokenizer: Tokenizer, *,
+    folder: str | Path,
+    documents: Iterable[np.ndarray] | Iterable[MaskedTokens],
+    tokenizer: Tokenizer,
+    *,
     answers: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Writes a corpus from documents that are tokens already, each [n] integers with its eos if it is to have one.
 
-    answers: each document is its tokens and which of them are learnt, [n] bool; otherwise all are learnt.
+    answers: each document is its tokens and their loss mask, [n] bool; otherwise all tokens are trained on.
     ValueError: the folder exists, there is no document, a document is empty or has an id outside the vocabulary.
     """
     folder = Path(folder)
     with locked(folder):
         if folder.exists():
             raise ValueError(f"{folder} exists already; choose another folder")
-        write_into(folder, iter(documents), tokenizer, Progress(answers=answers))
+        write_into(folder, iter(documents), tokenizer, Journal(answers=answers))
 
 
 class BadDocument(ValueError):
@@ -65,7 +71,7 @@ class BadDocument(ValueError):
 
 
 @dataclass
-class Progress:
+class Journal:
     """How far the writing of a corpus has come; as JSON, the journal of the files in <folder>.tmp."""
 
     key: str = ""  # of the texts; empty: documents that are tokens already, which are not journaled
@@ -77,9 +83,9 @@ class Progress:
     bad: list[str] = field(default_factory=list)  # the first few
     num_documents: int = 0  # written
     num_tokens: int = 0
-    answers: bool = False  # documents say which of their tokens are learnt
+    answers: bool = False  # documents have a loss mask
     num_answers: int = 0
-    num_learnt: int = 0  # tokens
+    num_answer_tokens: int = 0
     num_ended: int = 0  # documents whose last answer ends in the end token
     files_read: int = 0  # text files that have been read to their ends
     num_files: int = 0  # those of them whose ends are in files.bin
@@ -105,20 +111,24 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def write_into(
-    folder: Path, documents: Iterator[Tokens], tokenizer: Tokenizer, progress: Progress, dataset: str | None = None,
+    folder: Path,
+    documents: Iterator[Tokens],
+    tokenizer: Tokenizer,
+    journal: Journal,
+    dataset: str | None = None,
     texts: Sequence[Path] = (),
-) -> None:  # fmt: skip
+) -> None:
     """Writes all of `<folder>.tmp`, or the rest of it, then renames it. The caller holds the lock.
 
-    progress: what is there already; documents: those that follow. dataset, texts: where they are from, if from texts.
+    journal: what is there already; documents: those that follow. dataset, texts: where they are from, if from texts.
     """
     temporary = temporary_folder(folder)
-    if not progress.read:
+    if not journal.read:
         _remove_remains(temporary)  # of a writer that was killed
         temporary.mkdir(parents=True)
     try:
-        content = _write_arrays(temporary, documents, tokenizer, progress)
-        names = list(_names(progress))
+        content = _write_arrays(temporary, documents, tokenizer, journal)
+        names = _names(journal)
         if dataset:
             write_whole(temporary / PATHS, as_json(list(map(str, texts))))
             names.append(PATHS)
@@ -128,11 +138,15 @@ def write_into(
             "vocab_size": tokenizer.vocab_size,
             "eos": tokenizer.eos_id,
         }
-        source = _source(dataset, len(texts), progress) if dataset else None
-        head = {"format": ANSWERS_FORMAT if progress.answers else FORMAT, **content}
-        info = {**head, "tokenizer": of_tokenizer, "source": source, "files": files}
-        if progress.texts:
-            info["texts"] = progress.texts
+        info = {
+            "format": ANSWERS_FORMAT if journal.answers else FORMAT,
+            **content,
+            "tokenizer": of_tokenizer,
+            "source": _source(dataset, len(texts), journal) if dataset else None,
+            "files": files,
+        }
+        if journal.texts:
+            info["texts"] = journal.texts
         info["checksum"] = info_checksum(info)
         write_whole(temporary / INFO, as_json(info))
         (temporary / JOURNAL).unlink(missing_ok=True)
@@ -147,10 +161,10 @@ def write_into(
         raise
 
 
-def _source(dataset: str, files: int, progress: Progress) -> dict[str, Any]:
+def _source(dataset: str, files: int, journal: Journal) -> dict[str, Any]:
     """The value of "source" in corpus.json."""
-    source = {"dataset": dataset, "files": files, "skipped_empty": progress.skipped_empty}
-    return source | ({"skipped_bad": progress.skipped_bad, "bad": progress.bad} if progress.bad else {})
+    source = {"dataset": dataset, "files": files, "skipped_empty": journal.skipped_empty}
+    return source | ({"skipped_bad": journal.skipped_bad, "bad": journal.bad} if journal.bad else {})
 
 
 def _remove_remains(temporary: Path) -> None:
@@ -162,49 +176,53 @@ def _remove_remains(temporary: Path) -> None:
         shutil.rmtree(temporary)
 
 
-def _write_arrays(
-    folder: Path, documents: Iterator[Tokens], tokenizer: Tokenizer, progress: Progress
-) -> dict[str, Any]:
+def _write_arrays(folder: Path, documents: Iterator[Tokens], tokenizer: Tokenizer, journal: Journal) -> dict[str, Any]:
     """Writes the files of _names on from what counts of them. Returns the counts, dtype and fingerprint for
     corpus.json."""
-    dtype = _dtype(tokenizer.vocab_size)
     with ExitStack() as stack:
         if hasattr(documents, "close"):
             stack.callback(documents.close)  # its processes end with the writing, however that ends
-        files = _open_arrays(folder, dtype, progress, stack)
-        (tokens, offsets, hashes), rest = files[:3], dict(zip(_names(progress)[3:], files[3:]))
-        answers, sources = rest.get(ANSWERS), rest.get(FILE_ENDS)
-        content = _content_so_far(folder / "hashes.bin")
+        files = _open_arrays(folder, _dtype(tokenizer.vocab_size), journal, stack)
+        content = _content_so_far(folder / HASHES)
         journaled = time.monotonic()
         for document in documents:
-            ids, learnt = document if progress.answers else (document, None)
-            data = _checked(np.asarray(ids), progress.num_documents, tokenizer.vocab_size).astype(dtype).tobytes()
-            digest = hashlib.blake2b(data, digest_size=8).digest()
-            if answers:
-                answers.write(_answers(np.asarray(ids), np.asarray(learnt), tokenizer, progress))
-            if sources:
-                sources.write(_file_ends(progress))
-            progress.num_documents, progress.num_tokens = progress.num_documents + 1, progress.num_tokens + len(ids)
-            tokens.write(data)
-            offsets.write(np.int64(progress.num_tokens).tobytes())
-            hashes.write(digest)
-            content.update(digest)
-            if progress.key and time.monotonic() - journaled >= JOURNAL_SECONDS:
-                for file in files:
-                    sync_file(file)
-                write_whole(folder / JOURNAL, as_json(asdict(progress)))
+            content.update(_write_document(document, files, tokenizer, journal))
+            if journal.key and time.monotonic() - journaled >= JOURNAL_SECONDS:
+                _sync_files(files)
+                write_whole(folder / JOURNAL, as_json(asdict(journal)))
                 journaled = time.monotonic()
-        if not progress.num_documents:
+        if not journal.num_documents:
             raise ValueError(f"no documents to write to {folder}; give one at least")
-        if sources:
-            sources.write(_file_ends(progress))
-        for file in files:
-            sync_file(file)
-    counts = {"num_documents": progress.num_documents, "num_tokens": progress.num_tokens, "dtype": dtype}
-    if progress.answers:
+        if FILE_ENDS in files:
+            files[FILE_ENDS].write(_file_ends(journal))
+        _sync_files(files)
+    found = {
+        "num_documents": journal.num_documents,
+        "num_tokens": journal.num_tokens,
+        "dtype": _dtype(tokenizer.vocab_size),
+    }
+    if journal.answers:
         add_file(folder / ANSWERS, content)
-        counts |= {"num_learnt": progress.num_learnt, "num_ended": progress.num_ended}
-    return {**counts, "fingerprint": content.hexdigest()[:32]}
+        found |= {"num_answer_tokens": journal.num_answer_tokens, "num_ended": journal.num_ended}
+    return {**found, "fingerprint": content.hexdigest()[:32]}
+
+
+def _write_document(document: Tokens, files: dict[str, BinaryIO], tokenizer: Tokenizer, journal: Journal) -> bytes:
+    """Adds a document to all files but corpus.json, and returns its hash."""
+    ids, loss_mask = document if journal.answers else (document, None)
+    ids = _checked(np.asarray(ids), journal.num_documents, tokenizer.vocab_size)
+    if loss_mask is not None:
+        files[ANSWERS].write(_answers(ids, np.asarray(loss_mask), tokenizer, journal))
+    if FILE_ENDS in files:
+        files[FILE_ENDS].write(_file_ends(journal))
+    data = ids.astype(_dtype(tokenizer.vocab_size)).tobytes()
+    digest = hashlib.blake2b(data, digest_size=8).digest()
+    journal.num_documents += 1
+    journal.num_tokens += len(ids)
+    files[TOKENS].write(data)
+    files[OFFSETS].write(np.int64(journal.num_tokens).tobytes())
+    files[HASHES].write(digest)
+    return digest
 
 
 def _checked(ids: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
@@ -216,22 +234,22 @@ def _checked(ids: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
     return ids
 
 
-def _answers(ids: np.ndarray, learnt: np.ndarray, tokenizer: Tokenizer, progress: Progress) -> bytes:
-    """What to add to answers.bin for the document that follows; ids [n], learnt [n] bool."""
-    if learnt.shape != ids.shape or not learnt.any():
-        n = progress.num_documents
-        raise ValueError(f"document {n}: which of its tokens are learnt must be [n] bool, one of them true at least")
-    edges = np.flatnonzero(np.diff(learnt, prepend=False, append=False))  # begin, end, begin, end, …
-    progress.num_answers += len(edges) // 2
-    progress.num_learnt += int(learnt.sum())
-    progress.num_ended += int(ids[edges[-1] - 1] == tokenizer.eos_id)
-    return (progress.num_tokens + edges).astype("<i8").tobytes()
+def _answers(ids: np.ndarray, loss_mask: np.ndarray, tokenizer: Tokenizer, journal: Journal) -> bytes:
+    """What to add to answers.bin for the document that follows; ids [n], loss_mask [n] bool."""
+    if loss_mask.shape != ids.shape or not loss_mask.any():
+        n = journal.num_documents
+        raise ValueError(f"document {n}: its loss mask must be [n] bool, true somewhere")
+    edges = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False))  # begin, end, begin, end, …
+    journal.num_answers += len(edges) // 2
+    journal.num_answer_tokens += int(loss_mask.sum())
+    journal.num_ended += int(ids[edges[-1] - 1] == tokenizer.eos_id)
+    return (journal.num_tokens + edges).astype("<i8").tobytes()
 
 
-def _file_ends(progress: Progress) -> bytes:
+def _file_ends(journal: Journal) -> bytes:
     """What to add to files.bin for the files that have been read to their ends meanwhile."""
-    ends = np.full(progress.files_read - progress.num_files, progress.num_documents, dtype="<i8")
-    progress.num_files = progress.files_read
+    ends = np.full(journal.files_read - journal.num_files, journal.num_documents, dtype="<i8")
+    journal.num_files = journal.files_read
     return ends.tobytes()
 
 
@@ -245,38 +263,45 @@ def _dtype(vocab_size: int) -> str:
     return "<u2" if vocab_size <= 1 << 16 else "<u4"
 
 
-def _names(progress: Progress) -> tuple[str, ...]:
+def _names(journal: Journal) -> list[str]:
     """The files of a corpus that are written document by document."""
-    return (*FILES, *[ANSWERS] * progress.answers, *[FILE_ENDS] * bool(progress.texts))
+    return [*FILES, *[ANSWERS] * journal.answers, *[FILE_ENDS] * bool(journal.texts)]
 
 
-def _sizes(progress: Progress, dtype: str) -> list[int]:
+def _sizes(journal: Journal, dtype: str) -> dict[str, int]:
     """Number of bytes that count in each file of _names."""
-    n = progress.num_documents
-    sizes = {ANSWERS: 16 * progress.num_answers, FILE_ENDS: 8 * (progress.num_files + 1)}
-    sizes |= dict(zip(FILES, (progress.num_tokens * np.dtype(dtype).itemsize, 8 * (n + 1), 8 * n)))
-    return [sizes[name] for name in _names(progress)]
+    sizes = {
+        TOKENS: journal.num_tokens * np.dtype(dtype).itemsize,
+        OFFSETS: 8 * (journal.num_documents + 1),
+        HASHES: 8 * journal.num_documents,
+        ANSWERS: 16 * journal.num_answers,
+        FILE_ENDS: 8 * (journal.num_files + 1),
+    }
+    return {name: sizes[name] for name in _names(journal)}
 
 
-def _open_arrays(folder: Path, dtype: str, progress: Progress, stack: ExitStack) -> list[BinaryIO]:
+def _open_arrays(folder: Path, dtype: str, journal: Journal, stack: ExitStack) -> dict[str, BinaryIO]:
     """The files of _names, cut to what counts of them and open at their ends."""
-    files = [stack.enter_context((folder / name).open("ab")) for name in _names(progress)]
-    for file, size in zip(files, _sizes(progress, dtype)):
-        file.truncate(size)  # extends new offsets.bin and files.bin, which begin with 0, to 8 zeros
+    files = {}
+    for name, size in _sizes(journal, dtype).items():
+        files[name] = stack.enter_context((folder / name).open("ab"))
+        files[name].truncate(size)  # extends new offsets.bin and files.bin, which begin with 0, to 8 zeros
     return files
 
 
-def read_journal(folder: Path, vocab_size: int) -> Progress | None:
+def read_journal(folder: Path, vocab_size: int) -> Journal | None:
     """How far an earlier writer came, if what it wrote is still there."""
+    temporary = temporary_folder(folder)
     try:
-        progress = Progress(**json.loads((temporary_folder(folder) / JOURNAL).read_bytes()))
-        there = [(temporary_folder(folder) / name).stat().st_size for name in _names(progress)]
+        journal = Journal(**json.loads((temporary / JOURNAL).read_bytes()))
+        sizes = _sizes(journal, _dtype(vocab_size))
+        whole = all((temporary / name).stat().st_size >= size for name, size in sizes.items())
     except (OSError, ValueError, TypeError):
         return None
-    whole = all(size >= counts for size, counts in zip(there, _sizes(progress, _dtype(vocab_size))))
-    return progress if whole else None
+    return journal if whole else None
 
 
-def sync_file(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
+def _sync_files(files: dict[str, BinaryIO]) -> None:
+    for file in files.values():
+        file.flush()
+        os.fsync(file.fileno())

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_linear.data.corpus import Corpus
-from titan_linear.data.mixture import MixedStreams, Streams
+from titan_linear.data.corpus.corpus import Corpus
+from titan_linear.data.streams.mixture import MixedStreams, Streams
 
 _PART = re.compile(r"\*\*/|\*\*|.", re.DOTALL)
 _WILD = {"**/": "(?:.*/)?", "**": ".*", "*": "[^/]*", "?": "[^/]"}
@@ -69,7 +69,7 @@ def _grouped(corpora: Mapping[str, Corpus], patterns: Mapping[str, str]) -> dict
         folders = ", ".join(str(corpus.folder) for corpus in corpora.values())
         raise ValueError(
             f"metrics.loss_by_source: {folders} does not know from which files its documents are: it was written from "
-            "tokens, or by an earlier version; write it from its texts (tools.corpus), or remove metrics.loss_by_source"
+            "tokens; write it from its texts (tools.corpus), or remove metrics.loss_by_source"
         )
     groups = np.full(len(paths), len(patterns))
     for place, (name, globs) in reversed(list(enumerate(patterns.items()))):

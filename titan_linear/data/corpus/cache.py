@@ -26,23 +26,19 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from titan_linear.data.chat import Completions, Conversations
-from titan_linear.data.corpus import (
+from titan_linear.data.corpus.chat import Completions, Conversations
+from titan_linear.data.corpus.corpus import (
     ANSWERS_FORMAT,
     CACHE_NAME,
-    FILE_ENDS,
     FORMAT,
     INFO,
     PATHS,
     Corpus,
     add_file,
-    as_json,
-    described,
-    how_to_mend,
-    info_checksum,
     load_corpus,
+    unfitting,
 )
-from titan_linear.data.sources import (
+from titan_linear.data.corpus.sources import (
     FIELD_SOURCES,
     FORMATS,
     TEXT_SOURCES,
@@ -50,19 +46,18 @@ from titan_linear.data.sources import (
     read_documents,
     source_files,
 )
-from titan_linear.data.tokenise import Encoder, Tokens, tokenise, worker_count
-from titan_linear.data.tokenizer import Tokenizer
-from titan_linear.data.writing import (
+from titan_linear.data.corpus.tokenise import Encoder, Tokens, tokenise, worker_count
+from titan_linear.data.corpus.tokenizer import Tokenizer
+from titan_linear.data.corpus.writing import (
     BadDocument,
-    Progress,
+    Journal,
     lock_file,
     locked,
     read_journal,
-    sync_file,
     temporary_folder,
     write_into,
 )
-from titan_linear.files import default_cache_dir, lock, sync, write_whole
+from titan_linear.files import default_cache_dir, lock
 
 DATASETS = (*TEXT_SOURCES, "tokens")
 _NAMED = 3  # number of skipped bad documents that are named
@@ -116,7 +111,8 @@ def open_corpus(
             os.utime(lock_file(folder))  # its last use
     corpus = load_corpus(folder)
     if with_paths:
-        corpus = _with_own_paths(corpus) if dataset == "tokens" else _with_paths(corpus, texts)
+        paths = _paths_when_written(corpus) if dataset == "tokens" else tuple(map(str, files))
+        corpus = replace(corpus, paths=paths)
     if corpus.info["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
         raise ValueError(
             f"{path_key} = {dataset_path!r}: written with tokenizer {corpus.info['tokenizer']['fingerprint']!r}, but "
@@ -128,9 +124,14 @@ def open_corpus(
 
 
 def cached_corpus(
-    dataset: str, dataset_path: str | None, tokenizer: Tokenizer, *, text_field: str, dataset_format: str,
+    dataset: str,
+    dataset_path: str | None,
+    tokenizer: Tokenizer,
+    *,
+    text_field: str,
+    dataset_format: str,
     on_bad_document: str,
-) -> Corpus | None:  # fmt: skip
+) -> Corpus | None:
     """A corpus of tokens, or that of texts if it is in the cache; None: it is not here. Nothing is written."""
     try:
         folder = Path(dataset_path or "").expanduser()
@@ -244,56 +245,16 @@ class _Texts:
         return hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 
-def _with_own_paths(corpus: Corpus) -> Corpus:
-    """The corpus with the paths that its text files had when it was written, if it knows them."""
+def _paths_when_written(corpus: Corpus) -> tuple[str, ...] | None:
+    """The paths of a corpus's text files when it was written; None: it was written from tokens."""
     if corpus.files is None:
-        return corpus
+        return None
     path, paths = corpus.folder / PATHS, ()
     with suppress(OSError, ValueError, TypeError):
         paths = tuple(json.loads(path.read_bytes()))
     if len(paths) != len(corpus.files) - 1:
-        raise ValueError(f"{path} does not fit the other files; {how_to_mend(corpus.folder)}")
-    return replace(corpus, paths=paths)
-
-
-def _with_paths(corpus: Corpus, texts: _Texts) -> Corpus:
-    """The corpus with the present paths of its text files. A cache of an earlier version first gets files.bin and
-    files.json."""
-    if corpus.files is None:
-        try:
-            with locked(corpus.folder):
-                if load_corpus(corpus.folder).files is None:  # no other process has just done it
-                    _add_files(corpus, texts)
-        except OSError as error:
-            raise ValueError(
-                f"the token cache {corpus.folder} cannot be written ({error}), and is of an earlier version, which did "
-                "not note the files of documents; set XDG_CACHE_HOME to a folder that can"
-            ) from error
-        corpus = load_corpus(corpus.folder)
-    assert corpus.files is not None and len(corpus.files) == len(texts.files) + 1, corpus.folder
-    return replace(corpus, paths=tuple(map(str, texts.files)))
-
-
-def _add_files(corpus: Corpus, texts: _Texts) -> None:
-    """Counts the documents of each file, and adds files.bin and files.json to a cache."""
-    folder, key, counts = corpus.folder, texts.key, [0]
-    for file in tqdm(texts.files, desc=f"reading {texts.dataset}", disable=not texts.show_progress, delay=2):
-        counts.append(sum(document.content != "" and not document.problem for document in texts.documents(file)))
-    _check_unchanged(key, texts)
-    if sum(counts) != corpus.num_documents:  # the tokenizer skipped some: only it could say which
-        raise ValueError(
-            f"the token cache {folder} is of an earlier version, which did not note the files of documents, and their "
-            f"texts alone do not tell which were skipped; python -m tools.corpus prune {folder.name} removes it, and "
-            "the next start writes it again"
-        )
-    with (folder / FILE_ENDS).open("wb") as file:
-        file.write(np.cumsum(counts).astype("<i8").tobytes())
-        sync_file(file)
-    write_whole(folder / PATHS, as_json([str(file) for file in texts.files]))
-    added = {name: described(folder / name) for name in (FILE_ENDS, PATHS)}
-    info = corpus.info | {"files": corpus.info["files"] | added}
-    write_whole(folder / INFO, as_json(info | {"checksum": info_checksum(info)}))
-    sync(folder)
+        raise unfitting(path)
+    return paths
 
 
 def _unreadable(error: OSError) -> ValueError:
@@ -332,60 +293,65 @@ def _same_texts(caches: Path, texts: _Texts) -> Path | None:
     """A cache of these texts, whatever paths and times they had."""
     known = {}
     for info in caches.glob(f"{texts.dataset}-*/{INFO}"):
-        with suppress(OSError, ValueError, TypeError, KeyError):  # damaged, or of an older version
+        with suppress(OSError, ValueError, TypeError, KeyError):  # damaged, or written from tokens
             known[json.loads(info.read_bytes())["texts"]] = info.parent
     return known.get(texts.content) if known else None
 
 
 def _tokenise_into(folder: Path, texts: _Texts) -> None:
-    new = Progress(texts.key, texts.content, answers=texts.format == ANSWERS_FORMAT)
-    progress = _resumable(folder, texts) or new
-    if progress.read:
-        print(f"continuing where tokenising was stopped, after {progress.num_documents:,} documents", flush=True)
-    write_into(folder, _tokenised(texts, progress), texts.tokenizer, progress, texts.dataset, texts.files)
+    new = Journal(texts.key, texts.content, answers=texts.format == ANSWERS_FORMAT)
+    journal = _resumable(folder, texts) or new
+    if journal.read:
+        print(f"continuing where tokenising was stopped, after {journal.num_documents:,} documents", flush=True)
+    write_into(folder, _tokenised(texts, journal), texts.tokenizer, journal, texts.dataset, texts.files)
 
 
-def _resumable(folder: Path, texts: _Texts) -> Progress | None:
+def _resumable(folder: Path, texts: _Texts) -> Journal | None:
     """How far an earlier writer of the same texts came; None: begin anew."""
-    progress = read_journal(folder, texts.tokenizer.vocab_size)
-    if progress is None or progress.key != texts.key:
+    journal = read_journal(folder, texts.tokenizer.vocab_size)
+    if journal is None or journal.key != texts.key:
         return None
-    stops = texts.on_bad_document == "stop" and progress.skipped_bad  # it skipped a document at which to stop
-    return None if stops else progress
+    stops = texts.on_bad_document == "stop" and journal.skipped_bad  # it skipped a document at which to stop
+    return None if stops else journal
 
 
-def _tokenised(texts: _Texts, progress: Progress) -> Iterator[Tokens]:
-    """The tokens of each document that `progress` has not read; for texts with eos. Counts what it reads and skips."""
+def _tokenised(texts: _Texts, journal: Journal) -> Iterator[Tokens]:
+    """The tokens of each document that `journal` has not read; for texts with eos. Counts what it reads and skips."""
     ends: deque[int] = deque()  # for each file that has been read: documents up to its end
     eos = np.array([] if texts.tokenizer.eos_id is None else [texts.tokenizer.eos_id], dtype=np.int64)
     total = sum(file.stat().st_size for file in texts.files)
-    documents = islice(_read(texts, ends), progress.read, None)
-    progress.files_read = 0
+    documents = islice(_read(texts, ends), journal.read, None)
+    journal.files_read = 0
     bar = tqdm(
-        total=total, initial=progress.size, unit="B", unit_scale=True, desc=f"tokenising {texts.dataset}", smoothing=0,
+        total=total,
+        initial=journal.size,
+        unit="B",
+        unit_scale=True,
+        desc=f"tokenising {texts.dataset}",
+        smoothing=0,
         disable=not texts.show_progress,
-    )  # fmt: skip
+    )
     with bar, closing(tokenise(texts.encoder, documents, worker_count(total))) as encoded:
         for document, tokens in encoded:
             bar.update(min(document.size, total - bar.n))  # sizes of rows are fractions, whose sum may pass the total
-            while ends and ends[0] <= progress.read:
+            while ends and ends[0] <= journal.read:
                 ends.popleft()
-                progress.files_read += 1
-            progress.read, progress.size = progress.read + 1, progress.size + document.size
+                journal.files_read += 1
+            journal.read, journal.size = journal.read + 1, journal.size + document.size
             if isinstance(tokens, str):  # what is wrong with it
-                _meet_bad_document(f"{document.origin}: {tokens}", texts, progress)
-            elif progress.answers:
+                _meet_bad_document(f"{document.origin}: {tokens}", texts, journal)
+            elif journal.answers:
                 yield tokens
             elif len(tokens):
                 yield np.concatenate([tokens, eos])
             else:
-                progress.skipped_empty += 1
-    progress.files_read = len(texts.files)
-    if not progress.num_documents:
+                journal.skipped_empty += 1
+    journal.files_read = len(texts.files)
+    if not journal.num_documents:
         more = f" and {len(texts.files) - 1:,} more" if len(texts.files) > 1 else ""
-        found = f"bad documents: {progress.skipped_bad:,}, the first {progress.bad[0]}" if progress.bad else "all empty"
+        found = f"bad documents: {journal.skipped_bad:,}, the first {journal.bad[0]}" if journal.bad else "all empty"
         raise ValueError(f"{texts.path_key} has no text in {texts.files[0]}{more}: {found}; give other files")
-    _check_unchanged(progress.key, texts)
+    _check_unchanged(journal.key, texts)
 
 
 def _read(texts: _Texts, ends: deque[int]) -> Iterator[Document]:
@@ -403,12 +369,12 @@ def _check_unchanged(key: str, texts: _Texts) -> None:
         raise ValueError(f"files of {texts.path_key} changed while they were read; start again")
 
 
-def _meet_bad_document(problem: str, texts: _Texts, progress: Progress) -> None:
+def _meet_bad_document(problem: str, texts: _Texts, journal: Journal) -> None:
     if texts.on_bad_document == "stop":
         raise BadDocument(f"{problem}; {_SKIP}")
-    progress.skipped_bad += 1
-    if len(progress.bad) < _NAMED:
-        progress.bad.append(problem)
+    journal.skipped_bad += 1
+    if len(journal.bad) < _NAMED:
+        journal.bad.append(problem)
 
 
 def _same_file(folder: Path) -> Path:

@@ -6,17 +6,14 @@ A corpus is a folder (little-endian, no headers):
     offsets.bin   int64    [num_documents + 1]; document d is tokens[offsets[d] : offsets[d+1]], never empty
     hashes.bin    uint64   [num_documents]; blake2b of the document's tokens, which decides the held-out split
     answers.bin   int64    [2 · num_answers], conversations only: tokens[answers[2a] : answers[2a + 1]] is answer a,
-                           which is learnt; the other tokens are not. Without this file all are
+                           which is trained on; other tokens are not. Without this file all are
     files.bin     int64    [num_files + 1], texts only: documents files[f] to files[f + 1] are of text file f
     files.json    the paths of these text files when they were tokenised
     corpus.json   counts, dtype, the tokenizer's fingerprint, the content's fingerprint, the source, and each file's
                   size and CRC-32 per 16 MiB; a CRC-32 of the JSON itself under "checksum"
 
-Corpora of earlier versions have neither files.bin nor files.json. A cache gets them when somebody asks for them: its
-texts are then read once more (cache.py).
-
 Elsewhere (in a checkpoint, say) a corpus is identified by `Corpus.fingerprint`, made only from the tokens and which of
-them are learnt.
+them are trained on.
 
 Opening checks corpus.json and the sizes and structure of every file. `verify_corpus` checks everything against the
 checksums (at the disk's speed, in threads); the preflight does that before training starts, unless it has found the
@@ -39,16 +36,16 @@ from typing import Any
 
 import numpy as np
 
-from titan_linear.data.sources import FIELD_SOURCES, TEXT_SOURCES
+from titan_linear.data.corpus.sources import FIELD_SOURCES, TEXT_SOURCES
 from titan_linear.files import default_cache_dir, write_whole
 
 FORMAT = "titan_linear corpus 1"
-ANSWERS_FORMAT = "titan_linear corpus 2"  # code that knows only the first format would learn every token
+ANSWERS_FORMAT = "titan_linear corpus 2"  # code that knows only the first format would train on every token
 CRC_BLOCK = 1 << 24  # bytes
 LONG = 50 * 10**9  # bytes: reading this many takes some time
 SMALL = 1 << 22  # documents: every process may look at this many
 CACHE_NAME = re.compile(rf"({'|'.join(TEXT_SOURCES)})-[0-9a-f]{{24}}")  # of the folders that are ours to remove
-FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
+TOKENS, OFFSETS, HASHES = FILES = ("tokens.bin", "offsets.bin", "hashes.bin")
 ANSWERS = "answers.bin"
 FILE_ENDS, PATHS = "files.bin", "files.json"  # of the text files
 INFO = "corpus.json"
@@ -56,19 +53,16 @@ INFO = "corpus.json"
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """An open corpus. Its arrays are memory-mapped; it is pickled as its path."""
+    """An open corpus. Its arrays are memory-mapped."""
 
     folder: Path
     tokens: np.ndarray  # [num_tokens] uint16 | uint32
     offsets: np.ndarray  # [num_documents + 1] int64
     hashes: np.ndarray  # [num_documents] uint64
     info: dict[str, Any]  # corpus.json
-    answers: np.ndarray | None = None  # [2 · num_answers] int64, rising; None: all tokens are learnt
+    answers: np.ndarray | None = None  # [2 · num_answers] int64, rising; None: all tokens are trained on
     files: np.ndarray | None = None  # [num_files + 1] int64: documents before each text file; None: unknown
     paths: tuple[str, ...] | None = None  # of these files, where they were asked for
-
-    def __reduce__(self) -> tuple:
-        return load_corpus, (self.folder,)
 
     @property
     def num_documents(self) -> int:
@@ -80,12 +74,12 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """Identifies the content: these tokens, as these documents, in this order, and which of them are learnt. The
-        tokenizer has a fingerprint of its own."""
+        """Identifies the content: these tokens, as these documents, in this order, and which of them are trained
+        on. The tokenizer has a fingerprint of its own."""
         return self.info["fingerprint"]
 
-    def is_learnt(self, positions: np.ndarray) -> np.ndarray:
-        """Whether the tokens at these positions in `tokens`, [n] int64, are to be predicted, [n] bool."""
+    def loss_mask(self, positions: np.ndarray) -> np.ndarray:
+        """Whether the tokens at these positions in `tokens`, [n] int64, are trained on, [n] bool."""
         if self.answers is None:
             return np.ones(len(positions), dtype=bool)
         return np.searchsorted(self.answers, positions, side="right") % 2 == 1
@@ -96,10 +90,10 @@ class Corpus:
         source = self.info["source"] or {"dataset": "tokens", "skipped_empty": 0}
         what = "texts" if source["dataset"] in FIELD_SOURCES else "files"
         skipped = f" ({source['skipped_empty']:,} empty {what} skipped)" if source["skipped_empty"] else ""
-        learnt = "" if self.answers is None else f", {self.info['num_learnt']:,} of them in answers"
+        answers = "" if self.answers is None else f", {self.info['num_answer_tokens']:,} of them in answers"
         lines = [
             f"corpus {source['dataset']}: {self.num_documents:,} documents{skipped}, {self.num_tokens:,} tokens"
-            f"{learnt}, in {self.folder}"
+            f"{answers}, in {self.folder}"
         ]
         if bad := source.get("skipped_bad"):
             lines.append(f"warning: {bad:,} bad documents skipped: " + "; ".join([*source["bad"], "…"][:bad]))
@@ -123,32 +117,49 @@ def load_corpus(folder: Path) -> Corpus:
 
     ValueError: a file is missing, truncated or not what corpus.json says.
     """
-    info, remedy = _read_info(folder), how_to_mend(folder)
-    dtypes = dict(zip((*FILES, ANSWERS, FILE_ENDS), (info["dtype"], "<i8", "<u8", "<i8", "<i8")))
-    arrays: dict[str, np.ndarray] = {}
+    info = _read_info(folder)
+    dtypes = {TOKENS: info["dtype"], OFFSETS: "<i8", HASHES: "<u8", ANSWERS: "<i8", FILE_ENDS: "<i8"}
+    files: dict[str, np.ndarray] = {}
     for name in names_in(info):
-        path, expected = folder / name, info["files"][name]["size"]
-        if not path.is_file():
-            raise ValueError(f"{path} is missing; {remedy}")
-        if path.stat().st_size != expected:
-            raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {expected:,}; {remedy}")
+        _check_size(folder / name, info["files"][name]["size"])
         if name in dtypes:
-            arrays[name] = np.asarray(np.memmap(path, dtypes[name], mode="r"))
-    (tokens, offsets, hashes), answers = (arrays[name] for name in FILES), arrays.get(ANSWERS)
-    if offsets[0] != 0 or offsets[-1] != len(tokens) or len(offsets) != len(hashes) + 1:
-        raise ValueError(f"{folder / 'offsets.bin'} does not fit the other files; {remedy}")
-    corpus = Corpus(folder, tokens, offsets, hashes, info, answers, arrays.get(FILE_ENDS))
+            files[name] = np.asarray(np.memmap(folder / name, dtypes[name], mode="r"))
+    corpus = Corpus(
+        folder=folder,
+        tokens=files[TOKENS],
+        offsets=files[OFFSETS],
+        hashes=files[HASHES],
+        info=info,
+        answers=files.get(ANSWERS),
+        files=files.get(FILE_ENDS),
+    )
+    if len(corpus.offsets) != corpus.num_documents + 1 or not _spans(corpus.offsets, corpus.num_tokens):
+        raise unfitting(folder / OFFSETS)
     if corpus.num_documents <= SMALL:
         check_lengths(corpus, 0, corpus.num_documents)
-    if answers is not None and (
-        len(answers) % 2 or answers[0] < 0 or answers[-1] > len(tokens) or _falls(answers)
-    ):  # fmt: skip
-        raise ValueError(f"{folder / ANSWERS} does not fit the other files; {remedy}")
-    if corpus.files is not None and (
-        corpus.files[0] != 0 or corpus.files[-1] != corpus.num_documents or _falls(corpus.files)
-    ):  # fmt: skip
-        raise ValueError(f"{folder / FILE_ENDS} does not fit the other files; {remedy}")
+    if corpus.files is not None and (not _spans(corpus.files, corpus.num_documents) or _falls(corpus.files)):
+        raise unfitting(folder / FILE_ENDS)
+    answers = corpus.answers
+    if answers is not None:
+        outside = answers[0] < 0 or answers[-1] > corpus.num_tokens
+        if len(answers) % 2 or outside or _falls(answers):
+            raise unfitting(folder / ANSWERS)
     return corpus
+
+
+def _check_size(path: Path, size: int) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing; {how_to_mend(path.parent)}")
+    if path.stat().st_size != size:
+        raise ValueError(f"{path} has {path.stat().st_size:,} bytes instead of {size:,}; {how_to_mend(path.parent)}")
+
+
+def _spans(ends: np.ndarray, total: int) -> bool:
+    return ends[0] == 0 and ends[-1] == total
+
+
+def unfitting(path: Path) -> ValueError:
+    return ValueError(f"{path} does not fit the other files; {how_to_mend(path.parent)}")
 
 
 def check_lengths(corpus: Corpus, low: int, high: int) -> np.ndarray:
@@ -222,8 +233,8 @@ def verify_changed(corpus: Corpus) -> None:
 
 def names_in(info: dict[str, Any]) -> list[str]:
     """The files of a corpus besides corpus.json."""
-    needed = (*FILES, *[ANSWERS] * (info["format"] == ANSWERS_FORMAT))
-    return [*needed, *(name for name in (FILE_ENDS, PATHS) if name in info["files"])]
+    answers = [ANSWERS] if info["format"] == ANSWERS_FORMAT else []
+    return [*FILES, *answers, *(name for name in (FILE_ENDS, PATHS) if name in info["files"])]
 
 
 def described(path: Path) -> dict[str, Any]:

@@ -24,8 +24,8 @@ from pathlib import Path
 
 import numpy as np
 
-from titan_linear.data.corpus import SMALL, Corpus, check_lengths, read
-from titan_linear.data.writing import locked
+from titan_linear.data.corpus.corpus import SMALL, Corpus, check_lengths, read
+from titan_linear.data.corpus.writing import locked
 from titan_linear.files import default_cache_dir, write_whole
 
 BUNDLE = 128  # documents
@@ -35,15 +35,12 @@ SPLITS = ("train", "validation")
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """The documents of a corpus that are trained on, or those held out. It is pickled with the corpus's path."""
+    """The documents of a corpus that are trained on, or those held out."""
 
     corpus: Corpus
     holdout: float
     split: str  # one of SPLITS
     ends: np.ndarray  # [bundles + 1] int64: tokens of this side before each bundle
-
-    def __reduce__(self) -> tuple:
-        return split_corpus, (self.corpus, self.holdout, self.split)
 
     @property
     def num_tokens(self) -> int:
@@ -71,21 +68,11 @@ def split_corpus(corpus: Corpus, holdout: float, split: str) -> Side:
     assert split in SPLITS, split
     ends = _ends(corpus, _threshold(holdout))[SPLITS.index(split)]
     if not ends[-1]:
-        raise _empty(corpus, holdout, split)
+        raise ValueError(
+            f"validation.holdout = {holdout} leaves no document for {split}, of {corpus.num_documents:,}; "
+            + _better_holdout(corpus.hashes, split)
+        )
     return Side(corpus, holdout, split, ends)
-
-
-def split_documents(corpus: Corpus, holdout: float, split: str) -> np.ndarray:
-    """Indices [n] int64 of the documents of "train" or "validation", in the corpus's order: all of them at once.
-
-    ValueError (naming validation.holdout): it is not in [0, 1), or nothing is left on this side.
-    """
-    assert split in SPLITS, split
-    held_out = corpus.hashes < _threshold(holdout)
-    documents = np.flatnonzero(held_out if split == "validation" else ~held_out)
-    if not len(documents):
-        raise _empty(corpus, holdout, split)
-    return documents
 
 
 def _threshold(holdout: float) -> np.uint64:
@@ -93,13 +80,6 @@ def _threshold(holdout: float) -> np.uint64:
     if not 0 <= holdout < 1:
         raise ValueError(f"validation.holdout = {holdout}, the share of documents to hold out, must be in [0, 1)")
     return np.uint64(math.ceil(holdout * 2**53) << 11)
-
-
-def _empty(corpus: Corpus, holdout: float, split: str) -> ValueError:
-    return ValueError(
-        f"validation.holdout = {holdout} leaves no document for {split}, of {corpus.num_documents:,}; "
-        + _better_holdout(corpus.hashes, split)
-    )
 
 
 def _better_holdout(hashes: np.ndarray, split: str) -> str:

@@ -1,28 +1,26 @@
-"""The order of the documents in each epoch. Its version is in a run's checkpoints, since no order may ever change.
+"""The order of the documents in each epoch, for a corpus of any size.
 
-1   `Listed`: all documents at once, sorted by a random draw for each. 16 bytes of memory per document and process.
-2   `Pooled`: bundles of 128 consecutive documents, in an order that a keyed permutation gives; 128 bundles are a pool,
-    whose documents are sorted by a random draw for each. All that is kept is how many tokens are before each pool, 8
-    bytes for 16,384 documents, and the few pools in use.
+Bundles of 128 consecutive documents stand in an order that a keyed permutation gives; 128 bundles that follow each
+other in it are a pool, whose documents are sorted by a random draw for each. All that is kept is how many tokens are
+before each pool, 8 bytes for 16,384 documents, and the few pools in use. The order of a seed may never change: runs
+would not resume as they began.
 
-Both draw from the counter-based generator Philox(key=(seed, epoch)), whose bits numpy keeps for good.
+Random draws are those of the counter-based generator Philox(key=(seed, epoch)), whose bits numpy keeps for good.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol, TypeVar
+from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
-from titan_linear.data.corpus import Corpus
-from titan_linear.data.split import Side
+from titan_linear.data.corpus.corpus import Corpus
+from titan_linear.data.streams.split import Side
 
-ORDER = 2  # of new runs
 POOL = 128  # bundles
 ROUNDS = 8
 POOLS_KEPT = 8
-Key, T = TypeVar("Key", bound=tuple), TypeVar("T")
 
 
 class Line(Protocol):
@@ -33,29 +31,6 @@ class Line(Protocol):
     def around(self, epoch: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         """Documents [n] int64 that follow each other in this epoch and hold its tokens [first, last), and perhaps more;
         and where each ends in the epoch, [n] int64."""
-
-
-class Listed:
-    """Order 1, or with shuffle=False the order in which the documents [n] int64 are given."""
-
-    def __init__(self, corpus: Corpus, documents: np.ndarray, seed: int, *, shuffle: bool):
-        assert len(documents), "no documents"
-        self.corpus, self.documents = corpus, np.asarray(documents, dtype=np.int64)
-        self.seed, self.shuffle = seed, shuffle
-        self.num_tokens = int(document_lengths(corpus, self.documents).sum())
-        self._epochs: dict[tuple[int], tuple[np.ndarray, np.ndarray]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_epochs": {}}  # a loader's worker derives them again
-
-    def around(self, epoch: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        return _kept(self._epochs, (epoch,), self._epoch, most=2)  # a stream can lie across two
-
-    def _epoch(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
-        order = self.documents
-        if self.shuffle:
-            order = order[np.argsort(_draws(self.seed, epoch, len(order)), kind="stable")]
-        return order, np.cumsum(document_lengths(self.corpus, order))
 
 
 class InPlace:
@@ -72,22 +47,24 @@ class InPlace:
 
 
 class Pooled:
-    """Order 2. A corpus of at most POOL bundles is one pool: every order of its documents is equally likely."""
+    """A side's documents in the order of each epoch. Threads may share it.
+
+    A corpus of at most POOL bundles is one pool: every order of its documents is equally likely.
+    """
 
     def __init__(self, side: Side, seed: int):
-        self.side, self.seed, self.num_tokens = side, seed, side.num_tokens
-        self._epochs: dict[tuple[int], np.ndarray] = {}
-        self._pools: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_epochs": {}, "_pools": {}}
+        self.side = side
+        self.seed = seed
+        self.num_tokens = side.num_tokens
+        self._ends = lru_cache(maxsize=2)(self._pool_ends)  # a stream can lie across two epochs
+        self._kept = lru_cache(maxsize=POOLS_KEPT)(self._pool)
 
     def around(self, epoch: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
-        ends = _kept(self._epochs, (epoch,), self._pool_ends, most=2)
+        ends = self._ends(epoch)
         low, high = np.searchsorted(ends, [first, last - 1], side="right")
         documents, document_ends = [], []
         for pool in range(low, high + 1):
-            order, lengths = _kept(self._pools, (epoch, int(pool)), self._pool, most=POOLS_KEPT)
+            order, lengths = self._kept(epoch, int(pool))
             documents.append(order)
             document_ends.append(ends[pool] - lengths.sum() + np.cumsum(lengths))
         return np.concatenate(documents), np.concatenate(document_ends)
@@ -159,12 +136,3 @@ def _draws(seed: int, epoch: int, count: int, stream: int = 0) -> np.ndarray:
 def document_lengths(corpus: Corpus, documents: np.ndarray) -> np.ndarray:
     """Number of tokens of each of these documents, [n] int64."""
     return corpus.offsets[documents + 1] - corpus.offsets[documents]
-
-
-def _kept(known: dict[Key, T], key: Key, make: Callable[..., T], most: int) -> T:
-    """make(*key), kept for the last `most` keys for which it was called."""
-    if key not in known:
-        while len(known) >= most:
-            del known[next(iter(known))]
-        known[key] = make(*key)
-    return known[key]

@@ -23,9 +23,14 @@ _USUAL_EOS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[
 _GENERIC_CLASS = "PreTrainedTokenizerFast"
 # Settings by which transformers would give other tokens than tokenizer.json, or that name files we do not have.
 _CHANGES_TOKENS = (
-    "add_bos_token", "add_eos_token", "add_prefix_space", "added_tokens_decoder", "auto_map", "split_special_tokens",
+    "add_bos_token",
+    "add_eos_token",
+    "add_prefix_space",
+    "added_tokens_decoder",
+    "auto_map",
+    "split_special_tokens",
     "tokenizer_file",
-)  # fmt: skip
+)
 # Settings of one token each, which every tokenizer may have; and settings of several, in a list or an object by name.
 NAMED_TOKENS = ("bos_token", "cls_token", "mask_token", "pad_token", "sep_token", "unk_token", "eos_token")
 _TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
@@ -93,9 +98,16 @@ class ByteTokenizer:
         byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
         model = {"type": "BPE", "vocab": {letter: byte for byte, letter in _byte_letters().items()}, "merges": []}
         content = {
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [eos], "normalizer": None,
-            "pre_tokenizer": byte_level, "post_processor": None, "decoder": byte_level, "model": model,
-        }  # fmt: skip
+            "version": "1.0",
+            "truncation": None,
+            "padding": None,
+            "added_tokens": [eos],
+            "normalizer": None,
+            "pre_tokenizer": byte_level,
+            "post_processor": None,
+            "decoder": byte_level,
+            "model": model,
+        }
         return {TOKENIZER: _json(content), SETTINGS: _settings({"split_special_tokens": True}, name)}
 
 

@@ -17,13 +17,11 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
-from titan_linear.data.corpus import Corpus
-from titan_linear.data.order import InPlace, Line, Listed, Pooled, document_lengths
-from titan_linear.data.split import Side
+from titan_linear.data.streams.order import InPlace, Line, Pooled, document_lengths
+from titan_linear.data.streams.split import Side
 from titan_linear.loss import IGNORE
 
 
@@ -32,7 +30,7 @@ class Stream:
     """T tokens of packed documents. A document that the stream's edge cuts goes on in the next as a new document."""
 
     tokens: np.ndarray  # [T] int64
-    labels: np.ndarray  # [T] int64: the next token of the same document, where it is learnt; else IGNORE
+    labels: np.ndarray  # [T] int64: the next token of the same document, where it is trained on; else IGNORE
     cu_seqlens: np.ndarray  # [N+1] int32, from 0 to T
     position_ids: np.ndarray  # [T] int64, from 0 in each document
 
@@ -48,22 +46,19 @@ class Length:
 class PackedStreams:
     """streams[i]: stream i of the endless line of these documents; random access, the same everywhere.
 
-    Each epoch lays the documents in an order of its own, drawn from (seed, epoch): order 2 for a `Side` of a corpus,
-    order 1 for documents that are listed, [n] int64 (order.py). Epochs follow without a gap.
-    repeat=False: one pass in the given order, in len(streams) streams; padding, as a document, fills up the last one.
+    Each epoch lays the documents in an order of its own, drawn from (seed, epoch) (order.py). Epochs follow without a
+    gap. Threads may share the streams.
+    repeat=False: one pass in the corpus's order, in len(streams) streams; padding, as a document, fills up the last.
     """
 
-    def __init__(self, corpus: Corpus, documents: Side | np.ndarray, *, seq_len: int, seed: int, repeat: bool = True):
+    def __init__(self, side: Side, *, seq_len: int, seed: int, repeat: bool = True):
         if seq_len < 1:
             raise ValueError(f"training.seq_len = {seq_len} must be 1 or more")
-        self.corpus, self.repeat = corpus, repeat
+        self.corpus = side.corpus
+        self.repeat = repeat
+        self.line: Line = Pooled(side, seed) if repeat else InPlace(side)
+        self.num_tokens = side.num_tokens  # of one epoch
         self._set_lengths([Length(0, seq_len)])
-        self.line: Line
-        if not isinstance(documents, Side):
-            self.line, self.order = Listed(corpus, documents, seed, shuffle=repeat), 1
-        else:
-            self.line, self.order = Pooled(documents, seed) if repeat else InPlace(documents), 2
-        self.num_tokens = self.line.num_tokens  # of one epoch
 
     def of_lengths(self, lengths: Sequence[Length]) -> PackedStreams:
         """The same line in streams of these lengths, the first of which begins at stream 0."""
@@ -85,9 +80,9 @@ class PackedStreams:
         return self._begin[n] + (i - start) * seq_len, seq_len
 
     @property
-    def content(self) -> dict[str, Any]:
-        """What a checkpoint has to know so that a run can go on with these streams."""
-        return {"corpus": self.corpus.fingerprint, "order": self.order}
+    def fingerprints(self) -> dict[str, str]:
+        """That of the corpus, as a mixture's by name."""
+        return {"": self.corpus.fingerprint}
 
     def __len__(self) -> int:
         if self.repeat:
@@ -107,7 +102,7 @@ class PackedStreams:
         tokens = self.corpus.tokens[positions].astype(np.int64)
         labels = np.append(tokens[1:], next_token)
         labels[edges[1:-1] - 1] = IGNORE  # inside a stream, a run ends where its document ends
-        labels[~self.corpus.is_learnt(positions + 1)] = IGNORE
+        labels[~self.corpus.loss_mask(positions + 1)] = IGNORE
         return self._padded(tokens, labels, edges, within, seq_len)
 
     def runs(self, i: int) -> tuple[np.ndarray, np.ndarray]:

@@ -16,15 +16,15 @@ from typing import Any
 
 import numpy as np
 
-from titan_linear.data.chat import Learnt, RecordEncoder
-from titan_linear.data.sources import Document
-from titan_linear.data.tokenizer import Tokenizer
+from titan_linear.data.corpus.chat import MaskedTokens, RecordEncoder
+from titan_linear.data.corpus.sources import Document
+from titan_linear.data.corpus.tokenizer import Tokenizer
 
 BLOCK_CHARACTERS, BLOCK_DOCUMENTS = 1 << 18, 1024
 AHEAD = 4  # finished blocks per worker that may wait for an earlier one
 Block = list[Document]
 Encoder = Tokenizer | RecordEncoder
-Tokens = np.ndarray | Learnt  # of a text [n]; or of a conversation, with which of them are learnt
+Tokens = np.ndarray | MaskedTokens  # of a text [n] int64, or of a conversation
 Encoded = list[Tokens | str]  # for each document: its tokens, or why it has none
 
 

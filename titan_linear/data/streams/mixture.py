@@ -19,12 +19,12 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
-from titan_linear.data.packing import Length, PackedStreams, Stream
+from titan_linear.data.streams.packing import Length, PackedStreams, Stream
 
 CYCLE = 256  # streams, at least
 
@@ -47,30 +47,36 @@ class MixedStreams:
     """
 
     def __init__(
-        self, sources: Mapping[str, PackedStreams], phases: Sequence[Phase] = (), *, seed: int, repeat: bool = True,
-        known: Mapping[str, str] | None = None, lengths: Sequence[Length] = (),
-    ):  # fmt: skip
+        self,
+        sources: Mapping[str, PackedStreams],
+        phases: Sequence[Phase] = (),
+        *,
+        seed: int,
+        repeat: bool = True,
+        known: Mapping[str, str] | None = None,
+        lengths: Sequence[Length] = (),
+    ):
         if not repeat:
             phases = [Phase(0, {name: len(streams) for name, streams in sources.items()})]
         assert phases and phases[0].start == 0 and set(phases[-1].weights) <= set(sources), phases
-        self.sources, self.phases, self.repeat, self.known = dict(sources), list(phases), repeat, dict(known or {})
-        self._shares = [Interleaving(list(p.weights.values()), seed, p.start, finite=not repeat) for p in phases]
+        self.sources = dict(sources)
+        self.phases = list(phases)
+        self.repeat = repeat
+        self.known = dict(known or {})
+        self._turns = [Interleaving(list(p.weights.values()), seed, p.start, finite=not repeat) for p in phases]
         self._before: list[dict[str, int]] = [{}]  # for each phase: streams that sources gave in those before
-        for phase, share, following in zip(phases, self._shares, phases[1:]):
-            counts = dict(zip(phase.weights, share.counts(following.start - phase.start), strict=True))
-            self._before.append(self._before[-1] | {n: self._before[-1].get(n, 0) + c for n, c in counts.items()})
+        for n, following in enumerate(phases[1:]):
+            self._before.append(self._given(following.start, n))
         if lengths:
-            given = [(self._given(length.start), length.seq_len) for length in lengths]
+            given = [(self._given(length.start, self._phase(length.start)), length.seq_len) for length in lengths]
             for name, streams in sources.items():
                 own = [Length(counts.get(name, 0), seq_len) for counts, seq_len in given]
                 self.sources[name] = streams.of_lengths(own)
 
     @property
-    def content(self) -> dict[str, Any]:
-        """What a checkpoint has to know so that a run can go on with these streams."""
-        phases = [{"start": phase.start, "weights": dict(phase.weights)} for phase in self.phases]
-        sources = {name: streams.corpus.fingerprint for name, streams in self.sources.items()}
-        return {"mixture": phases, "sources": self.known | sources, "order": next(iter(self.sources.values())).order}
+    def fingerprints(self) -> dict[str, str]:
+        """Those of the corpora that sources have or had, by name."""
+        return self.known | {name: streams.corpus.fingerprint for name, streams in self.sources.items()}
 
     def __len__(self) -> int:
         if self.repeat:
@@ -88,16 +94,22 @@ class MixedStreams:
         i = operator.index(i)
         if i < 0 or (not self.repeat and i >= len(self)):
             raise IndexError(f"stream {i}")
-        n = bisect_right([phase.start for phase in self.phases], i) - 1
-        place, own = self._shares[n].place(i - self.phases[n].start)
+        n = self._phase(i)
+        place, own = self._turns[n].place(i - self.phases[n].start)
         name = list(self.phases[n].weights)[place]
         return name, self._before[n].get(name, 0) + own
 
-    def _given(self, i: int) -> dict[str, int]:
-        """How many streams each source gives before stream i."""
-        n = bisect_right([phase.start for phase in self.phases], i) - 1
-        counts = zip(self.phases[n].weights, self._shares[n].counts(i - self.phases[n].start), strict=True)
-        return self._before[n] | {name: self._before[n].get(name, 0) + count for name, count in counts}
+    def _phase(self, i: int) -> int:
+        """The phase of stream i."""
+        return bisect_right(self.phases, i, key=lambda phase: phase.start) - 1
+
+    def _given(self, i: int, n: int) -> dict[str, int]:
+        """How many streams each source has given before stream i, which is of phase n or ends it."""
+        given = dict(self._before[n])
+        counts = self._turns[n].counts(i - self.phases[n].start)
+        for name, count in zip(self.phases[n].weights, counts, strict=True):
+            given[name] = given.get(name, 0) + count
+        return given
 
     def padding(self) -> Stream:
         """A stream of padding only: it gives a rank as many streams as the others have."""
@@ -120,7 +132,7 @@ class Interleaving:
         least = -(-self.sums[-1] // min(counts))  # streams of which each source has one
         self.cycle = max(CYCLE, 1 << (least - 1).bit_length())
         self.seed, self.start = seed, start
-        self._order: tuple[int, np.ndarray] = (-1, np.zeros(0))
+        self._cycle = lru_cache(maxsize=2)(self._drawn)
 
     def place(self, i: int) -> tuple[int, int]:
         """Which weight has its turn at i, and how many turns it had before."""
@@ -142,15 +154,14 @@ class Interleaving:
         sums = [edge * weight // self.sums[-1] for weight in self.sums]
         return [high - low for low, high in pairwise(sums)]
 
-    def _cycle(self, cycle: int) -> np.ndarray:
-        if self._order[0] != cycle:
-            turns = [after - before for before, after in zip(self._at_edge(cycle), self._at_edge(cycle + 1))]
-            order = np.repeat(np.arange(len(turns)), turns)
-            key = np.array([self.seed % 2**64, cycle], dtype=np.uint64)
-            counter = np.array([0, 0, 1, self.start], dtype=np.uint64)
-            draws = np.random.Philox(key=key, counter=counter).random_raw(len(order))
-            self._order = cycle, order[np.argsort(draws, kind="stable")]
-        return self._order[1]
+    def _drawn(self, cycle: int) -> np.ndarray:
+        """A cycle's order, [cycle] int64 (a finite sequence's last one is shorter)."""
+        turns = [after - before for before, after in zip(self._at_edge(cycle), self._at_edge(cycle + 1))]
+        order = np.repeat(np.arange(len(turns)), turns)
+        key = np.array([self.seed % 2**64, cycle], dtype=np.uint64)
+        counter = np.array([0, 0, 1, self.start], dtype=np.uint64)
+        draws = np.random.Philox(key=key, counter=counter).random_raw(len(order))
+        return order[np.argsort(draws, kind="stable")]
 
 
 Streams = PackedStreams | MixedStreams

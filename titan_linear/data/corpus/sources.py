@@ -34,8 +34,11 @@ FIELD_SOURCES = ("jsonl", "parquet", "arrow")  # of records
 RECORD_FIELDS = {"messages": (("messages",), ("tools",)), "completion": (("prompt", "completion"), ())}
 FORMATS = ("text", *RECORD_FIELDS)
 SUFFIXES = {
-    "text": ("",), "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"), "parquet": (".parquet",), "arrow": (".arrow",),
-}  # fmt: skip
+    "text": ("",),
+    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
+    "parquet": (".parquet",),
+    "arrow": (".arrow",),
+}
 ROWS = 256  # read at a time
 
 
@@ -107,15 +110,19 @@ def read_documents(dataset: str, file: Path, text_field: str, dataset_format: st
 
     ValueError naming a file that cannot be read.
     """
-    read = {
-        "stdlib": _read_text, "text": _read_text, "jsonl": _read_jsonl, "parquet": _read_parquet, "arrow": _read_arrow,
-    }[dataset]  # fmt: skip
+    readers = {
+        "stdlib": _read_text,
+        "text": _read_text,
+        "jsonl": _read_jsonl,
+        "parquet": _read_parquet,
+        "arrow": _read_arrow,
+    }
     fields = _Fields((text_field,))
     if dataset_format != "text":
         remedy = "rename the field, or set training.dataset_format (tools.corpus: --format)"
         fields = _Fields(*RECORD_FIELDS[dataset_format], False, remedy)
     try:
-        yield from read(file, fields)
+        yield from readers[dataset](file, fields)
     except (OSError, EOFError, zlib.error) as error:  # the last two: of a damaged .gz
         why = getattr(error, "strerror", None) or error
         raise ValueError(f"{file} cannot be read: {why}; leave it out, or restore it from a copy") from error

@@ -1,9 +1,9 @@
-"""Conversations: a record's tokens, and which of them are learnt. `training.dataset_format` chooses one of
+"""Conversations: a record's tokens, and their loss mask: which are trained on. `training.dataset_format` is one of
 
     messages     `messages`, a list of {"role", "content"}, and `tools` if there are any, as the chat template of the
-                 tokenizer's folder writes them; the answers are learnt: the messages of the role "assistant"
+                 tokenizer's folder writes them; trained on are the answers: the messages of the role "assistant"
     completion   `prompt` and `completion`, two texts, each tokenised by itself, and the end token; what follows the
-                 prompt is learnt
+                 prompt is trained on
 
 A chat template is somebody else's jinja2 program. It runs in jinja2's sandbox and sees the record and the names of
 special tokens, and nothing else: no clock either (`strftime_now` is not defined), so that the same record always gives
@@ -32,14 +32,20 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from titan_linear.data.tokenizer import NAMED_TOKENS, HuggingFaceTokenizer, Tokenizer
+from titan_linear.data.corpus.tokenizer import NAMED_TOKENS, HuggingFaceTokenizer, Tokenizer
 
 Record = Mapping[str, Any]
-Learnt = tuple[np.ndarray, np.ndarray]  # tokens [n] int64, and which of them are learnt [n] bool
 ANSWERER = "assistant"
-_BEGIN, _END = "\ufdd0answer\ufdd1", "\ufdd0/answer\ufdd1"  # around what is learnt; a text that has them is refused
+_BEGIN, _END = "\ufdd0answer\ufdd1", "\ufdd0/answer\ufdd1"  # around answers; a text that has them is refused
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the first that a message has is its reasoning
 _REMEDY = "put {% generation %} and {% endgeneration %} around answers in the chat template (docs/data.md)"
+
+
+class MaskedTokens(NamedTuple):
+    """A document of which some tokens are trained on."""
+
+    tokens: np.ndarray  # [n] int64
+    loss_mask: np.ndarray  # [n] bool
 
 
 class RecordEncoder(Protocol):
@@ -50,7 +56,7 @@ class RecordEncoder(Protocol):
 
     fingerprint: str
 
-    def encode_batch(self, records: Sequence[Record]) -> list[Learnt | str]: ...
+    def encode_batch(self, records: Sequence[Record]) -> list[MaskedTokens | str]: ...
 
 
 class Completions:
@@ -61,10 +67,10 @@ class Completions:
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
 
-    def encode_batch(self, records: Sequence[Record]) -> list[Learnt | str]:
+    def encode_batch(self, records: Sequence[Record]) -> list[MaskedTokens | str]:
         return [self._encode(record["prompt"], record["completion"]) for record in records]
 
-    def _encode(self, prompt: object, completion: object) -> Learnt | str:
+    def _encode(self, prompt: object, completion: object) -> MaskedTokens | str:
         for name, text in (("prompt", prompt), ("completion", completion)):
             if not isinstance(text, str):
                 return f"{name!r} is {type(text).__name__}, not text"
@@ -95,12 +101,13 @@ class Conversations:
         own = set().union(*(template.names for template in self._templates.values())) - {*NAMED_TOKENS}
         self._tokenizer, known = tokenizer, tokenizer.token_names
         self._names = {name: known[name] for name in (*NAMED_TOKENS, *sorted(own)) if name in known}
-        self.fingerprint = "messages-" + _digest(sources, self._names, tokenizer.special_tokens)
+        content = json.dumps([sources, self._names, tokenizer.special_tokens]).encode("utf-8", "surrogatepass")
+        self.fingerprint = "messages-" + hashlib.sha256(content).hexdigest()[:32]
 
-    def encode_batch(self, records: Sequence[Record]) -> list[Learnt | str]:
+    def encode_batch(self, records: Sequence[Record]) -> list[MaskedTokens | str]:
         return [self._encode(record) for record in records]
 
-    def _encode(self, record: Record) -> Learnt | str:
+    def _encode(self, record: Record) -> MaskedTokens | str:
         messages, tools = record["messages"], record.get("tools")
         if not isinstance(messages, list) or not all(isinstance(m, dict) and _has_role(m) for m in messages):
             return "'messages' is no list of objects with a 'role'"
@@ -116,10 +123,10 @@ class Conversations:
         except Exception as error:  # whatever the template raises
             return f"the chat template refuses it: {type(error).__name__}: {error}"
         ids, places = self._tokenizer.encode_with_places(text)  # places [n, 2]: characters of each token
-        learnt = np.zeros(len(ids), dtype=bool)
+        loss_mask = np.zeros(len(ids), dtype=bool)
         for begin, end in answers:
-            learnt |= (places[:, 0] < end) & (begin < places[:, 1])
-        return _with_answer(ids, learnt, f"nothing is said by the role {ANSWERER!r}")
+            loss_mask |= (places[:, 0] < end) & (begin < places[:, 1])
+        return _with_answer(ids, loss_mask, f"nothing is said by the role {ANSWERER!r}")
 
     def _rendered(self, messages: list[Record], tools: object) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and the ranges of its characters that are answers."""
@@ -178,15 +185,6 @@ class _Problem(Exception):
     """What is wrong with a document."""
 
 
-def _digest(sources: Mapping[str, str], names: Mapping[str, str], special: Sequence[str]) -> str:
-    """A hash of these. For a single template that reads no reasoning it is that of earlier versions, so that their runs
-    go on."""
-    only = next(iter(sources.values())) if len(sources) == 1 else None
-    as_before = only is not None and not any(name in only for name in _REASONING)
-    content = json.dumps([only if as_before else sources, names, special])
-    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:32]
-
-
 def _has_role(message: Record) -> bool:
     return isinstance(message.get("role"), str)
 
@@ -201,9 +199,9 @@ def _as_templates_know_it(message: Record) -> Record:
     return {"thinking": reasoning, **message, "reasoning_content": reasoning}
 
 
-def _with_answer(ids: np.ndarray, learnt: np.ndarray, lacking: str) -> Learnt | str:
+def _with_answer(tokens: np.ndarray, loss_mask: np.ndarray, lacking: str) -> MaskedTokens | str:
     """A document, or what is wrong if it has nothing to learn: the first token is never predicted."""
-    return (ids, learnt) if learnt[1:].any() else f"no answer to learn: {lacking}"
+    return MaskedTokens(tokens, loss_mask) if loss_mask[1:].any() else f"no answer to learn: {lacking}"
 
 
 def _cut_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
@@ -250,9 +248,12 @@ class _Generation(Extension):
 
 
 def _to_json(
-    value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
+    value: object,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
-) -> str:  # fmt: skip
+) -> str:
     """The filter `tojson`. jinja2's own escapes HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 

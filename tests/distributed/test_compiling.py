@@ -1,0 +1,84 @@
+"""Compiled layers, where FSDP2 manages them: each kind has graphs of its own, made in the first pass of its sort."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._dynamo.utils import counters
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.ops.inputs import boundaries
+from tests.worlds import World
+from titan_linear.distributed.compiling import compile_layers
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.init import initialise
+from titan_linear.models.mixers import KDA, Attention
+from titan_linear.models.plan import BatchPlan
+from titan_linear.ops import boundaries as segments
+from titan_linear.ops import build_cp_context
+
+UNEQUAL = (
+    KDA(heads=1, v_heads=1, head_dim=32, v_head_dim=32),
+    Attention(heads=2, kv_heads=1, head_dim=16, rope_theta=None),
+)  # of head dims that differ
+
+
+def compiled_and_sharded() -> Decoder:
+    model = Decoder(ModelConfig(vocab_size=64, dim=32, num_layers=3, hidden_dim=32, pattern=UNEQUAL))
+    initialise(model.use("triton", torch.device("cpu"), torch.float32), seed=0)
+    torch.compiler.reset()
+    counters.clear()
+    compile_layers(model, "aot_eager")
+    mesh = init_device_mesh("cpu", (1,))
+    for unit in (*model.layers, model):
+        fully_shard(unit, mesh=mesh)
+    return model
+
+
+def graphs_of(
+    rank: int, world_size: int, batches: list[tuple[list[int], bool]], shortest: int
+) -> tuple[list[int], dict[str, int]]:
+    """The number of graphs after each batch of (lengths of documents, with gradients), and breaks in them.
+
+    shortest: tokens of the shortest segment into which documents are cut.
+    """
+    model, graphs = compiled_and_sharded(), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "SHORTEST", shortest)
+        for lengths, grad in batches:
+            cp = build_cp_context(boundaries(lengths), dist.group.WORLD, conv1d_kernel_size=4, programs=(1,))
+            cp.mark_dynamic()
+            tokens = torch.arange(sum(lengths))[None] % 64
+            with torch.set_grad_enabled(grad):
+                loss = model(tokens, BatchPlan(cp.position_ids, cp_context=cp), tokens)
+            if grad:
+                loss.backward()
+            graphs.append(counters["stats"]["unique_graphs"])
+    return graphs, dict(counters["graph_break"])
+
+
+def test_kinds_of_layers_with_other_head_dims(worlds: Callable[..., World]) -> None:
+    batches = [([100, 28], True), ([30, 40, 58], True), ([64, 64], False)]
+    assert worlds(1).run(graphs_of, batches, 512) == [([2, 2, 4], {})]
+
+
+def test_batches_of_any_number_of_documents(worlds: Callable[..., World]) -> None:
+    """One document is cut into segments, others are not, and the graphs are those of the first batch."""
+    batches = [([192], True), ([96, 96], True), ([9] * 20 + [12], True), ([64] * 3, True)]
+    assert worlds(1).run(graphs_of, batches, 64) == [([2, 2, 2, 2], {})]
+
+
+def test_a_layer_that_cannot_be_compiled_is_named() -> None:
+    def backend(graph: object, inputs: object) -> None:
+        raise RuntimeError("no room\nand more")
+
+    model = Decoder(ModelConfig(vocab_size=8, dim=32, num_layers=2, hidden_dim=32, pattern=UNEQUAL))
+    initialise(model, seed=0)
+    compile_layers(model, backend)
+    with pytest.raises(ValueError, match=r"layers\.0 \(kda\) cannot be compiled \(.*; set compile\.enable = false"):
+        model(torch.zeros(1, 8, dtype=torch.int64), BatchPlan(torch.arange(8)))

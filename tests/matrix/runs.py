@@ -1,0 +1,376 @@
+"""Running the rows of the matrix: several at once, each in processes, with a port, a folder and a time of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tests.matrix.rows import (
+    EXTRAS,
+    KILLED_AFTER,
+    LAUNCHER,
+    RANK,
+    ROOT,
+    SPLITS,
+    STEPS,
+    Row,
+    baseline_keys,
+    row_keys,
+)
+from tests.processes import children, gone
+from tests.worlds import free_port
+from titan_linear.config import KEYS, toml_value
+
+TOLERANCE = 1e-3  # of a loss, in bfloat16
+LIMIT = 200.0  # seconds of each start of a run
+GIB = 72.0  # of a GPU, that runs may take
+AGAIN = ("compiled layers again", "recompile_limit")  # signs that layers compile again, or no more
+TAIL = 25  # lines of the output of a failed run that are kept
+REPORT = re.compile(r"^step \d+/\d+ +loss", re.MULTILINE)  # of a step, on the console
+ONE_DOCUMENT, SHORT = 40_000, 400  # bytes of the documents of a corpus that has both
+
+
+@dataclass
+class Outcome:
+    """What became of a row; a line of the results' file."""
+
+    row: str
+    variant: str
+    commands: list[str] = field(default_factory=list)
+    passed: bool = False
+    why: str = ""
+    seconds: float = 0.0
+    first_step_seconds: list[float] = field(default_factory=list)  # of each start, from the command on
+    losses: dict[str, float] = field(default_factory=dict)
+    baseline: dict[str, float] = field(default_factory=dict)
+    worst: float | None = None
+    resumed_after: int | None = None
+    graphs: dict[str, list[float]] = field(default_factory=dict)  # the compiler's numbers, by step
+    tail: list[str] = field(default_factory=list)
+
+    def compare(self, baseline: dict[str, float]) -> None:
+        """Raise Failed if a step's loss is missing or is not the baseline's; likewise of validations, which this run
+        may have had at fewer steps."""
+        self.baseline = baseline
+        if lacking := [step for step in map(str, range(1, STEPS + 1)) if step not in self.losses]:
+            raise Failed(f"there is no loss of steps {', '.join(lacking)}")
+        off = {step: abs(loss / baseline[step] - 1) for step, loss in self.losses.items()}
+        self.worst = max(off.values())
+        if wrong := [step for step in off if not off[step] < TOLERANCE]:
+            pairs = ", ".join(f"{step}: {self.losses[step]} and {baseline[step]}" for step in wrong)
+            raise Failed(f"losses differ from those of one process, uncompiled: {pairs}")
+
+
+class Failed(Exception):
+    """A row has failed; the message says why, `output` is that of its process."""
+
+    def __init__(self, why: str, output: Path | None = None):
+        super().__init__(why)
+        self.output = output
+
+
+class Gpus:
+    """The GPUs' memory, shared out among the runs. count: 0 on the CPU."""
+
+    def __init__(self, count: int):
+        self.free = [GIB] * count
+        self.changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, processes: int, gib: float) -> Iterator[list[int]]:
+        """The emptiest GPUs, as soon as each has so much room: one for each process, or all that there are."""
+        with self.changed:
+            while not (chosen := self._with_room(processes, gib)) and self.free:
+                self.changed.wait()
+            for gpu in chosen:
+                self.free[gpu] -= gib
+        try:
+            yield chosen
+        finally:
+            with self.changed:
+                for gpu in chosen:
+                    self.free[gpu] += gib
+                self.changed.notify_all()
+
+    def _with_room(self, processes: int, gib: float) -> list[int]:
+        wanted = min(processes, len(self.free))
+        emptiest = sorted(range(len(self.free)), key=lambda gpu: -self.free[gpu])[:wanted]
+        return sorted(emptiest) if all(self.free[gpu] >= gib for gpu in emptiest) else []
+
+
+class Matrix:
+    """The rows' runs. Each row and what it is compared with begin when it is their turn.
+
+    Args:
+        folder: for everything that the runs write.
+        gpus: their number; 0: on the CPU.
+        jobs: number of runs at once.
+        out: file that gets a line of JSON as each row ends.
+        keys: of every run, beside those of its row.
+    """
+
+    def __init__(self, folder: Path, gpus: int, jobs: int, out: Path | None = None, keys: Mapping[str, object] = {}):
+        self.folder, self.out, self.keys = folder, out, dict(keys)
+        self.gpus, self.pool = Gpus(gpus), ThreadPoolExecutor(jobs)
+        self.baselines: dict[str, Future[dict[str, float]]] = {}
+        self.running: set[int] = set()
+        self.writing = threading.Lock()
+        self.documents = folder / "documents.jsonl"
+        write_documents(self.documents)
+
+    def submit(self, row: Row) -> Future[Outcome]:
+        keys = json.dumps(baseline_keys(row), sort_keys=True) + row.variant.toml
+        if keys not in self.baselines:
+            self.baselines[keys] = self.pool.submit(self._baseline, row, f"baseline-{len(self.baselines)}")
+        return self.pool.submit(self._run, row, self.baselines[keys])
+
+    def close(self) -> None:
+        """End what still runs."""
+        self.pool.shutdown(wait=False, cancel_futures=True)
+        for pid in list(self.running):
+            end(pid)
+        self.pool.shutdown()
+
+    def _baseline(self, row: Row, name: str) -> dict[str, float]:
+        """Losses of the row's model, uncompiled, in one process."""
+        with self.gpus.taken(1, row.variant.gib) as gpus:
+            start = Start(self, name, row, baseline_keys(row) | {"validation.freq": 2}, 1, gpus)
+            start.finish(0)
+            return losses(start.folder)
+
+    def _run(self, row: Row, baseline: Future[dict[str, float]]) -> Outcome:
+        model = row.variant.keys.get("model.flavor", row.variant.toml)
+        outcome, begun = Outcome(row.name, str(model)), time.monotonic()
+        try:
+            self._judge(row, outcome, baseline)
+            outcome.passed = True
+        except Failed as failed:
+            outcome.why = str(failed)
+            if failed.output:
+                outcome.tail = failed.output.read_text(errors="replace").splitlines()[-TAIL:]
+        outcome.seconds = round(time.monotonic() - begun, 1)
+        if self.out:
+            with self.writing, self.out.open("a") as file:
+                file.write(json.dumps(asdict(outcome)) + "\n")
+        return outcome
+
+    def _judge(self, row: Row, outcome: Outcome, baseline: Future[dict[str, float]]) -> None:
+        """Run the row and compare. Raises Failed."""
+        name = row.name.replace(", ", "-").replace(" ", "_")
+        folder = self.folder / name
+        # States of the optimizer are shared by two processes, or the activations of a stream are.
+        gib = row.variant.gib * (0.75 if SPLITS[row.split].processes > 1 and not row.end else 1)
+        try:
+            with self.gpus.taken(row.processes, gib) as gpus:
+                split = SPLITS[row.split]
+                start = Start(self, name, row, row_keys(row, row.split), split.processes, gpus, outcome)
+                if row.end:
+                    start.stop(row.end)
+                    outcome.resumed_after = newest(folder)
+                    split = SPLITS[SPLITS[row.split].resumes_as]
+                    keys = row_keys(row, SPLITS[row.split].resumes_as)
+                    start = Start(self, name, row, keys, split.processes, gpus, outcome)
+                start.finish(0)
+            outcome.losses, outcome.graphs = losses(folder), graphs(folder)
+            said = start.output.read_text(errors="replace")
+            resumed = f"resuming from step {outcome.resumed_after}"
+            if row.end and resumed not in said:
+                raise Failed(f"it did not say {resumed!r}", start.output)
+            for sign in AGAIN:
+                if sign in said and not row.end:
+                    raise Failed(f"{sign!r} in the output", start.output)
+            try:
+                outcome.compare(baseline.result())
+            except Failed as failed:
+                raise Failed(str(failed), failed.output or start.output) from None
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)  # checkpoints of gigabytes
+
+
+class Start:
+    """A start of a run: `NGPU=n python -m titan_linear.launch …`, or torchrun where ranks share a GPU."""
+
+    def __init__(
+        self, matrix: Matrix, name: str, row: Row, keys: Mapping[str, object], processes: int, gpus: list[int],
+        outcome: Outcome | None = None,
+    ):  # fmt: skip
+        self.matrix, self.outcome, self.folder = matrix, outcome, matrix.folder / name
+        self.output = matrix.folder / f"{name}.{len(outcome.commands) if outcome else 0}.txt"
+        argv = [f"--job.config_file={ROOT / row.variant.toml}"] if row.variant.toml else []
+        keys = {**keys, **matrix.keys, "job.dump_folder": self.folder}
+        if not row.variant.toml:
+            keys = {key: value for key, value in keys.items() if not is_default(key, value)}
+        argv += [f"--{key}={value}".replace("{documents}", str(matrix.documents)) for key, value in keys.items()]
+        own = dict(EXTRAS[row.extra].environment) | {"NGPU": str(processes)}
+        command = [sys.executable, "-m", "titan_linear.launch", *argv]
+        if gpus:
+            visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+            names = visible.split(",") if visible else list(map(str, range(len(matrix.gpus.free))))
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in gpus[:processes])
+        self.code = 128 + signal.SIGTERM  # after SIGTERM
+        if gpus and processes > len(gpus):
+            self.code = 1
+            torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+            command = [sys.executable, "-m", *torchrun, "-m", "tests.matrix.shared_gpus", *argv]
+        said = " ".join(f"{name}={value}" for name, value in own.items())
+        self.command = f"{said} {shlex.join(['python', *command[1:]])}"
+        if outcome:
+            outcome.commands.append(self.command)
+        caches = matrix.folder / "caches"
+        environment = {
+            "TORCHINDUCTOR_COMPILE_THREADS": "4",  # of each process: there are several runs at once
+            "TORCHINDUCTOR_CACHE_DIR": str(caches / "inductor"),
+            "TRITON_CACHE_DIR": str(caches / "triton"),
+            "XDG_CACHE_HOME": str(caches),
+            **os.environ,
+            **own,
+            "MASTER_PORT": str(free_port()),
+            "PYTHONPATH": str(ROOT),
+        }
+        environment.pop("TRITON_INTERPRET", None)  # of the tests themselves
+        self.begun = time.monotonic()
+        with self.output.open("w") as file:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        matrix.running.add(self.process.pid)
+        self.first_step: float | None = None
+
+    def finish(self, code: int, seconds: float = LIMIT) -> None:
+        """Wait until it ends, with this exit code."""
+        try:
+            while self.process.poll() is None:
+                self._look()
+                if time.monotonic() > self.begun + seconds:
+                    raise Failed(f"it did not end in {seconds:.0f} s: {self.command}", self.output)
+                time.sleep(0.02)
+        finally:
+            end(self.process.pid)
+            self.process.wait()
+            self.matrix.running.discard(self.process.pid)
+        if self.process.returncode != code:
+            raise Failed(f"exit code {self.process.returncode}: {self.command}", self.output)
+
+    def stop(self, how: str) -> None:
+        """Wait for its first whole checkpoint, then kill a process or send a signal, and wait until all have ended."""
+        manifest = self.folder / "checkpoint" / f"step-{KILLED_AFTER}" / "manifest.json"
+        while not manifest.exists():
+            self._look()
+            if self.process.poll() is not None or time.monotonic() > self.begun + LIMIT:
+                self.finish(0, 0)
+                raise Failed("it ended before it could be killed", self.output)
+            time.sleep(0.005)
+        workers = children(self.process.pid)
+        if how == LAUNCHER:
+            self.process.kill()
+            self.finish(-signal.SIGKILL)
+        elif how == RANK:
+            ranks = [pid for pid in workers if re.search(rb"titan_linear.train|shared_gpus", cmdline(pid))]
+            os.kill(ranks[-1], signal.SIGKILL)
+            self._ends_in(20)
+        else:
+            self.process.send_signal(signal.SIGTERM)
+            self.finish(self.code)
+        deadline = time.monotonic() + 10
+        while not all(map(gone, workers)):
+            if time.monotonic() > deadline:
+                raise Failed(f"workers outlive their launcher by 10 s: {self.command}", self.output)
+            time.sleep(0.02)
+
+    def _ends_in(self, seconds: float) -> None:
+        """Wait until the launcher has noticed that a rank is gone."""
+        killed = time.monotonic()
+        try:
+            self.finish(0, killed - self.begun + seconds)
+        except Failed:
+            if self.process.returncode == -signal.SIGKILL:
+                raise
+        else:
+            raise Failed("a rank was killed, and the launcher's exit code is 0", self.output)
+
+    def _look(self) -> None:
+        """Note when the first step is reported."""
+        if self.first_step is None and REPORT.search(self.output.read_text(errors="replace")):
+            self.first_step = round(time.monotonic() - self.begun, 1)
+            if self.outcome:
+                self.outcome.first_step_seconds.append(self.first_step)
+
+
+def is_default(key: str, value: object) -> bool:
+    """Whether a key of the command line says what a run does anyway."""
+    default = KEYS[key].default if key in KEYS else None
+    return default is not None and toml_value(default).strip('"') == str(value)
+
+
+def end(pid: int) -> None:
+    """Kill a process and all below it."""
+    with suppress(OSError):
+        below = children(pid)
+        os.kill(pid, signal.SIGKILL)
+        for child in below:
+            end(child)
+
+
+def cmdline(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics, but for one that is being written."""
+    path = folder / "metrics.jsonl"
+    *lines, _ = path.read_text().split("\n") if path.exists() else [""]
+    return [json.loads(line) for line in lines]
+
+
+def losses(folder: Path) -> dict[str, float]:
+    """Step → its loss, "validation 2" → the validation loss after step 2."""
+    found = {}
+    for line in metrics(folder):
+        if "loss" in line:
+            found[str(line["step"])] = float(line["loss"])
+        if "validation_loss" in line:
+            found[f"validation {line['step']}"] = float(line["validation_loss"])  # "nan" is text
+    return found
+
+
+def graphs(folder: Path) -> dict[str, list[float]]:
+    """What metrics say of the compiler, by step."""
+    found: dict[str, list[float]] = {}
+    for line in metrics(folder):
+        for name, value in line.items():
+            if "graph" in name or "compil" in name:
+                found.setdefault(name, []).append(value)
+    return found
+
+
+def newest(folder: Path) -> int:
+    """The step of the newest whole checkpoint."""
+    whole = [int(path.parent.name.removeprefix("step-")) for path in folder.glob("checkpoint/step-*/manifest.json")]
+    return max(whole)
+
+
+def write_documents(path: Path) -> None:
+    """A corpus of which some streams are of one document, and others of twenty and more."""
+    text = (ROOT / "titan_linear" / "config.py").read_text(encoding="ascii", errors="replace")
+    whole = text * 30
+    with path.open("w") as file:
+        for n in range(20):
+            start = n * 1_000
+            file.write(json.dumps({"text": whole[start : start + ONE_DOCUMENT]}) + "\n")
+            for part in range(100):
+                here = start + part * SHORT
+                file.write(json.dumps({"text": whole[here : here + SHORT]}) + "\n")

@@ -1,0 +1,161 @@
+"""The reference runs: another model gets the run's weights, streams, schedule and updates, and so the run's curve."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.refusals import is_refused
+from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
+from tests.worlds import World
+from titan_linear.config import load_config
+from titan_linear.data import Batch
+from titan_linear.train import Trainer
+from tools import reference_run
+from tools.peers import fla_loss
+
+STEPS = 6
+KEYS = {
+    "training.steps": STEPS,
+    "training.local_batch_size": 2,
+    "training.max_norm": 0.5,
+    "optimizer.weight_decay": 0.3,
+}
+
+
+def losses_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> list[float]:
+    os.environ["XDG_CACHE_HOME"] = cache
+    trainer = Trainer(load_config(argv))
+    return [trainer.train_step()["loss"] for _ in range(STEPS)]
+
+
+def exported_model(folder: Path, device: torch.device) -> nn.Module:
+    """The model of an exported folder in transformers alone, in place of FLA's, whose kernels need a GPU."""
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True, dtype=torch.float32).train()
+
+
+def document_by_document(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The sum of cross-entropies: this model knows of no documents, so each is run by itself."""
+    total = torch.zeros(())
+    for begin, end in pairwise(batch.cu_seqlens.tolist()):
+        logits = model(input_ids=batch.tokens[:, begin:end]).logits
+        total = total + F.cross_entropy(logits[0], batch.labels[0, begin:end], reduction="sum")
+    return total
+
+
+def curve(folder: Path) -> list[float]:
+    return list(reference_run.read_curve(folder).values())
+
+
+@pytest.mark.parametrize("name", ["kda", "gdn"])
+def test_another_model_has_the_curve_of_the_run(
+    name: str,
+    corpus: Path,  # noqa: F811
+    worlds: Callable[[int], World],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    argv = arguments(corpus, KEYS, {"model.name": name, "job.dump_folder": tmp_path / "run"})
+    ours = worlds(1).run(losses_on_rank, argv, str(corpus.parent))[0]
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus.parent))
+    given = load_config(argv), tmp_path / "peer", exported_model, document_by_document
+    assert not reference_run.train_peer(*given, seconds=0.0)
+    assert curve(tmp_path / "peer") == []
+    assert reference_run.train_peer(*given)
+    theirs = curve(tmp_path / "peer")
+    assert len(theirs) == STEPS and theirs == pytest.approx(ours, rel=1e-5)
+    assert ours[-1] < 0.8 * ours[0]  # it has learnt, so that the updates count
+
+
+def test_a_peer_goes_on_where_it_was(
+    corpus: Path,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(corpus.parent))
+    config = load_config(arguments(corpus, KEYS, {"model.name": "gdn"}))
+    given = exported_model, document_by_document
+    assert reference_run.train_peer(config, tmp_path / "whole", *given)
+    clock = iter(range(10**6))
+    with monkeypatch.context() as patch:
+        patch.setattr(reference_run.time, "perf_counter", lambda: next(clock))
+        assert not reference_run.train_peer(config, tmp_path / "parts", *given, seconds=8)
+    assert 0 < len(curve(tmp_path / "parts")) < STEPS
+    with (tmp_path / "parts" / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 5, "loss": 0.0}\n')  # after the saved state: done again
+    assert reference_run.train_peer(config, tmp_path / "parts", *given)
+    assert curve(tmp_path / "parts") == curve(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("edges", [[0, 8, 16], [0, 3, 8, 16]])
+def test_documents_as_fla_takes_them(edges: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of one document are rows; packed ones are one row, with their boundaries. No label is lost."""
+    modules, seen = ModuleType("fla.modules"), {}
+    modules.FusedLinearCrossEntropyLoss = nn.CrossEntropyLoss
+    monkeypatch.setitem(sys.modules, "fla", ModuleType("fla"))
+    monkeypatch.setitem(sys.modules, "fla.modules", modules)
+    monkeypatch.setattr(nn.CrossEntropyLoss, "forward", lambda self, hidden, labels, weight: (self.reduction, labels))
+
+    class Model:
+        lm_head = nn.Linear(4, 16)
+
+        def model(self, **given: torch.Tensor) -> list[torch.Tensor]:
+            seen.update(given)
+            return [given["input_ids"]]
+
+    tokens = torch.arange(16)[None]
+    batch = Batch(tokens, tokens + 1, torch.tensor(edges, dtype=torch.int32), tokens, 2, (0, 1))
+    reduction, labels = fla_loss(Model(), batch)
+    packed = len(edges) > 3
+    assert reduction == "sum" and (labels == seen["input_ids"] + 1).all()
+    assert seen["input_ids"].shape == ((1, 16) if packed else (2, 8)) and ("cu_seqlens" in seen) == packed
+
+
+def write_run(folder: Path, losses: list[float]) -> Path:
+    folder.mkdir()
+    lines = [json.dumps({"step": step, "loss": loss}) for step, loss in enumerate(losses, 1)]
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 2, "validation_loss": 9.0}', ""]))
+    return folder
+
+
+def test_a_pair_of_curves(tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = write_run(tmp_path / "ours", [9.0] * 10 + [2.02] * 50)
+    theirs = write_run(tmp_path / "theirs", [9.0] * 10 + [2.0] * 50 + [5.0])  # a step more
+    drawn = []
+    monkeypatch.setattr(reference_run, "draw", drawn.append)
+    assert reference_run.main(["draw", str(tmp_path / "out"), "--add", "kda", str(ours), str(theirs)]) == 0
+    line = "kda: mean loss of the last 50 steps: ours 2.0200, theirs 2.0000, gap 1.00%\n"
+    assert capsys.readouterr().out == line and drawn == [tmp_path / "out"]
+    assert (tmp_path / "out" / "kda.csv").read_text().splitlines()[:2] == ["step,ours,theirs", "1,9.00000,9.00000"]
+
+
+def test_the_picture(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    for name in ("gdn", "kda"):
+        runs = [write_run(tmp_path / f"{name}_{by}", [3.0, 2.0]) for by in ("ours", "theirs")]
+        reference_run.write_pair(tmp_path / f"{name}.csv", runs)
+    reference_run.draw(tmp_path)
+    assert "<svg" in (tmp_path / "loss.svg").read_text()
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        (["--model.name=hybrid"], "model.name = 'hybrid' is none of FLA's; use kda or gdn"),
+        (["--model.name=kda", "--checkpoint.initial_load_path=x"], "checkpoint.initial_load_path is set; leave it out"),
+    ],
+)
+def test_what_is_refused(keys: list[str], message: str, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+    assert is_refused(reference_run.main, ["fla", str(tmp_path), "--", *keys], capsys).startswith(message)

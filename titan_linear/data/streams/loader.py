@@ -1,0 +1,155 @@
+"""Batches: which data-parallel rank computes which streams, and the one number that says how far a run has read.
+
+Batches are read ahead by torchdata's threads. They share the mapped corpus and the orders of epochs, and nothing is
+copied between processes: `tools/bench_data.py loaders` compares them with processes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
+
+from titan_linear.data.streams.mixture import Streams
+from titan_linear.data.streams.packing import Stream
+from titan_linear.loss import IGNORE
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """L streams of one micro-step of one data-parallel rank, end to end; context parallelism has not cut it yet."""
+
+    tokens: torch.Tensor  # [1, L·T] int64
+    labels: torch.Tensor  # [1, L·T] int64, −100 where there is nothing to predict
+    cu_seqlens: torch.Tensor  # [N+1] int32, from 0 to L·T; every stream's edge is a boundary
+    position_ids: torch.Tensor  # [1, L·T] int64, from 0 in each document
+    num_streams: int  # L
+    streams: tuple[int, ...]  # their global indices, for error messages
+
+
+class StreamLoader(Stateful):
+    """This rank's micro-batches, without end.
+
+    Step s takes streams [s·G, (s+1)·G); its micro-step m gives this rank d the L streams from s·G + m·(dp·L) + d·L.
+
+    Its state is the global index of the next stream, so that a run resumes under any dp_degree and num_workers. As
+    batches are read ahead of training, whoever trains says when a step is finished (`advance`).
+
+    Args:
+        next_stream: number of streams that finished steps have consumed, over all ranks; a multiple of G.
+        num_workers: threads that read ahead, two batches each; 0: a batch is read when it is asked for.
+
+    Raises:
+        ValueError: (naming training.global_batch_size) dp·L does not divide G, or G does not divide next_stream.
+    """
+
+    def __init__(
+        self,
+        streams: Streams,
+        *,
+        global_batch_size: int,
+        local_batch_size: int,
+        dp_rank: int,
+        dp_degree: int,
+        next_stream: int = 0,
+        num_workers: int = 0,
+    ):
+        per_micro_step = dp_degree * local_batch_size
+        if global_batch_size < 1 or local_batch_size < 1 or global_batch_size % per_micro_step:
+            raise ValueError(
+                f"training.global_batch_size = {global_batch_size} must be a positive multiple of data-parallel degree "
+                f"× training.local_batch_size = {dp_degree} × {local_batch_size} = {per_micro_step}"
+            )
+        assert 0 <= dp_rank < dp_degree, (dp_rank, dp_degree)
+        self.streams = streams
+        self.global_batch_size = global_batch_size
+        self.local_batch_size = local_batch_size
+        self.dp_rank = dp_rank
+        self.dp_degree = dp_degree
+        self.num_workers = num_workers
+        self._set(next_stream)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Batches from `next_stream` on. An error in a thread is raised here as it is."""
+        # G is a multiple of dp·L: step s begins at micro-batch s·G / (dp·L).
+        numbers = itertools.count(self.next_stream // (self.dp_degree * self.local_batch_size))
+        node = ParallelMapper(IterableWrapper(numbers), self._read, num_workers=self.num_workers, method="thread")
+        for batch in Loader(node):
+            if isinstance(batch, Exception):
+                raise batch
+            yield batch
+
+    def _read(self, n: int) -> Batch | Exception:
+        # torchdata would raise an exception of its own, whose message is a traceback.
+        try:
+            return micro_batch(self.streams, n, self.local_batch_size, self.dp_rank, self.dp_degree)
+        except Exception as error:
+            return error
+
+    def advance(self) -> None:
+        """A step is finished."""
+        self.next_stream += self.global_batch_size
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """A tensor: DCP would pickle anything else."""
+        return {"next_stream": torch.tensor(self.next_stream)}
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:
+        self._set(int(state_dict["next_stream"]))
+
+    def _set(self, next_stream: int) -> None:
+        if next_stream < 0 or next_stream % self.global_batch_size:
+            raise ValueError(
+                f"training.global_batch_size = {self.global_batch_size} does not divide the next stream {next_stream}; "
+                "resume with the global batch that the run began with"
+            )
+        self.next_stream = next_stream
+
+
+def validation_batches(
+    streams: Streams, *, local_batch_size: int, dp_rank: int, dp_degree: int, limit: int = -1
+) -> Iterator[Batch]:
+    """This rank's micro-batches of one pass over streams with repeat=False, or over the first `limit` of them.
+
+    Every rank gets the same number of them; streams beyond the last of the pass are all padding.
+    """
+    end = len(streams) if limit == -1 else min(limit, len(streams))
+    for n in range(math.ceil(end / (dp_degree * local_batch_size))):
+        yield micro_batch(streams, n, local_batch_size, dp_rank, dp_degree, end)
+
+
+def num_labels(streams: Streams, indices: Iterable[int]) -> int:
+    """Number of tokens with a label in these streams."""
+    return sum(int((streams[i].labels != IGNORE).sum()) for i in indices)
+
+
+def micro_batch(
+    streams: Streams, n: int, local_batch_size: int, dp_rank: int, dp_degree: int, end: float = math.inf
+) -> Batch:
+    """A rank's micro-batch n, counted from stream 0: streams [n·dp·L + d·L, … + L), padding in place of those from
+    `end` on."""
+    first = (n * dp_degree + dp_rank) * local_batch_size
+    indices = tuple(range(first, first + local_batch_size))
+    return _collate([streams[i] if i < end else streams.padding() for i in indices], indices)
+
+
+def _collate(streams: list[Stream], indices: tuple[int, ...]) -> Batch:
+    def joined(name: str) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate([getattr(stream, name) for stream in streams]))[None]
+
+    seq_len = len(streams[0].tokens)
+    edges = [stream.cu_seqlens[1:] + j * seq_len for j, stream in enumerate(streams)]
+    return Batch(
+        tokens=joined("tokens"),
+        labels=joined("labels"),
+        cu_seqlens=torch.from_numpy(np.concatenate([[0], *edges]).astype(np.int32)),
+        position_ids=joined("position_ids"),
+        num_streams=len(streams),
+        streams=indices,
+    )

@@ -1,0 +1,75 @@
+"""The run's compiled layers, in its type, implementations and split, against the same layers uncompiled."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from titan_linear.build import build_dims, build_model, build_sharding, mixed_precision, sums_replicas_once
+from titan_linear.config import changed
+from titan_linear.distributed.feed import Feed
+from titan_linear.distributed.groups import of_all_ranks, unhurried_group
+from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.distributed.parts import local_tensor
+from titan_linear.gradients import Passes
+from titan_linear.metrics import Graphs
+from titan_linear.ops.support import short
+from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, Note
+from titan_linear.proof.processes import fill
+from titan_linear.proof.subject import Subject
+
+BATCHES = 10
+
+
+class Seen(NamedTuple):
+    """What a rank sees of some batches."""
+
+    losses: torch.Tensor  # [BATCHES] float64, this rank's parts
+    gradients: list[torch.Tensor]  # this rank's parts, summed over the batches
+    graphs: list[int]  # number of graphs after each batch
+    breaks: int
+
+
+def layers(subject: Subject) -> Findings:
+    """Losses and gradients of ten batches, and the graphs that later batches compile. Every rank calls this."""
+    if not subject.config.compile.enable:
+        return
+    dims, host = build_dims(subject.config, subject.device), unhurried_group()
+    want, got = (_steps(subject, dims, enable) for enable in (False, True))
+    check = f"compiled, {short(subject.dtype)}"
+    bound = 2 * UNIT[subject.dtype] * math.sqrt(ROUNDINGS * (subject.model.num_layers + 1))
+    pairs = {"losses": ([got.losses], [want.losses]), "gradients": (got.gradients, want.gradients)}
+    for name, (a, b) in pairs.items():
+        squares = [sum((x.double() - y.double()).square().sum().item() for x, y in zip(a, b, strict=True))]
+        squares.append(sum(y.double().square().sum().item() for y in b))
+        error, size = (sum(of_ranks) for of_ranks in zip(*of_all_ranks(squares, host), strict=True))
+        what = f"{name} of {BATCHES} batches, {dims.description}, against uncompiled layers"
+        yield Finding(check, what, math.sqrt(error / size), bound)
+    first = 1 if dims.ep > 1 else 0  # experts' rows vary: the second batch compiles for any number
+    more = max(of_all_ranks(got.graphs[-1] - got.graphs[first], host))
+    yield Finding("compiled", f"graphs that batches after the first {first + 1} compile", more, 0)
+    yield Note(f"compiled: {got.graphs[-1]} graphs, {got.breaks} breaks in them")
+
+
+def _steps(subject: Subject, dims: ParallelDims, enable: bool) -> Seen:
+    """Forward and backward of the batches, from the same weights."""
+    torch.compiler.reset()
+    config = changed(subject.config, {"compile.enable": enable})
+    model = build_model(config, subject.model, dims, subject.device)
+    fill(model, subject.weights)
+    feed = Feed(
+        iter(subject.loader(dims.dp_rank, dims.dp, 1)), build_sharding(config, subject.model, dims, subject.device),
+        micro_steps=1, copies=dims.copies, host=unhurried_group(), device=subject.device,
+    )  # fmt: skip
+    precision, once = mixed_precision(config, model, dims), sums_replicas_once(config, dims)
+    passes = Passes(model, feed, precision, config.training.loss_chunk_size, replicas_once=once)
+    counted, before = Graphs(), Graphs().counts()
+    losses, graphs = [], []
+    for _ in range(BATCHES):
+        losses.append(passes.run()[0])
+        graphs.append(counted.counts()["compiled_graphs"] - before["compiled_graphs"])
+    gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+    breaks = counted.counts()["graph_breaks"] - before["graph_breaks"]
+    return Seen(torch.cat(losses), gradients, graphs, breaks)

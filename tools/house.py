@@ -1,0 +1,178 @@
+"""How large this code is, and how much of it a step passes through.
+
+    python -m tools.house                      sizes by folder, rooms and imports
+    python -m tools.house trace [KEYS …]       files, functions and lines entered by building a trainer and by a steady
+                                               step; KEYS are the run's (`--parallelism.context_parallel_degree 2` under
+                                               torchrun --nproc-per-node 2)
+
+tokens      Python's NAME, OP, NUMBER and STRING (tokenize): independent of how code is laid out
+statements  nodes of the syntax tree, docstrings left out
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import os
+import re
+import sys
+import tempfile
+import tokenize
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "titan_linear"
+COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
+
+
+# --- Sizes -----------------------------------------------------------------------------------------------------------
+
+
+def tokens(text: str) -> int:
+    return sum(token.type in COUNTED for token in tokenize.generate_tokens(io.StringIO(text).readline))
+
+
+def statements(text: str) -> int:
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.stmt)]
+    strings = [n for n in found if isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant)]
+    return len(found) - len(strings)
+
+
+def room(file: Path) -> str:
+    """titan_linear/ops/cp/kcp.py → titan_linear/ops/cp; titan_linear/train.py → titan_linear/train.py."""
+    folder = file.relative_to(ROOT).parent
+    return str(file.relative_to(ROOT)) if folder == Path("titan_linear") else str(folder)
+
+
+def sizes(folder: str) -> dict[str, Counter]:
+    """For each room below a folder of the repository: its files, lines, tokens, statements."""
+    found: dict[str, Counter] = defaultdict(Counter)
+    for file in sorted((ROOT / folder).rglob("*.py")):
+        text = file.read_text(encoding="utf-8")
+        counts = {"files": 1, "lines": text.count("\n"), "tokens": tokens(text), "statements": statements(text)}
+        found[room(file)].update(counts)
+    return found
+
+
+def words(*files: Path) -> int:
+    return sum(len(file.read_text(encoding="utf-8").split()) for file in files)
+
+
+# --- Imports ---------------------------------------------------------------------------------------------------------
+
+
+def arrows() -> set[tuple[str, str]]:
+    """Pairs of rooms of the package of which the first imports from the second."""
+    found = set()
+    for file in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("titan_linear"):
+                for name in node.names:
+                    found.add((room(file), room(_file_of(node.module, name.name))))
+    return {(a, b) for a, b in found if a != b}
+
+
+def _file_of(module: str, name: str) -> Path:
+    path = ROOT / module.replace(".", "/")
+    candidates = (path / f"{name}.py", path / name / "__init__.py", path.with_suffix(".py"), path / "__init__.py")
+    return next(file for file in candidates if file.is_file())
+
+
+def names_imported(file: Path) -> int:
+    nodes = ast.walk(ast.parse(file.read_text(encoding="utf-8")))
+    return sum(len(n.names) for n in nodes if isinstance(n, (ast.Import, ast.ImportFrom)))
+
+
+# --- What a step enters ----------------------------------------------------------------------------------------------
+
+
+class Entered:
+    """The functions of the package that this thread enters inside of `with`, and the lines that it runs there."""
+
+    def __init__(self) -> None:
+        self.functions: set[tuple[str, str]] = set()
+        self.lines: set[tuple[str, int]] = set()
+
+    def _trace(self, frame: FrameType, event: str, _: Any) -> Callable | None:
+        name = frame.f_code.co_filename
+        if not name.startswith(str(PACKAGE)):
+            return None
+        self.functions.add((name, frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name))
+        self.lines.add((name, frame.f_lineno))
+        return self._trace
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        sys.settrace(self._trace)
+        try:
+            yield
+        finally:
+            sys.settrace(None)
+
+    def __str__(self) -> str:
+        files = {name for name, _ in self.functions}
+        return f"{len(files)} files, {len(self.functions)} functions, {len(self.lines)} lines"
+
+    def by_file(self) -> list[str]:
+        counted = Counter(name for name, _ in self.lines)
+        return [f"  {Path(name).relative_to(ROOT)}: {n}" for name, n in sorted(counted.items())]
+
+
+def trace(keys: list[str]) -> None:
+    """Print what this rank enters when a trainer of the debug configuration is built, and in its third step."""
+    from titan_linear.config import load_config
+    from titan_linear.distributed.groups import process_group
+    from titan_linear.train import Trainer
+
+    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    for name, value in {**alone, "MASTER_PORT": "29531"}.items():
+        os.environ.setdefault(name, value)
+    from datetime import timedelta
+
+    with tempfile.TemporaryDirectory() as folder, process_group(timedelta(minutes=5)):
+        file = str(ROOT / "train_configs" / "debug.toml")
+        degree = "--parallelism.context_parallel_degree=" + os.environ["WORLD_SIZE"]
+        config = load_config(["--job.config_file", file, "--job.dump_folder", folder, degree, *keys])
+        building, stepping = Entered(), Entered()
+        with building():
+            trainer = Trainer(config)
+        for _ in range(2):
+            trainer.train_step()
+        with stepping():
+            trainer.train_step()
+        if os.environ["RANK"] == "0":
+            print(f"Trainer.__init__: {building}", f"a step: {stepping}", *stepping.by_file(), sep="\n")
+
+
+def main(argv: list[str]) -> None:
+    if argv[:1] == ["trace"]:
+        return trace(argv[1:])
+    print(f"{'':40} {'files':>6} {'lines':>7} {'tokens':>8} {'statements':>10}")
+    for folder in ("titan_linear", "tools", "tests"):
+        rooms, whole = sizes(folder), Counter()
+        for name, counts in rooms.items():
+            whole.update(counts)
+            if folder == "titan_linear":
+                print(
+                    f"{name:40} {counts['files']:6} {counts['lines']:7} {counts['tokens']:8} {counts['statements']:10}"
+                )
+        print(
+            f"{folder + ', all':40} {whole['files']:6} {whole['lines']:7} {whole['tokens']:8} {whole['statements']:10}"
+        )
+    between = arrows()
+    print(f"rooms {len({r for pair in between for r in pair})}, arrows between them {len(between)}")
+    print(f"names imported by train.py {names_imported(PACKAGE / 'train.py')}")
+    everything = [
+        p.read_text(encoding="utf-8") for f in ("titan_linear", "tools", "tests") for p in (ROOT / f).rglob("*.py")
+    ]
+    print(f"fmt: skip {sum(len(re.findall('# fmt: skip', text)) for text in everything)}")
+    print(f"words of Markdown {words(*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'))}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,159 @@
+"""flash-linear-attention's own models, trained as their users train them, on the streams of a run's configuration.
+
+AdamW and its parameter groups, the learning rate and clipping are the run's; parameters are float32, autocast computes
+in the run's type. The host waits for the device nowhere inside a step. One process, one device.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from titan_linear.build import DTYPES, build_streams, tokenizer_path
+from titan_linear.config import Config
+from titan_linear.data import IGNORE, Batch, StreamLoader, build_tokenizer
+from titan_linear.hf_io import find_family
+from titan_linear.models.adapters import config_to_hf
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.documents import Documents
+from titan_linear.optim import Reading, build_optimizer
+from titan_linear.step import rate_at
+
+FAMILIES = ("KDAForCausalLM", "GatedDeltaNetForCausalLM")  # that FLA has, of those that we export
+# Keys of an exported config.json that are not FLA's.
+OURS = ("architectures", "auto_map", "model_type", "pattern", "post_norm", "zero_centred_norm")
+Loss = Callable[[nn.Module, Batch], torch.Tensor]
+
+
+def split_keys(argv: list[str]) -> tuple[list[str], list[str]]:
+    """A tool's own arguments, and the run's keys after `--`."""
+    end = argv.index("--") if "--" in argv else len(argv)
+    return argv[:end], argv[end + 1 :]
+
+
+def be_alone() -> None:
+    """Without torchrun: describe a group of this process alone in the environment."""
+    if "RANK" in os.environ:
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    alone = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in alone.items()})
+
+
+def fla_has(model: ModelConfig) -> bool:
+    """Whether FLA has a model of this configuration."""
+    return find_family(model) in FAMILIES
+
+
+def fla_model(
+    model: ModelConfig, device: torch.device, *, weights: Path | None = None, compiled: bool = False,
+    checkpointing: bool = False, unguarded: bool = False,
+) -> nn.Module:  # fmt: skip
+    """FLA's model of this configuration, float32, ready to train.
+
+    Args:
+        weights: a Hugging Face folder; None: FLA draws them.
+        compiled: torch.compile each layer, the embedding and the last norm, as flame does.
+        unguarded: lift FLA's refusal of its Triton kernels where Triton makes them give wrong numbers: times only.
+    """
+    import fla.models as peers
+    from fla.ops.common import chunk_o
+
+    if unguarded:
+        chunk_o.TRITON_ABOVE_3_7_1 = True
+    family = find_family(model)
+    kind = getattr(peers, family)
+    if weights is None:
+        fields = {key: value for key, value in config_to_hf(family, model).items() if key not in OURS}
+        found = kind(getattr(peers, family.replace("ForCausalLM", "Config"))(**fields))
+    else:
+        found = kind.from_pretrained(weights, dtype=torch.float32)
+    found = found.to(device).train()
+    if checkpointing:
+        found.gradient_checkpointing_enable()
+    if compiled:
+        for part in (found.model.embeddings, *found.model.layers, found.model.norm):
+            part.compile()
+    return found
+
+
+def fla_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    """The sum of a batch's cross-entropies, by FLA's fused head and loss, which keeps no logits."""
+    from fla.modules import FusedLinearCrossEntropyLoss
+
+    tokens, labels, packed = batch.tokens, batch.labels, {}
+    if len(batch.cu_seqlens) == batch.num_streams + 1:  # one document a stream: a row of its own
+        tokens, labels = (x.view(batch.num_streams, -1) for x in (tokens, labels))
+    else:
+        packed["cu_seqlens"] = batch.cu_seqlens
+    hidden = model.model(input_ids=tokens, **packed)[0]
+    criterion = FusedLinearCrossEntropyLoss(reduction="sum")
+    return criterion(hidden, labels, model.lm_head.weight)
+
+
+def moved(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the device; the host does not wait for it."""
+    if device.type == "cpu":
+        return batch
+    names = ("tokens", "labels", "cu_seqlens", "position_ids")
+    tensors = {name: getattr(batch, name).pin_memory().to(device, non_blocking=True) for name in names}
+    return replace(batch, **tensors)
+
+
+class Peer:
+    """A model on the streams of a run.
+
+    Args:
+        loss: the sum of a batch's cross-entropies.
+        step: number of steps done.
+    """
+
+    def __init__(self, config: Config, model: nn.Module, loss: Loss, device: torch.device, step: int = 0):
+        t = config.training
+        self.config, self.model, self.loss, self.device, self.step = config, model, loss, device, step
+        streams, _ = build_streams(config, build_tokenizer(tokenizer_path(config)), None)
+        loader = StreamLoader(
+            streams,
+            global_batch_size=t.global_batch_size,
+            local_batch_size=t.local_batch_size,
+            dp_rank=0,
+            dp_degree=1,
+            next_stream=step * t.global_batch_size,
+            num_workers=t.num_workers,
+        )
+        self.batches = iter(loader)
+        self.optimizer = build_optimizer(model, config.optimizer)
+        self.documents: list[Documents] = []  # of all batches
+
+    def train_step(self) -> Reading:
+        """Do a step; its loss (nats per token) and gradient norm are on their way to the host."""
+        self.step += 1
+        t = self.config.training
+        batches = [next(self.batches) for _ in range(t.global_batch_size // t.local_batch_size)]
+        self.documents += [Documents.of(batch.cu_seqlens.numpy()) for batch in batches]
+        valid = sum(int((batch.labels != IGNORE).sum()) for batch in batches)
+        dtype = DTYPES[t.mixed_precision_param]
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for batch in batches:
+            with torch.autocast(self.device.type, dtype, enabled=dtype == torch.bfloat16):
+                loss = self.loss(self.model, moved(batch, self.device)) / valid
+            loss.backward()
+            total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), t.max_norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate_at(self.config, self.step)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return Reading(torch.stack([total, norm.double()]))
+
+    def state(self) -> dict[str, Any]:
+        return {"step": self.step, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

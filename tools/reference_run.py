@@ -1,0 +1,219 @@
+"""A run beside the same model elsewhere: the same initial weights, streams, optimizer and schedule; two curves.
+
+    export CONFIG_FILE=train_configs/reference_340m.toml
+    ./run_train.sh --model.name kda --job.dump_folder outputs/kda                               # ours
+    python -m tools.reference_run fla outputs/kda_fla --minutes 8 -- --job.config_file $CONFIG_FILE --model.name kda
+    ./run_train.sh --model.name hybrid --job.dump_folder outputs/hybrid
+    ./run_train.sh --model.name hybrid --job.dump_folder outputs/hybrid_float32 --compile.enable false \\
+        --training.mixed_precision_param float32 --activation_checkpoint.mode full    # FLA has no such hybrid
+    python -m tools.reference_run draw docs/results --add kda outputs/kda outputs/kda_fla
+    python -m tools.reference_run draw docs/results --add hybrid outputs/hybrid outputs/hybrid_float32
+
+`fla` trains FLA's own model (kda, gdn) from our initial weights as its users do (tools/peers.py), on one GPU, and
+writes metrics.jsonl as a run does. After --minutes it saves its state and ends; the same command goes on from there.
+
+`draw` copies step and loss of two runs to FOLDER/NAME.csv, draws every such file into FOLDER/loss.svg (matplotlib: pip
+install "titan_linear[bench]"), and prints the means of each pair's last 50 steps and their gap.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import mean
+
+import torch
+from torch import nn
+
+from titan_linear.build import export, model_config, tokenizer_path, unallocated
+from titan_linear.config import Config, check_config, hf_weights, load_config
+from titan_linear.data import build_tokenizer
+from titan_linear.distributed.parallelize import materialise
+from titan_linear.hf_io import gather
+from titan_linear.metrics import clock_and_power, peak_memory_gib
+from titan_linear.models.init import initialise
+from titan_linear.process import own_device, refusing, run_command
+from titan_linear.rundir import METRICS, cut_metrics
+from titan_linear.step import rate_at
+from tools.peers import Loss, Peer, fla_has, fla_loss, fla_model, split_keys
+
+LAST = 50  # steps at a curve's end of which the mean is compared
+STATE = "state.pt"
+Curve = dict[int, float]  # step → loss
+
+# --- The other model -------------------------------------------------------------------------------------------------
+
+
+def initial_weights(config: Config, folder: Path) -> None:
+    """Write the weights that a run of this configuration draws, as a Hugging Face folder, if it is not there yet."""
+    if folder.exists():
+        return
+    tokenizer = build_tokenizer(tokenizer_path(config))
+    model = unallocated(model_config(config, tokenizer), torch.float32)
+    materialise(model, torch.device("cpu"))
+    initialise(model, config.debug.seed)
+    export(folder, config, model.config, tokenizer, gather(model), dtype="float32")
+
+
+def train_peer(
+    config: Config,
+    folder: Path,
+    build: Callable[[Path, torch.device], nn.Module],
+    loss: Loss,
+    seconds: float = float("inf"),
+) -> bool:
+    """Train another model on a run's streams, from the run's initial weights or from where `folder` got to.
+
+    Args:
+        build: Hugging Face folder and device → the model, float32.
+        loss: the sum of a batch's cross-entropies.
+        seconds: after this time, end with the step under way.
+
+    Returns: whether all steps are done.
+    """
+    device, begin, t = own_device(), time.perf_counter(), config.training
+    initial_weights(config, folder / "initial-hf")
+    saved = torch.load(folder / STATE, map_location=device) if (folder / STATE).exists() else None
+    peer = Peer(config, build(folder / "initial-hf", device), loss, device, saved["step"] if saved else 0)
+    if saved:
+        peer.model.load_state_dict(saved["model"])
+        peer.optimizer.load_state_dict(saved["optimizer"])
+    cut_metrics(folder, peer.step)
+    with (folder / METRICS).open("a", encoding="utf-8") as file:
+        while peer.step < t.steps and time.perf_counter() - begin < seconds:
+            then = time.perf_counter()
+            total, norm = peer.train_step().wait()
+            line = {
+                "step": peer.step,
+                "loss": total,
+                "grad_norm": norm,
+                "lr": rate_at(config, peer.step),
+                "tokens": peer.step * t.global_batch_size * t.seq_len,
+                "tokens_per_second": t.global_batch_size * t.seq_len / (time.perf_counter() - then),
+                "memory_gib": peak_memory_gib(),
+                **clock_and_power(device),
+            }
+            print(json.dumps(line), file=file, flush=True)
+            print(f"step {peer.step}/{t.steps}  loss {total:.4f}  grad {norm:.3g}", flush=True)
+    torch.save(peer.state(), folder / f"{STATE}.new")
+    os.replace(folder / f"{STATE}.new", folder / STATE)
+    return peer.step == t.steps
+
+
+def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
+    config = load_config(keys)
+    check_config(config, 1)
+    model = model_config(config, build_tokenizer(tokenizer_path(config)))
+    if not fla_has(model):
+        raise ValueError(f"model.name = {config.model.name!r} is none of FLA's; use kda or gdn")
+    if hf_weights(config) or config.checkpoint.initial_load_path:
+        raise ValueError("checkpoint.initial_load_path is set; leave it out: both models begin from drawn weights")
+
+    def build(weights: Path, device: torch.device) -> nn.Module:
+        return fla_model(
+            model,
+            device,
+            weights=weights,
+            compiled=args.compiled,
+            checkpointing=config.activation_checkpoint.mode == "full",
+            unguarded=args.unguarded,
+        )
+
+    done = train_peer(config, args.folder, build, fla_loss, 60 * args.minutes)
+    print("all steps are done" if done else "not all steps are done; the same command goes on")
+
+
+# --- Curves ----------------------------------------------------------------------------------------------------------
+
+
+def read_curve(run: Path) -> Curve:
+    """Losses of a run's folder."""
+    lines = [json.loads(line) for line in (run / METRICS).read_text(encoding="utf-8").splitlines()]
+    return {line["step"]: line["loss"] for line in lines if line.get("loss") is not None}
+
+
+def write_pair(path: Path, runs: list[Path]) -> None:
+    """The losses of two runs' common steps, in columns named as their folders."""
+    ours, theirs = map(read_curve, runs)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["step", *(run.name for run in runs)])
+        rows.writerows([step, f"{ours[step]:.5f}", f"{theirs[step]:.5f}"] for step in sorted(ours.keys() & theirs))
+
+
+def read_pair(path: Path) -> tuple[list[str], list[list[float]]]:
+    """The columns' names, and the columns: steps and two losses."""
+    with path.open(newline="", encoding="utf-8") as file:
+        names, *rows = csv.reader(file)
+    return names, [list(map(float, column)) for column in zip(*rows, strict=True)]
+
+
+def compare(path: Path) -> str:
+    """A line about a pair's ends."""
+    names, (steps, *losses) = read_pair(path)
+    first, second = (mean(column[-LAST:]) for column in losses)
+    what = f"{path.stem}: mean loss of the last {min(LAST, len(steps))} steps"
+    return f"{what}: {names[1]} {first:.4f}, {names[2]} {second:.4f}, gap {abs(first / second - 1):.2%}"
+
+
+def draw(folder: Path) -> None:
+    """Draw every pair of the folder into loss.svg."""
+    from matplotlib.figure import Figure  # an extra
+
+    paths = sorted(folder.glob("*.csv"))
+    figure = Figure(figsize=(4.5 * len(paths), 3.5), layout="constrained")
+    for path, axes in zip(paths, figure.subplots(1, len(paths), sharey=True, squeeze=False)[0], strict=True):
+        names, (steps, *losses) = read_pair(path)
+        for name, column, style in zip(names[1:], losses, ("-", "--"), strict=True):
+            axes.plot(steps, column, style, linewidth=1, label=name)
+        axes.set(title=path.stem, xlabel="step", ylabel="loss, nats per token")
+        axes.legend()
+    figure.savefig(folder / "loss.svg", metadata={"Date": None})
+
+
+def draw_results(args: argparse.Namespace) -> None:
+    args.folder.mkdir(parents=True, exist_ok=True)
+    if args.add:
+        name, *runs = args.add
+        write_pair(args.folder / f"{name}.csv", list(map(Path, runs)))
+    draw(args.folder)
+    print("\n".join(map(compare, sorted(args.folder.glob("*.csv")))))
+
+
+# --- The command -----------------------------------------------------------------------------------------------------
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m tools.reference_run", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    fla = commands.add_parser("fla", help="train FLA's model; the run's keys follow after --")
+    fla.add_argument("folder", type=Path, help="where metrics and state go")
+    fla.add_argument("--minutes", type=float, default=float("inf"), help="save and end after this time")
+    fla.add_argument("--compiled", action="store_true", help="compile each layer")
+    fla.add_argument("--unguarded", action="store_true", help="let FLA take Triton kernels that it refuses")
+    drawing = commands.add_parser("draw", help="draw and compare pairs of curves")
+    drawing.add_argument("folder", type=Path, help="folder of the pairs' data")
+    drawing.add_argument("--add", nargs=3, metavar=("NAME", "RUN", "RUN"), help="first copy a pair from two runs")
+    return parser.parse_args(argv)
+
+
+@refusing(ValueError)
+def main(argv: list[str]) -> int:
+    own, keys = split_keys(argv)
+    args = parse(own)
+    if args.command == "fla":
+        train_fla(args, keys)
+    else:
+        draw_results(args)
+    return 0
+
+
+if __name__ == "__main__":
+    run_command(main)
