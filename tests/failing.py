@@ -132,15 +132,15 @@ KEYS = {
 }
 
 
-def says(place: str) -> str:
-    """A part of the line that names what fails at a place."""
+def says(place: str) -> tuple[str, ...]:
+    """Parts of lines of which one names what fails at a place."""
     return {
-        "out of memory": "error: rank 1: CUDA out of memory. Tried to allocate",
-        "mistake": f"error: rank 1: {CAUSE}",
-        "sync save": "error: saving step-2 in",
-        "SIGKILL": "rank 1",
-        "hang": "rank 1 not there",
-    }.get(place, CAUSE)
+        "out of memory": ("error: rank 1: CUDA out of memory. Tried to allocate",),
+        "mistake": (f"error: rank 1: {CAUSE}",),
+        "sync save": ("error: saving step-2 in",),
+        "SIGKILL": ("no answer from rank 1", "rank 1 failed", "(SIGKILL)"),  # the ranks, the launcher, torchrun
+        "hang": ("rank 1 not there",),
+    }.get(place, (CAUSE,))
 
 
 CODES = {"mistake": 2, "out of memory": 3, "sync save": 3, "SIGKILL": -signal.SIGKILL, "hang": 4}  # others: 1

@@ -458,9 +458,7 @@ def test_short_memory_is_said_in_a_line(
 
     with sabotaged(data, "labels", out_of_memory):
         assert doctor.main(arguments(corpus)) == 3
-    error = capsys.readouterr().err
-    assert error.startswith("error: CUDA out of memory. Tried to allocate 2.00 GiB; a device with more free memory")
-    assert error.count("\n") == 1
+    assert capsys.readouterr().err == "error: CUDA out of memory. Tried to allocate 2.00 GiB\n"
 
 
 def test_what_may_differ_when_it_runs_again(subject: Subject) -> None:

@@ -23,7 +23,7 @@ from tests.steps import after_backward
 from tests.worlds import World
 from titan_linear import checkpoint, hf_io
 from titan_linear.build import model_config
-from titan_linear.checkpoint import Checkpointer, SaveFailed, named_parameters, read_progress
+from titan_linear.checkpoint import Checkpointer, named_parameters, read_progress
 from titan_linear.config import Training, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.groups import set_timeout
@@ -507,37 +507,6 @@ def test_ranks_wait_for_a_slow_disk(corpus: Path, worlds: Callable[[int], World]
     worlds(2).run(slow_disk, arguments(corpus, keys), str(corpus.parent), 8.0)
     assert read_progress(tmp_path / "checkpoint/step-2").step == 2
     assert (tmp_path / "checkpoint/step-2-hf/config.json").is_file()
-
-
-def broken_write(rank: int, world_size: int, argv: list[str], cache: str) -> str:
-    os.environ["XDG_CACHE_HOME"] = cache
-    patch = pytest.MonkeyPatch()
-
-    def fail(*args: object) -> None:
-        raise RuntimeError("PytorchStreamWriter failed writing file data/0\nC++ stack")
-
-    patch.setattr(Checkpointer, "_write", fail)
-    try:
-        Trainer(load_config(argv)).train()
-    except SaveFailed as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        patch.undo()
-    return ""
-
-
-def test_a_write_that_breaks_off_in_pytorch_is_one_line(
-    corpus: Path, worlds: Callable[[int], World], tmp_path: Path
-) -> None:
-    keys = {
-        "checkpoint.enable": "true",
-        "training.steps": 1,
-        "training.local_batch_size": 2,
-        "job.dump_folder": tmp_path,
-    }
-    said = worlds(2).run(broken_write, arguments(corpus, keys), str(corpus.parent))
-    why = "saving step-1 failed: PytorchStreamWriter failed writing file data/0"
-    assert said == [f"WriteFailed: {why}"] * 2
 
 
 # --- On GPUs ---------------------------------------------------------------------------------------------------------

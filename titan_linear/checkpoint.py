@@ -102,8 +102,6 @@ class Progress(BaseModel):
 class SaveFailed(RunFailed, OSError):
     """A save failed, on every rank; earlier checkpoints remain."""
 
-    alike = True
-
 
 class Checkpointer:
     """Saves and loads the checkpoints of one run. Every rank calls every method, in the same order.
@@ -185,13 +183,11 @@ class Checkpointer:
             self.wait()
 
     def finish(self) -> None:
-        """Before this process ends for another error: let the async save under way end, in AT_LAST seconds or less."""
+        """Before this process ends for another error: wait for the async save under way."""
         if self._pending is None or self._pending.done():
             return
         print(f"rank {self.rank}: waiting for the save under way, {AT_LAST:.0f} s at most", file=sys.stderr, flush=True)
         futures.wait([self._pending], AT_LAST)
-        if self._pending.done() and self._pending.exception():
-            print(f"warning: {self._pending.exception()}", file=sys.stderr, flush=True)
 
     def is_saved(self) -> bool:
         """Wait for the async save under way, if any; return whether it succeeded: the same on all ranks."""

@@ -88,10 +88,7 @@ class Exports:
         if self.process and self.process.poll() is not None:
             self._say()
         if self.waiting and not self.process and (whole := self._whole()):
-            try:
-                self._begin(whole[0])
-            except OSError as error:  # no memory for a process, no room for its output
-                self._warn(self.exporting, str(error))
+            self._begin(whole[0])
 
     def finish(self, stop: StopSignal) -> None:
         """Wait for all exports, unless the run is asked to stop. No save follows."""
@@ -139,11 +136,7 @@ class Exports:
         if code == 0:
             print(f"exported '{self._path(step)}'", flush=True)
         else:
-            self._warn(step, said[-1].removeprefix("error: "))
-
-    def _warn(self, step: int, why: str) -> None:
-        self.in_use.discard(step)
-        print(f"warning: exporting step-{step} failed: {why}", flush=True)
+            print(f"warning: exporting step-{step} failed: {said[-1].removeprefix('error: ')}", flush=True)
 
 
 def command(checkpoint: Path, folder: Path, dtype: str) -> list[str]:

@@ -12,8 +12,7 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,6 @@ from titan_linear.build import (
 from titan_linear.checkpoint import (
     Checkpointer,
     Progress,
-    SaveFailed,
     holds_optimizer,
     known_progress,
     named_parameters,
@@ -50,7 +48,7 @@ from titan_linear.checkpoint import (
 )
 from titan_linear.config import Config, hf_weights, load_config, micro_steps, schedule_steps, seq_len_at, tokens_at
 from titan_linear.data import IGNORE, StreamLoader, build_tokenizer, num_labels, validation_batches
-from titan_linear.distributed.ending import Ending, RunFailed, is_gone, out_of_memory, report
+from titan_linear.distributed.ending import Ending, RunFailed, explain, report
 from titan_linear.distributed.feed import Feed, FeedStats
 from titan_linear.distributed.groups import (
     of_all_ranks,
@@ -110,14 +108,6 @@ from titan_linear.telemetry import Seen, Telemetry
 
 class NonFinite(RunFailed):
     """A loss or gradient is NaN or infinite. Every rank raises it; the update left the weights as they were."""
-
-    alike = True
-
-
-class WriteFailed(SaveFailed):
-    """A save or an export failed on this rank, which must report it: the others may not know."""
-
-    alike = False
 
 
 class Trainer:
@@ -436,8 +426,7 @@ class Trainer:
     def _finish(self) -> None:
         """Complete the run after its last step: the save under way, the export, the sample."""
         if self.checkpointer:
-            with _writing(f"saving in '{checkpoint_folder(self.config)}'"):
-                self.checkpointer.wait()
+            self.checkpointer.wait()
         if not self.stop.agreed:
             if self.config.checkpoint.last_save_in_hf:
                 self._export()
@@ -497,16 +486,14 @@ class Trainer:
             total_steps=schedule_steps(self.config),
             content=self.content,
         )
-        with _writing(f"saving step-{self.step}"):
-            self.checkpointer.save(self.step, self.model, None if model_only else self.optimizer, progress, self.loader)
+        self.checkpointer.save(self.step, self.model, None if model_only else self.optimizer, progress, self.loader)
         if self.exports:
             self.exports.add(self.step)
 
     def _export(self) -> None:
         """The weights as a Hugging Face folder, step-N-hf."""
         path, dtype = export_folder(self.config), self.config.checkpoint.export_dtype
-        with _writing(f"writing '{path}'"):
-            export(path, self.config, self.model.config, self.tokenizer, gather(self.model), dtype=dtype)
+        export(path, self.config, self.model.config, self.tokenizer, gather(self.model), dtype=dtype)
         if dist.get_rank() == 0:
             print(f"exported '{path}'", flush=True)
 
@@ -548,18 +535,6 @@ class Trainer:
         return text
 
 
-@contextmanager
-def _writing(what: str) -> Iterator[None]:
-    """Turn PyTorch's own write errors, which are RuntimeErrors, into one line."""
-    try:
-        yield
-    except RuntimeError as error:
-        if is_gone(error):
-            raise
-        reason = str(error).partition("\n")[0]
-        raise WriteFailed(f"{what} failed: {reason}") from error
-
-
 # --- One process of a run --------------------------------------------------------------------------------------------
 
 
@@ -588,7 +563,7 @@ def _run(config: Config) -> int:
             return _train(config, watch, ending)
         except torch.OutOfMemoryError as error:
             plan = f"python -m tools.plan --gpus {dist.get_world_size()} --job.config_file {folder / CONFIG}"
-            raise RunFailed(f"{out_of_memory(error)}; what a run needs: {plan}") from error
+            raise torch.OutOfMemoryError(f"{explain(error)[1]}; what a run needs: {plan}") from error
 
 
 def _claim(config: Config, held: ExitStack) -> None:

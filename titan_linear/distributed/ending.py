@@ -28,23 +28,13 @@ FAILED_RANK = "failed"  # in the store: a rank that has ended, and said why
 FIRST = 1.0  # seconds that a rank with nothing to say leaves to the one that does; torchrun counts in whole seconds
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)  # errors of the disk, not of this program
 
-# What gloo says if a rank has died, or did not come in time.
-GONE = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Timed out waiting",
-    "Application timeout caused pair closure",  # another collective with the same rank had timed out
-)
+# What gloo says if a rank has died, or did not come in time; the last, if a collective with it had timed out before.
+GONE = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Timed out waiting")
+GONE += ("Application timeout caused pair closure",)
 
 
 class RunFailed(Exception):
-    """Ends the run with one line and the exit code FAILED: it would fail again.
-
-    alike: every rank raises it, and rank 0 alone says it.
-    """
-
-    alike = False
+    """Every rank raises it, and rank 0 says it in a line. It would come again: the exit code is FAILED."""
 
 
 @dataclass
@@ -59,11 +49,11 @@ class Ending:
     finish: Callable[[], None] = lambda: None
 
     def leave(self, error: BaseException) -> NoReturn:
-        """Print the error, tell the other ranks, and end this process with the error's exit code. Call it in `except`.
+        """Print the error, tell the other ranks, and end this process. Call it in `except`.
 
         No destructor and no exit handler runs: they wait for threads and devices, and these for other ranks.
         """
-        code = exit_code(error)
+        code, _ = explain(error)
         try:
             if self._others_say(error, code):
                 time.sleep(FIRST)
@@ -78,14 +68,10 @@ class Ending:
 
     def _others_say(self, error: BaseException, code: int) -> bool:
         """Whether another process says why this rank ends."""
-        if code == LOST:
-            return under_launcher() or self._has_failed()
-        alike = isinstance(error, SystemExit) or (isinstance(error, RunFailed) and error.alike)
-        return alike and os.environ["RANK"] != "0"
-
-    def _has_failed(self) -> bool:
-        with suppress(dist.DistError):  # the store is gone
-            return self.store.check([FAILED_RANK])
+        if code != LOST:
+            return isinstance(error, (SystemExit, RunFailed)) and os.environ["RANK"] != "0"
+        with suppress(dist.DistError):  # the store is gone too
+            return under_launcher() or self.store.check([FAILED_RANK])
         return False
 
 
@@ -94,56 +80,33 @@ def is_gone(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in GONE)
 
 
-def exit_code(error: BaseException) -> int:
-    """The exit code of a process that this error ends."""
-    if isinstance(error, SystemExit):
-        return error.code or 0
-    if isinstance(error, KeyboardInterrupt):
-        return 128 + signal.SIGINT
+def explain(error: BaseException) -> tuple[int, str]:
+    """The exit code of a process that this error ends, and a line that says why; "" if it is a fault of the program."""
     if isinstance(error, ValueError):
-        return MISTAKE
-    if isinstance(error, (RunFailed, torch.OutOfMemoryError)) or _unwritable(error):
-        return FAILED
-    return LOST if is_gone(error) else 1
+        return MISTAKE, str(error)
+    if isinstance(error, RunFailed):
+        return FAILED, str(error)
+    if isinstance(error, torch.OutOfMemoryError):
+        return FAILED, str(error).partition(". GPU")[0]  # without the allocator's statistics
+    if isinstance(error, OSError) and error.errno in UNWRITABLE:  # metrics, telemetry or a trace
+        where, remedy = error.filename or "the run's folder", "make room or mend the disk, and start again"
+        return FAILED, f"writing in '{where}' failed: {error.strerror}; {remedy}, from the newest checkpoint if any"
+    if is_gone(error):
+        return LOST, f"another rank is gone: {error}"
+    if isinstance(error, (SystemExit, KeyboardInterrupt)):
+        return getattr(error, "code", 128 + signal.SIGINT) or 0, ""
+    return 1, ""
 
 
 def report(error: BaseException) -> int:
-    """Print why this process ends, in a line if the program is not to blame, and return the exit code.
-
-    torchrun's summary shows it too. Call it in `except`.
-    """
-    code = exit_code(error)
-    if isinstance(error, (SystemExit, KeyboardInterrupt)):
+    """Print why this process ends, here and in torchrun's summary, and return the exit code. Call it in `except`."""
+    code, line = explain(error)
+    if isinstance(error, (SystemExit, KeyboardInterrupt)):  # it has been said, or was asked for
         return code
-    alone = os.environ.get("WORLD_SIZE", "1") == "1" or (isinstance(error, RunFailed) and error.alike)
+    alone = os.environ.get("WORLD_SIZE", "1") == "1" or isinstance(error, RunFailed)
     rank = "" if alone else f"rank {os.environ['RANK']}: "
-    if code in (MISTAKE, FAILED, LOST):
-        print(f"error: {rank}{_line(error, code)}", file=sys.stderr, flush=True)
-    else:
-        print(rank + "".join(traceback.format_exception(error)), end="", file=sys.stderr, flush=True)
-    get_error_handler().record_exception(error)
+    said = f"error: {rank}{line}\n" if line else rank + "".join(traceback.format_exception(error))
+    print(said, end="", file=sys.stderr, flush=True)
+    if code != LOST:  # which is no cause
+        get_error_handler().record_exception(error)
     return code
-
-
-def _line(error: BaseException, code: int) -> str:
-    if code == LOST:
-        return f"another rank is gone: {error}"
-    if isinstance(error, torch.OutOfMemoryError):
-        return out_of_memory(error)
-    if _unwritable(error):
-        where = f"'{error.filename}'" if error.filename else "the run's folder"
-        return (
-            f"writing in {where} failed: {error.strerror}; make room or mend the disk, and start again, from the "
-            "newest checkpoint if any"
-        )
-    return str(error)
-
-
-def out_of_memory(error: torch.OutOfMemoryError) -> str:
-    """What was asked for, without the allocator's statistics."""
-    return str(error).partition(". GPU")[0]
-
-
-def _unwritable(error: BaseException) -> bool:
-    """Whether this is a failed write of metrics, telemetry or traces; saves raise errors of their own."""
-    return isinstance(error, OSError) and error.errno in UNWRITABLE

@@ -12,7 +12,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from titan_linear.distributed.ending import Ending, exit_code
+from titan_linear.distributed.ending import Ending, explain
 
 # The time-out while one rank works alone: uses a slow disk, tokenises. A rank that dies still ends the others at once.
 UNHURRIED = timedelta(days=1)
@@ -84,7 +84,7 @@ def on_rank_0(work: Callable[[], T], host: dist.ProcessGroup) -> T:
             outcome[0] = work()
         except BaseException as error:
             raised = error
-            outcome[1] = exit_code(error)
+            outcome[1], _ = explain(error)
     dist.broadcast_object_list(outcome, 0, group=host)
     if raised is not None:
         raise raised

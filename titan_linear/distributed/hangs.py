@@ -32,13 +32,8 @@ SILENT, DEAD = 3.0, 8.0  # seconds without an answer after which a rank is named
 
 
 class Watch(threading.Thread):
-    """Looks at the other ranks and at this rank's collectives, while this rank's main thread may wait for ever.
-
-    - Another rank has failed: this one leaves too, after a while in which it may say why it fails itself.
-    - A signal has come: each rank answers. torchrun sends SIGTERM also where a rank has died, and that rank does not;
-      then there is no step that all ranks could reach and save.
-    - A collective is late: this is reported, once, together with what the other ranks wait for.
-    """
+    """Leaves when another rank has failed or does not answer; reports a late collective, once, together with those of
+    the other ranks. Meanwhile this rank's main thread may wait for ever."""
 
     def __init__(self, folder: Path, store: dist.Store, timeout: float):
         """timeout: that of training, in seconds. store: one of all ranks."""
@@ -55,16 +50,15 @@ class Watch(threading.Thread):
     def run(self) -> None:
         with suppress(dist.DistError):  # the store is gone, and all ranks end
             while not self.ended.wait(min(self.period, POLL)):
-                self._leave_with_others()
+                if self.store.check([FAILED_RANK]) and not self.ended.wait(GRACE):
+                    os._exit(LOST)
                 self._answer()
                 self._look()
             self.store.set(f"answers/{self.rank}", "")  # it ended in order, and nobody shall miss it
 
-    def _leave_with_others(self) -> None:
-        if self.store.check([FAILED_RANK]) and not self.ended.wait(GRACE):
-            os._exit(LOST)
-
     def _answer(self) -> None:
+        """After a signal each rank answers. torchrun sends one also where a rank has died, and that one does not: then
+        there is no step that all ranks could reach and save."""
         if not self.asked:
             if not (self.signal() or self.store.check(["signal"])):
                 return

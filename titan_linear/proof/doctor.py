@@ -16,9 +16,10 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.config import load_config
+from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import process_group
 from titan_linear.ops.support import short
-from titan_linear.process import FAILED, MISTAKE, own_device
+from titan_linear.process import FAILED, own_device
 from titan_linear.proof import compiled, data, definitions, hf, model, ops, processes, resume
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.subject import Subject, subject_of
@@ -67,13 +68,8 @@ def main(argv: list[str]) -> int:
         with one_process():
             more = (finding for name, check in checks(subject) for finding in guarded(name, check))
             return _report(chain(found, more))
-    except torch.OutOfMemoryError as error:
-        reason = str(error).partition(". GPU")[0]
-        print(f"error: {reason}; a device with more free memory proves more of this model", file=sys.stderr)
-        return FAILED
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
+    except (ValueError, torch.OutOfMemoryError) as error:
+        return report(error)
 
 
 def _of_processes(subject: Subject) -> Findings:
