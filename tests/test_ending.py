@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import product
@@ -151,7 +151,7 @@ def launched(place: str, how: str, corpus: Path, folder: Path) -> Seen:  # noqa:
     folder.mkdir()
     more = ON_GPUS if place == "hang" else {}
     argv = arguments(corpus, RUN, KEYS.get(place, {}), more, {"job.dump_folder": folder / "run"})
-    path = os.pathsep.join([str(ROOT / "tests/faults"), str(ROOT)])
+    path = os.pathsep.join([str(ROOT / "tests/faults"), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {"FAIL_AT": place, "PYTHONPATH": path, "NGPU": "2", "XDG_CACHE_HOME": str(corpus.parent)}
     output = folder / "output"
     with output.open("w") as file:
@@ -175,20 +175,21 @@ def table(corpus: Path, folder: Path, processes: int) -> list[str]:  # noqa: F81
     be."""
     cases, wrong = list(product(PLACES, COMMANDS)), []
     with ThreadPoolExecutor(processes) as pool:
-        started = [(case, pool.submit(launched, *case, corpus, folder / "-".join(case))) for case in cases]
-    for (place, how), run in started:
-        row = {"place": place, "command": how}
-        if error := run.exception():
-            row |= {"error": str(error)}
-        else:
-            seen = run.result()
-            row |= {"heard": round(seen.heard, 1), "ended": round(seen.ended, 1), "code": seen.codes[0]}
-        if "error" in row or row["heard"] > HEARD or row["ended"] > ENDED or not row["code"]:
-            wrong.append(row)
-        print(json.dumps(row))
-        if path := os.environ.get("FAILURES"):
-            with open(path, "a") as file:
-                file.write(json.dumps(row) + "\n")
+        started = {pool.submit(launched, *case, corpus, folder / "-".join(case)): case for case in cases}
+        for run in as_completed(started):
+            place, how = started[run]
+            row = {"place": place, "command": how}
+            if error := run.exception():
+                row |= {"error": str(error)}
+            else:
+                seen = run.result()
+                row |= {"heard": round(seen.heard, 1), "ended": round(seen.ended, 1), "code": seen.codes[0]}
+            if "error" in row or row["heard"] > HEARD or row["ended"] > ENDED or not row["code"]:
+                wrong.append(row)
+            print(json.dumps(row))
+            if path := os.environ.get("FAILURES"):
+                with open(path, "a") as file:
+                    file.write(json.dumps(row) + "\n")
     return wrong
 
 

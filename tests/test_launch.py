@@ -20,7 +20,7 @@ from tests.worlds import free_port  # and what the server imports
 from titan_linear import launch
 from titan_linear.config import Config, load_config
 from titan_linear.launch import Node
-from titan_linear.process import LOST
+from titan_linear.process import AGREED, LAUNCHER, LOST
 from titan_linear.rundir import claimed, lock_folder
 
 ROOT = Path(__file__).parents[1]
@@ -350,6 +350,8 @@ def test_a_node_that_waits_for_others_can_be_stopped(start, rank, number):
 
 
 def test_a_port_in_use_is_a_mistake(monkeypatch):
+    for name in (LAUNCHER, AGREED):
+        monkeypatch.setenv(name, "")  # restored afterwards: they are set for the workers
     with socket.create_server(("", 0)) as taken:
         port = taken.getsockname()[1]
         with own_handlers(), pytest.raises(ValueError, match=f"nodes cannot meet at 127.0.0.1:{port} "):

@@ -239,7 +239,7 @@ class Start:
             **os.environ,
             **own,
             "MASTER_PORT": str(free_port()),
-            "PYTHONPATH": str(ROOT),
+            "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         }
         environment.pop("TRITON_INTERPRET", None)  # of the tests themselves
         self.begun = time.monotonic()
