@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
 
 import pytest
 
@@ -27,6 +30,28 @@ def test_a_signal_is_noted_and_a_stop_is_not_cut_short(number: int, agreed: bool
         assert caught == ([] if agreed else ["before"])
     finally:
         signal.signal(number, before)
+
+
+def test_a_signal_is_seen_while_the_main_thread_waits_in_c() -> None:
+    """Where another rank has died, this one waits for a device for ever, and its handlers in Python do not run."""
+    seen = []
+
+    def other_thread() -> None:
+        time.sleep(0.3)  # until the main thread waits
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.2)
+        seen.extend([stop.arrived(), stop.received])
+
+    with StopSignal() as stop:
+        assert stop.arrived() == 0
+        thread = threading.Thread(target=other_thread)
+        thread.start()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])  # else it would end the wait below
+        ctypes.CDLL(None).sleep(1)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        thread.join()
+    assert seen == [signal.SIGTERM, 0]
+    assert stop.received == stop.arrived() == signal.SIGTERM
 
 
 def test_nobody_reads_what_a_command_prints() -> None:

@@ -9,9 +9,10 @@ import ctypes
 import errno
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import wraps
 from pathlib import Path
 from types import FrameType
@@ -147,12 +148,27 @@ class StopSignal:
     def __init__(self) -> None:
         self.received = 0  # number of the signal that this process received; 0: none
         self.agreed = 0  # number of the signal that all ranks agreed to stop for; 0: none
+        self._arrived = 0
+        self._reads, self._writes = socket.socketpair()
+        for end in (self._reads, self._writes):
+            end.setblocking(False)
+
+    def arrived(self) -> int:
+        """`received`, also while the main thread waits in C++ for a device and cannot note it; for other threads."""
+        with suppress(BlockingIOError):
+            for number in self._reads.recv(64):
+                if number in (signal.SIGTERM, signal.SIGINT):
+                    self._arrived = number
+        return self.received or self._arrived
 
     def __enter__(self) -> StopSignal:
+        # Written to by the interpreter's own handler in C, at once.
+        signal.set_wakeup_fd(self._writes.fileno(), warn_on_full_buffer=False)
         self.previous = {number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_: object) -> None:
+        signal.set_wakeup_fd(-1)
         for number, handler in self.previous.items():
             signal.signal(number, signal.SIG_IGN if self.agreed else handler)  # nothing cuts short a stop under way
 

@@ -580,7 +580,7 @@ def _claim(config: Config, held: ExitStack) -> None:
 
 def _train(config: Config, watch: Watch, ending: Ending) -> int:
     trainer = Trainer(config)
-    watch.step, watch.signal = lambda: trainer.begun, lambda: trainer.stop.received
+    watch.step, watch.signal = lambda: trainer.begun, trainer.stop.arrived
     if trainer.checkpointer:
         ending.finish = trainer.checkpointer.finish
     with trainer.stop:
