@@ -89,8 +89,9 @@ def explain(error: BaseException) -> tuple[int, str]:
     if isinstance(error, torch.OutOfMemoryError):
         return FAILED, str(error).partition(". GPU")[0]  # without the allocator's statistics
     if isinstance(error, OSError) and error.errno in UNWRITABLE:  # metrics, telemetry or a trace
-        where, remedy = error.filename or "the run's folder", "make room or mend the disk, and start again"
-        return FAILED, f"writing in '{where}' failed: {error.strerror}; {remedy}, from the newest checkpoint if any"
+        where = f"'{error.filename}'" if error.filename else "the run's folder"
+        remedy = "make room or mend the disk, and start again, from the newest checkpoint if any"
+        return FAILED, f"writing in {where} failed: {error.strerror}; {remedy}"
     if is_gone(error):
         return LOST, f"another rank is gone: {error}"
     if isinstance(error, (SystemExit, KeyboardInterrupt)):
