@@ -36,7 +36,7 @@ class Segments(NamedTuple):
     wanted: torch.Tensor  # [S] int32: 2 if anything follows from the segment's S_ext and M, else 0
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen: torch 2.11 would then compile a guard for all that is derived
 class Boundaries:
     """Boundaries of the entries of a packed stream: documents, or the parts of them that lie in this rank's fragments.
 

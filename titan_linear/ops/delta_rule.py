@@ -70,7 +70,7 @@ class DeltaRule(Protocol):
         needed)."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)  # not frozen, as `Boundaries`
 class Call:
     """One call of the driver, without the tensors that have gradients."""
 
