@@ -82,3 +82,17 @@ def test_a_layer_that_cannot_be_compiled_is_named() -> None:
     compile_layers(model, backend)
     with pytest.raises(ValueError, match=r"layers\.0 \(kda\) cannot be compiled \(.*; set compile\.enable = false"):
         model(torch.zeros(1, 8, dtype=torch.int64), BatchPlan(torch.arange(8)))
+
+
+def gradient_of_other_code(rank: int, world_size: int) -> list[float]:
+    """Twice through one graph of a function of somebody else's, after layers of ours were compiled."""
+    graphs_of(rank, world_size, [([20, 12], True)], shortest=64)
+    x = torch.ones(4, 4, requires_grad=True)
+    y = torch.compile(lambda x: (x @ x).sin() @ x, backend="aot_eager")(x).sum()  # products are kept for backward
+    return [torch.autograd.grad(y, x, retain_graph=True)[0].sum().item() for _ in range(2)]
+
+
+def test_other_code_is_compiled_as_its_owner_wants(worlds: Callable[[int], World]) -> None:
+    """The options of our layers are not those of the process: with them a backward pass could not run twice."""
+    ((first, second),) = worlds(1).run(gradient_of_other_code)
+    assert first == second != 0.0

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch._functorch.config
 from torch import fx
+from torch._dynamo import lookup_backend
 from torch._dynamo.exc import TorchDynamoException
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.utils.checkpoint import CheckpointPolicy
@@ -30,19 +31,32 @@ def compile_layers(model: Decoder, backend: str) -> None:
 
     What lies between products and our operators (norms, gates, activations) is computed again in backward.
     """
-    # By default it is computed again only if it could be fused with the product that reads it.
-    torch._functorch.config.ban_recompute_materialized_backward = False
-    # Backward is compiled along with forward: a failure is then one of a layer, and of the first step's forward.
-    torch._functorch.config.force_non_lazy_backward_lowering = True
-    options = {"joint_custom_pre_pass": ComputedAgain()} if backend == "inductor" else None
+    compiler = _compiler(backend)
     kinds = [(mixer, model.config.has_experts(i)) for i, mixer in enumerate(model.config.layers)]
     codes = {}
     for i, ((mixer, experts), layer) in enumerate(zip(kinds, model.layers, strict=True)):
         name = f"forward_{len(codes)}_{mixer.name}{'_experts' if experts else ''}"
         code = codes.setdefault((mixer, experts), Block.forward.__code__.replace(co_name=name))
         forward = FunctionType(code, Block.forward.__globals__, name, Block.forward.__defaults__)
-        compiled = torch.compile(MethodType(forward, layer), backend=backend, options=options)
+        compiled = torch.compile(MethodType(forward, layer), backend=compiler)
         layer.forward = _named(compiled, f"layers.{i} ({mixer.name}{', experts' if experts else ''})")
+
+
+def _compiler(backend: str) -> Callable[..., Any]:
+    """`backend`, with options that hold while it compiles a graph of ours, and for no other graph of this process."""
+    options = {"config_patches": {"joint_custom_pre_pass": ComputedAgain()}} if backend == "inductor" else {}
+    compile_graph = lookup_backend(backend)
+
+    def compiler(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
+        with torch._functorch.config.patch(
+            # By default it is computed again only if it could be fused with the product that reads it.
+            ban_recompute_materialized_backward=False,
+            # Backward is compiled along with forward: its failure is then one of a layer, in the first step's forward.
+            force_non_lazy_backward_lowering=True,
+        ):
+            return compile_graph(graph, inputs, **options)
+
+    return compiler
 
 
 def _named(compiled: Callable[..., Any], layer: str) -> Callable[..., Any]:
