@@ -142,7 +142,6 @@ def test_a_pair_of_curves(tmp_path: Path, capsys: pytest.CaptureFixture, monkeyp
 
 
 def test_the_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     for name in ("gdn", "kda"):
         runs = [write_run(tmp_path / f"{name}_{by}", [3.0, 2.0]) for by in ("ours", "theirs")]
         reference_run.write_pair(tmp_path / f"{name}.csv", runs)
