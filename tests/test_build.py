@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
-from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.worlds import World
-from titan_linear import build
 from titan_linear.build import check_alike, implementations, model_config, uncompiled, vocabulary
 from titan_linear.checkpoint import Content
 from titan_linear.config import load_config
@@ -86,18 +84,3 @@ def test_a_vocabulary_far_larger_than_the_tokenizers_is_said() -> None:
     model = model_config(config, tokenizer(257))
     assert model.vocab_size == 32000  # as it always was
     assert "the tokenizer uses 257" in vocabulary(config, model, tokenizer(257))
-
-
-def transport(rank: int, world_size: int, found: list[str]) -> str:
-    """What the run says, where each rank's group found this."""
-    with patch.object(build, "connect", lambda *_: found[rank]):
-        return build._connect(load_config([]), SimpleNamespace(cp=2, cp_group=None), torch.device("cuda", 0))
-
-
-def test_a_run_says_what_carries_the_states_of_all_groups(worlds: Callable[..., World]) -> None:
-    said = {
-        ("", "", "", ""): "states and halos travel in mapped memory",
-        ("", "", "far", "far"): "states and halos travel by NCCL on 2 of 4 ranks: far",
-        ("far", "far", "far", "far"): "states and halos travel by NCCL: far",
-    }
-    assert all(worlds(4).run(transport, found) == [line] * 4 for found, line in said.items())

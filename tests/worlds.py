@@ -68,7 +68,6 @@ def take_gpu(rank: int, world_size: int) -> None:
     if world_size > devices:
         # NCCL takes two ranks on one GPU for a mistake, unless they are of two hosts; it then sends through sockets.
         os.environ |= {"NCCL_HOSTID": str(rank), "LOCAL_RANK": str(rank % devices)}
-        os.environ["TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES"] = "1"  # and they may map each other's memory
     torch.cuda.set_device(rank % devices)
 
 

@@ -54,7 +54,6 @@ from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.presets import preset, resized
-from titan_linear.ops.cp.mapped import connect
 from titan_linear.ops.support import Choice, choose_implementations
 from titan_linear.rundir import checkpoint_folder
 
@@ -361,26 +360,10 @@ def build_dims(config: Config, device: torch.device) -> ParallelDims:
     """The mesh over all ranks."""
     replicate, shard = data_parallel_degrees(config, dist.get_world_size())
     p = config.parallelism
-    dims = build_mesh(
+    return build_mesh(
         device.type, replicate, shard, p.context_parallel_degree, p.tensor_parallel_degree, p.expert_parallel_degree,
         config.training.enable_cpu_offload,
     )  # fmt: skip
-    return replace(dims, transport=_connect(config, dims, device))
-
-
-def _connect(config: Config, dims: ParallelDims, device: torch.device) -> str:
-    """Let the GPUs that share a stream exchange small messages in mapped memory, where they can.
-
-    Returns: the text of `dims.transport`.
-    """
-    if dims.cp == 1 or device.type != "cuda" or config.parallelism.context_parallel_transport == "nccl":
-        return ""
-    reasons = [""] * dist.get_world_size()
-    dist.all_gather_object(reasons, connect(dims.cp_group, device))
-    if not (by_nccl := [reason for reason in reasons if reason]):
-        return "states and halos travel in mapped memory"
-    where = "" if len(by_nccl) == len(reasons) else f" on {len(by_nccl)} of {len(reasons)} ranks"
-    return f"states and halos travel by NCCL{where}: {by_nccl[0]}"
 
 
 def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> BatchSharding:

@@ -218,9 +218,6 @@ class Parallelism(_Strict):
     """Exchange in the softmax layers; "auto" is all-to-all over heads ("ulysses") where possible."""
     context_parallel_linear_method: Literal["kcp", "ulysses"] = "kcp"
     """Exchange in the linear layers: states of the recurrence (KCP), or all-to-all over heads."""
-    context_parallel_transport: Literal["auto", "nccl"] = "auto"
-    """What carries states and the convolution's halos: "auto" is memory that the GPUs of a node map from each other,
-    if they can and a trial at the start confirms it; otherwise NCCL."""
     tensor_parallel_degree: int = Field(1, ge=1)
     """Ranks that split every layer by heads and hidden channels, the vocabulary, and the tokens between layers."""
     expert_parallel_degree: int = Field(1, ge=1)

@@ -84,9 +84,9 @@ def on_device(events: Iterable[Event]) -> list[Event]:
 
 
 def communicates(event: Event) -> bool:
-    """Whether it is an NCCL kernel, a copy between GPUs, or a write there (`ops/triton/puts.py`)."""
+    """Whether it is an NCCL kernel or a copy between GPUs."""
     name = event["name"]
-    return "nccl" in name.lower() or "PtoP" in name or name == "put_kernel"
+    return "nccl" in name.lower() or "PtoP" in name
 
 
 def span_of(event: Event) -> tuple[float, float]:

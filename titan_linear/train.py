@@ -463,7 +463,6 @@ class Trainer:
             *start_lines(self.model.implementations),
             uncompiled(self.config, self.device),
             f"mesh {self.dims.description}",
-            self.dims.transport,
             self.sharding.uneven(self.config.training.local_batch_size * self.config.training.seq_len),
             f"resuming from step {self.step}" if self.step else "",
             no_peak(self.config, self.device) if peak is None else "",

@@ -5,7 +5,6 @@
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops ring allgather ulysses --tokens 32768 131072
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops kda --heads 16 --tokens 131072 --layouts contiguous whole
     torchrun --nproc-per-node 4 -m tools.bench_cp --compiled                # as a run with compile.enable has them
-    torchrun --nproc-per-node 4 -m tools.bench_cp --ops kda gdn conv --nccl # states and halos by NCCL
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops ulysses --heads 32 --key-heads 8 --documents web mixed
     torchrun --nproc-per-node 4 -m tools.bench_cp --peers                   # beside FLA and torch; takes minutes
     python -m tools.bench_cp --estimate H200 --heads 32                     # nothing is run
@@ -57,7 +56,6 @@ from titan_linear.memory import Batch, layers
 from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
-from titan_linear.ops.cp.mapped import connect
 from titan_linear.process import run_command
 from titan_linear.timing import Clock, Machine, read_rates, shipped
 from titan_linear.traces import Event, communicates, events_of, on_device, span_of, summary
@@ -319,7 +317,6 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--key-heads", type=int, help="key heads of attention (default: --heads)")
     parser.add_argument("--documents", nargs="+", default=["one", "packed"], choices=["one", "packed", *LENGTHS])
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=[*LAYOUTS, "whole"])
-    parser.add_argument("--nccl", action="store_true", help="send states and halos by NCCL, not in mapped memory")
     parser.add_argument("--compiled", action="store_true", help="compile the ops with torch.compile")
     parser.add_argument(
         "--peers", action="store_true", help="also time FLA's KCP, if installed, and torch's context_parallel"
@@ -339,9 +336,6 @@ def main(argv: list[str]) -> int:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     with process_group(timedelta(minutes=10)):
-        reason = "as asked" if args.nccl else connect(dist.group.WORLD, device)
-        if dist.get_rank() == 0:
-            print(f"states and halos by NCCL: {reason}\n" if reason else "states and halos in mapped memory\n")
         print_rows(args, torch.empty(24 << 30, dtype=torch.uint8, device="cuda"))
     return 0
 

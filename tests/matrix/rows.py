@@ -132,7 +132,6 @@ FACTORS: dict[str, tuple[str, ...]] = {
     "watched": ("", "telemetry"),
     "length": ("", "schedule"),
     "memory": ("", "offload"),
-    "transport": ("", "nccl"),
 }
 
 
@@ -169,7 +168,6 @@ class Row:
     watched: str
     length: str
     memory: str
-    transport: str
     variant: Variant
     extra: str = ""
 
@@ -187,9 +185,7 @@ class Row:
 
 def fits(values: Mapping[str, str]) -> bool:
     """Whether these values, of some factors, can be together."""
-    if values.get("split") == "ep 2" and values.get("model", EXPERTS[0]) not in EXPERTS:
-        return False
-    return values.get("transport") != "nccl" or values.get("split", "cp 2") in ("cp 2", "cp 2 zigzag")
+    return values.get("split") != "ep 2" or values.get("model", EXPERTS[0]) in EXPERTS
 
 
 def pairs(values: Mapping[str, str]) -> Iterator[tuple[tuple[str, str], tuple[str, str]]]:
@@ -307,7 +303,7 @@ def row_keys(row: Row, split: str) -> dict[str, object]:
     """The keys of the row's run while it is split so."""
     whole = STREAMS // SPLITS[split].streams_at_once
     keys = baseline_keys(row) | dict(EXTRAS[row.extra].keys) | dict(SPLITS[split].keys)
-    keys |= {
+    return keys | {
         "training.local_batch_size": 1 if row.batch == "accumulated" else whole,
         "activation_checkpoint.mode": row.checkpointing,
         "compile.enable": str(row.code == "compiled").lower(),
@@ -318,6 +314,3 @@ def row_keys(row: Row, split: str) -> dict[str, object]:
         "metrics.telemetry_freq": 2 if row.watched else 0,
         "training.enable_cpu_offload": str(bool(row.memory)).lower(),
     }
-    if row.transport:
-        keys["parallelism.context_parallel_transport"] = row.transport
-    return keys

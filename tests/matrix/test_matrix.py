@@ -105,7 +105,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
 
 SMALL = Row(
     model="hybrid", split="cp 2", code="uncompiled", checkpointing="full", batch="accumulated", between="validation",
-    end=RANK, watched="", length="", memory="", transport="", variant=TINY,
+    end=RANK, watched="", length="", memory="", variant=TINY,
 )  # fmt: skip
 
 

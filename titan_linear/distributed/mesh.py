@@ -26,7 +26,6 @@ class ParallelDims:
     expert_mesh: DeviceMesh | None  # dp_replicate, expert_shard, ep, tp: the same ranks; None: ep is 1
     data_group: dist.ProcessGroup  # dp_replicate × dp_shard × cp: the ranks that have the same part of each tensor
     cpu_offload: bool = False  # FSDP2's shards of the parameters lie in the host's memory
-    transport: str = ""  # for the console: what carries states and halos between GPUs that share a stream
 
     @property
     def dp(self) -> int:

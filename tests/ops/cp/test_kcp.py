@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from tests.ops.cp.documents import EDGES, FLA_CONV, FLA_CP2, FLA_CP4
 from tests.ops.inputs import (
+    DEVICE,
     boundaries,
     call,
     gradients,
@@ -21,8 +22,10 @@ from tests.ops.inputs import (
     tokens_of,
 )
 from tests.worlds import World
+from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.cp import kcp
+from titan_linear.ops.cp.halo import return_halo
 from titan_linear.ops.torch import delta_rule
 
 TOLERANCE = 1e-9
@@ -162,6 +165,36 @@ def test_the_convolution_cases_of_fla(worlds: Callable[[int], World], world_size
 
 def test_fragments_shorter_than_the_convolution(worlds: Callable[[int], World]) -> None:
     check(worlds(4), [("conv", lengths, layout, 1) for lengths in ([8], [1, 7], [3, 5]) for layout in LAYOUTS])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("size", [1, 2, 3, 8])
+def test_gradients_of_a_token_in_several_halos_are_added_in_order(
+    monkeypatch: pytest.MonkeyPatch, size: int, layout: str
+) -> None:
+    """`index_add_` on GPUs adds rows that one call names twice in any order, so none does; where no fragment is shorter
+    than the halo, there is one call."""
+    fragments = {"contiguous": 4, "zigzag": 8}[layout]
+    cu, shared = boundaries([fragments * size]), size < 3
+    index_add, calls = torch.Tensor.index_add_, []
+
+    def recorded(x: torch.Tensor, dim: int, rows: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        calls.append(rows.tolist())
+        return index_add(x, dim, rows, source)
+
+    def added(group: LocalGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx = build_cp_context(cu, group, layout=layout, device=DEVICE)
+        routes, draw = ctx.halo_of(3), torch.Generator().manual_seed(ctx.rank)
+        dx, d_halo = (torch.randn(*shape, generator=draw).to(DEVICE) for shape in ((ctx.tokens, 8), (ctx.slots, 3, 8)))
+        return_halo(dx, d_halo, list(routes), group.group_name)
+        return dx, routes.rows[: int(routes.send_counts.sum())].cpu()
+
+    first = run_ranks(added, 4)
+    monkeypatch.setattr(torch.Tensor, "index_add_", recorded)
+    again = run_ranks(added, 4)
+    assert all(torch.equal(x, y) for (x, _), (y, _) in zip(first, again, strict=True))
+    assert any(len(rows.unique()) < len(rows) for _, rows in again) == shared
+    assert all(len(set(rows)) == len(rows) for rows in calls) and (len(calls) == 4) != shared
 
 
 def perturbed(rank: int, world_size: int, op: str, lengths: list[int], layout: str) -> list[list[torch.Tensor]]:

@@ -240,24 +240,6 @@ def swiglu_case(dtype: str = "bfloat16") -> None:
     launch(swiglu.swiglu_backward, gate_up, launch(swiglu.swiglu_forward, gate_up))
 
 
-def puts_case() -> None:
-    """States of two kinds to eight ranks, and halos."""
-    import torch
-
-    from titan_linear.ops.triton import puts
-
-    def numbers(n, kind=torch.int32):
-        return torch.empty(n, dtype=kind, device="meta")
-
-    states, x = torch.empty(2, 1 << 20, device="meta"), torch.empty(32, 24576, dtype=torch.bfloat16, device="meta")
-    addresses, table = numbers(8, torch.int64), torch.empty(64, 4, dtype=torch.int32, device="meta")
-    for sources in ((states, states), (x,)):
-        puts.put(table, 6, sources, addresses, 16, numbers(2), addresses, addresses, -1)
-    puts.filled_rows(x, numbers(32))
-    for places in (None, numbers(6)):
-        puts.add_rows(x, x, numbers(6, torch.int64), places, 6)
-
-
 CASES: dict[str, tuple[Callable, tuple]] = {
     f"conv1d {dtype} W={W}": (conv1d_case, (dtype, W)) for dtype in ("bfloat16", "float32") for W in (2, 4)
 }
@@ -278,7 +260,6 @@ CASES["gdn bfloat16 K=128 V=192 30 heads"] = (gdn_case, ("bfloat16", 128, 192, 1
 CASES |= {
     "cross-entropy": (cross_entropy_case, ()),
     "swiglu": (swiglu_case, ()),
-    "puts": (puts_case, ()),
     "fold K=128 V=128": (fold_case, (128, 128)),
     "fold K=128 V=192": (fold_case, (128, 192)),
     "fold K=256 V=64": (fold_case, (256, 64)),

@@ -14,7 +14,6 @@ import torch
 
 from titan_linear.ops.cp.exchange import all_to_all
 from titan_linear.ops.cp.fragments import Fragment
-from titan_linear.ops.cp.mapped import Mapped, mapped_of
 from titan_linear.ops.operators import check_first_derivative, operator, register_fake
 
 
@@ -27,19 +26,12 @@ class HaloRoutes(NamedTuple):
     crosses: torch.Tensor  # [1], on the CPU like the counts: whether a document crosses a cut, on any rank
     send_counts: torch.Tensor  # [W] number of tokens for each receiver
     receive_counts: torch.Tensor  # [W] and from each sender
-    # For mapped memory (`mapped.py`), on the device. Each row has a place of its own: in forward, its row in the
-    # receiver's halos; in backward, the row that it comes from, among the halos of all ranks ([W · slots · width]).
-    puts: torch.Tensor  # [., 4] int32: 0, local token, receiver, place there
-    filled: torch.Tensor  # [slots · width] int32: 1 where a token arrives
-    puts_back: torch.Tensor  # [., 4] int32: 0, local place, the token's owner, place there
-    places_back: torch.Tensor  # [.] int32: the place at which the gradient of each of `rows` arrives
 
 
 def halo_routes(fragments: Sequence[Fragment], rank: int, world_size: int, width: int) -> dict:
     """The arrays of `HaloRoutes`, by name, for the `width` tokens before each fragment."""
     rows: list[list[int]] = [[] for _ in range(world_size)]
     places: list[list[int]] = [[] for _ in range(world_size)]
-    filling: list[list[int]] = [[] for _ in range(world_size)]  # the places of `rows` at their receivers
     size = fragments[0].end
     slots = sum(f.rank == rank for f in fragments)
     for i, target in enumerate(fragments):
@@ -48,22 +40,13 @@ def halo_routes(fragments: Sequence[Fragment], rank: int, world_size: int, width
             if rank not in (source.rank, target.rank):
                 continue
             tokens = range(max(first, source.start), source.end)
-            there = [target.slot * width + width - target.start + t for t in tokens]
             if source.rank == rank:
                 rows[target.rank] += [source.slot * size + t - source.start for t in tokens]
-                filling[target.rank] += there
             if target.rank == rank:
-                places[source.rank] += there
-    sent, most = slots * width * max(width, 1), slots * width
-    back = [[r * most + place for place in there] for r, there in enumerate(filling)]
-    come = [[rank * most + place for place in there] for there in places]
+                places[source.rank] += [target.slot * width + width - target.start + t for t in tokens]
     return {
-        "rows": _padded(rows, sent),
-        "places": _padded(places, most),
-        "puts": _puts(rows, filling, sent),
-        "filled": np.isin(np.arange(most), [place for there in places for place in there]).astype(np.int32),
-        "puts_back": _puts(places, come, most),
-        "places_back": _padded(back, sent).astype(np.int32),
+        "rows": _padded(rows, slots * width * max(width, 1)),
+        "places": _padded(places, slots * width),
         "crosses": np.array([any(f.enters for f in fragments)]),
         "send_counts": np.array([len(r) for r in rows]),
         "receive_counts": np.array([len(p) for p in places]),
@@ -73,13 +56,6 @@ def halo_routes(fragments: Sequence[Fragment], rank: int, world_size: int, width
 def _padded(lists: list[list[int]], length: int) -> np.ndarray:
     flat = [x for part in lists for x in part]
     return np.array(flat + [0] * (length - len(flat)), dtype=np.int64)
-
-
-def _puts(rows: list[list[int]], places: list[list[int]], length: int) -> np.ndarray:
-    """Rows by receiver and their places there, in the format of `Mapped.put`."""
-    ranks = [[r] * len(part) for r, part in enumerate(rows)]
-    columns = [_padded(lists, length) for lists in (rows, ranks, places)]
-    return np.stack([np.zeros(length, dtype=np.int64), *columns], 1).astype(np.int32)
 
 
 def with_halo(
@@ -112,12 +88,6 @@ class _WithHalo(torch.autograd.Function):
 def fetch_halo(x: torch.Tensor, tables: list[torch.Tensor], slots: int, width: int, group: str) -> torch.Tensor:
     """x [T_local, D] -> [slots, width, D]; tables: `HaloRoutes`."""
     routes = HaloRoutes(*tables)
-    mapped = _mapped_of(x, len(routes.filled), group)
-    if routes.crosses.item() and mapped is not None:
-        from titan_linear.ops.triton.puts import filled_rows  # Triton is available on Linux only
-
-        (came,) = mapped.put(routes.puts, sum(routes.send_counts.tolist()), x, places=len(routes.filled))
-        return filled_rows(came, routes.filled).view(slots, width, x.shape[1])
     out = x.new_zeros(slots * width, x.shape[1])
     if routes.crosses.item():
         sent, received = routes.send_counts.tolist(), routes.receive_counts.tolist()
@@ -139,31 +109,13 @@ def return_halo(dx: torch.Tensor, d_halo: torch.Tensor, tables: list[torch.Tenso
         return
     sent, received = routes.receive_counts.tolist(), routes.send_counts.tolist()
     flat = d_halo.reshape(-1, d_halo.shape[-1])
-    everywhere = len(flat) * len(sent)
-    mapped = _mapped_of(flat, everywhere, group)
-    if mapped is not None:
-        (came,), found = mapped.put(routes.puts_back, sum(sent), flat, places=everywhere), routes.places_back
-    else:
-        came, found = all_to_all(flat.index_select(0, routes.places[: sum(sent)]), sent, received, group), None
-    _add_rows(dx, came, routes.rows, found, sum(received))
-
-
-def _mapped_of(x: torch.Tensor, places: int, group: str) -> Mapped | None:
-    """The mapped memory that carries rows of x; None: NCCL does."""
-    mapped = mapped_of(group)
-    return mapped if mapped is not None and mapped.takes(places, x) else None
-
-
-def _add_rows(x: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, places: torch.Tensor | None, count: int) -> None:
-    """x[rows[i]] += y[i], or y[places[i]], for i < count. A row may occur twice: a token goes to several fragments
-    if they are short."""
-    if x.is_cuda:
-        from titan_linear.ops.triton.puts import add_rows  # Triton is available on Linux only
-
-        add_rows(x, y, rows, places, count)
-    else:
-        assert places is None, "only GPUs map memory"
-        x.index_put_((rows[:count],), y, accumulate=True)
+    came = all_to_all(flat.index_select(0, routes.places[: sum(sent)]), sent, received, group)
+    # Fragments shorter than the halo share tokens. Gradients of one token are then added one by one: on GPUs
+    # `index_add_` adds those of a single call in any order.
+    slots, width = d_halo.shape[:2]
+    at_once = len(came) if len(dx) >= slots * width else 1
+    for rows, gradients in zip(routes.rows[: len(came)].split(at_once), came.split(at_once), strict=True):
+        dx.index_add_(0, rows, gradients)
 
 
 @register_fake(return_halo)

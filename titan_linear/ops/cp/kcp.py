@@ -23,7 +23,6 @@ import torch
 
 from titan_linear.ops.cp.exchange import all_to_all, group_named
 from titan_linear.ops.cp.fragments import Fragment, owned, padded
-from titan_linear.ops.cp.mapped import mapped_of
 from titan_linear.ops.operators import operator, register_fake
 
 NOTHING, STATE, STATE_AND_M = range(3)  # what is needed of a fragment
@@ -45,12 +44,8 @@ class Chains(NamedTuple):
     receive_counts: torch.Tensor  # [W, 2] and from each sender
     links: torch.Tensor  # [., 3] the links again, as (slot, s_row, m_row)
     most: torch.Tensor  # [1] the largest number of S_ext and M that any one rank folds, its own included
-    # For mapped memory (`mapped.py`), on the device; a fragment's place is its index by rank, then slot.
-    puts: torch.Tensor  # [., 4] int32: for each S_ext (kind 0) or M (1) sent: kind, slot, receiver, place there
-    s_place: torch.Tensor  # [.] int32: s_row and m_row as places
-    m_place: torch.Tensor
     # Of all F = W · slots fragments in global order, on the device, the same in both directions (`of_all`):
-    order: torch.Tensor  # [F] int64: the place of each
+    order: torch.Tensor  # [F] int64: the place of each, its index by rank, then slot
     places: torch.Tensor  # [F] int64: the inverse
     through: torch.Tensor  # [F] bool: whether its M counts
     groups: torch.Tensor  # [F + 1] int32: the first of each run joined by documents; F behind the last
@@ -75,10 +70,6 @@ def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: n
     chain_offsets = np.cumsum([0, *(len(chain[i]) for i in in_order)])
     sent = _sent(fragments, chain, own, world_size)
     sends = [(fragments[j].slot, kind) for js in sent for kind in range(2) for j in js[kind]]
-    at = [f.rank * slots + f.slot for f in fragments]
-    puts = [(kind, fragments[j].slot, r, at[j]) for r, js in enumerate(sent) for kind in range(2) for j in js[kind]]
-    places = [(at[j], at[j] if (j, 1) in place else -1) for i in in_order for j in chain[i]]
-    s_place, m_place = padded(places, slots * blocks, 2).astype(np.int32).T
     wanted = [_wanted(f, reverse) for f in owned(fragments, rank)]
     table = np.stack([entries[:, 0 if reverse else 1], wanted], 1).astype(np.int32)
     most = np.zeros(world_size, dtype=np.int64)
@@ -96,9 +87,6 @@ def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: n
         "receive_counts": np.array([[len(js) for js in kinds] for kinds in received]),
         "links": links,
         "most": most.max(keepdims=True),
-        "puts": padded(puts, 2 * slots * blocks, 4).astype(np.int32),
-        "s_place": np.ascontiguousarray(s_place),
-        "m_place": np.ascontiguousarray(m_place),
     }
 
 
@@ -198,11 +186,6 @@ def kcp_incoming(
         return fold_in_float64(*exchange(S_ext, M, c, group), c.links, len(S_ext), reverse)
     from titan_linear.ops.triton.fold import fold  # Triton is available on Linux only
 
-    mapped = mapped_of(group)
-    if mapped is not None and mapped.takes(len(c.order), S_ext, M):
-        count = sum(map(sum, c.send_counts.tolist()))
-        S_rows, M_rows = mapped.put(c.puts, count, S_ext, M, places=len(c.order))
-        return fold(S_rows, M_rows, c.chain_offsets, c.s_place, c.m_place, reverse)
     S_rows, M_rows = exchange(S_ext, M, c, group)
     return fold(S_rows, M_rows, c.chain_offsets, c.s_row, c.m_row, reverse)
 
