@@ -113,7 +113,9 @@ def test_a_killed_row_resumes_and_is_compared(tiny: Matrix) -> None:
     outcome = tiny.submit(SMALL).result()
     assert outcome.passed, [outcome.why, *outcome.tail]
     assert outcome.resumed_after in (2, 4) and len(outcome.commands) == len(outcome.first_step_seconds) == 2
-    assert outcome.losses.keys() == outcome.baseline.keys() and len(outcome.losses) == STEPS + STEPS // 2
+    assert len(outcome.baseline) == STEPS + STEPS // 2 and outcome.losses.keys() <= outcome.baseline.keys()
+    # A kill between a step's save and its validation loses that validation alone: a resume does not make up for it.
+    assert outcome.baseline.keys() - outcome.losses.keys() <= {f"validation {outcome.resumed_after}"}
     assert '"passed": true' in tiny.out.read_text() and "NGPU=2" in outcome.commands[0]
 
 
