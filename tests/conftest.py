@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -60,3 +62,40 @@ def end_idle_worlds(worlds: Worlds) -> Iterator[None]:
     worlds.used.clear()
     yield
     worlds.close(set(worlds.alive) - worlds.used)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Documents of 1 to 200 bytes: many to a stream, some across several ranks; the cache stays in the same folder."""
+    from tests.test_train import OWN_FLAVORS
+    from titan_linear.models.presets import OWN
+
+    folder = tmp_path_factory.mktemp("corpus")
+    rng = torch.Generator().manual_seed(0)
+    words = [
+        "def",
+        "return",
+        "self",
+        "import",
+        "class",
+        "for",
+        "in",
+        "if",
+        "else",
+        "while",
+        "None",
+        "True",
+        "lambda",
+        "yield",
+    ]
+    with open(folder / "corpus.jsonl", "w") as file:
+        for _ in range(400):
+            length = int(torch.randint(1, 200, (), generator=rng))
+            picks = torch.randint(len(words), (60,), generator=rng).tolist()
+            file.write(json.dumps({"text": " ".join(words[i] for i in picks)[:length]}) + "\n")
+    patch = pytest.MonkeyPatch()
+    patch.setenv("XDG_CACHE_HOME", str(folder))
+    for flavor, model in OWN_FLAVORS.items():
+        patch.setitem(OWN["hybrid"], flavor, model)
+    yield folder / "corpus.jsonl"
+    patch.undo()

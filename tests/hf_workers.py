@@ -32,9 +32,13 @@ from titan_linear.train import Trainer
 
 KDA = replace(preset("kda", "debug"), norm_eps=1e-6)
 LARGE = replace(
-    KDA, vocab_size=32768, dim=4096, hidden_dim=14336, num_layers=3,
+    KDA,
+    vocab_size=32768,
+    dim=4096,
+    hidden_dim=14336,
+    num_layers=3,
     pattern=(mixers.KDA(heads=32, v_heads=32, head_dim=128, v_head_dim=128),),
-)  # fmt: skip
+)
 
 
 @cache
@@ -51,9 +55,13 @@ def mark(name: str, row: int) -> float:
 
 
 def sharded(
-    config: ModelConfig, world_size: int, replicas: int = 1, tp: int = 1, ep: int = 1,
+    config: ModelConfig,
+    world_size: int,
+    replicas: int = 1,
+    tp: int = 1,
+    ep: int = 1,
     dtype: torch.dtype = torch.float32,
-) -> Decoder:  # fmt: skip
+) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config)
     set_dtype(model, torch.float32)

@@ -61,14 +61,21 @@ def pass_over_checks(tl: Any, semantic: Any, interpreter: Any) -> None:
     """Of two tensors of one type, or a pointer and an offset, which need no cast; and the numbers in a kernel are made
     into tensors once."""
     check, make_constant, constants = (
-        semantic.TritonSemantic.binary_op_type_checking_impl, semantic.TritonSemantic.scalar_constant, {}
-    )  # fmt: skip
+        semantic.TritonSemantic.binary_op_type_checking_impl,
+        semantic.TritonSemantic.scalar_constant,
+        {},
+    )
     tensor, half = tl.core.tensor, (tl.float16, tl.bfloat16)
 
     def alike(
-        self: Any, lhs: Any, rhs: Any, allow_lhs_ptr: bool = False, allow_rhs_ptr: bool = False,
-        arithmetic_check: bool = True, div_or_mod: bool = False,
-    ) -> tuple[Any, Any]:  # fmt: skip
+        self: Any,
+        lhs: Any,
+        rhs: Any,
+        allow_lhs_ptr: bool = False,
+        allow_rhs_ptr: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:
         if type(lhs) is tensor and type(rhs) is tensor:
             a, b = lhs.dtype, rhs.dtype
             if a.is_ptr():

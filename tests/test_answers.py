@@ -32,16 +32,30 @@ def test_losses(tmp_path: Path, worlds: Callable[[int], World]) -> None:
     make_tokenizer(tmp_path / "tokenizer", UNMARKED)
     words = ["four", "eight", "sixteen", "two and a half", "a lot"]
     chats = [
-        {"messages": [m for i in range(n % 3 + 1) for m in (
-            {"role": "user", "content": f"{n} and {i}?"}, {"role": "assistant", "content": words[(n + i) % 5]})]}
+        {
+            "messages": [
+                m
+                for i in range(n % 3 + 1)
+                for m in (
+                    {"role": "user", "content": f"{n} and {i}?"},
+                    {"role": "assistant", "content": words[(n + i) % 5]},
+                )
+            ]
+        }
         for n in range(60)
-    ]  # fmt: skip
+    ]
     keys = {
-        "training.dataset": "jsonl", "training.dataset_path": as_lines(tmp_path / "chats.jsonl", chats),
-        "training.dataset_format": "messages", "model.tokenizer_path": tmp_path / "tokenizer", "training.seq_len": 64,
-        "training.dtype": "float64", "training.global_batch_size": 4, "training.steps": 3, "validation.enable": "true",
+        "training.dataset": "jsonl",
+        "training.dataset_path": as_lines(tmp_path / "chats.jsonl", chats),
+        "training.dataset_format": "messages",
+        "model.tokenizer_path": tmp_path / "tokenizer",
+        "training.seq_len": 64,
+        "training.dtype": "float64",
+        "training.global_batch_size": 4,
+        "training.steps": 3,
+        "validation.enable": "true",
         "validation.holdout": 0.2,
-    }  # fmt: skip
+    }
 
     def run(processes: int, name: str, **more: object) -> list[tuple[int, list[float]]]:
         given = keys | {"job.dump_folder": tmp_path / name} | {k.replace("__", "."): v for k, v in more.items()}
@@ -60,10 +74,16 @@ def long_prompts(folder: Path, **more: object) -> list[str]:
     """The arguments of a run in most of whose streams there is no answer."""
     records = [{"prompt": f"{n}" + " and so on" * 30, "completion": "."} for n in range(20)]
     keys = {
-        "model.name": "kda", "training.dataset": "jsonl", "training.dataset_path": as_lines(folder / "long", records),
-        "training.dataset_format": "completion", "training.seq_len": 32, "training.global_batch_size": 1,
-        "job.dump_folder": folder / "run", "checkpoint.enable": "false", "lr_scheduler.warmup_steps": 0,
-    }  # fmt: skip
+        "model.name": "kda",
+        "training.dataset": "jsonl",
+        "training.dataset_path": as_lines(folder / "long", records),
+        "training.dataset_format": "completion",
+        "training.seq_len": 32,
+        "training.global_batch_size": 1,
+        "job.dump_folder": folder / "run",
+        "checkpoint.enable": "false",
+        "lr_scheduler.warmup_steps": 0,
+    }
     given = keys | {name.replace("__", "."): value for name, value in more.items()}
     return [text for key, value in given.items() for text in (f"--{key}", str(value))]
 

@@ -38,9 +38,14 @@ def test_estimate() -> None:
     assert head == "| 16 heads | ranks | 4096 | 65536 | below 5% from |"
     cells = {row.split(" | ")[0].removeprefix("| "): row.strip("| ").split(" | ")[2:] for row in rows}
     assert list(cells) == [
-        "KDA, kcp", "KDA, ulysses", "GDN, kcp", "GDN, ulysses", "attention, ring", "attention, allgather",
+        "KDA, kcp",
+        "KDA, ulysses",
+        "GDN, kcp",
+        "GDN, ulysses",
+        "attention, ring",
+        "attention, allgather",
         "attention, ulysses",
-    ]  # fmt: skip
+    ]
     shares = {name: [float(share.rstrip("%")) for share in row[:2]] for name, row in cells.items()}
     assert all(short > long for short, long in shares.values())
     assert all(shares[f"{op}, kcp"] < shares[f"{op}, ulysses"] for op in ("KDA", "GDN"))
@@ -59,8 +64,10 @@ def test_what_ran_after_the_flush() -> None:
         return {"ph": "X", "cat": "kernel", "name": name, "ts": ts, "dur": dur}
 
     barrier, flush, nccl = (
-        ran("ncclDevKernel_AllReduce", 5, 9000), ran("fill", 9100, 6000), ran("ncclDevKernel_SendRecv", 15200, 40),
-    )  # fmt: skip
+        ran("ncclDevKernel_AllReduce", 5, 9000),
+        ran("fill", 9100, 6000),
+        ran("ncclDevKernel_SendRecv", 15200, 40),
+    )
     late = ran("gemm", 15230, 5000)
     events = [late, ran("fill", 0, 3), barrier, nccl, flush, {"ph": "X", "cat": "cpu_op", "name": "x", "ts": 16000}]
     assert bench_cp.after_flush(events) == [nccl, late]

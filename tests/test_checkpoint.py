@@ -629,8 +629,10 @@ def lying_device(_, path, mode):
             write = stream.write
             stream = types.SimpleNamespace(
                 write=lambda data: write(bytes(data)[:-1] + bytes([bytes(data)[-1] ^ 1])) if len(data) else 0,
-                tell=stream.tell, flush=stream.flush, close=stream.close,
-            )  # fmt: skip
+                tell=stream.tell,
+                flush=stream.flush,
+                close=stream.close,
+            )
         yield stream
 
 

@@ -92,11 +92,19 @@ def test_what_is_fused() -> None:
     assert 0 < found.forward.groups < found.forward.operations
 
 
-@pytest.mark.parametrize("keys", [
-    dict(cp=2, layout="zigzag"), dict(cp=4, softmax_method="ring"),
-    dict(cp=2, softmax_method="ulysses", linear_method="ulysses"),
-    dict(tp=2), dict(cp=2, tp=2), dict(streams=2), dict(mean=64),
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "keys",
+    [
+        dict(cp=2, layout="zigzag"),
+        dict(cp=4, softmax_method="ring"),
+        dict(cp=2, softmax_method="ulysses", linear_method="ulysses"),
+        dict(tp=2),
+        dict(cp=2, tp=2),
+        dict(streams=2),
+        dict(mean=64),
+    ],
+    ids=str,
+)
 def test_every_split_is_counted(keys: dict[str, object]) -> None:
     """Exchanges are seen, and work is shared."""
     plain = Batch(1024, 1, None, 1, "contiguous", "auto", "kcp", 1, 1, torch.bfloat16)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.test_train import FLOAT64, arguments, corpus  # noqa: F401 (a fixture)
+from tests.test_train import FLOAT64, arguments
 from tests.worlds import World
 from titan_linear.build import build_streams
 from titan_linear.config import check_config, load_config, seq_len_at, tokens_at
@@ -20,10 +20,16 @@ from titan_linear.train import Trainer
 
 SCHEDULE = "[{until_step = 2, seq_len = 16}, {until_step = 3, seq_len = 24}, {until_step = 4, seq_len = 32}]"
 KEYS = {
-    "model.name": "kda", "training.steps": 5, "training.local_batch_size": 1, "training.seq_len": 48,
-    "training.seq_len_schedule": SCHEDULE, "checkpoint.enable": "true", "checkpoint.interval": 2, "metrics.log_freq": 1,
+    "model.name": "kda",
+    "training.steps": 5,
+    "training.local_batch_size": 1,
+    "training.seq_len": 48,
+    "training.seq_len_schedule": SCHEDULE,
+    "checkpoint.enable": "true",
+    "checkpoint.interval": 2,
+    "metrics.log_freq": 1,
     "metrics.telemetry_freq": 1,
-}  # fmt: skip
+}
 LENGTHS, G = [16, 16, 24, 32, 48], 4
 
 
@@ -31,13 +37,13 @@ def tokens(streams: PackedStreams | MixedStreams, indices: range) -> np.ndarray:
     return np.concatenate([streams[i].tokens for i in indices])
 
 
-def test_lengths_of_steps(corpus: Path) -> None:  # noqa: F811
+def test_lengths_of_steps(corpus: Path) -> None:
     t = load_config(arguments(corpus, KEYS)).training
     assert [seq_len_at(t, step) for step in range(1, 6)] == LENGTHS
     assert [tokens_at(t, step) for step in range(6)] == [G * sum(LENGTHS[:step]) for step in range(6)]
 
 
-def test_the_line_goes_on(corpus: Path) -> None:  # noqa: F811
+def test_the_line_goes_on(corpus: Path) -> None:
     """No token is left out, none comes twice; what documents are is what it is in streams of that length."""
     tokenizer = build_tokenizer(None)
     streams, _ = build_streams(load_config(arguments(corpus, KEYS)), tokenizer, None)
@@ -55,7 +61,7 @@ def test_the_line_goes_on(corpus: Path) -> None:  # noqa: F811
             assert (same.labels == streams[i].labels).all() and (same.cu_seqlens == streams[i].cu_seqlens).all()
 
 
-def test_a_mixture_goes_on_in_each_source(corpus: Path) -> None:  # noqa: F811
+def test_a_mixture_goes_on_in_each_source(corpus: Path) -> None:
     """Across a change of its weights too."""
     config = load_config(arguments(corpus, KEYS))
     one, _ = build_streams(config, build_tokenizer(None), None)
@@ -78,8 +84,10 @@ def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> No
 
 
 def test_a_run_is_the_same_split_resumed_and_compiled(
-    corpus: Path, worlds: Callable[[int], World], tmp_path: Path  # noqa: F811
-) -> None:  # fmt: skip
+    corpus: Path,
+    worlds: Callable[[int], World],
+    tmp_path: Path,
+) -> None:
     cp2 = {"parallelism.context_parallel_degree": 2, "training.local_batch_size": 4}
     stop = {"training.steps": 2, "lr_scheduler.total_steps": 5}
     resumed, split = {"lr_scheduler.total_steps": 5}, tmp_path / "split"
@@ -111,7 +119,7 @@ def test_a_run_is_the_same_split_resumed_and_compiled(
         ("[8]", r"must be a table, {until_step = …, seq_len = …}"),
     ],
 )
-def test_schedules_that_cannot_be_are_refused(schedule: str, message: str, corpus: Path) -> None:  # noqa: F811
+def test_schedules_that_cannot_be_are_refused(schedule: str, message: str, corpus: Path) -> None:
     keys = {"training.seq_len_schedule": schedule, "parallelism.context_parallel_degree": 2}
     with pytest.raises(ValueError, match=message):
         check_config(load_config(arguments(corpus, KEYS, keys)), 2)

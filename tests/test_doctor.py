@@ -34,9 +34,13 @@ from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
 
 ROOT = Path(__file__).parents[1]
 KEYS = {
-    "training.dataset": "jsonl", "training.seq_len": 256, "training.global_batch_size": 4, "debug.seed": 1,
-    "parallelism.context_parallel_degree": 4, "lr_scheduler.warmup_steps": 4,
-}  # fmt: skip
+    "training.dataset": "jsonl",
+    "training.seq_len": 256,
+    "training.global_batch_size": 4,
+    "debug.seed": 1,
+    "parallelism.context_parallel_degree": 4,
+    "lr_scheduler.warmup_steps": 4,
+}
 
 
 @pytest.fixture(scope="module")
@@ -184,74 +188,132 @@ def a_stream_ahead(build: Callable, streams: Streams, *, next_stream: int, **key
 # name: what is replaced, by what, the check that must find it, and what it must say.
 SABOTAGES = {
     "the fold": (
-        kcp, "fold_in_float64", fold_without_transitions, of_case(ops.split, "chunk_kda"),
+        kcp,
+        "fold_in_float64",
+        fold_without_transitions,
+        of_case(ops.split, "chunk_kda"),
         r"split, float64: chunk_kda, layer 0, cp 4 .*head \d, rank 2, stream 0, document 0, token 128",
     ),
     "the halo": (
-        halo, "fetch_halo", no_halo, of_case(ops.split, "causal_conv1d"),
+        halo,
+        "fetch_halo",
+        no_halo,
+        of_case(ops.split, "causal_conv1d"),
         r"split, float64: causal_conv1d, layer 0, cp 4 .*rank 1, stream 0, document \d, token",
     ),
     "a position": (
-        context, "_local_layout", positions_of_fragments, data.cut,
+        context,
+        "_local_layout",
+        positions_of_fragments,
+        data.cut,
         r"position_ids .*rank 1, stream \d, document \d, token",
     ),
     "a position, by what it does": (
-        context, "_local_layout", positions_of_fragments, model.split,
+        context,
+        "_local_layout",
+        positions_of_fragments,
+        model.split,
         r"float64: loss.*layer 2 \(attention\), forward, rank \d, stream \d, document \d, token",
     ),
     "the loss's denominator": (
-        feed, "_counts", tokens_of_each_rank, model.split,
+        feed,
+        "_counts",
+        tokens_of_each_rank,
+        model.split,
         r"split, float64: loss.* 5\.0e-01 > .*the head or the loss, backward",
     ),
     "the loss's denominator, under accumulation": (
-        feed.Feed, "next_step", tokens_of_a_micro_step, model.split,
+        feed.Feed,
+        "next_step",
+        tokens_of_a_micro_step,
+        model.split,
         r"split, float64: loss.* 1 > .*the head or the loss, backward",
     ),
     "the loss's column": (
-        loss, "_logits", a_column_further, definitions.loss, "implementation, float64: loss, against the definition",
+        loss,
+        "_logits",
+        a_column_further,
+        definitions.loss,
+        "implementation, float64: loss, against the definition",
     ),
     "the base of rotary positions": (
-        plan, "angles", of_another_base, definitions.positions, "positions, attention, against the definition",
+        plan,
+        "angles",
+        of_another_base,
+        definitions.positions,
+        "positions, attention, against the definition",
     ),
     "a gradient's reduction": (
-        parallelize, "_sum", no_sum, model.split, r"split, float64: 54 gradients.*mixer\.(A_log|dt_bias), rank",
+        parallelize,
+        "_sum",
+        no_sum,
+        model.split,
+        r"split, float64: 54 gradients.*mixer\.(A_log|dt_bias), rank",
     ),
     "a document boundary, in the plan": (
-        context, "_documents", one_boundary_less, data.cut,
+        context,
+        "_documents",
+        one_boundary_less,
+        data.cut,
         r"boundaries of documents .*rank \d, stream 1, document 4, token 0",
     ),
     "a document boundary, by what it does": (
-        context, "_documents", one_boundary_less, of_case(ops.documents, "mixer attention"),
+        context,
+        "_documents",
+        one_boundary_less,
+        of_case(ops.documents, "mixer attention"),
         r"documents: mixer attention, layer 2, cp 4: what changing one document changes of others.*document",
     ),
     "a document boundary, in the data": (
-        PackedStreams, "__getitem__", two_documents_in_one, data.labels,
+        PackedStreams,
+        "__getitem__",
+        two_documents_in_one,
+        data.labels,
         r"tokens within a document that have none .*stream 0, document 0",
     ),
     "the streams of each rank": (
-        data, "StreamLoader", of_the_first_rank, data.stream, r"streams: dp 2, 1 at .* 8 > 0 \(rank 1, step 1, str",
+        data,
+        "StreamLoader",
+        of_the_first_rank,
+        data.stream,
+        r"streams: dp 2, 1 at .* 8 > 0 \(rank 1, step 1, str",
     ),
     "the streams of a resumed run": (
-        data, "StreamLoader", a_stream_ahead, with_batch(data.stream, 32),
+        data,
+        "StreamLoader",
+        a_stream_ahead,
+        with_batch(data.stream, 32),
         r"streams: dp 1, 1 at .* 16 > 0 \(rank 0, step 2, stream 32\)",
     ),
     "one head's gate": (
-        delta_rule, "normalise", another_head, of_case(ops.implementations, "chunk_gated_delta_rule"),
+        delta_rule,
+        "normalise",
+        another_head,
+        of_case(ops.implementations, "chunk_gated_delta_rule"),
         r"float64: chunk_gated_delta_rule, layer 1, against the definition .*y, head 1, rank \d, stream 1, document \d",
     ),
     "the label shift": (
-        PackedStreams, "__getitem__", shifted_twice, data.labels,
+        PackedStreams,
+        "__getitem__",
+        shifted_twice,
+        data.labels,
         r"not the next token of their document .*stream 0, document 0, token 0",
     ),
     "the next stream, saved": (
-        StreamLoader, "state_dict", ahead, resume.resume,
+        StreamLoader,
+        "state_dict",
+        ahead,
+        resume.resume,
         r"streams of the next step.*the next stream 6 gives streams \(6, 7\), not \(4, 5\)",
     ),
     "an optimizer state": (
-        Checkpointer, "load", without_a_moment, resume.resume,
+        Checkpointer,
+        "load",
+        without_a_moment,
+        resume.resume,
         r"what is loaded: .*optimizer state exp_avg_sq of layers\.1\.mlp\.up_proj\.weight",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SABOTAGES)
@@ -290,14 +352,18 @@ def test_a_selection_bias_that_is_lost_is_found(corpus: Path) -> None:
 
 SPLITS = {
     "tp 2 × cp 2, zig-zag": {
-        "parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_layout": "zigzag",
+        "parallelism.tensor_parallel_degree": 2,
+        "parallelism.context_parallel_layout": "zigzag",
         "activation_checkpoint.mode": "selective",
     },
     "ep 2, all-to-all": {
-        "model.flavor": "experts", "parallelism.expert_parallel_degree": 2, "activation_checkpoint.mode": "full",
-        "parallelism.context_parallel_linear_method": "ulysses", "parallelism.context_parallel_method": "ulysses",
+        "model.flavor": "experts",
+        "parallelism.expert_parallel_degree": 2,
+        "activation_checkpoint.mode": "full",
+        "parallelism.context_parallel_linear_method": "ulysses",
+        "parallelism.context_parallel_method": "ulysses",
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", SPLITS)
@@ -329,18 +395,27 @@ def rank_1_without_a_moment(load: Callable, checkpointer: Checkpointer, step: in
 
 OF_PROCESSES = {
     "FSDP2's sums": (
-        FSDPModule, "set_gradient_divide_factor", means, processes.split,
+        FSDPModule,
+        "set_gradient_divide_factor",
+        means,
+        processes.split,
         r"processes, float64: 54 gradients, .*dp_shard 2.* 5\.0e-01 > .*, rank [01]\)",
     ),
     "the loss's denominator": (
-        feed, "_counts", tokens_of_each_rank, processes.split,
+        feed,
+        "_counts",
+        tokens_of_each_rank,
+        processes.split,
         r"processes, float64: loss.* 5\.0e-01 > .*the head or the loss, backward, rank \d, stream \d, document \d",
     ),
     "an optimizer state of one process": (
-        Checkpointer, "load", rank_1_without_a_moment, resume.of_processes,
+        Checkpointer,
+        "load",
+        rank_1_without_a_moment,
+        resume.of_processes,
         r"resume, .*dp_shard 2.*what is loaded: .* 1 > 0 \(optimizer state exp_avg_sq of .*up_proj\.weight, rank 1\)",
     ),
-}  # fmt: skip
+}
 
 
 def of_processes(rank: int, world_size: int, argv: list[str], name: str) -> list[str]:

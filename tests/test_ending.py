@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from tests.commands import FORKSERVER
 from tests.failing import CODES, DELAY, FAULT, KEYS, PLACES, RANK_0, fail_at, says, wait_as_nccl_does
-from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
+from tests.test_train import arguments
 from titan_linear import train
 from titan_linear.config import load_config
 from titan_linear.preflight import preflight
@@ -126,7 +126,7 @@ class Heard:
 
 
 @pytest.mark.parametrize("place", [place for place in PLACES if place != "compilation"])
-def test_a_failing_rank_is_heard(place: str, corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_a_failing_rank_is_heard(place: str, corpus: Path, tmp_path: Path) -> None:
     argv = arguments(corpus, RUN, KEYS.get(place, {}), {"job.dump_folder": tmp_path / "run"})
     seen = run(place, argv, tmp_path, corpus.parent)
     assert seen.heard < HEARD and seen.ended < ENDED, seen
@@ -146,7 +146,7 @@ COMMANDS = {
 ON_GPUS = {"comm.train_timeout_seconds": 20}  # kernels are compiled, of several runs at a time
 
 
-def launched(place: str, how: str, corpus: Path, folder: Path) -> Seen:  # noqa: F811
+def launched(place: str, how: str, corpus: Path, folder: Path) -> Seen:
     """A run of two processes, by a command of COMMANDS."""
     folder.mkdir()
     more = ON_GPUS if place == "hang" else {}
@@ -170,7 +170,7 @@ def launched(place: str, how: str, corpus: Path, folder: Path) -> Seen:  # noqa:
     return heard.seen([process.returncode], float(ON_GPUS["comm.train_timeout_seconds"]))
 
 
-def table(corpus: Path, folder: Path, processes: int) -> list[str]:  # noqa: F811
+def table(corpus: Path, folder: Path, processes: int) -> list[str]:
     """All places by all commands; the rows, also written to the file that FAILURES names, that are not as they should
     be."""
     cases, wrong = list(product(PLACES, COMMANDS)), []
@@ -194,6 +194,6 @@ def table(corpus: Path, folder: Path, processes: int) -> list[str]:  # noqa: F81
 
 
 @pytest.mark.cuda(2, peers=True)
-def test_failing_ranks_are_heard_on_gpus(corpus: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_failing_ranks_are_heard_on_gpus(corpus: Path, tmp_path: Path) -> None:
     preflight(load_config(arguments(corpus, RUN)), world_size=2)  # writes the token cache, once
     assert not table(corpus, tmp_path, processes=7)

@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.processes import gone, until
-from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
+from tests.test_train import arguments
 from tests.worlds import World
 from titan_linear import exports
 from titan_linear.build import model_config
@@ -31,10 +31,17 @@ from tools import convert
 
 ROOT = Path(__file__).parents[1]
 KEYS = {
-    "model.name": "kda", "training.steps": 3, "training.local_batch_size": 2, "training.seq_len": 32,
-    "checkpoint.enable": "true", "checkpoint.interval": 1, "checkpoint.keep_latest_k": 1,
-    "checkpoint.export_interval": 1, "checkpoint.export_dtype": "bfloat16", "checkpoint.async_mode": "async",
-}  # fmt: skip
+    "model.name": "kda",
+    "training.steps": 3,
+    "training.local_batch_size": 2,
+    "training.seq_len": 32,
+    "checkpoint.enable": "true",
+    "checkpoint.interval": 1,
+    "checkpoint.keep_latest_k": 1,
+    "checkpoint.export_interval": 1,
+    "checkpoint.export_dtype": "bfloat16",
+    "checkpoint.async_mode": "async",
+}
 
 
 def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> None:
@@ -43,8 +50,10 @@ def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> No
 
 
 def test_a_checkpoint_is_exported_while_training_goes_on(
-    corpus: Path, worlds: Callable[[int], World], tmp_path: Path  # noqa: F811
-) -> None:  # fmt: skip
+    corpus: Path,
+    worlds: Callable[[int], World],
+    tmp_path: Path,
+) -> None:
     argv = arguments(corpus, KEYS, {"job.dump_folder": tmp_path})
     preflight(load_config(argv), world_size=2)
     worlds(2).run(train_on_rank, argv, str(corpus.parent))
@@ -61,8 +70,13 @@ def saved(folder: Path, *steps: int) -> Config:
     for step in steps:
         (folder / "checkpoint" / f"step-{step}").mkdir(parents=True)
         (folder / "checkpoint" / f"step-{step}" / "manifest.json").touch()
-    keys = {"job.dump_folder": folder, "training.steps": 8, "checkpoint.interval": 1, "checkpoint.export_interval": 2,
-            "checkpoint.last_save_in_hf": "true"}  # fmt: skip
+    keys = {
+        "job.dump_folder": folder,
+        "training.steps": 8,
+        "checkpoint.interval": 1,
+        "checkpoint.export_interval": 2,
+        "checkpoint.last_save_in_hf": "true",
+    }
     return load_config([text for key, value in keys.items() for text in (f"--{key}", str(value))])
 
 

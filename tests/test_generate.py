@@ -71,10 +71,14 @@ def test_one_token_equals_a_chunk(op: Callable) -> None:
     gates = (B, 1, HV, K) if op is chunk_kda else (B, 1, HV)
     g, beta = torch.randn(gates, generator=draw).double(), torch.rand(B, 1, HV, generator=draw).double()
     options = {
-        "initial_state": torch.randn(B, HV, K, V, generator=draw).double(), "output_final_state": True,
-        "use_qk_l2norm_in_kernel": True, "use_gate_in_kernel": True, "scale": 0.3,
-        "A_log": torch.randn(HV, generator=draw).double(), "dt_bias": torch.randn(gates[2:], generator=draw).double(),
-    }  # fmt: skip
+        "initial_state": torch.randn(B, HV, K, V, generator=draw).double(),
+        "output_final_state": True,
+        "use_qk_l2norm_in_kernel": True,
+        "use_gate_in_kernel": True,
+        "scale": 0.3,
+        "A_log": torch.randn(HV, generator=draw).double(),
+        "dt_bias": torch.randn(gates[2:], generator=draw).double(),
+    }
     chunked = op(q, k, v, g, beta, **options)
     with torch.no_grad():
         step = op(q, k, v, g, beta, **options)

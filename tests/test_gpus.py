@@ -35,12 +35,17 @@ BASE = {
 DEBUG = MODELS["hybrid"]["debug"]
 FLAVORS = {  # two kinds of mixers: kernels are compiled for each number of heads that a rank has
     "hybrid": replace(
-        DEBUG, dim=256, hidden_dim=512, num_layers=2,
-        pattern=(replace(DEBUG.pattern[0], heads=4, v_heads=4, head_dim=64, v_head_dim=64),
-                 replace(DEBUG.pattern[2], heads=4, kv_heads=4, head_dim=64)),
+        DEBUG,
+        dim=256,
+        hidden_dim=512,
+        num_layers=2,
+        pattern=(
+            replace(DEBUG.pattern[0], heads=4, v_heads=4, head_dim=64, v_head_dim=64),
+            replace(DEBUG.pattern[2], heads=4, kv_heads=4, head_dim=64),
+        ),
     ),
     "kimi-linear": MODELS["kimi-linear"]["debug"],
-}  # fmt: skip
+}
 # Head dims that differ, and documents that are cut into segments in some batches and not in others.
 UNEQUAL = replace(
     FLAVORS["hybrid"],

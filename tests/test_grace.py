@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from tests.steps import after_backward
-from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
+from tests.test_train import arguments
 from tests.worlds import World
 from titan_linear.checkpoint import holds_optimizer
 from titan_linear.config import load_config
@@ -24,9 +24,14 @@ from titan_linear.process import StopSignal
 from titan_linear.train import Trainer
 
 KEYS = {
-    "model.name": "kda", "training.steps": 3, "training.local_batch_size": 1, "training.seq_len": 32,
-    "metrics.log_freq": 1, "checkpoint.enable": "true", "checkpoint.grace_seconds": 30,
-}  # fmt: skip
+    "model.name": "kda",
+    "training.steps": 3,
+    "training.local_batch_size": 1,
+    "training.seq_len": 32,
+    "metrics.log_freq": 1,
+    "checkpoint.enable": "true",
+    "checkpoint.grace_seconds": 30,
+}
 
 
 def train_on_rank(rank: int, world_size: int, argv: list[str], cache: str, step_seconds: float) -> int:
@@ -52,8 +57,10 @@ def reported(folder: Path) -> list[tuple[int, float, float]]:
 
 
 def test_a_step_is_completed_if_there_is_time(
-    corpus: Path, worlds: Callable[[int], World], tmp_path: Path  # noqa: F811
-) -> None:  # fmt: skip
+    corpus: Path,
+    worlds: Callable[[int], World],
+    tmp_path: Path,
+) -> None:
     """One that is not leaves no trace in the run that goes on."""
     runs = {"alone": 0.0, "fits": 1.0, "does not": 1000.0, "does not, ": 0.0}
     reached = {"alone": 3, "fits": 2, "does not": 1, "does not, ": 3}
@@ -84,8 +91,11 @@ def validate_on_rank(rank: int, world_size: int, argv: list[str], cache: str) ->
 
 @pytest.mark.parametrize("last", [False, True])
 def test_a_validation_is_given_up(
-    last: bool, corpus: Path, worlds: Callable[[int], World], tmp_path: Path  # noqa: F811
-) -> None:  # fmt: skip
+    last: bool,
+    corpus: Path,
+    worlds: Callable[[int], World],
+    tmp_path: Path,
+) -> None:
     """After the last step what was saved before it stays, weights only."""
     validation = {"validation.enable": "true", "validation.freq": 2, "validation.holdout": 0.2}
     more = {"training.steps": 2, "checkpoint.last_save_model_only": "true"} if last else {}
@@ -98,8 +108,10 @@ def test_a_validation_is_given_up(
 
 
 def test_after_a_signal_no_validation_begins(
-    corpus: Path, worlds: Callable[[int], World], tmp_path: Path  # noqa: F811
-) -> None:  # fmt: skip
+    corpus: Path,
+    worlds: Callable[[int], World],
+    tmp_path: Path,
+) -> None:
     """It came in the step after which one was due, and there was time to complete that step."""
     validation = {"validation.enable": "true", "validation.freq": 2, "validation.holdout": 0.2}
     argv = arguments(corpus, KEYS, validation, {"job.dump_folder": tmp_path})

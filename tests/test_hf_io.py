@@ -217,9 +217,11 @@ def make_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=300, special_tokens=["<|endoftext|>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=300,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator(["def import class self return " * 9], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|endoftext|>"}))
@@ -250,11 +252,18 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def arguments(corpus: Path, run: Path, **keys: object) -> list[str]:
     """A run's command line; "__" stands for the dot."""
     base = {
-        "job.dump_folder": run, "training.dataset": "jsonl", "training.dataset_path": corpus, "training.seq_len": 64,
-        "training.global_batch_size": 2, "training.steps": 5, "parallelism.context_parallel_degree": 2,
-        "lr_scheduler.warmup_steps": 1, "metrics.enable_tensorboard": "false", "model.flavor": "hf",
+        "job.dump_folder": run,
+        "training.dataset": "jsonl",
+        "training.dataset_path": corpus,
+        "training.seq_len": 64,
+        "training.global_batch_size": 2,
+        "training.steps": 5,
+        "parallelism.context_parallel_degree": 2,
+        "lr_scheduler.warmup_steps": 1,
+        "metrics.enable_tensorboard": "false",
+        "model.flavor": "hf",
         "checkpoint.initial_load_in_hf": "true",
-    }  # fmt: skip
+    }
     base |= {name.replace("__", "."): value for name, value in keys.items()}
     return [text for key, value in base.items() for text in (f"--{key}", str(value))]
 
@@ -265,9 +274,13 @@ def test_a_run_from_a_folder_to_a_folder(
     """Two processes train five steps; the folder they leave, the checkpoint converted, and texts of both agree."""
     run = tmp_path / "run"
     argv = arguments(
-        corpus, run, checkpoint__initial_load_path=kimi, checkpoint__last_save_in_hf="true",
-        checkpoint__export_dtype="source", sample__max_new_tokens=4,
-    )  # fmt: skip
+        corpus,
+        run,
+        checkpoint__initial_load_path=kimi,
+        checkpoint__last_save_in_hf="true",
+        checkpoint__export_dtype="source",
+        sample__max_new_tokens=4,
+    )
     check_config(load_config(argv), world_size=2)
     preflight(load_config(argv), world_size=2)
     run.mkdir()
@@ -383,9 +396,19 @@ def large_tokenizer(folder: Path) -> str:
 
 @pytest.mark.parametrize(
     "damage",
-    [drop_shard, cut_shard, cut_header, reshape, retype, lose_tensor, unknown_architecture, broken_config, only_pickles,
-     large_tokenizer],
-)  # fmt: skip
+    [
+        drop_shard,
+        cut_shard,
+        cut_header,
+        reshape,
+        retype,
+        lose_tensor,
+        unknown_architecture,
+        broken_config,
+        only_pickles,
+        large_tokenizer,
+    ],
+)
 def test_a_bad_folder_is_refused_before_training(damage: Callable[[Path], str], corpus: Path, tmp_path: Path) -> None:
     model, folder = Decoder(KDA), tmp_path / "folder"
     initialise(model, seed=0)
@@ -530,7 +553,7 @@ EXPORT = {"checkpoint__last_save_in_hf": "true"}
         ({"checkpoint__initial_load_path": "FLA KDA", "model__vocab_size": 400}, "vocab_size = 320 .this run: 400"),
         ({"checkpoint__initial_load_path": "FLA KDA", "checkpoint__enable": "false"}, "initial_load"),
     ],
-)  # fmt: skip
+)
 def test_keys_that_do_not_fit_are_refused(
     keys: dict, message: str, folders: Callable[[str], Path], corpus: Path, tmp_path: Path
 ) -> None:
@@ -540,8 +563,13 @@ def test_keys_that_do_not_fit_are_refused(
 
 
 def test_what_no_architecture_holds_is_refused(corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    latent = replace(preset("hybrid", "debug"), pattern=(mixers.GDN(heads=2, v_heads=2, head_dim=16, v_head_dim=16),
-                     mixers.MLA(heads=2, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16)))  # fmt: skip
+    latent = replace(
+        preset("hybrid", "debug"),
+        pattern=(
+            mixers.GDN(heads=2, v_heads=2, head_dim=16, v_head_dim=16),
+            mixers.MLA(heads=2, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16),
+        ),
+    )
     monkeypatch.setitem(MODELS["hybrid"], "debug", latent)
     argv = arguments(corpus, tmp_path / "run", **OURS, **NOT_HF, **EXPORT)
     with pytest.raises(ValueError, match=r"checkpoint.last_save_in_hf = true: no Hugging Face architecture"):

@@ -41,15 +41,19 @@ MODELS: dict[str, ModelConfig] = {
     "Qwen3_5MoeForCausalLM": _QWEN,
     "Qwen3NextForCausalLM": _QWEN,
     "OlmoHybridForCausalLM": replace(
-        _DENSE, zero_centred_norm=False, post_norm=("attention",),
-        pattern=(replace(_GDN, o_norm_eps=1e-5),
-                 replace(_ATTENTION, qk_norm="width", output_gate=False, rotary_fraction=1.0)),
+        _DENSE,
+        zero_centred_norm=False,
+        post_norm=("attention",),
+        pattern=(
+            replace(_GDN, o_norm_eps=1e-5),
+            replace(_ATTENTION, qk_norm="width", output_gate=False, rotary_fraction=1.0),
+        ),
     ),
     "KimiLinearForCausalLM": replace(preset("kimi-linear", "debug"), vocab_size=VOCAB),
     "KDAForCausalLM": replace(preset("kda", "debug"), vocab_size=VOCAB),
     "GatedDeltaNetForCausalLM": replace(preset("gdn", "debug"), vocab_size=VOCAB),
     "TitanLinearForCausalLM": replace(preset("hybrid", "debug"), vocab_size=VOCAB),
-}  # fmt: skip
+}
 
 # --- Tokenizers ------------------------------------------------------------------------------------------------------
 
@@ -62,9 +66,11 @@ def trained(pre_tokenizer: object, **parts: object) -> Tokenizer:
     for part, value in parts.items():
         setattr(tokenizer, part, value)
     trainer = trainers.BpeTrainer(
-        vocab_size=600, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=600,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator([SOURCE], trainer)
     return tokenizer
 
@@ -95,30 +101,49 @@ def qwens() -> Tokenizer:
 
 
 BESIDE = {
-    "tokenizer_class": "Qwen2Tokenizer", "eos_token": {"content": "<|im_end|>", "lstrip": False}, "add_bos_token": True,
-    "add_prefix_space": True, "pad_token": "<pad>", "bos_token": "<s>", "unk_token": None, "model_max_length": 4096,
-    "additional_special_tokens": ["<|im_end|>", "<tool>"], "chat_template": "{{ messages }}",
-    "added_tokens_decoder": {"690": {"content": "def", "special": False}}, "clean_up_tokenization_spaces": True,
+    "tokenizer_class": "Qwen2Tokenizer",
+    "eos_token": {"content": "<|im_end|>", "lstrip": False},
+    "add_bos_token": True,
+    "add_prefix_space": True,
+    "pad_token": "<pad>",
+    "bos_token": "<s>",
+    "unk_token": None,
+    "model_max_length": 4096,
+    "additional_special_tokens": ["<|im_end|>", "<tool>"],
+    "chat_template": "{{ messages }}",
+    "added_tokens_decoder": {"690": {"content": "def", "special": False}},
+    "clean_up_tokenization_spaces": True,
     "auto_map": {"AutoTokenizer": ["tokenization_theirs.Theirs", None]},
-}  # fmt: skip
+}
 TOKENIZERS: dict[str, tuple[Callable[[], Tokenizer] | None, dict[str, dict]]] = {
     "bytes": (None, {}),
     "plain": (plain, {}),
     "settings beside it": (plain, {"tokenizer_config.json": BESIDE}),
     "special tokens beside it": (
-        plain, {"special_tokens_map.json": {"eos_token": "<|im_end|>"}, "added_tokens.json": {"def": 690}},
+        plain,
+        {"special_tokens_map.json": {"eos_token": "<|im_end|>"}, "added_tokens.json": {"def": 690}},
     ),
     "tokens as objects beside it": (
-        plain, {"special_tokens_map.json": {
-            "eos_token": {"content": "<|im_end|>", "lstrip": True, "normalized": False, "rstrip": False,
-                          "single_word": False},
-            "bos_token": {"content": "<s>", "lstrip": False}, "audio_token": {"content": "<|not there|>"},
-            "additional_special_tokens": [{"content": "<|im_end|>", "lstrip": True}]}},
+        plain,
+        {
+            "special_tokens_map.json": {
+                "eos_token": {
+                    "content": "<|im_end|>",
+                    "lstrip": True,
+                    "normalized": False,
+                    "rstrip": False,
+                    "single_word": False,
+                },
+                "bos_token": {"content": "<s>", "lstrip": False},
+                "audio_token": {"content": "<|not there|>"},
+                "additional_special_tokens": [{"content": "<|im_end|>", "lstrip": True}],
+            }
+        },
     ),
     "adding": (adding, {}),
     "pieces": (pieces, {}),
     "Qwen's": (qwens, {"tokenizer_config.json": {"eos_token": "<|im_end|>"}}),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -139,9 +164,14 @@ def exported(folder: Path, family: str, path: str) -> None:
     tokenizer, config = build_tokenizer(path), MODELS[family]
     shapes = {entry.name: entry.shape for entry in placements(config, family)}
     write_folder(
-        folder, config, family, lambda name: torch.zeros(shapes[name]), dtype=torch.bfloat16,
-        tokenizer=tokenizer.hugging_face_files(), extra={"eos_token_id": tokenizer.eos_id},
-    )  # fmt: skip
+        folder,
+        config,
+        family,
+        lambda name: torch.zeros(shapes[name]),
+        dtype=torch.bfloat16,
+        tokenizer=tokenizer.hugging_face_files(),
+        extra={"eos_token_id": tokenizer.eos_id},
+    )
 
 
 def check(folder: Path, path: str, text: str = TEXT) -> None:
@@ -202,9 +232,13 @@ def test_templates_by_name_in_a_folder(tokenizers: dict[str, str], tmp_path: Pat
     exported(tmp_path / "own", "TitanLinearForCausalLM", str(source))
     shapes = {entry.name: entry.shape for entry in placements(config, "TitanLinearForCausalLM")}
     write_folder(
-        tmp_path / "like", config, "TitanLinearForCausalLM", lambda name: torch.zeros(shapes[name]), dtype=None,
+        tmp_path / "like",
+        config,
+        "TitanLinearForCausalLM",
+        lambda name: torch.zeros(shapes[name]),
+        dtype=None,
         like=source,
-    )  # fmt: skip
+    )
     for folder in ("own", "like"):
         found = build_tokenizer(str(tmp_path / folder)).chat_templates
         assert found == {"default": "chat_template.jinja", "tool_use": "additional_chat_templates/tool_use.jinja"}
@@ -218,9 +252,23 @@ def test_a_tokenizer_that_transformers_would_not_read(tokenizers: dict[str, str]
     assert find_family(_QWEN, files["plain"]) == find_family(_QWEN, files["bytes"]) == "Qwen3NextForCausalLM"
     folder = tmp_path / "folder"
     exported(folder, "Qwen3_5MoeForCausalLM", tokenizers["Qwen's"])
-    argv = ["--model.flavor", "hf", "--checkpoint.initial_load_path", folder, "--checkpoint.initial_load_in_hf", "true",
-            "--checkpoint.last_save_in_hf", "true", "--training.dataset_path", Path(json.__file__).parent,
-            "--training.dataset", "text", "--job.dump_folder", tmp_path / "run", "--model.tokenizer_path"]  # fmt: skip
+    argv = [
+        "--model.flavor",
+        "hf",
+        "--checkpoint.initial_load_path",
+        folder,
+        "--checkpoint.initial_load_in_hf",
+        "true",
+        "--checkpoint.last_save_in_hf",
+        "true",
+        "--training.dataset_path",
+        Path(json.__file__).parent,
+        "--training.dataset",
+        "text",
+        "--job.dump_folder",
+        tmp_path / "run",
+        "--model.tokenizer_path",
+    ]
     words = "Qwen3_5MoeForCausalLM: transformers reads every tokenizer of model_type = 'qwen3_5_moe_text'"
     with pytest.raises(ValueError, match=f"checkpoint.last_save_in_hf = true: {words}"):
         preflight(load_config([str(word) for word in [*argv, tokenizers["plain"]]]), world_size=1)

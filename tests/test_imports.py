@@ -96,20 +96,27 @@ def test_imports_flow_one_way() -> None:
     ("files", "problem"),
     [
         ({"titan_linear/ops/a.py": "import titan_linear.loss"}, "titan_linear.ops.a imports titan_linear.loss, which"),
-        ({"titan_linear/models/a.py": "def f():\n    from titan_linear import optim"},
-         "titan_linear.models.a imports titan_linear.optim, which is not below it"),
+        (
+            {"titan_linear/models/a.py": "def f():\n    from titan_linear import optim"},
+            "titan_linear.models.a imports titan_linear.optim, which is not below it",
+        ),
         ({"titan_linear/launch.py": "from titan_linear.train import x"}, "launch imports titan_linear.train, which"),
         ({"tools/a.py": "from titan_linear.train import x"}, "tools.a imports titan_linear.train, which is not for"),
         ({"titan_linear/train.py": "from titan_linear.ops import x"}, "train imports titan_linear.ops, which is not"),
         ({"titan_linear/ops/a.py": "from .b import x", "titan_linear/ops/b.py": "from . import a"}, "a circle: "),
         ({"titan_linear/new.py": ""}, "titan_linear.new has no layer"),
     ],
-)  # fmt: skip
+)
 def test_what_flows_another_way_is_found(files: dict[str, str], problem: str, tmp_path: Path) -> None:
-    house = {"titan_linear/__init__.py": "", "titan_linear/loss.py": "", "titan_linear/optim.py": "import math",
-             "titan_linear/ops/__init__.py": "x = 1", "titan_linear/ops/support.py": "",
-             "titan_linear/train.py": "import titan_linear.optim\nfrom titan_linear.ops.support import x",
-             "tools/b.py": "from titan_linear import loss"}  # fmt: skip
+    house = {
+        "titan_linear/__init__.py": "",
+        "titan_linear/loss.py": "",
+        "titan_linear/optim.py": "import math",
+        "titan_linear/ops/__init__.py": "x = 1",
+        "titan_linear/ops/support.py": "",
+        "titan_linear/train.py": "import titan_linear.optim\nfrom titan_linear.ops.support import x",
+        "tools/b.py": "from titan_linear import loss",
+    }
     for tree, expected in ((house, 0), (files, 1)):
         for name, text in tree.items():
             (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)

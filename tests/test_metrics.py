@@ -204,9 +204,19 @@ def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
     config = configured(tmp_path, "--metrics.enable_tensorboard=true", "--optimizer.lr=0.125")
     logger = MetricsLogger(config, peak_tflops=1.0, out=io.StringIO())
     clock[0] += 6
-    more = {"skipped_steps": 0, "data_seconds": 0.5, "gc_seconds": 0.1, "memory_reserved_gib": 2.0,
-            "memory_fragmentation": 0.1, "seq_len": 64, "work_balance": 1.5, "compiled_graphs": 2,
-            "graph_breaks": 0, "sm_clock_mhz": 1980, "power_watts": 650.0}  # fmt: skip
+    more = {
+        "skipped_steps": 0,
+        "data_seconds": 0.5,
+        "gc_seconds": 0.1,
+        "memory_reserved_gib": 2.0,
+        "memory_fragmentation": 0.1,
+        "seq_len": 64,
+        "work_balance": 1.5,
+        "compiled_graphs": 2,
+        "graph_breaks": 0,
+        "sm_clock_mhz": 1980,
+        "power_watts": 650.0,
+    }
     logger.log(3, tokens=3, work=Work(flops=1, valid=1, waited=0.0), **more, **VALUES)
     logger.log_validation(3, 2.25)
     logger.log_exposed(3, 0.25, 0.5)

@@ -34,10 +34,15 @@ def folder(tmp_path: Path) -> Path:
 
 def keys(folder: Path, **more: object) -> list[str]:
     given = {
-        "training.seq_len": 32, "training.dtype": "float64", "training.global_batch_size": 4, "training.steps": 2,
-        "validation.enable": "true", "validation.holdout": 0.1, "job.dump_folder": folder / "run",
+        "training.seq_len": 32,
+        "training.dtype": "float64",
+        "training.global_batch_size": 4,
+        "training.steps": 2,
+        "validation.enable": "true",
+        "validation.holdout": 0.1,
+        "job.dump_folder": folder / "run",
         "lr_scheduler.total_steps": 6,
-    }  # fmt: skip
+    }
     given |= {name.replace("__", "."): value for name, value in more.items()}
     return [text for key, value in given.items() for text in (f"--{key}", str(value))]
 

@@ -52,10 +52,12 @@ def save(folder: Path, step: int) -> None:
 def test_paths_are_written_from_the_root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     keys = [
-        "--training.dataset=jsonl", "--training.dataset_path=data/*.jsonl, more",
+        "--training.dataset=jsonl",
+        "--training.dataset_path=data/*.jsonl, more",
         "--model.tokenizer_path=t/tokenizer.json",
-        "--checkpoint.initial_load_path=~/old", "--validation.dataset_path=held",
-    ]  # fmt: skip
+        "--checkpoint.initial_load_path=~/old",
+        "--validation.dataset_path=held",
+    ]
     config = trained(Path("a run"), *keys)
     stored = load_config(["--job.config_file", "a run/config.toml"])
     assert stored.job.dump_folder == f"{tmp_path}/a run" and stored.model.hf_assets_path == ""
@@ -192,10 +194,17 @@ def launched(
 
 def arguments(corpus: Path, folder: Path, **keys: object) -> list[str]:
     given = {
-        "training.dataset": "jsonl", "training.dataset_path": corpus, "job.dump_folder": folder, "training.steps": 4,
-        "training.seq_len": 64, "training.global_batch_size": 1, "checkpoint.interval": 2, "metrics.log_freq": 1,
-        "metrics.enable_tensorboard": "false", **{name.replace("__", "."): value for name, value in keys.items()},
-    }  # fmt: skip
+        "training.dataset": "jsonl",
+        "training.dataset_path": corpus,
+        "job.dump_folder": folder,
+        "training.steps": 4,
+        "training.seq_len": 64,
+        "training.global_batch_size": 1,
+        "checkpoint.interval": 2,
+        "metrics.log_freq": 1,
+        "metrics.enable_tensorboard": "false",
+        **{name.replace("__", "."): value for name, value in keys.items()},
+    }
     return [text for key, value in given.items() for text in (f"--{key}", str(value))]
 
 
@@ -216,11 +225,13 @@ def test_a_run_goes_back_and_its_corpus_moves(tmp_path: Path, launched: Callable
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [1, 2, 3, 4]
     said = launched(moved, folder, checkpoint__load_step=2)
     assert "went back to checkpoint.load_step = 2 before" in said and "is finished: 4 of" in said
-    assert "resuming from step 4" in launched(moved, folder, checkpoint__load_step=2, training__steps=5,
-                                              lr_scheduler__total_steps=5)  # fmt: skip
+    assert "resuming from step 4" in launched(
+        moved, folder, checkpoint__load_step=2, training__steps=5, lr_scheduler__total_steps=5
+    )
     moved.write_text(moved.read_text().replace("document", "Document"))
-    assert "training.dataset_path gives another corpus" in launched(moved, folder, 2, training__steps=6,
-                                                                    lr_scheduler__total_steps=6)  # fmt: skip
+    assert "training.dataset_path gives another corpus" in launched(
+        moved, folder, 2, training__steps=6, lr_scheduler__total_steps=6
+    )
 
 
 def test_a_finished_run_without_checkpoints_says_how_to_begin_anew(

@@ -17,12 +17,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from tests.test_train import (  # noqa: F401 (`corpus` is a fixture)
+from tests.test_train import (
     FLOAT64,
     OWN_FLAVORS,
     SMALL_HYBRID,
     arguments,
-    corpus,
     early,
     train_on_rank,
     whole_weights,
@@ -44,16 +43,25 @@ CLIPPED = {"training.steps": 2, "training.max_norm": 0.1}
 EXPERTS = {"model.name": "kimi-linear", "parallelism.expert_parallel_degree": 2, "training.local_batch_size": 1}
 RUNS = {
     "one process": (1, SMALL_HYBRID | {"training.local_batch_size": 2}),
-    "dp 2, kept until backward": (2, SMALL_HYBRID | {"training.local_batch_size": 2, "metrics.telemetry_freq": 1,
-                                     "parallelism.fsdp_reshard_after_forward": "never"}),
-    "tp 2, tied embeddings": (2, SMALL_HYBRID | {"model.flavor": "wide norms",
-                                                 "parallelism.tensor_parallel_degree": 2}),
+    "dp 2, kept until backward": (
+        2,
+        SMALL_HYBRID
+        | {
+            "training.local_batch_size": 2,
+            "metrics.telemetry_freq": 1,
+            "parallelism.fsdp_reshard_after_forward": "never",
+        },
+    ),
+    "tp 2, tied embeddings": (
+        2,
+        SMALL_HYBRID | {"model.flavor": "wide norms", "parallelism.tensor_parallel_degree": 2},
+    ),
     "ep 2, accumulation": (2, EXPERTS),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_runs_are_the_same_bit_for_bit(name: str, corpus: Path, worlds: Callable[[int], World]) -> None:  # noqa: F811
+def test_runs_are_the_same_bit_for_bit(name: str, corpus: Path, worlds: Callable[[int], World]) -> None:
     processes, keys = RUNS[name]
     plain, offloaded = (
         worlds(processes).run(train_on_rank, arguments(corpus, FLOAT64, CLIPPED, keys, more), str(corpus.parent))
@@ -64,11 +72,13 @@ def test_runs_are_the_same_bit_for_bit(name: str, corpus: Path, worlds: Callable
         assert all(torch.equal(weights[name], w) for name, w in want.items())
 
 
-def test_a_step_that_is_not_finite_and_a_stop(corpus: Path, worlds: Callable[[int], World]) -> None:  # noqa: F811
+def test_a_step_that_is_not_finite_and_a_stop(corpus: Path, worlds: Callable[[int], World]) -> None:
     """In bfloat16; the next step's forward has begun before."""
     keys = SMALL_HYBRID | {
-        "training.mixed_precision_param": "bfloat16", "training.on_nonfinite": "skip", "training.local_batch_size": 1
-    }  # fmt: skip
+        "training.mixed_precision_param": "bfloat16",
+        "training.on_nonfinite": "skip",
+        "training.local_batch_size": 1,
+    }
     runs = [worlds(2).run(early, arguments(corpus, keys, more), str(corpus.parent), True) for more in ({}, OFFLOAD)]
     for (losses, weights, begun), (want, want_weights, _) in zip(*runs, strict=True):
         assert begun == [True] * 4 + [False] and str(losses) == str(want)
@@ -85,13 +95,18 @@ def train_on(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[b
 
 
 def test_a_run_resumes_with_and_without(
-    corpus: Path, worlds: Callable[[int], World], tmp_path: Path  # noqa: F811
-) -> None:  # fmt: skip
+    corpus: Path,
+    worlds: Callable[[int], World],
+    tmp_path: Path,
+) -> None:
     """On other processes too; saves are written while training goes on."""
     keys = SMALL_HYBRID | {
-        "checkpoint.enable": "true", "checkpoint.interval": 1, "checkpoint.async_mode": "async",
-        "lr_scheduler.total_steps": 4, "training.local_batch_size": 2,
-    }  # fmt: skip
+        "checkpoint.enable": "true",
+        "checkpoint.interval": 1,
+        "checkpoint.async_mode": "async",
+        "lr_scheduler.total_steps": 4,
+        "training.local_batch_size": 2,
+    }
 
     def train(processes: int, steps: int, folder: str, more: dict) -> tuple[bool, dict[str, torch.Tensor]]:
         argv = arguments(corpus, FLOAT64, keys, more, {"training.steps": steps, "job.dump_folder": tmp_path / folder})
@@ -171,7 +186,7 @@ def train_on_gpus(rank: int, world_size: int, argv: list[str], cache: str) -> tu
         torch.use_deterministic_algorithms(False)
 
 
-def on_gpus(processes: int, corpus: Path, worlds: Callable[..., World], split: dict) -> None:  # noqa: F811
+def on_gpus(processes: int, corpus: Path, worlds: Callable[..., World], split: dict) -> None:
     """Host and GPU round an update's numbers in float32 differently. So some weights' copies in bfloat16 become others,
     by 2^-8 of themselves, and the loss after one update is off by 1e-4 (as much as an ulp of noise in all weights makes
     it, on the CPU). What training then makes of that, while the loss falls to a quarter in ten steps, was 3e-3."""
@@ -188,11 +203,11 @@ def on_gpus(processes: int, corpus: Path, worlds: Callable[..., World], split: d
 
 
 @pytest.mark.cuda
-def test_one_gpu(corpus: Path, worlds: Callable[..., World]) -> None:  # noqa: F811
+def test_one_gpu(corpus: Path, worlds: Callable[..., World]) -> None:
     on_gpus(1, corpus, worlds, {})
 
 
 @pytest.mark.cuda(2)
 @pytest.mark.parametrize("split", ON_GPUS)
-def test_two_gpus(split: str, corpus: Path, worlds: Callable[..., World]) -> None:  # noqa: F811
+def test_two_gpus(split: str, corpus: Path, worlds: Callable[..., World]) -> None:
     on_gpus(2, corpus, worlds, ON_GPUS[split])

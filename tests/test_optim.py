@@ -76,10 +76,12 @@ class Kinds(TorchDispatchMode):
 def kinds_in_an_update(rank: int, world_size: int) -> tuple[bool, bool]:
     """Whether kernels are given DTensors for a sharded and a whole parameter, and moments are sharded like these."""
     mesh = init_device_mesh("cpu", (world_size,))
-    model = nn.ParameterDict({
-        "sharded": nn.Parameter(distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])),
-        "whole": nn.Parameter(torch.ones(3)),
-    })  # fmt: skip
+    model = nn.ParameterDict(
+        {
+            "sharded": nn.Parameter(distribute_tensor(torch.ones(5, 2), mesh, [Shard(0)])),
+            "whole": nn.Parameter(torch.ones(3)),
+        }
+    )
     optimizer = build_optimizer(model, Optimizer())
     for p in model.values():
         p.grad = torch.ones_like(p)

@@ -46,11 +46,15 @@ def run(folder: Path, **keys: object) -> Config:
         ({}, {"training__steps": 200, "lr_scheduler__total_steps": 200}, 50, ""),  # said
         ({}, {"training__steps": 200}, 10, ""),  # it has not begun to decay
         ({"lr_scheduler__decay_ratio": 0.2}, {"lr_scheduler__decay_ratio": 0.2, "training__steps": 200}, 80, ""),
-        ({"lr_scheduler__decay_ratio": 0.2}, {"lr_scheduler__decay_ratio": 0.2, "training__steps": 200}, 81,
-         "training.steps to at most 100"),
+        (
+            {"lr_scheduler__decay_ratio": 0.2},
+            {"lr_scheduler__decay_ratio": 0.2, "training__steps": 200},
+            81,
+            "training.steps to at most 100",
+        ),
         ({"lr_scheduler__decay_ratio": 0.0}, {"lr_scheduler__decay_ratio": 0.0, "training__steps": 200}, 90, ""),
     ],
-)  # fmt: skip
+)
 def test_steps_that_are_done_keep_their_rate(
     stored: dict[str, object], now: dict[str, object], step: int, remedy: str, tmp_path: Path
 ) -> None:

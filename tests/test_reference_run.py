@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.refusals import is_refused
-from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
+from tests.test_train import arguments
 from tests.worlds import World
 from titan_linear.config import load_config
 from titan_linear.data import Batch
@@ -62,7 +62,7 @@ def curve(folder: Path) -> list[float]:
 @pytest.mark.parametrize("name", ["kda", "gdn"])
 def test_another_model_has_the_curve_of_the_run(
     name: str,
-    corpus: Path,  # noqa: F811
+    corpus: Path,
     worlds: Callable[[int], World],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -80,7 +80,7 @@ def test_another_model_has_the_curve_of_the_run(
 
 
 def test_a_peer_goes_on_where_it_was(
-    corpus: Path,  # noqa: F811
+    corpus: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

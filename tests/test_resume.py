@@ -63,8 +63,14 @@ def start(
     """The launcher, as run_train.sh execs it, with two processes; or with one, as one of two nodes: (rank, port)."""
     place = {}
     if node is not None:  # with a cache of its own
-        place = {"NNODES": 2, "NODE_RANK": node[0], "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": node[1], "NGPU": 1,
-                 "XDG_CACHE_HOME": folder / f"cache-{node[0]}"}  # fmt: skip
+        place = {
+            "NNODES": 2,
+            "NODE_RANK": node[0],
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": node[1],
+            "NGPU": 1,
+            "XDG_CACHE_HOME": folder / f"cache-{node[0]}",
+        }
     output = unused(folder / "output")
     output.touch()
     return Launch(arguments(corpus, folder, **overrides), output, environment(corpus, **place), fresh)
@@ -190,9 +196,14 @@ def test_from_dp_2_to_cp_2(
     corpus: Path, worlds: Callable[[int], World], tmp_path: Path, uninterrupted: dict[int, float], answer: Callable
 ) -> None:
     train_in(
-        worlds(2), 0, corpus, tmp_path, parallelism__context_parallel_degree=1, training__steps=6,
+        worlds(2),
+        0,
+        corpus,
+        tmp_path,
+        parallelism__context_parallel_degree=1,
+        training__steps=6,
         lr_scheduler__total_steps=12,
-    )  # fmt: skip
+    )
     output = answer(2, tmp_path, training__steps=20)
     assert "would change the learning rate of the 6 steps that are done" in output
     output = answer(STARTS, tmp_path, lr_scheduler__total_steps=12)
@@ -211,8 +222,12 @@ def test_from_dp_2_and_cp_2_to_tp_2_and_ep_2_and_back(
     alone.mkdir()
     run.mkdir()
     whole = train_in(worlds(1), 0, corpus, alone, training__steps=6, parallelism__context_parallel_degree=1, **keys)
-    parts = {"parallelism__context_parallel_degree": 1, "parallelism__tensor_parallel_degree": 2,
-             "parallelism__expert_parallel_degree": 2, "checkpoint__async_mode": "async"}  # fmt: skip
+    parts = {
+        "parallelism__context_parallel_degree": 1,
+        "parallelism__tensor_parallel_degree": 2,
+        "parallelism__expert_parallel_degree": 2,
+        "checkpoint__async_mode": "async",
+    }
     for begins_from, more in ((0, {}), (2, parts), (4, {})):
         steps = begins_from + 2
         resumed = train_in(worlds(4), begins_from, corpus, run, training__steps=steps, **keys, **more)

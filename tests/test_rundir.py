@@ -241,9 +241,7 @@ def test_the_written_configuration_starts_the_same_run(folder):
 
 
 def test_manifest(folder):
-    write_manifest(
-        run(folder), world_size=2, degrees={"dp_shard": 1, "cp": 2}, implementations={"chunk_kda": "torch"}
-    )  # fmt: skip
+    write_manifest(run(folder), world_size=2, degrees={"dp_shard": 1, "cp": 2}, implementations={"chunk_kda": "torch"})
     manifest = json.loads((folder / "manifest.json").read_text())
     assert manifest["world_size"] == 2 and manifest["degrees"] == {"dp_shard": 1, "cp": 2}
     assert manifest["implementations"] == {"chunk_kda": "torch"}

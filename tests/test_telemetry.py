@@ -39,9 +39,15 @@ from titan_linear.train import Trainer
 SPLITS = {
     "dp 2": (2, {"training.local_batch_size": 2}),
     "cp 2 zig-zag": (2, {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_layout": "zigzag"}),
-    "tp 2 x cp 2": (4, {"parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
-                        "activation_checkpoint.mode": "full"}),
-}  # fmt: skip
+    "tp 2 x cp 2": (
+        4,
+        {
+            "parallelism.tensor_parallel_degree": 2,
+            "parallelism.context_parallel_degree": 2,
+            "activation_checkpoint.mode": "full",
+        },
+    ),
+}
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +67,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def arguments(folder: Path, *overrides: dict) -> list[str]:
     parts = (f'{{name="{n}", weight=1, dataset="tokens", dataset_path="{folder / n}"}}' for n in "ab")
     keys: dict[str, object] = {
-        "training.mixture": f"[{', '.join(parts)}]", "training.seq_len": 64, "training.dtype": "float64",
-        "training.global_batch_size": 4, "training.local_batch_size": 4, "training.loss_chunk_size": 48,
-        "training.steps": 2, "lr_scheduler.warmup_steps": 0, "optimizer.lr": 3e-3, "model.flavor": "small",
-        "checkpoint.enable": "false", "metrics.enable_tensorboard": "false", "metrics.telemetry_freq": 2,
+        "training.mixture": f"[{', '.join(parts)}]",
+        "training.seq_len": 64,
+        "training.dtype": "float64",
+        "training.global_batch_size": 4,
+        "training.local_batch_size": 4,
+        "training.loss_chunk_size": 48,
+        "training.steps": 2,
+        "lr_scheduler.warmup_steps": 0,
+        "optimizer.lr": 3e-3,
+        "model.flavor": "small",
+        "checkpoint.enable": "false",
+        "metrics.enable_tensorboard": "false",
+        "metrics.telemetry_freq": 2,
         "job.dump_folder": folder / "run",
-    }  # fmt: skip
+    }
     for more in overrides:
         keys |= more
     return [text for key, value in keys.items() for text in (f"--{key}", str(value))]
@@ -125,8 +140,14 @@ def test_of_one_process(folder: Path, alone: tuple, worlds: Callable[[int], Worl
 
 def rule_inputs(mixer: DeltaMixer, x: torch.Tensor, edges: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """q, k, v, g, β of a delta rule."""
-    projected = [(proj(x), conv.weight) for proj, conv in (
-        (mixer.q_proj, mixer.q_conv1d), (mixer.k_proj, mixer.k_conv1d), (mixer.v_proj, mixer.v_conv1d))]  # fmt: skip
+    projected = [
+        (proj(x), conv.weight)
+        for proj, conv in (
+            (mixer.q_proj, mixer.q_conv1d),
+            (mixer.k_proj, mixer.k_conv1d),
+            (mixer.v_proj, mixer.v_conv1d),
+        )
+    ]
     q, k, v = (direct_causal_conv1d(y, w, activation="silu", cu_seqlens=edges)[0] for y, w in projected)
     q, k = (l2norm(y.unflatten(-1, (-1, mixer.head_dim))) for y in (q, k))
     v, (raw, beta, _) = v.unflatten(-1, (-1, mixer.v_head_dim)), mixer._gates(x)
@@ -188,8 +209,11 @@ def second_step(rank: int, world_size: int, argv: list[str], cache: str) -> tupl
 
     def note(i: int, layer: nn.Module, inputs: tuple) -> None:
         x = layer.mixer_input(inputs[0])
-        found = (of_delta_rule(layer.mixer, x, edges) if isinstance(layer.mixer, DeltaMixer)
-                 else of_attention(layer.mixer, x, edges, batch.plan))  # fmt: skip
+        found = (
+            of_delta_rule(layer.mixer, x, edges)
+            if isinstance(layer.mixer, DeltaMixer)
+            else of_attention(layer.mixer, x, edges, batch.plan)
+        )
         for quantity, by_head in found.items():
             want.setdefault(quantity, {})[f"layers.{i}"] = by_head.tolist()
 
@@ -296,8 +320,10 @@ def test_layers_take_turns(folder: Path, worlds: Callable[[int], World]) -> None
 
 def test_loads_of_experts(folder: Path, worlds: Callable[[int], World]) -> None:
     """Where a bias moves by them, and where none does."""
-    for name, split in (("kimi-linear", {"parallelism.expert_parallel_degree": 2, "training.local_batch_size": 2}),
-                        ("qwen3.5", {"parallelism.tensor_parallel_degree": 2})):  # fmt: skip
+    for name, split in (
+        ("kimi-linear", {"parallelism.expert_parallel_degree": 2, "training.local_batch_size": 2}),
+        ("qwen3.5", {"parallelism.tensor_parallel_degree": 2}),
+    ):
         keys = {"model.name": name, "model.flavor": "debug"}
         (alone,) = worlds(1).run(two_steps, arguments(folder, keys), str(folder))
         for losses, seen, *_ in worlds(2).run(two_steps, arguments(folder, keys, split), str(folder)):
@@ -336,8 +362,11 @@ def test_losses_by_files(folder: Path, worlds: Callable[[int], World]) -> None:
     assert list(seen["loss_by_source"]) == list(seen["tokens_by_source"]) == ["up", "low", "other"]
     assert seen["tokens_by_source"] == {name: count for name, (_, count) in want.items()}
     assert close(seen["loss_by_source"], {name: nats / count for name, (nats, count) in want.items()})
-    split = {"training.local_batch_size": 2, "parallelism.context_parallel_degree": 2,
-             "parallelism.context_parallel_layout": "zigzag"}  # fmt: skip
+    split = {
+        "training.local_batch_size": 2,
+        "parallelism.context_parallel_degree": 2,
+        "parallelism.context_parallel_layout": "zigzag",
+    }
     for _, of_rank, *_ in worlds(4).run(two_steps, arguments(folder, texts, groups, split), str(folder)):  # dp 2 × cp 2
         assert of_rank["tokens_by_source"] == seen["tokens_by_source"]
         assert close(of_rank["loss_by_source"], seen["loss_by_source"])
@@ -346,11 +375,22 @@ def test_losses_by_files(folder: Path, worlds: Callable[[int], World]) -> None:
 def test_lines_of_a_run(folder: Path, worlds: Callable[[int], World], tmp_path: Path) -> None:
     of_texts = f'{{name="t", weight=1, dataset="text", dataset_path="{folder}/texts"}}'
     mixture = f'[{{name="a", weight=1, dataset="tokens", dataset_path="{folder}/a"}}, {of_texts}]'
-    keys = {"job.dump_folder": tmp_path, "metrics.enable_tensorboard": "true", "training.local_batch_size": 2,
-            "training.mixture": mixture, "metrics.loss_by_source": GROUPS, "profiling.enable_profiling": "true",
-            "profiling.profile_freq": 2, "profiling.profiler_active": 2, "profiling.profile_count": 1,
-            "validation.enable": "true", "validation.freq": 1, "validation.steps": 2, "validation.holdout": 0.1,
-            "validation.sample_tokens": 3}  # fmt: skip
+    keys = {
+        "job.dump_folder": tmp_path,
+        "metrics.enable_tensorboard": "true",
+        "training.local_batch_size": 2,
+        "training.mixture": mixture,
+        "metrics.loss_by_source": GROUPS,
+        "profiling.enable_profiling": "true",
+        "profiling.profile_freq": 2,
+        "profiling.profiler_active": 2,
+        "profiling.profile_count": 1,
+        "validation.enable": "true",
+        "validation.freq": 1,
+        "validation.steps": 2,
+        "validation.holdout": 0.1,
+        "validation.sample_tokens": 3,
+    }
     worlds(2).run(whole_run, arguments(folder, keys), str(folder))
     (line,) = (tmp_path / "telemetry.jsonl").read_text().splitlines()
     line = json.loads(line)
@@ -370,9 +410,15 @@ def test_lines_of_a_run(folder: Path, worlds: Callable[[int], World], tmp_path: 
     events = EventAccumulator(str(tmp_path / "tb" / tmp_path.name))
     events.Reload()
     tags = events.Tags()
-    assert {"per_layer_grad_norm/layers.0", "loss_by_position/16", "perf/work_balance", "loss_by_source/a",
-            "loss_by_source/other", "tokens_by_source/low",
-            "perf/exposed_communication"} <= set(tags["scalars"])  # fmt: skip
+    assert {
+        "per_layer_grad_norm/layers.0",
+        "loss_by_position/16",
+        "perf/work_balance",
+        "loss_by_source/a",
+        "loss_by_source/other",
+        "tokens_by_source/low",
+        "perf/exposed_communication",
+    } <= set(tags["scalars"])
     assert "per_layer_half_life/layers.0" in tags["histograms"]
     _, text = events.Tensors("sample/text_summary")
     assert text.step == 2 and text.tensor_proto.string_val[0].decode().startswith("    def ")

@@ -7,7 +7,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -51,21 +51,29 @@ FLOAT64 = {"training.dtype": "float64"}
 
 # The debug hybrid with half its widths, a flavor of these tests: the same layers, ratios of heads and options.
 SMALL = replace(
-    OWN["hybrid"]["debug"], dim=64, hidden_dim=128,
-    pattern=tuple(replace(mixer, head_dim=16, **({"v_head_dim": 16} if mixer.linear else {}))
-                  for mixer in OWN["hybrid"]["debug"].pattern),
-)  # fmt: skip
+    OWN["hybrid"]["debug"],
+    dim=64,
+    hidden_dim=128,
+    pattern=tuple(
+        replace(mixer, head_dim=16, **({"v_head_dim": 16} if mixer.linear else {}))
+        for mixer in OWN["hybrid"]["debug"].pattern
+    ),
+)
 SMALL_HYBRID = {"model.name": "hybrid", "model.flavor": "small"}
 # The norm of queries and keys over all heads, and blocks that norm what their attention gives.
 WIDE_NORMS = replace(
-    SMALL, num_layers=2, pattern=(replace(SMALL.pattern[2], qk_norm="width"), SMALL.pattern[1]),
-    post_norm=("attention",), tie_embeddings=True,
-)  # fmt: skip
+    SMALL,
+    num_layers=2,
+    pattern=(replace(SMALL.pattern[2], qk_norm="width"), SMALL.pattern[1]),
+    post_norm=("attention",),
+    tie_embeddings=True,
+)
 SOFTMAX = replace(SMALL, num_layers=2, pattern=tuple(mixer for mixer in SMALL.pattern if not mixer.linear))
 # Latent attention and a mixture of experts alone, whose layers compile sooner than a recurrence in PyTorch.
 KIMI = PUBLISHED["kimi-linear"]["debug"]
-EXPERTS = replace(KIMI, num_layers=1, pattern=KIMI.pattern[1:], dense_layers=(),
-                  moe=replace(KIMI.moe, balance_coefficient=0.01))  # fmt: skip
+EXPERTS = replace(
+    KIMI, num_layers=1, pattern=KIMI.pattern[1:], dense_layers=(), moe=replace(KIMI.moe, balance_coefficient=0.01)
+)
 OWN_FLAVORS = {"small": SMALL, "wide norms": WIDE_NORMS, "softmax": SOFTMAX, "experts": EXPERTS}
 
 # name: (processes, what differs from one process). local_batch_size 1 makes four micro-steps of a step.
@@ -76,44 +84,95 @@ SPLITS = {
     "dp 2 x cp 2": (4, {"parallelism.context_parallel_degree": 2, "training.local_batch_size": 2}),
     "cp 2 zig-zag": (2, {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_layout": "zigzag"}),
     "HSDP": (4, {"parallelism.data_parallel_replicate_degree": 2, "training.local_batch_size": 1}),
-    "HSDP x cp": (4, {"parallelism.data_parallel_replicate_degree": 2, "parallelism.context_parallel_degree": 2,
-                      "parallelism.context_parallel_layout": "zigzag", "activation_checkpoint.mode": "selective",
-                      "training.local_batch_size": 1}),
+    "HSDP x cp": (
+        4,
+        {
+            "parallelism.data_parallel_replicate_degree": 2,
+            "parallelism.context_parallel_degree": 2,
+            "parallelism.context_parallel_layout": "zigzag",
+            "activation_checkpoint.mode": "selective",
+            "training.local_batch_size": 1,
+        },
+    ),
     "tp 2": (2, {"parallelism.tensor_parallel_degree": 2}),
-    "tp 2 x cp 2 zig-zag": (4, {"parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
-                                "parallelism.context_parallel_layout": "zigzag"}),
-    "HSDP x tp": (4, {"parallelism.tensor_parallel_degree": 2, "parallelism.data_parallel_replicate_degree": 2,
-                      "training.local_batch_size": 1, "activation_checkpoint.mode": "attention",
-                      "training.enable_cpu_offload": "true"}),
+    "tp 2 x cp 2 zig-zag": (
+        4,
+        {
+            "parallelism.tensor_parallel_degree": 2,
+            "parallelism.context_parallel_degree": 2,
+            "parallelism.context_parallel_layout": "zigzag",
+        },
+    ),
+    "HSDP x tp": (
+        4,
+        {
+            "parallelism.tensor_parallel_degree": 2,
+            "parallelism.data_parallel_replicate_degree": 2,
+            "training.local_batch_size": 1,
+            "activation_checkpoint.mode": "attention",
+            "training.enable_cpu_offload": "true",
+        },
+    ),
     "accumulation": (1, {"training.local_batch_size": 1}),
-    "full activation checkpointing": (2, {"parallelism.context_parallel_degree": 2,
-                                          "activation_checkpoint.mode": "full"}),
-    "selective activation checkpointing": (4, {"parallelism.context_parallel_degree": 2,
-                                               "parallelism.tensor_parallel_degree": 2,
-                                               "activation_checkpoint.mode": "selective",
-                                               "training.enable_cpu_offload": "true"}),
+    "full activation checkpointing": (
+        2,
+        {"parallelism.context_parallel_degree": 2, "activation_checkpoint.mode": "full"},
+    ),
+    "selective activation checkpointing": (
+        4,
+        {
+            "parallelism.context_parallel_degree": 2,
+            "parallelism.tensor_parallel_degree": 2,
+            "activation_checkpoint.mode": "selective",
+            "training.enable_cpu_offload": "true",
+        },
+    ),
     **{
-        f"cp 2 {method} {layout}": (2, {"parallelism.context_parallel_degree": 2,
-                                        "parallelism.context_parallel_method": method,
-                                        "parallelism.context_parallel_layout": layout})
-        for method in ("ring", "allgather", "ulysses") for layout in ("contiguous", "zigzag")
+        f"cp 2 {method} {layout}": (
+            2,
+            {
+                "parallelism.context_parallel_degree": 2,
+                "parallelism.context_parallel_method": method,
+                "parallelism.context_parallel_layout": layout,
+            },
+        )
+        for method in ("ring", "allgather", "ulysses")
+        for layout in ("contiguous", "zigzag")
     },
-    "cp 2 all heads": (2, {"parallelism.context_parallel_degree": 2,
-                           "parallelism.context_parallel_linear_method": "ulysses"}),
-}  # fmt: skip
+    "cp 2 all heads": (
+        2,
+        {"parallelism.context_parallel_degree": 2, "parallelism.context_parallel_linear_method": "ulysses"},
+    ),
+}
 
 # Of models with experts.
 EXPERT_SPLITS = {
-    "ep 2, dp 2": (2, {"parallelism.expert_parallel_degree": 2, "training.local_batch_size": 1,
-                       "activation_checkpoint.mode": "none"}),
-    "ep 2, dp 2 x cp 2": (4, {"parallelism.expert_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
-                              "parallelism.context_parallel_layout": "zigzag",
-                              "training.local_batch_size": 2, "activation_checkpoint.mode": "selective",
-                              "training.enable_cpu_offload": "true"}),
-    "ep 2, HSDP x cp 2 x tp 2": (8, {"parallelism.expert_parallel_degree": 2, "parallelism.context_parallel_degree": 2,
-                                     "parallelism.data_parallel_replicate_degree": 2,
-                                     "parallelism.tensor_parallel_degree": 2, "training.local_batch_size": 1}),
-}  # fmt: skip
+    "ep 2, dp 2": (
+        2,
+        {"parallelism.expert_parallel_degree": 2, "training.local_batch_size": 1, "activation_checkpoint.mode": "none"},
+    ),
+    "ep 2, dp 2 x cp 2": (
+        4,
+        {
+            "parallelism.expert_parallel_degree": 2,
+            "parallelism.context_parallel_degree": 2,
+            "parallelism.context_parallel_layout": "zigzag",
+            "training.local_batch_size": 2,
+            "activation_checkpoint.mode": "selective",
+            "training.enable_cpu_offload": "true",
+        },
+    ),
+    "ep 2, HSDP x cp 2 x tp 2": (
+        8,
+        {
+            "parallelism.expert_parallel_degree": 2,
+            "parallelism.context_parallel_degree": 2,
+            "parallelism.data_parallel_replicate_degree": 2,
+            "parallelism.tensor_parallel_degree": 2,
+            "training.local_batch_size": 1,
+        },
+    ),
+}
 
 FLOAT64_ONLY = [
     "HSDP x cp",
@@ -123,40 +182,6 @@ FLOAT64_ONLY = [
     "cp 2 all heads",
     *(f"cp 2 {method} zigzag" for method in ("ring", "allgather", "ulysses")),
 ]
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Documents of 1 to 200 bytes: many to a stream, some across several ranks; the cache stays in the same folder."""
-    folder = tmp_path_factory.mktemp("corpus")
-    rng = torch.Generator().manual_seed(0)
-    words = [
-        "def",
-        "return",
-        "self",
-        "import",
-        "class",
-        "for",
-        "in",
-        "if",
-        "else",
-        "while",
-        "None",
-        "True",
-        "lambda",
-        "yield",
-    ]
-    with open(folder / "corpus.jsonl", "w") as file:
-        for _ in range(400):
-            length = int(torch.randint(1, 200, (), generator=rng))
-            picks = torch.randint(len(words), (60,), generator=rng).tolist()
-            file.write(json.dumps({"text": " ".join(words[i] for i in picks)[:length]}) + "\n")
-    patch = pytest.MonkeyPatch()
-    patch.setenv("XDG_CACHE_HOME", str(folder))
-    for flavor, model in OWN_FLAVORS.items():
-        patch.setitem(OWN["hybrid"], flavor, model)
-    yield folder / "corpus.jsonl"
-    patch.undo()
 
 
 def arguments(corpus: Path, *overrides: dict) -> list[str]:
@@ -255,9 +280,11 @@ def test_replicas_add_up_once_a_step(corpus: Path, worlds: Callable[[int], World
 
 def test_tied_embeddings_and_other_presets(corpus: Path, worlds: Callable[[int], World], one_process: Callable) -> None:
     """Each family, and the head that shares its weight with the embedding."""
-    for name, flavor, splits in (("kda", "debug", ("cp 2 zig-zag", "HSDP x tp")),
-                                 ("gdn", "debug", ("full activation checkpointing", "tp 2")),
-                                 ("hybrid", "wide norms", ("tp 2",))):  # fmt: skip
+    for name, flavor, splits in (
+        ("kda", "debug", ("cp 2 zig-zag", "HSDP x tp")),
+        ("gdn", "debug", ("full activation checkpointing", "tp 2")),
+        ("hybrid", "wide norms", ("tp 2",)),
+    ):
         keys = FLOAT64 | {"training.steps": 3, "model.name": name, "model.flavor": flavor}
         losses, norms, weights = one_process(keys)
         for processes, split in (SPLITS[split] for split in splits):
@@ -273,9 +300,10 @@ def test_a_compiled_run_is_equal(corpus: Path, worlds: Callable[[int], World], o
     compiled = {"compile.enable": "true", "compile.backend": "aot_eager"}
     full = {"activation_checkpoint.mode": "full", "training.local_batch_size": 2}  # two micro-steps
     for keys, (processes, split), more in (
-        (softmax, SPLITS["HSDP x cp"], {"training.enable_cpu_offload": "true"}), (softmax, SPLITS["tp 2"], full),
+        (softmax, SPLITS["HSDP x cp"], {"training.enable_cpu_offload": "true"}),
+        (softmax, SPLITS["tp 2"], full),
         (experts, EXPERT_SPLITS["ep 2, dp 2"], {}),
-    ):  # fmt: skip
+    ):
         losses, norms, weights = one_process(keys)
         argv = arguments(corpus, keys, split, more, compiled)
         got = worlds(processes).run(train_on_rank, argv, str(corpus.parent))[0]
@@ -413,9 +441,12 @@ def test_a_step_that_begins_early_changes_nothing(processes: int, corpus: Path, 
     """In bfloat16, with copies of the weights or with FSDP's; losses, and weights after a stop, are the same bit for
     bit, though the next step's forward had begun."""
     keys = SMALL_HYBRID | {
-        "training.dtype": "float32", "training.mixed_precision_param": "bfloat16", "training.on_nonfinite": "skip",
-        "training.local_batch_size": 2 // processes, "parallelism.fsdp_reshard_after_forward": "never",
-    }  # fmt: skip
+        "training.dtype": "float32",
+        "training.mixed_precision_param": "bfloat16",
+        "training.on_nonfinite": "skip",
+        "training.local_batch_size": 2 // processes,
+        "parallelism.fsdp_reshard_after_forward": "never",
+    }
     argv = arguments(corpus, keys)
     runs = [worlds(processes).run(early, argv, str(corpus.parent), goes_on) for goes_on in (True, False)]
     for (losses, weights, begun), (expected, expected_weights, never) in zip(*runs, strict=True):
@@ -502,8 +533,15 @@ def delayed(work: Callable, seconds: float) -> Callable:
 
 def test_ranks_wait_for_a_slow_disk(corpus: Path, worlds: Callable[[int], World], tmp_path: Path) -> None:
     """Longer than a collective of training may take."""
-    keys = {"checkpoint.enable": "true", "checkpoint.last_save_in_hf": "true", "training.steps": 2, "model.name": "kda",
-            "training.local_batch_size": 2, "job.dump_folder": tmp_path, "comm.train_timeout_seconds": 6}  # fmt: skip
+    keys = {
+        "checkpoint.enable": "true",
+        "checkpoint.last_save_in_hf": "true",
+        "training.steps": 2,
+        "model.name": "kda",
+        "training.local_batch_size": 2,
+        "job.dump_folder": tmp_path,
+        "comm.train_timeout_seconds": 6,
+    }
     worlds(2).run(slow_disk, arguments(corpus, keys), str(corpus.parent), 8.0)
     assert read_progress(tmp_path / "checkpoint/step-2").step == 2
     assert (tmp_path / "checkpoint/step-2-hf/config.json").is_file()
@@ -539,9 +577,14 @@ def test_resumed_on_two_gpus(
 ) -> None:
     """In bfloat16: what is resumed equals what was not interrupted bit by bit, and begins as one process on the CPU."""
     splits = SPLITS | {"tp 2, offload": (2, SPLITS["tp 2"][1] | {"training.enable_cpu_offload": "true"})}
-    keys = splits[split][1] | {"training.steps": 8, "lr_scheduler.total_steps": 8, "metrics.log_freq": 1,
-                               "checkpoint.enable": "true", "checkpoint.interval": 4,
-                               "checkpoint.async_mode": async_mode}  # fmt: skip
+    keys = splits[split][1] | {
+        "training.steps": 8,
+        "lr_scheduler.total_steps": 8,
+        "metrics.log_freq": 1,
+        "checkpoint.enable": "true",
+        "checkpoint.interval": 4,
+        "checkpoint.async_mode": async_mode,
+    }
 
     def train(folder: str, steps: int) -> list[dict[str, torch.Tensor]]:
         argv = arguments(corpus, keys, {"training.steps": steps, "job.dump_folder": tmp_path / folder})

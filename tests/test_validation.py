@@ -30,11 +30,16 @@ def validated(rank: int, world_size: int, argv: list[str], cache: str) -> float:
 @pytest.mark.parametrize("steps", [5, -1])
 def test_the_loss_does_not_depend_on_the_processes(steps: int, corpus: Path, worlds: Callable[[int], World]) -> None:
     keys = {
-        "training.dataset": "jsonl", "training.dataset_path": corpus, "training.seq_len": 64,
-        "training.dtype": "float64", "job.dump_folder": corpus.parent / "run", "checkpoint.enable": "false",
+        "training.dataset": "jsonl",
+        "training.dataset_path": corpus,
+        "training.seq_len": 64,
+        "training.dtype": "float64",
+        "job.dump_folder": corpus.parent / "run",
+        "checkpoint.enable": "false",
         "validation.enable": "true",
-        "validation.holdout": 0.2, "validation.steps": steps,
-    }  # fmt: skip
+        "validation.holdout": 0.2,
+        "validation.steps": steps,
+    }
 
     def losses(processes: int, **more: object) -> list[float]:
         given = keys | {name.replace("__", "."): value for name, value in more.items()}
@@ -76,11 +81,22 @@ def test_an_error_while_validating_costs_no_steps(
 ) -> None:
     """Of a step after which a save is due too."""
     keys = {
-        "model.name": "kda", "training.dataset": "jsonl", "training.dataset_path": corpus, "training.seq_len": 32,
-        "training.global_batch_size": 1, "training.steps": 4, "lr_scheduler.warmup_steps": 1,
-        "job.dump_folder": tmp_path, "checkpoint.interval": 2, "checkpoint.async_mode": mode,
-        "validation.enable": "true", "validation.freq": 2, "validation.holdout": 0.2, "validation.steps": 1,
-        "validation.sample_tokens": 2, "metrics.enable_tensorboard": "false",
-    }  # fmt: skip
+        "model.name": "kda",
+        "training.dataset": "jsonl",
+        "training.dataset_path": corpus,
+        "training.seq_len": 32,
+        "training.global_batch_size": 1,
+        "training.steps": 4,
+        "lr_scheduler.warmup_steps": 1,
+        "job.dump_folder": tmp_path,
+        "checkpoint.interval": 2,
+        "checkpoint.async_mode": mode,
+        "validation.enable": "true",
+        "validation.freq": 2,
+        "validation.holdout": 0.2,
+        "validation.steps": 1,
+        "validation.sample_tokens": 2,
+        "metrics.enable_tensorboard": "false",
+    }
     argv = [text for key, value in keys.items() for text in (f"--{key}", str(value))]
     assert worlds(1).run(breaking_on_rank, argv, str(corpus.parent), method) == [["step-2"]]

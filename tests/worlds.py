@@ -42,8 +42,9 @@ def free_port() -> int:
 def _serve(rank: int, world_size: int, backend: str, port: int, tasks: mp.Queue, results: mp.Queue) -> None:
     torch.set_num_threads(1)
     gc.freeze()  # what is imported stays, and need not be searched
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank),
-                      WORLD_SIZE=str(world_size))  # fmt: skip
+    os.environ.update(
+        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world_size)
+    )
     if backend == "nccl":
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # what deterministic algorithms want, before cuBLAS starts
         take_gpu(rank, world_size)

@@ -205,10 +205,18 @@ def mixture_phases(config: Config, progress: Progress | None) -> list[Phase]:
 
 
 OF_A_NODE = (  # keys that may differ between nodes, mostly paths; so may the section job
-    "model.tokenizer_path", "model.hf_assets_path", "training.dataset_path", "training.mixture",
-    "training.num_workers", "validation.dataset_path", "checkpoint.initial_load_path", "metrics.loss_by_source",
-    "profiling.save_traces_folder", "profiling.enable_memory_snapshot", "profiling.save_memory_snapshot_folder",
-)  # fmt: skip
+    "model.tokenizer_path",
+    "model.hf_assets_path",
+    "training.dataset_path",
+    "training.mixture",
+    "training.num_workers",
+    "validation.dataset_path",
+    "checkpoint.initial_load_path",
+    "metrics.loss_by_source",
+    "profiling.save_traces_folder",
+    "profiling.enable_memory_snapshot",
+    "profiling.save_memory_snapshot_folder",
+)
 
 
 def content_of(
@@ -361,19 +369,29 @@ def build_dims(config: Config, device: torch.device) -> ParallelDims:
     replicate, shard = data_parallel_degrees(config, dist.get_world_size())
     p = config.parallelism
     return build_mesh(
-        device.type, replicate, shard, p.context_parallel_degree, p.tensor_parallel_degree, p.expert_parallel_degree,
+        device.type,
+        replicate,
+        shard,
+        p.context_parallel_degree,
+        p.tensor_parallel_degree,
+        p.expert_parallel_degree,
         config.training.enable_cpu_offload,
-    )  # fmt: skip
+    )
 
 
 def build_sharding(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> BatchSharding:
     """How batches are cut for this rank, and planned for this model."""
     p = config.parallelism
     return BatchSharding.of(
-        model, dims, device, DTYPES[config.training.mixed_precision_param],
-        layout=p.context_parallel_layout, softmax_method=p.context_parallel_method,
-        linear_method=p.context_parallel_linear_method, compiled=config.compile.enable,
-    )  # fmt: skip
+        model,
+        dims,
+        device,
+        DTYPES[config.training.mixed_precision_param],
+        layout=p.context_parallel_layout,
+        softmax_method=p.context_parallel_method,
+        linear_method=p.context_parallel_linear_method,
+        compiled=config.compile.enable,
+    )
 
 
 def implementations(config: Config, model: ModelConfig, device: torch.device) -> dict[str, Choice]:
@@ -392,9 +410,13 @@ def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: 
     decoder.use(config.model.impl, device, policy.param_dtype, dims.tp)
     backend = config.compile.backend if config.compile.enable else None
     parallelize(
-        decoder, dims, ac_mode=config.activation_checkpoint.mode, policy=policy, backend=backend,
+        decoder,
+        dims,
+        ac_mode=config.activation_checkpoint.mode,
+        policy=policy,
+        backend=backend,
         reshard=config.parallelism.fsdp_reshard_after_forward == "always",
-    )  # fmt: skip
+    )
     materialise(decoder, device, dims.cpu_offload)
     return decoder
 
@@ -452,9 +474,15 @@ def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like
 
 
 def export(
-    path: Path, config: Config, model: ModelConfig, tokenizer: Tokenizer, get: Callable[[str], torch.Tensor], *,
-    dtype: str, like: str = "",
-) -> None:  # fmt: skip
+    path: Path,
+    config: Config,
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    get: Callable[[str], torch.Tensor],
+    *,
+    dtype: str,
+    like: str = "",
+) -> None:
     """Write the weights of a run as a Hugging Face folder. Every rank calls it; see `write_folder`.
 
     Args:
@@ -464,10 +492,15 @@ def export(
     like = like or hf_weights(config)
     kept = like and tokenizer_path(config) == str(Path(like) / "tokenizer.json")  # its tokenizer, so also its end token
     write_folder(
-        path, model, export_family(config, model, tokenizer, like), get, dtype=EXPORT_DTYPES[dtype],
-        like=Path(like) if like else None, tokenizer=tokenizer.hugging_face_files(),
+        path,
+        model,
+        export_family(config, model, tokenizer, like),
+        get,
+        dtype=EXPORT_DTYPES[dtype],
+        like=Path(like) if like else None,
+        tokenizer=tokenizer.hugging_face_files(),
         extra={} if kept else {"bos_token_id": None, "eos_token_id": tokenizer.eos_id, "pad_token_id": None},
-    )  # fmt: skip
+    )
 
 
 def under_key(key: str, check: Callable[..., T], *arguments: object) -> T:

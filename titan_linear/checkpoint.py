@@ -70,14 +70,24 @@ BLOCK = 1 << 20  # bytes read at a time
 AT_LAST = 600.0  # seconds for an async save to end, when an error ends the run
 # What .metadata may refer to, dtypes aside. BytesStorageMetadata is left out: DCP unpickles what that announces.
 METADATA_NAMES = {
-    *(("torch.distributed.checkpoint.metadata", name) for name in (
-        "Metadata", "MetadataIndex", "TensorStorageMetadata", "ChunkStorageMetadata", "TensorProperties",
-        "StorageMeta", "_MEM_FORMAT_ENCODING",
-    )),
+    *(
+        ("torch.distributed.checkpoint.metadata", name)
+        for name in (
+            "Metadata",
+            "MetadataIndex",
+            "TensorStorageMetadata",
+            "ChunkStorageMetadata",
+            "TensorProperties",
+            "StorageMeta",
+            "_MEM_FORMAT_ENCODING",
+        )
+    ),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"), ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),  # the latter is Python 3.13's name for it
-}  # fmt: skip
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),  # the latter is Python 3.13's name for it
+}
 
 
 class Content(BaseModel):
@@ -117,9 +127,14 @@ class Checkpointer:
     """
 
     def __init__(
-        self, folder: Path, *, async_mode: str = "disabled", keep_latest_k: int = 10, verify: bool = True,
+        self,
+        folder: Path,
+        *,
+        async_mode: str = "disabled",
+        keep_latest_k: int = 10,
+        verify: bool = True,
         group: dist.ProcessGroup | None = None,
-    ):  # fmt: skip
+    ):
         if async_mode not in ("disabled", "async"):
             raise ValueError(f"checkpoint.async_mode = {async_mode!r} must be 'disabled' or 'async'")
         self.folder, self.keep_latest_k, self.verify = Path(folder), keep_latest_k, verify

@@ -535,8 +535,11 @@ def difference(old: Any, new: Any) -> str:
     lines += [f"{name!r} left out" for name in before if name not in now]
     lines += [
         f"{name!r}: {key} {before[name][key]!r} → {value!r}"
-        for name in now if name in before for key, value in now[name].items() if value != before[name][key]
-    ]  # fmt: skip
+        for name in now
+        if name in before
+        for key, value in now[name].items()
+        if value != before[name][key]
+    ]
     return ", ".join(lines) or f"in the order {', '.join(now)}"
 
 
@@ -619,17 +622,31 @@ def _toml(text: str) -> Any:
 def _parser(only: str = "") -> argparse.ArgumentParser:
     """The parser of all keys, or of one section's."""
     parser = argparse.ArgumentParser(
-        prog="run_train.sh", usage="%(prog)s [--section.key value ...]", argument_default=argparse.SUPPRESS,
-        description="Train a linear-attention or hybrid language model.", allow_abbrev=False, exit_on_error=False,
+        prog="run_train.sh",
+        usage="%(prog)s [--section.key value ...]",
+        argument_default=argparse.SUPPRESS,
+        description="Train a linear-attention or hybrid language model.",
+        allow_abbrev=False,
+        exit_on_error=False,
         add_help=False,
-    )  # fmt: skip
+    )
     if not only:
         about = parser.add_argument_group("about")
-        about.add_argument("-h", "--help", action=_Help, nargs="?", metavar="SECTION", help="the keys, of all sections "
-                           "or of one; --help flavors: the presets of every model.name; --help markdown: the keys as a "
-                           "page")  # fmt: skip
-        about.add_argument(PRINT, action="store_true", help="print the resolved configuration, and where each value is "
-                           "from; nothing is started")  # fmt: skip
+        about.add_argument(
+            "-h",
+            "--help",
+            action=_Help,
+            nargs="?",
+            metavar="SECTION",
+            help="the keys, of all sections "
+            "or of one; --help flavors: the presets of every model.name; --help markdown: the keys as a "
+            "page",
+        )
+        about.add_argument(
+            PRINT,
+            action="store_true",
+            help="print the resolved configuration, and where each value is from; nothing is started",
+        )
     for section, cls in SECTIONS.items():
         if only not in ("", section):
             continue
@@ -737,9 +754,13 @@ def changed(config: Config, changes: Mapping[str, object]) -> Config:
 def _at_home(config: Config) -> Config:
     """A copy with ~ replaced by the home folder in the paths of folders."""
     keys = (
-        "job.dump_folder", "checkpoint.folder", "checkpoint.initial_load_path", "model.hf_assets_path",
-        "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder",
-    )  # fmt: skip
+        "job.dump_folder",
+        "checkpoint.folder",
+        "checkpoint.initial_load_path",
+        "model.hf_assets_path",
+        "profiling.save_traces_folder",
+        "profiling.save_memory_snapshot_folder",
+    )
     given = flat_keys(config)
     return changed(config, {key: os.path.expanduser(given[key]) for key in keys})
 

@@ -123,8 +123,10 @@ class Exports:
         self.process = subprocess.Popen(
             command(checkpoint, self._path(step), dtype),
             env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL, stdout=self.output, stderr=self.output,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=self.output,
+            stderr=self.output,
+        )
 
     def _say(self) -> None:
         step, code = self.exporting, self.process.returncode

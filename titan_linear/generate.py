@@ -48,9 +48,15 @@ class Rows:
 
 
 def generate(
-    model: Decoder, tokenizer: Tokenizer, prompts: Sequence[str], *, max_new_tokens: int, sampling: Sampling,
-    device: torch.device, prefill_chunk: int = 2048,
-) -> list[str]:  # fmt: skip
+    model: Decoder,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    device: torch.device,
+    prefill_chunk: int = 2048,
+) -> list[str]:
     """Each prompt with its continuation, up to the end of a document. If the model is sharded, every rank makes the
     same call.
 
@@ -62,17 +68,30 @@ def generate(
         if not row:
             raise ValueError(f"prompt {prompt!r} has no tokens; give some text to continue")
     new = generate_tokens(
-        model, ids, max_new_tokens=max_new_tokens, sampling=sampling, device=device, eos_id=tokenizer.eos_id,
-        vocab_size=tokenizer.vocab_size, prefill_chunk=prefill_chunk,
-    )  # fmt: skip
+        model,
+        ids,
+        max_new_tokens=max_new_tokens,
+        sampling=sampling,
+        device=device,
+        eos_id=tokenizer.eos_id,
+        vocab_size=tokenizer.vocab_size,
+        prefill_chunk=prefill_chunk,
+    )
     return [tokenizer.decode(row + more) for row, more in zip(ids, new, strict=True)]
 
 
 @torch.no_grad()
 def generate_tokens(
-    model: Decoder, prompts: Sequence[Sequence[int]], *, max_new_tokens: int, sampling: Sampling, device: torch.device,
-    eos_id: int | None = None, vocab_size: int | None = None, prefill_chunk: int = 2048,
-) -> list[list[int]]:  # fmt: skip
+    model: Decoder,
+    prompts: Sequence[Sequence[int]],
+    *,
+    max_new_tokens: int,
+    sampling: Sampling,
+    device: torch.device,
+    eos_id: int | None = None,
+    vocab_size: int | None = None,
+    prefill_chunk: int = 2048,
+) -> list[list[int]]:
     """The tokens that follow each prompt, without `eos_id`, which ends a row; none is `vocab_size` or more."""
     rngs = [generator(sampling.seed, "sample", i) for i in range(len(prompts))]
     new: list[list[int]] = [[] for _ in prompts]

@@ -24,15 +24,20 @@ class Forward:
     """
 
     def __init__(
-        self, model: Decoder, batch: MicroBatch, step: StepTokens, precision: AbstractContextManager[object],
+        self,
+        model: Decoder,
+        batch: MicroBatch,
+        step: StepTokens,
+        precision: AbstractContextManager[object],
         loss_chunk: int,
-    ):  # fmt: skip
+    ):
         valid = max(step.valid, 1)
         with ExitStack() as inside:
             inside.enter_context(precision)
-            self.loss = model(
-                batch.tokens, batch.plan, batch.labels, loss_chunk=loss_chunk, balance_weight=valid / step.total
-            ) / valid  # fmt: skip
+            self.loss = (
+                model(batch.tokens, batch.plan, batch.labels, loss_chunk=loss_chunk, balance_weight=valid / step.total)
+                / valid
+            )
             self.inside = inside.pop_all()
 
     def backward(self) -> torch.Tensor:
@@ -62,10 +67,14 @@ class Passes:
     """
 
     def __init__(
-        self, model: Decoder, feed: Feed, precision: AbstractContextManager[object], loss_chunk: int,
+        self,
+        model: Decoder,
+        feed: Feed,
+        precision: AbstractContextManager[object],
+        loss_chunk: int,
         watching: Callable[[MicroBatch], AbstractContextManager[object]] = lambda batch: nullcontext(),
         replicas_once: bool = False,
-    ):  # fmt: skip
+    ):
         self.model, self.feed, self.precision, self.loss_chunk = model, feed, precision, loss_chunk
         self.watching, self.replicas_once = watching, replicas_once
         self.begun: Begun | None = None

@@ -16,9 +16,14 @@ ELSEWHERE = -1  # a label in another rank's part of the vocabulary
 
 
 def chunked_cross_entropy(
-    x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, ranks: Ranks | None = None,
-    token_losses: torch.Tensor | None = None, impl: str | Choice = "auto",
-) -> torch.Tensor:  # fmt: skip
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    labels: torch.Tensor,
+    chunk: int,
+    ranks: Ranks | None = None,
+    token_losses: torch.Tensor | None = None,
+    impl: str | Choice = "auto",
+) -> torch.Tensor:
     """Σ_t cross_entropy(x_t Wᵀ, label_t) over labels that are not −100, in float32 or wider.
 
     x [T, D], weight [vocab, D], labels [T] int64. At most [chunk, vocab] logits exist at a time: if gradients are
@@ -91,9 +96,16 @@ def _own_labels(labels: torch.Tensor, rows: int, ranks: Ranks | None) -> torch.T
 class _ChunkedCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, weight: torch.Tensor, labels: torch.Tensor, chunk: int, ranks: Ranks | None,
-        token_losses: torch.Tensor | None, name: str, grad_enabled: bool,
-    ) -> torch.Tensor:  # fmt: skip
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        labels: torch.Tensor,
+        chunk: int,
+        ranks: Ranks | None,
+        token_losses: torch.Tensor | None,
+        name: str,
+        grad_enabled: bool,
+    ) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
         row_logsumexp, softmax_gradient = IMPLEMENTATIONS[name]()
         total = x.new_zeros((), dtype=wide)

@@ -77,7 +77,9 @@ CHARTS = {
         "TFLOP/s": [TAGS["tflops"]],
         "MFU": [TAGS["mfu"]],
         "seconds of a step, for data, in the garbage collector": [
-            TAGS["step_seconds"], TAGS["data_seconds"], TAGS["gc_seconds"],
+            TAGS["step_seconds"],
+            TAGS["data_seconds"],
+            TAGS["gc_seconds"],
         ],
         "share of time without data": [TAGS["data_wait"]],
         "share of a step in which a GPU only communicates": [TAGS["exposed_communication"]],
@@ -87,7 +89,7 @@ CHARTS = {
         "allocated and reserved, GiB": [TAGS["memory_gib"], TAGS["memory_reserved_gib"]],
         "fragmentation": [TAGS["memory_fragmentation"]],
     },
-}  # fmt: skip
+}
 
 
 def is_logged(config: Config, step: int) -> bool:
@@ -113,7 +115,7 @@ def reserved_memory() -> dict[str, float]:
     return {
         "memory_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
         "memory_fragmentation": idle / max(held, 1),
-    }  # fmt: skip
+    }
 
 
 def clock_and_power(device: torch.device) -> dict[str, float]:
@@ -218,9 +220,15 @@ class MetricsLogger:
     """
 
     def __init__(
-        self, config: Config, *, start_step: int = 0, start_tokens: int = 0, gpus: int = 1,
-        peak_tflops: float | None = None, out: TextIO | None = None,
-    ):  # fmt: skip
+        self,
+        config: Config,
+        *,
+        start_step: int = 0,
+        start_tokens: int = 0,
+        gpus: int = 1,
+        peak_tflops: float | None = None,
+        out: TextIO | None = None,
+    ):
         self.folder = Path(config.job.dump_folder)
         cut_metrics(config.job.dump_folder, start_step)
         self.steps, self.out = config.training.steps, out or sys.stdout
@@ -235,9 +243,17 @@ class MetricsLogger:
         self.last = (time.perf_counter(), start_step, start_tokens)
 
     def log(
-        self, step: int, *, loss: float | None, grad_norm: float, lr: float, tokens: int, memory_gib: float,
-        work: Work | None = None, **more: float,
-    ) -> None:  # fmt: skip
+        self,
+        step: int,
+        *,
+        loss: float | None,
+        grad_norm: float,
+        lr: float,
+        tokens: int,
+        memory_gib: float,
+        work: Work | None = None,
+        **more: float,
+    ) -> None:
         """Report a training step.
 
         Args:
@@ -257,11 +273,19 @@ class MetricsLogger:
         self._write(step, values | rates | {"memory_gib": memory_gib} | more)
         labelled = rates.get("valid_tokens_per_second", per_second)
         valid = [("valid", f"{labelled:,.0f}", 36)] if labelled < (1 - FEW) * per_second else []
-        self._print(step, [
-            ("loss", "none" if loss is None else f"{loss:.4f}", 32), ("grad", f"{grad_norm:.3g}", 33),
-            ("lr", f"{lr:.2e}", 0), ("tok/s", f"{per_second:,.0f}", 36), *valid, *_shown(rates),
-            ("mem", f"{memory_gib:.2f} GiB", 0), ("eta", _duration(eta), 0),
-        ])  # fmt: skip
+        self._print(
+            step,
+            [
+                ("loss", "none" if loss is None else f"{loss:.4f}", 32),
+                ("grad", f"{grad_norm:.3g}", 33),
+                ("lr", f"{lr:.2e}", 0),
+                ("tok/s", f"{per_second:,.0f}", 36),
+                *valid,
+                *_shown(rates),
+                ("mem", f"{memory_gib:.2f} GiB", 0),
+                ("eta", _duration(eta), 0),
+            ],
+        )
 
     def _rates(self, work: Work, seconds: float) -> dict[str, float]:
         """Valid tokens per second of the whole run, TFLOP/s of one GPU, their share of its peak, and the share of time
@@ -269,9 +293,11 @@ class MetricsLogger:
         tflops = work.flops / seconds / self.gpus / 1e12
         mfu = {} if self.peak_tflops is None else {"mfu": tflops / self.peak_tflops}
         return {
-            "valid_tokens_per_second": work.valid / seconds, "tflops": tflops, **mfu,
+            "valid_tokens_per_second": work.valid / seconds,
+            "tflops": tflops,
+            **mfu,
             "data_wait": min(work.waited / seconds, 1.0),
-        }  # fmt: skip
+        }
 
     def log_telemetry(self, step: int, seen: Mapping[str, Mapping[str, Any]]) -> None:
         """Write what was seen inside a step (telemetry.py). In TensorBoard numbers by head or expert are histograms."""
@@ -347,13 +373,16 @@ def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
     board = SummaryWriter(str(folder / BOARD / folder.name), purge_step=start_step + 1)
     telemetry, groups = config.metrics.telemetry_freq, config.metrics.loss_by_source
     drawn = {
-        "MFU": with_mfu, "by position in the document": telemetry,
-        "by source": telemetry and (config.training.mixture or groups), "tokens by source": groups,
-        "gradient norm by layer": telemetry, "update norm by layer": telemetry,
+        "MFU": with_mfu,
+        "by position in the document": telemetry,
+        "by source": telemetry and (config.training.mixture or groups),
+        "tokens by source": groups,
+        "gradient norm by layer": telemetry,
+        "update norm by layer": telemetry,
         "fragmentation": torch.cuda.is_available(),
         "share of a step in which a GPU only communicates": config.profiling.enable_profiling
         and torch.cuda.is_available(),
-    }  # fmt: skip
+    }
     charts = {
         group: {name: ["Multiline", tags] for name, tags in of.items() if drawn.get(name, True)}
         for group, of in CHARTS.items()
@@ -381,9 +410,13 @@ class WandbBoard:
             known.write_text(uuid.uuid4().hex, encoding="utf-8")
         self.wandb = wandb
         self.run = wandb.init(
-            id=known.read_text(encoding="utf-8"), resume="allow", name=folder.name, dir=str(folder),
-            notes=config.job.description or None, config=config.model_dump(),
-        )  # fmt: skip
+            id=known.read_text(encoding="utf-8"),
+            resume="allow",
+            name=folder.name,
+            dir=str(folder),
+            notes=config.job.description or None,
+            config=config.model_dump(),
+        )
         self.run.define_metric("*", step_metric="step")
         self.pending: dict[str, Any] = {}
 

@@ -39,8 +39,11 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> AdamW:
         groups.setdefault((p.dim() > 1, mesh), []).append(p)
     return AdamW(
         [{"params": ps, "weight_decay": config.weight_decay * decays} for (decays, _), ps in groups.items()],
-        lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True,
-    )  # fmt: skip
+        lr=config.lr,
+        betas=(config.beta1, config.beta2),
+        eps=config.eps,
+        fused=True,
+    )
 
 
 def learning_rate(step: int, peak: float, config: LRScheduler, steps: int) -> float:
@@ -143,9 +146,7 @@ def _placed(parts: list[torch.Tensor], places: list[int], n: int, device: torch.
 
 
 @torch.no_grad()
-def update_squares(
-    optimizer: torch.optim.AdamW, parameters: list[nn.Parameter], device: torch.device
-) -> torch.Tensor:  # fmt: skip
+def update_squares(optimizer: torch.optim.AdamW, parameters: list[nn.Parameter], device: torch.device) -> torch.Tensor:
     """[n] float64: for each parameter, the sum of squares of what the last step added to this rank's part of it,
     computed from the moments after the step: Δ = −lr (u + wd p) / (1 − lr wd) with u = m̂ / (√v̂ + ε) and p as it is
     now."""

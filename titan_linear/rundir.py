@@ -35,23 +35,48 @@ CONFIG, MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metric
 RECORDERS = "flight_recorder"
 TELEMETRY, SPIKES, WANDB = "telemetry.jsonl", "spikes.jsonl", "wandb_id"
 PATHS = (
-    "job.dump_folder", "model.hf_assets_path", "model.tokenizer_path", "training.dataset_path",
-    "checkpoint.initial_load_path", "validation.dataset_path",
-)  # fmt: skip
+    "job.dump_folder",
+    "model.hf_assets_path",
+    "model.tokenizer_path",
+    "training.dataset_path",
+    "checkpoint.initial_load_path",
+    "validation.dataset_path",
+)
 
 MARK = "# The configuration of the run in"  # how a config.toml begins
 
 # What may change when a run resumes: how it is computed, saved and shown, and how long it is. All other keys decide
 # what the steps so far have computed.
 MAY_CHANGE = (
-    "job.", "parallelism.", "checkpoint.", "activation_checkpoint.", "compile.", "metrics.", "profiling.", "sample.",
-    "comm.", "doctor.",
-    "model.impl", "model.hf_assets_path", "training.steps", "training.local_batch_size", "training.loss_chunk_size",
-    "training.on_nonfinite", "training.num_workers", "lr_scheduler.total_steps", "validation.freq", "validation.steps",
-    "validation.local_batch_size", "validation.sample_tokens", "validation.sample_prompt", "debug.deterministic",
+    "job.",
+    "parallelism.",
+    "checkpoint.",
+    "activation_checkpoint.",
+    "compile.",
+    "metrics.",
+    "profiling.",
+    "sample.",
+    "comm.",
+    "doctor.",
+    "model.impl",
+    "model.hf_assets_path",
+    "training.steps",
+    "training.local_batch_size",
+    "training.loss_chunk_size",
+    "training.on_nonfinite",
+    "training.num_workers",
+    "lr_scheduler.total_steps",
+    "validation.freq",
+    "validation.steps",
+    "validation.local_batch_size",
+    "validation.sample_tokens",
+    "validation.sample_prompt",
+    "debug.deterministic",
     "training.on_bad_document",  # the checkpoint identifies the corpus by its content
-    "training.mixture_from_step", "training.verify", "training.enable_cpu_offload",
-)  # fmt: skip
+    "training.mixture_from_step",
+    "training.verify",
+    "training.enable_cpu_offload",
+)
 # May change from one path to another, since the checkpoint identifies the content.
 MAY_MOVE = ("training.dataset_path", "validation.dataset_path", "model.tokenizer_path", "training.mixture")
 

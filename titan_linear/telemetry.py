@@ -61,9 +61,14 @@ class Telemetry:
     """The telemetry of one rank. In a step that is not watched, it computes nothing."""
 
     def __init__(
-        self, config: Config, model: Decoder, dims: ParallelDims, device: torch.device, streams: Streams | None = None,
+        self,
+        config: Config,
+        model: Decoder,
+        dims: ParallelDims,
+        device: torch.device,
+        streams: Streams | None = None,
         groups: FileGroups | None = None,
-    ):  # fmt: skip
+    ):
         """streams: those that batches come from, if losses by source are wanted; groups: groups of their files."""
         self.freq, self.model, self.dims, self.device = config.metrics.telemetry_freq, model, dims, device
         self.streams, mixed = streams, isinstance(streams, MixedStreams)
@@ -149,9 +154,13 @@ class Telemetry:
         return to_device({"groups": own}, self.device)["groups"]
 
     def _add(
-        self, quantity: str, values: torch.Tensor, index: torch.Tensor, names: list[str],
+        self,
+        quantity: str,
+        values: torch.Tensor,
+        index: torch.Tensor,
+        names: list[str],
         finish: Callable[[torch.Tensor], Any] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Add values [n, m] to the quantity's sums, by index [m] into names."""
         new = Part(values.new_zeros(len(values), len(names)), finish or partial(_by_name, names))
         self._parts.setdefault((quantity, ""), new).values.index_add_(1, index, values)

@@ -147,9 +147,13 @@ class Trainer:
         self.telemetry = Telemetry(config, self.model, self.dims, self.device, self.streams, groups)
         loss_chunk = config.training.loss_chunk_size
         self.passes = Passes(
-            self.model, self.feed, self.precision, loss_chunk, self.telemetry.watching,
+            self.model,
+            self.feed,
+            self.precision,
+            loss_chunk,
+            self.telemetry.watching,
             sums_replicas_once(config, self.dims),
-        )  # fmt: skip
+        )
         self.end = StepEnd(config, self.model, self.dims, self.optimizer, self.telemetry)
         self.seen: Seen = {}  # what telemetry saw in the last step
         # The number of rows that reach a rank's experts varies: the second pass compiles for any number.
@@ -207,9 +211,13 @@ class Trainer:
     def _build_feed(self) -> Feed:
         dims = self.dims
         return Feed(
-            iter(self.loader), self.sharding, micro_steps=micro_steps(self.config, dist.get_world_size()),
-            copies=dims.copies, host=dist.group.WORLD, device=self.device,
-        )  # fmt: skip
+            iter(self.loader),
+            self.sharding,
+            micro_steps=micro_steps(self.config, dist.get_world_size()),
+            copies=dims.copies,
+            host=dist.group.WORLD,
+            device=self.device,
+        )
 
     @property
     def _ended(self) -> bool:
@@ -393,9 +401,7 @@ class Trainer:
             more |= self.graphs.counts()
         if self.config.training.seq_len_schedule:
             more["seq_len"] = seq_len_at(self.config.training, self.step)
-        logger.log(
-            self.step, tokens=self._tokens(), memory_gib=peak_memory_gib(), work=work, **numbers, **more
-        )  # fmt: skip
+        logger.log(self.step, tokens=self._tokens(), memory_gib=peak_memory_gib(), work=work, **numbers, **more)
 
     def _due(self) -> tuple[bool, bool]:
         """Whether a validation and a save follow this step, if no signal comes."""
@@ -451,9 +457,11 @@ class Trainer:
             set_run_aside(self.config)
         write_config(self.config)
         write_manifest(
-            self.config, world_size=dist.get_world_size(), degrees=self.dims.degrees,
+            self.config,
+            world_size=dist.get_world_size(),
+            degrees=self.dims.degrees,
             implementations={op: choice.implementation for op, choice in self.model.implementations.items()},
-        )  # fmt: skip
+        )
         if self.config.checkpoint.export_interval:
             self.exports = Exports(self.config, self.step, self.checkpointer.in_use)
         parameters = sum(p.numel() for p in named_parameters(self.model).values())
@@ -501,9 +509,12 @@ class Trainer:
         """Nats per token over the held-out documents (or the first validation.steps streams of them)."""
         v = self.config.validation
         batches = validation_batches(
-            self.held_out, local_batch_size=v.local_batch_size, dp_rank=self.dims.dp_rank, dp_degree=self.dims.dp,
+            self.held_out,
+            local_batch_size=v.local_batch_size,
+            dp_rank=self.dims.dp_rank,
+            dp_degree=self.dims.dp,
             limit=v.steps,
-        )  # fmt: skip
+        )
         total = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
             self.grace.heed_validating()
@@ -528,9 +539,13 @@ class Trainer:
         uncompiled = torch.compiler.set_stance("force_eager") if self.config.compile.enable else nullcontext()
         with self.precision, uncompiled:
             (text,) = generate(
-                self.model, self.tokenizer, [prompt], max_new_tokens=tokens, device=self.device,
+                self.model,
+                self.tokenizer,
+                [prompt],
+                max_new_tokens=tokens,
+                device=self.device,
                 sampling=Sampling(s.temperature, s.top_p, self.config.debug.seed),
-            )  # fmt: skip
+            )
         return text
 
 

@@ -126,9 +126,15 @@ def peers(op: str, unguarded: bool = False) -> dict[str, Callable[..., Any]]:
 
 
 def cudnn_kda(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, g: torch.Tensor, beta: torch.Tensor, *,
-    cu_seqlens: torch.Tensor, safe_gate: bool,
-) -> tuple[torch.Tensor, None]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    cu_seqlens: torch.Tensor,
+    safe_gate: bool,
+) -> tuple[torch.Tensor, None]:
     """cuDNN's KDA under the arguments of ours; it wants beta in float32, and no batch."""
     from cudnn.linear_attention import kimi_delta_attention
 

@@ -255,9 +255,19 @@ def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *
 
     def forward() -> torch.Tensor:
         return RULES[rule](
-            q, k, v, g, beta, A_log=inputs[5], dt_bias=inputs[6], use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, cp_context=context, **options,
-        )[0]  # fmt: skip
+            q,
+            k,
+            v,
+            g,
+            beta,
+            A_log=inputs[5],
+            dt_bias=inputs[6],
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            cp_context=context,
+            **options,
+        )[0]
 
     return by_operator(bench, (f"{rule}_scan", f"{rule}_backward"), forward, inputs)
 

@@ -55,9 +55,14 @@ def fla_has(model: ModelConfig) -> bool:
 
 
 def fla_model(
-    model: ModelConfig, device: torch.device, *, weights: Path | None = None, compiled: bool = False,
-    checkpointing: bool = False, unguarded: bool = False,
-) -> nn.Module:  # fmt: skip
+    model: ModelConfig,
+    device: torch.device,
+    *,
+    weights: Path | None = None,
+    compiled: bool = False,
+    checkpointing: bool = False,
+    unguarded: bool = False,
+) -> nn.Module:
     """FLA's model of this configuration, float32, ready to train.
 
     Args:

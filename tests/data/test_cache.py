@@ -204,7 +204,13 @@ def test_it_goes_on_where_it_was_stopped(few_lines: Path, tmp_path: Path):
     assert corpus.info == whole.info and corpus.info["source"]["skipped_bad"] == 1
     assert sorted(path.suffix for path in cache.iterdir()) == ["", ".lock"]
     assert sorted(path.name for path in corpus.folder.iterdir()) == [
-        "corpus.json", "files.bin", "files.json", "hashes.bin", "offsets.bin", "tokens.bin"]  # fmt: skip
+        "corpus.json",
+        "files.bin",
+        "files.json",
+        "hashes.bin",
+        "offsets.bin",
+        "tokens.bin",
+    ]
     verify_corpus(corpus)
 
 

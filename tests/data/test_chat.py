@@ -59,16 +59,26 @@ TOOLS = [{"type": "function", "function": {"name": "area", "parameters": {"é": 
 CALL = {"name": "area", "arguments": {"r": 2}}
 CHATS: list[dict] = [
     {"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "Me."}]},
-    {"messages": [
-        {"role": "system", "content": "  Be brief.\n"}, {"role": "user", "content": "né 漢字?"},
-        {"role": "assistant", "content": "  🙂 two  words \n"}, {"role": "user", "content": "again"},
-        {"role": "assistant", "content": ""}]},
-    {"tools": TOOLS, "messages": [
-        {"role": "user", "content": "area?", "name": None},
-        {"role": "assistant", "content": "", "tool_calls": [CALL]},
-        {"role": "tool", "content": "12.6"}, {"role": "assistant", "content": "12.6"},
-        {"role": "assistant", "content": "<b> indeed </b>"}]},
-]  # fmt: skip
+    {
+        "messages": [
+            {"role": "system", "content": "  Be brief.\n"},
+            {"role": "user", "content": "né 漢字?"},
+            {"role": "assistant", "content": "  🙂 two  words \n"},
+            {"role": "user", "content": "again"},
+            {"role": "assistant", "content": ""},
+        ]
+    },
+    {
+        "tools": TOOLS,
+        "messages": [
+            {"role": "user", "content": "area?", "name": None},
+            {"role": "assistant", "content": "", "tool_calls": [CALL]},
+            {"role": "tool", "content": "12.6"},
+            {"role": "assistant", "content": "12.6"},
+            {"role": "assistant", "content": "<b> indeed </b>"},
+        ],
+    },
+]
 SAID = [
     f"{answer}<|im_end|>" for answer in ("Me.", "  🙂 two  words \n", "", json.dumps([CALL]), "12.6", "<b> indeed </b>")
 ]
@@ -81,9 +91,11 @@ def make_tokenizer(path: Path, template: str | list | None, beside: bool = False
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder, tokenizer.post_processor = decoders.ByteLevel(), processors.ByteLevel(trim_offsets=True)
     trainer = trainers.BpeTrainer(
-        vocab_size=320, special_tokens=["<|bos|>", "<|im_start|>", "<|im_end|>"], show_progress=False,
+        vocab_size=320,
+        special_tokens=["<|bos|>", "<|im_start|>", "<|im_end|>"],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     tokenizer.train_from_iterator([json.dumps(CHATS)] * 5, trainer)
     path.mkdir(exist_ok=True)
     tokenizer.save(str(path / "tokenizer.json"))
@@ -156,8 +168,10 @@ def test_the_page_has_a_template_to_begin_from(folder: Callable):
 def test_several_templates_by_name(folder: Callable, tmp_path: Path, beside: bool):
     """In the settings or in files; transformers takes "tool_use" for records with tools. Exports have them all."""
     for_tools = UNMARKED.replace("<|im_start|>tools", "<|im_start|>available")
-    path = folder(MARKED if beside else [{"name": "tool_use", "template": for_tools},
-                                         {"name": "default", "template": MARKED}], beside=beside)  # fmt: skip
+    path = folder(
+        MARKED if beside else [{"name": "tool_use", "template": for_tools}, {"name": "default", "template": MARKED}],
+        beside=beside,
+    )
     if beside:
         (path / "additional_chat_templates").mkdir()
         (path / "additional_chat_templates" / "tool_use.jinja").write_text(for_tools)
@@ -275,7 +289,7 @@ USER, ASSISTANT = {"role": "user", "content": "x"}, {"role": "assistant", "conte
         ("{% filter upper %}" + MARKED + "{% endfilter %}", [USER, ASSISTANT], "changes what it has between {% gen"),
         ("{% set c %}{% generation %} y {% endgeneration %}{% endset %}{{ c | trim }}", [USER], "changes what it has"),
     ],
-)  # fmt: skip
+)
 def test_bad_conversations(folder: Callable, template: str, messages: object, problem: str):
     (found,) = Conversations(build_tokenizer(str(folder(template)))).encode_batch([{"messages": messages}])
     assert problem in found
@@ -356,11 +370,20 @@ def test_records_of_each_kind(folder: Callable, tmp_path: Path):
         ValueError, match=r"no column 'prompt' \(it has: 'messages'\); rename the field, or set training.d"
     ):
         opened(tmp_path / "a.parquet", tmp_path, tokenizer, "parquet", dataset_format="completion")
-    short = build_tokenizer(str(folder(MARKED.replace("{{- '<|im_end|>' }}\n        {%- endgeneration %}",
-                                                      "{%- endgeneration %}{{- '<|im_end|>' }}"))))  # fmt: skip
+    short = build_tokenizer(
+        str(
+            folder(
+                MARKED.replace(
+                    "{{- '<|im_end|>' }}\n        {%- endgeneration %}", "{%- endgeneration %}{{- '<|im_end|>' }}"
+                )
+            )
+        )
+    )
     other = opened(as_lines(tmp_path / "c.jsonl", CHATS[2:]), tmp_path, short, on_bad_document="skip")
-    assert other.num_tokens == len(list(documents(corpus))[2][0]) and "no answer ends in the tokenizer's end token" in (
-        other.summary.splitlines()[1])  # fmt: skip
+    assert (
+        other.num_tokens == len(list(documents(corpus))[2][0])
+        and "no answer ends in the tokenizer's end token" in (other.summary.splitlines()[1])
+    )
     whole = opened(as_lines(tmp_path / "c.jsonl", CHATS[2:]), tmp_path, tokenizer)
     assert np.array_equal(whole.tokens, other.tokens) and np.array_equal(whole.hashes, other.hashes)
     assert whole.fingerprint != other.fingerprint and whole.folder != other.folder
@@ -446,13 +469,22 @@ def test_streams(tmp_path: Path):
     ("keys", "message"),
     [
         ({"training.dataset_format": "messages"}, r"dataset_format = 'messages' is for training\.dataset = jsonl,"),
-        ({"training.dataset": "tokens", "training.dataset_path": "x", "training.dataset_format": "completion"},
-         r"it is 'tokens'; remove the format \(a corpus of tokens knows its answers\)"),
-        ({"training.dataset": "jsonl", "training.dataset_path": "x", "training.dataset_format": "messages",
-          "training.dataset_text_field": "body"}, r"dataset_text_field = 'body' is not used by training\."),
+        (
+            {"training.dataset": "tokens", "training.dataset_path": "x", "training.dataset_format": "completion"},
+            r"it is 'tokens'; remove the format \(a corpus of tokens knows its answers\)",
+        ),
+        (
+            {
+                "training.dataset": "jsonl",
+                "training.dataset_path": "x",
+                "training.dataset_format": "messages",
+                "training.dataset_text_field": "body",
+            },
+            r"dataset_text_field = 'body' is not used by training\.",
+        ),
         ({"training.mixture_from_step": "4"}, r"mixture_from_step = 4 is the step from which training.mixture holds"),
     ],
-)  # fmt: skip
+)
 def test_keys_that_contradict(keys: dict[str, str], message: str):
     with pytest.raises(ValueError, match=message):
         check_config(load_config([f"--{key}={value}" for key, value in keys.items()]), 1)

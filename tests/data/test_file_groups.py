@@ -12,18 +12,36 @@ from tests.data.conftest import packed, random_documents
 from titan_linear.data import ByteTokenizer, FileGroups, MixedStreams, PackedStreams, Phase, open_corpus
 from titan_linear.data.streams.file_groups import _fits
 
-PATHS = ["/data/a.py", "/data/lib/b.py", "/data/lib/deep/c.py", "/data/books/d.jsonl", "/data/old/books/e.jsonl",
-         "/data/books/more/f.jsonl", "/data/[x] y.txt"]  # fmt: skip
+PATHS = [
+    "/data/a.py",
+    "/data/lib/b.py",
+    "/data/lib/deep/c.py",
+    "/data/books/d.jsonl",
+    "/data/old/books/e.jsonl",
+    "/data/books/more/f.jsonl",
+    "/data/[x] y.txt",
+]
 
 
 @pytest.mark.parametrize(
     ("glob", "fitting"),
     [
-        ("*.py", "abc"), ("**/*.py", "abc"), ("lib/*.py", "b"), ("lib/**/*.py", "bc"), ("./lib/**", "bc"),
-        ("books/*.jsonl", "de"), ("/data/books/*.jsonl", "d"), ("/**/books/*", "de"), ("data/?.py", "a"),
-        ("/data/*/*", "bd"), ("books/**/*.jsonl", "def"), ("[x] y.txt", "["), ("d.jsonl", "d"), ("**", "abcdef["),
+        ("*.py", "abc"),
+        ("**/*.py", "abc"),
+        ("lib/*.py", "b"),
+        ("lib/**/*.py", "bc"),
+        ("./lib/**", "bc"),
+        ("books/*.jsonl", "de"),
+        ("/data/books/*.jsonl", "d"),
+        ("/**/books/*", "de"),
+        ("data/?.py", "a"),
+        ("/data/*/*", "bd"),
+        ("books/**/*.jsonl", "def"),
+        ("[x] y.txt", "["),
+        ("d.jsonl", "d"),
+        ("**", "abcdef["),
     ],
-)  # fmt: skip
+)
 def test_globs(glob: str, fitting: str) -> None:
     found = [Path(path).name[0] for path, fits in zip(PATHS, _fits(glob, PATHS, "name"), strict=True) if fits]
     assert "".join(found) == fitting

@@ -22,8 +22,9 @@ def texts(tmp_path: Path) -> Callable[..., list[bytes]]:
     """texts(dataset, path, …): the documents of the corpus that open_corpus makes of them, eos checked and cut off."""
 
     def read(dataset: str, path: Path | str | None, tokenizer: object = None, **kwargs: object) -> list[bytes]:
-        corpus = open_corpus(dataset, path and str(path), tokenizer or ByteTokenizer(), cache_dir=tmp_path / "cache",
-                             **kwargs)  # fmt: skip
+        corpus = open_corpus(
+            dataset, path and str(path), tokenizer or ByteTokenizer(), cache_dir=tmp_path / "cache", **kwargs
+        )
         return documents(corpus)
 
     return read
@@ -64,8 +65,7 @@ def test_text(texts: Callable, tmp_path: Path):
     assert "3 documents (1 empty files skipped)" in corpus.summary
     assert texts("text", folder / "b.txt") == [b"second"]
     assert texts("text", folder / "*.txt") == [b"first\r\nline", b"second"]
-    assert texts("text", f"{folder}/sub/*, {folder}/a.txt,{folder}/*.txt") == [
-        b"first\r\nline", b"second", b"\xff\x00"]  # fmt: skip
+    assert texts("text", f"{folder}/sub/*, {folder}/a.txt,{folder}/*.txt") == [b"first\r\nline", b"second", b"\xff\x00"]
     assert texts("text", folder / "**" / "*.md") == [b"\xff\x00"]
     assert texts("text", f"{folder}/b.txt,{folder}/sub/../b.txt") == [b"second"]
     with pytest.raises(ValueError, match=r"b\.txt,': nothing stands beside a comma; leave the comma out"):
@@ -175,9 +175,13 @@ def test_jsonl_as_it_is_found(texts: Callable, tmp_path: Path):
     lines = [b'\xef\xbb\xbf{"text": "one"}\r\n', b"\n", b"  \t\n", b'{"text": ""}\n', b'{"text": "two"}\n', b"\n"]
     plain, halves = b"".join(lines), (b"".join(lines[:3]), b"".join(lines[3:]))
     contents = {
-        "a.jsonl": plain, "b.jsonl.gz": gzip.compress(plain), "c.jsonl.gz": b"".join(map(gzip.compress, halves)),
-        "d.jsonl.zst": zstd(plain), "e.jsonl.zst": b"".join(map(zstd, halves)), "f.json": b"not among them",
-    }  # fmt: skip
+        "a.jsonl": plain,
+        "b.jsonl.gz": gzip.compress(plain),
+        "c.jsonl.gz": b"".join(map(gzip.compress, halves)),
+        "d.jsonl.zst": zstd(plain),
+        "e.jsonl.zst": b"".join(map(zstd, halves)),
+        "f.json": b"not among them",
+    }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
     assert texts("jsonl", tmp_path) == [b"one", b"two"] * 5

@@ -142,9 +142,12 @@ def test_workers_end_at_once(number: int, tmp_path: Path):
     file.write_text("".join(json.dumps({"text": text}) + "\n" for text in ["a"] * 2000 + ["slow"] * 2))
     with open(tmp_path / "errors", "w") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(file), str(tmp_path / "cache")], stdout=subprocess.PIPE, stderr=errors,
-            text=True, start_new_session=True,
-        )  # fmt: skip
+            [sys.executable, "-c", SCRIPT, str(file), str(tmp_path / "cache")],
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
+        )
     assert process.stdout.readline() == "ready\n"
     assert process.stdout.readline() == "slow\n"
     workers = children(process.pid)

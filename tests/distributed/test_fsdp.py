@@ -20,8 +20,9 @@ from titan_linear.ops import build_cp_context
 
 def given_to_layers(rank: int, world_size: int) -> tuple[list[bool], list[torch.dtype], list[torch.dtype]]:
     """Of each layer: whether its plan is the batch's own; the dtypes of its input, and of the angles it reads."""
-    config = ModelConfig(vocab_size=8, dim=32, pattern=(Attention(heads=2, kv_heads=2, head_dim=16),), num_layers=2,
-                         hidden_dim=32)  # fmt: skip
+    config = ModelConfig(
+        vocab_size=8, dim=32, pattern=(Attention(heads=2, kv_heads=2, head_dim=16),), num_layers=2, hidden_dim=32
+    )
     model = sharded(config, world_size, dtype=torch.bfloat16)
     initialise(model, 0)
     context = build_cp_context(boundaries([40, 24]), dist.group.WORLD)

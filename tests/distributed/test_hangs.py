@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.processes import until
-from tests.test_train import arguments, corpus  # noqa: F401 (a fixture)
+from tests.test_train import arguments
 from tests.worlds import World
 from titan_linear.config import load_config
 from titan_linear.data import Batch
@@ -87,9 +87,13 @@ def stall(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[list
     raise AssertionError("it did not hang")
 
 
-def test_a_rank_that_reads_no_more_is_missed(corpus: Path, tmp_path: Path) -> None:  # noqa: F811
-    keys = {"model.name": "kda", "training.local_batch_size": 2, "comm.train_timeout_seconds": 4,
-            "job.dump_folder": tmp_path}  # fmt: skip
+def test_a_rank_that_reads_no_more_is_missed(corpus: Path, tmp_path: Path) -> None:
+    keys = {
+        "model.name": "kda",
+        "training.local_batch_size": 2,
+        "comm.train_timeout_seconds": 4,
+        "job.dump_folder": tmp_path,
+    }
     world = World(2, "gloo")  # whose default group is not to be used after that
     ((said,), raised), nothing = world.run(stall, arguments(corpus, keys), str(corpus.parent))
     world.close()

@@ -51,10 +51,14 @@ def results(op: str, x: dict[str, torch.Tensor], mine: torch.Tensor, **where: ob
     return dict(zip(("y", *x), (y.detach(), *torch.autograd.grad(y, list(x.values()), dy)), strict=True))
 
 
-@pytest.mark.parametrize(("world_size", "heads", "ops"), [
-    (64, 1, ("kda", "gdn", "conv", "ring", "allgather")),
-    (8, 8, ("kda", *OVER_HEADS, *METHODS)), (2, 2, ("kda", "gdn", *OVER_HEADS, *METHODS)),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("world_size", "heads", "ops"),
+    [
+        (64, 1, ("kda", "gdn", "conv", "ring", "allgather")),
+        (8, 8, ("kda", *OVER_HEADS, *METHODS)),
+        (2, 2, ("kda", "gdn", *OVER_HEADS, *METHODS)),
+    ],
+)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 def test_any_degree_equals_one_rank(world_size: int, heads: int, ops: tuple[str, ...], layout: str) -> None:
     check(world_size, heads, ops, layout)
@@ -114,8 +118,10 @@ def every_collective(group: LocalGroup) -> list[torch.Tensor]:
     came = torch.empty(2 * W)
     dist.all_to_all_single(came, x, group=group)
     arrived = torch.empty(2)
-    ops = [dist.P2POp(dist.isend, part, group=group, group_peer=(rank + 1) % W),
-           dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - 1) % W)]  # fmt: skip
+    ops = [
+        dist.P2POp(dist.isend, part, group=group, group_peer=(rank + 1) % W),
+        dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - 1) % W),
+    ]
     works = dist.batch_isend_irecv(ops)
     for work in works:
         work.wait()
@@ -152,12 +158,15 @@ def wrong(group: LocalGroup) -> None:
     group.barrier().wait()
 
 
-@pytest.mark.parametrize(("on_rank", "message"), [
-    (different, "rank 1 of 3 in one process.* rank 1 calls all_reduce where rank.s. 0 called barrier"),
-    (absent, "no rank can go on: rank 0 waits in all_reduce for rank.s. 1, 2; rank 1 has ended; rank 2 waits"),
-    (too_few, r"rank 2 of 3 in one process: AssertionError: rank 0 expects .0, 1, 1. rows, and .1, 1, 1. come"),
-    (wrong, "rank 2 of 3 in one process: ValueError: what was wrong"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("on_rank", "message"),
+    [
+        (different, "rank 1 of 3 in one process.* rank 1 calls all_reduce where rank.s. 0 called barrier"),
+        (absent, "no rank can go on: rank 0 waits in all_reduce for rank.s. 1, 2; rank 1 has ended; rank 2 waits"),
+        (too_few, r"rank 2 of 3 in one process: AssertionError: rank 0 expects .0, 1, 1. rows, and .1, 1, 1. come"),
+        (wrong, "rank 2 of 3 in one process: ValueError: what was wrong"),
+    ],
+)
 @pytest.mark.parametrize("default_group", [False, True])
 def test_ranks_that_cannot_go_on_say_why(on_rank: Callable, message: str, default_group: bool) -> None:
     with one_process() if default_group else nullcontext(), pytest.raises(RankFailed, match=message):

@@ -205,9 +205,15 @@ class Start:
     """A start of a run: `NGPU=n python -m titan_linear.launch …`, or torchrun where ranks share a GPU."""
 
     def __init__(
-        self, matrix: Matrix, name: str, row: Row, keys: Mapping[str, object], processes: int, gpus: list[int],
+        self,
+        matrix: Matrix,
+        name: str,
+        row: Row,
+        keys: Mapping[str, object],
+        processes: int,
+        gpus: list[int],
         outcome: Outcome | None = None,
-    ):  # fmt: skip
+    ):
         self.matrix, self.outcome, self.folder = matrix, outcome, matrix.folder / name
         self.output = matrix.folder / f"{name}.{len(outcome.commands) if outcome else 0}.txt"
         argv = [f"--job.config_file={ROOT / row.variant.toml}"] if row.variant.toml else []

@@ -104,9 +104,18 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Matrix]:
 
 
 SMALL = Row(
-    model="hybrid", split="cp 2", code="uncompiled", checkpointing="full", batch="accumulated", between="validation",
-    end=RANK, watched="", length="", memory="", variant=TINY,
-)  # fmt: skip
+    model="hybrid",
+    split="cp 2",
+    code="uncompiled",
+    checkpointing="full",
+    batch="accumulated",
+    between="validation",
+    end=RANK,
+    watched="",
+    length="",
+    memory="",
+    variant=TINY,
+)
 
 
 def test_a_killed_row_resumes_and_is_compared(tiny: Matrix) -> None:

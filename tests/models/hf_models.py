@@ -34,15 +34,29 @@ HEADS = dict(num_attention_heads=4, num_key_value_heads=2)
 LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8, linear_value_head_dim=12)
 QWEN = SIZES | HEADS | LINEAR | dict(head_dim=16, layer_types=["linear_attention", "full_attention"])
 QWEN_MOE = dict(num_experts=8, num_experts_per_tok=3, moe_intermediate_size=16, shared_expert_intermediate_size=24)
-OLMO = SIZES | HEADS | LINEAR | dict(layer_types=["linear_attention", "full_attention"], intermediate_size=48,
-                                     pad_token_id=0, eos_token_id=1)  # fmt: skip
+OLMO = (
+    SIZES
+    | HEADS
+    | LINEAR
+    | dict(layer_types=["linear_attention", "full_attention"], intermediate_size=48, pad_token_id=0, eos_token_id=1)
+)
 KIMI = SIZES | dict(
-    intermediate_size=48, num_attention_heads=4, num_key_value_heads=4, linear_head_dim=8, linear_num_heads=4,
-    kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=12, pad_token_id=0, bos_token_id=1,
+    intermediate_size=48,
+    num_attention_heads=4,
+    num_key_value_heads=4,
+    linear_head_dim=8,
+    linear_num_heads=4,
+    kv_lora_rank=16,
+    qk_nope_head_dim=8,
+    qk_rope_head_dim=4,
+    v_head_dim=12,
+    pad_token_id=0,
+    bos_token_id=1,
     eos_token_id=2,
-)  # fmt: skip
-KIMI_MOE = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=2, n_group=4,
-                topk_group=2)  # fmt: skip
+)
+KIMI_MOE = dict(
+    num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=2, n_group=4, topk_group=2
+)
 
 # name of the case -> how to build it; each uses what the others leave out
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {

@@ -27,9 +27,16 @@ def build(seed: int = 0) -> Decoder:
 
 @pytest.mark.parametrize(
     ("name", "flavor", "millions"),
-    [("kda", "340M", 354.2), ("gdn", "340M", 367.0), ("hybrid", "340M", 344.7),
-     ("kda", "1.3B", 1325.4), ("gdn", "1.3B", 1401.6), ("hybrid", "1.3B", 1293.6), ("hybrid", "debug", 0.578)],
-)  # fmt: skip
+    [
+        ("kda", "340M", 354.2),
+        ("gdn", "340M", 367.0),
+        ("hybrid", "340M", 344.7),
+        ("kda", "1.3B", 1325.4),
+        ("gdn", "1.3B", 1401.6),
+        ("hybrid", "1.3B", 1293.6),
+        ("hybrid", "debug", 0.578),
+    ],
+)
 def test_parameter_counts(name: str, flavor: str, millions: float) -> None:
     assert count_parameters(preset(name, flavor)) / 1e6 == pytest.approx(millions, rel=1e-3)
 

@@ -198,8 +198,12 @@ def test_errors_list_every_tensor(case: Callable[[str], Case]) -> None:
     with pytest.raises(ValueError) as error:
         state_from_hf(broken, c.config, c.family)
     message = str(error.value)
-    for part in ("model.norm.weight: missing", "experts.5.w2.weight: missing", "model.layers.7.extra [2]: not used",
-                 "q_proj.weight: shape [3, 32], not [32, 32]"):  # fmt: skip
+    for part in (
+        "model.norm.weight: missing",
+        "experts.5.w2.weight: missing",
+        "model.layers.7.extra [2]: not used",
+        "q_proj.weight: shape [3, 32], not [32, 32]",
+    ):
         assert part in message, message
     assert message.count("\n") == 4
 
@@ -250,7 +254,7 @@ QWEN, KIMI = ("Qwen3_5MoeForCausalLM", "qwen3.5"), ("KimiLinearForCausalLM", "ki
         (KIMI, {"topk_group": 5}, "top_groups = 5, more than groups = 4"),
         (KIMI, {"topk_group": 1, "num_experts_per_token": 3}, "top_k = 3, more than the experts of top_groups = 1"),
     ],
-)  # fmt: skip
+)
 def test_numbers_at_odds_are_refused(model: tuple[str, str], change: dict, words: str) -> None:
     family, name = model
     written = config_to_hf(family, MODELS[name]["debug"])
@@ -354,16 +358,26 @@ def rename(tensors: State, table: dict[str, str]) -> State:
     return out
 
 
-BLOCK = {"embed_tokens": "embeddings", "input_layernorm": "attn_norm", "post_attention_layernorm": "mlp_norm",
-         "self_attn": "attn", "linear_attn": "attn"}  # fmt: skip
+BLOCK = {
+    "embed_tokens": "embeddings",
+    "input_layernorm": "attn_norm",
+    "post_attention_layernorm": "mlp_norm",
+    "self_attn": "attn",
+    "linear_attn": "attn",
+}
 
 
 def fla_kda(tmp_path: Path) -> tuple[Case, dict, State]:
     """A Kimi-Linear of KDA and SwiGLUs alone."""
     types = dict(layer_types=["linear_attention"] * 2, mlp_layer_types=["dense"] * 2)
     c = _case(hf_models.randomise(KimiLinearForCausalLM(KimiLinearConfig(**hf_models.KIMI, **types))), tmp_path)
-    names = {"block_sparse_moe": "mlp", "f_a_proj": "f_proj.0", "f_b_proj": "f_proj.1", "g_a_proj": "g_proj.0",
-             "g_b_proj": "g_proj.1"}  # fmt: skip
+    names = {
+        "block_sparse_moe": "mlp",
+        "f_a_proj": "f_proj.0",
+        "f_b_proj": "f_proj.1",
+        "g_a_proj": "g_proj.0",
+        "g_b_proj": "g_proj.1",
+    }
     tensors = rename(c.disk, BLOCK | names)
     for i in range(2):
         tensors[f"model.layers.{i}.attn.A_log"] = tensors[f"model.layers.{i}.attn.A_log"].flatten()
@@ -378,8 +392,14 @@ def fla_gdn(tmp_path: Path) -> tuple[Case, dict, State]:
         **{**hf_models.QWEN, "layer_types": ["linear_attention"] * 2}, intermediate_size=48, linear_conv_kernel_dim=4
     )
     c = _case(hf_models.randomise(Qwen3_5ForCausalLM(config)), tmp_path)
-    names = {".norm.": ".o_norm.", "model.o_norm": "model.norm", "in_proj_z": "g_proj", "in_proj_a": "a_proj",
-             "in_proj_b": "b_proj", "out_proj": "o_proj"}  # fmt: skip
+    names = {
+        ".norm.": ".o_norm.",
+        "model.o_norm": "model.norm",
+        "in_proj_z": "g_proj",
+        "in_proj_a": "a_proj",
+        "in_proj_b": "b_proj",
+        "out_proj": "o_proj",
+    }
     tensors = rename(c.disk, BLOCK | names)
     for name in list(tensors):
         if name.endswith(("attn_norm.weight", "mlp_norm.weight", "model.norm.weight")):
@@ -388,8 +408,9 @@ def fla_gdn(tmp_path: Path) -> tuple[Case, dict, State]:
             whole, new = tensors.pop(name), "{}_proj" if "in_proj" in name else "{}_conv1d"
             for x, part in zip("qkv", whole.split([16, 16, 48])):
                 tensors[name.replace("in_proj_qkv" if "in_proj" in name else "conv1d", new.format(x))] = part
-    written = dict(architectures=["GatedDeltaNetForCausalLM"], num_heads=2, num_v_heads=4, head_dim=8, expand_v=1.5,
-                   norm_eps=1e-3)  # fmt: skip
+    written = dict(
+        architectures=["GatedDeltaNetForCausalLM"], num_heads=2, num_v_heads=4, head_dim=8, expand_v=1.5, norm_eps=1e-3
+    )
     return c, written, tensors
 
 
@@ -411,8 +432,14 @@ def fla_attention(tmp_path: Path) -> tuple[Case, dict, State]:
 @pytest.mark.parametrize("make", [fla_kda, fla_gdn, fla_attention])
 def test_fla_models(make: Callable[[Path], tuple[Case, dict, State]], tmp_path: Path) -> None:
     c, written, tensors = make(tmp_path)
-    common = dict(vocab_size=hf_models.VOCAB, hidden_size=32, num_hidden_layers=2, intermediate_size=48, conv_size=4,
-                  initializer_range=0.05)  # fmt: skip
+    common = dict(
+        vocab_size=hf_models.VOCAB,
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=48,
+        conv_size=4,
+        initializer_range=0.05,
+    )
     family, config = config_from_hf(common | written)
     assert config_from_hf(config_to_hf(family, config)) == (family, config)
     state = state_from_hf(tensors, config, family)
@@ -429,8 +456,18 @@ def test_fla_models(make: Callable[[Path], tuple[Case, dict, State]], tmp_path: 
 def test_fla_hybrids() -> None:
     """Softmax layers among linear ones: config.json and names, there and back."""
     attn = dict(layers=[1, 3], num_heads=4, num_kv_heads=2, qkv_bias=False, window_size=None, rope_theta=5000.0)
-    written = dict(architectures=["KDAForCausalLM"], vocab_size=97, hidden_size=32, num_hidden_layers=4, num_heads=2,
-                   head_dim=8, hidden_ratio=4, lower_bound=-5.0, safe_gate=True, attn=attn)  # fmt: skip
+    written = dict(
+        architectures=["KDAForCausalLM"],
+        vocab_size=97,
+        hidden_size=32,
+        num_hidden_layers=4,
+        num_heads=2,
+        head_dim=8,
+        hidden_ratio=4,
+        lower_bound=-5.0,
+        safe_gate=True,
+        attn=attn,
+    )
     family, config = config_from_hf(written)
     assert [mixer.name for mixer in config.layers] == ["kda", "attention"] * 2
     assert config.hidden_dim == 256 and config.layers[1].rope_theta == 5000.0

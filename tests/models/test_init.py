@@ -34,8 +34,12 @@ def test_bits_are_those_of_splitmix64() -> None:
     golden = np.uint64(0x9E3779B97F4A7C15)
     bits = Elements((np.uint64(1234567), golden), np.arange(1, 6, dtype=np.uint64)).bits()
     assert bits.tolist() == [
-        6457827717110365317, 3203168211198807973, 9817491932198370423, 4593380528125082431, 16408922859458223821,
-    ]  # fmt: skip
+        6457827717110365317,
+        3203168211198807973,
+        9817491932198370423,
+        4593380528125082431,
+        16408922859458223821,
+    ]
 
 
 def test_numbers_are_normal() -> None:
@@ -136,8 +140,14 @@ def shard_on_rank(rank: int, world_size: int) -> list[str]:
 
     wrong, whole = [], whole_parameters()
     line, square = init_device_mesh("cpu", (world_size,)), init_device_mesh("cpu", (world_size // 2, 2))
-    cases = [(line, [Shard(0)]), (line, [Shard(1)]), (square, [Shard(0), Shard(1)]), (square, [Shard(1), Shard(0)]),
-             (square, [Shard(0), Shard(0)]), (square, [Replicate(), Shard(0)])]  # fmt: skip
+    cases = [
+        (line, [Shard(0)]),
+        (line, [Shard(1)]),
+        (square, [Shard(0), Shard(1)]),
+        (square, [Shard(1), Shard(0)]),
+        (square, [Shard(0), Shard(0)]),
+        (square, [Replicate(), Shard(0)]),
+    ]
     for mesh, placements in cases:
 
         def split(tensor: torch.Tensor, mesh=mesh, placements=placements) -> torch.Tensor:

@@ -82,9 +82,16 @@ def test_gates_are_kept_whole_and_wide(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "said"),
-    [("kda", 2, None), ("kda", 4, "2 heads"), ("gdn", 3, "2 heads"), ("attention", 4, None),
-     ("attention", 8, "4 query heads"), ("mla", 3, "4 query heads"), ("mla", 4, None)],
-)  # fmt: skip
+    [
+        ("kda", 2, None),
+        ("kda", 4, "2 heads"),
+        ("gdn", 3, "2 heads"),
+        ("attention", 4, None),
+        ("attention", 8, "4 query heads"),
+        ("mla", 3, "4 query heads"),
+        ("mla", 4, None),
+    ],
+)
 def test_heads_that_cannot_be_split(name: str, ranks: int, said: str | None) -> None:
     assert OPTIONS[name].indivisible_heads(ranks) == said
 
@@ -105,8 +112,9 @@ def test_differences_of_models() -> None:
     assert not differences(ours, replace(ours, pattern=ours.pattern * 2, init_std=0.1))
     first, *rest = ours.pattern
     assert differences(ours, replace(ours, pattern=(replace(first, heads=1), *rest), norm_eps=1e-6)) == {
-        "norm_eps": (1e-5, 1e-6), "kda.heads": (2, 1),
-    }  # fmt: skip
+        "norm_eps": (1e-5, 1e-6),
+        "kda.heads": (2, 1),
+    }
     assert differences(ours, replace(ours, pattern=(first,))) == {
         "layers": (("kda", "gdn", "attention"), ("kda", "kda", "kda"))
     }

@@ -33,23 +33,36 @@ _KDA, _GDN, _ATTENTION = HYBRID.pattern
 MODELS: dict[str, ModelConfig] = {
     **{f"{name} debug": flavors["debug"] for name, flavors in OWN.items()},
     "hybrid 340M, small": replace(
-        HYBRID, pattern=(KDA(heads=4, v_heads=4, head_dim=16, v_head_dim=16),
-                         replace(_ATTENTION, rope_theta=None, output_gate=False)), tie_embeddings=True,
+        HYBRID,
+        pattern=(
+            KDA(heads=4, v_heads=4, head_dim=16, v_head_dim=16),
+            replace(_ATTENTION, rope_theta=None, output_gate=False),
+        ),
+        tie_embeddings=True,
     ),
     "unbounded gates, negative eigenvalues": replace(
-        HYBRID, pattern=(replace(_KDA, lower_bound=None, gate_bias=False, beta_range=2.0, o_norm_eps=1e-3),
-                         replace(_GDN, beta_range=2.0, conv_size=3, v_head_dim=48)),
+        HYBRID,
+        pattern=(
+            replace(_KDA, lower_bound=None, gate_bias=False, beta_range=2.0, o_norm_eps=1e-3),
+            replace(_GDN, beta_range=2.0, conv_size=3, v_head_dim=48),
+        ),
     ),
     "zero-centred, partial rotary": replace(
-        HYBRID, zero_centred_norm=True, pattern=(_KDA, replace(_ATTENTION, rotary_fraction=0.25, rope_theta=500.0)),
+        HYBRID,
+        zero_centred_norm=True,
+        pattern=(_KDA, replace(_ATTENTION, rotary_fraction=0.25, rope_theta=500.0)),
     ),
     "post-norm, over the width": replace(
-        HYBRID, post_norm=("attention",), pattern=(_GDN, _KDA, replace(_ATTENTION, qk_norm="width")),
+        HYBRID,
+        post_norm=("attention",),
+        pattern=(_GDN, _KDA, replace(_ATTENTION, qk_norm="width")),
     ),
     "FLA's hybrid": replace(
-        HYBRID, pattern=(replace(_KDA), Attention(heads=4, kv_heads=2, head_dim=32)), norm_eps=1e-3,
+        HYBRID,
+        pattern=(replace(_KDA), Attention(heads=4, kv_heads=2, head_dim=32)),
+        norm_eps=1e-3,
     ),
-}  # fmt: skip
+}
 FAMILIES = {"kda debug": "KDAForCausalLM", "gdn debug": "GatedDeltaNetForCausalLM", "FLA's hybrid": "KDAForCausalLM"}
 
 

@@ -60,16 +60,24 @@ def blocks_of(mixer: str, device: torch.device, layers: int, tp: int = 1, impl: 
 
 
 def plan_of(
-    lengths: list[int], device: torch.device, group: dist.ProcessGroup | None, *, layout: str = "contiguous",
+    lengths: list[int],
+    device: torch.device,
+    group: dist.ProcessGroup | None,
+    *,
+    layout: str = "contiguous",
     **methods: str,
-) -> BatchPlan:  # fmt: skip
+) -> BatchPlan:
     """For this rank; dimensions that count documents are marked, as a compiled run marks them."""
     ranks = {"group": group} if group is not None else {"rank": 0, "world_size": 1}
     over_heads = methods.get("linear_method") == "ulysses"
     cp_context = build_cp_context(
-        boundaries(lengths), conv1d_kernel_size=4, layout=layout, device=device,
-        stream_programs=() if over_heads else None, **ranks,
-    )  # fmt: skip
+        boundaries(lengths),
+        conv1d_kernel_size=4,
+        layout=layout,
+        device=device,
+        stream_programs=() if over_heads else None,
+        **ranks,
+    )
     pairs = pairs_computed(cp_context, "ring")
     plan = BatchPlan(cp_context.position_ids, cp_context=cp_context, pairs=pairs, **methods)
     plan.prepare([m.rotary for m in MIXERS.values() if m.rotary is not None], torch.float32)
@@ -122,9 +130,14 @@ def work_on_host(device: torch.device) -> Iterator[Counter]:
 
 # Views of tables that are on the CPU, and numbers read from there.
 ON_HOST = {
-    aten._local_scalar_dense.default, aten.item.default, aten.is_nonzero.default, aten.detach.default,
-    aten.view.default, aten.resolve_conj.default, aten.resolve_neg.default,
-}  # fmt: skip
+    aten._local_scalar_dense.default,
+    aten.item.default,
+    aten.is_nonzero.default,
+    aten.detach.default,
+    aten.view.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+}
 
 
 def host_work(mixer: str, device: torch.device, group: dist.ProcessGroup | None, **methods: str) -> Counter:

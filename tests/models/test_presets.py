@@ -27,7 +27,7 @@ COUNTS = {
     ("qwen3-next", "80B-A3B"): 79_674_391_296,
     ("olmo-hybrid", "7B"): 7_430_870_688,  # as its authors count
     ("kimi-linear", "48B-A3B"): 49_122_675_072,  # and 26 selection biases of 256
-}  # fmt: skip
+}
 
 
 def family_of(name: str, config: ModelConfig) -> str:
@@ -70,30 +70,80 @@ def test_adapters_of_the_large_ones(name: str, flavor: str) -> None:
 
 def test_presets_are_the_published_configurations() -> None:
     kimi = dict(
-        architectures=["KimiLinearForCausalLM"], vocab_size=163840, hidden_size=2304, head_dim=72,
-        intermediate_size=9216, num_hidden_layers=27, num_attention_heads=32, num_key_value_heads=32,
-        hidden_act="silu", rms_norm_eps=1e-5, rope_theta=10000.0, rope_scaling=None, tie_word_embeddings=False,
-        first_k_dense_replace=1, moe_intermediate_size=1024, moe_layer_freq=1, moe_renormalize=True,
-        moe_router_activation_func="sigmoid", num_experts=256, num_experts_per_token=8, num_shared_experts=1,
-        routed_scaling_factor=2.446, use_grouped_topk=True, num_expert_group=1, topk_group=1, q_lora_rank=None,
-        kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, mla_use_nope=True,
+        architectures=["KimiLinearForCausalLM"],
+        vocab_size=163840,
+        hidden_size=2304,
+        head_dim=72,
+        intermediate_size=9216,
+        num_hidden_layers=27,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        hidden_act="silu",
+        rms_norm_eps=1e-5,
+        rope_theta=10000.0,
+        rope_scaling=None,
+        tie_word_embeddings=False,
+        first_k_dense_replace=1,
+        moe_intermediate_size=1024,
+        moe_layer_freq=1,
+        moe_renormalize=True,
+        moe_router_activation_func="sigmoid",
+        num_experts=256,
+        num_experts_per_token=8,
+        num_shared_experts=1,
+        routed_scaling_factor=2.446,
+        use_grouped_topk=True,
+        num_expert_group=1,
+        topk_group=1,
+        q_lora_rank=None,
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        mla_use_nope=True,
         num_nextn_predict_layers=0,
         linear_attn_config=dict(
-            full_attn_layers=[4, 8, 12, 16, 20, 24, 27], head_dim=128, num_heads=32, short_conv_kernel_size=4,
+            full_attn_layers=[4, 8, 12, 16, 20, 24, 27],
+            head_dim=128,
+            num_heads=32,
+            short_conv_kernel_size=4,
             kda_layers=[i for i in range(1, 28) if i % 4 and i != 27],
         ),
-    )  # fmt: skip
+    )
     assert config_from_hf(kimi) == ("KimiLinearForCausalLM", preset("kimi-linear", "48B-A3B"))
     qwen = dict(
-        architectures=["Qwen3NextForCausalLM"], attention_dropout=0.0, decoder_sparse_step=1, full_attention_interval=4,
-        head_dim=256, hidden_act="silu", hidden_size=2048, initializer_range=0.02, intermediate_size=5120,
-        linear_conv_kernel_dim=4, linear_key_head_dim=128, linear_num_key_heads=16, linear_num_value_heads=32,
-        linear_value_head_dim=128, mlp_only_layers=[], moe_intermediate_size=512, norm_topk_prob=True,
-        num_attention_heads=16, num_experts=512, num_experts_per_tok=10, num_hidden_layers=48, num_key_value_heads=2,
-        output_router_logits=False, partial_rotary_factor=0.25, rms_norm_eps=1e-6, rope_scaling=None,
-        rope_theta=10000000, router_aux_loss_coef=0.001, shared_expert_intermediate_size=512,
-        tie_word_embeddings=False, vocab_size=151936,
-    )  # fmt: skip
+        architectures=["Qwen3NextForCausalLM"],
+        attention_dropout=0.0,
+        decoder_sparse_step=1,
+        full_attention_interval=4,
+        head_dim=256,
+        hidden_act="silu",
+        hidden_size=2048,
+        initializer_range=0.02,
+        intermediate_size=5120,
+        linear_conv_kernel_dim=4,
+        linear_key_head_dim=128,
+        linear_num_key_heads=16,
+        linear_num_value_heads=32,
+        linear_value_head_dim=128,
+        mlp_only_layers=[],
+        moe_intermediate_size=512,
+        norm_topk_prob=True,
+        num_attention_heads=16,
+        num_experts=512,
+        num_experts_per_tok=10,
+        num_hidden_layers=48,
+        num_key_value_heads=2,
+        output_router_logits=False,
+        partial_rotary_factor=0.25,
+        rms_norm_eps=1e-6,
+        rope_scaling=None,
+        rope_theta=10000000,
+        router_aux_loss_coef=0.001,
+        shared_expert_intermediate_size=512,
+        tie_word_embeddings=False,
+        vocab_size=151936,
+    )
     assert config_from_hf(qwen) == ("Qwen3NextForCausalLM", preset("qwen3-next", "80B-A3B"))
 
 

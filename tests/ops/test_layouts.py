@@ -100,10 +100,12 @@ def test_boundaries_apart(op: str, impl: str) -> None:
 def test_shapes_and_dtypes_of_the_smaller_ops() -> None:
     x = torch.randn(1, 8, 4)
     for given, words in (
-        ((x.long(), torch.zeros(4, 4)), "x is torch.int64; give"), ((x, torch.zeros(4, 0)), "W not 0"),
-        ((x, torch.zeros(4, 4).long()), "weight is torch.int64"), ((x, torch.tensor(1.0)), "must be .D, W."),
+        ((x.long(), torch.zeros(4, 4)), "x is torch.int64; give"),
+        ((x, torch.zeros(4, 0)), "W not 0"),
+        ((x, torch.zeros(4, 4).long()), "weight is torch.int64"),
+        ((x, torch.tensor(1.0)), "must be .D, W."),
         ((x, torch.zeros(4, 4), torch.zeros(4).long()), "bias is torch.int64"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(ValueError, match=words):
             causal_conv1d(*given)
     for gate_up in (torch.randn(8, 7), torch.randn(8, 10), torch.tensor(1.0)):

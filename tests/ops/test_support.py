@@ -66,11 +66,15 @@ TRITON_OPS = (*DELTA_RULES, "causal_conv1d", "swiglu", "cross_entropy")
         (DELTA_RULES, "triton", {"capability": (8, 6), "dtype": torch.float32}, "compute capability 8.6 and float32$"),
         (("chunk_gated_delta_rule",), "triton", {"capability": (10, 0)}, "for compute capability 10.0$"),
         (
-            ("chunk_gated_delta_rule",), "triton", {"capability": (12, 0), "dims": {"K": 128, "V": 256}},
+            ("chunk_gated_delta_rule",),
+            "triton",
+            {"capability": (12, 0), "dims": {"K": 128, "V": 256}},
             r"compute capability 12.0 and K = 128, V = 256: .* 128 at most",
         ),
         (
-            ("chunk_gated_delta_rule",), "triton", {"capability": (12, 0), "dims": {"K": 136, "V": 64}},
+            ("chunk_gated_delta_rule",),
+            "triton",
+            {"capability": (12, 0), "dims": {"K": 136, "V": 64}},
             r"compute capability 12.0 and K = 136, V = 64: .* 128 at most",
         ),
         (DELTA_RULES, "triton", {"dims": {"K": 264, "V": 128}}, "K = 264 is too large: K <= 256"),
@@ -94,7 +98,7 @@ TRITON_OPS = (*DELTA_RULES, "causal_conv1d", "swiglu", "cross_entropy")
         (("attention",), "flash", {"dims": {"D": 320, "Dv": 128}}, "D = 320 is too large: D <= 256"),
         (("attention",), "flash", {"dims": {"D": 128, "Dv": 512}}, "Dv = 512 is too large"),
     ],
-)  # fmt: skip
+)
 def test_the_reason_of_every_row(ops, name, change, reason) -> None:
     for op in ops:
         target = HOPPER._replace(dims=DIMS[op])._replace(**change)
@@ -134,8 +138,9 @@ def test_the_head_dims_that_kernels_compute(K: int, V: int, computed: tuple[int,
 def test_auto_is_never_refused_and_says_what_it_costs(on_gpu_of) -> None:
     on_gpu_of((9, 0))
     assert choose("chunk_kda", "auto", GPU, BF16, K=320, V=128) == (
-        "torch", "because K = 320 is too large: K <= 256; expect it to be many times slower",
-    )  # fmt: skip
+        "torch",
+        "because K = 320 is too large: K <= 256; expect it to be many times slower",
+    )
     assert choose("causal_conv1d", "auto", GPU, torch.float64, W=4).implementation == "torch"
     assert choose("chunk_kda", "auto", GPU, BF16, K=128, V=128) == ("triton", "")
     assert choose("chunk_kda", "torch", GPU, BF16, K=128, V=128) == ("torch", "")  # asked for: nothing to say
@@ -234,8 +239,9 @@ def test_flash_attention_4_is_taken_where_its_numbers_are_right(on_gpu_of, monke
     requests = {"attention": {"D": 128, "Dv": 128}}
     assert start_lines(choose_implementations(requests, "auto", GPU, BF16)) == ["ops attention: flash4"]
     assert choose("attention", "auto", GPU, BF16, D=192, Dv=128, recurring=0) == (
-        "flash", "because wrong; packed documents take nearly twice as long without it (docs/training.md)"
-    )  # fmt: skip
+        "flash",
+        "because wrong; packed documents take nearly twice as long without it (docs/training.md)",
+    )
 
 
 def test_a_look_at_the_table_costs_little() -> None:

@@ -38,9 +38,15 @@ class BatchSharding:
 
     @classmethod
     def of(
-        cls, model: ModelConfig, dims: ParallelDims, device: torch.device, compute_dtype: torch.dtype, *,
-        compiled: bool = False, **methods: str,
-    ) -> BatchSharding:  # fmt: skip
+        cls,
+        model: ModelConfig,
+        dims: ParallelDims,
+        device: torch.device,
+        compute_dtype: torch.dtype,
+        *,
+        compiled: bool = False,
+        **methods: str,
+    ) -> BatchSharding:
         """The sharding that plans for what this model's mixers need of a batch. methods: layout, softmax_method,
         linear_method."""
         needs = [mixer.ops for mixer in model.layers]
@@ -49,20 +55,32 @@ class BatchSharding:
         sizes = {ops["causal_conv1d"]["W"] for ops in needs if "causal_conv1d" in ops}
         rotaries = dict.fromkeys(mixer.rotary for mixer in model.layers if mixer.rotary is not None)
         return cls(
-            dims, device, conv1d_kernel_size=sizes.pop() if len(sizes) == 1 else None, rotaries=tuple(rotaries),
-            compute_dtype=compute_dtype, compiled=compiled, programs=() if over_heads else programs,
-            stream_programs=programs if over_heads else None, softmax=_softmax(model, dims.tp), **methods,
-        )  # fmt: skip
+            dims,
+            device,
+            conv1d_kernel_size=sizes.pop() if len(sizes) == 1 else None,
+            rotaries=tuple(rotaries),
+            compute_dtype=compute_dtype,
+            compiled=compiled,
+            programs=() if over_heads else programs,
+            stream_programs=programs if over_heads else None,
+            softmax=_softmax(model, dims.tp),
+            **methods,
+        )
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, BatchPlan]:
         """This rank's tokens [1, T_local], labels [1, T_local] and their plan. Labels were shifted before the cut."""
         methods = self.methods(batch.tokens.shape[1])
         context = build_cp_context(
-            batch.cu_seqlens, self.dims.cp_group, num_streams=batch.num_streams,
+            batch.cu_seqlens,
+            self.dims.cp_group,
+            num_streams=batch.num_streams,
             layout=self.layout if self.dims.cp > 1 else "contiguous",
-            conv1d_kernel_size=self.conv1d_kernel_size, device=self.device, programs=self.programs,
-            stream_programs=self.stream_programs, attention=methods,
-        )  # fmt: skip
+            conv1d_kernel_size=self.conv1d_kernel_size,
+            device=self.device,
+            programs=self.programs,
+            stream_programs=self.stream_programs,
+            attention=methods,
+        )
         if self.compiled:
             context.mark_dynamic()
         mine = [slice(start, end) for start, end in context.fragments]
@@ -71,10 +89,13 @@ class BatchSharding:
             local = {name: torch.cat([x[:, f] for f in mine], 1) for name, x in local.items()}
         moved = to_device(local, self.device)
         plan = BatchPlan(
-            context.position_ids, cp_context=context, num_streams=batch.num_streams,
-            softmax_method=self.softmax_method, linear_method=self.linear_method,
+            context.position_ids,
+            cp_context=context,
+            num_streams=batch.num_streams,
+            softmax_method=self.softmax_method,
+            linear_method=self.linear_method,
             pairs=pairs_computed(context, next(iter(methods), "ring")) if self.softmax else 0.0,
-        )  # fmt: skip
+        )
         plan.prepare(self.rotaries, widened(self.compute_dtype))
         return moved["tokens"], moved["labels"], plan
 

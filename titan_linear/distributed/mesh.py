@@ -91,9 +91,11 @@ class ParallelDims:
         sizes = [self.fsdp_mesh.size(dim) for dim in range(self.fsdp_mesh.ndim)]
         ranks = self.mesh.mesh.reshape(*sizes, self.tp).movedim(-1, 0)
         return _mesh_of(
-            self.mesh.device_type, ranks, tp=self.mesh.get_group("tp"),
+            self.mesh.device_type,
+            ranks,
+            tp=self.mesh.get_group("tp"),
             **dict(zip(self.fsdp_mesh.mesh_dim_names, self.fsdp_mesh.get_all_groups(), strict=True)),
-        )  # fmt: skip
+        )
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh:

@@ -258,10 +258,12 @@ class LocalGroup(dist.ProcessGroup):
         meeting = shared.meetings.setdefault(number, _Meeting(kind))
         if meeting.kind != kind:
             others = ", ".join(map(str, meeting.given))
-            _fail(RuntimeError(
-                f"collective {number} of a group of {shared.size}: rank {self._rank} calls {kind} where rank(s) "
-                f"{others} called {meeting.kind}"
-            ))  # fmt: skip
+            _fail(
+                RuntimeError(
+                    f"collective {number} of a group of {shared.size}: rank {self._rank} calls {kind} where rank(s) "
+                    f"{others} called {meeting.kind}"
+                )
+            )
         meeting.given[self._rank] = x, out, more
         if x.is_cuda:
             meeting.events.append(torch.cuda.current_stream(x.device).record_event())
@@ -346,6 +348,9 @@ def _all_to_all(ranks: Given) -> None:
 
 
 COPIES: dict[str, Callable[[Given], None]] = {
-    "all_gather": _all_gather, "all_reduce": _all_reduce, "reduce_scatter": _reduce_scatter, "all_to_all": _all_to_all,
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
     "barrier": lambda ranks: None,
-}  # fmt: skip
+}

@@ -162,6 +162,10 @@ def segment_arrays(cu_seqlens: np.ndarray, length: int, crossing: np.ndarray) ->
     chunk_index, chunk_offsets = chunk_arrays(edges, CHUNK)
     read = crossing | (np.diff(offsets) > 1)
     return {
-        "cu_seqlens": edges, "chunk_index": chunk_index, "chunk_offsets": chunk_offsets, "offsets": offsets,
-        "numbers": np.arange(len(entry), dtype=np.int32), "wanted": 2 * read[entry].astype(np.int32),
-    }  # fmt: skip
+        "cu_seqlens": edges,
+        "chunk_index": chunk_index,
+        "chunk_offsets": chunk_offsets,
+        "offsets": offsets,
+        "numbers": np.arange(len(entry), dtype=np.int32),
+        "wanted": 2 * read[entry].astype(np.int32),
+    }

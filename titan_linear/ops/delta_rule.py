@@ -119,9 +119,7 @@ class _DeltaRule(torch.autograd.Function):
     def backward(ctx: Any, do: torch.Tensor | None, d_final: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
         check_first_derivative()
         call, (inputs, states, M, kept) = ctx.call, Saved.of(ctx.saved_tensors)
-        rule = ctx.rule or call.implementation(
-            inputs, call.options, call.boundaries, differentiable=True, kept=kept
-        )  # fmt: skip
+        rule = ctx.rule or call.implementation(inputs, call.options, call.boundaries, differentiable=True, kept=kept)
         ctx.rule = None  # what it holds serves one backward only
         do = torch.zeros_like(inputs.v) if do is None else do
         if call.cp is not None:

@@ -42,9 +42,16 @@ def forward(
 
 
 def backward(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    scale: float, causal: bool, varlen: Varlen | None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    scale: float,
+    causal: bool,
+    varlen: Varlen | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """dq, dk, dv, given the merged o and lse."""
     how = {"deterministic": torch.are_deterministic_algorithms_enabled()}
     if varlen is None:

@@ -100,7 +100,14 @@ def chunk_kda(
         disable_recompute=disable_recompute,
     )
     return chunk_delta_rule(
-        Inputs(q, k, v, g, beta, A_log, dt_bias), options=options, initial_state=initial_state,
-        output_final_state=output_final_state, state_v_first=state_v_first, cu_seqlens=cu_seqlens,
-        cu_seqlens_cpu=cu_seqlens_cpu, cp_context=cp_context, cp_method=cp_method, impl=impl,
-    )  # fmt: skip
+        Inputs(q, k, v, g, beta, A_log, dt_bias),
+        options=options,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        cp_context=cp_context,
+        cp_method=cp_method,
+        impl=impl,
+    )

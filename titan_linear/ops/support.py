@@ -187,18 +187,28 @@ TABLE: dict[str, dict[str, tuple[Check, ...]]] = {
     "causal_conv1d": {"triton": (*TRITON, dim_up_to("W", MAX_WIDTH)), "torch": ()},
     "attention": {
         "flash4": (
-            on_gpu, capability_in(FLASH4), dtype_in(*HALF), dim_up_to("D", 256), dim_up_to("Dv", 256), flash4_installed,
+            on_gpu,
+            capability_in(FLASH4),
+            dtype_in(*HALF),
+            dim_up_to("D", 256),
+            dim_up_to("Dv", 256),
+            flash4_installed,
             flash4_is_right,
         ),
         "cpu": (on_cpu,),
         "cudnn": (
-            on_gpu, capability_in(CUDNN), dtype_in(*HALF), dim_up_to("D", 128), dim_up_to("Dv", 128), lengths_recur,
+            on_gpu,
+            capability_in(CUDNN),
+            dtype_in(*HALF),
+            dim_up_to("D", 128),
+            dim_up_to("Dv", 128),
+            lengths_recur,
             may_vary,
         ),
         "flash": (on_gpu, at_least((8, 0)), dtype_in(*HALF), dim_up_to("D", 256), dim_up_to("Dv", 256)),
         "tiled": (),
     },
-}  # fmt: skip
+}
 
 
 def reason_against(op: str, name: str, target: Target) -> str | None:

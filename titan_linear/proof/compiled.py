@@ -60,9 +60,13 @@ def _steps(subject: Subject, dims: ParallelDims, enable: bool) -> Seen:
     model = build_model(config, subject.model, dims, subject.device)
     fill(model, subject.weights)
     feed = Feed(
-        iter(subject.loader(dims.dp_rank, dims.dp, 1)), build_sharding(config, subject.model, dims, subject.device),
-        micro_steps=1, copies=dims.copies, host=unhurried_group(), device=subject.device,
-    )  # fmt: skip
+        iter(subject.loader(dims.dp_rank, dims.dp, 1)),
+        build_sharding(config, subject.model, dims, subject.device),
+        micro_steps=1,
+        copies=dims.copies,
+        host=unhurried_group(),
+        device=subject.device,
+    )
     precision, once = mixed_precision(config, model, dims), sums_replicas_once(config, dims)
     passes = Passes(model, feed, precision, config.training.loss_chunk_size, replicas_once=once)
     counted, before = Graphs(), Graphs().counts()

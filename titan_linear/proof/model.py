@@ -102,9 +102,13 @@ def on_all_ranks(subject: Subject, whole: Decoder, dtype: torch.dtype, impl: str
         model = model_of(subject, whole, dims).use(impl, subject.device, dtype, dims.tp)
         precision = ComputeCopies(model, dtype)
         feed = Feed(
-            iter(subject.loader(dims.dp_rank, dims.degrees.dp, 1)), sharding_of(subject, dims, dtype),
-            micro_steps=STREAMS, copies=dims.copies, host=dims.world, device=subject.device,
-        )  # fmt: skip
+            iter(subject.loader(dims.dp_rank, dims.degrees.dp, 1)),
+            sharding_of(subject, dims, dtype),
+            micro_steps=STREAMS,
+            copies=dims.copies,
+            host=dims.world,
+            device=subject.device,
+        )
         with Trace(model) as trace:
             losses, _ = Passes(model, feed, precision, subject.config.training.loss_chunk_size).run()
         sum_as_fsdp(model, dims)

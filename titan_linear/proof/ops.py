@@ -325,9 +325,10 @@ def documents(subject: Subject, case: Case) -> Findings:
         own = slice(int(bounds[n]), int(bounds[n + 1]))
         tokens = {name: x[:, own] for name, x in case.tokens.items()}
         alone = computed(
-            replace(case, tokens=tokens, dy=case.dy[:, own]), torch.float64,
+            replace(case, tokens=tokens, dy=case.dy[:, own]),
+            torch.float64,
             _plan(subject, torch.tensor([0, int(lengths[n])], dtype=torch.int32)),
-        )  # fmt: skip
+        )
         for name, x in alone.tokens.items():
             whole = packed.tokens[name]
             error = off(whole[:, own], x, SMALL * whole.norm().item())

@@ -77,9 +77,13 @@ def _of_processes(
     fill(model, subject.weights)
     precision = mixed_precision(config, model, dims)
     feed = Feed(
-        iter(subject.loader(dims.dp_rank, dims.dp, 1)), build_sharding(config, subject.model, dims, subject.device),
-        micro_steps=STREAMS, copies=dims.copies, host=host, device=subject.device,
-    )  # fmt: skip
+        iter(subject.loader(dims.dp_rank, dims.dp, 1)),
+        build_sharding(config, subject.model, dims, subject.device),
+        micro_steps=STREAMS,
+        copies=dims.copies,
+        host=host,
+        device=subject.device,
+    )
     with Trace(model) as trace:
         once = sums_replicas_once(config, dims)
         passes = Passes(model, feed, precision, config.training.loss_chunk_size, replicas_once=once)

@@ -74,10 +74,13 @@ def on_ranks(degrees: Degrees, on_rank: Callable[[LocalDims], T]) -> list[T]:
     data = grid.flatten(0, 1)  # [dp · cp, tp]
     experts = data.unflatten(0, (-1, degrees.ep))  # [., ep, tp]
     members = {
-        "world": grid.view(1, -1), "cp_group": grid.transpose(1, 2).flatten(0, 1), "tp_group": grid.flatten(0, 1),
-        "data_group": data.T, "ep_group": experts.transpose(1, 2).flatten(0, 1),
+        "world": grid.view(1, -1),
+        "cp_group": grid.transpose(1, 2).flatten(0, 1),
+        "tp_group": grid.flatten(0, 1),
+        "data_group": data.T,
+        "ep_group": experts.transpose(1, 2).flatten(0, 1),
         "expert_group": experts.movedim(0, -1).flatten(0, 1),
-    }  # fmt: skip
+    }
     with ExitStack() as stack:
         own: list[dict[str, LocalGroup]] = [{} for _ in range(degrees.ranks)]
         for name, rows in members.items():
@@ -91,9 +94,14 @@ def sharding_of(subject: Subject, dims: LocalDims, dtype: torch.dtype) -> BatchS
     """How the run cuts batches for this rank."""
     p = subject.config.parallelism
     return BatchSharding.of(
-        subject.model, dims, subject.device, dtype, layout=p.context_parallel_layout,
-        softmax_method=p.context_parallel_method, linear_method=p.context_parallel_linear_method,
-    )  # fmt: skip
+        subject.model,
+        dims,
+        subject.device,
+        dtype,
+        layout=p.context_parallel_layout,
+        softmax_method=p.context_parallel_method,
+        linear_method=p.context_parallel_linear_method,
+    )
 
 
 def model_of(subject: Subject, whole: Decoder, dims: LocalDims) -> Decoder:

@@ -52,9 +52,12 @@ class Run:
     def __post_init__(self) -> None:
         config = self.subject.config
         self.loader = StreamLoader(
-            MoreDocuments(self.subject.streams), global_batch_size=config.training.global_batch_size,
-            local_batch_size=1, dp_rank=self.dims.dp_rank, dp_degree=self.dims.dp,
-        )  # fmt: skip
+            MoreDocuments(self.subject.streams),
+            global_batch_size=config.training.global_batch_size,
+            local_batch_size=1,
+            dp_rank=self.dims.dp_rank,
+            dp_degree=self.dims.dp,
+        )
 
     def begin(self) -> None:
         """Take batches from the loader's next stream on."""
@@ -62,13 +65,20 @@ class Run:
         sharding = build_sharding(config, self.model.config, self.dims, self.subject.device)
         precision = mixed_precision(config, self.model, self.dims)
         self.feed = Feed(
-            iter(self.loader), sharding, micro_steps=STREAMS, copies=self.dims.copies, host=self.host,
+            iter(self.loader),
+            sharding,
+            micro_steps=STREAMS,
+            copies=self.dims.copies,
+            host=self.host,
             device=self.subject.device,
-        )  # fmt: skip
+        )
         self.passes = Passes(
-            self.model, self.feed, precision, config.training.loss_chunk_size,
+            self.model,
+            self.feed,
+            precision,
+            config.training.loss_chunk_size,
             replicas_once=sums_replicas_once(config, self.dims),
-        )  # fmt: skip
+        )
         self.end = StepEnd(config, self.model, self.dims, self.optimizer)
 
     def next_step(self) -> tuple[float, tuple[int, ...]]:

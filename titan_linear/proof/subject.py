@@ -79,9 +79,7 @@ class Subject:
         """A data-parallel rank's batches of `local` streams, from the first step on."""
         streams = MoreDocuments(self.streams)
         step = STREAMS * self.degrees.dp
-        return StreamLoader(
-            streams, global_batch_size=step, local_batch_size=local, dp_rank=dp_rank, dp_degree=dp
-        )  # fmt: skip
+        return StreamLoader(streams, global_batch_size=step, local_batch_size=local, dp_rank=dp_rank, dp_degree=dp)
 
     @cached_property
     def weights(self) -> dict[str, torch.Tensor]:
@@ -183,10 +181,14 @@ def subject_of(config: Config, *, show_progress: bool = False) -> Subject:
         compiled = degrees.ranks == 1 or "WORLD_SIZE" in os.environ
         but = ", but in the run's own type" if compiled else ""
         said.append(f"compile.enable true → false{but}")
-    cut = changed(config, {
-        "training.seq_len": seq_len, "training.seq_len_schedule": [],
-        "training.loss_chunk_size": min(t.loss_chunk_size, seq_len // 2 + 1),
-    })  # fmt: skip
+    cut = changed(
+        config,
+        {
+            "training.seq_len": seq_len,
+            "training.seq_len_schedule": [],
+            "training.loss_chunk_size": min(t.loss_chunk_size, seq_len // 2 + 1),
+        },
+    )
     streams, _ = build_streams(cut, tokenizer, None)
     check_size(tokens_of(streams), config)
     return Subject(cut, config, model, degrees, tokenizer, streams, device, tuple(said))
@@ -197,9 +199,11 @@ def _processes(config: Config) -> int:
     p = config.parallelism
     least = p.data_parallel_replicate_degree * max(p.data_parallel_shard_degree, 1)
     asked = os.environ.get("WORLD_SIZE", os.environ.get("NGPU", ""))
-    return int(asked) if asked.isdecimal() and int(asked) else least * (
-        p.context_parallel_degree * p.tensor_parallel_degree
-    )  # fmt: skip
+    return (
+        int(asked)
+        if asked.isdecimal() and int(asked)
+        else least * (p.context_parallel_degree * p.tensor_parallel_degree)
+    )
 
 
 def _degrees(config: Config, processes: int) -> Degrees:
@@ -255,9 +259,12 @@ def _thinner(model: ModelConfig, factor: int, config: Config) -> ModelConfig:
         return model
     moe = model.moe and _fewer_experts(model.moe, factor, tp, ep)
     return replace(
-        model, dim=_divided(model.dim, factor, 2), hidden_dim=_divided(model.hidden_dim, factor, tp), moe=moe,
+        model,
+        dim=_divided(model.dim, factor, 2),
+        hidden_dim=_divided(model.hidden_dim, factor, tp),
+        moe=moe,
         pattern=tuple(_fewer_heads(mixer, factor, config) for mixer in model.layers),
-    )  # fmt: skip
+    )
 
 
 def _divided(count: int, factor: int, multiple: int) -> int:

@@ -49,7 +49,7 @@ STREAMS = {
     "FLA, cp 4": (lengths(175, 81), 1),
     "two streams": (lengths(32, 9, 23), 2),
     "two streams, packed": (lengths(3, 29, 7, 15, 10), 2),
-}  # fmt: skip
+}
 
 
 def context(name, rank, world_size, layout, group=None):
@@ -197,8 +197,12 @@ def pairs_of_spans(ranks, causal):
         tokens[r][p.queries.rows].split([len(tokens[r]) - int(p.queries.leaving.sum()), *p.queries.leaving])
         for r, p in enumerate(plans)
     ]  # of each rank: those that stay, then those that leave for rank 0, 1, …
-    sent = [torch.cat([tokens[r][a:b] for a, b in p.keys.sent.tolist()]).split(p.keys.leaving.tolist())
-            if p.keys.travel != ALL else None for r, p in enumerate(plans)]  # fmt: skip
+    sent = [
+        torch.cat([tokens[r][a:b] for a, b in p.keys.sent.tolist()]).split(p.keys.leaving.tolist())
+        if p.keys.travel != ALL
+        else None
+        for r, p in enumerate(plans)
+    ]
     for r, (spans, moved, keys, _) in enumerate(plans):
         assert moved.rows.sort().values.equal(torch.arange(len(tokens[r])))
         q = torch.cat([queries[r][0], *(queries[s][1 + r] for s in range(W))])

@@ -100,9 +100,7 @@ def cost_to_build(documents: int, world_size: int, layout: str) -> tuple[int, in
 
     sys.setprofile(seen)
     try:
-        build_cp_context(
-            cu, rank=31, world_size=world_size, layout=layout, num_streams=4, conv1d_kernel_size=4
-        )  # fmt: skip
+        build_cp_context(cu, rank=31, world_size=world_size, layout=layout, num_streams=4, conv1d_kernel_size=4)
     finally:
         sys.setprofile(None)
     return calls, elements

@@ -320,8 +320,12 @@ def third_recurrence(rank: int, world_size: int, lengths: list[int], layout: str
 def test_another_recurrence_goes_through_the_same_fold(worlds: Callable, lengths: list[int], layout: str) -> None:
     ranks = worlds(4).run(third_recurrence, lengths, layout)
     x = leaves(rwkv7_inputs(64))
-    o = torch.cat([rwkv7(dict(zip(x, e, strict=True)), torch.zeros(2, 5, 3).double())[0]
-                   for e in zip(*(t.split(lengths) for t in x.values()), strict=True)])  # fmt: skip
+    o = torch.cat(
+        [
+            rwkv7(dict(zip(x, e, strict=True)), torch.zeros(2, 5, 3).double())[0]
+            for e in zip(*(t.split(lengths) for t in x.values()), strict=True)
+        ]
+    )
     do = torch.randn(64, 2, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     want = [o, *torch.autograd.grad(o, list(x.values()), do)]
     for rank, got in enumerate(ranks):

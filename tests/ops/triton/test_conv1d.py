@@ -52,9 +52,15 @@ def run_both(lengths, D, W, *, silu=True, has_bias=True, has_state=True, dtype=t
 
     def ours(x, weight, bias, state):
         y, final = causal_conv1d(
-            x[None], weight, bias, activation="silu" if silu else None, initial_state=state, output_final_state=True,
-            cu_seqlens=torch.tensor(cu, dtype=torch.int32, device=DEVICE), impl="triton",
-        )  # fmt: skip
+            x[None],
+            weight,
+            bias,
+            activation="silu" if silu else None,
+            initial_state=state,
+            output_final_state=True,
+            cu_seqlens=torch.tensor(cu, dtype=torch.int32, device=DEVICE),
+            impl="triton",
+        )
         return y[0], final
 
     return grads(ours, {"device": DEVICE, "dtype": dtype}), grads(

@@ -284,10 +284,11 @@ def test_compiles_without_a_break(op: str, K: int, V: int) -> None:
     want, got = forward(x, cu), torch.compile(forward, backend="aot_eager", fullgraph=True)(x, cu)
     for part in (slice(0, 1), slice(1, 2), slice(0, 2)):  # a loss of either output, or of both
         a, b = (
-            torch.autograd.grad(sum(y.square().sum() for y in out[part]), list(x.values()), retain_graph=True,
-                                allow_unused=True)
+            torch.autograd.grad(
+                sum(y.square().sum() for y in out[part]), list(x.values()), retain_graph=True, allow_unused=True
+            )
             for out in (got, want)
-        )  # fmt: skip
+        )
         assert all((p is None) == (q is None) and (p is None or torch.equal(p, q)) for p, q in zip(a, b, strict=True))
 
 

@@ -19,13 +19,24 @@ SHARED = {80: 166912, 86: 101376, 89: 101376, 100: 232448, 120: 101376}  # bytes
 FEW = 64  # bytes a thread that may be spilled: it costs nothing that one would see
 MORE = {(86, "gdn"): 576}  # with Triton 3.6
 KERNELS = {
-    "kda": ("gradient_kernel",), "gdn": ("reverse_kernel",), "conv1d": ("conv1d_bwd_kernel",),
-    "swiglu": ("swiglu_bwd_kernel",), "cross_entropy": ("logsumexp_kernel",),
-}  # fmt: skip
+    "kda": ("gradient_kernel",),
+    "gdn": ("reverse_kernel",),
+    "conv1d": ("conv1d_bwd_kernel",),
+    "swiglu": ("swiglu_bwd_kernel",),
+    "cross_entropy": ("logsumexp_kernel",),
+}
 COMPILED = [  # here; K = V = 128
-    (86, "kda"), (86, "gdn"), (86, "swiglu"), (100, "kda"), (100, "conv1d"), (100, "cross_entropy"), (120, "kda"),
-    (120, "gdn"), (120, "swiglu"), (120, "cross_entropy"),
-]  # fmt: skip
+    (86, "kda"),
+    (86, "gdn"),
+    (86, "swiglu"),
+    (100, "kda"),
+    (100, "conv1d"),
+    (100, "cross_entropy"),
+    (120, "kda"),
+    (120, "gdn"),
+    (120, "swiglu"),
+    (120, "cross_entropy"),
+]
 
 
 def launches(target: int, op: str, K: int, only: tuple[str, ...] = ()) -> list[dict]:

@@ -63,10 +63,21 @@ def errors(op: str, x: dict[str, torch.Tensor], **options) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("K", "V", "H"),
     [
-        (128, 128, 4), (128, 128, 2), (64, 64, 2), (32, 64, 4), (64, 128, 4), (256, 256, 4), (128, 256, 2),
-        (96, 192, 4), (96, 96, 2), (40, 72, 4), (8, 8, 2), (136, 256, 4), (200, 200, 2),
+        (128, 128, 4),
+        (128, 128, 2),
+        (64, 64, 2),
+        (32, 64, 4),
+        (64, 128, 4),
+        (256, 256, 4),
+        (128, 256, 2),
+        (96, 192, 4),
+        (96, 96, 2),
+        (40, 72, 4),
+        (8, 8, 2),
+        (136, 256, 4),
+        (200, 200, 2),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("op", ["kda", "gdn"])
 def test_promised_errors(op: str, K: int, V: int, H: int, gate: str) -> None:
     """Documents of 1 to 300 tokens and one of 4096, states in and out; every gate both ops have, at and beyond safe."""

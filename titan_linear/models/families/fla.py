@@ -55,21 +55,29 @@ def _from_hf(config: Json, kind: type[KDA] | type[GDN]) -> ModelConfig:
     layers = range(key("num_hidden_layers"))
     linear = None if set(layers) <= set(softmax) else _linear_from_hf(key, kind)
     return ModelConfig(
-        vocab_size=key("vocab_size"), dim=dim, num_layers=len(layers), hidden_dim=_hidden_dim(key, dim),
+        vocab_size=key("vocab_size"),
+        dim=dim,
+        num_layers=len(layers),
+        hidden_dim=_hidden_dim(key, dim),
         pattern=shortest([attention if i in softmax else linear for i in layers]),
-        tie_embeddings=key("tie_word_embeddings", False), norm_eps=key("norm_eps", 1e-6),
+        tie_embeddings=key("tie_word_embeddings", False),
+        norm_eps=key("norm_eps", 1e-6),
         init_std=key("initializer_range", 0.02),
-    )  # fmt: skip
+    )
 
 
 def _linear_from_hf(key: Keys, kind: type[KDA] | type[GDN]) -> KDA | GDN:
     heads, head_dim = key("num_heads"), key("head_dim")
     own = {"lower_bound": key("lower_bound", None)} if kind is KDA else {}
     return kind(
-        heads=heads, v_heads=key("num_v_heads", None) or heads, head_dim=head_dim,
-        v_head_dim=int(head_dim * key("expand_v", 1.0 if kind is KDA else 2.0)), conv_size=key("conv_size", 4),
-        beta_range=2.0 if key("allow_neg_eigval", False) else 1.0, **own,
-    )  # fmt: skip
+        heads=heads,
+        v_heads=key("num_v_heads", None) or heads,
+        head_dim=head_dim,
+        v_head_dim=int(head_dim * key("expand_v", 1.0 if kind is KDA else 2.0)),
+        conv_size=key("conv_size", 4),
+        beta_range=2.0 if key("allow_neg_eigval", False) else 1.0,
+        **own,
+    )
 
 
 def _hidden_dim(key: Keys, dim: int) -> int:
@@ -94,31 +102,43 @@ def _softmax_from_hf(key: Keys, dim: int) -> tuple[list[int], Attention | None]:
     spec.only("window_size", None)
     heads = spec("num_heads")
     return layers, Attention(
-        heads=heads, kv_heads=spec("num_kv_heads", None) or heads, head_dim=dim // heads,
+        heads=heads,
+        kv_heads=spec("num_kv_heads", None) or heads,
+        head_dim=dim // heads,
         rope_theta=float(spec("rope_theta", None) or 10000.0),
-    )  # fmt: skip
+    )
 
 
 def _to_hf(config: ModelConfig, kind: type[KDA] | type[GDN]) -> Json:
     written = dict(
         model_type="kda" if kind is KDA else "gated_deltanet",
         **remote_code(config, "KDA" if kind is KDA else "GatedDeltaNet"),
-        hidden_act="swish", use_short_conv=True, use_gate=True, attn=None,
-    )  # fmt: skip
+        hidden_act="swish",
+        use_short_conv=True,
+        use_gate=True,
+        attn=None,
+    )
     if linear := options_of(config, kind):
         written |= dict(
-            num_heads=linear.heads, num_v_heads=linear.v_heads, head_dim=linear.head_dim,
-            expand_v=linear.v_head_dim / linear.head_dim, conv_size=linear.conv_size,
+            num_heads=linear.heads,
+            num_v_heads=linear.v_heads,
+            head_dim=linear.head_dim,
+            expand_v=linear.v_head_dim / linear.head_dim,
+            conv_size=linear.conv_size,
             allow_neg_eigval=linear.beta_range == 2.0,
-        )  # fmt: skip
+        )
     if isinstance(linear, KDA):
         written |= dict(safe_gate=linear.lower_bound is not None, lower_bound=linear.lower_bound)
     if attention := options_of(config, Attention):
         softmax = [i for i, mixer in enumerate(config.layers) if isinstance(mixer, Attention)]
         written["attn"] = dict(
-            layers=softmax, num_heads=attention.heads, num_kv_heads=attention.kv_heads, qkv_bias=False,
-            window_size=None, rope_theta=attention.rope_theta,
-        )  # fmt: skip
+            layers=softmax,
+            num_heads=attention.heads,
+            num_kv_heads=attention.kv_heads,
+            qkv_bias=False,
+            window_size=None,
+            rope_theta=attention.rope_theta,
+        )
     return written
 
 

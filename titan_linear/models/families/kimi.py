@@ -89,9 +89,14 @@ def _kda_from_hf(key: Keys, linear: Json) -> KDA:
     heads = linear.get("num_heads", key("linear_num_heads", 32))
     head_dim = linear.get("head_dim", key("linear_head_dim", 128))
     return KDA(
-        heads=heads, v_heads=heads, head_dim=head_dim, v_head_dim=head_dim, lower_bound=None, gate_bias=False,
+        heads=heads,
+        v_heads=heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim,
+        lower_bound=None,
+        gate_bias=False,
         conv_size=linear.get("short_conv_kernel_size", key("linear_conv_kernel_dim", 4)),
-    )  # fmt: skip
+    )
 
 
 def _mla_from_hf(key: Keys) -> MLA:
@@ -99,9 +104,12 @@ def _mla_from_hf(key: Keys) -> MLA:
     if key("num_key_value_heads", None) not in (None, heads):
         raise ValueError(f"config.json: num_key_value_heads = {key('num_key_value_heads')}; only {heads} is known")
     return MLA(
-        heads=heads, kv_rank=key("kv_lora_rank"), nope_dim=key("qk_nope_head_dim"),
-        shared_k_dim=key("qk_rope_head_dim"), v_dim=key("v_head_dim"),
-    )  # fmt: skip
+        heads=heads,
+        kv_rank=key("kv_lora_rank"),
+        nope_dim=key("qk_nope_head_dim"),
+        shared_k_dim=key("qk_rope_head_dim"),
+        v_dim=key("v_head_dim"),
+    )
 
 
 def _layer_types(key: Keys, linear: Json) -> list[str]:
@@ -124,12 +132,16 @@ def _moe_from_hf(key: Keys) -> MoEConfig:
     hidden = key("moe_intermediate_size")
     return MoEConfig(
         num_experts=_first(key, "num_experts", "num_local_experts"),
-        top_k=_first(key, "num_experts_per_token", "num_experts_per_tok"), hidden_dim=hidden,
+        top_k=_first(key, "num_experts_per_token", "num_experts_per_tok"),
+        hidden_dim=hidden,
         shared_hidden_dim=hidden * _first(key, "num_shared_experts", "n_shared_experts", default=0),
-        score="sigmoid", normalise=key("moe_renormalize", key("norm_topk_prob", True)), selection_bias=True,
-        scale=key("routed_scaling_factor"), groups=_first(key, "num_expert_group", "n_group"),
+        score="sigmoid",
+        normalise=key("moe_renormalize", key("norm_topk_prob", True)),
+        selection_bias=True,
+        scale=key("routed_scaling_factor"),
+        groups=_first(key, "num_expert_group", "n_group"),
         top_groups=key("topk_group", 1),
-    )  # fmt: skip
+    )
 
 
 def _first(key: Keys, *names: str, default: int | None = None) -> int:
@@ -141,22 +153,34 @@ def _first(key: Keys, *names: str, default: int | None = None) -> int:
 
 def _to_hf(config: ModelConfig) -> Json:
     written = dict(
-        model_type="kimi_linear", **common_to_hf(config), intermediate_size=config.hidden_dim, q_lora_rank=None,
+        model_type="kimi_linear",
+        **common_to_hf(config),
+        intermediate_size=config.hidden_dim,
+        q_lora_rank=None,
         mlp_layer_types=["sparse" if config.has_experts(i) else "dense" for i in range(config.num_layers)],
-    )  # fmt: skip
+    )
     if kda := options_of(config, KDA):
         written |= dict(linear_num_heads=kda.heads, linear_head_dim=kda.head_dim, linear_conv_kernel_dim=kda.conv_size)
     if mla := options_of(config, MLA):
         written |= dict(
-            num_attention_heads=mla.heads, num_key_value_heads=mla.heads, kv_lora_rank=mla.kv_rank,
-            qk_nope_head_dim=mla.nope_dim, qk_rope_head_dim=mla.shared_k_dim, v_head_dim=mla.v_dim,
-        )  # fmt: skip
+            num_attention_heads=mla.heads,
+            num_key_value_heads=mla.heads,
+            kv_lora_rank=mla.kv_rank,
+            qk_nope_head_dim=mla.nope_dim,
+            qk_rope_head_dim=mla.shared_k_dim,
+            v_head_dim=mla.v_dim,
+        )
     if (moe := config.moe) is not None:
         written |= dict(
-            num_experts=moe.num_experts, num_experts_per_token=moe.top_k, moe_intermediate_size=moe.hidden_dim,
-            num_shared_experts=moe.shared_hidden_dim // moe.hidden_dim, moe_renormalize=moe.normalise,
-            routed_scaling_factor=moe.scale, num_expert_group=moe.groups, topk_group=moe.top_groups,
-        )  # fmt: skip
+            num_experts=moe.num_experts,
+            num_experts_per_token=moe.top_k,
+            moe_intermediate_size=moe.hidden_dim,
+            num_shared_experts=moe.shared_hidden_dim // moe.hidden_dim,
+            moe_renormalize=moe.normalise,
+            routed_scaling_factor=moe.scale,
+            num_expert_group=moe.groups,
+            topk_group=moe.top_groups,
+        )
     return written
 
 
@@ -171,18 +195,35 @@ _MLA = MLA(heads=32, kv_rank=512, nope_dim=128, shared_k_dim=64, v_dim=128)
 
 KIMI_LINEAR_MODELS = {
     "debug": ModelConfig(  # latent attention, groups of experts, a selection bias that moves
-        vocab_size=320, dim=128, num_layers=2, hidden_dim=256,
+        vocab_size=320,
+        dim=128,
+        num_layers=2,
+        hidden_dim=256,
         pattern=(
             KDA(heads=2, v_heads=2, head_dim=32, v_head_dim=32, lower_bound=None, gate_bias=False),
             MLA(heads=4, kv_rank=32, nope_dim=32, shared_k_dim=16, v_dim=32),
         ),
         dense_layers=(0,),
-        moe=MoEConfig(8, 2, 64, shared_hidden_dim=64, score="sigmoid", scale=2.446, selection_bias=True, groups=4,
-                      top_groups=2, bias_update_rate=1e-3),
+        moe=MoEConfig(
+            8,
+            2,
+            64,
+            shared_hidden_dim=64,
+            score="sigmoid",
+            scale=2.446,
+            selection_bias=True,
+            groups=4,
+            top_groups=2,
+            bias_update_rate=1e-3,
+        ),
     ),
     "48B-A3B": ModelConfig(
-        vocab_size=163840, dim=2304, pattern=(_KDA, _KDA, _KDA, _MLA) * 6 + (_KDA, _KDA, _MLA), num_layers=27,
-        hidden_dim=9216, dense_layers=(0,),
+        vocab_size=163840,
+        dim=2304,
+        pattern=(_KDA, _KDA, _KDA, _MLA) * 6 + (_KDA, _KDA, _MLA),
+        num_layers=27,
+        hidden_dim=9216,
+        dense_layers=(0,),
         moe=MoEConfig(256, 8, 1024, shared_hidden_dim=1024, score="sigmoid", scale=2.446, selection_bias=True),
     ),
-}  # fmt: skip
+}

@@ -191,22 +191,34 @@ def common_from_hf(key: Keys) -> Json:
     key.only("hidden_act", "silu", "swish")
     key.only("quantization_config", None)
     return dict(
-        vocab_size=key("vocab_size"), dim=key("hidden_size"), num_layers=key("num_hidden_layers"),
-        norm_eps=key("rms_norm_eps"), tie_embeddings=key("tie_word_embeddings", False),
+        vocab_size=key("vocab_size"),
+        dim=key("hidden_size"),
+        num_layers=key("num_hidden_layers"),
+        norm_eps=key("rms_norm_eps"),
+        tie_embeddings=key("tie_word_embeddings", False),
         init_std=key("initializer_range", 0.02),
-    )  # fmt: skip
+    )
 
 
 def common_to_hf(config: ModelConfig) -> Json:
     return dict(
-        vocab_size=config.vocab_size, hidden_size=config.dim, num_hidden_layers=config.num_layers,
-        rms_norm_eps=config.norm_eps, tie_word_embeddings=config.tie_embeddings, initializer_range=config.init_std,
-        hidden_act="silu", attention_bias=False, layer_types=layer_types(config),
-    )  # fmt: skip
+        vocab_size=config.vocab_size,
+        hidden_size=config.dim,
+        num_hidden_layers=config.num_layers,
+        rms_norm_eps=config.norm_eps,
+        tie_word_embeddings=config.tie_embeddings,
+        initializer_range=config.init_std,
+        hidden_act="silu",
+        attention_bias=False,
+        layer_types=layer_types(config),
+    )
 
 
 # GDN's options -> their names in Qwen's and OLMo's families.
 GDN_SIZES = dict(
-    heads="linear_num_key_heads", v_heads="linear_num_value_heads", head_dim="linear_key_head_dim",
-    v_head_dim="linear_value_head_dim", conv_size="linear_conv_kernel_dim",
-)  # fmt: skip
+    heads="linear_num_key_heads",
+    v_heads="linear_num_value_heads",
+    head_dim="linear_key_head_dim",
+    v_head_dim="linear_value_head_dim",
+    conv_size="linear_conv_kernel_dim",
+)

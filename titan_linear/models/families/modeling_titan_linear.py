@@ -29,10 +29,19 @@ class TitanLinearConfig(PretrainedConfig):
     model_type = "titan_linear"
 
     def __init__(
-        self, vocab_size=32000, hidden_size=1024, num_hidden_layers=0, intermediate_size=2816, pattern=(),
-        norm_eps=1e-5, zero_centred_norm=False, post_norm=(), initializer_range=0.02, tie_word_embeddings=False,
+        self,
+        vocab_size=32000,
+        hidden_size=1024,
+        num_hidden_layers=0,
+        intermediate_size=2816,
+        pattern=(),
+        norm_eps=1e-5,
+        zero_centred_norm=False,
+        post_norm=(),
+        initializer_range=0.02,
+        tie_word_embeddings=False,
         **kwargs,
-    ):  # fmt: skip
+    ):
         self.vocab_size, self.hidden_size, self.num_hidden_layers = vocab_size, hidden_size, num_hidden_layers
         self.intermediate_size, self.pattern, self.post_norm = intermediate_size, list(pattern), list(post_norm)
         self.norm_eps, self.zero_centred_norm = norm_eps, zero_centred_norm
@@ -360,9 +369,18 @@ class TitanLinearForCausalLM(PreTrainedModel, GenerationMixin):
         return {"input_ids": unread, "past_key_values": past_key_values, "attention_mask": attention_mask, **kwargs}
 
     def forward(
-        self, input_ids=None, attention_mask=None, past_key_values=None, inputs_embeds=None, labels=None,
-        use_cache=None, logits_to_keep=0, return_dict=None, num_items_in_batch=None, **kwargs,
-    ):  # fmt: skip
+        self,
+        input_ids=None,
+        attention_mask=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        use_cache=None,
+        logits_to_keep=0,
+        return_dict=None,
+        num_items_in_batch=None,
+        **kwargs,
+    ):
         """input_ids [B, T] -> logits [B, T, vocab], of the last `logits_to_keep` tokens only, unless that is 0.
 
         attention_mask [B, earlier tokens + T]: 0 for padding. labels [B, T], −100: none; the loss is their mean,

@@ -64,10 +64,14 @@ def _gdn_from_hf(key: Keys) -> GDN:
     heads = key("linear_num_key_heads", None) or key("num_attention_heads")
     head_dim = key("linear_key_head_dim", None) or int(0.75 * key("hidden_size") / heads)
     return GDN(
-        heads=heads, v_heads=key("linear_num_value_heads", None) or key("num_attention_heads"), head_dim=head_dim,
-        v_head_dim=key("linear_value_head_dim", None) or 2 * head_dim, conv_size=key("linear_conv_kernel_dim", 4),
-        beta_range=2.0 if key("linear_allow_neg_eigval", True) else 1.0, o_norm_eps=O_NORM_EPS,
-    )  # fmt: skip
+        heads=heads,
+        v_heads=key("linear_num_value_heads", None) or key("num_attention_heads"),
+        head_dim=head_dim,
+        v_head_dim=key("linear_value_head_dim", None) or 2 * head_dim,
+        conv_size=key("linear_conv_kernel_dim", 4),
+        beta_range=2.0 if key("linear_allow_neg_eigval", True) else 1.0,
+        o_norm_eps=O_NORM_EPS,
+    )
 
 
 def _attention_from_hf(key: Keys) -> Attention:
@@ -75,18 +79,22 @@ def _attention_from_hf(key: Keys) -> Attention:
     if theta is not None and math.isnan(theta):  # transformers and vLLM read this differently
         raise ValueError("config.json: rope_parameters has no 'rope_theta'; set it: null for a model without positions")
     return Attention(
-        heads=heads, kv_heads=key("num_key_value_heads", None) or heads, head_dim=key("hidden_size") // heads,
-        qk_norm="width", rope_theta=theta,
-    )  # fmt: skip
+        heads=heads,
+        kv_heads=key("num_key_value_heads", None) or heads,
+        head_dim=key("hidden_size") // heads,
+        qk_norm="width",
+        rope_theta=theta,
+    )
 
 
 def _to_hf(config: ModelConfig) -> Json:
     written = dict(model_type="olmo_hybrid", **common_to_hf(config), intermediate_size=config.hidden_dim)
     if attention := options_of(config, Attention):
         written |= dict(
-            num_attention_heads=attention.heads, num_key_value_heads=attention.kv_heads,
+            num_attention_heads=attention.heads,
+            num_key_value_heads=attention.kv_heads,
             rope_parameters=dict(rope_type="default", rope_theta=attention.rope_theta),
-        )  # fmt: skip
+        )
     if gdn := options_of(config, GDN):
         written |= {theirs: getattr(gdn, ours) for ours, theirs in GDN_SIZES.items()}
         written["linear_allow_neg_eigval"] = gdn.beta_range == 2.0
@@ -102,7 +110,12 @@ _ATTENTION = Attention(heads=30, kv_heads=30, head_dim=128, qk_norm="width", rop
 
 OLMO_HYBRID_MODELS = {
     "7B": ModelConfig(
-        vocab_size=100352, dim=3840, pattern=(_GDN, _GDN, _GDN, _ATTENTION), num_layers=32, hidden_dim=11008,
-        post_norm=(Attention.name,), norm_eps=1e-6,
+        vocab_size=100352,
+        dim=3840,
+        pattern=(_GDN, _GDN, _GDN, _ATTENTION),
+        num_layers=32,
+        hidden_dim=11008,
+        post_norm=(Attention.name,),
+        norm_eps=1e-6,
     )
-}  # fmt: skip
+}

@@ -18,6 +18,4 @@ def _to_hf(config: ModelConfig) -> Json:
 
 OWN_ATTENTION = (*FLA_ATTENTION, *same("mixer.", "attn.", "q_norm", "k_norm", "g_proj"))
 
-OWN_FAMILY = Family(
-    FLA_MODEL, {KDA: FLA_KDA, GDN: FLA_GDN, Attention: OWN_ATTENTION}, MLP, (), from_remote, _to_hf
-)  # fmt: skip
+OWN_FAMILY = Family(FLA_MODEL, {KDA: FLA_KDA, GDN: FLA_GDN, Attention: OWN_ATTENTION}, MLP, (), from_remote, _to_hf)

@@ -82,19 +82,28 @@ def _from_hf(config: Json, model_type: str) -> ModelConfig:
 def _attention_from_hf(key: Keys) -> Attention:
     theta, fraction = key.rope(10000.0, 0.25)
     return Attention(
-        heads=key("num_attention_heads"), kv_heads=key("num_key_value_heads"), head_dim=key("head_dim"), qk_norm="head",
-        rope_theta=theta, rotary_fraction=fraction, output_gate=True,
-    )  # fmt: skip
+        heads=key("num_attention_heads"),
+        kv_heads=key("num_key_value_heads"),
+        head_dim=key("head_dim"),
+        qk_norm="head",
+        rope_theta=theta,
+        rotary_fraction=fraction,
+        output_gate=True,
+    )
 
 
 def _moe_from_hf(key: Keys, model_type: str) -> MoEConfig:
     shared = key("shared_expert_intermediate_size", 0) or 0
     normalise = model_type != "qwen3_next" or key("norm_topk_prob", True)  # Qwen3.5 always does, without a key
     return MoEConfig(
-        num_experts=key("num_experts"), top_k=key("num_experts_per_tok"), hidden_dim=key("moe_intermediate_size"),
-        shared_hidden_dim=shared, shared_gate=shared > 0, normalise=normalise,
+        num_experts=key("num_experts"),
+        top_k=key("num_experts_per_tok"),
+        hidden_dim=key("moe_intermediate_size"),
+        shared_hidden_dim=shared,
+        shared_gate=shared > 0,
+        normalise=normalise,
         balance_coefficient=key("router_aux_loss_coef", 0.001) if key("output_router_logits", False) else 0.0,
-    )  # fmt: skip
+    )
 
 
 def _dense_layers(key: Keys) -> tuple[int, ...]:
@@ -106,21 +115,26 @@ def _to_hf(config: ModelConfig, model_type: str) -> Json:
     written = dict(model_type=model_type, **common_to_hf(config))
     if attention := options_of(config, Attention):
         written |= dict(
-            num_attention_heads=attention.heads, num_key_value_heads=attention.kv_heads, head_dim=attention.head_dim,
+            num_attention_heads=attention.heads,
+            num_key_value_heads=attention.kv_heads,
+            head_dim=attention.head_dim,
             rope_parameters=dict(
                 rope_type="default", rope_theta=attention.rope_theta, partial_rotary_factor=attention.rotary_fraction
             ),
-        )  # fmt: skip
+        )
     if gdn := options_of(config, GDN):
         written |= {theirs: getattr(gdn, ours) for ours, theirs in GDN_SIZES.items()}
     if config.hidden_dim:
         written["intermediate_size"] = config.hidden_dim
     if (moe := config.moe) is not None:
         written |= dict(
-            num_experts=moe.num_experts, num_experts_per_tok=moe.top_k, moe_intermediate_size=moe.hidden_dim,
-            shared_expert_intermediate_size=moe.shared_hidden_dim, output_router_logits=moe.balance_coefficient > 0,
+            num_experts=moe.num_experts,
+            num_experts_per_tok=moe.top_k,
+            moe_intermediate_size=moe.hidden_dim,
+            shared_expert_intermediate_size=moe.shared_hidden_dim,
+            output_router_logits=moe.balance_coefficient > 0,
             router_aux_loss_coef=moe.balance_coefficient or 0.001,
-        )  # fmt: skip
+        )
     elif model_type != "qwen3_5_text":
         written["num_experts"] = 0
     if model_type == "qwen3_next" and moe is not None:
@@ -166,16 +180,35 @@ _VISION = (r"model\.visual\..*", r"mtp\..*")  # and multi-token prediction
 _QWEN3_5_LAYERS = {GDN: QWEN3_5_GDN, Attention: ATTENTION}
 
 QWEN3_5 = Family(
-    MODEL, _QWEN3_5_LAYERS, MLP, (), *_both_ways("qwen3_5_text"), ("model.", "model.language_model."), _VISION,
-    ("Qwen3_5ForConditionalGeneration",), _TOKENIZER,
-)  # fmt: skip
+    MODEL,
+    _QWEN3_5_LAYERS,
+    MLP,
+    (),
+    *_both_ways("qwen3_5_text"),
+    ("model.", "model.language_model."),
+    _VISION,
+    ("Qwen3_5ForConditionalGeneration",),
+    _TOKENIZER,
+)
 QWEN3_5_MOE = Family(
-    MODEL, _QWEN3_5_LAYERS, MLP, EXPERTS, *_both_ways("qwen3_5_moe_text"), ("model.", "model.language_model."),
-    _VISION, ("Qwen3_5MoeForConditionalGeneration",), _TOKENIZER,
-)  # fmt: skip
+    MODEL,
+    _QWEN3_5_LAYERS,
+    MLP,
+    EXPERTS,
+    *_both_ways("qwen3_5_moe_text"),
+    ("model.", "model.language_model."),
+    _VISION,
+    ("Qwen3_5MoeForConditionalGeneration",),
+    _TOKENIZER,
+)
 QWEN3_NEXT = Family(
-    MODEL, {GDN: QWEN3_NEXT_GDN, Attention: ATTENTION}, MLP, EXPERTS, *_both_ways("qwen3_next"), ignored=(r"mtp\..*",),
-)  # fmt: skip
+    MODEL,
+    {GDN: QWEN3_NEXT_GDN, Attention: ATTENTION},
+    MLP,
+    EXPERTS,
+    *_both_ways("qwen3_next"),
+    ignored=(r"mtp\..*",),
+)
 
 # --- Presets ---------------------------------------------------------------------------------------------------------
 
@@ -183,9 +216,14 @@ QWEN3_NEXT = Family(
 def _qwen(dim: int, layers: int, hidden: int, heads: int, kv_heads: int, v_heads: int, **more: object) -> ModelConfig:
     gdn = GDN(heads=16, v_heads=v_heads, head_dim=128, v_head_dim=128)
     attention = Attention(
-        heads=heads, kv_heads=kv_heads, head_dim=256, qk_norm="head", rope_theta=1e7, rotary_fraction=0.25,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=256,
+        qk_norm="head",
+        rope_theta=1e7,
+        rotary_fraction=0.25,
         output_gate=True,
-    )  # fmt: skip
+    )
     sizes = dict(vocab_size=248320, dim=dim, num_layers=layers, hidden_dim=hidden, norm_eps=1e-6) | more
     return ModelConfig(pattern=(gdn, gdn, gdn, attention), zero_centred_norm=True, **sizes)
 
@@ -196,13 +234,18 @@ def _moe(num_experts: int, top_k: int, hidden: int, **more: object) -> MoEConfig
 
 # Grouped value heads, partial rotary, experts with a load-balance loss.
 _DEBUG = ModelConfig(
-    vocab_size=320, dim=128, num_layers=2, hidden_dim=256, zero_centred_norm=True, norm_eps=1e-6,
+    vocab_size=320,
+    dim=128,
+    num_layers=2,
+    hidden_dim=256,
+    zero_centred_norm=True,
+    norm_eps=1e-6,
     pattern=(
         GDN(heads=2, v_heads=4, head_dim=32, v_head_dim=32),
         Attention(heads=4, kv_heads=2, head_dim=32, qk_norm="head", rotary_fraction=0.25, output_gate=True),
     ),
     moe=_moe(8, 2, 64, balance_coefficient=1e-2),
-)  # fmt: skip
+)
 
 QWEN3_5_MODELS = {
     "debug": _DEBUG,

@@ -17,11 +17,17 @@ def remote_code(config: ModelConfig, name: str) -> Json:
     classes = dict(AutoConfig=f"{name}Config", AutoModelForCausalLM=f"{name}ForCausalLM")
     return dict(
         auto_map={auto: f"{MODELING.stem}.{own}" for auto, own in classes.items()},
-        vocab_size=config.vocab_size, hidden_size=config.dim, num_hidden_layers=config.num_layers,
-        intermediate_size=config.hidden_dim, norm_eps=config.norm_eps, zero_centred_norm=config.zero_centred_norm,
-        post_norm=list(config.post_norm), pattern=[{"kind": m.name, **vars(m)} for m in config.pattern],
-        tie_word_embeddings=config.tie_embeddings, initializer_range=config.init_std,
-    )  # fmt: skip
+        vocab_size=config.vocab_size,
+        hidden_size=config.dim,
+        num_hidden_layers=config.num_layers,
+        intermediate_size=config.hidden_dim,
+        norm_eps=config.norm_eps,
+        zero_centred_norm=config.zero_centred_norm,
+        post_norm=list(config.post_norm),
+        pattern=[{"kind": m.name, **vars(m)} for m in config.pattern],
+        tie_word_embeddings=config.tie_embeddings,
+        initializer_range=config.init_std,
+    )
 
 
 def from_remote(config: Json) -> ModelConfig:
@@ -31,11 +37,17 @@ def from_remote(config: Json) -> ModelConfig:
     if not (isinstance(pattern, list) and pattern and all(isinstance(options, dict) for options in pattern)):
         raise ValueError(f"config.json: pattern = {pattern!r}; give a list of a mixer's options each")
     return ModelConfig(
-        vocab_size=key("vocab_size"), dim=key("hidden_size"), num_layers=key("num_hidden_layers"),
-        hidden_dim=key("intermediate_size"), norm_eps=key("norm_eps"), zero_centred_norm=key("zero_centred_norm"),
-        post_norm=tuple(key("post_norm")), pattern=tuple(_mixer(options) for options in pattern),
-        tie_embeddings=key("tie_word_embeddings"), init_std=key("initializer_range"),
-    )  # fmt: skip
+        vocab_size=key("vocab_size"),
+        dim=key("hidden_size"),
+        num_layers=key("num_hidden_layers"),
+        hidden_dim=key("intermediate_size"),
+        norm_eps=key("norm_eps"),
+        zero_centred_norm=key("zero_centred_norm"),
+        post_norm=tuple(key("post_norm")),
+        pattern=tuple(_mixer(options) for options in pattern),
+        tie_embeddings=key("tie_word_embeddings"),
+        init_std=key("initializer_range"),
+    )
 
 
 def _mixer(options: Json) -> MixerOptions:

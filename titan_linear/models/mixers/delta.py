@@ -86,8 +86,11 @@ class DeltaMixer(nn.Module):
     kept_whole: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")  # rounding to bfloat16 would change a document's decay
     split: ClassVar[dict[str, int]] = {  # by heads; all heads share the output norm's weight
         **{f"{x}_{kind}.weight": 0 for x in "qkv" for kind in ("proj", "conv1d")},
-        "b_proj.weight": 0, "A_log": 0, "dt_bias": 0, "o_proj.weight": 1,
-    }  # fmt: skip
+        "b_proj.weight": 0,
+        "A_log": 0,
+        "dt_bias": 0,
+        "o_proj.weight": 1,
+    }
 
     def __init__(self, options: DeltaOptions, config: ModelConfig, activation: str, A_log: Draw):
         super().__init__()
@@ -140,16 +143,33 @@ class DeltaMixer(nn.Module):
         return seen
 
     def _rule(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor, beta: torch.Tensor,
-        plan: BatchPlan, **states: object,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        gate: torch.Tensor,
+        beta: torch.Tensor,
+        plan: BatchPlan,
+        **states: object,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """o [B, T, HV, V] and, if requested, the final states [N, HV, K, V]; gate and beta come from `_gates`."""
         return self._delta_rule(
-            q, k, v, gate, beta, A_log=self.A_log, dt_bias=self.dt_bias,
-            use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True,
-            allow_neg_eigval=self.beta_range == 2.0, impl=self.implementations.get(self.op, "auto"),
-            cp_method=plan.linear_method, **plan.documents, **states,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            gate,
+            beta,
+            A_log=self.A_log,
+            dt_bias=self.dt_bias,
+            use_qk_l2norm_in_kernel=True,
+            use_gate_in_kernel=True,
+            use_beta_sigmoid_in_kernel=True,
+            allow_neg_eigval=self.beta_range == 2.0,
+            impl=self.implementations.get(self.op, "auto"),
+            cp_method=plan.linear_method,
+            **plan.documents,
+            **states,
+        )
 
     def _convolved(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
         """q, k [B, T, H, K] and v [B, T, HV, V] after one convolution over all three: one halo under CP."""
@@ -157,9 +177,14 @@ class DeltaMixer(nn.Module):
         qkv = project(x, self.q_proj, self.k_proj, self.v_proj)
         states = {} if cache is None else {"initial_state": cache.get("conv"), "output_final_state": True}
         parts, tail = causal_conv1d(
-            qkv, torch.cat(weights), activation="silu", widths=[*map(len, weights)],
-            impl=self.implementations.get("causal_conv1d", "auto"), **plan.documents, **states,
-        )  # fmt: skip
+            qkv,
+            torch.cat(weights),
+            activation="silu",
+            widths=[*map(len, weights)],
+            impl=self.implementations.get("causal_conv1d", "auto"),
+            **plan.documents,
+            **states,
+        )
         if cache is not None:
             cache["conv"] = tail
         dims = self.head_dim, self.head_dim, self.v_head_dim

@@ -48,8 +48,11 @@ class KDAMixer(DeltaMixer):
     """The gate and the output gate come from low-rank projections."""
 
     split: ClassVar[dict[str, int]] = {  # of the low-rank projections, the second factors only
-        **DeltaMixer.split, "f_proj.1.weight": 0, "g_proj.1.weight": 0, "g_proj.1.bias": 0,
-    }  # fmt: skip
+        **DeltaMixer.split,
+        "f_proj.1.weight": 0,
+        "g_proj.1.weight": 0,
+        "g_proj.1.bias": 0,
+    }
 
     def __init__(self, options: KDA, config: ModelConfig):
         A_log = uniform_decay(1.0) if options.lower_bound is None else zeros

@@ -84,9 +84,17 @@ def worthwhile(pairs: torch.Tensor, q: torch.Tensor, v: torch.Tensor) -> int:
 
 @operator(kept_by=("selective", "attention"), kind="attention")
 def allgather_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, spans: list[torch.Tensor], queries: list[torch.Tensor],
-    keys: list[torch.Tensor], pairs: torch.Tensor, group: str, scale: float, causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    spans: list[torch.Tensor],
+    queries: list[torch.Tensor],
+    keys: list[torch.Tensor],
+    pairs: torch.Tensor,
+    group: str,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """o like q with Dv, lse [1, Hq, T_local]; spans, queries, keys, pairs: `GatheredSpans`."""
     moved, needed, results = _Queries(QueryRoutes(*queries), group), _Keys(KeyRoutes(*keys), group), _Arrivals()
 
@@ -115,10 +123,20 @@ def _room_in_backward(
 
 @operator(kind="attention", temporary=_room_in_backward)
 def allgather_backward(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    spans: list[torch.Tensor], queries: list[torch.Tensor], keys: list[torch.Tensor], pairs: torch.Tensor, group: str,
-    scale: float, causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    spans: list[torch.Tensor],
+    queries: list[torch.Tensor],
+    keys: list[torch.Tensor],
+    pairs: torch.Tensor,
+    group: str,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     moved, needed = _Queries(QueryRoutes(*queries), group), _Keys(KeyRoutes(*keys), group)
     gradients, gradients_of_keys = _Arrivals(), _Arrivals()
 
@@ -126,9 +144,16 @@ def allgather_backward(
         k_slice, v_slice, (lse_rows, *rest) = came
         do_rows, q_rows, o_rows = (x[None] for x in rest)
         return attend_spans_backward(
-            do_rows, q_rows, k_slice[None], v_slice[None], o_rows, lse_rows.T[None].contiguous(), scale, causal,
+            do_rows,
+            q_rows,
+            k_slice[None],
+            v_slice[None],
+            o_rows,
+            lse_rows.T[None].contiguous(),
+            scale,
+            causal,
             Spans(*spans),
-        )  # fmt: skip
+        )
 
     rows_of, heads = [lse[0].T, do[0], q[0], o[0]], heads_of_slice(pairs, q, k, v)
     for dq, dk, dv in map(compute, _slices(rows_of, k[0], v[0], moved, needed, heads)):

@@ -245,25 +245,49 @@ def build_cp_context(
     moved = _move(tables, cu_seqlens.device if device is None else torch.device(device))
     boundaries = _boundaries("entries", local, moved, programs, joined=world_size > 1)
     return CPContext(
-        group=group, group_name="" if group is None else group.group_name, layout=layout, rank=rank,
-        world_size=world_size, conv1d_kernel_size=conv1d_kernel_size, num_streams=num_streams, slots=len(mine),
-        tokens=int(local[-1]), stream_tokens=int(documents[-1]), all_fragments=fragments,
-        order=tuple(f.rank * len(mine) + f.slot for f in fragments), documents=documents,
-        boundaries=boundaries, **moved["tokens"],
+        group=group,
+        group_name="" if group is None else group.group_name,
+        layout=layout,
+        rank=rank,
+        world_size=world_size,
+        conv1d_kernel_size=conv1d_kernel_size,
+        num_streams=num_streams,
+        slots=len(mine),
+        tokens=int(local[-1]),
+        stream_tokens=int(documents[-1]),
+        all_fragments=fragments,
+        order=tuple(f.rank * len(mine) + f.slot for f in fragments),
+        documents=documents,
+        boundaries=boundaries,
+        **moved["tokens"],
         stream=boundaries if alone else _boundaries("stream", whole, moved, stream_programs or ()),
         forward_chains=Chains(**moved["forward"], **moved["all"]),
         reverse_chains=Chains(**moved["reverse"], **moved["all"]),
         halo=HaloRoutes(**moved["halo"]) if "halo" in moved else None,
-        for_ring=None if ring is None else _rectangles(ring), for_allgather=_gathered(spans, moved) if spans else None,
-    )  # fmt: skip
+        for_ring=None if ring is None else _rectangles(ring),
+        for_allgather=_gathered(spans, moved) if spans else None,
+    )
 
 
 Planned = TypeVar("Planned", Rectangles, GatheredSpans)
 _Tables = Mapping[str, Mapping[str, np.ndarray]]
 ON_HOST = {  # names of the tables that are read on the CPU
-    "slots", "crosses", "sends", "send_counts", "receive_counts", "links", "leaving", "coming", "moves", "pieces",
-    "sent", "travel", "pairs", "most", "between_nodes",
-}  # fmt: skip
+    "slots",
+    "crosses",
+    "sends",
+    "send_counts",
+    "receive_counts",
+    "links",
+    "leaving",
+    "coming",
+    "moves",
+    "pieces",
+    "sent",
+    "travel",
+    "pairs",
+    "most",
+    "between_nodes",
+}
 
 
 def _move(tables: _Tables, device: torch.device) -> dict[str, dict[str, torch.Tensor]]:
@@ -277,9 +301,13 @@ def _move(tables: _Tables, device: torch.device) -> dict[str, dict[str, torch.Te
 
 
 def _boundary_tables(
-    name: str, cu_seqlens: np.ndarray, chunks: Sequence[int], programs: Sequence[int], crossing: np.ndarray,
+    name: str,
+    cu_seqlens: np.ndarray,
+    chunks: Sequence[int],
+    programs: Sequence[int],
+    crossing: np.ndarray,
     joined: bool = False,
-) -> dict[str, dict[str, np.ndarray]]:  # fmt: skip
+) -> dict[str, dict[str, np.ndarray]]:
     """The arrays of `Boundaries`, by group. chunks: the tokens per chunk of each chunk table that is read; crossing:
     [N] bool, as in `segment_arrays`."""
     tables = {name: {"cu_seqlens": cu_seqlens}}
@@ -300,9 +328,12 @@ def _segment_length(cu_seqlens: np.ndarray, programs: int, joined: bool) -> int 
 
 
 def _boundaries(
-    name: str, cu_seqlens: np.ndarray, moved: Mapping[str, Mapping[str, torch.Tensor]], programs: Sequence[int],
+    name: str,
+    cu_seqlens: np.ndarray,
+    moved: Mapping[str, Mapping[str, torch.Tensor]],
+    programs: Sequence[int],
     joined: bool = False,
-) -> Boundaries:  # fmt: skip
+) -> Boundaries:
     """`Boundaries` from the arrays of `_boundary_tables` as tensors."""
     chunks = {n: ChunkTable(**moved[key]) for n in (CHUNK, CONV_RUN) if (key := f"{name}, chunks of {n}") in moved}
     segments = {n: Segments(**moved[key]) if (key := f"{name}, segments {n}") in moved else None for n in programs}

@@ -44,9 +44,16 @@ def ring_attention(
 
 @operator(kept_by=("selective", "attention"), kind="attention")
 def ring_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, squares: list[torch.Tensor], by_hop: torch.Tensor,
-    hops: torch.Tensor, group: str, scale: float, causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    squares: list[torch.Tensor],
+    by_hop: torch.Tensor,
+    hops: torch.Tensor,
+    group: str,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
     """o like q with Dv, lse [1, Hq, T_local]; squares: the fields of `Spans`, by_hop and hops those of `Rectangles`."""
     kv = _Travelling(k, v, group, int(hops))
     o, lse = attend_spans(q, k, v, scale, causal, Spans(*squares))
@@ -70,9 +77,19 @@ def _room_in_backward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, hops: t
 
 @operator(kind="attention", temporary=_room_in_backward)
 def ring_backward(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    squares: list[torch.Tensor], by_hop: torch.Tensor, hops: torch.Tensor, group: str, scale: float, causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    squares: list[torch.Tensor],
+    by_hop: torch.Tensor,
+    hops: torch.Tensor,
+    group: str,
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     acc, D = accumulator_dtype(q.dtype), k.shape[-1]
     kv = _Travelling(k, v, group, int(hops))
     grads = attend_spans_backward(do, q, k, v, o, lse, scale, causal, Spans(*squares))

@@ -258,9 +258,7 @@ def _cpu_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
 def _cpu_backward(do, q, k, v, o, lse, scale: float, causal: bool) -> Triple:
     D, Dv = q.shape[-1], v.shape[-1]
     do, q, k, v, o = _heads_first(*_equal_width(do, q, k, v, o))
-    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        do, q, k, v, o, lse, 0.0, causal, scale=scale
-    )  # fmt: skip
+    grads = aten._scaled_dot_product_flash_attention_for_cpu_backward(do, q, k, v, o, lse, 0.0, causal, scale=scale)
     dq, dk, dv = (g.transpose(1, 2) for g in grads)
     return dq[..., :D], dk[..., :D], dv[..., :Dv]
 
@@ -303,9 +301,7 @@ def _flash_backward(do, q, k, v, o, lse, scale: float, causal: bool, varlen: Var
     do, q, k, v, o = (x.flatten(0, 1) for x in _equal_width(do, q, k, v, o, multiple=8))
     lse = lse.transpose(0, 1).flatten(1).contiguous()  # [Hq, B·Tq]
     unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # no dropout: the random state is not read
-    grads = aten._flash_attention_backward(
-        do, q, k, v, o, lse, *varlen, 0.0, causal, unused, unused, scale=scale
-    )  # fmt: skip
+    grads = aten._flash_attention_backward(do, q, k, v, o, lse, *varlen, 0.0, causal, unused, unused, scale=scale)
     dq, dk, dv = (g.unflatten(0, (B, -1)) for g in grads)
     assert dk.shape[1] == Tk
     return dq[..., :D], dk[..., :D], dv[..., :Dv]
@@ -403,10 +399,16 @@ def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
 
 
 FORWARD = {
-    "flash4": _flash4_forward, "cpu": _cpu_forward, "cudnn": _cudnn_forward, "flash": _flash_forward,
+    "flash4": _flash4_forward,
+    "cpu": _cpu_forward,
+    "cudnn": _cudnn_forward,
+    "flash": _flash_forward,
     "tiled": _tiled_forward,
-}  # fmt: skip
+}
 BACKWARD = {
-    "flash4": _flash4_backward, "cpu": _cpu_backward, "cudnn": _cudnn_backward, "flash": _flash_backward,
+    "flash4": _flash4_backward,
+    "cpu": _cpu_backward,
+    "cudnn": _cudnn_backward,
+    "flash": _flash_backward,
     "tiled": _tiled_backward,
-}  # fmt: skip
+}

@@ -66,10 +66,14 @@ def make_chunks(boundaries: Boundaries) -> Chunks:
     order = counts.argsort(descending=True, stable=True)
     longest = [first[order][counts[order] > s] + s for s in range(int(counts.max()))]
     return Chunks(
-        int(counts.sum()), tuple(first.tolist()), tuple(counts.tolist()),
-        None if rows is None else rows.to(device), order.to(device), order.argsort().to(device),
+        int(counts.sum()),
+        tuple(first.tolist()),
+        tuple(counts.tolist()),
+        None if rows is None else rows.to(device),
+        order.to(device),
+        order.argsort().to(device),
         tuple(ids.to(device) for ids in longest),
-    )  # fmt: skip
+    )
 
 
 class Prepared(NamedTuple):

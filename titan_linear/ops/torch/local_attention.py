@@ -43,9 +43,16 @@ def _room_in_backward(q: torch.Tensor, **_: Any) -> int:
 
 @operator(kind="attention", temporary=_room_in_backward)
 def attention_backward(
-    do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor,
-    spans: list[torch.Tensor], scale: float, causal: bool,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    do: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    o: torch.Tensor,
+    lse: torch.Tensor,
+    spans: list[torch.Tensor],
+    scale: float,
+    causal: bool,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     grads = attend_spans_backward(do, q, k, v, o, lse, scale, causal, Spans(*spans) if spans else None)
     dq, dk, dv = (grad.to(x.dtype).contiguous() for grad, x in zip(grads, (q, k, v), strict=True))
     return dq, dk, dv

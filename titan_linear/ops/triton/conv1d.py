@@ -30,9 +30,7 @@ BACKWARD_CONFIG = {"BD": 256, "R": 8, "num_warps": 2}
 
 
 @triton.jit
-def _part(
-    i_d, x_0, x_1, x_2, stride_0, stride_1, stride_2, D, width_0, width_1, BD: tl.constexpr
-):  # fmt: skip
+def _part(i_d, x_0, x_1, x_2, stride_0, stride_1, stride_2, D, width_0, width_1, BD: tl.constexpr):
     """Where block i_d of the D channels lies in the one to three tensors that hold them side by side (missing ones:
     None). Returns the tensor, its stride, the number of channels before it, the block within it and its width."""
     x, stride, before, width = x_0, stride_0, 0, width_0
@@ -165,9 +163,7 @@ def _activation_bwd(b_dz, window, weights, b_bias, W: tl.constexpr, SILU: tl.con
 
 
 @triton.jit
-def _row_gradient(
-    grads, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W: tl.constexpr, HAS_D_FINAL: tl.constexpr
-):  # fmt: skip
+def _row_gradient(grads, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W: tl.constexpr, HAS_D_FINAL: tl.constexpr):
     """The gradient of row p, from dz of rows p to p + W - 1."""
     b_dx = weights[0] * grads[W - 1]
     for i in tl.static_range(1, W):
@@ -181,9 +177,27 @@ def _row_gradient(
 
 @triton.jit
 def _state_gradient(
-    x, dy, window, weights, b_bias, d_final_state, d_initial_state, bos, eos, i_n, i_r, o_d, m_d, D, stride_x,
-    stride_dy, W: tl.constexpr, BD: tl.constexpr, SILU: tl.constexpr, HAS_D_FINAL: tl.constexpr,
-):  # fmt: skip
+    x,
+    dy,
+    window,
+    weights,
+    b_bias,
+    d_final_state,
+    d_initial_state,
+    bos,
+    eos,
+    i_n,
+    i_r,
+    o_d,
+    m_d,
+    D,
+    stride_x,
+    stride_dy,
+    W: tl.constexpr,
+    BD: tl.constexpr,
+    SILU: tl.constexpr,
+    HAS_D_FINAL: tl.constexpr,
+):
     """The gradient of an entry's initial state, from the entry's first rows; `window` is that state. The loop over the
     run computes these rows again: a store there that only they need would slow it down for all rows."""
     grads = ()
@@ -240,7 +254,7 @@ def conv1d_bwd_kernel(
     i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
     dy, stride_dy, before, i_d, width = _part(
         i_d, dy_0, dy_1, dy_2, stride_0, stride_1, stride_2, D, width_0, width_1, BD
-    )  # fmt: skip
+    )
     o_y = i_d * BD + tl.arange(0, BD)
     m_d, o_d = o_y < width, before + o_y
     dy -= before  # so that o_d points at the part's own channels
@@ -267,9 +281,27 @@ def conv1d_bwd_kernel(
         grads = grads + (tl.zeros([BD], tl.float32),)
     if HAS_STATE and (i_s == 0) & (i_r >= 0):
         _state_gradient(
-            x, dy, window, weights, b_bias, d_final_state, d_initial_state, bos, eos, i_n, i_r, o_d, m_d, D, stride_x,
-            stride_dy, W, BD, SILU, HAS_D_FINAL,
-        )  # fmt: skip
+            x,
+            dy,
+            window,
+            weights,
+            b_bias,
+            d_final_state,
+            d_initial_state,
+            bos,
+            eos,
+            i_n,
+            i_r,
+            o_d,
+            m_d,
+            D,
+            stride_x,
+            stride_dy,
+            W,
+            BD,
+            SILU,
+            HAS_D_FINAL,
+        )
     # Row t completes the gradient of row t - W + 1. A run after which the document goes on has a multiple of R rows.
     for t in range(start, end, R):
         rows, d_rows = (), ()
@@ -311,9 +343,18 @@ def conv1d_bwd_kernel(
 @Launcher
 @triton.jit
 def conv1d_final_state_kernel(
-    x, initial_state, state_index, final_state, cu_seqlens, D, stride_x, W: tl.constexpr, BD: tl.constexpr,
-    HAS_STATE: tl.constexpr, HAS_INDEX: tl.constexpr,
-):  # fmt: skip
+    x,
+    initial_state,
+    state_index,
+    final_state,
+    cu_seqlens,
+    D,
+    stride_x,
+    W: tl.constexpr,
+    BD: tl.constexpr,
+    HAS_STATE: tl.constexpr,
+    HAS_INDEX: tl.constexpr,
+):
     """The last W - 1 inputs of each entry; where it is shorter, the rest comes from its initial state."""
     i_d, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_r = _state_row(state_index, i_n, HAS_INDEX)
@@ -372,10 +413,24 @@ def conv1d(
     options = {"W": W, "HAS_STATE": state is not None, "HAS_INDEX": state_index is not None}
     blocks = _blocks(widths, FORWARD_CONFIG["BD"])
     conv1d_fwd_kernel[(chunk_index.shape[0] * blocks,)](
-        x, weight.contiguous(), bias, state, state_index, *_padded(ys[: len(widths)]), cu_seqlens, chunk_index, D,
-        *_first_two(widths), blocks, x.stride(0),
-        BT=BT, SILU=silu, HAS_BIAS=bias is not None, **options, **FORWARD_CONFIG,
-    )  # fmt: skip
+        x,
+        weight.contiguous(),
+        bias,
+        state,
+        state_index,
+        *_padded(ys[: len(widths)]),
+        cu_seqlens,
+        chunk_index,
+        D,
+        *_first_two(widths),
+        blocks,
+        x.stride(0),
+        BT=BT,
+        SILU=silu,
+        HAS_BIAS=bias is not None,
+        **options,
+        **FORWARD_CONFIG,
+    )
     if output_final_state and W > 1:
         conv1d_final_state_kernel[(blocks_of(D, 256), N)](
             x, state, state_index, final_state, cu_seqlens, D, x.stride(0), BD=256, num_warps=1, **options
@@ -426,11 +481,33 @@ def conv1d_backward(
     d_bias = torch.empty(NT, D if bias is not None else 0, dtype=torch.float32, device=x.device)
     blocks = _blocks(widths, BACKWARD_CONFIG["BD"])
     conv1d_bwd_kernel[(NT * blocks,)](
-        x, weight.contiguous(), bias, state, state_index, *_padded(dys), d_final, dx, d_weight, d_bias, d_state,
-        cu_seqlens, chunk_index, D, *_first_two(widths), blocks, x.stride(0), *_padded([dy.stride(0) for dy in dys]),
-        W=W, BT=BT, SILU=silu, HAS_BIAS=bias is not None, HAS_STATE=state is not None,
-        HAS_INDEX=state_index is not None, HAS_D_FINAL=d_final is not None, **BACKWARD_CONFIG,
-    )  # fmt: skip
+        x,
+        weight.contiguous(),
+        bias,
+        state,
+        state_index,
+        *_padded(dys),
+        d_final,
+        dx,
+        d_weight,
+        d_bias,
+        d_state,
+        cu_seqlens,
+        chunk_index,
+        D,
+        *_first_two(widths),
+        blocks,
+        x.stride(0),
+        *_padded([dy.stride(0) for dy in dys]),
+        W=W,
+        BT=BT,
+        SILU=silu,
+        HAS_BIAS=bias is not None,
+        HAS_STATE=state is not None,
+        HAS_INDEX=state_index is not None,
+        HAS_D_FINAL=d_final is not None,
+        **BACKWARD_CONFIG,
+    )
     d_bias = d_bias.sum(0).to(bias.dtype) if bias is not None else x.new_empty(0)
     return dx, d_weight.sum(0).t().contiguous().to(weight.dtype), d_bias, d_state
 
@@ -492,9 +569,17 @@ def packed_conv1d(
     chunk_index = boundaries.derived(_chunk_index, x.shape[0], BT) if chunks is None else chunks.index
     state, state_index = (None, None) if initial is None else (initial.values.to(x.dtype), initial.index)
     *ys, final = conv1d(
-        x, weight, bias, state, state_index, boundaries.cu_seqlens, chunk_index, widths, activation is not None,
+        x,
+        weight,
+        bias,
+        state,
+        state_index,
+        boundaries.cu_seqlens,
+        chunk_index,
+        widths,
+        activation is not None,
         output_final_state,
-    )  # fmt: skip
+    )
     return ys[: len(widths)], final if output_final_state else None
 
 

@@ -36,10 +36,17 @@ def fold_kernel(
     S_ext,  # [links, HV, K, V]
     M,  # [transitions, HV, K, K]
     chain_offsets,  # [slots + 1]
-    s_row, m_row,  # [links of all chains]
+    s_row,
+    m_row,  # [links of all chains]
     out,  # [2, slots, HV, K, V]: the result, and room for the states before it; each half has `half` elements
-    half, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    half,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """Fold one (slot, head, slice of V) along its chain, from one half of `out` to the other and back; the last state
     lands in the first half."""
     i_v, i_sh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -74,9 +81,21 @@ def fold(S_ext: Tensor, M: Tensor, chain_offsets: Tensor, s_row: Tensor, m_row: 
     out, half = S_ext.new_empty(2, slots, HV, K, V), slots * HV * K * V
     BV = min(V, 32)
     fold_kernel[V // BV, slots * HV](
-        S_ext, M, chain_offsets, s_row, m_row, out, half, HV, K=K, V=V, BK=min(K, 64), BV=BV, REVERSE=reverse,
+        S_ext,
+        M,
+        chain_offsets,
+        s_row,
+        m_row,
+        out,
+        half,
+        HV,
+        K=K,
+        V=V,
+        BK=min(K, 64),
+        BV=BV,
+        REVERSE=reverse,
         num_warps=4,
-    )  # fmt: skip
+    )
     return out[0]
 
 
@@ -94,8 +113,15 @@ def fold_segments_kernel(
     index,  # [≥ N] or None
     segment_offsets,  # [N + 1]
     out,  # [S, HV, K, V]
-    N, S, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    N,
+    S,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """Fold one (document, head, slice of V) along its segments. The program after the last document writes zeros for
     the surplus segments, whose empty chunks the scans read."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -136,9 +162,22 @@ def fold_segments(
     (S, HV, K, V), N, out = S_ext.shape, segment_offsets.shape[0] - 1, torch.empty_like(S_ext)
     start, BV = None if start is None else start.contiguous(), min(V, 32)
     fold_segments_kernel[V // BV, (N + 1) * HV](
-        S_ext, M, start, index, segment_offsets, out, N, S, HV, K=K, V=V, BK=min(K, 64), BV=BV, REVERSE=reverse,
+        S_ext,
+        M,
+        start,
+        index,
+        segment_offsets,
+        out,
+        N,
+        S,
+        HV,
+        K=K,
+        V=V,
+        BK=min(K, 64),
+        BV=BV,
+        REVERSE=reverse,
         num_warps=4,
-    )  # fmt: skip
+    )
     return out
 
 
@@ -149,9 +188,23 @@ def _(S_ext, *_):
 
 @triton.jit
 def _through_entry(
-    x, M, out, half, begin, end, i_nh, i_h, HV, column,
-    K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, ADDS: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    x,
+    M,
+    out,
+    half,
+    begin,
+    end,
+    i_nh,
+    i_h,
+    HV,
+    column,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    ADDS: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """Fold BV of the V columns of x through an entry's segments, from the first one's x; ADDS: the rest add theirs."""
     o_s = tl.arange(0, BK)[:, None] * V + column + tl.arange(0, BV)[None, :]
     p_out = out + i_nh * K * V
@@ -175,18 +228,23 @@ def fold_entries_kernel(
     M,  # [S, HV, K, K]
     entries,  # [n]
     segment_offsets,  # [N + 1]
-    state, transition,  # [2, n, HV, K, V], [2, n, HV, K, K]: results, and room for earlier steps
-    n, HV, K: tl.constexpr, V: tl.constexpr, BK: tl.constexpr, BV: tl.constexpr, REVERSE: tl.constexpr,
-):  # fmt: skip
+    state,
+    transition,  # [2, n, HV, K, V], [2, n, HV, K, K]: results, and room for earlier steps
+    n,
+    HV,
+    K: tl.constexpr,
+    V: tl.constexpr,
+    BK: tl.constexpr,
+    BV: tl.constexpr,
+    REVERSE: tl.constexpr,
+):
     """Fold one (entry, head, slice of the state's or the transition's columns) along its segments."""
     i_v, i_nh = tl.program_id(0), tl.program_id(1).to(tl.int64)
     i_h, entry = i_nh % HV, tl.load(entries + i_nh // HV)
     begin, end = tl.load(segment_offsets + entry).to(tl.int64), tl.load(segment_offsets + entry + 1).to(tl.int64)
     half = tl.cast(n, tl.int64) * HV * K
     if i_v < V // BV:
-        _through_entry(
-            S_ext, M, state, half * V, begin, end, i_nh, i_h, HV, i_v * BV, K, V, BK, BV, True, REVERSE
-        )  # fmt: skip
+        _through_entry(S_ext, M, state, half * V, begin, end, i_nh, i_h, HV, i_v * BV, K, V, BK, BV, True, REVERSE)
     elif transition is not None:
         column = i_v * BV - V
         _through_entry(M, M, transition, half * K, begin, end, i_nh, i_h, HV, column, K, K, BK, BV, False, REVERSE)
@@ -199,9 +257,21 @@ def _launch_fold_entries(
     (_, HV, K, V), n = S_ext.shape, len(entries)
     state, BV = S_ext.new_empty(2, n, HV, K, V), min(K, V, 32)
     fold_entries_kernel[V // BV + (0 if transition is None else K // BV), n * HV](
-        S_ext, M, entries, segment_offsets, state, transition, n, HV, K=K, V=V, BK=min(K, 64), BV=BV,
-        REVERSE=transition is None, num_warps=4,
-    )  # fmt: skip
+        S_ext,
+        M,
+        entries,
+        segment_offsets,
+        state,
+        transition,
+        n,
+        HV,
+        K=K,
+        V=V,
+        BK=min(K, 64),
+        BV=BV,
+        REVERSE=transition is None,
+        num_warps=4,
+    )
     return state[0]
 
 

@@ -65,18 +65,49 @@ def _launch_prepare(q, k, g, beta, A_log, dt_bias, C, A, gates, norms, cu_seqlen
     (_, H, K), HV, NT = q.shape, g.shape[1], chunk_index.shape[0]
     q, k, g, beta = (dense_heads(x) for x in (q, k, g, beta))
     kernels.prepare_kernel[(NT * HV,)](
-        q, k, g, beta, A_log, dt_bias, C, A, gates, norms, cu_seqlens, chunk_index, scale, q.stride(0), k.stride(0),
-        g.stride(0), beta.stride(0), HV, R=HV // H, K=K, BT=BT, NORM=norms.numel() > 0, BETA_RANGE=beta_range,
-        PREC=_precision(k), **config("gdn recompute" if C is None else "gdn prepare", k, K),
-    )  # fmt: skip
+        q,
+        k,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        C,
+        A,
+        gates,
+        norms,
+        cu_seqlens,
+        chunk_index,
+        scale,
+        q.stride(0),
+        k.stride(0),
+        g.stride(0),
+        beta.stride(0),
+        HV,
+        R=HV // H,
+        K=K,
+        BT=BT,
+        NORM=norms.numel() > 0,
+        BETA_RANGE=beta_range,
+        PREC=_precision(k),
+        **config("gdn recompute" if C is None else "gdn prepare", k, K),
+    )
 
 
 @operator(kind="delta rule", of_driver=True)
 def gdn_prepare(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
-    scale: float, l2norm: bool, beta_range: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    cu_seqlens: Tensor,
+    chunk_index: Tensor,
+    chunk_offsets: Tensor,
+    scale: float,
+    l2norm: bool,
+    beta_range: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """-> C, A, gates, norms."""
     A, gates, norms = _recomputed(k, g, chunk_index, l2norm)
     C = torch.empty_like(A)
@@ -95,10 +126,19 @@ def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, chunk_index, chunk_offsets, sca
 
 @operator(kind="delta rule", of_driver=True)
 def gdn_recompute(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
-    scale: float, l2norm: bool, beta_range: float | None,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    cu_seqlens: Tensor,
+    chunk_index: Tensor,
+    chunk_offsets: Tensor,
+    scale: float,
+    l2norm: bool,
+    beta_range: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
     """-> A, gates, norms."""
     A, gates, norms = _recomputed(k, g, chunk_index, l2norm)
     _launch_prepare(q, k, g, beta, A_log, dt_bias, None, A, gates, norms, cu_seqlens, chunk_index, scale, beta_range)
@@ -116,11 +156,22 @@ def _scan_outputs(k: Tensor, v: Tensor, final_rows: int) -> tuple[Tensor, Tensor
 
 @operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def gdn_scan(
-    q: Tensor, k: Tensor, v: Tensor, C: Tensor, A: Tensor, gates: Tensor, norms: Tensor,
-    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
-    initial_state: Tensor | None, state_index: Tensor | None, final_index: Tensor | None, final_rows: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    C: Tensor,
+    A: Tensor,
+    gates: Tensor,
+    norms: Tensor,
+    cu_seqlens: Tensor,
+    chunk_index: Tensor,
+    chunk_offsets: Tensor,
+    initial_state: Tensor | None,
+    state_index: Tensor | None,
+    final_index: Tensor | None,
+    final_rows: int,
     scale: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """-> o [T, HV, V], final_state [final_rows, HV, K, V] fp32 (0 rows: none is written)."""
     K, (_, HV, V), N = k.shape[2], v.shape, cu_seqlens.shape[0] - 1
     q, k, v = dense_heads(q), dense_heads(k), dense_heads(v)
@@ -128,16 +179,47 @@ def gdn_scan(
     chosen = _sliced("gdn scan", k, V)
     BV = chosen["BV"]
     kernels.scan_kernel[(N * HV * (V // BV),)](
-        row_tiles(q, BT, K), row_tiles(k, BT, K), row_tiles(v, BT, BV), chunk_tiles(C, BT, BT), chunk_tiles(A, BT, BT),
-        gates, norms, initial_state, state_index, o, final_state if final_rows else None, final_index,
-        cu_seqlens, chunk_offsets, scale, HV, V=V, **_constants(k, HV, norms), **chosen,
-    )  # fmt: skip
+        row_tiles(q, BT, K),
+        row_tiles(k, BT, K),
+        row_tiles(v, BT, BV),
+        chunk_tiles(C, BT, BT),
+        chunk_tiles(A, BT, BT),
+        gates,
+        norms,
+        initial_state,
+        state_index,
+        o,
+        final_state if final_rows else None,
+        final_index,
+        cu_seqlens,
+        chunk_offsets,
+        scale,
+        HV,
+        V=V,
+        **_constants(k, HV, norms),
+        **chosen,
+    )
     return o, final_state
 
 
 @register_fake(gdn_scan)
-def _(q, k, v, C, A, gates, norms, cu_seqlens, chunk_index, chunk_offsets, initial_state, state_index, final_index,
-      final_rows, scale):  # fmt: skip
+def _(
+    q,
+    k,
+    v,
+    C,
+    A,
+    gates,
+    norms,
+    cu_seqlens,
+    chunk_index,
+    chunk_offsets,
+    initial_state,
+    state_index,
+    final_index,
+    final_rows,
+    scale,
+):
     return _scan_outputs(k, v, final_rows)
 
 
@@ -148,9 +230,18 @@ def _boundary_outputs(k: Tensor, v: Tensor, entries: Tensor) -> tuple[Tensor, Te
 
 @operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def gdn_boundary(
-    k: Tensor, v: Tensor, C: Tensor, A: Tensor, gates: Tensor, norms: Tensor,
-    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor, entries: Tensor, wanted: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    k: Tensor,
+    v: Tensor,
+    C: Tensor,
+    A: Tensor,
+    gates: Tensor,
+    norms: Tensor,
+    cu_seqlens: Tensor,
+    chunk_index: Tensor,
+    chunk_offsets: Tensor,
+    entries: Tensor,
+    wanted: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """entries [F] int32 -> S_ext [F, HV, K, V], each listed entry's last state from a zero state, and M [F, HV, K, K],
     its transition; fp32. wanted [F] int32: what is written for each, 0 nothing, 1 S_ext, 2 both; None: both for all."""
     K, (_, HV, V), F = k.shape[2], v.shape, entries.shape[0]
@@ -159,9 +250,22 @@ def gdn_boundary(
     chosen = _sliced("gdn boundary", k, V)
     BV = chosen["BV"]
     kernels.boundary_kernel[(F * HV * ((V + K) // BV),)](
-        row_tiles(k, BT, K), row_tiles(v, BT, BV), chunk_tiles(C, BT, BT), gates, norms, entries, wanted, S_ext, M,
-        cu_seqlens, chunk_offsets, HV, V=V, **_constants(k, HV, norms), **chosen,
-    )  # fmt: skip
+        row_tiles(k, BT, K),
+        row_tiles(v, BT, BV),
+        chunk_tiles(C, BT, BT),
+        gates,
+        norms,
+        entries,
+        wanted,
+        S_ext,
+        M,
+        cu_seqlens,
+        chunk_offsets,
+        HV,
+        V=V,
+        **_constants(k, HV, norms),
+        **chosen,
+    )
     return S_ext, M
 
 
@@ -172,10 +276,20 @@ def _(k, v, C, A, gates, norms, cu_seqlens, chunk_index, chunk_offsets, entries,
 
 @operator(kind="delta rule", of_driver=True)
 def gdn_boundary_bwd(
-    q: Tensor, k: Tensor, do: Tensor, C: Tensor, A: Tensor, gates: Tensor, norms: Tensor,
-    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor, entries: Tensor, wanted: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    do: Tensor,
+    C: Tensor,
+    A: Tensor,
+    gates: Tensor,
+    norms: Tensor,
+    cu_seqlens: Tensor,
+    chunk_index: Tensor,
+    chunk_offsets: Tensor,
+    entries: Tensor,
+    wanted: Tensor | None,
     scale: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """entries [F] int32 -> dS_ext [F, HV, K, V] fp32: the gradient of each listed entry's incoming state if its last
     state has none. wanted [F] int32: 0 leaves an entry's unwritten; None: all are written."""
     K, (_, HV, V), F = k.shape[2], do.shape, entries.shape[0]
@@ -184,10 +298,24 @@ def gdn_boundary_bwd(
     chosen = _sliced("gdn boundary", k, V)
     BV = chosen["BV"]
     kernels.boundary_bwd_kernel[(F * HV * (V // BV),)](
-        row_tiles(q, BT, K), row_tiles(k, BT, K), row_tiles(do, BT, BV), chunk_tiles(C, BT, BT),
-        chunk_tiles(A, BT, BT), gates, norms, entries, wanted, dS_ext, cu_seqlens, chunk_offsets, scale, HV, V=V,
-        **_constants(k, HV, norms), **chosen,
-    )  # fmt: skip
+        row_tiles(q, BT, K),
+        row_tiles(k, BT, K),
+        row_tiles(do, BT, BV),
+        chunk_tiles(C, BT, BT),
+        chunk_tiles(A, BT, BT),
+        gates,
+        norms,
+        entries,
+        wanted,
+        dS_ext,
+        cu_seqlens,
+        chunk_offsets,
+        scale,
+        HV,
+        V=V,
+        **_constants(k, HV, norms),
+        **chosen,
+    )
     return dS_ext
 
 
@@ -204,13 +332,30 @@ def _room_in_backward(k: Tensor, v: Tensor, **_: Any) -> int:
 
 @operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)
 def gdn_backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    do: Tensor, initial_state: Tensor | None, state_index: Tensor | None,
-    d_final_state: Tensor | None, final_index: Tensor | None, need_d_initial: bool,
-    C: Tensor, A: Tensor, gates: Tensor, norms: Tensor,
-    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
-    scale: float, l2norm: bool, beta_range: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    do: Tensor,
+    initial_state: Tensor | None,
+    state_index: Tensor | None,
+    d_final_state: Tensor | None,
+    final_index: Tensor | None,
+    need_d_initial: bool,
+    C: Tensor,
+    A: Tensor,
+    gates: Tensor,
+    norms: Tensor,
+    cu_seqlens: Tensor,
+    chunk_index: Tensor,
+    chunk_offsets: Tensor,
+    scale: float,
+    l2norm: bool,
+    beta_range: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> dq, dk, dv, dg, dbeta, dA_log, ddt_bias (each dense, in its input's dtype; the last two are empty where A_log
     or dt_bias is None), d_initial_state, fp32 in initial_state's shape (empty unless needed; rows that belong to no
     entry stay unwritten)."""
@@ -221,27 +366,80 @@ def gdn_backward(
     q_rows, k_rows, C_tiles = row_tiles(q, BT, K), row_tiles(k, BT, K), chunk_tiles(C, BT, BT)
     h, y = k.new_empty(NT, HV, K, V), v.new_empty(v.shape)
     kernels.states_kernel[(N * HV * (V // states["BV"]),)](
-        k_rows, row_tiles(v, BT, states["BV"]), C_tiles, gates, norms, initial_state, state_index, h, y,
-        cu_seqlens, chunk_offsets, HV, **constants, **states,
-    )  # fmt: skip
+        k_rows,
+        row_tiles(v, BT, states["BV"]),
+        C_tiles,
+        gates,
+        norms,
+        initial_state,
+        state_index,
+        h,
+        y,
+        cu_seqlens,
+        chunk_offsets,
+        HV,
+        **constants,
+        **states,
+    )
 
     dh, dv = torch.empty_like(h), v.new_empty(v.shape)
     d_initial = v.new_empty(initial_state.shape if need_d_initial else 0, dtype=torch.float32)
     kernels.reverse_kernel[(N * HV * (V // reverse["BV"]),)](
-        q_rows, k_rows, row_tiles(do, BT, reverse["BV"]), C_tiles, chunk_tiles(A, BT, BT), gates, norms,
-        d_final_state, final_index, dh, dv, d_initial if need_d_initial else None, state_index,
-        cu_seqlens, chunk_offsets, scale, HV, **constants, **reverse,
-    )  # fmt: skip
+        q_rows,
+        k_rows,
+        row_tiles(do, BT, reverse["BV"]),
+        C_tiles,
+        chunk_tiles(A, BT, BT),
+        gates,
+        norms,
+        d_final_state,
+        final_index,
+        dh,
+        dv,
+        d_initial if need_d_initial else None,
+        state_index,
+        cu_seqlens,
+        chunk_offsets,
+        scale,
+        HV,
+        **constants,
+        **reverse,
+    )
 
     dq, dk = (q.new_empty(T, HV, K) for _ in range(2))
     dg, dbeta = g.new_empty(g.shape), beta.new_empty(beta.shape)
     d_gate = None if A_log is None else k.new_empty(2, NT, HV, dtype=torch.float32)
     rows = [row_tiles(x, BT, chosen["BV"]) for x in (do, y, dv)]
     kernels.gradients_kernel[(NT * HV,)](
-        q_rows, k_rows, *rows, chunk_tiles(h, K, chosen["BV"]), chunk_tiles(dh, K, chosen["BV"]), gates, norms,
-        g, A_log, dt_bias, initial_state, state_index, d_final_state, final_index, dq, dk, dg, dbeta, d_gate,
-        cu_seqlens, chunk_index, scale, g.stride(0), HV, NT, BETA_RANGE=beta_range, **constants, **chosen,
-    )  # fmt: skip
+        q_rows,
+        k_rows,
+        *rows,
+        chunk_tiles(h, K, chosen["BV"]),
+        chunk_tiles(dh, K, chosen["BV"]),
+        gates,
+        norms,
+        g,
+        A_log,
+        dt_bias,
+        initial_state,
+        state_index,
+        d_final_state,
+        final_index,
+        dq,
+        dk,
+        dg,
+        dbeta,
+        d_gate,
+        cu_seqlens,
+        chunk_index,
+        scale,
+        g.stride(0),
+        HV,
+        NT,
+        BETA_RANGE=beta_range,
+        **constants,
+        **chosen,
+    )
     if HV > H:
         dq, dk = (x.view(T, H, HV // H, K).sum(2) for x in (dq, dk))
     dA_log, ddt_bias = (

@@ -67,30 +67,94 @@ def _matrices(q: Tensor, g: Tensor, chunk_index: Tensor) -> tuple[Tensor, Tensor
     return g.new_empty(shape, dtype=_compute_dtype(q.dtype)), g.new_empty(shape, dtype=_compute_dtype(q.dtype))
 
 
-def _launch_prepare(q, k, g, beta, A_log, dt_bias, tiles, cu_seqlens, chunk_index, scale, lower_bound, gate,
-                    safe_gate, l2norm, beta_range) -> None:  # fmt: skip
+def _launch_prepare(
+    q,
+    k,
+    g,
+    beta,
+    A_log,
+    dt_bias,
+    tiles,
+    cu_seqlens,
+    chunk_index,
+    scale,
+    lower_bound,
+    gate,
+    safe_gate,
+    l2norm,
+    beta_range,
+) -> None:
     """tiles: all of them, or all but Aqk and Gn."""
     (_, H, K), HV, NT, MATRICES = q.shape, g.shape[1], chunk_index.shape[0], len(tiles) == 7
     q, k, g, beta = (dense_heads(x) for x in (q, k, g, beta))
     chosen = config(f"kda {'prepare' if MATRICES else 'recompute'}{' safe' if safe_gate else ''}", q, K, BK=K)
     prepare_kernel[1 if MATRICES else K // chosen["BK"], HV, NT](
-        q, k, g, beta, A_log, dt_bias, *tiles, *(() if MATRICES else (None, None)), cu_seqlens, chunk_index, scale,
-        lower_bound, q.stride(0), k.stride(0), g.stride(0), beta.stride(0), H=H, HV=HV, K=K,
-        CT=TRITON_DTYPE[tiles[0].dtype], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, BETA_RANGE=beta_range,
-        MATRICES=MATRICES, **chosen,
-    )  # fmt: skip
+        q,
+        k,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        *tiles,
+        *(() if MATRICES else (None, None)),
+        cu_seqlens,
+        chunk_index,
+        scale,
+        lower_bound,
+        q.stride(0),
+        k.stride(0),
+        g.stride(0),
+        beta.stride(0),
+        H=H,
+        HV=HV,
+        K=K,
+        CT=TRITON_DTYPE[tiles[0].dtype],
+        GATE=gate,
+        SAFE=safe_gate,
+        L2NORM=l2norm,
+        BETA_RANGE=beta_range,
+        MATRICES=MATRICES,
+        **chosen,
+    )
 
 
 @operator(kind="delta rule", of_driver=True)
 def kda_prepare(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
-    scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool, beta_range: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    cu_seqlens: Tensor,
+    chunk_index: Tensor,
+    chunk_offsets: Tensor,
+    scale: float,
+    lower_bound: float,
+    gate: int,
+    safe_gate: bool,
+    l2norm: bool,
+    beta_range: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> qg, kn, kg, decay, b, Aqk, Gn."""
     tiles = *_recomputed(q, g, chunk_index), *_matrices(q, g, chunk_index)
-    _launch_prepare(q, k, g, beta, A_log, dt_bias, tiles, cu_seqlens, chunk_index, scale, lower_bound, gate, safe_gate,
-                    l2norm, beta_range)  # fmt: skip
+    _launch_prepare(
+        q,
+        k,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        tiles,
+        cu_seqlens,
+        chunk_index,
+        scale,
+        lower_bound,
+        gate,
+        safe_gate,
+        l2norm,
+        beta_range,
+    )
     b, Gn = tiles[4], tiles[6]
     chosen = config("solve", q, q.shape[2])
     solve_kernel[b.shape[0] * b.shape[1],](b, Gn, STRIDE_B=CHUNK, SCALED=False, **chosen)
@@ -104,14 +168,41 @@ def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, chunk_index, *_):
 
 @operator(kind="delta rule", of_driver=True)
 def kda_recompute(
-    q: Tensor, k: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
-    scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool, beta_range: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    cu_seqlens: Tensor,
+    chunk_index: Tensor,
+    chunk_offsets: Tensor,
+    scale: float,
+    lower_bound: float,
+    gate: int,
+    safe_gate: bool,
+    l2norm: bool,
+    beta_range: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> qg, kn, kg, decay, b."""
     tiles = _recomputed(q, g, chunk_index)
-    _launch_prepare(q, k, g, beta, A_log, dt_bias, tiles, cu_seqlens, chunk_index, scale, lower_bound, gate, safe_gate,
-                    l2norm, beta_range)  # fmt: skip
+    _launch_prepare(
+        q,
+        k,
+        g,
+        beta,
+        A_log,
+        dt_bias,
+        tiles,
+        cu_seqlens,
+        chunk_index,
+        scale,
+        lower_bound,
+        gate,
+        safe_gate,
+        l2norm,
+        beta_range,
+    )
     return tiles
 
 
@@ -126,9 +217,24 @@ def _launch_scan(v, tiles, initial_state, state_index, o, final_state, final_ind
     V, N, v = v.shape[2], cu_seqlens.shape[0] - 1, dense_heads(v)
     chosen = config("kda scan", tiles[0], K, BV=widest_slice(V))
     scan_kernel[V // chosen["BV"], N * HV](
-        v, *tiles, initial_state, state_index, o, final_state, final_index, h, r, cu_seqlens, chunk_offsets,
-        v.stride(0), HV=HV, K=K, V=V, CT=TRITON_DTYPE[tiles[0].dtype], **chosen,
-    )  # fmt: skip
+        v,
+        *tiles,
+        initial_state,
+        state_index,
+        o,
+        final_state,
+        final_index,
+        h,
+        r,
+        cu_seqlens,
+        chunk_offsets,
+        v.stride(0),
+        HV=HV,
+        K=K,
+        V=V,
+        CT=TRITON_DTYPE[tiles[0].dtype],
+        **chosen,
+    )
 
 
 def _scan_outputs(v: Tensor, qg: Tensor, final_rows: int) -> tuple[Tensor, Tensor]:
@@ -137,10 +243,22 @@ def _scan_outputs(v: Tensor, qg: Tensor, final_rows: int) -> tuple[Tensor, Tenso
 
 @operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def kda_scan(
-    v: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor, Aqk: Tensor, Gn: Tensor,
-    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
-    initial_state: Tensor | None, state_index: Tensor | None, final_index: Tensor | None, final_rows: int,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    v: Tensor,
+    qg: Tensor,
+    kn: Tensor,
+    kg: Tensor,
+    decay: Tensor,
+    b: Tensor,
+    Aqk: Tensor,
+    Gn: Tensor,
+    cu_seqlens: Tensor,
+    chunk_index: Tensor,
+    chunk_offsets: Tensor,
+    initial_state: Tensor | None,
+    state_index: Tensor | None,
+    final_index: Tensor | None,
+    final_rows: int,
+) -> tuple[Tensor, Tensor]:
     """-> o [T, HV, V], final_state [final_rows, HV, K, V] fp32 (0 rows: none is written)."""
     o, final_state = _scan_outputs(v, qg, final_rows)
     tiles, final = (qg, kn, kg, decay, b, Aqk, Gn), final_state if final_rows else None
@@ -160,17 +278,44 @@ def _boundary_outputs(v: Tensor, qg: Tensor, entries: Tensor) -> tuple[Tensor, T
 
 @operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def kda_boundary(
-    v: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor, Aqk: Tensor, Gn: Tensor,
-    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor, entries: Tensor, wanted: Tensor | None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    v: Tensor,
+    qg: Tensor,
+    kn: Tensor,
+    kg: Tensor,
+    decay: Tensor,
+    b: Tensor,
+    Aqk: Tensor,
+    Gn: Tensor,
+    cu_seqlens: Tensor,
+    chunk_index: Tensor,
+    chunk_offsets: Tensor,
+    entries: Tensor,
+    wanted: Tensor | None,
+) -> tuple[Tensor, Tensor]:
     """entries [F] int32 -> S_ext [F, HV, K, V], each listed entry's last state from a zero state, and M [F, HV, K, K],
     its transition; fp32. wanted [F] int32: what is written for each, 0 nothing, 1 S_ext, 2 both; None: both for all."""
     (S_ext, M), v, (_, HV, K, _), V = _boundary_outputs(v, qg, entries), dense_heads(v), qg.shape, v.shape[2]
     chosen = config("kda scan", qg, K, BV=min(K, widest_slice(V)))
     boundary_kernel[(V + K) // chosen["BV"], entries.shape[0] * HV](
-        v, kn, kg, decay, b, Gn, entries, wanted, S_ext, M, cu_seqlens, chunk_offsets, v.stride(0),
-        HV=HV, K=K, V=V, CT=TRITON_DTYPE[qg.dtype], **chosen,
-    )  # fmt: skip
+        v,
+        kn,
+        kg,
+        decay,
+        b,
+        Gn,
+        entries,
+        wanted,
+        S_ext,
+        M,
+        cu_seqlens,
+        chunk_offsets,
+        v.stride(0),
+        HV=HV,
+        K=K,
+        V=V,
+        CT=TRITON_DTYPE[qg.dtype],
+        **chosen,
+    )
     return S_ext, M
 
 
@@ -181,18 +326,46 @@ def _(v, qg, kn, kg, decay, b, Aqk, Gn, cu_seqlens, chunk_index, chunk_offsets, 
 
 @operator(kind="delta rule", of_driver=True)
 def kda_boundary_bwd(
-    do: Tensor, qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor, Aqk: Tensor, Gn: Tensor,
-    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor, entries: Tensor, wanted: Tensor | None,
-) -> Tensor:  # fmt: skip
+    do: Tensor,
+    qg: Tensor,
+    kn: Tensor,
+    kg: Tensor,
+    decay: Tensor,
+    b: Tensor,
+    Aqk: Tensor,
+    Gn: Tensor,
+    cu_seqlens: Tensor,
+    chunk_index: Tensor,
+    chunk_offsets: Tensor,
+    entries: Tensor,
+    wanted: Tensor | None,
+) -> Tensor:
     """entries [F] int32 -> dS_ext [F, HV, K, V] fp32: the gradient of each listed entry's incoming state if its last
     state has none. wanted [F] int32: 0 leaves an entry's unwritten; None: all are written."""
     (_, HV, K, _), V, do = qg.shape, do.shape[2], dense_heads(do)
     dS_ext = empty_states(do, entries.shape[0], K)
     chosen = config("kda reverse", qg, K, BV=widest_slice(V))
     boundary_bwd_kernel[V // chosen["BV"], entries.shape[0] * HV](
-        do, qg, kn, kg, decay, b, Aqk, Gn, entries, wanted, dS_ext, cu_seqlens, chunk_offsets, do.stride(0),
-        HV=HV, K=K, V=V, CT=TRITON_DTYPE[qg.dtype], **chosen,
-    )  # fmt: skip
+        do,
+        qg,
+        kn,
+        kg,
+        decay,
+        b,
+        Aqk,
+        Gn,
+        entries,
+        wanted,
+        dS_ext,
+        cu_seqlens,
+        chunk_offsets,
+        do.stride(0),
+        HV=HV,
+        K=K,
+        V=V,
+        CT=TRITON_DTYPE[qg.dtype],
+        **chosen,
+    )
     return dS_ext
 
 
@@ -219,13 +392,36 @@ def _room_in_backward(k: Tensor, v: Tensor, **_: Any) -> int:
 
 @operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)
 def kda_backward(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None, dt_bias: Tensor | None,
-    do: Tensor, initial_state: Tensor | None, state_index: Tensor | None,
-    d_final_state: Tensor | None, final_index: Tensor | None, need_d_initial: bool,
-    qg: Tensor, kn: Tensor, kg: Tensor, decay: Tensor, b: Tensor, Aqk: Tensor, Gn: Tensor,
-    cu_seqlens: Tensor, chunk_index: Tensor, chunk_offsets: Tensor,
-    scale: float, lower_bound: float, gate: int, safe_gate: bool, l2norm: bool, beta_range: float | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    do: Tensor,
+    initial_state: Tensor | None,
+    state_index: Tensor | None,
+    d_final_state: Tensor | None,
+    final_index: Tensor | None,
+    need_d_initial: bool,
+    qg: Tensor,
+    kn: Tensor,
+    kg: Tensor,
+    decay: Tensor,
+    b: Tensor,
+    Aqk: Tensor,
+    Gn: Tensor,
+    cu_seqlens: Tensor,
+    chunk_index: Tensor,
+    chunk_offsets: Tensor,
+    scale: float,
+    lower_bound: float,
+    gate: int,
+    safe_gate: bool,
+    l2norm: bool,
+    beta_range: float | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> dq, dk, dv, dg, dbeta, dA_log, ddt_bias (each dense, in its input's dtype; the last two are empty where A_log
     or dt_bias is None), d_initial_state, fp32 in initial_state's shape (empty unless needed; rows that belong to no
     entry stay unwritten)."""
@@ -238,16 +434,46 @@ def kda_backward(
     _launch_scan(v, tiles, initial_state, state_index, None, None, None, h, r, cu_seqlens, chunk_offsets)
     reverse = config("kda reverse", qg, K, BV=widest_slice(V))
     reverse_scan_kernel[V // reverse["BV"], N * HV](
-        do, *tiles, d_final_state, final_index, d_initial if need_d_initial else None, state_index, dh, y,
-        cu_seqlens, chunk_offsets, do.stride(0), HV=HV, K=K, V=V, CT=TRITON_DTYPE[CT], **reverse,
-    )  # fmt: skip
+        do,
+        *tiles,
+        d_final_state,
+        final_index,
+        d_initial if need_d_initial else None,
+        state_index,
+        dh,
+        y,
+        cu_seqlens,
+        chunk_offsets,
+        do.stride(0),
+        HV=HV,
+        K=K,
+        V=V,
+        CT=TRITON_DTYPE[CT],
+        **reverse,
+    )
 
     dv, dbeta, diagonal = v.new_empty(v.shape), beta.new_empty(beta.shape), torch.empty_like(b)
     dA, dK = (v.new_empty(NT, HV, CHUNK, CHUNK, dtype=CT) for _ in range(2))
     matrix_kernel[HV, NT](
-        b, do, r, y, dA, dK, diagonal, dv, dbeta, cu_seqlens, chunk_index, scale, do.stride(0), HV=HV, V=V,
-        CT=TRITON_DTYPE[CT], BETA_RANGE=beta_range, **config("kda matrix", q, K, BV=widest_slice(V)),
-    )  # fmt: skip
+        b,
+        do,
+        r,
+        y,
+        dA,
+        dK,
+        diagonal,
+        dv,
+        dbeta,
+        cu_seqlens,
+        chunk_index,
+        scale,
+        do.stride(0),
+        HV=HV,
+        V=V,
+        CT=TRITON_DTYPE[CT],
+        BETA_RANGE=beta_range,
+        **config("kda matrix", q, K, BV=widest_slice(V)),
+    )
 
     # With grouped value heads, each value head writes its own dq and dk in fp32; they are summed below.
     dq, dk = (q.new_empty(T, HV, K, dtype=q.dtype if HV == H else torch.float32) for _ in range(2))
@@ -257,10 +483,39 @@ def kda_backward(
     dbias_part = None if dt_bias is None else g.new_empty(NT, HV * K, dtype=torch.float32)
     chunk_matrices = [chunk_tiles(x, BV, width) for x, width in ((r, CHUNK), (y, CHUNK), (h, BK), (dh, BK))]
     gradient_kernel[K // BK, HV, NT](
-        q, k, g, A_log, dt_bias, b, row_tiles(do, CHUNK, BV), *chunk_matrices, dA, dK, diagonal, dq, dk, dg, dA_part,
-        dbias_part, cu_seqlens, chunk_index, scale, lower_bound, q.stride(0), k.stride(0), g.stride(0), H=H, HV=HV,
-        K=K, V=V, CT=TRITON_DTYPE[CT], GATE=gate, SAFE=safe_gate, L2NORM=l2norm, **chosen,
-    )  # fmt: skip
+        q,
+        k,
+        g,
+        A_log,
+        dt_bias,
+        b,
+        row_tiles(do, CHUNK, BV),
+        *chunk_matrices,
+        dA,
+        dK,
+        diagonal,
+        dq,
+        dk,
+        dg,
+        dA_part,
+        dbias_part,
+        cu_seqlens,
+        chunk_index,
+        scale,
+        lower_bound,
+        q.stride(0),
+        k.stride(0),
+        g.stride(0),
+        H=H,
+        HV=HV,
+        K=K,
+        V=V,
+        CT=TRITON_DTYPE[CT],
+        GATE=gate,
+        SAFE=safe_gate,
+        L2NORM=l2norm,
+        **chosen,
+    )
     if l2norm:
         dq, dk = _norm_gradients(q, k, dq, dk)
     elif HV != H:

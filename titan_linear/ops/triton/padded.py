@@ -65,9 +65,7 @@ class Padded:
             dg = dg[..., :K]
             bias = self.inputs.dt_bias
             ddt_bias = None if bias is None else ddt_bias.view(-1, self.dims[0])[:, :K].reshape(bias.shape)
-        grads = grads._replace(
-            q=grads.q[..., :K], k=grads.k[..., :K], v=grads.v[..., :V], g=dg, dt_bias=ddt_bias
-        )  # fmt: skip
+        grads = grads._replace(q=grads.q[..., :K], k=grads.k[..., :K], v=grads.v[..., :V], g=dg, dt_bias=ddt_bias)
         return grads, self._cut(d_initial) if need_d_initial else d_initial
 
     def _filled(self, states: States | None) -> States | None:
