@@ -18,7 +18,7 @@ from titan_linear.models.mixers import GDN, KDA, MLA, Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
-from titan_linear.ops.kept import contexts
+from titan_linear.ops.runtime.kept import contexts
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

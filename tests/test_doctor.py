@@ -25,7 +25,8 @@ from titan_linear.models import plan
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import OWN, PUBLISHED
-from titan_linear.ops.cp import context, halo, kcp
+from titan_linear.ops.exchange import halo, kcp
+from titan_linear.ops.layout import context
 from titan_linear.ops.torch import delta_rule
 from titan_linear.proof import compiled, data, definitions, doctor, hf, model, ops, processes, resume, start
 from titan_linear.proof import subject as proof_subject

@@ -31,7 +31,7 @@ LAYERS = (
 # Lower, and still not theirs: tools stand beside the trainer, and it holds no mathematics.
 FORBIDDEN = {"tools": ("train", "launch", "agent", "nodes"), "train": ("loss", "ops")}
 EXCEPT = {
-    ("train", "ops.support"),  # names of what runs, to print
+    ("train", "ops.runtime.support"),  # names of what runs, to print
     ("tools.bench_train", "train"),  # measures the trainer itself
     ("tools.house", "train"),  # counts what its steps enter
 }
@@ -63,7 +63,7 @@ def _short(*names: str) -> tuple[str, ...]:
 
 
 def room(name: str) -> str:
-    """titan_linear.ops.cp.kcp → ops; tools.convert → tools."""
+    """titan_linear.ops.exchange.kcp → ops; tools.convert → tools."""
     parts = name.split(".")
     return parts[0] if parts[0] != PACKAGE else parts[1] if len(parts) > 1 else ""
 
@@ -113,8 +113,8 @@ def test_what_flows_another_way_is_found(files: dict[str, str], problem: str, tm
         "titan_linear/loss.py": "",
         "titan_linear/optim.py": "import math",
         "titan_linear/ops/__init__.py": "x = 1",
-        "titan_linear/ops/support.py": "",
-        "titan_linear/train.py": "import titan_linear.optim\nfrom titan_linear.ops.support import x",
+        "titan_linear/ops/runtime/support.py": "",
+        "titan_linear/train.py": "import titan_linear.optim\nfrom titan_linear.ops.runtime.support import x",
         "tools/b.py": "from titan_linear import loss",
     }
     for tree, expected in ((house, 0), (files, 1)):

@@ -16,7 +16,7 @@ from titan_linear.data import build_tokenizer
 from titan_linear.memory import Batch, boundaries
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
-from titan_linear.ops.options import boundaries_of
+from titan_linear.ops.runtime.options import boundaries_of
 from titan_linear.timing import Clock, Machine, Offload, attended, read_rates, shipped, step
 from tools import bench_rates, plan
 

@@ -28,8 +28,8 @@ from torch.utils._pytree import tree_leaves
 
 from titan_linear.models.decoder import Block
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops.kept import contexts
-from titan_linear.ops.operators import SPECS, Spec
+from titan_linear.ops.runtime.kept import contexts
+from titan_linear.ops.runtime.operators import SPECS, Spec
 
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.bmm, aten.addmm)

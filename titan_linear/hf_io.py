@@ -35,7 +35,7 @@ from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.remote import MODELING
 from titan_linear.models.init import runs
-from titan_linear.ops.support import short
+from titan_linear.ops.runtime.support import short
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head.weight"

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from titan_linear.ops.collectives import Ranks, gather_along
-from titan_linear.ops.operators import check_first_derivative
-from titan_linear.ops.support import Choice, implementation
+from titan_linear.ops.exchange.collectives import Ranks, gather_along
+from titan_linear.ops.runtime.operators import check_first_derivative
+from titan_linear.ops.runtime.support import Choice, implementation
 
 IGNORE = -100  # the label that cross-entropy leaves out
 ELSEWHERE = -1  # a label in another rank's part of the vocabulary
@@ -35,7 +35,7 @@ def chunked_cross_entropy(
 
     token_losses: [T], receives the terms of the sum, with zeros where there is no label (in these rows).
 
-    impl: "torch", "triton", or "auto" (ops/support.py).
+    impl: "torch", "triton", or "auto" (ops/runtime/support.py).
     """
     name = implementation("cross_entropy", impl, x.device, x.dtype)
     return _ChunkedCrossEntropy.apply(x, weight, labels, chunk, ranks, token_losses, name, torch.is_grad_enabled())

@@ -11,8 +11,8 @@ or of the first layer, or after backward. A part that does not exist at that mom
                                        host
     activations                        what layers keep of one micro-step until their backward: all that it needs, with
                                        compile.enable only what is expensive to recompute; with activation checkpointing
-                                       the layer's input (and what ops/kept.py lists for the mode), and all that the
-                                       layer being recomputed needs
+                                       the layer's input (and what ops/runtime/kept.py lists for the mode), and all that
+                                       the layer being recomputed needs
     working                            the most that a layer's backward needs besides these
     head                               the final norm's input and output, the gradients of the head's input and weight
     logits                             of training.loss_chunk_size tokens, and their gradient
@@ -44,9 +44,9 @@ from titan_linear.models.layers import widened
 from titan_linear.models.moe import AtHome, Experts, MoE
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import CPContext, build_cp_context
-from titan_linear.ops.collectives import Ranks
-from titan_linear.ops.kept import MODES
-from titan_linear.ops.support import TABLE, Target, reason_against
+from titan_linear.ops.exchange.collectives import Ranks
+from titan_linear.ops.runtime.kept import MODES
+from titan_linear.ops.runtime.support import TABLE, Target, reason_against
 
 GIB = 2**30
 META = torch.device("meta")

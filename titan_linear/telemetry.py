@@ -40,8 +40,8 @@ from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.moe import MoE
 from titan_linear.models.plan import BatchPlan, Window
-from titan_linear.ops.collectives import gather_along
-from titan_linear.ops.transfer import to_device
+from titan_linear.ops.exchange.collectives import gather_along
+from titan_linear.ops.layout.tables import to_device
 from titan_linear.optim import squares_of_each, update_squares
 
 WINDOW = (256, 4096)  # least and most tokens of the window, which is 1/SHARE of a rank's tokens

@@ -38,9 +38,10 @@ from titan_linear.memory import Batch, Units, boundaries, context, layers, units
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.documents import Documents
 from titan_linear.models.mixers.delta import DeltaOptions
-from titan_linear.ops.boundaries import CHUNK, PROGRAMS
-from titan_linear.ops.cp.allgather import heads_of_slice
-from titan_linear.ops.cp.kcp import Chains, bytes_by_heads, pays_by_heads
+from titan_linear.ops.exchange.allgather import heads_of_slice
+from titan_linear.ops.exchange.kcp import bytes_by_heads, pays_by_heads
+from titan_linear.ops.layout.boundaries import CHUNK, PROGRAMS
+from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.triton.configs import kernel_dims
 
 SHIPPED = Path(__file__).parent / "rates"

@@ -42,8 +42,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from titan_linear.distributed.groups import process_group
 from titan_linear.flops import known_peak
 from titan_linear.ops import CPContext, attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
-from titan_linear.ops.boundaries import PROGRAMS
-from titan_linear.ops.support import attention_kernel
+from titan_linear.ops.layout.boundaries import PROGRAMS
+from titan_linear.ops.runtime.support import attention_kernel
 from titan_linear.process import run_command
 from titan_linear.timing import DIM
 

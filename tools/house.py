@@ -44,7 +44,7 @@ def statements(text: str) -> int:
 
 
 def room(file: Path) -> str:
-    """titan_linear/ops/cp/kcp.py → titan_linear/ops/cp; titan_linear/train.py → titan_linear/train.py."""
+    """titan_linear/ops/exchange/kcp.py → titan_linear/ops/exchange; titan_linear/train.py → titan_linear/train.py."""
     folder = file.relative_to(ROOT).parent
     return str(file.relative_to(ROOT)) if folder == Path("titan_linear") else str(folder)
 

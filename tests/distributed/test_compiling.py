@@ -19,8 +19,8 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import KDA, Attention
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops import boundaries as segments
 from titan_linear.ops import build_cp_context
+from titan_linear.ops.layout import boundaries as segments
 
 UNEQUAL = (
     KDA(heads=1, v_heads=1, head_dim=32, v_head_dim=32),

@@ -19,7 +19,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import Attention
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops.collectives import Ranks
+from titan_linear.ops.exchange.collectives import Ranks
 
 MOE = MoEConfig(num_experts=4, top_k=2, hidden_dim=6, shared_hidden_dim=10, selection_bias=True)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from tests.ops.inputs import boundaries, call, leaves, raw_gate_inputs, relative_error, tokens_of
 from titan_linear.distributed.one_process import LocalGroup, RankFailed, run_ranks
 from titan_linear.ops import attention, build_cp_context, causal_conv1d
-from titan_linear.ops.cp import kcp
+from titan_linear.ops.exchange import kcp
 from titan_linear.proof.doctor import one_process
 
 LENGTHS = [5, 1200, 1, 2, 200, 1, 639]  # of 2048 tokens: through many ranks of 64, and several within one

@@ -11,7 +11,7 @@ from titan_linear.distributed.tensor_parallel import leave_part, tensor_splits
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import GDN, KDA, MLA, Attention
-from titan_linear.ops.collectives import Ranks
+from titan_linear.ops.exchange.collectives import Ranks
 
 MIXERS = {
     "kda": (KDA(heads=2, v_heads=4, head_dim=8, v_head_dim=12), ("heads", "v_heads")),

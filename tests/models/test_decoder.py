@@ -16,7 +16,7 @@ from titan_linear.models.init import count_parameters, initialise
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import convolution, delta_rule, experts, swiglu
-from titan_linear.ops.support import Choice, implementation
+from titan_linear.ops.runtime.support import Choice, implementation
 
 
 def build(seed: int = 0) -> Decoder:

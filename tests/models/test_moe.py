@@ -23,7 +23,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import PUBLISHED
 from titan_linear.ops import build_cp_context, experts
 from titan_linear.ops.experts import grouped_linear
-from titan_linear.ops.support import choose
+from titan_linear.ops.runtime.support import choose
 
 DIM = 16
 SOFTMAX = MoEConfig(8, 3, 12, shared_hidden_dim=20, shared_gate=True)

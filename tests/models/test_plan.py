@@ -31,9 +31,9 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.attention import pairs_computed
-from titan_linear.ops.boundaries import CHUNK, Boundaries
-from titan_linear.ops.cp import context
-from titan_linear.ops.transfer import to_device
+from titan_linear.ops.layout import context
+from titan_linear.ops.layout.boundaries import CHUNK, Boundaries
+from titan_linear.ops.layout.tables import to_device
 
 DOCUMENTS = [[64], [5, 20, 20, 19], [32, 32]]  # one that crosses the cut of two ranks, some, none
 VALIDATION = [[20, 44]]  # without gradients

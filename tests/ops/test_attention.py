@@ -5,10 +5,11 @@ from itertools import pairwise
 import pytest
 import torch
 
-from titan_linear.ops import flash4, support
 from titan_linear.ops.attention import attention
 from titan_linear.ops.reference.attention import attention as reference
+from titan_linear.ops.runtime import support
 from titan_linear.ops.torch import attention as blocks
+from titan_linear.ops.torch import flash4
 
 # name: B, Tq, Tk, Hq, Hkv, D, Dv, causal, boundaries
 CASES = {

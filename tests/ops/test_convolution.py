@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tests.ops.cp.documents import EDGES, FLA_CONV
 from tests.ops.inputs import boundaries, gradients, leaves, relative_error
+from tests.ops.layout.documents import EDGES, FLA_CONV
 from titan_linear.ops import causal_conv1d
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
 

@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 
-from tests.ops.cp.documents import EDGES, FLA_CP2, FLA_CP4
 from tests.ops.inputs import (
     boundaries,
     call,
@@ -19,6 +18,7 @@ from tests.ops.inputs import (
     raw_gate_inputs,
     relative_error,
 )
+from tests.ops.layout.documents import EDGES, FLA_CP2, FLA_CP4
 from titan_linear.ops.triton import delta_rule as triton_rules
 
 TOLERANCE = 1e-9

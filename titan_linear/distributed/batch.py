@@ -14,8 +14,8 @@ from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.models.plan import BatchPlan, Rotary
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.attention import choose_method, pairs_computed
-from titan_linear.ops.boundaries import scan_programs
-from titan_linear.ops.transfer import to_device
+from titan_linear.ops.layout.boundaries import scan_programs
+from titan_linear.ops.layout.tables import to_device
 from titan_linear.ops.triton.configs import kernel_dims
 
 

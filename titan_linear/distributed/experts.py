@@ -12,10 +12,9 @@ from torch import nn
 from titan_linear.distributed.parts import take_part
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.moe import MoE
-from titan_linear.ops.collectives import Ranks
-from titan_linear.ops.cp.exchange import all_to_all, group_named
-from titan_linear.ops.kept import MODES, kept
-from titan_linear.ops.operators import check_first_derivative
+from titan_linear.ops.exchange.collectives import Ranks, all_to_all, group_named
+from titan_linear.ops.runtime.kept import MODES, kept
+from titan_linear.ops.runtime.operators import check_first_derivative
 
 
 def spread_experts(model: Decoder, ranks: Ranks) -> frozenset[str]:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from titan_linear.ops.collectives import Ranks
+from titan_linear.ops.exchange.collectives import Ranks
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from titan_linear.distributed.parts import Parts, by_device, local_tensor
 from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.moe import MoE
-from titan_linear.ops.kept import contexts
+from titan_linear.ops.runtime.kept import contexts
 
 
 def parallelize(
@@ -60,7 +60,7 @@ def cut(model: Decoder, dims: ParallelDims) -> None:
 
 
 def checkpoint_layers(model: Decoder, mode: str, *, compiled: bool) -> None:
-    """Keep each layer's input, and what ops/kept.py lists for this mode; compute the rest of the layer again in
+    """Keep each layer's input, and what ops/runtime/kept.py lists for this mode; compute the rest of the layer again in
     backward. The state of random numbers is not kept: no layer draws any.
 
     The layer's `forward` is replaced rather than the layer wrapped, so that parameters keep their names.

@@ -32,7 +32,7 @@ from titan_linear.distributed.parts import take_part
 from titan_linear.loss import chunked_cross_entropy
 from titan_linear.models.decoder import Decoder, Head
 from titan_linear.models.layers import RMSNorm, widen
-from titan_linear.ops.collectives import Ranks, gather_along, gather_tokens, scatter_tokens, sum_over_ranks
+from titan_linear.ops.exchange.collectives import Ranks, gather_along, gather_tokens, scatter_tokens, sum_over_ranks
 
 
 def tensor_splits(model: nn.Module) -> dict[str, int]:

@@ -13,7 +13,7 @@ from titan_linear.models.config import ModelConfig
 from titan_linear.models.layers import RMSNorm, SwiGLU
 from titan_linear.models.moe import MoE
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops.support import Choice, choose_implementations
+from titan_linear.ops.runtime.support import Choice, choose_implementations
 
 
 class LayerCache(UserDict[str, torch.Tensor]):

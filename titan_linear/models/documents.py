@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan_linear.ops.boundaries import CHUNK
+from titan_linear.ops.layout.boundaries import CHUNK
 
 
 class Documents(NamedTuple):

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_linear.models.draws import ones, zeros
-from titan_linear.ops.support import Choice
+from titan_linear.ops.runtime.support import Choice
 from titan_linear.ops.swiglu import swiglu
 
 QUERIES = 32  # number of queries whose attention telemetry samples

@@ -19,7 +19,7 @@ from titan_linear.models.draws import zeros
 from titan_linear.models.layers import SwiGLU, widen
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.experts import grouped_linear, stream_means
-from titan_linear.ops.support import Choice
+from titan_linear.ops.runtime.support import Choice
 
 
 class Router(nn.Module):

@@ -10,7 +10,7 @@ import torch
 
 from titan_linear.models.layers import angles
 from titan_linear.ops import CPContext
-from titan_linear.ops.transfer import to_device
+from titan_linear.ops.layout.tables import to_device
 
 Rotary = tuple[float, int]  # theta, rotated channels per head
 

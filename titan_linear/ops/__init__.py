@@ -2,8 +2,8 @@
 
 from titan_linear.ops.attention import attention
 from titan_linear.ops.convolution import causal_conv1d
-from titan_linear.ops.cp.context import CPContext, build_cp_context
 from titan_linear.ops.gated_delta_rule import chunk_gated_delta_rule
 from titan_linear.ops.kda import chunk_kda
+from titan_linear.ops.layout.context import CPContext, build_cp_context
 
 __all__ = ["CPContext", "attention", "build_cp_context", "causal_conv1d", "chunk_gated_delta_rule", "chunk_kda"]

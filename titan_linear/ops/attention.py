@@ -8,13 +8,13 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from titan_linear.ops.boundaries import Boundaries, checked
-from titan_linear.ops.cp.allgather import GATHER_LIMIT, allgather_attention, slice_bytes
-from titan_linear.ops.cp.balance import entries, pairs_by_rank
-from titan_linear.ops.cp.context import SOFTMAX_METHODS, CPContext
-from titan_linear.ops.cp.ring import ring_attention
-from titan_linear.ops.cp.ulysses import key_head_copies, ulysses_attention
-from titan_linear.ops.options import check_usable
+from titan_linear.ops.exchange.allgather import GATHER_LIMIT, allgather_attention, slice_bytes
+from titan_linear.ops.exchange.ring import ring_attention
+from titan_linear.ops.exchange.ulysses import key_head_copies, ulysses_attention
+from titan_linear.ops.layout.balance import entries, pairs_by_rank
+from titan_linear.ops.layout.boundaries import Boundaries, checked
+from titan_linear.ops.layout.context import SOFTMAX_METHODS, CPContext
+from titan_linear.ops.runtime.options import check_usable
 from titan_linear.ops.torch.local_attention import local_attention
 
 METHODS = dict(zip(SOFTMAX_METHODS, (ring_attention, allgather_attention, ulysses_attention), strict=True))
@@ -47,8 +47,8 @@ def attention(
             b before first_key[b] are padding.
         cp_context: the tensors are this rank's tokens (B = 1, Tq = Tk), the documents are the context's, and the
             result is what one device would give for these tokens, gradients included. Nothing is copied to the host.
-        method: how ranks communicate: "ring", "allgather", "ulysses" (see `ops/cp/`), or "auto" (see `choose_method`).
-            It matters only with a `cp_context` of several ranks.
+        method: how ranks communicate: "ring", "allgather", "ulysses" (see `ops/exchange/`), or "auto" (see
+            `choose_method`). It matters only with a `cp_context` of several ranks.
         impl: "torch", or "auto", which means the same here.
 
     Returns:

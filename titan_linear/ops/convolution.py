@@ -7,11 +7,10 @@ from typing import Any
 
 import torch
 
-from titan_linear.ops.cp.context import CPContext
-from titan_linear.ops.cp.halo import with_halo
-from titan_linear.ops.options import boundaries_of, check_boundaries, check_cp, check_floats, refuse
-from titan_linear.ops.states import States
-from titan_linear.ops.support import Choice, implementation
+from titan_linear.ops.exchange.halo import with_halo
+from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.runtime.options import States, boundaries_of, check_boundaries, check_cp, check_floats, refuse
+from titan_linear.ops.runtime.support import Choice, implementation
 from titan_linear.ops.torch import convolution as torch_convolution
 
 

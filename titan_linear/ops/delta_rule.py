@@ -15,15 +15,25 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from titan_linear.ops.boundaries import Boundaries
-from titan_linear.ops.cp.context import CPContext
-from titan_linear.ops.cp.kcp import Chains, incoming_states
-from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
-from titan_linear.ops.kept import kept
-from titan_linear.ops.operators import check_first_derivative
-from titan_linear.ops.options import DeltaRuleOptions, boundaries_of, check_boundaries, check_cp, check_floats, swapped
-from titan_linear.ops.states import Inputs, States, state_dtype
-from titan_linear.ops.support import Choice, implementation, one_dtype
+from titan_linear.ops.exchange.kcp import incoming_states
+from titan_linear.ops.exchange.ulysses import heads_to_tokens, tokens_to_heads
+from titan_linear.ops.layout.boundaries import Boundaries
+from titan_linear.ops.layout.chains import Chains
+from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.runtime.kept import kept
+from titan_linear.ops.runtime.operators import check_first_derivative
+from titan_linear.ops.runtime.options import (
+    DeltaRuleOptions,
+    Inputs,
+    States,
+    boundaries_of,
+    check_boundaries,
+    check_cp,
+    check_floats,
+    state_dtype,
+    swapped,
+)
+from titan_linear.ops.runtime.support import Choice, implementation, one_dtype
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule, normalise, step
 
 

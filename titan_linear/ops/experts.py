@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from titan_linear.ops.collectives import sum_ranks
-from titan_linear.ops.cp.context import CPContext
-from titan_linear.ops.kept import kept
-from titan_linear.ops.support import Choice, implementation
+from titan_linear.ops.exchange.collectives import sum_ranks
+from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.runtime.kept import kept
+from titan_linear.ops.runtime.support import Choice, implementation
 
 
 def grouped_linear(

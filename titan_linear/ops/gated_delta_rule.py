@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from titan_linear.ops.cp.context import CPContext
 from titan_linear.ops.delta_rule import chunk_delta_rule
-from titan_linear.ops.options import DeltaRuleOptions, beta_range, check_chunk_size, refuse
-from titan_linear.ops.states import Inputs
-from titan_linear.ops.support import Choice
+from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, beta_range, check_chunk_size, refuse
+from titan_linear.ops.runtime.support import Choice
 
 
 def chunk_gated_delta_rule(

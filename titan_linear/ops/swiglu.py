@@ -12,9 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from titan_linear.ops.operators import check_first_derivative
-from titan_linear.ops.options import check_floats
-from titan_linear.ops.support import Choice, implementation
+from titan_linear.ops.runtime.operators import check_first_derivative
+from titan_linear.ops.runtime.options import check_floats
+from titan_linear.ops.runtime.support import Choice, implementation
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -22,7 +22,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def swiglu(gate_up: torch.Tensor, weight: torch.Tensor, impl: str | Choice = "auto") -> torch.Tensor:
     """gate_up [.., 2 H], gate before up, weight [D, H] -> [.., D]. Elementwise work is done in float32 or wider.
 
-    impl: "torch", "triton", or "auto" (ops/support.py).
+    impl: "torch", "triton", or "auto" (ops/runtime/support.py).
     Raises ValueError for shapes that do not fit, or integers.
     """
     if weight.dim() != 2 or not gate_up.dim() or gate_up.shape[-1] != 2 * weight.shape[1]:

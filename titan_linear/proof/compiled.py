@@ -15,7 +15,7 @@ from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.gradients import Passes
 from titan_linear.metrics import Graphs
-from titan_linear.ops.support import short
+from titan_linear.ops.runtime.support import short
 from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, Note
 from titan_linear.proof.processes import fill
 from titan_linear.proof.subject import Subject

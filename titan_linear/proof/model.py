@@ -18,7 +18,7 @@ from titan_linear.distributed.precision import ComputeCopies
 from titan_linear.gradients import Passes
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops.support import short
+from titan_linear.ops.runtime.support import short
 from titan_linear.proof.data import tokens_in
 from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, off, worst
 from titan_linear.proof.ops import ALONE, DELTA, SMALL, begins, may_differ

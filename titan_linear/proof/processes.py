@@ -18,7 +18,7 @@ from titan_linear.distributed.parallelize import gradient_sums, sum_gradients
 from titan_linear.distributed.parts import whole
 from titan_linear.gradients import Passes
 from titan_linear.models.decoder import Decoder
-from titan_linear.ops.support import short
+from titan_linear.ops.runtime.support import short
 from titan_linear.proof.findings import Finding, Findings, off, worst
 from titan_linear.proof.model import (
     Station,

@@ -20,7 +20,7 @@ from titan_linear.distributed.parts import Parts
 from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.moe import MoE
-from titan_linear.ops.collectives import Ranks
+from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.proof.subject import Degrees, Subject
 
 T = TypeVar("T")

@@ -29,7 +29,7 @@ from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
 from titan_linear.models.init import count_parameters, initialise
-from titan_linear.ops.boundaries import CHUNK
+from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.preflight import check_splits
 
 LENGTH = {"cpu": 256, "cuda": 2048}  # tokens of a stream, at least

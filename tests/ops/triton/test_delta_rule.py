@@ -32,8 +32,8 @@ from tests.ops.inputs import (
 from tests.worlds import World
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.ops import build_cp_context, causal_conv1d
-from titan_linear.ops.boundaries import Boundaries, scan_programs, segment_arrays, segment_length
-from titan_linear.ops.cp import context
+from titan_linear.ops.layout import context
+from titan_linear.ops.layout.boundaries import Boundaries, scan_programs, segment_arrays, segment_length
 from titan_linear.ops.triton import chunks, split_documents
 from titan_linear.ops.triton import delta_rule as rules
 from titan_linear.ops.triton.chunks import chunks_of

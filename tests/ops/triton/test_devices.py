@@ -16,8 +16,8 @@ from tests.ops.inputs import boundaries, leaves, raw_gate_inputs, relative_error
 from tests.ops.triton.test_numbers import PROMISED, run, to_device
 from tests.worlds import World
 from titan_linear.ops import build_cp_context, causal_conv1d
-from titan_linear.ops.cp import kcp
-from titan_linear.ops.cp.context import CPContext
+from titan_linear.ops.exchange import kcp
+from titan_linear.ops.layout.context import CPContext
 
 PARAMETERS = ("dA_log", "ddt_bias", "dweight")
 

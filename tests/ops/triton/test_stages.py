@@ -11,9 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ops.inputs import DEVICE, boundaries, make_inputs, raw_gate_inputs, relative_error
-from titan_linear.ops.boundaries import Boundaries
-from titan_linear.ops.options import DeltaRuleOptions
-from titan_linear.ops.states import Inputs, States
+from titan_linear.ops.layout.boundaries import Boundaries
+from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule
 from titan_linear.ops.triton.chunks import chunks_of
 from titan_linear.ops.triton.delta_rule import TritonGDN, TritonKDA, TritonRule

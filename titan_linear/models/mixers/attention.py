@@ -13,7 +13,7 @@ from titan_linear.models.documents import Documents
 from titan_linear.models.layers import RMSNorm, attention_entropy, rotate, widened
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops import attention
-from titan_linear.ops.cp.ulysses import key_head_copies
+from titan_linear.ops.exchange.ulysses import key_head_copies
 
 
 @dataclass(frozen=True, kw_only=True)

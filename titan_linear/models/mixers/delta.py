@@ -21,7 +21,7 @@ from titan_linear.models.draws import Draw, time_step_bias
 from titan_linear.models.layers import ConvWeight, GatedRMSNorm, project, widen, widened
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops import causal_conv1d
-from titan_linear.ops.support import Choice
+from titan_linear.ops.runtime.support import Choice
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,16 +17,15 @@ k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse [B, Hq, Tq] in fp32
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import pairwise
-from typing import NamedTuple
+from collections.abc import Callable
 
 import torch
 
-from titan_linear.ops import flash4
-from titan_linear.ops.boundaries import Boundaries
-from titan_linear.ops.operators import check_first_derivative
-from titan_linear.ops.support import attention_kernel, without_autocast
+from titan_linear.ops.layout.balance import TILE
+from titan_linear.ops.layout.spans import CUDNN_MULTIPLE, Spans, Varlen
+from titan_linear.ops.runtime.operators import check_first_derivative
+from titan_linear.ops.runtime.support import attention_kernel, without_autocast
+from titan_linear.ops.torch import flash4
 
 aten = torch.ops.aten
 
@@ -34,45 +33,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 Triple = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 Operator = Callable[..., tuple[torch.Tensor, ...]]
 
-TILE = 128  # query rows that the tiled kernel takes at a time
-CUDNN_MULTIPLE = 128  # see block_kernel
-FEW = 4  # cuDNN makes plans for the lengths of at most this many spans
 TO_THE_END = ("flash4", "flash")  # kernels whose causal mask is aligned to the end, and that take all spans in one call
-
-
-class Spans(NamedTuple):
-    """Queries of a packed stream and the keys that they see: span i has rows q[i] to q[i+1] of the queries, rows k[i]
-    to k[i+1] of the keys, and none is empty. The host reads those on the CPU, so as not to wait for the device."""
-
-    q: torch.Tensor  # [N+1] int32, on the device
-    k: torch.Tensor  # [N+1] int32, on the device
-    q_cpu: torch.Tensor  # the same on the CPU
-    k_cpu: torch.Tensor
-    longest_q: torch.Tensor  # [1] on the CPU: rows of the longest span
-    longest_k: torch.Tensor
-
-    def rows(self) -> Iterator[tuple[slice, slice]]:
-        """For each span, the rows of its queries and those of its keys."""
-        return zip(*([slice(a, b) for a, b in pairwise(x.tolist())] for x in (self.q_cpu, self.k_cpu)), strict=True)
-
-    def recur(self) -> bool:
-        """Whether these lengths recur in every batch, as those of fragments do and those of documents do not."""
-        if len(self.q_cpu) - 1 > FEW:
-            return False
-        return not any(x % CUDNN_MULTIPLE for x in (*self.q_cpu.tolist(), *self.k_cpu.tolist()))
-
-    def varlen(self) -> Varlen:
-        return self.q, self.k, int(self.longest_q), int(self.longest_k)
-
-
-Varlen = tuple[torch.Tensor, torch.Tensor, int, int]  # boundaries of q and of k, longest of q and of k
-
-
-def document_spans(documents: Boundaries) -> Spans:
-    """One span per document, whose queries and keys are its tokens."""
-    device, host, longest = documents.cu_seqlens, documents.cu_seqlens_cpu, documents.longest
-    assert host is not None and longest is not None
-    return Spans(device, device, host, host, longest, longest)
 
 
 class Attention(torch.autograd.Function):
@@ -115,9 +76,9 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def block_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: int, Tk: int) -> str:
-    """The name of the kernel that computes a block of these shapes; ops/support.py has the conditions.
+    """The name of the kernel that computes a block of these shapes; ops/runtime/support.py has the conditions.
 
-    "flash4" FlashAttention-4 where it is installed (bf16, fp16; ops/flash4.py): the fastest, for any lengths.
+    "flash4" FlashAttention-4 where it is installed (bf16, fp16; ops/torch/flash4.py): the fastest, for any lengths.
     "cpu"    PyTorch's flash attention for the CPU.
     "cudnn"  cuDNN's, PyTorch's fastest on Hopper (bf16, fp16; D, Dv <= 128): 54 ms for 32768 causal tokens of 32 heads
              of 128, forward and backward, where flash takes 97 (H100). But it compiles a plan for every new pair of

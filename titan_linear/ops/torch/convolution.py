@@ -7,9 +7,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from titan_linear.ops.boundaries import Boundaries
-from titan_linear.ops.states import States
-from titan_linear.ops.support import without_autocast
+from titan_linear.ops.layout.boundaries import Boundaries
+from titan_linear.ops.runtime.options import States
+from titan_linear.ops.runtime.support import without_autocast
 
 
 class Rows(NamedTuple):

@@ -22,11 +22,10 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from titan_linear.ops.boundaries import CHUNK, Boundaries
-from titan_linear.ops.cp.kcp import STATE, STATE_AND_M, Chains
-from titan_linear.ops.options import DeltaRuleOptions
-from titan_linear.ops.states import Inputs, States
-from titan_linear.ops.support import without_autocast
+from titan_linear.ops.layout.boundaries import CHUNK, Boundaries
+from titan_linear.ops.layout.chains import STATE, STATE_AND_M, Chains
+from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
+from titan_linear.ops.runtime.support import without_autocast
 
 SUB = 16  # rows that share a reference point of the gate
 

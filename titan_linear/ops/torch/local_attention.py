@@ -6,14 +6,13 @@ from typing import Any
 
 import torch
 
-from titan_linear.ops.boundaries import Boundaries
-from titan_linear.ops.operators import operator, register_fake
+from titan_linear.ops.layout.boundaries import Boundaries
+from titan_linear.ops.layout.spans import Spans, document_spans
+from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
     Attention,
-    Spans,
     attend_spans,
     attend_spans_backward,
-    document_spans,
     empty_gradients,
     empty_output,
 )

@@ -14,8 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from titan_linear.ops.boundaries import CHUNK
-from titan_linear.ops.operators import operator, register_fake
+from titan_linear.ops.layout.boundaries import CHUNK
+from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.triton.launch import Launcher
 
 

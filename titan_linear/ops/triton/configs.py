@@ -143,8 +143,8 @@ def largest_dim(own: tuple[int, int], family: str, size: int) -> int:
 
 @cache
 def architecture(device: torch.device) -> tuple[int, int]:
-    """The key of CONFIGS for a device on which the kernels are supported (ops/support.py says where). The interpreter,
-    and compilation without a GPU, take that of the measured GPU."""
+    """The key of CONFIGS for a device on which the kernels are supported (ops/runtime/support.py says where). The
+    interpreter, and compilation without a GPU, take that of the measured GPU."""
     own = capability(device)
     return (9, 0) if own is None else shipped_for(own)
 

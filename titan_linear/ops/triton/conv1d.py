@@ -17,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from titan_linear.ops.boundaries import CONV_RUN, Boundaries
-from titan_linear.ops.operators import check_first_derivative, operator, register_autograd, register_fake
-from titan_linear.ops.states import States
+from titan_linear.ops.layout.boundaries import CONV_RUN, Boundaries
+from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_autograd, register_fake
+from titan_linear.ops.runtime.options import States
 from titan_linear.ops.triton.chunks import chunk_table, max_chunks
 from titan_linear.ops.triton.launch import Launcher, blocks_of
 

@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from titan_linear.ops.boundaries import CHUNK, Boundaries, Segments, scan_programs, segment_length
-from titan_linear.ops.cp.kcp import Chains
-from titan_linear.ops.options import DeltaRuleOptions
-from titan_linear.ops.states import Inputs, States
+from titan_linear.ops.layout.boundaries import CHUNK, Boundaries, Segments, scan_programs, segment_length
+from titan_linear.ops.layout.chains import Chains
+from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
 from titan_linear.ops.triton import gdn, kda
 from titan_linear.ops.triton.chunks import Chunks, chunks_of
 from titan_linear.ops.triton.configs import kernel_dims
@@ -26,8 +25,8 @@ def triton_delta_rule(
     kept: Sequence[Tensor] = (),
 ) -> TritonRule | SplitDocuments | Padded:
     """The kernels for these inputs: KDA's for a gate per channel, GDN's for a gate per head. Heads are padded to dims
-    that the kernels have, and long documents are cut into segments where that fills the GPU. ops/support.py says what
-    the kernels take. `differentiable` changes nothing here."""
+    that the kernels have, and long documents are cut into segments where that fills the GPU. ops/runtime/support.py
+    says what the kernels take. `differentiable` changes nothing here."""
     dims = inputs.q.shape[-1], inputs.v.shape[-1]
     if kernel_dims(*dims) != dims:
         return Padded(_of_kernel_dims, inputs, options, boundaries, kept)

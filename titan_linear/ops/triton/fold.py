@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titan_linear.ops.operators import operator, register_fake
+from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.triton.launch import Launcher
 from titan_linear.ops.triton.tiles import load_state
 

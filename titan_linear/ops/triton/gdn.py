@@ -28,8 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titan_linear.ops.boundaries import CHUNK as BT
-from titan_linear.ops.operators import operator, register_fake
+from titan_linear.ops.layout.boundaries import CHUNK as BT
+from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.triton import gdn_kernels as kernels
 from titan_linear.ops.triton.configs import Config, config, widest_slice
 from titan_linear.ops.triton.solve import solve_kernel

@@ -30,8 +30,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from titan_linear.ops.boundaries import CHUNK
-from titan_linear.ops.operators import operator, register_fake
+from titan_linear.ops.layout.boundaries import CHUNK
+from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.triton.configs import config, widest_slice
 from titan_linear.ops.triton.kda_bwd import (
     boundary_bwd_kernel,

@@ -13,10 +13,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from titan_linear.ops.boundaries import Boundaries
-from titan_linear.ops.cp.kcp import Chains
-from titan_linear.ops.options import DeltaRuleOptions
-from titan_linear.ops.states import Inputs, States
+from titan_linear.ops.layout.boundaries import Boundaries
+from titan_linear.ops.layout.chains import Chains
+from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
 from titan_linear.ops.triton.configs import kernel_dims
 
 

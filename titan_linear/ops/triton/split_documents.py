@@ -15,11 +15,10 @@ import torch
 import triton
 import triton.language as tl
 
-from titan_linear.ops.boundaries import Boundaries, Segments
-from titan_linear.ops.cp.kcp import Chains
-from titan_linear.ops.operators import operator, register_fake
-from titan_linear.ops.options import DeltaRuleOptions
-from titan_linear.ops.states import Inputs, States
+from titan_linear.ops.layout.boundaries import Boundaries, Segments
+from titan_linear.ops.layout.chains import Chains
+from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
 from titan_linear.ops.triton.chunks import Chunks, chunk_table, chunks_of, max_chunks
 from titan_linear.ops.triton.fold import fold_entries, fold_entries_back, fold_segments
 from titan_linear.ops.triton.launch import Launcher, blocks_of

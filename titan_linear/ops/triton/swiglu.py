@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from titan_linear.ops.operators import operator, register_fake
+from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.triton.launch import Launcher, blocks_of
 
 TILE = {"ROWS": 8, "BH": 256, "num_warps": 4}  # rows and channels per program

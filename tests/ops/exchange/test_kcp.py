@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.ops.cp.documents import EDGES, FLA_CONV, FLA_CP2, FLA_CP4
 from tests.ops.inputs import (
     DEVICE,
     boundaries,
@@ -21,11 +20,13 @@ from tests.ops.inputs import (
     relative_error,
     tokens_of,
 )
+from tests.ops.layout.documents import EDGES, FLA_CONV, FLA_CP2, FLA_CP4
 from tests.worlds import World
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.ops import build_cp_context, causal_conv1d
-from titan_linear.ops.cp import kcp
-from titan_linear.ops.cp.halo import return_halo
+from titan_linear.ops.exchange import kcp
+from titan_linear.ops.exchange.halo import return_halo
+from titan_linear.ops.layout.chains import STATE, STATE_AND_M
 from titan_linear.ops.torch import delta_rule
 
 TOLERANCE = 1e-9
@@ -115,7 +116,7 @@ def both_ways(rank: int, world_size: int, lengths: list[int], layout: str) -> li
     for chains, reverse in ((context.forward_chains, False), (context.reverse_chains, True)):
         S_ext, M = (torch.randn(context.slots, 3, 4, n, generator=draw, dtype=torch.float64) for n in (5, 4))
         wanted = chains.wanted
-        S_ext[wanted < kcp.STATE], M[wanted < kcp.STATE_AND_M] = torch.nan, torch.nan
+        S_ext[wanted < STATE], M[wanted < STATE_AND_M] = torch.nan, torch.nan
         states = []
         for by_heads in (False, True):
             with pytest.MonkeyPatch.context() as patch:
@@ -243,25 +244,25 @@ def counted(rank: int, world_size: int, lengths: list[int], layout: str) -> tupl
 
 
 HV, K, V = 2, 8, 6
-STATE, M = HV * K * V, HV * K * K
+OF_STATE, OF_M = HV * K * V, HV * K * K
 
 
 def test_m_is_neither_computed_nor_sent_where_no_document_passes_through(worlds: Callable[[int], World]) -> None:
-    assert worlds(2).run(counted, [512], "contiguous") == [(0, [STATE, 0]), (0, [0, STATE])]
+    assert worlds(2).run(counted, [512], "contiguous") == [(0, [OF_STATE, 0]), (0, [0, OF_STATE])]
     # Four ranks, one document: ranks 1 and 2 are passed through, and give S_ext and M to those further on.
     assert worlds(4).run(counted, [512], "contiguous") == [
-        (0, [3 * STATE, 0]),
-        (1, [2 * (STATE + M), STATE + M]),
-        (1, [STATE + M, 2 * (STATE + M)]),
-        (0, [0, 3 * STATE]),
+        (0, [3 * OF_STATE, 0]),
+        (1, [2 * (OF_STATE + OF_M), OF_STATE + OF_M]),
+        (1, [OF_STATE + OF_M, 2 * (OF_STATE + OF_M)]),
+        (0, [0, 3 * OF_STATE]),
     ]
     # A cut on every rank edge: nothing to say.
     assert worlds(4).run(counted, [128] * 4, "contiguous") == [(0, [])] * 4
     # A document on each side of the middle of rank 1: it comes in, ends, another begins and goes out: no M.
     assert worlds(4).run(counted, [192, 192, 128], "contiguous") == [
-        (0, [STATE, 0]),
-        (0, [STATE, STATE]),
-        (0, [0, STATE]),
+        (0, [OF_STATE, 0]),
+        (0, [OF_STATE, OF_STATE]),
+        (0, [0, OF_STATE]),
         (0, [0, 0]),
     ]
 
@@ -295,9 +296,9 @@ def third_recurrence(rank: int, world_size: int, lengths: list[int], layout: str
     S_ext, M = torch.zeros(ctx.slots, 2, 5, 3).double(), torch.zeros(ctx.slots, 2, 5, 5).double()
     for slot, (last, wanted) in enumerate(ctx.forward_chains.slots.tolist()):
         tokens = {n: t.detach() for n, t in entry[last].items()}
-        if wanted >= kcp.STATE:
+        if wanted >= STATE:
             S_ext[slot] = rwkv7(tokens, S_ext[slot])[1]
-        if wanted == kcp.STATE_AND_M:
+        if wanted == STATE_AND_M:
             silent = torch.zeros(len(tokens["k"]), 2, 5).double()
             M[slot] = rwkv7(tokens | {"v": silent}, torch.eye(5).double().expand(2, 5, 5))[1]
     S_in = kcp.incoming_states(S_ext, M, ctx.forward_chains, ctx.group_name).requires_grad_()

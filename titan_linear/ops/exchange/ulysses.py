@@ -12,9 +12,9 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from titan_linear.ops.cp.context import CPContext
-from titan_linear.ops.cp.exchange import group_named
-from titan_linear.ops.operators import check_first_derivative, operator, register_fake
+from titan_linear.ops.exchange.collectives import group_named
+from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.runtime.operators import check_first_derivative, operator, register_fake
 from titan_linear.ops.torch.local_attention import local_attention
 
 

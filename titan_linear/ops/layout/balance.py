@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from titan_linear.ops.cp.fragments import Fragment
-from titan_linear.ops.torch.attention import TILE
+from titan_linear.ops.layout.fragments import Fragment
 
 # Pairs of a rank over the mean of all ranks: a rank above GIVES gives queries away until it is down to GIVES, and no
 # rank takes queries beyond TAKES.
 GIVES, TAKES = 1.02, 1.04
+TILE = 128  # query rows that the tiled kernel takes at a time
 
 
 class Runs(NamedTuple):

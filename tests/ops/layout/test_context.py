@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
-from tests.ops.cp.documents import EDGES
 from tests.ops.inputs import boundaries, tokens_of
+from tests.ops.layout.documents import EDGES
 from titan_linear.ops import build_cp_context
 
 

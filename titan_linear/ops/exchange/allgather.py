@@ -1,5 +1,5 @@
 """All-gather attention (Llama 3, section 3.3.2) with balanced work: K and V travel to the rank that computes, and so do
-queries of ranks with too much work. One call of the kernel computes all of a rank's spans (ops/cp/spans.py).
+queries of ranks with too much work. One call of the kernel computes all of a rank's spans (ops/layout/spans.py).
 
 Heads are computed in slices: as many slices as have enough to compute while others travel, and more where memory
 requires it (`slice_bytes`). While a slice is computed, K|V and q of the next are on their way, and so is o of the last,
@@ -17,13 +17,12 @@ from typing import Any
 
 import torch
 
-from titan_linear.ops.cp.context import CPContext
-from titan_linear.ops.cp.exchange import start_all_gather, start_all_to_all, start_reduce_scatter
-from titan_linear.ops.cp.spans import ALL, NOTHING, KeyRoutes, QueryRoutes
-from titan_linear.ops.operators import operator, register_fake
+from titan_linear.ops.exchange.collectives import start_all_gather, start_all_to_all, start_reduce_scatter
+from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.layout.spans import ALL, NOTHING, KeyRoutes, QueryRoutes, Spans
+from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
     Attention,
-    Spans,
     Triple,
     accumulator_dtype,
     attend_spans,

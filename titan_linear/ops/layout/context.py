@@ -8,6 +8,7 @@ batch on the CPU, with every table that layers need, forward and backward, and r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from titan_linear.ops.boundaries import (
+from titan_linear.ops.layout.boundaries import (
     CHUNK,
     CONV_RUN,
     Boundaries,
@@ -30,14 +31,12 @@ from titan_linear.ops.boundaries import (
     segment_length,
     short,
 )
-from titan_linear.ops.cp.exchange import between_nodes
-from titan_linear.ops.cp.fragments import LAYOUTS, Fragment, cut, owned
-from titan_linear.ops.cp.halo import HaloRoutes, halo_routes
-from titan_linear.ops.cp.kcp import Chains, chains, of_all
-from titan_linear.ops.cp.rectangles import Rectangles, rectangle_tables
-from titan_linear.ops.cp.spans import GatheredSpans, KeyRoutes, QueryRoutes, span_tables
-from titan_linear.ops.torch.attention import Spans
-from titan_linear.ops.transfer import to_device
+from titan_linear.ops.layout.chains import Chains, chains, of_all
+from titan_linear.ops.layout.fragments import LAYOUTS, Fragment, cut, owned
+from titan_linear.ops.layout.halo import HaloRoutes, halo_routes
+from titan_linear.ops.layout.rectangles import Rectangles, rectangle_tables
+from titan_linear.ops.layout.spans import GatheredSpans, KeyRoutes, QueryRoutes, Spans, span_tables
+from titan_linear.ops.layout.tables import to_device
 
 SOFTMAX_METHODS = ("ring", "allgather", "ulysses")
 
@@ -371,6 +370,14 @@ def _routes_at_first_use(
 ) -> HaloRoutes:
     tables = {"halo": halo_routes(fragments, rank, world_size, width)}
     return HaloRoutes(**_move(tables, boundaries.cu_seqlens.device)["halo"])
+
+
+def between_nodes(group: dist.ProcessGroup | None) -> bool:
+    """Whether the ranks of a group are on several nodes, according to torchrun's environment."""
+    size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
+    if not size or type(group) is not dist.ProcessGroup:  # no torchrun, no group, or a group in one process
+        return False
+    return len({rank // size for rank in dist.get_process_group_ranks(group)}) > 1
 
 
 def _documents(cu_seqlens: torch.Tensor) -> np.ndarray:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from titan_linear.ops.cp.fragments import cut
-from titan_linear.ops.cp.spans import ALL, NOTHING, SOME, span_tables
+from titan_linear.ops.layout.fragments import cut
+from titan_linear.ops.layout.spans import ALL, NOTHING, SOME, span_tables
 
 
 def test_how_keys_travel() -> None:

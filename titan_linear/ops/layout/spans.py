@@ -2,25 +2,63 @@
 
 A *span* is a run of queries of one document with its keys: the document up to the run's end or, without the causal
 mask, the whole document. A rank's spans are its entries, without the queries that others compute, followed by the
-queries that it computes for others (ops/cp/balance.py). The rest follows from the spans: which rows of q travel and
+queries that it computes for others (ops/layout/balance.py). The rest follows from the spans: which rows of q travel and
 come back as rows of o, and which rows of K|V a rank needs from which other rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from titan_linear.ops.cp.balance import Runs, balanced, entries, pairs_by_rank
-from titan_linear.ops.cp.fragments import Fragment
-from titan_linear.ops.torch.attention import Spans
+from titan_linear.ops.layout.balance import Runs, balanced, entries, pairs_by_rank
+from titan_linear.ops.layout.boundaries import Boundaries
+from titan_linear.ops.layout.fragments import Fragment
 
 # Keys are gathered where an exchange of only those needed would make some rank send or receive more than this share of
 # what a gather does: a byte takes no longer in a gather than in an exchange, and a gather's one message goes to many.
 GATHER_FROM = 0.5
+CUDNN_MULTIPLE = 128  # cuDNN's plans are for lengths that are multiples of this (ops/torch/attention.py)
+FEW = 4  # and for at most this many spans
+
+
+class Spans(NamedTuple):
+    """Queries of a packed stream and the keys that they see: span i has rows q[i] to q[i+1] of the queries, rows k[i]
+    to k[i+1] of the keys, and none is empty. The host reads those on the CPU, so as not to wait for the device."""
+
+    q: torch.Tensor  # [N+1] int32, on the device
+    k: torch.Tensor  # [N+1] int32, on the device
+    q_cpu: torch.Tensor  # the same on the CPU
+    k_cpu: torch.Tensor
+    longest_q: torch.Tensor  # [1] on the CPU: rows of the longest span
+    longest_k: torch.Tensor
+
+    def rows(self) -> Iterator[tuple[slice, slice]]:
+        """For each span, the rows of its queries and those of its keys."""
+        return zip(*([slice(a, b) for a, b in pairwise(x.tolist())] for x in (self.q_cpu, self.k_cpu)), strict=True)
+
+    def recur(self) -> bool:
+        """Whether these lengths recur in every batch, as those of fragments do and those of documents do not."""
+        if len(self.q_cpu) - 1 > FEW:
+            return False
+        return not any(x % CUDNN_MULTIPLE for x in (*self.q_cpu.tolist(), *self.k_cpu.tolist()))
+
+    def varlen(self) -> Varlen:
+        return self.q, self.k, int(self.longest_q), int(self.longest_k)
+
+
+Varlen = tuple[torch.Tensor, torch.Tensor, int, int]  # boundaries of q and of k, longest of q and of k
+
+
+def document_spans(documents: Boundaries) -> Spans:
+    """One span per document, whose queries and keys are its tokens."""
+    device, host, longest = documents.cu_seqlens, documents.cu_seqlens_cpu, documents.longest
+    assert host is not None and longest is not None
+    return Spans(device, device, host, host, longest, longest)
 
 
 class QueryRoutes(NamedTuple):

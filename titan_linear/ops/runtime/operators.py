@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from titan_linear.ops.kept import kept
+from titan_linear.ops.runtime.kept import kept
 
 LIBRARY = torch.library.Library("titan_linear", "FRAGMENT")
 Kind = Literal["fused", "attention", "delta rule", "convolution", "gather", "scatter", "sum", "heads", "states", "halo"]
@@ -24,7 +24,7 @@ Kind = Literal["fused", "attention", "delta rule", "convolution", "gather", "sca
 class Spec:
     """What activation checkpointing and the planner need to know of an operator."""
 
-    kept_by: tuple[str, ...] = ()  # modes of checkpointing (ops/kept.py) that keep its results
+    kept_by: tuple[str, ...] = ()  # modes of checkpointing (ops/runtime/kept.py) that keep its results
     kind: Kind = "fused"  # how its time is planned; fused: one kernel that reads its inputs and writes its outputs
     # The delta rule's driver calls it. Unless compiled, checkpointing keeps what the driver's call gives as a whole.
     of_driver: bool = False

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from titan_linear.ops.cp.fragments import Fragment, owned, padded
+from titan_linear.ops.layout.fragments import Fragment, owned, padded
 
 Rows = tuple[int, int]
 

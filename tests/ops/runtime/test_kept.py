@@ -23,7 +23,7 @@ from titan_linear.models.mixers.attention import AttentionMixer
 from titan_linear.models.mixers.mla import MLAMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
-from titan_linear.ops.kept import Run, contexts, kept
+from titan_linear.ops.runtime.kept import Run, contexts, kept
 from titan_linear.ops.torch import delta_rule, local_attention
 from titan_linear.ops.triton import delta_rule as triton_rules
 from titan_linear.ops.triton.launch import Launcher

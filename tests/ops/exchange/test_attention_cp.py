@@ -15,11 +15,11 @@ from tests.ops.inputs import tokens_of
 from tests.ops.test_attention import error, make, run
 from titan_linear.distributed.one_process import run_ranks
 from titan_linear.ops.attention import attention, choose_method, pairs_computed
-from titan_linear.ops.cp import allgather
-from titan_linear.ops.cp.context import build_cp_context
-from titan_linear.ops.cp.exchange import group_named
-from titan_linear.ops.cp.spans import ALL, SOME
-from titan_linear.ops.cp.ulysses import heads_to_tokens, tokens_to_heads
+from titan_linear.ops.exchange import allgather
+from titan_linear.ops.exchange.collectives import group_named
+from titan_linear.ops.exchange.ulysses import heads_to_tokens, tokens_to_heads
+from titan_linear.ops.layout.context import build_cp_context
+from titan_linear.ops.layout.spans import ALL, SOME
 from titan_linear.ops.reference.attention import attention as reference
 
 HEADS = (4, 2, 6, 10)  # Hq, Hkv, D, Dv

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from tests.ops.cp.documents import packed
-from titan_linear.ops.cp.fragments import LAYOUTS, Fragment, cut, owned, padded
-from titan_linear.ops.cp.rectangles import Rectangle, _append, _rectangles, rectangle_tables
+from tests.ops.layout.documents import packed
+from titan_linear.ops.layout.fragments import LAYOUTS, Fragment, cut, owned, padded
+from titan_linear.ops.layout.rectangles import Rectangle, _append, _rectangles, rectangle_tables
 
 
 def searched(fragments: Sequence[Fragment], rank: int, world_size: int, causal: bool) -> np.ndarray:

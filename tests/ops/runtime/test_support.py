@@ -11,8 +11,10 @@ import torch
 
 from tests.ops.inputs import device_of
 from titan_linear.models.presets import MODELS
-from titan_linear.ops import chunk_kda, flash4, support
-from titan_linear.ops.support import TABLE, Target, choose, choose_implementations, reason_against, start_lines
+from titan_linear.ops import chunk_kda
+from titan_linear.ops.runtime import support
+from titan_linear.ops.runtime.support import TABLE, Target, choose, choose_implementations, reason_against, start_lines
+from titan_linear.ops.torch import flash4
 from titan_linear.ops.triton.configs import kernel_dims
 
 BF16, CPU, GPU = torch.bfloat16, torch.device("cpu"), torch.device("cuda")

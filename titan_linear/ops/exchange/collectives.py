@@ -1,4 +1,7 @@
-"""Gathers and sums over the ranks of a group, as operators: in compiled code each is one call."""
+"""What crosses the ranks of a group: exchanges, and gathers and sums as operators, each one call in compiled code.
+
+Groups are given by name, because operators cannot take the group itself.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from titan_linear.ops.cp.exchange import group_named
-from titan_linear.ops.operators import operator, register_autograd, register_fake
+from titan_linear.ops.runtime.operators import operator, register_autograd, register_fake
 
 
 class Ranks(NamedTuple):
@@ -18,6 +20,53 @@ class Ranks(NamedTuple):
     group: str
     size: int
     rank: int
+
+
+def group_named(name: str) -> dist.ProcessGroup:
+    """The group whose `group_name` this is."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def all_to_all(x: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], group: str) -> torch.Tensor:
+    """x [Σ send_sizes, ...]: its first send_sizes[0] rows go to rank 0 of the group, the next to rank 1, and so on ->
+    [Σ receive_sizes, ...], the rows received, in rank order. Every rank of the group must call it."""
+    return start_all_to_all(x, send_sizes, receive_sizes, group)()
+
+
+# The same and other collectives, asynchronous: each returns a function that waits for the result and returns it.
+
+
+def start_all_to_all(
+    x: torch.Tensor, send_sizes: list[int], receive_sizes: list[int], group: str
+) -> Callable[[], torch.Tensor]:
+    out = x.new_empty(sum(receive_sizes), *x.shape[1:])
+    # Call the group itself: the checks and logs of `dist.all_to_all_single` take as long as launching the exchange.
+    return _arrival(group_named(group).alltoall_base(out, x, receive_sizes, send_sizes, dist.AllToAllOptions()), out)
+
+
+def start_all_gather(x: torch.Tensor, group: str) -> Callable[[], torch.Tensor]:
+    """x [n, ...] → [W·n, ...], the rows of all ranks in rank order."""
+    ranks = group_named(group)
+    out = x.new_empty(ranks.size() * len(x), *x.shape[1:])
+    return _arrival(dist.all_gather_into_tensor(out, x, group=ranks, async_op=True), out)
+
+
+def start_reduce_scatter(x: torch.Tensor, group: str) -> Callable[[], torch.Tensor]:
+    """x [W·n, ...] → [n, ...], this rank's part of the sum over ranks."""
+    ranks = group_named(group)
+    out = x.new_empty(len(x) // ranks.size(), *x.shape[1:])
+    return _arrival(dist.reduce_scatter_tensor(out, x, group=ranks, async_op=True), out)
+
+
+def _arrival(work: dist.Work, out: torch.Tensor) -> Callable[[], torch.Tensor]:
+    def wait() -> torch.Tensor:
+        work.wait()
+        return out
+
+    return wait
+
+
+# Operators.
 
 
 @operator(kind="gather")

@@ -14,19 +14,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_linear.ops.cp.context import CPContext
-from titan_linear.ops.cp.exchange import group_named
-from titan_linear.ops.cp.rectangles import Rectangle
-from titan_linear.ops.operators import operator, register_fake
+from titan_linear.ops.exchange.collectives import group_named
+from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.layout.rectangles import Rectangle
+from titan_linear.ops.layout.spans import Spans, document_spans
+from titan_linear.ops.runtime.operators import operator, register_fake
 from titan_linear.ops.torch.attention import (
     Attention,
-    Spans,
     accumulator_dtype,
     attend,
     attend_backward,
     attend_spans,
     attend_spans_backward,
-    document_spans,
     empty_gradients,
     empty_output,
     merge_,

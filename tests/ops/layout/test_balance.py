@@ -7,9 +7,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from tests.ops.cp.documents import packed
-from titan_linear.ops.cp.balance import GIVES, TAKES, Runs, balanced, entries
-from titan_linear.ops.cp.fragments import cut
+from tests.ops.layout.documents import packed
+from titan_linear.ops.layout.balance import GIVES, TAKES, Runs, balanced, entries
+from titan_linear.ops.layout.fragments import cut
 
 
 def work(runs: Runs, world_size: int, causal: bool = True) -> float:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from titan_linear.ops import flash4
+from titan_linear.ops.torch import flash4
 from titan_linear.ops.triton.configs import (
     CONFIGS,
     MEASURED,

@@ -1,0 +1,147 @@
+"""Which rank needs the state and transition of which fragment, for KCP (ops/exchange/kcp.py).
+
+A chain of fragments begins where the document begins, and its first fragment needs no M: only a fragment that one
+document enters, fills and leaves has an M that any rank needs. With two contiguous ranks there is never one.
+
+The shapes of the tables do not depend on the documents, so that compiled code sees one shape; rows beyond the last are
+−1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from titan_linear.ops.layout.fragments import Fragment, owned, padded
+
+NOTHING, STATE, STATE_AND_M = range(3)  # what is needed of a fragment
+
+
+class Chains(NamedTuple):
+    """This rank's part in one direction. Forward, a slot gives the state that leaves it and gets the state that enters
+    it; in reverse, it gives the gradient of the state that entered and gets that of the state that left."""
+
+    entries: torch.Tensor  # [slots] int32: the entry whose boundary a slot gives: its last (in reverse its first)
+    wanted: torch.Tensor  # [slots] int32: NOTHING, STATE or STATE_AND_M
+    chain_offsets: torch.Tensor  # [slots + 1] int32: where each slot's links begin, which fold into it in order
+    s_row: torch.Tensor  # [.] int32 for each link: the row of its S_ext among those received
+    m_row: torch.Tensor  # [.] int32: and of its M; −1 for a chain's first
+    slots: torch.Tensor  # [slots, 2] (entry, wanted) again; on the CPU, as are all up to `most`
+    crosses: torch.Tensor  # [1] whether a document crosses a cut, on any rank
+    sends: torch.Tensor  # [., 2] (slot, 0 for S_ext or 1 for M) by receiver; for each receiver S_ext first
+    send_counts: torch.Tensor  # [W, 2] numbers of S_ext and M for each receiver
+    receive_counts: torch.Tensor  # [W, 2] and from each sender
+    links: torch.Tensor  # [., 3] the links again, as (slot, s_row, m_row)
+    most: torch.Tensor  # [1] the largest number of S_ext and M that any one rank folds, its own included
+    # Of all F = W · slots fragments in global order, on the device, the same in both directions (`of_all`):
+    order: torch.Tensor  # [F] int64: the place of each, its index by rank, then slot
+    places: torch.Tensor  # [F] int64: the inverse
+    through: torch.Tensor  # [F] bool: whether its M counts
+    groups: torch.Tensor  # [F + 1] int32: the first of each run joined by documents; F behind the last
+    between_nodes: torch.Tensor  # [1], on the CPU: whether ranks are on several nodes
+
+
+def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: np.ndarray, *, reverse: bool) -> dict:
+    """The arrays of `Chains`, by name, except those of `of_all`.
+
+    Args:
+        fragments: every rank's, in global order.
+        entries: [slots, 2] the first and last entry of each of this rank's fragments.
+    """
+    chain = _walks(fragments, reverse)
+    own = [i for i, f in enumerate(fragments) if f.rank == rank]
+    slots, blocks = len(own), len(fragments) // len(own)
+    received = _received(fragments, chain, own, world_size)
+    place = {(j, kind): n for kind in range(2) for n, j in enumerate(j for js in received for j in js[kind])}
+    in_order = sorted(own, key=lambda i: fragments[i].slot)
+    rows = [(fragments[i].slot, place[j, 0], place.get((j, 1), -1)) for i in in_order for j in chain[i]]
+    links = padded(rows, slots * blocks, 3)
+    chain_offsets = np.cumsum([0, *(len(chain[i]) for i in in_order)])
+    sent = _sent(fragments, chain, own, world_size)
+    sends = [(fragments[j].slot, kind) for js in sent for kind in range(2) for j in js[kind]]
+    wanted = [_wanted(f, reverse) for f in owned(fragments, rank)]
+    table = np.stack([entries[:, 0 if reverse else 1], wanted], 1).astype(np.int32)
+    most = np.zeros(world_size, dtype=np.int64)
+    np.add.at(most, [f.rank for f in fragments], [max(2 * len(walk) - 1, 0) for walk in chain])
+    return {
+        "entries": table[:, 0],
+        "wanted": table[:, 1],
+        "slots": table,
+        "chain_offsets": chain_offsets.astype(np.int32),
+        "s_row": links[:, 1].astype(np.int32),
+        "m_row": links[:, 2].astype(np.int32),
+        "crosses": np.array([any(chain)]),
+        "sends": padded(sends, 2 * slots * blocks, 2),
+        "send_counts": np.array([[len(js) for js in kinds] for kinds in sent]),
+        "receive_counts": np.array([[len(js) for js in kinds] for kinds in received]),
+        "links": links,
+        "most": most.max(keepdims=True),
+    }
+
+
+def of_all(fragments: Sequence[Fragment], world_size: int, between_nodes: bool) -> dict:
+    """The rest of the arrays of `Chains`, by name."""
+    F = len(fragments)
+    order = np.array([f.rank * (F // world_size) + f.slot for f in fragments])
+    firsts = [i for i, f in enumerate(fragments) if not f.enters]
+    return {
+        "order": order,
+        "places": np.argsort(order),
+        "through": np.array([f.through for f in fragments]),
+        "groups": np.array(firsts + [F] * (F + 1 - len(firsts)), dtype=np.int32),
+        "between_nodes": np.array([between_nodes]),
+    }
+
+
+def _wanted(f: Fragment, reverse: bool) -> int:
+    if f.through:
+        return STATE_AND_M
+    return STATE if (f.enters if reverse else f.leaves) else NOTHING
+
+
+def _walks(fragments: Sequence[Fragment], reverse: bool) -> list[range]:
+    """For each fragment, those that fold into it, in the order of the fold; they are adjacent, so a range."""
+    order = range(len(fragments))
+    walks, first = [range(0)] * len(fragments), 0
+    for i in reversed(order) if reverse else order:
+        f, before = fragments[i], i + 1 if reverse else i - 1
+        if f.leaves if reverse else f.enters:
+            first = first if fragments[before].through else before
+            walks[i] = range(first, i, -1 if reverse else 1)
+    return walks
+
+
+Kinds = tuple[list[int], list[int]]  # fragments whose S_ext travels, and those whose M does
+
+
+def _received(fragments: Sequence[Fragment], chain: list[range], own: list[int], world_size: int) -> list[Kinds]:
+    """What this rank needs, by sender, in global order."""
+    needed = sorted({j for i in own for j in chain[i]})
+    received: list[Kinds] = [([], []) for _ in range(world_size)]
+    for j in needed:
+        _add(received[fragments[j].rank], j, fragments[j])
+    return received
+
+
+def _sent(fragments: Sequence[Fragment], chain: list[range], own: list[int], world_size: int) -> list[Kinds]:
+    """What others need from this rank, by receiver, in global order."""
+    sent: list[Kinds] = [([], []) for _ in range(world_size)]
+    for j in own:
+        receivers = set()
+        for step in (1, -1):  # fragments whose chains hold j lie next to j, without a gap
+            i = j + step
+            while 0 <= i < len(fragments) and j in chain[i]:
+                receivers.add(fragments[i].rank)
+                i += step
+        for r in receivers:
+            _add(sent[r], j, fragments[j])
+    return sent
+
+
+def _add(kinds: Kinds, j: int, f: Fragment) -> None:
+    kinds[0].append(j)
+    if f.through:
+        kinds[1].append(j)
