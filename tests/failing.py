@@ -11,10 +11,11 @@ from typing import NoReturn
 
 import torch
 
-from titan_linear import checkpoint, exports
 from titan_linear.distributed.ending import is_gone
 from titan_linear.models.decoder import Decoder
-from titan_linear.optim import AdamW
+from titan_linear.run import exports
+from titan_linear.step.optimizer import AdamW
+from titan_linear.storage import checkpoint
 
 STEP = 3  # in which a step fails; saves and validations are due after step 2
 CAUSE, FAULT = "the cause", "FAULT "

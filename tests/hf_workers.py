@@ -16,18 +16,19 @@ from pathlib import Path
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from titan_linear import hf_io
-from titan_linear.checkpoint import SaveFailed, named_parameters
 from titan_linear.config import load_config
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
-from titan_linear.hf_io import gather, load_weights, read_model, write_folder
 from titan_linear.models import mixers
 from titan_linear.models.adapters import placements
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
+from titan_linear.storage import hf_io
+from titan_linear.storage.checkpoint import SaveFailed
+from titan_linear.storage.hf_io import gather, load_weights, read_model, write_folder
+from titan_linear.storage.tensors import named_parameters
 from titan_linear.train import Trainer
 
 KDA = replace(preset("kda", "debug"), norm_eps=1e-6)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from titan_linear.gradients import Forward
+from titan_linear.step.passes import Forward
 from titan_linear.train import Trainer
 
 

@@ -13,7 +13,7 @@ from tests.data.test_chat import UNMARKED, as_lines, make_tokenizer
 from tests.worlds import World
 from titan_linear.config import load_config
 from titan_linear.distributed.parts import local_tensor
-from titan_linear.preflight import preflight
+from titan_linear.run.preflight import preflight
 from titan_linear.train import Trainer
 
 

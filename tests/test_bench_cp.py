@@ -10,11 +10,11 @@ import torch
 
 from tests.ops.inputs import tokens_of
 from tests.worlds import Worlds
-from titan_linear.memory import Batch
 from titan_linear.models.mixers import Attention
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.reference.attention import attention as reference
-from titan_linear.timing import Machine, read_rates, shipped
+from titan_linear.planner.memory import Batch
+from titan_linear.planner.timing import Machine, read_rates, shipped
 from tools import bench_cp
 
 H200 = read_rates(shipped()["H200"])

@@ -12,10 +12,10 @@ import pytest
 from tests.refusals import is_refused
 from tests.worlds import World
 from titan_linear.config import Config
-from titan_linear.flops import training_flops
-from titan_linear.memory import parameters
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.presets import preset
+from titan_linear.observe.flops import training_flops
+from titan_linear.planner.memory import parameters
 from tools import bench_train
 from tools.bench_train import COLUMNS, Fla, Row, at_depth, largest_costs, line
 

@@ -10,9 +10,9 @@ import torch
 import torch.distributed as dist
 
 from tests.worlds import World
-from titan_linear.build import check_alike, implementations, model_config, uncompiled, vocabulary
-from titan_linear.checkpoint import Content
 from titan_linear.config import load_config
+from titan_linear.run.build import check_alike, implementations, model_config, uncompiled, vocabulary
+from titan_linear.storage.step_folders import Content
 
 
 def tokenizer(size: int) -> SimpleNamespace:

@@ -38,25 +38,14 @@ from torch.distributed.tensor import DTensor
 
 from tests.processes import stopped, until
 from tests.worlds import free_port
-from titan_linear.build import unallocated
-from titan_linear.checkpoint import (
-    Checkpointer,
-    Progress,
-    Reader,
-    SaveFailed,
-    check_weights,
-    find_step,
-    holds_optimizer,
-    read_progress,
-    stored_weights,
-    verify,
-    weights_path,
-    whole_steps,
-)
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import KDA, Attention
+from titan_linear.run.build import unallocated
+from titan_linear.storage.checkpoint import Checkpointer, SaveFailed
+from titan_linear.storage.step_folders import Progress, find_step, read_progress, verify, weights_path, whole_steps
+from titan_linear.storage.tensors import Reader, check_weights, holds_optimizer, stored_weights
 
 PATTERN = (
     KDA(heads=1, v_heads=2, head_dim=4, v_head_dim=4),
@@ -269,7 +258,7 @@ def test_weights_only(worlds, tmp_path):
 
 def load_what_rank_0_sees(rank, world_size, load, *arguments):
     """While a run saves: the others do not see its newest checkpoint yet."""
-    behind = patch("titan_linear.checkpoint.whole_steps", lambda folder: [1])
+    behind = patch("titan_linear.storage.step_folders.whole_steps", lambda folder: [1])
     with behind if rank else contextlib.nullcontext():
         return load(rank, world_size, *arguments)
 
@@ -372,7 +361,7 @@ def test_a_signal_ends_the_reading(monkeypatch, tmp_path):
         (tmp_path / name).touch()
         os.truncate(tmp_path / name, 1 << 30)
     (tmp_path / "manifest.json").write_text('{"files": {"a": [0, 0], "b": [0, 0]}}')
-    monkeypatch.setattr("titan_linear.checkpoint._sum", read)
+    monkeypatch.setattr("titan_linear.storage.step_folders.checksum", read)
     before = signal.signal(signal.SIGTERM, stop)
     try:
         with pytest.raises(SystemExit):
@@ -523,7 +512,7 @@ def go_on_where_files_stay(rank, world_size, *arguments):
         if path.exists():
             raise OSError(errno.EBUSY, "Device or resource busy")
 
-    with patch("titan_linear.checkpoint.remove", remove), contextlib.redirect_stdout(io.StringIO()) as said:
+    with patch("titan_linear.storage.checkpoint.remove", remove), contextlib.redirect_stdout(io.StringIO()) as said:
         return go_on(rank, world_size, *arguments), said.getvalue()
 
 
@@ -650,11 +639,11 @@ FAULTS = {
     "lies": lambda: patch.object(FileSystem, "create_stream", lying_device),
     "lies once": lies_once,
     "device": lambda: patch.object(FileSystem, "create_stream", full_device),
-    "runtime": lambda: patch("titan_linear.checkpoint._measure", broken),
-    "sync": lambda: patch("titan_linear.checkpoint.os.fsync", full_disk),
-    "mkdir": lambda: patch("titan_linear.checkpoint.Path.mkdir", full_disk),
-    "rename": lambda: patch("titan_linear.checkpoint.Path.rename", full_disk),  # DCP's own of .metadata
-    "commit": lambda: patch("titan_linear.checkpoint._set_aside", full_disk),
+    "runtime": lambda: patch("titan_linear.storage.step_folders._measure", broken),
+    "sync": lambda: patch("titan_linear.storage.checkpoint.os.fsync", full_disk),
+    "mkdir": lambda: patch("titan_linear.storage.checkpoint.Path.mkdir", full_disk),
+    "rename": lambda: patch("titan_linear.storage.checkpoint.Path.rename", full_disk),  # DCP's own of .metadata
+    "commit": lambda: patch("titan_linear.storage.checkpoint.set_steps_aside", full_disk),
 }
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from titan_linear import config as config_module
 from titan_linear.config import (
     KEYS,
     Config,
@@ -16,11 +15,12 @@ from titan_linear.config import (
     flat_keys,
     load_config,
 )
+from titan_linear.config.schema import ABSENT
 
 
 @pytest.fixture(autouse=True)
 def cpu(monkeypatch):
-    monkeypatch.setattr(config_module, "_on_cuda", lambda: False)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def test_the_written_file_starts_the_same_run(toml):
     ],
 )
 def test_automatic_types_are_resolved_once(monkeypatch, cuda, dtype, param, reduce):
-    monkeypatch.setattr(config_module, "_on_cuda", lambda: cuda)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: cuda)
     training = load_config(overrides(training__dtype=dtype)).training
     assert (training.mixed_precision_param, training.mixed_precision_reduce) == (param, reduce)
 
@@ -221,7 +221,7 @@ def test_a_capability_that_is_not_here_is_said_so(argument):
 
 def test_what_is_here_is_not_called_absent():
     here = {name for dotted in KEYS for name in dotted.split(".")}
-    assert not here & set(config_module.ABSENT)
+    assert not here & set(ABSENT)
 
 
 def test_types_of_a_run_that_is_for_gpus_elsewhere():
@@ -386,7 +386,7 @@ def test_contradictions_are_refused(world_size, keys, message):
 def test_float64_is_for_the_cpu(monkeypatch):
     config = load_config(overrides(training__dtype="float64"))
     check_config(config, 1)
-    monkeypatch.setattr(config_module, "_on_cuda", lambda: True)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     with pytest.raises(ValueError, match=r"training.dtype = 'float64' runs on the CPU only"):
         check_config(config, 1)
 

@@ -10,8 +10,6 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
-from titan_linear.counting import Layer, _OneKernelNorms, count
-from titan_linear.memory import Batch, layers
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import GDN, KDA, MLA, Attention
@@ -19,6 +17,8 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.runtime.kept import contexts
+from titan_linear.planner.counting import Layer, _OneKernelNorms, count
+from titan_linear.planner.memory import Batch, layers
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

@@ -16,22 +16,25 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from titan_linear import launch, loss
-from titan_linear.checkpoint import Checkpointer, Progress
+from titan_linear import launch, proof
 from titan_linear.config import changed, load_config
 from titan_linear.data import PackedStreams, Stream, StreamLoader, Streams
-from titan_linear.distributed import feed, parallelize
+from titan_linear.distributed import parallelize
 from titan_linear.models import plan
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import OWN, PUBLISHED
+from titan_linear.ops import cross_entropy as loss
 from titan_linear.ops.exchange import halo, kcp
 from titan_linear.ops.layout import context
 from titan_linear.ops.torch import delta_rule
-from titan_linear.proof import compiled, data, definitions, doctor, hf, model, ops, processes, resume, start
+from titan_linear.proof import compiled, data, definitions, doctor, hf, model, ops, processes, resume
 from titan_linear.proof import subject as proof_subject
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
+from titan_linear.step import feed
+from titan_linear.storage.checkpoint import Checkpointer
+from titan_linear.storage.step_folders import Progress
 
 ROOT = Path(__file__).parents[1]
 KEYS = {
@@ -579,11 +582,11 @@ def test_at_the_start_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         commands.append((command[1:], env["NGPU"], "RANK" in env))
         return SimpleNamespace(returncode=len(commands) - 1)
 
-    monkeypatch.setattr(start.subprocess, "run", run)
+    monkeypatch.setattr(proof.subprocess, "run", run)
     monkeypatch.setenv("RANK", "0")
-    start.prove(["--training.steps", "3"], 4)
+    proof.prove(["--training.steps", "3"], 4)
     with pytest.raises(SystemExit) as stopped:
-        start.prove([], 8)
+        proof.prove([], 8)
     assert stopped.value.code == 1 and "the run is not started" in capsys.readouterr().err
     assert commands[0] == (["-m", "titan_linear.proof.doctor", "--training.steps", "3"], "4", False)
 
@@ -593,7 +596,7 @@ def test_a_run_that_does_not_hold_is_not_started(corpus: Path, monkeypatch: pyte
         assert "--doctor.at_start" in argv and world_size == 4
         raise SystemExit(1)
 
-    monkeypatch.setattr(start, "prove", refuse)
+    monkeypatch.setattr(proof, "prove", refuse)
     monkeypatch.setattr(launch, "run_workers", lambda *_: pytest.fail("it is started"))
     monkeypatch.setenv("NGPU", "4")
     with pytest.raises(SystemExit) as stopped:

@@ -26,8 +26,8 @@ from tests.failing import CODES, DELAY, FAULT, KEYS, PLACES, RANK_0, fail_at, sa
 from tests.test_train import arguments
 from titan_linear import train
 from titan_linear.config import load_config
-from titan_linear.preflight import preflight
-from titan_linear.process import LOST
+from titan_linear.distributed.process import LOST
+from titan_linear.run.preflight import preflight
 
 ROOT = Path(__file__).parents[1]
 HEARD, ENDED = 5.0, 15.0  # seconds

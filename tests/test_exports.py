@@ -19,13 +19,13 @@ from safetensors.torch import load_file
 from tests.processes import gone, until
 from tests.test_train import arguments
 from tests.worlds import World
-from titan_linear import exports
-from titan_linear.build import model_config
 from titan_linear.config import Config, check_config, load_config
 from titan_linear.data import ByteTokenizer
-from titan_linear.exports import Exports
-from titan_linear.preflight import _check_checkpoint, preflight
-from titan_linear.process import StopSignal
+from titan_linear.distributed.process import StopSignal
+from titan_linear.run import exports
+from titan_linear.run.build import model_config
+from titan_linear.run.exports import Exports
+from titan_linear.run.preflight import _check_checkpoint, preflight
 from titan_linear.train import Trainer
 from tools import convert
 
@@ -108,7 +108,7 @@ def test_a_finished_run_names_what_it_lacks(
     """A kill after the last step, while exports were written."""
     config = saved(tmp_path, 2, 4, 6, 8)
     (tmp_path / "checkpoint/step-4-hf").mkdir()
-    monkeypatch.setattr("titan_linear.preflight.verify", lambda _: None)
+    monkeypatch.setattr("titan_linear.run.preflight.verify", lambda _: None)
     with pytest.raises(SystemExit):
         _check_checkpoint(config, model_config(config, ByteTokenizer()), ByteTokenizer())
     assert "\nnot exported: step-2, step-6; python -m tools.convert to-hf does it\n" in capsys.readouterr().out

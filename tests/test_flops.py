@@ -15,16 +15,15 @@ from torch.utils.flop_counter import flop_registry
 
 from tests.dispatch import Inside
 from tests.models.ours import labels_of, positions
-from titan_linear import flops
 from titan_linear.config import load_config
-from titan_linear.flops import forward_flops, known_peak, mlp_flops, peak_tflops, training_flops
-from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
+from titan_linear.models.config import Documents, MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Block, Decoder
-from titan_linear.models.documents import Documents
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import GDN, KDA, MLA, Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
+from titan_linear.observe import flops
+from titan_linear.observe.flops import forward_flops, known_peak, mlp_flops, peak_tflops, training_flops
 
 aten = torch.ops.aten
 CHUNKED, PACKED = [64, 192, 128], [1, 70, 64, 150]  # documents of whole chunks, and of any length

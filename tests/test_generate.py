@@ -10,11 +10,9 @@ import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.worlds import World
-from titan_linear.checkpoint import named_parameters
 from titan_linear.data import ByteTokenizer
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
-from titan_linear.generate import Sampling, choose, decode, generate, generate_tokens, prefill
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
@@ -22,6 +20,8 @@ from titan_linear.models.mixers import MLA
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import attention, chunk_gated_delta_rule, chunk_kda
+from titan_linear.run.generate import Sampling, choose, decode, generate, generate_tokens, prefill
+from titan_linear.storage.tensors import named_parameters
 
 CPU = torch.device("cpu")
 PROMPTS = [list(range(1, 1 + n)) for n in (5, 1, 70)]  # one token; longer than a chunk of the delta rule

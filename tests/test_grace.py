@@ -15,12 +15,12 @@ import torch.distributed as dist
 from tests.steps import after_backward
 from tests.test_train import arguments
 from tests.worlds import World
-from titan_linear.checkpoint import holds_optimizer
 from titan_linear.config import load_config
 from titan_linear.data import Batch
-from titan_linear.distributed.batch import BatchSharding
-from titan_linear.grace import GivenUp, Grace
-from titan_linear.process import StopSignal
+from titan_linear.distributed.process import StopSignal
+from titan_linear.run.grace import GivenUp, Grace
+from titan_linear.step.batch import BatchSharding
+from titan_linear.storage.tensors import holds_optimizer
 from titan_linear.train import Trainer
 
 KEYS = {

@@ -27,19 +27,20 @@ from tests.models.hf_states import state_from_hf
 from tests.processes import until
 from tests.refusals import is_refused
 from tests.worlds import World
-from titan_linear import hf_io
-from titan_linear.checkpoint import Content, Progress, SaveFailed
 from titan_linear.config import check_config, load_config
 from titan_linear.data import build_tokenizer
-from titan_linear.files import finish_replacing
-from titan_linear.generate import Sampling, generate_tokens
-from titan_linear.hf_io import gather, load_weights, open_folder, read_model, write_folder
 from titan_linear.models import mixers
 from titan_linear.models.adapters import config_to_hf, placements
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.presets import MODELS, preset
-from titan_linear.preflight import preflight
+from titan_linear.run.generate import Sampling, generate_tokens
+from titan_linear.run.preflight import preflight
+from titan_linear.storage import hf_io
+from titan_linear.storage.checkpoint import SaveFailed
+from titan_linear.storage.files import finish_replacing
+from titan_linear.storage.hf_io import gather, load_weights, open_folder, read_model, write_folder
+from titan_linear.storage.step_folders import Content, Progress
 from tools import convert, generate
 
 FLA = {"FLA KDA": KDA, "FLA GDN": replace(preset("gdn", "debug"), norm_eps=1e-6, tie_embeddings=True)}

@@ -15,13 +15,13 @@ from transformers import AutoTokenizer
 
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer
-from titan_linear.hf_io import find_family, write_folder
 from titan_linear.models.adapters import placements
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.qwen import _WORDS
 from titan_linear.models.presets import preset
-from titan_linear.preflight import preflight
+from titan_linear.run.preflight import preflight
+from titan_linear.storage.hf_io import find_family, write_folder
 from tools import convert
 
 transformers.logging.set_verbosity_error()

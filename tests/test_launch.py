@@ -19,9 +19,9 @@ from tests.refusals import is_refused, own_handlers
 from tests.worlds import free_port  # and what the server imports
 from titan_linear import launch
 from titan_linear.config import Config, load_config
+from titan_linear.distributed.process import AGREED, LAUNCHER, LOST
 from titan_linear.launch import Node
-from titan_linear.process import AGREED, LAUNCHER, LOST
-from titan_linear.rundir import claimed, lock_folder
+from titan_linear.storage.rundir import claimed, lock_folder
 
 ROOT = Path(__file__).parents[1]
 ALONE = Node(2)
@@ -29,7 +29,7 @@ FORKSERVER = multiprocessing.get_context("forkserver")
 WORKER = """
 import os, signal, sys, time
 from pathlib import Path
-from titan_linear.process import StopSignal, die_with_parent, under_launcher
+from titan_linear.distributed.process import StopSignal, die_with_parent, under_launcher
 
 mode, folder = os.environ["MODE"], Path(os.environ["FOLDER"])
 rank, events = os.environ["RANK"], []
@@ -366,7 +366,7 @@ def calls(monkeypatch, tmp_path) -> Iterator[list]:
     """What main calls, in a folder of its own, with no GPU and two processes."""
     calls = []
     module = SimpleNamespace(preflight=lambda config, *sizes: calls.append(("preflight", *sizes)))
-    monkeypatch.setitem(sys.modules, "titan_linear.preflight", module)
+    monkeypatch.setitem(sys.modules, "titan_linear.run.preflight", module)
     monkeypatch.setattr(launch, "run_workers", lambda *args: calls.append(args) or 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     for name in ("NGPU", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT"):
@@ -430,7 +430,7 @@ def test_preflight_refuses_before_workers_start(calls, capsys, monkeypatch):
     def refuse(config, *sizes):
         raise ValueError("training.dataset_path = 'x' holds no document")
 
-    monkeypatch.setattr(sys.modules["titan_linear.preflight"], "preflight", refuse)
+    monkeypatch.setattr(sys.modules["titan_linear.run.preflight"], "preflight", refuse)
     assert launch.main([]) == 2
     assert capsys.readouterr().err == "error: training.dataset_path = 'x' holds no document\n"
     assert calls == [] and not Path("outputs").exists()

@@ -31,11 +31,11 @@ from tests.worlds import World
 from titan_linear.config import Optimizer, load_config
 from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import Parts, local_tensor
-from titan_linear.hf_io import gather
+from titan_linear.distributed.process import be_deterministic
 from titan_linear.models.presets import OWN
-from titan_linear.optim import build_optimizer, step_numbers, update
-from titan_linear.process import be_deterministic
-from titan_linear.rundir import check_resume
+from titan_linear.step.optimizer import build_optimizer, step_numbers, update
+from titan_linear.storage.hf_io import gather
+from titan_linear.storage.rundir import check_resume
 from titan_linear.train import Trainer
 
 OFFLOAD = {"training.enable_cpu_offload": "true"}

@@ -13,12 +13,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.worlds import World
-from titan_linear import optim
 from titan_linear.config import LRScheduler, Optimizer
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import preset
-from titan_linear.optim import (
+from titan_linear.step import optimizer as optim
+from titan_linear.step.optimizer import (
     HOST_BLOCK,
     build_optimizer,
     learning_rate,

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from tests.refusals import is_refused
-from titan_linear.build import open_corpora
 from titan_linear.config import load_config
 from titan_linear.data import build_tokenizer
-from titan_linear.memory import Batch, boundaries
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.runtime.options import boundaries_of
-from titan_linear.timing import Clock, Machine, Offload, attended, read_rates, shipped, step
+from titan_linear.planner.memory import Batch, boundaries
+from titan_linear.planner.timing import Clock, Machine, Offload, attended, read_rates, shipped, step
+from titan_linear.run.build import open_corpora
 from tools import bench_rates, plan
 
 ROOT = Path(__file__).parents[1]

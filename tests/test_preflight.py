@@ -10,14 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from titan_linear import preflight as preflight_module
-from titan_linear.build import check_content
-from titan_linear.checkpoint import Content, Progress
 from titan_linear.config import Config, load_config, schedule_steps
 from titan_linear.data import build_tokenizer
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.models.presets import preset
-from titan_linear.preflight import (
+from titan_linear.run import preflight as preflight_module
+from titan_linear.run.build import check_content
+from titan_linear.run.preflight import (
     check_expert_parallel,
     check_heads,
     check_mixture_step,
@@ -27,6 +26,7 @@ from titan_linear.preflight import (
     preflight,
     spans_nodes,
 )
+from titan_linear.storage.step_folders import Content, Progress
 
 
 def run(folder: Path, **keys: object) -> Config:

@@ -12,7 +12,7 @@ import time
 
 import pytest
 
-from titan_linear.process import StopSignal
+from titan_linear.distributed.process import StopSignal
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -66,7 +66,7 @@ def test_nobody_reads_what_a_command_prints() -> None:
 def test_an_interrupted_command_is_silent() -> None:
     code = (
         "import signal, sys\n"
-        "from titan_linear.process import run_command\n"
+        "from titan_linear.distributed.process import run_command\n"
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # a background job ignores it
         "run_command(lambda argv: print('begun', flush=True) or sys.stdin.read())\n"
     )
@@ -82,7 +82,7 @@ def test_nobody_reads_what_a_run_prints(stream: str) -> None:
     """It goes on, and says the rest to nobody: a pipe that breaks in between is no reason to lose a last save."""
     code = (
         "import sys\n"
-        "from titan_linear.process import outliving_readers\n"
+        "from titan_linear.distributed.process import outliving_readers\n"
         "with outliving_readers():\n"
         f"    print('before', file=sys.{stream}, flush=True)\n"
         "    sys.stdin.read()\n"

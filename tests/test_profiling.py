@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from tests.worlds import World
 from titan_linear.config import load_config
-from titan_linear.profiling import MemorySnapshots, exposed_communication, profiler
-from titan_linear.traces import Summary
+from titan_linear.observe.profiling import MemorySnapshots, exposed_communication, profiler
+from titan_linear.observe.traces import Summary
 
 
 def test_a_trace_of_the_profiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from titan_linear.config import load_config
-from titan_linear.rundir import write_config
+from titan_linear.storage.rundir import write_config
 from tools import report
 
 

@@ -25,7 +25,7 @@ from tests.refusals import exit_of, own_handlers
 from tests.worlds import World, free_port
 from titan_linear import launch
 from titan_linear.config import load_config
-from titan_linear.rundir import unused
+from titan_linear.storage.rundir import unused
 from titan_linear.train import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -320,7 +320,8 @@ def test_a_run_in_its_folder(corpus: Path, tmp_path: Path, answer: Callable) -> 
 
 SLOW_RANK_0 = """
 import sys, time
-from titan_linear import preflight, train
+from titan_linear import train
+from titan_linear.run import preflight
 
 def slowly(*args, whole=preflight.open_corpora, **options):
     time.sleep(20)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from titan_linear import checkpoint
-from titan_linear.checkpoint import find_step, rewind, whole_steps
+from titan_linear.storage import step_folders
+from titan_linear.storage.step_folders import find_step, rewind, whole_steps
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_killed_at_any_moment(folder: Path, moment: int, monkeypatch: pytest.Mon
     with monkeypatch.context() as patch:
         patch.setattr(Path, "rename", rename)
         if moment == 3:  # both steps have moved, and the note has its name
-            patch.setattr(checkpoint, "sync", lambda path: path if path != folder else (_ for _ in ()).throw(Killed))
+            patch.setattr(step_folders, "sync", lambda path: path if path != folder else (_ for _ in ()).throw(Killed))
         with pytest.raises(Killed):
             start(folder, 6)
     assert start(folder, 6) == 6

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tests.processes import elsewhere
-from titan_linear import files, rundir
 from titan_linear.config import Config, load_config
-from titan_linear.rundir import (
+from titan_linear.storage import files, rundir
+from titan_linear.storage.rundir import (
     check_folders,
     check_resume,
     claimed,
@@ -259,7 +259,7 @@ def test_git_commit_of_the_sources_only(tmp_path, monkeypatch):
     package = tmp_path / "package"
     package.mkdir()
     (package / "__init__.py").touch()
-    monkeypatch.setattr(rundir, "__file__", str(package / "rundir.py"))
+    monkeypatch.setattr(rundir, "__file__", str(package / "storage" / "rundir.py"))
     assert rundir._git_commit() is None
     git("init")
     git("commit", "--allow-empty", "-m", "other work")

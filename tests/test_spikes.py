@@ -14,8 +14,8 @@ from tests.test_telemetry import arguments
 from tests.worlds import World
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, write_corpus
-from titan_linear.preflight import preflight
-from titan_linear.spikes import Outliers
+from titan_linear.observe.spikes import Outliers
+from titan_linear.run.preflight import preflight
 from titan_linear.train import NonFinite, Trainer
 from tools import show_batch
 

@@ -28,12 +28,12 @@ from titan_linear.models.mixers.kda import KDAMixer
 from titan_linear.models.mixers.mla import MLAMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
+from titan_linear.observe.telemetry import Seen
+from titan_linear.observe.traces import PAUSE, span_of
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
-from titan_linear.preflight import preflight
-from titan_linear.telemetry import Seen
-from titan_linear.traces import PAUSE, span_of
+from titan_linear.run.preflight import preflight
 from titan_linear.train import Trainer
 
 SPLITS = {
@@ -300,7 +300,7 @@ def layers_in_turn(rank: int, world_size: int, argv: list[str], cache: str) -> l
     """Of which layers each step shows what crosses, if it may be of two."""
     os.environ["XDG_CACHE_HOME"] = cache
     OWN["hybrid"]["small"] = SMALL
-    with patch("titan_linear.telemetry.ACROSS", 2):
+    with patch("titan_linear.observe.telemetry.ACROSS", 2):
         trainer, seen = Trainer(load_config(argv)), []
         for _ in range(4):
             trainer.train_step()
@@ -429,7 +429,7 @@ def whole_run(rank: int, world_size: int, argv: list[str], cache: str) -> None:
     OWN["hybrid"]["small"] = SMALL
     step = {"name": "ProfilerStep#1", "cat": "user_annotation", "ph": "X", "ts": 0, "dur": 100}
     trace = [step, kernel("gemm", 0, 80 - 10 * rank), kernel("ncclDevKernel_SendRecv", 20, 80)]  # as if of a GPU
-    with patch("titan_linear.profiling.read", lambda path: trace):
+    with patch("titan_linear.observe.profiling.read", lambda path: trace):
         Trainer(load_config(argv)).train()
 
 

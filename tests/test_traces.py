@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from titan_linear.traces import PAUSE, Cost, of_trace, summary
+from titan_linear.observe.traces import PAUSE, Cost, of_trace, summary
 
 
 def event(name: str, ts: float, dur: float, cat: str = "kernel", **more: object) -> dict:

@@ -21,17 +21,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.steps import after_backward
 from tests.worlds import World
-from titan_linear import checkpoint, hf_io
-from titan_linear.build import model_config
-from titan_linear.checkpoint import Checkpointer, named_parameters, read_progress
 from titan_linear.config import Training, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.groups import set_timeout
-from titan_linear.hf_io import gather
+from titan_linear.distributed.process import be_deterministic
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.presets import OWN, PUBLISHED
-from titan_linear.preflight import preflight
-from titan_linear.process import be_deterministic
+from titan_linear.run.build import model_config
+from titan_linear.run.preflight import preflight
+from titan_linear.storage import checkpoint, hf_io
+from titan_linear.storage.checkpoint import Checkpointer
+from titan_linear.storage.hf_io import gather
+from titan_linear.storage.step_folders import read_progress
+from titan_linear.storage.tensors import named_parameters
 from titan_linear.train import NonFinite, Trainer
 
 STEPS = 10

@@ -27,8 +27,8 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from titan_linear.config import Config, check_config, config_to_toml, load_config
-from titan_linear.process import AGREED, LAUNCHER, LOST, MISTAKE, outliving_readers, run_command
-from titan_linear.rundir import CONFIG, check_resume, claimed, copied_configuration
+from titan_linear.distributed.process import AGREED, LAUNCHER, LOST, MISTAKE, outliving_readers, run_command
+from titan_linear.storage.rundir import CONFIG, check_resume, claimed, copied_configuration
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -69,11 +69,11 @@ def main(argv: list[str]) -> int:
         with claimed(config) if node.rank == 0 else nullcontext():
             for change in check_resume(config):
                 print(f"resuming with {change}", flush=True)
-            from titan_linear.preflight import preflight  # slow to import; --help and misspelt keys do without
+            from titan_linear.run.preflight import preflight  # slow to import; --help and misspelt keys do without
 
             preflight(config, world_size, node.processes)
             if config.doctor.at_start and node.rank == 0:
-                from titan_linear.proof.start import prove
+                from titan_linear.proof import prove
 
                 prove(argv, world_size)
             with outliving_readers():

@@ -20,7 +20,44 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titan_linear.build import (
+from titan_linear.config import Config, hf_weights, load_config, micro_steps, schedule_steps, seq_len_at, tokens_at
+from titan_linear.data import IGNORE, StreamLoader, build_tokenizer, num_labels, validation_batches
+from titan_linear.distributed.ending import Ending, RunFailed, explain, report
+from titan_linear.distributed.groups import (
+    of_all_ranks,
+    on_rank_0,
+    process_group,
+    set_timeout,
+    unhurried,
+    unhurried_group,
+)
+from titan_linear.distributed.hangs import Watch, watched
+from titan_linear.distributed.process import (
+    StopSignal,
+    be_deterministic,
+    die_with_parent,
+    outliving_readers,
+    own_device,
+    under_launcher,
+)
+from titan_linear.models.init import initialise
+from titan_linear.observe.flops import no_peak, peak_tflops, training_flops
+from titan_linear.observe.metrics import (
+    GarbageClock,
+    Graphs,
+    MetricsLogger,
+    Work,
+    clock_and_power,
+    is_logged,
+    peak_memory_gib,
+    reserved_memory,
+)
+from titan_linear.observe.profiling import MemorySnapshots, Profiler, exposed_communication, pause, profiler
+from titan_linear.observe.spikes import MicroLoss, Outliers, write_spike
+from titan_linear.observe.telemetry import Seen, Telemetry
+from titan_linear.ops.runtime.support import start_lines
+from titan_linear.proof import prove
+from titan_linear.run.build import (
     build_dims,
     build_model,
     build_sharding,
@@ -38,58 +75,17 @@ from titan_linear.build import (
     tokenizer_path,
     uncompiled,
 )
-from titan_linear.checkpoint import (
-    Checkpointer,
-    Progress,
-    holds_optimizer,
-    known_progress,
-    named_parameters,
-    rewind,
-)
-from titan_linear.config import Config, hf_weights, load_config, micro_steps, schedule_steps, seq_len_at, tokens_at
-from titan_linear.data import IGNORE, StreamLoader, build_tokenizer, num_labels, validation_batches
-from titan_linear.distributed.ending import Ending, RunFailed, explain, report
-from titan_linear.distributed.feed import Feed, FeedStats
-from titan_linear.distributed.groups import (
-    of_all_ranks,
-    on_rank_0,
-    process_group,
-    set_timeout,
-    unhurried,
-    unhurried_group,
-)
-from titan_linear.distributed.hangs import Watch, watched
-from titan_linear.exports import Exports
-from titan_linear.flops import no_peak, peak_tflops, training_flops
-from titan_linear.generate import Sampling, generate
-from titan_linear.grace import GivenUp, Grace
-from titan_linear.gradients import Passes
-from titan_linear.hf_io import gather, load_weights
-from titan_linear.metrics import (
-    GarbageClock,
-    Graphs,
-    MetricsLogger,
-    Work,
-    clock_and_power,
-    is_logged,
-    peak_memory_gib,
-    reserved_memory,
-)
-from titan_linear.models.init import initialise
-from titan_linear.ops.runtime.support import start_lines
-from titan_linear.optim import build_optimizer
-from titan_linear.preflight import preflight
-from titan_linear.process import (
-    StopSignal,
-    be_deterministic,
-    die_with_parent,
-    outliving_readers,
-    own_device,
-    under_launcher,
-)
-from titan_linear.profiling import MemorySnapshots, Profiler, exposed_communication, pause, profiler
-from titan_linear.proof.start import prove
-from titan_linear.rundir import (
+from titan_linear.run.exports import Exports
+from titan_linear.run.generate import Sampling, generate
+from titan_linear.run.grace import GivenUp, Grace
+from titan_linear.run.preflight import preflight
+from titan_linear.step.feed import Feed, FeedStats
+from titan_linear.step.optimizer import build_optimizer
+from titan_linear.step.passes import Passes
+from titan_linear.step.update import StepEnd, rate_at
+from titan_linear.storage.checkpoint import Checkpointer
+from titan_linear.storage.hf_io import gather, load_weights
+from titan_linear.storage.rundir import (
     CONFIG,
     RECORDERS,
     check_resume,
@@ -101,9 +97,8 @@ from titan_linear.rundir import (
     write_config,
     write_manifest,
 )
-from titan_linear.spikes import MicroLoss, Outliers, write_spike
-from titan_linear.step import StepEnd, rate_at
-from titan_linear.telemetry import Seen, Telemetry
+from titan_linear.storage.step_folders import Progress, known_progress, rewind
+from titan_linear.storage.tensors import holds_optimizer, named_parameters
 
 
 class NonFinite(RunFailed):

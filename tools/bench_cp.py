@@ -52,13 +52,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_linear.distributed.groups import process_group
-from titan_linear.memory import Batch, layers
+from titan_linear.distributed.process import run_command
 from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.observe.traces import Event, communicates, events_of, on_device, span_of, summary
 from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
-from titan_linear.process import run_command
-from titan_linear.timing import Clock, Machine, read_rates, shipped
-from titan_linear.traces import Event, communicates, events_of, on_device, span_of, summary
+from titan_linear.planner.memory import Batch, layers
+from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
 
 TEN = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)  # boundaries in 32768 tokens
 D = 128

@@ -32,7 +32,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titan_linear.data import Batch, Corpus, PackedStreams, StreamLoader, build_tokenizer, open_corpus, split_corpus
 from titan_linear.data.streams.loader import micro_batch
-from titan_linear.process import run_command
+from titan_linear.distributed.process import run_command
 
 MEAN = 10_000  # tokens per document
 PERIOD = 1 << 16  # documents after which the pattern repeats

@@ -37,8 +37,8 @@ from typing import Any
 import torch
 from triton.testing import do_bench
 
+from titan_linear.distributed.process import run_command
 from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda
-from titan_linear.process import run_command
 
 PACKED = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)
 C = 64  # tokens per chunk

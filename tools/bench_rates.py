@@ -40,12 +40,12 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from titan_linear.distributed.groups import process_group
-from titan_linear.flops import known_peak
+from titan_linear.distributed.process import run_command
+from titan_linear.observe.flops import known_peak
 from titan_linear.ops import CPContext, attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.layout.boundaries import PROGRAMS
 from titan_linear.ops.runtime.support import attention_kernel
-from titan_linear.process import run_command
-from titan_linear.timing import DIM
+from titan_linear.planner.timing import DIM
 
 GIB = 2**30
 ROUNDS = 5
@@ -332,7 +332,7 @@ def offload(bench: Bench) -> dict[str, float]:
 
 
 def measured(device: torch.device, rank: int) -> dict[str, Any]:
-    """What a file of rates holds (titan_linear/timing.py, `Rates`). The first rank reports each part on stderr."""
+    """What a file of rates holds (planner/timing.py, `Rates`). The first rank reports each part on stderr."""
     bench, gpu = Bench(device), device.type == "cuda"
     name = torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine()
     memory = torch.cuda.get_device_properties(device).total_memory if gpu else _memory_of_host()

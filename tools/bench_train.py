@@ -56,19 +56,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from titan_linear.build import model_without_tokenizer
 from titan_linear.config import Config, check_config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer, write_corpus
-from titan_linear.distributed.feed import FeedStats
 from titan_linear.distributed.groups import of_all_ranks, on_rank_0, process_group
-from titan_linear.flops import peak_tflops, training_flops
-from titan_linear.memory import parameters
-from titan_linear.metrics import clock_and_power, peak_memory_gib
-from titan_linear.models.config import ModelConfig
-from titan_linear.models.documents import Documents
-from titan_linear.optim import Reading
-from titan_linear.process import own_device, run_command
-from titan_linear.traces import Cost, events_of, of_trace
+from titan_linear.distributed.process import own_device, run_command
+from titan_linear.models.config import Documents, ModelConfig
+from titan_linear.observe.flops import peak_tflops, training_flops
+from titan_linear.observe.metrics import clock_and_power, peak_memory_gib
+from titan_linear.observe.traces import Cost, events_of, of_trace
+from titan_linear.planner.memory import parameters
+from titan_linear.run.build import model_without_tokenizer
+from titan_linear.step.feed import FeedStats
+from titan_linear.step.optimizer import Reading
 from titan_linear.train import Trainer
 from tools.peers import Peer, be_alone, fla_has, fla_loss, fla_model, split_keys
 

@@ -21,11 +21,12 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.build import DTYPES, EXPORT_DTYPES
-from titan_linear.checkpoint import Checkpointer, Progress, whole_steps
-from titan_linear.exports import export_checkpoint
-from titan_linear.hf_io import RowReader, locate, open_folder, read_model
-from titan_linear.process import refusing, run_command
+from titan_linear.distributed.process import refusing, run_command
+from titan_linear.run.build import DTYPES, EXPORT_DTYPES
+from titan_linear.run.exports import export_checkpoint
+from titan_linear.storage.checkpoint import Checkpointer
+from titan_linear.storage.hf_io import RowReader, locate, open_folder, read_model
+from titan_linear.storage.step_folders import Progress, whole_steps
 
 
 @refusing(ValueError, OSError)

@@ -27,8 +27,8 @@ from titan_linear.data.corpus.cache import remove_cache
 from titan_linear.data.corpus.corpus import CACHE_NAME
 from titan_linear.data.corpus.sources import FIELD_SOURCES, FORMATS, TEXT_SOURCES
 from titan_linear.data.corpus.writing import lock_file, temporary_folder
-from titan_linear.files import default_cache_dir
-from titan_linear.process import refusing, run_command
+from titan_linear.distributed.process import refusing, run_command
+from titan_linear.storage.files import default_cache_dir
 
 DAY = 86400  # seconds
 

@@ -10,7 +10,7 @@ compute a step, too. It writes nothing into the run's folder.
 
 from __future__ import annotations
 
-from titan_linear.process import run_command
+from titan_linear.distributed.process import run_command
 from titan_linear.proof.doctor import main
 
 if __name__ == "__main__":

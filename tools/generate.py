@@ -16,18 +16,19 @@ from pathlib import Path
 
 import torch
 
-from titan_linear.build import DTYPES, model_config, other_tokenizer, tokenizer_path, unallocated
-from titan_linear.checkpoint import load_weights, read_progress, verify, weights_path
 from titan_linear.config import Config, changed
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tokenizer import TOKENIZER
 from titan_linear.distributed.parallelize import materialise
-from titan_linear.generate import Sampling, generate
-from titan_linear.hf_io import CONFIG, check_folder
-from titan_linear.hf_io import load_weights as load_hf_weights
+from titan_linear.distributed.process import refusing, run_command
 from titan_linear.models.decoder import Decoder
-from titan_linear.process import refusing, run_command
-from titan_linear.rundir import config_of
+from titan_linear.run.build import DTYPES, model_config, other_tokenizer, tokenizer_path, unallocated
+from titan_linear.run.generate import Sampling, generate
+from titan_linear.storage.hf_io import CONFIG, check_folder
+from titan_linear.storage.hf_io import load_weights as load_hf_weights
+from titan_linear.storage.rundir import config_of
+from titan_linear.storage.step_folders import read_progress, verify, weights_path
+from titan_linear.storage.tensors import load_weights
 
 
 @refusing(ValueError)

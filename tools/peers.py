@@ -16,15 +16,14 @@ from typing import Any
 import torch
 from torch import nn
 
-from titan_linear.build import DTYPES, build_streams, tokenizer_path
 from titan_linear.config import Config
 from titan_linear.data import IGNORE, Batch, StreamLoader, build_tokenizer
-from titan_linear.hf_io import find_family
 from titan_linear.models.adapters import config_to_hf
-from titan_linear.models.config import ModelConfig
-from titan_linear.models.documents import Documents
-from titan_linear.optim import Reading, build_optimizer
-from titan_linear.step import rate_at
+from titan_linear.models.config import Documents, ModelConfig
+from titan_linear.run.build import DTYPES, build_streams, tokenizer_path
+from titan_linear.step.optimizer import Reading, build_optimizer
+from titan_linear.step.update import rate_at
+from titan_linear.storage.hf_io import find_family
 
 FAMILIES = ("KDAForCausalLM", "GatedDeltaNetForCausalLM")  # that FLA has, of those that we export
 # Keys of an exported config.json that are not FLA's.

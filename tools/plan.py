@@ -9,9 +9,9 @@
 Give the run's keys as for run_train.sh. Its types are those that it has on GPUs; neither its corpus nor its tokenizer
 has to be there (without a tokenizer, a preset has its own vocabulary), and nothing is written. It prints
 
-    memory    of the GPU that holds most, by part and moment (titan_linear/memory.py explains each), the fullest moment
+    memory    of the GPU that holds most, by part and moment (planner/memory.py explains each), the fullest moment
               first; a tenth of the GPU is kept free
-    time      of a step, by part, from rates measured on such a GPU (titan_linear/timing.py); tokens per second, MFU
+    time      of a step, by part, from rates measured on such a GPU (planner/timing.py); tokens per second, MFU
     splits    the fastest that fit, over all degrees, modes of activation checkpointing and local batch sizes, for the
               same step
     longest   the longest stream that would fit on the same number of GPUs
@@ -31,17 +31,11 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_linear.build import (
-    cached_corpora,
-    check_size,
-    model_config,
-    model_name,
-    model_without_tokenizer,
-    tokenizer_path,
-)
 from titan_linear.config import Config, changed, check_config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer
-from titan_linear.memory import (
+from titan_linear.distributed.process import refusing, run_command
+from titan_linear.models.config import ModelConfig
+from titan_linear.planner.memory import (
     GIB,
     PARTS,
     SPARE,
@@ -54,10 +48,16 @@ from titan_linear.memory import (
     parameters,
     saved,
 )
-from titan_linear.models.config import ModelConfig
-from titan_linear.preflight import check_splits
-from titan_linear.process import refusing, run_command
-from titan_linear.timing import Machine, Rates, Step, read_rates, shipped, step
+from titan_linear.planner.timing import Machine, Rates, Step, read_rates, shipped, step
+from titan_linear.run.build import (
+    cached_corpora,
+    check_size,
+    model_config,
+    model_name,
+    model_without_tokenizer,
+    tokenizer_path,
+)
+from titan_linear.run.preflight import check_splits
 
 BEST = 5  # number of splits to print
 LOCAL = 4  # the largest local batch to try

@@ -30,16 +30,16 @@ from statistics import mean
 import torch
 from torch import nn
 
-from titan_linear.build import export, model_config, tokenizer_path, unallocated
 from titan_linear.config import Config, check_config, hf_weights, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.parallelize import materialise
-from titan_linear.hf_io import gather
-from titan_linear.metrics import clock_and_power, peak_memory_gib
+from titan_linear.distributed.process import own_device, refusing, run_command
 from titan_linear.models.init import initialise
-from titan_linear.process import own_device, refusing, run_command
-from titan_linear.rundir import METRICS, cut_metrics
-from titan_linear.step import rate_at
+from titan_linear.observe.metrics import clock_and_power, peak_memory_gib
+from titan_linear.run.build import export, model_config, tokenizer_path, unallocated
+from titan_linear.step.update import rate_at
+from titan_linear.storage.hf_io import gather
+from titan_linear.storage.rundir import METRICS, cut_metrics
 from tools.peers import Loss, Peer, fla_has, fla_loss, fla_model, split_keys
 
 LAST = 50  # steps at a curve's end of which the mean is compared

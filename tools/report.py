@@ -14,8 +14,8 @@ from statistics import median
 from typing import Any
 
 from titan_linear.config import flat_keys, load_config, toml_value
-from titan_linear.process import refusing, run_command
-from titan_linear.rundir import CONFIG, METRICS, SPIKES
+from titan_linear.distributed.process import refusing, run_command
+from titan_linear.storage.rundir import CONFIG, METRICS, SPIKES
 
 HEAD = ("run", "step", "loss", "best validation", "tokens", "tokens/s", "MFU", "GiB", "skipped", "spikes")
 OWN = ("job.config_file", "job.dump_folder", "job.description")  # keys that differ between any two runs

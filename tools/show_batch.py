@@ -19,12 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from titan_linear.build import build_streams, tokenizer_path
-from titan_linear.checkpoint import known_progress
 from titan_linear.config import Config, load_config
 from titan_linear.data import IGNORE, MixedStreams, Stream, Streams, Tokenizer, build_tokenizer
-from titan_linear.process import refusing, run_command
-from titan_linear.rundir import SPIKES
+from titan_linear.distributed.process import refusing, run_command
+from titan_linear.run.build import build_streams, tokenizer_path
+from titan_linear.storage.rundir import SPIKES
+from titan_linear.storage.step_folders import known_progress
 
 
 @refusing(ValueError)

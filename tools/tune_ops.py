@@ -27,11 +27,11 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
+from titan_linear.distributed.process import run_command
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.layout.boundaries import scan_programs, segment_length
 from titan_linear.ops.runtime.support import Target, reason_against
 from titan_linear.ops.triton.configs import CONFIGS, Config, architecture, capability, row
-from titan_linear.process import run_command
 
 CANDIDATES = {
     "BK": (32, 64, 128),

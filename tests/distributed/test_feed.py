@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from tests.worlds import World
 from titan_linear.data import IGNORE, Batch
-from titan_linear.distributed.feed import Feed, FeedStats
-from titan_linear.models.documents import Documents
+from titan_linear.models.config import Documents
+from titan_linear.step.feed import Feed, FeedStats
 
 T, MICRO_STEPS = 8, 2
 CPU = torch.device("cpu")

@@ -371,7 +371,7 @@ def newest(folder: Path) -> int:
 
 def write_documents(path: Path) -> None:
     """A corpus of which some streams are of one document, and others of twenty and more."""
-    text = (ROOT / "titan_linear" / "config.py").read_text(encoding="ascii", errors="replace")
+    text = (ROOT / "titan_linear" / "config" / "schema.py").read_text(encoding="ascii", errors="replace")
     whole = text * 30
     with path.open("w") as file:
         for n in range(20):

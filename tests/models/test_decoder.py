@@ -9,13 +9,13 @@ from functools import partial
 import pytest
 import torch
 
-from titan_linear import loss
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.init import count_parameters, initialise
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import convolution, delta_rule, experts, swiglu
+from titan_linear.ops import cross_entropy as loss
 from titan_linear.ops.runtime.support import Choice, implementation
 
 

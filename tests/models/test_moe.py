@@ -12,8 +12,6 @@ import torch
 from tests.ops.inputs import tokens_of
 from tests.worlds import World
 from titan_linear.data import IGNORE
-from titan_linear.distributed.feed import MicroBatch, StepTokens
-from titan_linear.gradients import Forward
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
@@ -24,6 +22,8 @@ from titan_linear.models.presets import PUBLISHED
 from titan_linear.ops import build_cp_context, experts
 from titan_linear.ops.experts import grouped_linear
 from titan_linear.ops.runtime.support import choose
+from titan_linear.step.feed import MicroBatch, StepTokens
+from titan_linear.step.passes import Forward
 
 DIM = 16
 SOFTMAX = MoEConfig(8, 3, 12, shared_hidden_dim=20, shared_gate=True)

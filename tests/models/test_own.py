@@ -12,8 +12,6 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PretrainedConfig
 
-from titan_linear.generate import Sampling, generate_tokens
-from titan_linear.hf_io import config_to_hf, find_family, gather, load_weights, open_folder, read_model, write_folder
 from titan_linear.models.adapters import config_from_hf
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
@@ -22,6 +20,16 @@ from titan_linear.models.init import initialise
 from titan_linear.models.mixers import KDA, MLA, Attention
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN, preset
+from titan_linear.run.generate import Sampling, generate_tokens
+from titan_linear.storage.hf_io import (
+    config_to_hf,
+    find_family,
+    gather,
+    load_weights,
+    open_folder,
+    read_model,
+    write_folder,
+)
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()

@@ -19,7 +19,6 @@ from tests.dispatch import Inside
 from tests.ops.inputs import boundaries
 from tests.worlds import World
 from titan_linear.data import Batch
-from titan_linear.distributed.batch import BatchSharding
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.distributed.tensor_parallel import leave_part
@@ -34,6 +33,7 @@ from titan_linear.ops.attention import pairs_computed
 from titan_linear.ops.layout import context
 from titan_linear.ops.layout.boundaries import CHUNK, Boundaries
 from titan_linear.ops.layout.tables import to_device
+from titan_linear.step.batch import BatchSharding
 
 DOCUMENTS = [[64], [5, 20, 20, 19], [32, 32]]  # one that crosses the cut of two ranks, some, none
 VALIDATION = [[20, 44]]  # without gradients

@@ -8,13 +8,13 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from titan_linear.build import FAMILY_OF, model_without_tokenizer
 from titan_linear.config import load_config
-from titan_linear.hf_io import find_family
 from titan_linear.models.adapters import config_from_hf, config_to_hf, placements
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.init import count_parameters
 from titan_linear.models.presets import MODELS, OWN, flavors, preset, resized
+from titan_linear.run.build import FAMILY_OF, model_without_tokenizer
+from titan_linear.storage.hf_io import find_family
 
 COUNTS = {
     ("qwen3.5", "0.8B"): 752_393_024,

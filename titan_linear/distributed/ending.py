@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from titan_linear.process import FAILED, LOST, MISTAKE, under_launcher
+from titan_linear.distributed.process import FAILED, LOST, MISTAKE, under_launcher
 
 FAILED_RANK = "failed"  # in the store: a rank that has ended, and said why
 FIRST = 1.0  # seconds that a rank with nothing to say leaves to the one that does; torchrun counts in whole seconds

@@ -96,7 +96,7 @@ _exchange = torch.compiler.disable(_Exchange.apply)
 @torch.no_grad()
 def move_selection_biases(model: nn.Module, numbers: torch.Tensor) -> None:
     """Raise the bias of experts that had less than their share of the step's tokens and lower the others' (DeepSeek-V3,
-    section 2.1.2), by `bias_update_rate`; then count anew. One collective. Biases, like the weights (optim.py,
+    section 2.1.2), by `bias_update_rate`; then count anew. One collective. Biases, like the weights (step/optimizer.py,
     `update`), do not change if loss or norm is not finite; the device decides that, and the host need not know.
 
     numbers: [loss, norm, ...] of the step.

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.distributed.ending import FAILED_RANK
-from titan_linear.process import LOST
+from titan_linear.distributed.process import LOST
 
 LATE = 0.75  # of a collective's time-out
 POLL = 1.0  # seconds, at most, between two looks at the store

@@ -8,11 +8,12 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Literal, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
+import numpy as np
 from torch import nn
 
-from titan_linear.models.documents import Documents
+from titan_linear.ops.layout.boundaries import CHUNK
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,23 @@ class MoEConfig:
         if self.top_k > self.top_groups * size:
             return f"top_k = {self.top_k}, more than the experts of top_groups = {self.top_groups} groups of {size}"
         return None
+
+
+class Documents(NamedTuple):
+    """Sums over documents, so that the values of several batches add up. They count whole documents: how a stream is
+    cut among ranks does not change them."""
+
+    tokens: int
+    pairs: int  # (query, key) pairs that the causal mask leaves: n(n + 1)/2 for a document of n tokens
+    chunk_pairs: int  # pairs of tokens in one chunk of the delta rule: n² for a chunk of n <= 64 tokens
+
+    @classmethod
+    def of(cls, cu_seqlens: np.ndarray) -> Documents:
+        """cu_seqlens: [N+1] int boundaries, on the host."""
+        n = np.diff(cu_seqlens.astype(np.int64))
+        last = n % CHUNK
+        chunk_pairs = (n - last) * CHUNK + last * last
+        return cls(int(n.sum()), int((n * (n + 1) // 2).sum()), int(chunk_pairs.sum()))
 
 
 class MixerOptions(ABC):
@@ -88,7 +106,7 @@ class MixerOptions(ABC):
 
     @abstractmethod
     def flops(self, dim: int, documents: Documents) -> int:
-        """FLOPs of the products in forward, in a model of width `dim` (see titan_linear/flops.py)."""
+        """FLOPs of the products in forward, in a model of width `dim` (see titan_linear/observe/flops.py)."""
 
     @property
     @abstractmethod

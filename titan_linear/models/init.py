@@ -29,7 +29,7 @@ def initialise(model: Decoder, seed: int, parameters: Mapping[str, torch.Tensor]
     """Fill every parameter in place; of a DTensor each rank draws what it owns.
 
     parameters: by name; give them where the model's own do not say of which whole they are a part (`named_parameters`
-        in checkpoint.py).
+        in storage/tensors.py).
     """
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         for name, parameter in (parameters or dict(model.named_parameters())).items():

@@ -9,8 +9,30 @@
     processes.py under torchrun, the same step on the run's own processes: FSDP2, the mesh, collectives of the devices
     resume.py    a save, a resume, and the step after it
     hf.py        logits of a Hugging Face folder against those of transformers
-    doctor.py    all of it, as a command; start.py: before a run
+    doctor.py    all of it, as a command; `prove` runs it before a run (`doctor.at_start`)
 
 A check is a generator of findings: `for finding in check(subject)`. References are computed by code other than what
 they prove, where other code exists: boundaries from `cu_seqlens` without a plan, products in float64, counts by hand.
 """
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+RENDEZVOUS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def prove(argv: list[str], world_size: int) -> None:
+    """Run the doctor for a run of `world_size` processes, in a process of its own, which leaves nothing on a GPU.
+
+    Raises:
+        SystemExit: something does not hold; the console says what.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
+    command = [sys.executable, "-m", "titan_linear.proof.doctor", *argv]
+    code = subprocess.run(command, env=environment | {"NGPU": str(world_size)}, check=False).returncode
+    if code:
+        print("doctor.at_start = true: the run is not started", file=sys.stderr, flush=True)
+        raise SystemExit(code)

@@ -7,18 +7,18 @@ from typing import NamedTuple
 
 import torch
 
-from titan_linear.build import build_dims, build_model, build_sharding, mixed_precision, sums_replicas_once
 from titan_linear.config import changed
-from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.groups import of_all_ranks, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parts import local_tensor
-from titan_linear.gradients import Passes
-from titan_linear.metrics import Graphs
+from titan_linear.observe.metrics import Graphs
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, Note
 from titan_linear.proof.processes import fill
 from titan_linear.proof.subject import Subject
+from titan_linear.run.build import build_dims, build_model, build_sharding, mixed_precision, sums_replicas_once
+from titan_linear.step.feed import Feed
+from titan_linear.step.passes import Passes
 
 BATCHES = 10
 

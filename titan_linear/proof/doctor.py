@@ -18,8 +18,8 @@ import torch.distributed as dist
 from titan_linear.config import load_config
 from titan_linear.distributed.ending import report
 from titan_linear.distributed.groups import process_group
+from titan_linear.distributed.process import FAILED, own_device
 from titan_linear.ops.runtime.support import short
-from titan_linear.process import FAILED, own_device
 from titan_linear.proof import compiled, data, definitions, hf, model, ops, processes, resume
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.subject import Subject, subject_of

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import torch
 
-from titan_linear.build import unallocated
 from titan_linear.config import hf_assets, hf_weights
-from titan_linear.hf_io import load_weights, read_config, read_model
 from titan_linear.models.init import count_parameters
 from titan_linear.models.plan import BatchPlan
 from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, Note, off
 from titan_linear.proof.subject import ROOM, Subject
+from titan_linear.run.build import unallocated
+from titan_linear.storage.hf_io import load_weights, read_config, read_model
 
 TOKENS = 100  # that are compared, as one document
 

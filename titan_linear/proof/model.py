@@ -10,12 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from titan_linear.build import DTYPES
 from titan_linear.data import IGNORE
-from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.parallelize import gradient_sums, sum_gradients
-from titan_linear.distributed.precision import ComputeCopies
-from titan_linear.gradients import Passes
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import short
@@ -24,6 +20,10 @@ from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, off,
 from titan_linear.proof.ops import ALONE, DELTA, SMALL, begins, may_differ
 from titan_linear.proof.ranks import LocalDims, model_of, on_ranks, sharding_of, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import STREAMS, Subject
+from titan_linear.run.build import DTYPES
+from titan_linear.step.feed import Feed
+from titan_linear.step.passes import Passes
+from titan_linear.step.precision import ComputeCopies
 
 Tensors = dict[str, torch.Tensor]
 

@@ -8,15 +8,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from titan_linear.build import DTYPES, build_dims, build_model, build_sharding, mixed_precision, sums_replicas_once
-from titan_linear.checkpoint import named_parameters
 from titan_linear.config import Config, changed
-from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.groups import of_all_ranks, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parallelize import gradient_sums, sum_gradients
 from titan_linear.distributed.parts import whole
-from titan_linear.gradients import Passes
 from titan_linear.models.decoder import Decoder
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.findings import Finding, Findings, off, worst
@@ -32,6 +28,10 @@ from titan_linear.proof.model import (
     traced_tokens,
 )
 from titan_linear.proof.subject import STREAMS, Degrees, Subject
+from titan_linear.run.build import DTYPES, build_dims, build_model, build_sharding, mixed_precision, sums_replicas_once
+from titan_linear.step.feed import Feed
+from titan_linear.step.passes import Passes
+from titan_linear.storage.tensors import named_parameters
 
 Tensors = dict[str, torch.Tensor]
 

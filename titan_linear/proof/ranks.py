@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_linear.distributed.batch import BatchSharding
 from titan_linear.distributed.experts import spread_experts
 from titan_linear.distributed.one_process import LocalGroup, local_groups, take_turns
 from titan_linear.distributed.parallelize import checkpoint_layers, replicated_parameters
@@ -22,6 +21,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.moe import MoE
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.proof.subject import Degrees, Subject
+from titan_linear.step.batch import BatchSharding
 
 T = TypeVar("T")
 

@@ -11,28 +11,24 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.build import (
-    build_dims,
-    build_model,
-    build_sharding,
-    mixed_precision,
-    sums_replicas_once,
-)
-from titan_linear.checkpoint import Checkpointer, Progress, named_parameters
 from titan_linear.config import Config, changed
 from titan_linear.data import StreamLoader
-from titan_linear.distributed.feed import Feed
 from titan_linear.distributed.groups import of_all_ranks, unhurried_group
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parts import local_tensor
-from titan_linear.gradients import Passes
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
-from titan_linear.optim import build_optimizer
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.ops import repeatable
 from titan_linear.proof.subject import STREAMS, MoreDocuments, Subject, narrowed
-from titan_linear.step import StepEnd
+from titan_linear.run.build import build_dims, build_model, build_sharding, mixed_precision, sums_replicas_once
+from titan_linear.step.feed import Feed
+from titan_linear.step.optimizer import build_optimizer
+from titan_linear.step.passes import Passes
+from titan_linear.step.update import StepEnd
+from titan_linear.storage.checkpoint import Checkpointer
+from titan_linear.storage.step_folders import Progress
+from titan_linear.storage.tensors import named_parameters
 
 BEFORE = 2  # steps before the save
 PARAMETERS = 32_000_000  # most that are saved: more would prove nothing new, and wait for a disk

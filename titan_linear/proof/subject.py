@@ -12,7 +12,14 @@ from itertools import pairwise
 import numpy as np
 import torch
 
-from titan_linear.build import (
+from titan_linear.config import Config, changed, check_config
+from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer, build_tokenizer
+from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.draws import generator
+from titan_linear.models.init import count_parameters, initialise
+from titan_linear.ops.layout.boundaries import CHUNK
+from titan_linear.run.build import (
     DTYPES,
     build_streams,
     check_size,
@@ -23,14 +30,7 @@ from titan_linear.build import (
     tokens_of,
     unallocated,
 )
-from titan_linear.config import Config, changed, check_config
-from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer, build_tokenizer
-from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
-from titan_linear.models.decoder import Decoder
-from titan_linear.models.draws import generator
-from titan_linear.models.init import count_parameters, initialise
-from titan_linear.ops.layout.boundaries import CHUNK
-from titan_linear.preflight import check_splits
+from titan_linear.run.preflight import check_splits
 
 LENGTH = {"cpu": 256, "cuda": 2048}  # tokens of a stream, at least
 CPU_PARAMETERS = 4_000_000  # with this many, a few float64 passes take two cores seconds

@@ -57,7 +57,7 @@ from titan_linear.data.corpus.writing import (
     temporary_folder,
     write_into,
 )
-from titan_linear.files import default_cache_dir, lock
+from titan_linear.storage.files import default_cache_dir, lock
 
 DATASETS = (*TEXT_SOURCES, "tokens")
 _NAMED = 3  # number of skipped bad documents that are named

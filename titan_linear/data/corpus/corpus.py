@@ -37,7 +37,7 @@ from typing import Any
 import numpy as np
 
 from titan_linear.data.corpus.sources import FIELD_SOURCES, TEXT_SOURCES
-from titan_linear.files import default_cache_dir, write_whole
+from titan_linear.storage.files import default_cache_dir, write_whole
 
 FORMAT = "titan_linear corpus 1"
 ANSWERS_FORMAT = "titan_linear corpus 2"  # code that knows only the first format would train on every token

@@ -40,7 +40,7 @@ from titan_linear.data.corpus.corpus import (
 )
 from titan_linear.data.corpus.tokenise import Tokens
 from titan_linear.data.corpus.tokenizer import Tokenizer
-from titan_linear.files import lock, sync, write_whole
+from titan_linear.storage.files import lock, sync, write_whole
 
 JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
 JOURNAL = "journal.json"

@@ -17,10 +17,10 @@ import math
 import operator
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
@@ -29,8 +29,7 @@ from titan_linear.data.streams.packing import Length, PackedStreams, Stream
 CYCLE = 256  # streams, at least
 
 
-@dataclass(frozen=True)
-class Phase:
+class Phase(NamedTuple):
     """From stream `start` on, each source has this share."""
 
     start: int

@@ -26,7 +26,7 @@ import numpy as np
 
 from titan_linear.data.corpus.corpus import SMALL, Corpus, check_lengths, read
 from titan_linear.data.corpus.writing import locked
-from titan_linear.files import default_cache_dir, write_whole
+from titan_linear.storage.files import default_cache_dir, write_whole
 
 BUNDLE = 128  # documents
 SPAN = 512  # bundles that are summed at once: their numbers stay in a core's cache

@@ -15,8 +15,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from titan_linear.models.config import MixerOptions, ModelConfig
-from titan_linear.models.documents import Documents
+from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.draws import Draw, time_step_bias
 from titan_linear.models.layers import ConvWeight, GatedRMSNorm, project, widen, widened
 from titan_linear.models.plan import BatchPlan, Window

@@ -8,8 +8,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from titan_linear.models.config import MixerOptions, ModelConfig
-from titan_linear.models.documents import Documents
+from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.layers import RMSNorm, attention_entropy
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops import attention

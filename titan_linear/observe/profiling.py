@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.config import Config
-from titan_linear.traces import PAUSE, Summary, read, summary
+from titan_linear.observe.traces import PAUSE, Summary, read, summary
 
 RECORDING = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction.RECORD_AND_SAVE)
 EVENTS = 100_000  # latest allocations and frees that a memory snapshot holds

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
+from torch import nn
 
 from titan_linear.config import Config
 from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parallelize import counted_parameters, gradient_sums, sum_gradients
 from titan_linear.models.decoder import Decoder
-from titan_linear.optim import AdamW, Reading, learning_rate, step_numbers, update
-from titan_linear.telemetry import Telemetry
+from titan_linear.step.optimizer import AdamW, Reading, learning_rate, step_numbers, update
 
 
 def rate_at(config: Config, step: int) -> float:
@@ -18,11 +20,21 @@ def rate_at(config: Config, step: int) -> float:
     return learning_rate(step, config.optimizer.lr, config.lr_scheduler, config.training.steps)
 
 
+class Watcher(Protocol):
+    """What looks into some steps between their gradients and the next step (`Telemetry`)."""
+
+    on: bool  # in this step
+
+    def gradients(self, parameters: list[nn.Parameter]) -> None: ...
+
+    def sums(self, numbers: torch.Tensor, optimizer: AdamW) -> torch.Tensor: ...
+
+
 class StepEnd:
     """Ends every step of a model on this rank. Which parameters are counted and summed is determined once."""
 
     def __init__(
-        self, config: Config, model: Decoder, dims: ParallelDims, optimizer: AdamW, telemetry: Telemetry | None = None
+        self, config: Config, model: Decoder, dims: ParallelDims, optimizer: AdamW, telemetry: Watcher | None = None
     ):
         self.config, self.model, self.optimizer, self.telemetry = config, model, optimizer, telemetry
         self.sums, self.counted = gradient_sums(model, dims), counted_parameters(model, dims)

@@ -32,17 +32,16 @@ import numpy as np
 import torch
 
 from titan_linear.config import Config, data_parallel_degrees, micro_steps, replicas_wait
-from titan_linear.counting import Call, Layer, Size, Work
-from titan_linear.flops import training_flops
-from titan_linear.memory import Batch, Units, boundaries, context, layers, units
-from titan_linear.models.config import MixerOptions, ModelConfig
-from titan_linear.models.documents import Documents
+from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.mixers.delta import DeltaOptions
+from titan_linear.observe.flops import training_flops
 from titan_linear.ops.exchange.allgather import heads_of_slice
 from titan_linear.ops.exchange.kcp import bytes_by_heads, pays_by_heads
 from titan_linear.ops.layout.boundaries import CHUNK, PROGRAMS
 from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.triton.configs import kernel_dims
+from titan_linear.planner.counting import Call, Layer, Size, Work
+from titan_linear.planner.memory import Batch, Units, boundaries, context, layers, units
 
 SHIPPED = Path(__file__).parent / "rates"
 PARTS = (

@@ -21,7 +21,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from titan_linear.process import StopSignal
+from titan_linear.distributed.process import StopSignal
 
 UNKNOWN = 0.5  # of the time: assumed for a save until one has been done
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from titan_linear.checkpoint import Content, Progress
 from titan_linear.config import (
     OTHER,
     Config,
@@ -43,19 +42,20 @@ from titan_linear.data import (
     open_corpus,
     split_corpus,
 )
-from titan_linear.distributed.batch import BatchSharding
 from titan_linear.distributed.groups import of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
-from titan_linear.distributed.precision import ComputeCopies
-from titan_linear.hf_io import check_tokenizer, find_family, read_config, read_model, write_folder
 from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.presets import preset, resized
 from titan_linear.ops.runtime.support import Choice, choose_implementations
-from titan_linear.rundir import checkpoint_folder
+from titan_linear.step.batch import BatchSharding
+from titan_linear.step.precision import ComputeCopies
+from titan_linear.storage.hf_io import check_tokenizer, find_family, read_config, read_model, write_folder
+from titan_linear.storage.rundir import checkpoint_folder
+from titan_linear.storage.step_folders import Content, Progress
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 EXPORT_DTYPES = {**DTYPES, "float16": torch.float16, "source": None}
@@ -190,7 +190,7 @@ def mixture_phases(config: Config, progress: Progress | None) -> list[Phase]:
     weights = {source.name: source.weight for source in t.mixture}
     if progress is None:
         return [Phase(0, weights)]
-    phases = progress.content.mixture
+    phases = [Phase(*phase) for phase in progress.content.mixture]
     if phases[-1].weights == weights:
         return phases
     if t.mixture_from_step != progress.step:

@@ -13,8 +13,7 @@ import re
 import torch
 
 from titan_linear.config import Config
-from titan_linear.models.config import ModelConfig, MoEConfig
-from titan_linear.models.documents import Documents
+from titan_linear.models.config import Documents, ModelConfig, MoEConfig
 
 # Dense bfloat16 TFLOP/s of a GPU, from NVIDIA's data sheets, by words of its name; the first match counts.
 PEAK_TFLOPS = {

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
-from titan_linear.rundir import SPIKES, json_line
+from titan_linear.storage.rundir import SPIKES, json_line
 
 LAST, LEAST = 128, 16  # most and fewest losses that one is compared with
 

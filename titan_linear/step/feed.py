@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from titan_linear.data import IGNORE, Batch
-from titan_linear.models.documents import Documents
+from titan_linear.models.config import Documents
 from titan_linear.models.plan import BatchPlan
 
 

@@ -5,7 +5,7 @@ step-N-hf beside it, one tensor at a time; no step waits for it, and it dies wit
 export that a kill or a stop cut short is made at the next start, as long as the checkpoint is there; if the run is
 finished, that start only names it.
 
-python -m titan_linear.exports CHECKPOINT FOLDER DTYPE      does what that process does
+python -m titan_linear.run.exports CHECKPOINT FOLDER DTYPE      does what that process does
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ import warnings
 from pathlib import Path
 from typing import IO
 
-from titan_linear.build import export, export_folder, lacks_export, model_config, not_exported, tokenizer_path
-from titan_linear.checkpoint import stored_weights, verify, weights_path, whole_steps
 from titan_linear.config import Config, hf_weights
 from titan_linear.data import build_tokenizer
-from titan_linear.process import StopSignal, refusing
-from titan_linear.rundir import checkpoint_folder, config_of
+from titan_linear.distributed.process import StopSignal, refusing
+from titan_linear.run.build import export, export_folder, lacks_export, model_config, not_exported, tokenizer_path
+from titan_linear.storage.rundir import checkpoint_folder, config_of
+from titan_linear.storage.step_folders import verify, weights_path, whole_steps
+from titan_linear.storage.tensors import stored_weights
 
 # The program of an export's process; its arguments are the parent's process id and those of `main`. It attends to the
 # parent first, because this module takes seconds to import, in which the parent may die.
 START = """
 import sys
-from titan_linear.process import die_with_parent
+from titan_linear.distributed.process import die_with_parent
 die_with_parent(int(sys.argv[1]))
-from titan_linear.exports import main
+from titan_linear.run.exports import main
 sys.exit(main(sys.argv[2:]))
 """
 

@@ -1,4 +1,4 @@
-"""All that can be refused before a process starts: corpus, tokenizer, model, checkpoint (config.py checks the keys)."""
+"""All that can be refused before a process starts: corpus, tokenizer, model, checkpoint. Keys: see config/checks.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from pathlib import Path
 
 import torch
 
-from titan_linear.build import (
+from titan_linear.config import Config, check_config, hf_weights
+from titan_linear.data import Streams, Tokenizer, build_tokenizer, num_labels, verify_changed, verify_corpus
+from titan_linear.models.config import ModelConfig
+from titan_linear.run.build import (
     build_streams,
     check_content,
     check_size,
@@ -28,24 +31,20 @@ from titan_linear.build import (
     under_key,
     vocabulary,
 )
-from titan_linear.checkpoint import (
+from titan_linear.step.optimizer import learning_rate
+from titan_linear.storage.hf_io import CONFIG as HF_CONFIG
+from titan_linear.storage.hf_io import check_folder
+from titan_linear.storage.rundir import check_folders, checkpoint_folder, finished_without_checkpoint
+from titan_linear.storage.step_folders import (
     REWOUND,
     Progress,
-    check_weights,
     find_step,
-    holds_optimizer,
     read_progress,
     verify,
     weights_path,
     whole_steps,
 )
-from titan_linear.config import Config, check_config, hf_weights
-from titan_linear.data import Streams, Tokenizer, build_tokenizer, num_labels, verify_changed, verify_corpus
-from titan_linear.hf_io import CONFIG as HF_CONFIG
-from titan_linear.hf_io import check_folder
-from titan_linear.models.config import ModelConfig
-from titan_linear.optim import learning_rate
-from titan_linear.rundir import check_folders, checkpoint_folder, finished_without_checkpoint
+from titan_linear.storage.tensors import check_weights, holds_optimizer
 
 
 def preflight(config: Config, world_size: int, node_size: int | None = None) -> None:

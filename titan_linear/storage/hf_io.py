@@ -28,14 +28,16 @@ from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
 
-from titan_linear.checkpoint import SaveFailed, describe, named_parameters
-from titan_linear.files import alone, beside, finish_replacing, remove, replace, sync
 from titan_linear.models.adapters import Placement, config_from_hf, config_to_hf, ignored, placements
 from titan_linear.models.config import ModelConfig, differences
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.remote import MODELING
 from titan_linear.models.init import runs
 from titan_linear.ops.runtime.support import short
+from titan_linear.storage.checkpoint import SaveFailed
+from titan_linear.storage.files import alone, beside, finish_replacing, remove, replace, sync
+from titan_linear.storage.step_folders import describe
+from titan_linear.storage.tensors import named_parameters
 
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
 HEAD = "lm_head.weight"

@@ -29,7 +29,7 @@ from typing import Any, TextIO
 
 from titan_linear import __version__
 from titan_linear.config import Config, changed, config_to_toml, difference, flat_keys, load_config
-from titan_linear.files import lock, write_whole
+from titan_linear.storage.files import lock, write_whole
 
 CONFIG, MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
 RECORDERS = "flight_recorder"
@@ -434,7 +434,7 @@ def _cpu_name() -> str:
 
 def _git_commit() -> dict[str, Any] | None:
     """The commit of this source tree, and whether it has changes; None for an installed package or without git."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     if _git(package, "ls-files", "--error-unmatch", "__init__.py") is None:
         return None
     commit = _git(package, "rev-parse", "HEAD")

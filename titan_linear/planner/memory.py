@@ -32,9 +32,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from titan_linear.build import DTYPES, unallocated
 from titan_linear.config import Config, data_parallel_degrees, micro_steps
-from titan_linear.counting import Layer, Memory, count
 from titan_linear.distributed.experts import spread_experts
 from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
 from titan_linear.distributed.tensor_parallel import leave_part
@@ -47,6 +45,8 @@ from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.ops.runtime.kept import MODES
 from titan_linear.ops.runtime.support import TABLE, Target, reason_against
+from titan_linear.planner.counting import Layer, Memory, count
+from titan_linear.run.build import DTYPES, unallocated
 
 GIB = 2**30
 META = torch.device("meta")

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import torch
 
-from titan_linear.distributed.feed import Feed, MicroBatch, StepTokens
 from titan_linear.models.decoder import Decoder
+from titan_linear.step.feed import Feed, MicroBatch, StepTokens
 
 
 class Forward:

@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from titan_linear.config import Config, config_to_toml
-from titan_linear.rundir import BOARD, METRICS, TELEMETRY, WANDB, cut_metrics, json_line
+from titan_linear.storage.rundir import BOARD, METRICS, TELEMETRY, WANDB, cut_metrics, json_line
 
 GIB = 2**30
 FEW = 0.01  # share of tokens without a label (such as documents' last ones) that the console does not mention

@@ -1,0 +1,54 @@
+"""A run's configuration: a TOML file, overridden by `--section.key value`, and checked strictly.
+
+    config = load_config(["--job.config_file", "train_configs/debug.toml", "--training.steps", "100"])
+    check_config(config, world_size=2)
+
+Sections and keys are those of TorchTitan v0.2 wherever the same thing exists. TOML has no null: where a key may be
+unset, the empty string or the number named in its description stands for that. `--help` prints the descriptions below.
+"""
+
+from titan_linear.config.checks import check_config
+from titan_linear.config.derived import (
+    changed,
+    data_parallel_degrees,
+    hf_assets,
+    hf_weights,
+    key_of,
+    micro_steps,
+    replicas_wait,
+    schedule_steps,
+    seq_len_at,
+    sources,
+    tokens_at,
+)
+from titan_linear.config.reading import config_to_toml, difference, flat_keys, load_config, toml_value
+from titan_linear.config.schema import KEYS, OTHER, SECTIONS, Config, LRScheduler, Model, Optimizer, Source, Training
+
+__all__ = [
+    "KEYS",
+    "OTHER",
+    "SECTIONS",
+    "Config",
+    "LRScheduler",
+    "Model",
+    "Optimizer",
+    "Source",
+    "Training",
+    "changed",
+    "check_config",
+    "config_to_toml",
+    "data_parallel_degrees",
+    "difference",
+    "flat_keys",
+    "hf_assets",
+    "hf_weights",
+    "key_of",
+    "load_config",
+    "micro_steps",
+    "replicas_wait",
+    "schedule_steps",
+    "seq_len_at",
+    "sources",
+    "tokens_at",
+    "toml_value",
+]

@@ -1,0 +1,290 @@
+"""What is refused of a configuration by itself, before anything is read or started."""
+
+from __future__ import annotations
+
+import math
+import os
+
+from titan_linear.config.derived import data_parallel_degrees, hf_assets, hf_weights, key_of, on_cuda, sources
+from titan_linear.config.schema import (
+    OTHER,
+    SMALLEST_EPS,
+    SMALLEST_SHARE,
+    Checkpoint,
+    Config,
+    Parallelism,
+    Profiling,
+    Source,
+    Training,
+    Validation,
+)
+
+
+def check_config(config: Config, world_size: int) -> None:
+    """Refuse what cannot run on `world_size` processes, or what contradicts itself.
+
+    Raises:
+        ValueError: naming the keys, their values, and what would be right.
+    """
+    replicate, shard = data_parallel_degrees(config, world_size)
+    _check_batch(config, replicate * shard)
+    _check_expert_parallel(config.parallelism, shard * config.parallelism.context_parallel_degree)
+    _check_schedule(config)
+    _check_types(config.training)
+    _check_experts(config.training)
+    if (taken := config.optimizer.lr * config.optimizer.weight_decay) >= 1:
+        raise ValueError(
+            f"optimizer.lr = {config.optimizer.lr} times optimizer.weight_decay = {config.optimizer.weight_decay} is "
+            f"{taken:g}, what a step takes of each weight, and must be below 1; lower one of them"
+        )
+    if config.training.dtype != "float64" and config.optimizer.eps < SMALLEST_EPS:
+        raise ValueError(
+            f"optimizer.eps = {config.optimizer.eps} is 0 in training.dtype = {config.training.dtype!r}, and weights "
+            f"whose gradients have all been 0 would become 0 / 0; use at least {SMALLEST_EPS}"
+        )
+    _check_data(config)
+    _check_checkpoint(config.checkpoint)
+    _check_file_groups(config)
+    _check_profiling(config.profiling)
+    if config.comm.max_restarts and not config.checkpoint.enable:
+        raise ValueError(
+            f"comm.max_restarts = {config.comm.max_restarts} starts again from checkpoints, and there are none; set "
+            "checkpoint.enable = true, or comm.max_restarts = 0"
+        )
+    _check_hugging_face(config)
+
+
+def _check_batch(config: Config, dp: int) -> None:
+    t = config.training
+    _check_length(config, "seq_len", t.seq_len)
+    for n, part in enumerate(t.seq_len_schedule):
+        if part.seq_len > t.seq_len:
+            raise ValueError(
+                f"training.seq_len_schedule: seq_len = {part.seq_len} is more than training.seq_len = {t.seq_len}, at "
+                "which streams arrive; raise that, or lower this"
+            )
+        if n and part.until_step <= (before := t.seq_len_schedule[n - 1].until_step):
+            raise ValueError(
+                f"training.seq_len_schedule: until_step = {part.until_step} comes after {before}; let the steps ascend"
+            )
+        _check_length(config, "seq_len_schedule: seq_len", part.seq_len)
+    if t.global_batch_size % (dp * t.local_batch_size):
+        raise ValueError(
+            f"training.global_batch_size = {t.global_batch_size} is not a multiple of training.local_batch_size × "
+            f"data-parallel ranks = {t.local_batch_size} × {dp} = {t.local_batch_size * dp}; change one of them"
+        )
+
+
+def _check_length(config: Config, key: str, seq_len: int) -> None:
+    """Check that the ranks can cut streams of this length."""
+    p = config.parallelism
+    blocks = p.context_parallel_degree * (2 if p.context_parallel_layout == "zigzag" else 1)
+    if seq_len % blocks:
+        raise ValueError(
+            f"training.{key} = {seq_len} cannot be cut into {blocks} equal blocks (context_parallel_degree = "
+            f"{p.context_parallel_degree}, context_parallel_layout = {p.context_parallel_layout!r}); use a multiple of "
+            f"{blocks}, for example {math.ceil(seq_len / blocks) * blocks}"
+        )
+    copies = p.context_parallel_degree * p.tensor_parallel_degree
+    if seq_len % copies:
+        multiple = math.lcm(blocks, copies)
+        raise ValueError(
+            f"training.{key} = {seq_len} cannot be shared between layers by {copies} ranks "
+            f"(context_parallel_degree = {p.context_parallel_degree} × tensor_parallel_degree = "
+            f"{p.tensor_parallel_degree}); use a multiple of {multiple}, for example "
+            f"{math.ceil(seq_len / multiple) * multiple}"
+        )
+
+
+def _check_expert_parallel(p: Parallelism, sharers: int) -> None:
+    if sharers % p.expert_parallel_degree:
+        raise ValueError(
+            f"parallelism.expert_parallel_degree = {p.expert_parallel_degree} does not divide the {sharers} ranks that "
+            "share parameters (data_parallel_shard_degree × context_parallel_degree), from which it is borrowed; use a "
+            f"divisor of {sharers}"
+        )
+
+
+def _check_schedule(config: Config) -> None:
+    s, steps = config.lr_scheduler, config.training.steps
+    if s.total_steps and s.total_steps < steps:
+        raise ValueError(
+            f"lr_scheduler.total_steps = {s.total_steps} is less than training.steps = {steps}; use at least {steps}, "
+            "or 0 to follow training.steps"
+        )
+
+
+def _check_experts(t: Training) -> None:
+    for key in ("expert_balance_coefficient", "expert_bias_update_rate"):
+        if -1 < getattr(t, key) < 0:
+            raise ValueError(f"training.{key} = {getattr(t, key)} must be 0 or more, or -1 for the model's")
+
+
+def _check_types(t: Training) -> None:
+    types = (t.dtype, t.mixed_precision_param, t.mixed_precision_reduce)
+    if "float64" in types and set(types) - {"float64", "auto"}:
+        raise ValueError(
+            f"training.dtype = {types[0]!r}, mixed_precision_param = {types[1]!r}, mixed_precision_reduce = "
+            f"{types[2]!r}: float64 is for all three or for none; set them alike"
+        )
+    if t.dtype == "float64" and on_cuda():
+        raise ValueError(
+            "training.dtype = 'float64' runs on the CPU only; hide the GPUs with CUDA_VISIBLE_DEVICES= or use float32"
+        )
+
+
+def _check_data(config: Config) -> None:
+    t, v = config.training, config.validation
+    if t.mixture:
+        _check_mixture(t, v)
+    elif t.mixture_from_step != -1:
+        raise ValueError(
+            f"training.mixture_from_step = {t.mixture_from_step} is the step from which training.mixture holds, and "
+            "training.mixture is not set; remove it"
+        )
+    for source in sources(config):
+        _check_source(source)
+    if v.enable and v.dataset_path and t.dataset == "stdlib" and not t.mixture:
+        raise ValueError(
+            f"validation.dataset_path = {v.dataset_path!r} is not used by training.dataset = 'stdlib'; remove it to "
+            "validate on held-out documents"
+        )
+    if v.enable and not v.dataset_path and v.holdout == 0:
+        raise ValueError(
+            "validation.enable = true has nothing to validate on; set validation.holdout above 0, or "
+            "validation.dataset_path"
+        )
+    if v.sample_tokens and not v.enable:
+        raise ValueError(
+            f"validation.sample_tokens = {v.sample_tokens} has no effect with validation.enable = false; set "
+            "validation.enable = true, or remove it (sample.max_new_tokens gives a text when the run ends)"
+        )
+    if v.steps == 0:
+        raise ValueError("validation.steps = 0 validates nothing; use -1 for all, or validation.enable = false")
+
+
+def _check_source(s: Training | Source) -> None:
+    dataset = key_of(s, "dataset")
+    if s.dataset == "stdlib" and s.dataset_path:
+        raise ValueError(
+            f"{dataset}_path = {s.dataset_path!r} is not used by {dataset} = 'stdlib'; remove it, or set {dataset} to "
+            "its kind: text, jsonl, parquet, arrow or tokens"
+        )
+    if s.dataset != "stdlib" and not s.dataset_path:
+        raise ValueError(f"{dataset} = {s.dataset!r} needs {dataset}_path: a file, folder or glob")
+    records = ("jsonl", "parquet", "arrow")
+    if s.dataset_format != "text" and s.dataset not in records:
+        raise ValueError(
+            f"{dataset}_format = {s.dataset_format!r} is for {dataset} = {', '.join(records)}, and it is "
+            f"{s.dataset!r}; remove the format (a corpus of tokens knows its answers), or change {dataset}"
+        )
+    if s.dataset_format != "text" and s.dataset_text_field != "text":
+        raise ValueError(
+            f"{dataset}_text_field = {s.dataset_text_field!r} is not used by {dataset}_format = {s.dataset_format!r}; "
+            "remove one of them"
+        )
+
+
+def _check_mixture(t: Training, v: Validation) -> None:
+    default = Training()
+    for key in ("dataset", "dataset_path", "dataset_text_field", "dataset_format"):
+        if getattr(t, key) != getattr(default, key):
+            raise ValueError(
+                f"training.{key} = {getattr(t, key)!r} is not used beside training.mixture, whose sources have each "
+                "their own; remove one of them"
+            )
+    names = [s.name for s in t.mixture]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ValueError(f"training.mixture has two sources with name = {twice!r}; give each a name of its own")
+    least, total = min(t.mixture, key=lambda s: s.weight), sum(s.weight for s in t.mixture)
+    if least.weight * SMALLEST_SHARE < total:
+        raise ValueError(
+            f"training.mixture, source {least.name!r}: weight = {least.weight} is less than 1/{SMALLEST_SHARE} of all, "
+            f"{total}; raise it, or leave the source out"
+        )
+    if v.enable and v.dataset_path:
+        raise ValueError(
+            f"validation.dataset_path = {v.dataset_path!r} is not used beside training.mixture; remove it to validate "
+            "on documents held out of every source"
+        )
+
+
+def _check_file_groups(config: Config) -> None:
+    groups = config.metrics.loss_by_source
+    if groups and not config.metrics.telemetry_freq:
+        raise ValueError(
+            "metrics.loss_by_source is shown by telemetry, which metrics.telemetry_freq = 0 turns off; set that to "
+            "100, or remove metrics.loss_by_source"
+        )
+    names = [*(s.name for s in config.training.mixture), *(group.name for group in groups), OTHER]
+    if groups and (twice := next((name for name in names if names.count(name) > 1), None)):
+        raise ValueError(
+            f"metrics.loss_by_source: name = {twice!r} stands for two, of groups, sources of training.mixture, and "
+            f"{OTHER!r}, which is what no group has; give each a name of its own"
+        )
+
+
+def _check_profiling(p: Profiling) -> None:
+    for key in ("save_traces_folder", "save_memory_snapshot_folder"):
+        path = os.path.normpath(getattr(p, key))
+        if path == "." or path.split(os.sep)[0] == "..":
+            raise ValueError(
+                f"profiling.{key} = {getattr(p, key)!r} must be a folder inside job.dump_folder; give its name, or a "
+                "path from the root"
+            )
+    if p.enable_profiling and p.profiler_active > p.profile_freq:
+        raise ValueError(
+            f"profiling.profiler_active = {p.profiler_active} steps of a trace are more than profiling.profile_freq = "
+            f"{p.profile_freq}, the steps between traces; lower one, or raise the other"
+        )
+
+
+def _check_checkpoint(c: Checkpoint) -> None:
+    if c.export_interval % c.interval:
+        fitting = math.ceil(c.export_interval / c.interval) * c.interval
+        raise ValueError(
+            f"checkpoint.export_interval = {c.export_interval} must be a multiple of checkpoint.interval = "
+            f"{c.interval}: what is exported is a checkpoint; for example {fitting}"
+        )
+    if c.enable:
+        return
+    for key, asked in (
+        ("load_step", c.load_step != -1),
+        ("initial_load_path", c.initial_load_path != ""),
+        ("initial_load_in_hf", c.initial_load_in_hf),
+        ("last_save_model_only", c.last_save_model_only),
+        ("last_save_in_hf", c.last_save_in_hf),
+        ("export_interval", c.export_interval != 0),
+        ("grace_seconds", c.grace_seconds != 0),
+    ):
+        if asked:
+            raise ValueError(
+                f"checkpoint.{key} = {getattr(c, key)!r} has no effect with checkpoint.enable = false; set "
+                f"checkpoint.enable = true, or remove checkpoint.{key}"
+            )
+
+
+def _check_hugging_face(config: Config) -> None:
+    c = config.checkpoint
+    if c.initial_load_in_hf and not hf_weights(config):
+        raise ValueError(
+            "checkpoint.initial_load_in_hf = true has nothing to load; set checkpoint.initial_load_path (or "
+            "model.hf_assets_path) to a Hugging Face folder"
+        )
+    if config.model.flavor == "hf" and not hf_assets(config):
+        raise ValueError("model.flavor = 'hf' needs model.hf_assets_path, a folder with the config.json of a model")
+    if config.model.hf_assets_path and config.model.flavor != "hf" and not c.initial_load_in_hf:
+        raise ValueError(
+            f"model.hf_assets_path = {config.model.hf_assets_path!r} is the model of model.flavor = 'hf', and this run "
+            f"has {config.model.flavor!r}; change one of them"
+        )
+    if c.export_dtype != "float32" and not (c.last_save_in_hf or c.export_interval):
+        raise ValueError(
+            f"checkpoint.export_dtype = {c.export_dtype!r} has no effect without checkpoint.last_save_in_hf = true or "
+            "checkpoint.export_interval; set one, or remove checkpoint.export_dtype"
+        )
+    if c.export_dtype == "source" and not c.initial_load_in_hf:
+        raise ValueError(
+            "checkpoint.export_dtype = 'source' is for runs with checkpoint.initial_load_in_hf; use 'float32', "
+            "'bfloat16' or 'float16'"
+        )

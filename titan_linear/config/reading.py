@@ -1,0 +1,332 @@
+"""From a TOML file and the command line to a configuration, and back to TOML; what `--help` prints."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, get_args, get_origin
+
+from pydantic import ValidationError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+from titan_linear.config.derived import changed, on_cuda
+from titan_linear.config.schema import ABSENT, FORMS, KEYS, PRINT, SECTIONS, TABLES, Config
+
+# --- Reading ---------------------------------------------------------------------------------------------------------
+
+
+def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
+    """The configuration that `argv` (without the program's name) asks for, with every "auto" among its types resolved.
+
+    Args:
+        cuda: whether the run is for GPUs; by default, whether this machine has any.
+
+    Raises:
+        ValueError: an unreadable file, an unknown key, a value of another type or out of range.
+        SystemExit: after `--help` and `--print-config`.
+    """
+    prints = PRINT in argv
+    overrides = _read_command_line([argument for argument in argv if argument != PRINT])
+    _validate(overrides, "command line")
+    tables: dict[str, Any] = {}
+    path = overrides.get("job", {}).get("config_file", "")
+    if path:
+        tables = _read_toml(path)
+        _validate(tables, path)
+        if "config_file" in tables.get("job", {}):
+            raise ValueError(f"{path}: job.config_file belongs on the command line; remove it from the file")
+    given = _at_home(_validate(_merged(tables, overrides), "configuration"))
+    config = _resolve(given, cuda)
+    if prints:
+        sources = {"command line": overrides, path: tables}
+        print(config_to_toml(config, _origins(config, given, sources)), end="")
+        raise SystemExit(0)
+    return config
+
+
+def _merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Tables, and the tables inside them, with the values of `overrides` where it has some."""
+    merged = {**tables, **overrides}
+    for name in tables.keys() & overrides.keys():
+        if isinstance(tables[name], dict) and isinstance(overrides[name], dict):
+            merged[name] = _merged(tables[name], overrides[name])
+    return merged
+
+
+def config_to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
+    """TOML that starts the same run; `job.config_file` is left out, as it only names the file that this was read from.
+
+    Args:
+        origins: "section.key" → where its value is from, for a comment beside it.
+    """
+    tables = []
+    for section, values in config.model_dump(exclude={"job": {"config_file"}}).items():
+        lines = [f"{key} = {toml_value(value)}" for key, value in values.items()]
+        if origins:
+            lines = [f"{line:<48}  # {origins[f'{section}.{key}']}" for line, key in zip(lines, values, strict=True)]
+        tables.append("\n".join([f"[{section}]", *lines]))
+    return "\n\n".join(tables) + "\n"
+
+
+def _origins(config: Config, given: Config, sources: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Where each value is from: the first of `sources` that has it, or its default; and whether "auto" chose it."""
+    origins = {}
+    for dotted in KEYS:
+        section, key = dotted.split(".")
+        origins[dotted] = next((name for name, source in sources.items() if key in source.get(section, {})), "default")
+        if getattr(getattr(config, section), key) != getattr(getattr(given, section), key):
+            origins[dotted] += ": auto"
+    return origins
+
+
+def flat_keys(config: Config) -> dict[str, Any]:
+    """{"section.key": value}."""
+    return {f"{section}.{key}": value for section, keys in config.model_dump().items() for key, value in keys.items()}
+
+
+def difference(old: Any, new: Any) -> str:
+    """A change of a key's value, in words. For lists of named tables: those added, those left out, what changed."""
+    if not (isinstance(new, list) and all("name" in table for table in [*old, *new])):
+        return f"{old!r} → {new!r}"
+    before, now = ({table["name"]: table for table in tables} for tables in (old, new))
+    lines = [f"{name!r} added" for name in now if name not in before]
+    lines += [f"{name!r} left out" for name in before if name not in now]
+    lines += [
+        f"{name!r}: {key} {before[name][key]!r} → {value!r}"
+        for name in now
+        if name in before
+        for key, value in now[name].items()
+        if value != before[name][key]
+    ]
+    return ", ".join(lines) or f"in the order {', '.join(now)}"
+
+
+def toml_value(value: Any) -> str:
+    """A key's value in TOML. JSON writes bool, int, float and str in the same way, except that TOML escapes DEL."""
+    if isinstance(value, list):
+        return f"[{', '.join(map(toml_value, value))}]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml_value(x)}" for key, x in value.items()) + "}"
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    try:
+        with open(os.path.expanduser(path), "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ValueError(f"job.config_file = {path!r} cannot be read: {error.strerror}; give a TOML file") from None
+    except ValueError as error:  # malformed TOML or UTF-8
+        raise ValueError(f"{path} is not TOML: {error}; correct it there") from None
+
+
+def _read_command_line(argv: list[str]) -> dict[str, dict[str, Any]]:
+    """{section: {key: value}} of the keys given."""
+    parser = _parser()
+    for name in _keys_in_tables(argv):
+        parser.add_argument(f"--{name}")
+    try:
+        given, unknown = parser.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        if (field := KEYS.get((error.argument_name or "").removeprefix("--"))) is not None:
+            kind = type_name(field.annotation)
+            raise ValueError(
+                f"command line: {error.argument_name} needs a value, {kind}; write it behind the key"
+            ) from None
+        raise ValueError(f"command line: {error.argument_name}: {error.message}") from None
+    if unknown and not unknown[0].startswith("-"):
+        raise ValueError(f"command line: {unknown[0]!r} belongs to no key; keys are given as --section.key value")
+    if unknown:
+        key = unknown[0].partition("=")[0].removeprefix("--")
+        raise ValueError(f"command line: {unknown[0]} is not a key{_nearest(key)}")
+    tables: dict[str, dict[str, Any]] = {}
+    for dotted, text in vars(given).items():
+        section, key, *inner = dotted.split(".")
+        table = tables.setdefault(section, {})
+        if inner:
+            table.setdefault(key, {})[inner[0]] = _toml(text)
+        else:
+            table[key] = _typed(text, KEYS[dotted].annotation)
+    return tables
+
+
+def _keys_in_tables(argv: list[str]) -> list[str]:
+    """The options that are a key of a table, model.kda.heads, each once."""
+    names = dict.fromkeys(option.partition("=")[0].removeprefix("--") for option in argv if option.startswith("--"))
+    fields = {name: KEYS.get(name.rpartition(".")[0]) for name in names if name.count(".") == 2}
+    return [name for name, field in fields.items() if field and get_origin(field.annotation) is dict]
+
+
+def _typed(text: str, annotation: type) -> Any:
+    """The value that `text` spells, as strictly as in TOML; other text is returned, for validation to refuse it."""
+    if annotation is bool:
+        return {"true": True, "false": False}.get(text, text)
+    if annotation in (int, float):
+        try:
+            return annotation(text)
+        except ValueError:
+            return text
+    return _toml(text) if get_origin(annotation) in (list, dict) else text
+
+
+def _toml(text: str) -> Any:
+    """The value that TOML reads, or the text itself."""
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except ValueError:
+        return text
+
+
+def _parser(only: str = "") -> argparse.ArgumentParser:
+    """The parser of all keys, or of one section's."""
+    parser = argparse.ArgumentParser(
+        prog="run_train.sh",
+        usage="%(prog)s [--section.key value ...]",
+        argument_default=argparse.SUPPRESS,
+        description="Train a linear-attention or hybrid language model.",
+        allow_abbrev=False,
+        exit_on_error=False,
+        add_help=False,
+    )
+    if not only:
+        about = parser.add_argument_group("about")
+        about.add_argument(
+            "-h",
+            "--help",
+            action=_Help,
+            nargs="?",
+            metavar="SECTION",
+            help="the keys, of all sections "
+            "or of one; --help flavors: the presets of every model.name; --help markdown: the keys as a "
+            "page",
+        )
+        about.add_argument(
+            PRINT,
+            action="store_true",
+            help="print the resolved configuration, and where each value is from; nothing is started",
+        )
+    for section, cls in SECTIONS.items():
+        if only not in ("", section):
+            continue
+        group = parser.add_argument_group(f"[{section}]", cls.__doc__)
+        for key, field in cls.model_fields.items():
+            text = f"{field.description} (default: {toml_value(field.default)})".replace("%", "%%")
+            group.add_argument(f"--{section}.{key}", metavar=type_name(field.annotation), help=text)
+    return parser
+
+
+class _Help(argparse.Action):
+    """Print all keys, or those of a section, or the page docs/keys.md."""
+
+    def __call__(self, parser: argparse.ArgumentParser, _: object, section: str | None, option: str = "") -> None:
+        if section == "markdown":
+            print(keys_page())
+            raise SystemExit(0)
+        if section is not None and section not in SECTIONS:
+            raise ValueError(f"{option} {section}: sections are {', '.join(SECTIONS)}; --help flavors lists presets")
+        (_parser(section) if section else parser).print_help()
+        raise SystemExit(0)
+
+
+def keys_page() -> str:
+    """docs/keys.md: every key with its type, default and description."""
+    lines = [
+        "# Every key",
+        "The keys of a run's TOML file. On the command line they are `--section.key value`, which takes precedence\n"
+        "over the file. `./run_train.sh --help SECTION` prints a section's, `--help markdown` this page;\n"
+        "`--print-config` prints what a run resolves to, and where each value comes from.",
+    ]
+    for section, keys in SECTIONS.items():
+        lines += [f"## [{section}]", keys.__doc__ or ""]
+        rows = ["| key | type | default | |", "|---|---|---|---|"]
+        for key, field in keys.model_fields.items():
+            kind = type_name(field.annotation).strip("{}").replace(",", ", ")
+            cells = f"`{key}`", kind, f"`{toml_value(field.default)}`", " ".join(field.description.split())
+            rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines.append("\n".join(rows))
+    return "\n\n".join(lines)
+
+
+def type_name(annotation: type) -> str:
+    if annotation is bool:
+        return "{true,false}"
+    if get_origin(annotation) in (list, dict):
+        return "LIST" if get_origin(annotation) is list else "TABLE"
+    choices = get_args(annotation)
+    return f"{{{','.join(choices)}}}" if choices else annotation.__name__.upper()
+
+
+def _validate(tables: dict[str, Any], source: str) -> Config:
+    try:
+        return Config.model_validate(tables)
+    except ValidationError as invalid:
+        raise ValueError("\n".join(f"{source}: {_explain(error)}" for error in invalid.errors())) from None
+
+
+def _explain(error: Any) -> str:
+    """One pydantic error in our words: the key, the value, what would be right."""
+    key, value = ".".join(map(str, error["loc"])), error["input"]
+    list_key = ".".join(map(str, error["loc"][:2]))
+    if error["type"] == "extra_forbidden" and list_key in TABLES:
+        (table,) = get_args(KEYS[list_key].annotation)
+        return f"{key} is not a key; a table of {list_key} has {', '.join(table.model_fields)}"
+    if error["type"] == "extra_forbidden":
+        return f"{key} is not a {'key' if '.' in key else 'section'}{_nearest(key)}"
+    if error["type"] == "missing":
+        return f"{key} is missing; give it"
+    if error["type"] == "list_type":
+        return f"{key} = {value!r} must be a list, {FORMS[list_key]}"
+    if error["type"] == "dict_type":
+        return f"{key} = {value!r} must be a table, [{key}]"
+    if error["type"] == "model_type" and "." in key:
+        return f"{key} = {value!r} must be a table, {{{TABLES[list_key]}}}"
+    if error["type"] == "model_type":
+        return f"{key} = {value!r} must be a section, [{key}]"
+    if error["type"] == "bool_type":
+        return f"{key} = {value!r} must be true or false"
+    return f"{key} = {value!r} must {error['msg'].partition(' should ')[2] or error['msg']}"
+
+
+def _nearest(key: str) -> str:
+    """What to suggest for an unknown key or section: what there is instead, the same name elsewhere, or the closest."""
+    for name in key.split("."):
+        if name in ABSENT:
+            return f": {ABSENT[name]}"
+    namesakes = [dotted for dotted in KEYS if dotted.endswith("." + key.rpartition(".")[2])]
+    sure = len(namesakes) == 1 or (namesakes and "." not in key)
+    near = difflib.get_close_matches(key, namesakes or [*KEYS, *SECTIONS], n=1, cutoff=0.0 if sure else 0.6)
+    return f"; did you mean {near[0]}?" if near else "; --help lists all keys"
+
+
+def _at_home(config: Config) -> Config:
+    """A copy with ~ replaced by the home folder in the paths of folders."""
+    keys = (
+        "job.dump_folder",
+        "checkpoint.folder",
+        "checkpoint.initial_load_path",
+        "model.hf_assets_path",
+        "profiling.save_traces_folder",
+        "profiling.save_memory_snapshot_folder",
+    )
+    given = flat_keys(config)
+    return changed(config, {key: os.path.expanduser(given[key]) for key in keys})
+
+
+def _resolve(config: Config, cuda: bool | None) -> Config:
+    """Fill in the types that depend on the device, so that the saved configuration says what was computed."""
+    training, auto = config.training, {}
+    wide = training.dtype == "float64"
+    if training.mixed_precision_param == "auto":
+        cuda = on_cuda() if cuda is None and not wide else cuda
+        auto["training.mixed_precision_param"] = "float64" if wide else "bfloat16" if cuda else "float32"
+    if training.mixed_precision_reduce == "auto":
+        auto["training.mixed_precision_reduce"] = "float64" if wide else "float32"
+    return changed(config, auto)

@@ -1,0 +1,435 @@
+"""Every key of a run's configuration: its type, its default, and what it means."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+    )
+
+
+class Job(Section):
+    """The run and its folder."""
+
+    config_file: str = ""
+    """TOML file to read; command-line keys override it. Not a key of the file itself."""
+    dump_folder: str = Field("outputs", min_length=1)
+    """Folder of the run. The same command in the same folder resumes from its newest whole checkpoint."""
+    description: str = ""
+    """Free text, kept with the run."""
+    start_anew: bool = False
+    """Begin again, with any configuration, in a folder whose run left no checkpoint; what that run left is set aside.
+    If there is a checkpoint, the run resumes from it."""
+
+
+class Model(Section):
+    """The network and its tokenizer."""
+
+    name: Literal["hybrid", "kda", "gdn", "qwen3.5", "qwen3-next", "olmo-hybrid", "kimi-linear"] = "hybrid"
+    """Family: linear layers only (kda, gdn), a pattern with softmax attention (hybrid), or a published hybrid."""
+    flavor: str = Field("debug", min_length=1)
+    """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ... (--help flavors lists them); hf: the model in
+    model.hf_assets_path, whatever model.name is. The keys of sizes below change it."""
+    dim: int = Field(0, ge=0)
+    """Width of the model; 0: the flavor's."""
+    num_layers: int = Field(0, ge=0)
+    """Number of layers; 0: the flavor's."""
+    hidden_dim: int = Field(0, ge=0)
+    """Hidden channels of each layer's SwiGLU; 0: the flavor's."""
+    pattern: list[str] = []
+    """Mixers of the first layers, which further layers repeat: ["kda", "kda", "kda", "attention"]; []: the flavor's."""
+    kda: dict[str, Any] = {}
+    """Options of KDA layers that differ from the flavor's, {heads = 8, …}, or --model.kda.heads 8 (--help flavors lists
+    them, here and below). The empty string stands for none."""
+    gdn: dict[str, Any] = {}
+    """Options of Gated DeltaNet layers."""
+    attention: dict[str, Any] = {}
+    """Options of softmax attention."""
+    mla: dict[str, Any] = {}
+    """Options of latent attention."""
+    moe: dict[str, Any] = {}
+    """Options of the experts; with them, a flavor without experts gets some."""
+    hf_assets_path: str = ""
+    """Hugging Face folder whose config.json defines flavor hf and whose tokenizer is the default; empty: the folder
+    that checkpoint.initial_load_in_hf loads."""
+    vocab_size: int = Field(0, ge=0)
+    """Rows of the embedding and the head, at least the tokenizer's vocabulary; 0: the preset's number, or, if that is
+    too small and the weights are drawn, not loaded, the tokenizer's vocabulary rounded up to a multiple of 64."""
+    tokenizer_path: str = ""
+    """A Hugging Face tokenizer.json, or the folder that holds it; empty: that of the run's Hugging Face folder if it
+    has one, else bytes are tokens."""
+    impl: Literal["auto", "torch", "triton"] = "auto"
+    """Implementation of the ops; auto takes the fastest that supports the device, and says which."""
+
+
+Dataset = Literal["stdlib", "text", "jsonl", "parquet", "arrow", "tokens"]
+DatasetFormat = Literal["text", "messages", "completion"]
+
+
+class Source(Section):
+    """A source of training.mixture. Keys that it leaves out have the defaults of [training]."""
+
+    name: str = Field(min_length=1)
+    weight: float = Field(gt=0)
+    dataset: Dataset
+    dataset_path: str = ""
+    dataset_text_field: str = Field("text", min_length=1)
+    dataset_format: DatasetFormat = "text"
+
+
+class Shorter(Section):
+    """A part of training.seq_len_schedule."""
+
+    until_step: int = Field(ge=1)
+    seq_len: int = Field(ge=1)
+
+
+class Training(Section):
+    """Data, batch and numerical precision."""
+
+    dataset: Dataset = "stdlib"
+    """Source of the documents: Python's own standard library, text files, JSON lines, parquet, a folder that Hugging
+    Face's datasets saved (arrow), or token files."""
+    dataset_path: str = ""
+    """File, folder or globs (separated by commas) of the corpus; every dataset but stdlib needs it."""
+    dataset_text_field: str = Field("text", min_length=1)
+    """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
+    dataset_format: DatasetFormat = "text"
+    """What a record of jsonl, parquet or arrow is: a text; a conversation, its messages written by the tokenizer's chat
+    template; or a prompt and its completion. Of the last two only the answers are trained on."""
+    mixture: list[Source] = []
+    """Several sources instead of the one above, [{name = "web", weight = 0.7, dataset = "jsonl", dataset_path = "…"},
+    …], each with those of the keys above that it needs. Streams come from them in proportion to their weights."""
+    mixture_from_step: int = Field(-1, ge=-1)
+    """Step at which training.mixture changes: the step that the run resumes from; -1: it does not change."""
+    on_bad_document: Literal["stop", "skip"] = "stop"
+    """What to do about a record that is no document (not JSON, no such field, not UTF-8 for a tokenizer that needs it,
+    a conversation without an answer): stop before the run starts, or skip and count them and name the first few."""
+    verify: Literal["always", "changed"] = "changed"
+    """Check every byte of the corpus against its checksums at every start (always), or only when a file's size, time or
+    inode differs from when the corpus was last found whole on this machine (changed): what a disk alters by itself then
+    goes unnoticed."""
+    seq_len: int = Field(2048, ge=1)
+    """Tokens of one packed stream, over all context-parallel ranks."""
+    seq_len_schedule: list[Shorter] = []
+    """Shorter streams first, [{until_step = 1000, seq_len = 8192}, …]: streams have seq_len tokens up to and including
+    until_step, and training.seq_len after the last of these. Every step has training.global_batch_size streams."""
+    local_batch_size: int = Field(1, ge=1)
+    """Streams of one micro-step on one data-parallel rank."""
+    global_batch_size: int = Field(8, ge=1)
+    """Streams of one optimizer step; gradients are accumulated up to it."""
+    steps: int = Field(1000, ge=1)
+    """Optimizer steps of the run."""
+    max_norm: float = Field(1.0, gt=0)
+    """Gradients are clipped to this global 2-norm."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Type of parameters and optimizer states. float64 is for proofs on the CPU."""
+    mixed_precision_param: Literal["auto", "bfloat16", "float32", "float64"] = "auto"
+    """Type of compute. auto: float64 with training.dtype float64, else bfloat16 on CUDA and float32 on the CPU."""
+    mixed_precision_reduce: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
+    """Type of gradient reductions. auto: float64 with training.dtype float64, else float32."""
+    enable_cpu_offload: bool = False
+    """Keep the parameters that FSDP manages, their gradients and the optimizer's states in the host's memory, and run
+    AdamW there: a GPU holds these only for the layers that it is computing. Works on one GPU too. Steps take longer."""
+    loss_chunk_size: int = Field(2048, ge=1)
+    """Number of tokens whose logits exist at once, in the head and the loss."""
+    expert_balance_coefficient: float = Field(-1.0, ge=-1)
+    """Coefficient of the experts' load-balance loss; 0: none; -1: the model's."""
+    expert_bias_update_rate: float = Field(-1.0, ge=-1)
+    """How far a step moves the expert-selection biases towards equal loads; 0: not at all; -1: the model's."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """After a non-finite loss or gradient, stop the run, or skip and count the step. It never reaches the weights."""
+    num_workers: int = Field(0, ge=0)
+    """Threads that read batches ahead on each rank, two batches each; 0: batches are read when a step asks for them."""
+
+
+class Optimizer(Section):
+    """The optimizer."""
+
+    name: Literal["AdamW"] = "AdamW"
+    """Optimizer."""
+    lr: float = Field(3e-4, gt=0)
+    """Peak learning rate."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Decay of the first moment."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Decay of the second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the root of the second moment."""
+    weight_decay: float = Field(0.1, ge=0)
+    """Decay of weight matrices; norms, biases, A_log and dt_bias have none."""
+
+
+class LRScheduler(Section):
+    """The learning rate over the steps: warmup, then constant, then decay."""
+
+    warmup_steps: int = Field(100, ge=0)
+    """Steps over which the rate rises linearly from 0 to optimizer.lr; a shorter run ends before the rise does."""
+    total_steps: int = Field(0, ge=0)
+    """Step at which the decay ends; 0: training.steps, which then may not change once the decay has begun."""
+    decay_ratio: float = Field(1.0, ge=0, le=1)
+    """Share of the total steps over which the rate decays, at the end; at most what warmup leaves. 1: all after it."""
+    decay_type: Literal["linear", "sqrt", "cosine"] = "cosine"
+    """Shape of the decay."""
+    min_lr_factor: float = Field(0.1, ge=0, le=1)
+    """The rate at the end of the decay, as a share of optimizer.lr."""
+
+
+class Parallelism(Section):
+    """How the ranks share the work. The degrees multiply to the number of processes."""
+
+    data_parallel_replicate_degree: int = Field(1, ge=1)
+    """Replicas of the sharded model (HSDP)."""
+    data_parallel_shard_degree: int = Field(-1, ge=-1)
+    """Ranks that share parameters and take different streams (FSDP); -1: the ranks that are left."""
+    fsdp_reshard_after_forward: Literal["always", "never"] = "always"
+    """Free a layer's gathered parameters after its forward and gather them again in backward (always), or keep them
+    until then (never): faster, at the cost of 2 bytes per parameter of all layers in bfloat16."""
+    context_parallel_degree: int = Field(1, ge=1)
+    """Ranks that share one stream."""
+    context_parallel_layout: Literal["contiguous", "zigzag"] = "contiguous"
+    """One fragment of each stream per rank (contiguous), or two mirrored ones (zigzag), which balance causal ring
+    attention; all-to-all over heads and all-gather are balanced in both, and linear layers are faster in the first."""
+    context_parallel_method: Literal["auto", "ring", "allgather", "ulysses"] = "auto"
+    """Exchange in the softmax layers; "auto" is all-to-all over heads ("ulysses") where possible."""
+    context_parallel_linear_method: Literal["kcp", "ulysses"] = "kcp"
+    """Exchange in the linear layers: states of the recurrence (KCP), or all-to-all over heads."""
+    tensor_parallel_degree: int = Field(1, ge=1)
+    """Ranks that split every layer by heads and hidden channels, the vocabulary, and the tokens between layers."""
+    expert_parallel_degree: int = Field(1, ge=1)
+    """Ranks, out of those that share parameters (data_parallel_shard_degree × context_parallel_degree), that divide the
+    experts among themselves instead: tokens travel to the experts."""
+
+
+class Checkpoint(Section):
+    """Saving and resuming."""
+
+    enable: bool = True
+    """Save, and resume from what is saved."""
+    folder: str = Field("checkpoint", min_length=1)
+    """Folder of the checkpoints, inside job.dump_folder."""
+    interval: int = Field(500, ge=1)
+    """Steps between saves; the last step is always saved."""
+    async_mode: Literal["disabled", "async"] = "disabled"
+    """Write while training goes on (async), or before it goes on (disabled)."""
+    keep_latest_k: int = Field(10, ge=0)
+    """Checkpoints older than the latest k are removed; 0 keeps all."""
+    verify: bool = True
+    """Read each save back from the disk before older checkpoints are removed. What differs is written once more; if it
+    differs again, the save has failed. Asynchronous saves do this while training goes on."""
+    grace_seconds: int = Field(0, ge=0)
+    """Time that the machine stays up after SIGTERM (a spot instance: 30 to 120). If the rest of the step and a save
+    would take longer, the step is given up and the state before it is saved; 0: no limit."""
+    load_step: int = Field(-1, ge=-1)
+    """Step to go back to, once: later checkpoints are set aside, and the same command, started again, resumes from the
+    newest; -1: the newest whole checkpoint."""
+    initial_load_path: str = ""
+    """Checkpoint whose weights start a run that has no checkpoint of its own."""
+    initial_load_in_hf: bool = False
+    """Start the run from the weights of a Hugging Face folder: checkpoint.initial_load_path or, if that is empty,
+    model.hf_assets_path. Each rank reads what it owns from the safetensors files; the folder is needed later, too."""
+    last_save_model_only: bool = False
+    """The last save holds the weights only: smaller, but the run cannot be continued from it."""
+    last_save_in_hf: bool = False
+    """When the run ends, write its weights as a Hugging Face folder too: step-N-hf, beside the checkpoints."""
+    export_interval: int = Field(0, ge=0)
+    """Steps between exports of checkpoints to Hugging Face folders, step-N-hf, which a separate process writes while
+    training goes on: a multiple of checkpoint.interval; 0: none. The folders are never removed."""
+    export_dtype: Literal["float16", "bfloat16", "float32", "source"] = "float32"
+    """Type of the tensors in these folders; source: each tensor's type in the folder that the run began from."""
+
+
+class ActivationCheckpoint(Section):
+    """Trade computing time for memory."""
+
+    mode: Literal["none", "selective", "attention", "full"] = "none"
+    """full: keep only the input of each layer and compute the layer again in backward. attention: also keep the results
+    of softmax attention, which for long documents are little memory and much of the time. selective: also keep the
+    results of the delta rule, the convolution and exchanges between ranks."""
+
+
+class Compile(Section):
+    """What torch.compile does."""
+
+    enable: bool = False
+    """Compile each layer: what lies between matrix products, delta rule and attention becomes a few kernels."""
+    backend: Literal["inductor", "aot_eager"] = "inductor"
+    """aot_eager: graphs without generated code, to find out which of the two an error comes from."""
+
+
+class FileGroup(Section):
+    """A group of metrics.loss_by_source."""
+
+    name: str = Field(min_length=1)
+    files: str = Field(min_length=1)
+
+
+class Metrics(Section):
+    """What a run reports."""
+
+    log_freq: int = Field(10, ge=1)
+    """Steps between reports; the first step is always reported."""
+    enable_tensorboard: bool = True
+    """Write TensorBoard events to tb/ in job.dump_folder."""
+    enable_wandb: bool = False
+    """Report to Weights & Biases too, as one run however often it resumes. The package is not a dependency: pip install
+    wandb. Its environment variables decide the rest: WANDB_PROJECT, WANDB_MODE=offline."""
+    telemetry_freq: int = Field(100, ge=0)
+    """Steps between looks inside a step: norms by layer, decay half-lives, attention's entropy, loss by position and
+    source, experts' loads (telemetry.jsonl; docs/telemetry.md says what each means); 0: none."""
+    loss_by_source: list[FileGroup] = []
+    """Groups of files whose losses telemetry shows separately, [{name = "code", files = "**/*.py"}, …]: globs
+    (separated by commas) of paths or their ends. A document belongs to the first group that fits its file, else to
+    "other"."""
+    spike_sigmas: float = Field(6.0, ge=0)
+    """A loss more than this many standard deviations above the mean of the last 128 since the start is noted, with its
+    step's streams, in spikes.jsonl, once there are 16 to compare with; a non-finite loss always is; 0: only non-finite
+    ones."""
+    peak_tflops: float = Field(0.0, ge=0)
+    """Peak TFLOP/s of a GPU in the type of compute, of which MFU is a share; 0: the peak known for a GPU of this name.
+    For a GPU that is not known there is no MFU."""
+
+
+class Profiling(Section):
+    """Traces of the PyTorch profiler, each with a table of its largest costs, and snapshots of a GPU's memory."""
+
+    enable_profiling: bool = False
+    """Record traces."""
+    save_traces_folder: str = Field("profile_traces", min_length=1)
+    """Folder of the traces, inside job.dump_folder."""
+    profile_freq: int = Field(10, ge=1)
+    """Steps between traces."""
+    profiler_active: int = Field(1, ge=1)
+    """Number of steps in a trace."""
+    profiler_warmup: int = Field(3, ge=0)
+    """Steps before each trace in which the profiler runs but keeps nothing; at most what profile_freq leaves."""
+    profile_count: int = Field(0, ge=0)
+    """Number of traces per start of the run; 0: no limit."""
+    enable_memory_snapshot: bool = False
+    """Record where in the code the GPU's memory is allocated, for snapshots: one when memory runs out, and one after
+    the step in which SIGUSR1 reaches a worker, or the launcher, for all workers of its node. Without this key, a
+    snapshot after SIGUSR1 tells what is allocated, not where."""
+    save_memory_snapshot_folder: str = Field("memory_snapshots", min_length=1)
+    """Folder of the snapshots, inside job.dump_folder."""
+
+
+class Validation(Section):
+    """Loss on documents that are not trained on."""
+
+    enable: bool = False
+    """Validate during training."""
+    dataset_path: str = ""
+    """Corpus to validate on, of the kind that training.dataset names; empty: documents held out of the training
+    corpus."""
+    holdout: float = Field(0.01, ge=0, lt=1)
+    """Share of the training corpus's documents to hold out when validating without validation.dataset_path."""
+    freq: int = Field(100, ge=1)
+    """Training steps between validations; the last step is always validated."""
+    steps: int = Field(-1, ge=-1)
+    """Number of streams in a validation, over all ranks; -1: all held-out documents."""
+    local_batch_size: int = Field(1, ge=1)
+    """Streams of one validation batch on one data-parallel rank."""
+    sample_tokens: int = Field(0, ge=0)
+    """Length, in tokens, of a text generated at each validation, with sample.temperature and sample.top_p; 0: none."""
+    sample_prompt: str = Field("def ", min_length=1)
+    """What that text begins with."""
+
+
+class Sample(Section):
+    """Text generated by the trained weights when the run ends."""
+
+    prompt: str = Field("def ", min_length=1)
+    """What the sample begins with."""
+    max_new_tokens: int = Field(0, ge=0)
+    """Length of the sample in tokens; 0: none."""
+    temperature: float = Field(0.8, ge=0)
+    """Temperature of sampling; 0: always the likeliest token."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Draw only from the likeliest tokens whose probabilities together reach this sum."""
+
+
+class Comm(Section):
+    """Collective communication, and what happens when a rank is gone."""
+
+    init_timeout_seconds: int = Field(300, ge=1, le=10**6)
+    """Timeout until the first step is done."""
+    train_timeout_seconds: int = Field(100, ge=1, le=10**6)
+    """Timeout after the first step. Validation, saves and exports have none: they wait for the slowest disk."""
+    max_restarts: int = Field(0, ge=0)
+    """How many times torchrun starts all workers again, from the newest checkpoint, after a rank has failed; it does so
+    whatever the reason, also after an error that recurs each time."""
+
+
+class Debug(Section):
+    """Randomness."""
+
+    seed: int = Field(0, ge=0)
+    """Seed of weights, data order and sampling."""
+    deterministic: bool = False
+    """Use deterministic algorithms only."""
+
+
+class Doctor(Section):
+    """Proofs of the configuration, before it costs a week (docs/proof.md)."""
+
+    at_start: bool = False
+    """Prove the run before it starts, as `python -m tools.doctor` does, and do not start it if something does not
+    hold. It takes a minute or two, on the first GPU."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    job: Job = Job()
+    model: Model = Model()
+    training: Training = Training()
+    optimizer: Optimizer = Optimizer()
+    lr_scheduler: LRScheduler = LRScheduler()
+    parallelism: Parallelism = Parallelism()
+    checkpoint: Checkpoint = Checkpoint()
+    activation_checkpoint: ActivationCheckpoint = ActivationCheckpoint()
+    compile: Compile = Compile()
+    metrics: Metrics = Metrics()
+    profiling: Profiling = Profiling()
+    validation: Validation = Validation()
+    sample: Sample = Sample()
+    comm: Comm = Comm()
+    doctor: Doctor = Doctor()
+    debug: Debug = Debug()
+
+
+SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in Config.model_fields.items()}
+KEYS = {f"{section}.{key}": field for section, cls in SECTIONS.items() for key, field in cls.model_fields.items()}
+
+# For messages: the keys of the tables that a key with a list takes.
+TABLES = {
+    "training.mixture": "name = …, weight = …, dataset = …",
+    "training.seq_len_schedule": "until_step = …, seq_len = …",
+    "metrics.loss_by_source": "name = …, files = …",
+}
+# Likewise: what a list looks like.
+FORMS = {
+    "model.pattern": '["kda", "attention"]',
+    **{key: f"[{{{table}}}]" for key, table in TABLES.items()},
+}
+
+PRINT = "--print-config"
+OTHER = "other"  # in metrics.loss_by_source: the files that fit no group
+SMALLEST_SHARE = 1 << 16  # a source of a mixture gives at least one in this many streams
+SMALLEST_EPS = 1.2e-38  # float32 and bfloat16 hold smaller numbers with fewer digits only, and devices take them for 0
+
+# Keys and sections of TorchTitan for what does not exist here, and what there is instead.
+ABSENT = {
+    "pipeline_parallel_degree": "there is no pipeline parallelism; parallelism.data_parallel_shard_degree splits the "
+    "parameters",
+    "float8": "there is no float8; training.mixed_precision_param is the type of compute",
+    **dict.fromkeys(
+        ("heads", "n_heads", "num_heads", "kv_heads", "head_dim"),
+        "each mixer has its own, model.kda.heads, model.attention.kv_heads, ... (--help flavors lists them)",
+    ),
+}

@@ -1,0 +1,394 @@
+"""Checkpoints: model, optimizer and progress, written with torch.distributed.checkpoint (DCP) and whole or absent.
+
+    checkpoint/
+      step-100/            whole: it got this name when everything in it was on disk
+        __R_0.distcp       what rank R wrote; any other number of ranks can read it
+        .metadata          DCP: which file holds which slice of which tensor
+        progress.json      `Progress`: the step, and what the run trains on
+        manifest.json      size and CRC-32 of every file above
+      step-200.tmp/        a save in progress, or what a killed save or removal left: the next save removes it
+      abandoned-DATE/      checkpoints of later steps, which the run left behind by resuming from an earlier one
+      rewound.json         the checkpoint.load_step that the run has gone back to; the same command then resumes from
+                           the newest
+
+A save fills step-N.tmp. Every rank computes the checksums of its own files while it writes them, syncs the files and
+reads them back from the disk to compare; rank 0 adds the manifest and renames. Only then are older checkpoints removed.
+So SIGKILL costs at most the save in progress, and what a disk alters is noticed while the state can still be written
+again. DCP notices a truncated file but not an altered one: `verify` reads everything. No code in a checkpoint runs:
+tensors are loaded as weights only, and the pickle in .metadata may refer only to the classes that it needs (`Reader`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from concurrent import futures
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import (
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.checkpoint.storage import WriteResult
+
+from titan_linear.distributed.ending import RunFailed, is_gone
+from titan_linear.distributed.groups import of_all_ranks, on_rank_0
+from titan_linear.storage.files import remove, sync
+from titan_linear.storage.step_folders import (
+    MANIFEST,
+    PROGRESS,
+    Progress,
+    checksum,
+    describe,
+    inspect,
+    read_progress,
+    set_steps_aside,
+    weights_path,
+    whole_step,
+    whole_steps,
+)
+from titan_linear.storage.tensors import (
+    FLAT,
+    named_parameters,
+    of_whole,
+    optimizer_state,
+    read_state,
+    reasons,
+)
+
+AT_LAST = 600.0  # seconds for an async save to end, when an error ends the run
+
+
+class SaveFailed(RunFailed, OSError):
+    """A save failed, on every rank; earlier checkpoints remain."""
+
+
+class Checkpointer:
+    """Saves and loads the checkpoints of one run. Every rank calls every method, in the same order.
+
+    Args:
+        folder: holds the step-N folders; on a file system that all ranks share.
+        async_mode: "disabled", or "async": `save` returns once the state is copied to host memory, which is held until
+            the save ends.
+        keep_latest_k: checkpoints older than the latest k are removed; 0 keeps all.
+        verify: read back from the disk what was written, and if it differs write it once more.
+        group: a gloo group of all ranks that nothing else uses; one is made by default. An async save communicates in
+            it while training uses the others.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        async_mode: str = "disabled",
+        keep_latest_k: int = 10,
+        verify: bool = True,
+        group: dist.ProcessGroup | None = None,
+    ):
+        if async_mode not in ("disabled", "async"):
+            raise ValueError(f"checkpoint.async_mode = {async_mode!r} must be 'disabled' or 'async'")
+        self.folder, self.keep_latest_k, self.verify = Path(folder), keep_latest_k, verify
+        self.group = group or dist.new_group(backend="gloo")
+        self.rank = dist.get_rank(self.group)
+        self._saved: tuple[int, bool] | None = None  # the step last saved or loaded; with its optimizer?
+        self.in_use: set[int] = set()  # steps that an export is to read: they are not removed
+        self._longest = 0.0  # seconds of the longest save
+        self._pending: Future[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint") if async_mode == "async" else None
+
+    def save(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        progress: Progress,
+        dataloader: Stateful | None = None,
+    ) -> None:
+        """Save as step-N; without an optimizer, the weights only. What this run already has at this step stays.
+
+        If the async save before this one failed, this one is not async, so that no second save is missed unnoticed.
+
+        Raises:
+            SaveFailed: this save failed on any rank.
+        """
+        at_once = not self.is_saved() or self._thread is None
+        if self._saved in ((step, True), (step, optimizer is not None)):
+            return
+        begun, state = time.monotonic(), {"model": named_parameters(model)}
+        if optimizer is not None:
+            state["optimizer"] = of_whole(optimizer_state(model, optimizer)[0], model)
+            if dataloader:
+                state["dataloader"] = dataloader.state_dict()
+        if at_once:
+            self._timed(begun, step, state, progress)
+        else:
+            # A plain copy to host memory. A stager of torch 2.11 is good for one save: its second fails.
+            staged = DefaultStager(StagingOptions(False, False, False, False)).stage(state)
+            self._pending = self._thread.submit(self._timed, begun, step, staged, progress)
+
+    @property
+    def seconds(self) -> float:
+        """What another save would take: as long as the longest so far, twice that if one is under way; 0: unknown."""
+        under_way = self._pending is not None and not self._pending.done()
+        return self._longest * (2 if under_way else 1)
+
+    def wait(self) -> None:
+        """Finish an async save.
+
+        Raises:
+            SaveFailed: it failed.
+        """
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.result()
+
+    def look(self) -> None:
+        """Raise at once what ended an async save on this rank alone; what ended it on all is told by the next save."""
+        if self._pending and self._pending.done() and not isinstance(self._pending.exception(), (SaveFailed, NoneType)):
+            self.wait()
+
+    def finish(self) -> None:
+        """Before this process ends for another error: wait for the async save under way."""
+        if self._pending is None or self._pending.done():
+            return
+        print(f"rank {self.rank}: waiting for the save under way, {AT_LAST:.0f} s at most", file=sys.stderr, flush=True)
+        futures.wait([self._pending], AT_LAST)
+
+    def is_saved(self) -> bool:
+        """Wait for the async save under way, if any; return whether it succeeded: the same on all ranks."""
+        try:
+            self.wait()
+        except SaveFailed as failed:
+            if self.rank == 0:
+                print(f"warning: {failed}", flush=True)
+            return False
+        return True
+
+    def load(
+        self,
+        step: int,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        dataloader: Stateful | None = None,
+    ) -> Progress:
+        """Load step-N in place, saved under any degrees of parallelism; returns the progress saved with it.
+
+        The optimizer's moments are loaded; its hyperparameters stay as this run has set them. Without an optimizer,
+        only the weights are loaded.
+
+        Raises:
+            ValueError: it is not there, holds weights only, or is of another model.
+        """
+        self.wait()
+        path = self.folder / f"step-{on_rank_0(lambda: whole_step(self.folder, step), self.group)}"
+        state = {"model": named_parameters(model)}
+        if optimizer is None:
+            read_state(path, state, self.group)
+        else:
+            optimizer.zero_grad()  # if there are gradients, DCP cannot make the state that it loads into
+            moments, rest = optimizer_state(model, optimizer)
+            state["optimizer"] = of_whole(moments, model)
+            if dataloader:
+                state["dataloader"] = dataloader.state_dict()
+            read_state(path, state, self.group)
+            if dataloader:
+                dataloader.load_state_dict(state["dataloader"])
+            set_optimizer_state_dict(model, optimizer, moments | rest, options=FLAT)
+        self._saved = (step, optimizer is not None)
+        return read_progress(path)
+
+    def load_weights(self, path: Path, model: nn.Module) -> None:
+        """Load another run's weights in place, from a path that `weights_path` resolves.
+
+        Rank 0 decides which checkpoint that is: while the other run saves, ranks may see different ones as the newest.
+
+        Raises:
+            ValueError: there is no whole checkpoint, or it is of another model.
+        """
+        chosen = on_rank_0(lambda: weights_path(path), self.group)
+        read_state(chosen, {"model": named_parameters(model)}, self.group)
+
+    def save_lazily(
+        self,
+        step: int,
+        read: Mapping[str, Callable[[], torch.Tensor]],
+        shapes: Mapping[str, torch.Tensor],
+        progress: Progress,
+    ) -> None:
+        """Save weights that are read one by one; by name, how to read each, and each on the meta device."""
+        self.wait()
+        self._write(step, {"model": dict(shapes)}, progress, _LazyPlanner(read))
+
+    def _write(
+        self, step: int, state: dict[str, Any], progress: Progress, planner: dcp.SavePlanner | None = None
+    ) -> None:
+        """Do everything that touches the disk; in async mode on a thread of its own."""
+        tmp = self.folder / f"step-{step}.tmp"
+        try:
+            files, altered = self._fill(tmp, state, progress, planner)
+            if altered:
+                if self.rank == 0:
+                    print(f"warning: saving step-{step}: {altered}; it is written once more", flush=True)
+                files, altered = self._fill(tmp, state, progress, planner)
+            if altered:
+                raise OSError(altered)
+            self._together(lambda: self.rank == 0 and self._commit(step, tmp, files))
+            self._saved = (step, "optimizer" in state)
+            self._together(lambda: self.rank == 0 and self.prune(step))
+        except (OSError, RuntimeError, dcp.CheckpointException) as failure:  # the same on every rank
+            if is_gone(failure):
+                raise
+            if self.rank == 0:
+                shutil.rmtree(tmp, ignore_errors=True)  # the disk may be full
+            raise SaveFailed(f"saving step-{step} in '{self.folder}' failed: {reasons(failure)}") from failure
+
+    def _timed(self, begun: float, *arguments: Any) -> None:
+        self._write(*arguments)
+        self._longest = max(self._longest, time.monotonic() - begun)
+
+    def _fill(
+        self, tmp: Path, state: dict[str, Any], progress: Progress, planner: dcp.SavePlanner | None
+    ) -> tuple[dict[str, list[int]], str]:
+        """Write everything but the manifest; return [size, CRC-32] of each file, and which files the disk altered."""
+        text = progress.model_dump_json(indent=2) + "\n"
+        self._together(lambda: self.rank == 0 and self._prepare(tmp, text))
+        writer = _Writer(tmp, sync_files=False)  # it would sync before its last block is written
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
+        own = writer.fs.written | ({PROGRESS: checksum(text.encode())} if self.rank == 0 else {})
+        parts = self._together(lambda: (own, self._sync(tmp, own)))
+        files = {name: entry for part, _ in parts for name, entry in part.items()}
+        return files, "; ".join(f"rank {rank}: {names}" for rank, (_, names) in enumerate(parts) if names)
+
+    def _together(self, work: Callable[[], Any]) -> list[Any]:
+        """Run `work` on every rank; return their results in rank order. An error of any rank is raised on all."""
+        result, error = None, None
+        try:
+            result = work()
+        except Exception as failure:
+            if not isinstance(failure, (OSError, RuntimeError)):  # a fault of this program
+                traceback.print_exc()
+            error = f"rank {self.rank}: {describe(failure)}"
+        outcomes = of_all_ranks((result, error), self.group)
+        if errors := [error for _, error in outcomes if error]:
+            raise OSError("; ".join(errors))
+        return [result for result, _ in outcomes]
+
+    def _prepare(self, tmp: Path, progress: str) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        remove(tmp)
+        for leftover in self.folder.glob("step-*.tmp"):
+            _discard(leftover)
+        tmp.mkdir()
+        (tmp / PROGRESS).write_text(progress)
+
+    def _sync(self, tmp: Path, own: dict[str, list[int]]) -> str:
+        """Sync files to the disk; a message that names those that read back differently, else ""."""
+        files = [sync(tmp / name, forget=self.verify) for name in own]
+        altered = [file.name for file in files if self.verify and inspect(file) != own[file.name]]
+        return f"{', '.join(altered)} on the disk is not what was written" if altered else ""
+
+    def _commit(self, step: int, tmp: Path, files: dict[str, list[int]]) -> None:
+        for name, (size, _) in files.items():
+            if not (tmp / name).exists() or (tmp / name).stat().st_size != size:
+                raise OSError(f"{name} of another node is not there: checkpoints need a file system that nodes share")
+        text = json.dumps({"files": files}, indent=2)
+        (tmp / MANIFEST).write_text(text)
+        if altered := self._sync(tmp, {MANIFEST: checksum(text.encode())}):
+            raise OSError(altered)
+        sync(tmp)
+        set_steps_aside(self.folder, step, f"this run came to step {step} another way")
+        tmp.rename(self.folder / f"step-{step}")
+        sync(self.folder)
+
+    def prune(self, step: int) -> None:
+        """Remove the oldest checkpoints beyond keep_latest_k, counting that of `step`, which is whole; those in use
+        stay.
+
+        A removal that fails is only a warning: all else is done.
+        """
+        older = [old for old in whole_steps(self.folder) if old < step]
+        too_many = older[: max(0, len(older) + 1 - self.keep_latest_k)] if self.keep_latest_k else []
+        for old in (old for old in too_many if old not in self.in_use):
+            _discard(self.folder / f"step-{old}")
+
+
+def _discard(path: Path) -> None:
+    """Remove what is no longer needed, or warn that it stays."""
+    doomed = path.with_suffix(".tmp")  # a removal that is cut short leaves no broken step-N
+    try:
+        remove(path.rename(doomed))
+    except OSError as error:
+        print(f"warning: '{path}' is no longer needed and could not be removed: {error.strerror or error}", flush=True)
+
+
+class _Summed(FileSystem):
+    """A file system that computes the checksums of bytes before they go to the disk."""
+
+    def __init__(self) -> None:
+        self.written: dict[str, list[int]] = {}  # name → [size, CRC-32]
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike, mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            yield _Stream(stream, self.written.setdefault(Path(path).name, [0, 0])) if mode == "wb" else stream
+
+    def rename(self, path: str | os.PathLike, new_path: str | os.PathLike) -> None:
+        super().rename(path, new_path)
+        self.written[Path(new_path).name] = self.written.pop(Path(path).name)
+
+
+class _Stream:
+    """A file that is written from its beginning to its end; `entry` becomes its [size, CRC-32]."""
+
+    def __init__(self, stream: Any, entry: list[int]):
+        self.stream, self.entry = stream, entry
+
+    def write(self, data: Any) -> int:
+        self.entry[:] = checksum(data, self.entry)
+        return self.stream.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class _Writer(dcp.FileSystemWriter):
+    def __init__(self, path: Path, **options: Any):
+        super().__init__(path, **options)
+        self.fs = _Summed()
+
+    def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        """Raise the disk's own error where PyTorch, in handling it, raises another about its unfinished archive."""
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as failure:
+            error: BaseException | None = failure
+            while error is not None and not isinstance(error, OSError):
+                error = error.__context__
+            raise error or failure from None
+
+
+class _LazyPlanner(dcp.DefaultSavePlanner):
+    """A planner that reads each tensor only when it is written."""
+
+    def __init__(self, read: Mapping[str, Callable[[], torch.Tensor]]):
+        super().__init__()
+        self.read = {f"model.{name}": get for name, get in read.items()}
+
+    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
+        return self.read[index.fqn]()
