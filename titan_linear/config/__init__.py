@@ -22,7 +22,19 @@ from titan_linear.config.derived import (
     tokens_at,
 )
 from titan_linear.config.reading import config_to_toml, difference, flat_keys, load_config, toml_value
-from titan_linear.config.schema import KEYS, OTHER, SECTIONS, Config, LRScheduler, Model, Optimizer, Source, Training
+from titan_linear.config.schema import (
+    KEYS,
+    OTHER,
+    SECTIONS,
+    Config,
+    LRScheduler,
+    Model,
+    Optimizer,
+    Rule,
+    Source,
+    Training,
+    keys_with,
+)
 
 __all__ = [
     "KEYS",
@@ -32,6 +44,7 @@ __all__ = [
     "LRScheduler",
     "Model",
     "Optimizer",
+    "Rule",
     "Source",
     "Training",
     "changed",
@@ -43,6 +56,7 @@ __all__ = [
     "hf_assets",
     "hf_weights",
     "key_of",
+    "keys_with",
     "load_config",
     "micro_steps",
     "replicas_wait",

@@ -18,7 +18,7 @@ else:
     import tomli as tomllib
 
 from titan_linear.config.derived import changed, on_cuda
-from titan_linear.config.schema import ABSENT, FORMS, KEYS, PRINT, SECTIONS, TABLES, Config
+from titan_linear.config.schema import ABSENT, KEYS, PRINT, SECTIONS, Config, Rule, Section, keys_with
 
 # --- Reading ---------------------------------------------------------------------------------------------------------
 
@@ -43,7 +43,7 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
         _validate(tables, path)
         if "config_file" in tables.get("job", {}):
             raise ValueError(f"{path}: job.config_file belongs on the command line; remove it from the file")
-    given = _at_home(_validate(_merged(tables, overrides), "configuration"))
+    given = _home_expanded(_validate(_merged(tables, overrides), "configuration"))
     config = _resolve(given, cuda)
     if prints:
         sources = {"command line": overrides, path: tables}
@@ -273,26 +273,38 @@ def _validate(tables: dict[str, Any], source: str) -> Config:
 
 def _explain(error: Any) -> str:
     """One pydantic error in our words: the key, the value, what would be right."""
-    key, value = ".".join(map(str, error["loc"])), error["input"]
+    key, value, kind = ".".join(map(str, error["loc"])), error["input"], error["type"]
     list_key = ".".join(map(str, error["loc"][:2]))
-    if error["type"] == "extra_forbidden" and list_key in TABLES:
-        (table,) = get_args(KEYS[list_key].annotation)
+    table = _table_of(list_key)
+    if kind == "extra_forbidden" and table:
         return f"{key} is not a key; a table of {list_key} has {', '.join(table.model_fields)}"
-    if error["type"] == "extra_forbidden":
+    if kind == "extra_forbidden":
         return f"{key} is not a {'key' if '.' in key else 'section'}{_nearest(key)}"
-    if error["type"] == "missing":
+    if kind == "missing":
         return f"{key} is missing; give it"
-    if error["type"] == "list_type":
-        return f"{key} = {value!r} must be a list, {FORMS[list_key]}"
-    if error["type"] == "dict_type":
+    if kind == "list_type":
+        items = _example(table) if table else '"kda", "attention"'  # of model.pattern
+        return f"{key} = {value!r} must be a list, [{items}]"
+    if kind == "dict_type":
         return f"{key} = {value!r} must be a table, [{key}]"
-    if error["type"] == "model_type" and "." in key:
-        return f"{key} = {value!r} must be a table, {{{TABLES[list_key]}}}"
-    if error["type"] == "model_type":
-        return f"{key} = {value!r} must be a section, [{key}]"
-    if error["type"] == "bool_type":
+    if kind == "model_type":
+        what = f"table, {_example(table)}" if table else f"section, [{key}]"
+        return f"{key} = {value!r} must be a {what}"
+    if kind == "bool_type":
         return f"{key} = {value!r} must be true or false"
     return f"{key} = {value!r} must {error['msg'].partition(' should ')[2] or error['msg']}"
+
+
+def _table_of(key: str) -> type[Section] | None:
+    """What the tables of a key with a list of tables have."""
+    of = get_args(KEYS[key].annotation) if key in KEYS else ()
+    return next((kind for kind in of if isinstance(kind, type) and issubclass(kind, Section)), None)
+
+
+def _example(table: type[Section]) -> str:
+    """A table with the keys that it must have."""
+    required = [f"{name} = …" for name, field in table.model_fields.items() if field.is_required()]
+    return f"{{{', '.join(required)}}}"
 
 
 def _nearest(key: str) -> str:
@@ -306,18 +318,10 @@ def _nearest(key: str) -> str:
     return f"; did you mean {near[0]}?" if near else "; --help lists all keys"
 
 
-def _at_home(config: Config) -> Config:
+def _home_expanded(config: Config) -> Config:
     """A copy with ~ replaced by the home folder in the paths of folders."""
-    keys = (
-        "job.dump_folder",
-        "checkpoint.folder",
-        "checkpoint.initial_load_path",
-        "model.hf_assets_path",
-        "profiling.save_traces_folder",
-        "profiling.save_memory_snapshot_folder",
-    )
     given = flat_keys(config)
-    return changed(config, {key: os.path.expanduser(given[key]) for key in keys})
+    return changed(config, {key: os.path.expanduser(given[key]) for key in keys_with(Rule.HOME)})
 
 
 def _resolve(config: Config, cuda: bool | None) -> Config:

@@ -2,23 +2,40 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from enum import Enum, auto
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+
+class Rule(Enum):
+    """What else holds of a key, stated with its type, or for all keys of a section in `rules`."""
+
+    MAY_CHANGE = auto()  # when a run resumes: how it is computed, saved and shown, or how long it is
+    MAY_MOVE = auto()  # then from one path to another: the checkpoint identifies the content
+    OF_A_NODE = auto()  # nodes of a run may have different values
+    PATH = auto()  # relative to where a run is started; absolute in what is stored
+    HOME = auto()  # a leading ~ is the home folder
 
 
 class Section(BaseModel):
     model_config = ConfigDict(
         strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
     )
+    rules: ClassVar[tuple[Rule, ...]] = ()  # of all its keys
+
+
+Corpus = Annotated[str, Rule.PATH, Rule.OF_A_NODE, Rule.MAY_MOVE]  # a path of texts or of a tokenizer
 
 
 class Job(Section):
     """The run and its folder."""
 
+    rules = (Rule.MAY_CHANGE, Rule.OF_A_NODE)
+
     config_file: str = ""
     """TOML file to read; command-line keys override it. Not a key of the file itself."""
-    dump_folder: str = Field("outputs", min_length=1)
+    dump_folder: Annotated[str, Rule.PATH, Rule.HOME] = Field("outputs", min_length=1)
     """Folder of the run. The same command in the same folder resumes from its newest whole checkpoint."""
     description: str = ""
     """Free text, kept with the run."""
@@ -54,16 +71,16 @@ class Model(Section):
     """Options of latent attention."""
     moe: dict[str, Any] = {}
     """Options of the experts; with them, a flavor without experts gets some."""
-    hf_assets_path: str = ""
+    hf_assets_path: Annotated[str, Rule.MAY_CHANGE, Rule.OF_A_NODE, Rule.PATH, Rule.HOME] = ""
     """Hugging Face folder whose config.json defines flavor hf and whose tokenizer is the default; empty: the folder
     that checkpoint.initial_load_in_hf loads."""
     vocab_size: int = Field(0, ge=0)
     """Rows of the embedding and the head, at least the tokenizer's vocabulary; 0: the preset's number, or, if that is
     too small and the weights are drawn, not loaded, the tokenizer's vocabulary rounded up to a multiple of 64."""
-    tokenizer_path: str = ""
+    tokenizer_path: Corpus = ""
     """A Hugging Face tokenizer.json, or the folder that holds it; empty: that of the run's Hugging Face folder if it
     has one, else bytes are tokens."""
-    impl: Literal["auto", "torch", "triton"] = "auto"
+    impl: Annotated[Literal["auto", "torch", "triton"], Rule.MAY_CHANGE] = "auto"
     """Implementation of the ops; auto takes the fastest that supports the device, and says which."""
 
 
@@ -95,22 +112,22 @@ class Training(Section):
     dataset: Dataset = "stdlib"
     """Source of the documents: Python's own standard library, text files, JSON lines, parquet, a folder that Hugging
     Face's datasets saved (arrow), or token files."""
-    dataset_path: str = ""
+    dataset_path: Corpus = ""
     """File, folder or globs (separated by commas) of the corpus; every dataset but stdlib needs it."""
     dataset_text_field: str = Field("text", min_length=1)
     """Field (jsonl) or column (parquet, arrow) that holds a document's text."""
     dataset_format: DatasetFormat = "text"
     """What a record of jsonl, parquet or arrow is: a text; a conversation, its messages written by the tokenizer's chat
     template; or a prompt and its completion. Of the last two only the answers are trained on."""
-    mixture: list[Source] = []
+    mixture: Annotated[list[Source], Rule.OF_A_NODE, Rule.MAY_MOVE] = []
     """Several sources instead of the one above, [{name = "web", weight = 0.7, dataset = "jsonl", dataset_path = "…"},
     …], each with those of the keys above that it needs. Streams come from them in proportion to their weights."""
-    mixture_from_step: int = Field(-1, ge=-1)
+    mixture_from_step: Annotated[int, Rule.MAY_CHANGE] = Field(-1, ge=-1)
     """Step at which training.mixture changes: the step that the run resumes from; -1: it does not change."""
-    on_bad_document: Literal["stop", "skip"] = "stop"
+    on_bad_document: Annotated[Literal["stop", "skip"], Rule.MAY_CHANGE] = "stop"
     """What to do about a record that is no document (not JSON, no such field, not UTF-8 for a tokenizer that needs it,
     a conversation without an answer): stop before the run starts, or skip and count them and name the first few."""
-    verify: Literal["always", "changed"] = "changed"
+    verify: Annotated[Literal["always", "changed"], Rule.MAY_CHANGE] = "changed"
     """Check every byte of the corpus against its checksums at every start (always), or only when a file's size, time or
     inode differs from when the corpus was last found whole on this machine (changed): what a disk alters by itself then
     goes unnoticed."""
@@ -119,11 +136,11 @@ class Training(Section):
     seq_len_schedule: list[Shorter] = []
     """Shorter streams first, [{until_step = 1000, seq_len = 8192}, …]: streams have seq_len tokens up to and including
     until_step, and training.seq_len after the last of these. Every step has training.global_batch_size streams."""
-    local_batch_size: int = Field(1, ge=1)
+    local_batch_size: Annotated[int, Rule.MAY_CHANGE] = Field(1, ge=1)
     """Streams of one micro-step on one data-parallel rank."""
     global_batch_size: int = Field(8, ge=1)
     """Streams of one optimizer step; gradients are accumulated up to it."""
-    steps: int = Field(1000, ge=1)
+    steps: Annotated[int, Rule.MAY_CHANGE] = Field(1000, ge=1)
     """Optimizer steps of the run."""
     max_norm: float = Field(1.0, gt=0)
     """Gradients are clipped to this global 2-norm."""
@@ -133,18 +150,18 @@ class Training(Section):
     """Type of compute. auto: float64 with training.dtype float64, else bfloat16 on CUDA and float32 on the CPU."""
     mixed_precision_reduce: Literal["auto", "float32", "float64", "bfloat16"] = "auto"
     """Type of gradient reductions. auto: float64 with training.dtype float64, else float32."""
-    enable_cpu_offload: bool = False
+    enable_cpu_offload: Annotated[bool, Rule.MAY_CHANGE] = False
     """Keep the parameters that FSDP manages, their gradients and the optimizer's states in the host's memory, and run
     AdamW there: a GPU holds these only for the layers that it is computing. Works on one GPU too. Steps take longer."""
-    loss_chunk_size: int = Field(2048, ge=1)
+    loss_chunk_size: Annotated[int, Rule.MAY_CHANGE] = Field(2048, ge=1)
     """Number of tokens whose logits exist at once, in the head and the loss."""
     expert_balance_coefficient: float = Field(-1.0, ge=-1)
     """Coefficient of the experts' load-balance loss; 0: none; -1: the model's."""
     expert_bias_update_rate: float = Field(-1.0, ge=-1)
     """How far a step moves the expert-selection biases towards equal loads; 0: not at all; -1: the model's."""
-    on_nonfinite: Literal["stop", "skip"] = "stop"
+    on_nonfinite: Annotated[Literal["stop", "skip"], Rule.MAY_CHANGE] = "stop"
     """After a non-finite loss or gradient, stop the run, or skip and count the step. It never reaches the weights."""
-    num_workers: int = Field(0, ge=0)
+    num_workers: Annotated[int, Rule.MAY_CHANGE, Rule.OF_A_NODE] = Field(0, ge=0)
     """Threads that read batches ahead on each rank, two batches each; 0: batches are read when a step asks for them."""
 
 
@@ -170,7 +187,7 @@ class LRScheduler(Section):
 
     warmup_steps: int = Field(100, ge=0)
     """Steps over which the rate rises linearly from 0 to optimizer.lr; a shorter run ends before the rise does."""
-    total_steps: int = Field(0, ge=0)
+    total_steps: Annotated[int, Rule.MAY_CHANGE] = Field(0, ge=0)
     """Step at which the decay ends; 0: training.steps, which then may not change once the decay has begun."""
     decay_ratio: float = Field(1.0, ge=0, le=1)
     """Share of the total steps over which the rate decays, at the end; at most what warmup leaves. 1: all after it."""
@@ -182,6 +199,8 @@ class LRScheduler(Section):
 
 class Parallelism(Section):
     """How the ranks share the work. The degrees multiply to the number of processes."""
+
+    rules = (Rule.MAY_CHANGE,)
 
     data_parallel_replicate_degree: int = Field(1, ge=1)
     """Replicas of the sharded model (HSDP)."""
@@ -209,9 +228,11 @@ class Parallelism(Section):
 class Checkpoint(Section):
     """Saving and resuming."""
 
+    rules = (Rule.MAY_CHANGE,)
+
     enable: bool = True
     """Save, and resume from what is saved."""
-    folder: str = Field("checkpoint", min_length=1)
+    folder: Annotated[str, Rule.HOME] = Field("checkpoint", min_length=1)
     """Folder of the checkpoints, inside job.dump_folder."""
     interval: int = Field(500, ge=1)
     """Steps between saves; the last step is always saved."""
@@ -228,7 +249,7 @@ class Checkpoint(Section):
     load_step: int = Field(-1, ge=-1)
     """Step to go back to, once: later checkpoints are set aside, and the same command, started again, resumes from the
     newest; -1: the newest whole checkpoint."""
-    initial_load_path: str = ""
+    initial_load_path: Annotated[str, Rule.OF_A_NODE, Rule.PATH, Rule.HOME] = ""
     """Checkpoint whose weights start a run that has no checkpoint of its own."""
     initial_load_in_hf: bool = False
     """Start the run from the weights of a Hugging Face folder: checkpoint.initial_load_path or, if that is empty,
@@ -247,6 +268,8 @@ class Checkpoint(Section):
 class ActivationCheckpoint(Section):
     """Trade computing time for memory."""
 
+    rules = (Rule.MAY_CHANGE,)
+
     mode: Literal["none", "selective", "attention", "full"] = "none"
     """full: keep only the input of each layer and compute the layer again in backward. attention: also keep the results
     of softmax attention, which for long documents are little memory and much of the time. selective: also keep the
@@ -255,6 +278,8 @@ class ActivationCheckpoint(Section):
 
 class Compile(Section):
     """What torch.compile does."""
+
+    rules = (Rule.MAY_CHANGE,)
 
     enable: bool = False
     """Compile each layer: what lies between matrix products, delta rule and attention becomes a few kernels."""
@@ -272,6 +297,8 @@ class FileGroup(Section):
 class Metrics(Section):
     """What a run reports."""
 
+    rules = (Rule.MAY_CHANGE,)
+
     log_freq: int = Field(10, ge=1)
     """Steps between reports; the first step is always reported."""
     enable_tensorboard: bool = True
@@ -282,7 +309,7 @@ class Metrics(Section):
     telemetry_freq: int = Field(100, ge=0)
     """Steps between looks inside a step: norms by layer, decay half-lives, attention's entropy, loss by position and
     source, experts' loads (telemetry.jsonl; docs/telemetry.md says what each means); 0: none."""
-    loss_by_source: list[FileGroup] = []
+    loss_by_source: Annotated[list[FileGroup], Rule.OF_A_NODE] = []
     """Groups of files whose losses telemetry shows separately, [{name = "code", files = "**/*.py"}, …]: globs
     (separated by commas) of paths or their ends. A document belongs to the first group that fits its file, else to
     "other"."""
@@ -298,9 +325,11 @@ class Metrics(Section):
 class Profiling(Section):
     """Traces of the PyTorch profiler, each with a table of its largest costs, and snapshots of a GPU's memory."""
 
+    rules = (Rule.MAY_CHANGE,)
+
     enable_profiling: bool = False
     """Record traces."""
-    save_traces_folder: str = Field("profile_traces", min_length=1)
+    save_traces_folder: Annotated[str, Rule.OF_A_NODE, Rule.HOME] = Field("profile_traces", min_length=1)
     """Folder of the traces, inside job.dump_folder."""
     profile_freq: int = Field(10, ge=1)
     """Steps between traces."""
@@ -310,11 +339,11 @@ class Profiling(Section):
     """Steps before each trace in which the profiler runs but keeps nothing; at most what profile_freq leaves."""
     profile_count: int = Field(0, ge=0)
     """Number of traces per start of the run; 0: no limit."""
-    enable_memory_snapshot: bool = False
+    enable_memory_snapshot: Annotated[bool, Rule.OF_A_NODE] = False
     """Record where in the code the GPU's memory is allocated, for snapshots: one when memory runs out, and one after
     the step in which SIGUSR1 reaches a worker, or the launcher, for all workers of its node. Without this key, a
     snapshot after SIGUSR1 tells what is allocated, not where."""
-    save_memory_snapshot_folder: str = Field("memory_snapshots", min_length=1)
+    save_memory_snapshot_folder: Annotated[str, Rule.OF_A_NODE, Rule.HOME] = Field("memory_snapshots", min_length=1)
     """Folder of the snapshots, inside job.dump_folder."""
 
 
@@ -323,25 +352,27 @@ class Validation(Section):
 
     enable: bool = False
     """Validate during training."""
-    dataset_path: str = ""
+    dataset_path: Corpus = ""
     """Corpus to validate on, of the kind that training.dataset names; empty: documents held out of the training
     corpus."""
     holdout: float = Field(0.01, ge=0, lt=1)
     """Share of the training corpus's documents to hold out when validating without validation.dataset_path."""
-    freq: int = Field(100, ge=1)
+    freq: Annotated[int, Rule.MAY_CHANGE] = Field(100, ge=1)
     """Training steps between validations; the last step is always validated."""
-    steps: int = Field(-1, ge=-1)
+    steps: Annotated[int, Rule.MAY_CHANGE] = Field(-1, ge=-1)
     """Number of streams in a validation, over all ranks; -1: all held-out documents."""
-    local_batch_size: int = Field(1, ge=1)
+    local_batch_size: Annotated[int, Rule.MAY_CHANGE] = Field(1, ge=1)
     """Streams of one validation batch on one data-parallel rank."""
-    sample_tokens: int = Field(0, ge=0)
+    sample_tokens: Annotated[int, Rule.MAY_CHANGE] = Field(0, ge=0)
     """Length, in tokens, of a text generated at each validation, with sample.temperature and sample.top_p; 0: none."""
-    sample_prompt: str = Field("def ", min_length=1)
+    sample_prompt: Annotated[str, Rule.MAY_CHANGE] = Field("def ", min_length=1)
     """What that text begins with."""
 
 
 class Sample(Section):
     """Text generated by the trained weights when the run ends."""
+
+    rules = (Rule.MAY_CHANGE,)
 
     prompt: str = Field("def ", min_length=1)
     """What the sample begins with."""
@@ -355,6 +386,8 @@ class Sample(Section):
 
 class Comm(Section):
     """Collective communication, and what happens when a rank is gone."""
+
+    rules = (Rule.MAY_CHANGE,)
 
     init_timeout_seconds: int = Field(300, ge=1, le=10**6)
     """Timeout until the first step is done."""
@@ -370,12 +403,14 @@ class Debug(Section):
 
     seed: int = Field(0, ge=0)
     """Seed of weights, data order and sampling."""
-    deterministic: bool = False
+    deterministic: Annotated[bool, Rule.MAY_CHANGE] = False
     """Use deterministic algorithms only."""
 
 
 class Doctor(Section):
     """Proofs of the configuration, before it costs a week (docs/proof.md)."""
+
+    rules = (Rule.MAY_CHANGE,)
 
     at_start: bool = False
     """Prove the run before it starts, as `python -m tools.doctor` does, and do not start it if something does not
@@ -406,17 +441,12 @@ class Config(Section):
 SECTIONS: dict[str, type[Section]] = {name: field.annotation for name, field in Config.model_fields.items()}
 KEYS = {f"{section}.{key}": field for section, cls in SECTIONS.items() for key, field in cls.model_fields.items()}
 
-# For messages: the keys of the tables that a key with a list takes.
-TABLES = {
-    "training.mixture": "name = …, weight = …, dataset = …",
-    "training.seq_len_schedule": "until_step = …, seq_len = …",
-    "metrics.loss_by_source": "name = …, files = …",
-}
-# Likewise: what a list looks like.
-FORMS = {
-    "model.pattern": '["kda", "attention"]',
-    **{key: f"[{{{table}}}]" for key, table in TABLES.items()},
-}
+
+def keys_with(rule: Rule) -> list[str]:
+    """The keys of which this holds."""
+    sections = {name: cls.rules for name, cls in SECTIONS.items()}
+    return [key for key, field in KEYS.items() if rule in (*sections[key.partition(".")[0]], *field.metadata)]
+
 
 PRINT = "--print-config"
 OTHER = "other"  # in metrics.loss_by_source: the files that fit no group

@@ -16,6 +16,7 @@ from titan_linear.config import (
     OTHER,
     Config,
     Model,
+    Rule,
     Source,
     Training,
     data_parallel_degrees,
@@ -24,6 +25,7 @@ from titan_linear.config import (
     hf_assets,
     hf_weights,
     key_of,
+    keys_with,
     replicas_wait,
     sources,
     toml_value,
@@ -204,21 +206,6 @@ def mixture_phases(config: Config, progress: Progress | None) -> list[Phase]:
     return [*(phase for phase in phases if phase.start < start), Phase(start, weights)]
 
 
-OF_A_NODE = (  # keys that may differ between nodes, mostly paths; so may the section job
-    "model.tokenizer_path",
-    "model.hf_assets_path",
-    "training.dataset_path",
-    "training.mixture",
-    "training.num_workers",
-    "validation.dataset_path",
-    "checkpoint.initial_load_path",
-    "metrics.loss_by_source",
-    "profiling.save_traces_folder",
-    "profiling.enable_memory_snapshot",
-    "profiling.save_memory_snapshot_folder",
-)
-
-
 def content_of(
     config: Config, tokenizer: Tokenizer, model: ModelConfig, streams: Streams, held_out: Streams | None
 ) -> Content:
@@ -259,8 +246,8 @@ def check_content(config: Config, known: Content, given: Content) -> None:
 def check_alike(config: Config, content: Content, host: dist.ProcessGroup) -> None:
     """Raise ValueError on every rank if one, on another node say, has other data or keys than rank 0. Paths may
     differ."""
-    given = flat_keys(config).items()
-    keys = {key: value for key, value in given if key not in OF_A_NODE and not key.startswith("job.")}
+    own = keys_with(Rule.OF_A_NODE)
+    keys = {key: value for key, value in flat_keys(config).items() if key not in own}
     ranks = of_all_ranks(keys | {f"the content of {name}": value for name, value in content.model_dump().items()}, host)
     for rank, own in enumerate(ranks):
         for name, value in own.items():

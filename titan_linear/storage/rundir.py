@@ -28,57 +28,13 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from titan_linear import __version__
-from titan_linear.config import Config, changed, config_to_toml, difference, flat_keys, load_config
+from titan_linear.config import Config, Rule, changed, config_to_toml, difference, flat_keys, keys_with, load_config
 from titan_linear.storage.files import lock, write_whole
 
 CONFIG, MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
 RECORDERS = "flight_recorder"
 TELEMETRY, SPIKES, WANDB = "telemetry.jsonl", "spikes.jsonl", "wandb_id"
-PATHS = (
-    "job.dump_folder",
-    "model.hf_assets_path",
-    "model.tokenizer_path",
-    "training.dataset_path",
-    "checkpoint.initial_load_path",
-    "validation.dataset_path",
-)
-
 MARK = "# The configuration of the run in"  # how a config.toml begins
-
-# What may change when a run resumes: how it is computed, saved and shown, and how long it is. All other keys decide
-# what the steps so far have computed.
-MAY_CHANGE = (
-    "job.",
-    "parallelism.",
-    "checkpoint.",
-    "activation_checkpoint.",
-    "compile.",
-    "metrics.",
-    "profiling.",
-    "sample.",
-    "comm.",
-    "doctor.",
-    "model.impl",
-    "model.hf_assets_path",
-    "training.steps",
-    "training.local_batch_size",
-    "training.loss_chunk_size",
-    "training.on_nonfinite",
-    "training.num_workers",
-    "lr_scheduler.total_steps",
-    "validation.freq",
-    "validation.steps",
-    "validation.local_batch_size",
-    "validation.sample_tokens",
-    "validation.sample_prompt",
-    "debug.deterministic",
-    "training.on_bad_document",  # the checkpoint identifies the corpus by its content
-    "training.mixture_from_step",
-    "training.verify",
-    "training.enable_cpu_offload",
-)
-# May change from one path to another, since the checkpoint identifies the content.
-MAY_MOVE = ("training.dataset_path", "validation.dataset_path", "model.tokenizer_path", "training.mixture")
 
 
 class Unlockable(ValueError):
@@ -230,7 +186,7 @@ def _check_checkpoints_are_used(config: Config, stored: Config) -> None:
 
 
 def _may_change(key: str, old: Any, new: Any) -> bool:
-    return key.startswith(MAY_CHANGE) or (key in MAY_MOVE and bool(old) and bool(new))
+    return key in keys_with(Rule.MAY_CHANGE) or (key in keys_with(Rule.MAY_MOVE) and bool(old) and bool(new))
 
 
 def starts_anew(config: Config) -> bool:
@@ -376,7 +332,7 @@ def _with_absolute_paths(config: Config) -> Config:
     mixture = [
         source.model_copy(update={"dataset_path": absolute(source.dataset_path)}) for source in config.training.mixture
     ]
-    return changed(config, {key: absolute(given[key]) for key in PATHS} | {"training.mixture": mixture})
+    return changed(config, {key: absolute(given[key]) for key in keys_with(Rule.PATH)} | {"training.mixture": mixture})
 
 
 def write_manifest(
