@@ -11,7 +11,7 @@ from typing import NoReturn
 
 import torch
 
-from titan_linear.distributed.ending import is_gone
+from titan_linear.distributed.ending import peer_is_lost
 from titan_linear.models.decoder import Decoder
 from titan_linear.run import exports
 from titan_linear.step.optimizer import AdamW
@@ -163,7 +163,7 @@ def wait_as_nccl_does() -> None:
         try:
             train(self)
         except RuntimeError as error:
-            if is_gone(error):
+            if peer_is_lost(error):
                 time.sleep(600)
             raise
 

@@ -24,12 +24,12 @@ from titan_linear.config import Config, hf_weights, load_config, micro_steps, sc
 from titan_linear.data import IGNORE, StreamLoader, build_tokenizer, num_labels, validation_batches
 from titan_linear.distributed.ending import Ending, RunFailed, explain, report
 from titan_linear.distributed.groups import (
+    host_group,
     of_all_ranks,
     on_rank_0,
     process_group,
     set_timeout,
-    unhurried,
-    unhurried_group,
+    without_timeout,
 )
 from titan_linear.distributed.hangs import Watch, watched
 from titan_linear.distributed.process import (
@@ -114,7 +114,7 @@ class Trainer:
 
     def __init__(self, config: Config):
         self.config, self.stop = config, StopSignal()
-        self.device, self.host = own_device(), unhurried_group()
+        self.device, self.host = own_device(), host_group()
         self.tokenizer = build_tokenizer(tokenizer_path(config))
         known = self._known()
         self.streams, self.held_out = build_streams(config, self.tokenizer, known)
@@ -162,7 +162,7 @@ class Trainer:
             return None
         folder = checkpoint_folder(self.config)
         return Checkpointer(
-            folder, async_mode=c.async_mode, keep_latest_k=c.keep_latest_k, verify=c.verify, group=unhurried_group()
+            folder, async_mode=c.async_mode, keep_latest_k=c.keep_latest_k, verify=c.verify, group=host_group()
         )
 
     def _known(self) -> Progress | None:
@@ -442,7 +442,7 @@ class Trainer:
 
     def _unhurried(self) -> AbstractContextManager[None]:
         """A context for work between steps: one rank may take long at the disk while others wait in a collective."""
-        return unhurried(self.dims.groups, self.host, self._timeout)
+        return without_timeout(self.dims.groups, self.host, self._timeout)
 
     def _begin(self) -> MetricsLogger | None:
         """On rank 0, write down and print what the run is made of, and return its logger."""
@@ -567,7 +567,7 @@ def _run(config: Config) -> int:
     with process_group(timedelta(seconds=config.comm.init_timeout_seconds)) as ending, ExitStack() as held:
         watch = held.enter_context(watched(folder / RECORDERS, ending.store, config.comm.train_timeout_seconds))
         if not under_launcher():  # torchrun: once joined, the others can wait while rank 0 checks and tokenises
-            on_rank_0(lambda: _claim(config, held), unhurried_group())
+            on_rank_0(lambda: _claim(config, held), host_group())
         try:
             return _train(config, watch, ending)
         except torch.OutOfMemoryError as error:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.worlds import World
-from titan_linear.distributed.groups import on_rank_0, set_timeout, unhurried, unhurried_group
+from titan_linear.distributed.groups import host_group, on_rank_0, set_timeout, without_timeout
 
 SHORT, SLOW = timedelta(seconds=3), 5.0  # seconds
 
@@ -25,7 +25,7 @@ def alone(rank: int, world_size: int) -> tuple[int, str, object]:
         raise SystemExit(7)
 
     raised = []
-    host = unhurried_group()
+    host = host_group()
     for work in (refuse, end):
         try:
             on_rank_0(work, host)
@@ -42,8 +42,8 @@ def test_what_rank_0_does_holds_for_all(worlds: Callable[[int], World]) -> None:
 
 
 def waits(rank: int, world_size: int) -> tuple[bool, bool]:
-    """Whether a rank waits for one that is slow: inside `unhurried`, and after it."""
-    host, group = unhurried_group(), dist.new_group(timeout=SHORT)
+    """Whether a rank waits for one that is slow: inside `without_timeout`, and after it."""
+    host, group = host_group(), dist.new_group(timeout=SHORT)
     set_timeout([group], SHORT)
 
     def meet() -> bool:
@@ -54,7 +54,7 @@ def waits(rank: int, world_size: int) -> tuple[bool, bool]:
             return False
         return True
 
-    with unhurried([group], host, SHORT):
+    with without_timeout([group], host, SHORT):
         inside = meet()
         time.sleep(SLOW if rank == 0 else 0)  # alone at its disk
     dist.all_reduce(torch.zeros(1), group=group)  # they left together

@@ -20,7 +20,7 @@ from tests.test_train import arguments
 from tests.worlds import World
 from titan_linear.config import load_config
 from titan_linear.data import Batch
-from titan_linear.distributed.ending import is_gone
+from titan_linear.distributed.ending import peer_is_lost
 from titan_linear.distributed.hangs import late_collective, recorded, watched
 from titan_linear.train import Trainer
 
@@ -83,7 +83,7 @@ def stall(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[list
             trainer.train()
         except (RuntimeError, EOFError) as error:
             hangs = [line for line in said.getvalue().splitlines() if line.startswith("hang: ")]
-            return hangs, "gone" if isinstance(error, RuntimeError) and is_gone(error) else repr(error)
+            return hangs, "gone" if isinstance(error, RuntimeError) and peer_is_lost(error) else repr(error)
     raise AssertionError("it did not hang")
 
 

@@ -75,7 +75,7 @@ class Ending:
         return False
 
 
-def is_gone(error: BaseException) -> bool:
+def peer_is_lost(error: BaseException) -> bool:
     """Whether a collective failed because another rank has died or did not come."""
     return isinstance(error, RuntimeError) and any(words in str(error) for words in GONE)
 
@@ -92,7 +92,7 @@ def explain(error: BaseException) -> tuple[int, str]:
         where = f"'{error.filename}'" if error.filename else "the run's folder"
         remedy = "make room or mend the disk, and start again, from the newest checkpoint if any"
         return FAILED, f"writing in {where} failed: {error.strerror}; {remedy}"
-    if is_gone(error):
+    if peer_is_lost(error):
         return LOST, f"another rank is gone: {error}"
     if isinstance(error, (SystemExit, KeyboardInterrupt)):
         return getattr(error, "code", 128 + signal.SIGINT) or 0, ""

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_linear.distributed.parts import take_part
+from titan_linear.distributed.parts import shard_parameter
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.moe import MoE
 from titan_linear.ops.exchange.collectives import Ranks, all_to_all, group_named
@@ -20,18 +20,18 @@ from titan_linear.ops.runtime.operators import check_first_derivative
 def spread_experts(model: Decoder, ranks: Ranks) -> frozenset[str]:
     """Leave each of `ranks` an equal share of the experts of every layer, to which the others send rows. In place.
     Returns the names of the parameters that are shared out."""
-    shared, dispatch = set(), partial(Travelling, ranks)  # one for all layers: their compiled code refers to it
+    shared, dispatch = set(), partial(AllToAllDispatch, ranks)  # one for all layers: their compiled code refers to it
     for i, layer in enumerate(model.layers):
         if isinstance(layer.mlp, MoE):
             for name in dict(layer.mlp.experts.named_parameters()):
-                take_part(layer.mlp.experts, name, 0, ranks.size, ranks.rank)
+                shard_parameter(layer.mlp.experts, name, 0, ranks.size, ranks.rank)
                 shared.add(f"layers.{i}.mlp.experts.{name}")
             layer.mlp.dispatch = dispatch
     return frozenset(shared)
 
 
-class Travelling:
-    """Rows on their way to the ranks that have their experts. See `AtHome` in models/moe.py.
+class AllToAllDispatch:
+    """Rows on their way to the ranks that have their experts. See `LocalDispatch` in models/moe.py.
 
     Every row travels, however many an expert gets. The host reads these numbers once, in forward.
     """

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from titan_linear.distributed.ending import Ending, explain
 
 # The time-out while one rank works alone: uses a slow disk, tokenises. A rank that dies still ends the others at once.
-UNHURRIED = timedelta(days=1)
+NO_TIMEOUT = timedelta(days=1)
 T = TypeVar("T")
 
 
@@ -41,9 +41,9 @@ def process_group(timeout: timedelta) -> Iterator[Ending]:
     dist.destroy_process_group()
 
 
-def unhurried_group() -> dist.ProcessGroup:
+def host_group() -> dist.ProcessGroup:
     """A new gloo group of all ranks, on the hosts, whose collectives wait as long as it takes."""
-    return dist.new_group(backend="gloo", timeout=UNHURRIED)
+    return dist.new_group(backend="gloo", timeout=NO_TIMEOUT)
 
 
 def set_timeout(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None:
@@ -53,13 +53,13 @@ def set_timeout(groups: Iterable[dist.ProcessGroup], timeout: timedelta) -> None
 
 
 @contextmanager
-def unhurried(groups: list[dist.ProcessGroup], host: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
+def without_timeout(groups: list[dist.ProcessGroup], host: dist.ProcessGroup, timeout: timedelta) -> Iterator[None]:
     """Inside, collectives of `groups` wait as long as it takes. All ranks leave together; then their time-out is
     `timeout`. An error inside ends this rank, and the others through the store (hangs.py), although they wait for it.
 
-    host: an `unhurried_group`.
+    host: a `host_group`.
     """
-    set_timeout(groups, UNHURRIED)
+    set_timeout(groups, NO_TIMEOUT)
     yield
     dist.barrier(host)
     set_timeout(groups, timeout)

@@ -60,7 +60,7 @@ def by_device(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
     return list(lists.values())
 
 
-def take_part(module: nn.Module, leaf: str, dim: int, size: int, rank: int) -> None:
+def shard_parameter(module: nn.Module, leaf: str, dim: int, size: int, rank: int) -> None:
     """Leave a module only one of `size` equal parts of a parameter."""
     parameter = getattr(module, leaf)
     assert parameter.shape[dim] % size == 0, (leaf, parameter.shape, dim)

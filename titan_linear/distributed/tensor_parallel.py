@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titan_linear.distributed.parts import take_part
+from titan_linear.distributed.parts import shard_parameter
 from titan_linear.models.decoder import Decoder, Head
 from titan_linear.models.layers import RMSNorm, widen
 from titan_linear.ops.cross_entropy import chunked_cross_entropy
@@ -53,7 +53,7 @@ def leave_part(model: Decoder, ranks: Ranks) -> dict[str, int]:
     for name, dim in splits.items():
         owner, _, leaf = name.rpartition(".")
         module = model.get_submodule(owner)
-        take_part(module, leaf, dim, ranks.size, ranks.rank)
+        shard_parameter(module, leaf, dim, ranks.size, ranks.rank)
         if isinstance(module, RMSNorm):
             _share(module, ranks, _norm_over_ranks)
     if model.config.tie_embeddings:

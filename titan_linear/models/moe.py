@@ -78,7 +78,7 @@ class Experts(nn.Module):
         return grouped_linear(F.silu(gate) * up, self.down_proj, counts, impl)
 
 
-class AtHome:
+class LocalDispatch:
     """The `dispatch` of a rank that has all experts, and the interface that `MoE` expects of any other."""
 
     def __init__(self, rows: torch.Tensor, counts: torch.Tensor):
@@ -102,7 +102,7 @@ class MoE(nn.Module):
         self.experts = Experts(dim, config)
         self.shared = SwiGLU(dim, config.shared_hidden_dim) if config.shared_hidden_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
-        self.dispatch: Callable[[torch.Tensor, torch.Tensor], AtHome] = AtHome
+        self.dispatch: Callable[[torch.Tensor, torch.Tensor], LocalDispatch] = LocalDispatch
         # [E] int64, tokens sent to each expert in this step
         self.register_buffer("loads", torch.zeros(config.num_experts, dtype=torch.int64), persistent=False)
 

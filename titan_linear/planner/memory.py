@@ -39,7 +39,7 @@ from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.layers import widened
-from titan_linear.models.moe import AtHome, Experts, MoE
+from titan_linear.models.moe import Experts, LocalDispatch, MoE
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.exchange.collectives import Ranks
@@ -124,7 +124,7 @@ def _leave_part(model: Decoder, tp: int, ep: int) -> None:
     if ep > 1:
         spread_experts(model, Ranks("", ep, 0))
         for moe in (m for m in model.modules() if isinstance(m, MoE)):
-            moe.dispatch = AtHome
+            moe.dispatch = LocalDispatch
     if tp > 1:
         leave_part(model, Ranks("", tp, 0))
 

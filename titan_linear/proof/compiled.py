@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from titan_linear.config import changed
-from titan_linear.distributed.groups import of_all_ranks, unhurried_group
+from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.observe.metrics import Graphs
@@ -36,7 +36,7 @@ def layers(subject: Subject) -> Findings:
     """Losses and gradients of ten batches, and the graphs that later batches compile. Every rank calls this."""
     if not subject.config.compile.enable:
         return
-    dims, host = build_dims(subject.config, subject.device), unhurried_group()
+    dims, host = build_dims(subject.config, subject.device), host_group()
     want, got = (_steps(subject, dims, enable) for enable in (False, True))
     check = f"compiled, {short(subject.dtype)}"
     bound = 2 * UNIT[subject.dtype] * math.sqrt(ROUNDINGS * (subject.model.num_layers + 1))
@@ -64,7 +64,7 @@ def _steps(subject: Subject, dims: ParallelDims, enable: bool) -> Seen:
         build_sharding(config, subject.model, dims, subject.device),
         micro_steps=1,
         copies=dims.copies,
-        host=unhurried_group(),
+        host=host_group(),
         device=subject.device,
     )
     precision, once = mixed_precision(config, model, dims), sums_replicas_once(config, dims)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from titan_linear.config import Config, changed
-from titan_linear.distributed.groups import of_all_ranks, unhurried_group
+from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parallelize import gradient_sums, sum_gradients
 from titan_linear.distributed.parts import whole
@@ -72,7 +72,7 @@ def _of_processes(
 ) -> tuple[torch.Tensor, dict[str, list[float]], str]:
     """The loss of all ranks; for each parameter, how far each rank's part of its gradient is off; and where the step
     first differs from one process."""
-    config, host = subject.config, unhurried_group()
+    config, host = subject.config, host_group()
     model = build_model(config, subject.model, dims, subject.device)
     fill(model, subject.weights)
     precision = mixed_precision(config, model, dims)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from titan_linear.config import Config, changed
 from titan_linear.data import StreamLoader
-from titan_linear.distributed.groups import of_all_ranks, unhurried_group
+from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims, build_mesh
 from titan_linear.distributed.parts import local_tensor
 from titan_linear.models.decoder import Decoder
@@ -101,14 +101,14 @@ def resume(subject: Subject) -> Findings:
     """Saved after some steps and loaded into a new model, a run has the same state and takes the same next step."""
     one = replace(subject, config=_on_one_rank(subject.config))
     offload = one.config.training.enable_cpu_offload
-    yield from _resumed("resume", one, build_mesh(subject.device.type, 1, 1, 1, cpu_offload=offload), unhurried_group())
+    yield from _resumed("resume", one, build_mesh(subject.device.type, 1, 1, 1, cpu_offload=offload), host_group())
 
 
 def of_processes(subject: Subject) -> Findings:
     """The same for the run's own processes and split, under torchrun. Every rank calls this, for the same findings."""
     dims = build_dims(subject.config, subject.device)
     yield from _resumed(
-        f"resume, {dims.description}", replace(subject, config=_taken(subject.config, dims.dp)), dims, unhurried_group()
+        f"resume, {dims.description}", replace(subject, config=_taken(subject.config, dims.dp)), dims, host_group()
     )
 
 
@@ -125,7 +125,7 @@ def _resumed(check: str, subject: Subject, dims: ParallelDims, host: dist.Proces
         for _ in range(BEFORE):
             run.next_step()
         saved = run.tensors()
-        checkpointer = Checkpointer(folder, async_mode=config.checkpoint.async_mode, group=unhurried_group())
+        checkpointer = Checkpointer(folder, async_mode=config.checkpoint.async_mode, group=host_group())
         checkpointer.save(run.step, run.model, run.optimizer, Progress(step=run.step), run.loader)
         checkpointer.wait()
         loss, streams = run.next_step()

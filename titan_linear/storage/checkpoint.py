@@ -47,11 +47,11 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.checkpoint.storage import WriteResult
 
-from titan_linear.distributed.ending import RunFailed, is_gone
+from titan_linear.distributed.ending import RunFailed, peer_is_lost
 from titan_linear.distributed.groups import of_all_ranks, on_rank_0
 from titan_linear.storage.files import remove, sync
+from titan_linear.storage.rundir import STEP_MANIFEST
 from titan_linear.storage.step_folders import (
-    MANIFEST,
     PROGRESS,
     Progress,
     checksum,
@@ -252,7 +252,7 @@ class Checkpointer:
             self._saved = (step, "optimizer" in state)
             self._together(lambda: self.rank == 0 and self.prune(step))
         except (OSError, RuntimeError, dcp.CheckpointException) as failure:  # the same on every rank
-            if is_gone(failure):
+            if peer_is_lost(failure):
                 raise
             if self.rank == 0:
                 shutil.rmtree(tmp, ignore_errors=True)  # the disk may be full
@@ -308,8 +308,8 @@ class Checkpointer:
             if not (tmp / name).exists() or (tmp / name).stat().st_size != size:
                 raise OSError(f"{name} of another node is not there: checkpoints need a file system that nodes share")
         text = json.dumps({"files": files}, indent=2)
-        (tmp / MANIFEST).write_text(text)
-        if altered := self._sync(tmp, {MANIFEST: checksum(text.encode())}):
+        (tmp / STEP_MANIFEST).write_text(text)
+        if altered := self._sync(tmp, {STEP_MANIFEST: checksum(text.encode())}):
             raise OSError(altered)
         sync(tmp)
         set_steps_aside(self.folder, step, f"this run came to step {step} another way")

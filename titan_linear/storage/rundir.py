@@ -31,7 +31,8 @@ from titan_linear import __version__
 from titan_linear.config import Config, Rule, changed, config_to_toml, difference, flat_keys, keys_with, load_config
 from titan_linear.storage.files import lock, write_whole
 
-CONFIG, MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
+CONFIG, RUN_MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
+STEP_MANIFEST = "manifest.json"  # of a checkpoint
 RECORDERS = "flight_recorder"
 TELEMETRY, SPIKES, WANDB = "telemetry.jsonl", "spikes.jsonl", "wandb_id"
 MARK = "# The configuration of the run in"  # how a config.toml begins
@@ -199,7 +200,7 @@ def starts_anew(config: Config) -> bool:
 def set_run_aside(config: Config) -> None:
     """Move what a run without checkpoints left into abandoned-DATE/ in its folder; for `starts_anew`."""
     folder, p = Path(config.job.dump_folder), config.profiling
-    files = (CONFIG, MANIFEST, METRICS, TELEMETRY, SPIKES, WANDB, BOARD, RECORDERS)
+    files = (CONFIG, RUN_MANIFEST, METRICS, TELEMETRY, SPIKES, WANDB, BOARD, RECORDERS)
     traces = [name for name in (p.save_traces_folder, p.save_memory_snapshot_folder) if not Path(name).is_absolute()]
     left = dict.fromkeys(Path(os.path.normpath(name)) for name in (*files, *traces))
     whole = [folder / path for path in left if not left.keys() & set(path.parents)]  # traces may lie in tb
@@ -241,7 +242,7 @@ def copied_configuration(config: Config) -> str:
     if absolute(own) != absolute(str(folder)) or path.absolute().parent == folder.absolute():
         return ""  # another folder was given, or it is this run's
     here = path.absolute().parent
-    moved = f"; --job.dump_folder '{here}' resumes where it lies" if path.with_name(MANIFEST).exists() else ""
+    moved = f"; --job.dump_folder '{here}' resumes where it lies" if path.with_name(RUN_MANIFEST).exists() else ""
     return (
         f"warning: '{path}' is the configuration of the run in '{folder}', and this start writes there; "
         f"--job.dump_folder FOLDER writes into another{moved}"
@@ -250,7 +251,7 @@ def copied_configuration(config: Config) -> str:
 
 def _is_of_a_run(file: Path) -> bool:
     with file.open(encoding="utf-8") as lines:
-        return lines.readline().startswith(MARK) or (file.name == CONFIG and file.with_name(MANIFEST).exists())
+        return lines.readline().startswith(MARK) or (file.name == CONFIG and file.with_name(RUN_MANIFEST).exists())
 
 
 def absolute(path: str) -> str:
@@ -304,7 +305,7 @@ def _has_reported(config: Config) -> bool:
 
 
 def _has_checkpoint(config: Config) -> bool:
-    return any(_saved(config, f"step-*[0-9]/{MANIFEST}"))
+    return any(_saved(config, f"step-*[0-9]/{STEP_MANIFEST}"))
 
 
 def _saved(config: Config, pattern: str) -> Iterator[Path]:
@@ -352,7 +353,7 @@ def write_manifest(
         "degrees": dict(degrees),
         "implementations": dict(implementations),
     }
-    write_whole(Path(config.job.dump_folder) / MANIFEST, json.dumps(manifest, indent=2) + "\n")
+    write_whole(Path(config.job.dump_folder) / RUN_MANIFEST, json.dumps(manifest, indent=2) + "\n")
 
 
 def _versions() -> dict[str, str | None]:

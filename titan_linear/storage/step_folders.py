@@ -14,9 +14,9 @@ from pydantic import BaseModel
 
 from titan_linear.config import Config
 from titan_linear.storage.files import sync, write_whole
-from titan_linear.storage.rundir import checkpoint_folder, checkpoints_of, set_aside
+from titan_linear.storage.rundir import STEP_MANIFEST, checkpoint_folder, checkpoints_of, set_aside
 
-MANIFEST, PROGRESS, METADATA, REWOUND = "manifest.json", "progress.json", ".metadata", "rewound.json"
+PROGRESS, METADATA, REWOUND = "progress.json", ".metadata", "rewound.json"
 BLOCK = 1 << 20  # bytes read at a time
 
 
@@ -134,8 +134,8 @@ def weights_path(path: Path, key: str = "checkpoint.initial_load_path") -> Path:
         if steps := whole_steps(folder):
             return folder / f"step-{steps[-1]}"
     raise ValueError(
-        f"{key} = '{path}' is neither a whole checkpoint (a step-N folder with its {MANIFEST}) nor a folder of them, "
-        "nor the folder of a run that has one; give one of these"
+        f"{key} = '{path}' is neither a whole checkpoint (a step-N folder with its {STEP_MANIFEST}) nor a folder of "
+        "them, nor the folder of a run that has one; give one of these"
     )
 
 
@@ -174,7 +174,7 @@ def _step_folders(folder: Path, suffix: str = "") -> dict[int, Path]:
 
 
 def _is_whole(path: Path) -> bool:
-    return (path / MANIFEST).is_file()
+    return (path / STEP_MANIFEST).is_file()
 
 
 def _list(steps: list[int]) -> str:
@@ -183,9 +183,9 @@ def _list(steps: list[int]) -> str:
 
 def _read_manifest(path: Path, remedy: str) -> dict[str, list[int]]:
     try:
-        return json.loads((path / MANIFEST).read_bytes())["files"]
+        return json.loads((path / STEP_MANIFEST).read_bytes())["files"]
     except (OSError, ValueError, KeyError, TypeError):  # absent, or not what was written
-        raise ValueError(f"checkpoint file '{path / MANIFEST}' is missing or damaged; {remedy}") from None
+        raise ValueError(f"checkpoint file '{path / STEP_MANIFEST}' is missing or damaged; {remedy}") from None
 
 
 def inspect(file: Path, stop: Event | None = None) -> list[int] | str:
