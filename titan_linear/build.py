@@ -54,7 +54,8 @@ from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.presets import preset, resized
-from titan_linear.ops.runtime.support import Choice, choose_implementations
+from titan_linear.ops.registry import choose_implementations
+from titan_linear.ops.runtime.support import Choice
 from titan_linear.rundir import checkpoint_folder
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}

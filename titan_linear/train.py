@@ -76,7 +76,7 @@ from titan_linear.metrics import (
     reserved_memory,
 )
 from titan_linear.models.init import initialise
-from titan_linear.ops.runtime.support import start_lines
+from titan_linear.ops.registry import start_lines
 from titan_linear.optim import build_optimizer
 from titan_linear.preflight import preflight
 from titan_linear.process import (

@@ -7,11 +7,11 @@ from itertools import pairwise
 import torch
 
 from tests.ops.inputs import tokens_of
-from titan_linear.loss import IGNORE
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
+from titan_linear.ops.cross_entropy import IGNORE
 
 State = dict[str, torch.Tensor]
 

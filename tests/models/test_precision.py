@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titan_linear.loss import chunked_cross_entropy
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.layers import GatedRMSNorm, RMSNorm
 from titan_linear.models.moe import Router
+from titan_linear.ops.cross_entropy import chunked_cross_entropy
 
 ONCE = 2**-8 * 1.001  # half a unit of the last place of bfloat16, relative
 

@@ -11,9 +11,9 @@ from torch import nn
 from tests.ops.inputs import device_of, gradients, leaves, make_inputs, raw_gate_inputs, relative_error
 from titan_linear.distributed.experts import _Exchange
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
-from titan_linear.loss import chunked_cross_entropy
 from titan_linear.models.layers import project
 from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops.cross_entropy import chunked_cross_entropy
 from titan_linear.ops.exchange.halo import with_halo
 from titan_linear.ops.exchange.ulysses import tokens_to_heads
 from titan_linear.ops.swiglu import swiglu

@@ -29,9 +29,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from titan_linear.distributed.parts import take_part
-from titan_linear.loss import chunked_cross_entropy
 from titan_linear.models.decoder import Decoder, Head
 from titan_linear.models.layers import RMSNorm, widen
+from titan_linear.ops.cross_entropy import chunked_cross_entropy
 from titan_linear.ops.exchange.collectives import Ranks, gather_along, gather_tokens, scatter_tokens, sum_over_ranks
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.ops.inputs import DEVICE
-from titan_linear.loss import ELSEWHERE, IGNORE
+from titan_linear.ops.cross_entropy import ELSEWHERE, IGNORE
 from titan_linear.ops.triton.cross_entropy import row_logsumexp, softmax_gradient
 
 

@@ -18,7 +18,7 @@ from torchdata.nodes import IterableWrapper, Loader, ParallelMapper
 
 from titan_linear.data.streams.mixture import Streams
 from titan_linear.data.streams.packing import Stream
-from titan_linear.loss import IGNORE
+from titan_linear.ops.cross_entropy import IGNORE
 
 
 @dataclass(frozen=True, eq=False)

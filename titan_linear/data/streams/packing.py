@@ -22,7 +22,7 @@ import numpy as np
 
 from titan_linear.data.streams.order import InPlace, Line, Pooled, document_lengths
 from titan_linear.data.streams.split import Side
-from titan_linear.loss import IGNORE
+from titan_linear.ops.cross_entropy import IGNORE
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from titan_linear.loss import IGNORE, chunked_cross_entropy
+from titan_linear.ops.cross_entropy import IGNORE, chunked_cross_entropy
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 20, 64])
