@@ -224,11 +224,8 @@ class Clock:
             elif kind == "delta rule" and call.name in self.rates.operators:
                 assert isinstance(mixer, DeltaOptions)
                 parts["delta rule"] += self._delta_rule(call.name, mixer, segments)
-            elif kind in (
-                "fused",
-                "segments",
-                "delta rule",
-            ):  # also tables and folds, which are small, and what was not measured
+            elif kind in ("fused", "segments", "delta rule"):
+                # Also tables and folds, which are small, and what was not measured.
                 given = [x for x in call.arguments.values() if isinstance(x, torch.Tensor)]
                 parts["elementwise"] += sum(x.nbytes for x in (*given, *call.outputs)) / self.rates.fused
             else:
