@@ -55,7 +55,7 @@ from titan_linear.observe.metrics import (
 from titan_linear.observe.profiling import MemorySnapshots, Profiler, exposed_communication, pause, profiler
 from titan_linear.observe.spikes import MicroLoss, Outliers, write_spike
 from titan_linear.observe.telemetry import Seen, Telemetry
-from titan_linear.ops.runtime.support import start_lines
+from titan_linear.ops.registry import start_lines
 from titan_linear.proof import prove
 from titan_linear.run.build import (
     build_dims,

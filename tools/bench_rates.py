@@ -44,7 +44,7 @@ from titan_linear.distributed.process import run_command
 from titan_linear.observe.flops import known_peak
 from titan_linear.ops import CPContext, attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.layout.boundaries import PROGRAMS
-from titan_linear.ops.runtime.support import attention_kernel
+from titan_linear.ops.torch.attention import attention_kernel
 from titan_linear.planner.timing import DIM
 
 GIB = 2**30
@@ -157,7 +157,7 @@ def attentions(bench: Bench) -> dict[str, dict[str, tuple[float, float]]]:
     for D in (64, 128, 256) if bench.gpu else (32,):
         q, k, v = (bench.randn(1, T, H, D).requires_grad_() for _ in range(3))
         for documents in (1, 4):
-            kernel = attention_kernel(bench.device, bench.dtype, D, D, documents == 1)
+            kernel = attention_kernel(bench.device, bench.dtype, D, D, documents == 1).implementation
             if str(D) in found[kernel]:
                 continue
             cu = torch.arange(documents + 1, dtype=torch.int32) * (T // documents)

@@ -30,8 +30,9 @@ from triton.testing import do_bench
 from titan_linear.distributed.process import run_command
 from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.layout.boundaries import scan_programs, segment_length
-from titan_linear.ops.runtime.support import Target, reason_against
-from titan_linear.ops.triton.configs import CONFIGS, Config, architecture, capability, row
+from titan_linear.ops.registry import OPS
+from titan_linear.ops.runtime.support import Target, capability
+from titan_linear.ops.triton.configs import CONFIGS, Config, architecture, row
 
 CANDIDATES = {
     "BK": (32, 64, 128),
@@ -145,8 +146,8 @@ def tune(kernel: str, args: argparse.Namespace) -> None:
 def reason(kernel: str, args: argparse.Namespace) -> str | None:
     """Why the kernel does not run with these inputs on this GPU; None: it does."""
     device, dtype = torch.device("cuda"), getattr(torch, args.dtype)
-    op = "chunk_gated_delta_rule" if kernel.startswith("gdn") else "chunk_kda"
-    if why := reason_against(op, "triton", Target("cuda", capability(device), dtype, {"K": args.dim, "V": args.dim})):
+    op = OPS["chunk_gated_delta_rule" if kernel.startswith("gdn") else "chunk_kda"]
+    if why := op.reason_against("triton", Target("cuda", capability(device), dtype, {"K": args.dim, "V": args.dim})):
         return why
     whole = segment_length(args.tokens, 1, scan_programs(args.heads, args.dim)) is None
     return f"entries are not cut at --heads {args.heads}; use --heads 16" if "boundary" in kernel and whole else None

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import partialmethod
 
 import pytest
 import torch
@@ -14,9 +15,7 @@ from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.init import count_parameters, initialise
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
-from titan_linear.ops import convolution, delta_rule, experts, swiglu
-from titan_linear.ops import cross_entropy as loss
-from titan_linear.ops.runtime.support import Choice, implementation
+from titan_linear.ops.runtime.support import Choice, Op
 
 
 def build(seed: int = 0) -> Decoder:
@@ -84,15 +83,16 @@ def test_the_ops_that_a_model_calls() -> None:
         chosen = model.use("auto", torch.device("cpu"), torch.float32).implementations
         called: set[tuple[str, Choice]] = set()
         with pytest.MonkeyPatch.context() as patch:
-            for module in (convolution, delta_rule, experts, swiglu, loss):
-                patch.setattr(module, "implementation", partial(_noted, called))
+            patch.setattr(Op, "implementation", partialmethod(_noted, called, Op.implementation))
             model(tokens, BatchPlan(torch.arange(8)), tokens)
         assert called == set(chosen.items()) and set(chosen) == ops
 
 
-def _noted(called: set[tuple[str, Choice]], op: str, impl: Choice, *on: object, **dims: int) -> str:
-    called.add((op, impl))
-    return implementation(op, impl, *on, **dims)
+def _noted(
+    op: Op, called: set[tuple[str, Choice]], taken: Callable[..., str], impl: Choice, *on: object, **dims: int
+) -> str:
+    called.add((op.name, impl))
+    return taken(op, impl, *on, **dims)
 
 
 def test_documents_do_not_touch_each_other() -> None:

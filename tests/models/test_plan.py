@@ -30,7 +30,7 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.attention import pairs_computed
-from titan_linear.ops.layout import context
+from titan_linear.ops.layout import tables
 from titan_linear.ops.layout.boundaries import CHUNK, Boundaries
 from titan_linear.ops.layout.tables import to_device
 from titan_linear.step.batch import BatchSharding
@@ -344,7 +344,7 @@ def test_the_whole_stream_is_planned_for() -> None:
     """In one copy with the rest: what an all-to-all over heads reads, with chunks and segments for linear layers."""
     copies = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(context, "to_device", lambda *given: copies.append(given) or to_device(*given))
+        patch.setattr(tables, "to_device", lambda *given: copies.append(given) or to_device(*given))
         for layout in ("contiguous", "zigzag"):
             split = {"rank": 1, "world_size": 2, "layout": layout}
             plans = [build_cp_context(boundaries([4000, 96]), stream_programs=n, **split) for n in (None, (), (8,))]

@@ -20,8 +20,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch.utils.checkpoint import CheckpointPolicy
 
 from titan_linear.models.decoder import Block, Decoder
-
-PREPARE, RECOMPUTE = ("kda_prepare", "gdn_prepare"), ("kda_recompute", "gdn_recompute")
+from titan_linear.ops.runtime.operators import SPECS
 
 
 def compile_layers(model: Decoder, backend: str) -> None:
@@ -76,15 +75,14 @@ def _named(compiled: Callable[..., Any], layer: str) -> Callable[..., Any]:
 
 
 class ComputedAgain(CustomGraphPass):
-    """Marks two results to be computed again in backward, as in uncompiled code: weights put side by side, and the
-    prepared chunks of a delta rule. The compiler would find that the calls in forward and backward are the same, and
-    keep all that the first one gave."""
+    """Marks two results to be computed again in backward, as in uncompiled code: weights put side by side, and what an
+    operator prepares for backward too (`Spec.prepares`)."""
 
     def __call__(self, graph: fx.Graph) -> None:
-        names = {node: _own_name(node) for node in graph.nodes}
-        again = () if set(RECOMPUTE) & set(names.values()) else PREPARE  # RECOMPUTE: backward has its own
-        for node, name in names.items():
-            if name in again or _joins_parameters(node):
+        prepares = {node: _prepares(node) for node in graph.nodes}
+        shared = "backward" not in prepares.values()  # else backward has an operator of its own
+        for node, when in prepares.items():
+            if (when == "forward" and shared) or _joins_parameters(node):
                 for marked in (node, *(user for user in node.users if user.target is getitem)):
                     marked.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
 
@@ -97,7 +95,7 @@ def _joins_parameters(node: fx.Node) -> bool:
     return node.target is torch.ops.aten.cat.default and all(x.op == "placeholder" for x in node.args[0])
 
 
-def _own_name(node: fx.Node) -> str:
-    """The name of one of our operators; "" for any other node."""
+def _prepares(node: fx.Node) -> str | None:
+    """`Spec.prepares` of one of our operators; None for any other node."""
     own = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "titan_linear"
-    return node.target._opname if own else ""
+    return SPECS[node.target._opname].prepares if own else None

@@ -13,7 +13,8 @@ from titan_linear.models.layers import RMSNorm, SwiGLU
 from titan_linear.models.moe import MoE
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.cross_entropy import chunked_cross_entropy
-from titan_linear.ops.runtime.support import Choice, choose_implementations
+from titan_linear.ops.registry import choose_implementations
+from titan_linear.ops.runtime.support import Choice
 
 
 class LayerCache(UserDict[str, torch.Tensor]):

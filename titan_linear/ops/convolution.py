@@ -10,8 +10,9 @@ import torch
 from titan_linear.ops.exchange.halo import with_halo
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.runtime.options import States, boundaries_of, check_boundaries, check_cp, check_floats, refuse
-from titan_linear.ops.runtime.support import Choice, implementation
+from titan_linear.ops.runtime.support import Choice, Op, dims_up_to
 from titan_linear.ops.torch import convolution as torch_convolution
+from titan_linear.ops.triton.configs import with_kernels
 
 
 def _triton() -> Any:
@@ -21,7 +22,8 @@ def _triton() -> Any:
 
 
 _torch = torch.compiler.disable(torch_convolution.causal_conv1d)  # it works on the host
-IMPLEMENTATIONS = {"torch": lambda: _torch, "triton": _triton}
+MAX_WIDTH = 8  # W of the kernels
+CONVOLUTION = Op("causal_conv1d", with_kernels(_triton, lambda: _torch, dims_up_to(MAX_WIDTH, "W")))
 
 
 def causal_conv1d(
@@ -99,7 +101,7 @@ def causal_conv1d(
         routes = cp_context.halo_of(W - 1)
         flat, halo = with_halo(flat, routes, cp_context.slots, W - 1, cp_context.group_name)
         initial = States(halo.transpose(1, 2), cp_context.enters_slot)
-    convolve = IMPLEMENTATIONS[implementation("causal_conv1d", impl, x.device, x.dtype, W=W)]()
+    convolve = CONVOLUTION.load(CONVOLUTION.implementation(impl, x.device, x.dtype, W=W))
     boundaries = boundaries_of(x, cu_seqlens, cp_context, cu_seqlens_cpu)
     bias = None if bias is None else bias.contiguous()
     ys, final = convolve(flat, weight, bias, initial, boundaries, activation, output_final_state, parts)

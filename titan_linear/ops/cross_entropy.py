@@ -9,7 +9,8 @@ import torch
 
 from titan_linear.ops.exchange.collectives import Ranks, gather_along
 from titan_linear.ops.runtime.operators import check_first_derivative
-from titan_linear.ops.runtime.support import Choice, implementation
+from titan_linear.ops.runtime.support import Choice, Op
+from titan_linear.ops.triton.configs import with_kernels
 
 IGNORE = -100  # the label that cross-entropy leaves out
 ELSEWHERE = -1  # a label in another rank's part of the vocabulary
@@ -37,7 +38,7 @@ def chunked_cross_entropy(
 
     impl: "torch", "triton", or "auto" (ops/runtime/support.py).
     """
-    name = implementation("cross_entropy", impl, x.device, x.dtype)
+    name = CROSS_ENTROPY.implementation(impl, x.device, x.dtype)
     return _ChunkedCrossEntropy.apply(x, weight, labels, chunk, ranks, token_losses, name, torch.is_grad_enabled())
 
 
@@ -60,7 +61,8 @@ def _softmax_gradient(
     return d.mul_((target != IGNORE).unsqueeze(-1)).to(dtype)
 
 
-IMPLEMENTATIONS = {"torch": lambda: (_row_logsumexp, _softmax_gradient), "triton": _triton}
+# The dtype of the choice is that of the hidden states; logits are wider.
+CROSS_ENTROPY = Op("cross_entropy", with_kernels(_triton, lambda: (_row_logsumexp, _softmax_gradient), slower="slower"))
 
 
 def _logits(x: torch.Tensor, weight: torch.Tensor, wide: torch.dtype) -> torch.Tensor:
@@ -107,7 +109,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         grad_enabled: bool,
     ) -> torch.Tensor:
         wide = torch.promote_types(x.dtype, torch.float32)
-        row_logsumexp, softmax_gradient = IMPLEMENTATIONS[name]()
+        row_logsumexp, softmax_gradient = CROSS_ENTROPY.load(name)
         total = x.new_zeros((), dtype=wide)
         wants_grad = grad_enabled and any(ctx.needs_input_grad[:2])  # needs_input_grad ignores no_grad
         dx = torch.empty_like(x) if wants_grad else None

@@ -33,8 +33,9 @@ from titan_linear.ops.runtime.options import (
     state_dtype,
     swapped,
 )
-from titan_linear.ops.runtime.support import Choice, implementation, one_dtype
+from titan_linear.ops.runtime.support import Choice, Op, one_dtype
 from titan_linear.ops.torch.delta_rule import TorchDeltaRule, normalise, step
+from titan_linear.ops.triton.configs import delta_rule_needs, with_kernels
 
 
 def _triton() -> Any:
@@ -43,7 +44,9 @@ def _triton() -> Any:
     return triton_delta_rule
 
 
-IMPLEMENTATIONS = {"torch": lambda: TorchDeltaRule, "triton": _triton}
+def delta_rule_op(name: str, family: str) -> Op:
+    """family: of the kernels' configurations (ops/triton/configs.py)."""
+    return Op(name, with_kernels(_triton, lambda: TorchDeltaRule, *delta_rule_needs(family)))
 
 
 class DeltaRule(Protocol):
@@ -170,6 +173,7 @@ def _initial(states: torch.Tensor | None, call: Call, inputs: Inputs) -> States 
 
 
 def chunk_delta_rule(
+    op: Op,
     given: Inputs,
     *,
     options: DeltaRuleOptions,
@@ -199,9 +203,9 @@ def chunk_delta_rule(
     tokens, gates = given[:5], [None if x is None else x.flatten().contiguous() for x in given[5:]]
     several = cp_context is not None and cp_context.world_size > 1
     if several and cp_method == "ulysses":
-        return _over_heads(Inputs(*tokens, *gates), options, cp_context, impl), None
+        return _over_heads(op, Inputs(*tokens, *gates), options, cp_context, impl), None
     inputs = Inputs(*(x.flatten(0, 1) for x in tokens), *gates)
-    rule = _implementation(inputs, impl)
+    rule = _implementation(op, inputs, impl)
     wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state))
     if q.shape[1] == 1 and cu_seqlens is None and cp_context is None and not wants_grad:
         o, final = _decode(inputs, options, initial_state)
@@ -216,19 +220,18 @@ def _apply(call: Call, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, tor
     return (_apply_torch if call.implementation is TorchDeltaRule else _DeltaRule.apply)(call, *tensors)
 
 
-def _implementation(inputs: Inputs, impl: str | Choice) -> type[DeltaRule]:
+def _implementation(op: Op, inputs: Inputs, impl: str | Choice) -> type[DeltaRule]:
     q, k, v = inputs[:3]
-    op = "chunk_kda" if inputs.g.dim() == 3 else "chunk_gated_delta_rule"
-    return IMPLEMENTATIONS[implementation(op, impl, q.device, one_dtype(q, k, v), K=q.shape[-1], V=v.shape[-1])]()
+    return op.load(op.implementation(impl, q.device, one_dtype(q, k, v), K=q.shape[-1], V=v.shape[-1]))
 
 
-def _over_heads(given: Inputs, options: DeltaRuleOptions, cp: CPContext, impl: str | Choice) -> torch.Tensor:
+def _over_heads(op: Op, given: Inputs, options: DeltaRuleOptions, cp: CPContext, impl: str | Choice) -> torch.Tensor:
     """o by an all-to-all over heads: the rule takes all tokens of this rank's heads, and these heads' part of A_log and
     dt_bias, so that no recurrence crosses ranks."""
     tokens = [tokens_to_heads(x, cp) for x in given[:5]]
     gates = [None if x is None else x.view(cp.world_size, -1)[cp.rank] for x in given[5:]]
     inputs = Inputs(*(x.flatten(0, 1) for x in tokens), *gates)
-    o, _ = _apply(Call(_implementation(inputs, impl), options, cp.stream, None, False), None, *inputs)
+    o, _ = _apply(Call(_implementation(op, inputs, impl), options, cp.stream, None, False), None, *inputs)
     return heads_to_tokens(o.unsqueeze(0), cp)
 
 

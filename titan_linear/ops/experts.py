@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from titan_linear.ops.exchange.collectives import sum_ranks
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.runtime.kept import kept
-from titan_linear.ops.runtime.support import Choice, implementation
+from titan_linear.ops.runtime.support import Choice, Implementation, Op, Target, dtype_in, instead_of, on_gpu
 
 
 def grouped_linear(
@@ -21,7 +21,7 @@ def grouped_linear(
     on CUDA, the host waits for the counts.
     """
     _, O, I = weight.shape
-    return IMPLEMENTATIONS[implementation("grouped_linear", impl, x.device, x.dtype, I=I, O=O)](x, weight, counts)
+    return GROUPED_LINEAR.load(GROUPED_LINEAR.implementation(impl, x.device, x.dtype, I=I, O=O))(x, weight, counts)
 
 
 def _grouped_mm(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
@@ -34,7 +34,22 @@ def _loop(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor) -> torch.
     return torch.cat([F.linear(rows, matrix) for rows, matrix in groups])
 
 
-IMPLEMENTATIONS = {"grouped_mm": _grouped_mm, "loop": _loop}
+def rows_of_16_bytes(t: Target) -> str | None:
+    """Rows of all matrices, gradients too, must be multiples of 16 bytes; each dim is the length of some rows."""
+    step = 16 // t.dtype.itemsize
+    uneven = (f"rows of {n} are no multiple of {step} numbers (16 bytes)" for n in t.dims.values() if n % step)
+    return next(uneven, None)
+
+
+GROUPED_LINEAR = Op(
+    "grouped_linear",
+    {
+        "grouped_mm": Implementation(lambda: _grouped_mm, (on_gpu, dtype_in(torch.bfloat16), rows_of_16_bytes)),
+        "loop": Implementation(
+            lambda: _loop, remark=instead_of("grouped_mm", "every layer with experts waits for the GPU")
+        ),
+    },
+)
 
 
 @kept

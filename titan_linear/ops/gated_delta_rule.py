@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from titan_linear.ops.delta_rule import chunk_delta_rule
+from titan_linear.ops.delta_rule import chunk_delta_rule, delta_rule_op
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, beta_range, check_chunk_size, refuse
 from titan_linear.ops.runtime.support import Choice
+
+GDN = delta_rule_op("chunk_gated_delta_rule", family="gdn")
 
 
 def chunk_gated_delta_rule(
@@ -59,6 +61,7 @@ def chunk_gated_delta_rule(
         disable_recompute=disable_recompute,
     )
     return chunk_delta_rule(
+        GDN,
         Inputs(q, k, v, g, beta, A_log, dt_bias),
         options=options,
         initial_state=initial_state,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from titan_linear.ops.delta_rule import chunk_delta_rule
+from titan_linear.ops.delta_rule import chunk_delta_rule, delta_rule_op
 from titan_linear.ops.layout.context import CPContext
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, beta_range, check_chunk_size, refuse
 from titan_linear.ops.runtime.support import Choice
+
+KDA = delta_rule_op("chunk_kda", family="kda")
 
 
 def is_bound(lower_bound: float) -> bool:
@@ -99,6 +101,7 @@ def chunk_kda(
         disable_recompute=disable_recompute,
     )
     return chunk_delta_rule(
+        KDA,
         Inputs(q, k, v, g, beta, A_log, dt_bias),
         options=options,
         initial_state=initial_state,

@@ -14,7 +14,8 @@ import torch.nn.functional as F
 
 from titan_linear.ops.runtime.operators import check_first_derivative
 from titan_linear.ops.runtime.options import check_floats
-from titan_linear.ops.runtime.support import Choice, implementation
+from titan_linear.ops.runtime.support import Choice, Op
+from titan_linear.ops.triton.configs import with_kernels
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
@@ -30,7 +31,7 @@ def swiglu(gate_up: torch.Tensor, weight: torch.Tensor, impl: str | Choice = "au
             f"gate_up {tuple(gate_up.shape)} and weight {tuple(weight.shape)} must be [.., 2 H] and [D, H]"
         )
     check_floats(gate_up=gate_up, weight=weight)
-    return _SwiGLU.apply(gate_up, weight, implementation("swiglu", impl, gate_up.device, gate_up.dtype))
+    return _SwiGLU.apply(gate_up, weight, SWIGLU.implementation(impl, gate_up.device, gate_up.dtype))
 
 
 def _forward(gate_up: torch.Tensor) -> torch.Tensor:
@@ -53,7 +54,7 @@ def _triton() -> tuple[Callable[..., torch.Tensor], Callable[..., Pair]]:
     return kernels.swiglu_forward, kernels.swiglu_backward
 
 
-IMPLEMENTATIONS = {"torch": lambda: (_forward, _backward), "triton": _triton}
+SWIGLU = Op("swiglu", with_kernels(_triton, lambda: (_forward, _backward), slower="slower"))
 
 
 class _SwiGLU(torch.autograd.Function):
@@ -61,13 +62,13 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
         ctx.save_for_backward(gate_up, weight)
         ctx.name = name
-        return F.linear(IMPLEMENTATIONS[name]()[0](gate_up.contiguous()), weight)
+        return F.linear(SWIGLU.load(name)[0](gate_up.contiguous()), weight)
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         check_first_derivative()
         gate_up, weight = ctx.saved_tensors
         dy = dy.to(weight.dtype)  # dy has autocast's dtype if only forward ran in autocast
-        d, activated = IMPLEMENTATIONS[ctx.name]()[1](gate_up.contiguous(), (dy @ weight).contiguous())
+        d, activated = SWIGLU.load(ctx.name)[1](gate_up.contiguous(), (dy @ weight).contiguous())
         dweight = dy.reshape(-1, dy.shape[-1]).T @ activated.reshape(-1, activated.shape[-1])
         return d, dweight, None

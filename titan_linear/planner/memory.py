@@ -43,8 +43,9 @@ from titan_linear.models.moe import Experts, LocalDispatch, MoE
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.exchange.collectives import Ranks
+from titan_linear.ops.registry import OPS
 from titan_linear.ops.runtime.kept import MODES
-from titan_linear.ops.runtime.support import TABLE, Target, reason_against
+from titan_linear.ops.runtime.support import Target
 from titan_linear.planner.counting import Layer, Memory, count
 from titan_linear.run.build import DTYPES, unallocated
 
@@ -211,9 +212,10 @@ def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
 
     With equal loads, the number of rows for experts on a rank does not depend on ep.
     """
-    for op, dims in (pair for mixer in dict.fromkeys(model.layers) for pair in mixer.ops.items()):
-        if "triton" in TABLE[op] and (reason := reason_against(op, "triton", Target("meta", None, batch.dtype, dims))):
-            raise ValueError(f"{op} is planned as the GPU's kernels compute it: {reason}; use a model that they take")
+    for name, dims in (pair for mixer in dict.fromkeys(model.layers) for pair in mixer.ops.items()):
+        op, target = OPS[name], Target("meta", None, batch.dtype, dims)
+        if "triton" in op.implementations and (reason := op.reason_against("triton", target)):
+            raise ValueError(f"{name} is planned as the GPU's kernels compute it: {reason}; use a model that they take")
     alike = batch._replace(ep=1)
     return [_layer(model, mixer, model.has_experts(i), alike) for i, mixer in enumerate(model.layers)]
 

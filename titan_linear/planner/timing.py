@@ -211,7 +211,7 @@ class Clock:
             parts["elementwise"] = work.fused / self.rates.fused
         else:
             parts["elementwise"] = work.elementwise / self.rates.elementwise
-        segments = next((call.outputs[0].shape[0] for call in calls if call.name == "fold_segments"), 0)
+        segments = next((call.outputs[0].shape[0] for call in calls if call.spec.kind == "segments"), 0)
         for call in calls:
             kind = call.spec.kind
             if kind == "attention":
@@ -223,7 +223,8 @@ class Clock:
             elif kind == "delta rule" and call.name in self.rates.operators:
                 assert isinstance(mixer, DeltaOptions)
                 parts["delta rule"] += self._delta_rule(call.name, mixer, segments)
-            elif kind in ("fused", "delta rule"):  # also tables and folds, which are small, and what was not measured
+            elif kind in ("fused", "segments", "delta rule"):
+                # Also tables and folds, which are small, and what was not measured.
                 given = [x for x in call.arguments.values() if isinstance(x, torch.Tensor)]
                 parts["elementwise"] += sum(x.nbytes for x in (*given, *call.outputs)) / self.rates.fused
             else:

@@ -20,7 +20,8 @@ from titan_linear.ops import attention, causal_conv1d, chunk_gated_delta_rule, c
 from titan_linear.ops.reference.attention import attention as direct_attention
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
-from titan_linear.ops.runtime.support import choose_implementations, short
+from titan_linear.ops.registry import choose_implementations
+from titan_linear.ops.runtime.support import short
 from titan_linear.proof.data import tokens_of
 from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
 from titan_linear.proof.ranks import LocalDims, on_ranks, sharding_of

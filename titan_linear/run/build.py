@@ -52,7 +52,8 @@ from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import MIXERS
 from titan_linear.models.presets import preset, resized
-from titan_linear.ops.runtime.support import Choice, choose_implementations
+from titan_linear.ops.registry import choose_implementations
+from titan_linear.ops.runtime.support import Choice
 from titan_linear.step.batch import BatchSharding
 from titan_linear.step.precision import ComputeCopies
 from titan_linear.storage.hf_io import check_tokenizer, find_family, read_config, read_model, write_folder

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from tests.ops.layout.documents import packed
-from titan_linear.ops.layout.fragments import LAYOUTS, Fragment, cut, owned, padded
-from titan_linear.ops.layout.rectangles import Rectangle, _append, _rectangles, rectangle_tables
+from titan_linear.ops.layout.fragments import LAYOUTS, Fragment, cut, owned
+from titan_linear.ops.layout.rectangles import Rectangle, _append, _rectangles, rectangles
+from titan_linear.ops.layout.tables import padded
 
 
 def searched(fragments: Sequence[Fragment], rank: int, world_size: int, causal: bool) -> np.ndarray:
@@ -35,7 +36,7 @@ def test_the_tables_are_those_of_a_search_through_all_fragments(layout: str, cau
     for seed, (kind, world_size, streams) in enumerate([("web", 4, 3), ("mixed", 8, 2), ("one", 4, 2), ("web", 1, 2)]):
         fragments = cut(packed(kind, 4096, seed, streams), streams, world_size, layout)
         for rank in range(world_size):
-            found = rectangle_tables(fragments, rank, world_size, causal=causal)["by_hop"]
+            found = rectangles(fragments, rank, world_size, causal=causal).by_hop
             assert np.array_equal(found, searched(fragments, rank, world_size, causal))
 
 
@@ -52,7 +53,7 @@ def test_the_work_is_linear_in_streams() -> None:
         fragments = cut(np.arange(streams + 1) * 64, streams, 4, "zigzag")
         sys.setprofile(profile)
         try:
-            rectangle_tables(fragments, 1, 4, causal=True)
+            rectangles(fragments, 1, 4, causal=True)
         finally:
             sys.setprofile(None)
         return count

@@ -14,7 +14,9 @@ def test_how_keys_travel() -> None:
     def travel(edges: list[int]) -> int:
         documents = np.array(edges)
         found = {
-            int(span_tables(cut(documents, 1, 4, "contiguous"), documents, rank, 4, causal=True)["keys"]["travel"][0])
+            int(
+                span_tables(cut(documents, 1, 4, "contiguous"), documents, rank, 4, causal=True)["keys"][1]["travel"][0]
+            )
             for rank in range(4)
         }
         assert len(found) == 1  # the same on all ranks

@@ -12,9 +12,11 @@ import torch
 from tests.ops.inputs import device_of
 from titan_linear.models.presets import MODELS
 from titan_linear.ops import chunk_kda
+from titan_linear.ops.registry import OPS, choose_implementations, start_lines
 from titan_linear.ops.runtime import support
-from titan_linear.ops.runtime.support import TABLE, Target, choose, choose_implementations, reason_against, start_lines
+from titan_linear.ops.runtime.support import Choice, Op, Target
 from titan_linear.ops.torch import flash4
+from titan_linear.ops.triton import configs
 from titan_linear.ops.triton.configs import kernel_dims
 
 BF16, CPU, GPU = torch.bfloat16, torch.device("cpu"), torch.device("cuda")
@@ -37,21 +39,23 @@ def on_gpu_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, 
     def set_capability(own: tuple[int, int]) -> None:
         monkeypatch.setattr(support, "capability", lambda device: own if device.type == "cuda" else None)
         monkeypatch.setattr(flash4, "installed", lambda: "flash-attn-4 is not installed")
-        for cached in (choose, support._warn):
+        for cached in (support._choose, support._warn):
             cached.cache_clear()
 
     yield set_capability
-    for cached in (choose, support._warn):
+    for cached in (support._choose, support._warn):
         cached.cache_clear()
 
 
-@pytest.mark.parametrize("op", TABLE)
+@pytest.mark.parametrize("op", OPS)
 def test_the_fastest_takes_its_best_case_and_the_last_takes_all(op: str) -> None:
     fastest = {"attention": "cudnn", "grouped_linear": "grouped_mm"}.get(op, "triton")
-    assert reason_against(op, fastest, HOPPER._replace(dims=DIMS[op])) is None
-    last = list(TABLE[op])[-1]
+    assert OPS[op].reason_against(fastest, HOPPER._replace(dims=DIMS[op])) is None
+    last = list(OPS[op].implementations)[-1]
     for device, capability in (("cpu", None), ("cuda", (7, 5)), ("mps", None)):
-        assert reason_against(op, last, Target(device, capability, torch.float64, {"K": 7, "V": 7, "W": 99})) is None
+        assert (
+            OPS[op].reason_against(last, Target(device, capability, torch.float64, {"K": 7, "V": 7, "W": 99})) is None
+        )
 
 
 DELTA_RULES = ("chunk_kda", "chunk_gated_delta_rule")
@@ -105,18 +109,20 @@ def test_the_reason_of_every_row(ops, name, change, reason) -> None:
     for op in ops:
         target = HOPPER._replace(dims=DIMS[op])._replace(**change)
         with pytest.raises(AssertionError, match=reason):
-            raise AssertionError(reason_against(op, name, target))
+            raise AssertionError(OPS[op].reason_against(name, target))
 
 
 def test_triton_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "find_spec", lambda name: None)
-    assert reason_against("chunk_kda", "triton", HOPPER._replace(dims=DIMS["chunk_kda"])) == "Triton is not installed"
+    monkeypatch.setattr(configs, "find_spec", lambda name: None)
+    assert (
+        OPS["chunk_kda"].reason_against("triton", HOPPER._replace(dims=DIMS["chunk_kda"])) == "Triton is not installed"
+    )
 
 
 @pytest.mark.parametrize("own", [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)])
 def test_other_generations_run_the_kernels_and_say_that_nobody_has_measured_them(on_gpu_of, own) -> None:
     on_gpu_of(own)
-    choice = choose("chunk_kda", "auto", GPU, BF16, K=128, V=128)
+    choice = OPS["chunk_kda"].choose("auto", GPU, BF16, K=128, V=128)
     assert choice.implementation == "triton"
     assert ("not measured on this GPU" in choice.why) == (own != (9, 0))
 
@@ -125,8 +131,9 @@ def test_other_generations_run_the_kernels_and_say_that_nobody_has_measured_them
 def test_every_preset_runs_on_the_kernels(on_gpu_of, own) -> None:
     on_gpu_of(own)
     for model in (model for sizes in MODELS.values() for model in sizes.values()):
-        for op, dims in (pair for mixer in model.layers for pair in mixer.ops.items() if "triton" in TABLE[pair[0]]):
-            assert choose(op, "auto", GPU, BF16, **dims).implementation == "triton", dims
+        pairs = [(OPS[name], dims) for mixer in model.layers for name, dims in mixer.ops.items()]
+        for op, dims in ((op, dims) for op, dims in pairs if "triton" in op.implementations):
+            assert op.choose("auto", GPU, BF16, **dims).implementation == "triton", dims
 
 
 @pytest.mark.parametrize(
@@ -139,20 +146,20 @@ def test_the_head_dims_that_kernels_compute(K: int, V: int, computed: tuple[int,
 
 def test_auto_is_never_refused_and_says_what_it_costs(on_gpu_of) -> None:
     on_gpu_of((9, 0))
-    assert choose("chunk_kda", "auto", GPU, BF16, K=320, V=128) == (
+    assert OPS["chunk_kda"].choose("auto", GPU, BF16, K=320, V=128) == (
         "torch",
         "because K = 320 is too large: K <= 256; expect it to be many times slower",
     )
-    assert choose("causal_conv1d", "auto", GPU, torch.float64, W=4).implementation == "torch"
-    assert choose("chunk_kda", "auto", GPU, BF16, K=128, V=128) == ("triton", "")
-    assert choose("chunk_kda", "torch", GPU, BF16, K=128, V=128) == ("torch", "")  # asked for: nothing to say
+    assert OPS["causal_conv1d"].choose("auto", GPU, torch.float64, W=4).implementation == "torch"
+    assert OPS["chunk_kda"].choose("auto", GPU, BF16, K=128, V=128) == ("triton", "")
+    assert OPS["chunk_kda"].choose("torch", GPU, BF16, K=128, V=128) == ("torch", "")  # asked for: nothing to say
     on_gpu_of((7, 5))
-    assert "compute capability 7.5" in choose("chunk_kda", "auto", GPU, torch.float16, K=128, V=128).why
-    assert choose("chunk_kda", "auto", CPU, BF16, K=320, V=128) == ("torch", "")
+    assert "compute capability 7.5" in OPS["chunk_kda"].choose("auto", GPU, torch.float16, K=128, V=128).why
+    assert OPS["chunk_kda"].choose("auto", CPU, BF16, K=320, V=128) == ("torch", "")
 
 
 def test_the_warning_is_of_the_line_that_calls_the_op(on_gpu_of, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(support, "_remark", lambda *_: "on trial")
+    monkeypatch.setattr(Op, "choose", lambda *_, **dims: Choice("torch", "on trial"))
     on_gpu_of((9, 0))
     q, g, beta = torch.ones(1, 2, 1, 4), -torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1)
     with pytest.warns(UserWarning, match="chunk_kda: torch, on trial") as caught:
@@ -163,19 +170,19 @@ def test_the_warning_is_of_the_line_that_calls_the_op(on_gpu_of, monkeypatch: py
 def test_a_call_that_falls_back_warns_once(on_gpu_of) -> None:
     on_gpu_of((9, 0))
     with pytest.warns(UserWarning, match="chunk_kda: torch, because K = 320"):
-        assert support.implementation("chunk_kda", "auto", GPU, BF16, K=320, V=96) == "torch"
+        assert OPS["chunk_kda"].implementation("auto", GPU, BF16, K=320, V=96) == "torch"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        support.implementation("chunk_kda", "auto", GPU, BF16, K=320, V=96)
-        support.implementation("chunk_kda", "torch", GPU, BF16, K=288, V=96)
+        OPS["chunk_kda"].implementation("auto", GPU, BF16, K=320, V=96)
+        OPS["chunk_kda"].implementation("torch", GPU, BF16, K=288, V=96)
 
 
 def test_what_is_named_and_not_supported_is_refused(on_gpu_of) -> None:
     on_gpu_of((9, 0))
     with pytest.raises(ValueError, match=r"impl = 'triton' cannot run chunk_kda: K = 320 .* use 'auto' or 'torch'"):
-        choose("chunk_kda", "triton", GPU, BF16, K=320, V=128)
+        OPS["chunk_kda"].choose("triton", GPU, BF16, K=320, V=128)
     with pytest.raises(ValueError, match="impl = 'cuda' is unknown"):
-        choose("chunk_kda", "cuda", GPU, BF16, K=128, V=128)
+        OPS["chunk_kda"].choose("cuda", GPU, BF16, K=128, V=128)
     with pytest.raises(ValueError, match=r"^model.impl = 'triton' cannot run causal_conv1d: the dtype float64"):
         choose_implementations({"causal_conv1d": {"W": 4}}, "triton", GPU, torch.float64)
 
@@ -229,8 +236,8 @@ def test_what_a_start_says_is_no_warning_in_the_first_step(on_gpu_of) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         decided = choose_implementations({"swiglu": {}}, "auto", GPU, torch.float64)["swiglu"]
-        assert support.implementation("swiglu", decided, GPU, torch.float64) == "torch" and not caught
-        support.implementation("swiglu", "auto", GPU, torch.float64)
+        assert OPS["swiglu"].implementation(decided, GPU, torch.float64) == "torch" and not caught
+        OPS["swiglu"].implementation("auto", GPU, torch.float64)
         assert len(caught) == 1
 
 
@@ -240,16 +247,16 @@ def test_flash_attention_4_is_taken_where_its_numbers_are_right(on_gpu_of, monke
     monkeypatch.setattr(flash4, "problem", lambda dtype, D, Dv: "wrong" if D == 192 else None)
     requests = {"attention": {"D": 128, "Dv": 128}}
     assert start_lines(choose_implementations(requests, "auto", GPU, BF16)) == ["ops attention: flash4"]
-    assert choose("attention", "auto", GPU, BF16, D=192, Dv=128, recurring=0) == (
+    assert OPS["attention"].choose("auto", GPU, BF16, D=192, Dv=128, recurring=0) == (
         "flash",
         "because wrong; packed documents take nearly twice as long without it (docs/training.md)",
     )
 
 
 def test_a_look_at_the_table_costs_little() -> None:
-    support.implementation("chunk_kda", "auto", CPU, BF16, K=128, V=128)
+    OPS["chunk_kda"].implementation("auto", CPU, BF16, K=128, V=128)
     times = 2000
-    seconds = timeit(lambda: support.implementation("chunk_kda", "auto", CPU, BF16, K=128, V=128), number=times)
+    seconds = timeit(lambda: OPS["chunk_kda"].implementation("auto", CPU, BF16, K=128, V=128), number=times)
     assert seconds / times < 50e-6  # about 1 µs; a walk through the table takes 10
 
 

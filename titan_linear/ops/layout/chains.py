@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from titan_linear.ops.layout.fragments import Fragment, owned, padded
+from titan_linear.ops.layout.fragments import Fragment, owned
+from titan_linear.ops.layout.tables import OnHost, padded
 
 NOTHING, STATE, STATE_AND_M = range(3)  # what is needed of a fragment
 
@@ -29,19 +30,19 @@ class Chains(NamedTuple):
     chain_offsets: torch.Tensor  # [slots + 1] int32: where each slot's links begin, which fold into it in order
     s_row: torch.Tensor  # [.] int32 for each link: the row of its S_ext among those received
     m_row: torch.Tensor  # [.] int32: and of its M; −1 for a chain's first
-    slots: torch.Tensor  # [slots, 2] (entry, wanted) again; on the CPU, as are all up to `most`
-    crosses: torch.Tensor  # [1] whether a document crosses a cut, on any rank
-    sends: torch.Tensor  # [., 2] (slot, 0 for S_ext or 1 for M) by receiver; for each receiver S_ext first
-    send_counts: torch.Tensor  # [W, 2] numbers of S_ext and M for each receiver
-    receive_counts: torch.Tensor  # [W, 2] and from each sender
-    links: torch.Tensor  # [., 3] the links again, as (slot, s_row, m_row)
-    most: torch.Tensor  # [1] the largest number of S_ext and M that any one rank folds, its own included
+    slots: OnHost  # [slots, 2] (entry, wanted) again
+    crosses: OnHost  # [1] whether a document crosses a cut, on any rank
+    sends: OnHost  # [., 2] (slot, 0 for S_ext or 1 for M) by receiver; for each receiver S_ext first
+    send_counts: OnHost  # [W, 2] numbers of S_ext and M for each receiver
+    receive_counts: OnHost  # [W, 2] and from each sender
+    links: OnHost  # [., 3] the links again, as (slot, s_row, m_row)
+    most: OnHost  # [1] the largest number of S_ext and M that any one rank folds, its own included
     # Of all F = W · slots fragments in global order, on the device, the same in both directions (`of_all`):
     order: torch.Tensor  # [F] int64: the place of each, its index by rank, then slot
     places: torch.Tensor  # [F] int64: the inverse
     through: torch.Tensor  # [F] bool: whether its M counts
     groups: torch.Tensor  # [F + 1] int32: the first of each run joined by documents; F behind the last
-    between_nodes: torch.Tensor  # [1], on the CPU: whether ranks are on several nodes
+    between_nodes: OnHost  # [1] whether ranks are on several nodes
 
 
 def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: np.ndarray, *, reverse: bool) -> dict:

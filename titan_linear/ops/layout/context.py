@@ -12,7 +12,7 @@ import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -34,9 +34,9 @@ from titan_linear.ops.layout.boundaries import (
 from titan_linear.ops.layout.chains import Chains, chains, of_all
 from titan_linear.ops.layout.fragments import LAYOUTS, Fragment, cut, owned
 from titan_linear.ops.layout.halo import HaloRoutes, halo_routes
-from titan_linear.ops.layout.rectangles import Rectangles, rectangle_tables
-from titan_linear.ops.layout.spans import GatheredSpans, KeyRoutes, QueryRoutes, Spans, span_tables
-from titan_linear.ops.layout.tables import to_device
+from titan_linear.ops.layout.rectangles import Rectangles, rectangles
+from titan_linear.ops.layout.spans import GatheredSpans, gathered, span_tables
+from titan_linear.ops.layout.tables import OnHost, Tables, to_tensors
 
 SOFTMAX_METHODS = ("ring", "allgather", "ulysses")
 
@@ -103,13 +103,13 @@ class CPContext:
     @cached_property
     def full_rectangles(self) -> Rectangles:
         """`rectangles` for attention without a causal mask."""
-        return _rectangles(rectangle_tables(self.all_fragments, self.rank, self.world_size, causal=False))
+        return rectangles(self.all_fragments, self.rank, self.world_size, causal=False)
 
     @cached_property
     def full_gathered(self) -> GatheredSpans:
         """`gathered` for attention without a causal mask."""
-        tables = span_tables(self.all_fragments, self.documents, self.rank, self.world_size, causal=False)
-        return _gathered(tables, _move(tables, self.cu_seqlens.device))
+        cut_by = self.all_fragments, self.documents, self.rank, self.world_size
+        return gathered(to_tensors(span_tables(*cut_by, causal=False), self.cu_seqlens.device))
 
     def mark_dynamic(self) -> None:
         """Tell torch.compile which sizes differ from batch to batch: those that count documents and chunks."""
@@ -222,16 +222,15 @@ def build_cp_context(
     fragments = cut(documents, num_streams, world_size, layout)
     mine = owned(fragments, rank)
     local, positions, entries = _local_layout(documents, mine)
-    spans = span_tables(fragments, documents, rank, world_size, causal=True) if "allgather" in attention else {}
-    ring = rectangle_tables(fragments, rank, world_size, causal=True) if "ring" in attention else None
+    ring, allgather = "ring" in attention, "allgather" in attention
     slots = _slots_of_entries(mine, entries, len(local) - 1)
     crossing = ((slots["enters_slot"] >= 0) | (slots["leaves_slot"] >= 0))[:-1]
+    every = of_all(fragments, world_size, between_nodes(group))
     tables = {
-        "tokens": {"position_ids": positions, **slots},
-        "forward": chains(fragments, rank, world_size, entries, reverse=False),
-        "reverse": chains(fragments, rank, world_size, entries, reverse=True),
-        "all": of_all(fragments, world_size, between_nodes(group)),
-        **spans,
+        "tokens": (_OfTokens, {"position_ids": positions, **slots}),
+        "forward": (Chains, chains(fragments, rank, world_size, entries, reverse=False) | every),
+        "reverse": (Chains, chains(fragments, rank, world_size, entries, reverse=True) | every),
+        **(span_tables(fragments, documents, rank, world_size, causal=True) if allgather else {}),
         **_boundary_tables("entries", local, (CHUNK, CONV_RUN), programs, crossing, joined=world_size > 1),
     }
     whole = documents.astype(np.int32)
@@ -240,9 +239,9 @@ def build_cp_context(
         sizes, apart = () if stream_programs is None else (CHUNK,), np.zeros(len(whole) - 1, dtype=bool)
         tables |= _boundary_tables("stream", whole, sizes, stream_programs or (), apart)
     if conv1d_kernel_size is not None:
-        tables["halo"] = halo_routes(fragments, rank, world_size, conv1d_kernel_size - 1)
-    moved = _move(tables, cu_seqlens.device if device is None else torch.device(device))
-    boundaries = _boundaries("entries", local, moved, programs, joined=world_size > 1)
+        tables["halo"] = HaloRoutes, halo_routes(fragments, rank, world_size, conv1d_kernel_size - 1)
+    moved = to_tensors(tables, cu_seqlens.device if device is None else torch.device(device))
+    boundaries = _boundaries("entries", moved, programs, joined=world_size > 1)
     return CPContext(
         group=group,
         group_name="" if group is None else group.group_name,
@@ -258,45 +257,33 @@ def build_cp_context(
         order=tuple(f.rank * len(mine) + f.slot for f in fragments),
         documents=documents,
         boundaries=boundaries,
-        **moved["tokens"],
-        stream=boundaries if alone else _boundaries("stream", whole, moved, stream_programs or ()),
-        forward_chains=Chains(**moved["forward"], **moved["all"]),
-        reverse_chains=Chains(**moved["reverse"], **moved["all"]),
-        halo=HaloRoutes(**moved["halo"]) if "halo" in moved else None,
-        for_ring=None if ring is None else _rectangles(ring),
-        for_allgather=_gathered(spans, moved) if spans else None,
+        **moved["tokens"]._asdict(),
+        stream=boundaries if alone else _boundaries("stream", moved, stream_programs or ()),
+        forward_chains=moved["forward"],
+        reverse_chains=moved["reverse"],
+        halo=moved.get("halo"),
+        for_ring=rectangles(fragments, rank, world_size, causal=True) if ring else None,
+        for_allgather=gathered(moved) if allgather else None,
     )
 
 
 Planned = TypeVar("Planned", Rectangles, GatheredSpans)
-_Tables = Mapping[str, Mapping[str, np.ndarray]]
-ON_HOST = {  # names of the tables that are read on the CPU
-    "slots",
-    "crosses",
-    "sends",
-    "send_counts",
-    "receive_counts",
-    "links",
-    "leaving",
-    "coming",
-    "moves",
-    "pieces",
-    "sent",
-    "travel",
-    "pairs",
-    "most",
-    "between_nodes",
-}
 
 
-def _move(tables: _Tables, device: torch.device) -> dict[str, dict[str, torch.Tensor]]:
-    """Every table as a tensor, on the CPU or the device, wherever it is read; the device gets its own in one copy."""
-    flat = {(group, name): array for group, arrays in tables.items() for name, array in arrays.items()}
-    moved: dict[Any, torch.Tensor] = {
-        **{key: torch.from_numpy(array) for key, array in flat.items() if key[1] in ON_HOST},
-        **to_device({key: array for key, array in flat.items() if key[1] not in ON_HOST}, device),
-    }
-    return {group: {name: moved[group, name] for name in arrays} for group, arrays in tables.items()}
+class _OfTokens(NamedTuple):
+    """Fields of `CPContext`."""
+
+    position_ids: torch.Tensor
+    enters_slot: torch.Tensor
+    leaves_slot: torch.Tensor
+
+
+class _Edges(NamedTuple):
+    """Fields of `Boundaries`."""
+
+    cu_seqlens: torch.Tensor
+    cu_seqlens_cpu: OnHost
+    longest: OnHost
 
 
 def _boundary_tables(
@@ -306,14 +293,18 @@ def _boundary_tables(
     programs: Sequence[int],
     crossing: np.ndarray,
     joined: bool = False,
-) -> dict[str, dict[str, np.ndarray]]:
-    """The arrays of `Boundaries`, by group. chunks: the tokens per chunk of each chunk table that is read; crossing:
-    [N] bool, as in `segment_arrays`."""
-    tables = {name: {"cu_seqlens": cu_seqlens}}
-    tables |= {f"{name}, chunks of {n}": dict(zip(("index", "offsets"), chunk_arrays(cu_seqlens, n))) for n in chunks}
+) -> Tables:
+    """The tables of `Boundaries`. chunks: the tokens per chunk of each chunk table that is read; crossing: [N] bool, as
+    in `segment_arrays`."""
+    longest = np.diff(cu_seqlens).max(keepdims=True).astype(np.int64)
+    edges = {"cu_seqlens": cu_seqlens, "cu_seqlens_cpu": cu_seqlens, "longest": longest}
+    tables: Tables = {name: (_Edges, edges)}
+    for n in chunks:
+        index, offsets = chunk_arrays(cu_seqlens, n)
+        tables[f"{name}, chunks of {n}"] = ChunkTable, {"index": index, "offsets": offsets}
     for n in programs:
         if length := _segment_length(cu_seqlens, n, joined):
-            tables[f"{name}, segments {n}"] = segment_arrays(cu_seqlens, length, crossing)
+            tables[f"{name}, segments {n}"] = Segments, segment_arrays(cu_seqlens, length, crossing)
     return tables
 
 
@@ -326,22 +317,11 @@ def _segment_length(cu_seqlens: np.ndarray, programs: int, joined: bool) -> int 
     return segment_length(tokens, len(cu_seqlens) - 1, programs, joined) or tokens
 
 
-def _boundaries(
-    name: str,
-    cu_seqlens: np.ndarray,
-    moved: Mapping[str, Mapping[str, torch.Tensor]],
-    programs: Sequence[int],
-    joined: bool = False,
-) -> Boundaries:
-    """`Boundaries` from the arrays of `_boundary_tables` as tensors."""
-    chunks = {n: ChunkTable(**moved[key]) for n in (CHUNK, CONV_RUN) if (key := f"{name}, chunks of {n}") in moved}
-    segments = {n: Segments(**moved[key]) if (key := f"{name}, segments {n}") in moved else None for n in programs}
-    on_device, on_host = moved[name]["cu_seqlens"], torch.from_numpy(cu_seqlens)
-    return Boundaries(on_device, on_host, _longest(cu_seqlens), joined=joined, chunks=chunks, segments=segments)
-
-
-def _longest(cu_seqlens: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(np.diff(cu_seqlens).max(keepdims=True).astype(np.int64))
+def _boundaries(name: str, moved: Mapping[str, Any], programs: Sequence[int], joined: bool = False) -> Boundaries:
+    """`Boundaries` from the tables of `_boundary_tables` as tensors."""
+    chunks = {n: moved[key] for n in (CHUNK, CONV_RUN) if (key := f"{name}, chunks of {n}") in moved}
+    segments = {n: moved.get(f"{name}, segments {n}") for n in programs}
+    return Boundaries(**moved[name]._asdict(), joined=joined, chunks=chunks, segments=segments)
 
 
 def _planned(tables: Planned | None, method: str) -> Planned:
@@ -352,24 +332,11 @@ def _planned(tables: Planned | None, method: str) -> Planned:
     return tables
 
 
-def _rectangles(arrays: Mapping[str, np.ndarray]) -> Rectangles:
-    return Rectangles(**{name: torch.from_numpy(array) for name, array in arrays.items()})
-
-
-def _gathered(arrays: _Tables, moved: Mapping[str, Mapping[str, torch.Tensor]]) -> GatheredSpans:
-    """arrays: those of `span_tables`; moved: the same as tensors."""
-    on_host = {name: torch.from_numpy(x) for name, x in arrays["spans"].items()}
-    longest = {name: _longest(x) for name, x in arrays["spans"].items()}
-    spans = Spans(*(by_name[name] for by_name in (moved["spans"], on_host, longest) for name in ("q", "k")))
-    queries, keys = QueryRoutes(**moved["queries"]), KeyRoutes(**moved["keys"])
-    return GatheredSpans(spans, queries, keys, moved["pairs"]["pairs"])
-
-
 def _routes_at_first_use(
     boundaries: Boundaries, fragments: tuple[Fragment, ...], rank: int, world_size: int, width: int
 ) -> HaloRoutes:
-    tables = {"halo": halo_routes(fragments, rank, world_size, width)}
-    return HaloRoutes(**_move(tables, boundaries.cu_seqlens.device)["halo"])
+    routes = halo_routes(fragments, rank, world_size, width)
+    return to_tensors({"halo": (HaloRoutes, routes)}, boundaries.cu_seqlens.device)["halo"]
 
 
 def between_nodes(group: dist.ProcessGroup | None) -> bool:

@@ -73,10 +73,3 @@ def cut(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -
 def owned(fragments: Sequence[Fragment], rank: int) -> tuple[Fragment, ...]:
     """The fragments of `rank` by slot: the order in which its tokens lie in memory."""
     return tuple(sorted((f for f in fragments if f.rank == rank), key=lambda f: f.slot))
-
-
-def padded(rows: list[tuple[int, ...]], length: int, width: int) -> np.ndarray:
-    """[length, width]: `rows`, then rows of −1, so that the shape of a table does not depend on the documents."""
-    table = np.full((length, width), -1, dtype=np.int64)
-    table[: len(rows)] = np.array(rows, dtype=np.int64).reshape(-1, width)
-    return table

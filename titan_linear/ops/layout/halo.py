@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from titan_linear.ops.layout.fragments import Fragment
+from titan_linear.ops.layout.tables import OnHost
 
 
 class HaloRoutes(NamedTuple):
@@ -17,9 +18,9 @@ class HaloRoutes(NamedTuple):
 
     rows: torch.Tensor  # [.] int64: local tokens to send, by receiver
     places: torch.Tensor  # [.] int64: rows of this rank's halos [slots · width] that received tokens fill, by sender
-    crosses: torch.Tensor  # [1], on the CPU like the counts: whether a document crosses a cut, on any rank
-    send_counts: torch.Tensor  # [W] number of tokens for each receiver
-    receive_counts: torch.Tensor  # [W] and from each sender
+    crosses: OnHost  # [1] whether a document crosses a cut, on any rank
+    send_counts: OnHost  # [W] number of tokens for each receiver
+    receive_counts: OnHost  # [W] and from each sender
 
 
 def halo_routes(fragments: Sequence[Fragment], rank: int, world_size: int, width: int) -> dict:

@@ -12,10 +12,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from titan_linear.ops.layout.fragments import Fragment, owned, padded
+from titan_linear.ops.layout.fragments import Fragment, owned
+from titan_linear.ops.layout.tables import padded
 
 Rows = tuple[int, int]
 
@@ -28,24 +28,22 @@ class Rectangle(NamedTuple):
 
 
 class Rectangles(NamedTuple):
-    """This rank's rectangles. On the CPU; rows beyond the last are −1, so that the shape of the table does not depend
+    """This rank's rectangles, on the CPU. Rows beyond the last are −1, so that the shape of the table does not depend
     on the documents."""
 
     by_hop: torch.Tensor  # [., 5] hop around the ring, q range in local rows, kv range in rows of the owner
     hops: torch.Tensor  # [1] number of hops that keys travel, the most on any rank
 
 
-def rectangle_tables(fragments: Sequence[Fragment], rank: int, world_size: int, *, causal: bool) -> dict:
-    """The arrays of `Rectangles`, by name. fragments: every rank's, in global order."""
+def rectangles(fragments: Sequence[Fragment], rank: int, world_size: int, *, causal: bool) -> Rectangles:
+    """fragments: every rank's, in global order."""
     by_hop: list[list[Rectangle]] = [[] for _ in range(world_size)]
     for rectangle in _rectangles(owned(fragments, rank), causal):
         for owner, part in _by_owner(rectangle, fragments):
             _append(by_hop[(rank - owner) % world_size], part)
     rows = [(hop, *q, *kv) for hop, parts in enumerate(by_hop) for q, kv in parts]
-    return {
-        "by_hop": padded(rows, 2 * len(fragments), 5),
-        "hops": np.array([_hops(fragments, world_size, causal)]),
-    }
+    table = padded(rows, 2 * len(fragments), 5)
+    return Rectangles(torch.from_numpy(table), torch.tensor([_hops(fragments, world_size, causal)]))
 
 
 def _beyond(f: Fragment, causal: bool) -> list[Rectangle]:

@@ -8,9 +8,9 @@ come back as rows of o, and which rows of K|V a rank needs from which other rank
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -18,6 +18,7 @@ import torch
 from titan_linear.ops.layout.balance import Runs, balanced, entries, pairs_by_rank
 from titan_linear.ops.layout.boundaries import Boundaries
 from titan_linear.ops.layout.fragments import Fragment
+from titan_linear.ops.layout.tables import OnHost, Tables
 
 # Keys are gathered where an exchange of only those needed would make some rank send or receive more than this share of
 # what a gather does: a byte takes no longer in a gather than in an exchange, and a gather's one message goes to many.
@@ -28,14 +29,14 @@ FEW = 4  # and for at most this many spans
 
 class Spans(NamedTuple):
     """Queries of a packed stream and the keys that they see: span i has rows q[i] to q[i+1] of the queries, rows k[i]
-    to k[i+1] of the keys, and none is empty. The host reads those on the CPU, so as not to wait for the device."""
+    to k[i+1] of the keys, and none is empty. The host reads copies of its own, so as not to wait for the device."""
 
-    q: torch.Tensor  # [N+1] int32, on the device
-    k: torch.Tensor  # [N+1] int32, on the device
-    q_cpu: torch.Tensor  # the same on the CPU
-    k_cpu: torch.Tensor
-    longest_q: torch.Tensor  # [1] on the CPU: rows of the longest span
-    longest_k: torch.Tensor
+    q: torch.Tensor  # [N+1] int32
+    k: torch.Tensor  # [N+1] int32
+    q_cpu: OnHost  # the same
+    k_cpu: OnHost
+    longest_q: OnHost  # [1] rows of the longest span
+    longest_k: OnHost
 
     def rows(self) -> Iterator[tuple[slice, slice]]:
         """For each span, the rows of its queries and those of its keys."""
@@ -65,19 +66,19 @@ class QueryRoutes(NamedTuple):
     """Queries that other ranks compute: the rows of q that leave and arrive, and how o comes back."""
 
     rows: torch.Tensor  # [T_local] int64: local rows of the spans, in their order, then those that leave, by receiver
-    leaving: torch.Tensor  # [W] on the CPU: number of rows by receiver
-    coming: torch.Tensor  # [W] on the CPU: number of rows by sender; in the spans they follow this rank's own
-    moves: torch.Tensor  # [1] on the CPU: whether any rank gives queries away
+    leaving: OnHost  # [W] number of rows by receiver
+    coming: OnHost  # [W] number of rows by sender; in the spans they follow this rank's own
+    moves: OnHost  # [1] whether any rank gives queries away
 
 
 class KeyRoutes(NamedTuple):
-    """Where the keys of this rank's spans come from. On the CPU; both lists are padded to two with empty ranges."""
+    """Where the keys of this rank's spans come from. Both lists are padded to two with empty ranges."""
 
-    pieces: torch.Tensor  # [., 2] the spans' keys in order: ranges of rows, numbered local first, then received
-    sent: torch.Tensor  # [., 2] unless all are gathered: ranges of local rows that leave, by receiver
-    leaving: torch.Tensor  # [W] number of rows by receiver,
-    coming: torch.Tensor  # [W] and by sender, also where all are gathered
-    travel: torch.Tensor  # [1] NOTHING (the spans' keys are the local rows), SOME or ALL; the same on all ranks
+    pieces: OnHost  # [., 2] the spans' keys in order: ranges of rows, numbered local first, then received
+    sent: OnHost  # [., 2] unless all are gathered: ranges of local rows that leave, by receiver
+    leaving: OnHost  # [W] number of rows by receiver,
+    coming: OnHost  # [W] and by sender, also where all are gathered
+    travel: OnHost  # [1] NOTHING (the spans' keys are the local rows), SOME or ALL; the same on all ranks
 
 
 NOTHING, SOME, ALL = range(3)
@@ -92,27 +93,34 @@ class GatheredSpans(NamedTuple):
     pairs: torch.Tensor  # [2, W] int64 on the CPU: query-key pairs of each rank's queries, and of those it computes
 
 
+class Pairs(NamedTuple):
+    pairs: OnHost  # of `GatheredSpans`
+
+
+def gathered(moved: Mapping[str, Any]) -> GatheredSpans:
+    """From the tables of `span_tables` as tensors."""
+    return GatheredSpans(moved["spans"], moved["queries"], moved["keys"], moved["pairs"].pairs)
+
+
 def span_tables(
     fragments: Sequence[Fragment], documents: np.ndarray, rank: int, world_size: int, *, causal: bool
-) -> dict[str, dict[str, np.ndarray]]:
-    """The arrays of a rank's `GatheredSpans`, by field and name; for `Spans`, the boundaries of queries and keys.
-
-    fragments: every rank's. documents: [N+1] int64 global boundaries.
-    """
+) -> Tables:
+    """fragments: every rank's. documents: [N+1] int64 global boundaries."""
     own = entries(fragments, documents)
     runs = balanced(own, world_size, causal)
     first, after = runs.first, (runs.end if causal else runs.last)  # of each run's keys
     here = np.flatnonzero(runs.rank == rank)
     here = here[np.lexsort((runs.start[here], runs.owner[here], runs.owner[here] != rank))]
     needed = _Needed.all(fragments, runs.rank, first, after)
+    q_lengths, k_lengths = (runs.end - runs.start)[here], (after - first)[here]
+    q, k = (_bounds(lengths).astype(np.int32) for lengths in (q_lengths, k_lengths))
+    longest = {"longest_q": q_lengths.max(keepdims=True), "longest_k": k_lengths.max(keepdims=True)}
+    pairs = np.stack([pairs_by_rank(of, world_size, causal) for of in (own, runs)])
     return {
-        "spans": {
-            "q": _bounds((runs.end - runs.start)[here]).astype(np.int32),
-            "k": _bounds((after - first)[here]).astype(np.int32),
-        },
-        "queries": _query_routes(fragments, runs, rank, world_size),
-        "keys": _key_routes(fragments, needed, first[here], after[here], rank, world_size),
-        "pairs": {"pairs": np.stack([pairs_by_rank(own, world_size, causal), pairs_by_rank(runs, world_size, causal)])},
+        "spans": (Spans, {"q": q, "k": k, "q_cpu": q, "k_cpu": k, **longest}),
+        "queries": (QueryRoutes, _query_routes(fragments, runs, rank, world_size)),
+        "keys": (KeyRoutes, _key_routes(fragments, needed, first[here], after[here], rank, world_size)),
+        "pairs": (Pairs, {"pairs": pairs}),
     }
 
 

@@ -17,7 +17,9 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from titan_linear.ops.runtime.kept import kept
 
 LIBRARY = torch.library.Library("titan_linear", "FRAGMENT")
-Kind = Literal["fused", "attention", "delta rule", "convolution", "gather", "scatter", "sum", "heads", "states", "halo"]
+Kind = Literal[
+    "fused", "attention", "delta rule", "convolution", "gather", "scatter", "sum", "heads", "states", "halo", "segments"
+]
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,9 @@ class Spec:
     kind: Kind = "fused"  # how its time is planned; fused: one kernel that reads its inputs and writes its outputs
     # The delta rule's driver calls it. Unless compiled, checkpointing keeps what the driver's call gives as a whole.
     of_driver: bool = False
+    # "forward": gives what backward computes again, by the same operator or by one of its own, "backward". The compiler
+    # would find that both calls are the same, and keep all that the first one gave.
+    prepares: Literal["forward", "backward"] | None = None
     temporary: Callable[..., int] | None = None  # its arguments by name → bytes that it allocates and frees again
 
 

@@ -17,14 +17,29 @@ k [B, Tk, Hkv, D], v [B, Tk, Hkv, Dv], o like q with Dv, lse [B, Hq, Tq] in fp32
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 
 from titan_linear.ops.layout.balance import TILE
 from titan_linear.ops.layout.spans import CUDNN_MULTIPLE, Spans, Varlen
 from titan_linear.ops.runtime.operators import check_first_derivative
-from titan_linear.ops.runtime.support import attention_kernel, without_autocast
+from titan_linear.ops.runtime.support import (
+    HALF,
+    Choice,
+    Implementation,
+    Op,
+    Target,
+    at_least,
+    capability_in,
+    dims_up_to,
+    dtype_in,
+    instead_of,
+    on_cpu,
+    on_gpu,
+    without_autocast,
+)
 from titan_linear.ops.torch import flash4
 
 aten = torch.ops.aten
@@ -76,7 +91,7 @@ def accumulator_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def block_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: int, Tk: int) -> str:
-    """The name of the kernel that computes a block of these shapes; ops/runtime/support.py has the conditions.
+    """The name of the kernel that computes a block of these shapes (`ATTENTION` has the conditions).
 
     "flash4" FlashAttention-4 where it is installed (bf16, fp16; ops/torch/flash4.py): the fastest, for any lengths.
     "cpu"    PyTorch's flash attention for the CPU.
@@ -89,7 +104,7 @@ def block_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, Tq: 
     "tiled"  matrix products in tiles of 128 queries: fp32 and fp64 on CUDA, and wider heads.
     """
     recurring = Tq % CUDNN_MULTIPLE == 0 and Tk % CUDNN_MULTIPLE == 0
-    return attention_kernel(device, dtype, D, Dv, recurring)
+    return attention_kernel(device, dtype, D, Dv, recurring).implementation
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> Pair:
@@ -98,7 +113,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, caus
     past = k.shape[1] - q.shape[1] if causal else 0  # keys that every query sees
     kernel = _kernel_of(q, k, v)
     if not past or kernel in TO_THE_END:
-        return FORWARD[kernel](q, k, v, scale, causal)
+        return ATTENTION.load(kernel).forward(q, k, v, scale, causal)
     o, lse = attend(q, k[:, past:], v[:, past:], scale, causal)
     o = o.to(accumulator_dtype(q.dtype))
     merge_(o, lse, *attend(q, k[:, :past], v[:, :past], scale, causal=False))
@@ -119,7 +134,7 @@ def attend_backward(
     past = k.shape[1] - q.shape[1] if causal else 0
     kernel = _kernel_of(q, k, v)
     if not past or kernel in TO_THE_END:
-        return BACKWARD[kernel](do, q, k, v, o, lse, scale, causal)
+        return ATTENTION.load(kernel).backward(do, q, k, v, o, lse, scale, causal)
     dq, *square = attend_backward(do, q, k[:, past:], v[:, past:], o, lse, scale, causal)
     dq_past, *rectangle = attend_backward(do, q, k[:, :past], v[:, :past], o, lse, scale, causal=False)
     acc = accumulator_dtype(q.dtype)
@@ -135,7 +150,7 @@ def attend_spans(
         return attend(q, k, v, scale, causal)
     kernel = _packed_kernel(q, v, spans)
     if kernel in TO_THE_END:
-        return FORWARD[kernel](q, k, v, scale, causal, spans.varlen())
+        return ATTENTION.load(kernel).forward(q, k, v, scale, causal, spans.varlen())
     parts = [attend(q[:, i], k[:, j], v[:, j], scale, causal) for i, j in spans.rows()]
     return torch.cat([o for o, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=2)
 
@@ -156,7 +171,7 @@ def attend_spans_backward(
         return attend_backward(do, q, k, v, o, lse, scale, causal)
     kernel = _packed_kernel(q, v, spans)
     if kernel in TO_THE_END:
-        return BACKWARD[kernel](do, q, k, v, o, lse, scale, causal, spans.varlen())
+        return ATTENTION.load(kernel).backward(do, q, k, v, o, lse, scale, causal, spans.varlen())
     parts = [
         attend_backward(do[:, i], q[:, i], k[:, j], v[:, j], o[:, i], lse[:, :, i], scale, causal)
         for i, j in spans.rows()
@@ -359,17 +374,75 @@ def _heads_first(*tensors: torch.Tensor) -> list[torch.Tensor]:
     return [x.transpose(1, 2) for x in tensors]
 
 
-FORWARD = {
-    "flash4": _flash4_forward,
-    "cpu": _cpu_forward,
-    "cudnn": _cudnn_forward,
-    "flash": _flash_forward,
-    "tiled": _tiled_forward,
-}
-BACKWARD = {
-    "flash4": _flash4_backward,
-    "cpu": _cpu_backward,
-    "cudnn": _cudnn_backward,
-    "flash": _flash_backward,
-    "tiled": _tiled_backward,
-}
+# --- The table -------------------------------------------------------------------------------------------------------
+
+CUDNN = ((9, 0), (10, 0), (10, 3))  # compute capabilities on which cuDNN's attention is faster than PyTorch's flash
+FLASH4 = CUDNN  # those for which FlashAttention-4 has specific kernels
+WITHOUT_FLASH4 = "packed documents take nearly twice as long without it (docs/training.md)"
+
+
+class Kernel(NamedTuple):
+    """What computes a block: (q, k, v, scale, causal) -> o, lse and (do, q, k, v, o, lse, scale, causal) -> gradients;
+    those in TO_THE_END also take packed spans."""
+
+    forward: Operator
+    backward: Operator
+
+
+def lengths_recur(t: Target) -> str | None:
+    return None if t.dims.get("recurring") else "it compiles a plan for every new pair of lengths"
+
+
+def may_vary(t: Target) -> str | None:
+    """For a kernel that is not bitwise repeatable."""
+    return "torch.use_deterministic_algorithms is on" if t.dims.get("deterministic") else None
+
+
+def flash4_installed(_: Target) -> str | None:
+    return flash4.installed()
+
+
+def flash4_is_right(t: Target) -> str | None:
+    return flash4.problem(t.dtype, t.dims["D"], t.dims["Dv"])
+
+
+IN_HALF = (on_gpu, dtype_in(*HALF))
+WIDE, NARROW = dims_up_to(256, "D", "Dv"), dims_up_to(128, "D", "Dv")
+ATTENTION = Op(
+    "attention",
+    {
+        "flash4": Implementation(
+            lambda: Kernel(_flash4_forward, _flash4_backward),
+            (*IN_HALF, capability_in(FLASH4), WIDE, flash4_installed, flash4_is_right),
+        ),
+        "cpu": Implementation(lambda: Kernel(_cpu_forward, _cpu_backward), (on_cpu,)),
+        "cudnn": Implementation(
+            lambda: Kernel(_cudnn_forward, _cudnn_backward),
+            (*IN_HALF, capability_in(CUDNN), NARROW, lengths_recur, may_vary),
+        ),
+        "flash": Implementation(
+            lambda: Kernel(_flash_forward, _flash_backward),
+            (*IN_HALF, at_least((8, 0)), WIDE),
+            instead_of("flash4", WITHOUT_FLASH4, on=FLASH4),
+        ),
+        "tiled": Implementation(
+            lambda: Kernel(_tiled_forward, _tiled_backward),
+            remark=instead_of("flash", "expect it to be several times slower"),
+        ),
+    },
+)
+
+
+def attention_kernel(device: torch.device, dtype: torch.dtype, D: int, Dv: int, recurring: bool) -> Choice:
+    """The kernel of a block of attention; `recurring`: its lengths recur in every batch."""
+    facts = {"recurring": int(recurring), "deterministic": int(torch.are_deterministic_algorithms_enabled())}
+    return ATTENTION.choose("auto", device, dtype, D=D, Dv=Dv, **facts)
+
+
+def whole_streams(packed: Choice, device: torch.device, dtype: torch.dtype, dims: Mapping[str, int]) -> Choice:
+    """The choice for documents of any length, with a remark if lengths that recur take another kernel."""
+    recurring = attention_kernel(device, dtype, dims["D"], dims["Dv"], recurring=True).implementation
+    if recurring == packed.implementation:
+        return packed
+    where = f"and {recurring} for whole streams and fragments of them"
+    return packed._replace(why="; ".join(filter(None, (where, packed.why))))

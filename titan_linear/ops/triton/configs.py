@@ -1,4 +1,4 @@
-"""Block sizes, warps and pipeline stages of the delta rule's kernels, by architecture and shape.
+"""Block sizes, warps and pipeline stages of the delta rule's kernels, by architecture and shape; where kernels run.
 
 Those for compute capability 9.0 were chosen by measurement; `python -m tools.tune_ops` times candidates and checks the
 numbers of each. Those for other generations fit the shared memory there and spill little, but have never been run.
@@ -7,9 +7,26 @@ Nothing is tuned at run time.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import cache
+from importlib.util import find_spec
+from typing import Any
 
 import torch
+
+from titan_linear.ops.runtime.support import (
+    HALF,
+    Check,
+    Implementation,
+    Target,
+    capability,
+    dims_up_to,
+    dotted,
+    dtype_in,
+    instead_of,
+    on_gpu,
+    short,
+)
 
 Config = dict[str, int]
 
@@ -118,14 +135,7 @@ CONFIGS: dict[tuple[int, int], dict[str, dict[tuple[int, int], Config]]] = {
 
 
 MEASURED = ((9, 0),)  # compute capabilities on which these were run
-
-
-@cache
-def capability(device: torch.device) -> tuple[int, int] | None:
-    """The compute capability of a GPU, None for other devices. On a host without a GPU, that of the measured one."""
-    if device.type != "cuda":
-        return None
-    return torch.cuda.get_device_capability(device) if torch.cuda.is_available() else (9, 0)
+MAX_HEAD_DIM = 256  # K and V of the delta rules' kernels
 
 
 @cache
@@ -143,8 +153,8 @@ def largest_dim(own: tuple[int, int], family: str, size: int) -> int:
 
 @cache
 def architecture(device: torch.device) -> tuple[int, int]:
-    """The key of CONFIGS for a device on which the kernels are supported (ops/runtime/support.py says where). The
-    interpreter, and compilation without a GPU, take that of the measured GPU."""
+    """The key of CONFIGS for a device on which the kernels are supported (`KERNELS`). The interpreter, and compilation
+    without a GPU, take that of the measured GPU."""
     own = capability(device)
     return (9, 0) if own is None else shipped_for(own)
 
@@ -174,3 +184,60 @@ def config(kernel: str, x: torch.Tensor, dim: int, **limits: int) -> Config:
     own = architecture(x.device)
     chosen = CONFIGS[own][kernel][row(own, kernel, x.element_size(), dim)]
     return {name: min(value, limits.get(name, value)) for name, value in chosen.items()}
+
+
+# --- Where kernels run -----------------------------------------------------------------------------------------------
+
+
+def triton_installed(_: Target) -> str | None:
+    return None if find_spec("triton") else "Triton is not installed"
+
+
+def known_generation(t: Target) -> str | None:
+    if t.capability is None or shipped_for(t.capability):
+        return None
+    known = ", ".join(map(dotted, sorted(CONFIGS)))
+    return f"its kernels have no configurations for compute capability {dotted(t.capability)}, only for {known}"
+
+
+def has_configurations(family: str) -> Check:
+    """family: "kda" or "gdn". For use after the checks of the GPU's generation and of the dtype."""
+
+    def check(t: Target) -> str | None:
+        if t.capability is None:
+            return None
+        where = f"its kernels have no configurations for compute capability {dotted(t.capability)}"
+        limits = {size: largest_dim(shipped_for(t.capability), family, size) for size in (2, 4)}
+        if not any(limits.values()):
+            return where
+        if not (limit := limits[t.dtype.itemsize]):
+            return f"{where} and {short(t.dtype)}"
+        K, V = kernel_dims(t.dims["K"], t.dims["V"])
+        if max(K, widest_slice(V)) <= limit:
+            return None
+        dims = f"K = {t.dims['K']}, V = {t.dims['V']}"
+        return f"{where} and {dims}: K and the largest power of two that divides V may be {limit} at most"
+
+    return check
+
+
+def unmeasured(t: Target, _: Mapping[str, str | None]) -> str:
+    if shipped_for(t.capability) in MEASURED:
+        return ""
+    where = f"compute capability {dotted(t.capability)}"
+    return f"not measured on this GPU ({where}): its kernels were compiled for it, and never run"
+
+
+KERNELS = (on_gpu, triton_installed, known_generation, dtype_in(*HALF, torch.float32))
+
+
+def with_kernels(
+    kernels: Callable[[], Any], torch_code: Callable[[], Any], *needs: Check, slower: str = "many times slower"
+) -> dict[str, Implementation]:
+    """The implementations of an op in Triton and in PyTorch. needs: beside `KERNELS`; slower: PyTorch, on a GPU."""
+    in_torch = Implementation(torch_code, remark=instead_of("triton", f"expect it to be {slower}"))
+    return {"triton": Implementation(kernels, (*KERNELS, *needs), unmeasured), "torch": in_torch}
+
+
+def delta_rule_needs(family: str) -> tuple[Check, ...]:
+    return dims_up_to(MAX_HEAD_DIM, "K", "V"), has_configurations(family)

@@ -149,7 +149,7 @@ def fold_segments_kernel(
         tl.debug_barrier()  # the next segment reads all rows
 
 
-@operator(kept_by=("selective",), of_driver=True)
+@operator(kept_by=("selective",), kind="segments", of_driver=True)
 def fold_segments(
     S_ext: Tensor, M: Tensor, start: Tensor | None, index: Tensor | None, segment_offsets: Tensor, reverse: bool
 ) -> Tensor:

@@ -93,7 +93,7 @@ def _launch_prepare(q, k, g, beta, A_log, dt_bias, C, A, gates, norms, cu_seqlen
     )
 
 
-@operator(kind="delta rule", of_driver=True)
+@operator(kind="delta rule", of_driver=True, prepares="forward")
 def gdn_prepare(
     q: Tensor,
     k: Tensor,
@@ -124,7 +124,7 @@ def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, chunk_index, chunk_offsets, sca
     return torch.empty_like(A), A, gates, norms
 
 
-@operator(kind="delta rule", of_driver=True)
+@operator(kind="delta rule", of_driver=True, prepares="backward")
 def gdn_recompute(
     q: Tensor,
     k: Tensor,

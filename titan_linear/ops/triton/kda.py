@@ -118,7 +118,7 @@ def _launch_prepare(
     )
 
 
-@operator(kind="delta rule", of_driver=True)
+@operator(kind="delta rule", of_driver=True, prepares="forward")
 def kda_prepare(
     q: Tensor,
     k: Tensor,
@@ -166,7 +166,7 @@ def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, chunk_index, *_):
     return *_recomputed(q, g, chunk_index), *_matrices(q, g, chunk_index)
 
 
-@operator(kind="delta rule", of_driver=True)
+@operator(kind="delta rule", of_driver=True, prepares="backward")
 def kda_recompute(
     q: Tensor,
     k: Tensor,

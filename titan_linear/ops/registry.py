@@ -1,0 +1,47 @@
+"""The table of all ops of which a run chooses the implementation: a new op adds its line here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from titan_linear.ops.convolution import CONVOLUTION
+from titan_linear.ops.cross_entropy import CROSS_ENTROPY
+from titan_linear.ops.experts import GROUPED_LINEAR
+from titan_linear.ops.gated_delta_rule import GDN
+from titan_linear.ops.kda import KDA
+from titan_linear.ops.runtime.support import Choice
+from titan_linear.ops.swiglu import SWIGLU
+from titan_linear.ops.torch.attention import ATTENTION, whole_streams
+
+OPS = {op.name: op for op in (KDA, GDN, CONVOLUTION, ATTENTION, SWIGLU, GROUPED_LINEAR, CROSS_ENTROPY)}
+
+
+def choose_implementations(
+    requests: Mapping[str, Mapping[str, int]], impl: str, device: torch.device, dtype: torch.dtype
+) -> dict[str, Choice]:
+    """op -> what a run will use, given the dims that it needs of each op: {"chunk_kda": {"K": 128, "V": 128}, ...}.
+
+    For attention {"D", "Dv"} that is the kernel of packed documents. It and grouped_linear, for which we have no
+    kernels, take the fastest whatever `impl` says.
+
+    Raises:
+        ValueError: as `Op.choose`; the message names the key model.impl.
+    """
+    choices = {}
+    for name, dims in requests.items():
+        op = OPS[name]
+        try:
+            choices[name] = op.choose(impl if "triton" in op.implementations else "auto", device, dtype, **dims)
+        except ValueError as error:
+            raise ValueError(f"model.{error}") from None
+    if ATTENTION.name in choices:
+        choices[ATTENTION.name] = whole_streams(choices[ATTENTION.name], device, dtype, requests[ATTENTION.name])
+    return choices
+
+
+def start_lines(choices: Mapping[str, Choice]) -> list[str]:
+    """What a run prints about its ops: one line for all of them, then one for each that has a remark."""
+    names = ", ".join(f"{op}: {choice.implementation}" for op, choice in choices.items())
+    return [f"ops {names}", *(f"  {choice.remark(op)}" for op, choice in choices.items() if choice.why)]
