@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,11 +12,8 @@ from tests.refusals import is_refused
 from tests.worlds import World
 from titan_linear.config import Config
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.presets import preset
-from titan_linear.observe.flops import training_flops
-from titan_linear.planner.memory import parameters
 from tools import bench_train
-from tools.bench_train import COLUMNS, Fla, Row, at_depth, largest_costs, line
+from tools.bench_train import COLUMNS, Fla, Row, largest_costs, line
 
 SMALL = ["--models", "hybrid/debug", "--seq-len", "128", "--documents", "40", "--steps", "2", "--warmup", "0"]
 
@@ -59,25 +55,18 @@ def test_streams_of_the_keys(worlds: Callable[[int], World], tmp_path: Path) -> 
     assert row.in_step.pairs == 2 * 31 * 32 / 2  # a document is its 30 bytes and an end
 
 
-def test_the_whole_depth_from_two(worlds: Callable[[int], World]) -> None:
-    argv = [*SMALL, "--layers", "3", "6", "--", "--metrics.peak_tflops=1"]
-    few, more, whole = worlds(1).run(measured_on_rank, argv)[0]
-    assert (few.layers, more.layers, whole.layers) == (3, 6, 3) and more.flops > few.flops
-    assert whole.step_ms == pytest.approx(few.step_ms) and whole.flops == pytest.approx(few.flops, rel=0.1)
-    deep = replace(preset("hybrid", "debug"), num_layers=12)
-    assert at_depth(few, more, deep).step_ms == pytest.approx(few.step_ms + 3 * (more.step_ms - few.step_ms))
-    assert at_depth(few, more, deep).flops == training_flops(deep, more.in_step)
-    assert few.mfu_of_parameters == pytest.approx(6e-12 * parameters(preset("hybrid", "debug")) * few.tokens_per_second)
+def test_layers_of_a_cut_model(worlds: Callable[[int], World]) -> None:
+    (row,) = worlds(1).run(measured_on_rank, [*SMALL, "--layers", "6"])[0]
+    assert row.layers == 6
 
 
 def test_a_refusal_of_fla_is_said_and_the_others_go_on() -> None:
     def refuse(config: Config, model: ModelConfig) -> Fla:
         raise RuntimeError(f"{model.num_layers} layers\nare too many")
 
-    args, keys = bench_train.parse([*SMALL, "--layers", "3", "6"])
+    args, keys = bench_train.parse(SMALL)
     ((name, config),) = bench_train.configurations(args, keys, 1)
-    said = [f"hybrid/debug, {layers} layers: no row of FLA: {layers} layers" for layers in (3, 6)]
-    assert list(bench_train._depths(args, name, config, refuse)) == said
+    assert bench_train._row_or_reason(args, name, config, refuse) == "hybrid/debug: no row of FLA: 3 layers"
 
 
 @pytest.mark.cuda
@@ -92,8 +81,7 @@ def test_a_row_of_a_gpu(worlds: Callable[..., World]) -> None:
     [
         (["--documents", "few"], "--documents 'few' must be 'one', 'run', or"),
         (["--steps", "0"], "--steps 0 must be 1 or more"),
-        (["--layers", "0"], "--layers 0 must be different numbers from 1"),
-        (["--models", "hybrid/340M", "--layers", "4", "6"], "--layers: two depths must be multiples of 4"),
+        (["--layers", "-1"], "command line: model.num_layers = -1 must be"),
         (["--models", "kda/7B"], "model.flavor = '7B' is unknown"),
         (["--checkpointing", "some"], "command line: activation_checkpoint.mode = 'some' must be"),
         (["--seq-len", "30", "--", "--parallelism.context_parallel_degree=4"], "parallelism: "),

@@ -6,7 +6,7 @@
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops kda --heads 16 --tokens 131072 --layouts contiguous whole
     torchrun --nproc-per-node 4 -m tools.bench_cp --compiled                # as a run with compile.enable has them
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops ulysses --heads 32 --key-heads 8 --documents web mixed
-    torchrun --nproc-per-node 4 -m tools.bench_cp --peers                   # beside FLA and torch; takes minutes
+    torchrun --nproc-per-node 4 -m tools.bench_cp --peers                   # beside FLA; takes minutes
     python -m tools.bench_cp --estimate H200 --heads 32                     # nothing is run
 
 Milliseconds of the slowest rank, forward and forward + backward, in bfloat16. "GPU": the median from the first kernel
@@ -17,11 +17,9 @@ one document on one GPU, without context parallelism; layout "whole": likewise, 
 attention, TFLOP/s per GPU on the pairs that the mask leaves. Documents: "one", "packed" (ten), "web" (log-normal
 lengths with a median of 1,000 tokens), "mixed" (a median of 4,000, with long ones among them). Heads are 128 × 128.
 
---peers: below our rows, those of peers on the same inputs, never compiled. FLA's KCP and its convolution, if
-flash-linear-attention is installed; at the first call of an op with a new number of heads it autotunes for minutes, and
-keeps what it found in Triton's cache. Its GDN runs without its guard against wrong numbers on Hopper: times only.
-torch's `context_parallel` with cuDNN's attention, for one document in zig-zag: its rotation "allgather" below
-all-gather, "alltoall" below the ring.
+--peers: below our rows, those of FLA's KCP and its convolution on the same inputs, never compiled; at the first call of
+an op with a new number of heads it autotunes for minutes, and keeps what it found in Triton's cache. Its GDN runs
+without its guard against wrong numbers on Hopper: times only.
 
 --estimate: from rates measured on a GPU (rates/, tools/bench_rates.py) and the planner's account of each operator, the
 part of a layer's communication that is exposed, forward and backward, as a share of the op's own time on a rank, by
@@ -34,50 +32,41 @@ import argparse
 import math
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from importlib.util import find_spec
 from itertools import product
-from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.process import run_command
 from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.observe.traces import Event, communicates, events_of, on_device, span_of, summary
-from titan_linear.ops import attention, build_cp_context, causal_conv1d, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops import attention, build_cp_context
 from titan_linear.planner.memory import Batch, layers
 from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
+from tools.bench_ops import OPS, PACKED, TAPS, Case, Inputs, fla_op, randn, timed
 
-TEN = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)  # boundaries in 32768 tokens
 D = 128
-ROUNDS, PROFILED = 60, 5
-Inputs = dict[str, torch.Tensor]
+PROFILED = 5  # rounds
 Row = tuple[str, str, str]  # whose op ("" for ours), documents, layout
 METHODS, LAYOUTS = ("ring", "allgather", "ulysses"), ("contiguous", "zigzag")
-OPTIONS: dict[str, dict[str, Any]] = {"kda": {"safe_gate": True}, "gdn": {}, "conv": {"activation": "silu"}}
-ROTATIONS = {"ring": "alltoall", "allgather": "allgather"}  # torch's rotation for each of our methods that resembles it
 LENGTHS = {"web": (1000, 1.0), "mixed": (4000, 1.5)}  # documents' lengths: median, and standard deviation of the log
 SMALL = 0.05  # share of the op's time
 
 
 def boundaries(documents: str, T: int) -> torch.Tensor:
-    """[N+1] int32 on the CPU: "one" document, TEN scaled to T tokens, or random documents, the same on all ranks."""
+    """[N+1] int32 on the CPU: "one" document, PACKED scaled to T tokens, or random documents, the same on all ranks."""
     if documents in LENGTHS:
         return torch.from_numpy(random_documents(documents, T, seed=0)).int()
-    edges = TEN if documents == "packed" else (0, TEN[-1])
-    return torch.tensor([e * T // TEN[-1] for e in edges], dtype=torch.int32)
+    edges = PACKED if documents == "packed" else (0, PACKED[-1])
+    return torch.tensor([e * T // PACKED[-1] for e in edges], dtype=torch.int32)
 
 
 def random_documents(kind: str, T: int, seed: int) -> np.ndarray:
@@ -88,44 +77,23 @@ def random_documents(kind: str, T: int, seed: int) -> np.ndarray:
     return np.concatenate([[0], ends[ends < T], [T]])
 
 
+def case_of(op: str, T: int, H: int) -> Case:
+    """The convolution has the channels of q, k and v."""
+    return Case(op, T, H, 3 * H if op == "conv" else H, D, D)
+
+
 def make_inputs(op: str, T: int, H: int, Hkv: int) -> Inputs:
-    def randn(*shape: int) -> torch.Tensor:
-        return torch.randn(1, T, *shape, device="cuda")
-
-    if op == "conv":
-        return {"x": randn(3 * H * D).bfloat16(), "weight": torch.randn(3 * H * D, 4, device="cuda").bfloat16()}
-    if op in METHODS:
-        return {name: randn(heads, D).bfloat16() for name, heads in zip("qkv", (H, Hkv, Hkv))}
-    q, k = (torch.nn.functional.normalize(randn(H, D), dim=-1).bfloat16() for _ in "qk")
-    g = -5 * torch.rand(1, T, H, D, device="cuda") if op == "kda" else -torch.rand(1, T, H, device="cuda")
-    return {"q": q, "k": k, "v": randn(H, D).bfloat16(), "g": g, "beta": torch.rand(1, T, H, device="cuda").bfloat16()}
+    if op not in METHODS:
+        return case_of(op, T, H).inputs()
+    return {name: randn(1, T, heads, D).bfloat16() for name, heads in zip("qkv", (H, Hkv, Hkv))}
 
 
-def function(op: str) -> Callable[..., torch.Tensor]:
+def function(op: str, fn: Callable[..., Any] | None = None) -> Callable[..., torch.Tensor]:
+    """An op with the options that it is timed with, without its final state. fn: a peer's, in place of ours."""
     if op in METHODS:
         return partial(attention, method=op)
-    fn = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule, "conv": causal_conv1d}[op]
-    return lambda **x: fn(**x, **OPTIONS[op])[0]
-
-
-def timed(fn: Callable[[], Any], flush: torch.Tensor) -> tuple[float, float]:
-    """Milliseconds: the median on this GPU, the least on its host. Ranks start together; `flush` lets the host lead."""
-    for _ in range(3):
-        fn()
-    spans, host = [], []
-    for _ in range(ROUNDS):
-        torch.cuda.synchronize()
-        dist.barrier()
-        flush.zero_()
-        span = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        begin = time.perf_counter()
-        span[0].record()
-        fn()
-        span[1].record()
-        host.append(1e3 * (time.perf_counter() - begin))
-        torch.cuda.synchronize()
-        spans.append(span[0].elapsed_time(span[1]))
-    return median(spans), min(host)
+    fn, options = fn or OPS[op], case_of(op, 0, 1).options
+    return lambda **x: fn(**x, **options)[0]
 
 
 def exposed(fn: Callable[[], Any], flush: torch.Tensor) -> float:
@@ -148,14 +116,14 @@ def after_flush(events: Sequence[Event]) -> list[Event]:
     return [e for e in ran if e["ts"] >= end]
 
 
-def measure(fn: Callable[..., torch.Tensor], x: Inputs, options: dict[str, Any], flush: torch.Tensor) -> list[float]:
+def measure(fn: Callable[..., torch.Tensor], x: Inputs, flush: torch.Tensor) -> list[float]:
     """The slowest rank's GPU forward, host forward, GPU forward + backward, host forward + backward, and exposed."""
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
-    dy = torch.randn_like(fn(**x, **options))
+    dy = torch.randn_like(fn(**x))
     with torch.no_grad():
-        forward = timed(lambda: fn(**x, **options), flush)
+        forward = timed(lambda: fn(**x), flush)
     with torch.autograd.set_multithreading_enabled(False):  # as in the trainer
-        step = lambda: torch.autograd.grad(fn(**x, **options), list(x.values()), dy)  # noqa: E731
+        step = lambda: torch.autograd.grad(fn(**x), list(x.values()), dy)  # noqa: E731
         both, alone = timed(step, flush), exposed(step, flush)
     times = torch.tensor([*forward, *both, alone], device="cuda", dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
@@ -172,28 +140,16 @@ def tflops(H: int, bounds: torch.Tensor, ranks: int, times: Sequence[float]) -> 
 # --- What a row times ------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Call:
-    """A function, its inputs and options, and the context manager within which it is called."""
-
-    fn: Callable[..., torch.Tensor]
-    inputs: Inputs
-    options: dict[str, Any]
-    within: AbstractContextManager[Any] = field(default_factory=nullcontext)
-
-
-def rows(op: str, documents: Sequence[str], layouts: Sequence[str], peers: Sequence[str]) -> Iterator[Row]:
-    """The rows of an op; a peer's row comes below ours for the same work."""
+def rows(op: str, documents: Sequence[str], layouts: Sequence[str], fla: bool) -> Iterator[Row]:
+    """The rows of an op; FLA's comes below ours for the same work."""
     yield "", "one", "alone"
     for of, layout in product(documents, layouts):
         yield "", of, layout
-        if "FLA" in peers and op in OPTIONS and layout in LAYOUTS:
+        if fla and op in OPS and layout in LAYOUTS:
             yield "FLA", of, layout
-        if "torch" in peers and op in ROTATIONS and (of, layout) == ("one", "zigzag"):
-            yield "torch", of, layout
 
 
-def ours(fn: Callable[..., torch.Tensor], compiled: bool, x: Inputs, cu: torch.Tensor, layout: str) -> Call:
+def ours(fn: Callable[..., torch.Tensor], compiled: bool, cu: torch.Tensor, layout: str) -> Callable[..., torch.Tensor]:
     """Our op, on all ranks in this layout, or on each rank alone."""
     if layout in LAYOUTS and dist.get_world_size() > 1:
         context = build_cp_context(cu.cuda(), dist.group.WORLD, layout=layout, cu_seqlens_cpu=cu)
@@ -201,69 +157,38 @@ def ours(fn: Callable[..., torch.Tensor], compiled: bool, x: Inputs, cu: torch.T
         context = build_cp_context(cu.cuda(), rank=0, world_size=1, cu_seqlens_cpu=cu)
     if compiled:
         context.mark_dynamic()
-    return Call(fn, x, {"cp_context": context})
+    return partial(fn, cp_context=context)
 
 
-def fla(op: str, x: Inputs, cu: torch.Tensor, layout: str) -> Call:
+def fla(op: str, cu: torch.Tensor, layout: str) -> Callable[..., torch.Tensor]:
     """flash-linear-attention's equivalent function, which takes the same tensors."""
     from fla.ops.cp import build_cp_context as context_of
 
-    from tools.bench_ops import peers
-
-    fn, width = peers(op, unguarded=True)["FLA"], x["weight"].shape[1] if op == "conv" else None
+    width = TAPS if op == "conv" else None
     context = context_of(cu.cuda(), dist.group.WORLD, conv1d_kernel_size=width, cu_seqlens_cpu=cu, layout=layout)
-    return Call(lambda **x: fn(**x, **OPTIONS[op])[0], x, {"cp_context": context})
-
-
-def torch_peer(op: str, x: Inputs, cu: torch.Tensor, layout: str) -> Call:
-    """torch's `context_parallel`, on tensors in the shape that it needs, [1, H, T/W, D]."""
-    assert layout == "zigzag" and len(cu) == 2
-    x = {name: t.transpose(1, 2).contiguous() for name, t in x.items()}
-    return Call(torch_attention, x, {}, torch_context_parallel(int(cu[-1]), ROTATIONS[op], x["q"].device.type))
-
-
-def torch_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    sdpa = torch.nn.functional.scaled_dot_product_attention  # looked up at each call: `context_parallel` replaces it
-    return sdpa(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
-
-
-@contextmanager
-def torch_context_parallel(T: int, rotation: str, device: str) -> Iterator[torch.Tensor]:
-    """Within, torch's attention covers all ranks' tokens, forward and backward. Yields this rank's tokens, [T/W]."""
-    from torch.distributed.tensor.experimental import context_parallel
-    from torch.distributed.tensor.experimental._attention import set_rotate_method
-
-    set_rotate_method(rotation)
-    mesh, tokens = DeviceMesh.from_group(dist.group.WORLD, device), torch.arange(T, device=device)
-    with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[0]), sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-        yield tokens
+    return partial(function(op, fla_op(op)), cp_context=context)
 
 
 # --- The table -------------------------------------------------------------------------------------------------------
 
 
 def print_rows(args: argparse.Namespace, flush: torch.Tensor) -> None:
-    W, first = dist.get_world_size(), dist.get_rank() == 0
-    peers = [*(["FLA"] if find_spec("fla") else []), "torch"] if args.peers else []
+    ranks, first = dist.get_world_size(), dist.get_rank() == 0
     if first:
-        if args.peers and "FLA" not in peers:
-            print("flash-linear-attention is not installed: no rows of it\n")
         print("| op | T | heads | documents | layout | GPU fwd | host | GPU fwd + bwd | host | exposed | |")
         print("|---" * 11 + "|")
     for op, T, H in product(args.ops, args.tokens, args.heads):
-        x, fn = make_inputs(op, T // W, H, args.key_heads or H), function(op)
+        x = make_inputs(op, T // ranks, H, args.key_heads or H)
+        fn = function(op)
         if args.compiled:
             torch.compiler.reset()
             fn = torch.compile(fn, fullgraph=True)
-        by = {"": partial(ours, fn, args.compiled), "FLA": partial(fla, op), "torch": partial(torch_peer, op)}
-        for whose, documents, layout in rows(op, args.documents, args.layouts, peers):
-            cu = boundaries(documents, T // W if layout == "alone" else T)
+        for whose, documents, layout in rows(op, args.documents, args.layouts, args.peers):
+            cu = boundaries(documents, T // ranks if layout == "alone" else T)
             inputs = make_inputs(op, T, H, args.key_heads or H) if layout == "whole" else x
-            call = by[whose](inputs, cu, layout)
-            with call.within:
-                times = measure(call.fn, call.inputs, call.options, flush)
+            times = measure(fla(op, cu, layout) if whose else ours(fn, args.compiled, cu, layout), inputs, flush)
             if first:
-                rates = tflops(H, cu, W if layout in LAYOUTS else 1, times) if op in METHODS else ""
+                rates = tflops(H, cu, ranks if layout in LAYOUTS else 1, times) if op in METHODS else ""
                 name = f"{op}, {whose}" if whose else op
                 cells = [name, T, H, documents, layout, *(f"{t:.2f}" if math.isfinite(t) else "–" for t in times)]
                 print(f"| {' | '.join(map(str, [*cells, rates]))} |", flush=True)
@@ -310,7 +235,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.bench_cp", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    ops = ["kda", "gdn", "conv", *METHODS]
+    ops = [*OPS, *METHODS]
     parser.add_argument("--ops", nargs="+", default=ops, choices=ops)
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768])
     parser.add_argument("--heads", type=int, nargs="+", default=[64])
@@ -318,9 +243,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--documents", nargs="+", default=["one", "packed"], choices=["one", "packed", *LENGTHS])
     parser.add_argument("--layouts", nargs="+", default=LAYOUTS, choices=[*LAYOUTS, "whole"])
     parser.add_argument("--compiled", action="store_true", help="compile the ops with torch.compile")
-    parser.add_argument(
-        "--peers", action="store_true", help="also time FLA's KCP, if installed, and torch's context_parallel"
-    )
+    parser.add_argument("--peers", action="store_true", help="also time FLA's KCP")
     parser.add_argument(
         "--estimate", choices=sorted(shipped()), metavar="GPU", help="plan instead of running, for %(choices)s"
     )
@@ -329,6 +252,9 @@ def main(argv: list[str]) -> int:
         tokens = [2**n for n in range(11, 18)]
         print("\n\n".join(estimate(args.estimate, (4, 8), tokens, H, args.key_heads or H) for H in args.heads))
         return 0
+    if args.peers and not find_spec("fla"):
+        print("error: --peers needs flash-linear-attention, which is not installed here", file=sys.stderr)
+        return 2
     if not torch.cuda.is_available() or "LOCAL_RANK" not in os.environ:
         why = "there is no GPU here" if not torch.cuda.is_available() else "torchrun starts it, a process on each GPU"
         print(f"error: tools.bench_cp times the ops on several GPUs: {why}", file=sys.stderr)

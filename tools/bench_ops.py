@@ -6,26 +6,23 @@
     python -m tools.bench_ops --ops kda gdn --heads 16/32 16/64 --gates log raw --peers
     python -m tools.bench_ops --ops kda --tokens 8192 --heads 64
     python -m tools.bench_ops --ops gdn --tokens 32768 --heads 30 --dims 96x192 128x256
-    python -m tools.bench_ops --first-call        # seconds of a process's first forward + backward, compiling included
 
-Median milliseconds on the GPU, forward and forward + backward, with a cold L2 cache and the host ahead, as in a
-training step (`timed`); q and k are normalised beforehand; all in bfloat16. --gates log: float32 log decays, computed
-beforehand; raw: bfloat16 projections, as our mixers and FLA's give them, of which the op computes the decays. Heads are
-K × V = 128 × 128, or as `--dims` says; 16/64: 16 query and 64 value heads. "packed" has ten documents. The floor is the
-bytes of inputs, outputs and gradients divided by the copy bandwidth measured in the same run; GB/s are those bytes
-divided by the time, TFLOP/s count the chunked algorithm's products (`flops`). "kept": bytes per token and value head
-held between forward and backward, apart from inputs and output. "peak": GiB above the inputs. "host": the milliseconds
-that the host takes to queue forward + backward; if they exceed the GPU's time, the GPU waits.
+Milliseconds on the GPU, forward and forward + backward, with a cold L2 cache and the host ahead, as in a training step
+(`timed`); q and k are normalised beforehand; all in bfloat16. --gates log: float32 log decays, computed beforehand;
+raw: bfloat16 projections, as our mixers and FLA's give them, of which the op computes the decays. Heads are K × V =
+128 × 128, or as `--dims` says; 16/64: 16 query and 64 value heads. "packed" has ten documents. The floor is the bytes
+of inputs, outputs and gradients divided by the copy bandwidth measured in the same run; GB/s are those bytes divided by
+the time, TFLOP/s count the chunked algorithm's products (`flops`). "kept": bytes per token and value head held between
+forward and backward, apart from inputs and output. "peak": GiB above the inputs. "host": the milliseconds that the host
+takes to queue forward + backward; if they exceed the GPU's time, the GPU waits. FLA's GDN runs without its guard
+against wrong numbers on Hopper: times only.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-import multiprocessing
-import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,6 +32,7 @@ from statistics import median
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from triton.testing import do_bench
 
 from titan_linear.distributed.process import run_command
@@ -42,9 +40,10 @@ from titan_linear.ops import causal_conv1d, chunk_gated_delta_rule, chunk_kda
 
 PACKED = (0, 2960, 5212, 9513, 13567, 17443, 20634, 23521, 26281, 31785, 32768)
 C = 64  # tokens per chunk
-W = 4  # taps of the convolution
+TAPS = 4  # of the convolution
 ROUNDS = 40
 DEVICE = "cuda"
+OPS = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule, "conv": causal_conv1d}
 Inputs = dict[str, torch.Tensor]
 
 
@@ -76,7 +75,7 @@ class Case:
     def inputs(self) -> Inputs:
         T, H, HV, K, V = self.T, self.H, self.HV, self.K, self.V
         if self.op == "conv":
-            return {"x": randn(1, T, HV * K).bfloat16(), "weight": randn(HV * K, W).bfloat16()}
+            return {"x": randn(1, T, HV * K).bfloat16(), "weight": randn(HV * K, TAPS).bfloat16()}
         q, k = (torch.nn.functional.normalize(randn(1, T, H, K), dim=-1).bfloat16() for _ in range(2))
         beta = torch.rand(1, T, HV, device=DEVICE).bfloat16()
         x = {"q": q, "k": k, "v": randn(1, T, HV, V).bfloat16(), "beta": beta}
@@ -87,35 +86,23 @@ class Case:
         return {**x, "g": least * torch.rand(1, T, *gate, device=DEVICE)}
 
 
-OPS = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule, "conv": causal_conv1d}
-
-
 def flops(op: str, K: int, V: int) -> tuple[int, int]:
     """FLOPs per token and head: (forward, forward and backward)."""
     if op == "conv":
-        return 2 * W * K, 6 * W * K
+        return 2 * TAPS * K, 6 * TAPS * K
     # q·S, k·S, kᵀN; the two chunk matrices and their use. Backward: the states again, their reverse scan, gradients.
     forward = 6 * K * V + 4 * C * K + 4 * C * V
     return forward, forward + 16 * K * V + 8 * C * K + 10 * C * V
 
 
-def peers(op: str, unguarded: bool = False) -> dict[str, Callable[..., Any]]:
-    """The equivalent functions of the peers that are installed.
+# --- Peers -----------------------------------------------------------------------------------------------------------
 
-    unguarded: lift FLA's refusal of Triton kernels that give wrong numbers on Hopper: times only.
-    """
+
+def peers(op: str) -> dict[str, Callable[..., Any]]:
+    """The equivalent functions of the peers that are installed."""
     found: dict[str, Callable[..., Any]] = {}
     if find_spec("fla"):
-        if op == "conv":
-            from fla.modules.causal_conv1d import causal_conv1d as peer
-        elif op == "kda":
-            from fla.ops.kda import chunk_kda as peer
-        else:
-            from fla.ops.common import chunk_o
-            from fla.ops.gated_delta_rule import chunk_gated_delta_rule as peer
-
-            chunk_o.TRITON_ABOVE_3_7_1 |= unguarded
-        found["FLA"] = peer
+        found["FLA"] = fla_op(op)
     if op == "gdn" and find_spec("flash_qla"):
         from flash_qla import chunk_gated_delta_rule as peer
 
@@ -125,20 +112,26 @@ def peers(op: str, unguarded: bool = False) -> dict[str, Callable[..., Any]]:
     return found
 
 
-def cudnn_kda(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    g: torch.Tensor,
-    beta: torch.Tensor,
-    *,
-    cu_seqlens: torch.Tensor,
-    safe_gate: bool,
-) -> tuple[torch.Tensor, None]:
+def fla_op(op: str) -> Callable[..., Any]:
+    """FLA's function. Its refusal of Triton kernels that give wrong numbers on Hopper is lifted: times only."""
+    if op == "conv":
+        from fla.modules.causal_conv1d import causal_conv1d as peer
+    elif op == "kda":
+        from fla.ops.kda import chunk_kda as peer
+    else:
+        from fla.ops.common import chunk_o
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as peer
+
+        chunk_o.TRITON_ABOVE_3_7_1 = True
+    return peer
+
+
+def cudnn_kda(*, cu_seqlens: torch.Tensor, safe_gate: bool, **x: torch.Tensor) -> tuple[torch.Tensor, None]:
     """cuDNN's KDA under the arguments of ours; it wants beta in float32, and no batch."""
     from cudnn.linear_attention import kimi_delta_attention
 
-    o, _ = kimi_delta_attention(q[0], k[0], v[0], g[0], beta[0].float(), cu_seqlens)
+    q, k, v, g, beta = (x[name][0] for name in ("q", "k", "v", "g", "beta"))
+    o, _ = kimi_delta_attention(q, k, v, g, beta.float(), cu_seqlens)
     return o[None], None
 
 
@@ -149,22 +142,29 @@ def can_run(peer: str, case: Case) -> bool:
     return peer != "cuDNN" or case.H == case.HV
 
 
+# --- Measuring -------------------------------------------------------------------------------------------------------
+
+
 def timed(fn: Callable[[], Any], flush: torch.Tensor) -> tuple[float, float]:
-    """Median milliseconds of fn on the GPU, and of the host to queue it; writing `flush` gives the host a start."""
+    """Milliseconds of fn: the median on the GPU, and the least of the host to queue it, since others use the host too.
+    Ranks start together; writing `flush` gives the host a start."""
     for _ in range(3):
         fn()
     spans, host = [], []
     for _ in range(ROUNDS):
-        flush.zero_()
-        span = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        begin = time.perf_counter()
-        span[0].record()
-        fn()
-        span[1].record()
-        host.append(1e3 * (time.perf_counter() - begin))
-        spans.append(span)
         torch.cuda.synchronize()
-    return median(begin.elapsed_time(end) for begin, end in spans), median(host)
+        if dist.is_initialized():
+            dist.barrier()
+        flush.zero_()
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        then = time.perf_counter()
+        begin.record()
+        fn()
+        end.record()
+        host.append(1e3 * (time.perf_counter() - then))
+        torch.cuda.synchronize()
+        spans.append(begin.elapsed_time(end))
+    return median(spans), min(host)
 
 
 def measure(
@@ -197,6 +197,9 @@ def copy_bandwidth() -> float:
     return 2 * a.nbytes / do_bench(lambda: b.copy_(a), return_mode="median")
 
 
+# --- The table -------------------------------------------------------------------------------------------------------
+
+
 def needed_bytes(x: Inputs) -> tuple[int, int]:
     """Bytes to read the inputs and write the output; for both passes, also to read these again and write gradients."""
     inputs = sum(t.nbytes for t in x.values())
@@ -204,38 +207,14 @@ def needed_bytes(x: Inputs) -> tuple[int, int]:
     return inputs + output, 3 * inputs + 2 * output
 
 
-def row(x: Inputs, heads: int, work: tuple[int, int], bandwidth: float, measured: tuple[float, ...]) -> list[str]:
-    """The cells of figures of a row. work: the result of `flops`."""
+def figures(case: Case, x: Inputs, bandwidth: float, measured: tuple[float, ...]) -> list[str]:
+    """The cells of figures of a row. measured: the result of `measure`."""
     *times, host, kept, peak = measured
-    T, H, cells = x["v" if "v" in x else "x"].shape[1], heads, []
-    for ms, needed, flop in zip(times, needed_bytes(x), work, strict=True):
-        rates = f"{flop * T * H / ms / 1e9:.0f}", f"{needed / ms / 1e6:.0f}", f"{needed / bandwidth / ms:.0%}"
+    places, cells = case.T * case.HV, []
+    for ms, needed, flop in zip(times, needed_bytes(x), flops(case.op, case.K, case.V), strict=True):
+        rates = f"{flop * places / ms / 1e9:.0f}", f"{needed / ms / 1e6:.0f}", f"{needed / bandwidth / ms:.0%}"
         cells += [f"{ms:.2f}", *rates]
-    return [*cells, f"{kept / T / H:.0f}", f"{peak:.2f}", f"{host:.2f}"]
-
-
-def first_call(op: str, folder: str, seconds: Any) -> None:
-    """Put the seconds of the first call into `seconds`; for a process of its own, with an empty cache of kernels."""
-    os.environ["TRITON_CACHE_DIR"] = folder
-    fn, case = OPS[op], Case(op, 8192, 16, 16, 128, 128)
-    x = {name: t.requires_grad_() for name, t in case.inputs().items()}
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    y = fn(**x, **case.options)[0]
-    torch.autograd.grad(y, list(x.values()), torch.ones_like(y))
-    torch.cuda.synchronize()
-    seconds.put(time.perf_counter() - begin)
-
-
-def print_first_calls(ops: list[str]) -> None:
-    context = multiprocessing.get_context("spawn")
-    for op in ops:
-        with tempfile.TemporaryDirectory() as folder:
-            seconds = context.Queue()
-            process = context.Process(target=first_call, args=(op, folder, seconds))
-            process.start()
-            process.join()
-            print(f"{op}: first forward + backward {seconds.get(timeout=10):.1f} s")
+    return [*cells, f"{kept / places:.0f}", f"{peak:.2f}", f"{host:.2f}"]
 
 
 def print_rows(
@@ -258,8 +237,7 @@ def print_rows(
             print(f"{case.op} {name}{gates}: {str(error).partition(chr(10))[0]}", flush=True)
             continue
         setting = f"{case.op} {name}".strip() + gates, str(case.T), heads, f"{case.K}×{case.V}", documents
-        figures = row(x, case.HV, flops(case.op, case.K, case.V), bandwidth, measured)
-        print(f"| {' | '.join([*setting, *figures])} |", flush=True)
+        print(f"| {' | '.join([*setting, *figures(case, x, bandwidth, measured)])} |", flush=True)
 
 
 def head_dims(text: str) -> tuple[int, int]:
@@ -289,17 +267,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--gates", nargs="+", default=["log"], choices=["log", "raw"], help="(default: log)")
     parser.add_argument("--dims", type=head_dims, nargs="+", default=[(128, 128)], help="K and V (default: 128x128)")
     parser.add_argument("--peers", action="store_true", help="also time FLA, FlashQLA and cuDNN, where installed")
-    parser.add_argument(
-        "--fla-unguarded", action="store_true", help="let FLA take Triton kernels that it refuses: times only"
-    )
-    parser.add_argument("--first-call", action="store_true", help="only the time of a process's first call")
     args = parser.parse_args(argv)
     if not torch.cuda.is_available():
         print("error: tools.bench_ops times the kernels of a GPU, and there is none here", file=sys.stderr)
         return 2
-    if args.first_call:
-        print_first_calls(args.ops)
-        return 0
     bandwidth = copy_bandwidth()
     flush = torch.empty(12 << 30, dtype=torch.uint8, device=DEVICE)
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {bandwidth / 1e9:.2f} TB/s")
@@ -309,7 +280,7 @@ def main(argv: list[str]) -> int:
     for op, T, heads, dims, gate in product(args.ops, args.tokens, args.heads, args.dims, args.gates):
         if op == "conv" and gate != args.gates[0]:
             continue  # it has no gates
-        others = peers(op, args.fla_unguarded) if args.peers else {}
+        others = peers(op) if args.peers else {}
         for documents in ["one"] + ["packed"] * (PACKED[-1] == T):
             print_rows(Case(op, T, *heads, *dims, raw=gate == "raw"), documents, others, bandwidth, flush)
     return 0

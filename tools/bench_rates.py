@@ -50,6 +50,7 @@ from titan_linear.planner.timing import DIM
 GIB = 2**30
 ROUNDS = 5
 RULES: dict[str, Callable[..., Any]] = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule}
+IN_KERNEL = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
 
 
 class Bench:
@@ -247,27 +248,14 @@ def operators(bench: Bench) -> dict[str, tuple[float, float]]:
 
 def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *, may_split: bool) -> dict[str, float]:
     """Seconds by operator for one document, with the rule called as mixers call it."""
-    context = one_document(bench, may_split)
-    gates = (heads, DIM) if rule == "kda" else (heads,)
-    shapes = [(heads, DIM)] * 3 + [gates, (heads,)]
-    q, k, v, g, beta = inputs = [bench.randn(1, bench.tokens, *shape).requires_grad_() for shape in shapes]
-    inputs += [torch.zeros(n, device=bench.device).requires_grad_() for n in (heads, math.prod(gates))]
+    context, gates = one_document(bench, may_split), (heads, DIM) if rule == "kda" else (heads,)
+    shapes = dict.fromkeys("qkv", (heads, DIM)) | {"g": gates, "beta": (heads,)}
+    x = {name: bench.randn(1, bench.tokens, *shape) for name, shape in shapes.items()}
+    x |= {name: torch.zeros(n, device=bench.device) for name, n in (("A_log", heads), ("dt_bias", math.prod(gates)))}
+    inputs = [tensor.requires_grad_() for tensor in x.values()]
 
     def forward() -> torch.Tensor:
-        return RULES[rule](
-            q,
-            k,
-            v,
-            g,
-            beta,
-            A_log=inputs[5],
-            dt_bias=inputs[6],
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
-            cp_context=context,
-            **options,
-        )[0]
+        return RULES[rule](**x, **IN_KERNEL, cp_context=context, **options)[0]
 
     return by_operator(bench, (f"{rule}_scan", f"{rule}_backward"), forward, inputs)
 
@@ -287,22 +275,20 @@ def links(bench: Bench) -> dict[str, float] | None:
     if not dist.is_initialized():
         return None
     W = dist.get_world_size()
-    own = bench.randn((64 << 20) // 2 if bench.gpu else 4096)
+    own = bench.randn(W * ((64 << 20) // 2 // W if bench.gpu else 4096 // W))  # 64 MB, or a little less
     every = own.new_empty(W * len(own))
     part, small, others = own.new_empty(len(own) // W), bench.randn(W), bench.randn(W)
     latency = bench.seconds(lambda: dist.all_to_all_single(others, small))
+    moved = part.nbytes * (W - 1)
     exchanges: dict[str, tuple[int, Callable[[], object]]] = {
-        "all_gather": (own.nbytes * (W - 1), lambda: dist.all_gather_into_tensor(every, own)),
-        "reduce_scatter": (part.nbytes * (W - 1), lambda: dist.reduce_scatter_tensor(part, own[: W * len(part)])),
-        "all_to_all": (
-            part.nbytes * (W - 1),
-            lambda: dist.all_to_all_single(every[: W * len(part)], own[: W * len(part)]),
-        ),
+        "all_gather": (W * moved, lambda: dist.all_gather_into_tensor(every, own)),
+        "reduce_scatter": (moved, lambda: dist.reduce_scatter_tensor(part, own)),
+        "all_to_all": (moved, lambda: dist.all_to_all_single(every[: len(own)], own)),
     }
     rates = {}
-    for name, (moved, exchange) in exchanges.items():
+    for name, (sent, exchange) in exchanges.items():
         seconds = bench.seconds(exchange)
-        rates[name] = moved / max(seconds - latency, seconds / 2)
+        rates[name] = sent / max(seconds - latency, seconds / 2)
     return {"latency": latency, **rates}
 
 

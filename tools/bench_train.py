@@ -2,7 +2,7 @@
 
     python -m tools.bench_train --models kda/340M gdn/340M hybrid/340M --checkpointing none selective full
     python -m tools.bench_train --models kda/340M gdn/340M --fla -- --compile.enable true
-    python -m tools.bench_train --models qwen3.5/9B --layers 4 8 --documents 4096
+    python -m tools.bench_train --models qwen3.5/9B --layers 4 --documents 4096
     python -m tools.bench_train --models hybrid/340M --documents run -- --training.dataset stdlib
     torchrun --nproc-per-node 4 -m tools.bench_train --models hybrid/1.3B kda/1.3B --seq-len 131072 -- \\
         --parallelism.context_parallel_degree 4 --parallelism.context_parallel_layout zigzag
@@ -13,7 +13,6 @@ training.local_batch_size streams on each data-parallel rank, unless keys say ot
 temporary folder that all ranks can read, or with `--documents run` those of the keys' corpus. Nothing is saved.
 
     tokens/s/GPU, TFLOP/s, MFU   median of --steps steps after --warmup, of the slowest rank; FLOPs: docs/training.md
-    6 N                          MFU if each token took 6 FLOPs for each parameter; not for experts
     memory                       the most that PyTorch allocated in those steps, GiB, on the rank that had most
     MHz, W                       SM clock and power of the first rank's GPU, means over those steps (nvidia-ml-py)
     launches, idle               kernels and copies of one more step, under the profiler, and the share of the median
@@ -21,7 +20,6 @@ temporary folder that all ranks can read, or with `--documents run` those of the
     first step                   seconds, compilation included; the first row's is that of a new process. For empty
                                  caches set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to an empty folder
 
---layers with two numbers: also a row for the whole depth, on the line through the two rows' times.
 --fla: also FLA's own model of the same configuration, eager and compiled, with the kernels that FLA takes on this chip
 (tools/peers.py), if flash-linear-attention is installed; on one GPU. If FLA refuses or runs out of memory, its reason
 stands below the table's other rows. On the CPU only times are measured.
@@ -34,7 +32,6 @@ import gc
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -42,7 +39,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import date, timedelta
 from functools import partial
 from importlib.metadata import distributions
@@ -64,7 +61,6 @@ from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.observe.flops import peak_tflops, training_flops
 from titan_linear.observe.metrics import clock_and_power, peak_memory_gib
 from titan_linear.observe.traces import Cost, events_of, of_trace
-from titan_linear.planner.memory import parameters
 from titan_linear.run.build import model_without_tokenizer
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.optimizer import Reading
@@ -125,11 +121,11 @@ class Ours:
 class Fla:
     """FLA's model on the same streams."""
 
-    def __init__(self, config: Config, model: ModelConfig, compiled: bool, unguarded: bool):
+    def __init__(self, config: Config, model: ModelConfig, compiled: bool):
         device = own_device()
         checkpointing = config.activation_checkpoint.mode == "full"
-        self.name = "FLA" + ", unguarded" * unguarded + ", compiled" * compiled
-        found = fla_model(model, device, compiled=compiled, checkpointing=checkpointing, unguarded=unguarded)
+        self.name = "FLA, compiled" if compiled else "FLA"
+        found = fla_model(model, device, compiled=compiled, checkpointing=checkpointing)
         self.peer = Peer(config, found, fla_loss, device)
         self.begun = 0  # steps when documents were last asked for
         self.reading: Reading | None = None  # of the last step
@@ -166,7 +162,6 @@ class Row:
     step_ms: float  # median
     in_step: Documents  # of all GPUs, means over the steps
     flops: float  # of a step, of all GPUs
-    parameters: int | None  # None: not every token goes through all of them
     peak_tflops: float | None  # of one GPU
     memory_gib: float | None = None
     sm_clock_mhz: float | None = None
@@ -189,16 +184,8 @@ class Row:
     def mfu(self) -> float | None:
         return self.peak_tflops and self.tflops / self.peak_tflops
 
-    @property
-    def mfu_of_parameters(self) -> float | None:
-        if self.peak_tflops is None or self.parameters is None:
-            return None
-        return 6 * self.parameters * self.tokens_per_second / 1e12 / self.peak_tflops
 
-
-def measure(
-    subject: Ours | Fla, args: argparse.Namespace, device: torch.device, trace: Path | None
-) -> tuple[dict[str, Any], Documents]:
+def measure(subject: Ours | Fla, args: argparse.Namespace, device: torch.device) -> tuple[dict[str, Any], Documents]:
     """Fields of `Row`, of the slowest or fullest rank, and the mean documents of a step. Launches, costs, clock and
     power are this rank's."""
     first = _seconds(subject.step, device)
@@ -217,7 +204,7 @@ def measure(
     steps, documents = subject.documents()
     times = [end - begin for begin, end in pairwise(ends)]
     step, memory, first = _largest(median(times), peak_memory_gib(), first)
-    launches, busy, costs = profiled(subject.last_step, device, trace)
+    launches, busy, costs = profiled(subject.last_step, device)
     found = {
         "step_ms": 1e3 * step,
         "memory_gib": memory,
@@ -247,11 +234,9 @@ def _largest(*numbers: float) -> list[float]:
     return [max(column) for column in zip(*of_all_ranks(numbers, dist.group.WORLD), strict=True)]
 
 
-def profiled(
-    step: Callable[[], None], device: torch.device, trace: Path | None
-) -> tuple[int | None, float | None, list[Cost]]:
+def profiled(step: Callable[[], None], device: torch.device) -> tuple[int | None, float | None, list[Cost]]:
     """Number of launches of a step, the seconds in which one of them ran, and the ten largest costs; on a CPU only the
-    costs. A GPU's trace is kept as `trace`."""
+    costs."""
     kind = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
     with torch.profiler.profile(activities=[kind]) as profile:
         step()
@@ -259,7 +244,7 @@ def profiled(
     if device.type != "cuda":
         ops = sorted(profile.key_averages(), key=lambda op: -op.self_cpu_time_total)
         return None, None, [Cost(op.key, op.self_cpu_time_total / 1e3, op.count) for op in ops[:10]]
-    return of_trace(events_of(profile, trace))
+    return of_trace(events_of(profile))
 
 
 # --- Rows ------------------------------------------------------------------------------------------------------------
@@ -278,6 +263,7 @@ def configurations(args: argparse.Namespace, keys: list[str], ranks: int) -> lis
                 f"--activation_checkpoint.mode={mode}",
                 "--checkpoint.enable=false",
                 f"--training.steps={args.steps + args.warmup + 3}",  # the last one is not done: a step always follows
+                *([f"--model.num_layers={args.layers}"] if args.layers else []),
             ]
             config = load_config([*argv, *keys])
             if not any(key.startswith("--training.global_batch_size") for key in keys):
@@ -297,37 +283,28 @@ def measured(args: argparse.Namespace, keys: list[str]) -> Iterator[Row | str]:
         for name, config in configurations(args, [*keys, *corpus, f"--job.dump_folder={folder}"], ranks):
             kinds = [Ours]
             if args.fla and fla_has(model_without_tokenizer(config)) and config.activation_checkpoint.mode in FLA_MODES:
-                kinds += [partial(Fla, compiled=compiled, unguarded=args.fla_unguarded) for compiled in (False, True)]
+                kinds += [partial(Fla, compiled=compiled) for compiled in (False, True)]
             for kind in kinds:
-                yield from _depths(args, name, config, kind)
+                yield _row_or_reason(args, name, config, kind)
+                gc.collect()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
 
 
-def _depths(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Iterator[Row | str]:
-    """A row for each depth, and one for the whole depth if there are two."""
-    whole, rows = model_without_tokenizer(config), []
-    for layers in args.layers or [whole.num_layers]:
-        cut = config.model_copy(update={"model": config.model.model_copy(update={"num_layers": layers})})
-        try:
-            rows.append(_row(args, name, cut, kind))
-        except RuntimeError as error:
-            if kind is Ours:
-                raise
-            yield f"{name}, {layers} layers: no row of FLA: {str(error).partition(chr(10))[0]}"
-        else:
-            yield rows[-1]
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-    if len(rows) == 2:
-        yield at_depth(rows[0], rows[1], whole)
+def _row_or_reason(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row | str:
+    try:
+        return _row(args, name, config, kind)
+    except RuntimeError as error:
+        if kind is Ours:
+            raise
+        return f"{name}: no row of FLA: {str(error).partition(chr(10))[0]}"
 
 
 def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row:
     model, device, mode = model_without_tokenizer(config), own_device(), config.activation_checkpoint.mode
     torch.compiler.reset()  # torch compiles a function only a few times, fewer than there may be rows
     subject = kind(config, model)
-    trace = _trace(args, f"{name} {model.num_layers} {subject.name} {mode} {args.seq_len}")
-    found, documents = measure(subject, args, device, trace)
+    found, documents = measure(subject, args, device)
     return Row(
         model=name,
         layers=model.num_layers,
@@ -338,36 +315,9 @@ def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row
         gpus=dist.get_world_size(),
         in_step=documents,
         flops=training_flops(model, documents),
-        parameters=None if model.moe else parameters(model),
         peak_tflops=peak_tflops(config, device),
         **found,
     )
-
-
-def at_depth(few: Row, more: Row, whole: ModelConfig) -> Row:
-    """The row of the whole model, on the line through two rows of the same model cut to fewer layers."""
-    layer_ms = (more.step_ms - few.step_ms) / (more.layers - few.layers)
-    return replace(
-        more,
-        layers=whole.num_layers,
-        by=f"{more.by}, from {few.layers} and {more.layers} layers",
-        step_ms=few.step_ms + layer_ms * (whole.num_layers - few.layers),
-        flops=training_flops(whole, more.in_step),
-        parameters=None if whole.moe else parameters(whole),
-        memory_gib=None,
-        launches=None,
-        idle=None,
-        first_step_seconds=None,
-        costs=(),
-    )
-
-
-def _trace(args: argparse.Namespace, row: str) -> Path | None:
-    """Where the first rank writes a row's trace; None: nowhere."""
-    if not args.traces or dist.get_rank():
-        return None
-    args.traces.mkdir(parents=True, exist_ok=True)
-    return args.traces / f"{re.sub('[^A-Za-z0-9.]+', '_', row)}.json.gz"
 
 
 # Title, field of Row, format.
@@ -382,7 +332,6 @@ COLUMNS = (
     ("tokens/s/GPU", "tokens_per_second", ",.0f"),
     ("TFLOP/s", "tflops", ".3g"),
     ("MFU", "mfu", ".1%"),
-    ("6 N", "mfu_of_parameters", ".1%"),
     ("memory, GiB", "memory_gib", ".1f"),
     ("MHz", "sm_clock_mhz", ".0f"),
     ("W", "power_watts", ".0f"),
@@ -420,7 +369,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--models", nargs="+", default=["kda/340M"], help="NAME/FLAVOR of each row (default: kda/340M)")
     parser.add_argument("--seq-len", type=int, default=32768, help="tokens per stream (default: 32768)")
-    parser.add_argument("--layers", type=int, nargs="+", help="cut each model to so many layers; two: also the whole")
+    parser.add_argument("--layers", type=int, help="cut each model to so many layers")
     parser.add_argument(
         "--documents", default="one", help='"one" per stream, the mean tokens of packed ones, or "run": the keys\''
     )
@@ -428,11 +377,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--steps", type=int, default=10, help="timed steps (default: 10)")
     parser.add_argument("--warmup", type=int, default=3, help="untimed steps after the first (default: 3)")
     parser.add_argument("--fla", action="store_true", help="also time flash-linear-attention's models")
-    parser.add_argument(
-        "--fla-unguarded", action="store_true", help="let FLA take Triton kernels that it refuses: times only"
-    )
     parser.add_argument("--out", default="", help="JSON file to write all numbers to")
-    parser.add_argument("--traces", type=Path, help="folder for a trace of each row's profiled step")
     return parser.parse_args(own), keys
 
 
@@ -442,16 +387,12 @@ def check(args: argparse.Namespace, keys: list[str], ranks: int) -> None:
         raise ValueError(f"--documents {args.documents!r} must be 'one', 'run', or a mean length in tokens")
     if args.steps < 1 or args.warmup < 0:
         raise ValueError(f"--steps {args.steps} must be 1 or more, --warmup {args.warmup} 0 or more")
-    if args.layers and (min(args.layers) < 1 or len(set(args.layers)) < len(args.layers)):
-        raise ValueError(f"--layers {' '.join(map(str, args.layers))} must be different numbers from 1")
     if args.fla and not find_spec("fla"):
         raise ValueError("--fla needs flash-linear-attention, which is not installed here")
     if args.fla and (ranks > 1 or not torch.cuda.is_available()):
         raise ValueError("--fla times its models on one GPU; start one process, where there is a GPU")
     for _, config in configurations(args, keys, ranks):
-        period = len(model_without_tokenizer(config).pattern)
-        if args.layers and len(args.layers) == 2 and any(layers % period for layers in args.layers):
-            raise ValueError(f"--layers: two depths must be multiples of {period}, after which the layers repeat")
+        model_without_tokenizer(config)  # refuses a model that does not exist
 
 
 def header() -> str:

@@ -14,19 +14,21 @@ from __future__ import annotations
 import ast
 import io
 import os
-import re
 import sys
 import tempfile
 import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "titan_linear"
+FOLDERS = ("titan_linear", "tools", "tests")
+SIZES = ("files", "lines", "tokens", "statements")
 COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 
 
@@ -54,8 +56,7 @@ def sizes(folder: str) -> dict[str, Counter]:
     found: dict[str, Counter] = defaultdict(Counter)
     for file in sorted((ROOT / folder).rglob("*.py")):
         text = file.read_text(encoding="utf-8")
-        counts = {"files": 1, "lines": text.count("\n"), "tokens": tokens(text), "statements": statements(text)}
-        found[room(file)].update(counts)
+        found[room(file)].update(dict(zip(SIZES, (1, text.count("\n"), tokens(text), statements(text)))))
     return found
 
 
@@ -128,12 +129,9 @@ def trace(keys: list[str]) -> None:
     from titan_linear.config import load_config
     from titan_linear.distributed.groups import process_group
     from titan_linear.train import Trainer
+    from tools.peers import be_alone
 
-    alone = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
-    for name, value in {**alone, "MASTER_PORT": "29531"}.items():
-        os.environ.setdefault(name, value)
-    from datetime import timedelta
-
+    be_alone()
     with tempfile.TemporaryDirectory() as folder, process_group(timedelta(minutes=5)):
         file = str(ROOT / "train_configs" / "debug.toml")
         degree = "--parallelism.context_parallel_degree=" + os.environ["WORLD_SIZE"]
@@ -152,25 +150,18 @@ def trace(keys: list[str]) -> None:
 def main(argv: list[str]) -> None:
     if argv[:1] == ["trace"]:
         return trace(argv[1:])
-    print(f"{'':40} {'files':>6} {'lines':>7} {'tokens':>8} {'statements':>10}")
-    for folder in ("titan_linear", "tools", "tests"):
-        rooms, whole = sizes(folder), Counter()
-        for name, counts in rooms.items():
-            whole.update(counts)
-            if folder == "titan_linear":
-                print(
-                    f"{name:40} {counts['files']:6} {counts['lines']:7} {counts['tokens']:8} {counts['statements']:10}"
-                )
-        print(
-            f"{folder + ', all':40} {whole['files']:6} {whole['lines']:7} {whole['tokens']:8} {whole['statements']:10}"
-        )
+    line = "{:40} {:>6} {:>7} {:>8} {:>10}"
+    print(line.format("", *SIZES))
+    for folder in FOLDERS:
+        rooms = sizes(folder)
+        for name, counts in rooms.items() if folder == "titan_linear" else ():
+            print(line.format(name, *(counts[size] for size in SIZES)))
+        print(line.format(f"{folder}, all", *(sum(counts[size] for counts in rooms.values()) for size in SIZES)))
     between = arrows()
     print(f"rooms {len({r for pair in between for r in pair})}, arrows between them {len(between)}")
     print(f"names imported by train.py {names_imported(PACKAGE / 'train.py')}")
-    everything = [
-        p.read_text(encoding="utf-8") for f in ("titan_linear", "tools", "tests") for p in (ROOT / f).rglob("*.py")
-    ]
-    print(f"fmt: skip {sum(len(re.findall('# fmt: skip', text)) for text in everything)}")
+    files = [file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")]
+    print(f"fmt: skip {sum(file.read_text(encoding='utf-8').count('# fmt: skip') for file in files)}")
     print(f"words of Markdown {words(*ROOT.glob('*.md'), *(ROOT / 'docs').glob('*.md'))}")
 
 

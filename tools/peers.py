@@ -60,20 +60,15 @@ def fla_model(
     weights: Path | None = None,
     compiled: bool = False,
     checkpointing: bool = False,
-    unguarded: bool = False,
 ) -> nn.Module:
     """FLA's model of this configuration, float32, ready to train.
 
     Args:
         weights: a Hugging Face folder; None: FLA draws them.
         compiled: torch.compile each layer, the embedding and the last norm, as flame does.
-        unguarded: lift FLA's refusal of its Triton kernels where Triton makes them give wrong numbers: times only.
     """
     import fla.models as peers
-    from fla.ops.common import chunk_o
 
-    if unguarded:
-        chunk_o.TRITON_ABOVE_3_7_1 = True
     family = find_family(model)
     kind = getattr(peers, family)
     if weights is None:

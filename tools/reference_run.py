@@ -121,7 +121,6 @@ def train_fla(args: argparse.Namespace, keys: list[str]) -> None:
             weights=weights,
             compiled=args.compiled,
             checkpointing=config.activation_checkpoint.mode == "full",
-            unguarded=args.unguarded,
         )
 
     done = train_peer(config, args.folder, build, fla_loss, 60 * args.minutes)
@@ -197,7 +196,6 @@ def parse(argv: list[str]) -> argparse.Namespace:
     fla.add_argument("folder", type=Path, help="where metrics and state go")
     fla.add_argument("--minutes", type=float, default=float("inf"), help="save and end after this time")
     fla.add_argument("--compiled", action="store_true", help="compile each layer")
-    fla.add_argument("--unguarded", action="store_true", help="let FLA take Triton kernels that it refuses")
     drawing = commands.add_parser("draw", help="draw and compare pairs of curves")
     drawing.add_argument("folder", type=Path, help="folder of the pairs' data")
     drawing.add_argument("--add", nargs=3, metavar=("NAME", "RUN", "RUN"), help="first copy a pair from two runs")

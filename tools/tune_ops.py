@@ -28,11 +28,12 @@ from triton.runtime.errors import OutOfResources
 from triton.testing import do_bench
 
 from titan_linear.distributed.process import run_command
-from titan_linear.ops import chunk_gated_delta_rule, chunk_kda
 from titan_linear.ops.layout.boundaries import scan_programs, segment_length
 from titan_linear.ops.registry import OPS
 from titan_linear.ops.runtime.support import Target, capability
 from titan_linear.ops.triton.configs import CONFIGS, Config, architecture, row
+from tools.bench_ops import OPS as TIMED
+from tools.bench_ops import Case, Inputs
 
 CANDIDATES = {
     "BK": (32, 64, 128),
@@ -45,23 +46,20 @@ LENGTHS = (1, 15, 63, 64, 65, 300, 1000)
 BOUNDS = {"g": 1e-2, "beta": 1e-2}  # on relative errors of gradients in half precision; BOUND is for all others
 BOUND = 5e-3
 FLOAT32_BOUND = 1e-4
-Inputs = dict[str, torch.Tensor]
 
 
 def make_inputs(kernel: str, T: int, H: int, dim: int, dtype: torch.dtype) -> Inputs:
-    q, k = (torch.nn.functional.normalize(torch.randn(1, T, H, dim, device="cuda"), dim=-1).to(dtype) for _ in "qk")
-    g = -5 * torch.rand(1, T, H, *([dim] if kernel.startswith("kda") else []), device="cuda")
-    beta = torch.rand(1, T, H, device="cuda").to(dtype)
-    return {"q": q, "k": k, "v": torch.randn(1, T, H, dim, device="cuda").to(dtype), "g": g, "beta": beta}
+    """Gates are in float32."""
+    inputs = Case(kernel.partition(" ")[0], T, H, H, dim, dim).inputs()
+    return {name: t if name == "g" else t.to(dtype) for name, t in inputs.items()}
 
 
 def results(kernel: str, x: Inputs, do: torch.Tensor, cu_seqlens: torch.Tensor, impl: str) -> dict[str, torch.Tensor]:
     """o and the gradient of every input, computed by the path that `kernel` is on."""
     x = {name: t.detach().requires_grad_() for name, t in x.items()}
-    fn, options = chunk_gated_delta_rule, {}
-    if kernel.startswith("kda"):
-        fn, options = chunk_kda, {"safe_gate": kernel not in ("kda prepare", "kda recompute", "kda gradient")}
-    o, _ = fn(**x, cu_seqlens=cu_seqlens, impl=impl, **options)
+    op, _, stage = kernel.partition(" ")
+    options = {"safe_gate": stage not in ("prepare", "recompute", "gradient")} if op == "kda" else {}
+    o, _ = TIMED[op](**x, cu_seqlens=cu_seqlens, impl=impl, **options)
     return {"o": o.detach()} | dict(zip(x, torch.autograd.grad(o, list(x.values()), do.to(o.dtype))))
 
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from tests.data.conftest import documents_of, packed, random_documents
+from tests.data.simulated import simulated_corpus
 from tests.data.test_packing import check_stream
 from titan_linear.data import PackedStreams, split_corpus
 from titan_linear.data.streams import order, split
 from titan_linear.data.streams.order import ROUNDS, Pooled, permuted
-from tools.bench_data import simulated_corpus
 
 SEED = 7
 PINNED = [[8, 5, 4, 0, 1, 7, 6, 2, 9, 3], [6, 4, 3, 2, 8, 1, 7, 0, 5, 9]]

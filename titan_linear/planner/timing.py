@@ -21,15 +21,16 @@ Not modelled: kernels that slow down beside a collective, other jobs, input, che
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+import pydantic
 import torch
+from pydantic import Field
 
 from titan_linear.config import Config, data_parallel_degrees, micro_steps, replicas_wait
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
@@ -59,44 +60,58 @@ LAUNCHES = 4  # per operator, on average
 SLICES = 4  # number of slices in which keys travel around the ring: the first one is waited for
 
 
-@dataclass(frozen=True)
+# --- Rates -----------------------------------------------------------------------------------------------------------
+
+Above0 = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+AtLeast0 = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+ByHeadDim = Annotated[dict[str, tuple[Above0, Above0]], Field(min_length=1)]  # TFLOP/s forward, forward and backward
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
 class Link:
     """A link between GPUs of a node, or of several: seconds per message, bytes per second that a GPU sends."""
 
-    latency: float
-    all_gather: float
-    reduce_scatter: float
-    all_to_all: float
+    latency: AtLeast0
+    all_gather: Above0
+    reduce_scatter: Above0
+    all_to_all: Above0
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Offload:
     """Bytes per second between a GPU and its host's pinned memory, and of AdamW on the host, reads plus writes."""
 
-    to_device: float
-    to_host: float
-    adamw: float
+    to_device: Above0
+    to_host: Above0
+    adamw: Above0
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Rates:
     """Measured rates of a GPU; `sources` says where each figure is from."""
 
     gpu: str
-    memory_gib: float
-    peak_tflops: float
-    copy: float  # bytes per second, reads plus writes, as the next two
-    elementwise: float  # of single operations
-    fused: float  # of compiled operations
-    products: list[tuple[int, float]]  # smallest size, TFLOP/s
-    attention: dict[str, dict[str, tuple[float, float]]]  # kernel → head dim → TFLOP/s forward, forward and backward
+    memory_gib: Above0
+    peak_tflops: Above0
+    copy: Above0  # bytes per second, reads plus writes, as the next two
+    elementwise: Above0  # of single operations
+    fused: Above0  # of compiled operations
+    products: Annotated[list[tuple[Above0, Above0]], Field(min_length=1)]  # smallest size, TFLOP/s
+    attention: Annotated[dict[str, ByHeadDim], Field(min_length=1)]  # by kernel
     # (ns per token and head (K = V = 128) or channel, ns per token of an entry); "… any": gates without a lower bound
-    operators: dict[str, tuple[float, float]]
-    gap: float  # seconds between kernels
-    host: float  # seconds that the host takes per launch
+    operators: dict[str, tuple[AtLeast0, AtLeast0]]
+    gap: AtLeast0  # seconds between kernels
+    host: AtLeast0  # seconds that the host takes per launch
     node: Link | None  # None: not measured
     sources: dict[str, str]
     offload: Offload | None = None  # None: not measured
+
+    @pydantic.field_validator("operators")
+    @classmethod
+    def _with_convolution(cls, operators: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+        if not {"conv1d", "conv1d_backward"} <= operators.keys():
+            raise ValueError("conv1d and conv1d_backward are missing")
+        return operators
 
     def product(self, size: Size) -> float:
         """Seconds of [m, k] @ [k, n] in bfloat16."""
@@ -117,28 +132,13 @@ def shipped() -> dict[str, Path]:
 def read_rates(path: Path) -> Rates:
     """Read and check a file of rates. ValueError: it is not one."""
     try:
-        read = json.loads(path.read_text(encoding="utf-8"))
-        found = {field.name: read[field.name] for field in fields(Rates) if field.name != "offload"}
-        links = {name: read.get(name) and kind(**read[name]) for name, kind in (("node", Link), ("offload", Offload))}
-        rates = Rates(**found | links)
-        above = [rates.memory_gib, rates.peak_tflops, rates.copy, rates.elementwise, rates.fused]
-        above += [number for kernel in rates.attention.values() for pair in kernel.values() for number in pair]
-        above += [number for pair in rates.products for number in pair]
-        for link in (rates.node, rates.offload):
-            above += [number for name, number in vars(link).items() if name != "latency"] if link else []
-        least = [rates.gap, rates.host, *([rates.node.latency] if rates.node else [])]
-        least += [number for pair in rates.operators.values() for number in pair]
-        if not (rates.products and rates.attention and all(rates.attention.values())):
-            raise KeyError("products and attention")
-        if not {"conv1d", "conv1d_backward"} <= rates.operators.keys():
-            raise KeyError("operators")
-        if not all(0 < x < math.inf for x in above) or not all(0 <= x < math.inf for x in least):
-            raise ArithmeticError("rates must be finite, and above 0")
-    except (OSError, ValueError, TypeError, KeyError, ArithmeticError) as error:
-        of_kind = {KeyError: f"it lacks {error}", TypeError: f"a value of another type: {error}"}
-        what = of_kind.get(type(error), getattr(error, "strerror", error))
-        raise ValueError(f"'{path}' is no file of rates ({what}); python -m tools.bench_rates writes one") from None
-    return rates
+        return pydantic.TypeAdapter(Rates).validate_json(path.read_bytes())
+    except OSError as error:
+        why = error.strerror
+    except pydantic.ValidationError as error:
+        first = error.errors()[0]
+        why = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
+    raise ValueError(f"'{path}' is no file of rates ({why}); python -m tools.bench_rates writes one")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Batches: which data-parallel rank computes which streams, and the one number that says how far a run has read.
 
 Batches are read ahead by torchdata's threads. They share the mapped corpus and the orders of epochs, and nothing is
-copied between processes: `tools/bench_data.py loaders` compares them with processes.
+copied between processes.
 """
 
 from __future__ import annotations
