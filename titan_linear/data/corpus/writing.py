@@ -216,7 +216,7 @@ def _write_document(document: Tokens, files: dict[str, BinaryIO], tokenizer: Tok
         files[ANSWERS].write(_answers(ids, np.asarray(loss_mask), tokenizer, journal))
     if FILE_ENDS in files:
         files[FILE_ENDS].write(_file_ends(journal))
-    data = ids.astype(_dtype(tokenizer.vocab_size)).tobytes()
+    data = np.ascontiguousarray(ids, dtype=_dtype(tokenizer.vocab_size)).data  # no copy of what has the type already
     digest = hashlib.blake2b(data, digest_size=8).digest()
     journal.num_documents += 1
     journal.num_tokens += len(ids)
