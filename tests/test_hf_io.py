@@ -34,6 +34,7 @@ from titan_linear.models.adapters import config_to_hf, placements
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.presets import MODELS, preset
+from titan_linear.run.build import first_weights, model_name
 from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.run.preflight import preflight
 from titan_linear.storage import hf_io
@@ -317,6 +318,31 @@ def test_a_run_from_a_folder_to_a_folder(
     assert texts[0] == texts[1] and texts[0].startswith("def f") and "\n---\nreturn" in texts[0]
 
 
+@pytest.mark.parametrize("others", [["tiktoken.model"], ["merges.txt", "vocab.json"], ["tokenizer.model"]])
+def test_weights_whose_tokenizer_is_of_another_kind(
+    others: list[str], kimi: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
+) -> None:
+    """They are not trained on bytes unless that is asked for, and the start says what is loaded."""
+    folder = tmp_path / "folder"
+    shutil.copytree(kimi, folder)
+    (folder / "tokenizer.json").unlink()
+    for name in others:
+        (folder / name).write_text("")
+    argv = arguments(corpus, tmp_path / "run", checkpoint__initial_load_path=folder)
+    with pytest.raises(ValueError, match=rf"tokenizer\.json does not exist; convert {', '.join(others)} to one \(docs"):
+        preflight(load_config(argv), world_size=2)
+    preflight(load_config([*argv, "--model.tokenizer_path", "bytes"]), world_size=2)
+    assert "tokenizer: none, bytes are tokens" in capsys.readouterr().out
+    config = load_config(arguments(corpus, tmp_path / "run", checkpoint__initial_load_path=kimi))
+    preflight(config, world_size=2)
+    assert f"tokenizer: '{kimi}/tokenizer.json', 281 tokens\n" in capsys.readouterr().out
+    assert (
+        model_name(config) == f"KimiLinearForCausalLM of '{kimi}'" and first_weights(config) == f"weights of '{kimi}'"
+    )
+    drawn = load_config(["--model.flavor", "hf", "--model.hf_assets_path", str(kimi)])
+    assert model_name(drawn) == model_name(config) and first_weights(drawn) == "weights drawn from debug.seed = 0"
+
+
 def test_generation_equals_that_of_transformers(kimi: Path) -> None:
     theirs = AutoModelForCausalLM.from_pretrained(kimi, dtype=torch.float32)
     model, tokenizer = generate.load(kimi, "", torch.float32, torch.device("cpu"))
@@ -413,7 +439,10 @@ def large_tokenizer(folder: Path) -> str:
 def test_a_bad_folder_is_refused_before_training(damage: Callable[[Path], str], corpus: Path, tmp_path: Path) -> None:
     model, folder = Decoder(KDA), tmp_path / "folder"
     initialise(model, seed=0)
-    write_folder(folder, KDA, "KDAForCausalLM", gather(model), dtype=torch.float32, shard_bytes=600_000)
+    files = build_tokenizer(None).hugging_face_files()
+    write_folder(
+        folder, KDA, "KDAForCausalLM", gather(model), dtype=torch.float32, shard_bytes=600_000, tokenizer=files
+    )
     assert len(list(folder.glob("*.safetensors"))) == 5
     argv = arguments(corpus, tmp_path / "run", checkpoint__initial_load_path=folder)
     preflight(load_config(argv), world_size=2)
@@ -438,8 +467,9 @@ def test_generation_warns_of_a_tokenizer_that_the_weights_do_not_know(
     def warned(path: Path, asked: str, tokenizer: object) -> str:
         return generate.tokenizer_warning(path, path == folder, asked, tokenizer)
 
-    assert generate.main([str(folder), "--prompt", "x", "--max-new-tokens", "1"]) == 0
-    assert f"'{folder}' has no tokenizer.json, and bytes are tokens; --tokenizer" in capsys.readouterr().err
+    assert generate.main([str(folder), "--prompt", "x", "--max-new-tokens", "1"]) == 2
+    assert f"{folder}/tokenizer.json does not exist; give a Hugging Face tokenizer" in capsys.readouterr().err
+    assert generate.main([str(folder), "--prompt", "x", "--max-new-tokens", "1", "--tokenizer", "bytes"]) == 0
     (folder / "tokenizer.json").write_bytes(bytes_again.hugging_face_files()["tokenizer.json"])
     assert generate.main([str(folder), "--prompt", "x", "--max-new-tokens", "1"]) == 0
     assert not capsys.readouterr().err
@@ -538,7 +568,7 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
 
 
 OURS, NOT_HF = {"model__flavor": "debug"}, {"checkpoint__initial_load_in_hf": "false"}
-EXPORT = {"checkpoint__last_save_in_hf": "true"}
+EXPORT, BYTES = {"checkpoint__last_save_in_hf": "true"}, {"model__tokenizer_path": "bytes"}
 
 
 @pytest.mark.parametrize(
@@ -546,12 +576,13 @@ EXPORT = {"checkpoint__last_save_in_hf": "true"}
     [
         (NOT_HF, "model.flavor = 'hf' needs model.hf_assets_path"),
         ({}, "checkpoint.initial_load_in_hf = true has nothing to load"),
-        ({**OURS, "model__name": "kda", "checkpoint__initial_load_path": "FLA KDA"}, "norm_eps = 1e-06"),
+        ({**OURS, **BYTES, "model__name": "kda", "checkpoint__initial_load_path": "FLA KDA"}, "norm_eps = 1e-06"),
         ({"checkpoint__initial_load_path": "FLA KDA", "checkpoint__export_dtype": "source"}, "no effect without"),
         ({**OURS, **NOT_HF, "checkpoint__initial_load_path": "FLA KDA"}, "is a Hugging Face folder; set checkpoint"),
         ({**OURS, **NOT_HF, "model__hf_assets_path": "x"}, "is the model of model.flavor = 'hf'"),
         ({**OURS, **NOT_HF, **EXPORT, "checkpoint__export_dtype": "source"}, "checkpoint.export_dtype = 'source'"),
-        ({"checkpoint__initial_load_path": "FLA KDA", "model__vocab_size": 400}, "vocab_size = 320 .this run: 400"),
+        ({**BYTES, "checkpoint__initial_load_path": "FLA KDA", "model__vocab_size": 400}, "320 .this run: 400"),
+        ({"checkpoint__initial_load_path": "FLA KDA"}, "tokenizer.json does not exist; give .* or 'bytes'"),
         ({"checkpoint__initial_load_path": "FLA KDA", "checkpoint__enable": "false"}, "initial_load"),
     ],
 )

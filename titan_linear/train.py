@@ -68,6 +68,7 @@ from titan_linear.run.build import (
     export,
     export_folder,
     file_groups,
+    first_weights,
     mixed_precision,
     model_config,
     model_name,
@@ -467,7 +468,7 @@ class Trainer:
             uncompiled(self.config, self.device),
             f"mesh {self.dims.description}",
             self.sharding.uneven(self.config.training.local_batch_size * self.config.training.seq_len),
-            f"resuming from step {self.step}" if self.step else "",
+            f"resuming from step {self.step}" if self.step else first_weights(self.config),
             no_peak(self.config, self.device) if peak is None else "",
         ]
         print("\n".join(filter(None, lines)), flush=True)

@@ -96,8 +96,6 @@ def load(path: Path, tokenizer: str, dtype: torch.dtype, device: torch.device) -
 def tokenizer_warning(path: Path, in_hf: bool, asked: str, tokenizer: Tokenizer) -> str:
     """A warning, if the tokenizer is not that of the weights or not known to be; else "". asked: --tokenizer."""
     own = path / TOKENIZER
-    if in_hf and not asked and not own.is_file():
-        return f"warning: '{path}' has no {TOKENIZER}, and bytes are tokens; --tokenizer names another"
     if not in_hf:
         content = read_progress(path).content
         known = content.tokenizer if content else None

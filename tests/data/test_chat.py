@@ -295,11 +295,14 @@ def test_bad_conversations(folder: Callable, template: str, messages: object, pr
     assert problem in found
 
 
-def test_tools_as_text_are_a_bad_document(folder: Callable):
+def test_tools(folder: Callable):
+    """A list of objects, or the JSON text of one."""
     encoder = Conversations(build_tokenizer(str(folder(MARKED))))
-    records = [CHATS[0] | {"tools": tools} for tools in (json.dumps(TOOLS), ["x"], {}, "", 0, [], None)]
-    found = encoder.encode_batch(records)
-    assert found[:5] == ["'tools' is no list of objects"] * 5 and not any(isinstance(x, str) for x in found[5:])
+    bad, none, some = (["x"], {}, "", "TOOLS", "[" * 100_000, 0), ([], None, "[]"), (TOOLS, json.dumps(TOOLS))
+    found = encoder.encode_batch([CHATS[0] | {"tools": tools} for tools in (*bad, *none, *some)])
+    assert found[:6] == ["'tools' is no list of objects, nor the JSON text of one"] * 6
+    without, listed, text = (document.tokens.tolist() for document in (found[6], found[-2], found[-1]))
+    assert listed == text != without and found[7].tokens.tolist() == found[8].tokens.tolist() == without
 
 
 def test_tokenizers_without_a_template(folder: Callable):
@@ -389,6 +392,69 @@ def test_records_of_each_kind(folder: Callable, tmp_path: Path):
     assert whole.fingerprint != other.fingerprint and whole.folder != other.folder
 
 
+def called(name: str, arguments: dict) -> dict:
+    """A conversation whose answer calls a tool."""
+    call = {"type": "function", "function": {"name": name, "arguments": arguments}}
+    answer = {"role": "assistant", "content": "", "tool_calls": [call]}
+    return {"messages": [{"role": "user", "content": "?"}, answer], "tools": [call]}
+
+
+def as_table(records: list[dict], kind: pa.DataType | None = None) -> pa.Table:
+    """A table of these records, of which tools and tool calls are structs, or of the type `kind`, texts of JSON."""
+    table = pa.Table.from_pylist(records)
+    if kind is None:
+        return table
+
+    def texts(calls: list[list[dict]]) -> pa.Array:
+        written = pa.ExtensionArray.from_storage(kind, pa.array([json.dumps(call) for each in calls for call in each]))
+        return pa.ListArray.from_arrays(pa.array(np.cumsum([0, *map(len, calls)]), pa.int32()), written)
+
+    said = [message for record in records for message in record["messages"]]
+    fields = {name: pa.array([message[name] for message in said]) for name in ("role", "content")}
+    fields["tool_calls"] = texts([message.get("tool_calls", []) for message in said])
+    ends = pa.array(np.cumsum([0, *(len(record["messages"]) for record in records)]), pa.int32())
+    messages = pa.ListArray.from_arrays(ends, pa.StructArray.from_arrays(list(fields.values()), names=list(fields)))
+    return pa.table({"messages": messages, "tools": texts([record["tools"] for record in records])})
+
+
+def test_tables_hold_what_lines_do(folder: Callable, tmp_path: Path):
+    """Their structs have the fields of all rows, null where a row has none of its own; `datasets` writes JSON texts."""
+    tokenizer = build_tokenizer(str(folder(MARKED)))
+    records = [called("weather", {"city": "Oslo"}), called("add", {"a": 1, "b": [None, {"c": 2}]}), called("now", {})]
+    want = opened(as_lines(tmp_path / "a.jsonl", records), tmp_path, tokenizer)
+    for name, kind in (("structs", None), ("json", pa.json_())):
+        table = as_table(records, kind)
+        pq.write_table(table, tmp_path / f"{name}.parquet")
+        with pa.OSFile(str(tmp_path / f"{name}.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as stream:
+            stream.write_table(table)
+        for source in ("parquet", "arrow"):
+            got = opened(tmp_path / f"{name}.{source}", tmp_path, tokenizer, source)
+            assert got.fingerprint == want.fingerprint, (name, source)
+
+
+def test_nulls_of_json_are_kept(folder: Callable, tmp_path: Path):
+    """Where a person wrote them, in lines or in texts of JSON."""
+    tokenizer, records = build_tokenizer(str(folder(MARKED))), [called("find", {"near": None})]
+    table = as_table(records, pa.json_())
+    pq.write_table(table, tmp_path / "a.parquet")
+    corpora = (
+        opened(as_lines(tmp_path / "a.jsonl", records), tmp_path, tokenizer),
+        opened(tmp_path / "a.parquet", tmp_path, tokenizer, "parquet"),
+    )
+    for corpus in corpora:
+        assert '{"near": null}' in tokenizer.decode(corpus.tokens)
+
+
+def test_a_row_whose_json_is_damaged(folder: Callable, tmp_path: Path):
+    tokenizer = build_tokenizer(str(folder(MARKED)))
+    tools = pa.ExtensionArray.from_storage(pa.json_(), pa.array(["[]", "[", "[]"]))
+    messages = pa.array([CHATS[0]["messages"]] * 3)
+    pq.write_table(pa.table({"messages": messages, "tools": tools}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=r"a\.parquet, row 2: cannot be read \(Expecting value"):
+        opened(tmp_path / "a.parquet", tmp_path, tokenizer, "parquet")
+    assert opened(tmp_path / "a.parquet", tmp_path, tokenizer, "parquet", on_bad_document="skip").num_documents == 2
+
+
 def test_stopped_and_by_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("titan_linear.data.corpus.tokenise.BLOCK_DOCUMENTS", 10)
     monkeypatch.setattr("titan_linear.data.corpus.writing.JOURNAL_SECONDS", 0)
@@ -437,7 +503,8 @@ def test_own_tokens_with_answers(tmp_path: Path):
     corpus = load_corpus(tmp_path / "c")
     assert corpus.answers.tolist() == [1, 3, 4, 5, 5, 6, 8, 9]
     assert [d[1].tolist() for d in documents(corpus)] == [loss_mask.tolist(), (~loss_mask).tolist()]
-    for wrong in (np.zeros(5, dtype=bool), np.ones(4, dtype=bool)):
+    labels = np.array([-100, 1, 2, -100, 4])
+    for wrong in (np.zeros(5, dtype=bool), np.ones(4, dtype=bool), np.ones((1, 5), dtype=bool), labels):
         with pytest.raises(ValueError, match=r"document 0: its loss mask must be \[n\] bool"):
             write_corpus(tmp_path / "d", [(ids, wrong)], ByteTokenizer(), answers=True)
 

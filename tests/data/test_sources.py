@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import bz2
 import gzip
 import json
+import lzma
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -159,7 +161,8 @@ def test_jsonl(texts: Callable, tmp_path: Path):
         (b'{"text": "\xff"}', r"line 2: not JSON in UTF-8"),
         (b'["text"]', r"line 2: not a JSON object with a field 'text'"),
         (b"[" * 100_000, r"line 2: not JSON"),
-        (b'{"text": "\\ud800"}', r"line 2: not UTF-8 at character 0"),
+        (b'{"text": "\\ud800"}', r"line 2: not UTF-8: '\\ud800' is half a character; repair it"),
+        (b'{"text": "a\\udc80b"}', r"line 2: not UTF-8: '\\udc80' is half"),  # else it would be byte 0x80
     ],
 )
 def test_jsonl_bad_lines(texts: Callable, tmp_path: Path, line: bytes, message: str):
@@ -181,19 +184,67 @@ def test_jsonl_as_it_is_found(texts: Callable, tmp_path: Path):
         "d.jsonl.zst": zstd(plain),
         "e.jsonl.zst": b"".join(map(zstd, halves)),
         "f.json": b"not among them",
+        "g.jsonl.xz": b"".join(map(lzma.compress, halves)),
+        "h.jsonl.bz2": bz2.compress(plain),
+        "i.jsonl": gzip.compress(plain),  # whatever its name
+        "j.jsonl.gz": plain,
+        "k.jsonl": zstd(plain),
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    assert texts("jsonl", tmp_path) == [b"one", b"two"] * 5
+    assert texts("jsonl", tmp_path) == [b"one", b"two"] * 10
     summary = open_corpus("jsonl", str(tmp_path), ByteTokenizer(), cache_dir=tmp_path / "cache").summary
-    assert summary.startswith("corpus jsonl: 10 documents (5 empty texts skipped), 40 tokens, in ")
-    for name in ("b.jsonl.gz", "d.jsonl.zst"):
+    assert summary.startswith("corpus jsonl: 20 documents (10 empty texts skipped), 80 tokens, in ")
+    for name in ("b.jsonl.gz", "d.jsonl.zst", "g.jsonl.xz", "h.jsonl.bz2"):
         (tmp_path / name).write_bytes(contents[name][:-3])
         with pytest.raises(ValueError, match=rf"{name} cannot be read: "):
             texts("jsonl", tmp_path / name)
     (tmp_path / "b.jsonl.gz").write_bytes(contents["b.jsonl.gz"][:12] + b"\xff" * 40)
     with pytest.raises(ValueError, match=r"b.jsonl.gz cannot be read: "):
         texts("jsonl", tmp_path / "b.jsonl.gz")
+
+
+@pytest.mark.parametrize(
+    ("content", "kind"),
+    [
+        ('{"text": "x"}\n'.encode("utf-16"), "UTF-16"),
+        ('{"text": "x"}\n'.encode("utf-16-be"), "UTF-16"),
+        (gzip.compress('{"text": "x"}\n'.encode("utf-16-le")), "UTF-16"),
+        (b'\xef\xbb\xbf\n [\n{"text": "x"},\n{"text": "y"}]', r"one JSON array; write a line .*jq"),
+        (b'[{"text": "x"}, {"text": "y"}]\n', "one JSON array"),
+        (b"PAR1\x15\x04", "a parquet file; training.dataset = 'parquet'"),
+        (b"ARROW1\0\0", "an arrow file"),
+        (b"PK\3\4\x14\0", "a zip archive"),
+        (b'\x04"M\x18\x64', "compressed with lz4"),
+    ],
+)
+def test_a_file_of_another_kind_is_named(texts: Callable, tmp_path: Path, content: bytes, kind: str):
+    """And not passed over line by line."""
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(ValueError, match=rf"a\.jsonl does not hold lines of JSON: it is {kind}"):
+        texts("jsonl", tmp_path, on_bad_document="skip")
+
+
+def test_pairs_of_escapes_are_characters(texts: Callable, tmp_path: Path):
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\\ud83d\\ude00", "unused": "\\ud800"}\n')
+    assert texts("jsonl", tmp_path) == ["\U0001f600".encode()]
+
+
+def test_pipes_are_not_waited_for(texts: Callable, tmp_path: Path):
+    os.mkfifo(tmp_path / "b.txt")
+    for path in (tmp_path, tmp_path / "b.txt", f"{tmp_path}/*.txt"):
+        with pytest.raises(ValueError, match=r"training\.dataset_path: \S+b\.txt is a pipe or a device; write its"):
+            texts("text", path)
+
+
+def test_globs_below_a_folder_with_brackets(texts: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    folder = tmp_path / "old [1]*"
+    (folder / "data").mkdir(parents=True)
+    (folder / "data" / "a.txt").write_text("x")
+    monkeypatch.chdir(folder)
+    monkeypatch.setenv("HOME", str(folder))
+    for pattern in ("data/*.txt", "~/data/[a-b].txt", f"{folder}/*/a.txt", "**/*.txt"):
+        assert texts("text", pattern) == [b"x"]
 
 
 def zstd(data: bytes) -> bytes:
@@ -351,6 +402,16 @@ def test_parquet_bad(texts: Callable, tmp_path: Path):
         texts("parquet", file)
 
 
+def test_columns_of_one_name(texts: Callable, tmp_path: Path):
+    table = pa.Table.from_arrays([pa.array(["x"]), pa.array(["y"])], names=["text", "text"])
+    pq.write_table(table, tmp_path / "a.parquet")
+    with pa.ipc.new_stream(str(tmp_path / "a.arrow"), table.schema) as stream:
+        stream.write_table(table)
+    for kind in ("parquet", "arrow"):
+        with pytest.raises(ValueError, match=rf"a\.{kind} has several columns 'text'; write it with one"):
+            texts(kind, tmp_path)
+
+
 def test_tokens(texts: Callable, tmp_path: Path):
     write_corpus(tmp_path / "tokens", [np.array([72, 105, 256]), np.array([33, 256])], ByteTokenizer())
     assert texts("tokens", tmp_path / "tokens") == [b"Hi", b"!"]
@@ -376,9 +437,14 @@ def test_tokens(texts: Callable, tmp_path: Path):
         ([[1], [2, 257]], "document 1 has tokens outside the vocabulary, 0 to 256"),
         ([[-1]], "document 0 has tokens outside"),
         ([], "no documents"),
+        ([[1], [[1, 2]]], r"document 1 is int64 \[1, 2\]; give its tokens as integers \[n\]"),
+        ([3], r"document 0 is int64 \[\]"),
+        ([[1.5]], r"document 0 is float64 \[1\]"),
+        ([[np.nan]], r"document 0 is float64 \[1\]"),
+        ([[True]], r"document 0 is bool \[1\]"),
     ],
 )
 def test_write_bad_tokens(tmp_path: Path, bad: list, message: str):
     with pytest.raises(ValueError, match=message):
-        write_corpus(tmp_path / "tokens", [np.array(ids, dtype=np.int64) for ids in bad], ByteTokenizer())
+        write_corpus(tmp_path / "tokens", [np.array(ids) for ids in bad], ByteTokenizer())
     assert [path.name for path in tmp_path.iterdir()] == ["tokens.lock"]

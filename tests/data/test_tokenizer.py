@@ -8,7 +8,7 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from titan_linear.data import ByteTokenizer, build_tokenizer
+from titan_linear.data import ByteTokenizer, build_tokenizer, open_corpus
 
 TEXT = "def f(x):\n    return 'naïve café', x  # 日本語 <|endoftext|>"
 
@@ -68,8 +68,69 @@ def test_hugging_face_adds_and_drops_nothing(file: Path):
     )
     reference.enable_truncation(3)
     reference.enable_padding(length=500)
+    reference.model.dropout = 0.5
     reference.save(str(file))
-    assert build_tokenizer(str(file)).encode(TEXT).tolist() == whole
+    tokenizer = build_tokenizer(str(file))
+    for _ in range(5):  # with dropout each time others
+        assert tokenizer.encode(TEXT).tolist() == whole
+    off = "truncation, padding, post_processor, dropout"
+    assert tokenizer.summary == f"tokenizer: '{file}', 300 tokens; switched off: {off}"
+    exported = tokenizers.Tokenizer.from_buffer(tokenizer.hugging_face_files()["tokenizer.json"])
+    assert exported.encode(TEXT).ids == whole
+
+
+def test_a_byte_order_mark(file: Path):
+    """Of each file of the folder; what is exported has none."""
+    plain, template = build_tokenizer(str(file)), "{{ messages }}"
+    file.with_name("chat_template.jinja").write_text(template)
+    file.with_name("tokenizer_config.json").write_text('{"eos_token": "x"}')
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        file.with_name(name).write_bytes(b"\xef\xbb\xbf" + file.with_name(name).read_bytes())
+    tokenizer = build_tokenizer(str(file))
+    assert tokenizer.encode(TEXT).tolist() == plain.encode(TEXT).tolist() and tokenizer.eos_id == plain.encode("x")[0]
+    assert tokenizer.chat_templates == {"default": template}
+    assert not any(content.startswith(b"\xef\xbb\xbf") for content in tokenizer.hugging_face_files().values())
+
+
+LETTERS = {chr(97 + i): i for i in range(26)}
+WITHOUT_UNKNOWN = {
+    "BPE": models.BPE(LETTERS, [], unk_token="<unk>"),
+    "WordLevel": models.WordLevel(LETTERS, unk_token="<unk>"),
+    "WordPiece": models.WordPiece(LETTERS, unk_token="<unk>"),
+    "Unigram": models.Unigram([(letter, -1.0) for letter in LETTERS], None),
+}
+
+
+@pytest.mark.parametrize("kind", WITHOUT_UNKNOWN)
+def test_a_text_that_the_library_refuses(tmp_path: Path, kind: str):
+    """Its token for what it does not know is not in its vocabulary: the document is named."""
+    tokenizers.Tokenizer(WITHOUT_UNKNOWN[kind]).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "日本"}\n{"text": "b"}\n')
+    tokenizer, options = build_tokenizer(str(tmp_path)), {"cache_dir": tmp_path / "cache"}
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 2: the tokenizer refuses it: (?i:.*unk)"):
+        open_corpus("jsonl", str(tmp_path), tokenizer, **options)
+    assert open_corpus("jsonl", str(tmp_path), tokenizer, on_bad_document="skip", **options).num_documents == 2
+    assert "\n" not in tokenizer.summary
+
+
+def test_a_tokenizer_that_drops_what_it_does_not_know(tmp_path: Path):
+    """A document of which nothing is left is no empty one; that letters vanish from the others is said."""
+    tokenizers.Tokenizer(models.BPE(LETTERS, [])).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": " "}\n{"text": "日本"}\n')
+    tokenizer, options = build_tokenizer(str(tmp_path)), {"cache_dir": tmp_path / "cache"}
+    assert tokenizer.summary.endswith("\nwarning: it drops characters that it does not know: no token stands for them")
+    with pytest.raises(ValueError, match=r"a\.jsonl, line 3: the tokenizer has no token for any of it"):
+        open_corpus("jsonl", str(tmp_path), tokenizer, **options)
+    corpus = open_corpus("jsonl", str(tmp_path), tokenizer, on_bad_document="skip", **options)
+    assert "1 documents (1 empty texts skipped)" in corpus.summary and "1 bad documents" in corpus.summary
+
+
+def test_a_pattern_that_backtracks(tmp_path: Path):
+    tokenizer = tokenizers.Tokenizer(models.BPE(LETTERS, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(a|aa|a?)+$"), "isolated")
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(ValueError, match=r"the tokenizer refuses it: .*retry-limit"):
+        build_tokenizer(str(tmp_path)).encode("a" * 100 + "b")
 
 
 def test_vocabulary_with_holes(file: Path):

@@ -78,8 +78,8 @@ class Model(Section):
     """Rows of the embedding and the head, at least the tokenizer's vocabulary; 0: the preset's number, or, if that is
     too small and the weights are drawn, not loaded, the tokenizer's vocabulary rounded up to a multiple of 64."""
     tokenizer_path: Corpus = ""
-    """A Hugging Face tokenizer.json, or the folder that holds it; empty: that of the run's Hugging Face folder if it
-    has one, else bytes are tokens."""
+    """A Hugging Face tokenizer.json, or the folder that holds it; bytes: bytes are tokens; empty: that of the run's
+    Hugging Face folder, or bytes for a run without one."""
     impl: Annotated[Literal["auto", "torch", "triton"], Rule.MAY_CHANGE] = "auto"
     """Implementation of the ops; auto takes the fastest that supports the device, and says which."""
 

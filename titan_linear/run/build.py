@@ -72,8 +72,8 @@ T = TypeVar("T")
 
 def tokenizer_path(config: Config) -> str | None:
     """Return model.tokenizer_path, else the tokenizer.json of the Hugging Face folder, else None: bytes."""
-    own = Path(hf_assets(config)) / "tokenizer.json"
-    return config.model.tokenizer_path or (str(own) if hf_assets(config) and own.is_file() else None)
+    own = str(Path(hf_assets(config)) / "tokenizer.json") if hf_assets(config) else None
+    return config.model.tokenizer_path or own
 
 
 def open_corpora(config: Config, tokenizer: Tokenizer, show_progress: bool = False) -> list[Corpus]:
@@ -303,11 +303,22 @@ def model_without_tokenizer(config: Config) -> ModelConfig:
 
 
 def model_name(config: Config) -> str:
-    """The model's name and flavor, and the keys that change its sizes, for people to read."""
+    """The model's name and flavor, or architecture and folder, and the keys that change its sizes, for people to
+    read."""
     m, default = config.model, Model()
+    name = f"{m.name}/{m.flavor}"
+    if m.flavor == "hf":
+        architecture, _ = read_model(Path(hf_assets(config)))
+        name = f"{architecture} of '{hf_assets(config)}'"
     sizes = ("dim", "num_layers", "hidden_dim", "pattern", *MIXERS, "moe")
     changes = [f"{key} = {toml_value(getattr(m, key))}" for key in sizes if getattr(m, key) != getattr(default, key)]
-    return f"{m.name}/{m.flavor}" + (f" with {', '.join(changes)}" if changes else "")
+    return name + (f" with {', '.join(changes)}" if changes else "")
+
+
+def first_weights(config: Config) -> str:
+    """A console line: where the weights of a new run are from."""
+    path = hf_weights(config) or (config.checkpoint.enable and config.checkpoint.initial_load_path)
+    return f"weights of '{path}'" if path else f"weights drawn from debug.seed = {config.debug.seed}"
 
 
 def _follows_tokenizer(config: Config) -> bool:

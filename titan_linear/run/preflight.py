@@ -69,6 +69,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
             "to false"
         )
     tokenizer = build_tokenizer(tokenizer_path(config))
+    print(tokenizer.summary, flush=True)
     model = model_config(config, tokenizer)
     if line := vocabulary(config, model, tokenizer):
         print(line, flush=True)

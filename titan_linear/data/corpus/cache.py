@@ -318,7 +318,7 @@ def _resumable(folder: Path, texts: _Texts) -> Journal | None:
 def _tokenised(texts: _Texts, journal: Journal) -> Iterator[Tokens]:
     """The tokens of each document that `journal` has not read; for texts with eos. Counts what it reads and skips."""
     ends: deque[int] = deque()  # for each file that has been read: documents up to its end
-    eos = np.array([] if texts.tokenizer.eos_id is None else [texts.tokenizer.eos_id], dtype=np.int64)
+    eos = [] if texts.tokenizer.eos_id is None else [texts.tokenizer.eos_id]
     total = sum(file.stat().st_size for file in texts.files)
     documents = islice(_read(texts, ends), journal.read, None)
     journal.files_read = 0
@@ -343,7 +343,9 @@ def _tokenised(texts: _Texts, journal: Journal) -> Iterator[Tokens]:
             elif journal.answers:
                 yield tokens
             elif len(tokens):
-                yield np.concatenate([tokens, eos])
+                yield np.concatenate([tokens, np.array(eos, dtype=tokens.dtype)])
+            elif any(map(str.isalnum, document.content)):
+                _meet_bad_document(f"{document.origin}: the tokenizer has no token for any of it", texts, journal)
             else:
                 journal.skipped_empty += 1
     journal.files_read = len(texts.files)

@@ -102,17 +102,17 @@ class Conversations:
         self._tokenizer, known = tokenizer, tokenizer.token_names
         self._names = {name: known[name] for name in (*NAMED_TOKENS, *sorted(own)) if name in known}
         content = json.dumps([sources, self._names, tokenizer.special_tokens]).encode("utf-8", "surrogatepass")
-        self.fingerprint = "messages-" + hashlib.sha256(content).hexdigest()[:32]
+        self.fingerprint = "messages-2-" + hashlib.sha256(content).hexdigest()[:32]
 
     def encode_batch(self, records: Sequence[Record]) -> list[MaskedTokens | str]:
         return [self._encode(record) for record in records]
 
     def _encode(self, record: Record) -> MaskedTokens | str:
-        messages, tools = record["messages"], record.get("tools")
+        messages, tools = record["messages"], _tools(record.get("tools"))
         if not isinstance(messages, list) or not all(isinstance(m, dict) and _has_role(m) for m in messages):
             return "'messages' is no list of objects with a 'role'"
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
-            return "'tools' is no list of objects"
+            return "'tools' is no list of objects, nor the JSON text of one"
         messages = [_as_templates_know_it(message) for message in messages]
         if _BEGIN[0] in json.dumps([messages, tools], ensure_ascii=False, default=str):
             return "a message holds the noncharacter U+FDD0, which marks answers here; remove it"
@@ -183,6 +183,14 @@ class _Template(NamedTuple):
 
 class _Problem(Exception):
     """What is wrong with a document."""
+
+
+def _tools(given: object) -> object:
+    """A record's tools. Some tables hold them as the text of a JSON list, since each has arguments of its own."""
+    try:
+        return json.loads(given) if isinstance(given, str) else given
+    except (ValueError, RecursionError):
+        return given
 
 
 def _has_role(message: Record) -> bool:

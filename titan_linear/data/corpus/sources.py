@@ -3,23 +3,28 @@
     stdlib    the *.py files of this Python's standard library; a file is a document
     text      a file, a folder (all its files but hidden ones) or globs, several of them separated by commas; a file is
               a document
-    jsonl     the same, *.jsonl (also .gz or .zst) in folders; a line is a document: its text field
+    jsonl     the same, *.jsonl (also compressed: .gz, .zst, .xz, .bz2) in folders; a line is a document: its text field
     parquet   the same, *.parquet in folders; a row is a document: its text column
     arrow     the same, *.arrow in folders; a row is a document. A folder that Hugging Face's `datasets` saved is read
               in the order that its state.json gives
 
 A record (a line or a row) gives as document the text of one field or, in other formats, the conversation that several
 fields hold (chat.py).
-Files are read in the order of their sorted paths, so that a corpus does not depend on the file system.
+Files are read in the order of their sorted paths, so that a corpus does not depend on the file system. What a file of
+lines is compressed with, or is instead, is seen from its first bytes, whatever its name.
 """
 
 from __future__ import annotations
 
+import bz2
+import codecs
 import glob
 import gzip
 import io
 import json
+import lzma
 import os
+import re
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Set
@@ -35,11 +40,27 @@ RECORD_FIELDS = {"messages": (("messages",), ("tools",)), "completion": (("promp
 FORMATS = ("text", *RECORD_FIELDS)
 SUFFIXES = {
     "text": ("",),
-    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst"),
+    "jsonl": (".jsonl", ".jsonl.gz", ".jsonl.zst", ".jsonl.xz", ".jsonl.bz2"),
     "parquet": (".parquet",),
     "arrow": (".arrow",),
 }
 ROWS = 256  # read at a time
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a character, in JSON
+
+# How files of lines begin that are compressed, and how to open them; and those that are something else, and the remedy.
+_COMPRESSED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\0": lzma.open, b"BZh": bz2.open}
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_REWRITE_UTF_16 = "UTF-16; write it in UTF-8 (iconv -f UTF-16 -t UTF-8)"
+_NO_LINES = {
+    codecs.BOM_UTF16_LE: _REWRITE_UTF_16,
+    codecs.BOM_UTF16_BE: _REWRITE_UTF_16,
+    b"{\0": _REWRITE_UTF_16,
+    b"\0{": _REWRITE_UTF_16,
+    b"PAR1": "a parquet file; training.dataset = 'parquet' reads it",
+    b"ARROW1": "an arrow file; training.dataset = 'arrow' reads it",
+    b"PK\3\4": "a zip archive; unpack it",
+    b"\x04\x22\x4d\x18": "compressed with lz4; unpack it, or compress it with zstd",
+}
 
 
 @dataclass(frozen=True)
@@ -102,6 +123,9 @@ def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "tra
             )
         files.update(found)
     once = _each_once(files)
+    for file in once:
+        if file.exists() and not file.is_file():  # reading it would wait for somebody who writes
+            raise ValueError(f"{path_key}: {file} is a pipe or a device; write its content to a file, or leave it out")
     return sorted(once) if dataset != "arrow" else _as_saved(once, path_key)
 
 
@@ -123,7 +147,7 @@ def read_documents(dataset: str, file: Path, text_field: str, dataset_format: st
         fields = _Fields(*RECORD_FIELDS[dataset_format], False, remedy)
     try:
         yield from readers[dataset](file, fields)
-    except (OSError, EOFError, zlib.error) as error:  # the last two: of a damaged .gz
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:  # all but the first: compressed files, damaged
         why = getattr(error, "strerror", None) or error
         raise ValueError(f"{file} cannot be read: {why}; leave it out, or restore it from a copy") from error
 
@@ -167,10 +191,13 @@ def _expand(pattern: str, suffixes: tuple[str, ...]) -> list[Path]:
     path = Path(pattern).expanduser().absolute()
     if path.is_dir():
         return _walk(path, suffixes)
-    if path.is_file():
+    if path.exists():
         return [path]
-    matches = [Path(match) for match in glob.glob(str(path), recursive=True)]
-    return [m for m in matches if m.is_file()] or [file for m in matches if m.is_dir() for file in _walk(m, suffixes)]
+    folder = next(parent for parent in path.parents if parent.is_dir())  # its own name may hold brackets
+    names = glob.glob(str(path.relative_to(folder)), root_dir=folder, recursive=True)
+    folders = [folder / name for name in names if (folder / name).is_dir()]
+    files = [folder / name for name in names if folder / name not in folders]
+    return files or [file for each in folders for file in _walk(each, suffixes)]
 
 
 def _each_once(files: Set[Path]) -> set[Path]:
@@ -227,11 +254,12 @@ def _read_text(file: Path, _: _Fields) -> Iterator[Document]:
 
 
 def _read_jsonl(file: Path, fields: _Fields) -> Iterator[Document]:
-    with file.open("rb") as raw, _decompressed(file, raw) as lines:
+    with file.open("rb") as raw, _decompressed(raw) as lines:
+        _check_lines(file, lines.peek(1))
         read = 0
         for number, line in enumerate(lines, 1):
             before, read = read, raw.tell()  # bytes of the file on disk, which is read in blocks
-            if line := line.removeprefix(b"\xef\xbb\xbf" if number == 1 else b"").strip():
+            if line := line.removeprefix(codecs.BOM_UTF8 if number == 1 else b"").strip():
                 yield _line(line, f"{file}, line {number}", read - before, fields)
 
 
@@ -242,21 +270,41 @@ def _line(line: bytes, origin: str, size: float, fields: _Fields) -> Document:
         return Document("", origin, size, f"not JSON in UTF-8: {error}")
     if not isinstance(record, dict):
         return Document("", origin, size, f"not a JSON object with a field {fields.needed[0]!r}")
-    return fields.document(record, origin, size)
+    document = fields.document(record, origin, size)
+    if _SURROGATE.search(line):
+        try:
+            json.dumps(document.content, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            return Document(
+                "", origin, size, f"not UTF-8: {error.object[error.start]!a} is half a character; repair it"
+            )
+    return document
 
 
 @contextmanager
-def _decompressed(file: Path, raw: BinaryIO) -> Iterator[BinaryIO]:
-    if file.suffix == ".gz":
-        with gzip.GzipFile(fileobj=raw) as lines:
-            yield lines
-    elif file.suffix == ".zst":
+def _decompressed(raw: BinaryIO) -> Iterator[BinaryIO]:
+    head = raw.peek(len(_ZSTD))
+    if head.startswith(_ZSTD):
         import pyarrow as pa  # brings zstd with it: Python has its own from 3.14
 
         with io.BufferedReader(pa.CompressedInputStream(raw, "zstd")) as lines:
             yield lines
+    elif opened := next((opened for begin, opened in _COMPRESSED.items() if head.startswith(begin)), None):
+        with opened(raw) as lines:
+            yield lines
     else:
         yield raw
+
+
+def _check_lines(file: Path, head: bytes) -> None:
+    """ValueError: a file that begins so does not hold lines of JSON."""
+    head = head.removeprefix(codecs.BOM_UTF8).lstrip()
+    kind = next((kind for begin, kind in _NO_LINES.items() if head.startswith(begin)), "")
+    first, _, rest = head.partition(b"\n")
+    if first.startswith(b"[") and not (first.rstrip().endswith(b"]") and rest.strip()):
+        kind = "one JSON array; write a line for each of its elements (jq -c '.[]')"
+    if kind:
+        raise ValueError(f"{file} does not hold lines of JSON: it is {kind}")
 
 
 def _read_parquet(file: Path, fields: _Fields) -> Iterator[Document]:
@@ -291,24 +339,45 @@ def _columns(file: Path, names: list[str], fields: _Fields) -> list[str]:
     """The columns to read."""
     if missing := fields.missing(names, "column"):
         raise ValueError(f"{file}: {missing}")
-    return [name for name in fields.needed + fields.optional if name in names]
+    wanted = [name for name in fields.needed + fields.optional if name in names]
+    if twice := next((name for name in wanted if names.count(name) > 1), None):
+        raise ValueError(f"{file} has several columns {twice!r}; write it with one")
+    return wanted
 
 
 def _rows(file: Path, batches: Iterable[Any], size: float, fields: _Fields) -> Iterator[Document]:
-    records = (record for batch in batches for record in _records(batch))
+    records = (record for batch in batches for record in _records(batch, fields))
     for number, record in enumerate(records, 1):
         origin = f"{file}, row {number}"
         bad = isinstance(record, str)
         yield Document("", origin, size, record) if bad else fields.document(record, origin, size)
 
 
-def _records(batch: Any) -> Iterator[dict[str, Any] | str]:
-    """A batch's rows; for one that is not UTF-8, what is wrong with it."""
+def _records(batch: Any, fields: _Fields) -> Iterator[dict[str, Any] | str]:
+    """A batch's rows; for one that cannot be read, what is wrong with it."""
     try:
-        yield from batch.to_pylist()
-    except UnicodeDecodeError:
-        for row in range(len(batch)):
-            try:
-                yield from batch.slice(row, 1).to_pylist()
-            except UnicodeDecodeError as error:
-                yield f"not UTF-8 ({error})"
+        records = batch.to_pylist()
+        if not fields.is_text:
+            records = [_as_in_json(record, batch.schema) for record in records]
+    except (ValueError, RecursionError) as error:
+        records = [f"not UTF-8 ({error})" if isinstance(error, UnicodeDecodeError) else f"cannot be read ({error})"]
+        if len(batch) > 1:
+            records = (record for row in range(len(batch)) for record in _records(batch.slice(row, 1), fields))
+    yield from records
+
+
+def _as_in_json(value: Any, kind: Any) -> Any:
+    """A value of a table's type or schema as JSON has it: without the nulls that fill up structs, which in a table all
+    have the same fields; text of the type JSON is read.
+    """
+    import pyarrow as pa
+
+    if value is None:
+        return None
+    if isinstance(kind, pa.BaseExtensionType) and kind.extension_name == "arrow.json":
+        return json.loads(value)
+    if isinstance(kind, pa.Schema) or pa.types.is_struct(kind):
+        return {field.name: _as_in_json(x, field.type) for field in kind if (x := value[field.name]) is not None}
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind):
+        return [_as_in_json(x, kind.value_type) for x in value]
+    return value

@@ -90,9 +90,11 @@ def _of_all(block: Block, encoded: Encoded) -> Iterator[tuple[Document, Tokens |
 def _encode(encoder: Encoder, contents: Sequence[Any]) -> Encoded:
     try:
         return list(encoder.encode_batch(contents))
-    except UnicodeEncodeError as error:
+    except ValueError as error:
         if len(contents) > 1:
             return [encoded for content in contents for encoded in _encode(encoder, [content])]
+        if not isinstance(error, UnicodeEncodeError):
+            return [str(error)]
         is_byte = 0xDC80 <= ord(error.object[error.start]) <= 0xDCFF  # of a file that is not UTF-8
         remedy = "; repair it" + (", or train on bytes (no model.tokenizer_path)" if is_byte else "")
         return [f"not UTF-8 at character {error.start}{remedy}"]

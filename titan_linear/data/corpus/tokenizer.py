@@ -5,9 +5,12 @@ Neither adds a token to a text by itself: `eos_id` is appended to each document 
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 import tokenizers
 
+BYTES = "bytes"  # a path that stands for bytes
 TOKENIZER, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 # What ends a document if no file beside tokenizer.json says so: the first of these that is a special token.
@@ -34,6 +38,7 @@ _CHANGES_TOKENS = (
 # Settings of one token each, which every tokenizer may have; and settings of several, in a list or an object by name.
 NAMED_TOKENS = ("bos_token", "cls_token", "mask_token", "pad_token", "sep_token", "unk_token", "eos_token")
 _TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
+_OTHER_KIND = re.compile(r"tiktoken|tekken|\.model$|^vocab\.|^merges\.txt$")  # names of tokenizers of other kinds
 _COPIED = ("vocab.json", "merges.txt", "tokenizer.model", "generation_config.json")
 
 
@@ -43,14 +48,17 @@ class Tokenizer(Protocol):
     vocab_size: the largest id + 1 (ids may have holes, and a model must embed them all).
     eos_id: the token that ends a document, or None.
     fingerprint: changes whenever the tokens of some text may change.
+    summary: for the console: a line, and one for a warning if there is any.
     """
 
     vocab_size: int
     eos_id: int | None
     fingerprint: str
+    summary: str
 
     def encode(self, text: str) -> np.ndarray:
-        """The tokens of a text, [n] int64, without eos. Raises UnicodeEncodeError if it cannot take the text."""
+        """The tokens of a text, [n] integers, without eos. Raises ValueError if it cannot take the text; if that is not
+        UTF-8, UnicodeEncodeError."""
         ...
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -75,9 +83,11 @@ class ByteTokenizer:
     vocab_size = 257
     eos_id = 256
     fingerprint = "bytes-257"
+    summary = "tokenizer: none, bytes are tokens (model.tokenizer_path)"
 
     def encode(self, text: str) -> np.ndarray:
-        return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8).astype(np.int64)
+        # uint16, as on disk: a document may be large.
+        return np.frombuffer(text.encode("utf-8", "surrogateescape"), dtype=np.uint8).astype(np.uint16)
 
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         return [self.encode(text) for text in texts]
@@ -114,8 +124,9 @@ class ByteTokenizer:
 class HuggingFaceTokenizer:
     """A `tokenizer.json`, read by the `tokenizers` library.
 
-    Its own truncation, padding and post-processor (BOS, EOS) are off: documents are tokenised whole. As in
-    transformers, a special token spelled out in a text becomes that token.
+    A text's tokens are its own alone, and the same each time: truncation, padding, a post-processor that adds tokens
+    (BOS, EOS) and dropout are off, here and in what is exported; `summary` names them. As in transformers, a special
+    token spelled out in a text becomes that token.
     eos is `eos_token` of the settings beside the file; else the first of the usual names (`_USUAL_EOS`) that is a
     special token of the vocabulary; else there is none.
     """
@@ -128,32 +139,48 @@ class HuggingFaceTokenizer:
             raise ValueError(
                 f"model.tokenizer_path: {file} is no Hugging Face tokenizer: {error}; fetch it again"
             ) from error
-        self._adds_tokens = self._tokenizer.num_special_tokens_to_add(is_pair=False) > 0
+        adds_tokens = self._tokenizer.num_special_tokens_to_add(is_pair=False) > 0
+        self._content, self._off = _of_texts_alone(data, adds_tokens)
         self._tokenizer.post_processor = None  # it would also move the places of tokens
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
+        if "dropout" in self._off:
+            self._tokenizer.model.dropout = None
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)
         if not vocabulary:
             raise ValueError(f"model.tokenizer_path: {file} has an empty vocabulary; give another")
         self.vocab_size = max(vocabulary.values()) + 1
         self._settings = _read_settings(file.parent)
         self.eos_id = _find_eos(file, self._settings, json.loads(data), vocabulary)
-        self._content = data
         self.fingerprint = "hf-" + hashlib.sha256(data + f"eos={self.eos_id}".encode()).hexdigest()[:32]
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
 
+    @property
+    def summary(self) -> str:
+        off = f"; switched off: {', '.join(self._off)}" if self._off else ""
+        line = f"tokenizer: '{self._file}', {self.vocab_size:,} tokens{off}"
+        try:
+            known = len(self.encode("\U00012000"))  # a letter of cuneiform, which vocabularies do not have
+        except ValueError:  # a document with such a letter is refused
+            return line
+        return (
+            line if known else f"{line}\nwarning: it drops characters that it does not know: no token stands for them"
+        )
+
     def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
         for text in texts:
             text.encode("utf-8")  # raises at a lone surrogate, and says which; the library only says "must be str"
-        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        with _refusals():
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
     def encode_with_places(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """`encode`, and the characters [begin, end) of each token, [n, 2] int64."""
         text.encode("utf-8")
-        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        with _refusals():
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
         return np.array(encoding.ids, dtype=np.int64), np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
 
     @cached_property
@@ -197,15 +224,7 @@ class HuggingFaceTokenizer:
         """The tokenizer's files that exist, without what would have transformers add to a text or take from it."""
         beside = {name: self._file.with_name(name) for name in _COPIED} | self._template_files()
         files = {name: _read(file) for name, file in beside.items() if file.is_file()}
-        return files | {TOKENIZER: self._whole_texts(), SETTINGS: _settings(*self._kept_settings())}
-
-    def _whole_texts(self) -> bytes:
-        """tokenizer.json as it is, or without its truncation, padding and the post-processor that adds tokens."""
-        content = json.loads(self._content)
-        off = dict.fromkeys(key for key in ("truncation", "padding") if content.get(key) is not None)
-        if self._adds_tokens:
-            off["post_processor"] = None
-        return _json({**content, **off}) if off else self._content
+        return files | {TOKENIZER: self._content, SETTINGS: _settings(*self._kept_settings())}
 
     def _kept_settings(self) -> tuple[dict[str, Any], str | None]:
         """The settings beside tokenizer.json, without those that change tokens; and the text of the end token."""
@@ -225,27 +244,57 @@ class HuggingFaceTokenizer:
 
 
 def build_tokenizer(path: str | None, key: str = "model.tokenizer_path") -> Tokenizer:
-    """The tokenizer of `model.tokenizer_path`: nothing for bytes, else a tokenizer.json or a folder that holds one.
+    """The tokenizer of `model.tokenizer_path`: nothing or BYTES for bytes, else a tokenizer.json or a folder with one.
 
     ValueError: there is no such file (which names `key`), or it is not a usable tokenizer.
     """
-    if not path:
+    if path in (None, "", BYTES):
         return ByteTokenizer()
     file = Path(path).expanduser()
     if file.is_dir():
         file = file / TOKENIZER
     if not file.is_file():
-        raise ValueError(
-            f"{key} = {path!r}: {file} does not exist; give a Hugging Face tokenizer.json, a folder "
-            "that holds one, or nothing for bytes"
-        )
+        raise ValueError(f"{key} = {path!r}: {file} does not exist; {_instead(file.parent)}")
     own = ByteTokenizer()  # in a folder that we wrote
     return own if _read(file) == own.hugging_face_files()[TOKENIZER] else HuggingFaceTokenizer(file)
 
 
-def _read(file: Path) -> bytes:
+def _instead(folder: Path) -> str:
+    """What to do about a folder without tokenizer.json."""
+    others = sorted(file.name for file in folder.glob("*") if _OTHER_KIND.search(file.name))
+    give = f"give a Hugging Face tokenizer.json, a folder that holds one, or {BYTES!r}"
+    return f"convert {', '.join(others)} to one (docs/hugging_face.md), or {give}" if others else give
+
+
+def _of_texts_alone(data: bytes, adds_tokens: bool) -> tuple[bytes, list[str]]:
+    """A tokenizer.json without what cuts, pads or extends texts and what draws their tokens at random, and the names of
+    what was taken out."""
+    content = json.loads(data)
+    keys = ["truncation", "padding", *["post_processor"] * adds_tokens]
+    off = [key for key in keys if content.get(key) is not None]
+    content |= dict.fromkeys(off)
+    if content["model"].get("dropout"):
+        off.append("dropout")
+        content["model"]["dropout"] = None
+    return _json(content) if off else data, off
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raises ValueError for what the library raises: bare Exception, and a panic that is no Exception (a regular
+    expression that backtracks too long)."""
     try:
-        return file.read_bytes()
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:
+        raise ValueError(f"the tokenizer refuses it: {error}") from error
+
+
+def _read(file: Path) -> bytes:
+    """A file's content, without a byte order mark."""
+    try:
+        return file.read_bytes().removeprefix(codecs.BOM_UTF8)
     except OSError as error:
         raise ValueError(f"model.tokenizer_path: cannot read {file}: {error.strerror}; give the permission") from error
 

@@ -57,7 +57,8 @@ def write_corpus(
     """Writes a corpus from documents that are tokens already, each [n] integers with its eos if it is to have one.
 
     answers: each document is its tokens and their loss mask, [n] bool; otherwise all tokens are trained on.
-    ValueError: the folder exists, there is no document, a document is empty or has an id outside the vocabulary.
+    ValueError: the folder exists, there is no document, a document is empty, of another shape or type, or has an id
+    outside the vocabulary.
     """
     folder = Path(folder)
     with locked(folder):
@@ -215,7 +216,7 @@ def _write_document(document: Tokens, files: dict[str, BinaryIO], tokenizer: Tok
         files[ANSWERS].write(_answers(ids, np.asarray(loss_mask), tokenizer, journal))
     if FILE_ENDS in files:
         files[FILE_ENDS].write(_file_ends(journal))
-    data = ids.astype(_dtype(tokenizer.vocab_size)).tobytes()
+    data = np.ascontiguousarray(ids, dtype=_dtype(tokenizer.vocab_size)).data  # no copy of what has the type already
     digest = hashlib.blake2b(data, digest_size=8).digest()
     journal.num_documents += 1
     journal.num_tokens += len(ids)
@@ -229,6 +230,8 @@ def _checked(ids: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
     """The tokens of document n, [n]."""
     if not ids.size:
         raise ValueError(f"document {n} has no tokens; leave it out")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise ValueError(f"document {n} is {ids.dtype} {list(ids.shape)}; give its tokens as integers [n]")
     if ids.min() < 0 or ids.max() >= vocab_size:
         raise ValueError(f"document {n} has tokens outside the vocabulary, 0 to {vocab_size - 1}; leave them out")
     return ids
@@ -236,7 +239,7 @@ def _checked(ids: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
 
 def _answers(ids: np.ndarray, loss_mask: np.ndarray, tokenizer: Tokenizer, journal: Journal) -> bytes:
     """What to add to answers.bin for the document that follows; ids [n], loss_mask [n] bool."""
-    if loss_mask.shape != ids.shape or not loss_mask.any():
+    if loss_mask.shape != ids.shape or loss_mask.dtype != bool or not loss_mask.any():
         n = journal.num_documents
         raise ValueError(f"document {n}: its loss mask must be [n] bool, true somewhere")
     edges = np.flatnonzero(np.diff(loss_mask, prepend=False, append=False))  # begin, end, begin, end, …
