@@ -32,8 +32,6 @@ class Measured(NamedTuple):
     tokens_per_second: float | None  # per GPU
     memory_gib: float | None
     source: str
-    earlier: bool = False  # measured with an earlier version, which kept or computed something else
-    layers: int | None = None  # only this many of the model's first layers
 
 
 def predictions(measured: Rates | None = None) -> list[tuple[Measured, float, float]]:
@@ -45,7 +43,7 @@ def predictions(measured: Rates | None = None) -> list[tuple[Measured, float, fl
         if row.attention not in rates.attention:
             continue
         config, mean = load_config(row.keys, cuda=True), mean_length(row.documents)
-        model = model_without_tokenizer(config).first_layers(row.layers)
+        model = model_without_tokenizer(config)
         needed = sum(memory(config, model, row.gpus, mean).values()) / GIB
         planned = step(config, model, row.gpus, Machine(rates, 8, 50e9, row.attention), mean)
         found.append((row, planned.tokens_per_second / row.gpus, needed))
@@ -58,7 +56,7 @@ def checked(measured: Rates | None = None) -> str:
     rows = []
     for row, speed, needed in predictions(measured):
         time = _beside(row.tokens_per_second, speed, "{:,.0f}", inverse=True)
-        name = setting(row.keys, row.layers, row.documents) + " (earlier)" * row.earlier
+        name = setting(row.keys, row.documents)
         rows.append((name, row.gpus, *time, *_beside(row.memory_gib, needed, "{:.1f}")))
     return table(head, rows)
 
@@ -71,12 +69,11 @@ def _beside(measured: float | None, planned: float, shape: str, inverse: bool = 
     return shape.format(measured), shape.format(planned), f"{off:+.0%}"
 
 
-def setting(keys: list[str], layers: int | None, documents: str) -> str:
+def setting(keys: list[str], documents: str) -> str:
     """The essentials of a row's keys, in a line."""
     config = load_config(keys, cuda=True)
     p, t = config.parallelism, config.training
-    cut = "" if layers is None else f", {layers} layers"
-    parts = [f"{config.model.name} {config.model.flavor}{cut}, {t.seq_len // 1024}k"]
+    parts = [f"{config.model.name} {config.model.flavor}, {t.seq_len // 1024}k"]
     parts += [] if documents == "one" else [f"documents of {documents}"]
     if p.context_parallel_degree > 1:
         parts.append(f"cp {p.context_parallel_degree} {p.context_parallel_layout}")
