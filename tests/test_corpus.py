@@ -1,4 +1,4 @@
-"""tools/corpus.py: corpora written, and caches listed, checked and removed, and nothing else."""
+"""titan-linear corpus: corpora written, and caches listed, checked and removed, and nothing else."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from tests.processes import elsewhere
+from titan_linear.commands import corpus
 from titan_linear.data import ByteTokenizer, load_corpus, open_corpus
 from titan_linear.data.corpus.writing import locked
-from tools import corpus
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from tests.processes import gone, until
 from tests.test_train import arguments
 from tests.worlds import World
+from titan_linear.commands import convert
 from titan_linear.config import Config, check_config, load_config
 from titan_linear.data import ByteTokenizer
 from titan_linear.distributed.process import StopSignal
@@ -27,7 +28,6 @@ from titan_linear.run.build import model_config
 from titan_linear.run.exports import Exports
 from titan_linear.run.preflight import _check_checkpoint, preflight
 from titan_linear.train import Trainer
-from tools import convert
 
 ROOT = Path(__file__).parents[1]
 KEYS = {
@@ -111,7 +111,7 @@ def test_a_finished_run_names_what_it_lacks(
     monkeypatch.setattr("titan_linear.run.preflight.verify", lambda _: None)
     with pytest.raises(SystemExit):
         _check_checkpoint(config, model_config(config, ByteTokenizer()), ByteTokenizer())
-    assert "\nnot exported: step-2, step-6; python -m tools.convert to-hf does it\n" in capsys.readouterr().out
+    assert "\nnot exported: step-2, step-6; titan-linear convert to-hf does it\n" in capsys.readouterr().out
 
 
 def test_a_failure_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from tests.models.hf_states import state_from_hf
 from tests.processes import until
 from tests.refusals import is_refused
 from tests.worlds import World
+from titan_linear.commands import convert, generate
 from titan_linear.config import check_config, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.models import mixers
@@ -42,7 +43,6 @@ from titan_linear.storage.checkpoint import SaveFailed
 from titan_linear.storage.files import finish_replacing
 from titan_linear.storage.hf_io import gather, load_weights, open_folder, read_model, write_folder
 from titan_linear.storage.step_folders import Content, Progress
-from tools import convert, generate
 
 FLA = {"FLA KDA": KDA, "FLA GDN": replace(preset("gdn", "debug"), norm_eps=1e-6, tie_embeddings=True)}
 CASES = [*hf_models.MODELS, *FLA]
@@ -632,7 +632,7 @@ def test_commands_say_what_is_wrong(
         (
             convert.main,
             ["to-hf", step, str(tmp_path / "out")],
-            "config.toml of its run; keep checkpoints in their run's folder, and of one that tools.convert",
+            "config.toml of its run; keep checkpoints in their run's folder, and of one that titan-linear convert",
         ),
         (convert.main, ["to-hf", str(tmp_path), str(tmp_path / "out")], "neither a whole checkpoint"),
         (convert.main, ["from-hf", str(tmp_path), str(tmp_path / "out")], "config.json': cannot be read"),

@@ -13,6 +13,7 @@ import transformers
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer
 
+from titan_linear.commands import convert
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, build_tokenizer
 from titan_linear.models.adapters import placements
@@ -22,7 +23,6 @@ from titan_linear.models.families.qwen import _WORDS
 from titan_linear.models.presets import preset
 from titan_linear.run.preflight import preflight
 from titan_linear.storage.hf_io import find_family, write_folder
-from tools import convert
 
 transformers.logging.set_verbosity_error()
 

@@ -20,10 +20,12 @@ LAYERS = (
     ("step",),
     ("observe", "run"),
     ("planner", "proof"),
+    ("commands",),
     ("train", "launch"),
+    ("__main__",),
     ("tools",),
 )
-FORBIDDEN = {"tools": ("train", "launch"), "train": ("ops",)}
+FORBIDDEN = {"tools": ("train", "launch"), "commands": ("train", "launch"), "train": ("ops",)}
 EXCEPT = {
     ("train", "ops.registry"),  # names of what runs, to print
     ("tools.bench_train", "train"),  # measures the trainer itself
@@ -57,7 +59,7 @@ def _short(*names: str) -> tuple[str, ...]:
 
 
 def room(name: str) -> str:
-    """titan_linear.ops.exchange.kcp → ops; tools.convert → tools."""
+    """titan_linear.ops.exchange.kcp → ops; tools.peers → tools."""
     parts = name.split(".")
     return parts[0] if parts[0] != PACKAGE else parts[1] if len(parts) > 1 else ""
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.refusals import is_refused
+from titan_linear.commands import plan
 from titan_linear.config import load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.models.presets import preset
@@ -20,7 +21,7 @@ from titan_linear.ops.runtime.options import boundaries_of
 from titan_linear.planner.memory import Batch, boundaries
 from titan_linear.planner.timing import Clock, Machine, Offload, attended, read_rates, shipped, step
 from titan_linear.run.build import open_corpora
-from tools import bench_rates, plan
+from tools import bench_rates, check_plan
 
 ROOT = Path(__file__).parents[1]
 RUN = ["--training.seq_len", "4096", "--compile.enable", "true"]
@@ -45,7 +46,7 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
-        (["--gpus", "3", "--parallelism.context_parallel_degree", "2"], "processes (NGPU; tools.plan: --gpus)"),
+        (["--gpus", "3", "--parallelism.context_parallel_degree", "2"], "processes (NGPU; titan-linear plan: --gpus)"),
         (["--gpus", "0"], "--gpus 0 must be 1 or more"),
         (["--node", "0"], "--node 0 must be 1 or more"),
         (["--gpus", "3"], "training.global_batch_size = 8 is not a multiple of"),
@@ -131,21 +132,19 @@ def test_the_shipped_configurations_as_they_are(config: Path, capsys: pytest.Cap
 
 def test_predictions_beside_what_was_measured() -> None:
     """Memory within 8%, time within 15%, of the program as it is; docs/planning.md has the table, and says how far."""
-    compared = plan.predictions()
-    now = [(row, speed, needed) for row, speed, needed in compared if not row.earlier]
-    for row, speed, needed in now:
+    compared = check_plan.predictions()
+    for row, speed, needed in compared:
+        setting = check_plan.setting(row.keys, row.documents)
         if row.memory_gib is not None:
-            assert needed == pytest.approx(row.memory_gib, rel=0.08), plan.setting(row.keys, row.layers, row.documents)
+            assert needed == pytest.approx(row.memory_gib, rel=0.08), setting
         if row.tokens_per_second is not None:
-            assert 1 / speed == pytest.approx(1 / row.tokens_per_second, rel=0.15), plan.setting(
-                row.keys, row.layers, row.documents
-            )
-    assert len(now) >= 8
-    table, page = plan.checked(), (ROOT / "docs/planning.md").read_text(encoding="utf-8")
+            assert 1 / speed == pytest.approx(1 / row.tokens_per_second, rel=0.15), setting
+    assert len(compared) >= 8
+    table, page = check_plan.checked(), (ROOT / "docs/planning.md").read_text(encoding="utf-8")
     assert table.count("\n") == len(compared) + 1
-    assert f"\n{table}\n" in page, "print it again: python -m tools.plan --check"
-    time = max(abs(row.tokens_per_second / speed - 1) for row, speed, _ in now if row.tokens_per_second)
-    memory = max(abs(needed / row.memory_gib - 1) for row, _, needed in now if row.memory_gib)
+    assert f"\n{table}\n" in page, "print it again: python -m tools.check_plan"
+    time = max(abs(row.tokens_per_second / speed - 1) for row, speed, _ in compared if row.tokens_per_second)
+    memory = max(abs(needed / row.memory_gib - 1) for row, _, needed in compared if row.memory_gib)
     assert f"\nMemory is within {memory:.0%}, time within {time:.0%}. " in page
 
 

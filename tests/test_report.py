@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from titan_linear.commands import report
 from titan_linear.config import load_config
 from titan_linear.storage.rundir import write_config
-from tools import report
 
 
 @pytest.fixture

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from tests.refusals import is_refused
+from titan_linear.commands import generate
 from titan_linear.data import Document, build_tokenizer
 from titan_linear.data.corpus.tokenise import tokenise
-from tools import bench_cp, bench_ops, generate, tune_ops
+from tools import bench_cp, bench_ops, tune_ops
 
 
 @pytest.mark.parametrize("tool", [bench_ops, bench_cp, tune_ops], ids=lambda tool: tool.__name__)

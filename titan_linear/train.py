@@ -572,7 +572,7 @@ def _run(config: Config) -> int:
         try:
             return _train(config, watch, ending)
         except torch.OutOfMemoryError as error:
-            plan = f"python -m tools.plan --gpus {dist.get_world_size()} --job.config_file {folder / CONFIG}"
+            plan = f"titan-linear plan --gpus {dist.get_world_size()} --job.config_file {folder / CONFIG}"
             raise torch.OutOfMemoryError(f"{explain(error)[1]}; what a run needs: {plan}") from error
 
 

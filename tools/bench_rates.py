@@ -3,7 +3,7 @@ and what its host can do.
 
     python -m tools.bench_rates --out h200.json
     torchrun --nproc-per-node 2 -m tools.bench_rates --out h200.json     # and the links between the GPUs of a node
-    python -m tools.plan --gpus 64 --rates h200.json --job.config_file my.toml
+    titan-linear plan --gpus 64 --rates h200.json --job.config_file my.toml
 
 Each figure is the median of a few rounds, with the host ahead as in a training step; in bfloat16 on a GPU. It takes
 two minutes, mostly for compilation. On a CPU, sizes are small, in float32, and PyTorch's implementation stands in

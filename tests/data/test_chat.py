@@ -16,6 +16,7 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer
 
 from tests.data.conftest import packed
+from titan_linear.commands import corpus as tool
 from titan_linear.config import check_config, load_config
 from titan_linear.data import (
     IGNORE,
@@ -28,7 +29,6 @@ from titan_linear.data import (
     write_corpus,
 )
 from titan_linear.data.corpus.chat import Conversations
-from tools import corpus as tool
 
 PLAIN = """\
 {{- bos_token }}

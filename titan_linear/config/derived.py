@@ -45,7 +45,7 @@ def data_parallel_degrees(config: Config, world_size: int) -> tuple[int, int]:
             f"parallelism: data_parallel_replicate_degree = {replicate}, data_parallel_shard_degree = "
             f"{p.data_parallel_shard_degree}, tensor_parallel_degree = {p.tensor_parallel_degree}, "
             f"context_parallel_degree = {p.context_parallel_degree} need {right} processes, and there are "
-            f"{world_size}; change a degree, or the number of processes (NGPU; tools.plan: --gpus)"
+            f"{world_size}; change a degree, or the number of processes (NGPU; titan-linear plan: --gpus)"
         )
     return replicate, shard
 

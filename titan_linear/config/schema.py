@@ -413,7 +413,7 @@ class Doctor(Section):
     rules = (Rule.MAY_CHANGE,)
 
     at_start: bool = False
-    """Prove the run before it starts, as `python -m tools.doctor` does, and do not start it if something does not
+    """Prove the run before it starts, as `titan-linear doctor` does, and do not start it if something does not
     hold. It takes a minute or two, on the first GPU."""
 
 

@@ -1,4 +1,4 @@
-"""Proofs about a run, before it costs a week: what `tools/doctor.py` prints, a line each (docs/proof.md).
+"""Proofs about a run, before it costs a week: what `titan-linear doctor` prints, a line each (docs/proof.md).
 
     subject.py   what is examined: the run's model, cut to one period of its layers, and a few of its streams
     findings.py  a line: what was compared, the figure, its bound, and where the worst error lies

@@ -1,4 +1,13 @@
-"""All proofs of a configuration, a line each: `python -m tools.doctor --job.config_file my.toml`."""
+"""Prove a run before it costs a week, with its own model, tokenizer, corpus and parallelism (docs/proof.md).
+
+titan-linear doctor --job.config_file my.toml
+titan-linear doctor --job.config_file my.toml --training.seq_len 32768 --parallelism.context_parallel_degree 8
+torchrun --nproc-per-node 8 -m titan_linear doctor --job.config_file my.toml
+
+Keys are those of run_train.sh (titan-linear train --help). It prints a line for each thing it proves, with a figure and
+its bound, and exits with 0 only if all hold. It runs on one GPU or the CPU, with all ranks in one process; under
+torchrun the run's own processes compute a step, too. It writes nothing into the run's folder.
+"""
 
 from __future__ import annotations
 
@@ -54,6 +63,9 @@ def guarded(name: str, check: Callable[[], Findings]) -> Findings:
 
 def main(argv: list[str]) -> int:
     """Return 0 if all holds, 1 if something does not, 2 for a user's mistake, 3 if memory runs out."""
+    if argv in (["-h"], ["--help"]):
+        print(__doc__.rstrip())
+        return 0
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch's own code causes it
     warnings.filterwarnings("ignore", message=".*deterministic")
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms require it

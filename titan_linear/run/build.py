@@ -287,7 +287,7 @@ def model_config(config: Config, tokenizer: Tokenizer) -> ModelConfig:
         what, remedy = f"model.vocab_size = {model.vocab_size}", f"model.vocab_size to at least {tokenizer.vocab_size}"
         if config.model.flavor == "hf":
             what = f"the vocabulary of '{hf_assets(config)}/config.json', {model.vocab_size},"
-            remedy = "model.tokenizer_path (tools.generate: --tokenizer) to the tokenizer of this model"
+            remedy = "model.tokenizer_path (titan-linear generate: --tokenizer) to the tokenizer of this model"
         whose = repr(path) if (path := tokenizer_path(config)) else "of bytes"
         raise ValueError(f"{what} is smaller than that of the tokenizer {whose}, {tokenizer.vocab_size}; set {remedy}")
     return model
@@ -459,7 +459,7 @@ def lacks_export(config: Config, step: int) -> bool:
 
 def not_exported(steps: Sequence[int]) -> str:
     """A line that tells the user which steps were not exported."""
-    return f"not exported: {', '.join(f'step-{step}' for step in steps)}; python -m tools.convert to-hf does it"
+    return f"not exported: {', '.join(f'step-{step}' for step in steps)}; titan-linear convert to-hf does it"
 
 
 def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like: str = "") -> str:

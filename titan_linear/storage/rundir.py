@@ -290,7 +290,7 @@ def config_of(checkpoint: Path) -> Config:
             return load_config(["--job.config_file", str(folder / CONFIG)])
     raise ValueError(
         f"no folder above '{checkpoint}' has the {CONFIG} of its run; keep checkpoints in their run's folder, and of "
-        "one that tools.convert from-hf made give the Hugging Face folder"
+        "one that titan-linear convert from-hf made give the Hugging Face folder"
     )
 
 

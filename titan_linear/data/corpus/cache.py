@@ -62,7 +62,7 @@ from titan_linear.storage.files import default_cache_dir, lock
 DATASETS = (*TEXT_SOURCES, "tokens")
 _NAMED = 3  # number of skipped bad documents that are named
 _SKIP = (
-    'training.on_bad_document = "skip" (tools.corpus: --on-bad-document skip) goes past such documents and counts them'
+    'training.on_bad_document = "skip" (titan-linear corpus: --on-bad-document skip) counts such documents and goes on'
 )
 
 
@@ -100,7 +100,7 @@ def open_corpus(
         folder = Path(dataset_path).expanduser().absolute()
         if not folder.is_dir():
             raise ValueError(
-                f"{path_key} = {dataset_path!r}: there is no such folder; give a corpus's (tools.corpus writes one)"
+                f"{path_key} = {dataset_path!r}: no such folder; give a corpus's (titan-linear corpus writes one)"
             )
     else:
         files = source_files(dataset, dataset_path, path_key=path_key)

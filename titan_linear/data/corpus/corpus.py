@@ -270,7 +270,7 @@ def _read_info(folder: Path) -> dict[str, Any]:
     path, remedy = folder / INFO, how_to_mend(folder)
     if not path.is_file() and not CACHE_NAME.fullmatch(folder.name) and not (folder / FILES[0]).exists():
         raise ValueError(
-            f"{path} is missing: {folder} is no corpus of tokens; tools.corpus writes one, and for a folder of texts "
+            f"{path} is missing: {folder} is no corpus of tokens; titan-linear corpus writes one; for texts "
             f"training.dataset is {', '.join(TEXT_SOURCES[1:-1])} or {TEXT_SOURCES[-1]}"
         )
     if not path.is_file():

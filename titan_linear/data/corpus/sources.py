@@ -83,7 +83,7 @@ class _Fields:
     needed: tuple[str, ...]
     optional: tuple[str, ...] = ()
     is_text: bool = True
-    remedy: str = "set training.dataset_text_field (tools.corpus: --text-field)"
+    remedy: str = "set training.dataset_text_field (titan-linear corpus: --text-field)"
 
     def document(self, record: dict[str, Any], origin: str, size: float) -> Document:
         if missing := self.missing(record):
@@ -143,7 +143,7 @@ def read_documents(dataset: str, file: Path, text_field: str, dataset_format: st
     }
     fields = _Fields((text_field,))
     if dataset_format != "text":
-        remedy = "rename the field, or set training.dataset_format (tools.corpus: --format)"
+        remedy = "rename the field, or set training.dataset_format (titan-linear corpus: --format)"
         fields = _Fields(*RECORD_FIELDS[dataset_format], False, remedy)
     try:
         yield from readers[dataset](file, fields)

@@ -69,7 +69,7 @@ def _grouped(corpora: Mapping[str, Corpus], patterns: Mapping[str, str]) -> dict
         folders = ", ".join(str(corpus.folder) for corpus in corpora.values())
         raise ValueError(
             f"metrics.loss_by_source: {folders} does not know from which files its documents are: it was written from "
-            "tokens; write it from its texts (tools.corpus), or remove metrics.loss_by_source"
+            "tokens; write it from its texts (titan-linear corpus), or remove metrics.loss_by_source"
         )
     groups = np.full(len(paths), len(patterns))
     for place, (name, globs) in reversed(list(enumerate(patterns.items()))):

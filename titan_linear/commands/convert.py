@@ -1,7 +1,7 @@
 """Convert between our checkpoints and Hugging Face folders, in one process that holds one tensor at a time.
 
-python -m tools.convert to-hf outputs/run/checkpoint/step-1000 exported --export-dtype bfloat16
-python -m tools.convert from-hf Qwen3.5-2B converted
+titan-linear convert to-hf outputs/run/checkpoint/step-1000 exported --export-dtype bfloat16
+titan-linear convert from-hf Qwen3.5-2B converted
 
 to-hf     CHECKPOINT is a run's folder, its checkpoint/ (the newest step is taken), or a step-N in it. If the run began
           from a Hugging Face folder, the names, config.json and tokenizer are that folder's; --like names another copy
@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from titan_linear.distributed.process import refusing, run_command
+from titan_linear.distributed.process import refusing
 from titan_linear.run.build import DTYPES, EXPORT_DTYPES
 from titan_linear.run.exports import export_checkpoint
 from titan_linear.storage.checkpoint import Checkpointer
@@ -70,7 +70,7 @@ def from_hf(folder: Path, checkpoints: Path, dtype: torch.dtype) -> None:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="titan-linear convert", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     directions = parser.add_subparsers(dest="direction", required=True)
     to = directions.add_parser("to-hf")
@@ -84,7 +84,3 @@ def parse(argv: list[str]) -> argparse.Namespace:
     of.add_argument("checkpoints", metavar="CHECKPOINTS")
     of.add_argument("--dtype", choices=DTYPES, default="float32", help="dtype of the parameters (default: float32)")
     return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_command(main)

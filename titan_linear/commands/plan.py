@@ -1,10 +1,9 @@
 """Plan a run's memory and time, and the best ways to split it, before it runs and without a GPU.
 
-    python -m tools.plan --gpus 64 --job.config_file my.toml --tokens 100B
-    python -m tools.plan --gpus 8 --gpu H200 --model.name kda --model.flavor 1.3B --training.seq_len 131072
-    python -m tools.plan --gpus 8 --model.flavor hf --model.hf_assets_path Qwen3-Next-80B-A3B --training.seq_len 131072
-    python -m tools.plan --gpus 2 --rates mine.json --job.config_file my.toml
-    python -m tools.plan --check                      # what is planned beside what was measured; --rates: by these
+    titan-linear plan --gpus 64 --job.config_file my.toml --tokens 100B
+    titan-linear plan --gpus 8 --gpu H200 --model.name kda --model.flavor 1.3B --training.seq_len 131072
+    titan-linear plan --gpus 8 --model.flavor hf --model.hf_assets_path Qwen3-Next-80B-A3B --training.seq_len 131072
+    titan-linear plan --gpus 2 --rates mine.json --job.config_file my.toml
 
 Give the run's keys as for run_train.sh. Its types are those that it has on GPUs; neither its corpus nor its tokenizer
 has to be there (without a tokenizer, a preset has its own vocabulary), and nothing is written. It prints
@@ -23,7 +22,6 @@ says what is modelled, and how far off it is.
 from __future__ import annotations
 
 import argparse
-import json
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -34,7 +32,7 @@ from typing import NamedTuple
 from titan_linear.config import Config, changed, check_config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.data.corpus.tokenizer import BYTES
-from titan_linear.distributed.process import refusing, run_command
+from titan_linear.distributed.process import refusing
 from titan_linear.models.config import ModelConfig
 from titan_linear.planner.memory import (
     GIB,
@@ -49,7 +47,7 @@ from titan_linear.planner.memory import (
     parameters,
     saved,
 )
-from titan_linear.planner.timing import Machine, Rates, Step, read_rates, shipped, step
+from titan_linear.planner.timing import Machine, Step, read_rates, shipped, step
 from titan_linear.run.build import (
     cached_corpora,
     check_size,
@@ -63,7 +61,6 @@ from titan_linear.run.preflight import check_splits
 BEST = 5  # number of splits to print
 LOCAL = 4  # the largest local batch to try
 LONGEST = 1 << 24  # tokens; longer streams are not tried
-MEASURED = Path(__file__).with_name("measured_steps.json")
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -81,18 +78,14 @@ class Split(NamedTuple):
 
 @refusing(ValueError)
 def main(argv: list[str]) -> int:
-    args, keys = parse(argv)
-    if args.check:
-        print(checked(read_rates(Path(args.rates)) if args.rates else None))
-    else:
-        plan(args, keys)
+    plan(*parse(argv))
     return 0
 
 
 def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     """This command's own options, and the run's keys."""
     parser = argparse.ArgumentParser(
-        prog="python -m tools.plan",
+        prog="titan-linear plan",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -105,14 +98,13 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--attention", default="", help="kernel of softmax attention, one that the rates have")
     parser.add_argument("--documents", default="one", help='"one" per stream, or their mean tokens (default: one)')
     parser.add_argument("--tokens", default="", help="budget of the run, to say how many days it takes: 100B, 2.5T")
-    parser.add_argument("--check", action="store_true", help="print what is planned beside what was measured")
     args, keys = parser.parse_known_args(argv)
     return args, [key for key in keys if key != "--"]
 
 
 def plan(args: argparse.Namespace, keys: list[str]) -> None:
     """Print the whole plan. ValueError: the run cannot be planned, or does not fit."""
-    mean, budget, machine = _mean(args.documents), _tokens(args.tokens), machine_of(args)
+    mean, budget, machine = mean_length(args.documents), _tokens(args.tokens), machine_of(args)
     config = load_config(keys, cuda=True)
     model = planned_model(config)
     check(config, model, args.gpus)
@@ -188,7 +180,8 @@ def machine_of(args: argparse.Namespace) -> Machine:
     return Machine(rates, args.node, args.network * 1e9, kernel)
 
 
-def _mean(documents: str) -> int | None:
+def mean_length(documents: str) -> int | None:
+    """--documents: tokens, or None for one document per stream. ValueError: neither."""
     if documents != "one" and not (documents.isdecimal() and int(documents)):
         raise ValueError(f"--documents {documents!r} must be 'one', or the mean length of a document in tokens")
     return None if documents == "one" else int(documents)
@@ -332,7 +325,7 @@ def memory_table(config: Config, model: ModelConfig, gpus: int, machine: Machine
     host, ranks = host_memory(config, model, gpus) / GIB, min(gpus, machine.node_size)
     offloaded = f"\nin the host's memory: {host:.2f} GiB for each GPU, {ranks * host:.2f} on a node of {ranks}"
     return (
-        _table((f"memory of {'the GPU' if gpus == 1 else f'one of {gpus} GPUs'}, GiB, at", *at), rows)
+        table((f"memory of {'the GPU' if gpus == 1 else f'one of {gpus} GPUs'}, GiB, at", *at), rows)
         + f"\n{verdict} in {machine.rates.gpu} ({size:.0f} GiB, of which {SPARE * size:.2f} are kept free for "
         f"fragmentation and buffers, which are not modelled); activations of layers: {kept}" + offloaded * bool(host)
     )
@@ -350,7 +343,7 @@ def time_table(planned: Step, machine: Machine, budget: float | None) -> str:
         line += f"; {_days(planned, budget):.1f} days for {budget:.3g} tokens"
     if planned.parts["attention"]:
         line += f"; attention by {machine.attention}"
-    return _table(("time of a step, ms", machine.rates.gpu), rows) + f"\n{line}"
+    return table(("time of a step, ms", machine.rates.gpu), rows) + f"\n{line}"
 
 
 def splits_table(splits: list[Split], gpus: int, budget: float | None) -> str:
@@ -369,7 +362,7 @@ def splits_table(splits: list[Split], gpus: int, budget: float | None) -> str:
                 *([f"{_days(planned, budget):.1f}"] if budget else []),
             ]
         )
-    return _table([*head, *(["days"] if budget else [])], rows)
+    return table([*head, *(["days"] if budget else [])], rows)
 
 
 def _days(planned: Step, budget: float) -> float:
@@ -391,78 +384,6 @@ def _degrees(config: Config, gpus: int) -> str:
     return ", ".join(shown) or "one GPU"
 
 
-def _table(head: list[str] | tuple[str, ...], rows: list) -> str:
+def table(head: list[str] | tuple[str, ...], rows: list) -> str:
     lines = [f"| {' | '.join(map(str, row))} |" for row in (head, *rows)]
     return "\n".join([lines[0], "|---" * len(head) + "|", *lines[1:]])
-
-
-# --- Beside what was measured ----------------------------------------------------------------------------------------
-
-
-class Measured(NamedTuple):
-    """A row of MEASURED: a setting that tools/bench_train.py ran, and what it took."""
-
-    gpu: str
-    gpus: int
-    keys: list[str]
-    attention: str
-    documents: str
-    tokens_per_second: float | None  # per GPU
-    memory_gib: float | None
-    source: str
-    earlier: bool = False  # measured with an earlier version, which kept or computed something else
-    layers: int | None = None  # only this many of the model's first layers
-
-
-def predictions(measured: Rates | None = None) -> list[tuple[Measured, float, float]]:
-    """Rows of MEASURED, each with the planned tokens per second per GPU and the planned GiB, by the rates that come
-    with the package or by `measured`; without rows whose attention kernel the rates lack."""
-    found = []
-    for row in (Measured(**row) for row in json.loads(MEASURED.read_text(encoding="utf-8"))):
-        rates = measured or read_rates(shipped()[row.gpu])
-        if row.attention not in rates.attention:
-            continue
-        config, mean = load_config(row.keys, cuda=True), _mean(row.documents)
-        model = model_without_tokenizer(config).first_layers(row.layers)
-        needed = sum(memory(config, model, row.gpus, mean).values()) / GIB
-        planned = step(config, model, row.gpus, Machine(rates, 8, 50e9, row.attention), mean)
-        found.append((row, planned.tokens_per_second / row.gpus, needed))
-    return found
-
-
-def checked(measured: Rates | None = None) -> str:
-    """The table of docs/planning.md."""
-    head = ("setting", "GPUs", "tokens/s/GPU", "planned", "time off by", "GiB", "planned", "off by")
-    rows = []
-    for row, speed, needed in predictions(measured):
-        time = _beside(row.tokens_per_second, speed, "{:,.0f}", inverse=True)
-        name = setting(row.keys, row.layers, row.documents) + " (earlier)" * row.earlier
-        rows.append((name, row.gpus, *time, *_beside(row.memory_gib, needed, "{:.1f}")))
-    return _table(head, rows)
-
-
-def _beside(measured: float | None, planned: float, shape: str, inverse: bool = False) -> tuple[str, str, str]:
-    """Measured, planned, and by how much the plan is off; for speeds (inverse), by how much the planned time is."""
-    if measured is None:
-        return "–", shape.format(planned), "–"
-    off = measured / planned - 1 if inverse else planned / measured - 1
-    return shape.format(measured), shape.format(planned), f"{off:+.0%}"
-
-
-def setting(keys: list[str], layers: int | None, documents: str) -> str:
-    """The essentials of a row's keys, in a line."""
-    config = load_config(keys, cuda=True)
-    p, t = config.parallelism, config.training
-    cut = "" if layers is None else f", {layers} layers"
-    parts = [f"{config.model.name} {config.model.flavor}{cut}, {t.seq_len // 1024}k"]
-    parts += [] if documents == "one" else [f"documents of {documents}"]
-    if p.context_parallel_degree > 1:
-        parts.append(f"cp {p.context_parallel_degree} {p.context_parallel_layout}")
-    for name, degree in (("tp", p.tensor_parallel_degree), ("ep", p.expert_parallel_degree)):
-        parts += [f"{name} {degree}"] if degree > 1 else []
-    parts.append(f"checkpointing {config.activation_checkpoint.mode}")
-    return ", ".join([*parts, "compiled" if config.compile.enable else "not compiled"])
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -1,7 +1,7 @@
 """Generate text from trained weights.
 
-python -m tools.generate outputs/debug/checkpoint/step-150 --prompt "def " --max-new-tokens 200 --temperature 0.7
-python -m tools.generate Qwen3.5-2B --prompt "Once upon a time" --prompt "In the beginning" --top-p 0.9 --seed 1
+titan-linear generate outputs/debug/checkpoint/step-150 --prompt "def " --max-new-tokens 200 --temperature 0.7
+titan-linear generate Qwen3.5-2B --prompt "Once upon a time" --prompt "In the beginning" --top-p 0.9 --seed 1
 
 PATH is a run's folder or its checkpoint/ (the newest step is taken), a step-N in it, or a Hugging Face folder with its
 tokenizer.json. All prompts form one batch; each text is printed with its prompt.
@@ -20,7 +20,7 @@ from titan_linear.config import Config, changed
 from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.data.corpus.tokenizer import TOKENIZER
 from titan_linear.distributed.parallelize import materialise
-from titan_linear.distributed.process import refusing, run_command
+from titan_linear.distributed.process import refusing
 from titan_linear.models.decoder import Decoder
 from titan_linear.run.build import DTYPES, model_config, other_tokenizer, tokenizer_path, unallocated
 from titan_linear.run.generate import Sampling, generate
@@ -106,7 +106,7 @@ def tokenizer_warning(path: Path, in_hf: bool, asked: str, tokenizer: Tokenizer)
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="titan-linear generate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("path", metavar="PATH", help="a checkpoint of ours, or a Hugging Face folder")
     parser.add_argument("--prompt", action="append", required=True, help="may be given several times")
@@ -124,7 +124,3 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--impl", default="auto", help="implementation of the ops (default: auto)")
     parser.add_argument("--prefill-chunk", type=int, default=2048, help="tokens of a prompt read at once")
     return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_command(main)

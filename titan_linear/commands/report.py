@@ -1,7 +1,7 @@
 """Runs side by side: where each stands, and the keys in which they differ. TensorBoard draws their curves.
 
-python -m tools.report outputs/debug
-python -m tools.report outputs/kda outputs/gdn outputs/hybrid
+titan-linear report outputs/debug
+titan-linear report outputs/kda outputs/gdn outputs/hybrid
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from statistics import median
 from typing import Any
 
 from titan_linear.config import flat_keys, load_config, toml_value
-from titan_linear.distributed.process import refusing, run_command
+from titan_linear.distributed.process import refusing
 from titan_linear.storage.rundir import CONFIG, METRICS, SPIKES
 
 HEAD = ("run", "step", "loss", "best validation", "tokens", "tokens/s", "MFU", "GiB", "skipped", "spikes")
@@ -78,7 +78,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 @refusing(ValueError)
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="titan-linear report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     runs = parser.parse_args(argv).runs
@@ -86,7 +86,3 @@ def main(argv: list[str]) -> int:
     if rows := differences(runs):
         print("\n" + table(["key", *map(str, runs)], rows))
     return 0
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -1,9 +1,9 @@
 """Corpora of tokens: write one, and look after the caches that runs have made.
 
-python -m tools.corpus write corpora/web --dataset jsonl --path 'data/*.jsonl.gz' --tokenizer Qwen3.5-2B
-python -m tools.corpus list
-python -m tools.corpus check                     # every cache; or: check corpora/web jsonl-0123…
-python -m tools.corpus prune --older-than 30     # days since their last use; or: prune jsonl-0123… or: prune --all
+titan-linear corpus write corpora/web --dataset jsonl --path 'data/*.jsonl.gz' --tokenizer Qwen3.5-2B
+titan-linear corpus list
+titan-linear corpus check                     # every cache; or: check corpora/web jsonl-0123…
+titan-linear corpus prune --older-than 30     # days since their last use; or: prune jsonl-0123… or: prune --all
 
 write     tokenises texts, of any kind that training.dataset has, into a folder of their own, which a run reads with
           training.dataset = "tokens" and training.dataset_path = that folder. If it is stopped, the same command
@@ -27,7 +27,7 @@ from titan_linear.data.corpus.cache import remove_cache
 from titan_linear.data.corpus.corpus import CACHE_NAME
 from titan_linear.data.corpus.sources import FIELD_SOURCES, FORMATS, TEXT_SOURCES
 from titan_linear.data.corpus.writing import lock_file, temporary_folder
-from titan_linear.distributed.process import refusing, run_command
+from titan_linear.distributed.process import refusing
 from titan_linear.storage.files import default_cache_dir
 
 DAY = 86400  # seconds
@@ -116,7 +116,7 @@ def check(folders: list[Path]) -> int:
             continue
         try:
             if CACHE_NAME.fullmatch(folder.name) and not folder.exists():
-                raise ValueError(f"{folder} is not there; python -m tools.corpus list names the token caches")
+                raise ValueError(f"{folder} is not there; titan-linear corpus list names the token caches")
             corpus: Corpus = load_corpus(folder)
             verify_corpus(corpus)
             print(f"{folder}: whole, {corpus.num_tokens:,} tokens")
@@ -129,7 +129,7 @@ def check(folders: list[Path]) -> int:
 def prune(args: argparse.Namespace) -> int:
     folder = default_cache_dir()
     if strange := [name for name in args.names if folder / name not in caches(folder)]:
-        raise ValueError(f"{strange[0]!r} is not a token cache in {folder}; python -m tools.corpus list names them")
+        raise ValueError(f"{strange[0]!r} is not a token cache in {folder}; titan-linear corpus list names them")
     if sum((bool(args.names), args.older_than is not None, args.all)) != 1:
         raise ValueError("prune needs names of caches, or --older-than DAYS, or --all")
     if args.older_than is not None and not args.older_than >= 0:
@@ -143,7 +143,7 @@ def prune(args: argparse.Namespace) -> int:
 
 def parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="python -m tools.corpus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="titan-linear corpus", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
     make = commands.add_parser("write")
@@ -167,7 +167,3 @@ def parse(argv: list[str]) -> argparse.Namespace:
     remove.add_argument("--older-than", type=float, metavar="DAYS", help="caches not used for DAYS days")
     remove.add_argument("--all", action="store_true", help="all caches")
     return parser.parse_args(argv)
-
-
-if __name__ == "__main__":
-    run_command(main)

@@ -1,0 +1,52 @@
+"""All commands: `titan-linear COMMAND …`, or `python -m titan_linear COMMAND …` where the package is not installed."""
+
+from __future__ import annotations
+
+import sys
+from difflib import get_close_matches
+from importlib import import_module
+from typing import NamedTuple, NoReturn
+
+from titan_linear.distributed.process import MISTAKE, run_command
+
+
+class Command(NamedTuple):
+    module: str  # whose main(argv) returns the exit code
+    does: str
+
+
+COMMANDS = {
+    "train": Command("titan_linear.launch", "start a run, or resume it"),
+    "doctor": Command("titan_linear.proof.doctor", "prove a run before it costs a week: its split, kernels and data"),
+    "plan": Command("titan_linear.commands.plan", "a run's memory and time, and the best splits, without a GPU"),
+    "corpus": Command("titan_linear.commands.corpus", "tokenise texts once; list, check and remove token caches"),
+    "convert": Command("titan_linear.commands.convert", "checkpoints to Hugging Face folders, and back"),
+    "generate": Command("titan_linear.commands.generate", "text from a run, a checkpoint or a Hugging Face folder"),
+    "report": Command("titan_linear.commands.report", "runs side by side: losses, rates, and the keys that differ"),
+}
+
+
+def main(argv: list[str]) -> int:
+    """Run the command that argv[0] names with the rest of argv, and return its exit code."""
+    name, *rest = argv or ["--help"]
+    if name in ("-h", "--help"):
+        print(help_text())
+        return 0
+    if name not in COMMANDS:
+        near = get_close_matches(name, COMMANDS, n=1)
+        print(f"error: {name!r} is not a command; use {near[0] if near else ', '.join(COMMANDS)}", file=sys.stderr)
+        return MISTAKE
+    return import_module(COMMANDS[name].module).main(rest)
+
+
+def help_text() -> str:
+    lines = [f"  {name:<10}{command.does}" for name, command in COMMANDS.items()]
+    return "\n".join(["usage: titan-linear COMMAND ...", "", *lines, "", "titan-linear COMMAND --help says more."])
+
+
+def entry() -> NoReturn:
+    run_command(main)
+
+
+if __name__ == "__main__":
+    entry()
