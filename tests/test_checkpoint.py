@@ -21,7 +21,9 @@ import sys
 import threading
 import time
 import types
-from pathlib import Path
+import zlib
+from functools import partial
+from pathlib import Path, PosixPath
 from unittest.mock import patch
 
 import pytest
@@ -31,7 +33,6 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -44,8 +45,10 @@ from titan_linear.models.init import initialise
 from titan_linear.models.mixers import KDA, Attention
 from titan_linear.run.build import unallocated
 from titan_linear.storage.checkpoint import Checkpointer, SaveFailed
+from titan_linear.storage.files import Unreadable
+from titan_linear.storage.manifest import Manifest, read_manifest
 from titan_linear.storage.step_folders import Progress, find_step, read_progress, verify, weights_path, whole_steps
-from titan_linear.storage.tensors import Reader, check_weights, holds_optimizer, stored_weights
+from titan_linear.storage.tensors import check_weights, holds_optimizer, stored_weights
 
 PATTERN = (
     KDA(heads=1, v_heads=2, head_dim=4, v_head_dim=4),
@@ -360,7 +363,7 @@ def test_a_signal_ends_the_reading(monkeypatch, tmp_path):
     for name in ("a", "b"):
         (tmp_path / name).touch()
         os.truncate(tmp_path / name, 1 << 30)
-    (tmp_path / "manifest.json").write_text('{"files": {"a": [0, 0], "b": [0, 0]}}')
+    write_manifest(tmp_path, {"a": [0, 0], "b": [0, 0]}, {})
     monkeypatch.setattr("titan_linear.storage.step_folders.checksum", read)
     before = signal.signal(signal.SIGTERM, stop)
     try:
@@ -369,6 +372,70 @@ def test_a_signal_ends_the_reading(monkeypatch, tmp_path):
     finally:
         signal.signal(signal.SIGTERM, before)
     assert len(blocks) < 2 * 1024
+
+
+def write_manifest(folder: Path, files: dict, tensors: dict) -> None:
+    """As whoever has the program can write it."""
+    manifest = Manifest.model_construct(files=files, tensors=tensors)
+    (folder / "manifest.json").write_text(manifest.signed().model_dump_json())
+
+
+@pytest.fixture
+def small(tmp_path) -> Path:
+    """A checkpoint of two tensors in one process."""
+    checkpoints, state = tmp_path / "checkpoint", {"a": torch.arange(6.0).view(2, 3), "b": torch.ones(2)}
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        read = {name: partial(torch.clone, x) for name, x in state.items()}
+        Checkpointer(checkpoints).save_lazily(1, read, state, Progress(step=1))
+    finally:
+        dist.destroy_process_group()
+    return checkpoints / "step-1"
+
+
+def test_every_bit_of_a_manifest_counts(small):
+    file = small / "manifest.json"
+    sound = file.read_bytes()
+    for bit in range(8 * len(sound)):
+        altered = bytearray(sound)
+        altered[bit // 8] ^= 1 << bit % 8
+        file.write_bytes(altered)
+        with pytest.raises(Unreadable):
+            read_manifest(small)
+    file.write_bytes(sound)
+    verify(small)
+
+
+CHUNK = {"offsets": [0], "sizes": [2], "relative_path": "x", "offset": 0, "length": 9}
+TENSOR = {"dtype": "torch.float32", "size": [2], "chunks": [CHUNK]}
+
+
+@pytest.mark.filterwarnings("ignore:Pydantic serializer")
+@pytest.mark.parametrize(
+    "files, tensors, why",
+    [
+        ({}, {"a": TENSOR}, "it has no checksum of 'x'"),
+        ({"x": [0, 0], "../y": [0, 0]}, {"a": TENSOR}, "it names a file of another folder, '../y'"),
+        ({"x": [0, 0]}, {"a": TENSOR | {"dtype": "torch.load"}}, "there is no dtype 'torch.load'"),
+        ({"x": [0, 0]}, {"a": TENSOR | {"size": "2"}}, "tensors: a: size: Input should be a valid array"),
+        ({"x": [0, 0]}, {"a": TENSOR | {"more": 1}}, "tensors: a: more: Extra inputs are not permitted"),
+        ([], {}, "files: Input should be an object"),
+        ({"x": None}, {}, "files: x: Input should be a valid array"),
+    ],
+)
+def test_a_manifest_from_elsewhere(small, files, tensors, why):
+    """Its checksum is right."""
+    write_manifest(small, files, tensors)
+    for read in (verify, holds_optimizer, lambda folder: stored_weights(folder)("a")):
+        with pytest.raises(Unreadable, match=re.escape(f"/manifest.json' cannot be read ({why}")):
+            read(small)
+
+
+@pytest.mark.parametrize("content", [b"", b"[]", b"{}", b'{"files": {}}', b"[" * 100_000, b"\xff"])
+def test_a_manifest_that_is_none(small, content):
+    (small / "manifest.json").write_bytes(content)
+    with pytest.raises(Unreadable, match=r"/manifest.json' cannot be read"):
+        verify(small)
 
 
 class Payload:
@@ -381,39 +448,29 @@ class Payload:
         return os.mkdir, (str(self.file),)
 
 
-@pytest.mark.parametrize("name", ["posix.mkdir", "torch.distributed.checkpoint.metadata.BytesStorageMetadata"])
-def test_metadata_runs_no_code(worlds, tmp_path, name):
-    worlds(2).run(save_steps, tmp_path, (2,), [1])
-    file, ran = tmp_path / "step-1" / ".metadata", tmp_path / "ran"
-    metadata = pickle.loads(file.read_bytes())
-    if name == "posix.mkdir":
-        metadata.planner_data = Payload(ran)
-    else:  # DCP would unpickle the weight's bytes
-        metadata.state_dict_metadata["model.norm.weight"] = BytesStorageMetadata()
-    file.write_bytes(pickle.dumps(metadata))
-    for result in worlds(2).run(load_error, tmp_path, 1) + worlds(2).run(load_weights_error, tmp_path, {}):
-        assert re.fullmatch(rf"checkpoint file '{file}' is refused: it refers to {name}, [^\n]*", result), result
-    with pytest.raises(ValueError, match=rf"/.metadata' is refused: it refers to {name}"):
-        holds_optimizer(tmp_path / "step-1")
-    with pytest.raises(ValueError, match=rf"/.metadata' is refused: it refers to {name}"):
-        stored_weights(tmp_path / "step-1")
-    assert not ran.exists()
+# BUILD with (None, {name: value}) sets attributes of whatever is on the stack, here of a class.
+PATCH = b"\x80\x02cpathlib\nPosixPath\nN}X\x0a\x00\x00\x00read_bytesctorch\nSize\ns\x86b."
 
 
-def test_metadata_of_other_types_and_pythons(tmp_path):
-    """Every dtype of ours; the name that Python 3.13 gives to paths."""
-    state = {f"model.{dtype}": torch.zeros(2, dtype=dtype) for dtype in (torch.float64, torch.bfloat16, torch.int64)}
-    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
-        dcp.save(state, checkpoint_id=tmp_path / "step-1", no_dist=True)
-    file = tmp_path / "step-1" / ".metadata"
-    data = pickle.dumps(pickle.loads(file.read_bytes()), protocol=2)
-    assert b"cpathlib\n" in data
-    for found in (data, data.replace(b"cpathlib\n", b"cpathlib._local\n")):
-        file.write_bytes(found)
-        assert Reader(tmp_path / "step-1").read_metadata().state_dict_metadata.keys() == state.keys()
-    file.write_bytes(data[:-9])
-    with pytest.raises(ValueError, match=r"/.metadata' cannot be read \(.*restore it from a copy"):
-        holds_optimizer(tmp_path / "step-1")
+def test_the_pickle_is_never_opened(small):
+    """Neither what calls functions nor what sets attributes of classes."""
+    ran, read_bytes = small / "ran", PosixPath.read_bytes
+    for payload in (pickle.dumps(Payload(ran)), PATCH):
+        (small / ".metadata").write_bytes(payload)
+        manifest = read_manifest(small)
+        write_manifest(small, manifest.files | {".metadata": [len(payload), zlib.crc32(payload)]}, manifest.tensors)
+        verify(small)
+        assert not holds_optimizer(small)
+        with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+            assert stored_weights(small)("a").tolist() == [[0, 1, 2], [3, 4, 5]]
+        assert not ran.exists() and PosixPath.read_bytes is read_bytes
+
+
+@pytest.mark.parametrize("content", ["", "{}", '{"step": null}', "[1]"])
+def test_progress_that_cannot_be_read(small, content):
+    (small / "progress.json").write_text(content)
+    with pytest.raises(Unreadable, match=r"/progress.json' cannot be read \(.*restore it from a copy"):
+        read_progress(small)
 
 
 def test_half_written_is_passed_over_and_removed(worlds, tmp_path):

@@ -53,6 +53,7 @@ def test_a_checkpoint_is_exported_while_training_goes_on(
     corpus: Path,
     worlds: Callable[[int], World],
     tmp_path: Path,
+    capfd: pytest.CaptureFixture,
 ) -> None:
     argv = arguments(corpus, KEYS, {"job.dump_folder": tmp_path})
     preflight(load_config(argv), world_size=2)
@@ -63,6 +64,10 @@ def test_a_checkpoint_is_exported_while_training_goes_on(
     assert convert.main(["to-hf", str(folder / "step-3"), str(tmp_path / "out"), "--export-dtype", "bfloat16"]) == 0
     found, wanted = (load_file(path / "model.safetensors") for path in (folder / "step-3-hf", tmp_path / "out"))
     assert found.keys() == wanted.keys() and all((found[name] == wanted[name]).all() for name in wanted)
+    kept = tmp_path / "config.toml"  # of another model: a layer would be left out
+    kept.write_text(kept.read_text().replace("num_layers = 0", "num_layers = 1"))
+    assert convert.main(["to-hf", str(folder / "step-3"), str(tmp_path / "less")]) == 2
+    assert "of another model" in capfd.readouterr().err and not (tmp_path / "less").exists()
 
 
 def saved(folder: Path, *steps: int) -> Config:

@@ -19,13 +19,23 @@ import warnings
 from pathlib import Path
 from typing import IO
 
+import torch
+
 from titan_linear.config import Config, hf_weights
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import StopSignal, refusing
-from titan_linear.run.build import export, export_folder, lacks_export, model_config, not_exported, tokenizer_path
+from titan_linear.run.build import (
+    export,
+    export_folder,
+    lacks_export,
+    model_config,
+    not_exported,
+    tokenizer_path,
+    unallocated,
+)
 from titan_linear.storage.rundir import checkpoint_folder, config_of
 from titan_linear.storage.step_folders import verify, weights_path, whole_steps
-from titan_linear.storage.tensors import stored_weights
+from titan_linear.storage.tensors import check_weights, stored_weights
 
 # The program of an export's process; its arguments are the parent's process id and those of `main`. It attends to the
 # parent first, because this module takes seconds to import, in which the parent may die.
@@ -47,7 +57,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = ""
         like: a Hugging Face folder of the same model; by default the one that the run began from, if it did.
 
     Raises:
-        ValueError: there is no such checkpoint, it is damaged, or no architecture holds its model.
+        ValueError: there is no such checkpoint, it is damaged or of another model, or no architecture holds its model.
         SaveFailed: the folder could not be written.
     """
     checkpoint = weights_path(checkpoint, key="CHECKPOINT")
@@ -57,6 +67,7 @@ def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = ""
         raise ValueError("--export-dtype source: this run did not begin from a Hugging Face folder; name one by --like")
     tokenizer = build_tokenizer(tokenizer_path(run))
     model = model_config(run, tokenizer)
+    check_weights(checkpoint, unallocated(model, torch.float32))
     export(folder, run, model, tokenizer, stored_weights(checkpoint), dtype=dtype, like=like)
 
 

@@ -3,9 +3,10 @@
     checkpoint/
       step-100/            whole: it got this name when everything in it was on disk
         __R_0.distcp       what rank R wrote; any other number of ranks can read it
-        .metadata          DCP: which file holds which slice of which tensor
+        .metadata          DCP's own list of what lies where, which we never open (manifest.py)
         progress.json      `Progress`: the step, and what the run trains on
-        manifest.json      size and CRC-32 of every file above
+        manifest.json      size and CRC-32 of every file above, which of them holds which slice of which tensor, and a
+                           CRC-32 of this file itself
       step-200.tmp/        a save in progress, or what a killed save or removal left: the next save removes it
       abandoned-DATE/      checkpoints of later steps, which the run left behind by resuming from an earlier one
       rewound.json         the checkpoint.load_step that the run has gone back to; the same command then resumes from
@@ -15,12 +16,11 @@ A save fills step-N.tmp. Every rank computes the checksums of its own files whil
 reads them back from the disk to compare; rank 0 adds the manifest and renames. Only then are older checkpoints removed.
 So SIGKILL costs at most the save in progress, and what a disk alters is noticed while the state can still be written
 again. DCP notices a truncated file but not an altered one: `verify` reads everything. No code in a checkpoint runs:
-tensors are loaded as weights only, and the pickle in .metadata may refer only to the classes that it needs (`Reader`).
+tensors are loaded as weights only, and all else is JSON.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import sys
@@ -39,7 +39,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
@@ -50,6 +50,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from titan_linear.distributed.ending import RunFailed, peer_is_lost
 from titan_linear.distributed.groups import of_all_ranks, on_rank_0
 from titan_linear.storage.files import remove, sync
+from titan_linear.storage.manifest import Manifest, Stored, stored_tensors
 from titan_linear.storage.rundir import STEP_MANIFEST
 from titan_linear.storage.step_folders import (
     PROGRESS,
@@ -241,14 +242,14 @@ class Checkpointer:
         """Do everything that touches the disk; in async mode on a thread of its own."""
         tmp = self.folder / f"step-{step}.tmp"
         try:
-            files, altered = self._fill(tmp, state, progress, planner)
+            manifest, altered = self._fill(tmp, state, progress, planner)
             if altered:
                 if self.rank == 0:
                     print(f"warning: saving step-{step}: {altered}; it is written once more", flush=True)
-                files, altered = self._fill(tmp, state, progress, planner)
+                manifest, altered = self._fill(tmp, state, progress, planner)
             if altered:
                 raise OSError(altered)
-            self._together(lambda: self.rank == 0 and self._commit(step, tmp, files))
+            self._together(lambda: self.rank == 0 and self._commit(step, tmp, manifest))
             self._saved = (step, "optimizer" in state)
             self._together(lambda: self.rank == 0 and self.prune(step))
         except (OSError, RuntimeError, dcp.CheckpointException) as failure:  # the same on every rank
@@ -264,16 +265,18 @@ class Checkpointer:
 
     def _fill(
         self, tmp: Path, state: dict[str, Any], progress: Progress, planner: dcp.SavePlanner | None
-    ) -> tuple[dict[str, list[int]], str]:
-        """Write everything but the manifest; return [size, CRC-32] of each file, and which files the disk altered."""
-        text = progress.model_dump_json(indent=2) + "\n"
-        self._together(lambda: self.rank == 0 and self._prepare(tmp, text))
+    ) -> tuple[Manifest, str]:
+        """Write everything but the manifest; return that, on rank 0 with the tensors, and which files the disk
+        altered."""
+        content = (progress.model_dump_json(indent=2) + "\n").encode()
+        self._together(lambda: self.rank == 0 and self._prepare(tmp, content))
         writer = _Writer(tmp, sync_files=False)  # it would sync before its last block is written
         dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
-        own = writer.fs.written | ({PROGRESS: checksum(text.encode())} if self.rank == 0 else {})
+        own = writer.fs.written | ({PROGRESS: checksum(content)} if self.rank == 0 else {})
         parts = self._together(lambda: (own, self._sync(tmp, own)))
         files = {name: entry for part, _ in parts for name, entry in part.items()}
-        return files, "; ".join(f"rank {rank}: {names}" for rank, (_, names) in enumerate(parts) if names)
+        manifest = Manifest.model_construct(files=files, tensors=writer.tensors)
+        return manifest, "; ".join(f"rank {rank}: {names}" for rank, (_, names) in enumerate(parts) if names)
 
     def _together(self, work: Callable[[], Any]) -> list[Any]:
         """Run `work` on every rank; return their results in rank order. An error of any rank is raised on all."""
@@ -289,13 +292,13 @@ class Checkpointer:
             raise OSError("; ".join(errors))
         return [result for result, _ in outcomes]
 
-    def _prepare(self, tmp: Path, progress: str) -> None:
+    def _prepare(self, tmp: Path, progress: bytes) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         remove(tmp)
         for leftover in self.folder.glob("step-*.tmp"):
             _discard(leftover)
         tmp.mkdir()
-        (tmp / PROGRESS).write_text(progress)
+        (tmp / PROGRESS).write_bytes(progress)
 
     def _sync(self, tmp: Path, own: dict[str, list[int]]) -> str:
         """Sync files to the disk; a message that names those that read back differently, else ""."""
@@ -303,13 +306,13 @@ class Checkpointer:
         altered = [file.name for file in files if self.verify and inspect(file) != own[file.name]]
         return f"{', '.join(altered)} on the disk is not what was written" if altered else ""
 
-    def _commit(self, step: int, tmp: Path, files: dict[str, list[int]]) -> None:
-        for name, (size, _) in files.items():
+    def _commit(self, step: int, tmp: Path, manifest: Manifest) -> None:
+        for name, (size, _) in manifest.files.items():
             if not (tmp / name).exists() or (tmp / name).stat().st_size != size:
                 raise OSError(f"{name} of another node is not there: checkpoints need a file system that nodes share")
-        text = json.dumps({"files": files}, indent=2)
-        (tmp / STEP_MANIFEST).write_text(text)
-        if altered := self._sync(tmp, {STEP_MANIFEST: checksum(text.encode())}):
+        content = manifest.signed().model_dump_json().encode()
+        (tmp / STEP_MANIFEST).write_bytes(content)
+        if altered := self._sync(tmp, {STEP_MANIFEST: checksum(content)}):
             raise OSError(altered)
         sync(tmp)
         set_steps_aside(self.folder, step, f"this run came to step {step} another way")
@@ -371,6 +374,11 @@ class _Writer(dcp.FileSystemWriter):
     def __init__(self, path: Path, **options: Any):
         super().__init__(path, **options)
         self.fs = _Summed()
+        self.tensors: dict[str, Stored] = {}  # on rank 0, once all is written
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        super().finish(metadata, results)
+        self.tensors = stored_tensors(metadata, results)
 
     def write_data(self, plan: dcp.SavePlan, planner: dcp.SavePlanner) -> torch.futures.Future[list[WriteResult]]:
         """Raise the disk's own error where PyTorch, in handling it, raises another about its unfinished archive."""

@@ -8,7 +8,31 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+T = TypeVar("T")
+
+
+class Unreadable(ValueError):
+    """A file is missing, may not be read, or does not hold what it should."""
+
+
+def read_json(file: Path, kind: type[T], remedy: str) -> T:
+    """What a JSON file holds, as a pydantic model or any other type that pydantic knows.
+
+    Raises:
+        Unreadable: with the remedy.
+    """
+    try:
+        return TypeAdapter(kind).validate_json(file.read_bytes())
+    except OSError as error:
+        why = error.strerror
+    except ValidationError as error:
+        first = error.errors()[0]
+        why = ": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
+    raise Unreadable(f"'{file}' cannot be read ({why}); {remedy}")
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 
 from titan_linear.config import Config
-from titan_linear.storage.files import sync, write_whole
+from titan_linear.storage.files import read_json, sync, write_whole
+from titan_linear.storage.manifest import REMEDY, read_manifest
 from titan_linear.storage.rundir import STEP_MANIFEST, checkpoint_folder, checkpoints_of, set_aside
 
 PROGRESS, METADATA, REWOUND = "progress.json", ".metadata", "rewound.json"
@@ -37,6 +37,12 @@ class Progress(BaseModel):
     skipped: int = 0  # steps left out because their loss or gradient was not finite
     total_steps: int = 0  # of the learning rate's schedule
     content: Content | None = None  # None: imported weights
+
+
+class Rewound(BaseModel):
+    """The checkpoint.load_step that a run has gone back to."""
+
+    load_step: int
 
 
 # --- What is on disk -------------------------------------------------------------------------------------------------
@@ -83,7 +89,7 @@ def rewind(folder: Path, step: int, load_step: int) -> None:
             (folder / REWOUND).unlink(missing_ok=True)
         elif _rewound_to(folder) != load_step:
             set_steps_aside(folder, step + 1, f"this run resumes from checkpoint.load_step = {load_step}")
-            write_whole(folder / REWOUND, json.dumps({"load_step": load_step}) + "\n")
+            write_whole(folder / REWOUND, Rewound(load_step=load_step).model_dump_json() + "\n")
             sync(folder)
     except OSError as error:
         raise ValueError(
@@ -94,12 +100,7 @@ def rewind(folder: Path, step: int, load_step: int) -> None:
 
 def _rewound_to(folder: Path) -> int | None:
     file = folder / REWOUND
-    try:
-        return json.loads(file.read_bytes())["load_step"]
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"'{file}', which this program writes, cannot be read: {error!r}; move it away") from None
+    return read_json(file, Rewound, "move it away").load_step if file.exists() else None
 
 
 def set_steps_aside(folder: Path, step: int, why: str) -> None:
@@ -152,7 +153,7 @@ def verify(path: Path) -> None:
         if others
         else "start a new run in another job.dump_folder"
     )
-    files, stop = _read_manifest(path, remedy), Event()
+    files, stop = read_manifest(path, remedy).files, Event()
     with ThreadPoolExecutor() as pool:  # leaving it waits for its threads
         try:
             for name, found in zip(files, pool.map(lambda name: inspect(path / name, stop), files), strict=True):
@@ -165,7 +166,7 @@ def verify(path: Path) -> None:
 
 def read_progress(path: Path) -> Progress:
     """What a checkpoint records besides tensors."""
-    return Progress.model_validate_json((path / PROGRESS).read_bytes())
+    return read_json(path / PROGRESS, Progress, REMEDY)
 
 
 def _step_folders(folder: Path, suffix: str = "") -> dict[int, Path]:
@@ -181,19 +182,10 @@ def _list(steps: list[int]) -> str:
     return ", ".join(map(str, steps))
 
 
-def _read_manifest(path: Path, remedy: str) -> dict[str, list[int]]:
-    try:
-        return json.loads((path / STEP_MANIFEST).read_bytes())["files"]
-    except (OSError, ValueError, KeyError, TypeError):  # absent, or not what was written
-        raise ValueError(f"checkpoint file '{path / STEP_MANIFEST}' is missing or damaged; {remedy}") from None
-
-
 def inspect(file: Path, stop: Event | None = None) -> list[int] | str:
     """A file's [size in bytes, CRC-32], or what is wrong with it. Once `stop` is set, it is read no further."""
     try:
-        return _measure(file, stop)
-    except FileNotFoundError:
-        return "is missing"
+        return _measure(file, stop) if file.is_file() else "is missing"
     except OSError as error:
         return f"cannot be read ({error.strerror})"
 

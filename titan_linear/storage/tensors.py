@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -19,30 +17,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from titan_linear.distributed.parts import whole
-from titan_linear.storage.step_folders import METADATA, describe, weights_path
+from titan_linear.storage.manifest import REMEDY, Reader, read_manifest
+from titan_linear.storage.step_folders import describe, weights_path
 
 FLAT = StateDictOptions(flatten_optimizer_state_dict=True, strict=False)  # `_compare` checks names with better messages
 WRAPPERS = ("_checkpoint_wrapped_module.", "_orig_mod.")  # what checkpointing and torch.compile add to names
-# What .metadata may refer to, dtypes aside. BytesStorageMetadata is left out: DCP unpickles what that announces.
-METADATA_NAMES = {
-    *(
-        ("torch.distributed.checkpoint.metadata", name)
-        for name in (
-            "Metadata",
-            "MetadataIndex",
-            "TensorStorageMetadata",
-            "ChunkStorageMetadata",
-            "TensorProperties",
-            "StorageMeta",
-            "_MEM_FORMAT_ENCODING",
-        )
-    ),
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-    ("torch", "Size"),
-    ("torch.serialization", "_get_layout"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),  # the latter is Python 3.13's name for it
-}
 
 
 def load_weights(path: Path, model: nn.Module) -> None:
@@ -65,64 +44,33 @@ def check_weights(path: Path, model: nn.Module) -> None:
 
 def stored_weights(path: Path) -> Callable[[str], torch.Tensor]:
     """name -> the whole tensor of a step-N folder, read when it is asked for, in one process."""
-    metadata = Reader(path).read_metadata().state_dict_metadata
+    reader = Reader(path)
 
     def get(name: str) -> torch.Tensor:
-        stored = metadata[f"model.{name}"]
+        stored = reader.metadata.state_dict_metadata[f"model.{name}"]
         tensor = torch.empty(stored.size, dtype=stored.properties.dtype)
-        dcp.load({"model": {name: tensor}}, storage_reader=Reader(path), no_dist=True)
+        _fill(reader, {"model": {name: tensor}})
         return tensor
 
     return get
 
 
-class Reader(dcp.FileSystemReader):
-    """DCP's reader of a step-N folder; the pickle of its metadata can refer only to classes of metadata."""
-
-    def read_metadata(self) -> Metadata:
-        """Raise ValueError, with the file and the name in question, if .metadata is damaged or refers to anything
-        else."""
-        file = Path(self.path) / METADATA
-        try:
-            with file.open("rb") as stream:
-                metadata = _MetadataUnpickler(stream).load()
-            metadata.storage_meta.load_id = self.load_id
-        except _Refused as refused:
-            raise ValueError(
-                f"checkpoint file '{file}' is refused: it refers to {refused}, as no checkpoint of ours does, and "
-                "loading it could run code; get the checkpoint anew, from a source that you trust"
-            ) from None
-        except Exception as error:  # damaged pickles raise anything
-            raise ValueError(f"checkpoint file '{file}' cannot be read ({error!r}); restore it from a copy") from error
-        return metadata
-
-
-class _Refused(Exception):
-    """A name that .metadata must not refer to."""
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module == "torch" and isinstance(dtype := vars(torch).get(name), torch.dtype):
-            return dtype
-        if (module, name) not in METADATA_NAMES:
-            raise _Refused(f"{module}.{name}")
-        return super().find_class("pathlib" if module == "pathlib._local" else module, name)
-
-
 def read_state(path: Path, state: dict[str, dict[str, Any]], group: dist.ProcessGroup | None) -> None:
     reader = Reader(path)
     _compare(path, reader, state)
+    _fill(reader, state, group)
+
+
+def _fill(reader: Reader, state: dict[str, dict[str, Any]], group: dist.ProcessGroup | None = None) -> None:
     try:
         dcp.load(state, storage_reader=reader, process_group=group, no_dist=group is None)
     except dcp.CheckpointException as failure:  # a BaseException, the same on every rank
-        raise ValueError(f"'{path}' cannot be loaded: {reasons(failure)}; restore it from a copy") from failure
+        raise ValueError(f"'{reader.path}' cannot be loaded: {reasons(failure)}; {REMEDY}") from failure
 
 
 def holds_optimizer(path: Path) -> bool:
     """Whether a run can resume from this checkpoint; otherwise it holds the weights only."""
-    names = Reader(path).read_metadata().state_dict_metadata
-    return any(name.startswith("optimizer.") for name in names)
+    return any(name.startswith("optimizer.") for name in read_manifest(path).tensors)
 
 
 # --- What is saved ---------------------------------------------------------------------------------------------------
@@ -158,7 +106,7 @@ def of_whole(moments: dict[str, Any], model: nn.Module) -> dict[str, Any]:
 
 def _compare(path: Path, reader: Reader, state: dict[str, dict[str, Any]]) -> None:
     """Compare names and sizes. DCP would ignore what the checkpoint has and the model lacks."""
-    saved = reader.read_metadata().state_dict_metadata
+    saved = reader.metadata.state_dict_metadata
     if "optimizer" in state and not any(name.startswith("optimizer.") for name in saved):
         raise ValueError(
             f"'{path}' holds weights only (checkpoint.last_save_model_only), from which no run can resume; choose an "

@@ -1,0 +1,127 @@
+"""manifest.json of a checkpoint: its files with their checksums, and which of them holds which slice of which tensor.
+
+The slices are what DCP's own .metadata says. That is a pickle, which is never opened: what its program says to do to a
+class is done to it in the whole process, even if only classes of metadata are allowed. Other programs may need it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+from pydantic import BaseModel, ConfigDict, model_validator
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+
+from titan_linear.storage.files import read_json
+from titan_linear.storage.rundir import STEP_MANIFEST
+
+REMEDY = "restore it from a copy"
+DTYPES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
+
+
+class Strict(BaseModel):
+    """Anything but what is written here is damage."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class Chunk(Strict):
+    """A slice of a tensor, and which bytes of which file it is."""
+
+    offsets: list[int]
+    sizes: list[int]
+    relative_path: str  # this and the rest by the names that DCP's reader asks for
+    offset: int
+    length: int
+    transform_descriptors: ClassVar[tuple[str, ...]] = ()
+
+
+class Stored(Strict):
+    """A tensor of a checkpoint."""
+
+    dtype: str
+    size: list[int]
+    chunks: list[Chunk]
+
+
+class Manifest(Strict):
+    files: dict[str, list[int]]  # name → [size, CRC-32]
+    tensors: dict[str, Stored]
+    checksum: int = 0  # CRC-32 of all above
+
+    def signed(self) -> Manifest:
+        return self.model_copy(update={"checksum": zlib.crc32(self.model_dump_json(exclude={"checksum"}).encode())})
+
+    @model_validator(mode="after")
+    def _check(self) -> Manifest:
+        if self.checksum != self.signed().checksum:
+            raise ValueError("it does not have its checksum")
+        if outside := [name for name in self.files if "/" in name]:
+            raise ValueError(f"it names a file of another folder, {outside[0]!r}")
+        named = {chunk.relative_path for tensor in self.tensors.values() for chunk in tensor.chunks}
+        if missing := named - self.files.keys():
+            raise ValueError(f"it has no checksum of {min(missing)!r}")
+        if strange := {tensor.dtype for tensor in self.tensors.values()} - DTYPES.keys():
+            raise ValueError(f"there is no dtype {min(strange)!r}")
+        return self
+
+
+def read_manifest(checkpoint: Path, remedy: str = REMEDY) -> Manifest:
+    """The manifest of a step-N folder.
+
+    Raises:
+        Unreadable: it is missing or damaged.
+    """
+    return read_json(checkpoint / STEP_MANIFEST, Manifest, remedy)
+
+
+def stored_tensors(metadata: Metadata, results: Iterable[Iterable[WriteResult]]) -> dict[str, Stored]:
+    """What DCP has written, as `Writer.finish` gets it."""
+    where = {result.index: result.storage_data for of_rank in results for result in of_rank}
+    tensors = {}
+    for name, tensor in metadata.state_dict_metadata.items():
+        chunks = []
+        for chunk in tensor.chunks:
+            at = where[MetadataIndex(name, chunk.offsets)]
+            chunks.append(
+                Chunk(
+                    offsets=list(chunk.offsets),
+                    sizes=list(chunk.sizes),
+                    relative_path=at.relative_path,
+                    offset=at.offset,
+                    length=at.length,
+                )
+            )
+        tensors[name] = Stored(dtype=str(tensor.properties.dtype), size=list(tensor.size), chunks=chunks)
+    return tensors
+
+
+class Reader(dcp.FileSystemReader):
+    """DCP's reader of a step-N folder, with `read_manifest` in place of the pickle."""
+
+    def read_metadata(self) -> Metadata:
+        return self.metadata
+
+    @cached_property
+    def metadata(self) -> Metadata:
+        """What is in the folder. Unreadable: its manifest is missing or damaged."""
+        tensors, where = {}, {}
+        for name, stored in read_manifest(Path(self.path)).tensors.items():
+            chunks = [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in stored.chunks]
+            size = torch.Size(stored.size)
+            tensors[name] = TensorStorageMetadata(TensorProperties(DTYPES[stored.dtype]), size, chunks)
+            where |= {MetadataIndex(name, chunk.offsets): chunk for chunk in stored.chunks}
+        return Metadata(tensors, storage_data=where, storage_meta=StorageMeta(load_id=self.load_id))
