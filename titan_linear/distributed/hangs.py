@@ -114,7 +114,9 @@ class Watch(threading.Thread):
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             for name, dump in recorders().items():
-                (self.folder / f"{name}-{self.rank}").write_bytes(dump())
+                file = self.folder / f"{name}-{self.rank}"
+                file.unlink(missing_ok=True)  # were it a link, its target would be written
+                file.write_bytes(dump())
         except OSError as error:  # a full disk must not end this thread
             print(f"warning: rank {self.rank}: no flight recorder: {error}", file=sys.stderr, flush=True)
 

@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from titan_linear.config import Config, config_to_toml
+from titan_linear.storage.files import open_own, write_whole
 from titan_linear.storage.rundir import BOARD, METRICS, TELEMETRY, WANDB, cut_metrics, json_line
 
 GIB = 2**30
@@ -234,7 +235,7 @@ class MetricsLogger:
         self.steps, self.out = config.training.steps, out or sys.stdout
         self.gpus, self.peak_tflops = gpus, peak_tflops
         self.colour = self.out.isatty() and "NO_COLOR" not in os.environ
-        self.file = open(self.folder / METRICS, "a", encoding="utf-8")  # noqa: SIM115 (closed by close)
+        self.file = open_own(self.folder / METRICS, "a")  # closed by close
         self.boards: list[Any] = []  # with the interface of TensorBoard's writer
         if config.metrics.enable_tensorboard:
             self.boards.append(_tensorboard(config, start_step, with_mfu=peak_tflops is not None))
@@ -301,7 +302,7 @@ class MetricsLogger:
 
     def log_telemetry(self, step: int, seen: Mapping[str, Mapping[str, Any]]) -> None:
         """Write what was seen inside a step (telemetry.py). In TensorBoard numbers by head or expert are histograms."""
-        with (self.folder / TELEMETRY).open("a", encoding="utf-8") as file:
+        with open_own(self.folder / TELEMETRY, "a") as file:
             file.write(json_line({"step": step, **seen}))
         for board in self.boards:
             for quantity, found in seen.items():
@@ -407,7 +408,7 @@ class WandbBoard:
         folder = Path(config.job.dump_folder).absolute()
         known = folder / WANDB  # one run, however often it is started
         if not known.exists():
-            known.write_text(uuid.uuid4().hex, encoding="utf-8")
+            write_whole(known, uuid.uuid4().hex)
         self.wandb = wandb
         self.run = wandb.init(
             id=known.read_text(encoding="utf-8"),

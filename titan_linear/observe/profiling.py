@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from titan_linear.config import Config
 from titan_linear.observe.traces import PAUSE, Summary, read, summary
+from titan_linear.storage.files import write_whole
 
 RECORDING = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction.RECORD_AND_SAVE)
 EVENTS = 100_000  # latest allocations and frees that a memory snapshot holds
@@ -73,10 +74,11 @@ class Profiler:
             return
         self.recorded, self.traces = 0, self.traces + 1
         self.written = self.folder / f"rank{self.rank}_step{self.done + trace.step_num}.json"
+        self.written.unlink(missing_ok=True)  # were it a link, PyTorch would write through it
         trace.export_chrome_trace(str(self.written))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         costs = trace.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=30)
-        self.written.with_suffix(".txt").write_text(costs)
+        write_whole(self.written.with_suffix(".txt"), costs)
 
 
 def profiler(config: Config, done: int = 0) -> Profiler | nullcontext[None]:
@@ -145,5 +147,6 @@ def write_memory_snapshot(config: Config, name: str) -> str:
     folder = Path(config.job.dump_folder) / config.profiling.save_memory_snapshot_folder
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"rank{os.environ['RANK']}_{name}.pickle"
+    path.unlink(missing_ok=True)
     torch.cuda.memory._dump_snapshot(str(path))
     return f"'{path}' is a snapshot of the GPU's memory"

@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
+from titan_linear.storage.files import open_own
 from titan_linear.storage.rundir import SPIKES, json_line
 
 LAST, LEAST = 128, 16  # most and fewest losses that one is compared with
@@ -61,5 +62,5 @@ def write_spike(folder: str, step: int, spike: dict[str, Any], ranks: Iterable[S
         micro_batches.append({"streams": streams, "tokens": num_labels, "loss": loss})
     line = {"step": step, **spike, "micro_batches": micro_batches}
     Path(folder).mkdir(parents=True, exist_ok=True)
-    with (Path(folder) / SPIKES).open("a", encoding="utf-8") as file:
+    with open_own(Path(folder) / SPIKES, "a") as file:
         file.write(json_line(line))

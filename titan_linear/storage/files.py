@@ -8,7 +8,7 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, TypeVar
+from typing import IO, Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -38,9 +38,21 @@ def read_json(file: Path, kind: type[T], remedy: str) -> T:
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file atomically: a reader sees the old one or the new one, which by then is on the disk."""
     new = path.with_name(f"{path.name}.new")
-    new.write_bytes(content if isinstance(content, bytes) else content.encode())
+    new.unlink(missing_ok=True)  # of a write that was killed, or a link that somebody has put there
+    with new.open("xb") as file:
+        file.write(content if isinstance(content, bytes) else content.encode())
     sync(new)
     new.rename(path)
+
+
+def open_own(path: Path, mode: str) -> IO[Any]:
+    """Open a file to which this program appends, or which it locks.
+
+    Its name is known, and in a folder from elsewhere it may be a link to any file of the user's: that is an OSError.
+    """
+    assert mode[0] == "a", mode
+    encoding = None if "b" in mode else "utf-8"
+    return open(path, mode, encoding=encoding, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666))
 
 
 def sync(path: Path, *, forget: bool = False) -> Path:
@@ -91,7 +103,7 @@ def alone(path: Path) -> Iterator[None]:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, lock_file = beside(path, "tmp"), beside(path, "lock")
-    with lock_file.open("a") as file:
+    with open_own(lock_file, "a") as file:
         if not _locks(file):
             raise OSError("another process is writing it")
         try:

@@ -29,7 +29,7 @@ from typing import Any, TextIO
 
 from titan_linear import __version__
 from titan_linear.config import Config, Rule, changed, config_to_toml, difference, flat_keys, keys_with, load_config
-from titan_linear.storage.files import lock, write_whole
+from titan_linear.storage.files import lock, open_own, write_whole
 
 CONFIG, RUN_MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
 STEP_MANIFEST = "manifest.json"  # of a checkpoint
@@ -70,7 +70,7 @@ def lock_folder(folder: str, key: str = "job.dump_folder") -> Iterator[None]:
     new = [made for made in (path, *path.parents) if not os.path.lexists(made)]
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a+")
+        file = open_own(path, "a+")
     except OSError as error:
         raise _unwritable(folder, key, error) from None
     with file:
@@ -117,16 +117,23 @@ def _take_back(new: list[Path]) -> None:
 
 
 def _unwritable(folder: str, key: str, error: OSError) -> ValueError:
-    return ValueError(f"{key} = {folder!r} cannot be written: {error.strerror}; use another folder")
+    where = f"{error.filename!r}: " if error.filename else ""
+    return ValueError(f"{key} = {folder!r} cannot be written: {where}{error.strerror}; use another folder")
 
 
 def check_folders(config: Config) -> None:
     """Check that what a run writes hours later can be written. Nothing is created.
 
     Raises:
-        ValueError: something other than a folder is in the way, or a folder may not be written.
+        ValueError: something other than a folder is in the way, or a folder may not be written, or a file is a link.
     """
     c, p = config.checkpoint, config.profiling
+    for name in (METRICS, TELEMETRY, SPIKES):
+        if (link := Path(config.job.dump_folder, name)).is_symlink():
+            raise ValueError(
+                f"job.dump_folder = {config.job.dump_folder!r}: '{link}' is a link, and a run appends to none; put the "
+                "file itself there, or use another folder"
+            )
     for key, folder, used in (
         ("checkpoint.folder", c.folder, c.enable),
         ("profiling.save_traces_folder", p.save_traces_folder, p.enable_profiling),

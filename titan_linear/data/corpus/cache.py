@@ -57,7 +57,7 @@ from titan_linear.data.corpus.writing import (
     temporary_folder,
     write_into,
 )
-from titan_linear.storage.files import default_cache_dir, lock
+from titan_linear.storage.files import default_cache_dir, lock, open_own, write_whole
 
 DATASETS = (*TEXT_SOURCES, "tokens")
 _NAMED = 3  # number of skipped bad documents that are named
@@ -177,7 +177,7 @@ def tokenise_corpus(
 def remove_cache(folder: Path) -> bool:
     """Removes a cache and what an unfinished one left; False if another process is writing it."""
     assert CACHE_NAME.fullmatch(folder.name), folder
-    with lock_file(folder).open("a") as file:
+    with open_own(lock_file(folder), "a") as file:
         if not lock(file):
             return False
         shutil.rmtree(temporary_folder(folder), ignore_errors=True)
@@ -279,7 +279,7 @@ def _build_cache(folder: Path, texts: _Texts) -> Path:
                 return there
             if same := _same_texts(folder.parent, texts):
                 _check_unchanged(folder.name.rpartition("-")[2], texts)
-                _same_file(folder).write_text(same.name)
+                write_whole(_same_file(folder), same.name)
                 return same
             _tokenise_into(folder, texts)
             return folder

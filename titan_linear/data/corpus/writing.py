@@ -40,7 +40,7 @@ from titan_linear.data.corpus.corpus import (
 )
 from titan_linear.data.corpus.tokenise import Tokens
 from titan_linear.data.corpus.tokenizer import Tokenizer
-from titan_linear.storage.files import lock, sync, write_whole
+from titan_linear.storage.files import lock, open_own, sync, write_whole
 
 JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
 JOURNAL = "journal.json"
@@ -104,7 +104,7 @@ def lock_file(folder: Path) -> Path:
 def locked(folder: Path) -> Iterator[None]:
     """Holds `<folder>.lock`, which stays behind: removing it would let two processes lock different files."""
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with lock_file(folder).open("w") as file:
+    with open_own(lock_file(folder), "a") as file:
         if not lock(file):
             print(f"waiting for another process that writes {folder}", flush=True)
             lock(file, wait=True)
@@ -287,7 +287,7 @@ def _open_arrays(folder: Path, dtype: str, journal: Journal, stack: ExitStack) -
     """The files of _names, cut to what counts of them and open at their ends."""
     files = {}
     for name, size in _sizes(journal, dtype).items():
-        files[name] = stack.enter_context((folder / name).open("ab"))
+        files[name] = stack.enter_context(open_own(folder / name, "ab"))
         files[name].truncate(size)  # extends new offsets.bin and files.bin, which begin with 0, to 8 zeros
     return files
 
