@@ -6,8 +6,20 @@ from collections.abc import Callable
 
 import torch
 
+from titan_linear.step.feed import FeedStats
+from titan_linear.step.hooks import Hook, StepResult
 from titan_linear.step.passes import Forward
 from titan_linear.train import Trainer
+
+
+class FedTotals(Hook):
+    """What all steps had, together."""
+
+    def __init__(self) -> None:
+        self.total = FeedStats()
+
+    def after_step(self, done: StepResult) -> None:
+        self.total += done.fed
 
 
 def after_backward(trainer: Trainer, change: Callable[[torch.Tensor], torch.Tensor]) -> None:

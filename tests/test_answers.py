@@ -100,7 +100,7 @@ def steps_without_labels(rank: int, world_size: int, argv: list[str], cache: str
     losses = [line["loss"] for line in numbers]
     assert losses[0] is None and not moved[0], "the run has to begin with such a step"
     learnt = [loss for loss in losses if loss is not None]
-    assert all(loss > 0 for loss in learnt) and list(trainer.outliers.last) == learnt != []
+    assert all(loss > 0 for loss in learnt) and list(trainer.spikes.outliers.last) == learnt != []
     assert all((line["grad_norm"] == 0) == (line["loss"] is None) for line in numbers)
     assert all(p.isfinite().all() for p in weights)
 

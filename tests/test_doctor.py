@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from titan_linear import launch, proof
+from titan_linear import launch
 from titan_linear.config import changed, load_config
 from titan_linear.data import PackedStreams, Stream, StreamLoader, Streams
 from titan_linear.distributed import parallelize
@@ -32,6 +32,7 @@ from titan_linear.proof import compiled, data, definitions, doctor, hf, model, o
 from titan_linear.proof import subject as proof_subject
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
+from titan_linear.run import preflight
 from titan_linear.step import feed
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.step_folders import Progress
@@ -582,11 +583,11 @@ def test_at_the_start_of_a_run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         commands.append((command[1:], env["NGPU"], "RANK" in env))
         return SimpleNamespace(returncode=len(commands) - 1)
 
-    monkeypatch.setattr(proof.subprocess, "run", run)
+    monkeypatch.setattr(preflight.subprocess, "run", run)
     monkeypatch.setenv("RANK", "0")
-    proof.prove(["--training.steps", "3"], 4)
+    preflight.prove(["--training.steps", "3"], 4)
     with pytest.raises(SystemExit) as stopped:
-        proof.prove([], 8)
+        preflight.prove([], 8)
     assert stopped.value.code == 1 and "the run is not started" in capsys.readouterr().err
     assert commands[0] == (["-m", "titan_linear.proof.doctor", "--training.steps", "3"], "4", False)
 
@@ -596,7 +597,7 @@ def test_a_run_that_does_not_hold_is_not_started(corpus: Path, monkeypatch: pyte
         assert "--doctor.at_start" in argv and world_size == 4
         raise SystemExit(1)
 
-    monkeypatch.setattr(proof, "prove", refuse)
+    monkeypatch.setattr(preflight, "prove", refuse)
     monkeypatch.setattr(launch, "run_workers", lambda *_: pytest.fail("it is started"))
     monkeypatch.setenv("NGPU", "4")
     with pytest.raises(SystemExit) as stopped:

@@ -99,7 +99,7 @@ def test_what_was_cut_short_is_made_up_for(
     runs(monkeypatch, "import os, sys; os.mkdir(sys.argv[1])")
     found = Exports(config, 4, in_use)
     for step in (5, 6, 6, 8):
-        found.add(step)
+        found.after_save(step)
     assert in_use == {4, 6} == set(found.waiting)
     found.finish(StopSignal())
     assert not in_use and capsys.readouterr().out == "".join(
@@ -123,7 +123,7 @@ def test_a_failure_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     config, in_use = saved(tmp_path, 2), set()
     runs(monkeypatch, "import sys; print('Trace'); sys.exit('error: the disk is full')")
     found = Exports(config, 2, in_use)
-    found.add(4)  # it is being saved
+    found.after_save(4)  # it is being saved
     until(lambda: found.look() or 2 not in in_use)
     assert capsys.readouterr().out == "warning: exporting step-2 failed: the disk is full\n"
     assert found.waiting == [4] and found.process is None

@@ -16,7 +16,7 @@ from tests.test_train import worst
 from tests.worlds import World
 from titan_linear.config import load_config
 from titan_linear.models.presets import MODELS
-from titan_linear.observe.metrics import Graphs
+from titan_linear.run.compilation import Graphs
 from titan_linear.run.preflight import preflight
 from titan_linear.train import Trainer
 

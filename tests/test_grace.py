@@ -18,7 +18,7 @@ from tests.worlds import World
 from titan_linear.config import load_config
 from titan_linear.data import Batch
 from titan_linear.distributed.process import StopSignal
-from titan_linear.run.grace import GivenUp, Grace
+from titan_linear.run.grace import Grace, StepAbandoned
 from titan_linear.step.batch import BatchSharding
 from titan_linear.storage.tensors import holds_optimizer
 from titan_linear.train import Trainer
@@ -84,7 +84,7 @@ def validate_on_rank(rank: int, world_size: int, argv: list[str], cache: str) ->
             trainer.stop.received = signal.SIGTERM * rank
             return super().__call__(batch)
 
-    trainer.sharding = Signalled(**vars(trainer.sharding))  # the feed has its own
+    trainer.evaluation.sharding = Signalled(**vars(trainer.feed.cut))  # the feed has its own
     trainer.train()
     return trainer.stop.agreed, trainer.step
 
@@ -125,16 +125,16 @@ def decide(rank: int, world_size: int) -> list[str]:
     said = []
     for seconds, done, save in ((50, 2, 15.0), (60, 2, 15.0), (60, 0, 15.0), (0, 2, 15.0), (81, 2, 0.0), (79, 2, 0.0)):
         stop = StopSignal()
-        grace = Grace(seconds, stop, dist.group.WORLD)
+        grace = Grace(seconds, stop, dist.group.WORLD, 4, lambda save=save: save)
         grace.step_seconds = 40.0
-        said.append(grace.warning(4, save))
-        grace.begin()
-        grace.heed(done, save)
+        said.append(grace.warning())
+        grace.before_step(1)
+        grace.ask(done)
         stop.received = signal.SIGTERM * rank
         try:
-            grace.heed(done, save)
+            grace.ask(done)
             said.append(f"completed {stop.agreed}")
-        except GivenUp as why:
+        except StepAbandoned as why:
             said.append(f"given up {stop.agreed}: {why}")
     return said
 
@@ -147,9 +147,9 @@ def test_decisions_are_of_all_ranks(worlds: Callable[[int], World]) -> None:
 
 
 def test_a_warning_once_where_a_save_may_come_too_late() -> None:
-    grace = Grace(20, StopSignal(), None)
-    grace.begin()
-    grace.end()
-    assert grace.warning(1, 0.0) == ""  # the first step compiles
+    grace = Grace(20, StopSignal(), None, 4, lambda: 0.0)
+    grace.before_step(1)
+    grace.after_step(None)
+    assert grace.warning() == ""  # the first step compiles
     grace.step_seconds = 44.0
-    assert "a micro-step takes 11 s and a save 10 s (assumed" in grace.warning(4, 0.0) and not grace.warning(4, 0.0)
+    assert "a micro-step takes 11 s and a save 10 s (assumed" in grace.warning() and not grace.warning()

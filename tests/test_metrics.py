@@ -17,7 +17,10 @@ import torch
 from titan_linear import train
 from titan_linear.config import Config, load_config
 from titan_linear.observe import metrics
-from titan_linear.observe.metrics import Graphs, MetricsLogger, Work, is_logged, peak_memory_gib
+from titan_linear.observe.metrics import MetricsLogger, Work
+from titan_linear.observe.report import GCTimer, is_logged, peak_memory_gib
+from titan_linear.run import rank
+from titan_linear.run.compilation import Graphs
 
 ROOT = Path(__file__).parents[1]
 VALUES = {"loss": 2.5, "grad_norm": 0.75, "lr": 1e-3, "memory_gib": 1.5}
@@ -265,7 +268,7 @@ def test_weights_and_biases(tmp_path, monkeypatch, clock):
 
 
 def test_time_in_the_garbage_collector(clock):
-    with metrics.GarbageClock() as garbage:
+    with GCTimer() as garbage:
         garbage._note("start", {})
         clock[0] += 2
         garbage._note("stop", {})
@@ -306,15 +309,14 @@ def test_a_full_disk_is_one_line(
 ) -> None:
     """Also where it is the metrics that find it full."""
 
-    def run(config: Config) -> int:
+    def run(config: Config, train: object) -> None:
         logger = MetricsLogger(config)
         logger.file = open("/dev/full", "w")  # noqa: SIM115
         logger.log_validation(1, 2.0)
-        return 0
 
-    monkeypatch.setattr(train, "_run", run)
-    monkeypatch.setattr(train, "die_with_parent", lambda: None)
-    monkeypatch.setattr(train.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(rank, "_join", run)
+    monkeypatch.setattr(rank, "die_with_parent", lambda: None)
+    monkeypatch.setattr(rank.signal, "signal", lambda *_: None)
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     argv = ["--job.dump_folder", str(tmp_path), "--metrics.enable_tensorboard", "false"]

@@ -7,15 +7,20 @@ import pickle
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.worlds import World
-from titan_linear.config import load_config
-from titan_linear.observe.profiling import MemorySnapshots, exposed_communication, profiler
+from titan_linear.config import Config, load_config
+from titan_linear.observe.profiling import MemorySnapshots, Profiler, exposed_communication
 from titan_linear.observe.traces import Summary
+
+
+def profiler(config: Config, done: int) -> Profiler:
+    return Profiler(config, done, lambda: None, None)
 
 
 def test_a_trace_of_the_profiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -51,7 +56,7 @@ def test_the_end_of_a_run_leaves_traces_of_steps(
     monkeypatch.setenv("RANK", "0")
     keys = {"profile_freq": freq, "profiler_active": active, "enable_profiling": "true"}
     config = load_config([f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())])
-    with profiler(config) as profile:
+    with profiler(config, 0) as profile:
         for _ in range(steps):
             torch.ones(8) @ torch.ones(8)
             profile.step()
@@ -95,17 +100,17 @@ def test_a_signal_asks_for_a_memory_snapshot(
     with MemorySnapshots(config) as snapshots:
         os.kill(os.getpid(), signal.SIGUSR1)
         if not torch.cuda.is_available():
-            snapshots.after(1)
+            snapshots.after_step(SimpleNamespace(step=1))
             assert "there is no GPU" in capsys.readouterr().out
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda.memory, "_record_memory_history", lambda **keys: recorded.append(keys))
     monkeypatch.setattr(torch._C, "_cuda_attach_out_of_memory_observer", lambda _: None, raising=False)
     monkeypatch.setattr(torch.cuda.memory, "_dump_snapshot", lambda path: Path(path).write_text("dumped"))
     with MemorySnapshots(config) as snapshots:
-        snapshots.after(1)
+        snapshots.after_step(SimpleNamespace(step=1))
         os.kill(os.getpid(), signal.SIGUSR1)
-        snapshots.after(2)
-        snapshots.after(3)
+        snapshots.after_step(SimpleNamespace(step=2))
+        snapshots.after_step(SimpleNamespace(step=3))
     assert signal.getsignal(signal.SIGUSR1) == before and len(recorded) == 1
     assert [file.name for file in (tmp_path / "memory_snapshots").iterdir()] == ["rank1_step2.pickle"]
 

@@ -14,9 +14,9 @@ from tests.test_telemetry import arguments
 from tests.worlds import World
 from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer, write_corpus
-from titan_linear.observe.spikes import Outliers
+from titan_linear.observe.spikes import NonFinite, Outliers
 from titan_linear.run.preflight import preflight
-from titan_linear.train import NonFinite, Trainer
+from titan_linear.train import Trainer
 from tools import show_batch
 
 
@@ -36,7 +36,7 @@ def spiking(rank: int, world_size: int, argv: list[str], cache: str) -> None:
     """Step 2's second micro-batch is an outlier, step 3 is not finite."""
     os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
-    trainer.outliers.last.extend([2.0, 2.1] * 16)
+    trainer.spikes.outliers.last.extend([2.0, 2.1] * 16)
     factors = iter([0.3, 0.3, 0.3, 9.0, float("nan"), 1.0])
     after_backward(trainer, lambda loss: loss * next(factors))
     for _ in range(2):

@@ -19,6 +19,7 @@ from torch import nn
 
 from tests.data.conftest import random_documents
 from tests.ops.inputs import tokens_of
+from tests.steps import FedTotals
 from tests.test_train import SMALL, whole_weights
 from tests.worlds import World
 from titan_linear.config import load_config
@@ -28,7 +29,7 @@ from titan_linear.models.mixers.kda import KDAMixer
 from titan_linear.models.mixers.mla import MLAMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
-from titan_linear.observe.telemetry import Seen
+from titan_linear.observe.telemetry import Observed
 from titan_linear.observe.traces import PAUSE, span_of
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
@@ -87,7 +88,7 @@ def arguments(folder: Path, *overrides: dict) -> list[str]:
     return [text for key, value in keys.items() for text in (f"--{key}", str(value))]
 
 
-def two_steps(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[list[float], Seen, dict, float]:
+def two_steps(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[list[float], Observed, dict, float]:
     """Losses, what was seen in the second step, and norms of what it added to whole weights and of these, by layer; how
     evenly attention's work was shared."""
     os.environ["XDG_CACHE_HOME"] = cache
@@ -95,13 +96,15 @@ def two_steps(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[
     config = load_config(argv)
     preflight(config, world_size)
     trainer = Trainer(config)
+    fed = FedTotals()
+    trainer.hooks.append(fed)
     losses = [trainer.train_step()["loss"]]
-    assert trainer.seen == {}
+    assert trainer.telemetry.seen == {}
     before = {name: p.clone() for name, p in whole_weights(trainer).items()}
     losses.append(trainer.train_step()["loss"])
-    balance = trainer.fed.work_balance(trainer.dims.dp * trainer.dims.cp)
+    balance = fed.total.work_balance(trainer.dims.dp * trainer.dims.cp)
     after = whole_weights(trainer)
-    return losses, trainer.seen, {name: (after[name] - before[name], after[name]) for name in after}, balance
+    return losses, trainer.telemetry.seen, {name: (after[name] - before[name], after[name]) for name in after}, balance
 
 
 def close(got: dict, want: dict, rel: float = 1e-9) -> bool:
@@ -110,7 +113,7 @@ def close(got: dict, want: dict, rel: float = 1e-9) -> bool:
 
 
 @pytest.fixture(scope="module")
-def alone(folder: Path, worlds: Callable[[int], World]) -> tuple[list[float], Seen, dict]:
+def alone(folder: Path, worlds: Callable[[int], World]) -> tuple[list[float], Observed, dict]:
     return worlds(1).run(two_steps, arguments(folder), str(folder))[0]
 
 
@@ -197,7 +200,7 @@ def of_attention(mixer: nn.Module, x: torch.Tensor, edges: torch.Tensor, plan: B
     return {"attention_entropy": torch.stack(shares).mean(0)}
 
 
-def second_step(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[dict, Seen, float]:
+def second_step(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[dict, Observed, float]:
     """What should be seen of mixers and positions in the second step, what was, and the norm in its line."""
     os.environ["XDG_CACHE_HOME"] = cache
     OWN["hybrid"]["small"] = SMALL
@@ -229,7 +232,7 @@ def second_step(rank: int, world_size: int, argv: list[str], cache: str) -> tupl
     want["loss_by_position"] = {name: sum(of) / len(of) for name, of in buckets.items()}
     trainer.feed.next_step = lambda: (valid, iter([batch]))
     norm = trainer.train_step()["grad_norm"]
-    return want, trainer.seen, norm
+    return want, trainer.telemetry.seen, norm
 
 
 @pytest.mark.parametrize("name, flavor", [("hybrid", "small"), ("kimi-linear", "debug")])
@@ -304,7 +307,7 @@ def layers_in_turn(rank: int, world_size: int, argv: list[str], cache: str) -> l
         trainer, seen = Trainer(load_config(argv)), []
         for _ in range(4):
             trainer.train_step()
-            seen.append(list(trainer.seen["fragment_share"]))
+            seen.append(list(trainer.telemetry.seen["fragment_share"]))
     return seen
 
 

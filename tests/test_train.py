@@ -27,6 +27,7 @@ from titan_linear.distributed.groups import set_timeout
 from titan_linear.distributed.process import be_deterministic
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.presets import OWN, PUBLISHED
+from titan_linear.observe.spikes import NonFinite
 from titan_linear.run.build import model_config
 from titan_linear.run.preflight import preflight
 from titan_linear.storage import checkpoint, hf_io
@@ -34,7 +35,7 @@ from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.hf_io import gather
 from titan_linear.storage.step_folders import read_progress
 from titan_linear.storage.tensors import named_parameters
-from titan_linear.train import NonFinite, Trainer
+from titan_linear.train import Trainer
 
 STEPS = 10
 BASE = {
@@ -354,7 +355,7 @@ def poisoned(rank: int, world_size: int, argv: list[str], cache: str) -> tuple[s
     """A NaN in what rank 1 computes at step 2: the message, whether weights stayed as they were, skipped steps."""
     os.environ["XDG_CACHE_HOME"] = cache
     trainer = Trainer(load_config(argv))
-    trainer._goes_on = lambda: False  # a forward that has begun holds gathered parameters
+    trainer._next_follows = lambda: False  # a forward that has begun holds gathered parameters
     trainer.train_step()
     before = [p.detach().clone() for p in trainer.model.parameters()]
     after_backward(trainer, lambda loss: loss * (float("nan") if rank == 1 else 1.0))
@@ -423,7 +424,7 @@ def early(rank: int, world_size: int, argv: list[str], cache: str, goes_on: bool
     OWN["hybrid"] |= OWN_FLAVORS
     trainer, begun = Trainer(load_config(argv)), []
     if not goes_on:
-        trainer._goes_on = lambda: False
+        trainer._next_follows = lambda: False
     after_backward(trainer, lambda loss: loss * (float("nan") if trainer.step == 1 else 1.0))
     losses = []
     for step in range(5):
@@ -495,7 +496,7 @@ def reads_of_a_step(rank: int, world_size: int, argv: list[str], cache: str) -> 
     trainer = Trainer(load_config(argv))
     trainer.train_step()
     passed = trainer.passes.run()
-    trainer.passes.run, trainer._goes_on = lambda ask: passed, lambda: False
+    trainer.passes.run, trainer._next_follows = lambda ask: passed, lambda: False
     trainer.feed.prefetch()
     with Reads() as reads:
         trainer.train_step()

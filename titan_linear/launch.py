@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 
             preflight(config, world_size, node.processes)
             if config.doctor.at_start and node.rank == 0:
-                from titan_linear.proof import prove
+                from titan_linear.run.preflight import prove
 
                 prove(argv, world_size)
             with outliving_readers():

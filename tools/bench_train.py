@@ -59,10 +59,11 @@ from titan_linear.distributed.groups import of_all_ranks, on_rank_0, process_gro
 from titan_linear.distributed.process import own_device, run_command
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.observe.flops import peak_tflops, training_flops
-from titan_linear.observe.metrics import clock_and_power, peak_memory_gib
+from titan_linear.observe.report import clock_and_power, peak_memory_gib
 from titan_linear.observe.traces import Cost, events_of, of_trace
 from titan_linear.run.build import model_without_tokenizer
 from titan_linear.step.feed import FeedStats
+from titan_linear.step.hooks import Hook, StepResult
 from titan_linear.step.optimizer import Reading
 from titan_linear.train import Trainer
 from tools.peers import Peer, be_alone, fla_has, fla_loss, fla_model, split_keys
@@ -94,13 +95,14 @@ def random_corpus(args: argparse.Namespace, streams: int) -> Iterator[list[str]]
 # --- What is measured ------------------------------------------------------------------------------------------------
 
 
-class Ours:
+class Ours(Hook):
     """The trainer of a run."""
 
     name = "titan_linear"
 
     def __init__(self, config: Config, _: ModelConfig):
-        self.trainer = Trainer(config)
+        self.trainer, self.fed = Trainer(config), FeedStats()
+        self.trainer.hooks.append(self)
 
     def step(self) -> None:
         self.trainer.train_step()
@@ -112,9 +114,12 @@ class Ours:
         self.trainer.passes.drop()
         self.trainer.feed.settle()
 
+    def after_step(self, done: StepResult) -> None:
+        self.fed += done.fed
+
     def documents(self) -> tuple[int, Documents]:
         """The number of steps since the last call, and their documents."""
-        fed, self.trainer.fed = self.trainer.fed, FeedStats()
+        fed, self.fed = self.fed, FeedStats()
         return fed.steps, fed.documents
 
 

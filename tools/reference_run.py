@@ -35,7 +35,7 @@ from titan_linear.data import build_tokenizer
 from titan_linear.distributed.parallelize import materialise
 from titan_linear.distributed.process import own_device, refusing, run_command
 from titan_linear.models.init import initialise
-from titan_linear.observe.metrics import clock_and_power, peak_memory_gib
+from titan_linear.observe.report import clock_and_power, peak_memory_gib
 from titan_linear.run.build import export, model_config, tokenizer_path, unallocated
 from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_io import gather

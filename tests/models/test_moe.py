@@ -135,7 +135,7 @@ def test_load_balance_loss_of_each_stream_under_cp(layout: str, worlds: Callable
 
 
 def loads_on_rank(rank: int, world_size: int) -> torch.Tensor:
-    from titan_linear.distributed.experts import move_selection_biases
+    from titan_linear.step.update import move_selection_biases
 
     moe, x = build(replace(SIGMOID, bias_update_rate=0.125)), inputs(64)
     before = moe.router.selection_bias.clone()

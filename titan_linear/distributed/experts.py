@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from titan_linear.distributed.parts import shard_parameter
 from titan_linear.models.decoder import Decoder
@@ -91,26 +90,3 @@ class _Exchange(torch.autograd.Function):
 
 
 _exchange = torch.compiler.disable(_Exchange.apply)
-
-
-@torch.no_grad()
-def move_selection_biases(model: nn.Module, numbers: torch.Tensor) -> None:
-    """Raise the bias of experts that had less than their share of the step's tokens and lower the others' (DeepSeek-V3,
-    section 2.1.2), by `bias_update_rate`; then count anew. One collective. Biases, like the weights (step/optimizer.py,
-    `update`), do not change if loss or norm is not finite; the device decides that, and the host need not know.
-
-    numbers: [loss, norm, ...] of the step.
-
-    Every rank counts the tokens that it computes, so that sums over all ranks are those of the whole batch, or a
-    multiple of them: ranks of tp compute the same tokens.
-    """
-    counted = [m for m in model.modules() if isinstance(m, MoE)]
-    layers = [m for m in counted if m.config.bias_update_rate]
-    if layers:
-        loads, finite = torch.cat([m.loads for m in layers]), numbers[:2].isfinite().all()
-        dist.all_reduce(loads)
-        for m, load in zip(layers, loads.split([m.config.num_experts for m in layers]), strict=True):
-            load = load.to(m.router.selection_bias.dtype)
-            m.router.selection_bias += m.config.bias_update_rate * torch.sign(load.mean() - load) * finite
-    for m in counted:
-        m.loads.zero_()

@@ -9,15 +9,13 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 from titan_linear.distributed.experts import spread_experts
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.distributed.parts import Parts, by_device, local_tensor
+from titan_linear.distributed.parts import Parts
 from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.moe import MoE
@@ -34,7 +32,7 @@ def parallelize(
     reshard: bool = True,
 ) -> None:
     """Wrap a decoder (on the meta device) in place. Gradients become sums over all ranks, never means. Where no
-    ranks share parameters, and these are on the device, FSDP2 is left out: `ComputeCopies` (precision.py) provides
+    ranks share parameters, and these are on the device, FSDP2 is left out: `ComputeCopies` (step/passes.py) provides
     its mixed precision.
 
     backend: that of torch.compile; None: nothing is compiled.
@@ -123,42 +121,3 @@ def materialise(model: Decoder, device: torch.device, cpu_offload: bool = False)
             layer.mlp.loads = torch.zeros_like(layer.mlp.loads, device=device)
     if model.config.tie_embeddings:
         model.head.weight = model.embedding.weight  # to_empty gave each its own
-
-
-def gradient_sums(model: nn.Module, dims: ParallelDims) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
-    """The parameters whose gradients FSDP does not sum, and the group that sums them: those left out of FSDP, over the
-    ranks that it would have used; then those that are whole on each rank of tp, over tp."""
-    sums = [(replicated_parameters(model), dims.data_group)]
-    if dims.tp > 1:
-        splits = model.parts.splits
-        sums.append(([p for name, p in model.named_parameters() if name not in splits], dims.tp_group))
-    return sums
-
-
-def sum_gradients(sums: list[tuple[list[nn.Parameter], dist.ProcessGroup]]) -> None:
-    """Sum the gradients of `gradient_sums`: one collective for each group; with offload two over tp."""
-    for parameters, group in sums:
-        _sum(parameters, group)
-
-
-def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of these parameters; those in the host's memory are summed on the device of their mesh."""
-    for given in by_device(p.grad for p in parameters if p.grad is not None):
-        first, grads = given[0], list(map(local_tensor, given))
-        device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
-        flat = torch.cat([g.flatten() for g in grads]).to(device)
-        dist.all_reduce(flat, group=group)
-        flat = flat.to(first.device)
-        torch._foreach_copy_(grads, [x.view_as(g) for x, g in zip(flat.split([g.numel() for g in grads]), grads)])
-
-
-def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Parameter]:
-    """The parameters of whose shard this rank has the first copy: all ranks together count each parameter once."""
-    splits = model.parts.splits if dims.tp > 1 else {}
-    where = {name: dims.mesh.get_local_rank(name) for name in dims.mesh.mesh_dim_names}
-
-    def counts(name: str, p: nn.Parameter) -> bool:
-        copies = ["dp_replicate", *([] if isinstance(p, DTensor) else ["dp_shard", "cp"])]
-        return not any(where[dim] for dim in (copies if name in splits else [*copies, "tp"]))
-
-    return [p for name, p in model.named_parameters() if counts(name, p)]

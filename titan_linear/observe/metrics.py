@@ -5,20 +5,16 @@ All show the same numbers; in TensorBoard they are laid out in groups (`TAGS`). 
 
 from __future__ import annotations
 
-import gc
 import html
 import json
 import math
 import os
-import resource
 import sys
 import textwrap
 import time
 import uuid
-from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -91,115 +87,6 @@ CHARTS = {
         "fragmentation": [TAGS["memory_fragmentation"]],
     },
 }
-
-
-def is_logged(config: Config, step: int) -> bool:
-    """Whether `step` (from 1) is reported: the first, every log_freq-th, the last."""
-    return step == 1 or step % config.metrics.log_freq == 0 or step == config.training.steps
-
-
-def peak_memory_gib() -> float:
-    """This process's peak memory: allocated on its GPU if there is one, else resident."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / GIB
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
-
-
-def reserved_memory() -> dict[str, float]:
-    """Further numbers to log: the most memory of this process's GPU that PyTorch has reserved, and fragmentation: the
-    share of what it reserves now that lies idle in blocks partly in use. Empty on a CPU."""
-    if not torch.cuda.is_available():
-        return {}
-    stats = torch.cuda.memory_stats()
-    held, idle = stats.get("reserved_bytes.all.current", 0), stats.get("inactive_split_bytes.all.current", 0)
-    return {
-        "memory_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
-        "memory_fragmentation": idle / max(held, 1),
-    }
-
-
-def clock_and_power(device: torch.device) -> dict[str, float]:
-    """The SM clock (MHz) and the power (W) of this process's GPU. Empty on a CPU, without nvidia-ml-py, and where the
-    driver does not tell."""
-    if device.type != "cuda" or not find_spec("pynvml"):
-        return {}
-    import pynvml
-
-    try:
-        return {
-            "sm_clock_mhz": torch.cuda.clock_rate(device),
-            "power_watts": torch.cuda.power_draw(device) / 1e3,
-        }
-    except pynvml.NVMLError:
-        return {}
-
-
-class GarbageClock:
-    """Measures the seconds that Python's garbage collector takes in this process, inside `with`."""
-
-    def __init__(self) -> None:
-        self.seconds, self._begun = 0.0, 0.0
-
-    def __enter__(self) -> GarbageClock:
-        gc.callbacks.append(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        gc.callbacks.remove(self._note)
-
-    @contextmanager
-    def untimed(self) -> Iterator[None]:
-        """Collections inside count for no step."""
-        before = self.seconds
-        yield
-        self.seconds = before
-
-    def _note(self, phase: str, _: dict[str, int]) -> None:
-        now = time.perf_counter()
-        if phase == "start":
-            self._begun = now
-        else:
-            self.seconds += now - self._begun
-
-    def take(self) -> float:
-        """Seconds of garbage collection since the last call."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds
-
-
-class Graphs:
-    """Counts the graphs that torch.compile has made of layers in this process. A kind of pass (training, validation)
-    compiles its graphs in its first `passes` runs; documents change from batch to batch, but the graphs should stay."""
-
-    def __init__(self, passes: int = 1) -> None:
-        from torch._dynamo.utils import counters  # slow to import; loaded anyway where layers are compiled
-
-        self._counters, self._known, self._warned = counters, 0, False
-        self._passes, self._seen = passes, Counter[str]()
-
-    def counts(self) -> dict[str, int]:
-        """Numbers to log."""
-        breaks = sum(self._counters["graph_break"].values())
-        return {"compiled_graphs": self._counters["stats"]["unique_graphs"], "graph_breaks": breaks}
-
-    def after(self, kind: str) -> str:
-        """Call after a pass of this kind: a warning, once, if layers were compiled again, else ""."""
-        graphs = self.counts()["compiled_graphs"]
-        more, self._known = graphs - self._known, graphs
-        self._seen[kind] += 1
-        expected = self._seen[kind] <= self._passes
-        if expected or not more or self._warned:
-            return ""
-        self._warned = True
-        return (
-            f"warning: {kind} compiled layers again, {more} graphs more (compiled_graphs = {graphs}); each time takes "
-            "time, and TORCH_LOGS=recompiles says why"
-        )
-
-    def forget(self) -> None:
-        """Expect all layers to be compiled anew."""
-        self._seen.clear()
 
 
 class Work(NamedTuple):

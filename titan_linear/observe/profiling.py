@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
@@ -16,19 +16,26 @@ import torch.distributed as dist
 
 from titan_linear.config import Config
 from titan_linear.observe.traces import PAUSE, Summary, read, summary
+from titan_linear.step.hooks import Hook, StepResult
 from titan_linear.storage.files import write_whole
 
 RECORDING = (torch.profiler.ProfilerAction.RECORD, torch.profiler.ProfilerAction.RECORD_AND_SAVE)
 EVENTS = 100_000  # latest allocations and frees that a memory snapshot holds
 
 
-class Profiler:
-    """A context whose `step` is called after every training step. Each rank writes its own Chrome traces, and beside
-    each a table of its largest costs."""
+class Profiler(Hook):
+    """Each rank writes its own Chrome traces, and beside each a table of its largest costs.
 
-    def __init__(self, config: Config, done: int):
-        """done: steps of the run before this start."""
-        self.config, self.done = config, done
+    Args:
+        done: steps of the run before this start.
+        settle: waits for the collective that the host has begun for the next step: one that gloo ends after the
+            profiler has stopped writes to freed memory.
+        host: a group of the hosts.
+    """
+
+    def __init__(self, config: Config, done: int, settle: Callable[[], None], host: dist.ProcessGroup | None):
+        self.config, self.done, self.settle, self.host = config, done, settle, host
+        self.exposed: tuple[float, float] | None = None  # what the trace shows that ended with the last step
         p = config.profiling
         self.folder, self.rank = Path(config.job.dump_folder) / p.save_traces_folder, os.environ["RANK"]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -58,8 +65,16 @@ class Profiler:
                 flush=True,
             )
 
+    def after_step(self, done: StepResult) -> None:
+        self.settle()
+        traced = self.step()
+        self.exposed = exposed_communication(traced, self.host) if traced else None
+
+    def between_steps(self) -> torch.profiler.record_function:
+        return pause()
+
     def step(self) -> Summary | None:
-        """Call after each training step: the summary of the trace that this step completed, or None."""
+        """Tell the profiler that a step has ended: the summary of the trace that this step completed, or None."""
         self.written = None
         self.recorded += self.profile.current_action in RECORDING
         self.profile.step()
@@ -81,10 +96,6 @@ class Profiler:
         write_whole(self.written.with_suffix(".txt"), costs)
 
 
-def profiler(config: Config, done: int = 0) -> Profiler | nullcontext[None]:
-    return Profiler(config, done) if config.profiling.enable_profiling else nullcontext()
-
-
 def pause() -> torch.profiler.record_function:
     """A context for what a run does between its steps: traces leave it out (traces.py)."""
     return torch.profiler.record_function(PAUSE)
@@ -100,8 +111,8 @@ def exposed_communication(traced: Summary, group: dist.ProcessGroup) -> tuple[fl
     return (share / gpus, seconds / gpus) if gpus else None
 
 
-class MemorySnapshots:
-    """Inside `with`, SIGUSR1 asks this process for a snapshot of its GPU's memory, which `after` a step writes.
+class MemorySnapshots(Hook):
+    """Inside `with`, SIGUSR1 asks this process for a snapshot of its GPU's memory, which is written after a step.
 
     With profiling.enable_memory_snapshot a snapshot has the latest allocations and where in the code they were made,
     and one is also written when memory runs out: by the allocator's observer, before the error unwinds the stack and
@@ -124,10 +135,10 @@ class MemorySnapshots:
     def _note(self, number: int, _: FrameType | None) -> None:
         self.asked = True
 
-    def after(self, step: int) -> None:
+    def after_step(self, done: StepResult) -> None:
         if self.asked:
             self.asked = False
-            self._write(f"step{step}", sys.stdout)
+            self._write(f"step{done.step}", sys.stdout)
 
     def _out_of_memory(self, device: int, wanted: int, allocated: int, free: int) -> None:
         """Write a snapshot. An OSError is printed, not raised: it would replace the allocator's error."""

@@ -1,4 +1,5 @@
-"""Steps whose loss stands out, written down with their streams: spikes.jsonl, which tools/show_batch.py reads."""
+"""Steps whose loss stands out, written down with their streams: spikes.jsonl, which tools/show_batch.py reads. One that
+is not finite ends the run, or is skipped: training.on_nonfinite."""
 
 from __future__ import annotations
 
@@ -9,10 +10,56 @@ from pathlib import Path
 from statistics import fmean, pstdev
 from typing import Any, NamedTuple
 
+import torch.distributed as dist
+
+from titan_linear.config import Config
+from titan_linear.data import Streams, num_labels
+from titan_linear.distributed.ending import RunFailed
+from titan_linear.distributed.groups import of_all_ranks
+from titan_linear.step.hooks import Hook, StepResult
 from titan_linear.storage.files import open_own
 from titan_linear.storage.rundir import SPIKES, json_line
 
 LAST, LEAST = 128, 16  # most and fewest losses that one is compared with
+
+
+class NonFinite(RunFailed):
+    """A loss or gradient is NaN or infinite. Every rank raises it; the update left the weights as they were."""
+
+
+class Spikes(Hook):
+    """Writes down steps whose loss is an outlier or not finite, and ends the run after the latter, if asked to."""
+
+    def __init__(self, config: Config, streams: Streams):
+        self.config, self.streams, self.outliers = config, streams, Outliers(config.metrics.spike_sigmas)
+
+    def after_step(self, done: StepResult) -> None:
+        if (done.has_labels or not done.finite) and (spike := self.outliers.judge(done.loss, done.grad_norm)):
+            self._write(done, spike)
+        if not done.finite and self.config.training.on_nonfinite == "stop":
+            raise NonFinite(
+                f"step {done.step}: loss = {done.loss}, gradient norm = {done.grad_norm}; {self._where(done)}. The "
+                "weights are those of the step before; training.on_nonfinite = 'skip' goes past such steps"
+            )
+
+    def _write(self, done: StepResult, spike: dict[str, Any]) -> None:
+        """Write down the step's streams and their losses, of all ranks."""
+        parts = zip(done.streams, done.losses.tolist(), strict=True)
+        own = [MicroLoss(streams, num_labels(self.streams, streams), loss) for streams, loss in parts]
+        ranks = of_all_ranks(own, dist.group.WORLD)
+        if dist.get_rank() == 0:
+            write_spike(self.config.job.dump_folder, done.step, spike, ranks)
+
+    def _where(self, done: StepResult) -> str:
+        """Which ranks found a loss that is not finite, and on which streams."""
+        parts = zip(done.streams, done.losses.tolist(), strict=True)
+        bad = [stream for streams, loss in parts if not math.isfinite(loss) for stream in streams]
+        ranks = of_all_ranks(bad, dist.group.WORLD)
+        if any(ranks):
+            return "; ".join(f"rank {r}: streams {', '.join(map(str, own))}" for r, own in enumerate(ranks) if own)
+        size = self.config.training.global_batch_size
+        first = (done.step - 1) * size
+        return f"every loss is finite, a gradient is not; the step's streams are {first} to {first + size - 1}"
 
 
 class MicroLoss(NamedTuple):

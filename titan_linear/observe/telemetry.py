@@ -42,12 +42,13 @@ from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops.exchange.collectives import gather_along
 from titan_linear.ops.layout.tables import to_device
 from titan_linear.step.feed import MicroBatch
+from titan_linear.step.hooks import Hook, StepResult
 from titan_linear.step.optimizer import squares_of_each, update_squares
 
 WINDOW = (256, 4096)  # least and most tokens of the window, which is 1/SHARE of a rank's tokens
 SHARE = 16  # ratio of a rank's tokens to those of the window
 ACROSS = 4  # layers per watched step for which fragment_share is computed
-Seen = dict[str, dict[str, Any]]  # quantity → layer, position or source → number, or numbers by head or expert
+Observed = dict[str, dict[str, Any]]  # quantity → layer, position or source → number, or numbers by head or expert
 
 
 class Part(NamedTuple):
@@ -57,7 +58,7 @@ class Part(NamedTuple):
     finish: Callable[[torch.Tensor], Any]  # sums over the ranks [tp, n, m] on the host → what is shown
 
 
-class Telemetry:
+class Telemetry(Hook):
     """The telemetry of one rank. In a step that is not watched, it computes nothing."""
 
     def __init__(
@@ -77,6 +78,7 @@ class Telemetry:
         self.units = list(dict.fromkeys(_unit(name) for name, _ in model.named_parameters()))
         self.experts = {f"layers.{i}": m.mlp for i, m in enumerate(model.layers) if isinstance(m.mlp, MoE)}
         self.on, self._turn = False, 0  # number of the watched step, from 1
+        self.seen: Observed = {}  # in the last step
         self._parts: dict[tuple[str, str], Part] = {}  # by quantity and layer
         self._windowed = False
         self._counted: list[nn.Parameter] = []  # by this rank, in a watched step
@@ -86,8 +88,7 @@ class Telemetry:
         """Whether `step` (from 1) is watched."""
         return bool(self.freq) and step % self.freq == 0
 
-    def begin(self, step: int) -> None:
-        """A step begins."""
+    def before_step(self, step: int) -> None:
         self.on = self.watches(step)
         self._turn = step // self.freq if self.on else 0
         self._parts, self._windowed = {}, False
@@ -195,7 +196,10 @@ class Telemetry:
         """squares: [n] float64, one for each counted parameter."""
         self._add(quantity, squares.unsqueeze(0), self._unit_of, self.units, partial(_norms, self.units))
 
-    def named(self, numbers: list[float]) -> Seen:
+    def after_step(self, done: StepResult) -> None:
+        self.seen = self.named(done.seen) if done.seen else {}
+
+    def named(self, numbers: list[float]) -> Observed:
         """What was seen, from `sums` on the host. Means of nothing are left out."""
         rows, seen, start = torch.tensor(numbers, dtype=torch.float64).view(self.dims.tp, -1), {}, 0
         for (quantity, where), part in self._parts.items():

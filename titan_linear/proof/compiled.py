@@ -11,19 +11,17 @@ from titan_linear.config import changed
 from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parts import local_tensor
-from titan_linear.observe.metrics import Graphs
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, Note
 from titan_linear.proof.processes import fill
 from titan_linear.proof.subject import Subject
-from titan_linear.run.build import build_dims, build_model, build_sharding, mixed_precision, sums_replicas_once
-from titan_linear.step.feed import Feed
-from titan_linear.step.passes import Passes
+from titan_linear.run.build import build_dims, build_model, build_passes
+from titan_linear.run.compilation import Graphs
 
 BATCHES = 10
 
 
-class Seen(NamedTuple):
+class Measured(NamedTuple):
     """What a rank sees of some batches."""
 
     losses: torch.Tensor  # [BATCHES] float64, this rank's parts
@@ -53,22 +51,14 @@ def layers(subject: Subject) -> Findings:
     yield Note(f"compiled: {got.graphs[-1]} graphs, {got.breaks} breaks in them")
 
 
-def _steps(subject: Subject, dims: ParallelDims, enable: bool) -> Seen:
+def _steps(subject: Subject, dims: ParallelDims, enable: bool) -> Measured:
     """Forward and backward of the batches, from the same weights."""
     torch.compiler.reset()
     config = changed(subject.config, {"compile.enable": enable})
     model = build_model(config, subject.model, dims, subject.device)
     fill(model, subject.weights)
-    feed = Feed(
-        iter(subject.loader(dims.dp_rank, dims.dp, 1)),
-        build_sharding(config, subject.model, dims, subject.device),
-        micro_steps=1,
-        copies=dims.copies,
-        host=host_group(),
-        device=subject.device,
-    )
-    precision, once = mixed_precision(config, model, dims), sums_replicas_once(config, dims)
-    passes = Passes(model, feed, precision, config.training.loss_chunk_size, replicas_once=once)
+    batches = iter(subject.loader(dims.dp_rank, dims.dp, 1))
+    passes = build_passes(config, model, dims, subject.device, batches, micro_steps=1, host=host_group())
     counted, before = Graphs(), Graphs().counts()
     losses, graphs = [], []
     for _ in range(BATCHES):
@@ -76,4 +66,4 @@ def _steps(subject: Subject, dims: ParallelDims, enable: bool) -> Seen:
         graphs.append(counted.counts()["compiled_graphs"] - before["compiled_graphs"])
     gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
     breaks = counted.counts()["graph_breaks"] - before["graph_breaks"]
-    return Seen(torch.cat(losses), gradients, graphs, breaks)
+    return Measured(torch.cat(losses), gradients, graphs, breaks)

@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 
 from titan_linear.data import IGNORE
-from titan_linear.distributed.parallelize import gradient_sums, sum_gradients
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import short
@@ -22,8 +21,8 @@ from titan_linear.proof.ranks import LocalDims, model_of, on_ranks, sharding_of,
 from titan_linear.proof.subject import STREAMS, Subject
 from titan_linear.run.build import DTYPES
 from titan_linear.step.feed import Feed
-from titan_linear.step.passes import Passes
-from titan_linear.step.precision import ComputeCopies
+from titan_linear.step.passes import ComputeCopies, Passes
+from titan_linear.step.update import gradient_sums, sum_gradients
 
 Tensors = dict[str, torch.Tensor]
 

@@ -11,7 +11,6 @@ from torch.distributed.tensor import DTensor
 from titan_linear.config import Config, changed
 from titan_linear.distributed.groups import host_group, of_all_ranks
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.distributed.parallelize import gradient_sums, sum_gradients
 from titan_linear.distributed.parts import whole
 from titan_linear.models.decoder import Decoder
 from titan_linear.ops.runtime.support import short
@@ -28,9 +27,8 @@ from titan_linear.proof.model import (
     traced_tokens,
 )
 from titan_linear.proof.subject import STREAMS, Degrees, Subject
-from titan_linear.run.build import DTYPES, build_dims, build_model, build_sharding, mixed_precision, sums_replicas_once
-from titan_linear.step.feed import Feed
-from titan_linear.step.passes import Passes
+from titan_linear.run.build import DTYPES, build_dims, build_model, build_passes
+from titan_linear.step.update import gradient_sums, sum_gradients
 from titan_linear.storage.tensors import named_parameters
 
 Tensors = dict[str, torch.Tensor]
@@ -75,18 +73,9 @@ def _of_processes(
     config, host = subject.config, host_group()
     model = build_model(config, subject.model, dims, subject.device)
     fill(model, subject.weights)
-    precision = mixed_precision(config, model, dims)
-    feed = Feed(
-        iter(subject.loader(dims.dp_rank, dims.dp, 1)),
-        build_sharding(config, subject.model, dims, subject.device),
-        micro_steps=STREAMS,
-        copies=dims.copies,
-        host=host,
-        device=subject.device,
-    )
+    batches = iter(subject.loader(dims.dp_rank, dims.dp, 1))
+    passes = build_passes(config, model, dims, subject.device, batches, micro_steps=STREAMS, host=host)
     with Trace(model) as trace:
-        once = sums_replicas_once(config, dims)
-        passes = Passes(model, feed, precision, config.training.loss_chunk_size, replicas_once=once)
         losses, _ = passes.run()
     loss = losses.sum()
     sum_gradients(gradient_sums(model, dims))

@@ -21,11 +21,9 @@ from titan_linear.models.init import initialise
 from titan_linear.proof.findings import Finding, Findings, Note
 from titan_linear.proof.ops import repeatable
 from titan_linear.proof.subject import STREAMS, MoreDocuments, Subject, narrowed
-from titan_linear.run.build import build_dims, build_model, build_sharding, mixed_precision, sums_replicas_once
-from titan_linear.step.feed import Feed
+from titan_linear.run.build import build_dims, build_model, build_passes
 from titan_linear.step.optimizer import build_optimizer
-from titan_linear.step.passes import Passes
-from titan_linear.step.update import StepEnd
+from titan_linear.step.update import Update
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.step_folders import Progress
 from titan_linear.storage.tensors import named_parameters
@@ -58,32 +56,18 @@ class Run:
     def begin(self) -> None:
         """Take batches from the loader's next stream on."""
         config = self.subject.config
-        sharding = build_sharding(config, self.model.config, self.dims, self.subject.device)
-        precision = mixed_precision(config, self.model, self.dims)
-        self.feed = Feed(
-            iter(self.loader),
-            sharding,
-            micro_steps=STREAMS,
-            copies=self.dims.copies,
-            host=self.host,
-            device=self.subject.device,
+        self.passes = build_passes(
+            config, self.model, self.dims, self.subject.device, iter(self.loader), micro_steps=STREAMS, host=self.host
         )
-        self.passes = Passes(
-            self.model,
-            self.feed,
-            precision,
-            config.training.loss_chunk_size,
-            replicas_once=sums_replicas_once(config, self.dims),
-        )
-        self.end = StepEnd(config, self.model, self.dims, self.optimizer)
+        self.update = Update(config, self.model, self.dims, self.optimizer)
 
     def next_step(self) -> tuple[float, tuple[int, ...]]:
         """Take one step; return its loss and all ranks' streams. The next step is prefetched, as by the trainer."""
         losses, streams = self.passes.run()
         self.step += 1
         self.loader.advance()
-        reading = self.end.run(losses, self.step)
-        self.feed.prefetch()
+        reading = self.update.run(losses, self.step)
+        self.passes.feed.prefetch()
         ranks = of_all_ranks([i for own in streams for i in own], self.host)
         return reading.wait()[0], tuple(sorted({i for own in ranks for i in own}))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -31,6 +31,7 @@ from titan_linear.config import (
     toml_value,
 )
 from titan_linear.data import (
+    Batch,
     Corpus,
     FileGroups,
     Length,
@@ -55,7 +56,8 @@ from titan_linear.models.presets import preset, resized
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
 from titan_linear.step.batch import BatchSharding
-from titan_linear.step.precision import ComputeCopies
+from titan_linear.step.feed import Feed, MicroBatch
+from titan_linear.step.passes import ComputeCopies, Passes
 from titan_linear.storage.hf_io import check_tokenizer, find_family, read_config, read_model, write_folder
 from titan_linear.storage.rundir import checkpoint_folder
 from titan_linear.storage.step_folders import Content, Progress
@@ -418,6 +420,38 @@ def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: 
     )
     materialise(decoder, device, dims.cpu_offload)
     return decoder
+
+
+def build_passes(
+    config: Config,
+    model: Decoder,
+    dims: ParallelDims,
+    device: torch.device,
+    batches: Iterator[Batch],
+    *,
+    micro_steps: int,
+    host: dist.ProcessGroup | None = None,
+    watching: Callable[[MicroBatch], AbstractContextManager[object]] = lambda batch: nullcontext(),
+) -> Passes:
+    """Forward and backward of the steps whose batches these are.
+
+    Args:
+        batches: those of this data-parallel rank, without end.
+        micro_steps: number of batches per step.
+        host: a gloo group of all ranks, in which hosts count the step's tokens; by default the default group.
+        watching: a context around both passes of a micro-batch.
+    """
+    feed = Feed(
+        batches,
+        build_sharding(config, model.config, dims, device),
+        micro_steps=micro_steps,
+        copies=dims.copies,
+        host=host or dist.group.WORLD,
+        device=device,
+    )
+    precision = mixed_precision(config, model, dims)
+    loss_chunk, once = config.training.loss_chunk_size, sums_replicas_once(config, dims)
+    return Passes(model, feed, precision, loss_chunk, watching, once)
 
 
 def uncompiled(config: Config, device: torch.device) -> str:

@@ -20,10 +20,12 @@ from pathlib import Path
 from typing import IO
 
 import torch
+import torch.distributed as dist
 
 from titan_linear.config import Config, hf_weights
-from titan_linear.data import build_tokenizer
+from titan_linear.data import Tokenizer, build_tokenizer
 from titan_linear.distributed.process import StopSignal, refusing
+from titan_linear.models.decoder import Decoder
 from titan_linear.run.build import (
     export,
     export_folder,
@@ -33,6 +35,8 @@ from titan_linear.run.build import (
     tokenizer_path,
     unallocated,
 )
+from titan_linear.step.hooks import Hook, StepResult
+from titan_linear.storage.hf_io import gather
 from titan_linear.storage.rundir import checkpoint_folder, config_of
 from titan_linear.storage.step_folders import verify, weights_path, whole_steps
 from titan_linear.storage.tensors import check_weights, stored_weights
@@ -71,7 +75,15 @@ def export_checkpoint(checkpoint: Path, folder: Path, dtype: str, like: str = ""
     export(folder, run, model, tokenizer, stored_weights(checkpoint), dtype=dtype, like=like)
 
 
-class Exports:
+def export_last(config: Config, model: Decoder, tokenizer: Tokenizer) -> None:
+    """Write the run's last weights as a Hugging Face folder, step-N-hf. Every rank calls it."""
+    path, dtype = export_folder(config), config.checkpoint.export_dtype
+    export(path, config, model.config, tokenizer, gather(model), dtype=dtype)
+    if dist.get_rank() == 0:
+        print(f"exported '{path}'", flush=True)
+
+
+class Exports(Hook):
     """The exports of a run, on rank 0.
 
     Args:
@@ -87,13 +99,16 @@ class Exports:
         self.output: IO[str]
         for saved in whole_steps(self.folder):
             if saved <= step:
-                self.add(saved)
+                self.after_save(saved)
 
-    def add(self, step: int) -> None:
-        """Export step-N once it is saved, if that is asked for."""
+    def after_save(self, step: int) -> None:
+        """Export step-N once it is whole, if that is asked for."""
         if lacks_export(self.config, step) and step not in (*self.waiting, self.exporting):
             self.waiting.append(step)
             self.in_use.add(step)
+
+    def after_step(self, done: StepResult) -> None:
+        self.look()
 
     def look(self) -> None:
         """Start the next export if it can start, and report one that has ended, without waiting."""

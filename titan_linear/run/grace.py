@@ -17,74 +17,85 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 
 from titan_linear.distributed.process import StopSignal
+from titan_linear.step.hooks import Hook, StepResult
 
 UNKNOWN = 0.5  # of the time: assumed for a save until one has been done
 
 
-class GivenUp(Exception):
+class StepAbandoned(Exception):
     """What is being computed is given up, on every rank; the state is that of the last step's end. The message says
     why."""
 
 
-class Grace:
+class Grace(Hook):
     """The time left for a stop. Every rank calls every method, in the same order.
 
-    seconds: time after a signal; 0: as long as it takes, and ranks do not ask each other.
-    host: a group of all ranks, with gloo on the hosts.
+    Args:
+        seconds: time after a signal; 0: as long as it takes, and ranks do not ask each other.
+        host: a group of all ranks, with gloo on the hosts.
+        micro_steps: number of them in a step.
+        save_seconds: gives the measured time of a save; 0: none was measured.
     """
 
-    def __init__(self, seconds: int, stop: StopSignal, host: dist.ProcessGroup):
+    def __init__(
+        self,
+        seconds: int,
+        stop: StopSignal,
+        host: dist.ProcessGroup | None,
+        micro_steps: int,
+        save_seconds: Callable[[], float],
+    ):
         self.seconds, self.stop, self.host = seconds, stop, host
+        self.micro_steps, self.save_seconds = micro_steps, save_seconds
         self.step_seconds = math.inf  # of the last step
         self.begun = self.clear = time.monotonic()  # when the step began; when there was no signal
         self.first = True  # the first step compiles and connects: its time tells nothing of the others'
         self.warned = False
 
-    def begin(self) -> None:
-        """A step begins."""
+    def before_step(self, step: int) -> None:
         self.begun = time.monotonic()
 
-    def end(self) -> None:
-        """A step has ended."""
+    def after_step(self, done: StepResult) -> None:
         if not self.first:
             self.step_seconds = time.monotonic() - self.begun
         self.first = False
+        if (warning := self.warning()) and dist.get_rank() == 0:
+            print(warning, flush=True)
 
-    def heed(self, done: int, save_seconds: float) -> None:
-        """Ask all ranks, before a micro-step.
-
-        Args:
-            done: number of this step's micro-steps that are done.
-            save_seconds: measured time of a save; 0: none was measured.
+    def ask(self, done: int) -> None:
+        """Ask all ranks for a signal, before a micro-step. done: number of this step's micro-steps that are done.
 
         Raises:
-            GivenUp: the run stops here.
+            StepAbandoned: the run stops here.
         """
         if not self._asks:
             return
         now = time.monotonic()
         rest = max(0.0, self.step_seconds - (now - self.begun))
-        signal, since, rest, save = self._ask(now - self.clear, rest, self._save(save_seconds))
+        signal, since, rest, save = self._ask(now - self.clear, rest, self._save())
         if not signal:
             self.clear = now
         elif not done or since + rest + save > self.seconds:
             self.stop.agreed = int(signal)
-            raise GivenUp(f"the rest of the step begun would take {rest:.0f} s and a save {save:.0f} s" if done else "")
+            raise StepAbandoned(
+                f"the rest of the step begun would take {rest:.0f} s and a save {save:.0f} s" if done else ""
+            )
 
-    def heed_validating(self) -> None:
+    def ask_validating(self) -> None:
         """Ask all ranks, before a batch of a validation: after a signal it is not completed.
 
         Raises:
-            GivenUp: the run stops here.
+            StepAbandoned: the run stops here.
         """
         if self._asks and (signal := self._ask()[0]):
             self.stop.agreed = int(signal)
-            raise GivenUp("validation is not completed")
+            raise StepAbandoned("validation is not completed")
 
     @property
     def _asks(self) -> bool:
@@ -96,18 +107,18 @@ class Grace:
         dist.all_reduce(asked, dist.ReduceOp.MAX, group=self.host)
         return asked.tolist()
 
-    def warning(self, micro_steps: int, save_seconds: float) -> str:
+    def warning(self) -> str:
         """A warning, once, if a signal may come too late for a save; else ""."""
-        longest, save = self.step_seconds / micro_steps, self._save(save_seconds)
+        longest, save = self.step_seconds / self.micro_steps, self._save()
         if self.warned or math.isinf(longest) or not 0 < self.seconds < longest + save:
             return ""
         self.warned = True
-        assumed = "" if save_seconds else " (assumed: none was done yet)"
+        assumed = "" if self.save_seconds() else " (assumed: none was done yet)"
         return (
             f"warning: checkpoint.grace_seconds = {self.seconds} may be too short for a save after a signal: a "
             f"micro-step takes {longest:.0f} s and a save {save:.0f} s{assumed}; without one the run resumes from its "
             "newest checkpoint (checkpoint.interval)"
         )
 
-    def _save(self, measured: float) -> float:
-        return measured or UNKNOWN * self.seconds
+    def _save(self) -> float:
+        return self.save_seconds() or UNKNOWN * self.seconds

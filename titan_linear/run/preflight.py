@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -45,6 +48,15 @@ from titan_linear.storage.step_folders import (
     whole_steps,
 )
 from titan_linear.storage.tensors import check_weights, holds_optimizer
+
+RENDEZVOUS = (
+    "RANK",
+    "LOCAL_RANK",
+    "WORLD_SIZE",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+)  # of the run's own processes
 
 
 def preflight(config: Config, world_size: int, node_size: int | None = None) -> None:
@@ -286,3 +298,17 @@ def spans_nodes(config: Config, node_size: int) -> str:
         f"warning: parallelism.tensor_parallel_degree = {degree} reaches across nodes of {node_size} processes: every "
         f"layer waits for the network; a degree that divides {node_size} stays inside a node"
     )
+
+
+def prove(argv: list[str], world_size: int) -> None:
+    """Run the doctor for a run of `world_size` processes, in a process of its own, which leaves nothing on a GPU.
+
+    Raises:
+        SystemExit: something does not hold; the console says what.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in RENDEZVOUS}
+    command = [sys.executable, "-m", "titan_linear.proof.doctor", *argv]
+    code = subprocess.run(command, env=environment | {"NGPU": str(world_size)}, check=False).returncode
+    if code:
+        print("doctor.at_start = true: the run is not started", file=sys.stderr, flush=True)
+        raise SystemExit(code)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from titan_linear.config import Config
-from titan_linear.distributed.experts import move_selection_biases
 from titan_linear.distributed.mesh import ParallelDims
-from titan_linear.distributed.parallelize import counted_parameters, gradient_sums, sum_gradients
+from titan_linear.distributed.parallelize import replicated_parameters
+from titan_linear.distributed.parts import by_device, local_tensor
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.moe import MoE
 from titan_linear.step.optimizer import AdamW, Reading, learning_rate, step_numbers, update
 
 
@@ -30,7 +33,7 @@ class Watcher(Protocol):
     def sums(self, numbers: torch.Tensor, optimizer: AdamW) -> torch.Tensor: ...
 
 
-class StepEnd:
+class Update:
     """Ends every step of a model on this rank. Which parameters are counted and summed is determined once."""
 
     def __init__(
@@ -63,3 +66,65 @@ class StepEnd:
         move_selection_biases(self.model, numbers)
         self.optimizer.zero_grad(set_to_none=True)
         return reading
+
+
+def gradient_sums(model: nn.Module, dims: ParallelDims) -> list[tuple[list[nn.Parameter], dist.ProcessGroup]]:
+    """The parameters whose gradients FSDP does not sum, and the group that sums them: those left out of FSDP, over the
+    ranks that it would have used; then those that are whole on each rank of tp, over tp."""
+    sums = [(replicated_parameters(model), dims.data_group)]
+    if dims.tp > 1:
+        splits = model.parts.splits
+        sums.append(([p for name, p in model.named_parameters() if name not in splits], dims.tp_group))
+    return sums
+
+
+def sum_gradients(sums: list[tuple[list[nn.Parameter], dist.ProcessGroup]]) -> None:
+    """Sum the gradients of `gradient_sums`: one collective for each group; with offload two over tp."""
+    for parameters, group in sums:
+        _sum(parameters, group)
+
+
+def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of these parameters; those in the host's memory are summed on the device of their mesh."""
+    for given in by_device(p.grad for p in parameters if p.grad is not None):
+        first, grads = given[0], list(map(local_tensor, given))
+        device = first.device_mesh.device_type if isinstance(first, DTensor) else first.device
+        flat = torch.cat([g.flatten() for g in grads]).to(device)
+        dist.all_reduce(flat, group=group)
+        flat = flat.to(first.device)
+        torch._foreach_copy_(grads, [x.view_as(g) for x, g in zip(flat.split([g.numel() for g in grads]), grads)])
+
+
+def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Parameter]:
+    """The parameters of whose shard this rank has the first copy: all ranks together count each parameter once."""
+    splits = model.parts.splits if dims.tp > 1 else {}
+    where = {name: dims.mesh.get_local_rank(name) for name in dims.mesh.mesh_dim_names}
+
+    def counts(name: str, p: nn.Parameter) -> bool:
+        copies = ["dp_replicate", *([] if isinstance(p, DTensor) else ["dp_shard", "cp"])]
+        return not any(where[dim] for dim in (copies if name in splits else [*copies, "tp"]))
+
+    return [p for name, p in model.named_parameters() if counts(name, p)]
+
+
+@torch.no_grad()
+def move_selection_biases(model: nn.Module, numbers: torch.Tensor) -> None:
+    """Raise the bias of experts that had less than their share of the step's tokens and lower the others' (DeepSeek-V3,
+    section 2.1.2), by `bias_update_rate`; then count anew. One collective. Like the weights (`update`), biases do not
+    change if loss or norm is not finite; the device decides that, and the host need not know.
+
+    numbers: [loss, norm, ...] of the step.
+
+    Every rank counts the tokens that it computes, so that sums over all ranks are those of the whole batch, or a
+    multiple of them: ranks of tp compute the same tokens.
+    """
+    counted = [m for m in model.modules() if isinstance(m, MoE)]
+    layers = [m for m in counted if m.config.bias_update_rate]
+    if layers:
+        loads, finite = torch.cat([m.loads for m in layers]), numbers[:2].isfinite().all()
+        dist.all_reduce(loads)
+        for m, load in zip(layers, loads.split([m.config.num_experts for m in layers]), strict=True):
+            load = load.to(m.router.selection_bias.dtype)
+            m.router.selection_bias += m.config.bias_update_rate * torch.sign(load.mean() - load) * finite
+    for m in counted:
+        m.loads.zero_()

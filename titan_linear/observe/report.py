@@ -1,0 +1,176 @@
+"""What a run reports of its steps, on rank 0: their numbers and those of this machine, validations, telemetry."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib.util import find_spec
+
+import torch
+
+from titan_linear.config import Config, tokens_at
+from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.models.config import ModelConfig
+from titan_linear.observe.flops import peak_tflops, training_flops
+from titan_linear.observe.metrics import GIB, MetricsLogger, Work
+from titan_linear.observe.profiling import Profiler
+from titan_linear.observe.telemetry import Telemetry
+from titan_linear.step.feed import FeedStats
+from titan_linear.step.hooks import Hook, StepResult
+
+
+class Report(Hook):
+    """Writes a line for the first step of a start, every metrics.log_freq-th, and the last.
+
+    Args:
+        step: steps of the run before this start.
+        numbers: gives further numbers of a line.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model: ModelConfig,
+        dims: ParallelDims,
+        device: torch.device,
+        step: int,
+        telemetry: Telemetry,
+        profiler: Profiler | None,
+        numbers: Callable[[], dict[str, float]],
+    ):
+        self.config, self.model, self.dims, self.device = config, model, dims, device
+        self.telemetry, self.profiler, self.numbers = telemetry, profiler, numbers
+        self.first, self.fed, self.garbage = step + 1, FeedStats(), GCTimer()
+        self.logger = MetricsLogger(
+            config,
+            start_step=step,
+            start_tokens=tokens_at(config.training, step),
+            gpus=dims.mesh.size(),
+            peak_tflops=peak_tflops(config, device),
+        )
+
+    def after_step(self, done: StepResult) -> None:
+        self.fed += done.fed
+        if is_logged(self.config, done.step) or done.step == self.first or done.stops:
+            self._log(done)
+        if self.profiler and self.profiler.exposed:
+            self.logger.log_exposed(done.step, *self.profiler.exposed)
+        if self.telemetry.seen:
+            self.logger.log_telemetry(done.step, self.telemetry.seen)
+
+    def _log(self, done: StepResult) -> None:
+        """This step's numbers, and what the steps since the last line did."""
+        fed, self.fed = self.fed, FeedStats()
+        more = {"data_seconds": fed.seconds / fed.steps, "gc_seconds": self.garbage.take() / fed.steps}
+        more |= reserved_memory() | clock_and_power(self.device)
+        if fed.most_pairs:  # the model has softmax layers
+            more["work_balance"] = fed.work_balance(self.dims.dp * self.dims.cp)
+        self.logger.log(
+            done.step,
+            tokens=tokens_at(self.config.training, done.step),
+            memory_gib=peak_memory_gib(),
+            work=Work(training_flops(self.model, fed.documents), fed.valid, fed.waited),
+            **done.numbers,
+            **more,
+            **self.numbers(),
+        )
+
+    def between_steps(self) -> ExitStack:
+        """Time spent inside counts for no step."""
+        stack = ExitStack()
+        stack.enter_context(self.garbage.untimed())
+        stack.enter_context(self.logger.untimed())
+        return stack
+
+    def after_validation(self, step: int, loss: float, text: str) -> None:
+        self.logger.log_validation(step, loss)
+        if text:
+            self.logger.log_text(step, "sample", text)
+
+    def __enter__(self) -> Report:
+        self.garbage.__enter__()
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        self.garbage.__exit__()
+        if raised[0] is None:
+            self.logger.close()
+
+
+def is_logged(config: Config, step: int) -> bool:
+    """Whether `step` (from 1) is reported: the first, every log_freq-th, the last."""
+    return step == 1 or step % config.metrics.log_freq == 0 or step == config.training.steps
+
+
+def peak_memory_gib() -> float:
+    """This process's peak memory: allocated on its GPU if there is one, else resident."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / GIB
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / GIB if sys.platform == "darwin" else peak * 1024 / GIB
+
+
+def reserved_memory() -> dict[str, float]:
+    """Further numbers to log: the most memory of this process's GPU that PyTorch has reserved, and fragmentation: the
+    share of what it reserves now that lies idle in blocks partly in use. Empty on a CPU."""
+    if not torch.cuda.is_available():
+        return {}
+    stats = torch.cuda.memory_stats()
+    held, idle = stats.get("reserved_bytes.all.current", 0), stats.get("inactive_split_bytes.all.current", 0)
+    return {
+        "memory_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        "memory_fragmentation": idle / max(held, 1),
+    }
+
+
+def clock_and_power(device: torch.device) -> dict[str, float]:
+    """The SM clock (MHz) and the power (W) of this process's GPU. Empty on a CPU, without nvidia-ml-py, and where the
+    driver does not tell."""
+    if device.type != "cuda" or not find_spec("pynvml"):
+        return {}
+    import pynvml
+
+    try:
+        return {
+            "sm_clock_mhz": torch.cuda.clock_rate(device),
+            "power_watts": torch.cuda.power_draw(device) / 1e3,
+        }
+    except pynvml.NVMLError:
+        return {}
+
+
+class GCTimer:
+    """Measures the seconds that Python's garbage collector takes in this process, inside `with`."""
+
+    def __init__(self) -> None:
+        self.seconds, self._begun = 0.0, 0.0
+
+    def __enter__(self) -> GCTimer:
+        gc.callbacks.append(self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        gc.callbacks.remove(self._note)
+
+    @contextmanager
+    def untimed(self) -> Iterator[None]:
+        """Collections inside count for no step."""
+        before = self.seconds
+        yield
+        self.seconds = before
+
+    def _note(self, phase: str, _: dict[str, int]) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            self._begun = now
+        else:
+            self.seconds += now - self._begun
+
+    def take(self) -> float:
+        """Seconds of garbage collection since the last call."""
+        seconds, self.seconds = self.seconds, 0.0
+        return seconds

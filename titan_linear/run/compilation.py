@@ -1,0 +1,107 @@
+"""Steps that compile: the first ones, and those after a change of the streams' length. They may take longer than the
+others, which should compile nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+from contextlib import AbstractContextManager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from titan_linear.config import Config, seq_len_at
+from titan_linear.distributed.groups import set_timeout, without_timeout
+from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.step.hooks import Hook, StepResult
+
+
+class Compilation(Hook):
+    """Gives ranks the time to compile, and warns of layers that are compiled again.
+
+    host: a `host_group`.
+    """
+
+    def __init__(self, config: Config, dims: ParallelDims, host: dist.ProcessGroup):
+        self.config, self.dims, self.host = config, dims, host
+        # The number of rows that reach a rank's experts varies: the second pass compiles for any number.
+        self.first_steps = 2 if config.compile.enable and dims.ep > 1 else 1
+        self.left = self.first_steps  # number of steps that may still compile
+        self.graphs = Graphs(self.first_steps) if config.compile.enable else None
+
+    def changes_length(self, step: int) -> bool:
+        """Whether streams of this step have another length than those of the step before."""
+        t = self.config.training
+        return step > 1 and seq_len_at(t, step - 1) != seq_len_at(t, step)
+
+    def before_step(self, step: int) -> None:
+        if not self.changes_length(step):
+            return
+        if dist.get_rank() == 0:
+            before, now = (seq_len_at(self.config.training, n) for n in (step - 1, step))
+            print(f"from step {step} on streams have {now} tokens (before: {before})", flush=True)
+        set_timeout(self.dims.groups, timedelta(seconds=self.config.comm.init_timeout_seconds))
+        self.left = self.first_steps
+        if self.graphs:
+            torch.compiler.reset()  # else the length would become dynamic, or there would be too many to compile
+            self.graphs.forget()
+
+    def after_step(self, done: StepResult) -> None:
+        self._look("a step that telemetry looks into" if done.seen else "training", done.step)
+        self.left -= 1
+        if self.left == 0:  # everything is compiled and connected
+            dist.all_reduce(torch.zeros(1))  # a barrier of the hosts
+            set_timeout(self.dims.groups, self._timeout)
+
+    def after_validation(self, step: int, loss: float, text: str) -> None:
+        self._look("validation", step)
+
+    def between_steps(self) -> AbstractContextManager[None]:
+        """One rank may take long at the disk while others wait in a collective."""
+        return without_timeout(self.dims.groups, self.host, self._timeout)
+
+    def numbers(self) -> dict[str, float]:
+        return self.graphs.counts() if self.graphs else {}
+
+    @property
+    def _timeout(self) -> timedelta:
+        return timedelta(seconds=self.config.comm.train_timeout_seconds)
+
+    def _look(self, kind: str, step: int) -> None:
+        """After passes of this kind, warn if layers were compiled again."""
+        if self.graphs and dist.get_rank() == 0 and (warning := self.graphs.after(kind)):
+            print(f"step {step}: {warning}", flush=True)
+
+
+class Graphs:
+    """Counts the graphs that torch.compile has made of layers in this process. A kind of pass (training, validation)
+    compiles its graphs in its first `passes` runs; documents change from batch to batch, but the graphs should stay."""
+
+    def __init__(self, passes: int = 1) -> None:
+        from torch._dynamo.utils import counters  # slow to import; loaded anyway where layers are compiled
+
+        self._counters, self._known, self._warned = counters, 0, False
+        self._passes, self._seen = passes, Counter[str]()
+
+    def counts(self) -> dict[str, int]:
+        """Numbers to log."""
+        breaks = sum(self._counters["graph_break"].values())
+        return {"compiled_graphs": self._counters["stats"]["unique_graphs"], "graph_breaks": breaks}
+
+    def after(self, kind: str) -> str:
+        """Call after a pass of this kind: a warning, once, if layers were compiled again, else ""."""
+        graphs = self.counts()["compiled_graphs"]
+        more, self._known = graphs - self._known, graphs
+        self._seen[kind] += 1
+        expected = self._seen[kind] <= self._passes
+        if expected or not more or self._warned:
+            return ""
+        self._warned = True
+        return (
+            f"warning: {kind} compiled layers again, {more} graphs more (compiled_graphs = {graphs}); each time takes "
+            "time, and TORCH_LOGS=recompiles says why"
+        )
+
+    def forget(self) -> None:
+        """Expect all layers to be compiled anew."""
+        self._seen.clear()

@@ -1,0 +1,114 @@
+"""How a run starts: what is trained, on what, and from which weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from titan_linear.config import Config, hf_weights
+from titan_linear.data import StreamLoader, Streams, Tokenizer, build_tokenizer
+from titan_linear.distributed.groups import host_group, on_rank_0
+from titan_linear.distributed.mesh import ParallelDims
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.init import initialise
+from titan_linear.run.build import (
+    build_streams,
+    check_alike,
+    check_content,
+    content_of,
+    model_config,
+    tokenizer_path,
+)
+from titan_linear.storage.checkpoint import Checkpointer
+from titan_linear.storage.hf_io import load_weights
+from titan_linear.storage.rundir import checkpoint_folder
+from titan_linear.storage.step_folders import Content, Progress, known_progress, rewind
+from titan_linear.storage.tensors import holds_optimizer, named_parameters
+
+
+class Subject(NamedTuple):
+    """What is trained, and on what."""
+
+    tokenizer: Tokenizer
+    streams: Streams
+    held_out: Streams | None
+    model: ModelConfig
+    content: Content
+
+
+def saved_progress(config: Config, host: dist.ProcessGroup) -> Progress | None:
+    """The progress saved in the checkpoint that this run resumes from; None for a new run."""
+    return on_rank_0(lambda: known_progress(config, config.checkpoint.load_step), host)
+
+
+def open_subject(config: Config, known: Progress | None, host: dist.ProcessGroup) -> Subject:
+    """What all ranks train, which is what the run has trained so far.
+
+    Raises:
+        ValueError: it is not, or ranks differ.
+    """
+    tokenizer = build_tokenizer(tokenizer_path(config))
+    streams, held_out = build_streams(config, tokenizer, known)
+    dist.barrier(host)  # wait for nodes that first had to write their token cache
+    model = model_config(config, tokenizer)
+    content = content_of(config, tokenizer, model, streams, held_out)
+    if known:  # a restart has no preflight
+        check_content(config, known.content, content)
+    check_alike(config, content, host)
+    return Subject(tokenizer, streams, held_out, model, content)
+
+
+def build_checkpointer(config: Config) -> Checkpointer | None:
+    c = config.checkpoint
+    if not c.enable:
+        return None
+    return Checkpointer(
+        checkpoint_folder(config),
+        async_mode=c.async_mode,
+        keep_latest_k=c.keep_latest_k,
+        verify=c.verify,
+        group=host_group(),
+    )
+
+
+def build_loader(config: Config, streams: Streams, dims: ParallelDims) -> StreamLoader:
+    t = config.training
+    return StreamLoader(
+        streams,
+        global_batch_size=t.global_batch_size,
+        local_batch_size=t.local_batch_size,
+        dp_rank=dims.dp_rank,
+        dp_degree=dims.dp,
+        num_workers=t.num_workers,
+    )
+
+
+def set_weights(
+    config: Config,
+    known: Progress | None,
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    loader: StreamLoader,
+    checkpointer: Checkpointer | None,
+    host: dist.ProcessGroup,
+) -> None:
+    """Load the run's checkpoint of this progress, or the weights that the run begins from, or draw them."""
+    c = config.checkpoint
+    if known:
+        folder, step = checkpoint_folder(config), known.step
+        # A restart after the last save, which may hold weights only: what is left to do needs no more.
+        ended = step >= config.training.steps
+        whole = not ended or on_rank_0(lambda: holds_optimizer(folder / f"step-{step}"), host)
+        checkpointer.load(step, model, optimizer if whole else None, loader)
+        on_rank_0(lambda: rewind(folder, step, c.load_step), host)
+    elif hf_weights(config):
+        load_weights(Path(hf_weights(config)), model)
+    elif c.enable and c.initial_load_path:
+        checkpointer.load_weights(Path(c.initial_load_path), model)
+    else:
+        initialise(model, config.debug.seed, named_parameters(model))
+    dist.barrier(host)  # some disks are slower

@@ -1,0 +1,67 @@
+"""What hangs on the steps of a run, each in a file of its own: telemetry, spikes, reports, profiles, exports, ...
+
+The trainer calls every hook at a few moments, in the order of its list, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+from titan_linear.step.feed import FeedStats
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step has shown, on this rank."""
+
+    step: int  # from 1
+    loss: float  # nats per token
+    grad_norm: float
+    lr: float
+    skipped: int  # steps of the run so far that were not finite
+    finite: bool  # loss and norm; if not, the weights are those of the step before
+    stops: bool  # the run ends with this step, for a signal
+    fed: FeedStats
+    losses: torch.Tensor  # [micro-steps] float64, this rank's parts of the loss
+    streams: list[tuple[int, ...]]  # of each micro-step
+    seen: list[float]  # what telemetry asked for
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether any token has one; the loss means nothing without."""
+        return self.fed.valid > 0
+
+    @property
+    def numbers(self) -> dict[str, float | None]:
+        """What is reported of every step."""
+        loss = self.loss if self.has_labels else None
+        return {"loss": loss, "grad_norm": self.grad_norm, "lr": self.lr, "skipped_steps": self.skipped}
+
+
+class Hook:
+    """A hook is a context around all steps of a start, too."""
+
+    def before_step(self, step: int) -> None:
+        """A step begins; steps count from 1."""
+
+    def after_step(self, done: StepResult) -> None:
+        """Its numbers are known; nothing of the next one has been reported or saved yet."""
+
+    def between_steps(self) -> AbstractContextManager[object]:
+        """A context around a validation, a save, and what else takes time between two steps."""
+        return nullcontext()
+
+    def after_validation(self, step: int, loss: float, text: str) -> None:
+        """A validation ended with this loss, nats per token, and with this sample of the model, if one is asked for."""
+
+    def after_save(self, step: int) -> None:
+        """A checkpoint of this step is saved, or is being saved."""
+
+    def __enter__(self) -> Hook:
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        """raised: as for any context; all None after the last step."""
