@@ -582,7 +582,7 @@ EXPORT, BYTES = {"checkpoint__last_save_in_hf": "true"}, {"model__tokenizer_path
         ({**OURS, **NOT_HF, "model__hf_assets_path": "x"}, "is the model of model.flavor = 'hf'"),
         ({**OURS, **NOT_HF, **EXPORT, "checkpoint__export_dtype": "source"}, "checkpoint.export_dtype = 'source'"),
         ({**BYTES, "checkpoint__initial_load_path": "FLA KDA", "model__vocab_size": 400}, "320 .this run: 400"),
-        ({"checkpoint__initial_load_path": "FLA KDA"}, "tokenizer.json does not exist; give .* or 'bytes'"),
+        ({"checkpoint__initial_load_path": "FLA KDA"}, "exist; give .*'bytes'"),
         ({"checkpoint__initial_load_path": "FLA KDA", "checkpoint__enable": "false"}, "initial_load"),
     ],
 )
