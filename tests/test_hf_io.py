@@ -18,7 +18,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoTokenizer, KimiLinearConfig, KimiLinearForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    KimiLinearConfig,
+    KimiLinearForCausalLM,
+    Qwen3_5Config,
+    Qwen3_5ForConditionalGeneration,
+)
 
 from tests import hf_workers as workers
 from tests.hf_workers import EVERY, KDA, LARGE, mark
@@ -164,6 +171,41 @@ def test_what_is_not_ours_is_kept(folders: Callable[[str], Path], tmp_path: Path
     assert out.keys() == {*tensors, *extra}
     assert all(torch.equal(out[n], t) and out[n].dtype == t.dtype for n, t in extra.items())
     assert all(torch.equal(out[n], t.float()) for n, t in tensors.items())
+
+
+def test_an_export_opens_in_its_own_dtype(tmp_path: Path) -> None:
+    """Of a model with vision beside the text, from whose text_config alone transformers opens the language model."""
+    vision = dict(depth=1, hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=32, patch_size=4)
+    vision |= dict(spatial_merge_size=2, temporal_patch_size=2, num_position_embeddings=16)
+    text = dict(hf_models.QWEN, intermediate_size=48, tie_word_embeddings=True, dtype="bfloat16", eos_token_id=7)
+    whole = Qwen3_5Config(text_config=text, vision_config=vision, tie_word_embeddings=True)
+    source, out = tmp_path / "source", tmp_path / "out"
+    hf_models.randomise(Qwen3_5ForConditionalGeneration(whole)).bfloat16().save_pretrained(source)
+    config = json.loads((source / "config.json").read_text())
+    assert config["text_config"]["dtype"] == "bfloat16"
+    for older in ({}, {"torch_dtype": "bfloat16"}):
+        (source / "config.json").write_text(json.dumps(config | {"text_config": config["text_config"] | older}))
+        family, model = read_model(source)
+        decoder = Decoder(model)
+        load_weights(source, decoder)
+        decoder.embedding.weight.data.add_(1e-4)
+        extra = {"eos_token_id": 3}
+        write_folder(out, model, family, gather(decoder), dtype=torch.float32, like=source, extra=extra)
+        opened = AutoModelForCausalLM.from_pretrained(out)
+        assert {p.dtype for p in opened.parameters()} == {torch.float32} and opened.config.eos_token_id == 3
+        assert torch.equal(opened.get_input_embeddings().weight, decoder.embedding.weight)
+
+
+def test_numbers_beyond_a_dtype_are_not_exported_as_infinity(folders: Callable[[str], Path], tmp_path: Path) -> None:
+    family, model = read_model(folders("FLA KDA"))
+    decoder, out = Decoder(model), tmp_path / "out"
+    initialise(decoder, seed=0)
+    decoder.head.norm.weight.data[0] = 65504.0  # float16's largest
+    write_folder(out, model, family, gather(decoder), dtype=torch.float16)
+    decoder.head.norm.weight.data[0] = 7e4
+    with pytest.raises(SaveFailed, match=r"out' failed: model.norm.weight has values beyond F16.s range"):
+        write_folder(out, model, family, gather(decoder), dtype=torch.float16)
+    assert load_file(out / "model.safetensors")["model.norm.weight"][0] == 65504.0  # the earlier folder is there still
 
 
 def test_a_head_that_is_not_the_embedding_is_not_dropped(folders: Callable[[str], Path], tmp_path: Path) -> None:
@@ -582,7 +624,7 @@ EXPORT, BYTES = {"checkpoint__last_save_in_hf": "true"}, {"model__tokenizer_path
         ({**OURS, **NOT_HF, "model__hf_assets_path": "x"}, "is the model of model.flavor = 'hf'"),
         ({**OURS, **NOT_HF, **EXPORT, "checkpoint__export_dtype": "source"}, "checkpoint.export_dtype = 'source'"),
         ({**BYTES, "checkpoint__initial_load_path": "FLA KDA", "model__vocab_size": 400}, "320 .this run: 400"),
-        ({"checkpoint__initial_load_path": "FLA KDA"}, "tokenizer.json does not exist; give .* or 'bytes'"),
+        ({"checkpoint__initial_load_path": "FLA KDA"}, "exist; give .*'bytes'"),
         ({"checkpoint__initial_load_path": "FLA KDA", "checkpoint__enable": "false"}, "initial_load"),
     ],
 )

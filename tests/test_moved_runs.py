@@ -67,6 +67,11 @@ def test_paths_are_written_from_the_root(tmp_path: Path, monkeypatch: pytest.Mon
     assert check_resume(config) == []  # the same, said from here
     monkeypatch.chdir("/")
     assert check_resume(stored) == []
+    in_bytes = trained(
+        tmp_path / "b", "--training.dataset=jsonl", "--training.dataset_path=x", "--model.tokenizer_path=bytes"
+    )
+    stored = load_config(["--job.config_file", f"{tmp_path}/b/config.toml"])
+    assert in_bytes.model.tokenizer_path == stored.model.tokenizer_path == "bytes"  # no path
 
 
 def test_content_may_move_and_nothing_else(tmp_path: Path) -> None:

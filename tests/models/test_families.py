@@ -216,6 +216,8 @@ def test_errors_list_every_tensor(case: Callable[[str], Case]) -> None:
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4}}, "rope_type = 'yarn'"),
         ({"rope_scaling": {"rope_type": "yarn"}, "rope_parameters": {"rope_type": "default"}}, "rope_type = 'yarn'"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "yarn"}}}, "rope_type = 'yarn'"),
+        ({"rope_parameters": {"sliding_attention": {"rope_theta": 1e4}}}, "no 'full_attention'; set that"),
         ({"architectures": 3}, "architectures = 3: unknown"),
         ({"layer_types": 3}, "of another kind"),
         ({"rope_scaling": "yarn"}, "of another kind"),
@@ -234,6 +236,15 @@ def test_what_we_do_not_have_is_refused(change: dict, words: str, case: Callable
     written = {k: v for k, v in (config_to_hf(c.family, c.config) | change).items() if v is not None}
     with pytest.raises(ValueError, match=words.replace("[", r"\[")):
         config_from_hf(written)
+
+
+def test_rope_by_type_of_layer(case: Callable[[str], Case]) -> None:
+    c = case("Qwen3.5, tied")
+    written = config_to_hf(c.family, c.config)
+    plain = {"rope_type": "default", "rope_theta": 123.0, "partial_rotary_factor": 0.5}
+    for rope in (plain, {"full_attention": plain, "linear_attention": {"rope_theta": 5.0}}):
+        attention = config_from_hf(written | {"rope_parameters": rope})[1].layers[1]
+        assert (attention.rope_theta, attention.rotary_fraction) == (123.0, 0.5)
 
 
 QWEN, KIMI = ("Qwen3_5MoeForCausalLM", "qwen3.5"), ("KimiLinearForCausalLM", "kimi-linear")

@@ -31,7 +31,6 @@ from typing import NamedTuple
 
 from titan_linear.config import Config, changed, check_config, data_parallel_degrees, load_config
 from titan_linear.data import build_tokenizer
-from titan_linear.data.corpus.tokenizer import BYTES
 from titan_linear.distributed.process import refusing
 from titan_linear.models.config import ModelConfig
 from titan_linear.planner.memory import (
@@ -138,7 +137,7 @@ def of_whole_length(config: Config) -> str:
 def planned_model(config: Config) -> ModelConfig:
     """The run's model; if its tokenizer's file is missing, the model's vocabulary is assumed to be large enough."""
     path = tokenizer_path(config)
-    if path not in (None, BYTES) and not Path(path).expanduser().exists():
+    if path and not Path(path).expanduser().exists():
         model = model_without_tokenizer(config)
         print(f"model.tokenizer_path = {path!r} is not here: a vocabulary of {model.vocab_size} is assumed")
         return model
@@ -154,7 +153,7 @@ def check(config: Config, model: ModelConfig, gpus: int) -> None:
 def check_corpus(config: Config) -> None:
     """ValueError: the run's tokens are at hand, and are fewer than a step takes."""
     path = tokenizer_path(config)
-    if path not in (None, BYTES) and not Path(path).expanduser().exists():
+    if path and not Path(path).expanduser().exists():
         return
     found = cached_corpora(config, build_tokenizer(path))
     if None not in found:

@@ -23,6 +23,7 @@ from titan_linear.config.derived import (
 )
 from titan_linear.config.reading import config_to_toml, difference, flat_keys, load_config, toml_value
 from titan_linear.config.schema import (
+    BYTES,
     KEYS,
     OTHER,
     SECTIONS,
@@ -37,6 +38,7 @@ from titan_linear.config.schema import (
 )
 
 __all__ = [
+    "BYTES",
     "KEYS",
     "OTHER",
     "SECTIONS",

@@ -25,6 +25,7 @@ class Section(BaseModel):
     rules: ClassVar[tuple[Rule, ...]] = ()  # of all its keys
 
 
+BYTES = "bytes"  # as model.tokenizer_path, which is then no path
 Corpus = Annotated[str, Rule.PATH, Rule.OF_A_NODE, Rule.MAY_MOVE]  # a path of texts or of a tokenizer
 
 

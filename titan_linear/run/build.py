@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from titan_linear.config import (
+    BYTES,
     OTHER,
     Config,
     Model,
@@ -74,6 +75,8 @@ T = TypeVar("T")
 
 def tokenizer_path(config: Config) -> str | None:
     """Return model.tokenizer_path, else the tokenizer.json of the Hugging Face folder, else None: bytes."""
+    if config.model.tokenizer_path == BYTES:
+        return None
     own = str(Path(hf_assets(config)) / "tokenizer.json") if hf_assets(config) else None
     return config.model.tokenizer_path or own
 

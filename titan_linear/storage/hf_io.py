@@ -461,10 +461,18 @@ def _plan(
 def _config_json(
     model: ModelConfig, family: str, dtype: torch.dtype | None, source: Folder | None, extra: Mapping[str, object]
 ) -> dict[str, Any]:
-    named = {} if dtype is None else {"dtype": short(dtype)}
+    changes = dict(extra) if dtype is None else {**extra, "dtype": short(dtype)}
     if source is None:
-        return config_to_hf(family, model, **extra, **named)
-    return {k: v for k, v in source.config.items() if k != "torch_dtype" or not named} | named | dict(extra)
+        return config_to_hf(family, model, **changes)
+    config = {**source.config, **changes}
+    tables = [config]
+    if isinstance(config.get("text_config"), dict):  # from which transformers opens the language model alone
+        config["text_config"] = {**config["text_config"], **changes}
+        tables.append(config["text_config"])
+    if dtype is not None:
+        for table in tables:
+            table.pop("torch_dtype", None)  # the older name
+    return config
 
 
 def _tokenizer_files(folder: Path | None) -> dict[str, bytes]:
@@ -515,7 +523,10 @@ class _Writer:
         rows = parameter.detach().reshape(-1, placement.width).cpu()
         for source, start, stop, row in placement.pieces():
             tensor = self.tensors[source.name]
-            values = rows[row : row + stop - start].to(DTYPES[tensor.code]).contiguous()
+            given = rows[row : row + stop - start]
+            values = given.to(DTYPES[tensor.code]).contiguous()
+            if (values.isinf() & given.isfinite()).any():
+                raise OSError(f"{source.name} has values beyond {tensor.code}'s range; choose a wider dtype")
             with open(tensor.file, "r+b") as file:
                 file.seek(tensor.begin + start * placement.width * values.element_size())
                 file.write(values.view(torch.uint8).numpy())

@@ -28,7 +28,17 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from titan_linear import __version__
-from titan_linear.config import Config, Rule, changed, config_to_toml, difference, flat_keys, keys_with, load_config
+from titan_linear.config import (
+    BYTES,
+    Config,
+    Rule,
+    changed,
+    config_to_toml,
+    difference,
+    flat_keys,
+    keys_with,
+    load_config,
+)
 from titan_linear.storage.files import lock, open_own, write_whole
 
 CONFIG, RUN_MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
@@ -340,7 +350,10 @@ def _with_absolute_paths(config: Config) -> Config:
     mixture = [
         source.model_copy(update={"dataset_path": absolute(source.dataset_path)}) for source in config.training.mixture
     ]
-    return changed(config, {key: absolute(given[key]) for key in keys_with(Rule.PATH)} | {"training.mixture": mixture})
+    paths = {key: absolute(given[key]) for key in keys_with(Rule.PATH)}
+    if config.model.tokenizer_path == BYTES:
+        del paths["model.tokenizer_path"]
+    return changed(config, paths | {"training.mixture": mixture})
 
 
 def write_manifest(

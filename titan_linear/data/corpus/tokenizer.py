@@ -18,7 +18,6 @@ from typing import Any, Protocol
 import numpy as np
 import tokenizers
 
-BYTES = "bytes"  # a path that stands for bytes
 TOKENIZER, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 # What ends a document if no file beside tokenizer.json says so: the first of these that is a special token.
@@ -244,11 +243,11 @@ class HuggingFaceTokenizer:
 
 
 def build_tokenizer(path: str | None, key: str = "model.tokenizer_path") -> Tokenizer:
-    """The tokenizer of `model.tokenizer_path`: nothing or BYTES for bytes, else a tokenizer.json or a folder with one.
+    """The tokenizer of `model.tokenizer_path`: nothing for bytes, else a tokenizer.json or a folder that holds one.
 
     ValueError: there is no such file (which names `key`), or it is not a usable tokenizer.
     """
-    if path in (None, "", BYTES):
+    if not path:
         return ByteTokenizer()
     file = Path(path).expanduser()
     if file.is_dir():
@@ -262,7 +261,7 @@ def build_tokenizer(path: str | None, key: str = "model.tokenizer_path") -> Toke
 def _instead(folder: Path) -> str:
     """What to do about a folder without tokenizer.json."""
     others = sorted(file.name for file in folder.glob("*") if _OTHER_KIND.search(file.name))
-    give = f"give a Hugging Face tokenizer.json, a folder that holds one, or {BYTES!r}"
+    give = "give a Hugging Face tokenizer.json, or a folder that holds one (model.tokenizer_path = 'bytes' needs none)"
     return f"convert {', '.join(others)} to one (docs/hugging_face.md), or {give}" if others else give
 
 

@@ -139,8 +139,11 @@ class Keys:
 
     def rope(self, theta: float | None, fraction: float) -> tuple[float | None, float]:
         """(theta, fraction of the head that is rotated); the arguments are defaults. These options have had two names;
-        the older one takes precedence, as in transformers."""
+        the older one takes precedence, as in transformers. They may be given by type of layer."""
         rope = self("rope_scaling", None) or self("rope_parameters", None) or {}
+        rope = rope.get("full_attention", rope)
+        if by_type := [name for name, value in rope.items() if isinstance(value, dict)]:
+            raise ValueError(f"config.json: rope_parameters has {by_type}, and no 'full_attention'; set that")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ("default", None):
             raise ValueError(f"config.json: rope_type = {kind!r}; only 'default' is known")
