@@ -39,8 +39,8 @@ MUTANTS = [
     Mutant("G = g.cumsum(-2)  #", "G = g.cumsum(-2) - g  #", "ops/test_delta_rule.py"),
     Mutant("own - (weight.shape[1] - 1)", "own - weight.shape[1]", "test_convolution.py"),
     Mutant("torch.sigmoid(lse_block - lse)", "torch.sigmoid(lse - lse_block)", "test_attention.py"),
-    Mutant("masked_fill_(target < 0, 0)", "masked_fill_(target < -200, 0)", "test_loss.py"),
-    Mutant("-= (target >= 0).to(d.dtype)", "-= (target > 0).to(d.dtype)", "test_loss.py"),
+    Mutant("masked_fill_(target < 0, 0)", "masked_fill_(target < -200, 0)", "ops/test_cross_entropy.py"),
+    Mutant("-= (target >= 0).to(d.dtype)", "-= (target > 0).to(d.dtype)", "ops/test_cross_entropy.py"),
     # --- ops: context parallelism
     Mutant("first if fragments[before].through else before", "before", "test_kcp.py"),
     Mutant("M_rows[m].mT if reverse else M_rows[m]", "M_rows[m]", "test_kcp.py"),
