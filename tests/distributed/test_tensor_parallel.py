@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
 
+from titan_linear.distributed.one_process import LocalGroup, run_ranks
 from titan_linear.distributed.tensor_parallel import leave_part, tensor_splits
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import GDN, KDA, MLA, Attention
+from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.exchange.collectives import Ranks
 
 MIXERS = {
@@ -59,3 +62,25 @@ def test_a_part_holds_whole_heads() -> None:
         ("mlp.experts.gate_up_proj", before["layers.0.mlp.experts.gate_up_proj"][:, :, 3:]),
     ):
         assert torch.equal(after[f"layers.0.{name}"], part)
+
+
+def test_every_token_of_the_vocabulary_is_some_rank_s() -> None:
+    """Embedding, logits and loss of each, those at the borders of the parts among them."""
+    mixer, _ = MIXERS["attention"]
+    torch.manual_seed(0)
+    whole = Decoder(ModelConfig(32, 16, (mixer,), 1, 24)).double()
+    for p in whole.parameters():
+        torch.nn.init.normal_(p)
+    tokens = torch.arange(32)[None]
+    plan, labels = BatchPlan(tokens[0], cu_seqlens=torch.tensor([0, 32], dtype=torch.int32)), tokens.flip(1)
+
+    def on_rank(group: LocalGroup) -> tuple[torch.Tensor, torch.Tensor]:
+        part = copy.deepcopy(whole)
+        leave_part(part, Ranks(group.group_name, 2, group.rank()))
+        with torch.no_grad():
+            return part(tokens, plan), part(tokens, plan, labels)
+
+    with torch.no_grad():
+        logits, loss = whole(tokens, plan), whole(tokens, plan, labels)
+    (first, one), (second, other) = run_ranks(on_rank, 2)
+    torch.testing.assert_close([first, second, one + other], [logits, logits, loss], rtol=1e-12, atol=1e-12)

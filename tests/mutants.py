@@ -1,0 +1,159 @@
+"""Forty small wrong changes of the package, each of which the tests that it names must notice.
+
+    python -m tests.mutants                  # a line for each; exits with 1 if one survives
+    python -m tests.mutants kcp packing      # those whose lines hold one of these words
+
+A mutant is what to find, what to put in its place, and the tests to run. The text occurs once in the package, whatever
+the file; so does the name of a file of tests below tests/. Each runs in a copy of the checkout, so that the checkout
+stays as it is. A mutant is dead if a test fails; code that cannot be imported counts for nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+FAILED = 1  # pytest's exit code where a test failed; others are those of errors before any test
+SECONDS = 300  # after which a mutant counts as dead: it hangs
+
+
+class Mutant(NamedTuple):
+    old: str
+    new: str
+    tests: str  # "test_order.py", or "test_order.py: permuted" for those whose names match pytest's -k
+
+
+MUTANTS = [
+    # --- ops: the recurrences, the convolution, attention, the loss
+    Mutant(
+        "torch.cat([k * gamma * beta, v * beta], -1)", "torch.cat([k * gamma, v * beta], -1)", "ops/test_delta_rule.py"
+    ),
+    Mutant("u, k * (last - G).exp(), q * gamma", "u, k * last.exp(), q * gamma", "ops/test_delta_rule.py"),
+    Mutant("G = g.cumsum(-2)  #", "G = g.cumsum(-2) - g  #", "ops/test_delta_rule.py"),
+    Mutant("own - (weight.shape[1] - 1)", "own - weight.shape[1]", "test_convolution.py"),
+    Mutant("torch.sigmoid(lse_block - lse)", "torch.sigmoid(lse - lse_block)", "test_attention.py"),
+    Mutant("masked_fill_(target < 0, 0)", "masked_fill_(target < -200, 0)", "ops/test_cross_entropy.py"),
+    Mutant("-= (target >= 0).to(d.dtype)", "-= (target > 0).to(d.dtype)", "ops/test_cross_entropy.py"),
+    # --- ops: context parallelism
+    Mutant("first if fragments[before].through else before", "before", "test_kcp.py"),
+    Mutant("M_rows[m].mT if reverse else M_rows[m]", "M_rows[m]", "test_kcp.py"),
+    Mutant("max(target.start - width, target.head[0])", "target.start - width", "test_kcp.py"),
+    Mutant(
+        "if hop > 1:\n            here += self.mine",
+        "if hop > 2:\n            here += self.mine",
+        "test_attention_cp.py",
+    ),
+    Mutant("1 if hop < self.hops else -self.hops", "1", "test_attention_cp.py"),
+    # --- models
+    Mutant(
+        "a, b, rest = widen(x).split([half, half, x.shape[-1] - 2 * half], dim",
+        "b, a, rest = widen(x).split([half, half, x.shape[-1] - 2 * half], dim",
+        "test_layers.py",
+    ),
+    Mutant("self.beta_range == 2.0", "self.beta_range != 2.0", "test_families.py"),
+    Mutant("grouped.topk(2, -1)", "grouped.topk(1, -1)", "test_moe.py"),
+    Mutant("y if self.shared_gate is None else y *", "y if self.shared_gate else y +", "test_moe.py"),
+    Mutant("offsets[cut] * strides[cut] -", "0 * strides[cut] -", "test_init.py"),
+    Mutant("else self.mlp_norm(x), plan)", "else x, plan)", "test_families.py"),
+    Mutant("low - begin, high - begin, ours", "low, high, ours", "test_families.py"),
+    # --- data
+    Mutant("labels[edges[1:-1] - 1] = IGNORE  #", "labels[edges[1:-1]] = IGNORE  #", "test_packing.py"),
+    Mutant("goes_on = end < self.corpus", "goes_on = end <= self.corpus", "test_packing.py"),
+    Mutant("stream=pool + 1", "stream=pool", "test_order.py"),
+    Mutant("self._before[n].get(name, 0) + own", "own", "test_mixture.py"),
+    Mutant("(n * dp_degree + dp_rank) * local_batch_size", "(n * dp_degree) * local_batch_size", "test_loader.py"),
+    Mutant("self.next_stream += self.global_batch_size", "self.next_stream += self.local_batch_size", "test_loader.py"),
+    Mutant("(places[:, 0] < end) & (begin", "(places[:, 0] <= end) & (begin", "test_chat.py"),
+    # --- the step
+    Mutant("(p.dim() > 1, mesh)", "(p.dim() > 0, mesh)", "test_optim.py"),
+    Mutant("peak * step / config.warmup_steps", "peak * (step - 1) / config.warmup_steps", "test_optim.py"),
+    Mutant("(norm + 1e-6)).clamp(max=1.0)", "(norm + 1e-6))", "test_optim.py"),
+    Mutant("(~numbers[:2].isfinite().all()).float()", "(~numbers[:1].isfinite().all()).float()", "test_optim.py"),
+    Mutant("squares.sum().sqrt(), signals.max()", "squares.sum().sqrt(), signals.min()", "test_optim.py"),
+    Mutant("torch.sign(load.mean() - load)", "torch.sign(load - load.mean())", "test_moe.py"),
+    Mutant("elsewhere = (own < 0) | (own >= rows)", "elsewhere = (own < 0) | (own > rows)", "test_tensor_parallel.py"),
+    # --- storage
+    Mutant("len(older) + 1 - self.keep_latest_k", "len(older) - self.keep_latest_k", "test_checkpoint.py: keep_latest"),
+    Mutant("_step(path, number, line) <= step", "_step(path, number, line) < step", "test_rundir.py"),
+    Mutant("inspect(file) != own[file.name]", "inspect(file)[0] != own[file.name][0]", "test_checkpoint.py: disk"),
+    # --- what is observed and planned
+    Mutant("loss <= mean + self.sigmas * sigma", "loss <= mean + sigma", "test_spikes.py"),
+    Mutant("n * (n + 1) // 2", "n * (n - 1) // 2", "test_flops.py"),
+    Mutant('"optimizer": 2 * stored', '"optimizer": stored', "test_memory.py"),
+    Mutant("3.5 * flops / both", "2.5 * flops / both", "test_bench_cp.py"),
+    Mutant("before < sampling.top_p", "before <= sampling.top_p", "test_generate.py"),
+]
+
+
+def files_with(text: str, folder: str, pattern: str = "*.py") -> list[Path]:
+    """Files of the checkout below a folder that hold a text."""
+    files = (ROOT / folder).rglob(pattern)
+    return [file.relative_to(ROOT) for file in files if text in file.read_text(encoding="utf-8")]
+
+
+def place(mutant: Mutant) -> Path:
+    """The file of the package that the mutant changes. ValueError: there is no such place, or there are several."""
+    found = files_with(mutant.old, "titan_linear")
+    if len(found) != 1 or (ROOT / found[0]).read_text(encoding="utf-8").count(mutant.old) != 1:
+        raise ValueError(
+            f"{mutant.old!r} is not once in the package but in {[str(file) for file in found]}: rewrite it"
+        )
+    return found[0]
+
+
+def tests_of(mutant: Mutant) -> list[str]:
+    """Arguments of pytest."""
+    name, _, words = mutant.tests.partition(": ")
+    (file,) = (file for file in (ROOT / "tests").rglob("*.py") if str(file).endswith(f"/{name}"))
+    return [str(file.relative_to(ROOT)), *(["-k", words] if words else [])]
+
+
+def run(copy: Path, arguments: list[str]) -> int | None:
+    """pytest's exit code in a copy of the checkout; None: it took too long."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", *arguments]
+    environment = os.environ | {"PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        return subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=SECONDS).returncode
+    except subprocess.TimeoutExpired:
+        return None
+
+
+def survives(mutant: Mutant, copy: Path) -> str:
+    """Why the mutant is not dead; "" if it is."""
+    file = copy / place(mutant)
+    whole = file.read_text(encoding="utf-8")
+    file.write_text(whole.replace(mutant.old, mutant.new), encoding="utf-8")
+    try:
+        code = run(copy, tests_of(mutant))
+    finally:
+        file.write_text(whole, encoding="utf-8")
+    return "" if code in (FAILED, None) else "survives" if code == 0 else f"pytest ends with {code}"
+
+
+def main(words: list[str]) -> int:
+    chosen = [m for m in MUTANTS if not words or any(word in f"{place(m)} {m}" for word in words)]
+    wrong = 0
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "checkout")
+        listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+        for name in listed.stdout.splitlines():
+            (copy / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / name, copy / name)
+        for mutant in chosen:
+            begin, why = time.perf_counter(), survives(mutant, copy)
+            wrong += bool(why)
+            said = f"{why or 'dead':<10} {time.perf_counter() - begin:4.0f} s  {place(mutant)}: {mutant.old!r}"
+            print(f"{said} → {mutant.new!r} ({mutant.tests})", flush=True)
+    print(f"{len(chosen) - wrong} of {len(chosen)} are dead")
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
