@@ -28,7 +28,7 @@ def note() -> None:
     print(f"{FAULT}{time.time()}", file=sys.stderr, flush=True)
 
 
-def fail(*_: object) -> NoReturn:
+def fail(*_: object, **options: object) -> NoReturn:
     note()
     raise KeyError(CAUSE)
 

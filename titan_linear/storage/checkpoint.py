@@ -270,7 +270,9 @@ class Checkpointer:
         altered."""
         content = (progress.model_dump_json(indent=2) + "\n").encode()
         self._together(lambda: self.rank == 0 and self._prepare(tmp, content))
-        writer = _Writer(tmp, sync_files=False)  # it would sync before its last block is written
+        # It would sync before its last block is written. What is in host memory already is not read ahead: that waits
+        # for what the device does meanwhile, which waits for the other ranks, and one of them may be waiting for us.
+        writer = _Writer(tmp, sync_files=False, **({"per_thread_copy_ahead": 0} if self._thread else {}))
         dcp.save(state, storage_writer=writer, planner=planner, process_group=self.group)
         own = writer.fs.written | ({PROGRESS: checksum(content)} if self.rank == 0 else {})
         parts = self._together(lambda: (own, self._sync(tmp, own)))
