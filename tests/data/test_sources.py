@@ -209,7 +209,7 @@ def test_jsonl_as_it_is_found(texts: Callable, tmp_path: Path):
     [
         ('{"text": "x"}\n'.encode("utf-16"), "UTF-16"),
         ('{"text": "x"}\n'.encode("utf-16-be"), "UTF-16"),
-        (gzip.compress('{"text": "x"}\n'.encode("utf-16-le")), "UTF-16"),
+        (gzip.compress('{"text": "x"}\n'.encode("utf-16-le"), mtime=0), "UTF-16"),
         (b'\xef\xbb\xbf\n [\n{"text": "x"},\n{"text": "y"}]', r"one JSON array; write a line .*jq"),
         (b'[{"text": "x"}, {"text": "y"}]\n', "one JSON array"),
         (b"PAR1\x15\x04", "a parquet file; training.dataset = 'parquet'"),
