@@ -78,7 +78,8 @@ FLA_MODES = ("none", "full")  # of activation checkpointing
 @contextmanager
 def random_corpus(args: argparse.Namespace, streams: int) -> Iterator[list[str]]:
     """The keys of a corpus of random bytes for so many streams, which is there inside `with`. Every rank calls it."""
-    draw, tokens = np.random.default_rng(0), streams * args.seq_len
+    draw = np.random.default_rng(0)
+    tokens = streams * args.seq_len
     if args.documents == "one":
         lengths = np.full(streams, args.seq_len)
     else:
@@ -101,7 +102,8 @@ class Ours(Hook):
     name = "titan_linear"
 
     def __init__(self, config: Config, _: ModelConfig):
-        self.trainer, self.fed = Trainer(config), FeedStats()
+        self.trainer = Trainer(config)
+        self.fed = FeedStats()
         self.trainer.hooks.append(self)
 
     def step(self) -> None:
@@ -119,7 +121,8 @@ class Ours(Hook):
 
     def documents(self) -> tuple[int, Documents]:
         """The number of steps since the last call, and their documents."""
-        fed, self.fed = self.fed, FeedStats()
+        fed = self.fed
+        self.fed = FeedStats()
         return fed.steps, fed.documents
 
 
@@ -137,15 +140,18 @@ class Fla:
 
     def step(self) -> None:
         """A step; the host then waits for the one before, so that it is never more than a step ahead."""
-        before, self.reading = self.reading, self.peer.train_step()
+        before = self.reading
+        self.reading = self.peer.train_step()
         if before and not all(map(math.isfinite, before.wait())):
             raise RuntimeError("the loss or a gradient is not finite")
 
     last_step = step
 
     def documents(self) -> tuple[int, Documents]:
-        steps, self.begun = self.peer.step - self.begun, self.peer.step
-        seen, self.peer.documents = self.peer.documents, []
+        steps = self.peer.step - self.begun
+        self.begun = self.peer.step
+        seen = self.peer.documents
+        self.peer.documents = []
         return steps, Documents(*map(sum, zip(*seen, strict=True)))
 
 
@@ -200,7 +206,8 @@ def measure(subject: Ours | Fla, args: argparse.Namespace, device: torch.device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     subject.documents()
-    ends, readings = [time.perf_counter()], []
+    ends = [time.perf_counter()]
+    readings = []
     for _ in range(args.steps):
         subject.step()
         readings.append(clock_and_power(device))  # while the device works: the next forward is queued
@@ -306,7 +313,9 @@ def _row_or_reason(args: argparse.Namespace, name: str, config: Config, kind: Ki
 
 
 def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row:
-    model, device, mode = model_without_tokenizer(config), own_device(), config.activation_checkpoint.mode
+    model = model_without_tokenizer(config)
+    device = own_device()
+    mode = config.activation_checkpoint.mode
     torch.compiler.reset()  # torch compiles a function only a few times, fewer than there may be rows
     subject = kind(config, model)
     found, documents = measure(subject, args, device)
@@ -420,7 +429,8 @@ def main(argv: list[str]) -> int:
         if first:
             print(f"error: {error}", file=sys.stderr)
         return 2
-    where, rows = header(), []
+    where = header()
+    rows = []
     with process_group(timedelta(minutes=30)):
         if first:
             print(f"{where}\n\n{cells(title for title, *_ in COLUMNS)}\n{cells(['---'] * len(COLUMNS))}", flush=True)
