@@ -47,10 +47,10 @@ from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.process import run_command
 from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
-from titan_linear.observe.traces import Event, communicates, events_of, on_device, span_of, summary
 from titan_linear.ops import attention, build_cp_context
 from titan_linear.planner.memory import Batch, layers
 from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
+from tools import traces
 from tools.bench_ops import OPS, PACKED, TAPS, Case, Inputs, fla_op, randn, timed
 
 D = 128
@@ -107,14 +107,14 @@ def exposed(fn: Callable[[], Any], flush: torch.Tensor) -> float:
         for _ in range(PROFILED):
             fn()
         torch.cuda.synchronize()
-    ran = after_flush(events_of(profile))
-    return 1e3 * summary(ran).exposed / PROFILED if ran else math.inf
+    ran = after_flush(traces.events_of(profile))
+    return 1e3 * traces.exposed(ran) / PROFILED if ran else math.inf
 
 
-def after_flush(events: Sequence[Event]) -> list[Event]:
+def after_flush(ran: Sequence[traces.Event]) -> list[traces.Event]:
     """What ran after the flush (the first kernel above 1 ms that is no collective); nothing, if there is no flush."""
-    ran = sorted(on_device(events), key=span_of)
-    end = next((span_of(e)[1] for e in ran if e["dur"] > 1000 and not communicates(e)), math.inf)
+    ran = sorted(ran, key=traces.span_of)
+    end = next((traces.span_of(e)[1] for e in ran if e["dur"] > 1000 and not traces.communicates(e)), math.inf)
     return [e for e in ran if e["ts"] >= end]
 
 
