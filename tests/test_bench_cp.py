@@ -9,7 +9,7 @@ import torch
 from titan_linear.models.mixers import Attention
 from titan_linear.planner.memory import Batch
 from titan_linear.planner.timing import Machine, read_rates, shipped
-from tools import bench_cp, bench_ops
+from tools import bench_cp, bench_ops, traces
 
 H200 = read_rates(shipped()["H200"])
 
@@ -63,8 +63,8 @@ def test_what_ran_after_the_flush() -> None:
     )
     late = ran("gemm", 15230, 5000)
     events = [late, ran("fill", 0, 3), barrier, nccl, flush, {"ph": "X", "cat": "cpu_op", "name": "x", "ts": 16000}]
-    assert bench_cp.after_flush(events) == [nccl, late]
-    assert bench_cp.summary(bench_cp.after_flush(events)).exposed == pytest.approx(30e-6)
+    assert bench_cp.after_flush(traces.on_device(events)) == [nccl, late]
+    assert traces.exposed(bench_cp.after_flush(traces.on_device(events))) == pytest.approx(30e-6)
 
 
 def test_rows() -> None:

@@ -13,7 +13,7 @@ from tests.worlds import World
 from titan_linear.config import Config
 from titan_linear.models.config import ModelConfig
 from tools import bench_train
-from tools.bench_train import COLUMNS, Fla, Row, largest_costs, line
+from tools.bench_train import COLUMNS, Fla, Row, line
 
 SMALL = ["--models", "hybrid/debug", "--seq-len", "128", "--documents", "40", "--steps", "2", "--warmup", "0"]
 
@@ -31,10 +31,9 @@ def test_steps_of_two_ranks(worlds: Callable[[int], World]) -> None:
         assert (row.model, row.by, row.tokens, row.gpus) == ("hybrid/debug", "titan_linear", 128, 2)
         assert row.tokens_per_second == pytest.approx(128 / 2 / row.step_ms * 1e3)  # one stream that both share
         assert 0 < row.tflops == row.mfu and row.first_step_seconds > 0 and row.memory_gib > 0
-        assert row.launches is row.idle is None and len(row.costs) == 10  # of kernels: none are launched here
+        assert row.launches is row.idle is None  # of kernels: none are launched here
         assert theirs.step_ms == row.step_ms  # the slowest rank's
     assert line(rows[0]).count("|") == len(COLUMNS) + 1
-    assert "hybrid/debug, 3 layers, titan_linear, checkpointing none" in largest_costs(rows[0])
 
 
 @pytest.mark.parametrize("documents", ["one", "20"])

@@ -533,7 +533,7 @@ def test_generation_names_the_tokenizer_that_it_was_given(tmp_path: Path) -> Non
     other.mkdir()
     large_tokenizer(other)
     with pytest.raises(
-        ValueError, match=r"that of the tokenizer '.*other', 401; set .* \(tools\.generate: --tokenizer\)"
+        ValueError, match=r"that of the tokenizer '.*other', 401; set .* \(titan-linear generate: --tokenizer\)"
     ):
         generate.load(folder, str(other), torch.float32, torch.device("cpu"))
 

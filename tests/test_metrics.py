@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import gc
 import io
 import json
 import math
@@ -18,7 +17,7 @@ from titan_linear import train
 from titan_linear.config import Config, load_config
 from titan_linear.observe import metrics
 from titan_linear.observe.metrics import MetricsLogger, Work
-from titan_linear.observe.report import GCTimer, is_logged, peak_memory_gib
+from titan_linear.observe.report import is_logged, peak_memory_gib
 from titan_linear.run import rank
 from titan_linear.run.compilation import Graphs
 
@@ -123,13 +122,11 @@ def test_the_console_line(config, clock):
     clock[0] += 10
     logger.log(1, tokens=123456, **VALUES)
     logger.log_validation(1, 2.25)
-    logger.log_exposed(1, 0.0625, 0.0123)
-    first, second, third = out.getvalue().splitlines()
+    first, second = out.getvalue().splitlines()
     assert re.sub(" +", " ", first) == (
         "step 1/25 loss 2.5000 grad 0.75 lr 1.00e-03 tok/s 12,346 mem 1.50 GiB eta 4m00s"
     )
     assert re.sub(" +", " ", second) == "step 1/25 validation loss 2.2500"
-    assert re.sub(" +", " ", third) == "step 1/25 exposed communication 6.2%, 12.3 ms a step"
 
 
 @pytest.mark.parametrize("tty, no_colour, coloured", [(True, False, True), (True, True, False), (False, False, False)])
@@ -211,7 +208,6 @@ def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
     more = {
         "skipped_steps": 0,
         "data_seconds": 0.5,
-        "gc_seconds": 0.1,
         "memory_reserved_gib": 2.0,
         "memory_fragmentation": 0.1,
         "seq_len": 64,
@@ -223,7 +219,6 @@ def test_tensorboard_is_laid_out_in_groups(tmp_path, clock):
     }
     logger.log(3, tokens=3, work=Work(flops=1, valid=1, waited=0.0), **more, **VALUES)
     logger.log_validation(3, 2.25)
-    logger.log_exposed(3, 0.25, 0.5)
     logger.close()
     assert "step_seconds" not in lines(config)[0] and lines(config)[0]["data_seconds"] == 0.5
     events = EventAccumulator(str(tmp_path / "tb" / tmp_path.name))
@@ -265,18 +260,6 @@ def test_weights_and_biases(tmp_path, monkeypatch, clock):
     assert numbers["step"] == 1 and numbers["loss/train"] == 2.5 and numbers["perf/step_seconds"] == 2.0
     assert seen == {"step": 1, "per_layer_half_life/layers.0": [1.0], "loss_by_position/1": 2.0}
     assert text == {"step": 1, "sample": "<pre>a &lt; b</pre>"} and end == "end"
-
-
-def test_time_in_the_garbage_collector(clock):
-    with GCTimer() as garbage:
-        garbage._note("start", {})
-        clock[0] += 2
-        garbage._note("stop", {})
-        with garbage.untimed():
-            garbage._note("start", {})
-            clock[0] += 7
-            garbage._note("stop", {})
-    assert garbage.take() == 2 and garbage.take() == 0 and garbage._note not in gc.callbacks
 
 
 def test_a_killed_run_keeps_every_line(config):

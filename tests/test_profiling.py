@@ -5,22 +5,18 @@ from __future__ import annotations
 import os
 import pickle
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.worlds import World
 from titan_linear.config import Config, load_config
-from titan_linear.observe.profiling import MemorySnapshots, Profiler, exposed_communication
-from titan_linear.observe.traces import Summary
+from titan_linear.observe.profiling import MemorySnapshots, Profiler
 
 
 def profiler(config: Config, done: int) -> Profiler:
-    return Profiler(config, done, lambda: None, None)
+    return Profiler(config, done, lambda: None)
 
 
 def test_a_trace_of_the_profiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,12 +30,10 @@ def test_a_trace_of_the_profiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         "enable_profiling": "true",
     }
     config = load_config([f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())])
-    traced = []
     with profiler(config, 10) as profile:  # resumed after 10 steps
-        for _ in range(7):
+        for step in range(11, 18):
             torch.ones(8) @ torch.ones(8)
-            traced.append(profile.step())
-    assert [found and found.steps for found in traced] == [None, None, 2, None, None, None, None]
+            profile.after_step(SimpleNamespace(step=step))
     trace, costs = sorted((tmp_path / "profile_traces").iterdir())
     assert (trace.name, costs.name) == ("rank0_step13.json", "rank0_step13.txt")
     (row,) = (line.split() for line in costs.read_text().splitlines() if "aten::dot" in line)
@@ -59,7 +53,7 @@ def test_the_end_of_a_run_leaves_traces_of_steps(
     with profiler(config, 0) as profile:
         for _ in range(steps):
             torch.ones(8) @ torch.ones(8)
-            profile.step()
+            profile.after_step(SimpleNamespace())
     found = {path.name: path.read_text().count('"aten::dot"') for path in (tmp_path / "profile_traces").glob("*.json")}
     assert found == {f"rank0_step{step}.json": recorded for step, recorded in traces.items()}
 
@@ -73,21 +67,10 @@ def test_a_start_too_short_for_a_trace_says_so(
     config = load_config([f"--job.dump_folder={tmp_path}", *(f"--profiling.{key}={x}" for key, x in keys.items())])
     with profiler(config, 5) as profile:
         for _ in range(steps):
-            profile.step()
+            profile.after_step(SimpleNamespace())
     assert any((tmp_path / "profile_traces").iterdir()) == (steps == 9)
     line = "no trace was written: the first begins with step 9 of a start (profiling.profile_freq = 10), and this run"
     assert (line in capsys.readouterr().out) == said
-
-
-def exposed_by_ranks(rank: int, world_size: int, traces: list[list[Summary]]) -> list[tuple[float, float] | None]:
-    return [exposed_communication(of_ranks[rank], dist.group.WORLD) for of_ranks in traces]
-
-
-def test_exposed_communication_of_all_ranks(worlds: Callable[[int], World]) -> None:
-    """The mean of those whose traces have kernels."""
-    none, one, other = Summary(2, 0.0, 0.0), Summary(2, 2.0, 0.5), Summary(2, 2.0, 0.0)
-    for found in worlds(2).run(exposed_by_ranks, [[one, other], [none, one], [none, none], [other, other]]):
-        assert found == [(0.125, 0.125), (0.25, 0.25), None, (0.0, 0.0)]
 
 
 def test_a_signal_asks_for_a_memory_snapshot(

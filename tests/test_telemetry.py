@@ -30,7 +30,6 @@ from titan_linear.models.mixers.mla import MLAMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
 from titan_linear.observe.telemetry import Observed
-from titan_linear.observe.traces import PAUSE, span_of
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
@@ -400,13 +399,8 @@ def test_lines_of_a_run(folder: Path, worlds: Callable[[int], World], tmp_path: 
     assert line["step"] == 2 and line["grad_norm"]["embedding"] > 0
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["work_balance"] >= 1 for line in lines if "loss" in line] == [True, True]
-    (traced,) = [line for line in lines if "exposed_communication" in line]
-    assert traced == {"step": 2, "exposed_communication": 0.25, "exposed_communication_seconds": pytest.approx(25e-6)}
-
     recorded = json.loads((tmp_path / "profile_traces" / "rank0_step2.json").read_text())["traceEvents"]
-    (pause,) = (span_of(e) for e in recorded if e["name"] == PAUSE and e["cat"] == "user_annotation")
-    steps = [span_of(e) for e in recorded if e["name"].startswith("ProfilerStep#")]
-    assert len(steps) == 2 and [begin < pause[0] < pause[1] < end for begin, end in sorted(steps)] == [False, True]
+    assert len([e for e in recorded if e["name"].startswith("ProfilerStep#")]) == 2
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -420,7 +414,6 @@ def test_lines_of_a_run(folder: Path, worlds: Callable[[int], World], tmp_path: 
         "loss_by_source/a",
         "loss_by_source/other",
         "tokens_by_source/low",
-        "perf/exposed_communication",
     } <= set(tags["scalars"])
     assert "per_layer_half_life/layers.0" in tags["histograms"]
     _, text = events.Tensors("sample/text_summary")
@@ -430,11 +423,4 @@ def test_lines_of_a_run(folder: Path, worlds: Callable[[int], World], tmp_path: 
 def whole_run(rank: int, world_size: int, argv: list[str], cache: str) -> None:
     os.environ["XDG_CACHE_HOME"] = cache
     OWN["hybrid"]["small"] = SMALL
-    step = {"name": "ProfilerStep#1", "cat": "user_annotation", "ph": "X", "ts": 0, "dur": 100}
-    trace = [step, kernel("gemm", 0, 80 - 10 * rank), kernel("ncclDevKernel_SendRecv", 20, 80)]  # as if of a GPU
-    with patch("titan_linear.observe.profiling.read", lambda path: trace):
-        Trainer(load_config(argv)).train()
-
-
-def kernel(name: str, begin: float, duration: float) -> dict:
-    return {"name": name, "cat": "kernel", "ph": "X", "ts": begin, "dur": duration}
+    Trainer(load_config(argv)).train()

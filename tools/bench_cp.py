@@ -47,16 +47,17 @@ from titan_linear.distributed.groups import process_group
 from titan_linear.distributed.process import run_command
 from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
-from titan_linear.observe.traces import Event, communicates, events_of, on_device, span_of, summary
 from titan_linear.ops import attention, build_cp_context
 from titan_linear.planner.memory import Batch, layers
 from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
+from tools import traces
 from tools.bench_ops import OPS, PACKED, TAPS, Case, Inputs, fla_op, randn, timed
 
 D = 128
 PROFILED = 5  # rounds
 Row = tuple[str, str, str]  # whose op ("" for ours), documents, layout
-METHODS, LAYOUTS = ("ring", "allgather", "ulysses"), ("contiguous", "zigzag")
+METHODS = ("ring", "allgather", "ulysses")
+LAYOUTS = ("contiguous", "zigzag")
 LENGTHS = {"web": (1000, 1.0), "mixed": (4000, 1.5)}  # documents' lengths: median, and standard deviation of the log
 SMALL = 0.05  # share of the op's time
 
@@ -92,7 +93,8 @@ def function(op: str, fn: Callable[..., Any] | None = None) -> Callable[..., tor
     """An op with the options that it is timed with, without its final state. fn: a peer's, in place of ours."""
     if op in METHODS:
         return partial(attention, method=op)
-    fn, options = fn or OPS[op], case_of(op, 0, 1).options
+    fn = fn or OPS[op]
+    options = case_of(op, 0, 1).options
     return lambda **x: fn(**x, **options)[0]
 
 
@@ -105,14 +107,14 @@ def exposed(fn: Callable[[], Any], flush: torch.Tensor) -> float:
         for _ in range(PROFILED):
             fn()
         torch.cuda.synchronize()
-    ran = after_flush(events_of(profile))
-    return 1e3 * summary(ran).exposed / PROFILED if ran else math.inf
+    ran = after_flush(traces.events_of(profile))
+    return 1e3 * traces.exposed(ran) / PROFILED if ran else math.inf
 
 
-def after_flush(events: Sequence[Event]) -> list[Event]:
+def after_flush(ran: Sequence[traces.Event]) -> list[traces.Event]:
     """What ran after the flush (the first kernel above 1 ms that is no collective); nothing, if there is no flush."""
-    ran = sorted(on_device(events), key=span_of)
-    end = next((span_of(e)[1] for e in ran if e["dur"] > 1000 and not communicates(e)), math.inf)
+    ran = sorted(ran, key=traces.span_of)
+    end = next((traces.span_of(e)[1] for e in ran if e["dur"] > 1000 and not traces.communicates(e)), math.inf)
     return [e for e in ran if e["ts"] >= end]
 
 
@@ -124,7 +126,8 @@ def measure(fn: Callable[..., torch.Tensor], x: Inputs, flush: torch.Tensor) -> 
         forward = timed(lambda: fn(**x), flush)
     with torch.autograd.set_multithreading_enabled(False):  # as in the trainer
         step = lambda: torch.autograd.grad(fn(**x), list(x.values()), dy)  # noqa: E731
-        both, alone = timed(step, flush), exposed(step, flush)
+        both = timed(step, flush)
+        alone = exposed(step, flush)
     times = torch.tensor([*forward, *both, alone], device="cuda", dtype=torch.float64)
     dist.all_reduce(times, dist.ReduceOp.MAX)
     return times.tolist()
@@ -173,7 +176,8 @@ def fla(op: str, cu: torch.Tensor, layout: str) -> Callable[..., torch.Tensor]:
 
 
 def print_rows(args: argparse.Namespace, flush: torch.Tensor) -> None:
-    ranks, first = dist.get_world_size(), dist.get_rank() == 0
+    ranks = dist.get_world_size()
+    first = dist.get_rank() == 0
     if first:
         print("| op | T | heads | documents | layout | GPU fwd | host | GPU fwd + bwd | host | exposed | |")
         print("|---" * 11 + "|")

@@ -150,7 +150,8 @@ def timed(fn: Callable[[], Any], flush: torch.Tensor) -> tuple[float, float]:
     Ranks start together; writing `flush` gives the host a start."""
     for _ in range(3):
         fn()
-    spans, host = [], []
+    spans = []
+    host = []
     for _ in range(ROUNDS):
         torch.cuda.synchronize()
         if dist.is_initialized():
@@ -210,7 +211,8 @@ def needed_bytes(x: Inputs) -> tuple[int, int]:
 def figures(case: Case, x: Inputs, bandwidth: float, measured: tuple[float, ...]) -> list[str]:
     """The cells of figures of a row. measured: the result of `measure`."""
     *times, host, kept, peak = measured
-    places, cells = case.T * case.HV, []
+    places = case.T * case.HV
+    cells = []
     for ms, needed, flop in zip(times, needed_bytes(x), flops(case.op, case.K, case.V), strict=True):
         rates = f"{flop * places / ms / 1e9:.0f}", f"{needed / ms / 1e6:.0f}", f"{needed / bandwidth / ms:.0%}"
         cells += [f"{ms:.2f}", *rates]

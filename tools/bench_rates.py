@@ -57,7 +57,8 @@ class Bench:
     """A device, the sizes to measure there, and how to time work on it."""
 
     def __init__(self, device: torch.device):
-        self.device, self.gpu = device, device.type == "cuda"
+        self.device = device
+        self.gpu = device.type == "cuda"
         self.dtype = torch.bfloat16 if self.gpu else torch.float32
         self.tokens, self.heads, self.few = (16384, 64, 4) if self.gpu else (128, 2, 1)
         self.flush = torch.empty(8 * GIB if self.gpu else 1, dtype=torch.uint8, device=device)
@@ -100,7 +101,9 @@ class Bench:
 def bandwidths(bench: Bench) -> dict[str, float]:
     """Bytes read and written per second: by a copy, by operations one by one, by a compiled norm with its gate."""
     rows = 32768 if bench.gpu else 256
-    x, z, weight = bench.randn(rows, 4096), bench.randn(rows, 4096), bench.randn(4096)
+    x = bench.randn(rows, 4096)
+    z = bench.randn(rows, 4096)
+    weight = bench.randn(4096)
     y = torch.empty_like(x)
 
     def one_by_one() -> None:
@@ -124,7 +127,8 @@ def products(bench: Bench) -> list[tuple[int, float]]:
     """(width, TFLOP/s) of the product of tokens with a square weight, together with that of the weight's gradient."""
     rates = []
     for width in (256, 512, 1024, 2048, 4096) if bench.gpu else (64, 128):
-        x, weight = bench.randn(bench.tokens, width), bench.randn(width, width)
+        x = bench.randn(bench.tokens, width)
+        weight = bench.randn(width, width)
         seconds = bench.seconds(lambda x=x, weight=weight: (x @ weight, x.T @ x))
         rates.append((width, 4 * bench.tokens * width**2 / seconds / 1e12))
     return rates
@@ -132,7 +136,8 @@ def products(bench: Bench) -> list[tuple[int, float]]:
 
 def launches(bench: Bench) -> dict[str, float]:
     """Seconds from one kernel that does nothing to the next, and for the host to queue one."""
-    x, number = bench.randn(1), 200
+    x = bench.randn(1)
+    number = 200
 
     def tiny() -> None:
         for _ in range(number):
@@ -187,7 +192,8 @@ class Operators(TorchDispatchMode):
 
     def __init__(self, bench: Bench):
         super().__init__()
-        self.bench, self.marks = bench, []
+        self.bench = bench
+        self.marks = []
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         if function.namespace != "titan_linear":
@@ -208,9 +214,11 @@ def by_operator(
     bench: Bench, whole: tuple[str, str], forward: Callable[[], torch.Tensor], inputs: list[torch.Tensor]
 ) -> dict[str, float]:
     """Seconds of each operator in a forward and backward pass; without operators, of the passes, named by `whole`."""
-    rounds, dy = [], torch.randn_like(forward())
+    rounds = []
+    dy = torch.randn_like(forward())
     for _ in range(ROUNDS + 1):
-        seen, marks = Operators(bench), [bench.mark(ahead=True)]
+        seen = Operators(bench)
+        marks = [bench.mark(ahead=True)]
         with torch.autograd.set_multithreading_enabled(False), seen:
             marks[0] = bench.mark()
             y = forward()
@@ -248,7 +256,8 @@ def operators(bench: Bench) -> dict[str, tuple[float, float]]:
 
 def delta_rule(bench: Bench, rule: str, options: dict[str, float], heads: int, *, may_split: bool) -> dict[str, float]:
     """Seconds by operator for one document, with the rule called as mixers call it."""
-    context, gates = one_document(bench, may_split), (heads, DIM) if rule == "kda" else (heads,)
+    context = one_document(bench, may_split)
+    gates = (heads, DIM) if rule == "kda" else (heads,)
     shapes = dict.fromkeys("qkv", (heads, DIM)) | {"g": gates, "beta": (heads,)}
     x = {name: bench.randn(1, bench.tokens, *shape) for name, shape in shapes.items()}
     x |= {name: torch.zeros(n, device=bench.device) for name, n in (("A_log", heads), ("dt_bias", math.prod(gates)))}
@@ -277,7 +286,9 @@ def links(bench: Bench) -> dict[str, float] | None:
     W = dist.get_world_size()
     own = bench.randn(W * ((64 << 20) // 2 // W if bench.gpu else 4096 // W))  # 64 MB, or a little less
     every = own.new_empty(W * len(own))
-    part, small, others = own.new_empty(len(own) // W), bench.randn(W), bench.randn(W)
+    part = own.new_empty(len(own) // W)
+    small = bench.randn(W)
+    others = bench.randn(W)
     latency = bench.seconds(lambda: dist.all_to_all_single(others, small))
     moved = part.nbytes * (W - 1)
     exchanges: dict[str, tuple[int, Callable[[], object]]] = {
@@ -300,7 +311,8 @@ def offload(bench: Bench) -> dict[str, float]:
     threads as PyTorch has here, by all processes at once: parameter and moments are read and written, the gradient is
     read."""
     number = 1 << (26 if bench.gpu else 16)
-    there, here = torch.zeros(number, device=bench.device), torch.zeros(number, pin_memory=bench.gpu)
+    there = torch.zeros(number, device=bench.device)
+    here = torch.zeros(number, pin_memory=bench.gpu)
     p = torch.nn.Parameter(torch.zeros(number))
     p.grad, optimizer, times = torch.ones_like(p), torch.optim.AdamW([p], fused=True), []
     for _ in range(ROUNDS + 1):
@@ -319,7 +331,8 @@ def offload(bench: Bench) -> dict[str, float]:
 
 def measured(device: torch.device, rank: int) -> dict[str, Any]:
     """What a file of rates holds (planner/timing.py, `Rates`). The first rank reports each part on stderr."""
-    bench, gpu = Bench(device), device.type == "cuda"
+    bench = Bench(device)
+    gpu = device.type == "cuda"
     name = torch.cuda.get_device_name(device) if gpu else platform.processor() or platform.machine()
     memory = torch.cuda.get_device_properties(device).total_memory if gpu else _memory_of_host()
     found: dict[str, Any] = {"gpu": name, "memory_gib": memory / GIB}
@@ -333,7 +346,8 @@ def measured(device: torch.device, rank: int) -> dict[str, Any]:
         "the delta rule and the convolution": lambda: {"operators": operators(bench)},
     }
     for part, measure in parts.items():
-        begin, figures = time.perf_counter(), measure()
+        begin = time.perf_counter()
+        figures = measure()
         found |= figures
         if rank == 0:
             print(f"{part}, {time.perf_counter() - begin:.0f} s: {json.dumps(figures)}", file=sys.stderr, flush=True)
@@ -359,7 +373,8 @@ def main(argv: list[str]) -> int:
         print(f"error: --out {args.out}: there is no such folder", file=sys.stderr)
         return 2
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # torch's, about its own code
-    rank, device = int(os.environ.get("RANK", "0")), torch.device("cpu")
+    rank = int(os.environ.get("RANK", "0"))
+    device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)

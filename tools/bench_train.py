@@ -16,7 +16,7 @@ temporary folder that all ranks can read, or with `--documents run` those of the
     memory                       the most that PyTorch allocated in those steps, GiB, on the rank that had most
     MHz, W                       SM clock and power of the first rank's GPU, means over those steps (nvidia-ml-py)
     launches, idle               kernels and copies of one more step, under the profiler, and the share of the median
-                                 step in which none of them would run. The ten that take most are below the table
+                                 step in which none of them would run
     first step                   seconds, compilation included; the first row's is that of a new process. For empty
                                  caches set TRITON_CACHE_DIR and TORCHINDUCTOR_CACHE_DIR to an empty folder
 
@@ -60,12 +60,12 @@ from titan_linear.distributed.process import own_device, run_command
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.observe.flops import peak_tflops, training_flops
 from titan_linear.observe.report import clock_and_power, peak_memory_gib
-from titan_linear.observe.traces import Cost, events_of, of_trace
 from titan_linear.run.build import model_without_tokenizer
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.hooks import Hook, StepResult
 from titan_linear.step.optimizer import Reading
 from titan_linear.train import Trainer
+from tools import traces
 from tools.peers import Peer, be_alone, fla_has, fla_loss, fla_model, split_keys
 
 PACKAGES = ("torch", "triton", "flash-attn-4", "fla-core", "tilelang", "flash-qla")
@@ -78,7 +78,8 @@ FLA_MODES = ("none", "full")  # of activation checkpointing
 @contextmanager
 def random_corpus(args: argparse.Namespace, streams: int) -> Iterator[list[str]]:
     """The keys of a corpus of random bytes for so many streams, which is there inside `with`. Every rank calls it."""
-    draw, tokens = np.random.default_rng(0), streams * args.seq_len
+    draw = np.random.default_rng(0)
+    tokens = streams * args.seq_len
     if args.documents == "one":
         lengths = np.full(streams, args.seq_len)
     else:
@@ -101,7 +102,8 @@ class Ours(Hook):
     name = "titan_linear"
 
     def __init__(self, config: Config, _: ModelConfig):
-        self.trainer, self.fed = Trainer(config), FeedStats()
+        self.trainer = Trainer(config)
+        self.fed = FeedStats()
         self.trainer.hooks.append(self)
 
     def step(self) -> None:
@@ -119,7 +121,8 @@ class Ours(Hook):
 
     def documents(self) -> tuple[int, Documents]:
         """The number of steps since the last call, and their documents."""
-        fed, self.fed = self.fed, FeedStats()
+        fed = self.fed
+        self.fed = FeedStats()
         return fed.steps, fed.documents
 
 
@@ -137,15 +140,18 @@ class Fla:
 
     def step(self) -> None:
         """A step; the host then waits for the one before, so that it is never more than a step ahead."""
-        before, self.reading = self.reading, self.peer.train_step()
+        before = self.reading
+        self.reading = self.peer.train_step()
         if before and not all(map(math.isfinite, before.wait())):
             raise RuntimeError("the loss or a gradient is not finite")
 
     last_step = step
 
     def documents(self) -> tuple[int, Documents]:
-        steps, self.begun = self.peer.step - self.begun, self.peer.step
-        seen, self.peer.documents = self.peer.documents, []
+        steps = self.peer.step - self.begun
+        self.begun = self.peer.step
+        seen = self.peer.documents
+        self.peer.documents = []
         return steps, Documents(*map(sum, zip(*seen, strict=True)))
 
 
@@ -174,7 +180,6 @@ class Row:
     launches: int | None = None
     idle: float | None = None  # share of the step
     first_step_seconds: float | None = None
-    costs: tuple[Cost, ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -191,8 +196,8 @@ class Row:
 
 
 def measure(subject: Ours | Fla, args: argparse.Namespace, device: torch.device) -> tuple[dict[str, Any], Documents]:
-    """Fields of `Row`, of the slowest or fullest rank, and the mean documents of a step. Launches, costs, clock and
-    power are this rank's."""
+    """Fields of `Row`, of the slowest or fullest rank, and the mean documents of a step. Launches, clock and power
+    are this rank's."""
     first = _seconds(subject.step, device)
     for _ in range(args.warmup):
         subject.step()
@@ -200,7 +205,8 @@ def measure(subject: Ours | Fla, args: argparse.Namespace, device: torch.device)
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     subject.documents()
-    ends, readings = [time.perf_counter()], []
+    ends = [time.perf_counter()]
+    readings = []
     for _ in range(args.steps):
         subject.step()
         readings.append(clock_and_power(device))  # while the device works: the next forward is queued
@@ -209,14 +215,13 @@ def measure(subject: Ours | Fla, args: argparse.Namespace, device: torch.device)
     steps, documents = subject.documents()
     times = [end - begin for begin, end in pairwise(ends)]
     step, memory, first = _largest(median(times), peak_memory_gib(), first)
-    launches, busy, costs = profiled(subject.last_step, device)
+    launches, busy = profiled(subject.last_step, device)
     found = {
         "step_ms": 1e3 * step,
         "memory_gib": memory,
         "launches": launches,
         "idle": None if busy is None else max(1 - busy / step, 0.0),
         "first_step_seconds": first,
-        "costs": tuple(costs),
         **{name: mean(reading[name] for reading in readings) for name in readings[0]},
     }
     return found, Documents(*(total / steps for total in documents))
@@ -239,17 +244,15 @@ def _largest(*numbers: float) -> list[float]:
     return [max(column) for column in zip(*of_all_ranks(numbers, dist.group.WORLD), strict=True)]
 
 
-def profiled(step: Callable[[], None], device: torch.device) -> tuple[int | None, float | None, list[Cost]]:
-    """Number of launches of a step, the seconds in which one of them ran, and the ten largest costs; on a CPU only the
-    costs."""
-    kind = torch.profiler.ProfilerActivity.CUDA if device.type == "cuda" else torch.profiler.ProfilerActivity.CPU
-    with torch.profiler.profile(activities=[kind]) as profile:
+def profiled(step: Callable[[], None], device: torch.device) -> tuple[int | None, float | None]:
+    """Number of launches of a step, and the seconds in which one of them ran. None on a CPU."""
+    if device.type != "cuda":
+        return None, None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step()
         _synchronise(device)
-    if device.type != "cuda":
-        ops = sorted(profile.key_averages(), key=lambda op: -op.self_cpu_time_total)
-        return None, None, [Cost(op.key, op.self_cpu_time_total / 1e3, op.count) for op in ops[:10]]
-    return of_trace(events_of(profile))
+    ran = traces.events_of(profile)
+    return len(ran), traces.busy(ran)
 
 
 # --- Rows ------------------------------------------------------------------------------------------------------------
@@ -306,7 +309,9 @@ def _row_or_reason(args: argparse.Namespace, name: str, config: Config, kind: Ki
 
 
 def _row(args: argparse.Namespace, name: str, config: Config, kind: Kind) -> Row:
-    model, device, mode = model_without_tokenizer(config), own_device(), config.activation_checkpoint.mode
+    model = model_without_tokenizer(config)
+    device = own_device()
+    mode = config.activation_checkpoint.mode
     torch.compiler.reset()  # torch compiles a function only a few times, fewer than there may be rows
     subject = kind(config, model)
     found, documents = measure(subject, args, device)
@@ -354,14 +359,6 @@ def cells(found: Iterable[str]) -> str:
 def line(row: Row) -> str:
     values = [(getattr(row, field), form) for _, field, form in COLUMNS]
     return cells("–" if value is None else format(value, form) for value, form in values)
-
-
-def largest_costs(row: Row) -> str:
-    """The table of what takes most of a row's step."""
-    what = f"{row.model}, {row.layers} layers, {row.by}, checkpointing {row.checkpointing}"
-    lines = [f"{what}: {row.step_ms:.1f} ms a step\n", "| ms | calls | |\n|---|---|---|"]
-    lines += [f"| {cost.ms:.2f} | {cost.calls} | `{cost.name.replace('|', ' ')}` |" for cost in row.costs]
-    return "\n".join(lines)
 
 
 # --- The command -----------------------------------------------------------------------------------------------------
@@ -420,7 +417,8 @@ def main(argv: list[str]) -> int:
         if first:
             print(f"error: {error}", file=sys.stderr)
         return 2
-    where, rows = header(), []
+    where = header()
+    rows = []
     with process_group(timedelta(minutes=30)):
         if first:
             print(f"{where}\n\n{cells(title for title, *_ in COLUMNS)}\n{cells(['---'] * len(COLUMNS))}", flush=True)
@@ -429,10 +427,8 @@ def main(argv: list[str]) -> int:
             if first:
                 print(line(row) if isinstance(row, Row) else row, flush=True)
     rows = [row for row in rows if isinstance(row, Row)]
-    if first:
-        print("\n" + "\n\n".join(largest_costs(row) for row in rows if row.costs))
     if first and args.out:
-        fields = [field for _, field, _ in COLUMNS] + ["step_ms", "costs"]
+        fields = [field for _, field, _ in COLUMNS] + ["step_ms"]
         found = [{field: getattr(row, field) for field in fields} for row in rows]
         text = json.dumps({"measured": where, "keys": keys, "rows": found}, indent=1)
         Path(args.out).write_text(text + "\n", encoding="utf-8")

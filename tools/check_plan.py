@@ -42,7 +42,8 @@ def predictions(measured: Rates | None = None) -> list[tuple[Measured, float, fl
         rates = measured or read_rates(shipped()[row.gpu])
         if row.attention not in rates.attention:
             continue
-        config, mean = load_config(row.keys, cuda=True), mean_length(row.documents)
+        config = load_config(row.keys, cuda=True)
+        mean = mean_length(row.documents)
         model = model_without_tokenizer(config)
         needed = sum(memory(config, model, row.gpus, mean).values()) / GIB
         planned = step(config, model, row.gpus, Machine(rates, 8, 50e9, row.attention), mean)

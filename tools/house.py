@@ -136,7 +136,8 @@ def trace(keys: list[str]) -> None:
         file = str(ROOT / "train_configs" / "debug.toml")
         degree = "--parallelism.context_parallel_degree=" + os.environ["WORLD_SIZE"]
         config = load_config(["--job.config_file", file, "--job.dump_folder", folder, degree, *keys])
-        building, stepping = Entered(), Entered()
+        building = Entered()
+        stepping = Entered()
         with building():
             trainer = Trainer(config)
         for _ in range(2):

@@ -89,7 +89,9 @@ def fla_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
     """The sum of a batch's cross-entropies, by FLA's fused head and loss, which keeps no logits."""
     from fla.modules import FusedLinearCrossEntropyLoss
 
-    tokens, labels, packed = batch.tokens, batch.labels, {}
+    tokens = batch.tokens
+    labels = batch.labels
+    packed = {}
     if len(batch.cu_seqlens) == batch.num_streams + 1:  # one document a stream: a row of its own
         tokens, labels = (x.view(batch.num_streams, -1) for x in (tokens, labels))
     else:

@@ -76,7 +76,9 @@ def train_peer(
 
     Returns: whether all steps are done.
     """
-    device, begin, t = own_device(), time.perf_counter(), config.training
+    device = own_device()
+    begin = time.perf_counter()
+    t = config.training
     initial_weights(config, folder / "initial-hf")
     saved = torch.load(folder / STATE, map_location=device) if (folder / STATE).exists() else None
     peer = Peer(config, build(folder / "initial-hf", device), loss, device, saved["step"] if saved else 0)

@@ -42,7 +42,9 @@ def main(argv: list[str]) -> int:
 
 def shown(args: argparse.Namespace, config: Config, streams: Streams, tokenizer: Tokenizer) -> Iterator[str]:
     """The lines to print."""
-    G, step, losses = config.training.global_batch_size, args.step, {}
+    G = config.training.global_batch_size
+    step = args.step
+    losses = {}
     if args.spike is not None:
         spike = read_spike(Path(config.job.dump_folder) / SPIKES, args.spike)
         step = spike["step"]

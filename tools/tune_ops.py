@@ -76,7 +76,8 @@ def reference(kernel: str, dim: int, dtype: torch.dtype) -> tuple[Inputs, torch.
 def worst_error(kernel: str, dim: int, dtype: torch.dtype) -> float:
     """The largest error of the op's results, relative to its bound."""
     x, do, cu_seqlens, exact = reference(kernel, dim, dtype)
-    found, worst = results(kernel, x, do, cu_seqlens, "triton"), 0.0
+    found = results(kernel, x, do, cu_seqlens, "triton")
+    worst = 0.0
     for name, right in exact.items():
         bound = FLOAT32_BOUND if dtype == torch.float32 else BOUNDS.get(name, BOUND)
         error = (found[name].double() - right).norm() / right.norm() / bound
@@ -110,7 +111,8 @@ def measure(kernel: str, candidate: dict[str, int], args: argparse.Namespace) ->
     dtype = getattr(torch, args.dtype)
     tables()[kernel] = tables()[kernel] | {key_of(kernel, args): candidate}  # kernels may share a table
     x = make_inputs(kernel, args.tokens, args.heads, args.dim, dtype)
-    do, cu_seqlens = torch.randn_like(x["v"]), torch.tensor([0, args.tokens], dtype=torch.int32, device="cuda")
+    do = torch.randn_like(x["v"])
+    cu_seqlens = torch.tensor([0, args.tokens], dtype=torch.int32, device="cuda")
     try:
         error = worst_error(kernel, args.dim, dtype)
         return error, do_bench(lambda: results(kernel, x, do, cu_seqlens, "triton"), return_mode="median")
@@ -122,7 +124,9 @@ def measure(kernel: str, candidate: dict[str, int], args: argparse.Namespace) ->
 
 
 def tune(kernel: str, args: argparse.Namespace) -> None:
-    shipped, timed, pool = tables()[kernel][key_of(kernel, args)], [], None
+    shipped = tables()[kernel][key_of(kernel, args)]
+    timed = []
+    pool = None
     for candidate in candidates(shipped, args.dim):
         pool = pool or ProcessPoolExecutor(1, mp_context=get_context("spawn"))
         try:
@@ -143,7 +147,8 @@ def tune(kernel: str, args: argparse.Namespace) -> None:
 
 def reason(kernel: str, args: argparse.Namespace) -> str | None:
     """Why the kernel does not run with these inputs on this GPU; None: it does."""
-    device, dtype = torch.device("cuda"), getattr(torch, args.dtype)
+    device = torch.device("cuda")
+    dtype = getattr(torch, args.dtype)
     op = OPS["chunk_gated_delta_rule" if kernel.startswith("gdn") else "chunk_kda"]
     if why := op.reason_against("triton", Target("cuda", capability(device), dtype, {"K": args.dim, "V": args.dim})):
         return why

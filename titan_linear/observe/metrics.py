@@ -39,10 +39,7 @@ TAGS = {  # name in metrics.jsonl → TensorBoard's; other names stay as they ar
     "step_seconds": "perf/step_seconds",
     "data_seconds": "perf/data_seconds",
     "data_wait": "perf/data_wait",
-    "gc_seconds": "perf/gc_seconds",
     "valid_tokens_per_second": "perf/valid_tokens_per_second",
-    "exposed_communication": "perf/exposed_communication",
-    "exposed_communication_seconds": "perf/exposed_communication_seconds",
     "tflops": "perf/tflops",
     "mfu": "perf/mfu",
     "work_balance": "perf/work_balance",
@@ -73,13 +70,8 @@ CHARTS = {
         "tokens a second": [TAGS["tokens_per_second"], TAGS["valid_tokens_per_second"]],
         "TFLOP/s": [TAGS["tflops"]],
         "MFU": [TAGS["mfu"]],
-        "seconds of a step, for data, in the garbage collector": [
-            TAGS["step_seconds"],
-            TAGS["data_seconds"],
-            TAGS["gc_seconds"],
-        ],
+        "seconds of a step, and for data": [TAGS["step_seconds"], TAGS["data_seconds"]],
         "share of time without data": [TAGS["data_wait"]],
-        "share of a step in which a GPU only communicates": [TAGS["exposed_communication"]],
         "work of the rank that computes most, over the mean": [TAGS["work_balance"]],
     },
     "memory": {
@@ -201,11 +193,6 @@ class MetricsLogger:
                         board.add_histogram(_tag(quantity, where), finite, step)
             board.flush()
 
-    def log_exposed(self, step: int, share: float, seconds: float) -> None:
-        """Report the exposed communication of a step, as the trace that ended with this step shows it."""
-        self._write(step, {"exposed_communication": share, "exposed_communication_seconds": seconds})
-        self._print(step, [("exposed communication", f"{share:.1%}, {seconds * 1e3:,.1f} ms a step", 0)])
-
     def log_validation(self, step: int, loss: float) -> None:
         """Report a validation after `step`: the loss in nats per token."""
         self._write(step, {"validation_loss": loss})
@@ -268,8 +255,6 @@ def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
         "gradient norm by layer": telemetry,
         "update norm by layer": telemetry,
         "fragmentation": torch.cuda.is_available(),
-        "share of a step in which a GPU only communicates": config.profiling.enable_profiling
-        and torch.cuda.is_available(),
     }
     charts = {
         group: {name: ["Multiline", tags] for name, tags in of.items() if drawn.get(name, True)}

@@ -1,5 +1,4 @@
-"""Traces of the PyTorch profiler, every `profiling.profile_freq` steps, and the exposed communication that they show;
-snapshots of a GPU's memory on request."""
+"""Traces of the PyTorch profiler, every `profiling.profile_freq` steps; snapshots of a GPU's memory on request."""
 
 from __future__ import annotations
 
@@ -12,10 +11,8 @@ from types import FrameType
 from typing import Any, TextIO
 
 import torch
-import torch.distributed as dist
 
 from titan_linear.config import Config
-from titan_linear.observe.traces import PAUSE, Summary, read, summary
 from titan_linear.step.hooks import Hook, StepResult
 from titan_linear.storage.files import write_whole
 
@@ -30,12 +27,10 @@ class Profiler(Hook):
         done: steps of the run before this start.
         settle: waits for the collective that the host has begun for the next step: one that gloo ends after the
             profiler has stopped writes to freed memory.
-        host: a group of the hosts.
     """
 
-    def __init__(self, config: Config, done: int, settle: Callable[[], None], host: dist.ProcessGroup | None):
-        self.config, self.done, self.settle, self.host = config, done, settle, host
-        self.exposed: tuple[float, float] | None = None  # what the trace shows that ended with the last step
+    def __init__(self, config: Config, done: int, settle: Callable[[], None]):
+        self.config, self.done, self.settle = config, done, settle
         p = config.profiling
         self.folder, self.rank = Path(config.job.dump_folder) / p.save_traces_folder, os.environ["RANK"]
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -46,7 +41,6 @@ class Profiler(Hook):
         self.profile = torch.profiler.profile(schedule=schedule, on_trace_ready=self._write)
         self.recorded = 0  # steps since the last trace
         self.traces = 0  # number written
-        self.written: Path | None = None  # the trace that the last step wrote
 
     def __enter__(self) -> Profiler:
         self.profile.__enter__()
@@ -67,48 +61,20 @@ class Profiler(Hook):
 
     def after_step(self, done: StepResult) -> None:
         self.settle()
-        traced = self.step()
-        self.exposed = exposed_communication(traced, self.host) if traced else None
-
-    def between_steps(self) -> torch.profiler.record_function:
-        return pause()
-
-    def step(self) -> Summary | None:
-        """Tell the profiler that a step has ended: the summary of the trace that this step completed, or None."""
-        self.written = None
         self.recorded += self.profile.current_action in RECORDING
         self.profile.step()
-        if not self.written:
-            return None
-        with pause():  # the next trace may have begun
-            return summary(read(self.written))
 
     def _write(self, trace: torch.profiler.profile) -> None:
         """Write a trace, if it has steps: one that the run's end leaves empty has the name of the trace before it."""
         if not self.recorded:
             return
         self.recorded, self.traces = 0, self.traces + 1
-        self.written = self.folder / f"rank{self.rank}_step{self.done + trace.step_num}.json"
-        self.written.unlink(missing_ok=True)  # were it a link, PyTorch would write through it
-        trace.export_chrome_trace(str(self.written))
+        path = self.folder / f"rank{self.rank}_step{self.done + trace.step_num}.json"
+        path.unlink(missing_ok=True)  # were it a link, PyTorch would write through it
+        trace.export_chrome_trace(str(path))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         costs = trace.key_averages().table(sort_by=f"self_{device}_time_total", row_limit=30)
-        write_whole(self.written.with_suffix(".txt"), costs)
-
-
-def pause() -> torch.profiler.record_function:
-    """A context for what a run does between its steps: traces leave it out (traces.py)."""
-    return torch.profiler.record_function(PAUSE)
-
-
-def exposed_communication(traced: Summary, group: dist.ProcessGroup) -> tuple[float, float] | None:
-    """Exposed communication as a share of the time, and in seconds per step: means over the GPUs whose traces show
-    kernels, or None if no trace does. Every rank calls this, with its own trace; group: of the hosts."""
-    share = traced.exposed / traced.span if traced.span else 0.0
-    sums = torch.tensor([share, traced.exposed / max(traced.steps, 1), traced.span > 0], dtype=torch.float64)
-    dist.all_reduce(sums, group=group)
-    share, seconds, gpus = sums.tolist()
-    return (share / gpus, seconds / gpus) if gpus else None
+        write_whole(path.with_suffix(".txt"), costs)
 
 
 class MemorySnapshots(Hook):

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import resource
 import sys
-import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 
 import torch
@@ -17,7 +15,6 @@ from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
 from titan_linear.observe.flops import peak_tflops, training_flops
 from titan_linear.observe.metrics import GIB, MetricsLogger, Work
-from titan_linear.observe.profiling import Profiler
 from titan_linear.observe.telemetry import Telemetry
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.hooks import Hook, StepResult
@@ -39,12 +36,11 @@ class Report(Hook):
         device: torch.device,
         step: int,
         telemetry: Telemetry,
-        profiler: Profiler | None,
         numbers: Callable[[], dict[str, float]],
     ):
         self.config, self.model, self.dims, self.device = config, model, dims, device
-        self.telemetry, self.profiler, self.numbers = telemetry, profiler, numbers
-        self.first, self.fed, self.garbage = step + 1, FeedStats(), GCTimer()
+        self.telemetry, self.numbers = telemetry, numbers
+        self.first, self.fed = step + 1, FeedStats()
         self.logger = MetricsLogger(
             config,
             start_step=step,
@@ -57,16 +53,13 @@ class Report(Hook):
         self.fed += done.fed
         if is_logged(self.config, done.step) or done.step == self.first or done.stops:
             self._log(done)
-        if self.profiler and self.profiler.exposed:
-            self.logger.log_exposed(done.step, *self.profiler.exposed)
         if self.telemetry.seen:
             self.logger.log_telemetry(done.step, self.telemetry.seen)
 
     def _log(self, done: StepResult) -> None:
         """This step's numbers, and what the steps since the last line did."""
         fed, self.fed = self.fed, FeedStats()
-        more = {"data_seconds": fed.seconds / fed.steps, "gc_seconds": self.garbage.take() / fed.steps}
-        more |= reserved_memory() | clock_and_power(self.device)
+        more = {"data_seconds": fed.seconds / fed.steps} | reserved_memory() | clock_and_power(self.device)
         if fed.most_pairs:  # the model has softmax layers
             more["work_balance"] = fed.work_balance(self.dims.dp * self.dims.cp)
         self.logger.log(
@@ -79,24 +72,15 @@ class Report(Hook):
             **self.numbers(),
         )
 
-    def between_steps(self) -> ExitStack:
-        """Time spent inside counts for no step."""
-        stack = ExitStack()
-        stack.enter_context(self.garbage.untimed())
-        stack.enter_context(self.logger.untimed())
-        return stack
+    def between_steps(self) -> AbstractContextManager[None]:
+        return self.logger.untimed()
 
     def after_validation(self, step: int, loss: float, text: str) -> None:
         self.logger.log_validation(step, loss)
         if text:
             self.logger.log_text(step, "sample", text)
 
-    def __enter__(self) -> Report:
-        self.garbage.__enter__()
-        return self
-
     def __exit__(self, *raised: object) -> None:
-        self.garbage.__exit__()
         if raised[0] is None:
             self.logger.close()
 
@@ -141,36 +125,3 @@ def clock_and_power(device: torch.device) -> dict[str, float]:
         }
     except pynvml.NVMLError:
         return {}
-
-
-class GCTimer:
-    """Measures the seconds that Python's garbage collector takes in this process, inside `with`."""
-
-    def __init__(self) -> None:
-        self.seconds, self._begun = 0.0, 0.0
-
-    def __enter__(self) -> GCTimer:
-        gc.callbacks.append(self._note)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        gc.callbacks.remove(self._note)
-
-    @contextmanager
-    def untimed(self) -> Iterator[None]:
-        """Collections inside count for no step."""
-        before = self.seconds
-        yield
-        self.seconds = before
-
-    def _note(self, phase: str, _: dict[str, int]) -> None:
-        now = time.perf_counter()
-        if phase == "start":
-            self._begun = now
-        else:
-            self.seconds += now - self._begun
-
-    def take(self) -> float:
-        """Seconds of garbage collection since the last call."""
-        seconds, self.seconds = self.seconds, 0.0
-        return seconds

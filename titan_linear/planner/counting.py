@@ -90,7 +90,8 @@ class Layer:
 
 def count(block: Block, x: torch.Tensor, plan: BatchPlan) -> Layer:
     """Count a layer's work and memory on a rank. x [1, T, dim] (requires_grad) and `plan` are on the meta device."""
-    seen, saved = _Seen(x), {}
+    seen = _Seen(x)
+    saved = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -132,7 +133,8 @@ class _Seen(TorchDispatchMode):
 
     def __init__(self, x: torch.Tensor):
         super().__init__()
-        self.forward, self.backward = Work(), Work()
+        self.forward = Work()
+        self.backward = Work()
         self.work, self.place = self.forward, 0  # place: incremented at each product and operator
         self.storages: dict[int, torch.UntypedStorage] = {}
         self.made_of: dict[int, set[int]] = {}  # elementwise result → the tensors that it is made of
@@ -145,7 +147,8 @@ class _Seen(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         out = function(*args, **(kwargs or {}))
-        given, gave = _tensors((args, kwargs)), _tensors(out)
+        given = _tensors((args, kwargs))
+        gave = _tensors(out)
         if function.namespace == "titan_linear":
             names = (argument.name for argument in function._schema.arguments)
             call = Call(function._opname, dict(zip(names, args)), tuple(gave))
@@ -188,7 +191,8 @@ class _Seen(TorchDispatchMode):
 
     def leaves(self, keys: Iterable[int]) -> set[int]:
         """Trace tensors back through elementwise operations: to outputs of products and operators, and to inputs."""
-        ways, found = set(keys), set()
+        ways = set(keys)
+        found = set()
         while ways:
             key = ways.pop()
             found.add(key)

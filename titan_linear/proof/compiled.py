@@ -34,7 +34,8 @@ def layers(subject: Subject) -> Findings:
     """Losses and gradients of ten batches, and the graphs that later batches compile. Every rank calls this."""
     if not subject.config.compile.enable:
         return
-    dims, host = build_dims(subject.config, subject.device), host_group()
+    dims = build_dims(subject.config, subject.device)
+    host = host_group()
     want, got = (_steps(subject, dims, enable) for enable in (False, True))
     check = f"compiled, {short(subject.dtype)}"
     bound = 2 * UNIT[subject.dtype] * math.sqrt(ROUNDINGS * (subject.model.num_layers + 1))
@@ -59,8 +60,10 @@ def _steps(subject: Subject, dims: ParallelDims, enable: bool) -> Measured:
     fill(model, subject.weights)
     batches = iter(subject.loader(dims.dp_rank, dims.dp, 1))
     passes = build_passes(config, model, dims, subject.device, batches, micro_steps=1, host=host_group())
-    counted, before = Graphs(), Graphs().counts()
-    losses, graphs = [], []
+    counted = Graphs()
+    before = Graphs().counts()
+    losses = []
+    graphs = []
     for _ in range(BATCHES):
         losses.append(passes.run()[0])
         graphs.append(counted.counts()["compiled_graphs"] - before["compiled_graphs"])

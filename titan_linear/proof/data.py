@@ -23,13 +23,16 @@ def labels(subject: Subject) -> Findings:
     all_trained_on = _all_trained_on(subject)
     for i in range(STREAMS * subject.degrees.dp):
         stream = subject.streams[i]
-        want, given = np.append(stream.tokens[1:], _first_of_next(subject, i)), stream.labels != IGNORE
+        want = np.append(stream.tokens[1:], _first_of_next(subject, i))
+        given = stream.labels != IGNORE
         ends = np.zeros(len(want), dtype=bool)  # of documents, except the last, which may go on in the next stream
         ends[stream.cu_seqlens[1:-1] - 1] = True
         bad = given & (ends | (stream.labels != want))
         absent = ~given & ~ends & all_trained_on
         absent[-1] = False
-        wrong, missing, of = wrong + int(bad.sum()), missing + int(absent.sum()), of + len(want)
+        wrong += int(bad.sum())
+        missing += int(absent.sum())
+        of += len(want)
         if not where and (bad | absent).any():
             at = int(np.flatnonzero(bad | absent)[0])
             n = int(np.searchsorted(stream.cu_seqlens, at, side="right")) - 1
@@ -67,7 +70,8 @@ def cut(subject: Subject) -> Findings:
     bounds = batch.cu_seqlens.numpy().astype(np.int64)
     position = np.arange(bounds[-1]) - np.repeat(bounds[:-1], np.diff(bounds))
     want = {"tokens": batch.tokens[0], "labels": batch.labels[0], "position_ids": torch.from_numpy(position)}
-    wrong, where = dict.fromkeys([*want, "documents"], 0), dict.fromkeys([*want, "documents"], "")
+    wrong = dict.fromkeys([*want, "documents"], 0)
+    where = dict.fromkeys([*want, "documents"], "")
     for rank, (dp_rank, cp_rank, found, starts) in enumerate(on_ranks(degrees, on_rank)):
         mine = tokens_of(subject, dp_rank, cp_rank)
         for name, x in found.items():
@@ -117,9 +121,11 @@ def stream(subject: Subject) -> Findings:
             for dp_rank in range(dp):
                 for i, tokens in _taken(subject, G, dp, local, dp_rank, step):
                     if i not in due or (i in want and not np.array_equal(tokens, want[i])):
-                        wrong, where = wrong + 1, where or f"rank {dp_rank}, step {step + 1}, stream {i}"
+                        wrong += 1
+                        where = where or f"rank {dp_rank}, step {step + 1}, stream {i}"
                     due.discard(i)
-            wrong, where = wrong + len(due), where or (f"no rank, step {step + 1}, stream {min(due)}" if due else "")
+            wrong += len(due)
+            where = where or (f"no rank, step {step + 1}, stream {min(due)}" if due else "")
         what = f"dp {dp}, {local} at a time: streams of a step that are others, taken twice or left out"
         yield Finding("streams", what, wrong, 0, where)
 

@@ -50,10 +50,12 @@ def _short(x: float) -> str:
 
 def off(a: torch.Tensor, b: torch.Tensor, least: float = 0.0) -> float:
     """‖a − b‖ / max(‖b‖, `least`); infinite if a is not finite."""
-    a, b = a.detach().double(), b.detach().double()
+    a = a.detach().double()
+    b = b.detach().double()
     if not torch.isfinite(a).all():
         return float("inf")
-    difference, size = (a - b).norm().item(), max(b.norm().item(), least)
+    difference = (a - b).norm().item()
+    size = max(b.norm().item(), least)
     return difference / size if size else float("inf") if difference else 0.0
 
 

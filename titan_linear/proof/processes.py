@@ -46,7 +46,8 @@ def split(subject: Subject) -> Findings:
         if this.dtype != torch.float64:
             one = in_one_process(this, this.whole(DTYPES[config.training.dtype]), this.dtype, config.model.impl)
         loss, errors, where = _of_processes(this, dims, exact, one)
-        check, what = f"processes, {short(this.dtype)}", f"{dims.description} against one process"
+        check = f"processes, {short(this.dtype)}"
+        what = f"{dims.description} against one process"
         bound = gradient_bound(this.dtype, None if one is None else off(one.loss, exact.loss))
         yield Finding(check, f"loss, {what}", off(loss, exact.loss), bound, where)
         bounds = {
@@ -70,7 +71,8 @@ def _of_processes(
 ) -> tuple[torch.Tensor, dict[str, list[float]], str]:
     """The loss of all ranks; for each parameter, how far each rank's part of its gradient is off; and where the step
     first differs from one process."""
-    config, host = subject.config, host_group()
+    config = subject.config
+    host = host_group()
     model = build_model(config, subject.model, dims, subject.device)
     fill(model, subject.weights)
     batches = iter(subject.loader(dims.dp_rank, dims.dp, 1))
@@ -104,7 +106,8 @@ def fill(model: Decoder, weights: Tensors) -> None:
 
 def _errors(model: Decoder, want: Tensors) -> dict[str, float]:
     """For each gradient, how far this rank's part of it is off, relative to the whole gradient."""
-    names, errors = {id(p): name for name, p in model.named_parameters()}, {}
+    names = {id(p): name for name, p in model.named_parameters()}
+    errors = {}
     grads = {names[id(p)]: p.grad for p in model.parameters() if p.grad is not None}
     for name, exact in want.items():
         part, box = _part(whole(model, name, grads[name]))

@@ -37,15 +37,13 @@ def reporting_hooks(
 
     step: steps of the run before this start.
     """
-    first, hooks, profiler = dist.get_rank() == 0, [MemorySnapshots(config)], None
+    first, hooks = dist.get_rank() == 0, [MemorySnapshots(config)]
     if first:
         write_down(config, model, dims, feed.cut, device, step)
     if config.profiling.enable_profiling:
-        profiler = Profiler(config, step, feed.settle, compilation.host)
-        hooks.append(profiler)
+        hooks.append(Profiler(config, step, feed.settle))
     if first:
-        numbers = compilation.numbers
-        hooks.append(Report(config, model.config, dims, device, step, telemetry, profiler, numbers))
+        hooks.append(Report(config, model.config, dims, device, step, telemetry, compilation.numbers))
     return hooks
 
 

@@ -108,7 +108,8 @@ class Conversations:
         return [self._encode(record) for record in records]
 
     def _encode(self, record: Record) -> MaskedTokens | str:
-        messages, tools = record["messages"], _tools(record.get("tools"))
+        messages = record["messages"]
+        tools = _tools(record.get("tools"))
         if not isinstance(messages, list) or not all(isinstance(m, dict) and _has_role(m) for m in messages):
             return "'messages' is no list of objects with a 'role'"
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
@@ -137,7 +138,8 @@ class Conversations:
                 messages=messages, tools=tools, documents=None, add_generation_prompt=prompts, **self._names
             )
 
-        whole, answers = render(messages), []
+        whole = render(messages)
+        answers = []
         if template.marked is not None:
             plain, answers = _cut_marks(render(messages, template.marked))
             if plain != whole:
@@ -149,7 +151,8 @@ class Conversations:
         for i, message in enumerate(messages):
             if message["role"] != ANSWERER:
                 continue
-            prompt, answered = render(messages[:i], prompts=True), render(messages[: i + 1])
+            prompt = render(messages[:i], prompts=True)
+            answered = render(messages[: i + 1])
             if not (answered.startswith(prompt) and whole.startswith(answered)):
                 raise _Problem(
                     f"message {i + 1}: the chat template writes this answer otherwise as a prompt, or once the "
@@ -169,7 +172,8 @@ class _Template(NamedTuple):
     @classmethod
     def of(cls, name: str, source: str) -> _Template:
         """ValueError: it is not a valid template."""
-        plain, marking = _environment(), _environment(_BEGIN, _END)
+        plain = _environment()
+        marking = _environment(_BEGIN, _END)
         try:
             tree = marking.parse(source)
             marks = any(text.data == _BEGIN for text in tree.find_all(nodes.TemplateData))
@@ -215,7 +219,9 @@ def _with_answer(tokens: np.ndarray, loss_mask: np.ndarray, lacking: str) -> Mas
 def _cut_marks(text: str) -> tuple[str, list[tuple[int, int]]]:
     """A text without its marks, and the ranges that were between them."""
     parts = re.split(f"({_BEGIN}|{_END})", text)
-    plain, length, answers = [], 0, []
+    plain = []
+    length = 0
+    answers = []
     for part in parts:
         if part == _BEGIN:
             answers.append((length, length))

@@ -169,7 +169,8 @@ def check_lengths(corpus: Corpus, low: int, high: int) -> np.ndarray:
     """
     offsets = read(corpus.offsets, low, high + 1)
     if not (rising := offsets[1:] > offsets[:-1]).all():
-        empty, remedy = low + int(rising.argmin()), how_to_mend(corpus.folder)
+        empty = low + int(rising.argmin())
+        remedy = how_to_mend(corpus.folder)
         raise ValueError(f"{corpus.folder / 'offsets.bin'}: document {empty} has no tokens; {remedy}")
     return offsets
 
@@ -191,7 +192,8 @@ def _falls(numbers: np.ndarray) -> bool:
 
 def verify_corpus(corpus: Corpus) -> None:
     """Checks every byte of a corpus against its checksums. ValueError naming the file and the place."""
-    remedy, names = how_to_mend(corpus.folder), names_in(corpus.info)
+    remedy = how_to_mend(corpus.folder)
+    names = names_in(corpus.info)
     if (size := sum(corpus.info["files"][name]["size"] for name in names)) >= LONG:
         print(
             f"reading {size / 1e9:,.0f} GB in {corpus.folder} against their checksums (with training.verify = "
@@ -199,7 +201,8 @@ def verify_corpus(corpus: Corpus) -> None:
             flush=True,
         )
     for name in names:
-        expected, found = corpus.info["files"][name]["crc32"], _checksums(corpus.folder / name)
+        expected = corpus.info["files"][name]["crc32"]
+        found = _checksums(corpus.folder / name)
         for block, (want, got) in enumerate(zip(expected, found, strict=True)):
             if want != got:
                 raise ValueError(
@@ -267,7 +270,8 @@ def how_to_mend(folder: Path) -> str:
 
 
 def _read_info(folder: Path) -> dict[str, Any]:
-    path, remedy = folder / INFO, how_to_mend(folder)
+    path = folder / INFO
+    remedy = how_to_mend(folder)
     if not path.is_file() and not CACHE_NAME.fullmatch(folder.name) and not (folder / FILES[0]).exists():
         raise ValueError(
             f"{path} is missing: {folder} is no corpus of tokens; titan-linear corpus writes one; for texts "

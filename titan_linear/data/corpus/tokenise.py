@@ -20,7 +20,8 @@ from titan_linear.data.corpus.chat import MaskedTokens, RecordEncoder
 from titan_linear.data.corpus.sources import Document
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
-BLOCK_CHARACTERS, BLOCK_DOCUMENTS = 1 << 18, 1024
+BLOCK_CHARACTERS = 1 << 18
+BLOCK_DOCUMENTS = 1024
 AHEAD = 4  # finished blocks per worker that may wait for an earlier one
 Block = list[Document]
 Encoder = Tokenizer | RecordEncoder
@@ -65,13 +66,15 @@ def tokenise(
 
 
 def _blocks(documents: Iterable[Document]) -> Iterator[Block]:
-    block, size = [], 0
+    block = []
+    size = 0
     for document in documents:
         block.append(document)
         size += len(document.content) if isinstance(document.content, str) else int(document.size)
         if size >= BLOCK_CHARACTERS or len(block) == BLOCK_DOCUMENTS:
             yield block
-            block, size = [], 0
+            block = []
+            size = 0
     if block:
         yield block
 
@@ -102,7 +105,8 @@ def _encode(encoder: Encoder, contents: Sequence[Any]) -> Encoded:
 
 def _in_order(workers: list[Connection], blocks: Iterator[Block]) -> Iterator[tuple[Block, Encoded]]:
     numbered = enumerate(blocks)
-    idle, at_work = workers, {}  # at_work: worker → (number, block)
+    idle = workers
+    at_work = {}  # worker → (number, block)
     done: dict[int, tuple[Block, Encoded]] = {}
     following = 0  # the number of the block to yield next
     while True:

@@ -30,7 +30,8 @@ class FileGroups:
     """
 
     def __init__(self, streams: Streams, patterns: Mapping[str, str], other: str):
-        self.streams, self.names = streams, [*patterns, other]
+        self.streams = streams
+        self.names = [*patterns, other]
         sources = streams.sources if isinstance(streams, MixedStreams) else {"": streams}
         corpora = {name: source.corpus for name, source in sources.items()}
         of_files = _grouped(corpora, patterns)

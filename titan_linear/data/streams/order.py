@@ -62,7 +62,8 @@ class Pooled:
     def around(self, epoch: int, first: int, last: int) -> tuple[np.ndarray, np.ndarray]:
         ends = self._ends(epoch)
         low, high = np.searchsorted(ends, [first, last - 1], side="right")
-        documents, document_ends = [], []
+        documents = []
+        document_ends = []
         for pool in range(low, high + 1):
             order, lengths = self._kept(epoch, int(pool))
             documents.append(order)
@@ -77,7 +78,8 @@ class Pooled:
 
     def _pool_ends(self, epoch: int) -> np.ndarray:
         """Where each pool ends in this epoch, [pools] int64."""
-        sums, step = [], 512 * POOL
+        sums = []
+        step = 512 * POOL
         for first in range(0, self.side.num_bundles, step):
             bundles = self._bundles(epoch, first, first + step)
             tokens = self.side.ends[bundles + 1] - self.side.ends[bundles]
@@ -109,8 +111,10 @@ def permuted(places: np.ndarray, count: int, keys: np.ndarray) -> np.ndarray:
 def _network(values: np.ndarray, bits: int, keys: np.ndarray) -> np.ndarray:
     """A Feistel network: each round changes one part of the bits by a function of the other."""
     below = np.uint64(bits // 2)
-    low_mask, high_mask = np.uint64((1 << bits // 2) - 1), np.uint64((1 << bits - bits // 2) - 1)
-    high, low = values >> below, values & low_mask
+    low_mask = np.uint64((1 << bits // 2) - 1)
+    high_mask = np.uint64((1 << bits - bits // 2) - 1)
+    high = values >> below
+    low = values & low_mask
     for i, key in enumerate(keys):
         if i % 2 == 0:
             high ^= _scrambled(low, key) & high_mask

@@ -68,7 +68,8 @@ class PackedStreams:
         return other
 
     def _set_lengths(self, lengths: Sequence[Length]) -> None:
-        self.lengths, self.seq_len = list(lengths), lengths[-1].seq_len
+        self.lengths = list(lengths)
+        self.seq_len = lengths[-1].seq_len
         self._begin = [0]  # for each length: its first token in the line
         for length, following in pairwise(lengths):
             self._begin.append(self._begin[-1] + (following.start - length.start) * length.seq_len)
@@ -76,7 +77,8 @@ class PackedStreams:
     def place(self, i: int) -> tuple[int, int]:
         """The first token of stream i in the line, and how many it has."""
         n = bisect_right([length.start for length in self.lengths], i) - 1
-        start, seq_len = self.lengths[n].start, self.lengths[n].seq_len
+        start = self.lengths[n].start
+        seq_len = self.lengths[n].seq_len
         return self._begin[n] + (i - start) * seq_len, seq_len
 
     @property
@@ -133,13 +135,15 @@ class PackedStreams:
 
         Also the token that follows in the last one's document, or IGNORE if that document ends here.
         """
-        starts, lengths = [], []
+        starts = []
+        lengths = []
         while start < stop:
             epoch, first = divmod(start, self.num_tokens)
             last = min(first + stop - start, self.num_tokens)  # [first, last) of this epoch
             documents, ends = self.line.around(epoch, first, last)
             low, high = np.searchsorted(ends, [first, last - 1], side="right")
-            documents, document_ends = documents[low : high + 1], ends[low : high + 1]
+            documents = documents[low : high + 1]
+            document_ends = ends[low : high + 1]
             document_starts = document_ends - document_lengths(self.corpus, documents)
             begin = np.maximum(document_starts, first)
             starts.append(self.corpus.offsets[documents] + begin - document_starts)

@@ -141,11 +141,13 @@ def _num_bundles(corpus: Corpus) -> int:
 
 
 def _sums(corpus: Corpus, threshold: np.uint64) -> np.ndarray:
-    count, bundles = corpus.num_documents, _num_bundles(corpus)
+    count = corpus.num_documents
+    bundles = _num_bundles(corpus)
     ends = np.zeros((2, bundles + 1), dtype=np.int64)
 
     def add(first: int) -> None:
-        low, high = first * BUNDLE, min((first + SPAN) * BUNDLE, count)
+        low = first * BUNDLE
+        high = min((first + SPAN) * BUNDLE, count)
         offsets = check_lengths(corpus, low, high)
         all_of_it = np.diff(np.append(offsets[:-1:BUNDLE], offsets[-1]))
         held_out = np.zeros_like(all_of_it)

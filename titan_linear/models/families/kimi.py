@@ -121,7 +121,8 @@ def _layer_types(key: Keys, linear: Json) -> list[str]:
 
 def _mlp_types(key: Keys) -> tuple[tuple[int, ...], bool]:
     """The layers without experts and True; or (), False if no layer has experts."""
-    layers, first = key("num_hidden_layers"), key("first_k_dense_replace", 1)
+    layers = key("num_hidden_layers")
+    first = key("first_k_dense_replace", 1)
     types = key("mlp_layer_types", None) or ["dense" if i < first else "sparse" for i in range(layers)]
     key.only("moe_layer_freq", 1)
     dense = tuple(i for i, t in enumerate(types) if t == "dense")

@@ -107,7 +107,8 @@ def _moe_from_hf(key: Keys, model_type: str) -> MoEConfig:
 
 
 def _dense_layers(key: Keys) -> tuple[int, ...]:
-    step, only = key("decoder_sparse_step", 1), key("mlp_only_layers", None) or []
+    step = key("decoder_sparse_step", 1)
+    only = key("mlp_only_layers", None) or []
     return tuple(i for i in range(key("num_hidden_layers")) if i in only or (i + 1) % step)
 
 
@@ -159,7 +160,8 @@ _PLAIN = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suff
 
 def _is_qwens(tokenizer: Json) -> bool:
     """Whether it has NFC, Qwen3.5's split into words, the byte level and a plain BPE, and knows <|endoftext|>."""
-    model, special = tokenizer["model"], {token["content"] for token in tokenizer.get("added_tokens") or []}
+    model = tokenizer["model"]
+    special = {token["content"] for token in tokenizer.get("added_tokens") or []}
     before = tokenizer.get("pre_tokenizer") or {}
     parts = [{k: v for k, v in part.items() if k != "trim_offsets"} for part in before.get("pretokenizers") or []]
     return (
