@@ -14,7 +14,6 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from titan_linear.config import load_config
 from titan_linear.distributed.mesh import build_mesh
@@ -66,9 +65,10 @@ def sharded(
     with torch.device("meta"):
         model = Decoder(config)
     set_dtype(model, torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    short = str(dtype).removeprefix("torch.")
+    config = load_config(["--activation_checkpoint.mode=full", f"--training.mixed_precision_param={short}"])
     dims = build_mesh("cpu", replicas, world_size // replicas // tp, 1, tp, ep)
-    parallelize(model, dims, ac_mode="full", policy=policy)
+    parallelize(model, dims, config, torch.device("cpu"))
     materialise(model, torch.device("cpu"))
     return model
 

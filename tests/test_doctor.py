@@ -19,7 +19,6 @@ from torch.distributed.fsdp import FSDPModule
 from titan_linear import launch
 from titan_linear.config import changed, load_config
 from titan_linear.data import PackedStreams, Stream, StreamLoader, Streams
-from titan_linear.distributed import parallelize
 from titan_linear.models import plan
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
@@ -33,7 +32,7 @@ from titan_linear.proof import subject as proof_subject
 from titan_linear.proof.findings import Finding, Findings
 from titan_linear.proof.subject import STREAMS, Subject, fitting, subject_of
 from titan_linear.run import preflight
-from titan_linear.step import feed
+from titan_linear.step import feed, update
 from titan_linear.storage.checkpoint import Checkpointer
 from titan_linear.storage.step_folders import Progress
 
@@ -249,7 +248,7 @@ SABOTAGES = {
         "positions, attention, against the definition",
     ),
     "a gradient's reduction": (
-        parallelize,
+        update,
         "_sum",
         no_sum,
         model.split,

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.worlds import World
+from titan_linear.config import load_config
 from titan_linear.data import ByteTokenizer
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
@@ -144,8 +144,8 @@ def sharded(rank: int, world_size: int, name: str, tp: int, ep: int) -> list[lis
     with torch.device("meta"):
         model = Decoder(MODELS[name])
     set_dtype(model, torch.float64)
-    policy = MixedPrecisionPolicy(param_dtype=torch.float64, reduce_dtype=torch.float64)
-    parallelize(model, build_mesh("cpu", 1, world_size // tp, 1, tp, ep), ac_mode="full", policy=policy)
+    config = load_config(["--training.dtype=float64", "--activation_checkpoint.mode=full"])
+    parallelize(model, build_mesh("cpu", 1, world_size // tp, 1, tp, ep), config, CPU)
     materialise(model, CPU)
     initialise(model, seed=1, parameters=named_parameters(model))
     return generate_tokens(model, PROMPTS, max_new_tokens=6, sampling=Sampling(1.0, 0.9), device=CPU)

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from tests.worlds import World
 from titan_linear.config import load_config
@@ -29,8 +28,7 @@ def owned_bytes(rank: int, world_size: int, tp: int) -> int:
     with torch.device("meta"):
         model = Decoder(MIXED)
     set_dtype(model, torch.float32)
-    policy = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-    parallelize(model, build_mesh("cpu", 1, world_size // tp, 1, tp), ac_mode="none", policy=policy)
+    parallelize(model, build_mesh("cpu", 1, world_size // tp, 1, tp), load_config([]), torch.device("cpu"))
     materialise(model, torch.device("cpu"))
     return sum(owned(p)[0].numel() * p.element_size() for p in model.parameters())
 

@@ -68,14 +68,14 @@ def breaking_on_rank(rank: int, world_size: int, argv: list[str], cache: str, me
     def fail(*_: object) -> None:
         raise Broken
 
-    setattr(trainer, method, fail)
+    setattr(trainer.evaluation, method, fail)
     with pytest.raises(Broken):
         trainer.train()
     trainer.checkpointer.finish()
     return [path.parent.name for path in trainer.checkpointer.folder.glob("step-*/manifest.json")]
 
 
-@pytest.mark.parametrize(("method", "mode"), [("validate", "disabled"), ("validate", "async"), ("_sample", "disabled")])
+@pytest.mark.parametrize(("method", "mode"), [("loss", "disabled"), ("loss", "async"), ("text", "disabled")])
 def test_an_error_while_validating_costs_no_steps(
     method: str, mode: str, corpus: Path, worlds: Callable[[int], World], tmp_path: Path
 ) -> None:

@@ -63,7 +63,7 @@ from titan_linear.observe.report import clock_and_power, peak_memory_gib
 from titan_linear.run.build import model_without_tokenizer
 from titan_linear.step.feed import FeedStats
 from titan_linear.step.hooks import Hook, StepResult
-from titan_linear.step.optimizer import Reading
+from titan_linear.step.optimizer import HostCopy
 from titan_linear.train import Trainer
 from tools import traces
 from tools.peers import Peer, be_alone, fla_has, fla_loss, fla_model, split_keys
@@ -136,7 +136,7 @@ class Fla:
         found = fla_model(model, device, compiled=compiled, checkpointing=checkpointing)
         self.peer = Peer(config, found, fla_loss, device)
         self.begun = 0  # steps when documents were last asked for
-        self.reading: Reading | None = None  # of the last step
+        self.reading: HostCopy | None = None  # of the last step
 
     def step(self) -> None:
         """A step; the host then waits for the one before, so that it is never more than a step ahead."""

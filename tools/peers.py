@@ -21,7 +21,7 @@ from titan_linear.data import IGNORE, Batch, StreamLoader, build_tokenizer
 from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import Documents, ModelConfig
 from titan_linear.run.build import DTYPES, build_streams, tokenizer_path
-from titan_linear.step.optimizer import Reading, build_optimizer
+from titan_linear.step.optimizer import HostCopy, build_optimizer
 from titan_linear.step.update import rate_at
 from titan_linear.storage.hf_io import find_family
 
@@ -135,7 +135,7 @@ class Peer:
         self.optimizer = build_optimizer(model, config.optimizer)
         self.documents: list[Documents] = []  # of all batches
 
-    def train_step(self) -> Reading:
+    def train_step(self) -> HostCopy:
         """Do a step; its loss (nats per token) and gradient norm are on their way to the host."""
         self.step += 1
         t = self.config.training
@@ -154,7 +154,7 @@ class Peer:
             group["lr"] = rate_at(self.config, self.step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return Reading(torch.stack([total, norm.double()]))
+        return HostCopy(torch.stack([total, norm.double()]))
 
     def state(self) -> dict[str, Any]:
         return {"step": self.step, "model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.ops.inputs import boundaries
 from tests.worlds import World
-from titan_linear.distributed.compiling import compile_layers
+from titan_linear.distributed.compiling import apply_compile
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
@@ -33,7 +33,7 @@ def compiled_and_sharded() -> Decoder:
     initialise(model.use("triton", torch.device("cpu"), torch.float32), seed=0)
     torch.compiler.reset()
     counters.clear()
-    compile_layers(model, "aot_eager")
+    apply_compile(model, "aot_eager")
     mesh = init_device_mesh("cpu", (1,))
     for unit in (*model.layers, model):
         fully_shard(unit, mesh=mesh)
@@ -79,7 +79,7 @@ def test_a_layer_that_cannot_be_compiled_is_named() -> None:
 
     model = Decoder(ModelConfig(vocab_size=8, dim=32, num_layers=2, hidden_dim=32, pattern=UNEQUAL))
     initialise(model, seed=0)
-    compile_layers(model, backend)
+    apply_compile(model, backend)
     with pytest.raises(ValueError, match=r"layers\.0 \(kda\) cannot be compiled \(.*; set compile\.enable = false"):
         model(torch.zeros(1, 8, dtype=torch.int64), BatchPlan(torch.arange(8)))
 

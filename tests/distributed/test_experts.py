@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from tests.worlds import World
-from titan_linear.distributed.compiling import compile_layers
-from titan_linear.distributed.experts import spread_experts
-from titan_linear.distributed.parallelize import checkpoint_layers
+from titan_linear.distributed.compiling import apply_compile
+from titan_linear.distributed.experts import apply_ep
+from titan_linear.distributed.parallelize import apply_ac
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
@@ -36,7 +36,7 @@ def layer(bias: list[float]) -> Decoder:
 def errors(rank: int, world_size: int, bias: list[float]) -> list[float]:
     """Of the output, of x's gradient and of this rank's experts', against a rank that has them all."""
     alone, spread = layer(bias), layer(bias)
-    spread_experts(spread, Ranks(dist.group.WORLD.group_name, world_size, rank))
+    apply_ep(spread, Ranks(dist.group.WORLD.group_name, world_size, rank))
     x = torch.randn(1, 7 + rank, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank))
     results = []
     for model in (alone, spread):
@@ -61,11 +61,11 @@ def test_no_row_is_dropped(bias: list[float], worlds: Callable[[int], World]) ->
 def reads(rank: int, world_size: int, mode: str, compiled: bool) -> tuple[int, int, torch.Tensor]:
     """How often the host asked how many rows travel, forward and backward, and the gradient of the layer's input."""
     model, asked = layer([0, 0, 9, 9]), 0
-    spread_experts(model, Ranks(dist.group.WORLD.group_name, world_size, rank))
+    apply_ep(model, Ranks(dist.group.WORLD.group_name, world_size, rank))
     if compiled:
-        compile_layers(model, "eager")
+        apply_compile(model, "eager")
     if mode != "none":
-        checkpoint_layers(model, mode, compiled=compiled)
+        apply_ac(model, mode, compiled=compiled)
     x = torch.randn(1, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     exchange = dist.all_to_all_single
 

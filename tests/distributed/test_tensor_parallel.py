@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
-from titan_linear.distributed.tensor_parallel import leave_part, tensor_splits
+from titan_linear.distributed.tensor_parallel import apply_tp, tensor_splits
 from titan_linear.models.config import ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import GDN, KDA, MLA, Attention
@@ -42,7 +42,7 @@ def test_a_part_is_a_model_of_fewer_heads(name: str, moe: MoEConfig | None, tied
     with torch.device("meta"):
         part, fewer = Decoder(config), Decoder(ModelConfig(16, 16, (half,), 1, 12, moe=less, tie_embeddings=tied))
     whole = shapes(part)
-    leave_part(part, Ranks("", 2, 1))
+    apply_tp(part, Ranks("", 2, 1))
     assert shapes(part) == shapes(fewer)
     assert {name for name in whole if whole[name] != shapes(part)[name]} == tensor_splits(part).keys()
     assert (part.head.weight is part.embedding.weight) == tied
@@ -53,7 +53,7 @@ def test_a_part_holds_whole_heads() -> None:
     mixer, _ = MIXERS["kda"]
     model = Decoder(ModelConfig(32, 16, (mixer,), 1, 24, moe=MOE))
     before = {name: torch.nn.init.normal_(p).detach().clone() for name, p in model.named_parameters()}
-    leave_part(model, Ranks("", 2, 1))
+    apply_tp(model, Ranks("", 2, 1))
     after = dict(model.named_parameters())
     for name, part in (
         ("mixer.v_proj.weight", before["layers.0.mixer.v_proj.weight"][24:]),  # two heads of 12
@@ -76,7 +76,7 @@ def test_every_token_of_the_vocabulary_is_some_rank_s() -> None:
 
     def on_rank(group: LocalGroup) -> tuple[torch.Tensor, torch.Tensor]:
         part = copy.deepcopy(whole)
-        leave_part(part, Ranks(group.group_name, 2, group.rank()))
+        apply_tp(part, Ranks(group.group_name, 2, group.rank()))
         with torch.no_grad():
             return part(tokens, plan), part(tokens, plan, labels)
 

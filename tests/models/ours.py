@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
+from torch import nn
 
 from tests.ops.inputs import tokens_of
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.mixers.delta import DeltaMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.cross_entropy import IGNORE
@@ -23,9 +26,25 @@ def labels_of(tokens: torch.Tensor, bounds: list[int]) -> torch.Tensor:
     return labels
 
 
-def run(config: ModelConfig, state: State, tokens: torch.Tensor, labels: torch.Tensor, plan: BatchPlan) -> tuple:
+def use_methods(
+    mixers: Iterable[nn.Module], softmax_method: str = "auto", linear_method: str = "kcp", **_: object
+) -> None:
+    """Have mixers exchange by these methods under context parallelism, as `apply_cp` does."""
+    for mixer in mixers:
+        mixer.cp_method = linear_method if isinstance(mixer, DeltaMixer) else softmax_method
+
+
+def run(
+    config: ModelConfig,
+    state: State,
+    tokens: torch.Tensor,
+    labels: torch.Tensor,
+    plan: BatchPlan,
+    softmax_method: str = "auto",
+) -> tuple:
     """Logits [T, vocab], summed loss and gradients of our model."""
     model = Decoder(config)
+    use_methods([layer.mixer for layer in model.layers], softmax_method)
     model.load_state_dict(state, strict=not config.tie_embeddings)
     loss = model(tokens.unsqueeze(0), plan, labels.unsqueeze(0), loss_chunk=48)
     loss.backward()
@@ -63,8 +82,8 @@ def run_on_rank(
     context = build_cp_context(stream, dist.group.WORLD, layout=layout)
     mine = tokens_of(context)
     labels = labels_of(tokens, stream.tolist())
-    plan = BatchPlan(context.position_ids, cp_context=context, softmax_method=softmax_method)
-    logits, loss, grads = run(config, state, tokens[mine], labels[mine], plan)
+    plan = BatchPlan(context.position_ids, cp_context=context)
+    logits, loss, grads = run(config, state, tokens[mine], labels[mine], plan, softmax_method)
     for grad in grads.values():
         dist.all_reduce(grad)
     return mine, logits, loss, grads

@@ -16,12 +16,13 @@ import torch.distributed as dist
 from torch.utils._pytree import tree_leaves
 
 from tests.dispatch import Inside
+from tests.models.ours import use_methods
 from tests.ops.inputs import boundaries
 from tests.worlds import World
 from titan_linear.data import Batch
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.one_process import LocalGroup, run_ranks
-from titan_linear.distributed.tensor_parallel import leave_part
+from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.init import initialise
@@ -55,7 +56,7 @@ def blocks_of(mixer: str, device: torch.device, layers: int, tp: int = 1, impl: 
     model = Decoder(ModelConfig(vocab_size=8, dim=32, pattern=pattern, num_layers=layers, hidden_dim=32)).to(device)
     initialise(model.use(impl, device, torch.float32), seed=0)
     if tp > 1:
-        leave_part(model, build_mesh(device.type, 1, 1, 1, tp).tp_ranks)
+        apply_tp(model, build_mesh(device.type, 1, 1, 1, tp).tp_ranks)
     return list(model.layers)
 
 
@@ -65,11 +66,12 @@ def plan_of(
     group: dist.ProcessGroup | None,
     *,
     layout: str = "contiguous",
-    **methods: str,
+    linear_method: str = "kcp",
+    **_: str,
 ) -> BatchPlan:
     """For this rank; dimensions that count documents are marked, as a compiled run marks them."""
     ranks = {"group": group} if group is not None else {"rank": 0, "world_size": 1}
-    over_heads = methods.get("linear_method") == "ulysses"
+    over_heads = linear_method == "ulysses"
     cp_context = build_cp_context(
         boundaries(lengths),
         conv1d_kernel_size=4,
@@ -79,7 +81,7 @@ def plan_of(
         **ranks,
     )
     pairs = pairs_computed(cp_context, "ring")
-    plan = BatchPlan(cp_context.position_ids, cp_context=cp_context, pairs=pairs, **methods)
+    plan = BatchPlan(cp_context.position_ids, cp_context=cp_context, pairs=pairs)
     plan.prepare([m.rotary for m in MIXERS.values() if m.rotary is not None], torch.float32)
     cp_context.mark_dynamic()
     return plan
@@ -143,6 +145,7 @@ ON_HOST = {
 def host_work(mixer: str, device: torch.device, group: dist.ProcessGroup | None, **methods: str) -> Counter:
     """Of the first layer that reads a plan, forward and backward, in a process in which another plan was read."""
     block = blocks_of(mixer, device, 1)[0]
+    use_methods([block.mixer], **methods)
     for mode in (nullcontext(), work_on_host(device)):
         plan = plan_of([5, 20, 20, 19], device, group, **methods)
         x = torch.randn(1, plan.cp_context.tokens, 32, device=device, requires_grad=True)
@@ -214,6 +217,7 @@ def compiled(
     of outputs and gradients from eager."""
     device = torch.device("cpu")
     blocks = blocks_of(mixer, device, 1 if impl == "triton" else 2, tp, impl)  # kernels take long in the interpreter
+    use_methods([block.mixer for block in blocks], **methods)
     parameters = [p for block in blocks for p in block.parameters()]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()

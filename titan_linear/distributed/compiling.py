@@ -23,7 +23,7 @@ from titan_linear.models.decoder import Block, Decoder
 from titan_linear.ops.runtime.operators import SPECS
 
 
-def compile_layers(model: Decoder, backend: str) -> None:
+def apply_compile(model: Decoder, backend: str) -> None:
     """Compile each layer's `forward`. Layers of one kind, that is of equal options, share a code object and with it
     their graphs, which do not depend on the documents. Other kinds have one of their own: where FSDP2 manages a module,
     the compiler takes a number that differs between the modules of one code for one that may change.

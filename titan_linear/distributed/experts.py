@@ -16,7 +16,7 @@ from titan_linear.ops.runtime.kept import MODES, kept
 from titan_linear.ops.runtime.operators import check_first_derivative
 
 
-def spread_experts(model: Decoder, ranks: Ranks) -> frozenset[str]:
+def apply_ep(model: Decoder, ranks: Ranks) -> frozenset[str]:
     """Leave each of `ranks` an equal share of the experts of every layer, to which the others send rows. In place.
     Returns the names of the parameters that are shared out."""
     shared, dispatch = set(), partial(AllToAllDispatch, ranks)  # one for all layers: their compiled code refers to it

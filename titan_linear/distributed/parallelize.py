@@ -1,7 +1,5 @@
-"""From a plain decoder to one that many ranks train: tensor parallelism, activation checkpointing, then FSDP2.
-
-Context parallelism is not here: it is in the plan that a mixer is given (`BatchPlan.cp_context`), not in the model.
-"""
+"""From a plain decoder to one that many ranks train: tensor and expert parallelism, context parallelism, torch.compile,
+activation checkpointing, then FSDP2."""
 
 from __future__ import annotations
 
@@ -13,51 +11,60 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from titan_linear.distributed.experts import spread_experts
+from titan_linear.config import Config, Parallelism
+from titan_linear.distributed.experts import apply_ep
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parts import Parts
-from titan_linear.distributed.tensor_parallel import leave_part
+from titan_linear.distributed.tensor_parallel import apply_tp
+from titan_linear.models.config import MixerOptions
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.moe import MoE
 from titan_linear.ops.runtime.kept import contexts
 
 
-def parallelize(
-    model: Decoder,
-    dims: ParallelDims,
-    *,
-    ac_mode: str,
-    policy: MixedPrecisionPolicy,
-    backend: str | None = None,
-    reshard: bool = True,
-) -> None:
-    """Wrap a decoder (on the meta device) in place. Gradients become sums over all ranks, never means. Where no
-    ranks share parameters, and these are on the device, FSDP2 is left out: `ComputeCopies` (step/passes.py) provides
-    its mixed precision.
+def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torch.device) -> None:
+    """Wrap a decoder (on the meta device) in place, as the ranks train it on `device`. Gradients become sums over all
+    ranks, never means."""
+    p, t = config.parallelism, config.training
+    policy = MixedPrecisionPolicy(
+        param_dtype=getattr(torch, t.mixed_precision_param), reduce_dtype=getattr(torch, t.mixed_precision_reduce)
+    )
+    model.use(config.model.impl, device, policy.param_dtype, dims.tp)
 
-    backend: that of torch.compile; None: nothing is compiled.
-    reshard: FSDP frees a layer's gathered parameters after its forward, and gathers them again for its backward.
-    """
-    cut(model, dims)
-    if backend is not None:
-        from titan_linear.distributed.compiling import compile_layers  # imports the compiler
-
-        compile_layers(model, backend)
-    if ac_mode != "none":
-        checkpoint_layers(model, ac_mode, compiled=backend is not None)
-    if dims.sharded:
-        shard(model, dims, policy, reshard)
-
-
-def cut(model: Decoder, dims: ParallelDims) -> None:
-    """Leave a decoder this rank's part of each tensor that tp splits, and its share of the experts."""
-    experts = spread_experts(model, dims.ep_ranks) if dims.ep > 1 else frozenset()
-    splits = leave_part(model, dims.tp_ranks) if dims.tp > 1 else {}
+    # A rank gets its share of the experts, its part of every layer, and then tokens that other ranks go on with.
+    experts = apply_ep(model, dims.ep_ranks) if dims.ep > 1 else frozenset()
+    splits = apply_tp(model, dims.tp_ranks) if dims.tp > 1 else {}
     if experts or splits:
         model.parts = Parts(splits, dims.parameter_mesh, experts, dims.expert_parameter_mesh if experts else None)
+    apply_cp(model, p)
+
+    # Layers are compiled one by one, and recomputed as a whole, so checkpointing is around what is compiled.
+    if config.compile.enable:
+        from titan_linear.distributed.compiling import apply_compile  # imports the compiler
+
+        apply_compile(model, config.compile.backend)
+    if config.activation_checkpoint.mode != "none":
+        apply_ac(model, config.activation_checkpoint.mode, compiled=config.compile.enable)
+
+    # Where no ranks share parameters, and these are on the device, FSDP2 is left out: `ComputeCopies` (step/passes.py)
+    # provides its mixed precision.
+    if dims.sharded:
+        apply_fsdp(model, dims, policy, reshard=p.fsdp_reshard_after_forward == "always")
 
 
-def checkpoint_layers(model: Decoder, mode: str, *, compiled: bool) -> None:
+def apply_cp(model: Decoder, parallelism: Parallelism) -> None:
+    """Have each mixer exchange what crosses ranks: linear ones states by KCP, or heads; softmax ones keys, around a
+    ring or gathered, or heads. What there is to exchange follows from a batch's documents, and is in its plan."""
+    for mixer, layer in zip(model.config.layers, model.layers, strict=True):
+        layer.mixer.cp_method = cp_method(mixer, parallelism)
+
+
+def cp_method(mixer: MixerOptions, parallelism: Parallelism) -> str:
+    """The key's value that holds for this mixer."""
+    return parallelism.context_parallel_linear_method if mixer.linear else parallelism.context_parallel_method
+
+
+def apply_ac(model: Decoder, mode: str, *, compiled: bool) -> None:
     """Keep each layer's input, and what ops/runtime/kept.py lists for this mode; compute the rest of the layer again in
     backward. The state of random numbers is not kept: no layer draws any.
 
@@ -70,11 +77,13 @@ def checkpoint_layers(model: Decoder, mode: str, *, compiled: bool) -> None:
         )
 
 
-def shard(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy, reshard: bool) -> None:
+def apply_fsdp(model: Decoder, dims: ParallelDims, policy: MixedPrecisionPolicy, reshard: bool) -> None:
     """Apply FSDP2 layer by layer. Embedding and head are units of their own unless they share their weight.
 
     FSDP2 casts parameters, not inputs: these are in the right dtype already. To cast them, it would give each layer a
     copy of the batch's plan, without what the plan has derived, and with RoPE's angles in bfloat16.
+
+    reshard: free a layer's gathered parameters after its forward, and gather them again for its backward.
 
     With `dims.cpu_offload` shards lie in the host's memory, pinned where the device is a GPU. Copies that the host has
     queued read them there, so it writes to them only after it has waited for the device (`update`).

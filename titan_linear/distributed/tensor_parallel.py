@@ -46,7 +46,7 @@ def tensor_splits(model: nn.Module) -> dict[str, int]:
     return {name: dim for name, dim in stated.items() if name in own}
 
 
-def leave_part(model: Decoder, ranks: Ranks) -> dict[str, int]:
+def apply_tp(model: Decoder, ranks: Ranks) -> dict[str, int]:
     """Leave a decoder only the part of one of `ranks`, and have its modules gather tokens and sum outputs. Returns its
     splits."""
     splits = tensor_splits(model)

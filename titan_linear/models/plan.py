@@ -30,8 +30,6 @@ class BatchPlan:
         cp_context: CPContext | None = None,
         first_key: torch.Tensor | None = None,
         num_streams: int = 1,
-        softmax_method: str = "auto",
-        linear_method: str = "kcp",
         pairs: float = 0.0,
     ):
         """
@@ -40,13 +38,10 @@ class BatchPlan:
             cu_seqlens: [N+1] int32.
             first_key: [B] int64, in decoding token by token: length of the padding before a row's keys in the cache.
             num_streams: number of streams, of equal length, laid end to end.
-            softmax_method: "auto" | "ring" | "allgather" | "ulysses", under context parallelism.
-            linear_method: "kcp" | "ulysses", likewise.
             pairs: number of (query, key) pairs that this rank computes in a softmax layer, for metrics.
         """
         self.position_ids, self.cu_seqlens, self.cp_context = position_ids, cu_seqlens, cp_context
-        self.first_key, self.num_streams = first_key, num_streams
-        self.softmax_method, self.linear_method, self.pairs = softmax_method, linear_method, pairs
+        self.first_key, self.num_streams, self.pairs = first_key, num_streams, pairs
         self._angles: dict[tuple[Rotary, torch.dtype], tuple[torch.Tensor, torch.Tensor]] = {}
 
     @property

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 
 import torch
 
-from titan_linear.config import Config, tokens_at
+from titan_linear.config import Config, seq_len_at, tokens_at
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
 from titan_linear.observe.flops import peak_tflops, training_flops
@@ -62,6 +62,8 @@ class Report(Hook):
         more = {"data_seconds": fed.seconds / fed.steps} | reserved_memory() | clock_and_power(self.device)
         if fed.most_pairs:  # the model has softmax layers
             more["work_balance"] = fed.work_balance(self.dims.dp * self.dims.cp)
+        if self.config.training.seq_len_schedule:
+            more["seq_len"] = seq_len_at(self.config.training, done.step)
         self.logger.log(
             done.step,
             tokens=tokens_at(self.config.training, done.step),

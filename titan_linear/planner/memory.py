@@ -33,9 +33,9 @@ import torch
 from torch import nn
 
 from titan_linear.config import Config, data_parallel_degrees, micro_steps
-from titan_linear.distributed.experts import spread_experts
+from titan_linear.distributed.experts import apply_ep
 from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
-from titan_linear.distributed.tensor_parallel import leave_part
+from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.layers import widened
@@ -115,19 +115,19 @@ def parameters(model: ModelConfig) -> int:
 def _parts(model: ModelConfig, tp: int, ep: int) -> tuple[Decoder, set[nn.Parameter]]:
     """A rank's part of the model under tp and ep, on the meta device, and those of its parameters that are experts."""
     decoder = unallocated(model, torch.float32)
-    _leave_part(decoder, tp, ep)
+    _apply_tp_and_ep(decoder, tp, ep)
     return decoder, {p for m in decoder.modules() if isinstance(m, Experts) for p in m.parameters()}
 
 
-def _leave_part(model: Decoder, tp: int, ep: int) -> None:
+def _apply_tp_and_ep(model: Decoder, tp: int, ep: int) -> None:
     """Leave of each tensor the part of one rank of tensor and expert parallelism; the meta device needs no groups. Rows
     for experts stay on this rank: with equal loads it receives the number of rows that it sends."""
     if ep > 1:
-        spread_experts(model, Ranks("", ep, 0))
+        apply_ep(model, Ranks("", ep, 0))
         for moe in (m for m in model.modules() if isinstance(m, MoE)):
             moe.dispatch = LocalDispatch
     if tp > 1:
-        leave_part(model, Ranks("", tp, 0))
+        apply_tp(model, Ranks("", tp, 0))
 
 
 def _sharded(model: nn.Module) -> list[nn.Parameter]:
@@ -227,19 +227,13 @@ def _layer(model: ModelConfig, mixer: MixerOptions, experts: bool, batch: Batch)
         decoder = Decoder(alone)
         x = torch.empty(1, batch.tokens, model.dim, dtype=batch.dtype, requires_grad=True)
     set_dtype(decoder, batch.dtype)
-    _leave_part(decoder, batch.tp, 1)
+    _apply_tp_and_ep(decoder, batch.tp, 1)
     (block,) = decoder.layers
     if isinstance(block.mlp, MoE):
         block.mlp.experts.forward = partial(_one_expert, block.mlp.experts)
     cp = context(batch)
-    plan = BatchPlan(
-        cp.position_ids,
-        cp_context=cp,
-        num_streams=batch.streams,
-        softmax_method=batch.softmax_method,
-        linear_method=batch.linear_method,
-    )
-    return count(block, x, plan)
+    block.mixer.cp_method = batch.linear_method if mixer.linear else batch.softmax_method
+    return count(block, x, BatchPlan(cp.position_ids, cp_context=cp, num_streams=batch.streams))
 
 
 def _one_expert(experts: Experts, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
+from titan_linear.distributed.parallelize import cp_method
 from titan_linear.models.config import MixerOptions
 from titan_linear.models.draws import generator
 from titan_linear.models.mixers import KDA, MLA
@@ -69,7 +70,7 @@ def cases(subject: Subject) -> Iterator[Case]:
     whole = subject.whole(torch.float64)
     for kind in dict.fromkeys(subject.model.layers):
         layers = tuple(i for i, mixer in enumerate(subject.model.layers) if mixer == kind)
-        draw = _Draws(subject, kind.name)
+        draw = _Draws(subject, kind)
         if isinstance(kind, DeltaOptions):
             yield _delta_rule(kind, layers, draw)
             yield _convolution(kind, layers, draw)
@@ -81,9 +82,10 @@ def cases(subject: Subject) -> Iterator[Case]:
 class _Draws:
     """Draws normal numbers by name, for the tokens of one data-parallel rank's streams."""
 
-    def __init__(self, subject: Subject, kind: str):
-        self.T = STREAMS * subject.config.training.seq_len
-        self.seed, self.kind, self.device, self.dim = subject.config.debug.seed, kind, subject.device, subject.model.dim
+    def __init__(self, subject: Subject, kind: MixerOptions):
+        self.T, self.seed = STREAMS * subject.config.training.seq_len, subject.config.debug.seed
+        self.kind, self.device, self.dim = kind.name, subject.device, subject.model.dim
+        self.cp_method = cp_method(kind, subject.config.parallelism)
 
     def __call__(self, name: str, *shape: int) -> torch.Tensor:
         rng = generator(self.seed, "proof", self.kind, name)
@@ -106,7 +108,7 @@ def _delta_rule(kind: DeltaOptions, layers: tuple[int, ...], draw: _Draws) -> Ca
 
     def run(x: Tensors, plan: BatchPlan, impl: str) -> torch.Tensor:
         options = {"allow_neg_eigval": beta_range == 2.0, **IN_KERNEL, **bounds}
-        return op(**x, impl=impl, cp_method=plan.linear_method, **plan.documents, **options)[0]
+        return op(**x, impl=impl, cp_method=draw.cp_method, **plan.documents, **options)[0]
 
     def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
         gate = kda_gate(x["g"], x["A_log"], x["dt_bias"], **bounds) if bounds else gdn_gate(x["g"], *map(x.get, WIDE))
@@ -138,7 +140,7 @@ def _attention(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws) -> Cas
     shapes = {"q": (heads[0], D), "k": (heads[1], D), "v": (heads[1], Dv)}
 
     def run(x: Tensors, plan: BatchPlan, impl: str) -> torch.Tensor:
-        return attention(**x, method=plan.softmax_method, **plan.documents)
+        return attention(**x, method=draw.cp_method, **plan.documents)
 
     def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
         return direct_attention(**x, cu_seqlens=cu_seqlens)
@@ -156,6 +158,7 @@ def _mixer(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws, mixer: nn.
             module = own.get_submodule(owner)
             del module._parameters[leaf]
             setattr(module, leaf, p)
+        own.cp_method = draw.cp_method
         own.implementations = choose_implementations(kind.ops, impl, tokens.device, tokens.dtype)
         return own(tokens, plan)
 

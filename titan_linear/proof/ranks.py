@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from titan_linear.distributed.experts import spread_experts
+from titan_linear.distributed.experts import apply_ep
 from titan_linear.distributed.one_process import LocalGroup, local_groups, take_turns
-from titan_linear.distributed.parallelize import checkpoint_layers, replicated_parameters
+from titan_linear.distributed.parallelize import apply_ac, apply_cp, replicated_parameters
 from titan_linear.distributed.parts import Parts
-from titan_linear.distributed.tensor_parallel import leave_part
+from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.moe import MoE
 from titan_linear.ops.exchange.collectives import Ranks
@@ -116,11 +116,12 @@ def model_of(subject: Subject, whole: Decoder, dims: LocalDims) -> Decoder:
             own.mlp.loads = torch.zeros_like(layer.mlp.loads)
     if whole.config.tie_embeddings:
         model.head.weight = model.embedding.weight
-    experts = spread_experts(model, dims.ep_ranks) if dims.degrees.ep > 1 else frozenset()
-    splits = leave_part(model, dims.tp_ranks) if dims.tp > 1 else {}
+    experts = apply_ep(model, dims.ep_ranks) if dims.degrees.ep > 1 else frozenset()
+    splits = apply_tp(model, dims.tp_ranks) if dims.tp > 1 else {}
     model.parts = Parts(splits, None, experts, None)  # the meshes are for tensors that lie on several processes
+    apply_cp(model, subject.config.parallelism)
     if (mode := subject.config.activation_checkpoint.mode) != "none":
-        checkpoint_layers(model, mode, compiled=False)
+        apply_ac(model, mode, compiled=False)
     return model
 
 

@@ -14,6 +14,7 @@ import torch
 
 from titan_linear.config import Config, changed, check_config
 from titan_linear.data import IGNORE, Batch, Stream, StreamLoader, Streams, Tokenizer, build_tokenizer
+from titan_linear.distributed.parallelize import cp_method
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
@@ -288,9 +289,8 @@ def _fewer_heads(mixer: MixerOptions, factor: int, config: Config) -> MixerOptio
         fewer = replace(mixer, **{name: count // factor for name, count in kinds.items()})
         whole = all(count % factor == 0 for count in kinds.values()) and fewer.heads >= 4
         splits = all(count % p.tensor_parallel_degree == 0 for count in fewer.head_counts.values())
-        method = p.context_parallel_linear_method if mixer.linear else p.context_parallel_method
         ranks = p.context_parallel_degree * p.tensor_parallel_degree
-        if whole and splits and (method != "ulysses" or fewer.indivisible_heads(ranks) is None):
+        if whole and splits and (cp_method(mixer, p) != "ulysses" or fewer.indivisible_heads(ranks) is None):
             return fewer
         factor //= 2
     return mixer

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from titan_linear.config import (
     BYTES,
@@ -406,21 +405,8 @@ def implementations(config: Config, model: ModelConfig, device: torch.device) ->
 
 def build_model(config: Config, model: ModelConfig, dims: ParallelDims, device: torch.device) -> Decoder:
     """The decoder as the ranks train it: unallocated → parallelize → allocate. Its weights are still to be set."""
-    t = config.training
-    decoder = unallocated(model, DTYPES[t.dtype])
-    policy = MixedPrecisionPolicy(
-        param_dtype=DTYPES[t.mixed_precision_param], reduce_dtype=DTYPES[t.mixed_precision_reduce]
-    )
-    decoder.use(config.model.impl, device, policy.param_dtype, dims.tp)
-    backend = config.compile.backend if config.compile.enable else None
-    parallelize(
-        decoder,
-        dims,
-        ac_mode=config.activation_checkpoint.mode,
-        policy=policy,
-        backend=backend,
-        reshard=config.parallelism.fsdp_reshard_after_forward == "always",
-    )
+    decoder = unallocated(model, DTYPES[config.training.dtype])
+    parallelize(decoder, dims, config, device)
     materialise(decoder, device, dims.cpu_offload)
     return decoder
 

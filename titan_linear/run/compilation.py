@@ -32,7 +32,7 @@ class Compilation(Hook):
     def changes_length(self, step: int) -> bool:
         """Whether streams of this step have another length than those of the step before."""
         t = self.config.training
-        return step > 1 and seq_len_at(t, step - 1) != seq_len_at(t, step)
+        return bool(t.seq_len_schedule) and step > 1 and seq_len_at(t, step - 1) != seq_len_at(t, step)
 
     def before_step(self, step: int) -> None:
         if not self.changes_length(step):

@@ -109,8 +109,10 @@ class Grace(Hook):
 
     def warning(self) -> str:
         """A warning, once, if a signal may come too late for a save; else ""."""
+        if not self.seconds or self.warned or math.isinf(self.step_seconds):
+            return ""
         longest, save = self.step_seconds / self.micro_steps, self._save()
-        if self.warned or math.isinf(longest) or not 0 < self.seconds < longest + save:
+        if self.seconds >= longest + save:
             return ""
         self.warned = True
         assumed = "" if self.save_seconds() else " (assumed: none was done yet)"

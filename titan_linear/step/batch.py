@@ -21,13 +21,12 @@ from titan_linear.ops.triton.configs import kernel_dims
 
 @dataclass(frozen=True)
 class BatchSharding:
-    """How batches are cut, and which methods the mixers use on them."""
+    """How batches are cut, and what is planned for the mixers that read them."""
 
     dims: ParallelDims
     device: torch.device
     layout: str
     softmax_method: str
-    linear_method: str
     conv1d_kernel_size: int | None  # of the model's convolutions, if all have the same
     rotaries: tuple[Rotary, ...]  # of the model's mixers
     compute_dtype: torch.dtype
@@ -44,19 +43,22 @@ class BatchSharding:
         device: torch.device,
         compute_dtype: torch.dtype,
         *,
+        layout: str,
+        softmax_method: str,
+        linear_method: str,
         compiled: bool = False,
-        **methods: str,
     ) -> BatchSharding:
-        """The sharding that plans for what this model's mixers need of a batch. methods: layout, softmax_method,
-        linear_method."""
+        """The sharding that plans for what this model's mixers need of a batch."""
         needs = [mixer.ops for mixer in model.layers]
-        over_heads = dims.cp > 1 and methods["linear_method"] == "ulysses"
+        over_heads = dims.cp > 1 and linear_method == "ulysses"
         programs = _programs(model, dims.tp * dims.cp if over_heads else dims.tp, device)
         sizes = {ops["causal_conv1d"]["W"] for ops in needs if "causal_conv1d" in ops}
         rotaries = dict.fromkeys(mixer.rotary for mixer in model.layers if mixer.rotary is not None)
         return cls(
             dims,
             device,
+            layout,
+            softmax_method,
             conv1d_kernel_size=sizes.pop() if len(sizes) == 1 else None,
             rotaries=tuple(rotaries),
             compute_dtype=compute_dtype,
@@ -64,7 +66,6 @@ class BatchSharding:
             programs=() if over_heads else programs,
             stream_programs=programs if over_heads else None,
             softmax=_softmax(model, dims.tp),
-            **methods,
         )
 
     def __call__(self, batch: Batch) -> tuple[torch.Tensor, torch.Tensor, BatchPlan]:
@@ -92,8 +93,6 @@ class BatchSharding:
             context.position_ids,
             cp_context=context,
             num_streams=batch.num_streams,
-            softmax_method=self.softmax_method,
-            linear_method=self.linear_method,
             pairs=pairs_computed(context, next(iter(methods), "ring")) if self.softmax else 0.0,
         )
         plan.prepare(self.rotaries, widened(self.compute_dtype))

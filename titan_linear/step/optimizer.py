@@ -38,7 +38,7 @@ def build_optimizer(model: nn.Module, config: Optimizer) -> AdamW:
         mesh = p.device_mesh if isinstance(p, DTensor) else None  # with offload only what FSDP has is on the host
         groups.setdefault((p.dim() > 1, mesh), []).append(p)
     return AdamW(
-        [{"params": ps, "weight_decay": config.weight_decay * decays} for (decays, _), ps in groups.items()],
+        [{"params": ps, "weight_decay": config.weight_decay if decays else 0.0} for (decays, _), ps in groups.items()],
         lr=config.lr,
         betas=(config.beta1, config.beta2),
         eps=config.eps,
@@ -97,9 +97,12 @@ def _norms(tensors: list[torch.Tensor]) -> torch.Tensor:
 def _rows(flat: torch.Tensor) -> list[torch.Tensor]:
     """[n] → matrices whose rows the host's cores share out. A core adds up squares one by one: in float32 the norm of
     64M numbers would be off by 0.4%."""
-    whole = len(flat) // HOST_BLOCK * HOST_BLOCK
-    rest = [flat[whole:].unsqueeze(0)] if whole < len(flat) or not whole else []
-    return [flat[:whole].view(-1, HOST_BLOCK)] * (whole > 0) + rest
+    whole, rows = len(flat) // HOST_BLOCK * HOST_BLOCK, []
+    if whole:
+        rows.append(flat[:whole].view(-1, HOST_BLOCK))
+    if whole < len(flat) or not whole:
+        rows.append(flat[whole:].unsqueeze(0))
+    return rows
 
 
 def update(optimizer: torch.optim.AdamW, numbers: torch.Tensor, lr: float, max_norm: float) -> None:
@@ -199,7 +202,7 @@ def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_
         torch._foreach_mul_(grads, coefficient.to(*kind))
 
 
-class Reading:
+class HostCopy:
     """Numbers on their way from the device to the host, which may go on working until it calls `wait`."""
 
     def __init__(self, numbers: torch.Tensor):

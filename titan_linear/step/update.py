@@ -15,7 +15,7 @@ from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import by_device, local_tensor
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.moe import MoE
-from titan_linear.step.optimizer import AdamW, Reading, learning_rate, step_numbers, update
+from titan_linear.step.optimizer import AdamW, HostCopy, learning_rate, step_numbers, update
 
 
 def rate_at(config: Config, step: int) -> float:
@@ -42,7 +42,7 @@ class Update:
         self.config, self.model, self.optimizer, self.telemetry = config, model, optimizer, telemetry
         self.sums, self.counted = gradient_sums(model, dims), counted_parameters(model, dims)
 
-    def run(self, losses: torch.Tensor, step: int, signal: int = 0) -> Reading:
+    def run(self, losses: torch.Tensor, step: int, signal: int = 0) -> HostCopy:
         """Sum gradients, clip, update, move the experts' biases, and free the gradients. The host does not wait for the
         device, except with offload (`update`).
 
@@ -59,10 +59,10 @@ class Update:
         watching = self.telemetry is not None and self.telemetry.on
         if watching:
             self.telemetry.gradients(self.counted)
-        reading = Reading(numbers)
+        reading = HostCopy(numbers)
         update(self.optimizer, numbers, rate_at(self.config, step), self.config.training.max_norm)
         if watching:
-            reading = Reading(torch.cat([numbers, self.telemetry.sums(numbers, self.optimizer)]))
+            reading = HostCopy(torch.cat([numbers, self.telemetry.sums(numbers, self.optimizer)]))
         move_selection_biases(self.model, numbers)
         self.optimizer.zero_grad(set_to_none=True)
         return reading

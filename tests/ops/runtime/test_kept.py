@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.models.ours import use_methods
 from tests.ops.inputs import boundaries
 from tests.worlds import World
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig
@@ -81,18 +82,19 @@ def counting(patch: pytest.MonkeyPatch) -> Counter[str]:
 
 
 def plan_of(
-    *, lengths: list[int] = LENGTHS, group: dist.ProcessGroup | None = None, layout: str = "contiguous", **methods: str
+    *, lengths: list[int] = LENGTHS, group: dist.ProcessGroup | None = None, layout: str = "contiguous", **_: str
 ) -> BatchPlan:
     ranks = {"group": group} if group is not None else {"rank": 0, "world_size": 1}
     context = build_cp_context(boundaries(lengths), conv1d_kernel_size=4, layout=layout, **ranks)
     context.mark_dynamic()  # as a compiled run does
-    plan = BatchPlan(context.position_ids, cp_context=context, **methods)
+    plan = BatchPlan(context.position_ids, cp_context=context)
     plan.prepare([m.rotary for m in MIXERS.values() if m.rotary is not None], torch.float64)
     return plan
 
 
 def results(mode: str, block: nn.Module, dtype: torch.dtype, **cut: Any) -> tuple[list[torch.Tensor], Counter]:
     """Output, gradients, and the work of forward and backward."""
+    use_methods([block.mixer], **cut)
     plan = plan_of(**cut)  # a plan of its own: the first layer that asks derives tables
     x = torch.randn(1, len(plan.position_ids), 32, dtype=dtype, generator=torch.Generator().manual_seed(0))
     patch = pytest.MonkeyPatch()

@@ -68,6 +68,7 @@ class AttentionMixer(nn.Module):
         super().__init__()
         self.head_dim, self.rotary, self.qk_norm = options.head_dim, options.rotary, options.qk_norm
         q_dim, k_dim = options.heads * self.head_dim, options.kv_heads * self.head_dim
+        self.cp_method = "auto"  # "auto" | "ring" | "allgather" | "ulysses", under context parallelism
         self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
         self.k_proj = nn.Linear(config.dim, k_dim, bias=False)
         self.v_proj = nn.Linear(config.dim, k_dim, bias=False)
@@ -86,7 +87,7 @@ class AttentionMixer(nn.Module):
         if cache is not None:
             k, v = (torch.cat([cache[n], t], 1) if n in cache else t for n, t in (("k", k), ("v", v)))
             cache.update(k=k, v=v)
-        o = attention(q, k, v, method=plan.softmax_method, first_key=plan.first_key, **plan.documents).flatten(-2)
+        o = attention(q, k, v, method=self.cp_method, first_key=plan.first_key, **plan.documents).flatten(-2)
         return self.o_proj(o if self.g_proj is None else o * self.g_proj(x).sigmoid())
 
     def watch(self, x: torch.Tensor, window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:

@@ -106,6 +106,7 @@ class DeltaMixer(nn.Module):
         self.initial = {"A_log": A_log, "dt_bias": time_step_bias}
         self.op = options.op
         self.implementations: dict[str, Choice] = {}
+        self.cp_method = "kcp"  # "kcp" | "ulysses", under context parallelism
 
     def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
         """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
@@ -165,7 +166,7 @@ class DeltaMixer(nn.Module):
             use_beta_sigmoid_in_kernel=True,
             allow_neg_eigval=self.beta_range == 2.0,
             impl=self.implementations.get(self.op, "auto"),
-            cp_method=plan.linear_method,
+            cp_method=self.cp_method,
             **plan.documents,
             **states,
         )

@@ -56,6 +56,7 @@ class MLAMixer(nn.Module):
 
     def __init__(self, options: MLA, config: ModelConfig):
         super().__init__()
+        self.cp_method = "auto"  # as in `AttentionMixer`
         self.latent_dims = (options.kv_rank, options.shared_k_dim)
         self.kv_dims = (options.nope_dim, options.v_dim)
         self.q_dim = options.nope_dim + options.shared_k_dim
@@ -76,7 +77,7 @@ class MLAMixer(nn.Module):
             cache.update(latent=latent, shared=shared)
         k, v = self._keys_and_values(latent, shared)
         documents = {"first_key": plan.first_key, **plan.documents}
-        o = attention(q, k, v.contiguous(), method=plan.softmax_method, **documents)
+        o = attention(q, k, v.contiguous(), method=self.cp_method, **documents)
         return self.o_proj(o.flatten(-2))
 
     def watch(self, x: torch.Tensor, window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
