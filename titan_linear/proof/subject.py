@@ -290,7 +290,8 @@ def _fewer_heads(mixer: MixerOptions, factor: int, config: Config) -> MixerOptio
         splits = all(count % p.tensor_parallel_degree == 0 for count in fewer.head_counts.values())
         method = p.context_parallel_linear_method if mixer.linear else p.context_parallel_method
         ranks = p.context_parallel_degree * p.tensor_parallel_degree
-        if whole and splits and (method != "ulysses" or fewer.indivisible_heads(ranks) is None):
+        over_heads = mixer.over_heads or method == "ulysses"
+        if whole and splits and not (over_heads and fewer.indivisible_heads(ranks)):
             return fewer
         factor //= 2
     return mixer
