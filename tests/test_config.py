@@ -140,17 +140,18 @@ def test_all_mistakes_are_named_at_once():
 def test_tables_inside_a_section_are_merged_key_by_key(toml):
     argv = toml("[model]\nkda = {heads = 1, head_dim = 8}\n[model.gdn]\nheads = 3\n")
     config = load_config([*argv, "--model.kda.head_dim=4", "--model.kda.lower_bound", "", "--model.dim=7"])
-    assert config.model.kda == {"heads": 1, "head_dim": 4, "lower_bound": ""} and config.model.gdn == {"heads": 3}
+    assert config.model.mixers == {"kda": {"heads": 1, "head_dim": 4, "lower_bound": ""}, "gdn": {"heads": 3}}
     assert load_config(toml(config_to_toml(config))) == config
 
 
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--model.kda=3"], r"model.kda = 3 must be a table, \[model.kda\]"),
+        (["--model.kda=3"], r"--model.kda=3 is not a key"),
+        (["--model.mixers=3"], r"model.mixers = 3 must be a table, \[model.mixers\]"),
+        (["--model.dimm=3"], r"--model.dimm=3 is not a key; did you mean model.dim"),
         (["--model.pattern=kda"], r"model.pattern = 'kda' must be a list, \[\"kda\", \"attention\"\]"),
         (["--model.heads=3"], r"--model.heads=3 is not a key: each mixer has its own, model.kda.heads"),
-        (["--model.mamba.heads=3"], r"--model.mamba.heads=3 is not a key"),
     ],
 )
 def test_wrong_tables_of_a_model(argv, words):

@@ -118,7 +118,7 @@ def test_how_a_run_is_computed_may_change(folder, override, change):
         ("model.flavor=340M", "model.flavor: 'debug' → '340M'"),
         ("model.name=kda", "model.name: 'hybrid' → 'kda'"),
         ("model.num_layers=4", "model.num_layers: 0 → 4"),
-        ("model.kda.heads=4", "model.kda: {} → {'heads': 4}"),
+        ("model.kda.heads=4", "model.mixers: {} → {'kda': {'heads': 4}}"),
         ("model.tokenizer_path=/t.json", "model.tokenizer_path: '' → '/t.json'"),
         ("training.dataset=text", "training.dataset: 'stdlib' → 'text'"),
         ("training.dataset_path=/x", "training.dataset_path: '' → '/x'"),

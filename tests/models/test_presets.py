@@ -212,6 +212,7 @@ def test_options_apply_to_each_layer_of_their_kind() -> None:
         ),
         (['--model.pattern=["mla"]'], r"model.mla lacks heads, kv_rank, .*, which this model.flavor does not have"),
         (["--model.mla.heads=3"], r"model.mla is not used: model.pattern = \['kda', 'gdn', 'attention'\] has no 'mla'"),
+        (["--model.mamba.heads=3"], r"model.mamba is neither a key nor a mixer; mixers are kda, gdn, attention, mla"),
         (["--model.moe.top_k=3"], r"model.moe lacks num_experts, hidden_dim, which this"),
         (
             ["--model.flavor=100M"],

@@ -34,12 +34,12 @@ def load_config(argv: list[str], *, cuda: bool | None = None) -> Config:
         SystemExit: after `--help` and `--print-config`.
     """
     prints = PRINT in argv
-    overrides = _read_command_line([argument for argument in argv if argument != PRINT])
+    overrides = _with_mixers(_read_command_line([argument for argument in argv if argument != PRINT]))
     _validate(overrides, "command line")
     tables: dict[str, Any] = {}
     path = overrides.get("job", {}).get("config_file", "")
     if path:
-        tables = _read_toml(path)
+        tables = _with_mixers(_read_toml(path))
         _validate(tables, path)
         if "config_file" in tables.get("job", {}):
             raise ValueError(f"{path}: job.config_file belongs on the command line; remove it from the file")
@@ -59,6 +59,16 @@ def _merged(tables: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str
         if isinstance(tables[name], dict) and isinstance(overrides[name], dict):
             merged[name] = _merged(tables[name], overrides[name])
     return merged
+
+
+def _with_mixers(tables: dict[str, Any]) -> dict[str, Any]:
+    """Tables in [model] that are no keys are those of mixers: model.kda → model.mixers.kda."""
+    model = tables.get("model")
+    if not isinstance(model, dict):
+        return tables
+    own = {name: table for name, table in model.items() if isinstance(table, dict) and f"model.{name}" not in KEYS}
+    rest = {name: value for name, value in model.items() if name not in own}
+    return {**tables, "model": _merged(rest, {"mixers": own}) if own else rest}
 
 
 def config_to_toml(config: Config, origins: Mapping[str, str] | None = None) -> str:
@@ -154,15 +164,26 @@ def _read_command_line(argv: list[str]) -> dict[str, dict[str, Any]]:
         if inner:
             table.setdefault(key, {})[inner[0]] = _toml(text)
         else:
-            table[key] = _typed(text, KEYS[dotted].annotation)
+            table[key] = _typed(text, KEYS[dotted].annotation) if dotted in KEYS else _toml(text)
     return tables
 
 
 def _keys_in_tables(argv: list[str]) -> list[str]:
-    """The options that are a key of a table, model.kda.heads, each once."""
-    names = dict.fromkeys(option.partition("=")[0].removeprefix("--") for option in argv if option.startswith("--"))
-    fields = {name: KEYS.get(name.rpartition(".")[0]) for name in names if name.count(".") == 2}
-    return [name for name, field in fields.items() if field and get_origin(field.annotation) is dict]
+    """The options that are a mixer's table or a key of a table, model.kda and model.kda.heads, each once."""
+    found = {}
+    for option, following in zip(argv, [*argv[1:], ""]):
+        name, equals, value = option.removeprefix("--").partition("=")
+        value = value if equals else following
+        in_table = name.count(".") == 2 and _is_table(name.rpartition(".")[0])
+        of_mixer = name.count(".") == 1 and name not in KEYS and _is_table(name) and isinstance(_toml(value), dict)
+        if option.startswith("--") and (in_table or of_mixer):
+            found[name] = None
+    return list(found)
+
+
+def _is_table(key: str) -> bool:
+    """Whether a key is, or may be, a table: of those of [model] that are no keys, mixers have some (`_with_mixers`)."""
+    return get_origin(KEYS[key].annotation) is dict if key in KEYS else key.startswith("model.")
 
 
 def _typed(text: str, annotation: type) -> Any:

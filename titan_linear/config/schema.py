@@ -61,17 +61,11 @@ class Model(Section):
     """Hidden channels of each layer's SwiGLU; 0: the flavor's."""
     pattern: list[str] = []
     """Mixers of the first layers, which further layers repeat: ["kda", "kda", "kda", "attention"]; []: the flavor's."""
-    kda: dict[str, Any] = {}
-    """Options of KDA layers that differ from the flavor's, {heads = 8, …}, or --model.kda.heads 8 (--help flavors lists
-    them, here and below). The empty string stands for none."""
-    gdn: dict[str, Any] = {}
-    """Options of Gated DeltaNet layers."""
-    attention: dict[str, Any] = {}
-    """Options of softmax attention."""
-    mla: dict[str, Any] = {}
-    """Options of latent attention."""
+    mixers: dict[str, dict[str, Any]] = {}
+    """Options of mixers that differ from the flavor's. Each mixer has a table of its own: kda = {heads = 8, …}, or
+    --model.kda.heads 8 (--help flavors lists all options). The empty string stands for none."""
     moe: dict[str, Any] = {}
-    """Options of the experts; with them, a flavor without experts gets some."""
+    """Options of the experts, likewise; with them, a flavor without experts gets some."""
     hf_assets_path: Annotated[str, Rule.MAY_CHANGE, Rule.OF_A_NODE, Rule.PATH, Rule.HOME] = ""
     """Hugging Face folder whose config.json defines flavor hf and whose tokenizer is the default; empty: the folder
     that checkpoint.initial_load_in_hf loads."""

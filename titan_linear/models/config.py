@@ -73,6 +73,7 @@ class MixerOptions(ABC):
 
     name: ClassVar[str]  # its key in MIXERS (models/mixers/__init__.py)
     linear: ClassVar[bool] = False  # whether it is a recurrence over the tokens; else softmax over them
+    over_heads: ClassVar[bool] = False  # whether ranks of cp always share its heads (`tokens_to_heads`)
     growing: ClassVar[tuple[str, ...]] = ()  # tensors of its cache that are [B, tokens, ...]; others have a fixed size
 
     @abstractmethod

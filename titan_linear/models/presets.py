@@ -80,10 +80,13 @@ def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
     for name in kinds:
         if name not in MIXERS:
             raise ValueError(f"model.pattern = {kinds} has the mixer {name!r}; use {', '.join(MIXERS)}")
-    for name in MIXERS:
-        if keys[name] and name not in kinds:
+    for name in keys["mixers"]:
+        if name not in MIXERS:
+            raise ValueError(f"model.{name} is neither a key nor a mixer; mixers are {', '.join(MIXERS)}")
+        if name not in kinds:
             raise ValueError(f"model.{name} is not used: model.pattern = {kinds} has no {name!r}; add it, or remove it")
-    pattern = tuple(_with_options(MIXERS[name], base, keys[name], f"model.{name}") for name, base in bases)
+    given = keys["mixers"]
+    pattern = tuple(_with_options(MIXERS[name], base, given.get(name, {}), f"model.{name}") for name, base in bases)
     model = replace(model, pattern=pattern, **sizes)
     if wrong := mistake(model):
         raise ValueError(f"[model] gives {wrong}; correct it there")

@@ -70,12 +70,9 @@ def cases(subject: Subject) -> Iterator[Case]:
     whole = subject.whole(torch.float64)
     for kind in dict.fromkeys(subject.model.layers):
         layers = tuple(i for i, mixer in enumerate(subject.model.layers) if mixer == kind)
-        draw = _Draws(subject, kind)
-        if isinstance(kind, DeltaOptions):
-            yield _delta_rule(kind, layers, draw)
-            yield _convolution(kind, layers, draw)
-        else:
-            yield _attention(kind, layers, draw)
+        draw = _Draws(subject, kind.name)
+        for op in kind.ops:
+            yield CASES[op](kind, layers, draw)
         yield _mixer(kind, layers, draw, whole.layers[layers[0]].mixer)
 
 
@@ -147,6 +144,14 @@ def _attention(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws) -> Cas
 
     tokens = {name: draw.tokens(name, *shape) for name, shape in shapes.items()}
     return Case("attention", layers, tokens, draw.tokens("dy", heads[0], Dv), {}, run, EXACT, OF_ATTENTION, oracle)
+
+
+CASES: dict[str, Callable[..., Case]] = {  # op → the case of a mixer that calls it
+    "chunk_kda": _delta_rule,
+    "chunk_gated_delta_rule": _delta_rule,
+    "causal_conv1d": _convolution,
+    "attention": _attention,
+}
 
 
 def _mixer(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws, mixer: nn.Module) -> Case:

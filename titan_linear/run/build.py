@@ -51,7 +51,6 @@ from titan_linear.distributed.parallelize import materialise, parallelize, set_d
 from titan_linear.models.adapters import config_to_hf
 from titan_linear.models.config import ModelConfig, fingerprint
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.mixers import MIXERS
 from titan_linear.models.presets import preset, resized
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import Choice
@@ -314,8 +313,9 @@ def model_name(config: Config) -> str:
     if m.flavor == "hf":
         architecture, _ = read_model(Path(hf_assets(config)))
         name = f"{architecture} of '{hf_assets(config)}'"
-    sizes = ("dim", "num_layers", "hidden_dim", "pattern", *MIXERS, "moe")
-    changes = [f"{key} = {toml_value(getattr(m, key))}" for key in sizes if getattr(m, key) != getattr(default, key)]
+    sizes = ("dim", "num_layers", "hidden_dim", "pattern", "moe")
+    changed_keys = {key: getattr(m, key) for key in sizes if getattr(m, key) != getattr(default, key)}
+    changes = [f"{key} = {toml_value(value)}" for key, value in (changed_keys | m.mixers).items()]
     return name + (f" with {', '.join(changes)}" if changes else "")
 
 

@@ -251,12 +251,14 @@ def check_heads(model: ModelConfig, config: Config) -> None:
         if mixer.linear:
             key, others = ("context_parallel_linear_method", "'kcp'")
         heads = mixer.indivisible_heads(p.context_parallel_degree * p.tensor_parallel_degree)
-        if heads and getattr(p, key) == "ulysses":
-            times = f" × tensor_parallel_degree = {p.tensor_parallel_degree}" if p.tensor_parallel_degree > 1 else ""
+        if heads and (mixer.over_heads or getattr(p, key) == "ulysses"):
+            what = f"{mixer.name} layers" if mixer.over_heads else f"parallelism.{key} = 'ulysses'"
+            remedy = "use" if mixer.over_heads else f"use {others}, or"
+            ranks = f"context_parallel_degree = {p.context_parallel_degree}"
+            ranks += f" × tensor_parallel_degree = {p.tensor_parallel_degree}" if p.tensor_parallel_degree > 1 else ""
             raise ValueError(
-                f"parallelism.{key} = 'ulysses' cannot split the {heads} of model.flavor = {config.model.flavor!r} "
-                f"among context_parallel_degree = {p.context_parallel_degree}{times} ranks; use {others}, or a degree "
-                "that divides them"
+                f"{what} cannot split the {heads} of model.flavor = {config.model.flavor!r} among {ranks} "
+                f"ranks; {remedy} a degree that divides them"
             )
 
 
