@@ -253,8 +253,8 @@ def check_alike(config: Config, content: Content, host: dist.ProcessGroup) -> No
     own = keys_with(Rule.OF_A_NODE)
     keys = {key: value for key, value in flat_keys(config).items() if key not in own}
     ranks = of_all_ranks(keys | {f"the content of {name}": value for name, value in content.model_dump().items()}, host)
-    for rank, own in enumerate(ranks):
-        for name, value in own.items():
+    for rank, of_rank in enumerate(ranks):
+        for name, value in of_rank.items():
             if value != ranks[0].get(name):
                 raise ValueError(
                     f"{name} is {value!r} on rank {rank} and {ranks[0].get(name)!r} on rank 0; start every node with "

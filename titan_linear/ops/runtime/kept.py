@@ -39,7 +39,8 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 MODES = ("selective", "attention", "full")  # of activation checkpointing, the one that keeps most first
 _current: ContextVar[Run | None] = ContextVar("run of a region", default=None)
-P, R = ParamSpec("P"), TypeVar("R")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class Region:
