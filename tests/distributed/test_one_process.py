@@ -15,6 +15,7 @@ from tests.ops.inputs import boundaries, call, leaves, raw_gate_inputs, relative
 from titan_linear.distributed.one_process import LocalGroup, RankFailed, run_ranks
 from titan_linear.ops import attention, build_cp_context, causal_conv1d
 from titan_linear.ops.exchange import kcp
+from titan_linear.ops.layout.levels import fastest
 from titan_linear.proof.doctor import one_process
 
 LENGTHS = [5, 1200, 1, 2, 200, 1, 639]  # of 2048 tokens: through many ranks of 64, and several within one
@@ -65,9 +66,12 @@ def test_any_degree_equals_one_rank(world_size: int, heads: int, ops: tuple[str,
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
-def test_states_by_way_of_the_heads(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kcp, "pays_by_heads", lambda *_: True)
-    check(32, 5, ("kda", "gdn"), layout)
+@pytest.mark.parametrize("heads", [4, 16])
+def test_states_level_by_level(heads: int, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if heads were of 128 x 128."""
+    large = {"state": 1 << 16, "transition": 1 << 16}
+    monkeypatch.setattr(kcp, "route", lambda most, W, node, sizes: fastest(W, node, sizes._replace(**large)))
+    check(64, heads, ("kda", "gdn"), layout, node_size=8)
 
 
 def test_over_heads_with_rows_of_dt_bias_apart() -> None:
@@ -85,11 +89,11 @@ def test_over_heads_with_rows_of_dt_bias_apart() -> None:
         assert torch.equal(got, want)
 
 
-def check(world_size: int, heads: int, ops: tuple[str, ...], layout: str) -> None:
+def check(world_size: int, heads: int, ops: tuple[str, ...], layout: str, node_size: int | None = None) -> None:
     cu = boundaries(LENGTHS)
 
     def on_rank(group: LocalGroup) -> tuple[torch.Tensor, dict[str, dict[str, torch.Tensor]]]:
-        context = build_cp_context(cu, group, layout=layout)
+        context = build_cp_context(cu, group, layout=layout, node_size=node_size)
         mine = tokens_of(context)
         return mine, {op: results(op, inputs_of(op, heads), mine, cp_context=context) for op in ops}
 
@@ -163,7 +167,10 @@ def wrong(group: LocalGroup) -> None:
     [
         (different, "rank 1 of 3 in one process.* rank 1 calls all_reduce where rank.s. 0 called barrier"),
         (absent, "no rank can go on: rank 0 waits in all_reduce for rank.s. 1, 2; rank 1 has ended; rank 2 waits"),
-        (too_few, r"rank 2 of 3 in one process: AssertionError: rank 0 expects .0, 1, 1. rows, and .1, 1, 1. come"),
+        (
+            too_few,
+            "rank 2 of 3 in one process: AssertionError: rank 0 expects rows .1: 1, 2: 1. by sender, and .0: 1, 1: 1, ",
+        ),
         (wrong, "rank 2 of 3 in one process: ValueError: what was wrong"),
     ],
 )

@@ -24,7 +24,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import count
+from itertools import accumulate, count
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -339,12 +339,18 @@ def _reduced(ranks: Given) -> torch.Tensor:
 def _all_to_all(ranks: Given) -> None:
     """Copy the rows of each rank's input, ordered by receiver, to those of the outputs, ordered by sender."""
     W = len(ranks)
-    parts = [x.split(sizes or [len(x) // W] * W) for x, _, (_, sizes) in ranks]
+    came: list[dict[int, torch.Tensor]] = [{} for _ in ranks]  # by receiver and sender
+    for sender, (x, _, (_, sizes)) in enumerate(ranks):
+        ends = accumulate(sizes or [len(x) // W] * W)
+        for receiver, (n, end) in enumerate(zip(sizes or [len(x) // W] * W, ends)):
+            if n:
+                came[receiver][sender] = x[end - n : end]
     for r, (_, out, (sizes, _)) in enumerate(ranks):
-        wanted = list(sizes) or [len(out) // W] * W
-        came = [parts[s][r] for s in range(W)]
-        assert [len(x) for x in came] == wanted, f"rank {r} expects {wanted} rows, and {[len(x) for x in came]} come"
-        out.detach().copy_(torch.cat(came).view_as(out))
+        wanted = {s: n for s, n in enumerate(sizes or [len(out) // W] * W) if n}
+        sent = {s: len(x) for s, x in came[r].items()}
+        assert sent == wanted, f"rank {r} expects rows {wanted} by sender, and {sent} come"
+        if sent:
+            out.detach().copy_(torch.cat(list(came[r].values())).view_as(out))
 
 
 COPIES: dict[str, Callable[[Given], None]] = {

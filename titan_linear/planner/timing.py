@@ -37,9 +37,10 @@ from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.observe.flops import training_flops
 from titan_linear.ops.exchange.allgather import heads_of_slice
-from titan_linear.ops.exchange.kcp import bytes_by_heads, pays_by_heads
+from titan_linear.ops.exchange.kcp import sizes_of
 from titan_linear.ops.layout.boundaries import CHUNK, PROGRAMS
 from titan_linear.ops.layout.chains import Chains
+from titan_linear.ops.layout.levels import PRODUCT, direct_messages, messages, route
 from titan_linear.ops.triton.configs import kernel_dims
 from titan_linear.planner.counting import Call, Layer, Size, Work
 from titan_linear.planner.memory import Batch, Units, boundaries, context, layers, units
@@ -292,13 +293,14 @@ class Clock:
         return 2 * tp.latency + nbytes * others_of_tp * (1 / tp.all_gather + 1 / tp.reduce_scatter)
 
     def _states(self, S_ext: torch.Tensor, M: torch.Tensor, tables: list[torch.Tensor], **_: Any) -> float:
-        """Seconds to bring S_ext and M of other fragments to the ranks that need them, directly or by heads."""
-        c, between_nodes = Chains(*tables), self.batch.cp * self.batch.tp > self.machine.node_size
-        if pays_by_heads(S_ext, M, int(c.most), between_nodes):
-            return 2 * self.cp.latency + bytes_by_heads(S_ext, M) / self.cp.all_to_all
-        sizes = torch.tensor([S_ext.nbytes // len(S_ext), M.nbytes // len(M)])
-        moved = max(int((counts.sum(0) * sizes).sum()) for counts in (c.send_counts, c.receive_counts))
-        return self.cp.latency + moved / self.cp.all_to_all
+        """Seconds to bring the states that enter a rank's fragments there, and to fold them."""
+        c, W, sizes = Chains(*tables), self.batch.cp, sizes_of(S_ext, M)
+        node = math.gcd(W, max(self.machine.node_size // self.batch.tp, 1))
+        levels = route(int(c.most), W, node, sizes)
+        exchange = messages(levels, node, sizes) if levels else direct_messages(int(c.most), W, node, sizes)
+        links = [self.machine.link(W if m.in_node else self.machine.node_size + 1, 1) for m in exchange]
+        moves = sum(link.latency + m.nbytes / link.all_to_all for m, link in zip(exchange, links, strict=True))
+        return moves + PRODUCT * sum(m.products for m in exchange)
 
 
 def _keys_travel(call: Call) -> bool:

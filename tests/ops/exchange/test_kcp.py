@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 
 import pytest
@@ -27,6 +28,7 @@ from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.exchange import kcp
 from titan_linear.ops.exchange.halo import return_halo
 from titan_linear.ops.layout.chains import STATE, STATE_AND_M
+from titan_linear.ops.layout.levels import Level
 from titan_linear.ops.torch import delta_rule
 
 TOLERANCE = 1e-9
@@ -55,13 +57,12 @@ def output_gradient(op: str, like: torch.Tensor) -> torch.Tensor:
 
 
 def on_rank(
-    rank: int, world_size: int, cases: list[tuple[str, list[int], str, int]], by_heads: bool | None = None
+    rank: int, world_size: int, cases: list[tuple[str, list[int], str, int]], levels: tuple[Level, ...] = ()
 ) -> list[list[torch.Tensor]]:
     """For each (op, lengths, layout, streams): this rank's output and gradients of its tokens and of the parameters.
-    by_heads: how states travel; None: as they do."""
+    levels: by which states travel; (): directly."""
     with pytest.MonkeyPatch.context() as patch:
-        if by_heads is not None:
-            patch.setattr(kcp, "pays_by_heads", lambda *_: by_heads)
+        patch.setattr(kcp, "route", lambda *_: levels)
         return results_of(cases)
 
 
@@ -78,8 +79,8 @@ def results_of(cases: list[tuple[str, list[int], str, int]]) -> list[list[torch.
     return results
 
 
-def check(world: World, cases: list[tuple[str, list[int], str, int]], by_heads: bool | None = None) -> None:
-    ranks = world.run(on_rank, cases, by_heads)
+def check(world: World, cases: list[tuple[str, list[int], str, int]], levels: tuple[Level, ...] = ()) -> None:
+    ranks = world.run(on_rank, cases, levels)
     for i, (op, lengths, layout, streams) in enumerate(cases):
         cu = boundaries(lengths * streams)
         x = leaves(inputs_of(op, lengths, streams))
@@ -102,52 +103,10 @@ def test_edges(worlds: Callable[[int], World], world_size: int) -> None:
     check(worlds(world_size), [(op, d, layout, 1) for op in ops for d in EDGES.values() for layout in LAYOUTS])
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_states_by_way_of_the_heads(worlds: Callable[[int], World], world_size: int) -> None:
-    """Two heads: on four ranks two have none."""
+@pytest.mark.parametrize("levels", [(Level(1, 2, True), Level(2, 2)), (Level(1, 2), Level(2, 2))])
+def test_states_level_by_level(worlds: Callable[[int], World], levels: tuple[Level, ...]) -> None:
     cases = [(op, d, layout, 1) for op in ("kda", "gdn") for d in EDGES.values() for layout in LAYOUTS]
-    check(worlds(world_size), [*cases, ("kda", [40, 24], "zigzag", 3), ("gdn", [128], "contiguous", 2)], by_heads=True)
-
-
-def both_ways(rank: int, world_size: int, lengths: list[int], layout: str) -> list[float]:
-    """How far states are apart that came by way of the heads and whole, where what nobody asked for is NaN."""
-    context, apart = build_cp_context(boundaries(lengths), dist.group.WORLD, layout=layout), []
-    draw = torch.Generator().manual_seed(rank)
-    for chains, reverse in ((context.forward_chains, False), (context.reverse_chains, True)):
-        S_ext, M = (torch.randn(context.slots, 3, 4, n, generator=draw, dtype=torch.float64) for n in (5, 4))
-        wanted = chains.wanted
-        S_ext[wanted < STATE], M[wanted < STATE_AND_M] = torch.nan, torch.nan
-        states = []
-        for by_heads in (False, True):
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(kcp, "pays_by_heads", lambda *_, says=by_heads: says)
-                states.append(kcp.incoming_states(S_ext, M, chains, context.group_name, reverse=reverse))
-        apart.append((states[0] - states[1]).abs().max().item())
-    return apart
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("world_size", [2, 4, 8])
-def test_both_ways_bring_the_same_states(worlds: Callable[[int], World], world_size: int, layout: str) -> None:
-    for lengths in ([128], [40, 8, 80], [1, 126, 1], [16] * 8):
-        for apart in worlds(world_size).run(both_ways, lengths, layout):
-            assert all(x < 1e-12 for x in apart), lengths
-
-
-def test_by_way_of_the_heads_where_chains_are_long_and_links_slow() -> None:
-    one, short = [128], [16] * 8
-    for lengths, layout, between_nodes, heads, says in [
-        (one, "contiguous", False, 64, False),
-        (one, "contiguous", True, 64, True),
-        (one, "contiguous", True, 2, False),
-        (one, "zigzag", True, 64, True),
-        (short, "contiguous", True, 64, False),
-    ]:
-        for rank in range(8):
-            context = build_cp_context(boundaries(lengths), rank=rank, world_size=8, layout=layout)
-            state = torch.empty(1).expand(context.slots, heads, 128, 128)
-            found = kcp.pays_by_heads(state, state, context.forward_chains.most.item(), between_nodes)
-            assert found == says, (lengths, layout, between_nodes, heads)
+    check(worlds(4), [*cases, ("kda", [40, 24], "zigzag", 3), ("gdn", [128], "contiguous", 2)], levels)
 
 
 def test_streams_side_by_side(worlds: Callable[[int], World]) -> None:
@@ -226,6 +185,41 @@ def test_documents_do_not_touch_each_other(worlds: Callable[[int], World], layou
             for a, b in zip(changed, before, strict=True):
                 assert torch.equal(a[:, outside], b[:, outside])
             assert outside.all() or not torch.equal(changed[0], before[0])
+
+
+def outside(group: LocalGroup, i: int, op: str, lengths: list[int], layout: str) -> list[list[torch.Tensor]]:
+    """Output and gradients of this rank's tokens outside document i, as is and with all inputs of i NaN."""
+    cu, results = boundaries(lengths), []
+    ctx = build_cp_context(cu, group, layout=layout)
+    mine, base = tokens_of(ctx), inputs_of(op, lengths)
+    inside = torch.zeros(sum(lengths), dtype=torch.bool)
+    inside[cu[i] : cu[i + 1]] = True
+    for fill in (None, torch.nan):
+        x = {n: t.clone() for n, t in base.items()}
+        if fill is not None:
+            for t in (t for n, t in x.items() if n not in PARAMETERS):
+                t[:, inside] = fill
+        x = leaves({n: t if n in PARAMETERS else t[:, mine] for n, t in x.items()})
+        names = ["y", *x]
+        found = gradients([run_op(op, x, cp_context=ctx)], x)
+        results.append([t.detach()[:, ~inside[mine]] for n, t in zip(names, found, strict=True) if n not in PARAMETERS])
+    return results
+
+
+LEVELS = (Level(1, 2, True), Level(2, 4))
+
+
+@pytest.mark.parametrize(("op", "levels"), [("kda", ()), ("kda", LEVELS), ("gdn", ()), ("gdn", LEVELS), ("conv", ())])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nan_stays_in_its_document(
+    monkeypatch: pytest.MonkeyPatch, op: str, levels: tuple[Level, ...], layout: str
+) -> None:
+    """States and gradients of NaN arrive, on ranks whose fragments hold other documents too; these are as without."""
+    monkeypatch.setattr(kcp, "route", lambda *_: levels)
+    lengths = [100, 60, 1, 75, 20]
+    for i in range(len(lengths)):
+        for clean, beside in run_ranks(partial(outside, i=i, op=op, lengths=lengths, layout=layout), 8):
+            assert all(map(torch.equal, clean, beside)), (i, layout)
 
 
 def counted(rank: int, world_size: int, lengths: list[int], layout: str) -> tuple[int, int, list[int]]:

@@ -215,9 +215,10 @@ def fold_case(K: int, V: int) -> None:
     launch(split_documents.segment_table, offsets, 32768, 8192)
     for reverse in (False, True):
         states, M = meta(6, HV, K, V), meta(6, HV, K, K)
-        for index in (None, rows):
-            launch(fold.fold_segments, states, M, meta(2, HV, K, V), index, offsets, reverse)
-        launch(fold.fold_entries_back if reverse else fold.fold_entries, states, M, offsets, rows)
+        for index, wanted in ((None, None), (rows, rows)):
+            launch(fold.fold_segments, states, M, meta(2, HV, K, V), index, offsets, wanted, reverse)
+            launch(fold.fold_entries, states, M, offsets, rows, wanted, reverse)
+        launch(fold.fold_entries_back, states, M, offsets, rows)
         launch(fold.fold, states, M, offsets, rows, rows, reverse)
 
 

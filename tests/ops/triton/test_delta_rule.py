@@ -161,11 +161,12 @@ def test_operators_of_segments_are_well_formed() -> None:
     ]
     x, M = (torch.randn(len(boundaries) - 1, 1, 32, 32, device=DEVICE) for _ in range(2))
     start, index, entries = x[:2], torch.tensor([1, -1, 0], device=DEVICE), torch.tensor([2, 0], device=DEVICE)
+    wanted = torch.ones(len(x), dtype=torch.int32, device=DEVICE)
     for reverse in (False, True):
-        torch.library.opcheck(ops.fold_segments.default, (x, M, None, None, offsets, reverse))
-        torch.library.opcheck(ops.fold_segments.default, (x, M, start, index, offsets, reverse))
-    for op in (ops.fold_entries, ops.fold_entries_back):
-        torch.library.opcheck(op.default, (x, M, offsets, entries))
+        torch.library.opcheck(ops.fold_segments.default, (x, M, None, None, offsets, None, reverse))
+        torch.library.opcheck(ops.fold_segments.default, (x, M, start, index, offsets, wanted, reverse))
+        torch.library.opcheck(ops.fold_entries.default, (x, M, offsets, entries, wanted, reverse))
+    torch.library.opcheck(ops.fold_entries_back.default, (x, M, offsets, entries))
 
 
 def test_when_documents_are_split() -> None:

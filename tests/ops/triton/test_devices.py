@@ -18,6 +18,7 @@ from tests.worlds import World
 from titan_linear.ops import build_cp_context, causal_conv1d
 from titan_linear.ops.exchange import kcp
 from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.layout.levels import Level
 
 PARAMETERS = ("dA_log", "ddt_bias", "dweight")
 
@@ -58,11 +59,10 @@ def convolution(ctx: CPContext, mine: torch.Tensor, rank: int, cu: torch.Tensor)
 
 
 def on_rank(
-    rank: int, world_size: int, op: str, lengths: list[int], layout: str, by_heads: bool = False
+    rank: int, world_size: int, op: str, lengths: list[int], layout: str, levels: tuple[Level, ...] = ()
 ) -> dict[str, float]:
     with pytest.MonkeyPatch.context() as patch:
-        if by_heads:
-            patch.setattr(kcp, "pays_by_heads", lambda *_: True)
+        patch.setattr(kcp, "route", lambda *_: levels)
         return found_on_rank(rank, op, lengths, layout)
 
 
@@ -83,10 +83,17 @@ def test_two_devices(worlds: Callable[..., World], op: str, lengths: list[int], 
         assert not {n: e for n, e in found.items() if not e <= bounds[n]}
 
 
-@pytest.mark.parametrize("processes", [pytest.param(n, marks=pytest.mark.cuda(n)) for n in (2, 4)])
+@pytest.mark.parametrize(
+    "levels",
+    [
+        pytest.param((Level(1, 2, True),), marks=pytest.mark.cuda(2)),
+        pytest.param((Level(1, 2),), marks=pytest.mark.cuda(2)),
+        pytest.param((Level(1, 2, True), Level(2, 2)), marks=pytest.mark.cuda(4)),
+    ],
+)
 @pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
 @pytest.mark.parametrize("op", ["kda", "gdn"])
-def test_states_by_way_of_the_heads(worlds: Callable[..., World], op: str, layout: str, processes: int) -> None:
+def test_states_level_by_level(worlds: Callable[..., World], op: str, layout: str, levels: tuple[Level, ...]) -> None:
     for lengths in ([4096], [2, 2043, 3]):
-        for found in worlds(processes, "nccl").run(on_rank, op, lengths, layout, True):
+        for found in worlds(2 * len(levels), "nccl").run(on_rank, op, lengths, layout, levels):
             assert not {n: e for n, e in found.items() if not e <= PROMISED[n]}

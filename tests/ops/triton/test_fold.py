@@ -68,13 +68,40 @@ def test_segments(monkeypatch: pytest.MonkeyPatch, K: int, V: int) -> None:
                 for i in walk:
                     entering[i], S = S, step[i] @ S + S_ext[i]
             states = (None, None) if first is None else (given, on_device[1])
-            got = fold_segments(x, transitions, *states, on_device[0], reverse).cpu()
+            got = fold_segments(x, transitions, *states, on_device[0], None, reverse).cpu()
             assert relative_error(got, entering) < 2e-6
         want = [
             reduce(lambda S, i: step[i] @ S + S_ext[i], walks[entry], torch.zeros_like(S_ext[0])) for entry in entries
         ]
-        whole = [reduce(lambda S, i: step[i] @ S, walks[entry], torch.eye(K, dtype=torch.float64)) for entry in entries]
-        found = (fold_entries_back if reverse else fold_entries)(x, transitions, on_device[0], on_device[2])
-        found = (found,) if reverse else found
-        for got, exact in zip(found, (want, whole)):
+        whole = [
+            reduce(lambda S, i: M[i] @ S, range(*offsets[entry : entry + 2]), torch.eye(K, dtype=torch.float64))
+            for entry in entries
+        ]
+        found = fold_entries(x, transitions, on_device[0], on_device[2], None, reverse)
+        for got, exact in zip(found, (want, whole), strict=True):
             assert relative_error(got.cpu(), torch.stack(exact)) < 2e-6
+        if reverse:
+            assert torch.equal(fold_entries_back(x, transitions, on_device[0], on_device[2]), found[0])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_segments_pass_on_what_is_wanted(reverse: bool) -> None:
+    """NaN in what a segment does not pass on, and in states that enter it, goes no further."""
+    K, nan, generator = 32, torch.nan, torch.Generator().manual_seed(0)
+    S_ext, M = (torch.randn(6, 1, K, 32, generator=generator).to(DEVICE) for _ in range(2))
+    order, wanted = list(range(6))[:: -1 if reverse else 1], torch.tensor([2, 1, 2, 0, 1, 2], dtype=torch.int32)
+    S_ext[wanted == 0], M[wanted < 2], S_ext[order[0]] = nan, nan, nan
+    whole = torch.tensor([0, 6], dtype=torch.int32, device=DEVICE)
+    got = fold_segments(S_ext, M, None, None, whole, wanted.to(DEVICE), reverse)
+    S = torch.zeros_like(S_ext[0], dtype=torch.float64)
+    for i in order:
+        torch.testing.assert_close(got[i].double(), S, rtol=1e-5, atol=1e-5, equal_nan=True)
+        passed = (M[i].mT if reverse else M[i]).double() @ S if wanted[i] == 2 else torch.zeros_like(S)
+        S = passed + S_ext[i] if wanted[i] else torch.zeros_like(S)
+    assert got[order[1]].isnan().all() and not got[order[3]].isnan().any()
+    ends = torch.tensor([0, 1, 2, 6], dtype=torch.int32, device=DEVICE)
+    entries = torch.tensor([2], dtype=torch.int32, device=DEVICE)
+    composed, _ = fold_entries(S_ext, M, ends, entries, wanted.to(DEVICE), reverse)
+    last = M[2].mT.double() @ S_ext[3].double() + S_ext[2] if reverse else M[5].double() @ S_ext[4].double() + S_ext[5]
+    if not reverse:
+        torch.testing.assert_close(composed[0].double(), last, rtol=1e-5, atol=1e-5)

@@ -15,7 +15,10 @@ from itertools import accumulate, pairwise
 import torch
 
 from titan_linear.ops.exchange.collectives import all_to_all, group_named
+from titan_linear.ops.exchange.folds import fold_chains
+from titan_linear.ops.exchange.levels import incoming_by_levels
 from titan_linear.ops.layout.chains import Chains
+from titan_linear.ops.layout.levels import Sizes, route
 from titan_linear.ops.runtime.operators import operator, register_fake
 
 
@@ -44,14 +47,9 @@ def kcp_incoming(
     c = Chains(*tables)
     if not c.crosses.item():  # the same on every rank
         return torch.zeros_like(S_ext)
-    if _folds_all(S_ext) and pays_by_heads(S_ext, M, c.most.item(), c.between_nodes.item()):
-        return incoming_by_heads(S_ext, M, c, group, reverse)
-    if not _on_tensor_cores(S_ext):
-        return fold_in_float64(*exchange(S_ext, M, c, group), c.links, len(S_ext), reverse)
-    from titan_linear.ops.triton.fold import fold  # Triton is available on Linux only
-
-    S_rows, M_rows = exchange(S_ext, M, c, group)
-    return fold(S_rows, M_rows, c.chain_offsets, c.s_row, c.m_row, reverse)
+    if levels := route(c.most.item(), group_named(group).size(), c.node_size.item(), sizes_of(S_ext, M)):
+        return incoming_by_levels(S_ext, M, c, levels, group, reverse)
+    return fold_chains(*exchange(S_ext, M, c, group), c, reverse)
 
 
 @register_fake(kcp_incoming)
@@ -59,15 +57,9 @@ def _(S_ext, *_):
     return torch.empty_like(S_ext)
 
 
-def _folds_all(S: torch.Tensor) -> bool:
-    """Whether S can be folded through all fragments at once; on GPUs only the kernel does that."""
-    return not S.is_cuda or _on_tensor_cores(S)
-
-
-def _on_tensor_cores(S: torch.Tensor) -> bool:
-    """Whether one kernel folds all chains, with products as exact as those of float32."""
-    K, V = S.shape[-2:]
-    return S.is_cuda and S.dtype == torch.float32 and K in (16, 32, 64, 128, 256) and (V == 16 or V % 32 == 0)
+def sizes_of(S_ext: torch.Tensor, M: torch.Tensor) -> Sizes:
+    slots, heads, *_ = S_ext.shape
+    return Sizes(heads, slots, S_ext[0, 0].nbytes, M[0, 0].nbytes)
 
 
 def exchange(S_ext: torch.Tensor, M: torch.Tensor, c: Chains, group: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -95,73 +87,3 @@ def _joined(parts: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
 
 def _elements(counts: list[list[int]], sizes: tuple[int, int]) -> list[int]:
     return [states * sizes[0] + transitions * sizes[1] for states, transitions in counts]
-
-
-# The cost of a second message, as the bytes that a link carries in that time: 80 µs at 340 and at 50 GB/s.
-IN_NODE, BETWEEN_NODES = 27 << 20, 4 << 20
-
-
-def pays_by_heads(S_ext: torch.Tensor, M: torch.Tensor, most: int, between_nodes: bool) -> bool:
-    """Whether `exchange` would take twice as long as `incoming_by_heads` on the rank that receives most, as it brings
-    a long chain whole to every rank. The same on all ranks."""
-    whole = most * (S_ext.nbytes + M.nbytes) // (2 * len(S_ext))
-    return whole > 2 * (bytes_by_heads(S_ext, M) + (BETWEEN_NODES if between_nodes else IN_NODE))
-
-
-def bytes_by_heads(S_ext: torch.Tensor, M: torch.Tensor) -> int:
-    """Bytes that a rank sends, and also the bytes that it receives."""
-    return 2 * S_ext.nbytes + M.nbytes
-
-
-def incoming_by_heads(S_ext: torch.Tensor, M: torch.Tensor, c: Chains, group: str, reverse: bool) -> torch.Tensor:
-    """What `kcp_incoming` returns, by way of the heads: a rank gets S_ext and M of all fragments for its share of the
-    heads, folds through all of them, and sends every rank the states that enter that rank's fragments. Two all-to-alls,
-    in which what a rank sends and receives does not grow with the number of ranks."""
-    ranks, (slots, HV, K, V) = group_named(group), S_ext.shape
-    W, rank = ranks.size(), ranks.rank()
-    heads = [HV * (p + 1) // W - HV * p // W for p in range(W)]
-    h, width = heads[rank], K * (V + K)
-    given = torch.cat([S_ext, M], -1).transpose(0, 1).contiguous()  # [HV, slots, K, V + K]
-    came = all_to_all(given.flatten(), [n * slots * width for n in heads], [h * slots * width] * W, group)
-    every = came.view(W, h, slots, K, V + K).transpose(1, 2).flatten(0, 1)[c.order]  # [F, h, K, V + K]
-    states, transitions = every.split([V, K], -1)
-    transitions = transitions.where(c.through.view(-1, 1, 1, 1), 0.0)  # no M was written for the others
-    folded = _fold_groups(states.contiguous(), transitions.contiguous(), c.groups, reverse)[c.places]
-    back = all_to_all(folded.flatten(), [slots * h * K * V] * W, [slots * n * K * V for n in heads], group)
-    parts = back.split([slots * n * K * V for n in heads])
-    return torch.cat([x.view(slots, n, K, V) for x, n in zip(parts, heads, strict=True)], 1)
-
-
-def _fold_groups(S_ext: torch.Tensor, M: torch.Tensor, groups: torch.Tensor, reverse: bool) -> torch.Tensor:
-    """S_ext [F, h, K, V], M [F, h, K, K] → the state that enters each fragment, zeros for the first of a group; in
-    reverse the gradient of the state that leaves each, zeros for the last of a group."""
-    if not S_ext.numel():  # a rank without heads
-        return torch.empty_like(S_ext)
-    if S_ext.is_cuda:
-        from titan_linear.ops.triton.fold import fold_segments
-
-        return fold_segments(S_ext, M, None, None, groups, reverse)
-    states = S_ext.new_zeros(S_ext.shape, dtype=torch.float64)
-    for begin, end in pairwise(groups.tolist()):
-        walk = range(begin, end)[::-1] if reverse else range(begin, end)
-        for before, i in pairwise(walk):
-            transition = M[before].mT if reverse else M[before]
-            states[i] = transition.double() @ states[before] + S_ext[before]
-    return states.to(S_ext.dtype)
-
-
-def fold_in_float64(
-    S_rows: torch.Tensor, M_rows: torch.Tensor, links: torch.Tensor, slots: int, reverse: bool
-) -> torch.Tensor:
-    """S ← M S + S_ext along each slot's chain -> [slots, *, K, V], zeros for a slot without a chain.
-
-    In float64, because float32 products run as TF32 if a user asked for that, and TF32's error grows with the chain.
-    """
-    states = S_rows.new_zeros(slots, *S_rows.shape[1:], dtype=torch.float64)
-    for slot, s, m in links.tolist():
-        if m >= 0:
-            transition = M_rows[m].mT if reverse else M_rows[m]
-            states[slot] = transition.double() @ states[slot]
-        if slot >= 0:
-            states[slot] += S_rows[s]
-    return states.to(S_rows.dtype)

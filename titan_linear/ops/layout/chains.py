@@ -37,16 +37,15 @@ class Chains(NamedTuple):
     receive_counts: OnHost  # [W, 2] and from each sender
     links: OnHost  # [., 3] the links again, as (slot, s_row, m_row)
     most: OnHost  # [1] the largest number of S_ext and M that any one rank folds, its own included
-    # Of all F = W · slots fragments in global order, on the device, the same in both directions (`of_all`):
-    order: torch.Tensor  # [F] int64: the place of each, its index by rank, then slot
-    places: torch.Tensor  # [F] int64: the inverse
-    through: torch.Tensor  # [F] bool: whether its M counts
-    groups: torch.Tensor  # [F + 1] int32: the first of each run joined by documents; F behind the last
-    between_nodes: OnHost  # [1] whether ranks are on several nodes
+    # Of all ranks, for states that travel level by level (layout/levels.py):
+    blocks: torch.Tensor  # [.] int32: what blocks of ranks pass on (`blocks_wanted`)
+    blocks_on_host: OnHost  # the same
+    node_size: OnHost  # [1] ranks per node
+    zigzag: OnHost  # [1] whether every second slot's fragments run from the last rank to the first
 
 
 def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: np.ndarray, *, reverse: bool) -> dict:
-    """The arrays of `Chains`, by name, except those of `of_all`.
+    """The arrays of `Chains`, by name, up to `most`.
 
     Args:
         fragments: every rank's, in global order.
@@ -80,20 +79,6 @@ def chains(fragments: Sequence[Fragment], rank: int, world_size: int, entries: n
         "receive_counts": np.array([[len(js) for js in kinds] for kinds in received]),
         "links": links,
         "most": most.max(keepdims=True),
-    }
-
-
-def of_all(fragments: Sequence[Fragment], world_size: int, between_nodes: bool) -> dict:
-    """The rest of the arrays of `Chains`, by name."""
-    F = len(fragments)
-    order = np.array([f.rank * (F // world_size) + f.slot for f in fragments])
-    firsts = [i for i, f in enumerate(fragments) if not f.enters]
-    return {
-        "order": order,
-        "places": np.argsort(order),
-        "through": np.array([f.through for f in fragments]),
-        "groups": np.array(firsts + [F] * (F + 1 - len(firsts)), dtype=np.int32),
-        "between_nodes": np.array([between_nodes]),
     }
 
 

@@ -8,10 +8,12 @@ batch on the CPU, with every table that layers need, forward and backward, and r
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -31,9 +33,10 @@ from titan_linear.ops.layout.boundaries import (
     segment_length,
     short,
 )
-from titan_linear.ops.layout.chains import Chains, chains, of_all
+from titan_linear.ops.layout.chains import Chains, chains
 from titan_linear.ops.layout.fragments import LAYOUTS, Fragment, cut, owned
 from titan_linear.ops.layout.halo import HaloRoutes, halo_routes
+from titan_linear.ops.layout.levels import blocks_wanted
 from titan_linear.ops.layout.rectangles import Rectangles, rectangles
 from titan_linear.ops.layout.spans import GatheredSpans, gathered, span_tables
 from titan_linear.ops.layout.tables import OnHost, Tables, to_tensors
@@ -175,6 +178,7 @@ def build_cp_context(
     rank: int | None = None,
     world_size: int | None = None,
     num_streams: int = 1,
+    node_size: int | None = None,
     device: torch.device | None = None,
     programs: Sequence[int] = (),
     stream_programs: Sequence[int] | None = None,
@@ -193,6 +197,7 @@ def build_cp_context(
         cu_seqlens_cpu: the same values on the CPU; spares a device-to-host copy when cu_seqlens is on a GPU.
         num_streams: number of streams of equal length that `cu_seqlens` describes, one after the other; each is
             cut by itself, and a rank's tokens are its part of the first stream, of the second, and so on.
+        node_size: ranks of the group per node, a divisor of W; by default as torchrun started them, else W.
         device: where the tokens will be; that of `cu_seqlens` by default.
         programs: `scan_programs` of the scans to come: for each, long entries are cut into segments.
         stream_programs: likewise for scans over the whole stream with a part of the heads (cp_method "ulysses"), which
@@ -214,6 +219,11 @@ def build_cp_context(
         raise ValueError(f"num_streams = {num_streams}; give the number of streams in cu_seqlens, 1 or more")
     if conv1d_kernel_size is not None and conv1d_kernel_size < 1:
         raise ValueError(f"conv1d_kernel_size = {conv1d_kernel_size}; give the convolutions' width, or leave it out")
+    node_size = ranks_per_node(group, world_size) if node_size is None else node_size
+    if node_size < 1 or world_size % node_size:
+        raise ValueError(
+            f"node_size = {node_size}; give a divisor of the number of ranks, {world_size}, or leave it out"
+        )
     if unknown := [method for method in attention if method not in SOFTMAX_METHODS]:
         raise ValueError(f"attention has {unknown}; give methods of {', '.join(map(repr, SOFTMAX_METHODS))}, or none")
     if cu_seqlens_cpu is not None:
@@ -225,11 +235,11 @@ def build_cp_context(
     ring, allgather = "ring" in attention, "allgather" in attention
     slots = _slots_of_entries(mine, entries, len(local) - 1)
     crossing = ((slots["enters_slot"] >= 0) | (slots["leaves_slot"] >= 0))[:-1]
-    every = of_all(fragments, world_size, between_nodes(group))
+    of_all = {"node_size": np.array([node_size]), "zigzag": np.array([layout == "zigzag"])}
     tables = {
         "tokens": (_OfTokens, {"position_ids": positions, **slots}),
-        "forward": (Chains, chains(fragments, rank, world_size, entries, reverse=False) | every),
-        "reverse": (Chains, chains(fragments, rank, world_size, entries, reverse=True) | every),
+        "forward": (Chains, _chains(fragments, rank, world_size, entries, reverse=False) | of_all),
+        "reverse": (Chains, _chains(fragments, rank, world_size, entries, reverse=True) | of_all),
         **(span_tables(fragments, documents, rank, world_size, causal=True) if allgather else {}),
         **_boundary_tables("entries", local, (CHUNK, CONV_RUN), programs, crossing, joined=world_size > 1),
     }
@@ -339,12 +349,21 @@ def _routes_at_first_use(
     return to_tensors({"halo": (HaloRoutes, routes)}, boundaries.cu_seqlens.device)["halo"]
 
 
-def between_nodes(group: dist.ProcessGroup | None) -> bool:
-    """Whether the ranks of a group are on several nodes, according to torchrun's environment."""
+def ranks_per_node(group: dist.ProcessGroup | None, world_size: int) -> int:
+    """How many neighbouring ranks of a group share a node, according to torchrun's environment; all, if there is none.
+    Where a node has more of them than another, the largest number that divides all."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
     if not size or type(group) is not dist.ProcessGroup:  # no torchrun, no group, or a group in one process
-        return False
-    return len({rank // size for rank in dist.get_process_group_ranks(group)}) > 1
+        return world_size
+    nodes = groupby(rank // size for rank in dist.get_process_group_ranks(group))
+    return math.gcd(*(len(list(ranks)) for _, ranks in nodes))
+
+
+def _chains(
+    fragments: tuple[Fragment, ...], rank: int, world_size: int, entries: np.ndarray, *, reverse: bool
+) -> dict[str, np.ndarray]:
+    blocks = blocks_wanted(fragments, world_size, reverse=reverse)
+    return chains(fragments, rank, world_size, entries, reverse=reverse) | {"blocks": blocks, "blocks_on_host": blocks}
 
 
 def _documents(cu_seqlens: torch.Tensor) -> np.ndarray:

@@ -112,6 +112,7 @@ def fold_segments_kernel(
     start,  # [.., HV, K, V] or None
     index,  # [≥ N] or None
     segment_offsets,  # [N + 1]
+    wanted,  # [S] or None
     out,  # [S, HV, K, V]
     N,
     S,
@@ -139,10 +140,16 @@ def fold_segments_kernel(
         i_before = i_s + 1 if REVERSE else i_s - 1
         p_to, p_from = out + (i_s * HV + i_h) * K * V, out + (i_before * HV + i_h) * K * V
         p_x, p_m = S_ext + (i_before * HV + i_h) * K * V, M + (i_before * HV + i_h) * K * K
+        given = 2
+        if wanted is not None and i > begin:
+            given = tl.load(wanted + i_before)
         for r in range(0, K, BK):
             b_s = tl.zeros([BK, BV], tl.float32)
             if i > begin:
-                b_s = tl.load(p_x + r * V + o_s) + _transition(p_m, p_from + i_v * BV, r, K, V, BK, BV, REVERSE)
+                if given > 0:
+                    b_s += tl.load(p_x + r * V + o_s)
+                if given > 1:
+                    b_s += _transition(p_m, p_from + i_v * BV, r, K, V, BK, BV, REVERSE)
             elif start is not None:
                 b_s = load_state(start, index, i_n, HV * K * V, i_h * K * V + r * V + o_s)
             tl.store(p_to + r * V + o_s, b_s)
@@ -151,13 +158,21 @@ def fold_segments_kernel(
 
 @operator(kept_by=("selective",), kind="segments", of_driver=True)
 def fold_segments(
-    S_ext: Tensor, M: Tensor, start: Tensor | None, index: Tensor | None, segment_offsets: Tensor, reverse: bool
+    S_ext: Tensor,
+    M: Tensor,
+    start: Tensor | None,
+    index: Tensor | None,
+    segment_offsets: Tensor,
+    wanted: Tensor | None,
+    reverse: bool,
 ) -> Tensor:
     """-> [S, HV, K, V]: the state that enters each segment, `start` for the first one of each of N documents; or, in
     reverse, the gradient of the state that leaves each segment, `start` for the last one of each document.
 
     S_ext (dS_ext) [S, HV, K, V], M [S, HV, K, K] fp32; segment_offsets [N + 1] int32, each document's first segment.
     start [.., HV, K, V] (None: zeros): row n for document n, or row index[n], with index [≥ N]; zeros if negative.
+    wanted [S] int32 (None: 2): what a segment passes on: 0 nothing, 1 S_ext, 2 also M times the state that enters it.
+    What it does not pass on is not read, so that NaN of one document never meets another's state.
     """
     (S, HV, K, V), N, out = S_ext.shape, segment_offsets.shape[0] - 1, torch.empty_like(S_ext)
     start, BV = None if start is None else start.contiguous(), min(V, 32)
@@ -167,6 +182,7 @@ def fold_segments(
         start,
         index,
         segment_offsets,
+        wanted,
         out,
         N,
         S,
@@ -190,6 +206,7 @@ def _(S_ext, *_):
 def _through_entry(
     x,
     M,
+    wanted,
     out,
     half,
     begin,
@@ -205,15 +222,19 @@ def _through_entry(
     ADDS: tl.constexpr,
     REVERSE: tl.constexpr,
 ):
-    """Fold BV of the V columns of x through an entry's segments, from the first one's x; ADDS: the rest add theirs."""
+    """Fold BV of the V columns of x through an entry's segments, from the first one's x; ADDS: the rest add theirs. A
+    segment of which `wanted` asks for no M begins again with its x."""
     o_s = tl.arange(0, BK)[:, None] * V + column + tl.arange(0, BV)[None, :]
     p_out = out + i_nh * K * V
     for i in range(begin, end):
-        i_sh = (begin + end - 1 - i if REVERSE else i) * HV + i_h
+        i_s = begin + end - 1 - i if REVERSE else i
+        i_sh, multiplies = i_s * HV + i_h, i > begin
+        if wanted is not None:
+            multiplies = multiplies & (tl.load(wanted + i_s) > 1)
         p_to, p_from = p_out + (end - 1 - i) % 2 * half, p_out + (end - i) % 2 * half
         for r in range(0, K, BK):
             b_s = tl.zeros([BK, BV], tl.float32)
-            if i > begin:
+            if multiplies:
                 b_s = _transition(M + i_sh * K * K, p_from + column, r, K, V, BK, BV, REVERSE)
             if ADDS or i == begin:
                 b_s += tl.load(x + i_sh * K * V + r * V + o_s)
@@ -228,6 +249,7 @@ def fold_entries_kernel(
     M,  # [S, HV, K, K]
     entries,  # [n]
     segment_offsets,  # [N + 1]
+    wanted,  # [S] or None
     state,
     transition,  # [2, n, HV, K, V], [2, n, HV, K, K]: results, and room for earlier steps
     n,
@@ -244,16 +266,25 @@ def fold_entries_kernel(
     begin, end = tl.load(segment_offsets + entry).to(tl.int64), tl.load(segment_offsets + entry + 1).to(tl.int64)
     half = tl.cast(n, tl.int64) * HV * K
     if i_v < V // BV:
-        _through_entry(S_ext, M, state, half * V, begin, end, i_nh, i_h, HV, i_v * BV, K, V, BK, BV, True, REVERSE)
+        column = i_v * BV
+        _through_entry(
+            S_ext, M, wanted, state, half * V, begin, end, i_nh, i_h, HV, column, K, V, BK, BV, True, REVERSE
+        )
     elif transition is not None:
         column = i_v * BV - V
-        _through_entry(M, M, transition, half * K, begin, end, i_nh, i_h, HV, column, K, K, BK, BV, False, REVERSE)
+        _through_entry(M, M, None, transition, half * K, begin, end, i_nh, i_h, HV, column, K, K, BK, BV, False, False)
 
 
 def _launch_fold_entries(
-    S_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor, transition: Tensor | None
+    S_ext: Tensor,
+    M: Tensor,
+    segment_offsets: Tensor,
+    entries: Tensor,
+    wanted: Tensor | None,
+    transition: Tensor | None,
+    reverse: bool,
 ) -> Tensor:
-    """-> [n, HV, K, V]; transition [2, n, HV, K, K]: filled here in forward, None in reverse."""
+    """-> [n, HV, K, V]; transition [2, n, HV, K, K] or None: filled here."""
     (_, HV, K, V), n = S_ext.shape, len(entries)
     state, BV = S_ext.new_empty(2, n, HV, K, V), min(K, V, 32)
     fold_entries_kernel[V // BV + (0 if transition is None else K // BV), n * HV](
@@ -261,6 +292,7 @@ def _launch_fold_entries(
         M,
         entries,
         segment_offsets,
+        wanted,
         state,
         transition,
         n,
@@ -269,29 +301,35 @@ def _launch_fold_entries(
         V=V,
         BK=min(K, 64),
         BV=BV,
-        REVERSE=transition is None,
+        REVERSE=reverse,
         num_warps=4,
     )
     return state[0]
 
 
 @operator(kept_by=("selective",), of_driver=True)
-def fold_entries(S_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
+def fold_entries(
+    S_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor, wanted: Tensor | None, reverse: bool
+) -> tuple[Tensor, Tensor]:
     """S_ext [n, HV, K, V] and M [n, HV, K, K] of `entries` [n] int32, from those of all segments: S_ext is their fold
-    from a zero state, M that from the identity with S_ext left out."""
+    from a zero state, in reverse from the end with the transposes of M; M is the fold from the identity with S_ext left
+    out, in reverse too.
+
+    wanted [S] int32 (None: 2): where it is below 2, M is not read for S_ext; the entry's M is meaningless then.
+    """
     transition = M.new_empty(2, len(entries), *M.shape[1:])
-    return _launch_fold_entries(S_ext, M, segment_offsets, entries, transition), transition[0]
+    return _launch_fold_entries(S_ext, M, segment_offsets, entries, wanted, transition, reverse), transition[0]
 
 
 @register_fake(fold_entries)
-def _(S_ext, M, segment_offsets, entries):
+def _(S_ext, M, segment_offsets, entries, wanted, reverse):
     return tuple(x.new_empty(len(entries), *x.shape[1:]) for x in (S_ext, M))
 
 
 @operator(of_driver=True)
 def fold_entries_back(dS_ext: Tensor, M: Tensor, segment_offsets: Tensor, entries: Tensor) -> Tensor:
     """dS_ext [n, HV, K, V] of `entries` [n] int32, from those of all segments."""
-    return _launch_fold_entries(dS_ext, M, segment_offsets, entries, None)
+    return _launch_fold_entries(dS_ext, M, segment_offsets, entries, None, None, True)
 
 
 @register_fake(fold_entries_back)

@@ -81,12 +81,12 @@ class SplitDocuments:
 
     def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
         self.S_ext, self.M = self.rule.boundaries(self.segments.numbers, self.segments.wanted)
-        return fold_entries(self.S_ext, self.M, self.segments.offsets, chains.entries)
+        return fold_entries(self.S_ext, self.M, self.segments.offsets, chains.entries, None, False)
 
     def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
         if self.S_ext is None:
             self.S_ext, self.M = self.rule.boundaries(self.segments.numbers, self.segments.wanted)
-        self.states = fold_segments(self.S_ext, self.M, *_parts(initial), self.segments.offsets, False)
+        self.states = fold_segments(self.S_ext, self.M, *_parts(initial), self.segments.offsets, None, False)
         o, last = self.rule.forward(States(self.states), need_final)
         return o, last[self.segments.offsets[1:] - 1] if need_final else last
 
@@ -99,7 +99,7 @@ class SplitDocuments:
     ) -> tuple[Inputs, torch.Tensor]:
         if self.dS_ext is None:
             self.dS_ext = self.rule.boundary_gradients(do, self.segments.numbers, self.segments.wanted)
-        d_last = fold_segments(self.dS_ext, self.M, *_parts(d_final), self.segments.offsets, True)
+        d_last = fold_segments(self.dS_ext, self.M, *_parts(d_final), self.segments.offsets, None, True)
         grads, d_first = self.rule.backward(do, States(self.states), States(d_last), need_d_initial)
         return grads, d_first[self.segments.offsets[:-1]] if need_d_initial else d_first
 

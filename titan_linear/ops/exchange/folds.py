@@ -1,0 +1,106 @@
+"""The folds of KCP, S ← M S + S_ext: by the kernels of ops/triton/fold.py, or in float64.
+
+In float64, because float32 products run as TF32 if a user asked for that, and TF32's error grows with the chain. M is a
+matrix [.., K, K], or the diagonal of one, [.., K] or [.., 1].
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import NamedTuple
+
+import torch
+
+from titan_linear.ops.layout.chains import STATE, STATE_AND_M, Chains
+
+
+class Runs(NamedTuple):
+    """Runs of n blocks each, which follow each other in global order; what each block passes on, and of it."""
+
+    S_ext: torch.Tensor  # [runs, n, HV, K, V]
+    M: torch.Tensor  # [runs, n, HV, K, K]
+    wanted: torch.Tensor  # [runs, n] int32; on the CPU unless kernels fold
+
+
+def on_tensor_cores(S_ext: torch.Tensor, M: torch.Tensor) -> bool:
+    """Whether kernels fold, with products as exact as those of float32."""
+    K, V = S_ext.shape[-2:]
+    dims = M.dim() == S_ext.dim() and K in (16, 32, 64, 128, 256) and (V == 16 or V % 32 == 0)
+    return dims and S_ext.is_cuda and S_ext.dtype == torch.float32
+
+
+def act(M: torch.Tensor, S: torch.Tensor, reverse: bool) -> torch.Tensor:
+    """M S [.., K, V], in reverse Mᵀ S, in float64."""
+    if M.dim() < S.dim():
+        return M.double().unsqueeze(-1) * S
+    return (M.mT if reverse else M).double() @ S
+
+
+def fold_chains(S_rows: torch.Tensor, M_rows: torch.Tensor, c: Chains, reverse: bool) -> torch.Tensor:
+    """The links of each slot's chain -> [slots, HV, K, V], zeros for a slot without a chain."""
+    if on_tensor_cores(S_rows, M_rows):
+        from titan_linear.ops.triton.fold import fold  # Triton is available on Linux only
+
+        return fold(S_rows, M_rows, c.chain_offsets, c.s_row, c.m_row, reverse)
+    states = S_rows.new_zeros(len(c.slots), *S_rows.shape[1:], dtype=torch.float64)
+    for slot, s, m in c.links.tolist():
+        if m >= 0:
+            states[slot] = act(M_rows[m], states[slot], reverse)
+        if slot >= 0:
+            states[slot] += S_rows[s]
+    return states.to(S_rows.dtype)
+
+
+def fold_runs(runs: Runs, start: torch.Tensor | None, reverse: bool) -> torch.Tensor:
+    """The state that enters each block [runs, n, HV, K, V], from those that enter the runs, start [runs, HV, K, V], or
+    zeros; in reverse the gradient of the state that leaves it. What a block does not pass on is not read: even times
+    zero, NaN of one document would enter the next."""
+    S_ext, M, wanted = runs
+    n = wanted.shape[1]
+    if on_tensor_cores(S_ext, M):
+        from titan_linear.ops.triton.fold import fold_segments
+
+        rows, firsts = (S_ext.flatten(0, 1), M.flatten(0, 1)), _firsts(runs)
+        return fold_segments(*rows, start, None, firsts, wanted.flatten(), reverse).view_as(S_ext)
+    states = S_ext.new_zeros(S_ext.shape, dtype=torch.float64)
+    walk = range(n)[::-1] if reverse else range(n)
+    for i, passes in enumerate(wanted.tolist()):
+        if start is not None:
+            states[i, walk[0]] = start[i]
+        for before, j in pairwise(walk):
+            states[i, j] = _passed(S_ext[i, before], M[i, before], passes[before], states[i, before], reverse)
+    return states.to(S_ext.dtype)
+
+
+def compose_runs(runs: Runs, reverse: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """S_ext [runs, HV, K, V] and M [runs, HV, K, K] of each run as a block of its own, where it passes them on; M is
+    that of the forward direction, in reverse too."""
+    S_ext, M, wanted = runs
+    if on_tensor_cores(S_ext, M):
+        from titan_linear.ops.triton.fold import fold_entries
+
+        firsts = _firsts(runs)
+        entries = torch.arange(len(wanted), dtype=torch.int32, device=S_ext.device)
+        return fold_entries(S_ext.flatten(0, 1), M.flatten(0, 1), firsts, entries, wanted.flatten(), reverse)
+    last = 0 if reverse else -1
+    entering = fold_runs(runs, None, reverse)[:, last].double()
+    passes = wanted[:, last].tolist()
+    states = [_passed(*of_run, reverse) for of_run in zip(S_ext[:, last], M[:, last], passes, entering)]
+    columns = M if M.dim() == S_ext.dim() else M.unsqueeze(-1)
+    transition = columns[:, 0].double()
+    for i in range(1, M.shape[1]):
+        transition = act(M[:, i], transition, reverse=False)
+    return torch.stack(states).to(S_ext.dtype), transition.view_as(M[:, 0]).to(M.dtype)
+
+
+def _passed(S_ext: torch.Tensor, M: torch.Tensor, wanted: int, S: torch.Tensor, reverse: bool) -> torch.Tensor:
+    """What a block passes on, in float64, if S enters it; S itself and M are read only if they have a part in it."""
+    if wanted == STATE_AND_M:
+        return S_ext + act(M, S, reverse)
+    return S_ext.double() if wanted == STATE else torch.zeros_like(S)
+
+
+def _firsts(runs: Runs) -> torch.Tensor:
+    """[runs + 1] int32: the first block of each run."""
+    count, n = runs.wanted.shape
+    return torch.arange(0, count * n + 1, n, dtype=torch.int32, device=runs.wanted.device)

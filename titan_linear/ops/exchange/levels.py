@@ -1,0 +1,86 @@
+"""KCP's states across many ranks, level by level (layout/levels.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from titan_linear.ops.exchange.collectives import all_to_all, group_named
+from titan_linear.ops.exchange.folds import Runs, compose_runs, fold_runs, on_tensor_cores
+from titan_linear.ops.layout.chains import Chains
+from titan_linear.ops.layout.levels import Level, block_sizes
+
+
+def incoming_by_levels(
+    S_ext: torch.Tensor, M: torch.Tensor, c: Chains, levels: Sequence[Level], group: str, reverse: bool
+) -> torch.Tensor:
+    """What `kcp_incoming` (kcp.py) returns, with its arguments."""
+    climbed = []
+    for level in levels:
+        climbed.append(runs := _members(S_ext, M, c, level, group))
+        if level is not levels[-1]:
+            S_ext, M = compose_runs(runs, reverse)
+    top = climbed.pop()
+    joined = Runs(*(x.flatten(0, 1).unsqueeze(0) for x in top))  # a slot's run of all ranks follows another's
+    states = fold_runs(joined, None, reverse).view_as(top.S_ext)
+    for level, runs in zip(reversed(levels), [*reversed(climbed), None], strict=True):
+        states = _own(states, c, level, group)
+        if runs is not None:
+            states = fold_runs(runs, states, reverse)
+    return states
+
+
+def _members(S_ext: torch.Tensor, M: torch.Tensor, c: Chains, level: Level, group: str) -> Runs:
+    """S_ext and M of this rank's block [slots, HV, ...] → those of the level's members [slots, members, h, ...], in
+    global order; h is HV, or this rank's share of it."""
+    (slots, HV, K, V), (W, first) = S_ext.shape, _place(level, group)
+    pairs = torch.cat([S_ext.flatten(2), M.flatten(2)], 2)
+    if level.shares_heads:
+        came = _exchanged(pairs.transpose(0, 1).contiguous(), level, group)
+        came = came.view(level.members, HV // level.members, slots, -1).transpose(1, 2)
+    else:
+        came = _exchanged(pairs.expand(level.members, *pairs.shape).contiguous(), level, group)
+        came = came.view(level.members, *pairs.shape)
+    states, transitions = _mirrored(came.transpose(0, 1), c).split([K * V, M[0, 0].numel()], -1)
+    table = c.blocks if on_tensor_cores(S_ext, M) else c.blocks_on_host
+    smaller = sum(W // n for n in block_sizes(W) if n < level.stride)  # blocks of fewer ranks come first
+    begin = (smaller + first // level.stride) * slots
+    wanted = table[begin : begin + level.members * slots].view(level.members, slots)
+    return Runs(
+        states.unflatten(-1, (K, V)).contiguous(),
+        transitions.unflatten(-1, M.shape[2:]).contiguous(),
+        _mirrored(wanted.T, c).contiguous(),
+    )
+
+
+def _own(states: torch.Tensor, c: Chains, level: Level, group: str) -> torch.Tensor:
+    """States [slots, members, h, K, V] that enter the members of a level, in global order → [slots, HV, K, V], those
+    that enter this rank's."""
+    states = _mirrored(states, c)
+    if level.shares_heads:
+        came = _exchanged(states.transpose(0, 1).contiguous(), level, group)
+        return came.view_as(states.transpose(0, 1)).transpose(0, 1).flatten(1, 2)
+    return states[:, group_named(group).rank() // level.stride % level.members]
+
+
+def _exchanged(x: torch.Tensor, level: Level, group: str) -> torch.Tensor:
+    """An equal part of x for each member of the level, in order → one of each member's."""
+    W, first = _place(level, group)
+    sizes = [0] * W
+    sizes[first : first + level.stride * level.members : level.stride] = [x.numel() // level.members] * level.members
+    return all_to_all(x.flatten(), sizes, sizes, group)
+
+
+def _place(level: Level, group: str) -> tuple[int, int]:
+    """The number of ranks, and the first of those with which this rank exchanges."""
+    ranks = group_named(group)
+    return ranks.size(), ranks.rank() - ranks.rank() // level.stride % level.members * level.stride
+
+
+def _mirrored(x: torch.Tensor, c: Chains) -> torch.Tensor:
+    """x [slots, members, ...] from rank order to global order, or back: in zig-zag, a rank's second fragment of a
+    stream lies before those of lower ranks."""
+    if not c.zigzag.item():
+        return x
+    return torch.stack([x[::2], x[1::2].flip(1)], 1).flatten(0, 1)

@@ -1,0 +1,148 @@
+"""KCP in levels: how ranks are grouped so that none receives or folds more than another, and none much.
+
+A block of neighbouring ranks acts on the state as a fragment does, by a pair (S_ext, M) composed of those of its ranks.
+So states can cross W ranks level by level:
+
+    heads     g ranks of a node share out the heads: each gets the pairs of all g for 1/g of the heads
+    outwards  of the members of the next level, blocks of ranks that have the same heads, each gets all pairs of these
+              heads; again, until the members are all ranks
+
+Going up, each rank composes the pairs of a level's members to that of their block. At the top it folds through them;
+going down, through the members of each lower level, from the state that enters their block. The ranks that share out
+the heads send the states back. A chain of products is as long as the levels are wide, not as there are ranks, and what
+a rank sends and receives is the same for all ranks and documents.
+
+Where chains are short, each rank's pairs go directly to the ranks that fold them (layout/chains.py), in one message.
+`route` takes what a message's latency, its bytes and the products after it make fastest.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import cache
+from itertools import accumulate
+from operator import mul
+from typing import NamedTuple
+
+import numpy as np
+
+from titan_linear.ops.layout.chains import NOTHING, STATE, STATE_AND_M
+from titan_linear.ops.layout.fragments import Fragment
+
+
+class Level(NamedTuple):
+    """Its members are blocks of `stride` ranks each."""
+
+    stride: int
+    members: int
+    shares_heads: bool = False  # members share out the heads; else each gets all pairs of the heads that it has
+
+
+class Message(NamedTuple):
+    """One step of an exchange, as the rank with most to do sees it."""
+
+    nbytes: float  # that it sends, or receives
+    in_node: bool
+    products: int  # one after the other, that follow it
+
+
+class Sizes(NamedTuple):
+    """What there is to exchange."""
+
+    heads: int
+    slots: int
+    state: int  # bytes of S_ext, of one head and slot
+    transition: int  # and of M
+
+
+# Of a message, H200s in one node; and of a product with a head's M.
+LATENCY, IN_NODE, BETWEEN_NODES = 80e-6, 340e9, 50e9
+PRODUCT = 4e-6
+
+
+def route(most: int, world_size: int, node_size: int, sizes: Sizes) -> tuple[Level, ...]:
+    """The levels by which states travel; (): directly. The same on all ranks.
+
+    most: the largest number of S_ext and M that any one rank folds; node_size: ranks per node.
+    """
+    levels = fastest(world_size, node_size, sizes)
+    direct = direct_messages(most, world_size, node_size, sizes)
+    return levels if seconds(messages(levels, node_size, sizes)) < seconds(direct) else ()
+
+
+@cache
+def fastest(world_size: int, node_size: int, sizes: Sizes) -> tuple[Level, ...]:
+    """Of all ways to group the ranks in levels, the fastest."""
+    ways = groupings(world_size, math.gcd(sizes.heads, node_size))
+    return min(ways, key=lambda levels: seconds(messages(levels, node_size, sizes)))
+
+
+def direct_messages(most: int, world_size: int, node_size: int, sizes: Sizes) -> list[Message]:
+    pair = sizes.heads * (sizes.state + sizes.transition)
+    return [Message(most * pair / 2, world_size == node_size, most // 2)]
+
+
+def messages(levels: Sequence[Level], node_size: int, sizes: Sizes) -> list[Message]:
+    found, heads = [], sizes.heads
+    for level in levels:
+        others, top = level.members - 1, level is levels[-1]
+        if level.shares_heads:
+            heads //= level.members
+        pairs = others * heads * sizes.slots * (sizes.state + sizes.transition)
+        products = level.members * sizes.slots - 1 if top else 2 * others
+        found.append(Message(pairs, node_size % (level.stride * level.members) == 0, products))
+    if levels[0].shares_heads:
+        found.append(Message((levels[0].members - 1) * heads * sizes.slots * sizes.state, True, 0))
+    return found
+
+
+def seconds(exchange: Sequence[Message]) -> float:
+    rates = [IN_NODE if message.in_node else BETWEEN_NODES for message in exchange]
+    return sum(LATENCY + m.nbytes / rate + m.products * PRODUCT for m, rate in zip(exchange, rates, strict=True))
+
+
+def groupings(world_size: int, most: int) -> Iterator[tuple[Level, ...]]:
+    """most: what the number of ranks that share out the heads must divide."""
+    for sharing in (n for n in range(1, most + 1) if most % n == 0):
+        first = (Level(1, sharing, True),) if sharing > 1 else ()
+        for members in _factors(world_size // sharing):
+            strides = accumulate(members, mul, initial=sharing)
+            yield *first, *(Level(*pair) for pair in zip(strides, members))
+
+
+def _factors(n: int) -> Iterator[tuple[int, ...]]:
+    """All ways to write n as a product of factors above 1, in any order."""
+    if n == 1:
+        yield ()
+    for first in (d for d in range(2, n + 1) if n % d == 0):
+        for rest in _factors(n // first):
+            yield first, *rest
+
+
+# --- What blocks pass on ---------------------------------------------------------------------------------------------
+
+
+def block_sizes(world_size: int) -> list[int]:
+    """Number of ranks of the blocks that a level may have, in the order of `blocks_wanted`."""
+    return [n for n in range(1, world_size) if world_size % n == 0]
+
+
+def blocks_wanted(fragments: Sequence[Fragment], world_size: int, *, reverse: bool) -> np.ndarray:
+    """[Σ W/n · slots] int32: for blocks of each of `block_sizes`, in rank order, and for each slot, whether the block
+    passes on NOTHING, a STATE, or a STATE_AND_M: what a document carries from its last fragment into the next, and
+    whether what enters the first fragment has a part in it; in reverse, from its first fragment into the one before."""
+    slots = len(fragments) // world_size
+    flags, place = np.zeros((3, world_size, slots), dtype=bool), np.zeros((world_size, slots), dtype=np.int64)
+    for i, f in enumerate(fragments):
+        flags[:, f.rank, f.slot] = f.through, f.leaves, f.enters
+        place[f.rank, f.slot] = i
+    through, passes = flags[0], flags[2 if reverse else 1]
+    falls = place[0] > place[-1]  # [slots] whether a slot's fragments run from the last rank to the first
+    tables = []
+    for n in block_sizes(world_size):
+        last = passes.reshape(-1, n, slots)[:, [0, -1]]  # [W/n, 2, slots], of each block's first rank and its last
+        passed = np.where(falls == reverse, last[:, 1], last[:, 0])
+        whole = through.reshape(-1, n, slots).all(1)
+        tables.append(np.where(whole, STATE_AND_M, np.where(passed, STATE, NOTHING)).ravel())
+    return np.concatenate([np.zeros(0), *tables]).astype(np.int32)
