@@ -70,7 +70,7 @@ def cases(subject: Subject) -> Iterator[Case]:
     whole = subject.whole(torch.float64)
     for kind in dict.fromkeys(subject.model.layers):
         layers = tuple(i for i, mixer in enumerate(subject.model.layers) if mixer == kind)
-        draw = _Draws(subject, kind.name)
+        draw = _Draws(subject, kind)
         for op in kind.ops:
             yield CASES[op](kind, layers, draw)
         yield _mixer(kind, layers, draw, whole.layers[layers[0]].mixer)
