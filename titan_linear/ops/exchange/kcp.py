@@ -2,7 +2,8 @@
 
 Each rank gives (S_ext, M) of its own fragments; an exchange brings every rank the pairs of its chains; a fold in the
 order of the document gives the state that enters each of its fragments (Kimi Context Parallel, "CP Architecture").
-Backward is the same walk in the other direction with Mᵀ. Nothing here is specific to KDA or GDN.
+Backward is the same walk in the other direction with Mᵀ. Nothing here is specific to a recurrence. Where its state
+only decays, M is diagonal: its diagonal, or one number for all of it, is what travels.
 
 Who sends what to whom follows from the fragments, once per batch (ops/layout/chains.py).
 """
@@ -26,7 +27,7 @@ def incoming_states(
 
     Args:
         S_ext: [slots, *, K, V], read where `chains.wanted` is STATE or more.
-        M: [slots, *, K, K], read where it is STATE_AND_M.
+        M: [slots, *, K, K], or if diagonal [slots, *, K or 1], read where it is STATE_AND_M.
         group: the name of the group.
         reverse: for gradients. S_ext is dS_ext, the result is the gradient of the state that leaves each fragment, and
             M are forward's, transposed here.
@@ -44,9 +45,9 @@ def kcp_incoming(
     c = Chains(*tables)
     if not c.crosses.item():  # the same on every rank
         return torch.zeros_like(S_ext)
-    if _folds_all(S_ext) and pays_by_heads(S_ext, M, c.most.item(), c.between_nodes.item()):
+    if _folds_all(S_ext, M) and pays_by_heads(S_ext, M, c.most.item(), c.between_nodes.item()):
         return incoming_by_heads(S_ext, M, c, group, reverse)
-    if not _on_tensor_cores(S_ext):
+    if not _on_tensor_cores(S_ext, M):
         return fold_in_float64(*exchange(S_ext, M, c, group), c.links, len(S_ext), reverse)
     from titan_linear.ops.triton.fold import fold  # Triton is available on Linux only
 
@@ -59,19 +60,26 @@ def _(S_ext, *_):
     return torch.empty_like(S_ext)
 
 
-def _folds_all(S: torch.Tensor) -> bool:
+def _folds_all(S: torch.Tensor, M: torch.Tensor) -> bool:
     """Whether S can be folded through all fragments at once; on GPUs only the kernel does that."""
-    return not S.is_cuda or _on_tensor_cores(S)
+    return not S.is_cuda or _on_tensor_cores(S, M)
 
 
-def _on_tensor_cores(S: torch.Tensor) -> bool:
+def _on_tensor_cores(S: torch.Tensor, M: torch.Tensor) -> bool:
     """Whether one kernel folds all chains, with products as exact as those of float32."""
     K, V = S.shape[-2:]
-    return S.is_cuda and S.dtype == torch.float32 and K in (16, 32, 64, 128, 256) and (V == 16 or V % 32 == 0)
+    return (
+        S.is_cuda
+        and M.dim() == S.dim()
+        and S.dtype == torch.float32
+        and K in (16, 32, 64, 128, 256)
+        and (V == 16 or V % 32 == 0)
+    )
 
 
 def exchange(S_ext: torch.Tensor, M: torch.Tensor, c: Chains, group: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every S_ext [., *, K, V] and M [., *, K, K] that this rank folds, by one message to each rank."""
+    """Every S_ext [., *, K, V] and M [., *, K, K] or, diagonal, [., *, K or 1] that this rank folds, by one message to
+    each rank."""
     sizes = S_ext.numel() // len(S_ext), M.numel() // len(M)
     parts = [(M if kind else S_ext)[slot].flatten() for slot, kind in c.sends.tolist() if slot >= 0]
     message = _joined(parts, S_ext)
@@ -120,12 +128,14 @@ def incoming_by_heads(S_ext: torch.Tensor, M: torch.Tensor, c: Chains, group: st
     ranks, (slots, HV, K, V) = group_named(group), S_ext.shape
     W, rank = ranks.size(), ranks.rank()
     heads = [HV * (p + 1) // W - HV * p // W for p in range(W)]
-    h, width = heads[rank], K * (V + K)
-    given = torch.cat([S_ext, M], -1).transpose(0, 1).contiguous()  # [HV, slots, K, V + K]
-    came = all_to_all(given.flatten(), [n * slots * width for n in heads], [h * slots * width] * W, group)
-    every = came.view(W, h, slots, K, V + K).transpose(1, 2).flatten(0, 1)[c.order]  # [F, h, K, V + K]
-    states, transitions = every.split([V, K], -1)
-    transitions = transitions.where(c.through.view(-1, 1, 1, 1), 0.0)  # no M was written for the others
+    h, of_state, of_M = heads[rank], K * V, M[0, 0].numel()
+    given = torch.cat([S_ext.flatten(2), M.flatten(2)], -1).transpose(0, 1).contiguous()  # [HV, slots, of both]
+    width = slots * (of_state + of_M)
+    came = all_to_all(given.flatten(), [n * width for n in heads], [h * width] * W, group)
+    every = came.view(W, h, slots, of_state + of_M).transpose(1, 2).flatten(0, 1)[c.order]  # [F, h, of both]
+    states, transitions = every.split([of_state, of_M], -1)
+    transitions = transitions.where(c.through.view(-1, 1, 1), 0.0)  # no M was written for the others
+    states, transitions = states.unflatten(-1, (K, V)), transitions.unflatten(-1, M.shape[2:])
     folded = _fold_groups(states.contiguous(), transitions.contiguous(), c.groups, reverse)[c.places]
     back = all_to_all(folded.flatten(), [slots * h * K * V] * W, [slots * n * K * V for n in heads], group)
     parts = back.split([slots * n * K * V for n in heads])
@@ -133,8 +143,8 @@ def incoming_by_heads(S_ext: torch.Tensor, M: torch.Tensor, c: Chains, group: st
 
 
 def _fold_groups(S_ext: torch.Tensor, M: torch.Tensor, groups: torch.Tensor, reverse: bool) -> torch.Tensor:
-    """S_ext [F, h, K, V], M [F, h, K, K] → the state that enters each fragment, zeros for the first of a group; in
-    reverse the gradient of the state that leaves each, zeros for the last of a group."""
+    """S_ext [F, h, K, V], M [F, h, K, K] or [F, h, K or 1] → the state that enters each fragment, zeros for the first
+    of a group; in reverse the gradient of the state that leaves each, zeros for the last of a group."""
     if not S_ext.numel():  # a rank without heads
         return torch.empty_like(S_ext)
     if S_ext.is_cuda:
@@ -145,8 +155,7 @@ def _fold_groups(S_ext: torch.Tensor, M: torch.Tensor, groups: torch.Tensor, rev
     for begin, end in pairwise(groups.tolist()):
         walk = range(begin, end)[::-1] if reverse else range(begin, end)
         for before, i in pairwise(walk):
-            transition = M[before].mT if reverse else M[before]
-            states[i] = transition.double() @ states[before] + S_ext[before]
+            states[i] = _through(M[before], states[before], reverse) + S_ext[before]
     return states.to(S_ext.dtype)
 
 
@@ -160,8 +169,14 @@ def fold_in_float64(
     states = S_rows.new_zeros(slots, *S_rows.shape[1:], dtype=torch.float64)
     for slot, s, m in links.tolist():
         if m >= 0:
-            transition = M_rows[m].mT if reverse else M_rows[m]
-            states[slot] = transition.double() @ states[slot]
+            states[slot] = _through(M_rows[m], states[slot], reverse)
         if slot >= 0:
             states[slot] += S_rows[s]
     return states.to(S_rows.dtype)
+
+
+def _through(M: torch.Tensor, S: torch.Tensor, reverse: bool) -> torch.Tensor:
+    """M S, in reverse Mᵀ S; M [*, K, K] or diagonal [*, K or 1], S [*, K, V] float64."""
+    if M.dim() < S.dim():
+        return M.double().unsqueeze(-1) * S
+    return (M.mT if reverse else M).double() @ S
