@@ -18,7 +18,7 @@ from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parts import Parts
 from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.moe import MoE
+from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.runtime.kept import contexts
 
 

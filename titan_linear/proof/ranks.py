@@ -18,7 +18,7 @@ from titan_linear.distributed.parallelize import checkpoint_layers, replicated_p
 from titan_linear.distributed.parts import Parts
 from titan_linear.distributed.tensor_parallel import leave_part
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.moe import MoE
+from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.proof.subject import Degrees, Subject
 from titan_linear.step.batch import BatchSharding
