@@ -1,8 +1,6 @@
 """Sequence mixers, a file for each: options, module, initial values, cache, what its ops need, how its heads split.
 
-A new mixer takes a file here and a line in MIXERS. One that is neither a delta rule (`DeltaOptions`) nor softmax
-attention also has to state what a batch plans for it (distributed/batch.py), how long it takes (timing.py) and how the
-doctor tests it (proof/ops.py).
+A new mixer takes a file here, a line in MIXERS and, for its options, a key in the schema of [model].
 """
 
 from titan_linear.models.config import MixerOptions
