@@ -24,7 +24,7 @@ from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.ops import cross_entropy as loss
-from titan_linear.ops.exchange import halo, kcp
+from titan_linear.ops.exchange import folds, halo
 from titan_linear.ops.layout import context
 from titan_linear.ops.torch import delta_rule
 from titan_linear.proof import compiled, data, definitions, doctor, hf, model, ops, processes, resume
@@ -97,8 +97,8 @@ def with_batch(check: Callable, size: int) -> Callable[[Subject], Findings]:
 # --- What is broken: each takes what it replaces, then the arguments ------------------------------------------------
 
 
-def fold_without_transitions(fold: Callable, S: torch.Tensor, M: torch.Tensor, links: torch.Tensor, *rest: object):
-    return fold(S, M, torch.cat([links[:, :2], torch.full_like(links[:, 2:], -1)], 1), *rest)
+def nothing_of_before(act: Callable, M: torch.Tensor, S: torch.Tensor, reverse: bool) -> torch.Tensor:
+    return torch.zeros_like(act(M, S, reverse))
 
 
 def no_halo(fetch: Callable, x: torch.Tensor, *arguments: object) -> torch.Tensor:
@@ -192,9 +192,9 @@ def a_stream_ahead(build: Callable, streams: Streams, *, next_stream: int, **key
 # name: what is replaced, by what, the check that must find it, and what it must say.
 SABOTAGES = {
     "the fold": (
-        kcp,
-        "fold_in_float64",
-        fold_without_transitions,
+        folds,
+        "act",
+        nothing_of_before,
         of_case(ops.split, "chunk_kda"),
         r"split, float64: chunk_kda, layer 0, cp 4 .*head \d, rank 2, stream 0, document 0, token 128",
     ),
@@ -479,7 +479,7 @@ def test_ranks_that_cannot_go_on_are_a_finding(subject: Subject) -> None:
         raise AssertionError("what broke")
 
     check = partial(ops.split, subject, next(ops.cases(subject)))
-    with sabotaged(kcp, "fold_in_float64", fails):
+    with sabotaged(folds, "act", fails):
         (found,) = doctor.guarded("split, chunk_kda", check)
     assert "FAIL split, chunk_kda: cannot be computed" in str(found) and "of 4 in one process" in str(found)
 
