@@ -1,4 +1,4 @@
-"""What the planner says of steps that were measured: the table of docs/planning.md.
+"""What the planner says of steps that were measured: the table of docs/experiments.md.
 
 python -m tools.check_plan
 python -m tools.check_plan --rates mine.json      # by rates that tools/bench_rates.py measured
@@ -52,7 +52,7 @@ def predictions(measured: Rates | None = None) -> list[tuple[Measured, float, fl
 
 
 def checked(measured: Rates | None = None) -> str:
-    """The table of docs/planning.md."""
+    """the table of docs/experiments.md."""
     head = ("setting", "GPUs", "tokens/s/GPU", "planned", "time off by", "GiB", "planned", "off by")
     rows = []
     for row, speed, needed in predictions(measured):
