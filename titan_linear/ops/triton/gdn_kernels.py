@@ -50,11 +50,13 @@ def _store_gates(
 
 
 @triton.jit
-def _store_norms(b_x, norms, i_p, i_x: tl.constexpr, HV, R: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
-    """1 / |x| of one chunk's queries (i_x = 0) or keys (1), stored by one of the value heads that share them."""
+def _store_norms(b_x, norms, i_p, i_x: tl.constexpr, length, HV, R: tl.constexpr, BT: tl.constexpr, NORM: tl.constexpr):
+    """1 / |x| of one chunk's queries (i_x = 0) or keys (1), stored by one of the value heads that share them; 0 past a
+    document's end, where the scans multiply it with the next one's rows: 1 / |0| would overflow float16."""
     b_r = tl.full([BT], 1.0, tl.float32)
     if NORM:
         b_r = tl.rsqrt(tl.sum(b_x.to(tl.float32) * b_x.to(tl.float32), 1) + EPS)
+        b_r = tl.where(tl.arange(0, BT) < length, b_r, 0.0)
         p_n = norms + (i_p // R * 2 + i_x) * BT + tl.arange(0, BT)  # chunk and key head, as H = HV / R
         tl.store(p_n, b_r, mask=i_p % R == 0)
     return b_r
@@ -72,7 +74,7 @@ def prepare_kernel(
     C,  # [NT, HV, BT, BT], or None in backward, which has C from forward
     A,  # [NT, HV, BT, BT]
     gates,  # [NT, HV, 2, BT] fp32: G in base 2, beta; past a document's end, the last G and zero
-    norms,  # [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|
+    norms,  # [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|; past a document's end, 0
     cu_seqlens,
     chunk_index,
     scale,
@@ -95,8 +97,8 @@ def prepare_kernel(
     b_q = load_rows(q, start, length, stride_q, i_hv // R * K, BT, K)
     b_k = load_rows(k, start, length, stride_k, i_hv // R * K, BT, K)
     b_G = _store_gates(g, beta, A_log, dt_bias, gates, i_p, start, length, stride_g, stride_beta, HV, BT, BETA_RANGE)
-    b_rq = _store_norms(b_q, norms, i_p, 0, HV, R, BT, NORM)
-    b_rk = _store_norms(b_k, norms, i_p, 1, HV, R, BT, NORM)
+    b_rq = _store_norms(b_q, norms, i_p, 0, length, HV, R, BT, NORM)
+    b_rk = _store_norms(b_k, norms, i_p, 1, length, HV, R, BT, NORM)
     o_i, o_j = tl.arange(0, BT)[:, None], tl.arange(0, BT)[None, :]
     b_d = tl.exp2(tl.where(o_i >= o_j, b_G[:, None] - b_G[None, :], -float("inf"))) * b_rk[None, :]
     b_a = tl.dot(b_q, tl.trans(b_k), input_precision=PREC) * (scale * b_rq[:, None]) * b_d
@@ -156,7 +158,10 @@ def _step(
     b_sd = b_s.to(dtype)
     if h is not None:
         tl.store(h + i_p * K * V + i_v * BV + (tl.arange(0, K)[:, None] * V + tl.arange(0, BV)[None, :]), b_sd)
-    b_x = b_v - (b_e * b_rk)[:, None] * tl.dot(b_k, b_sd, input_precision=PREC)
+    b_ek = b_e * b_rk
+    if not NORM:  # else the norms are 0 past the end
+        b_ek = tl.where(tl.arange(0, BT) < rows, b_ek, 0.0)
+    b_x = b_v - b_ek[:, None] * tl.dot(b_k, b_sd, input_precision=PREC)
     b_y = b_x - tl.dot(b_c, b_x.to(dtype), input_precision=PREC)  # [BT, BV]
     if h is not None:
         store_rows(y, b_y, start, rows, HV * V, i_hv * V + i_v * BV, BT, BV)

@@ -1,0 +1,90 @@
+"""What one document holds reaches no other: NaN, Inf, or numbers so large that products overflow. "0 ×" is no mask."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.ops.inputs import boundaries, call, device_of, leaves, make_inputs, raw_gate_inputs
+from tests.ops.triton.bfloat16 import interpret_bfloat16
+from titan_linear.ops import causal_conv1d
+
+NAN, INF, LARGE = float("nan"), float("inf"), 60000.0  # the last is finite in float16; its square is not
+TOKENS = ("q", "k", "v", "g", "beta")
+OWN, OTHERS = 70, 10  # tokens of the document that is looked at: its last chunk has 6; and of those beside it
+# The kernels of GDN read q, k, v and do of a document's last chunk together with rows of the next (docs/kernels.md).
+FINITE_ONLY = {("gdn", "triton"): ("q", "k", "v", "do")}
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    if device_of("triton") == "cpu":
+        interpret_bfloat16(monkeypatch)
+
+
+def spoilt(x: torch.Tensor, own: torch.Tensor, value: float) -> torch.Tensor:
+    """x [B, T, ...] with a value at the tokens that are not `own` [B, T]."""
+    return torch.where(own.view(*own.shape, *[1] * (x.dim() - 2)), x, value)
+
+
+def own_tokens(packed: bool, device: str) -> torch.Tensor:
+    """[B, T] bool: the second of three packed documents, or the first of two rows."""
+    own = torch.zeros((1, 2 * OTHERS + OWN) if packed else (2, OWN), dtype=torch.bool, device=device)
+    own[0, OTHERS : OTHERS + OWN if packed else 0] = True
+    own[0, :OWN] |= not packed
+    return own
+
+
+def documents(packed: bool, device: str) -> torch.Tensor | None:
+    return boundaries([OTHERS, OWN, OTHERS]).to(device) if packed else None
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "batched"])
+@pytest.mark.parametrize("raw", [True, False], ids=["raw", "normalised"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_delta_rules(op: str, impl: str, dtype: torch.dtype, raw: bool, packed: bool) -> None:
+    """To the last bit. raw: norms and gates in the kernels."""
+    device = device_of(impl)
+    own = own_tokens(packed, device)
+    B, T = own.shape
+    x = (raw_gate_inputs if raw else make_inputs)(op, T, B=B, H=1, HV=1, K=32, V=32)
+    x = {name: t.to(device, dtype if name in TOKENS else torch.float32) for name, t in x.items()}
+    do = torch.randn(x["v"].shape, generator=torch.Generator().manual_seed(4)).to(x["v"])
+
+    def results(value: float | None, *names: str) -> list[torch.Tensor]:
+        """The own document's last state, outputs and gradients of tokens; those of A_log and dt_bias are of all."""
+        given = {name: spoilt(t, own, value) if name in names else t for name, t in (x | {"do": do}).items()}
+        d_out, given = given.pop("do"), leaves(given)
+        o, final = call(op, given, cu_seqlens=documents(packed, device), impl=impl, output_final_state=True)
+        grads = torch.autograd.grad(o, [given[name] for name in TOKENS], d_out)
+        return [final[1 if packed else 0].detach(), o[own].detach(), *(grad[own] for grad in grads)]
+
+    want, every = results(None), (*TOKENS, "do")
+    assert all(t.isfinite().all() for t in want)
+    for value in (NAN, INF, -INF, LARGE):
+        left_out = () if value == LARGE else FINITE_ONLY.get((op, impl), ())
+        got = results(value, *(name for name in every if name not in left_out))
+        assert all(map(torch.equal, got, want)), value
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "batched"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("impl", ["triton", "torch"])
+def test_convolution(impl: str, dtype: torch.dtype, packed: bool) -> None:
+    device = device_of(impl)
+    own = own_tokens(packed, device)
+    x, weight, dy = torch.randn(3, *own.shape, 8, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+
+    def results(value: float | None) -> list[torch.Tensor]:
+        given, d_out = (x, dy) if value is None else (spoilt(t, own, value) for t in (x, dy))
+        given = given.clone().requires_grad_()
+        cu = documents(packed, device)
+        options = {"activation": "silu", "cu_seqlens": cu, "impl": impl, "output_final_state": True}
+        y, final = causal_conv1d(given, weight[0, :4].T, **options)
+        return [final[1 if packed else 0].detach(), y[own].detach(), torch.autograd.grad(y, given, d_out)[0][own]]
+
+    want = results(None)
+    for value in (NAN, INF, -INF, LARGE):
+        assert all(map(torch.equal, results(value), want)), value
