@@ -203,7 +203,7 @@ def options_of(config: ModelConfig, kind: type[Options]) -> Options | None:
 
 
 def time_step_limit(key: Keys) -> tuple[float, float]:
-    """The limits of Mamba-2's time steps. Folders have Infinity there, which JSON does not know, or an object for it."""
+    """The limits of Mamba-2's time steps. Folders have Infinity there, which JSON lacks, or an object for it."""
     given = key("time_step_limit", None) or (0.0, math.inf)
     low, high = (float(x["__float__"]) if isinstance(x, dict) else x for x in given)
     if not low <= high:
