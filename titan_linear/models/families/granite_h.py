@@ -90,12 +90,13 @@ def _mamba2_from_hf(key: Keys) -> Mamba2:
 
 def _attention_from_hf(key: Keys) -> Attention:
     heads, (theta, _) = key("num_attention_heads"), key.rope(10000.0, 1.0)
+    head_dim, scale = key("hidden_size") // heads, float(key("attention_multiplier", 1.0))
     return Attention(
         heads=heads,
         kv_heads=key("num_key_value_heads", None) or heads,
-        head_dim=key("hidden_size") // heads,
+        head_dim=head_dim,
         rope_theta=float(theta) if key("position_embedding_type", None) == "rope" else None,
-        scale=float(key("attention_multiplier", 1.0)),
+        scale=None if scale == head_dim**-0.5 else scale,
     )
 
 
@@ -138,7 +139,7 @@ def _to_hf(config: ModelConfig) -> Json:
         written |= dict(
             num_attention_heads=attention.heads,
             num_key_value_heads=attention.kv_heads,
-            attention_multiplier=attention.scale,
+            attention_multiplier=attention.head_dim**-0.5 if attention.scale is None else attention.scale,
         )
         if attention.rope_theta is not None:
             written |= dict(
