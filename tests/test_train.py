@@ -97,6 +97,22 @@ SPLITS = {
             "training.local_batch_size": 1,
         },
     ),
+    "cp 4 sharded over 2": (
+        4,
+        {
+            "parallelism.context_parallel_degree": 4,
+            "parallelism.fsdp_shard_degree": 2,
+            "training.local_batch_size": 1,
+        },
+    ),
+    "dp 2 x cp 2 sharded over 1": (
+        4,
+        {
+            "parallelism.context_parallel_degree": 2,
+            "parallelism.fsdp_shard_degree": 1,
+            "training.local_batch_size": 1,
+        },
+    ),
     "tp 2": (2, {"parallelism.tensor_parallel_degree": 2}),
     "tp 2 x cp 2 zig-zag": (
         4,
@@ -165,6 +181,15 @@ EXPERT_SPLITS = {
             "training.enable_cpu_offload": "true",
         },
     ),
+    "ep 2, cp 4 sharded over 2": (
+        4,
+        {
+            "parallelism.expert_parallel_degree": 2,
+            "parallelism.context_parallel_degree": 4,
+            "parallelism.fsdp_shard_degree": 2,
+            "training.local_batch_size": 1,
+        },
+    ),
     "ep 2, HSDP x cp 2 x tp 2": (
         8,
         {
@@ -181,6 +206,7 @@ FLOAT64_ONLY = [
     "HSDP x cp",
     "tp 2 x cp 2 zig-zag",
     "HSDP x tp",
+    "dp 2 x cp 2 sharded over 1",
     "selective activation checkpointing",
     "cp 2 all heads",
     *(f"cp 2 {method} zigzag" for method in ("ring", "allgather", "ulysses")),
