@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from tests.processes import elsewhere, gone, until
 from tests.refusals import is_refused, own_handlers
@@ -316,6 +317,39 @@ def test_a_worker_whose_launcher_died_before_it_asked_ends_itself(start):
     run.wait_for("orphaned")
     until(lambda: not any(alive(run.events(rank)) for rank in range(2)))
     assert [run.events(rank)[1:] for rank in range(2)] == [["orphaned"]] * 2
+
+
+def listening(process: int) -> list[int]:
+    """The TCP ports on which a process listens."""
+    links = [os.readlink(file) for file in Path(f"/proc/{process}/fd").iterdir()]
+    sockets = {link[8:-1] for link in links if link.startswith("socket:[")}
+    rows = [row.split() for name in ("tcp", "tcp6") for row in Path("/proc/net", name).read_text().splitlines()[1:]]
+    return [int(row[1].rpartition(":")[2], 16) for row in rows if row[3] == "0A" and row[9] in sockets]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_writes_from_outside_start_nothing_again(start, nodes):
+    """PyTorch's stores listen on all interfaces and ask for no password."""
+    port = free_port()
+    places = [ALONE] if nodes == 1 else [Node(1, rank, 2, "127.0.0.1", port) for rank in (0, 1)]
+    runs = [start("works", node=place, max_restarts=3) for place in places]
+    runs[0].wait_for("start-0")
+    ports = listening(runs[0].process.pid)
+    assert ports
+    for open_port in ports:
+        with socket.create_connection(("127.0.0.1", open_port)) as stranger:
+            stranger.sendall(b"\xff" * 64)
+        store = dist.TCPStore("127.0.0.1", open_port, is_master=False, wait_for_workers=False)
+        for key in store.list_keys():
+            assert not key.startswith("torch.rendezvous") or nodes > 1  # torchrun unpickles what it reads there
+            store.set(key, "of a stranger")
+    time.sleep(2)
+    for run in runs:
+        os.kill(run.process.pid, signal.SIGTERM)
+    runs[0].wait_for("SIGTERM")
+    (runs[0].folder / "disk").touch()
+    assert [run.end()[0] for run in runs] == [143] * nodes
+    assert [runs[0].events(rank)[1:] for rank in range(2)] == [["start-0", "SIGTERM", "saved"]] * 2
 
 
 @pytest.mark.parametrize("asked", [0, 1])

@@ -213,8 +213,12 @@ class Workers(threading.Thread):
         if node.count > 1:
             options |= {"nnodes": node.count, "node-rank": node.rank}
             options |= {"rdzv-endpoint": self.place, "rdzv-conf": f"timeout={PREPARE}"}
-        alone = [] if node.count > 1 else ["--standalone"]  # PyTorch takes a free port and keeps it
-        self.arguments = [*alone, *(f"--{name}={value}" for name, value in options.items()), "--module", *command]
+        else:
+            # In a file of our own: through a port, whoever reaches it can have all workers start again, and what comes
+            # through it is unpickled. (The workers meet at a free port, which PyTorch takes and keeps.)
+            options |= {"rdzv-backend": "c10d", "rdzv-conf": "store_type=file", "local-addr": "localhost"}
+            options |= {"rdzv-endpoint": f"{folder}/rendezvous"}
+        self.arguments = [*(f"--{name}={value}" for name, value in options.items()), "--module", *command]
         self.stop, self.stopped_at = 0, 0.0
         self.told: set[int] = set()  # process ids of workers that SIGTERM was sent to
         self.failures: dict[int, ProcessFailure] = {}
