@@ -25,6 +25,7 @@ from titan_linear.data import (
     build_tokenizer,
     load_corpus,
     open_corpus,
+    tokenise_corpus,
     verify_corpus,
     write_corpus,
 )
@@ -303,6 +304,29 @@ def test_tools(folder: Callable):
     assert found[:6] == ["'tools' is no list of objects, nor the JSON text of one"] * 6
     without, listed, text = (document.tokens.tolist() for document in (found[6], found[-2], found[-1]))
     assert listed == text != without and found[7].tokens.tolist() == found[8].tokens.tolist() == without
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+        "{{ 9 ** (9 ** 9) }}",  # by jinja2's compiler, in one operation of C
+        "{{ 1 | round(1000000000, 'ceil') }}",
+        "{% set n = messages | length + 8 %}{{ n ** (n ** n) }}",
+    ],
+)
+def test_a_template_that_does_not_end(folder: Callable, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, template: str):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"messages": [{"role": "assistant", "content": "x"}]}))
+    monkeypatch.setattr("titan_linear.data.corpus.chat.SECONDS", 0.3)
+    tokenizer = build_tokenizer(str(folder(template)))
+    with pytest.raises(ValueError, match="its chat template takes more than 20 s for the text of a conversation"):
+        tokenise_corpus(tmp_path / "o", "jsonl", str(tmp_path / "a.jsonl"), tokenizer, dataset_format="messages")
+
+
+def test_a_template_with_an_unknown_filter(folder: Callable):
+    encoder = Conversations(build_tokenizer(str(folder("{{ messages | nothing }}"))))
+    with pytest.raises(ValueError, match=r"model\.tokenizer_path: its chat template 'default' is not one: No filter"):
+        encoder.encode_batch(CHATS[:1])
 
 
 def test_tokenizers_without_a_template(folder: Callable):

@@ -46,7 +46,7 @@ from titan_linear.data.corpus.sources import (
     read_documents,
     source_files,
 )
-from titan_linear.data.corpus.tokenise import Encoder, Tokens, tokenise, worker_count
+from titan_linear.data.corpus.tokenise import Encoder, Tokens, may_have_children, tokenise, worker_count
 from titan_linear.data.corpus.tokenizer import Tokenizer
 from titan_linear.data.corpus.writing import (
     BadDocument,
@@ -331,7 +331,9 @@ def _tokenised(texts: _Texts, journal: Journal) -> Iterator[Tokens]:
         smoothing=0,
         disable=not texts.show_progress,
     )
-    with bar, closing(tokenise(texts.encoder, documents, worker_count(total))) as encoded:
+    # A chat template runs in a worker (chat.py).
+    least = int(texts.dataset_format == "messages" and may_have_children())
+    with bar, closing(tokenise(texts.encoder, documents, max(least, worker_count(total)))) as encoded:
         for document, tokens in encoded:
             bar.update(min(document.size, total - bar.n))  # sizes of rows are fractions, whose sum may pass the total
             while ends and ends[0] <= journal.read:

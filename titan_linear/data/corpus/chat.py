@@ -5,10 +5,11 @@
     completion   `prompt` and `completion`, two texts, each tokenised by itself, and the end token; what follows the
                  prompt is trained on
 
-A chat template is somebody else's jinja2 program. It runs in jinja2's sandbox and sees the record and the names of
-special tokens, and nothing else: no clock either (`strftime_now` is not defined), so that the same record always gives
-the same tokens. These are the tokens that transformers' `apply_chat_template` gives: of several templates, "tool_use"
-writes records with tools and "default" the others, and a message's reasoning has the names that templates read.
+A chat template is somebody else's jinja2 program. It runs in jinja2's sandbox, in a process of its own, which ends if
+one text takes SECONDS, and sees the record and the names of special tokens, and nothing else: no clock either
+(`strftime_now` is not defined), so that the same record always gives the same tokens. These are the tokens that
+transformers' `apply_chat_template` gives: of several templates, "tool_use" writes records with tools and "default" the
+others, and a message's reasoning has the names that templates read.
 
 An answer is what the template has between {% generation %} and {% endgeneration %}. If it has none of these, the
 conversation is rendered twice for each answer: up to it, as a prompt, and including it. If the second text begins with
@@ -22,12 +23,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+import signal
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import jinja2
 import numpy as np
-from jinja2 import meta, nodes
+from jinja2 import nodes
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -37,6 +41,7 @@ from titan_linear.data.corpus.tokenizer import NAMED_TOKENS, HuggingFaceTokenize
 Record = Mapping[str, Any]
 ANSWERER = "assistant"
 _BEGIN, _END = "\ufdd0answer\ufdd1", "\ufdd0/answer\ufdd1"  # around answers; a text that has them is refused
+SECONDS = 20.0  # of a process's time
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # the first that a message has is its reasoning
 _REMEDY = "put {% generation %} and {% endgeneration %} around answers in the chat template (docs/data.md)"
 
@@ -97,7 +102,7 @@ class Conversations:
                 "model.tokenizer_path to a folder with one (chat_template in tokenizer_config.json, or a "
                 "chat_template.jinja beside tokenizer.json: docs/data.md has an example), or use 'completion'"
             )
-        self._templates = {name: _Template.of(name, source) for name, source in sources.items()}
+        self._templates = {name: _Template(name, source) for name, source in sources.items()}
         own = set().union(*(template.names for template in self._templates.values())) - {*NAMED_TOKENS}
         self._tokenizer, known = tokenizer, tokenizer.token_names
         self._names = {name: known[name] for name in (*NAMED_TOKENS, *sorted(own)) if name in known}
@@ -114,11 +119,13 @@ class Conversations:
             return "'messages' is no list of objects with a 'role'"
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
             return "'tools' is no list of objects, nor the JSON text of one"
+        template = self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
+        programs = template.programs
         messages = [_as_templates_know_it(message) for message in messages]
         if _BEGIN[0] in json.dumps([messages, tools], ensure_ascii=False, default=str):
             return "a message holds the noncharacter U+FDD0, which marks answers here; remove it"
         try:
-            text, answers = self._rendered(messages, tools or None)
+            text, answers = self._rendered(programs, messages, tools or None)
         except _Problem as problem:
             return str(problem)
         except Exception as error:  # whatever the template raises
@@ -129,19 +136,21 @@ class Conversations:
             loss_mask |= (places[:, 0] < end) & (begin < places[:, 1])
         return _with_answer(ids, loss_mask, f"nothing is said by the role {ANSWERER!r}")
 
-    def _rendered(self, messages: list[Record], tools: object) -> tuple[str, list[tuple[int, int]]]:
+    def _rendered(
+        self, programs: _Programs, messages: list[Record], tools: object
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and the ranges of its characters that are answers."""
-        template = self._templates["tool_use" if tools and "tool_use" in self._templates else "default"]
 
-        def render(messages: list[Record], program: jinja2.Template = template.plain, prompts: bool = False) -> str:
-            return program.render(
-                messages=messages, tools=tools, documents=None, add_generation_prompt=prompts, **self._names
-            )
+        def render(messages: list[Record], program: jinja2.Template = programs.plain, prompts: bool = False) -> str:
+            with _in_time():
+                return program.render(
+                    messages=messages, tools=tools, documents=None, add_generation_prompt=prompts, **self._names
+                )
 
         whole = render(messages)
         answers = []
-        if template.marked is not None:
-            plain, answers = _cut_marks(render(messages, template.marked))
+        if programs.marked is not None:
+            plain, answers = _cut_marks(render(messages, programs.marked))
             if plain != whole:
                 raise _Problem(
                     "the chat template changes what it has between {% generation %} and {% endgeneration %}; have it "
@@ -164,24 +173,50 @@ class Conversations:
         return whole, answers
 
 
-class _Template(NamedTuple):
+@contextmanager
+def _in_time() -> Iterator[None]:
+    """SIGVTALRM ends this process if what is inside takes SECONDS: one operation may keep C busy for ever, and no
+    handler in Python would run."""
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+
+
+class _Programs(NamedTuple):
     plain: jinja2.Template
     marked: jinja2.Template | None  # the same with marks around answers, if the template says where they are
-    names: set[str]  # the variables that it reads
 
-    @classmethod
-    def of(cls, name: str, source: str) -> _Template:
-        """ValueError: it is not a valid template."""
-        plain = _environment()
-        marking = _environment(_BEGIN, _END)
+
+class _Template:
+    """ValueError: it is not a valid template.
+
+    names: the variables in it.
+    """
+
+    def __init__(self, name: str, source: str):
+        self._name = name
+        self._source = source
+        with self._refusing():
+            self._tree = _environment(_BEGIN, _END).parse(source)
+        self.names = {node.name for node in self._tree.find_all(nodes.Name)}
+
+    @cached_property
+    def programs(self) -> _Programs:
+        """Compiled where they run: jinja2 computes constants when it compiles."""
+        marks = any(text.data == _BEGIN for text in self._tree.find_all(nodes.TemplateData))
+        with self._refusing(), _in_time():
+            marked = _environment(_BEGIN, _END).from_string(self._source) if marks else None
+            return _Programs(_environment().from_string(self._source), marked)
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
         try:
-            tree = marking.parse(source)
-            marks = any(text.data == _BEGIN for text in tree.find_all(nodes.TemplateData))
-            marked = marking.from_string(source) if marks else None
-            return cls(plain.from_string(source), marked, meta.find_undeclared_variables(tree))
+            yield
         except jinja2.TemplateError as error:
             raise ValueError(
-                f"model.tokenizer_path: its chat template {name!r} is not one: {error}; repair it"
+                f"model.tokenizer_path: its chat template {self._name!r} is not one: {error}; repair it"
             ) from error
 
 

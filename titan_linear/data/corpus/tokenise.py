@@ -16,12 +16,20 @@ from typing import Any
 
 import numpy as np
 
-from titan_linear.data.corpus.chat import MaskedTokens, RecordEncoder
+from titan_linear.data.corpus.chat import SECONDS, MaskedTokens, RecordEncoder
 from titan_linear.data.corpus.sources import Document
 from titan_linear.data.corpus.tokenizer import Tokenizer
 
 BLOCK_CHARACTERS = 1 << 18
 BLOCK_DOCUMENTS = 1024
+KILLED = (
+    "a process that tokenises was killed, perhaps because memory ran out; start again, with more memory or fewer cores "
+    "(taskset)"
+)
+TOO_LATE = (
+    f"model.tokenizer_path: its chat template takes more than {SECONDS:.0f} s for the text of a conversation; take one "
+    "from a source that you trust"
+)
 AHEAD = 4  # finished blocks per worker that may wait for an earlier one
 Block = list[Document]
 Encoder = Tokenizer | RecordEncoder
@@ -31,9 +39,13 @@ Encoded = list[Tokens | str]  # for each document: its tokens, or why it has non
 
 def worker_count(num_bytes: int) -> int:
     """Workers for this much text: one per core; none for little, or in a process that may not have children."""
-    if num_bytes < 1 << 20 or multiprocessing.current_process().daemon:
+    if num_bytes < 1 << 20 or not may_have_children():
         return 0
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def may_have_children() -> bool:
+    return not multiprocessing.current_process().daemon
 
 
 def tokenise(
@@ -53,16 +65,16 @@ def tokenise(
         _start(workers, encoder, num_workers)
         for block, encoded in _in_order(list(workers), blocks):
             yield from _of_all(block, encoded)
+        return
     except (EOFError, ConnectionError):
-        raise ValueError(
-            "a process that tokenises was killed, perhaps because memory ran out; start again, with more memory or "
-            "fewer cores (taskset)"
-        ) from None
+        pass  # which signal killed it is known once it has been joined
     finally:
         for process in workers.values():
             process.kill()
         for process in workers.values():
             process.join()
+    late = any(process.exitcode == -signal.SIGVTALRM for process in workers.values())
+    raise ValueError(TOO_LATE if late else KILLED)
 
 
 def _blocks(documents: Iterable[Document]) -> Iterator[Block]:
