@@ -16,7 +16,7 @@ import pytest
 from tqdm import TqdmWarning
 
 from titan_linear.data import ByteTokenizer, Corpus, open_corpus, write_corpus
-from titan_linear.data.corpus.sources import source_files
+from titan_linear.data.corpus.sources import read_documents, source_files
 
 
 @pytest.fixture
@@ -354,6 +354,38 @@ def test_arrow_bad(texts: Callable, tmp_path: Path):
         file.write_bytes(content)
         with pytest.raises(ValueError, match=r"bad\.arrow: not a whole arrow file|bad\.arrow cannot be read"):
             texts("arrow", file)
+
+
+def hostile_arrow(file: Path, offsets: list[int], kind: str) -> None:
+    """Two texts at these offsets in a buffer of 4 bytes: rows, or contents of one message each."""
+    column = pa.array(["ab", "cd"])
+    if kind == "messages":
+        messages = pa.StructArray.from_arrays([pa.array(["user"] * 2), column], names=["role", "content"])
+        column = pa.ListArray.from_arrays(pa.array([0, 1, 2], pa.int32()), messages)
+    batch = pa.record_batch({kind: column})
+    with pa.ipc.new_stream(str(file), batch.schema) as stream:
+        stream.write_batch(batch)
+    sound, hostile = (np.array(numbers, dtype=np.int32).tobytes() for numbers in ([0, 2, 4], offsets))
+    assert file.read_bytes().count(sound) == 1
+    file.write_bytes(file.read_bytes().replace(sound, hostile))
+
+
+@pytest.mark.parametrize("kind", ["text", "messages"])
+@pytest.mark.parametrize("offsets", [[0, 2, 1 << 20], [0, 1 << 30, 4], [0, -9, 4], [0, 5, 4]])
+def test_arrow_values_outside_of_their_buffer(tmp_path: Path, offsets: list[int], kind: str):
+    hostile_arrow(tmp_path / "sound.arrow", [0, 2, 4], kind)
+    hostile_arrow(tmp_path / "bad.arrow", offsets, kind)
+    assert len(list(read_documents("arrow", tmp_path / "sound.arrow", "text", kind))) == 2
+    with pytest.raises(ValueError, match=r"bad\.arrow: not a whole arrow file: "):
+        list(read_documents("arrow", tmp_path / "bad.arrow", "text", kind))
+
+
+def test_a_message_that_is_not_utf8_spoils_its_row_alone(tmp_path: Path):
+    file = tmp_path / "a.arrow"
+    hostile_arrow(file, [0, 2, 4], "messages")
+    file.write_bytes(file.read_bytes().replace(b"abcd", b"abc\xff"))
+    first, second = read_documents("arrow", file, "text", "messages")
+    assert not first.problem and second.problem.startswith("not UTF-8")
 
 
 def test_parquet(texts: Callable, tmp_path: Path):

@@ -329,10 +329,33 @@ def _read_arrow(file: Path, fields: _Fields) -> Iterator[Document]:
             open_table = pa.ipc.open_file if source.read(6) == b"ARROW1" else pa.ipc.open_stream
             source.seek(0)
             table = open_table(source).read_all()  # mapped: a column's bytes are read when they are used
-            rows = table.select(_columns(file, table.column_names, fields)).to_batches(max_chunksize=ROWS)
-            yield from _rows(file, rows, file.stat().st_size / max(table.num_rows, 1), fields)
+            chosen = table.select(_columns(file, table.column_names, fields))
+            yield from _rows(file, _sound(chosen), file.stat().st_size / max(table.num_rows, 1), fields)
     except pa.ArrowException as error:
         raise ValueError(f"{file}: not a whole arrow file: {error}; leave it out, or write it again") from error
+
+
+def _sound(table: Any) -> Iterator[Any]:
+    """The batches of a table, each once its values are known to lie inside its buffers. Texts are read as bytes for
+    this: one that is not UTF-8 spoils its own row alone."""
+    for batch in table.to_batches():
+        for column in batch.columns:
+            column.view(_of_bytes(column.type)).validate(full=True)
+        for row in range(0, len(batch), ROWS):
+            yield batch.slice(row, ROWS)
+
+
+def _of_bytes(kind: Any) -> Any:
+    """The type with bytes in place of texts, also inside lists and structs."""
+    import pyarrow as pa
+
+    if pa.types.is_list(kind):
+        return pa.list_(kind.value_field.with_type(_of_bytes(kind.value_type)))
+    if pa.types.is_large_list(kind):
+        return pa.large_list(kind.value_field.with_type(_of_bytes(kind.value_type)))
+    if pa.types.is_struct(kind):
+        return pa.struct([kind.field(i).with_type(_of_bytes(kind.field(i).type)) for i in range(kind.num_fields)])
+    return {pa.string(): pa.binary(), pa.large_string(): pa.large_binary()}.get(kind, kind)
 
 
 def _columns(file: Path, names: list[str], fields: _Fields) -> list[str]:
