@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import io
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+from contextlib import redirect_stdout
 
 import pytest
 
-from titan_linear.distributed.process import StopSignal
+from titan_linear.distributed.ending import explain
+from titan_linear.distributed.process import StopSignal, outliving_readers, refusing, unescaped
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -75,6 +78,52 @@ def test_an_interrupted_command_is_silent() -> None:
         assert command.stdout.readline() == "begun\n"
         command.send_signal(signal.SIGINT)
         assert (command.wait(), command.stderr.read()) == (128 + signal.SIGINT, "")
+
+
+ANYTHING = "tab\t é 中 \x1b]0;title\x07\x1b[2J\x9b1m\b\x7f\u202egpj\udcff a\rb c\r\nend"
+SHOWN = r"tab<TAB> é 中 \x1b]0;title\x07\x1b[2J\x9b1m\x08\x7f\u202egpj\udcff a\rb c<CR>" + "\nend\n"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("around", ["run_command", "outliving_readers"])
+def test_any_text_can_be_shown_and_none_is_obeyed(around: str, stream: str, encoding: str) -> None:
+    code = (
+        "import sys\n"
+        "from titan_linear.distributed import process\n"
+        "def main(argv):\n"
+        f"    print({ANYTHING!r}, file=sys.{stream})\n"
+        "    return 7\n"
+        "if 'run' in sys.argv[1]:\n"
+        "    process.run_command(main)\n"
+        "with process.outliving_readers():\n"
+        "    code = main([])\n"
+        "sys.exit(code)\n"
+    )
+    environment = os.environ | {"PYTHONIOENCODING": encoding}
+    done = subprocess.run([sys.executable, "-c", code, around], capture_output=True, env=environment)
+    escaped = SHOWN.encode(encoding, "backslashreplace")
+    assert getattr(done, stream) == escaped.replace(b"<TAB>", b"\t").replace(b"<CR>", b"\r")
+    assert done.returncode == 7
+
+
+def test_progress_bars_and_colours_reach_the_terminal() -> None:
+    out = io.StringIO()
+    with redirect_stdout(out), outliving_readers():
+        print("\rhalf", end="")
+        print("\033[32mgreen\033[0m", file=unescaped(sys.stdout))
+        print("\033[32mgreen\033[0m")
+    assert out.getvalue() == "\rhalf\033[32mgreen\033[0m\n\\x1b[32mgreen\\x1b[0m\n"
+
+
+def test_what_cannot_be_encoded_is_no_mistake_of_the_users() -> None:
+    @refusing(ValueError)
+    def main(argv: list[str]) -> int:
+        "é".encode("ascii")
+
+    with pytest.raises(UnicodeEncodeError) as error:
+        main([])
+    assert explain(error.value) == (1, "")
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import TYPE_CHECKING
 
 from titan_linear.config import Config, check_config, config_to_toml, load_config
-from titan_linear.distributed.process import AGREED, LAUNCHER, LOST, MISTAKE, outliving_readers, run_command
+from titan_linear.distributed.process import AGREED, LAUNCHER, LOST, outliving_readers, refusing, run_command
 from titan_linear.storage.rundir import CONFIG, check_resume, claimed, copied_configuration
 
 if TYPE_CHECKING:
@@ -49,6 +49,7 @@ class Node:
     port: int = 0
 
 
+@refusing(ValueError)
 def main(argv: list[str]) -> int:
     """Check, then run. Return the exit code: 0, 2 for a user's mistake, 130, 143, or a failed worker's."""
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -59,28 +60,24 @@ def main(argv: list[str]) -> int:
 
         print(flavors())
         return 0
-    try:
-        config, node = load_config(argv), this_node()
-        world_size = node.count * node.processes
-        check_config(config, world_size)
-        if warning := copied_configuration(config):
-            print(warning, flush=True)
-        # Node 0 holds the folder's lock for all nodes.
-        with claimed(config) if node.rank == 0 else nullcontext():
-            for change in check_resume(config):
-                print(f"resuming with {change}", flush=True)
-            from titan_linear.run.preflight import preflight  # slow to import; --help and misspelt keys do without
+    config, node = load_config(argv), this_node()
+    world_size = node.count * node.processes
+    check_config(config, world_size)
+    if warning := copied_configuration(config):
+        print(warning, flush=True)
+    # Node 0 holds the folder's lock for all nodes.
+    with claimed(config) if node.rank == 0 else nullcontext():
+        for change in check_resume(config):
+            print(f"resuming with {change}", flush=True)
+        from titan_linear.run.preflight import preflight  # slow to import; --help and misspelt keys do without
 
-            preflight(config, world_size, node.processes)
-            if config.doctor.at_start and node.rank == 0:
-                from titan_linear.run.preflight import prove
+        preflight(config, world_size, node.processes)
+        if config.doctor.at_start and node.rank == 0:
+            from titan_linear.run.preflight import prove
 
-                prove(argv, world_size)
-            with outliving_readers():
-                return run_workers(config, node)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return MISTAKE
+            prove(argv, world_size)
+        with outliving_readers():
+            return run_workers(config, node)
 
 
 def _exit_now(number: int, _: FrameType | None) -> None:

@@ -82,7 +82,7 @@ def peer_is_lost(error: BaseException) -> bool:
 
 def explain(error: BaseException) -> tuple[int, str]:
     """The exit code of a process that this error ends, and a line that says why; "" if it is a fault of the program."""
-    if isinstance(error, ValueError):
+    if isinstance(error, ValueError) and not isinstance(error, UnicodeEncodeError):
         return MISTAKE, str(error)
     if isinstance(error, RunFailed):
         return FAILED, str(error)

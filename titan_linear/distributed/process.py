@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import signal
 import socket
 import sys
@@ -27,6 +28,10 @@ LAUNCHER = "TITAN_LINEAR_LAUNCHER"  # environment variable of the workers: the l
 AGREED = "TITAN_LINEAR_AGREED"  # likewise: the file in which they leave what signal they agreed to stop for
 PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
 
+# What a terminal obeys: control characters but tab, newline and the carriage return with which progress bars begin, and
+# those that reverse the direction of writing.
+OBEYED = re.compile(r"(?<!^)\r(?!\n)|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+
 # Exit codes of a worker.
 MISTAKE, FAILED, LOST = 2, 3, 4  # a user's mistake; a bad loss, save or disk, or no GPU memory; a lost rank
 
@@ -39,8 +44,8 @@ def refusing(*mistakes: type[Exception]) -> Callable[[Command], Command]:
         def command(argv: list[str]) -> int:
             try:
                 return main(argv)
-            except BrokenPipeError:
-                raise  # to run_command
+            except (BrokenPipeError, UnicodeEncodeError):
+                raise  # to run_command; a fault of the program
             except mistakes as error:
                 print(f"error: {error}", file=sys.stderr)
                 return MISTAKE
@@ -53,11 +58,12 @@ def refusing(*mistakes: type[Exception]) -> Callable[[Command], Command]:
 def run_command(main: Command) -> NoReturn:
     """Exit with the code of main(argv); silently after Ctrl-C, or if nobody reads its output any more."""
     try:
-        try:
-            code = main(sys.argv[1:])
-        except SystemExit as exit:
-            code = exit.code
-        sys.stdout.flush()
+        with redirect_stdout(_Escaping(sys.stdout)), redirect_stderr(_Escaping(sys.stderr)):
+            try:
+                code = main(sys.argv[1:])
+            except SystemExit as exit:
+                code = exit.code
+            sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # takes what is flushed at exit
         code = 128 + signal.SIGPIPE
@@ -72,25 +78,46 @@ def outliving_readers() -> Iterator[None]:
 
     `tee` dies of the same Ctrl-C that asks for a last save, and terminals hang up.
     """
-    with redirect_stdout(_Outliving(sys.stdout)), redirect_stderr(_Outliving(sys.stderr)):
+    out, err = (_Escaping(_Outliving(stream)) for stream in (sys.stdout, sys.stderr))
+    with redirect_stdout(out), redirect_stderr(err):
         yield
         sys.stdout.flush()
 
 
-class _Outliving:
-    """A text stream to a reader that may go away."""
+class _Around:
+    """A text stream in place of another."""
 
-    def __init__(self, stream: TextIO):
+    def __init__(self, stream: TextIO | _Around):
         self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class _Escaping(_Around):
+    """Shows what a terminal would obey, and what the stream's encoding does not have, as escapes: samples, prompts and
+    the names of files may hold anything."""
+
+    def write(self, text: str) -> int:
+        shown = OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+        encoding = self.stream.encoding or "utf-8"
+        self.stream.write(shown.encode(encoding, "backslashreplace").decode(encoding))
+        return len(text)
+
+
+def unescaped(stream: TextIO) -> TextIO:
+    """The stream to write to what is certain to be the program's own, colours included."""
+    return stream.stream if isinstance(stream, _Escaping) else stream
+
+
+class _Outliving(_Around):
+    """A text stream to a reader that may go away."""
 
     def write(self, text: str) -> int:
         return self._try(self.stream.write, text) or len(text)
 
     def flush(self) -> None:
         self._try(self.stream.flush)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
 
     def _try(self, do: Callable[..., Any], *args: Any) -> Any:
         try:

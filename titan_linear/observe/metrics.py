@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from titan_linear.config import Config, config_to_toml
+from titan_linear.distributed.process import unescaped
 from titan_linear.storage.files import open_own, write_whole
 from titan_linear.storage.rundir import BOARD, METRICS, TELEMETRY, WANDB, cut_metrics, json_line
 
@@ -237,7 +238,7 @@ class MetricsLogger:
         shown = [f"step {step:>{width}}/{self.steps}"]
         for name, text, colour in fields:
             shown.append(f"{name} \033[{colour}m{text}\033[0m" if self.colour else f"{name} {text}")
-        print("  ".join(shown), file=self.out, flush=True)
+        print("  ".join(shown), file=unescaped(self.out), flush=True)
 
 
 def _tensorboard(config: Config, start_step: int, with_mfu: bool) -> Any:
