@@ -16,6 +16,9 @@ from titan_linear.config import (
     load_config,
 )
 from titan_linear.config.schema import ABSENT
+from titan_linear.data import build_tokenizer
+from titan_linear.data.corpus.sources import source_files
+from titan_linear.storage.files import default_cache_dir
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +109,31 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     folders = ("checkpoint.folder", "profiling.save_traces_folder", "profiling.save_memory_snapshot_folder")
     config = load_config([f"--{key}=~/{key}" for key in folders])  # inside the run's they would be named "~"
     assert {key: flat_keys(config)[key] for key in folders} == {key: str(tmp_path / key) for key in folders}
+
+
+def test_without_a_home_folder(monkeypatch):
+    """No HOME, and no entry in passwd: a container that runs as any user id."""
+
+    def no_entry(_):
+        raise KeyError("uid not found")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+    with pytest.raises(ValueError, match="HOME is not set; set it, or XDG_CACHE_HOME"):
+        default_cache_dir()
+    for path in ("~/texts", "~nobody-of-this-name/texts"):
+        with pytest.raises(ValueError, match=f"no file is at '{path}'"):
+            source_files("text", path)
+        with pytest.raises(ValueError, match=f"{path} does not exist"):
+            build_tokenizer(path)
+
+
+@pytest.mark.parametrize("key", ["training.dataset_path", "job.dump_folder", "sample.prompt"])
+def test_a_text_that_is_not_utf8_is_refused(key):
+    """As the name of a file may be; config.toml could not hold it."""
+    with pytest.raises(ValueError, match=rf"command line: {key} = 'a\\udcff' is not UTF-8; rename the file"):
+        load_config([f"--{key}=a\udcff"])
 
 
 @pytest.mark.parametrize(

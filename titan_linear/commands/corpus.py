@@ -17,6 +17,7 @@ prune     removes caches, which runs make again from their texts; nothing else, 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from pathlib import Path
@@ -51,7 +52,7 @@ def write(args: argparse.Namespace) -> int:
     if args.format != "text" and args.text_field != "text":
         raise ValueError(f"--text-field {args.text_field} is not used by --format {args.format}; remove one of them")
     corpus = tokenise_corpus(
-        Path(args.folder).expanduser().absolute(),
+        Path(os.path.expanduser(args.folder)).absolute(),
         args.dataset,
         args.path,
         build_tokenizer(args.tokenizer, "--tokenizer"),
@@ -73,8 +74,9 @@ def caches(folder: Path) -> list[Path]:
 
 def named(name: str) -> Path:
     """The folder of a cache, given by its name, or of a corpus, given by its path."""
-    cache = default_cache_dir() / name
-    return cache if CACHE_NAME.fullmatch(name) and not Path(name).exists() else Path(name).expanduser().absolute()
+    if CACHE_NAME.fullmatch(name) and not Path(name).exists():
+        return default_cache_dir() / name
+    return Path(os.path.expanduser(name)).absolute()
 
 
 def show(folder: Path) -> int:

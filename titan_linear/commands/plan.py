@@ -22,6 +22,7 @@ says what is modelled, and how far off it is.
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -137,7 +138,7 @@ def of_whole_length(config: Config) -> str:
 def planned_model(config: Config) -> ModelConfig:
     """The run's model; if its tokenizer's file is missing, the model's vocabulary is assumed to be large enough."""
     path = tokenizer_path(config)
-    if path and not Path(path).expanduser().exists():
+    if path and not Path(os.path.expanduser(path)).exists():
         model = model_without_tokenizer(config)
         print(f"model.tokenizer_path = {path!r} is not here: a vocabulary of {model.vocab_size} is assumed")
         return model
@@ -153,7 +154,7 @@ def check(config: Config, model: ModelConfig, gpus: int) -> None:
 def check_corpus(config: Config) -> None:
     """ValueError: the run's tokens are at hand, and are fewer than a step takes."""
     path = tokenizer_path(config)
-    if path and not Path(path).expanduser().exists():
+    if path and not Path(os.path.expanduser(path)).exists():
         return
     found = cached_corpora(config, build_tokenizer(path))
     if None not in found:

@@ -301,6 +301,8 @@ def _explain(error: Any) -> str:
         return f"{key} is not a key; a table of {list_key} has {', '.join(table.model_fields)}"
     if kind == "extra_forbidden":
         return f"{key} is not a {'key' if '.' in key else 'section'}{_nearest(key)}"
+    if kind == "string_unicode":
+        return f"{key} = {value!r} is not UTF-8; rename the file, or give its folder or a glob"
     if kind == "missing":
         return f"{key} is missing; give it"
     if kind == "list_type":

@@ -20,7 +20,12 @@ class Rule(Enum):
 
 class Section(BaseModel):
     model_config = ConfigDict(
-        strict=True, extra="forbid", frozen=True, allow_inf_nan=False, use_attribute_docstrings=True
+        strict=True,
+        extra="forbid",
+        frozen=True,
+        allow_inf_nan=False,
+        use_attribute_docstrings=True,
+        str_min_length=0,  # of whatever length a text is: only then does pydantic see that it is UTF-8, as TOML is
     )
     rules: ClassVar[tuple[Rule, ...]] = ()  # of all its keys
 

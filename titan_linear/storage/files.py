@@ -156,5 +156,8 @@ def beside(path: Path, what: str) -> Path:
 
 
 def default_cache_dir() -> Path:
-    """The user's cache folder."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "titan_linear"
+    """The user's cache folder. ValueError: it is not known, as in a container whose user has no home."""
+    caches = os.path.expanduser(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    if caches.startswith("~"):
+        raise ValueError("no home folder is known for token caches: HOME is not set; set it, or XDG_CACHE_HOME")
+    return Path(caches, "titan_linear")

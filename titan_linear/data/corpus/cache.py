@@ -97,7 +97,7 @@ def open_corpus(
     if dataset == "tokens":
         if not dataset_path:
             raise ValueError(f'{path_key} is empty: training.dataset = "tokens" needs a corpus\'s folder')
-        folder = Path(dataset_path).expanduser().absolute()
+        folder = Path(os.path.expanduser(dataset_path)).absolute()
         if not folder.is_dir():
             raise ValueError(
                 f"{path_key} = {dataset_path!r}: no such folder; give a corpus's (titan-linear corpus writes one)"
@@ -134,7 +134,7 @@ def cached_corpus(
 ) -> Corpus | None:
     """A corpus of tokens, or that of texts if it is in the cache; None: it is not here. Nothing is written."""
     try:
-        folder = Path(dataset_path or "").expanduser()
+        folder = Path(os.path.expanduser(dataset_path or ""))
         if dataset != "tokens":
             files = source_files(dataset, dataset_path)
             texts = _Texts(dataset, files, text_field, dataset_format, tokenizer, on_bad_document, False)

@@ -116,7 +116,7 @@ def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "tra
             raise ValueError(f"{path_key} = {dataset_path!r}: nothing stands beside a comma; leave the comma out")
         found = _expand(pattern.strip(), suffixes)
         if not found:
-            here = "" if Path(pattern.strip()).expanduser().is_absolute() else f" in {os.getcwd()}"
+            here = "" if Path(os.path.expanduser(pattern.strip())).is_absolute() else f" in {os.getcwd()}"
             raise ValueError(
                 f"{path_key} = {dataset_path!r}: no {' or '.join(suffixes) or 'file'} is at {pattern.strip()!r}{here}; "
                 "give a file, a folder or globs (separated by commas)"
@@ -188,7 +188,7 @@ def _refuse_unreadable(error: OSError) -> None:
 
 def _expand(pattern: str, suffixes: tuple[str, ...]) -> list[Path]:
     """The files of a file's path, a folder's, or a glob; if a glob matches only folders, the files in them."""
-    path = Path(pattern).expanduser().absolute()
+    path = Path(os.path.expanduser(pattern)).absolute()
     if path.is_dir():
         return _walk(path, suffixes)
     if path.exists():

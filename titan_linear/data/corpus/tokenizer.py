@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -249,7 +250,7 @@ def build_tokenizer(path: str | None, key: str = "model.tokenizer_path") -> Toke
     """
     if not path:
         return ByteTokenizer()
-    file = Path(path).expanduser()
+    file = Path(os.path.expanduser(path))
     if file.is_dir():
         file = file / TOKENIZER
     if not file.is_file():

@@ -6,6 +6,7 @@ whole paths, any other fits them from any folder on: "books/*.jsonl" is a .jsonl
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -99,6 +100,6 @@ def _fits(glob: str, paths: Sequence[str], name: str) -> np.ndarray:
 
 
 def _regex(glob: str) -> str:
-    glob = str(Path(glob).expanduser())
+    glob = str(Path(os.path.expanduser(glob)))
     start = "" if glob.startswith("/") else "(?:.*/)?"
     return start + "".join(_WILD.get(part) or re.escape(part) for part in _PART.findall(glob))
