@@ -399,7 +399,7 @@ def test_a_port_in_use_is_a_mistake(monkeypatch):
 def calls(monkeypatch, tmp_path) -> Iterator[list]:
     """What main calls, in a folder of its own, with no GPU and two processes."""
     calls = []
-    module = SimpleNamespace(preflight=lambda config, *sizes: calls.append(("preflight", *sizes)))
+    module = SimpleNamespace(preflight=lambda config, *sizes: calls.append(("preflight", *sizes)), prove=None)
     monkeypatch.setitem(sys.modules, "titan_linear.run.preflight", module)
     monkeypatch.setattr(launch, "run_workers", lambda *args: calls.append(args) or 0)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)

@@ -18,7 +18,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -28,7 +28,8 @@ from typing import TYPE_CHECKING
 
 from titan_linear.config import Config, check_config, config_to_toml, load_config
 from titan_linear.distributed.process import AGREED, LAUNCHER, LOST, outliving_readers, refusing, run_command
-from titan_linear.storage.rundir import CONFIG, check_resume, claimed, copied_configuration
+from titan_linear.run.clearance import cleared
+from titan_linear.storage.rundir import CONFIG
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -63,21 +64,8 @@ def main(argv: list[str]) -> int:
     config, node = load_config(argv), this_node()
     world_size = node.count * node.processes
     check_config(config, world_size)
-    if warning := copied_configuration(config):
-        print(warning, flush=True)
-    # Node 0 holds the folder's lock for all nodes.
-    with claimed(config) if node.rank == 0 else nullcontext():
-        for change in check_resume(config):
-            print(f"resuming with {change}", flush=True)
-        from titan_linear.run.preflight import preflight  # slow to import; --help and misspelt keys do without
-
-        preflight(config, world_size, node.processes)
-        if config.doctor.at_start and node.rank == 0:
-            from titan_linear.run.preflight import prove
-
-            prove(argv, world_size)
-        with outliving_readers():
-            return run_workers(config, node)
+    with cleared(config, argv, world_size, node.processes, first=node.rank == 0), outliving_readers():
+        return run_workers(config, node)
 
 
 def _exit_now(number: int, _: FrameType | None) -> None:

@@ -19,8 +19,8 @@ from titan_linear.distributed.ending import Ending, explain, report
 from titan_linear.distributed.groups import host_group, on_rank_0, process_group
 from titan_linear.distributed.hangs import Watch, watched
 from titan_linear.distributed.process import be_deterministic, die_with_parent, under_launcher
-from titan_linear.run.preflight import preflight, prove
-from titan_linear.storage.rundir import CONFIG, RECORDERS, check_resume, claimed, copied_configuration
+from titan_linear.run.clearance import cleared
+from titan_linear.storage.rundir import CONFIG, RECORDERS
 
 Train = Callable[[Config, Watch, Ending], None]
 
@@ -46,21 +46,11 @@ def _join(config: Config, train: Train) -> None:
     with process_group(timedelta(seconds=config.comm.init_timeout_seconds)) as ending, ExitStack() as held:
         watch = held.enter_context(watched(folder / RECORDERS, ending.store, config.comm.train_timeout_seconds))
         if not under_launcher():  # torchrun: once joined, the others can wait while rank 0 checks and tokenises
-            on_rank_0(lambda: _claim(config, held), host_group())
+            world_size, node_size = dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"])
+            clearance = cleared(config, sys.argv[1:], world_size, node_size)
+            on_rank_0(lambda: held.enter_context(clearance), host_group())
         try:
             train(config, watch, ending)
         except torch.OutOfMemoryError as error:
             plan = f"titan-linear plan --gpus {dist.get_world_size()} --job.config_file {folder / CONFIG}"
             raise torch.OutOfMemoryError(f"{explain(error)[1]}; what a run needs: {plan}") from error
-
-
-def _claim(config: Config, held: ExitStack) -> None:
-    """Do what the launcher does before it starts a process; `held` keeps the folders' locks."""
-    if warning := copied_configuration(config):
-        print(warning, flush=True)
-    held.enter_context(claimed(config))
-    for change in check_resume(config):
-        print(f"resuming with {change}", flush=True)
-    preflight(config, dist.get_world_size(), int(os.environ["LOCAL_WORLD_SIZE"]))
-    if config.doctor.at_start:
-        prove(sys.argv[1:], dist.get_world_size())
