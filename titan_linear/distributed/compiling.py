@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from operator import getitem
 from pathlib import Path
+from textwrap import shorten
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -65,7 +66,7 @@ def _named(compiled: Callable[..., Any], layer: str) -> Callable[..., Any]:
         try:
             return compiled(*args, **kwargs)
         except TorchDynamoException as error:
-            reason = str(error).strip().partition("\n")[0]
+            reason = shorten(str(error).strip().partition("\n\n")[0], 300)  # the compiler's advice follows
             raise ValueError(
                 f"compile.enable = true: {layer} cannot be compiled ({type(error).__name__}: {reason}); "
                 "set compile.enable = false"
