@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pydoc
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from safetensors.torch import load_file
@@ -27,6 +29,7 @@ from titan_linear.run import exports
 from titan_linear.run.build import model_config
 from titan_linear.run.exports import Exports
 from titan_linear.run.preflight import _check_checkpoint, preflight
+from titan_linear.step.hooks import Hook, StepResult
 from titan_linear.train import Trainer
 
 ROOT = Path(__file__).parents[1]
@@ -68,6 +71,32 @@ def test_a_checkpoint_is_exported_while_training_goes_on(
     kept.write_text(kept.read_text().replace("num_layers = 0", "num_layers = 1"))
     assert convert.main(["to-hf", str(folder / "step-3"), str(tmp_path / "less")]) == 2
     assert "of another model" in capfd.readouterr().err and not (tmp_path / "less").exists()
+
+
+class SignalAtStep2(Hook):
+    def after_step(self, done: StepResult) -> None:
+        if done.step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def stop_rank_1(rank: int, world_size: int, argv: list[str], cache: str) -> None:
+    os.environ["XDG_CACHE_HOME"] = cache
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(exports, "command", lambda *_: [sys.executable, "-c", "import time; time.sleep(100)"])
+        trainer = Trainer(load_config(argv))
+        trainer.hooks += [SignalAtStep2()] * rank
+        with trainer.stop:
+            trainer.train()
+
+
+def test_a_stop_waits_for_no_export(corpus: Path, worlds: Callable[[int], World], tmp_path: Path) -> None:
+    """The signal came to another rank than that of the exports. Only what is to be kept is kept for the next start."""
+    argv = arguments(corpus, KEYS, {"job.dump_folder": tmp_path, "training.steps": 5})
+    preflight(load_config(argv), world_size=2)
+    began = time.monotonic()
+    worlds(2).run(stop_rank_1, argv, str(corpus.parent))
+    assert time.monotonic() - began < 60
+    assert [path.name for path in (tmp_path / "checkpoint").iterdir()] == ["step-3"]
 
 
 def saved(folder: Path, *steps: int) -> Config:
@@ -129,6 +158,26 @@ def test_a_failure_is_a_warning(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert found.waiting == [4] and found.process is None
 
 
+@pytest.mark.parametrize(("lacking", "said"), [("tempfile.TemporaryFile", "full"), ("subprocess.Popen", "too many")])
+def test_an_export_that_cannot_start_is_a_warning(
+    lacking: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """No room for temporary files, or for processes: what it does to one export it need not do to the next."""
+    runs(monkeypatch, "import os, sys; os.mkdir(sys.argv[1])")
+    given = pydoc.locate(lacking)
+    left = [OSError(11, said)]
+    monkeypatch.setattr(lacking, lambda *a, **k: _raise(left.pop()) if left else given(*a, **k))
+    in_use = set()
+    Exports(saved(tmp_path, 2, 4), 4, in_use).finish(StopSignal())
+    assert not in_use and capsys.readouterr().out == (
+        f"warning: exporting step-2 failed: no process starts: {said}\nexported '{tmp_path}/checkpoint/step-4-hf'\n"
+    )
+
+
+def _raise(error: OSError) -> NoReturn:
+    raise error
+
+
 @pytest.mark.timeout(60)
 def test_a_checkpoint_that_is_gone_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
@@ -139,22 +188,26 @@ def test_a_checkpoint_that_is_gone_is_not_waited_for(
     found.look()
     shutil.rmtree(folder / "step-4")
     found.finish(StopSignal())
+    found.report(StopSignal())
     assert capsys.readouterr().out == (
         f"exported '{folder}/step-2-hf'\nexported '{folder}/step-6-hf'\n"
         "warning: not exported: step-4 (no checkpoint there any more)\n"
     )
 
 
-def test_a_stop_does_not_wait(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
+def test_an_export_ends_with_the_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture, tmp_path: Path
+) -> None:
+    """A Ctrl-C while the complete run waits for it: no later start makes it, so it is named."""
     runs(monkeypatch, "import time; time.sleep(100)")
     found, stop = Exports(saved(tmp_path, 2), 2, set()), StopSignal()
-    began = time.monotonic()
     found.look()
     assert found.process.poll() is None
-    stop.received = stop.agreed = signal.SIGTERM
+    stop.received = signal.SIGINT
     found.finish(stop)
-    assert time.monotonic() - began < 20 and found.process.returncode == -signal.SIGKILL
-    assert capsys.readouterr().out == ""
+    found.report(stop)
+    assert found.process.returncode == -signal.SIGKILL
+    assert capsys.readouterr().out == "not exported: step-2; titan-linear convert to-hf does it\n"
 
 
 SLOW = """

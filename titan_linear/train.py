@@ -280,6 +280,7 @@ class Trainer:
         if self.exports:
             self.exports.finish(self.stop)
             self.checkpointer.prune(self.step)  # checkpoints that were kept for exports
+            self.exports.report(self.stop)
 
 
 # --- One process of a run --------------------------------------------------------------------------------------------

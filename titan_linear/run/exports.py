@@ -1,9 +1,9 @@
 """Checkpoints as Hugging Face folders, while the run goes on: checkpoint.export_interval.
 
 A process on rank 0's machine, of the lowest priority and without a GPU, reads a finished checkpoint and writes
-step-N-hf beside it, one tensor at a time; no step waits for it, and it dies with that rank. A failure is a warning. An
-export that a kill or a stop cut short is made at the next start, as long as the checkpoint is there; if the run is
-finished, that start only names it.
+step-N-hf beside it, one tensor at a time; no step waits for it, and it dies with that rank. A failure is a warning,
+also one to start the process. An export that a kill or a stop cut short is made at the next start, as long as the
+checkpoint is there; if the run is finished, that start only names it.
 
 python -m titan_linear.run.exports CHECKPOINT FOLDER DTYPE      does what that process does
 """
@@ -38,7 +38,7 @@ from titan_linear.run.build import (
 from titan_linear.step.hooks import Hook, StepResult
 from titan_linear.storage.hf_io import gather
 from titan_linear.storage.rundir import checkpoint_folder, config_of
-from titan_linear.storage.step_folders import verify, weights_path, whole_steps
+from titan_linear.storage.step_folders import describe, verify, weights_path, whole_steps
 from titan_linear.storage.tensors import check_weights, stored_weights
 
 # The program of an export's process; its arguments are the parent's process id and those of `main`. It attends to the
@@ -118,19 +118,23 @@ class Exports(Hook):
             self._begin(whole[0])
 
     def finish(self, stop: StopSignal) -> None:
-        """Wait for all exports, unless the run is asked to stop. No save follows."""
-        while not stop.received:
+        """Wait for all exports, unless the run is asked to stop. No save follows, and no checkpoint is in use."""
+        while not (stop.received or stop.agreed):
             self.look()
-            if not self.process:  # what still waits is not whole, and never will be
+            if not self.process and not self._whole():  # what still waits is not whole, and never will be
                 break
             time.sleep(0.05)
-        whole = self._whole()
-        if gone := [f"step-{step}" for step in self.waiting if step not in whole]:
-            print(f"warning: not exported: {', '.join(gone)} (no checkpoint there any more)", flush=True)
         if self.process:
             self.process.kill()
             self.process.wait()
-            whole.insert(0, self.exporting)
+            self.waiting.insert(0, self.exporting)
+        self.in_use.clear()
+
+    def report(self, stop: StopSignal) -> None:
+        """Say which exports are not made, once the checkpoints are removed that were kept for them."""
+        whole = self._whole()
+        if gone := [f"step-{step}" for step in self.waiting if step not in whole]:
+            print(f"warning: not exported: {', '.join(gone)} (no checkpoint there any more)", flush=True)
         if whole and not stop.agreed:  # the run is complete: no later start will make these
             print(not_exported(whole), flush=True)
 
@@ -146,26 +150,33 @@ class Exports(Hook):
         self.waiting.remove(step)
         self.exporting = step
         checkpoint, dtype = self.folder / f"step-{step}", self.config.checkpoint.export_dtype
-        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115 (the process writes it)
-        self.process = subprocess.Popen(
-            command(checkpoint, self._path(step), dtype),
-            env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
-            stdin=subprocess.DEVNULL,
-            stdout=self.output,
-            stderr=self.output,
-        )
+        try:
+            # Whatever bytes the process writes are shown.
+            self.output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115
+            self.process = subprocess.Popen(
+                command(checkpoint, self._path(step), dtype),
+                env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+                stdin=subprocess.DEVNULL,
+                stdout=self.output,
+                stderr=self.output,
+            )
+        except OSError as error:
+            self._ended(f"no process starts: {describe(error)}")
 
     def _say(self) -> None:
-        step, code = self.exporting, self.process.returncode
+        self.output.seek(0)
+        said = self.output.read().strip().splitlines() or [f"exit code {self.process.returncode}"]
+        self.output.close()
+        self._ended("" if self.process.returncode == 0 else said[-1].removeprefix("error: "))
+
+    def _ended(self, problem: str) -> None:
+        step = self.exporting
         self.exporting = self.process = None
         self.in_use.discard(step)
-        self.output.seek(0)
-        said = self.output.read().strip().splitlines() or [f"exit code {code}"]
-        self.output.close()
-        if code == 0:
-            print(f"exported '{self._path(step)}'", flush=True)
+        if problem:
+            print(f"warning: exporting step-{step} failed: {problem}", flush=True)
         else:
-            print(f"warning: exporting step-{step} failed: {said[-1].removeprefix('error: ')}", flush=True)
+            print(f"exported '{self._path(step)}'", flush=True)
 
 
 def command(checkpoint: Path, folder: Path, dtype: str) -> list[str]:
