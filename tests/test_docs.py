@@ -78,7 +78,7 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
 
 # --- Commands ---------------------------------------------------------------------------------------------------------
 
-COMMAND = re.compile(r"(\w+=\S+ )*(\./run_train\.sh |titan-linear |torchrun |python -m t|export )")
+COMMAND = re.compile(r"(\w+=\S+ )*(\./run_train\.sh |titan-linear |torchrun |python -m t|export \w+=)")
 RECORD = """#!/bin/sh
 { printf '%s\\0' "${0##*/}" "$NGPU" "$@"; printf '\\n\\0'; } >>"$LOG"
 """
