@@ -3,9 +3,15 @@
 #
 # NGPU         processes; default: the GPUs present, else 2 on the CPU
 # NNODES, NODE_RANK, MASTER_ADDR, MASTER_PORT: for several nodes, with the same command on each (docs/training.md)
-# CONFIG_FILE  default: train_configs/debug.toml
+# CONFIG_FILE  default: train_configs/debug.toml, the demo, whose model and texts then cannot be changed
 # ./run_train.sh --help documents every key. The Python environment is made if needed (tools/env.sh).
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/tools/env.sh"
+if [[ -z "${CONFIG_FILE:-}" && " $*" != *" --job.config_file"* &&
+  " $*" =~ \ --(model\.|training\.(dataset|mixture)|checkpoint\.initial_load)[^\ =]* ]]; then
+  echo "error:${BASH_REMATCH[0]} needs a CONFIG_FILE: without one the demo runs, whose learning rate and length are for" \
+    "its own model and texts; begin from one of train_configs/" >&2
+  exit 2
+fi
 find_python
 exec "$PYTHON" -m titan_linear.launch --job.config_file "${CONFIG_FILE:-$ROOT/train_configs/debug.toml}" "$@"

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
 import sys
+import textwrap
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -12,10 +16,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.refusals import exit_of, own_handlers
 from tests.test_train import arguments, train_on_rank
 from tests.worlds import Worlds
-from titan_linear.commands import plan
-from titan_linear.config import load_config
+from titan_linear import launch
+from titan_linear.commands import convert, generate, plan
+from titan_linear.commands import corpus as corpora
+from titan_linear.config import check_config, hf_weights, load_config
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.mixers import MIXERS
@@ -67,6 +74,99 @@ def test_files_that_a_page_names_exist(page: Path) -> None:
         r"`(\w+/[\w./-]*\.(?:py|md|sh|toml)|(?:titan_linear|models|ops|tests|docs)/[\w/]*/)`", page.read_text("utf-8")
     )
     assert [name for name in dict.fromkeys(named) if not any((place / name).exists() for place in PLACES)] == []
+
+
+# --- Commands ---------------------------------------------------------------------------------------------------------
+
+COMMAND = re.compile(r"(\w+=\S+ )*(\./run_train\.sh |titan-linear |torchrun |python -m t|export \w+=)")
+RECORD = """#!/bin/sh
+{ printf '%s\\0' "${0##*/}" "$NGPU" "$@"; printf '\\n\\0'; } >>"$LOG"
+"""
+TOMLS = sorted((ROOT / "train_configs").glob("*.toml"))
+PARSERS = {"convert": convert.parse, "corpus": corpora.parse, "generate": generate.parse}
+
+
+def commands_of(page: Path) -> list[str]:
+    """Those in indented blocks, those of four words or more in a sentence, and those in a TOML's comments."""
+    text = re.sub(r" *\\\n[ #]*", " ", page.read_text(encoding="utf-8") + "\n")
+    lines = re.findall(r"^(?:#   |    )(.*)$", text, re.MULTILINE)
+    spans = [" ".join(span.split()) for span in re.findall(r"`([^`]+)`", text.replace("```", ""))]
+    found = lines + [span for span in spans if span.count(" ") > 2 and not re.search(r"[|…$]", span)]
+    return [command for command in found if COMMAND.match(f"{command} ")]
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """run_train.sh and the configurations, where commands record their arguments and do nothing."""
+    shutil.copy(ROOT / "run_train.sh", tmp_path)
+    (tmp_path / "train_configs").symlink_to(ROOT / "train_configs")
+    for folder in ("tools", "docs", "bin"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "tools/env.sh").write_text("ROOT=$PWD\nfind_python() { PYTHON=launcher; }\n")
+    for name in ("launcher", "titan-linear", "torchrun", "python"):
+        (file := tmp_path / "bin" / name).write_text(RECORD)
+        file.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", f"{tmp_path}/bin:/usr/bin:/bin")
+    monkeypatch.setenv("LOG", str(tmp_path / "log"))
+    monkeypatch.delenv("NGPU", raising=False)
+    return tmp_path
+
+
+def ran(checkout: Path, script: str) -> list[list[str]]:
+    """Program, NGPU and arguments of each command."""
+    done = subprocess.run(["bash", "-euc", script], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr
+    return [command.split("\0")[:-1] for command in (checkout / "log").read_text().split("\n\0")[:-1]]
+
+
+@pytest.mark.parametrize("page", [page for page in (*PAGES, *TOMLS) if commands_of(page)], ids=lambda page: page.stem)
+def test_commands_are_complete_as_they_stand(page: Path, checkout: Path, capfd: pytest.CaptureFixture) -> None:
+    """Their keys exist and fit together, and what continues a published model has a rate for that."""
+    blocks = re.findall(r"```toml\n((?:.*\n)*?)```|^(    \[job\]\n(?:    .*\n|\n)*)", page.read_text("utf-8"), re.M)
+    mine = next((textwrap.dedent(fenced or indented) for fenced, indented in blocks), "")
+    for name in ("mine.toml", "my.toml"):
+        (checkout / name).write_text(mine)
+    for program, ngpu, *argv in ran(checkout, "\n".join(commands_of(page))):
+        if program in ("torchrun", "python") and "-m" in argv:
+            module, *argv = argv[argv.index("-m") + 1 :]
+            assert find_spec(module), module
+            program = {"titan_linear.train": "launcher", "titan_linear": "titan-linear"}.get(module, "")
+        elif program == "launcher":
+            argv = argv[2:]
+        if program == "titan-linear":
+            name, *argv = argv
+            if name in PARSERS:
+                PARSERS[name](argv)
+            elif name == "plan":
+                load_config(plan.parse(argv)[1], cuda=True)
+            program = "launcher" if name in ("train", "doctor") else ""
+        if program == "launcher":
+            starts(argv, ngpu, capfd)
+
+
+def starts(argv: list[str], ngpu: str, capfd: pytest.CaptureFixture) -> None:
+    if "--help" in argv or "--print-config" in argv:
+        with own_handlers():
+            assert exit_of(launch.main, argv, capfd)[0] == 0
+        return
+    config = load_config(argv)
+    p = config.parallelism
+    check_config(config, int(ngpu or p.context_parallel_degree * p.tensor_parallel_degree))
+    assert not hf_weights(config) or config.optimizer.lr <= 1e-4, argv
+    assert config.job.dump_folder != "outputs/debug" or "train_configs/debug.toml" in argv[1], argv
+
+
+def test_without_a_configuration_only_the_demo_runs(checkout: Path) -> None:
+    scripts = ["--training.steps 3", "--help model", "--job.config_file mine.toml --model.name kda"]
+    assert [argv[5:] for argv in ran(checkout, "\n".join(f"./run_train.sh {script}" for script in scripts))] == [
+        [f"{checkout}/train_configs/debug.toml", *script.split()] for script in scripts
+    ]
+    for key in ("model.flavor=hf", "training.dataset jsonl", "training.mixture []", "checkpoint.initial_load_path x"):
+        done = subprocess.run(["bash", "./run_train.sh", *f"--{key}".split()], capture_output=True, text=True)
+        assert done.returncode == 2 and done.stderr.startswith(
+            f"error: --{key.split()[0].split('=')[0]} needs a CONFIG"
+        )
 
 
 # --- A mixer of one's own ---------------------------------------------------------------------------------------------

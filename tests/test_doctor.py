@@ -496,7 +496,7 @@ def test_the_debug_configuration(
     out = capsys.readouterr().out
     assert code == 0, out
     assert "4 ranks in one process on the CPU: dp 2 × cp 2 × tp 1, contiguous" in out
-    assert "cut: training.seq_len 4096 → 256" in out and out.splitlines()[-1].startswith("all ")
+    assert "cut: training.seq_len 2048 → 256" in out and out.splitlines()[-1].startswith("all ")
     for check in ("labels", "cut", "streams", "implementation, float32", "split, float64", "documents", "repeated"):
         assert f"ok   {check}: " in out
     assert not (tmp_path / "run").exists()

@@ -42,7 +42,7 @@ from titan_linear.models.adapters import config_to_hf, placements
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.init import initialise
 from titan_linear.models.presets import MODELS, preset
-from titan_linear.run.build import first_weights, model_name
+from titan_linear.run.build import first_weights, model_name, tokenizer_path
 from titan_linear.run.generate import Sampling, generate_tokens
 from titan_linear.run.preflight import preflight
 from titan_linear.storage import hf_io
@@ -358,6 +358,20 @@ def test_a_run_from_a_folder_to_a_folder(
         assert generate.main([str(path), "--prompt", "def f", "--prompt", "return", "--max-new-tokens", "6"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] and texts[0].startswith("def f") and "\n---\nreturn" in texts[0]
+
+
+def test_the_shipped_configuration_continues_any_folder(
+    kimi: Path, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With its two lines changed: of its tokenizer, at a low rate, to a folder like it."""
+    monkeypatch.chdir(tmp_path)
+    keys = {"checkpoint.initial_load_path": kimi, "training.dataset_path": corpus}
+    argv = ["--job.config_file", str(Path(__file__).parents[1] / "train_configs/continue_hf.toml")]
+    config = load_config(argv + [f"--{key}={value}" for key, value in keys.items()])
+    check_config(config, world_size=2)
+    preflight(config, world_size=2)
+    assert config.optimizer.lr <= 1e-4 and config.checkpoint.last_save_in_hf
+    assert config.checkpoint.export_dtype == "source" and tokenizer_path(config) == f"{kimi}/tokenizer.json"
 
 
 @pytest.mark.parametrize("others", [["tiktoken.model"], ["merges.txt", "vocab.json"], ["tokenizer.model"]])

@@ -17,6 +17,7 @@ from tests.refusals import exit_of, own_handlers
 from tests.worlds import World
 from titan_linear import launch
 from titan_linear.config import Config, check_config, load_config
+from titan_linear.run.build import finished
 from titan_linear.storage.rundir import (
     check_resume,
     copied_configuration,
@@ -265,4 +266,18 @@ def test_a_restart_after_the_last_save_does_what_is_left(
     argv = arguments(corpus, folder, **keys)
     again = worlds(1).run(train_on_rank, load_config(argv), str(tmp_path / "cache"))[0]
     assert "resuming from step 4" in again and ended[0] == sample.search(again)[0]
-    assert "is finished: 4 of training.steps = 4" in launched(corpus, folder, **keys)
+    assert again.endswith(finished(load_config(argv), 4) + "\n")
+    assert finished(load_config(argv), 4) in launched(corpus, folder, **keys)
+
+
+def test_the_end_of_a_run_says_what_can_be_done_with_it() -> None:
+    said = finished(run("my runs/a"), 1000)
+    assert said.startswith("the run in 'my runs/a' is finished: 1000 of training.steps = 1000\n")
+    for command in (
+        "tensorboard --logdir 'my runs/a'/tb",
+        "titan-linear generate 'my runs/a' --prompt 'def '",
+        "titan-linear convert to-hf 'my runs/a' FOLDER",
+    ):
+        assert f" {command}\n" in f"{said}\n"
+    without = run("a", "--metrics.enable_tensorboard=false", "--checkpoint.enable=false")
+    assert finished(without, 1000).count("\n") == 0

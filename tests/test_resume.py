@@ -238,8 +238,9 @@ def test_from_dp_2_and_cp_2_to_tp_2_and_ep_2_and_back(
 def stopped(process: Launch, folder: Path, number: int, code: int) -> int:
     """A run that a signal ended with a save: the step it reached."""
     process.send_signal(number)
-    assert "Traceback" not in finish(process, code)
-    reached = max(losses(folder))
+    said, reached = finish(process, code), max(losses(folder))
+    assert f"saved step {reached} in '{folder}/checkpoint'; the same command resumes\n" in said
+    assert "Traceback" not in said
     assert (folder / "checkpoint" / f"step-{reached}").is_dir()
     return reached
 

@@ -83,7 +83,7 @@ def test_rows_have_every_pair_of_values() -> None:
 def test_every_preset_and_every_shipped_configuration_has_a_row() -> None:
     known = [variant.keys for variants in MODELS.values() for variant in variants]
     assert all(keys in [row.variant.keys for row in ROWS] for keys in known)
-    shipped = {path.name for path in ROOT.glob("train_configs/*.toml")}
+    shipped = {path.name for path in ROOT.glob("train_configs/*.toml")} - {"continue_hf.toml"}  # of any model
     assert {Path(row.variant.toml).name for row in ROWS if row.variant.toml} == shipped
 
 

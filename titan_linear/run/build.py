@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -58,7 +59,7 @@ from titan_linear.step.batch import BatchSharding
 from titan_linear.step.feed import Feed, MicroBatch
 from titan_linear.step.passes import ComputeCopies, Passes
 from titan_linear.storage.hf_io import check_tokenizer, find_family, read_config, read_model, write_folder
-from titan_linear.storage.rundir import checkpoint_folder
+from titan_linear.storage.rundir import BOARD, checkpoint_folder
 from titan_linear.storage.step_folders import Content, Progress
 
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
@@ -483,6 +484,18 @@ def lacks_export(config: Config, step: int) -> bool:
 def not_exported(steps: Sequence[int]) -> str:
     """A line that tells the user which steps were not exported."""
     return f"not exported: {', '.join(f'step-{step}' for step in steps)}; titan-linear convert to-hf does it"
+
+
+def finished(config: Config, step: int) -> str:
+    """Lines that tell the user where a finished run lies, and what to do with it."""
+    folder, prompt = shlex.quote(config.job.dump_folder), shlex.quote(config.sample.prompt)
+    lines = [f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}"]
+    if config.metrics.enable_tensorboard:
+        lines.append(f"see its curves:  tensorboard --logdir {folder}/{BOARD}")
+    if config.checkpoint.enable:
+        lines.append(f"let it write:    titan-linear generate {folder} --prompt {prompt}")
+        lines.append(f"export it:       titan-linear convert to-hf {folder} FOLDER")
+    return "\n".join(lines)
 
 
 def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like: str = "") -> str:

@@ -22,6 +22,7 @@ from titan_linear.run.build import (
     export_family,
     export_folder,
     file_groups,
+    finished,
     implementations,
     lacks_export,
     model_config,
@@ -142,7 +143,7 @@ def _check_checkpoint(config: Config, model: ModelConfig, tokenizer: Tokenizer) 
             flush=True,
         )
     if step >= config.training.steps and (c.load_step == -1 or rewound):
-        print(f"the run in {config.job.dump_folder!r} is finished: {step} of training.steps = {config.training.steps}")
+        print(finished(config, step))
         if c.last_save_in_hf and not export_folder(config).exists():
             print(f"its Hugging Face folder is not there; titan-linear convert to-hf '{folder}' FOLDER makes one")
         if lacking := [saved for saved in whole_steps(folder) if lacks_export(config, saved)]:
