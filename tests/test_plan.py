@@ -17,6 +17,7 @@ from titan_linear.config import load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
+from titan_linear.ops.layout.levels import H200
 from titan_linear.ops.runtime.options import boundaries_of
 from titan_linear.planner.memory import Batch, boundaries
 from titan_linear.planner.timing import Clock, Machine, Offload, attended, read_rates, shipped, step
@@ -255,6 +256,11 @@ def test_damaged_rates_are_refused(change: dict, why: str, tmp_path: Path) -> No
     (tmp_path / "r.json").write_text(json.dumps(rates))
     with pytest.raises(ValueError, match=rf"is no file of rates \({re.escape(why)}.*\); python -m tools.bench_rates"):
         read_rates(tmp_path / "r.json")
+
+
+def test_runs_choose_levels_by_the_rates_of_plans() -> None:
+    node = machine().rates.node
+    assert (node.latency, node.all_to_all, plan.parse([])[0].network * 1e9) == H200
 
 
 def test_groups_over_several_nodes() -> None:

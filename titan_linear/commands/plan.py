@@ -38,6 +38,7 @@ from titan_linear.config import Config, changed, check_config, data_parallel_deg
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import refusing
 from titan_linear.models.config import ModelConfig
+from titan_linear.ops.layout.levels import H200
 from titan_linear.planner.memory import (
     GIB,
     PARTS,
@@ -99,7 +100,12 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpu", default="H200", help=f"{', '.join(shipped())} (default: H200)")
     parser.add_argument("--rates", default="", help="file written by tools.bench_rates, instead of --gpu")
     parser.add_argument("--node", type=int, default=8, help="GPUs per node (default: 8)")
-    parser.add_argument("--network", type=float, default=50.0, help="GB/s from each GPU to other nodes (default: 50)")
+    parser.add_argument(
+        "--network",
+        type=float,
+        default=H200.between_nodes / 1e9,
+        help="GB/s from each GPU to other nodes (default: 50)",
+    )
     parser.add_argument("--attention", default="", help="kernel of softmax attention, one that the rates have")
     parser.add_argument("--documents", default="one", help='"one" per stream, or their mean tokens (default: one)')
     parser.add_argument("--tokens", default="", help="budget of the run, to say how many days it takes: 100B, 2.5T")

@@ -40,7 +40,7 @@ from titan_linear.ops.exchange.allgather import heads_of_slice
 from titan_linear.ops.exchange.kcp import sizes_of
 from titan_linear.ops.layout.boundaries import CHUNK, PROGRAMS
 from titan_linear.ops.layout.chains import Chains
-from titan_linear.ops.layout.levels import PRODUCT, direct_messages, messages, route
+from titan_linear.ops.layout.levels import Network, direct_messages, duration, messages, route
 from titan_linear.ops.triton.configs import kernel_dims
 from titan_linear.planner.counting import Call, Layer, Size, Work
 from titan_linear.planner.memory import Batch, Units, boundaries, context, layers, units
@@ -325,10 +325,7 @@ class Clock:
         node = math.gcd(W, max(self.machine.node_size // self.batch.tp, 1))
         levels = route(int(c.most), W, node, sizes)
         exchange = messages(levels, node, sizes) if levels else direct_messages(int(c.most), W, node, sizes)
-        between = self.machine.network
-        rates = [self.machine.rates.node.all_to_all if m.in_node else between for m in exchange]
-        moves = sum(self.cp.message + m.nbytes / rate for m, rate in zip(exchange, rates, strict=True))
-        return moves + PRODUCT * sum(m.products for m in exchange)
+        return duration(exchange, Network(self.cp.message, self.rates.node.all_to_all, self.machine.network))
 
 
 def _keys_travel(call: Call) -> bool:
