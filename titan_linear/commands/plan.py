@@ -34,7 +34,7 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_linear.config import Config, changed, check_config, data_parallel_degrees, load_config
+from titan_linear.config import Config, changed, check_config, data_parallel_degrees, fsdp_degrees, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import refusing
 from titan_linear.models.config import ModelConfig
@@ -235,15 +235,15 @@ def fitting(
 
 
 def candidates(config: Config, model: ModelConfig, gpus: int, node: int, tp: int) -> Iterator[Config]:
-    """Every split of the same step that can run: ep within a node, replicas of whole nodes, and, if there is softmax
-    attention, both layouts: zig-zag shares out its pairs evenly, and costs the other layers exchanges."""
+    """Every split of the same step that can run: ep within a node, parameters sharded over all ranks or a node's, and,
+    if there is softmax attention, both layouts: zig-zag shares out its pairs evenly, and costs the other layers
+    exchanges."""
     ep = _divisors(gpus, node) if model.moe else [1]
     local = _divisors(config.training.global_batch_size, LOCAL)
     softmax = not all(mixer.linear for mixer in model.layers)
     for cp, experts, size in product(_divisors(gpus, gpus), ep, local):
         layouts = ("contiguous", "zigzag") if cp > 1 and softmax else ("contiguous",)
-        replications = dict.fromkeys((1, max(gpus // max(node, cp * tp), 1)))
-        for replicas, layout in product(replications, layouts):
+        for shards, layout in product(shardings(gpus, node, tp), layouts):
             split = changed(
                 config,
                 {
@@ -251,7 +251,8 @@ def candidates(config: Config, model: ModelConfig, gpus: int, node: int, tp: int
                     "parallelism.context_parallel_degree": cp,
                     "parallelism.expert_parallel_degree": experts,
                     "parallelism.data_parallel_shard_degree": -1,
-                    "parallelism.data_parallel_replicate_degree": replicas,
+                    "parallelism.data_parallel_replicate_degree": 1,
+                    "parallelism.fsdp_shard_degree": shards,
                     "parallelism.context_parallel_layout": layout,
                     "training.local_batch_size": size,
                 },
@@ -261,6 +262,11 @@ def candidates(config: Config, model: ModelConfig, gpus: int, node: int, tp: int
             except ValueError:
                 continue
             yield split
+
+
+def shardings(gpus: int, node: int, tp: int) -> tuple[int, ...]:
+    """Values of fsdp_shard_degree: over all ranks, and over those of a node, if there are several nodes."""
+    return (-1, node // tp) if gpus > node and gpus % node == node % tp == 0 else (-1,)
 
 
 def _divisors(n: int, most: int) -> list[int]:
@@ -320,14 +326,17 @@ def one_stream(
     """The fastest split of one stream of this length over all GPUs that fits; None: none does."""
     p, found = config.parallelism, []
     softmax = not all(mixer.linear for mixer in model.layers)
-    for layout in ("contiguous", "zigzag") if softmax and gpus > 1 else ("contiguous",):
+    layouts = ("contiguous", "zigzag") if softmax and gpus > 1 else ("contiguous",)
+    tp = p.tensor_parallel_degree
+    for layout, shards in product(layouts, shardings(gpus, machine.node_size, tp)):
         for mode in checkpointing_modes(model):
             split = changed(
                 config,
                 {
-                    "parallelism.context_parallel_degree": max(gpus // p.tensor_parallel_degree, 1),
+                    "parallelism.context_parallel_degree": max(gpus // tp, 1),
                     "parallelism.data_parallel_shard_degree": 1,
                     "parallelism.data_parallel_replicate_degree": 1,
+                    "parallelism.fsdp_shard_degree": shards,
                     "parallelism.expert_parallel_degree": min(p.expert_parallel_degree, gpus),
                     "parallelism.context_parallel_layout": layout,
                     "activation_checkpoint.mode": mode,
@@ -442,12 +451,14 @@ def _days(planned: Step, budget: float) -> float:
 def _degrees(config: Config, gpus: int) -> str:
     p = config.parallelism
     replicas, shards = data_parallel_degrees(config, gpus)
+    copies, fsdp = fsdp_degrees(config, gpus)
     degrees = {
         "dp_replicate": replicas,
         "dp_shard": shards,
         "cp": p.context_parallel_degree,
         "tp": p.tensor_parallel_degree,
         "ep": p.expert_parallel_degree,
+        "fsdp": fsdp if copies > replicas else 1,
     }
     layout = f" ({p.context_parallel_layout})" if p.context_parallel_degree > 1 else ""
     shown = [f"{name} {degree}{layout if name == 'cp' else ''}" for name, degree in degrees.items() if degree > 1]

@@ -32,7 +32,7 @@ import pydantic
 import torch
 from pydantic import Field
 
-from titan_linear.config import Config, data_parallel_degrees, micro_steps, replicas_wait
+from titan_linear.config import Config, fsdp_degrees, micro_steps, replicas_wait
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.observe.flops import training_flops
@@ -375,9 +375,7 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     parts = {part: times * sum(p.parts[part] for p in everything) for part in PARTS}
     parts["head"] = times * _head(config, model, u, batch, machine)
     parts["optimizer"] = _optimizer(u, times, machine)
-    parts["communication"] += times * (
-        _shared(config, u, gpus, machine, passes) + _experts(config, model, batch, machine)
-    )
+    parts["communication"] += times * (_shared(config, u, machine, passes) + _experts(config, model, batch, machine))
     sums = 1 if replicas_wait(t) else times
     parts["communication"] += sums * _replicas(config, u, gpus, machine, passes)
     if u.offloaded:
@@ -429,12 +427,11 @@ def _optimizer(u: Units, times: int, machine: Machine) -> float:
     return u.own * (10 * stored + copies) / machine.rates.elementwise
 
 
-def _shared(config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
+def _shared(config: Config, u: Units, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
     """Exposed seconds of FSDP2's exchanges in a micro-step. A layer is gathered while the one before it computes, and
     again in backward if it was freed; in backward, gradients of the one before are reduced at the same time."""
     p = config.parallelism
-    _, shards = data_parallel_degrees(config, gpus)
-    n, stride = shards * p.context_parallel_degree, p.tensor_parallel_degree
+    n, stride = u.shards, p.tensor_parallel_degree
     exposed = 0.0
     if n > 1 or u.offloaded:
         link, part, sizes = machine.group(n, stride), (n - 1) / n, (*u.layers, u.vocabulary)
@@ -455,11 +452,11 @@ def _shared(config: Config, u: Units, gpus: int, machine: Machine, passes: list[
 
 
 def _replicas(config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
-    """Exposed seconds of summing gradients over HSDP's replicas: what the layers' backward does not hide."""
-    p, (replicas, shards) = config.parallelism, data_parallel_degrees(config, gpus)
+    """Exposed seconds of summing gradients over copies of shards: what the layers' backward does not hide."""
+    replicas, shards = fsdp_degrees(config, gpus)
     if replicas == 1:
         return 0.0
-    link = machine.group(replicas, shards * p.context_parallel_degree * p.tensor_parallel_degree)
+    link = machine.group(replicas, shards * config.parallelism.tensor_parallel_degree)
     sums = 2 * u.own * u.types.reduce * (replicas - 1) / replicas / link.reduce_scatter
     return 2 * link.ring + max(sums - sum(backward.seconds for _, backward in passes), sums / len(u.layers))
 
