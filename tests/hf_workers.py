@@ -61,26 +61,33 @@ def sharded(
     tp: int = 1,
     ep: int = 1,
     dtype: torch.dtype = torch.float32,
+    fsdp_shard: int = -1,
 ) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config)
     set_dtype(model, torch.float32)
     short = str(dtype).removeprefix("torch.")
     config = load_config(["--activation_checkpoint.mode=full", f"--training.mixed_precision_param={short}"])
-    dims = build_mesh("cpu", replicas, world_size // replicas // tp, 1, tp, ep)
+    dims = build_mesh("cpu", replicas, world_size // replicas // tp, 1, tp, ep, fsdp_shard=fsdp_shard)
     parallelize(model, dims, config, torch.device("cpu"))
     materialise(model, torch.device("cpu"))
     return model
 
 
 def in_and_out(
-    rank: int, world_size: int, paths: list[tuple[Path, Path]], replicas: int = 1, tp: int = 1, ep: int = 1
+    rank: int,
+    world_size: int,
+    paths: list[tuple[Path, Path]],
+    replicas: int = 1,
+    tp: int = 1,
+    ep: int = 1,
+    fsdp_shard: int = -1,
 ) -> list[dict[str, torch.Tensor]]:
     """Load each folder, write it again; the loaded parameters."""
     states = []
     for source, target in paths:
         family, config = read_model(source)
-        model = sharded(config, world_size, replicas, tp, ep if config.moe else 1)
+        model = sharded(config, world_size, replicas, tp, ep if config.moe else 1, fsdp_shard=fsdp_shard)
         load_weights(source, model)
         write_folder(target, config, family, gather(model), dtype=None, like=source, shard_bytes=20_000)
         get = gather(model)

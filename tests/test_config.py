@@ -341,6 +341,17 @@ def test_the_rest_of_the_ranks_shard(world_size, keys, degrees):
             {"parallelism__tensor_parallel_degree": 4},
             "tensor_parallel_degree = 4, .* need a multiple of 4",
         ),
+        (
+            4,
+            {"parallelism__context_parallel_degree": 4, "parallelism__fsdp_shard_degree": 3},
+            "fsdp_shard_degree = 3 does not divide the 4 ranks .* use a divisor of 4, or -1",
+        ),
+        (2, {"parallelism__fsdp_shard_degree": 0}, "fsdp_shard_degree = 0 does not divide the 2 ranks"),
+        (
+            4,
+            {"parallelism__fsdp_shard_degree": 2, "parallelism__expert_parallel_degree": 4},
+            "expert_parallel_degree = 4 does not divide the 2 ranks .* use a divisor of 2",
+        ),
         (4, {"parallelism__tensor_parallel_degree": 4, "training__seq_len": 66}, "by 4 ranks .* for example 68"),
         (
             4,

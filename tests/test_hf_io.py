@@ -119,11 +119,12 @@ def test_transformers_opens_it(name: str, rewritten: dict) -> None:
     assert all(torch.equal(tensor, theirs[n]) for n, tensor in model.state_dict().items())
 
 
+@pytest.mark.parametrize("degrees", [(2,), (1, 1, 1, 2)], ids=["HSDP", "sharded over 2 of 4"])
 def test_in_and_out_with_replicas(
-    folders: Callable[[str], Path], worlds: Callable[[int], World], tmp_path: Path
+    folders: Callable[[str], Path], worlds: Callable[[int], World], tmp_path: Path, degrees: tuple[int, ...]
 ) -> None:
     source = folders("FLA GDN")
-    worlds(4).run(workers.in_and_out, [(source, tmp_path / "out")], 2)
+    worlds(4).run(workers.in_and_out, [(source, tmp_path / "out")], *degrees)
     assert tensor_bytes(tmp_path / "out") == tensor_bytes(source)
 
 

@@ -17,6 +17,7 @@ from titan_linear.config import load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
+from titan_linear.ops.layout.levels import H200
 from titan_linear.ops.runtime.options import boundaries_of
 from titan_linear.planner.memory import Batch, boundaries
 from titan_linear.planner.timing import Clock, Machine, Offload, attended, read_rates, shipped, step
@@ -255,6 +256,38 @@ def test_damaged_rates_are_refused(change: dict, why: str, tmp_path: Path) -> No
     (tmp_path / "r.json").write_text(json.dumps(rates))
     with pytest.raises(ValueError, match=rf"is no file of rates \({re.escape(why)}.*\); python -m tools.bench_rates"):
         read_rates(tmp_path / "r.json")
+
+
+def test_runs_choose_levels_by_the_rates_of_plans() -> None:
+    node = machine().rates.node
+    assert (node.latency, node.all_to_all, plan.parse([])[0].network * 1e9) == H200
+
+
+def test_groups_over_several_nodes() -> None:
+    """A ring takes all links of a node, and each rank delays it; what ranks send directly takes their own."""
+    node, two, many = (machine().group(ranks, 1) for ranks in (8, 16, 1024))
+    alone, pairs = machine().group(128, 8), machine().group(2, 4)
+    assert node.ring == node.message and pairs == node
+    assert two.all_gather == node.all_gather and alone.all_gather == 50e9  # of 8 links, and of one
+    assert two.neighbour == 50e9 and two.all_to_all == pytest.approx(50e9 * 15 / 8)
+    assert many.message == two.message and two.ring - two.message < 50e-6 < 2e-3 < many.ring
+
+
+def test_how_a_model_scales(capsys: pytest.CaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the plan of one setting; what does not fit on a GPU is left out."""
+    monkeypatch.setattr(plan, "SCALES", (1, 16))
+    keys = ["--model.name=hybrid", "--model.flavor=340M", "--compile.enable=true"]
+    assert plan.main(["--scaling", "4096", "--gpu", "H200", *keys]) == 0
+    head, _, one, many = capsys.readouterr().out.splitlines()
+    assert head == "| GPUs | 4,096 tokens a GPU | 1M | 4M | 10M |"
+    assert one.startswith("| 1 | ") and one.endswith(" | – | – |") and many.count("%") == 4
+    of_one = ["--training.seq_len=65536", "--training.global_batch_size=1", "--parallelism.context_parallel_degree=16"]
+    speeds = []
+    for layout in ("contiguous", "zigzag"):
+        config = load_config([*keys, *of_one, f"--parallelism.context_parallel_layout={layout}"], cuda=True)
+        speeds.append(step(config, plan.planned_model(config), 16, plan.machine_of(plan.parse([])[0])))
+    fastest = max(one.tokens_per_second / 16 for one in speeds)
+    assert many.startswith(f"| 16 | {fastest:,.0f} (")
 
 
 def test_rates_of_one_gpu_know_no_links() -> None:

@@ -235,6 +235,21 @@ def test_from_dp_2_and_cp_2_to_tp_2_and_ep_2_and_back(
     assert max(abs(resumed[s] / whole[s] - 1) for s in resumed) < 1e-5
 
 
+def test_from_shards_over_two_ranks_to_all_and_to_none(
+    corpus: Path, worlds: Callable[[int], World], tmp_path: Path
+) -> None:
+    keys = {"lr_scheduler__total_steps": 6, "lr_scheduler__warmup_steps": 2}
+    alone, run = (tmp_path / "alone", tmp_path / "run")
+    alone.mkdir()
+    run.mkdir()
+    whole = train_in(worlds(1), 0, corpus, alone, training__steps=6, parallelism__context_parallel_degree=1, **keys)
+    two = {"parallelism__context_parallel_degree": 4, "parallelism__fsdp_shard_degree": 2}
+    for begins_from, more in ((0, two), (2, {}), (4, {"parallelism__fsdp_shard_degree": 1})):
+        steps = begins_from + 2
+        resumed = train_in(worlds(4), begins_from, corpus, run, training__steps=steps, **keys, **more)
+    assert max(abs(resumed[s] / whole[s] - 1) for s in whole) < 1e-5
+
+
 def stopped(process: Launch, folder: Path, number: int, code: int) -> int:
     """A run that a signal ended with a save: the step it reached."""
     process.send_signal(number)

@@ -97,6 +97,22 @@ SPLITS = {
             "training.local_batch_size": 1,
         },
     ),
+    "cp 4 sharded over 2": (
+        4,
+        {
+            "parallelism.context_parallel_degree": 4,
+            "parallelism.fsdp_shard_degree": 2,
+            "training.local_batch_size": 1,
+        },
+    ),
+    "dp 2 x cp 2 sharded over 1": (
+        4,
+        {
+            "parallelism.context_parallel_degree": 2,
+            "parallelism.fsdp_shard_degree": 1,
+            "training.local_batch_size": 1,
+        },
+    ),
     "tp 2": (2, {"parallelism.tensor_parallel_degree": 2}),
     "tp 2 x cp 2 zig-zag": (
         4,
@@ -165,6 +181,15 @@ EXPERT_SPLITS = {
             "training.enable_cpu_offload": "true",
         },
     ),
+    "ep 2, cp 4 sharded over 2": (
+        4,
+        {
+            "parallelism.expert_parallel_degree": 2,
+            "parallelism.context_parallel_degree": 4,
+            "parallelism.fsdp_shard_degree": 2,
+            "training.local_batch_size": 1,
+        },
+    ),
     "ep 2, HSDP x cp 2 x tp 2": (
         8,
         {
@@ -181,6 +206,7 @@ FLOAT64_ONLY = [
     "HSDP x cp",
     "tp 2 x cp 2 zig-zag",
     "HSDP x tp",
+    "dp 2 x cp 2 sharded over 1",
     "selective activation checkpointing",
     "cp 2 all heads",
     *(f"cp 2 {method} zigzag" for method in ("ring", "allgather", "ulysses")),
@@ -273,9 +299,11 @@ def sums_over_replicas(rank: int, world_size: int, argv: list[str], cache: str) 
 def test_replicas_add_up_once_a_step(corpus: Path, worlds: Callable[[int], World]) -> None:
     """Once a micro-step, of which there are two, with CPU offload and where reductions are of another type: in bfloat16
     the sum of many micro-steps would be rounded as often."""
-    processes, keys = SPLITS["HSDP x cp"]
     in_each = {"training.enable_cpu_offload": "true"}, {"training.mixed_precision_reduce": "bfloat16"}
-    for more, times in (({}, 1), *((more, 2) for more in in_each)):
+    cases = [(split, {}, 1) for split in ("HSDP x cp", "cp 4 sharded over 2")]
+    cases += [("HSDP x cp", more, 2) for more in in_each]
+    for split, more, times in cases:
+        processes, keys = SPLITS[split]
         argv = arguments(corpus, SMALL_HYBRID, keys, more)
         for found, units in worlds(processes).run(sums_over_replicas, argv, str(corpus.parent)):
             assert found == times * units

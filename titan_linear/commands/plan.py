@@ -4,6 +4,7 @@
     titan-linear plan --gpus 8 --gpu H200 --model.name kda --model.flavor 1.3B --training.seq_len 131072
     titan-linear plan --gpus 8 --model.flavor hf --model.hf_assets_path Qwen3-Next-80B-A3B --training.seq_len 131072
     titan-linear plan --gpus 2 --rates mine.json --job.config_file my.toml
+    titan-linear plan --scaling 16384 --model.name kda --model.flavor 1.3B --compile.enable true
 
 Give the run's keys as for run_train.sh. Its types are those that it has on GPUs; neither its corpus nor its tokenizer
 has to be there (without a tokenizer, a preset has its own vocabulary), and nothing is written. It prints
@@ -14,6 +15,9 @@ has to be there (without a tokenizer, a preset has its own vocabulary), and noth
     splits    the fastest that fit, over all degrees, modes of activation checkpointing and local batch sizes, for the
               same step
     longest   the longest stream that would fit on the same number of GPUs
+
+`--scaling TOKENS` prints one table instead: tokens per second and GPU with 1 to 1024 GPUs on one stream, of so many
+tokens for each GPU, and of 1M, 4M and 10M tokens; in brackets, the share of exposed communication.
 
 `--rates` is a file that tools/bench_rates.py wrote; `--gpu` names one that comes with the package. docs/planning.md
 says what is modelled, and how far off it is.
@@ -30,10 +34,11 @@ from itertools import product
 from pathlib import Path
 from typing import NamedTuple
 
-from titan_linear.config import Config, changed, check_config, data_parallel_degrees, load_config
+from titan_linear.config import Config, changed, check_config, data_parallel_degrees, fsdp_degrees, load_config
 from titan_linear.data import build_tokenizer
 from titan_linear.distributed.process import refusing
 from titan_linear.models.config import ModelConfig
+from titan_linear.ops.layout.levels import H200
 from titan_linear.planner.memory import (
     GIB,
     PARTS,
@@ -61,6 +66,7 @@ from titan_linear.run.preflight import check_splits
 BEST = 5  # number of splits to print
 LOCAL = 4  # the largest local batch to try
 LONGEST = 1 << 24  # tokens; longer streams are not tried
+SCALES, LENGTHS = [1 << i for i in range(11)], {"1M": 1 << 20, "4M": 4 << 20, "10M": 10 << 20}
 UNITS = {"": 1, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
@@ -94,10 +100,18 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--gpu", default="H200", help=f"{', '.join(shipped())} (default: H200)")
     parser.add_argument("--rates", default="", help="file written by tools.bench_rates, instead of --gpu")
     parser.add_argument("--node", type=int, default=8, help="GPUs per node (default: 8)")
-    parser.add_argument("--network", type=float, default=50.0, help="GB/s from each GPU to other nodes (default: 50)")
+    parser.add_argument(
+        "--network",
+        type=float,
+        default=H200.between_nodes / 1e9,
+        help="GB/s from each GPU to other nodes (default: 50)",
+    )
     parser.add_argument("--attention", default="", help="kernel of softmax attention, one that the rates have")
     parser.add_argument("--documents", default="one", help='"one" per stream, or their mean tokens (default: one)')
     parser.add_argument("--tokens", default="", help="budget of the run, to say how many days it takes: 100B, 2.5T")
+    parser.add_argument(
+        "--scaling", type=int, default=0, metavar="TOKENS", help="print speeds by GPUs and tokens of each"
+    )
     args, keys = parser.parse_known_args(argv)
     return args, [key for key in keys if key != "--"]
 
@@ -107,9 +121,12 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     mean, budget, machine = mean_length(args.documents), _tokens(args.tokens), machine_of(args)
     config = load_config(keys, cuda=True)
     model = planned_model(config)
+    room = (1 - SPARE) * machine.rates.memory_gib * GIB
+    if args.scaling:
+        print(scaling_table(config, model, machine, mean, room, args.scaling))
+        return
     check(config, model, args.gpus)
     check_corpus(config)
-    room = (1 - SPARE) * machine.rates.memory_gib * GIB
     if config.training.seq_len_schedule:
         print(of_whole_length(config))
     print(describe(config, model), memory_table(config, model, args.gpus, machine, mean), sep="\n\n", end="\n\n")
@@ -218,15 +235,15 @@ def fitting(
 
 
 def candidates(config: Config, model: ModelConfig, gpus: int, node: int, tp: int) -> Iterator[Config]:
-    """Every split of the same step that can run: ep within a node, replicas of whole nodes, and, if there is softmax
-    attention, both layouts: zig-zag shares out its pairs evenly, and costs the other layers exchanges."""
+    """Every split of the same step that can run: ep within a node, parameters sharded over all ranks or a node's, and,
+    if there is softmax attention, both layouts: zig-zag shares out its pairs evenly, and costs the other layers
+    exchanges."""
     ep = _divisors(gpus, node) if model.moe else [1]
     local = _divisors(config.training.global_batch_size, LOCAL)
     softmax = not all(mixer.linear for mixer in model.layers)
     for cp, experts, size in product(_divisors(gpus, gpus), ep, local):
         layouts = ("contiguous", "zigzag") if cp > 1 and softmax else ("contiguous",)
-        replications = dict.fromkeys((1, max(gpus // max(node, cp * tp), 1)))
-        for replicas, layout in product(replications, layouts):
+        for shards, layout in product(shardings(gpus, node, tp), layouts):
             split = changed(
                 config,
                 {
@@ -234,7 +251,8 @@ def candidates(config: Config, model: ModelConfig, gpus: int, node: int, tp: int
                     "parallelism.context_parallel_degree": cp,
                     "parallelism.expert_parallel_degree": experts,
                     "parallelism.data_parallel_shard_degree": -1,
-                    "parallelism.data_parallel_replicate_degree": replicas,
+                    "parallelism.data_parallel_replicate_degree": 1,
+                    "parallelism.fsdp_shard_degree": shards,
                     "parallelism.context_parallel_layout": layout,
                     "training.local_batch_size": size,
                 },
@@ -244,6 +262,11 @@ def candidates(config: Config, model: ModelConfig, gpus: int, node: int, tp: int
             except ValueError:
                 continue
             yield split
+
+
+def shardings(gpus: int, node: int, tp: int) -> tuple[int, ...]:
+    """Values of fsdp_shard_degree: over all ranks, and over those of a node, if there are several nodes."""
+    return (-1, node // tp) if gpus > node and gpus % node == node % tp == 0 else (-1,)
 
 
 def _divisors(n: int, most: int) -> list[int]:
@@ -295,6 +318,42 @@ def _of_length(
         )
         if sum(memory(config, model, gpus, mean).values()) <= room:
             yield config
+
+
+def one_stream(
+    config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None, room: float, length: int
+) -> Split | None:
+    """The fastest split of one stream of this length over all GPUs that fits; None: none does."""
+    p, found = config.parallelism, []
+    softmax = not all(mixer.linear for mixer in model.layers)
+    layouts = ("contiguous", "zigzag") if softmax and gpus > 1 else ("contiguous",)
+    tp = p.tensor_parallel_degree
+    for layout, shards in product(layouts, shardings(gpus, machine.node_size, tp)):
+        for mode in checkpointing_modes(model):
+            split = changed(
+                config,
+                {
+                    "parallelism.context_parallel_degree": max(gpus // tp, 1),
+                    "parallelism.data_parallel_shard_degree": 1,
+                    "parallelism.data_parallel_replicate_degree": 1,
+                    "parallelism.fsdp_shard_degree": shards,
+                    "parallelism.expert_parallel_degree": min(p.expert_parallel_degree, gpus),
+                    "parallelism.context_parallel_layout": layout,
+                    "activation_checkpoint.mode": mode,
+                    "training.seq_len": length,
+                    "training.local_batch_size": 1,
+                    "training.global_batch_size": 1,
+                },
+            )
+            try:
+                check(split, model, gpus)
+            except ValueError:
+                break
+            needed = sum(memory(split, model, gpus, mean).values())
+            if needed <= room:
+                found.append(Split(split, needed, step(split, model, gpus, machine, mean)))
+                break
+    return min(found, key=Split.rank, default=None)
 
 
 # --- What is printed -------------------------------------------------------------------------------------------------
@@ -365,6 +424,26 @@ def splits_table(splits: list[Split], gpus: int, budget: float | None) -> str:
     return table([*head, *(["days"] if budget else [])], rows)
 
 
+def scaling_table(
+    config: Config, model: ModelConfig, machine: Machine, mean: int | None, room: float, tokens: int
+) -> str:
+    """Tokens per second and GPU, by number of GPUs and length of the one stream that they compute."""
+    rows = []
+    for gpus in SCALES:
+        lengths = (tokens * gpus, *LENGTHS.values())
+        splits = [one_stream(config, model, gpus, machine, mean, room, length) for length in lengths]
+        rows.append((gpus, *map(_speed, splits)))
+    return table(("GPUs", f"{tokens:,} tokens a GPU", *LENGTHS), rows)
+
+
+def _speed(split: Split | None) -> str:
+    if split is None:
+        return "–"
+    planned = split.step
+    exposed = planned.parts["communication"] / planned.seconds
+    return f"{planned.tokens_per_second / planned.gpus:,.0f} ({exposed:.0%})"
+
+
 def _days(planned: Step, budget: float) -> float:
     return budget / planned.tokens_per_second / 86400
 
@@ -372,12 +451,14 @@ def _days(planned: Step, budget: float) -> float:
 def _degrees(config: Config, gpus: int) -> str:
     p = config.parallelism
     replicas, shards = data_parallel_degrees(config, gpus)
+    copies, fsdp = fsdp_degrees(config, gpus)
     degrees = {
         "dp_replicate": replicas,
         "dp_shard": shards,
         "cp": p.context_parallel_degree,
         "tp": p.tensor_parallel_degree,
         "ep": p.expert_parallel_degree,
+        "fsdp": fsdp if copies > replicas else 1,
     }
     layout = f" ({p.context_parallel_layout})" if p.context_parallel_degree > 1 else ""
     shown = [f"{name} {degree}{layout if name == 'cp' else ''}" for name, degree in degrees.items() if degree > 1]

@@ -11,6 +11,7 @@ from titan_linear.config.checks import check_config
 from titan_linear.config.derived import (
     changed,
     data_parallel_degrees,
+    fsdp_degrees,
     hf_assets,
     hf_weights,
     key_of,
@@ -57,6 +58,7 @@ __all__ = [
     "data_parallel_degrees",
     "difference",
     "flat_keys",
+    "fsdp_degrees",
     "hf_assets",
     "hf_weights",
     "key_of",

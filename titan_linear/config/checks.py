@@ -5,7 +5,15 @@ from __future__ import annotations
 import math
 import os
 
-from titan_linear.config.derived import data_parallel_degrees, hf_assets, hf_weights, key_of, on_cuda, sources
+from titan_linear.config.derived import (
+    data_parallel_degrees,
+    fsdp_degrees,
+    hf_assets,
+    hf_weights,
+    key_of,
+    on_cuda,
+    sources,
+)
 from titan_linear.config.schema import (
     OTHER,
     SMALLEST_EPS,
@@ -26,9 +34,9 @@ def check_config(config: Config, world_size: int) -> None:
     Raises:
         ValueError: naming the keys, their values, and what would be right.
     """
-    replicate, shard = data_parallel_degrees(config, world_size)
-    _check_batch(config, replicate * shard)
-    _check_expert_parallel(config.parallelism, shard * config.parallelism.context_parallel_degree)
+    _check_batch(config, math.prod(data_parallel_degrees(config, world_size)))
+    _, shards = fsdp_degrees(config, world_size)
+    _check_expert_parallel(config.parallelism, shards)
     _check_schedule(config)
     _check_types(config.training)
     _check_experts(config.training)
@@ -100,8 +108,8 @@ def _check_expert_parallel(p: Parallelism, sharers: int) -> None:
     if sharers % p.expert_parallel_degree:
         raise ValueError(
             f"parallelism.expert_parallel_degree = {p.expert_parallel_degree} does not divide the {sharers} ranks that "
-            "share parameters (data_parallel_shard_degree × context_parallel_degree), from which it is borrowed; use a "
-            f"divisor of {sharers}"
+            "share parameters (data_parallel_shard_degree × context_parallel_degree, or fsdp_shard_degree), from which "
+            f"it is borrowed; use a divisor of {sharers}"
         )
 
 

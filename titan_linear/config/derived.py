@@ -50,6 +50,23 @@ def data_parallel_degrees(config: Config, world_size: int) -> tuple[int, int]:
     return replicate, shard
 
 
+def fsdp_degrees(config: Config, world_size: int) -> tuple[int, int]:
+    """(replicas, shards): the copies of each shard of the parameters, and the ranks that they are sharded over.
+
+    Raises:
+        ValueError: degrees that do not fit each other.
+    """
+    p, (replicate, shard) = config.parallelism, data_parallel_degrees(config, world_size)
+    sharers = shard * p.context_parallel_degree
+    shards = sharers if p.fsdp_shard_degree == -1 else p.fsdp_shard_degree
+    if shards < 1 or sharers % shards:
+        raise ValueError(
+            f"parallelism.fsdp_shard_degree = {shards} does not divide the {sharers} ranks that share parameters "
+            f"(data_parallel_shard_degree × context_parallel_degree); use a divisor of {sharers}, or -1 for all of them"
+        )
+    return replicate * sharers // shards, shards
+
+
 def micro_steps(config: Config, world_size: int) -> int:
     """Number of micro-batches per rank in a step."""
     replicas, shards = data_parallel_degrees(config, world_size)
@@ -62,7 +79,7 @@ def seq_len_at(t: Training, step: int) -> int:
 
 
 def replicas_wait(t: Training) -> bool:
-    """Whether gradients are summed over HSDP's replicas only in a step's last micro-step.
+    """Whether gradients are summed over the copies of FSDP's shards only in a step's last micro-step.
 
     Until then FSDP2 holds a rank's sum on the device, in the type of reductions. With CPU offload, or if gradients are
     kept in another type, they are summed over replicas in every micro-step: a narrower type is then not the one in

@@ -206,6 +206,9 @@ class Parallelism(Section):
     """Replicas of the sharded model (HSDP)."""
     data_parallel_shard_degree: int = Field(-1, ge=-1)
     """Ranks that share parameters and take different streams (FSDP); -1: the ranks that are left."""
+    fsdp_shard_degree: int = Field(-1, ge=-1)
+    """Ranks, out of data_parallel_shard_degree × context_parallel_degree, that each parameter is sharded over, the GPUs
+    of a node for example; the others hold copies, whose gradients are summed once a step. -1: all of them."""
     fsdp_reshard_after_forward: Literal["always", "never"] = "always"
     """Free a layer's gathered parameters after its forward and gather them again in backward (always), or keep them
     until then (never): faster, at the cost of 2 bytes per parameter of all layers in bfloat16."""

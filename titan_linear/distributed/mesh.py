@@ -22,8 +22,8 @@ class ParallelDims:
     tp: int
     ep: int  # neighbouring ranks of dp_shard × cp that share the experts out
     mesh: DeviceMesh  # dp_replicate, dp_shard, cp, tp
-    fsdp_mesh: DeviceMesh  # what FSDP shards over: dp_shard × cp; for HSDP with dp_replicate before it
-    expert_mesh: DeviceMesh | None  # dp_replicate, expert_shard, ep, tp: the same ranks; None: ep is 1
+    fsdp_mesh: DeviceMesh  # what FSDP shards over; where shards have copies (HSDP), with replicate before it
+    expert_mesh: DeviceMesh | None  # replicate, expert_shard, ep, tp: the same ranks; None: ep is 1
     data_group: dist.ProcessGroup  # dp_replicate × dp_shard × cp: the ranks that have the same part of each tensor
     cpu_offload: bool = False  # FSDP2's shards of the parameters lie in the host's memory
 
@@ -36,6 +36,16 @@ class ParallelDims:
     def sharded(self) -> bool:
         """Whether FSDP2 manages the parameters: several ranks share them, or they come from the host's memory."""
         return self.fsdp_mesh.size() > 1 or self.cpu_offload
+
+    @property
+    def replicas(self) -> int:
+        """Number of copies of each shard of the parameters."""
+        return self.fsdp_mesh.size(0) if self.fsdp_mesh.ndim > 1 else 1
+
+    @property
+    def replica(self) -> int:
+        """Which of them this rank has."""
+        return self.fsdp_mesh.get_local_rank("replicate") if self.replicas > 1 else 0
 
     @property
     def dp_rank(self) -> int:
@@ -75,9 +85,12 @@ class ParallelDims:
 
     @property
     def degrees(self) -> dict[str, int]:
-        """The degree of each dimension, and ep's, which is no factor of the world size, where it is used."""
+        """The degree of each dimension; ep's, and that of FSDP's shards, which are no factors of the world size, where
+        they are used."""
         degrees = {name: self.mesh.size(dim) for dim, name in enumerate(self.mesh.mesh_dim_names)}
-        return degrees | ({"ep": self.ep} if self.ep > 1 else {})
+        shards = self.dp * self.cp // self.replicas
+        fewer = {"fsdp": shards} if shards < self.dp_shard * self.cp else {}
+        return degrees | ({"ep": self.ep} if self.ep > 1 else {}) | fewer
 
     @property
     def description(self) -> str:
@@ -99,15 +112,15 @@ class ParallelDims:
 
     @property
     def expert_fsdp_mesh(self) -> DeviceMesh:
-        """What FSDP shards a rank's experts over: expert_shard; for HSDP with dp_replicate before it."""
-        return self.expert_mesh["expert_shard" if self.dp_replicate == 1 else ("dp_replicate", "expert_shard")]
+        """What FSDP shards a rank's experts over: expert_shard; where shards have copies, with replicate before it."""
+        return self.expert_mesh["expert_shard" if self.replicas == 1 else ("replicate", "expert_shard")]
 
     @cached_property
     def expert_parameter_mesh(self) -> DeviceMesh:
         """tp, ep, then the dimensions of `expert_fsdp_mesh`: the order in which experts are cut."""
         ranks = self.expert_mesh.mesh.permute(3, 2, 0, 1)
         names = ("tp", "ep", *self.expert_fsdp_mesh.mesh_dim_names)
-        ranks = ranks if self.dp_replicate > 1 else ranks.squeeze(2)
+        ranks = ranks if self.replicas > 1 else ranks.squeeze(2)
         return _mesh_of(self.mesh.device_type, ranks, **{name: self.expert_mesh.get_group(name) for name in names})
 
 
@@ -117,23 +130,32 @@ def _mesh_of(device_type: str, ranks: torch.Tensor, **groups: dist.ProcessGroup)
 
 
 def build_mesh(
-    device_type: str, dp_replicate: int, dp_shard: int, cp: int, tp: int = 1, ep: int = 1, cpu_offload: bool = False
+    device_type: str,
+    dp_replicate: int,
+    dp_shard: int,
+    cp: int,
+    tp: int = 1,
+    ep: int = 1,
+    cpu_offload: bool = False,
+    fsdp_shard: int = -1,
 ) -> ParallelDims:
     """The mesh over all ranks. tp is innermost, then cp: ranks that share a layer, or a stream, talk most and sit side
-    by side."""
+    by side.
+
+    fsdp_shard: neighbouring ranks, out of dp_shard × cp, that parameters are sharded over; -1: all.
+    """
     assert dp_replicate * dp_shard * cp * tp == dist.get_world_size()
     names = ("dp_replicate", "dp_shard", "cp", "tp")
     mesh = init_device_mesh(device_type, (dp_replicate, dp_shard, cp, tp), mesh_dim_names=names)
-    fsdp_mesh = mesh["dp_shard", "cp"]._flatten("fsdp")  # no public function flattens dimensions
-    data_group = fsdp_mesh.get_group()
-    if dp_replicate > 1:
-        data_group = mesh["dp_replicate", "dp_shard", "cp"]._flatten("data").get_group()
-        ranks = mesh.mesh[..., mesh.get_local_rank("tp")].reshape(dp_replicate, dp_shard * cp)
-        groups = {"dp_replicate": mesh.get_group("dp_replicate"), "fsdp": fsdp_mesh.get_group()}
-        fsdp_mesh = _mesh_of(device_type, ranks, **groups)
-    expert_mesh = None
+    data = mesh[names[:-1]]._flatten("data")  # no public function flattens dimensions
+    shards = dp_shard * cp if fsdp_shard == -1 else fsdp_shard
+    replicas, fsdp_mesh, expert_mesh = data.size() // shards, data, None
+    if replicas > 1:
+        names = ("replicate", "fsdp", "tp")
+        fsdp_mesh = init_device_mesh(device_type, (replicas, shards, tp), mesh_dim_names=names)["replicate", "fsdp"]
     if ep > 1:
-        sizes = (dp_replicate, dp_shard * cp // ep, ep, tp)
-        names = ("dp_replicate", "expert_shard", "ep", "tp")
+        sizes = (replicas, shards // ep, ep, tp)
+        names = ("replicate", "expert_shard", "ep", "tp")
         expert_mesh = init_device_mesh(device_type, sizes, mesh_dim_names=names)
-    return ParallelDims(dp_replicate, dp_shard, cp, tp, ep, mesh, fsdp_mesh, expert_mesh, data_group, cpu_offload)
+    dims = (dp_replicate, dp_shard, cp, tp, ep)
+    return ParallelDims(*dims, mesh, fsdp_mesh, expert_mesh, data.get_group(), cpu_offload)

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from titan_linear.config import Config, data_parallel_degrees, micro_steps
+from titan_linear.config import Config, fsdp_degrees, micro_steps
 from titan_linear.distributed.experts import apply_ep
 from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
 from titan_linear.distributed.tensor_parallel import apply_tp
@@ -83,8 +83,7 @@ class Units:
 
 def units(config: Config, model: ModelConfig, gpus: int) -> Units:
     t, p = config.training, config.parallelism
-    replicas, shards = data_parallel_degrees(config, gpus)
-    shards *= p.context_parallel_degree
+    replicas, shards = fsdp_degrees(config, gpus)
     types = Types(*(DTYPES[d].itemsize for d in (t.dtype, t.mixed_precision_param, t.mixed_precision_reduce)))
     tp, ep, offloaded = p.tensor_parallel_degree, p.expert_parallel_degree, t.enable_cpu_offload
     decoder, _ = _parts(model, tp, ep)

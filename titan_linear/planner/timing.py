@@ -32,7 +32,7 @@ import pydantic
 import torch
 from pydantic import Field
 
-from titan_linear.config import Config, data_parallel_degrees, micro_steps, replicas_wait
+from titan_linear.config import Config, fsdp_degrees, micro_steps, replicas_wait
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.observe.flops import training_flops
@@ -40,7 +40,7 @@ from titan_linear.ops.exchange.allgather import heads_of_slice
 from titan_linear.ops.exchange.kcp import sizes_of
 from titan_linear.ops.layout.boundaries import CHUNK, PROGRAMS
 from titan_linear.ops.layout.chains import Chains
-from titan_linear.ops.layout.levels import PRODUCT, direct_messages, messages, route
+from titan_linear.ops.layout.levels import Network, direct_messages, duration, messages, route
 from titan_linear.ops.triton.configs import kernel_dims
 from titan_linear.planner.counting import Call, Layer, Size, Work
 from titan_linear.planner.memory import Batch, Units, boundaries, context, layers, units
@@ -58,6 +58,8 @@ PARTS = (
 )
 DIM = 128  # K and V at which the delta rule's rates are measured
 LAUNCHES = 4  # per operator, on average
+# Seconds by which each further rank, and each further node, delays a ring: as NCCL estimates them, not measured.
+HOP, HOP_BETWEEN_NODES = 2e-6, 4e-6
 SLICES = 4  # number of slices in which keys travel around the ring: the first one is waited for
 
 
@@ -143,6 +145,18 @@ def read_rates(path: Path) -> Rates:
 
 
 @dataclass(frozen=True)
+class Group:
+    """The exchanges of a group of ranks: seconds, and bytes per second that a rank sends."""
+
+    message: float  # seconds before what a rank sends to others directly is there
+    ring: float  # and of an all-gather or reduce-scatter, which passes through all ranks, one after the other
+    all_gather: float
+    reduce_scatter: float
+    all_to_all: float
+    neighbour: float  # where each rank sends to the next alone
+
+
+@dataclass(frozen=True)
 class Machine:
     rates: Rates
     node_size: int  # GPUs per node
@@ -164,20 +178,30 @@ class Machine:
             )
         return self.rates.offload
 
-    def link(self, ranks: int, stride: int) -> Link:
-        """The link of a group of `ranks` ranks that lie `stride` ranks apart."""
+    def group(self, ranks: int, stride: int) -> Group:
+        """The exchanges of a group of `ranks` ranks that lie `stride` ranks apart."""
         node = self.rates.node
         if ranks == 1:
-            return Link(0.0, 1.0, 1.0, 1.0)
+            return Group(0.0, 0.0, 1.0, 1.0, 1.0, 1.0)
         if node is None:
             raise ValueError(
                 f"the rates of {self.rates.gpu} do not say how fast GPUs exchange data; torchrun --nproc-per-node 2 -m "
                 "tools.bench_rates measures that"
             )
-        if ranks * stride <= self.node_size:
-            return node
-        speed = min(self.network, node.all_gather)
-        return Link(node.latency, speed, speed, speed)
+        here = min(max(self.node_size // stride, 1), ranks)  # the group's ranks on a node
+        if here == ranks:
+            return Group(
+                node.latency, node.latency, node.all_gather, node.reduce_scatter, node.all_to_all, node.all_gather
+            )
+        nodes, rings = -(-ranks // here), here * self.network  # one ring through each rank's link to other nodes
+        return Group(
+            message=node.latency,
+            ring=node.latency + (ranks - nodes) * HOP + nodes * HOP_BETWEEN_NODES,
+            all_gather=min(rings, node.all_gather),
+            reduce_scatter=min(rings, node.reduce_scatter),
+            all_to_all=min(self.network * (ranks - 1) / (ranks - here), node.all_to_all),
+            neighbour=min(self.network, node.all_gather),
+        )
 
 
 # --- A pass through a layer ------------------------------------------------------------------------------------------
@@ -200,7 +224,7 @@ class Clock:
 
     def __init__(self, machine: Machine, batch: Batch, compiled: bool):
         self.machine, self.rates, self.batch, self.compiled = machine, machine.rates, batch, compiled
-        self.cp, self.tp = machine.link(batch.cp, batch.tp), machine.link(batch.tp, 1)
+        self.cp, self.tp = machine.group(batch.cp, batch.tp), machine.group(batch.tp, 1)
         self.pairs, self.longest = attended(batch)
         self.gathered = context(batch).gathered
 
@@ -253,13 +277,16 @@ class Clock:
         if not _keys_travel(call):
             return 0.0
         q, k, v = (call.arguments[name] for name in "qkv")
-        ranks, hops, slices = self.batch.cp, self.batch.cp - 1, SLICES
-        if "pairs" in call.arguments:  # all-gather
-            hops = self.gathered.keys.coming.sum().item() / k.shape[1]  # times this rank's own
+        backward = "do" in call.arguments
+        width = k.element_size() + 4 if backward else k.element_size()
+        own = (k.numel() + v.numel()) * width
+        if "pairs" in call.arguments:  # all-gather, and in backward a reduce-scatter
             slices = k.shape[2] // heads_of_slice(self.gathered.pairs, q, k, v)
-        width = k.element_size() + 4 if "do" in call.arguments else k.element_size()
-        moved = (k.numel() + v.numel()) * width * hops
-        seconds = self.cp.latency * (ranks - 1) + moved / self.cp.all_gather
+            others = self.gathered.keys.coming.sum().item() / k.shape[1]  # times this rank's own
+            seconds = slices * (1 + backward) * self.cp.ring + own * others / self.cp.all_gather
+        else:
+            slices, hops = SLICES, self.batch.cp - 1
+            seconds = hops * (self.cp.message + own / self.cp.neighbour)
         return max(seconds - compute, seconds / slices)
 
     def _delta_rule(self, name: str, mixer: DeltaOptions, segments: int) -> float:
@@ -280,17 +307,17 @@ class Clock:
         if kind == "states":
             return self._states(**arguments)
         if kind == "halo":
-            return cp.latency  # a halo is small
+            return cp.message  # a halo is small
         nbytes = arguments["x"].nbytes
         others_of_cp, others_of_tp = (self.batch.cp - 1) / self.batch.cp, (self.batch.tp - 1) / self.batch.tp
         if kind == "heads":
-            return cp.latency + nbytes * others_of_cp / cp.all_to_all
+            return cp.message + nbytes * others_of_cp / cp.all_to_all
         if kind == "gather":
-            return tp.latency + nbytes * (self.batch.tp - 1) / tp.all_gather
+            return tp.ring + nbytes * (self.batch.tp - 1) / tp.all_gather
         if kind == "scatter":
-            return tp.latency + nbytes * others_of_tp / tp.reduce_scatter
+            return tp.ring + nbytes * others_of_tp / tp.reduce_scatter
         assert kind == "sum", kind
-        return 2 * tp.latency + nbytes * others_of_tp * (1 / tp.all_gather + 1 / tp.reduce_scatter)
+        return 2 * tp.ring + nbytes * others_of_tp * (1 / tp.all_gather + 1 / tp.reduce_scatter)
 
     def _states(self, S_ext: torch.Tensor, M: torch.Tensor, tables: list[torch.Tensor], **_: Any) -> float:
         """Seconds to bring the states that enter a rank's fragments there, and to fold them."""
@@ -298,9 +325,7 @@ class Clock:
         node = math.gcd(W, max(self.machine.node_size // self.batch.tp, 1))
         levels = route(int(c.most), W, node, sizes)
         exchange = messages(levels, node, sizes) if levels else direct_messages(int(c.most), W, node, sizes)
-        links = [self.machine.link(W if m.in_node else self.machine.node_size + 1, 1) for m in exchange]
-        moves = sum(link.latency + m.nbytes / link.all_to_all for m, link in zip(exchange, links, strict=True))
-        return moves + PRODUCT * sum(m.products for m in exchange)
+        return duration(exchange, Network(self.cp.message, self.rates.node.all_to_all, self.machine.network))
 
 
 def _keys_travel(call: Call) -> bool:
@@ -350,7 +375,7 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     parts = {part: times * sum(p.parts[part] for p in everything) for part in PARTS}
     parts["head"] = times * _head(config, model, u, batch, machine)
     parts["optimizer"] = _optimizer(u, times, machine)
-    parts["communication"] += times * (_shared(config, u, gpus, machine, passes) + _experts(model, batch, machine))
+    parts["communication"] += times * (_shared(config, u, machine, passes) + _experts(config, model, batch, machine))
     sums = 1 if replicas_wait(t) else times
     parts["communication"] += sums * _replicas(config, u, gpus, machine, passes)
     if u.offloaded:
@@ -402,19 +427,18 @@ def _optimizer(u: Units, times: int, machine: Machine) -> float:
     return u.own * (10 * stored + copies) / machine.rates.elementwise
 
 
-def _shared(config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
+def _shared(config: Config, u: Units, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
     """Exposed seconds of FSDP2's exchanges in a micro-step. A layer is gathered while the one before it computes, and
     again in backward if it was freed; in backward, gradients of the one before are reduced at the same time."""
     p = config.parallelism
-    _, shards = data_parallel_degrees(config, gpus)
-    n, stride = shards * p.context_parallel_degree, p.tensor_parallel_degree
+    n, stride = u.shards, p.tensor_parallel_degree
     exposed = 0.0
     if n > 1 or u.offloaded:
-        link, part, sizes = machine.link(n, stride), (n - 1) / n, (*u.layers, u.vocabulary)
+        link, part, sizes = machine.group(n, stride), (n - 1) / n, (*u.layers, u.vocabulary)
         comes = u.types.stored / n / machine.offload.to_device if u.offloaded else 0.0  # seconds per element
         goes = u.types.stored / n / machine.offload.to_host if u.offloaded else 0.0
-        gather = [link.latency + size * (u.types.compute * part / link.all_gather + comes) for size in sizes]
-        reduce = [link.latency + size * (u.types.reduce * part / link.reduce_scatter + goes) for size in sizes]
+        gather = [link.ring + size * (u.types.compute * part / link.all_gather + comes) for size in sizes]
+        reduce = [link.ring + size * (u.types.reduce * part / link.reduce_scatter + goes) for size in sizes]
         exposed += gather[0] + gather[-1] + reduce[0] + reduce[-1]
         freed = p.fsdp_reshard_after_forward == "always"
         for i in range(1, len(u.layers)):
@@ -428,20 +452,22 @@ def _shared(config: Config, u: Units, gpus: int, machine: Machine, passes: list[
 
 
 def _replicas(config: Config, u: Units, gpus: int, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
-    """Exposed seconds of summing gradients over HSDP's replicas: what the layers' backward does not hide."""
-    p, (replicas, shards) = config.parallelism, data_parallel_degrees(config, gpus)
+    """Exposed seconds of summing gradients over copies of shards: what the layers' backward does not hide."""
+    replicas, shards = fsdp_degrees(config, gpus)
     if replicas == 1:
         return 0.0
-    link = machine.link(replicas, shards * p.context_parallel_degree * p.tensor_parallel_degree)
+    link = machine.group(replicas, shards * config.parallelism.tensor_parallel_degree)
     sums = 2 * u.own * u.types.reduce * (replicas - 1) / replicas / link.reduce_scatter
-    return link.latency + max(sums - sum(backward.seconds for _, backward in passes), sums / len(u.layers))
+    return 2 * link.ring + max(sums - sum(backward.seconds for _, backward in passes), sums / len(u.layers))
 
 
-def _experts(model: ModelConfig, batch: Batch, machine: Machine) -> float:
-    """Seconds to send a micro-step's rows to experts of other ranks and back, forward and backward; layers wait."""
+def _experts(config: Config, model: ModelConfig, batch: Batch, machine: Machine) -> float:
+    """Seconds in which a micro-step's rows travel to experts of other ranks and back: in forward, in backward, and
+    again where the layer is recomputed. In forward ranks first tell each other how many rows come."""
     if model.moe is None or batch.ep == 1:
         return 0.0
-    link, part = machine.link(batch.ep, batch.tp), (batch.ep - 1) / batch.ep
+    link, part = machine.group(batch.ep, batch.tp), (batch.ep - 1) / batch.ep
     rows = batch.tokens * batch.tp * model.moe.top_k * model.dim * batch.dtype.itemsize
-    exchanges = 4 * sum(map(model.has_experts, range(model.num_layers)))
-    return exchanges * (link.latency + rows * part / link.all_to_all)
+    times = 4 if config.activation_checkpoint.mode == "none" else 6
+    seconds = link.message + times * (link.message + rows * part / link.all_to_all)
+    return seconds * sum(map(model.has_experts, range(model.num_layers)))

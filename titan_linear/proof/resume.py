@@ -161,7 +161,8 @@ def _new(subject: Subject, dims: ParallelDims, host: dist.ProcessGroup) -> Run:
 
 
 def _on_one_rank(config: Config) -> Config:
-    kinds = "data_parallel_replicate", "data_parallel_shard", "context_parallel", "tensor_parallel", "expert_parallel"
+    data = "data_parallel_replicate", "data_parallel_shard", "fsdp_shard"
+    kinds = *data, "context_parallel", "tensor_parallel", "expert_parallel"
     return _taken(changed(config, {f"parallelism.{name}_degree": 1 for name in kinds}), 1)
 
 

@@ -380,6 +380,7 @@ def build_dims(config: Config, device: torch.device) -> ParallelDims:
         p.tensor_parallel_degree,
         p.expert_parallel_degree,
         config.training.enable_cpu_offload,
+        p.fsdp_shard_degree,
     )
 
 
@@ -462,7 +463,7 @@ def mixed_precision(config: Config, model: Decoder, dims: ParallelDims) -> Abstr
 
 def sums_replicas_once(config: Config, dims: ParallelDims) -> bool:
     """Whether there are replicas whose gradients are summed only in the last micro-step (`replicas_wait`)."""
-    return dims.dp_replicate > 1 and replicas_wait(config.training)
+    return dims.replicas > 1 and replicas_wait(config.training)
 
 
 # --- The folders -----------------------------------------------------------------------------------------------------

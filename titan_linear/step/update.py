@@ -98,11 +98,11 @@ def _sum(parameters: list[nn.Parameter], group: dist.ProcessGroup) -> None:
 def counted_parameters(model: nn.Module, dims: ParallelDims) -> list[nn.Parameter]:
     """The parameters of whose shard this rank has the first copy: all ranks together count each parameter once."""
     splits = model.parts.splits if dims.tp > 1 else {}
-    where = {name: dims.mesh.get_local_rank(name) for name in dims.mesh.mesh_dim_names}
+    whole, of_tp = dims.data_group.rank(), dims.mesh.get_local_rank("tp")
 
     def counts(name: str, p: nn.Parameter) -> bool:
-        copies = ["dp_replicate", *([] if isinstance(p, DTensor) else ["dp_shard", "cp"])]
-        return not any(where[dim] for dim in (copies if name in splits else [*copies, "tp"]))
+        copy = dims.replica if isinstance(p, DTensor) else whole
+        return copy == 0 and (name in splits or of_tp == 0)
 
     return [p for name, p in model.named_parameters() if counts(name, p)]
 

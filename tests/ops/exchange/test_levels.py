@@ -22,11 +22,11 @@ from titan_linear.ops.layout.levels import (
     Level,
     Sizes,
     direct_messages,
+    duration,
     fastest,
     groupings,
     messages,
     route,
-    seconds,
 )
 
 LAYOUTS = ["contiguous", "zigzag"]
@@ -144,7 +144,7 @@ def test_levels_where_chains_are_long() -> None:
         assert route(2, ranks, min(ranks, 8), sizes) == ()
         if says:
             exchange = messages(says, 8, sizes)
-            assert seconds(exchange) < seconds(direct_messages(most, ranks, min(ranks, 8), sizes))
+            assert duration(exchange) < duration(direct_messages(most, ranks, min(ranks, 8), sizes))
             assert sum(m.products for m in exchange) < ranks
 
 

@@ -56,9 +56,16 @@ class Sizes(NamedTuple):
     transition: int  # and of M
 
 
-# Of a message, H200s in one node; and of a product with a head's M.
-LATENCY, IN_NODE, BETWEEN_NODES = 80e-6, 340e9, 50e9
-PRODUCT = 4e-6
+class Network(NamedTuple):
+    """Seconds before a message is there, and bytes per second that a GPU sends, in a node and to other nodes."""
+
+    latency: float
+    in_node: float
+    between_nodes: float
+
+
+H200 = Network(80e-6, 340e9, 50e9)  # between nodes assumed: 400 Gbit/s per GPU
+PRODUCT = 4e-6  # seconds of a product with a head's M; estimated
 
 
 def route(most: int, world_size: int, node_size: int, sizes: Sizes) -> tuple[Level, ...]:
@@ -68,14 +75,14 @@ def route(most: int, world_size: int, node_size: int, sizes: Sizes) -> tuple[Lev
     """
     levels = fastest(world_size, node_size, sizes)
     direct = direct_messages(most, world_size, node_size, sizes)
-    return levels if seconds(messages(levels, node_size, sizes)) < seconds(direct) else ()
+    return levels if duration(messages(levels, node_size, sizes)) < duration(direct) else ()
 
 
 @cache
 def fastest(world_size: int, node_size: int, sizes: Sizes) -> tuple[Level, ...]:
     """Of all ways to group the ranks in levels, the fastest."""
     ways = groupings(world_size, math.gcd(sizes.heads, node_size))
-    return min(ways, key=lambda levels: seconds(messages(levels, node_size, sizes)))
+    return min(ways, key=lambda levels: duration(messages(levels, node_size, sizes)))
 
 
 def direct_messages(most: int, world_size: int, node_size: int, sizes: Sizes) -> list[Message]:
@@ -97,9 +104,10 @@ def messages(levels: Sequence[Level], node_size: int, sizes: Sizes) -> list[Mess
     return found
 
 
-def seconds(exchange: Sequence[Message]) -> float:
-    rates = [IN_NODE if message.in_node else BETWEEN_NODES for message in exchange]
-    return sum(LATENCY + m.nbytes / rate + m.products * PRODUCT for m, rate in zip(exchange, rates, strict=True))
+def duration(exchange: Sequence[Message], network: Network = H200) -> float:
+    rates = [network.in_node if message.in_node else network.between_nodes for message in exchange]
+    moves = sum(network.latency + m.nbytes / rate for m, rate in zip(exchange, rates, strict=True))
+    return moves + PRODUCT * sum(m.products for m in exchange)
 
 
 def groupings(world_size: int, most: int) -> Iterator[tuple[Level, ...]]:
