@@ -208,7 +208,7 @@ def test_options_apply_to_each_layer_of_their_kind() -> None:
         (["--model.attention.qk_norm=all"], r"attention qk_norm = 'all', which must be 'head' \| 'width' \| None"),
         (
             ['--model.pattern=["mamba"]'],
-            r"\['mamba'\] has the mixer 'mamba'; use kda, gdn, attention, mla",
+            r"\['mamba'\] has 'mamba'; use kda, gdn, attention, mla, mlp, moe",
         ),
         (['--model.pattern=["mla"]'], r"model.mla lacks heads, kv_rank, .*, which this model.flavor does not have"),
         (["--model.mla.heads=3"], r"model.mla is not used: model.pattern = \['kda', 'gdn', 'attention'\] has no 'mla'"),

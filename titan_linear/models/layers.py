@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from titan_linear.models.draws import ones, zeros
-from titan_linear.ops.runtime.support import Choice
-from titan_linear.ops.swiglu import swiglu
 
 QUERIES = 32  # number of queries whose attention telemetry samples
 
@@ -114,29 +112,14 @@ def attention_entropy(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor
     return (entropy / count.clamp(min=2).log() * several).sum(-1), several.sum().expand(H)
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)).  [.., dim] -> [.., dim]"""
-
-    split: ClassVar[dict[str, int]] = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
-
-    def __init__(self, dim: int, hidden_dim: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(dim, hidden_dim, bias=False)
-        self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
-        self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
-        self.implementations: dict[str, Choice] = {}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        impl = self.implementations.get("swiglu", "auto")
-        return swiglu(project(x, self.gate_proj, self.up_proj), self.down_proj.weight, impl)
-
-
 class ConvWeight(nn.Module):
-    """The weight [D, W] of a short depthwise convolution."""
+    """The weight [D, W] of a short depthwise convolution, and its bias [D], which is drawn as zeros, if it has one."""
 
-    def __init__(self, dim: int, width: int):
+    def __init__(self, dim: int, width: int, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, width))
+        self.bias = nn.Parameter(torch.empty(dim)) if bias else None
+        self.initial = {"bias": zeros}
 
 
 def angles(position_ids: torch.Tensor, theta: float, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

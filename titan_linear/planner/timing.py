@@ -345,7 +345,8 @@ class Step:
 def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None = None) -> Step:
     batch, t, u = Batch.of(config, mean), config.training, units(config, model, gpus)
     clock, times = Clock(machine, batch, config.compile.enable), micro_steps(config, gpus)
-    passes = [_passes(clock, config, *pair) for pair in zip(model.layers, layers(model, batch), strict=True)]
+    pairs = zip(model.layers, layers(model, batch), strict=True)
+    passes = [_passes(clock, config, of.mixer, counted) for of, counted in pairs]
     everything = [p for pair in passes for p in pair]
     parts = {part: times * sum(p.parts[part] for p in everything) for part in PARTS}
     parts["head"] = times * _head(config, model, u, batch, machine)
@@ -442,6 +443,6 @@ def _experts(model: ModelConfig, batch: Batch, machine: Machine) -> float:
     if model.moe is None or batch.ep == 1:
         return 0.0
     link, part = machine.link(batch.ep, batch.tp), (batch.ep - 1) / batch.ep
-    rows = batch.tokens * batch.tp * model.moe.top_k * model.dim * batch.dtype.itemsize
+    rows = batch.tokens * batch.tp * model.moe.top_k * model.moe.width(model.dim) * batch.dtype.itemsize
     exchanges = 4 * sum(map(model.has_experts, range(model.num_layers)))
     return exchanges * (link.latency + rows * part / link.all_to_all)

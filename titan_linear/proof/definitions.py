@@ -47,7 +47,7 @@ def loss(subject: Subject) -> Findings:
 
 def positions(subject: Subject) -> Findings:
     """Rotary embeddings equal complex numbers turned by position · theta^(−i / half) (RoFormer, eq. 34)."""
-    for mixer in dict.fromkeys(subject.model.layers):
+    for mixer in subject.model.mixers:
         if mixer.rotary is not None:
             theta, dim = mixer.rotary
             at = torch.tensor([0, 1, 2, 1000, subject.run.training.seq_len - 1], device=subject.device)

@@ -68,8 +68,8 @@ WIDE = ("A_log", "dt_bias")  # never narrower than float32
 def cases(subject: Subject) -> Iterator[Case]:
     """For each kind of mixer its ops, then the mixer itself."""
     whole = subject.whole(torch.float64)
-    for kind in dict.fromkeys(subject.model.layers):
-        layers = tuple(i for i, mixer in enumerate(subject.model.layers) if mixer == kind)
+    for kind in subject.model.mixers:
+        layers = tuple(i for i, layer in enumerate(subject.model.layers) if layer.mixer == kind)
         draw = _Draws(subject, kind)
         for op in kind.ops:
             yield CASES[op](kind, layers, draw)
@@ -392,6 +392,7 @@ def repeatable() -> Iterator[None]:
 def may_differ(subject: Subject, layers: Iterable[int]) -> float:
     """Bound on the number of results that differ when these layers run again: 0, except for softmax attention on GPUs,
     whose fastest kernels do not repeat their bits unless the run sets debug.deterministic."""
-    softmax = any(not subject.model.layers[i].linear for i in layers)
+    mixers = filter(None, (subject.model.layers[i].mixer for i in layers))
+    softmax = not all(mixer.linear for mixer in mixers)
     repeats = subject.device.type == "cpu" or subject.config.debug.deterministic
     return float("inf") if softmax and not repeats else 0

@@ -49,11 +49,11 @@ class BatchSharding:
         compiled: bool = False,
     ) -> BatchSharding:
         """The sharding that plans for what this model's mixers need of a batch."""
-        needs = [mixer.ops for mixer in model.layers]
+        needs = [mixer.ops for mixer in model.mixers]
         over_heads = dims.cp > 1 and linear_method == "ulysses"
         programs = _programs(model, dims.tp * dims.cp if over_heads else dims.tp, device)
         sizes = {ops["causal_conv1d"]["W"] for ops in needs if "causal_conv1d" in ops}
-        rotaries = dict.fromkeys(mixer.rotary for mixer in model.layers if mixer.rotary is not None)
+        rotaries = dict.fromkeys(mixer.rotary for mixer in model.mixers if mixer.rotary is not None)
         return cls(
             dims,
             device,
@@ -124,14 +124,14 @@ def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int
     heads."""
     if device.type != "cuda":
         return ()
-    mixers = (mixer for mixer in model.layers if isinstance(mixer, DeltaOptions))
+    mixers = (mixer for mixer in model.mixers if isinstance(mixer, DeltaOptions))
     of = (scan_programs(m.v_heads // ranks, kernel_dims(m.head_dim, m.v_head_dim)[1]) for m in mixers)
     return tuple(dict.fromkeys(of))
 
 
 def _softmax(model: ModelConfig, tp: int) -> tuple[tuple[int, int, int], ...]:
     sizes = []
-    for mixer in dict.fromkeys(model.layers):
+    for mixer in model.mixers:
         if "attention" in mixer.ops:
             heads = [count // tp for count in mixer.head_counts.values()]  # of queries, then of keys if these are fewer
             sizes.append((heads[0], heads[-1], sum(mixer.ops["attention"].values())))

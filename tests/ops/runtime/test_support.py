@@ -133,7 +133,7 @@ def test_other_generations_run_the_kernels_and_say_that_nobody_has_measured_them
 def test_every_preset_runs_on_the_kernels(on_gpu_of, own) -> None:
     on_gpu_of(own)
     for model in (model for sizes in MODELS.values() for model in sizes.values()):
-        pairs = [(OPS[name], dims) for mixer in model.layers for name, dims in mixer.ops.items()]
+        pairs = [(OPS[name], dims) for mixer in model.mixers for name, dims in mixer.ops.items()]
         for op, dims in ((op, dims) for op, dims in pairs if "triton" in op.implementations):
             assert op.choose("auto", GPU, BF16, **dims).implementation == "triton", dims
 

@@ -47,7 +47,7 @@ class OwnTokenizer:
 @dataclass(frozen=True)
 class Family:
     model: tuple[Spellings, ...]
-    layers: Mapping[type[MixerOptions], tuple[Spellings, ...]]  # norms included
+    layers: Mapping[type, tuple[Spellings, ...]]  # by options of the mixer, norms included; NoneType: without a mixer
     mlp: tuple[Spellings, ...]
     experts: tuple[Spellings, ...]
     config_from_hf: Callable[[Json], ModelConfig]
@@ -180,12 +180,12 @@ def shortest(layers: list[MixerOptions]) -> tuple[MixerOptions, ...]:
 
 
 def layer_types(config: ModelConfig) -> list[str]:
-    return ["linear_attention" if mixer.linear else "full_attention" for mixer in config.layers]
+    return ["linear_attention" if layer.mixer.linear else "full_attention" for layer in config.layers]
 
 
 def options_of(config: ModelConfig, kind: type[Options]) -> Options | None:
     """The options of the model's first layer of a kind; None: it has none. A family's layers of one kind are alike."""
-    return next((mixer for mixer in config.layers if isinstance(mixer, kind)), None)
+    return next((mixer for mixer in config.mixers if isinstance(mixer, kind)), None)
 
 
 def common_from_hf(key: Keys) -> Json:
