@@ -243,7 +243,7 @@ def test_rope_by_type_of_layer(case: Callable[[str], Case]) -> None:
     written = config_to_hf(c.family, c.config)
     plain = {"rope_type": "default", "rope_theta": 123.0, "partial_rotary_factor": 0.5}
     for rope in (plain, {"full_attention": plain, "linear_attention": {"rope_theta": 5.0}}):
-        attention = config_from_hf(written | {"rope_parameters": rope})[1].layers[1]
+        attention = config_from_hf(written | {"rope_parameters": rope})[1].layers[1].mixer
         assert (attention.rope_theta, attention.rotary_fraction) == (123.0, 0.5)
 
 

@@ -12,7 +12,7 @@ from titan_linear.distributed.parallelize import replicated_parameters, set_dtyp
 from titan_linear.models.config import MixerOptions, differences
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.init import initialise
-from titan_linear.models.mixers import GDN, KDA, MIXERS, MLA, Attention, attention, delta, gdn, kda, mla
+from titan_linear.models.mixers import GDN, KDA, MIXERS, MLA, Attention, attention, gdn, kda, mla, recurrent
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 
@@ -52,7 +52,7 @@ def test_ops_are_those_that_it_calls(name: str, monkeypatch: pytest.MonkeyPatch)
         record(module, op, lambda q, k, v, *gates: {"K": q.shape[-1], "V": v.shape[-1]})
     for module in (attention, mla):
         record(module, "attention", lambda q, k, v: {"D": q.shape[-1], "Dv": v.shape[-1]})
-    record(delta, "causal_conv1d", lambda x, weight: {"W": weight.shape[-1]})
+    record(recurrent, "causal_conv1d", lambda x, weight, bias: {"W": weight.shape[-1]})
     build(OPTIONS[name])(torch.arange(9).unsqueeze(0), BatchPlan(torch.arange(9)))
     assert called == OPTIONS[name].ops
 

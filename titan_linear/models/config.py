@@ -6,13 +6,14 @@ import hashlib
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 from torch import nn
 
+from titan_linear.models.cases import Draws, OpCase
 from titan_linear.models.mlps import Dense, MLPOptions, MoEConfig
 from titan_linear.models.mlps.dense import Activation
 from titan_linear.ops.layout.boundaries import CHUNK
@@ -75,6 +76,14 @@ class MixerOptions(ABC):
     @abstractmethod
     def flops(self, dim: int, documents: Documents) -> int:
         """FLOPs of the products in forward, in a model of width `dim` (see titan_linear/observe/flops.py)."""
+
+    @abstractmethod
+    def cases(self, draw: Draws) -> Iterator[OpCase]:
+        """Its ops, for the doctor."""
+
+    def scan_programs(self, ranks: int) -> int | None:
+        """Programs of a scan of its kernels over one entry, with the heads shared out among `ranks`; None: no scan."""
+        return None
 
     @property
     @abstractmethod

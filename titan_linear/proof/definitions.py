@@ -8,13 +8,13 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from titan_linear.models.cases import DELTA
 from titan_linear.models.draws import generator
 from titan_linear.models.layers import rotate
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.cross_entropy import IGNORE, chunked_cross_entropy
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
-from titan_linear.proof.ops import DELTA
 from titan_linear.proof.subject import Subject
 
 TOKENS, VOCAB = 200, 4096  # VOCAB: the most rows of the head; all are computed alike

@@ -10,13 +10,10 @@ from titan_linear.data import Batch
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.layers import widened
-from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.models.plan import BatchPlan, Rotary
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.attention import choose_method, pairs_computed
-from titan_linear.ops.layout.boundaries import scan_programs
 from titan_linear.ops.layout.tables import to_device
-from titan_linear.ops.triton.configs import kernel_dims
 
 
 @dataclass(frozen=True)
@@ -124,9 +121,8 @@ def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int
     heads."""
     if device.type != "cuda":
         return ()
-    mixers = (mixer for mixer in model.mixers if isinstance(mixer, DeltaOptions))
-    of = (scan_programs(m.v_heads // ranks, kernel_dims(m.head_dim, m.v_head_dim)[1]) for m in mixers)
-    return tuple(dict.fromkeys(of))
+    of = (mixer.scan_programs(ranks) for mixer in model.mixers)
+    return tuple(dict.fromkeys(n for n in of if n is not None))
 
 
 def _softmax(model: ModelConfig, tp: int) -> tuple[tuple[int, int, int], ...]:

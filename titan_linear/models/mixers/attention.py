@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import nn
 
+from titan_linear.models.cases import Draws, OpCase, attention_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.layers import RMSNorm, attention_entropy, rotate, widened
 from titan_linear.models.plan import BatchPlan, Window
@@ -54,6 +56,9 @@ class Attention(MixerOptions):
 
     def indivisible_heads(self, ranks: int) -> str | None:
         return None if key_head_copies(self.heads, self.kv_heads, ranks) else super().indivisible_heads(ranks)
+
+    def cases(self, draw: Draws) -> Iterator[OpCase]:
+        yield attention_case(self.heads, self.kv_heads, self.head_dim, self.head_dim)
 
     def build(self, config: ModelConfig) -> AttentionMixer:
         return AttentionMixer(self, config)
