@@ -208,11 +208,11 @@ def test_options_apply_to_each_layer_of_their_kind() -> None:
         (["--model.attention.qk_norm=all"], r"attention qk_norm = 'all', which must be 'head' \| 'width' \| None"),
         (
             ['--model.pattern=["mamba"]'],
-            r"\['mamba'\] has 'mamba'; use kda, gdn, attention, mla, mlp, moe",
+            r"\['mamba'\] has 'mamba'; use kda, gdn, mamba2, attention, mla, mlp, moe",
         ),
         (['--model.pattern=["mla"]'], r"model.mla lacks heads, kv_rank, .*, which this model.flavor does not have"),
         (["--model.mla.heads=3"], r"model.mla is not used: model.pattern = \['kda', 'gdn', 'attention'\] has no 'mla'"),
-        (["--model.mamba.heads=3"], r"model.mamba is neither a key nor a mixer; mixers are kda, gdn, attention, mla"),
+        (["--model.mamba.heads=3"], r"model.mamba is neither a key nor a mixer; mixers are kda, .*, mla"),
         (["--model.moe.top_k=3"], r"model.moe lacks num_experts, hidden_dim, which this"),
         (
             ["--model.flavor=100M"],

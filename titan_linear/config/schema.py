@@ -63,9 +63,10 @@ class Model(Section):
     num_layers: int = Field(0, ge=0)
     """Number of layers; 0: the flavor's."""
     hidden_dim: int = Field(0, ge=0)
-    """Hidden channels of each layer's SwiGLU; 0: the flavor's."""
+    """Hidden channels of each layer's MLP; 0: the flavor's."""
     pattern: list[str] = []
-    """Mixers of the first layers, which further layers repeat: ["kda", "kda", "kda", "attention"]; []: the flavor's."""
+    """Mixers of the first layers, which further layers repeat: ["kda", "kda", "kda", "attention"]; []: the flavor's.
+    An MLP or experts follow each, unless "mlp" or "moe" is in the list: then a layer is what the list names."""
     mixers: dict[str, dict[str, Any]] = {}
     """Options of mixers that differ from the flavor's. Each mixer has a table of its own: kda = {heads = 8, …}, or
     --model.kda.heads 8 (--help flavors lists all options). The empty string stands for none."""

@@ -56,6 +56,8 @@ def apply_tp(model: Decoder, ranks: Ranks) -> dict[str, int]:
         shard_parameter(module, leaf, dim, ranks.size, ranks.rank)
         if isinstance(module, RMSNorm):
             _share(module, ranks, _norm_over_ranks)
+        elif hasattr(module, "ranks"):
+            module.ranks = ranks
     if model.config.tie_embeddings:
         model.head.weight = model.embedding.weight
     for layer in model.layers:

@@ -52,6 +52,7 @@ class MixerOptions(ABC):
         kept_whole: parameters that FSDP neither shards nor casts
         split: parameter -> the dimension along which each rank of tensor parallelism has an equal part; a rank then
             computes its heads, and its part of the sum that is the output
+        ranks: of a module in it with split parameters: None, or the ranks that have the other parts
 
         What telemetry shows of it (telemetry.py) comes from
 
@@ -77,9 +78,9 @@ class MixerOptions(ABC):
     def flops(self, dim: int, documents: Documents) -> int:
         """FLOPs of the products in forward, in a model of width `dim` (see titan_linear/observe/flops.py)."""
 
-    @abstractmethod
     def cases(self, draw: Draws) -> Iterator[OpCase]:
-        """Its ops, for the doctor."""
+        """Each of its `ops`, for the doctor."""
+        return iter(())
 
     def scan_programs(self, ranks: int) -> int | None:
         """Programs of a scan of its kernels over one entry, with the heads shared out among `ranks`; None: no scan."""
