@@ -27,6 +27,13 @@ COUNTS = {
     ("qwen3-next", "80B-A3B"): 79_674_391_296,
     ("olmo-hybrid", "7B"): 7_430_870_688,  # as its authors count
     ("kimi-linear", "48B-A3B"): 49_122_675_072,  # and 26 selection biases of 256
+    ("nemotron-h", "8B"): 8_100_852_736,
+    ("nemotron-h", "nano-9B-v2"): 8_888_227_328,
+    ("nemotron-h", "nano-3-30B-A3B"): 31_577_937_344,
+    ("nemotron-h", "super-3-120B-A12B"): 120_668_687_360,
+    ("granite-h", "micro"): 3_191_396_096,
+    ("granite-h", "tiny"): 6_939_037_248,
+    ("granite-h", "small"): 32_207_337_984,
 }
 
 

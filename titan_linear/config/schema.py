@@ -53,7 +53,9 @@ class Job(Section):
 class Model(Section):
     """The network and its tokenizer."""
 
-    name: Literal["hybrid", "kda", "gdn", "qwen3.5", "qwen3-next", "olmo-hybrid", "kimi-linear"] = "hybrid"
+    name: Literal[
+        "hybrid", "kda", "gdn", "qwen3.5", "qwen3-next", "olmo-hybrid", "kimi-linear", "nemotron-h", "granite-h"
+    ] = "hybrid"
     """Family: linear layers only (kda, gdn), a pattern with softmax attention (hybrid), or a published hybrid."""
     flavor: str = Field("debug", min_length=1)
     """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ... (--help flavors lists them); hf: the model in

@@ -126,7 +126,7 @@ class ModelConfig:
     activation: Activation = "swiglu"  # of MLPs
     embedding_factor: float = 1.0  # on the embedding's output
     residual_factor: float = 1.0  # on what each branch adds
-    logits_factor: float = 1.0
+    logits_divisor: float = 1.0
 
     @property
     def layers(self) -> tuple[Layer, ...]:

@@ -63,7 +63,7 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
-        self.factor = config.logits_factor
+        self.divisor = config.logits_divisor
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
         self.token_losses: torch.Tensor | None = None  # [B·T] into which the loss's terms are written, if set
         self.implementations: dict[str, Choice] = {}
@@ -84,7 +84,7 @@ class Head(nn.Module):
     def normed(self, x: torch.Tensor) -> torch.Tensor:
         """What the weight is multiplied with."""
         x = self.norm(x)
-        return x if self.factor == 1 else x * self.factor
+        return x if self.divisor == 1 else x / self.divisor
 
 
 class Decoder(nn.Module):

@@ -92,7 +92,9 @@ class _Cut(torch.autograd.Function):
         return torch.cat(parts, -1), None
 
 
-def attention_entropy(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_entropy(
+    q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor, scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """How evenly QUERIES queries attend: entropy of the attention weights over its maximum, ln(number of keys).
 
     q [1, T, H, D], k [1, T, Hkv, D], causal, packed documents of cu_seqlens [N+1] -> the sum over the queries [H] and
@@ -104,7 +106,7 @@ def attention_entropy(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor
     first = cu_seqlens[torch.searchsorted(cu_seqlens, rows, right=True) - 1]  # [queries], starts of their documents
     seen = (keys >= first[:, None]) & (keys <= rows[:, None])  # [queries, T]
     k = widen(k[0]).repeat_interleave(H // k.shape[2], dim=1)
-    scores = torch.einsum("qhd,khd->hqk", widen(q[0, rows]), k) * q.shape[-1] ** -0.5
+    scores = torch.einsum("qhd,khd->hqk", widen(q[0, rows]), k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     logs = scores.masked_fill(~seen, float("-inf")).log_softmax(-1)
     entropy = -(logs.exp() * logs.masked_fill(~seen, 0.0)).sum(-1)  # [H, queries]
     count = seen.sum(-1)

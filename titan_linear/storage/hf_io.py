@@ -339,7 +339,7 @@ def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
     """
     reasons, kinds = [], {type(layer.mixer) for layer in model.layers}
     for family, has in FAMILIES.items():
-        if kinds <= set(has.layers) and bool(has.experts) == (model.moe is not None):
+        if kinds <= set(has.layers) and (has.experts or model.moe is None):
             try:
                 check_tokenizer(family, config_to_hf(family, model), tokenizer or {})
             except ValueError as error:
