@@ -22,6 +22,7 @@ from titan_linear.data import PackedStreams, Stream, StreamLoader, Streams
 from titan_linear.models import plan
 from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
+from titan_linear.models.mixers import kda
 from titan_linear.models.presets import OWN, PUBLISHED
 from titan_linear.ops import cross_entropy as loss
 from titan_linear.ops.exchange import folds, halo
@@ -467,7 +468,7 @@ def test_a_kernel_that_cannot_start_is_a_finding(subject: Subject) -> None:
     def fails(*_: object, **__: object) -> torch.Tensor:
         raise OutOfResources("shared memory")
 
-    with sabotaged(ops, "chunk_kda", fails):
+    with sabotaged(kda, "chunk_kda", fails):
         check = next(pair for pair in doctor.checks(subject) if pair[0].startswith("implementations, chunk_kda"))
         (found,) = doctor.guarded(*check)
     assert str(found).startswith("FAIL implementations, chunk_kda, layer 0: cannot be computed")
@@ -558,12 +559,12 @@ def test_what_is_proved_of_compiled_layers_is_said(corpus: Path, monkeypatch: py
 def test_a_model_that_does_not_fit_is_narrowed_and_that_is_said(corpus: Path) -> None:
     wide = arguments(corpus, **{"model.flavor": "1.3B", "parallelism.tensor_parallel_degree": 2})
     found = subject_of(load_config(wide))
-    assert [mixer.name for mixer in found.model.layers] == ["kda"] * 3 + ["attention"]
+    assert [layer.name for layer in found.model.layers] == ["kda"] * 3 + ["attention"]
     assert found.said[1:] == (
         "layers 24 → 4, one period of their pattern",
         f"widths / 16: dim 2048 → {found.model.dim}",
     )
-    assert found.model.layers[0].head_dim == 128 and found.model.layers[0].heads % 2 == 0
+    assert found.model.layers[0].mixer.head_dim == 128 and found.model.layers[0].mixer.heads % 2 == 0
 
 
 @pytest.mark.parametrize(("top_groups", "experts"), [(4, [32, 16, 64, 64]), (1, [32, 64, 64, 64])])

@@ -19,11 +19,11 @@ from titan_linear.config import load_config
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig, MoEConfig
 from titan_linear.models.decoder import Block, Decoder
 from titan_linear.models.init import initialise
-from titan_linear.models.mixers import GDN, KDA, MLA, Attention
+from titan_linear.models.mixers import GDN, KDA, MLA, Attention, Mamba2
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 from titan_linear.observe import flops
-from titan_linear.observe.flops import forward_flops, known_peak, mlp_flops, peak_tflops, training_flops
+from titan_linear.observe.flops import forward_flops, known_peak, peak_tflops, training_flops
 
 aten = torch.ops.aten
 CHUNKED, PACKED = [64, 192, 128], [1, 70, 64, 150]  # documents of whole chunks, and of any length
@@ -35,8 +35,10 @@ MIXERS: dict[str, MixerOptions] = {
     "kda": KDA(heads=2, v_heads=4, head_dim=8, v_head_dim=12),
     "kda, softplus gate": KDA(heads=2, v_heads=2, head_dim=8, v_head_dim=12, lower_bound=None, conv_size=3),
     "gdn": GDN(heads=2, v_heads=4, head_dim=8, v_head_dim=12),
+    "mamba2": Mamba2(heads=4, head_dim=12, state_dim=8, groups=2),
 }
 MOE = MoEConfig(num_experts=8, top_k=2, hidden_dim=16, shared_hidden_dim=20, shared_gate=True)
+LATENT = replace(MOE, latent_dim=12)
 
 
 class Products(Inside):
@@ -109,15 +111,23 @@ def test_linear_mixers_by_chunks(name: str) -> None:
     assert products.counts["products"] == stated - 2 * mixer.conv_size * channels * documents.tokens
 
 
+def test_mamba2_by_chunks() -> None:
+    mixer, products, documents = MIXERS["mamba2"], counted(model_of(MIXERS["mamba2"]), CHUNKED), plan_of(CHUNKED)[1]
+    gaps = (len(CHUNKED) - 1) * (mixer.conv_size - 1)
+    assert products.total == mixer.flops(DIM, documents) + 2 * mixer.conv_size * sum(mixer.widths) * gaps
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("moe", [None, MOE, replace(MOE, shared_hidden_dim=0, shared_gate=False)])
-def test_mlps_and_experts(moe: MoEConfig | None) -> None:
-    config, (plan, documents) = model_of(MIXERS["gdn"], moe=moe), plan_of(PACKED)
+@pytest.mark.parametrize("moe", [None, MOE, replace(MOE, shared_hidden_dim=0, shared_gate=False), LATENT])
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_mlps_and_experts(moe: MoEConfig | None, activation: str) -> None:
+    moe = moe and replace(moe, activation=activation)
+    config, (plan, documents) = model_of(MIXERS["gdn"], moe=moe, activation=activation), plan_of(PACKED)
     decoder = Decoder(config)
     initialise(decoder, seed=0)
     with Products() as products:
-        decoder.layers[0]._mlp(torch.randn(1, documents.tokens, DIM), plan)
-    assert products.total == documents.tokens * mlp_flops(config, 0)
+        decoder.layers[0].mlp(torch.randn(1, documents.tokens, DIM), plan)
+    assert products.total == documents.tokens * config.layers[0].mlp.flops(config.dim)
 
 
 def test_backward_is_twice_forward() -> None:
@@ -144,7 +154,7 @@ def test_projections_are_the_parameters_that_a_token_meets(name: str, flavor: st
         if config.has_experts(layer):
             met += config.moe.top_k * sum(p[0].numel() for p in block.mlp.experts.parameters())
     tokens = Documents(tokens=1, pairs=0, chunk_pairs=0)
-    states = sum(6 * m.v_heads * m.head_dim * m.v_head_dim for m in config.layers if m.linear)
+    states = sum(6 * m.v_heads * m.head_dim * m.v_head_dim for m, _ in config.layers if m.linear)
     sums = sum(2 * config.moe.top_k * config.dim for i in range(config.num_layers) if config.has_experts(i))
     assert forward_flops(config, tokens) == 2 * met + states + sums
 

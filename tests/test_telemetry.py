@@ -126,10 +126,10 @@ def test_of_one_process(folder: Path, alone: tuple, worlds: Callable[[int], Worl
             squares[unit] = squares.get(unit, 0.0) + both[n].square().sum().item()
         assert list(squares) == ["embedding", *layers, "head"]
         assert close(seen[quantity], {unit: square**0.5 for unit, square in squares.items()}, 1e-8)
-    linear = [name for name, mixer in zip(layers, SMALL.layers, strict=True) if mixer.linear]
+    linear = [name for name, of in zip(layers, SMALL.layers, strict=True) if of.mixer.linear]
     for quantity in ("half_life", "state_norm", "carried_share"):
         assert list(seen[quantity]) == linear
-        assert all(len(seen[quantity][f"layers.{i}"]) == SMALL.layers[i].v_heads for i in range(2))
+        assert all(len(seen[quantity][f"layers.{i}"]) == SMALL.layers[i].mixer.v_heads for i in range(2))
     assert all(0 < share < 1 for by_head in seen["carried_share"].values() for share in by_head)
     assert all(0 < e <= 1 for by_head in seen["attention_entropy"].values() for e in by_head)
     assert set(seen["attention_entropy"]) == set(layers) - set(linear)
@@ -311,7 +311,7 @@ def layers_in_turn(rank: int, world_size: int, argv: list[str], cache: str) -> l
 
 
 def test_layers_take_turns(folder: Path, worlds: Callable[[int], World]) -> None:
-    kinds = [mixer.linear for mixer in SMALL.layers]
+    kinds = [layer.mixer.linear for layer in SMALL.layers]
     n = len(kinds)
     turns = [[i for i in range(n) if kinds[i] and (i - 2 * turn) % n < 2] for turn in range(1, 5)]
     assert {i for turn in turns for i in turn} == {i for i in range(n) if kinds[i]} != set(turns[0])

@@ -342,11 +342,12 @@ def test_a_compiled_run_is_equal(corpus: Path, worlds: Callable[[int], World], o
         assert max(((got[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9
 
 
-@pytest.mark.parametrize("name", ["qwen3.5", "kimi-linear"])
+@pytest.mark.parametrize("name", ["qwen3.5", "kimi-linear", "nemotron-h", "granite-h"])
 def test_mixtures_of_experts(
     name: str, corpus: Path, worlds: Callable[[int], World], one_process: Callable[[dict], tuple]
 ) -> None:
-    """A load-balance loss, a selection bias that moves, and latent attention, over FSDP and both layouts."""
+    """A load-balance loss, a selection bias that moves, latent attention, Mamba-2 of one group and of several, over
+    FSDP and both layouts."""
     keys = FLOAT64 | {"training.steps": 5, "model.name": name, "activation_checkpoint.mode": "full"}
     losses, norms, weights = one_process(keys)
     splits = ("accumulation", "dp 2", "dp 2 x cp 2", "cp 2 zig-zag", "tp 2 x cp 2 zig-zag")
@@ -359,7 +360,7 @@ def test_mixtures_of_experts(
         assert worst(got[0], losses) < 1e-9 and worst(got[1], norms) < 1e-9
         assert max(((got[2][n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9
     bias = weights.get("layers.1.mlp.router.selection_bias")
-    assert (bias is not None and bool(bias.any())) == (name == "kimi-linear")
+    assert (bias is not None and bool(bias.any())) == (name in ("kimi-linear", "nemotron-h"))
 
 
 def test_how_experts_are_balanced(corpus: Path) -> None:

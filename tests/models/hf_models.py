@@ -11,8 +11,12 @@ import torch
 import transformers
 from safetensors.torch import load_file
 from transformers import (
+    GraniteMoeHybridConfig,
+    GraniteMoeHybridForCausalLM,
     KimiLinearConfig,
     KimiLinearForCausalLM,
+    NemotronHConfig,
+    NemotronHForCausalLM,
     OlmoHybridConfig,
     OlmoHybridForCausalLM,
     PreTrainedModel,
@@ -57,6 +61,54 @@ KIMI = SIZES | dict(
 KIMI_MOE = dict(
     num_experts=8, num_experts_per_tok=2, moe_intermediate_size=16, n_shared_experts=2, n_group=4, topk_group=2
 )
+NEMOTRON = dict(
+    vocab_size=VOCAB,
+    hidden_size=32,
+    initializer_range=0.05,
+    layer_norm_epsilon=1e-3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=48,
+    ssm_state_size=8,
+    mamba_num_heads=8,
+    mamba_head_dim=12,
+    n_groups=2,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    moe_intermediate_size=16,
+    moe_shared_expert_intermediate_size=24,
+    n_group=4,
+    topk_group=2,
+    routed_scaling_factor=2.5,
+    pad_token_id=0,
+)
+GRANITE = (
+    SIZES
+    | HEADS
+    | dict(
+        layer_types=["linear_attention", "full_attention"],
+        intermediate_size=16,
+        shared_intermediate_size=24,
+        mamba_n_heads=8,
+        mamba_d_state=8,
+        embedding_multiplier=12.0,
+        logits_scaling=6.0,
+        residual_multiplier=0.22,
+        attention_multiplier=0.2,
+    )
+)
+
+
+def nemotron(pattern: str, **options: object) -> PreTrainedModel:
+    """Its Mamba-2 layers take `time_step_limit` for the limits of time steps, as the trainer of the published models
+    does, and not `time_step_min` for the lower one."""
+    model = NemotronHForCausalLM(NemotronHConfig(**NEMOTRON, hybrid_override_pattern=pattern, **options))
+    for layer in model.model.layers:
+        if layer.block_type == "linear_attention":
+            layer.mixer.time_step_limit = tuple(model.config.time_step_limit)
+    return model
+
 
 # name of the case -> how to build it; each uses what the others leave out
 MODELS: dict[str, Callable[[], PreTrainedModel]] = {
@@ -73,6 +125,14 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     ),
     "Kimi-Linear": lambda: KimiLinearForCausalLM(
         KimiLinearConfig(**KIMI, **KIMI_MOE, layer_types=["linear_attention", "full_attention"])
+    ),
+    "Nemotron-H": lambda: nemotron("M*-M"),
+    "Nemotron 3": lambda: nemotron("ME*EM", moe_latent_size=12, norm_topk_prob=False, time_step_limit=(2e-2, 5e-2)),
+    "Granite-H": lambda: GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(**GRANITE, num_local_experts=8, num_experts_per_tok=3, tie_word_embeddings=True)
+    ),
+    "Granite-H, dense": lambda: GraniteMoeHybridForCausalLM(
+        GraniteMoeHybridConfig(**GRANITE, num_local_experts=0, mamba_n_groups=2, position_embedding_type="rope")
     ),
 }
 

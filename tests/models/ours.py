@@ -11,7 +11,7 @@ from torch import nn
 from tests.ops.inputs import tokens_of
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.mixers.delta import DeltaMixer
+from titan_linear.models.mixers.recurrent import RecurrentMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.cross_entropy import IGNORE
@@ -31,7 +31,7 @@ def use_methods(
 ) -> None:
     """Have mixers exchange by these methods under context parallelism, as `apply_cp` does."""
     for mixer in mixers:
-        mixer.cp_method = linear_method if isinstance(mixer, DeltaMixer) else softmax_method
+        mixer.cp_method = linear_method if isinstance(mixer, RecurrentMixer) else softmax_method
 
 
 def run(
@@ -44,7 +44,7 @@ def run(
 ) -> tuple:
     """Logits [T, vocab], summed loss and gradients of our model."""
     model = Decoder(config)
-    use_methods([layer.mixer for layer in model.layers], softmax_method)
+    use_methods((layer.mixer for layer in model.layers if layer.mixer is not None), softmax_method)
     model.load_state_dict(state, strict=not config.tie_embeddings)
     loss = model(tokens.unsqueeze(0), plan, labels.unsqueeze(0), loss_chunk=48)
     loss.backward()

@@ -12,13 +12,27 @@ from titan_linear.distributed.parallelize import replicated_parameters, set_dtyp
 from titan_linear.models.config import MixerOptions, differences
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.init import initialise
-from titan_linear.models.mixers import GDN, KDA, MIXERS, MLA, Attention, attention, delta, gdn, kda, mla
+from titan_linear.models.mixers import (
+    GDN,
+    KDA,
+    MIXERS,
+    MLA,
+    Attention,
+    Mamba2,
+    attention,
+    gdn,
+    kda,
+    mamba2,
+    mla,
+    recurrent,
+)
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
 
 OPTIONS: dict[str, MixerOptions] = {
     "kda": KDA(heads=2, v_heads=4, head_dim=8, v_head_dim=12),
     "gdn": GDN(heads=2, v_heads=4, head_dim=8, v_head_dim=12, conv_size=3),
+    "mamba2": Mamba2(heads=4, head_dim=12, state_dim=8, groups=2),
     "attention": Attention(heads=4, kv_heads=2, head_dim=8, rotary_fraction=0.5),
     "mla": MLA(heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=10),
 }
@@ -50,9 +64,10 @@ def test_ops_are_those_that_it_calls(name: str, monkeypatch: pytest.MonkeyPatch)
 
     for module, op in ((kda, "chunk_kda"), (gdn, "chunk_gated_delta_rule")):
         record(module, op, lambda q, k, v, *gates: {"K": q.shape[-1], "V": v.shape[-1]})
+    record(mamba2, "chunk_ssd", lambda x, dt, A, B, C: {"K": B.shape[-1], "V": x.shape[-1]})
     for module in (attention, mla):
         record(module, "attention", lambda q, k, v: {"D": q.shape[-1], "Dv": v.shape[-1]})
-    record(delta, "causal_conv1d", lambda x, weight: {"W": weight.shape[-1]})
+    record(recurrent, "causal_conv1d", lambda x, weight, bias: {"W": weight.shape[-1]})
     build(OPTIONS[name])(torch.arange(9).unsqueeze(0), BatchPlan(torch.arange(9)))
     assert called == OPTIONS[name].ops
 
@@ -76,7 +91,8 @@ def test_gates_are_kept_whole_and_wide(name: str) -> None:
     set_dtype(model, torch.bfloat16)
     whole = set(replicated_parameters(model))
     names = {n.rpartition(".")[-1] for n, p in model.named_parameters() if p in whole}
-    assert names == ({"A_log", "dt_bias"} if OPTIONS[name].linear else set())
+    gates = {"kda": {"A_log", "dt_bias"}, "gdn": {"A_log", "dt_bias"}, "mamba2": {"A_log", "D", "dt_bias"}}
+    assert names == gates.get(name, set())
     assert all(p.dtype == (torch.float32 if p in whole else torch.bfloat16) for p in model.parameters())
 
 
@@ -86,6 +102,8 @@ def test_gates_are_kept_whole_and_wide(name: str) -> None:
         ("kda", 2, None),
         ("kda", 4, "2 heads"),
         ("gdn", 3, "2 heads"),
+        ("mamba2", 2, None),
+        ("mamba2", 4, "2 groups"),
         ("attention", 4, None),
         ("attention", 8, "4 query heads"),
         ("mla", 3, "4 query heads"),
@@ -102,7 +120,7 @@ def test_key_heads_that_cannot_be_split() -> None:
 
 
 def test_rotary_channels() -> None:
-    assert [OPTIONS[name].rotary for name in MIXERS] == [None, None, (10000.0, 4), None]
+    assert [OPTIONS[name].rotary for name in MIXERS] == [None, None, None, (10000.0, 4), None]
     assert replace(OPTIONS["attention"], rope_theta=None).rotary is None
 
 

@@ -16,7 +16,7 @@ from titan_linear.models.config import MoEConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.draws import generator
 from titan_linear.models.init import initialise
-from titan_linear.models.moe import MoE
+from titan_linear.models.mlps.moe import MoE
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import PUBLISHED
 from titan_linear.ops import build_cp_context, experts

@@ -27,6 +27,13 @@ COUNTS = {
     ("qwen3-next", "80B-A3B"): 79_674_391_296,
     ("olmo-hybrid", "7B"): 7_430_870_688,  # as its authors count
     ("kimi-linear", "48B-A3B"): 49_122_675_072,  # and 26 selection biases of 256
+    ("nemotron-h", "8B"): 8_100_852_736,
+    ("nemotron-h", "nano-9B-v2"): 8_888_227_328,
+    ("nemotron-h", "nano-3-30B-A3B"): 31_577_937_344,
+    ("nemotron-h", "super-3-120B-A12B"): 120_668_687_360,
+    ("granite-h", "micro"): 3_191_396_096,
+    ("granite-h", "tiny"): 6_939_037_248,
+    ("granite-h", "small"): 32_207_337_984,
 }
 
 
@@ -208,11 +215,11 @@ def test_options_apply_to_each_layer_of_their_kind() -> None:
         (["--model.attention.qk_norm=all"], r"attention qk_norm = 'all', which must be 'head' \| 'width' \| None"),
         (
             ['--model.pattern=["mamba"]'],
-            r"\['mamba'\] has the mixer 'mamba'; use kda, gdn, attention, mla",
+            r"\['mamba'\] has 'mamba'; use kda, gdn, mamba2, attention, mla, mlp, moe",
         ),
         (['--model.pattern=["mla"]'], r"model.mla lacks heads, kv_rank, .*, which this model.flavor does not have"),
         (["--model.mla.heads=3"], r"model.mla is not used: model.pattern = \['kda', 'gdn', 'attention'\] has no 'mla'"),
-        (["--model.mamba.heads=3"], r"model.mamba is neither a key nor a mixer; mixers are kda, gdn, attention, mla"),
+        (["--model.mamba.heads=3"], r"model.mamba is neither a key nor a mixer; mixers are kda, .*, mla"),
         (["--model.moe.top_k=3"], r"model.moe lacks num_experts, hidden_dim, which this"),
         (
             ["--model.flavor=100M"],

@@ -6,11 +6,20 @@ from itertools import accumulate
 
 import torch
 
-from titan_linear.ops import CPContext, chunk_gated_delta_rule, chunk_kda
+from titan_linear.ops import CPContext, chunk_gated_delta_rule, chunk_kda, chunk_simple_gla, chunk_ssd
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
+from titan_linear.ops.reference.linear_attention import recurrent_simple_gla, recurrent_ssd
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # of Triton's kernels, which run in its interpreter there
+OPS = {"kda": chunk_kda, "gdn": chunk_gated_delta_rule, "ssd": chunk_ssd, "gla": chunk_simple_gla}
+STATES = {  # what an op calls its states
+    op: ("initial_states", "return_final_states") if op == "ssd" else ("initial_state", "output_final_state")
+    for op in OPS
+}
 GATES = {"slow": 1e-3, "usual": 1.0, "safe": 5.0, "fast": 20.0}  # largest decay per token, −g
+
+# Log decays of single tokens among those of −1e-3.
+JUMPS = [{20: -168.0}, dict.fromkeys(range(3, 23), -5.0), {3: -100.0}, {3: -100.0, 70: -168.0, 90: -100.0}]
 
 
 def boundaries(lengths: list[int]) -> torch.Tensor:
@@ -64,17 +73,51 @@ def raw_gate_inputs(op: str, T: int, **shape: int) -> dict[str, torch.Tensor]:
     return x
 
 
+def decaying_inputs(
+    op: str,
+    T: int,
+    *,
+    G: int = 2,
+    heads: int = 4,
+    N: int = 16,
+    P: int = 24,
+    B: int = 1,
+    bias: float = 0.0,
+    seed: int = 0,
+) -> dict[str, torch.Tensor]:
+    """Float64 inputs of chunk_ssd ("ssd"), raw time steps with `dt_bias` about `bias`, or of chunk_simple_gla ("gla");
+    decays differ from head to head."""
+    rng = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=rng, dtype=torch.float64)
+
+    C, B_, x = randn(B, T, G, N), randn(B, T, G, N), randn(B, T, heads, P)
+    rates = torch.linspace(0.2, 2.0, heads, dtype=torch.float64)
+    if op == "gla":
+        return {"q": C, "k": B_, "v": x, "g": -rates * torch.rand(B, T, heads, generator=rng, dtype=torch.float64)}
+    parameters = {"A": -rates, "D": randn(heads), "dt_bias": bias + randn(heads)}
+    return {"x": x, "dt": randn(B, T, heads), "B": B_, "C": C, **parameters}
+
+
 def call(op: str, x: dict[str, torch.Tensor], **options) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The op under test on make_inputs or raw_gate_inputs."""
+    """The op under test on make_inputs, raw_gate_inputs or decaying_inputs."""
+    if op == "ssd":
+        options = {"dt_softplus": True} | options
     if "A_log" in x:
         options = {"use_gate_in_kernel": True, "use_qk_l2norm_in_kernel": True} | options
-    return (chunk_kda if op == "kda" else chunk_gated_delta_rule)(**x, **options)
+    return OPS[op](**x, **options)
 
 
 def oracle(
     op: str, x: dict[str, torch.Tensor], lower_bound: float | None = None, **options
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The token-by-token result for the same inputs."""
+    options.pop("disable_recompute", None)
+    if op == "ssd":
+        return recurrent_ssd(**x, **{"dt_softplus": True} | options)
+    if op == "gla":
+        return recurrent_simple_gla(**x, **options)
     x = dict(x)
     initial_state = x.pop("initial_state", None)
     if "A_log" in x:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.ops.inputs import (
+    JUMPS,
     boundaries,
     call,
     device_of,
@@ -148,6 +149,18 @@ def test_a_token_that_forgets_all(op: str, g: float) -> None:
     want = oracle(op, x)[0]
     assert relative_error(call(op, x)[0], want) < 1e-12
     assert relative_error(call(op, {n: t.float() for n, t in x.items()})[0], want) < 1e-5
+
+
+@pytest.mark.parametrize("jumps", JUMPS, ids=str)
+@pytest.mark.parametrize("op", ["kda", "gdn"])
+def test_slow_decay_after_fast(op: str, jumps: dict[int, float]) -> None:
+    """In float32 a sum of gates that spans a fast one does not take part in those that follow it."""
+    x = {name: t.float() for name, t in make_inputs(op, 128, gate="slow").items()}
+    x["g"][:] = -1e-3
+    for token, g in jumps.items():
+        x["g"][:, token] = g
+    want = oracle(op, {n: t.double() for n, t in x.items()})[0]
+    assert (call(op, x)[0] - want).abs().max() < 1e-6 * want.abs().max()
 
 
 @pytest.mark.parametrize("impl", ["torch", "triton"])

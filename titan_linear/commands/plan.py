@@ -240,9 +240,8 @@ def candidates(config: Config, model: ModelConfig, gpus: int, node: int, tp: int
     exchanges."""
     ep = _divisors(gpus, node) if model.moe else [1]
     local = _divisors(config.training.global_batch_size, LOCAL)
-    softmax = not all(mixer.linear for mixer in model.layers)
     for cp, experts, size in product(_divisors(gpus, gpus), ep, local):
-        layouts = ("contiguous", "zigzag") if cp > 1 and softmax else ("contiguous",)
+        layouts = ("contiguous", "zigzag") if cp > 1 and model.softmax else ("contiguous",)
         for shards, layout in product(shardings(gpus, node, tp), layouts):
             split = changed(
                 config,
@@ -379,7 +378,7 @@ def memory_table(config: Config, model: ModelConfig, gpus: int, machine: Machine
     rows.append(("sum", *(f"{sums[name] / GIB:.2f}" for name in at)))
     verdict = "fits" if total <= (1 - SPARE) * size else "does not fit"
     counted = layers(model, Batch.of(config, mean))
-    each = Counter((mixer.name, saved(config, layer)) for mixer, layer in zip(model.layers, counted, strict=True))
+    each = Counter((of.name, saved(config, layer)) for of, layer in zip(model.layers, counted, strict=True))
     kept = ", ".join(f"{number} {name} {number * value / GIB:.2f}" for (name, value), number in each.items())
     host, ranks = host_memory(config, model, gpus) / GIB, min(gpus, machine.node_size)
     offloaded = f"\nin the host's memory: {host:.2f} GiB for each GPU, {ranks * host:.2f} on a node of {ranks}"

@@ -53,7 +53,9 @@ class Job(Section):
 class Model(Section):
     """The network and its tokenizer."""
 
-    name: Literal["hybrid", "kda", "gdn", "qwen3.5", "qwen3-next", "olmo-hybrid", "kimi-linear"] = "hybrid"
+    name: Literal[
+        "hybrid", "kda", "gdn", "qwen3.5", "qwen3-next", "olmo-hybrid", "kimi-linear", "nemotron-h", "granite-h"
+    ] = "hybrid"
     """Family: linear layers only (kda, gdn), a pattern with softmax attention (hybrid), or a published hybrid."""
     flavor: str = Field("debug", min_length=1)
     """Preset of the family: debug, 340M, 1.3B, 27B, 80B-A3B, ... (--help flavors lists them); hf: the model in
@@ -63,9 +65,10 @@ class Model(Section):
     num_layers: int = Field(0, ge=0)
     """Number of layers; 0: the flavor's."""
     hidden_dim: int = Field(0, ge=0)
-    """Hidden channels of each layer's SwiGLU; 0: the flavor's."""
+    """Hidden channels of each layer's MLP; 0: the flavor's."""
     pattern: list[str] = []
-    """Mixers of the first layers, which further layers repeat: ["kda", "kda", "kda", "attention"]; []: the flavor's."""
+    """Mixers of the first layers, which further layers repeat: ["kda", "kda", "kda", "attention"]; []: the flavor's.
+    An MLP or experts follow each, unless "mlp" or "moe" is in the list: then a layer is what the list names."""
     mixers: dict[str, dict[str, Any]] = {}
     """Options of mixers that differ from the flavor's. Each mixer has a table of its own: kda = {heads = 8, …}, or
     --model.kda.heads 8 (--help flavors lists all options). The empty string stands for none."""

@@ -32,14 +32,14 @@ def apply_compile(model: Decoder, backend: str) -> None:
     What lies between products and our operators (norms, gates, activations) is computed again in backward.
     """
     compiler = _compiler(backend)
-    kinds = [(mixer, model.config.has_experts(i)) for i, mixer in enumerate(model.config.layers)]
     codes = {}
-    for i, ((mixer, experts), layer) in enumerate(zip(kinds, model.layers, strict=True)):
-        name = f"forward_{len(codes)}_{mixer.name}{'_experts' if experts else ''}"
-        code = codes.setdefault((mixer, experts), Block.forward.__code__.replace(co_name=name))
+    for i, layer in enumerate(model.layers):
+        kind, experts = layer.options.name, model.config.has_experts(i)
+        name = f"forward_{len(codes)}_{kind}{'_experts' if experts else ''}"
+        code = codes.setdefault(layer.options, Block.forward.__code__.replace(co_name=name))
         forward = FunctionType(code, Block.forward.__globals__, name, Block.forward.__defaults__)
         compiled = torch.compile(MethodType(forward, layer), backend=compiler)
-        layer.forward = _named(compiled, f"layers.{i} ({mixer.name}{', experts' if experts else ''})")
+        layer.forward = _named(compiled, f"layers.{i} ({kind}{', experts' if experts else ''})")
 
 
 def _compiler(backend: str) -> Callable[..., Any]:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from titan_linear.distributed.parts import shard_parameter
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.moe import MoE
+from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.exchange.collectives import Ranks, all_to_all, group_named
 from titan_linear.ops.runtime.kept import MODES, kept
 from titan_linear.ops.runtime.operators import check_first_derivative

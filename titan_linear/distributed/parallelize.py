@@ -18,7 +18,7 @@ from titan_linear.distributed.parts import Parts
 from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.config import MixerOptions
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.moe import MoE
+from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.runtime.kept import contexts
 
 
@@ -55,8 +55,9 @@ def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torc
 def apply_cp(model: Decoder, parallelism: Parallelism) -> None:
     """Have each mixer exchange what crosses ranks: linear ones states by KCP, or heads; softmax ones keys, around a
     ring or gathered, or heads. What there is to exchange follows from a batch's documents, and is in its plan."""
-    for mixer, layer in zip(model.config.layers, model.layers, strict=True):
-        layer.mixer.cp_method = cp_method(mixer, parallelism)
+    for options, layer in zip(model.config.layers, model.layers, strict=True):
+        if options.mixer is not None:
+            layer.mixer.cp_method = cp_method(options.mixer, parallelism)
 
 
 def cp_method(mixer: MixerOptions, parallelism: Parallelism) -> str:

@@ -56,11 +56,13 @@ def apply_tp(model: Decoder, ranks: Ranks) -> dict[str, int]:
         shard_parameter(module, leaf, dim, ranks.size, ranks.rank)
         if isinstance(module, RMSNorm):
             _share(module, ranks, _norm_over_ranks)
+        elif hasattr(module, "ranks"):
+            module.ranks = ranks
     if model.config.tie_embeddings:
         model.head.weight = model.embedding.weight
     for layer in model.layers:
-        _share(layer.mixer, ranks, _on_all_tokens)
-        _share(layer.mlp, ranks, _on_all_tokens)
+        for part in filter(None, (layer.mixer, layer.mlp)):
+            _share(part, ranks, _on_all_tokens)
     _share(model.embedding, ranks, _embed)
     _share(model.head, ranks, _head)
     return splits
@@ -111,7 +113,7 @@ def _embed(embedding: nn.Embedding, tokens: torch.Tensor) -> torch.Tensor:
 def _head(head: Head, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048) -> torch.Tensor:
     """Logits [B, T, vocab], without gradients; or this rank's part of the loss."""
     ranks = head.ranks
-    x = _gathered(head.norm(x), ranks)
+    x = _gathered(head.normed(x), ranks)
     if labels is not None:
         return chunked_cross_entropy(
             x.flatten(0, 1), head.weight, labels.flatten(), loss_chunk, ranks, head.token_losses, head.impl

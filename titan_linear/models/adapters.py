@@ -19,7 +19,7 @@ from itertools import accumulate
 
 import torch
 
-from titan_linear.models.config import MixerOptions, ModelConfig, differences
+from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig, differences
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.families import FAMILIES
 from titan_linear.models.families.layout import Family, Layout, check_values
@@ -145,7 +145,7 @@ def config_to_hf(family: str, config: ModelConfig, **extra: object) -> dict[str,
     default no tokens are special), max_position_embeddings, ... ValueError for a model that is not of this family."""
     if family not in FAMILIES:
         raise ValueError(f"family = {family!r} is unknown; use one of {', '.join(FAMILIES)}")
-    if unknown := {mixer.name for mixer in config.pattern if type(mixer) not in FAMILIES[family].layers}:
+    if unknown := {layer.name for layer in config.layers if type(layer.mixer) not in FAMILIES[family].layers}:
         raise ValueError(f"{family} cannot hold this model: it has no layers {', '.join(sorted(unknown))}; use another")
     written = FAMILIES[family].config_to_hf(config)
     if found := differences(config, FAMILIES[family].config_from_hf(written)):
@@ -170,14 +170,16 @@ class _Resolved:
 def _layouts(config: ModelConfig, family: str, ours: Shapes, on_disk: Shapes | None) -> Iterator[list[_Resolved]]:
     """For every part of the model, the spellings that it may have."""
     has = FAMILIES[family]
-    prefix = next((p for p in has.prefixes if on_disk and f"{p}embed_tokens.weight" in on_disk), has.prefixes[0])
+    (embedding,) = has.model[0][0].theirs
+    prefix = next((p for p in has.prefixes if on_disk and p + embedding in on_disk), has.prefixes[0])
     num_experts = config.moe.num_experts if config.moe else 0
     for spellings in has.model:
         if not (config.tie_embeddings and spellings[0].ours == ("head.weight",)):
             yield [_resolve(layout, "", prefix, ours) for layout in spellings]
-    for i, mixer in enumerate(config.layers):
+    for i, (mixer, mlp) in enumerate(config.layers):
         mine, theirs = f"layers.{i}.", f"{prefix}layers.{i}."
-        for spellings in has.layers[type(mixer)] + (has.experts if config.has_experts(i) else has.mlp):
+        of_mixer, of_mlp = has.layers[type(mixer)], has.experts if isinstance(mlp, MoEConfig) else has.mlp
+        for spellings in of_mixer + of_mlp:
             fitting = [s for s in spellings if all(mine + name in ours for name in s.ours)]
             if fitting:
                 yield [_resolve(s, mine, theirs, ours, mixer, num_experts) for s in fitting]

@@ -6,49 +6,17 @@ import hashlib
 import math
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
 import numpy as np
 from torch import nn
 
+from titan_linear.models.cases import Draws, OpCase
+from titan_linear.models.mlps import Dense, MLPOptions, MoEConfig
+from titan_linear.models.mlps.dense import Activation
 from titan_linear.ops.layout.boundaries import CHUNK
-
-
-@dataclass(frozen=True)
-class MoEConfig:
-    """A mixture of experts in place of the SwiGLU (see `models/moe.py`)."""
-
-    num_experts: int
-    top_k: int  # experts per token
-    hidden_dim: int  # of each expert's SwiGLU
-    shared_hidden_dim: int = 0  # of the SwiGLU that every token goes through; 0: none
-    shared_gate: bool = False  # multiply the shared expert's output by sigmoid(a linear of x)
-    score: Literal["softmax", "sigmoid"] = "softmax"  # how router logits become scores
-    normalise: bool = True  # divide a token's weights by their sum
-    scale: float = 1.0  # factor on the weights
-    selection_bias: bool = False  # added to scores to choose experts, not to weigh them (DeepSeek-V3, section 2.1.2)
-    groups: int = 1  # number of groups; experts are chosen from the best `top_groups` of them
-    top_groups: int = 1
-    balance_coefficient: float = 0.0  # of the load-balance loss
-    bias_update_rate: float = 0.0  # change of that bias per step, towards equal loads; 0: it stays as it is
-
-    @property
-    def contradiction(self) -> str | None:
-        """The numbers that contradict each other, worded for a message; None if none do."""
-        if self.top_k > self.num_experts:
-            return f"top_k = {self.top_k}, more than num_experts = {self.num_experts}"
-        if self.groups == 1:
-            return None
-        size, rest = divmod(self.num_experts, self.groups)
-        if rest or size < 2:  # groups are ranked by their two best experts
-            return f"num_experts = {self.num_experts} in groups = {self.groups}, which must be of one size, two or more"
-        if self.top_groups > self.groups:
-            return f"top_groups = {self.top_groups}, more than groups = {self.groups}"
-        if self.top_k > self.top_groups * size:
-            return f"top_k = {self.top_k}, more than the experts of top_groups = {self.top_groups} groups of {size}"
-        return None
 
 
 class Documents(NamedTuple):
@@ -84,6 +52,7 @@ class MixerOptions(ABC):
         kept_whole: parameters that FSDP neither shards nor casts
         split: parameter -> the dimension along which each rank of tensor parallelism has an equal part; a rank then
             computes its heads, and its part of the sum that is the output
+        ranks: of a module in it with split parameters: None, or the ranks that have the other parts
 
         What telemetry shows of it (telemetry.py) comes from
 
@@ -109,6 +78,14 @@ class MixerOptions(ABC):
     def flops(self, dim: int, documents: Documents) -> int:
         """FLOPs of the products in forward, in a model of width `dim` (see titan_linear/observe/flops.py)."""
 
+    def cases(self, draw: Draws) -> Iterator[OpCase]:
+        """Each of its `ops`, for the doctor."""
+        return iter(())
+
+    def scan_programs(self, ranks: int) -> int | None:
+        """Programs of a scan of its kernels over one entry, with the heads shared out among `ranks`; None: no scan."""
+        return None
+
     @property
     @abstractmethod
     def head_counts(self) -> dict[str, int]:
@@ -119,67 +96,102 @@ class MixerOptions(ABC):
         return next((f"{count} {what}" for what, count in self.head_counts.items() if count % ranks), None)
 
 
+class Layer(NamedTuple):
+    """A layer's branches: a mixer, then an MLP, or only one of the two. Each adds to what the layer was given."""
+
+    mixer: MixerOptions | None
+    mlp: MLPOptions | None
+
+    @property
+    def name(self) -> str:
+        """Its name in a model's pattern."""
+        return (self.mixer or self.mlp).name
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     vocab_size: int
     dim: int
-    pattern: tuple[MixerOptions, ...]  # mixers of the first layers; further layers repeat it
+    pattern: tuple[MixerOptions | Literal["mlp", "moe"], ...]  # of the first layers; further layers repeat it
     num_layers: int
-    hidden_dim: int  # of SwiGLU
+    hidden_dim: int  # of MLPs; 0: there are none, except experts
     moe: MoEConfig | None = None
-    dense_layers: tuple[int, ...] = ()  # layers that have a SwiGLU despite `moe`
+    dense_layers: tuple[int, ...] = ()  # layers that have an MLP despite `moe`
     zero_centred_norm: bool = False  # norms multiply by (1 + weight), except linear layers' output norm
     post_norm: tuple[str, ...] = ()  # mixers whose blocks norm the outputs of mixer and MLP, not their inputs
     tie_embeddings: bool = False
     norm_eps: float = 1e-5
     init_std: float = 0.02
+    one_branch: bool = False  # a layer is what the pattern names; else a mixer and the MLP or experts that follow it
+    activation: Activation = "swiglu"  # of MLPs
+    embedding_factor: float = 1.0  # on the embedding's output
+    residual_factor: float = 1.0  # on what each branch adds
+    logits_divisor: float = 1.0
 
     @property
-    def layers(self) -> tuple[MixerOptions, ...]:
-        """The mixer of every layer."""
-        return tuple(self.pattern[i % len(self.pattern)] for i in range(self.num_layers))
+    def layers(self) -> tuple[Layer, ...]:
+        """What every layer is made of."""
+        return tuple(self._layer(i, self.pattern[i % len(self.pattern)]) for i in range(self.num_layers))
+
+    def _layer(self, i: int, entry: MixerOptions | str) -> Layer:
+        dense = Dense(self.hidden_dim, self.activation) if self.hidden_dim else None
+        if isinstance(entry, str):
+            return Layer(None, self.moe if entry == MoEConfig.name else dense)
+        mlp = dense if self.moe is None or i in self.dense_layers else self.moe
+        return Layer(entry, None if self.one_branch else mlp)
+
+    @property
+    def mixers(self) -> tuple[MixerOptions, ...]:
+        """The different mixers, in the order of their first layers."""
+        return tuple(dict.fromkeys(layer.mixer for layer in self.layers if layer.mixer is not None))
+
+    @property
+    def mlps(self) -> tuple[MLPOptions, ...]:
+        """The different MLPs, in the order of their first layers."""
+        return tuple(dict.fromkeys(layer.mlp for layer in self.layers if layer.mlp is not None))
+
+    @property
+    def softmax(self) -> bool:
+        """Whether any layer has softmax attention."""
+        return not all(mixer.linear for mixer in self.mixers)
 
     def ops(self, tp: int = 1) -> dict[str, dict[str, int]]:
         """The ops that each rank of tensor parallelism calls, with the sizes on which their implementations depend."""
-        ops = {op: dims for mixer in dict.fromkeys(self.layers) for op, dims in mixer.ops.items()}
-        experts = [self.has_experts(layer) for layer in range(self.num_layers)]
-        if not all(experts) or self.moe.shared_hidden_dim:
-            ops["swiglu"] = {}
-        if any(experts):
-            ops["grouped_linear"] = {"I": self.moe.hidden_dim // tp, "O": self.dim}  # gate and up: from dim to 2 I
-        return {**ops, "cross_entropy": {}}
+        of_parts = [*(mixer.ops for mixer in self.mixers), *(mlp.ops(self.dim, tp) for mlp in self.mlps)]
+        return {op: dims for ops in of_parts for op, dims in ops.items()} | {"cross_entropy": {}}
 
     def first_layers(self, n: int | None) -> ModelConfig:
         """The same model with its first n layers only; None: with all of them."""
         n = self.num_layers if n is None else min(n, self.num_layers)
-        return replace(self, num_layers=n, pattern=self.layers[:n])
+        period = self.pattern * -(-n // len(self.pattern))
+        return replace(self, num_layers=n, pattern=period[:n])
+
+    def only(self, layer: int) -> ModelConfig:
+        """The same model with one of its layers only."""
+        dense = (0,) if layer in self.dense_layers else ()
+        return replace(self, num_layers=1, pattern=(self.pattern[layer % len(self.pattern)],), dense_layers=dense)
 
     @property
     def split_counts(self) -> list[tuple[str, int]]:
         """Everything that tensor parallelism splits: (its name in messages, its number)."""
-        mixers = dict.fromkeys(self.layers)
-        counts = [(f"{what} of {m.name}", count) for m in mixers for what, count in m.head_counts.items()]
-        if not all(map(self.has_experts, range(self.num_layers))):
-            counts.append(("hidden channels", self.hidden_dim))
-        if self.moe is not None:
-            counts.append(("hidden channels of each expert", self.moe.hidden_dim))
-            if self.moe.shared_hidden_dim:
-                counts.append(("hidden channels of the shared expert", self.moe.shared_hidden_dim))
+        counts = [(f"{what} of {m.name}", count) for m in self.mixers for what, count in m.head_counts.items()]
+        counts += [pair for mlp in self.mlps for pair in mlp.split_counts.items()]
         return [*counts, ("rows of the vocabulary (model.vocab_size)", self.vocab_size)]
 
     def has_experts(self, layer: int) -> bool:
-        return self.moe is not None and layer not in self.dense_layers
+        return isinstance(self.layers[layer].mlp, MoEConfig)
 
 
-OR_NONE = ("hidden_dim", "shared_hidden_dim")  # may be 0: there is no such MLP
+OR_NONE = ("hidden_dim", "shared_hidden_dim", "latent_dim")  # may be 0: there is no such MLP
 
 
 def mistake(model: ModelConfig) -> str | None:
     """What no model can have, worded for a message: a value that is not of its option's type or is too small, or values
     that contradict each other; None if there is nothing."""
-    parts = (*([] if model.moe is None else [model.moe]), *model.pattern)
+    mixers = [mixer for mixer in model.pattern if isinstance(mixer, MixerOptions)]
+    parts = (*([] if model.moe is None else [model.moe]), *mixers)
     for part in (model, *parts):
-        hints, owner = get_type_hints(type(part)), getattr(part, "name", "moe" if part is model.moe else "the model's")
+        hints, owner = get_type_hints(type(part)), getattr(part, "name", "the model's")
         for name, value in vars(part).items():
             if not isinstance(value, tuple) and not _fits(value, hints[name]):
                 return f"{owner} {name} = {value!r}, which must be {_words(hints[name])}"
@@ -190,6 +202,9 @@ def mistake(model: ModelConfig) -> str | None:
                 f"{owner} {rotary[1]} channels to rotate, which must be even, for they go in pairs, and at most a "
                 f"head's {part.head_dim}"
             )
+    for entry, given in ((MoEConfig.name, model.moe), (Dense.name, model.hidden_dim)):
+        if entry in model.pattern and not (given and model.one_branch):
+            return f"a pattern with {entry!r}, and no sizes for it"
     return next((part.contradiction for part in parts if part.contradiction), None)
 
 
@@ -220,10 +235,10 @@ def _least(name: str, hint: Any) -> float:
 
 def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[object, object]]:
     """Where two models differ as functions: option -> (ours, theirs). Options of training do not count."""
-    kinds = [tuple(mixer.name for mixer in model.layers) for model in (ours, theirs)]
+    kinds = [tuple(layer.name for layer in model.layers) for model in (ours, theirs)]
     pairs = [("", *({**_without_mixers(model), "layers": kind} for model, kind in zip((ours, theirs), kinds)))]
     if kinds[0] == kinds[1]:
-        pairs += [(f"{a.name}.", vars(a), vars(b)) for a, b in zip(ours.layers, theirs.layers)]
+        pairs += [(f"{a.name}.", vars(a.mixer), vars(b.mixer)) for a, b in zip(ours.layers, theirs.layers) if a.mixer]
     found: dict[str, tuple[object, object]] = {}
     for prefix, a, b in pairs:
         for option in a:
@@ -235,7 +250,7 @@ def differences(ours: ModelConfig, theirs: ModelConfig) -> dict[str, tuple[objec
 def fingerprint(model: ModelConfig) -> str:
     """A hash of what the model computes: two models with the same hash have no `differences`. An option that a later
     version adds, with a default that changes nothing, leaves the hash as it is."""
-    mixers = [(mixer.name, _chosen(mixer, vars(mixer))) for mixer in model.layers]
+    mixers = [(layer.name, _chosen(layer.mixer, vars(layer.mixer)) if layer.mixer else {}) for layer in model.layers]
     moe = model.moe and _chosen(model.moe, vars(_without_mixers(model)["moe"]))
     rest = {name: value for name, value in _chosen(model, _without_mixers(model)).items() if name != "moe"}
     return hashlib.sha256(repr((rest, moe, mixers)).encode()).hexdigest()[:16]

@@ -1,4 +1,4 @@
-"""The decoder: embedding, blocks of a mixer and a SwiGLU or experts, final norm, head. Plain single-device modules."""
+"""The decoder: embedding, blocks of a mixer and an MLP, final norm, head. Plain single-device modules."""
 
 from __future__ import annotations
 
@@ -9,8 +9,7 @@ import torch
 from torch import nn
 
 from titan_linear.models.config import ModelConfig
-from titan_linear.models.layers import RMSNorm, SwiGLU
-from titan_linear.models.moe import MoE
+from titan_linear.models.layers import RMSNorm
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.cross_entropy import chunked_cross_entropy
 from titan_linear.ops.registry import choose_implementations
@@ -22,32 +21,40 @@ class LayerCache(UserDict[str, torch.Tensor]):
 
 
 class Block(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)); post-norm: x + norm(mixer(x)), x + norm(mlp(x))."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)), or one of the two; post-norm: x + norm(mixer(x)), x + norm(mlp(x)).
+    What is added is multiplied by `config.residual_factor`."""
 
     def __init__(self, config: ModelConfig, layer: int):
         super().__init__()
-        mixer = config.layers[layer]
-        self.post_norm = mixer.name in config.post_norm
-        self.mixer_norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
-        self.mixer = mixer.build(config)
-        self.mlp_norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
-        experts = config.has_experts(layer)
-        self.mlp = MoE(config.dim, config.moe) if experts else SwiGLU(config.dim, config.hidden_dim)
+        self.options = options = config.layers[layer]
+        self.post_norm, self.factor = options.name in config.post_norm, config.residual_factor
+        self.mixer = self.mlp = None
+        if options.mixer is not None:
+            self.mixer_norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
+            self.mixer = options.mixer.build(config)
+        if options.mlp is not None:
+            self.mlp_norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
+            self.mlp = options.mlp.build(config.dim)
 
     def forward(
         self, x: torch.Tensor, plan: BatchPlan, cache: LayerCache | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [B, T, dim] -> [B, T, dim], and the load-balance loss of the experts, if there is one."""
-        y = self.mixer(self.mixer_input(x), plan, cache)
-        x = x + (self.mixer_norm(y) if self.post_norm else y)
-        y, balance = self._mlp(x if self.post_norm else self.mlp_norm(x), plan)
-        return x + (self.mlp_norm(y) if self.post_norm else y), balance
+        balance = None
+        if self.mixer is not None:
+            x = self._added(x, self.mixer(self.mixer_input(x), plan, cache), self.mixer_norm)
+        if self.mlp is not None:
+            y = self.mlp(x if self.post_norm else self.mlp_norm(x), plan)
+            y, balance = y if isinstance(y, tuple) else (y, None)
+            x = self._added(x, y, self.mlp_norm)
+        return x, balance
 
     def mixer_input(self, x: torch.Tensor) -> torch.Tensor:
         return x if self.post_norm else self.mixer_norm(x)
 
-    def _mlp(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return self.mlp(x, plan) if isinstance(self.mlp, MoE) else (self.mlp(x), None)
+    def _added(self, x: torch.Tensor, y: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        y = norm(y) if self.post_norm else y
+        return x + (y if self.factor == 1 else y * self.factor)
 
 
 class Head(nn.Module):
@@ -56,6 +63,7 @@ class Head(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
         self.norm = RMSNorm(config.dim, config.norm_eps, config.zero_centred_norm)
+        self.divisor = config.logits_divisor
         self.weight = nn.Parameter(torch.empty(config.vocab_size, config.dim))
         self.token_losses: torch.Tensor | None = None  # [B·T] into which the loss's terms are written, if set
         self.implementations: dict[str, Choice] = {}
@@ -66,12 +74,17 @@ class Head(nn.Module):
 
     def forward(self, x: torch.Tensor, labels: torch.Tensor | None = None, loss_chunk: int = 2048) -> torch.Tensor:
         """x [B, T, dim] -> logits [B, T, vocab]; with labels [B, T] the sum of cross-entropies, in float32 or wider."""
-        x = self.norm(x)
+        x = self.normed(x)
         if labels is None:
             return x @ self.weight.T
         return chunked_cross_entropy(
             x.flatten(0, 1), self.weight, labels.flatten(), loss_chunk, token_losses=self.token_losses, impl=self.impl
         )
+
+    def normed(self, x: torch.Tensor) -> torch.Tensor:
+        """What the weight is multiplied with."""
+        x = self.norm(x)
+        return x if self.divisor == 1 else x / self.divisor
 
 
 class Decoder(nn.Module):
@@ -96,12 +109,17 @@ class Decoder(nn.Module):
         """
         self.implementations = choose_implementations(self.config.ops(tp), impl, device, dtype)
         self.head.implementations = self.implementations
-        for mixer, layer in zip(self.config.layers, self.layers, strict=True):
-            own = choose_implementations(mixer.ops, impl, device, dtype)  # mixers of one op may differ in dims
+        for layer in self.layers:
+            ops = {} if layer.options.mixer is None else layer.options.mixer.ops
+            own = choose_implementations(ops, impl, device, dtype)  # mixers of one op may differ in dims
             for module in layer.modules():
                 if hasattr(module, "implementations"):
                     module.implementations = self.implementations | own
         return self
+
+    def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
+        x, factor = self.embedding(tokens), self.config.embedding_factor
+        return x if factor == 1 else x * factor
 
     def forward(
         self,
@@ -120,7 +138,7 @@ class Decoder(nn.Module):
         The load-balance loss, times balance_weight, is in the loss's gradient, not in its value, which stays the sum of
         cross-entropies. It is a sum over all tokens, with or without a label.
         """
-        x, balances = self.embedding(tokens), []
+        x, balances = self._embedded(tokens), []
         for i, layer in enumerate(self.layers):
             x, balance = layer(x, plan, None if caches is None else caches[i])
             balances += [] if balance is None else [balance]

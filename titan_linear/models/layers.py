@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from titan_linear.models.draws import ones, zeros
-from titan_linear.ops.runtime.support import Choice
-from titan_linear.ops.swiglu import swiglu
 
 QUERIES = 32  # number of queries whose attention telemetry samples
 
@@ -94,7 +92,9 @@ class _Cut(torch.autograd.Function):
         return torch.cat(parts, -1), None
 
 
-def attention_entropy(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def attention_entropy(
+    q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor, scale: float | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """How evenly QUERIES queries attend: entropy of the attention weights over its maximum, ln(number of keys).
 
     q [1, T, H, D], k [1, T, Hkv, D], causal, packed documents of cu_seqlens [N+1] -> the sum over the queries [H] and
@@ -106,7 +106,7 @@ def attention_entropy(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor
     first = cu_seqlens[torch.searchsorted(cu_seqlens, rows, right=True) - 1]  # [queries], starts of their documents
     seen = (keys >= first[:, None]) & (keys <= rows[:, None])  # [queries, T]
     k = widen(k[0]).repeat_interleave(H // k.shape[2], dim=1)
-    scores = torch.einsum("qhd,khd->hqk", widen(q[0, rows]), k) * q.shape[-1] ** -0.5
+    scores = torch.einsum("qhd,khd->hqk", widen(q[0, rows]), k) * (q.shape[-1] ** -0.5 if scale is None else scale)
     logs = scores.masked_fill(~seen, float("-inf")).log_softmax(-1)
     entropy = -(logs.exp() * logs.masked_fill(~seen, 0.0)).sum(-1)  # [H, queries]
     count = seen.sum(-1)
@@ -114,29 +114,14 @@ def attention_entropy(q: torch.Tensor, k: torch.Tensor, cu_seqlens: torch.Tensor
     return (entropy / count.clamp(min=2).log() * several).sum(-1), several.sum().expand(H)
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) · up(x)).  [.., dim] -> [.., dim]"""
-
-    split: ClassVar[dict[str, int]] = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
-
-    def __init__(self, dim: int, hidden_dim: int):
-        super().__init__()
-        self.gate_proj = nn.Linear(dim, hidden_dim, bias=False)
-        self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
-        self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
-        self.implementations: dict[str, Choice] = {}
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        impl = self.implementations.get("swiglu", "auto")
-        return swiglu(project(x, self.gate_proj, self.up_proj), self.down_proj.weight, impl)
-
-
 class ConvWeight(nn.Module):
-    """The weight [D, W] of a short depthwise convolution."""
+    """The weight [D, W] of a short depthwise convolution, and its bias [D], which is drawn as zeros, if it has one."""
 
-    def __init__(self, dim: int, width: int):
+    def __init__(self, dim: int, width: int, bias: bool = False):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(dim, width))
+        self.bias = nn.Parameter(torch.empty(dim)) if bias else None
+        self.initial = {"bias": zeros}
 
 
 def angles(position_ids: torch.Tensor, theta: float, dim: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,8 +11,10 @@ from typing import Any, TypeVar
 from titan_linear.models.config import MixerOptions, ModelConfig, MoEConfig, mistake
 from titan_linear.models.families import PUBLISHED
 from titan_linear.models.mixers import GDN, KDA, MIXERS, Attention
+from titan_linear.models.mlps import Dense
 
 Options = TypeVar("Options", MixerOptions, MoEConfig)
+ALONE = (Dense.name, MoEConfig.name)  # entries of a pattern that are no mixers
 
 
 def _debug(*pattern: MixerOptions) -> ModelConfig:
@@ -73,24 +75,31 @@ def resized(model: ModelConfig, keys: Mapping[str, Any]) -> ModelConfig:
     sizes = {name: keys[name] for name in ("vocab_size", "dim", "num_layers", "hidden_dim") if keys[name]}
     if keys["moe"]:
         sizes["moe"] = _with_options(MoEConfig, model.moe, keys["moe"], "model.moe")
-    bases = [(mixer.name, mixer) for mixer in model.pattern]
-    if keys["pattern"]:
-        bases = [(name, dict(reversed(bases)).get(name)) for name in keys["pattern"]]
-    kinds = [name for name, _ in bases]
+    bases = {mixer.name: mixer for mixer in reversed(model.pattern) if isinstance(mixer, MixerOptions)}
+    kinds = keys["pattern"] or [entry if isinstance(entry, str) else entry.name for entry in model.pattern]
     for name in kinds:
-        if name not in MIXERS:
-            raise ValueError(f"model.pattern = {kinds} has the mixer {name!r}; use {', '.join(MIXERS)}")
+        if name not in (*MIXERS, *ALONE):
+            raise ValueError(f"model.pattern = {kinds} has {name!r}; use {', '.join((*MIXERS, *ALONE))}")
     for name in keys["mixers"]:
         if name not in MIXERS:
             raise ValueError(f"model.{name} is neither a key nor a mixer; mixers are {', '.join(MIXERS)}")
         if name not in kinds:
             raise ValueError(f"model.{name} is not used: model.pattern = {kinds} has no {name!r}; add it, or remove it")
-    given = keys["mixers"]
-    pattern = tuple(_with_options(MIXERS[name], base, given.get(name, {}), f"model.{name}") for name, base in bases)
-    model = replace(model, pattern=pattern, **sizes)
+    pattern = [bases.get(name, name) for name in kinds] if keys["pattern"] else model.pattern
+    pattern = tuple(_entry(entry, keys["mixers"]) for entry in pattern)
+    one_branch = model.one_branch or any(name in ALONE for name in kinds)
+    model = replace(model, pattern=pattern, one_branch=one_branch, **sizes)
     if wrong := mistake(model):
         raise ValueError(f"[model] gives {wrong}; correct it there")
     return model
+
+
+def _entry(entry: MixerOptions | str, given: Mapping[str, Any]) -> MixerOptions | str:
+    """An entry of a pattern with the options that the keys give; a name stands for a mixer without a base."""
+    if entry in ALONE:
+        return entry
+    base, name = (None, entry) if isinstance(entry, str) else (entry, entry.name)
+    return _with_options(MIXERS[name], base, given.get(name, {}), f"model.{name}")
 
 
 def _with_options(kind: type[Options], base: Options | None, given: Mapping[str, Any], where: str) -> Options:
@@ -109,11 +118,11 @@ def _with_options(kind: type[Options], base: Options | None, given: Mapping[str,
 
 def flavors() -> str:
     """A table of all models, and the options of their parts, for people to read."""
-    lines = [f"{'model.name':<14}{'model.flavor':<20}{'layers':>6}{'dim':>7}{'vocabulary':>12}  mixers"]
+    lines = [f"{'model.name':<14}{'model.flavor':<20}{'layers':>6}{'dim':>7}{'vocabulary':>12}  layers of each kind"]
     for name, sizes in MODELS.items():
         for flavor, config in sizes.items():
-            mixers = Counter(type(mixer).__name__ for mixer in config.layers)
-            shown = ", ".join(f"{number} {mixer}" for mixer, number in mixers.items())
+            kinds = Counter(layer.name for layer in config.layers)
+            shown = ", ".join(f"{number} {kind}" for kind, number in kinds.items())
             experts = f"; {config.moe.num_experts} experts" if config.moe else ""
             row = f"{name:<14}{flavor:<20}{config.num_layers:>6}{config.dim:>7}{config.vocab_size:>12}"
             lines.append(f"{row}  {shown}{experts}")

@@ -3,7 +3,7 @@
 Only products count, a multiplication and its addition as two operations: projections, convolutions, attention on the
 pairs that the mask leaves, the delta rule by chunks, SwiGLU or the experts that a token is sent to, the head. Backward
 is twice forward: a product for each of the two gradients. Not counted: elementwise work, the embedding's lookup, and
-recomputation, by activation checkpointing or inside a kernel's backward pass. Each mixer states its own FLOPs.
+recomputation, by activation checkpointing or inside a kernel's backward pass. Mixers and MLPs state their own FLOPs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 import torch
 
 from titan_linear.config import Config
-from titan_linear.models.config import Documents, ModelConfig, MoEConfig
+from titan_linear.models.config import Documents, ModelConfig
 
 # Dense bfloat16 TFLOP/s of a GPU, from NVIDIA's data sheets, by words of its name; the first match counts.
 PEAK_TFLOPS = {
@@ -40,28 +40,10 @@ def training_flops(model: ModelConfig, documents: Documents) -> int:
 
 
 def forward_flops(model: ModelConfig, documents: Documents) -> int:
-    layers = sum(
-        mixer.flops(model.dim, documents) + documents.tokens * mlp_flops(model, layer)
-        for layer, mixer in enumerate(model.layers)
-    )
-    return layers + documents.tokens * 2 * model.dim * model.vocab_size
-
-
-def mlp_flops(model: ModelConfig, layer: int) -> int:
-    """FLOPs per token of a layer's SwiGLU or experts."""
-    if model.has_experts(layer):
-        return _experts(model.dim, model.moe)
-    return _swiglu(model.dim, model.hidden_dim)
-
-
-def _swiglu(dim: int, hidden_dim: int) -> int:
-    return 6 * dim * hidden_dim
-
-
-def _experts(dim: int, moe: MoEConfig) -> int:
-    """The router, `top_k` experts and the sum of their outputs, the shared expert and its gate."""
-    routed = 2 * dim * moe.num_experts + moe.top_k * (_swiglu(dim, moe.hidden_dim) + 2 * dim)
-    return routed + _swiglu(dim, moe.shared_hidden_dim) + 2 * dim * moe.shared_gate
+    layers = model.layers
+    mixers = sum(layer.mixer.flops(model.dim, documents) for layer in layers if layer.mixer is not None)
+    per_token = sum(layer.mlp.flops(model.dim) for layer in layers if layer.mlp is not None)
+    return mixers + documents.tokens * (per_token + 2 * model.dim * model.vocab_size)
 
 
 def peak_tflops(config: Config, device: torch.device) -> float | None:

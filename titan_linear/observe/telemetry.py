@@ -37,7 +37,7 @@ from titan_linear.config import Config
 from titan_linear.data import IGNORE, FileGroups, MixedStreams, Streams
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.decoder import Block, Decoder
-from titan_linear.models.moe import MoE
+from titan_linear.models.mlps.moe import MoE
 from titan_linear.models.plan import BatchPlan, Window
 from titan_linear.ops.exchange.collectives import gather_along
 from titan_linear.ops.layout.tables import to_device
@@ -127,6 +127,8 @@ class Telemetry(Hook):
         x = inputs[0] if window.fragments else inputs[0][:, : window.tokens]
         if self.dims.tp > 1:
             x = gather_along(x, 1, self.dims.tp_ranks.group, self.dims.tp)
+        if layer.mixer is None:
+            return
         for quantity, pair in layer.mixer.watch(layer.mixer_input(x), window).items():
             self._parts[quantity, name] = Part(torch.stack(pair), _by_head)
 

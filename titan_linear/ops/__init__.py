@@ -5,5 +5,16 @@ from titan_linear.ops.convolution import causal_conv1d
 from titan_linear.ops.gated_delta_rule import chunk_gated_delta_rule
 from titan_linear.ops.kda import chunk_kda
 from titan_linear.ops.layout.context import CPContext, build_cp_context
+from titan_linear.ops.simple_gla import chunk_simple_gla
+from titan_linear.ops.ssd import chunk_ssd
 
-__all__ = ["CPContext", "attention", "build_cp_context", "causal_conv1d", "chunk_gated_delta_rule", "chunk_kda"]
+__all__ = [
+    "CPContext",
+    "attention",
+    "build_cp_context",
+    "causal_conv1d",
+    "chunk_gated_delta_rule",
+    "chunk_kda",
+    "chunk_simple_gla",
+    "chunk_ssd",
+]

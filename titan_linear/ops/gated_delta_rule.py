@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from titan_linear.ops.delta_rule import chunk_delta_rule, delta_rule_op
+from titan_linear.ops.delta_rule import check_inputs, delta_rule
 from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.recurrence import run
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, beta_range, check_chunk_size, refuse
 from titan_linear.ops.runtime.support import Choice
 
-GDN = delta_rule_op("chunk_gated_delta_rule", family="gdn")
+GDN = delta_rule("chunk_gated_delta_rule", family="gdn")
 
 
 def chunk_gated_delta_rule(
@@ -43,9 +44,9 @@ def chunk_gated_delta_rule(
     As `chunk_kda`, with one gate per head: g [B, T, HV], dt_bias [HV], and the gate in the kernel is
     −exp(A_log)·softplus(g + dt_bias). chunk_indices must be None: the kernels find their chunks.
 
-    Results are right for any g ≤ 0, −∞ too. Triton raises a g below −87 to −87, after which 1e-38 of a state is left.
-    Gates are summed over chunks of 64: in float32 a token that follows, in its chunk, n tokens that forget everything
-    has a relative error of n · 5e-6.
+    Results are right for any g ≤ 0, −∞ too. Triton raises a g below −87 to −87, after which 1e-38 of a state is left,
+    and sums gates over chunks of 64: a token that follows, in its chunk, n tokens that forget everything has a relative
+    error of n · 5e-6.
     """
     refuse("leave it out, chunks are found from cu_seqlens on the device", chunk_indices=chunk_indices)
     check_chunk_size(chunk_size)
@@ -60,9 +61,11 @@ def chunk_gated_delta_rule(
         beta_range=beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
         disable_recompute=disable_recompute,
     )
-    return chunk_delta_rule(
+    given = Inputs(q, k, v, g, beta, A_log, dt_bias)
+    check_inputs(given, options)
+    return run(
         GDN,
-        Inputs(q, k, v, g, beta, A_log, dt_bias),
+        given,
         options=options,
         initial_state=initial_state,
         output_final_state=output_final_state,

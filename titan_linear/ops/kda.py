@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from titan_linear.ops.delta_rule import chunk_delta_rule, delta_rule_op
+from titan_linear.ops.delta_rule import check_inputs, delta_rule
 from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.recurrence import run
 from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, beta_range, check_chunk_size, refuse
 from titan_linear.ops.runtime.support import Choice
 
-KDA = delta_rule_op("chunk_kda", family="kda")
+KDA = delta_rule("chunk_kda", family="kda")
 
 
 def is_bound(lower_bound: float) -> bool:
@@ -60,9 +61,7 @@ def chunk_kda(
             left out: the rate exp(A_log) is then 1.
         use_beta_sigmoid_in_kernel: β = sigmoid(beta), with allow_neg_eigval 2·sigmoid(beta).
         safe_gate: the caller promises g ≥ −5, which permits a faster method. Without it results are right for any
-            g ≤ 0, −∞ too (Triton raises a g below −87 to −87, after which 1e-38 of a state is left; PyTorch sums gates
-            over chunks of 64, and in float32 a token that follows, in its chunk, n tokens that forget everything has
-            a relative error of n · 5e-6).
+            g ≤ 0, −∞ too (Triton raises a g below −87 to −87, after which 1e-38 of a state is left).
         lower_bound: in [−5, 0); implies safe_gate.
         disable_recompute: keep intermediates for backward: faster, more memory.
         return_intermediate_states: must be False.
@@ -100,9 +99,11 @@ def chunk_kda(
         beta_range=beta_range(use_beta_sigmoid_in_kernel, allow_neg_eigval),
         disable_recompute=disable_recompute,
     )
-    return chunk_delta_rule(
+    given = Inputs(q, k, v, g, beta, A_log, dt_bias)
+    check_inputs(given, options)
+    return run(
         KDA,
-        Inputs(q, k, v, g, beta, A_log, dt_bias),
+        given,
         options=options,
         initial_state=initial_state,
         output_final_state=output_final_state,

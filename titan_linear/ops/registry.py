@@ -12,10 +12,12 @@ from titan_linear.ops.experts import GROUPED_LINEAR
 from titan_linear.ops.gated_delta_rule import GDN
 from titan_linear.ops.kda import KDA
 from titan_linear.ops.runtime.support import Choice
+from titan_linear.ops.simple_gla import SIMPLE_GLA
+from titan_linear.ops.ssd import SSD
 from titan_linear.ops.swiglu import SWIGLU
 from titan_linear.ops.torch.attention import ATTENTION, whole_streams
 
-OPS = {op.name: op for op in (KDA, GDN, CONVOLUTION, ATTENTION, SWIGLU, GROUPED_LINEAR, CROSS_ENTROPY)}
+OPS = {op.name: op for op in (KDA, GDN, SSD, SIMPLE_GLA, CONVOLUTION, ATTENTION, SWIGLU, GROUPED_LINEAR, CROSS_ENTROPY)}
 
 
 def choose_implementations(

@@ -36,10 +36,10 @@ from titan_linear.config import Config, fsdp_degrees, micro_steps
 from titan_linear.distributed.experts import apply_ep
 from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
 from titan_linear.distributed.tensor_parallel import apply_tp
-from titan_linear.models.config import MixerOptions, ModelConfig
+from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.layers import widened
-from titan_linear.models.moe import Experts, LocalDispatch, MoE
+from titan_linear.models.mlps.moe import Experts, LocalDispatch, MoE
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.exchange.collectives import Ranks
@@ -211,34 +211,35 @@ def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
 
     With equal loads, the number of rows for experts on a rank does not depend on ep.
     """
-    for name, dims in (pair for mixer in dict.fromkeys(model.layers) for pair in mixer.ops.items()):
+    for name, dims in (pair for mixer in model.mixers for pair in mixer.ops.items()):
         op, target = OPS[name], Target("meta", None, batch.dtype, dims)
         if "triton" in op.implementations and (reason := op.reason_against("triton", target)):
             raise ValueError(f"{name} is planned as the GPU's kernels compute it: {reason}; use a model that they take")
     alike = batch._replace(ep=1)
-    return [_layer(model, mixer, model.has_experts(i), alike) for i, mixer in enumerate(model.layers)]
+    return [_layer(model.only(i), alike) for i in range(model.num_layers)]
 
 
 @cache
-def _layer(model: ModelConfig, mixer: MixerOptions, experts: bool, batch: Batch) -> Layer:
-    alone = replace(model, pattern=(mixer,), num_layers=1, dense_layers=() if experts else (0,))
+def _layer(alone: ModelConfig, batch: Batch) -> Layer:
+    """alone: a model of one layer."""
     with META:
         decoder = Decoder(alone)
-        x = torch.empty(1, batch.tokens, model.dim, dtype=batch.dtype, requires_grad=True)
+        x = torch.empty(1, batch.tokens, alone.dim, dtype=batch.dtype, requires_grad=True)
     set_dtype(decoder, batch.dtype)
     _apply_tp_and_ep(decoder, batch.tp, 1)
     (block,) = decoder.layers
     if isinstance(block.mlp, MoE):
         block.mlp.experts.forward = partial(_one_expert, block.mlp.experts)
     cp = context(batch)
-    block.mixer.cp_method = batch.linear_method if mixer.linear else batch.softmax_method
+    if mixer := alone.layers[0].mixer:
+        block.mixer.cp_method = batch.linear_method if mixer.linear else batch.softmax_method
     return count(block, x, BatchPlan(cp.position_ids, cp_context=cp, num_streams=batch.streams))
 
 
 def _one_expert(experts: Experts, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """`Experts.forward` with all rows for one expert: on the meta device, `counts` has no values."""
-    gate, up = nn.functional.linear(x, experts.gate_up_proj[0].flatten(0, 1)).chunk(2, -1)
-    return nn.functional.linear(nn.functional.silu(gate) * up, experts.down_proj[0])
+    up = nn.functional.linear(x, experts.up_weight[0])
+    return nn.functional.linear(experts.activated(up), experts.down_proj[0])
 
 
 # --- Memory ----------------------------------------------------------------------------------------------------------
@@ -341,5 +342,4 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[st
 
 def checkpointing_modes(model: ModelConfig) -> tuple[str, ...]:
     """The modes that differ for this model, from the one that keeps most."""
-    softmax = any(not mixer.linear for mixer in model.layers)
-    return "none", *(mode for mode in MODES if softmax or mode != "attention")
+    return "none", *(mode for mode in MODES if model.softmax or mode != "attention")

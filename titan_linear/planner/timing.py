@@ -370,7 +370,8 @@ class Step:
 def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None = None) -> Step:
     batch, t, u = Batch.of(config, mean), config.training, units(config, model, gpus)
     clock, times = Clock(machine, batch, config.compile.enable), micro_steps(config, gpus)
-    passes = [_passes(clock, config, *pair) for pair in zip(model.layers, layers(model, batch), strict=True)]
+    pairs = zip(model.layers, layers(model, batch), strict=True)
+    passes = [_passes(clock, config, of.mixer, counted) for of, counted in pairs]
     everything = [p for pair in passes for p in pair]
     parts = {part: times * sum(p.parts[part] for p in everything) for part in PARTS}
     parts["head"] = times * _head(config, model, u, batch, machine)
@@ -467,7 +468,7 @@ def _experts(config: Config, model: ModelConfig, batch: Batch, machine: Machine)
     if model.moe is None or batch.ep == 1:
         return 0.0
     link, part = machine.group(batch.ep, batch.tp), (batch.ep - 1) / batch.ep
-    rows = batch.tokens * batch.tp * model.moe.top_k * model.dim * batch.dtype.itemsize
+    rows = batch.tokens * batch.tp * model.moe.top_k * model.moe.width(model.dim) * batch.dtype.itemsize
     times = 4 if config.activation_checkpoint.mode == "none" else 6
     seconds = link.message + times * (link.message + rows * part / link.all_to_all)
     return seconds * sum(map(model.has_experts, range(model.num_layers)))

@@ -8,13 +8,13 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
+from titan_linear.models.cases import DELTA
 from titan_linear.models.draws import generator
 from titan_linear.models.layers import rotate
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.cross_entropy import IGNORE, chunked_cross_entropy
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
-from titan_linear.proof.ops import DELTA
 from titan_linear.proof.subject import Subject
 
 TOKENS, VOCAB = 200, 4096  # VOCAB: the most rows of the head; all are computed alike
@@ -47,7 +47,7 @@ def loss(subject: Subject) -> Findings:
 
 def positions(subject: Subject) -> Findings:
     """Rotary embeddings equal complex numbers turned by position · theta^(−i / half) (RoFormer, eq. 34)."""
-    for mixer in dict.fromkeys(subject.model.layers):
+    for mixer in subject.model.mixers:
         if mixer.rotary is not None:
             theta, dim = mixer.rotary
             at = torch.tensor([0, 1, 2, 1000, subject.run.training.seq_len - 1], device=subject.device)

@@ -114,7 +114,7 @@ def _at_most(patience: timedelta) -> Iterator[None]:
 def _introduction(subject: Subject) -> str:
     c, device = subject.run, subject.device
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
-    kinds = ", ".join(mixer.name for mixer in subject.model.layers)
+    kinds = ", ".join(layer.name for layer in subject.model.layers)
     lines = [
         f"model {c.model.name}/{c.model.flavor}: layers {kinds}; dim {subject.model.dim}; compute "
         f"{short(subject.dtype)}",

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import torch
 
 from titan_linear.data import IGNORE
+from titan_linear.models.cases import DELTA
 from titan_linear.models.decoder import Decoder
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.data import tokens_in
 from titan_linear.proof.findings import ROUNDINGS, UNIT, Finding, Findings, off, worst
-from titan_linear.proof.ops import ALONE, DELTA, SMALL, begins, may_differ
+from titan_linear.proof.ops import ALONE, SMALL, begins, may_differ
 from titan_linear.proof.ranks import LocalDims, model_of, on_ranks, sharding_of, sum_as_fsdp, whole_gradients
 from titan_linear.proof.subject import STREAMS, Subject
 from titan_linear.run.build import DTYPES

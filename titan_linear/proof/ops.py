@@ -6,21 +6,17 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
 from titan_linear.distributed.parallelize import cp_method
+from titan_linear.models.cases import DELTA, OpCase, Tensors
 from titan_linear.models.config import MixerOptions
 from titan_linear.models.draws import generator
-from titan_linear.models.mixers import KDA, MLA
-from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.models.plan import BatchPlan
-from titan_linear.ops import attention, causal_conv1d, chunk_gated_delta_rule, chunk_kda
-from titan_linear.ops.reference.attention import attention as direct_attention
-from titan_linear.ops.reference.convolution import direct_causal_conv1d
-from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
 from titan_linear.ops.registry import choose_implementations
 from titan_linear.ops.runtime.support import short
 from titan_linear.proof.data import tokens_of
@@ -28,8 +24,6 @@ from titan_linear.proof.findings import UNIT, Finding, Findings, off, worst
 from titan_linear.proof.ranks import LocalDims, on_ranks, sharding_of
 from titan_linear.proof.subject import STREAMS, Degrees, Subject
 
-Tensors = dict[str, torch.Tensor]
-DELTA, EXACT = 1e-9, 1e-10  # bounds in float64, of recurrences and of softmax attention
 ORACLE_TOKENS = 192  # for oracles, which run token by token
 ALONE = 6  # number of documents that are computed alone
 SMALL = 1e-3  # share of the batch's norm that a document (of one token, say) counts for at least
@@ -47,8 +41,10 @@ class Case:
     run: Callable[[Tensors, BatchPlan, str], torch.Tensor]  # (inputs, plan, impl) -> [1, T, ...]
     bound: float  # in float64
     units: Mapping[str, float]  # bounds of results in other dtypes, in UNITs; "": all others
+    wide: tuple[str, ...]  # parameters that are never narrower than float32
     oracle: Callable[[Tensors, torch.Tensor], torch.Tensor] | None = None  # an op's definition: (x, cu_seqlens)
     usual: Mapping[str, torch.Tensor] = field(default_factory=dict)  # parameters instead of those that amplify rounding
+    by_head: bool = False  # the output and its inputs are [1, T, heads, ...]
     first: int = 0  # where its tokens begin in the batch
 
     def __str__(self) -> str:
@@ -57,22 +53,17 @@ class Case:
 
 # --- The cases of a model --------------------------------------------------------------------------------------------
 
-OF_DELTA = {"": 1.5, "g": 3.0, "beta": 3.0, "A_log": 6.0, "dt_bias": 6.0}  # the last two are sums that cancel
-OF_ATTENTION = {"": 6.0, "y": 3.0}
-OF_CONV = {"": 1.5}
 OF_MIXER = {"": 12.0}
-IN_KERNEL = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
-WIDE = ("A_log", "dt_bias")  # never narrower than float32
 
 
 def cases(subject: Subject) -> Iterator[Case]:
     """For each kind of mixer its ops, then the mixer itself."""
     whole = subject.whole(torch.float64)
-    for kind in dict.fromkeys(subject.model.layers):
-        layers = tuple(i for i, mixer in enumerate(subject.model.layers) if mixer == kind)
+    for kind in subject.model.mixers:
+        layers = tuple(i for i, layer in enumerate(subject.model.layers) if layer.mixer == kind)
         draw = _Draws(subject, kind)
-        for op in kind.ops:
-            yield CASES[op](kind, layers, draw)
+        for of_op in kind.cases(draw):
+            yield _op(of_op, layers, draw)
         yield _mixer(kind, layers, draw, whole.layers[layers[0]].mixer)
 
 
@@ -92,66 +83,21 @@ class _Draws:
         return self(name, 1, self.T, *shape)
 
 
-def _delta_rule(kind: DeltaOptions, layers: tuple[int, ...], draw: _Draws) -> Case:
-    H, HV, K, V = kind.heads, kind.v_heads, kind.head_dim, kind.v_head_dim
-    g = (HV, K) if isinstance(kind, KDA) else (HV,)
-    shapes = {"q": (H, K), "k": (H, K), "v": (HV, V), "g": g, "beta": (HV,)}
-    # Decays that last for hundreds of tokens and differ by head, so that a leak does not fade and exchanged heads show.
-    # They amplify rounding: below float64, kernels are held to what they promise for usual decays.
-    dt_bias = draw("dt_bias", HV * K if isinstance(kind, KDA) else HV)
-    gates = {"A_log": torch.linspace(-1, 1, HV).double().to(draw.device), "dt_bias": dt_bias - 7}
-    bounds = {"lower_bound": kind.lower_bound} if isinstance(kind, KDA) else {}
-    op, beta_range = chunk_kda if isinstance(kind, KDA) else chunk_gated_delta_rule, kind.beta_range
-
-    def run(x: Tensors, plan: BatchPlan, impl: str) -> torch.Tensor:
-        options = {"allow_neg_eigval": beta_range == 2.0, **IN_KERNEL, **bounds}
-        return op(**x, impl=impl, cp_method=draw.cp_method, **plan.documents, **options)[0]
-
-    def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        gate = kda_gate(x["g"], x["A_log"], x["dt_bias"], **bounds) if bounds else gdn_gate(x["g"], *map(x.get, WIDE))
-        rest = {"q": l2norm(x["q"]), "k": l2norm(x["k"]), "v": x["v"], "beta": beta_range * x["beta"].sigmoid()}
-        return recurrent_delta_rule(**rest, g=gate, cu_seqlens=cu_seqlens)[0]
-
-    tokens = {name: draw.tokens(name, *shape) for name, shape in shapes.items()}
+def _op(of: OpCase, layers: tuple[int, ...], draw: _Draws) -> Case:
     return Case(
-        kind.op, layers, tokens, draw.tokens("dy", HV, V), gates, run, DELTA, OF_DELTA, oracle, {"dt_bias": dt_bias}
+        of.op,
+        layers,
+        {name: draw.tokens(name, *shape) for name, shape in of.tokens.items()},
+        draw.tokens("dy", *of.output),
+        of.parameters,
+        partial(of.run, cp_method=draw.cp_method),
+        of.bound,
+        of.units,
+        wide=of.wide,
+        oracle=of.oracle,
+        usual=of.usual,
+        by_head=of.by_head,
     )
-
-
-def _convolution(kind: DeltaOptions, layers: tuple[int, ...], draw: _Draws) -> Case:
-    D = 2 * kind.heads * kind.head_dim + kind.v_heads * kind.v_head_dim
-
-    def run(x: Tensors, plan: BatchPlan, impl: str) -> torch.Tensor:
-        return causal_conv1d(**x, activation="silu", impl=impl, **plan.documents)[0]
-
-    def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        return direct_causal_conv1d(**x, activation="silu", cu_seqlens=cu_seqlens)[0]
-
-    weight, dy = {"weight": draw("weight", D, kind.conv_size) / 2}, draw.tokens("dy of conv", D)
-    return Case("causal_conv1d", layers, {"x": draw.tokens("x", D)}, dy, weight, run, DELTA, OF_CONV, oracle)
-
-
-def _attention(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws) -> Case:
-    D, Dv = kind.ops["attention"].values()
-    heads = (kind.heads, kind.heads) if isinstance(kind, MLA) else (kind.heads, kind.kv_heads)
-    shapes = {"q": (heads[0], D), "k": (heads[1], D), "v": (heads[1], Dv)}
-
-    def run(x: Tensors, plan: BatchPlan, impl: str) -> torch.Tensor:
-        return attention(**x, method=draw.cp_method, **plan.documents)
-
-    def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        return direct_attention(**x, cu_seqlens=cu_seqlens)
-
-    tokens = {name: draw.tokens(name, *shape) for name, shape in shapes.items()}
-    return Case("attention", layers, tokens, draw.tokens("dy", heads[0], Dv), {}, run, EXACT, OF_ATTENTION, oracle)
-
-
-CASES: dict[str, Callable[..., Case]] = {  # op → the case of a mixer that calls it
-    "chunk_kda": _delta_rule,
-    "chunk_gated_delta_rule": _delta_rule,
-    "causal_conv1d": _convolution,
-    "attention": _attention,
-}
 
 
 def _mixer(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws, mixer: nn.Module) -> Case:
@@ -169,7 +115,8 @@ def _mixer(kind: MixerOptions, layers: tuple[int, ...], draw: _Draws, mixer: nn.
 
     parameters = {name: p.detach() for name, p in mixer.named_parameters()}
     x, dy = draw.tokens("x", draw.dim), draw.tokens("dy of mixer", draw.dim)
-    return Case(f"mixer {kind.name}", layers, {"x": x}, dy, parameters, run, DELTA, OF_MIXER)
+    wide = getattr(mixer, "kept_whole", ())
+    return Case(f"mixer {kind.name}", layers, {"x": x}, dy, parameters, run, DELTA, OF_MIXER, wide)
 
 
 # --- A case on one rank or many --------------------------------------------------------------------------------------
@@ -187,14 +134,14 @@ def rounded(case: Case, dtype: torch.dtype) -> Case:
     if dtype != torch.float64:
         case = replace(case, parameters=case.parameters | case.usual)
     tokens, parameters = (
-        {name: x.to(_dtype_of(name, dtype)).double() for name, x in part.items()}
+        {name: x.to(_dtype_of(case, name, dtype)).double() for name, x in part.items()}
         for part in (case.tokens, case.parameters)
     )
     return replace(case, tokens=tokens, parameters=parameters, dy=case.dy.to(dtype).double())
 
 
-def _dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32) if name.rpartition(".")[2] in WIDE else dtype
+def _dtype_of(case: Case, name: str, dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32) if name in case.wide else dtype
 
 
 def computed(
@@ -202,7 +149,7 @@ def computed(
 ) -> Results:
     """Compute the case in `dtype`, on the tokens `mine`."""
     tokens = {n: x[:, mine].to(dtype, copy=True).requires_grad_() for n, x in case.tokens.items()}
-    parameters = {n: x.to(_dtype_of(n, dtype), copy=True).requires_grad_() for n, x in case.parameters.items()}
+    parameters = {n: x.to(_dtype_of(case, n, dtype), copy=True).requires_grad_() for n, x in case.parameters.items()}
     y = case.run(tokens | parameters, plan, impl)
     grads = torch.autograd.grad(y, [*tokens.values(), *parameters.values()], case.dy[:, mine].to(dtype))
     found = dict(zip([*tokens, *parameters], grads, strict=True))
@@ -267,13 +214,12 @@ def _bound(case: Case, name: str, dtype: torch.dtype) -> float:
 def _where(subject: Subject, case: Case, name: str, got: torch.Tensor, want: torch.Tensor, of_tokens: bool) -> str:
     """In words: the result, its worst head, and the rank and document where the error begins."""
     wrong = (got.double() - want.double()).abs().nan_to_num(torch.inf, torch.inf)
-    heads = case.name in ("attention", "chunk_kda", "chunk_gated_delta_rule")
     said = [name]
     if not of_tokens:
-        if heads:  # [HV] or [HV·K]
+        if case.by_head:  # [HV] or [HV·K]
             said.append(f"head {int(wrong.view(case.dy.shape[2], -1).amax(1).argmax())}")
         return ", ".join(said)
-    if heads:
+    if case.by_head:
         said.append(f"head {int(wrong.transpose(0, 2).flatten(1).amax(1).argmax())}")
     return ", ".join([*said, _place(subject, case.first + begins(wrong[0].flatten(1).amax(1), name != "y"))])
 
@@ -392,6 +338,7 @@ def repeatable() -> Iterator[None]:
 def may_differ(subject: Subject, layers: Iterable[int]) -> float:
     """Bound on the number of results that differ when these layers run again: 0, except for softmax attention on GPUs,
     whose fastest kernels do not repeat their bits unless the run sets debug.deterministic."""
-    softmax = any(not subject.model.layers[i].linear for i in layers)
+    mixers = filter(None, (subject.model.layers[i].mixer for i in layers))
+    softmax = not all(mixer.linear for mixer in mixers)
     repeats = subject.device.type == "cpu" or subject.config.debug.deterministic
     return float("inf") if softmax and not repeats else 0

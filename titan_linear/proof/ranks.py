@@ -18,7 +18,7 @@ from titan_linear.distributed.parallelize import apply_ac, apply_cp, replicated_
 from titan_linear.distributed.parts import Parts
 from titan_linear.distributed.tensor_parallel import apply_tp
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.moe import MoE
+from titan_linear.models.mlps.moe import MoE
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.proof.subject import Degrees, Subject
 from titan_linear.step.batch import BatchSharding

@@ -219,13 +219,11 @@ def _degrees(config: Config, processes: int) -> Degrees:
 
 
 def _one_period(model: ModelConfig) -> ModelConfig:
-    """The first layers, until their pattern repeats; at least one with experts if the model has any."""
+    """The first layers, until their pattern repeats."""
     layers = model.layers
     n = next(n for n in range(1, len(layers) + 1) if all(layers[i] == layers[i % n] for i in range(len(layers))))
     if n == len(layers):  # no period: until every kind has occurred
         n = max(layers.index(kind) for kind in set(layers)) + 1
-    with_experts = [i for i in range(model.num_layers) if model.has_experts(i)]
-    n = max(n, with_experts[0] + 1) if with_experts else n
     return model.first_layers(n)
 
 
@@ -264,7 +262,7 @@ def _thinner(model: ModelConfig, factor: int, config: Config) -> ModelConfig:
         dim=_divided(model.dim, factor, 2),
         hidden_dim=_divided(model.hidden_dim, factor, tp),
         moe=moe,
-        pattern=tuple(_fewer_heads(mixer, factor, config) for mixer in model.layers),
+        pattern=tuple(e if isinstance(e, str) else _fewer_heads(e, factor, config) for e in model.pattern),
     )
 
 
@@ -284,7 +282,8 @@ def _fewer_experts(moe: MoEConfig, factor: int, tp: int, ep: int) -> MoEConfig:
 def _fewer_heads(mixer: MixerOptions, factor: int, config: Config) -> MixerOptions:
     """Keep a fraction of all heads, at least four, if ranks can still split them; heads stay as wide."""
     p = config.parallelism
-    kinds = {name: getattr(mixer, name) for name in ("heads", "v_heads", "kv_heads") if hasattr(mixer, name)}
+    names = ("heads", "v_heads", "kv_heads", "groups")
+    kinds = {name: count for name in names if (count := getattr(mixer, name, 1)) > 1}
     while factor > 1:
         fewer = replace(mixer, **{name: count // factor for name, count in kinds.items()})
         whole = all(count % factor == 0 for count in kinds.values()) and fewer.heads >= 4

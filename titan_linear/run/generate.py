@@ -115,8 +115,8 @@ def prefill(model: Decoder, prompts: Sequence[Sequence[int]], *, chunk: int, dev
     """Read the prompts (each of one token or more), `chunk` tokens at a time."""
     read = [_prefill_one(model, prompt, chunk, device) for prompt in prompts]
     lengths = torch.tensor([len(prompt) for prompt in prompts], device=device)
-    layers = enumerate(model.config.layers)
-    caches = [_batched([caches[i] for caches, _ in read], mixer.growing) for i, mixer in layers]
+    growing = [() if layer.mixer is None else layer.mixer.growing for layer in model.config.layers]
+    caches = [_batched([caches[i] for caches, _ in read], names) for i, names in enumerate(growing)]
     return Rows(caches, lengths, torch.cat([logits for _, logits in read]))
 
 

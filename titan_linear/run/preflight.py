@@ -247,7 +247,7 @@ def check_splits(model: ModelConfig, config: Config) -> None:
 def check_heads(model: ModelConfig, config: Config) -> None:
     """Raise ValueError if an all-to-all over heads cannot split them."""
     p = config.parallelism
-    for mixer in dict.fromkeys(model.layers):
+    for mixer in model.mixers:
         key, others = ("context_parallel_method", "'ring' or 'allgather'")
         if mixer.linear:
             key, others = ("context_parallel_linear_method", "'kcp'")

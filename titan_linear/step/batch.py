@@ -10,13 +10,10 @@ from titan_linear.data import Batch
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.layers import widened
-from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.models.plan import BatchPlan, Rotary
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.attention import choose_method, pairs_computed
-from titan_linear.ops.layout.boundaries import scan_programs
 from titan_linear.ops.layout.tables import to_device
-from titan_linear.ops.triton.configs import kernel_dims
 
 
 @dataclass(frozen=True)
@@ -49,11 +46,11 @@ class BatchSharding:
         compiled: bool = False,
     ) -> BatchSharding:
         """The sharding that plans for what this model's mixers need of a batch."""
-        needs = [mixer.ops for mixer in model.layers]
+        needs = [mixer.ops for mixer in model.mixers]
         over_heads = dims.cp > 1 and linear_method == "ulysses"
         programs = _programs(model, dims.tp * dims.cp if over_heads else dims.tp, device)
         sizes = {ops["causal_conv1d"]["W"] for ops in needs if "causal_conv1d" in ops}
-        rotaries = dict.fromkeys(mixer.rotary for mixer in model.layers if mixer.rotary is not None)
+        rotaries = dict.fromkeys(mixer.rotary for mixer in model.mixers if mixer.rotary is not None)
         return cls(
             dims,
             device,
@@ -124,14 +121,13 @@ def _programs(model: ModelConfig, ranks: int, device: torch.device) -> tuple[int
     heads."""
     if device.type != "cuda":
         return ()
-    mixers = (mixer for mixer in model.layers if isinstance(mixer, DeltaOptions))
-    of = (scan_programs(m.v_heads // ranks, kernel_dims(m.head_dim, m.v_head_dim)[1]) for m in mixers)
-    return tuple(dict.fromkeys(of))
+    of = (mixer.scan_programs(ranks) for mixer in model.mixers)
+    return tuple(dict.fromkeys(n for n in of if n is not None))
 
 
 def _softmax(model: ModelConfig, tp: int) -> tuple[tuple[int, int, int], ...]:
     sizes = []
-    for mixer in dict.fromkeys(model.layers):
+    for mixer in model.mixers:
         if "attention" in mixer.ops:
             heads = [count // tp for count in mixer.head_counts.values()]  # of queries, then of keys if these are fewer
             sizes.append((heads[0], heads[-1], sum(mixer.ops["attention"].values())))

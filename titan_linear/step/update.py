@@ -14,7 +14,7 @@ from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parallelize import replicated_parameters
 from titan_linear.distributed.parts import by_device, local_tensor
 from titan_linear.models.decoder import Decoder
-from titan_linear.models.moe import MoE
+from titan_linear.models.mlps.moe import MoE
 from titan_linear.step.optimizer import AdamW, HostCopy, learning_rate, step_numbers, update
 
 

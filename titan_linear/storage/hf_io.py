@@ -337,16 +337,16 @@ def find_family(model: ModelConfig, tokenizer: Files | None = None) -> str:
     Raises:
         ValueError: none does.
     """
-    reasons, kinds = [], {type(mixer) for mixer in model.layers}
+    reasons, kinds = [], {type(layer.mixer) for layer in model.layers}
     for family, has in FAMILIES.items():
-        if kinds <= set(has.layers) and bool(has.experts) == (model.moe is not None):
+        if kinds <= set(has.layers) and (has.experts or model.moe is None):
             try:
                 check_tokenizer(family, config_to_hf(family, model), tokenizer or {})
             except ValueError as error:
                 reasons.append(str(error))
             else:
                 return family
-    why = "; ".join(reasons) or f"none has layers {', '.join(sorted(kind.name for kind in kinds))}"
+    why = "; ".join(reasons) or f"none has layers {', '.join(sorted({layer.name for layer in model.layers}))}"
     raise ValueError(f"no Hugging Face architecture holds this model: {why}; choose another preset, or no export")
 
 

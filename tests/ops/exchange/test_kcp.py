@@ -14,6 +14,7 @@ from tests.ops.inputs import (
     DEVICE,
     boundaries,
     call,
+    decaying_inputs,
     gradients,
     leaves,
     make_inputs,
@@ -29,10 +30,10 @@ from titan_linear.ops.exchange import kcp
 from titan_linear.ops.exchange.halo import return_halo
 from titan_linear.ops.layout.chains import STATE, STATE_AND_M
 from titan_linear.ops.layout.levels import Level
-from titan_linear.ops.torch import delta_rule
+from titan_linear.ops.torch import chunked
 
 TOLERANCE = 1e-9
-PARAMETERS = {"A_log", "dt_bias", "weight", "bias"}
+PARAMETERS = {"A_log", "A", "D", "dt_bias", "weight", "bias"}
 LAYOUTS = ["contiguous", "zigzag"]
 
 
@@ -43,13 +44,19 @@ def inputs_of(op: str, lengths: list[int], streams: int = 1) -> dict[str, torch.
         rng = torch.Generator().manual_seed(0)
         shapes = {"x": (1, T, 6), "weight": (6, 4), "bias": (6,)}
         return {n: torch.randn(s, generator=rng, dtype=torch.float64) for n, s in shapes.items()}
+    if op == "ssd-heads":
+        return decaying_inputs("ssd", T, G=2, heads=4, N=8, P=6, bias=-7.0)
+    if op in ("ssd", "gla"):
+        return decaying_inputs(op, T, G=1, heads=2, N=8, P=6, bias=-7.0)
     if op == "kda-raw":
         return raw_gate_inputs("kda", T, H=1, HV=2, K=8, V=6)
     return make_inputs(op, T, H=1, HV=2, K=8, V=6, gate="slow")
 
 
 def run_op(op: str, x: dict[str, torch.Tensor], **options) -> torch.Tensor:
-    return causal_conv1d(**x, activation="silu", **options)[0] if op == "conv" else call(op[:3], x, **options)[0]
+    if op == "conv":
+        return causal_conv1d(**x, activation="silu", **options)[0]
+    return call(op[:3], x, cp_method="ulysses" if op == "ssd-heads" else "kcp", **options)[0]
 
 
 def output_gradient(op: str, like: torch.Tensor) -> torch.Tensor:
@@ -74,7 +81,7 @@ def results_of(cases: list[tuple[str, list[int], str, int]]) -> list[list[torch.
         whole = inputs_of(op, lengths, streams)
         x = leaves({n: t if n in PARAMETERS else t[:, mine] for n, t in whole.items()})
         y = run_op(op, x, cp_context=ctx)
-        dy = output_gradient(op, whole["x" if op == "conv" else "v"])[:, mine]
+        dy = output_gradient(op, whole["v" if "v" in whole else "x"])[:, mine]
         results.append([y.detach(), *torch.autograd.grad(y, list(x.values()), dy)])
     return results
 
@@ -99,14 +106,18 @@ def check(world: World, cases: list[tuple[str, list[int], str, int]], levels: tu
 
 @pytest.mark.parametrize("world_size", [2, 4, 8])
 def test_edges(worlds: Callable[[int], World], world_size: int) -> None:
-    ops = ["kda", "gdn", "kda-raw", "conv"]
+    ops = ["kda", "gdn", "kda-raw", "ssd", "gla", "conv"]
     check(worlds(world_size), [(op, d, layout, 1) for op in ops for d in EDGES.values() for layout in LAYOUTS])
 
 
 @pytest.mark.parametrize("levels", [(Level(1, 2, True), Level(2, 2)), (Level(1, 2), Level(2, 2))])
 def test_states_level_by_level(worlds: Callable[[int], World], levels: tuple[Level, ...]) -> None:
-    cases = [(op, d, layout, 1) for op in ("kda", "gdn") for d in EDGES.values() for layout in LAYOUTS]
+    cases = [(op, d, layout, 1) for op in ("kda", "gdn", "ssd") for d in EDGES.values() for layout in LAYOUTS]
     check(worlds(4), [*cases, ("kda", [40, 24], "zigzag", 3), ("gdn", [128], "contiguous", 2)], levels)
+
+
+def test_heads_are_exchanged_with_their_parameters(worlds: Callable[[int], World]) -> None:
+    check(worlds(2), [("ssd-heads", d, layout, 1) for d in EDGES.values() for layout in LAYOUTS])
 
 
 def test_streams_side_by_side(worlds: Callable[[int], World]) -> None:
@@ -222,18 +233,19 @@ def test_nan_stays_in_its_document(
             assert all(map(torch.equal, clean, beside)), (i, layout)
 
 
-def counted(rank: int, world_size: int, lengths: list[int], layout: str) -> tuple[int, int, list[int]]:
-    """How many M this rank computes, how many elements it sends forward and backward, and what it keeps."""
+def counted(rank: int, world_size: int, lengths: list[int], layout: str, op: str = "kda") -> tuple[int, list[int]]:
+    """How many M this rank computes, and how many elements it sends forward and backward."""
     computed, sent = [], []
-    boundary, all_to_all = delta_rule.boundary, kcp.all_to_all
+    transition, all_to_all = chunked.transition, kcp.all_to_all
     try:
-        delta_rule.boundary = lambda p, c, e, with_m: computed.append(with_m) or boundary(p, c, e, with_m)
+        chunked.transition = lambda *args: computed.append(1) or transition(*args)
         kcp.all_to_all = lambda x, *sizes: sent.append(x.numel()) or all_to_all(x, *sizes)
         ctx = build_cp_context(boundaries(lengths), dist.group.WORLD, layout=layout)
-        x = leaves({n: t[:, tokens_of(ctx)] for n, t in inputs_of("kda", lengths).items()})
-        run_op("kda", x, cp_context=ctx).sum().backward()
+        mine = tokens_of(ctx)
+        x = leaves({n: t if n in PARAMETERS else t[:, mine] for n, t in inputs_of(op, lengths).items()})
+        run_op(op, x, cp_context=ctx).sum().backward()
     finally:
-        delta_rule.boundary, kcp.all_to_all = boundary, all_to_all
+        chunked.transition, kcp.all_to_all = transition, all_to_all
     return sum(computed), sent
 
 
@@ -249,6 +261,13 @@ def test_m_is_neither_computed_nor_sent_where_no_document_passes_through(worlds:
         (1, [2 * (OF_STATE + OF_M), OF_STATE + OF_M]),
         (1, [OF_STATE + OF_M, 2 * (OF_STATE + OF_M)]),
         (0, [0, 3 * OF_STATE]),
+    ]
+    # Where a state only decays, M is a number for each head.
+    assert [sent for _, sent in worlds(4).run(counted, [512], "contiguous", "ssd")] == [
+        [3 * OF_STATE, 0],
+        [2 * (OF_STATE + HV), OF_STATE + HV],
+        [OF_STATE + HV, 2 * (OF_STATE + HV)],
+        [0, 3 * OF_STATE],
     ]
     # A cut on every rank edge: nothing to say.
     assert worlds(4).run(counted, [128] * 4, "contiguous") == [(0, [])] * 4

@@ -25,7 +25,7 @@ from titan_linear.models.mixers.mla import MLAMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.runtime.kept import Run, contexts, kept
-from titan_linear.ops.torch import delta_rule, local_attention
+from titan_linear.ops.torch import chunked, local_attention
 from titan_linear.ops.triton import delta_rule as triton_rules
 from titan_linear.ops.triton.launch import Launcher
 
@@ -73,8 +73,8 @@ def counting(patch: pytest.MonkeyPatch) -> Counter[str]:
         patch.setattr(owner, name, counted)
 
     count(Launcher, "_launch", lambda kernel, *_: kernel.__name__)
-    count(delta_rule.TorchDeltaRule, "__init__", lambda *_: "prepare")
-    count(delta_rule, "scan", lambda *_: "scan")
+    count(chunked.TorchRule, "__init__", lambda *_: "prepare")
+    count(chunked, "scan", lambda *_: "scan")
     count(local_attention, "attend_spans", lambda *_: "attention")
     for name in EXCHANGES:
         count(dist, name, lambda *_, name=name: name)

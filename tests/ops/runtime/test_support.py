@@ -29,6 +29,7 @@ DIMS = {
     "grouped_linear": {"I": 128, "O": 64},
     "attention": {"D": 128, "Dv": 128, "recurring": 1},
 }
+WITHOUT_KERNELS = ("chunk_ssd", "chunk_simple_gla")
 HOPPER = Target("cuda", (9, 0), BF16, {})
 
 
@@ -49,8 +50,9 @@ def on_gpu_of(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[tuple[int, 
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_fastest_takes_its_best_case_and_the_last_takes_all(op: str) -> None:
-    fastest = {"attention": "cudnn", "grouped_linear": "grouped_mm"}.get(op, "triton")
-    assert OPS[op].reason_against(fastest, HOPPER._replace(dims=DIMS[op])) is None
+    fastest = {"attention": "cudnn", "grouped_linear": "grouped_mm"} | dict.fromkeys(WITHOUT_KERNELS, "torch")
+    on_hopper = HOPPER._replace(dims=DIMS.get(op, {}))
+    assert OPS[op].reason_against(fastest.get(op, "triton"), on_hopper) is None
     last = list(OPS[op].implementations)[-1]
     for device, capability in (("cpu", None), ("cuda", (7, 5)), ("mps", None)):
         assert (
@@ -131,7 +133,7 @@ def test_other_generations_run_the_kernels_and_say_that_nobody_has_measured_them
 def test_every_preset_runs_on_the_kernels(on_gpu_of, own) -> None:
     on_gpu_of(own)
     for model in (model for sizes in MODELS.values() for model in sizes.values()):
-        pairs = [(OPS[name], dims) for mixer in model.layers for name, dims in mixer.ops.items()]
+        pairs = [(OPS[name], dims) for mixer in model.mixers for name, dims in mixer.ops.items()]
         for op, dims in ((op, dims) for op, dims in pairs if "triton" in op.implementations):
             assert op.choose("auto", GPU, BF16, **dims).implementation == "triton", dims
 
@@ -195,6 +197,10 @@ def test_the_lines_of_a_start(on_gpu_of) -> None:
         "  chunk_kda: torch, because K = 320 is too large: K <= 256; expect it to be many times slower",
         "  attention: flash, and cudnn for whole streams and fragments of them; because flash-attn-4 is not installed; "
         "packed documents take nearly twice as long without it (docs/training.md)",
+    ]
+    assert start_lines(choose_implementations({"chunk_ssd": {"K": 128, "V": 64}}, "auto", GPU, BF16)) == [
+        "ops chunk_ssd: torch",
+        "  chunk_ssd: torch, because it has no kernels; expect it to be many times slower",
     ]
     on_gpu_of((8, 0))
     assert start_lines(choose_implementations({"attention": {"D": 128, "Dv": 128}}, "auto", GPU, BF16)) == [

@@ -5,8 +5,10 @@ A new family takes a file here and its lines in these tables; one with sizes of 
 
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.families.fla import FLA_GDN_FAMILY, FLA_KDA_FAMILY
+from titan_linear.models.families.granite_h import GRANITE_H, GRANITE_H_MODELS
 from titan_linear.models.families.kimi import KIMI_LINEAR, KIMI_LINEAR_MODELS
 from titan_linear.models.families.layout import Family
+from titan_linear.models.families.nemotron_h import NEMOTRON_H, NEMOTRON_H_MODELS
 from titan_linear.models.families.olmo import OLMO_HYBRID, OLMO_HYBRID_MODELS
 from titan_linear.models.families.own import OWN_FAMILY
 from titan_linear.models.families.qwen import QWEN3_5, QWEN3_5_MODELS, QWEN3_5_MOE, QWEN3_NEXT, QWEN3_NEXT_MODELS
@@ -17,6 +19,8 @@ FAMILIES: dict[str, Family] = {  # by architecture
     "Qwen3NextForCausalLM": QWEN3_NEXT,
     "OlmoHybridForCausalLM": OLMO_HYBRID,
     "KimiLinearForCausalLM": KIMI_LINEAR,
+    "NemotronHForCausalLM": NEMOTRON_H,
+    "GraniteMoeHybridForCausalLM": GRANITE_H,
     "KDAForCausalLM": FLA_KDA_FAMILY,
     "GatedDeltaNetForCausalLM": FLA_GDN_FAMILY,
     "TitanLinearForCausalLM": OWN_FAMILY,
@@ -27,4 +31,6 @@ PUBLISHED: dict[str, dict[str, ModelConfig]] = {  # by name and flavor, from the
     "qwen3-next": QWEN3_NEXT_MODELS,
     "olmo-hybrid": OLMO_HYBRID_MODELS,
     "kimi-linear": KIMI_LINEAR_MODELS,
+    "nemotron-h": NEMOTRON_H_MODELS,
+    "granite-h": GRANITE_H_MODELS,
 }

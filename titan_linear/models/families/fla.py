@@ -130,7 +130,7 @@ def _to_hf(config: ModelConfig, kind: type[KDA] | type[GDN]) -> Json:
     if isinstance(linear, KDA):
         written |= dict(safe_gate=linear.lower_bound is not None, lower_bound=linear.lower_bound)
     if attention := options_of(config, Attention):
-        softmax = [i for i, mixer in enumerate(config.layers) if isinstance(mixer, Attention)]
+        softmax = [i for i, layer in enumerate(config.layers) if isinstance(layer.mixer, Attention)]
         written["attn"] = dict(
             layers=softmax,
             num_heads=attention.heads,

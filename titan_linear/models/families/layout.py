@@ -7,6 +7,7 @@ ValueError for whatever a family does that our modules cannot.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -47,7 +48,7 @@ class OwnTokenizer:
 @dataclass(frozen=True)
 class Family:
     model: tuple[Spellings, ...]
-    layers: Mapping[type[MixerOptions], tuple[Spellings, ...]]  # norms included
+    layers: Mapping[type, tuple[Spellings, ...]]  # by options of the mixer, norms included; NoneType: without a mixer
     mlp: tuple[Spellings, ...]
     experts: tuple[Spellings, ...]
     config_from_hf: Callable[[Json], ModelConfig]
@@ -87,6 +88,19 @@ def convolutions(prefix: str, *, thirds: bool = False) -> Spellings:
 
 def gates(theirs: str) -> tuple[Spellings, ...]:
     return tuple((Layout((f"mixer.{name}",), (f"{theirs}{name}",)),) for name in ("A_log", "dt_bias"))
+
+
+def mamba2(theirs: str) -> tuple[Spellings, ...]:
+    """A Mamba-2 mixer with mamba_ssm's fused tensors, and its own output norm."""
+    of_conv = ("x_conv1d", "b_conv1d", "c_conv1d")
+    return (
+        fused(("z_proj", "x_proj", "b_proj", "c_proj", "dt_proj"), f"{theirs}in_proj.weight"),
+        fused(of_conv, f"{theirs}conv1d.weight", form="conv"),
+        (Layout(tuple(f"mixer.{name}.bias" for name in of_conv), (f"{theirs}conv1d.bias",)),),
+        *gates(theirs),
+        (Layout(("mixer.D",), (f"{theirs}D",)),),
+        *renamed("mixer.", theirs, o_norm="norm", o_proj="out_proj"),
+    )
 
 
 def swiglu(ours: str, *theirs: str) -> tuple[Spellings, ...]:
@@ -180,12 +194,21 @@ def shortest(layers: list[MixerOptions]) -> tuple[MixerOptions, ...]:
 
 
 def layer_types(config: ModelConfig) -> list[str]:
-    return ["linear_attention" if mixer.linear else "full_attention" for mixer in config.layers]
+    return ["linear_attention" if layer.mixer.linear else "full_attention" for layer in config.layers]
 
 
 def options_of(config: ModelConfig, kind: type[Options]) -> Options | None:
     """The options of the model's first layer of a kind; None: it has none. A family's layers of one kind are alike."""
-    return next((mixer for mixer in config.layers if isinstance(mixer, kind)), None)
+    return next((mixer for mixer in config.mixers if isinstance(mixer, kind)), None)
+
+
+def time_step_limit(key: Keys) -> tuple[float, float]:
+    """The limits of Mamba-2's time steps. Folders have Infinity there, which JSON lacks, or an object for it."""
+    given = key("time_step_limit", None) or (0.0, math.inf)
+    low, high = (float(x["__float__"]) if isinstance(x, dict) else x for x in given)
+    if not low <= high:
+        raise ValueError(f"config.json: time_step_limit = {[low, high]}; give the lower limit, then the upper one")
+    return float(low), float(high)
 
 
 def common_from_hf(key: Keys) -> Json:

@@ -198,7 +198,7 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.kv_heads, self.head_dim = options["heads"], options["kv_heads"], options["head_dim"]
         self.theta, self.rotated = options["rope_theta"], int(self.head_dim * options["rotary_fraction"])
-        self.qk_norm, dim = options["qk_norm"], config.hidden_size
+        self.qk_norm, self.scale, dim = options["qk_norm"], options["scale"], config.hidden_size
         self.q_proj = nn.Linear(dim, self.heads * self.head_dim, bias=False)
         self.k_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=False)
         self.v_proj = nn.Linear(dim, self.kv_heads * self.head_dim, bias=False)
@@ -225,7 +225,7 @@ class Attention(nn.Module):
             cache.update(k=k, v=v)
         k, v = (y.repeat_interleave(self.heads // self.kv_heads, 1) for y in (k, v))
         mask = tokens.mask(k.shape[2])
-        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None)
+        o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale)
         o = o.transpose(1, 2).flatten(2)
         return self.o_proj(o if self.g_proj is None else o * self.g_proj(x).sigmoid())
 

@@ -7,8 +7,9 @@ from titan_linear.models.config import MixerOptions
 from titan_linear.models.mixers.attention import Attention
 from titan_linear.models.mixers.gdn import GDN
 from titan_linear.models.mixers.kda import KDA
+from titan_linear.models.mixers.mamba2 import Mamba2
 from titan_linear.models.mixers.mla import MLA
 
-MIXERS: dict[str, type[MixerOptions]] = {"kda": KDA, "gdn": GDN, "attention": Attention, "mla": MLA}
+MIXERS: dict[str, type[MixerOptions]] = {"kda": KDA, "gdn": GDN, "mamba2": Mamba2, "attention": Attention, "mla": MLA}
 
-__all__ = ["GDN", "KDA", "MIXERS", "MLA", "Attention"]
+__all__ = ["GDN", "KDA", "MIXERS", "MLA", "Attention", "Mamba2"]

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
 from torch import nn
 
+from titan_linear.models.cases import Draws, OpCase, attention_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.layers import RMSNorm, attention_entropy, rotate, widened
 from titan_linear.models.plan import BatchPlan, Window
@@ -24,6 +26,7 @@ class Attention(MixerOptions):
     rope_theta: float | None = 10000.0  # None: no positions
     rotary_fraction: float = 1.0  # share of head_dim that is rotated: its first channels
     output_gate: bool = False
+    scale: float | None = None  # of the scores; None: head_dim^−½
 
     name: ClassVar[str] = "attention"
     growing: ClassVar[tuple[str, ...]] = ("k", "v")
@@ -55,6 +58,9 @@ class Attention(MixerOptions):
     def indivisible_heads(self, ranks: int) -> str | None:
         return None if key_head_copies(self.heads, self.kv_heads, ranks) else super().indivisible_heads(ranks)
 
+    def cases(self, draw: Draws) -> Iterator[OpCase]:
+        yield attention_case(self.heads, self.kv_heads, self.head_dim, self.head_dim, self.scale)
+
     def build(self, config: ModelConfig) -> AttentionMixer:
         return AttentionMixer(self, config)
 
@@ -67,6 +73,7 @@ class AttentionMixer(nn.Module):
     def __init__(self, options: Attention, config: ModelConfig):
         super().__init__()
         self.head_dim, self.rotary, self.qk_norm = options.head_dim, options.rotary, options.qk_norm
+        self.scale = options.scale
         q_dim, k_dim = options.heads * self.head_dim, options.kv_heads * self.head_dim
         self.cp_method = "auto"  # "auto" | "ring" | "allgather" | "ulysses", under context parallelism
         self.q_proj = nn.Linear(config.dim, q_dim, bias=False)
@@ -87,12 +94,13 @@ class AttentionMixer(nn.Module):
         if cache is not None:
             k, v = (torch.cat([cache[n], t], 1) if n in cache else t for n, t in (("k", k), ("v", v)))
             cache.update(k=k, v=v)
-        o = attention(q, k, v, method=self.cp_method, first_key=plan.first_key, **plan.documents).flatten(-2)
+        documents = {"first_key": plan.first_key, **plan.documents}
+        o = attention(q, k, v, scale=self.scale, method=self.cp_method, **documents).flatten(-2)
         return self.o_proj(o if self.g_proj is None else o * self.g_proj(x).sigmoid())
 
     def watch(self, x: torch.Tensor, window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         q, k = self._queries_and_keys(x[:, : window.tokens], window.plan)
-        return {"attention_entropy": attention_entropy(q, k, window.plan.cu_seqlens)}
+        return {"attention_entropy": attention_entropy(q, k, window.plan.cu_seqlens, self.scale)}
 
     def _queries_and_keys(self, x: torch.Tensor, plan: BatchPlan) -> tuple[torch.Tensor, torch.Tensor]:
         """q [B, T, H, D], k [B, T, Hkv, D], normed and rotated."""

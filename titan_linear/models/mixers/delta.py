@@ -8,19 +8,24 @@ from __future__ import annotations
 
 import math
 from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import nn
 
+from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.draws import Draw, time_step_bias
-from titan_linear.models.layers import ConvWeight, GatedRMSNorm, project, widen, widened
-from titan_linear.models.plan import BatchPlan, Window
-from titan_linear.ops import causal_conv1d
-from titan_linear.ops.runtime.support import Choice
+from titan_linear.models.layers import ConvWeight, GatedRMSNorm, project
+from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer
+from titan_linear.models.plan import BatchPlan
+from titan_linear.ops.layout.boundaries import scan_programs
+from titan_linear.ops.reference.delta_rule import l2norm, recurrent_delta_rule
+from titan_linear.ops.triton.configs import kernel_dims
+
+IN_KERNEL = dict.fromkeys(("use_qk_l2norm_in_kernel", "use_gate_in_kernel", "use_beta_sigmoid_in_kernel"), True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,6 +75,39 @@ class DeltaOptions(MixerOptions):
         rule = self.v_heads * (6 * K * V * documents.tokens + 4 * (K + V) * documents.chunk_pairs)
         return (projections + 2 * self.conv_size * qkv) * documents.tokens + rule
 
+    def delta_cases(
+        self,
+        draw: Draws,
+        op: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+        gate: Callable[..., torch.Tensor],
+        of_gate: tuple[int, ...],
+        **options: float | None,
+    ) -> Iterator[OpCase]:
+        """gate: the definition of log decays, from gates [1, T, *of_gate]; options: of gate and op."""
+        H, HV, K, V = self.heads, self.v_heads, self.head_dim, self.v_head_dim
+        # Decays that last for hundreds of tokens and differ by head, so that a leak does not fade and exchanged heads
+        # show. They amplify rounding: below float64, kernels are held to what they promise for usual decays.
+        dt_bias = draw("dt_bias", math.prod(of_gate))
+        slow = {"A_log": torch.linspace(-1, 1, HV).double().to(dt_bias.device), "dt_bias": dt_bias - 7}
+
+        def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> torch.Tensor:
+            given = {"allow_neg_eigval": self.beta_range == 2.0, **IN_KERNEL, **options}
+            return op(**x, impl=impl, cp_method=cp_method, **plan.documents, **given)[0]
+
+        def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
+            g = gate(x["g"], x["A_log"], x["dt_bias"], **options)
+            beta = self.beta_range * x["beta"].sigmoid()
+            return recurrent_delta_rule(l2norm(x["q"]), l2norm(x["k"]), x["v"], g, beta, cu_seqlens=cu_seqlens)[0]
+
+        tokens = {"q": (H, K), "k": (H, K), "v": (HV, V), "g": of_gate, "beta": (HV,)}
+        units = {"": 1.5, "g": 3.0, "beta": 3.0, "A_log": 6.0, "dt_bias": 6.0}  # the last two are sums that cancel
+        usual, wide = {"dt_bias": dt_bias}, ("A_log", "dt_bias")
+        yield OpCase(self.op, tokens, (HV, V), slow, run, oracle, units, wide=wide, usual=usual)
+        yield convolution_case(draw, 2 * H * K + HV * V, self.conv_size)
+
+    def scan_programs(self, ranks: int) -> int:
+        return scan_programs(self.v_heads // ranks, kernel_dims(self.head_dim, self.v_head_dim)[1])
+
     @abstractmethod
     def gate_flops(self, dim: int) -> int:
         """FLOPs per token of the projections to the decay and to the output gate."""
@@ -79,8 +117,8 @@ class DeltaOptions(MixerOptions):
         return {"heads": self.heads}  # value heads are split along with them
 
 
-class DeltaMixer(nn.Module):
-    """The cache holds `state` [B, HV, K, V] and `conv` [B, D, W−1], the convolution's last inputs."""
+class DeltaMixer(RecurrentMixer):
+    """Its states are [B, HV, K, V]."""
 
     kept_whole: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")  # rounding to bfloat16 would change a document's decay
     split: ClassVar[dict[str, int]] = {  # by heads; all heads share the output norm's weight
@@ -105,104 +143,38 @@ class DeltaMixer(nn.Module):
         self.o_proj = nn.Linear(value_dim, config.dim, bias=False)
         self.initial = {"A_log": A_log, "dt_bias": time_step_bias}
         self.op = options.op
-        self.implementations: dict[str, Choice] = {}
-        self.cp_method = "kcp"  # "kcp" | "ulysses", under context parallelism
 
-    def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
-        """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
-        q, k, v = self._convolved(x, plan, cache)
-        states = {} if cache is None else {"initial_state": cache.get("state"), "output_final_state": True}
+    def _inputs(self, x: torch.Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, torch.Tensor]:
+        """q, k [B, T, H, K], v [B, T, HV, V], the raw gate and the logits of β; the output gate [B, T, HV·V]."""
+        qkv = project(x, self.q_proj, self.k_proj, self.v_proj)
+        parts = self._convolved(qkv, [self.q_conv1d, self.k_conv1d, self.v_conv1d], plan, cache)
+        dims = self.head_dim, self.head_dim, self.v_head_dim
+        q, k, v = (part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True))
         g, beta, z = self._gates(x)
-        o, state = self._rule(q, k, v, g, beta, plan, **states)
-        if cache is not None:
-            cache["state"] = state
-        return self.o_proj(self.o_norm(o, z.unflatten(-1, (-1, self.v_head_dim))).flatten(-2))
+        return (q, k, v, g, beta), z
 
-    def watch(self, x: torch.Tensor, window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """half_life: number of tokens in which a state decays by half, ln 2 over the mean log decay of tokens and, in
-        KDA, a head's channels. state_norm: 2-norm of the states at the ends of documents. carried_share: of the
-        squared output over the second half of the longest document, the share that comes from its first half, through
-        the state. fragment_share: of all squared outputs, the share that comes from other ranks' fragments."""
-        whole, x = x, x[:, : window.tokens]
-        q, k, v = self._convolved(x, window.plan, None)
-        gate, beta, _ = self._gates(x)
-        o, states = self._rule(q, k, v, gate, beta, window.plan, output_final_state=True)
-        alone, _ = self._rule(q, k, v, gate, beta, window.halves)
-        decay = -self._log_decay(gate).reshape(*gate.shape[1:3], -1).mean(-1)  # [W, HV]
-        norms = widen(states).flatten(2).norm(dim=-1)  # [N, HV]
-        seen = {
-            "half_life": (torch.full_like(decay[0], math.log(2) * len(decay)), decay.sum(0)),
-            "state_norm": (norms.sum(0), torch.full_like(norms[0], len(norms))),
-            "carried_share": _share(o[0, window.carried], alone[0, window.carried]),
-        }
-        if window.fragments is not None:
-            plan, apart = window.fragments
-            inputs = *self._convolved(whole, plan, None), *self._gates(whole)[:2]
-            (o, _), (alone, _) = self._rule(*inputs, plan), self._rule(*inputs, apart)
-            seen["fragment_share"] = _share(o[0], alone[0])
-        return seen
-
-    def _rule(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        gate: torch.Tensor,
-        beta: torch.Tensor,
-        plan: BatchPlan,
-        **states: object,
+    def _recurrence(
+        self, inputs: Inputs, plan: BatchPlan, state: torch.Tensor | None = None, final: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """o [B, T, HV, V] and, if requested, the final states [N, HV, K, V]; gate and beta come from `_gates`."""
         return self._delta_rule(
-            q,
-            k,
-            v,
-            gate,
-            beta,
+            *inputs,
             A_log=self.A_log,
             dt_bias=self.dt_bias,
-            use_qk_l2norm_in_kernel=True,
-            use_gate_in_kernel=True,
-            use_beta_sigmoid_in_kernel=True,
+            **IN_KERNEL,
             allow_neg_eigval=self.beta_range == 2.0,
+            initial_state=state,
+            output_final_state=final,
             impl=self.implementations.get(self.op, "auto"),
             cp_method=self.cp_method,
             **plan.documents,
-            **states,
         )
 
-    def _convolved(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None) -> list[torch.Tensor]:
-        """q, k [B, T, H, K] and v [B, T, HV, V] after one convolution over all three: one halo under CP."""
-        weights = [self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight]
-        qkv = project(x, self.q_proj, self.k_proj, self.v_proj)
-        states = {} if cache is None else {"initial_state": cache.get("conv"), "output_final_state": True}
-        parts, tail = causal_conv1d(
-            qkv,
-            torch.cat(weights),
-            activation="silu",
-            widths=[*map(len, weights)],
-            impl=self.implementations.get("causal_conv1d", "auto"),
-            **plan.documents,
-            **states,
-        )
-        if cache is not None:
-            cache["conv"] = tail
-        dims = self.head_dim, self.head_dim, self.v_head_dim
-        return [part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True)]
+    def _output(self, o: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(self.o_norm(o, gate.unflatten(-1, (-1, self.v_head_dim))).flatten(-2))
 
     def _gates(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The raw gate [B, T, HV] or [B, T, HV, K], the logits of β [B, T, HV], the output gate [B, T, HV·V]."""
         raise NotImplementedError
 
-    def _log_decay(self, gate: torch.Tensor) -> torch.Tensor:
-        """The log decay ≤ 0, [B, T, HV] or [B, T, HV, K], from the raw gate."""
-        raise NotImplementedError
-
     def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise NotImplementedError
-
-
-def _share(o: torch.Tensor, alone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Sums of squares by head [HV], of o − alone and of o, for o and alone [., HV, V]."""
-    norms = partial(torch.linalg.vector_norm, dim=(0, 2), dtype=widened(o.dtype))  # in that dtype, without copies
-    return norms(o - alone).square(), norms(o).square()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,11 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titan_linear.models.cases import Draws, OpCase
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.draws import uniform_decay
 from titan_linear.models.layers import cut, project, widen
 from titan_linear.models.mixers.delta import DeltaMixer, DeltaOptions
+from titan_linear.models.mixers.recurrent import Inputs
 from titan_linear.ops import chunk_gated_delta_rule
+from titan_linear.ops.reference.delta_rule import gdn_gate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,9 @@ class GDN(DeltaOptions):
 
     def gate_flops(self, dim: int) -> int:
         return 2 * dim * self.v_heads * (1 + self.v_head_dim)
+
+    def cases(self, draw: Draws) -> Iterator[OpCase]:
+        return self.delta_cases(draw, chunk_gated_delta_rule, gdn_gate, (self.v_heads,))
 
     def build(self, config: ModelConfig) -> GDNMixer:
         return GDNMixer(self, config)
@@ -43,7 +50,8 @@ class GDNMixer(DeltaMixer):
         g, beta = cut(project(x, self.a_proj, self.b_proj), heads, heads)
         return g, beta, self.g_proj(x)
 
-    def _log_decay(self, gate: torch.Tensor) -> torch.Tensor:
+    def _log_decay(self, inputs: Inputs) -> torch.Tensor:
+        _, _, _, gate, _ = inputs
         return -self.A_log.exp() * F.softplus(widen(gate) + self.dt_bias)
 
     def _delta_rule(self, *inputs: torch.Tensor, **options) -> tuple[torch.Tensor, torch.Tensor | None]:

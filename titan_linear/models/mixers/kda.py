@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -9,12 +10,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from titan_linear.models.cases import Draws, OpCase
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.draws import uniform_decay, zeros
 from titan_linear.models.layers import cut, project, widen
 from titan_linear.models.mixers.delta import DeltaMixer, DeltaOptions
+from titan_linear.models.mixers.recurrent import Inputs
 from titan_linear.ops import chunk_kda
 from titan_linear.ops.kda import is_bound
+from titan_linear.ops.reference.delta_rule import kda_gate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +43,10 @@ class KDA(DeltaOptions):
         """Each gate is a projection to `v_head_dim` channels, followed by one from them."""
         rank, widths = self.v_head_dim, self.v_heads * (self.head_dim + self.v_head_dim)
         return 2 * rank * (2 * dim + widths)
+
+    def cases(self, draw: Draws) -> Iterator[OpCase]:
+        gates = (self.v_heads, self.head_dim)
+        return self.delta_cases(draw, chunk_kda, kda_gate, gates, lower_bound=self.lower_bound)
 
     def build(self, config: ModelConfig) -> KDAMixer:
         return KDAMixer(self, config)
@@ -71,7 +79,8 @@ class KDAMixer(DeltaMixer):
         f, g = cut(project(x, f_in, g_in), f_in.out_features, g_in.out_features)
         return f_out(f).unflatten(-1, (-1, self.head_dim)), self.b_proj(x), g_out(g)
 
-    def _log_decay(self, gate: torch.Tensor) -> torch.Tensor:
+    def _log_decay(self, inputs: Inputs) -> torch.Tensor:
+        _, _, _, gate, _ = inputs
         rate, gate = self.A_log.exp()[:, None], widen(gate) + self.dt_bias.view(-1, self.head_dim)
         return -rate * F.softplus(gate) if self.lower_bound is None else self.lower_bound * (rate * gate).sigmoid()
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import nn
 
+from titan_linear.models.cases import Draws, OpCase, attention_case
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.layers import RMSNorm, attention_entropy
 from titan_linear.models.plan import BatchPlan, Window
@@ -41,6 +43,9 @@ class MLA(MixerOptions):
     @property
     def head_counts(self) -> dict[str, int]:
         return {"query heads": self.heads}
+
+    def cases(self, draw: Draws) -> Iterator[OpCase]:
+        yield attention_case(self.heads, self.heads, self.nope_dim + self.shared_k_dim, self.v_dim)
 
     def build(self, config: ModelConfig) -> MLAMixer:
         return MLAMixer(self, config)

@@ -2,7 +2,8 @@
 
 Each rank gives (S_ext, M) of its own fragments; an exchange brings every rank the pairs of its chains; a fold in the
 order of the document gives the state that enters each of its fragments (Kimi Context Parallel, "CP Architecture").
-Backward is the same walk in the other direction with Mᵀ. Nothing here is specific to KDA or GDN.
+Backward is the same walk in the other direction with Mᵀ. Nothing here is specific to one recurrence: where a state
+only decays, M is diagonal: its diagonal, or one number for all of it, is what travels.
 
 Who sends what to whom follows from the fragments, once per batch (ops/layout/chains.py).
 """
@@ -29,7 +30,7 @@ def incoming_states(
 
     Args:
         S_ext: [slots, *, K, V], read where `chains.wanted` is STATE or more.
-        M: [slots, *, K, K], read where it is STATE_AND_M.
+        M: [slots, *, K, K], or if diagonal [slots, *, K or 1], read where it is STATE_AND_M.
         group: the name of the group.
         reverse: for gradients. S_ext is dS_ext, the result is the gradient of the state that leaves each fragment, and
             M are forward's, transposed here.

@@ -1,7 +1,8 @@
-"""What a call is given: a delta rule's tensors and switches, states, and the boundaries of entries."""
+"""What a call is given: a recurrence's tensors and switches, states, and the boundaries of entries."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -23,6 +24,21 @@ class Inputs(NamedTuple):
     dt_bias: torch.Tensor | None = None  # [HV·K] or [HV]
 
 
+class DecayInputs(NamedTuple):
+    """Those of a recurrence whose state only decays."""
+
+    q: torch.Tensor  # [T, H, K]
+    k: torch.Tensor  # [T, H, K]
+    v: torch.Tensor  # [T, HV, V]
+    g: torch.Tensor  # [T, HV], log decays; with A, time steps Δ: then the log decay is Δ A, and v is multiplied by Δ
+    A: torch.Tensor | None = None  # [HV]
+    D: torch.Tensor | None = None  # [HV·V] or [HV], factors of v, which is added to o
+    dt_bias: torch.Tensor | None = None  # [HV]
+
+
+AnyInputs = Inputs | DecayInputs
+
+
 class States(NamedTuple):
     """States of entries, or their gradients."""
 
@@ -38,7 +54,7 @@ class States(NamedTuple):
         return self.values[index.clamp(min=0)].masked_fill(none, 0.0)
 
 
-def state_dtype(inputs: Inputs) -> torch.dtype:
+def state_dtype(inputs: AnyInputs) -> torch.dtype:
     """float32, or float64 for float64 inputs."""
     return torch.promote_types(inputs.q.dtype, torch.float32)
 
@@ -52,6 +68,17 @@ class DeltaRuleOptions:
     safe_gate: bool = False  # the caller promises g ≥ −5 per token
     beta_range: float | None = None  # beta is raw: β = beta_range·sigmoid(beta); None: beta is β
     disable_recompute: bool = False  # keep the intermediates of forward for backward
+
+
+@dataclass(frozen=True)
+class DecayOptions:
+    scale: float
+    dt_softplus: bool = False  # Δ = softplus(g + dt_bias)
+    dt_limit: tuple[float, float] = (0.0, math.inf)  # Δ is clamped to this range
+    disable_recompute: bool = False
+
+
+AnyOptions = DeltaRuleOptions | DecayOptions
 
 
 def beta_range(use_beta_sigmoid_in_kernel: bool, allow_neg_eigval: bool) -> float | None:

@@ -239,5 +239,14 @@ def with_kernels(
     return {"triton": Implementation(kernels, (*KERNELS, *needs), unmeasured), "torch": in_torch}
 
 
+def without_kernels(torch_code: Callable[[], Any]) -> dict[str, Implementation]:
+    """The implementations of an op that only PyTorch computes so far."""
+    return with_kernels(torch_code, torch_code) | {"triton": Implementation(torch_code, (no_kernels,))}
+
+
+def no_kernels(_: Target) -> str:
+    return "it has no kernels"
+
+
 def delta_rule_needs(family: str) -> tuple[Check, ...]:
     return dims_up_to(MAX_HEAD_DIM, "K", "V"), has_configurations(family)

@@ -1,4 +1,4 @@
-"""KDA and GDN in Triton behind the driver's interface (`ops/delta_rule.py`, `DeltaRule`)."""
+"""KDA and GDN in Triton behind the driver's interface (`ops/recurrence.py`, `Rule`)."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def _chunks(boundaries: Boundaries, tokens: int) -> Chunks:
 
 
 class TritonRule(ABC):
-    """One call's stages over chunks that the constructor prepares; see `DeltaRule` in ops/delta_rule.py."""
+    """One call's stages over chunks that the constructor prepares; see `Rule` in ops/recurrence.py."""
 
     def __init__(self, inputs: Inputs, options: DeltaRuleOptions, chunks: Chunks, kept: Sequence[Tensor]):
         """kept: what forward's object had as `kept`, but for the chunk tables; empty: all tiles are prepared."""

@@ -1,4 +1,4 @@
-"""A mixture of experts: a router sends each token to `top_k` of many SwiGLUs, and one shared expert takes every token.
+"""A mixture of experts: a router sends each token to `top_k` of many MLPs, and one shared expert takes every token.
 
 There are two ways to balance the experts' loads. The load-balance loss (Switch Transformers, section 2.2) is computed
 per stream, so that it does not depend on how streams are split among ranks and micro-steps. The selection bias
@@ -8,18 +8,84 @@ per stream, so that it does not depend on how streams are split among ranks and 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from titan_linear.models.config import MoEConfig
 from titan_linear.models.draws import zeros
-from titan_linear.models.layers import SwiGLU, widen
+from titan_linear.models.layers import widen
+from titan_linear.models.mlps.dense import Activation, Dense, matrices
+from titan_linear.models.mlps.options import MLPOptions
 from titan_linear.models.plan import BatchPlan
 from titan_linear.ops.experts import grouped_linear, stream_means
 from titan_linear.ops.runtime.support import Choice
+
+
+@dataclass(frozen=True)
+class MoEConfig(MLPOptions):
+    num_experts: int
+    top_k: int  # experts per token
+    hidden_dim: int  # of each expert
+    shared_hidden_dim: int = 0  # of the expert that every token goes through; 0: none
+    shared_gate: bool = False  # multiply the shared expert's output by sigmoid(a linear of x)
+    score: Literal["softmax", "sigmoid"] = "softmax"  # how router logits become scores
+    normalise: bool = True  # divide a token's weights by their sum
+    scale: float = 1.0  # factor on the weights
+    selection_bias: bool = False  # added to scores to choose experts, not to weigh them (DeepSeek-V3, section 2.1.2)
+    groups: int = 1  # number of groups; experts are chosen from the best `top_groups` of them
+    top_groups: int = 1
+    balance_coefficient: float = 0.0  # of the load-balance loss
+    bias_update_rate: float = 0.0  # change of that bias per step, towards equal loads; 0: it stays as it is
+    activation: Activation = "swiglu"  # of all experts
+    latent_dim: int = 0  # width of what routed experts read and write, projected from and to the model's; 0: that
+
+    name: ClassVar[str] = "moe"
+
+    @property
+    def contradiction(self) -> str | None:
+        """The numbers that contradict each other, worded for a message; None if none do."""
+        if self.top_k > self.num_experts:
+            return f"top_k = {self.top_k}, more than num_experts = {self.num_experts}"
+        if self.groups == 1:
+            return None
+        size, rest = divmod(self.num_experts, self.groups)
+        if rest or size < 2:  # groups are ranked by their two best experts
+            return f"num_experts = {self.num_experts} in groups = {self.groups}, which must be of one size, two or more"
+        if self.top_groups > self.groups:
+            return f"top_groups = {self.top_groups}, more than groups = {self.groups}"
+        if self.top_k > self.top_groups * size:
+            return f"top_k = {self.top_k}, more than the experts of top_groups = {self.top_groups} groups of {size}"
+        return None
+
+    def width(self, dim: int) -> int:
+        """Of what the routed experts read and write."""
+        return self.latent_dim or dim
+
+    def build(self, dim: int) -> MoE:
+        return MoE(dim, self)
+
+    def ops(self, dim: int, tp: int) -> dict[str, dict[str, int]]:
+        sizes = {
+            "I": self.hidden_dim // tp,
+            "O": self.width(dim),
+        }  # of the last product; the first has O, then 2 I or I
+        swiglu = {"swiglu": {}} if self.shared_hidden_dim and self.activation == "swiglu" else {}
+        return {**swiglu, "grouped_linear": sizes}
+
+    def flops(self, dim: int) -> int:
+        """The router, `top_k` experts and the sum of their outputs, projections to and from the latent, the shared
+        expert and its gate."""
+        width, products = self.width(dim), matrices(self.activation)
+        routed = 2 * dim * self.num_experts + self.top_k * (2 * products * width * self.hidden_dim + 2 * width)
+        return routed + 4 * dim * self.latent_dim + 2 * dim * (products * self.shared_hidden_dim + self.shared_gate)
+
+    @property
+    def split_counts(self) -> dict[str, int]:
+        shared = {"hidden channels of the shared expert": self.shared_hidden_dim} if self.shared_hidden_dim else {}
+        return {"hidden channels of each expert": self.hidden_dim, **shared}
 
 
 class Router(nn.Module):
@@ -61,21 +127,38 @@ class Router(nn.Module):
 
 
 class Experts(nn.Module):
-    """Many SwiGLUs of one shape, their weights stacked."""
+    """Many MLPs of one shape, their weights stacked."""
 
-    split: ClassVar[dict[str, int]] = {"gate_up_proj": 2, "down_proj": 2}  # by hidden channels
+    split: ClassVar[dict[str, int]] = {"gate_up_proj": 2, "up_proj": 1, "down_proj": 2}  # by hidden channels
 
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
-        self.gate_up_proj = nn.Parameter(torch.empty(config.num_experts, 2, config.hidden_dim, dim))
-        self.down_proj = nn.Parameter(torch.empty(config.num_experts, dim, config.hidden_dim))
+        E, hidden = config.num_experts, config.hidden_dim
+        self.gated = config.activation == "swiglu"
+        if self.gated:
+            self.gate_up_proj = nn.Parameter(torch.empty(E, 2, hidden, dim))
+        else:
+            self.up_proj = nn.Parameter(torch.empty(E, hidden, dim))
+        self.down_proj = nn.Parameter(torch.empty(E, dim, hidden))
         self.implementations: dict[str, Choice] = {}
 
     def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """x [M, dim], rows sorted by expert; counts [E] int64, the number of rows of each -> [M, dim]."""
         impl = self.implementations.get("grouped_linear", "auto")
-        gate, up = grouped_linear(x, self.gate_up_proj.flatten(1, 2), counts, impl).chunk(2, -1)
-        return grouped_linear(F.silu(gate) * up, self.down_proj, counts, impl)
+        up = grouped_linear(x, self.up_weight, counts, impl)
+        return grouped_linear(self.activated(up), self.down_proj, counts, impl)
+
+    @property
+    def up_weight(self) -> torch.Tensor:
+        """[E, hidden channels, dim], twice as many if experts have gates: gates before the rest."""
+        return self.gate_up_proj.flatten(1, 2) if self.gated else self.up_proj
+
+    def activated(self, up: torch.Tensor) -> torch.Tensor:
+        """What `up_weight` gives -> [M, hidden channels]."""
+        if not self.gated:
+            return F.relu(up).square()
+        gate, up = up.chunk(2, -1)
+        return F.silu(gate) * up
 
 
 class LocalDispatch:
@@ -99,8 +182,12 @@ class MoE(nn.Module):
         super().__init__()
         self.config = config
         self.router = Router(dim, config)
-        self.experts = Experts(dim, config)
-        self.shared = SwiGLU(dim, config.shared_hidden_dim) if config.shared_hidden_dim else None
+        self.experts = Experts(config.width(dim), config)
+        if config.latent_dim:
+            self.latent_in_proj = nn.Linear(dim, config.latent_dim, bias=False)
+            self.latent_out_proj = nn.Linear(config.latent_dim, dim, bias=False)
+        shared = Dense(config.shared_hidden_dim, config.activation)
+        self.shared = shared.build(dim) if config.shared_hidden_dim else None
         self.shared_gate = nn.Linear(dim, 1, bias=False) if config.shared_gate else None
         self.dispatch: Callable[[torch.Tensor, torch.Tensor], LocalDispatch] = LocalDispatch
         # [E] int64, tokens sent to each expert in this step
@@ -112,11 +199,13 @@ class MoE(nn.Module):
         experts, weights, scores = self.router(flat)
         order, counts = self._by_expert(experts)
         self._count(counts)
-        sent = self.dispatch(flat[order // self.config.top_k], counts)
+        given = self.latent_in_proj(flat) if self.config.latent_dim else flat
+        sent = self.dispatch(given[order // self.config.top_k], counts)
         shared = self._shared(flat)  # while rows travel
         y = sent.back(self.experts(sent.rows(), sent.counts))
         y = y[order.argsort()].unflatten(0, (-1, self.config.top_k))  # [N, k, dim]
         y = (weights.to(y.dtype).unsqueeze(1) @ y).squeeze(1)  # Σ weight · expert(x)
+        y = self.latent_out_proj(y) if self.config.latent_dim else y
         y = y if shared is None else y + shared
         return y.view_as(x), self._balance_loss(experts, scores, plan)
 

@@ -1,0 +1,195 @@
+"""Granite 4 hybrids: Mamba-2 or attention, then experts beside a shared MLP, or that MLP alone; constant factors."""
+
+from __future__ import annotations
+
+from titan_linear.models.config import ModelConfig, MoEConfig
+from titan_linear.models.families.layout import (
+    MODEL,
+    NORMS,
+    Family,
+    Json,
+    Keys,
+    Layout,
+    common_from_hf,
+    common_to_hf,
+    mamba2,
+    options_of,
+    renamed,
+    same,
+    time_step_limit,
+)
+from titan_linear.models.mixers import Attention, Mamba2
+
+# --- Tensors ---------------------------------------------------------------------------------------------------------
+
+
+def _mlp(ours: str) -> tuple[tuple[Layout, ...], ...]:
+    gate_up = (f"{ours}gate_proj.weight", f"{ours}up_proj.weight")
+    return (
+        (Layout(gate_up, ("shared_mlp.input_linear.weight",)),),
+        *renamed(ours, "shared_mlp.", down_proj="output_linear"),
+    )
+
+
+def _experts(ours: str, disk: str, live: str) -> tuple[Layout, ...]:
+    names = (f"block_sparse_moe.{disk}.weight", f"block_sparse_moe.experts.{live}")
+    return tuple(Layout((f"mlp.experts.{ours}",), (name,), form="stacked") for name in names)
+
+
+EXPERTS = (
+    (
+        Layout(("mlp.router.weight",), ("block_sparse_moe.router.layer.weight",)),
+        Layout(("mlp.router.weight",), ("block_sparse_moe.router.weight",)),
+    ),
+    _experts("gate_up_proj", "input_linear", "gate_up_proj"),
+    _experts("down_proj", "output_linear", "down_proj"),
+    *_mlp("mlp.shared."),
+)
+LAYERS = {
+    Mamba2: (*NORMS, *mamba2("mamba.")),
+    Attention: (*NORMS, *same("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj", "o_proj")),
+}
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+
+def _from_hf(config: Json) -> ModelConfig:
+    key = Keys(config)
+    key.only("mamba_proj_bias", False)
+    key.only("position_embedding_type", None, "nope", "rope")
+    types = {"mamba": "linear_attention", "attention": "full_attention"}  # older names
+    layers = [types.get(t, t) for t in key("layer_types", None) or ["linear_attention"] * key("num_hidden_layers")]
+    return ModelConfig(
+        **common_from_hf(key),
+        pattern=Keys({**config, "layer_types": layers}).pattern(
+            lambda: _attention_from_hf(key), lambda: _mamba2_from_hf(key), layers
+        ),
+        hidden_dim=key("shared_intermediate_size"),
+        moe=_moe_from_hf(key) if key("num_local_experts", 0) else None,
+        embedding_factor=key("embedding_multiplier", 1.0),
+        residual_factor=key("residual_multiplier", 1.0),
+        logits_divisor=key("logits_scaling", 1.0),
+    )
+
+
+def _mamba2_from_hf(key: Keys) -> Mamba2:
+    heads, inner = key("mamba_n_heads"), key("mamba_expand", 2) * key("hidden_size")
+    head_dim = key("mamba_d_head", "auto")
+    dt_min, dt_max = time_step_limit(key)
+    return Mamba2(
+        heads=heads,
+        head_dim=inner // heads if head_dim == "auto" else head_dim,
+        state_dim=key("mamba_d_state"),
+        groups=key("mamba_n_groups", 1),
+        conv_size=key("mamba_d_conv", 4),
+        conv_bias=key("mamba_conv_bias", True),
+        dt_min=dt_min,
+        dt_max=dt_max,
+    )
+
+
+def _attention_from_hf(key: Keys) -> Attention:
+    heads, (theta, _) = key("num_attention_heads"), key.rope(10000.0, 1.0)
+    head_dim, scale = key("hidden_size") // heads, float(key("attention_multiplier", 1.0))
+    return Attention(
+        heads=heads,
+        kv_heads=key("num_key_value_heads", None) or heads,
+        head_dim=head_dim,
+        rope_theta=float(theta) if key("position_embedding_type", None) == "rope" else None,
+        scale=None if scale == head_dim**-0.5 else scale,
+    )
+
+
+def _moe_from_hf(key: Keys) -> MoEConfig:
+    return MoEConfig(
+        num_experts=key("num_local_experts"),
+        top_k=key("num_experts_per_tok"),
+        hidden_dim=key("intermediate_size"),
+        shared_hidden_dim=key("shared_intermediate_size"),
+    )
+
+
+def _to_hf(config: ModelConfig) -> Json:
+    moe = config.moe
+    written = dict(
+        model_type="granitemoehybrid",
+        **common_to_hf(config),
+        shared_intermediate_size=config.hidden_dim,
+        intermediate_size=moe.hidden_dim if moe else config.hidden_dim,
+        num_local_experts=moe.num_experts if moe else 0,
+        num_experts_per_tok=moe.top_k if moe else 0,
+        embedding_multiplier=config.embedding_factor,
+        residual_multiplier=config.residual_factor,
+        logits_scaling=config.logits_divisor,
+        position_embedding_type="nope",
+    )
+    if mamba := options_of(config, Mamba2):
+        written |= dict(
+            mamba_n_heads=mamba.heads,
+            mamba_d_head=mamba.head_dim,
+            mamba_d_state=mamba.state_dim,
+            mamba_n_groups=mamba.groups,
+            mamba_d_conv=mamba.conv_size,
+            mamba_conv_bias=mamba.conv_bias,
+            time_step_limit=[mamba.dt_min, mamba.dt_max],
+        )
+        if mamba.heads * mamba.head_dim != 2 * config.dim:
+            written["mamba_expand"] = mamba.heads * mamba.head_dim / config.dim
+    if attention := options_of(config, Attention):
+        written |= dict(
+            num_attention_heads=attention.heads,
+            num_key_value_heads=attention.kv_heads,
+            attention_multiplier=attention.head_dim**-0.5 if attention.scale is None else attention.scale,
+        )
+        if attention.rope_theta is not None:
+            written |= dict(
+                position_embedding_type="rope",
+                rope_parameters=dict(rope_type="default", rope_theta=attention.rope_theta),
+            )
+    return written
+
+
+GRANITE_H = Family(MODEL, LAYERS, _mlp("mlp."), EXPERTS, _from_hf, _to_hf)
+
+# --- Presets ---------------------------------------------------------------------------------------------------------
+
+
+def _granite(
+    dim: int, heads: int, kv_heads: int, hidden_dim: int, divisor: float, moe: MoEConfig | None = None
+) -> ModelConfig:
+    mamba = Mamba2(heads=dim // 32, head_dim=64, state_dim=128)
+    softmax = Attention(heads=heads, kv_heads=kv_heads, head_dim=dim // heads, rope_theta=None, scale=heads / dim)
+    return ModelConfig(
+        vocab_size=100352,
+        dim=dim,
+        pattern=(*[mamba] * 5, softmax, *[mamba] * 4),
+        num_layers=40,
+        hidden_dim=hidden_dim,
+        tie_embeddings=True,
+        embedding_factor=12.0,
+        residual_factor=0.22,
+        logits_divisor=divisor,
+        init_std=0.1,
+        moe=moe,
+    )
+
+
+_DEBUG_ATTENTION = Attention(heads=4, kv_heads=2, head_dim=32, rope_theta=None, scale=1 / 32)
+
+GRANITE_H_MODELS = {
+    "debug": ModelConfig(
+        vocab_size=320,
+        dim=128,
+        pattern=(Mamba2(heads=8, head_dim=32, state_dim=16), _DEBUG_ATTENTION),
+        num_layers=2,
+        hidden_dim=64,
+        moe=MoEConfig(8, 2, 64, shared_hidden_dim=64),
+        tie_embeddings=True,
+        embedding_factor=12.0,
+        residual_factor=0.22,
+        logits_divisor=6.0,
+    ),
+    "micro": _granite(2048, 32, 8, 8192, 8.0),
+    "tiny": _granite(1536, 12, 4, 1024, 6.0, MoEConfig(64, 6, 512, shared_hidden_dim=1024)),
+    "small": _granite(4096, 32, 8, 1536, 16.0, MoEConfig(72, 10, 768, shared_hidden_dim=1536)),
+}

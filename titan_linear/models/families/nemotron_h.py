@@ -1,0 +1,279 @@
+"""Nemotron-H, and Nemotron 3: Mamba-2, attention, squared-ReLU MLPs and experts, one of them a layer."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import NoneType
+
+from titan_linear.models.config import ModelConfig, MoEConfig
+from titan_linear.models.families.layout import (
+    Family,
+    Json,
+    Keys,
+    Layout,
+    mamba2,
+    options_of,
+    renamed,
+    same,
+    shortest,
+    time_step_limit,
+)
+from titan_linear.models.mixers import Attention, Mamba2
+from titan_linear.models.mlps import Dense
+
+# --- Tensors ---------------------------------------------------------------------------------------------------------
+
+MODEL = (
+    *renamed("", "", embedding="embeddings"),
+    *renamed("head.", "", norm="norm_f"),
+    *renamed("", "", head="lm_head"),
+)
+_NORM = renamed("", "", mixer_norm="norm")
+_MLP = ("up_proj", "down_proj")
+EXPERTS = (
+    *renamed("mlp.", "mixer.", router="gate", latent_in_proj="fc1_latent_proj", latent_out_proj="fc2_latent_proj"),
+    (Layout(("mlp.router.selection_bias",), ("mixer.gate.e_score_correction_bias",)),),
+    *(
+        (
+            Layout((f"mlp.experts.{name}",), (f"mixer.experts.{{e}}.{name}.weight",)),
+            Layout((f"mlp.experts.{name}",), (f"mixer.experts.{name}",), form="stacked"),
+        )
+        for name in _MLP
+    ),
+    *same("mlp.shared.", "mixer.shared_experts.", *_MLP),
+)
+LAYERS = {
+    Mamba2: (*_NORM, *mamba2("mixer.")),
+    Attention: (*_NORM, *same("mixer.", "mixer.", "q_proj", "k_proj", "v_proj", "o_proj")),
+    NoneType: renamed("", "", mlp_norm="norm"),
+}
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+LETTERS = {"M": "mamba2", "*": "attention", "-": Dense.name, "E": MoEConfig.name}  # of a pattern
+WORDS = {  # of a list of layers, in transformers and before
+    "linear_attention": "mamba2",
+    "mamba": "mamba2",
+    "full_attention": "attention",
+    "attention": "attention",
+    "mlp": Dense.name,
+    "moe": MoEConfig.name,
+}
+
+
+def _from_hf(config: Json) -> ModelConfig:
+    key = Keys(config)
+    for name in ("attention_bias", "mlp_bias", "use_bias", "mamba_proj_bias", "residual_in_fp32"):
+        key.only(name, False)
+    key.only("mlp_hidden_act", "relu2")
+    key.only("mamba_hidden_act", "silu")
+    key.only("sliding_window", None)
+    key.only("quantization_config", None)
+    kinds = _kinds(key)
+    made = {"mamba2": _mamba2_from_hf, "attention": _attention_from_hf}
+    mixers = {kind: make(key) for kind, make in made.items() if kind in kinds}
+    return ModelConfig(
+        vocab_size=key("vocab_size"),
+        dim=key("hidden_size"),
+        pattern=shortest([mixers.get(kind, kind) for kind in kinds]),
+        num_layers=len(kinds),
+        hidden_dim=key("intermediate_size") if Dense.name in kinds else 0,
+        moe=_moe_from_hf(key) if MoEConfig.name in kinds else None,
+        one_branch=True,
+        activation="relu2",
+        tie_embeddings=key("tie_word_embeddings", False),
+        norm_eps=key("layer_norm_epsilon", 1e-5),
+        init_std=key("initializer_range", 0.02),
+    )
+
+
+def _kinds(key: Keys) -> list[str]:
+    """What each layer is."""
+    name = "layers_block_type" if key("layers_block_type", None) else "hybrid_override_pattern"
+    known, given = (WORDS if name == "layers_block_type" else LETTERS), key(name)
+    if unknown := sorted(set(given) - set(known)):
+        raise ValueError(f"config.json: {name} has {unknown}; known are {list(known)}")
+    if len(given) != key("num_hidden_layers", len(given)):
+        raise ValueError(
+            f"config.json: {name} has {len(given)} layers; num_hidden_layers = {key('num_hidden_layers')} must be the "
+            "same number"
+        )
+    return [known[one] for one in given]
+
+
+def _mamba2_from_hf(key: Keys) -> Mamba2:
+    dt_min, dt_max = time_step_limit(key)
+    return Mamba2(
+        heads=key("mamba_num_heads"),
+        head_dim=key("mamba_head_dim"),
+        state_dim=key("ssm_state_size", 128),
+        groups=key("n_groups", 8),
+        conv_size=key("conv_kernel", 4),
+        conv_bias=key("use_conv_bias", True),
+        dt_min=dt_min,
+        dt_max=dt_max,
+    )
+
+
+def _attention_from_hf(key: Keys) -> Attention:
+    heads = key("num_attention_heads")
+    head_dim = key("head_dim", None) or key("attention_head_dim", None) or key("hidden_size") // heads
+    return Attention(
+        heads=heads, kv_heads=key("num_key_value_heads", None) or heads, head_dim=head_dim, rope_theta=None
+    )
+
+
+def _moe_from_hf(key: Keys) -> MoEConfig:
+    key.only("n_shared_experts", 1)
+    return MoEConfig(
+        num_experts=key("n_routed_experts"),
+        top_k=key("num_experts_per_tok"),
+        hidden_dim=key("moe_intermediate_size"),
+        shared_hidden_dim=key("moe_shared_expert_intermediate_size"),
+        score="sigmoid",
+        normalise=key("norm_topk_prob", True),
+        scale=key("routed_scaling_factor", 1.0),
+        selection_bias=True,
+        groups=key("n_group", 1),
+        top_groups=key("topk_group", 1),
+        activation="relu2",
+        latent_dim=key("moe_latent_size", None) or 0,
+    )
+
+
+def _to_hf(config: ModelConfig) -> Json:
+    kinds = [layer.name for layer in config.layers]
+    words, letters = ({kind: name for name, kind in reversed(table.items())} for table in (WORDS, LETTERS))
+    written = dict(
+        model_type="nemotron_h",
+        vocab_size=config.vocab_size,
+        hidden_size=config.dim,
+        num_hidden_layers=config.num_layers,
+        layers_block_type=[words[kind] for kind in kinds],
+        hybrid_override_pattern="".join(letters[kind] for kind in kinds),
+        intermediate_size=config.hidden_dim or config.dim,
+        mlp_hidden_act="relu2",
+        tie_word_embeddings=config.tie_embeddings,
+        layer_norm_epsilon=config.norm_eps,
+        initializer_range=config.init_std,
+        attention_bias=False,
+    )
+    if mamba := options_of(config, Mamba2):
+        written |= dict(
+            mamba_num_heads=mamba.heads,
+            mamba_head_dim=mamba.head_dim,
+            ssm_state_size=mamba.state_dim,
+            n_groups=mamba.groups,
+            conv_kernel=mamba.conv_size,
+            use_conv_bias=mamba.conv_bias,
+            time_step_limit=[mamba.dt_min, mamba.dt_max],
+        )
+    if attention := options_of(config, Attention):
+        written |= dict(
+            num_attention_heads=attention.heads,
+            num_key_value_heads=attention.kv_heads,
+            head_dim=attention.head_dim,
+        )
+    if (moe := config.moe) is not None:
+        written |= dict(
+            n_routed_experts=moe.num_experts,
+            num_experts_per_tok=moe.top_k,
+            moe_intermediate_size=moe.hidden_dim,
+            moe_shared_expert_intermediate_size=moe.shared_hidden_dim,
+            n_shared_experts=1,
+            norm_topk_prob=moe.normalise,
+            routed_scaling_factor=moe.scale,
+            n_group=moe.groups,
+            topk_group=moe.top_groups,
+            moe_latent_size=moe.latent_dim or None,
+        )
+    return written
+
+
+NEMOTRON_H = Family(
+    MODEL,
+    LAYERS,
+    same("mlp.", "mixer.", *_MLP),
+    EXPERTS,
+    _from_hf,
+    _to_hf,
+    prefixes=("backbone.", "model."),
+    ignored=(r"mtp\..*",),
+)
+
+# --- Presets ---------------------------------------------------------------------------------------------------------
+
+
+def _nemotron(
+    pattern: str, dim: int, mamba: Mamba2, attention: Attention, hidden_dim: int, moe: MoEConfig | None = None, **rest
+) -> ModelConfig:
+    """pattern: in the letters of config.json."""
+    mixers = {"mamba2": mamba, "attention": attention}
+    layers = [mixers.get(LETTERS[letter], LETTERS[letter]) for letter in pattern]
+    return ModelConfig(
+        **{"vocab_size": 131072} | rest,
+        dim=dim,
+        pattern=shortest(layers),
+        num_layers=len(layers),
+        hidden_dim=hidden_dim,
+        moe=moe,
+        one_branch=True,
+        activation="relu2",
+    )
+
+
+def _moe(num_experts: int, top_k: int, hidden_dim: int, scale: float, latent_dim: int = 0) -> MoEConfig:
+    return MoEConfig(
+        num_experts,
+        top_k,
+        hidden_dim,
+        shared_hidden_dim=2 * hidden_dim,
+        score="sigmoid",
+        scale=scale,
+        selection_bias=True,
+        activation="relu2",
+        latent_dim=latent_dim,
+    )
+
+
+def _mamba(heads: int, head_dim: int = 64) -> Mamba2:
+    return Mamba2(heads=heads, head_dim=head_dim, state_dim=128, groups=8)
+
+
+def _attention(heads: int, kv_heads: int) -> Attention:
+    return Attention(heads=heads, kv_heads=kv_heads, head_dim=128, rope_theta=None)
+
+
+NEMOTRON_H_MODELS = {
+    "debug": _nemotron(
+        "ME*-",
+        128,
+        Mamba2(heads=8, head_dim=16, state_dim=16, groups=2),
+        Attention(heads=4, kv_heads=2, head_dim=32, rope_theta=None),
+        256,
+        replace(_moe(8, 2, 64, 2.5), bias_update_rate=1e-3),
+        vocab_size=320,
+    ),
+    "8B": _nemotron(
+        "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-", 4096, _mamba(128), _attention(32, 8), 21504
+    ),
+    "nano-9B-v2": _nemotron(
+        "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-", 4480, _mamba(128, 80), _attention(40, 8), 15680
+    ),
+    "nano-3-30B-A3B": _nemotron(
+        "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        2688,
+        _mamba(64),
+        _attention(32, 2),
+        0,
+        _moe(128, 6, 1856, 2.5),
+    ),
+    "super-3-120B-A12B": _nemotron(
+        "MEMEMEM*EMEMEMEM*EMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEMEM*EMEMEMEM*EMEMEMEME",
+        4096,
+        _mamba(128),
+        _attention(32, 2),
+        0,
+        _moe(512, 22, 2688, 5.0, latent_dim=1024),
+    ),
+}

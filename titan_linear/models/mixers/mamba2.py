@@ -1,0 +1,187 @@
+"""Mamba-2 (Transformers are SSMs, section 7): a state that only decays, at rates that its input sets."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titan_linear.models.cases import Draws, OpCase, Tensors, convolution_case
+from titan_linear.models.config import Documents, MixerOptions, ModelConfig
+from titan_linear.models.draws import ones, time_step_bias, uniform_decay
+from titan_linear.models.layers import ConvWeight, cut, project, widen
+from titan_linear.models.mixers.recurrent import Cache, Inputs, RecurrentMixer
+from titan_linear.models.plan import BatchPlan
+from titan_linear.ops import chunk_ssd
+from titan_linear.ops.exchange.collectives import Ranks, sum_over_ranks
+from titan_linear.ops.reference.linear_attention import recurrent_ssd
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2(MixerOptions):
+    heads: int
+    head_dim: int
+    state_dim: int
+    groups: int = 1  # of heads that share B and C; the output norm is over each group's channels
+    conv_size: int = 4
+    conv_bias: bool = True
+    dt_min: float = 0.0  # limits of the time steps
+    dt_max: float = math.inf
+
+    name: ClassVar[str] = "mamba2"
+    linear: ClassVar[bool] = True
+
+    @property
+    def ops(self) -> dict[str, dict[str, int]]:
+        return {"chunk_ssd": {"K": self.state_dim, "V": self.head_dim}, "causal_conv1d": {"W": self.conv_size}}
+
+    @property
+    def contradiction(self) -> str | None:
+        if self.heads % self.groups:
+            return f"{self.name} heads = {self.heads}, which must be a multiple of groups = {self.groups}"
+        if self.dt_min > self.dt_max:
+            return f"{self.name} dt_min = {self.dt_min}, above dt_max = {self.dt_max}"
+        return None
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Channels of x, B and C."""
+        return self.heads * self.head_dim, self.groups * self.state_dim, self.groups * self.state_dim
+
+    def flops(self, dim: int, documents: Documents) -> int:
+        """Projections to x, B, C, z, Δ and from the output; the convolution; the recurrence by chunks. Per token and
+        head: 4 N P for reading the state and adding to it. Per pair of tokens in a chunk: 2 N for each group's C Bᵀ,
+        and 2 P for each head's use of it."""
+        channels = sum(self.widths)
+        inner = self.heads * self.head_dim
+        per_token = 2 * dim * (channels + 2 * inner + self.heads) + 2 * self.conv_size * channels
+        per_token += 4 * inner * self.state_dim
+        pairs = 2 * (self.groups * self.state_dim + inner) * documents.chunk_pairs
+        return per_token * documents.tokens + pairs
+
+    def cases(self, draw: Draws) -> Iterator[OpCase]:
+        heads, P, G, N = self.heads, self.head_dim, self.groups, self.state_dim
+        limits = {"dt_softplus": True, "dt_limit": (self.dt_min, self.dt_max)}
+        # Decays that last for hundreds of tokens and differ by head: see `DeltaOptions.delta_cases`.
+        dt_bias = draw("dt_bias", heads)
+        A = -torch.linspace(0.3, 3, heads).double().to(dt_bias.device)
+
+        def run(x: Tensors, plan: BatchPlan, impl: str, cp_method: str) -> torch.Tensor:
+            return chunk_ssd(**x, **limits, impl=impl, cp_method=cp_method, **plan.documents)[0]
+
+        def oracle(x: Tensors, cu_seqlens: torch.Tensor) -> torch.Tensor:
+            return recurrent_ssd(**x, **limits, cu_seqlens=cu_seqlens)[0]
+
+        tokens = {"x": (heads, P), "dt": (heads,), "B": (G, N), "C": (G, N)}
+        parameters = {"A": A, "D": draw("D", heads), "dt_bias": dt_bias - 7}
+        units = {"": 1.5, "dt": 3.0, "B": 3.0, "C": 3.0, **dict.fromkeys(parameters, 6.0)}
+        usual, wide = {"dt_bias": dt_bias}, tuple(parameters)
+        yield OpCase("chunk_ssd", tokens, (heads, P), parameters, run, oracle, units, wide=wide, usual=usual)
+        yield convolution_case(draw, sum(self.widths), self.conv_size, self.conv_bias)
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        """One group is not split: all ranks compute its B and C."""
+        return {"heads": self.heads, **({"groups": self.groups} if self.groups > 1 else {})}
+
+    def indivisible_heads(self, ranks: int) -> str | None:
+        return f"{self.groups} groups" if self.groups % ranks else super().indivisible_heads(ranks)
+
+    def build(self, config: ModelConfig) -> Mamba2Mixer:
+        return Mamba2Mixer(self, config)
+
+
+class GroupedRMSNorm(nn.Module):
+    """RMSNorm(x · silu(z)) over each group of channels, times a weight."""
+
+    split: ClassVar[dict[str, int]] = {"weight": 0}
+
+    def __init__(self, dim: int, groups: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(dim))
+        self.width, self.eps = dim // groups, eps
+        self.initial = {"weight": ones}
+        self.ranks: Ranks | None = None  # of tensor parallelism
+
+    def forward(self, x: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """x, z [.., dim], of which a rank of tensor parallelism has whole groups, or its part of the only one."""
+        wide = widen(x) * F.silu(widen(z))
+        grouped = wide.unflatten(-1, (-1, min(self.width, wide.shape[-1])))
+        squares = grouped.square().sum(-1, keepdim=True)
+        if grouped.shape[-1] < self.width:
+            squares = sum_over_ranks(squares, self.ranks)
+        normed = (grouped * torch.rsqrt(squares / self.width + self.eps)).flatten(-2)
+        return (normed * widen(self.weight)).to(x.dtype)
+
+
+class Mamba2Mixer(RecurrentMixer):
+    """Its states are [B, heads, P, N]."""
+
+    kept_whole: ClassVar[tuple[str, ...]] = ("A_log", "D", "dt_bias")
+    split: ClassVar[dict[str, int]] = {
+        **dict.fromkeys(("x_proj.weight", "z_proj.weight", "dt_proj.weight", "x_conv1d.weight", "x_conv1d.bias"), 0),
+        **dict.fromkeys(("A_log", "D", "dt_bias"), 0),
+        "o_proj.weight": 1,
+    }
+
+    def __init__(self, options: Mamba2, config: ModelConfig):
+        super().__init__()
+        self.head_dim, self.state_dim = options.head_dim, options.state_dim
+        self.dt_limit = (options.dt_min, options.dt_max)
+        inner, *_ = widths = options.widths
+        self.x_proj, self.b_proj, self.c_proj = (nn.Linear(config.dim, w, bias=False) for w in widths)
+        self.z_proj = nn.Linear(config.dim, inner, bias=False)
+        self.dt_proj = nn.Linear(config.dim, options.heads, bias=False)
+        self.x_conv1d, self.b_conv1d, self.c_conv1d = (
+            ConvWeight(w, options.conv_size, options.conv_bias) for w in widths
+        )
+        self.A_log, self.D, self.dt_bias = (nn.Parameter(torch.empty(options.heads)) for _ in range(3))
+        self.o_norm = GroupedRMSNorm(inner, options.groups, config.norm_eps)
+        self.o_proj = nn.Linear(inner, config.dim, bias=False)
+        self.initial = {"A_log": uniform_decay(1.0), "D": ones, "dt_bias": time_step_bias}
+        if options.groups > 1:
+            of_groups = (f"{x}_{of}" for x in "bc" for of in ("proj.weight", "conv1d.weight", "conv1d.bias"))
+            self.split = {**self.split, **dict.fromkeys(of_groups, 0)}
+
+    def _inputs(self, x: torch.Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, torch.Tensor]:
+        """x [B, T, heads, P], dt [B, T, heads], B and C [B, T, G, N]; z [B, T, heads·P]."""
+        projections = (self.x_proj, self.b_proj, self.c_proj, self.z_proj, self.dt_proj)
+        x_dim, b_dim, c_dim, z_dim, heads = (len(p.weight) for p in projections)
+        xbc, z, dt = cut(project(x, *projections), x_dim + b_dim + c_dim, z_dim, heads)
+        parts = self._convolved(xbc, [self.x_conv1d, self.b_conv1d, self.c_conv1d], plan, cache)
+        dims = self.head_dim, self.state_dim, self.state_dim
+        x, B, C = (part.unflatten(-1, (-1, dim)) for part, dim in zip(parts, dims, strict=True))
+        return (x, dt, B, C), z
+
+    def _recurrence(
+        self, inputs: Inputs, plan: BatchPlan, state: torch.Tensor | None = None, final: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        x, dt, B, C = inputs
+        return chunk_ssd(
+            x,
+            dt,
+            -self.A_log.exp(),
+            B,
+            C,
+            D=self.D,
+            dt_bias=self.dt_bias,
+            dt_softplus=True,
+            dt_limit=self.dt_limit,
+            initial_states=state,
+            return_final_states=final,
+            impl=self.implementations.get("chunk_ssd", "auto"),
+            cp_method=self.cp_method,
+            **plan.documents,
+        )
+
+    def _output(self, o: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        return self.o_proj(self.o_norm(o.flatten(-2), gate))
+
+    def _log_decay(self, inputs: Inputs) -> torch.Tensor:
+        _, dt, _, _ = inputs
+        return -self.A_log.exp() * F.softplus(widen(dt) + self.dt_bias).clamp(*self.dt_limit)

@@ -1,0 +1,104 @@
+"""What the mixers of linear layers have in common: inputs from x, a recurrence over them, an output; and telemetry."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from functools import partial
+
+import torch
+from torch import nn
+
+from titan_linear.models.layers import ConvWeight, widen, widened
+from titan_linear.models.plan import BatchPlan, Window
+from titan_linear.ops import causal_conv1d
+from titan_linear.ops.runtime.support import Choice
+
+Cache = dict[str, torch.Tensor] | None
+Inputs = tuple[torch.Tensor, ...]
+
+
+class RecurrentMixer(nn.Module):
+    """The cache holds `state`, the recurrence's, [B, heads, ., .], and `conv` [B, D, W−1], the convolution's last
+    inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.implementations: dict[str, Choice] = {}
+        self.cp_method = "kcp"  # "kcp" | "ulysses", under context parallelism
+
+    def forward(self, x: torch.Tensor, plan: BatchPlan, cache: Cache = None) -> torch.Tensor:
+        """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
+        inputs, gate = self._inputs(x, plan, cache)
+        if cache is None:
+            o, _ = self._recurrence(inputs, plan)
+        else:
+            o, cache["state"] = self._recurrence(inputs, plan, cache.get("state"), final=True)
+        return self._output(o, gate)
+
+    @abstractmethod
+    def _inputs(self, x: torch.Tensor, plan: BatchPlan, cache: Cache) -> tuple[Inputs, torch.Tensor]:
+        """The recurrence's inputs [B, T, ...], and the output gate [B, T, ...]."""
+
+    @abstractmethod
+    def _recurrence(
+        self, inputs: Inputs, plan: BatchPlan, state: torch.Tensor | None = None, final: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """o [B, T, heads, V] and, if `final`, the last states, from those given (None: zeros)."""
+
+    @abstractmethod
+    def _output(self, o: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+        """[B, T, dim]."""
+
+    @abstractmethod
+    def _log_decay(self, inputs: Inputs) -> torch.Tensor:
+        """Log decays ≤ 0, [B, T, heads] or [B, T, heads, K]."""
+
+    def watch(self, x: torch.Tensor, window: Window) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """half_life: number of tokens in which a state decays by half, ln 2 over the mean log decay of tokens and, in
+        KDA, a head's channels. state_norm: 2-norm of the states at the ends of documents. carried_share: of the
+        squared output over the second half of the longest document, the share that comes from its first half, through
+        the state. fragment_share: of all squared outputs, the share that comes from other ranks' fragments."""
+        inputs, _ = self._inputs(x[:, : window.tokens], window.plan, None)
+        o, states = self._recurrence(inputs, window.plan, final=True)
+        alone, _ = self._recurrence(inputs, window.halves)
+        decay = -self._log_decay(inputs).reshape(window.tokens, o.shape[2], -1).mean(-1)  # [W, heads]
+        norms = widen(states).flatten(2).norm(dim=-1)  # [N, heads]
+        seen = {
+            "half_life": (torch.full_like(decay[0], math.log(2) * len(decay)), decay.sum(0)),
+            "state_norm": (norms.sum(0), torch.full_like(norms[0], len(norms))),
+            "carried_share": _share(o[0, window.carried], alone[0, window.carried]),
+        }
+        if window.fragments is not None:
+            plan, apart = window.fragments
+            inputs, _ = self._inputs(x, plan, None)
+            (o, _), (alone, _) = self._recurrence(inputs, plan), self._recurrence(inputs, apart)
+            seen["fragment_share"] = _share(o[0], alone[0])
+        return seen
+
+    def _convolved(
+        self, x: torch.Tensor, convolutions: list[ConvWeight], plan: BatchPlan, cache: Cache
+    ) -> tuple[torch.Tensor, ...]:
+        """x [B, T, D], the inputs of these convolutions side by side -> the output of each, after a silu. They are
+        one convolution: one halo under context parallelism."""
+        weights, biases = [c.weight for c in convolutions], [c.bias for c in convolutions]
+        states = {} if cache is None else {"initial_state": cache.get("conv"), "output_final_state": True}
+        parts, tail = causal_conv1d(
+            x,
+            torch.cat(weights),
+            None if biases[0] is None else torch.cat(biases),
+            activation="silu",
+            widths=[*map(len, weights)],
+            impl=self.implementations.get("causal_conv1d", "auto"),
+            **plan.documents,
+            **states,
+        )
+        if cache is not None:
+            cache["conv"] = tail
+        return parts
+
+
+def _share(o: torch.Tensor, alone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums of squares by head [heads], of o − alone and of o, for o and alone [., heads, V]."""
+    norms = partial(torch.linalg.vector_norm, dim=(0, 2), dtype=widened(o.dtype))  # in that dtype, without copies
+    return norms(o - alone).square(), norms(o).square()

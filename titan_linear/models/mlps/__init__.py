@@ -1,0 +1,10 @@
+"""MLPs, a file for each: options, module, what its ops need, how its hidden channels split.
+
+A layer of a model has a mixer, an MLP, or both (`ModelConfig.layers`).
+"""
+
+from titan_linear.models.mlps.dense import Dense
+from titan_linear.models.mlps.moe import MoEConfig
+from titan_linear.models.mlps.options import MLPOptions
+
+__all__ = ["Dense", "MLPOptions", "MoEConfig"]

@@ -1,0 +1,75 @@
+"""MLPs that every token goes through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from titan_linear.models.layers import project
+from titan_linear.models.mlps.options import MLPOptions
+from titan_linear.models.plan import BatchPlan
+from titan_linear.ops.runtime.support import Choice
+from titan_linear.ops.swiglu import swiglu
+
+Activation = Literal["swiglu", "relu2"]
+
+
+@dataclass(frozen=True)
+class Dense(MLPOptions):
+    hidden_dim: int
+    activation: Activation = "swiglu"
+
+    name: ClassVar[str] = "mlp"
+
+    def build(self, dim: int) -> SwiGLU | ReLU2:
+        return {"swiglu": SwiGLU, "relu2": ReLU2}[self.activation](dim, self.hidden_dim)
+
+    def ops(self, dim: int, tp: int) -> dict[str, dict[str, int]]:
+        return {"swiglu": {}} if self.activation == "swiglu" else {}
+
+    def flops(self, dim: int) -> int:
+        return matrices(self.activation) * 2 * dim * self.hidden_dim
+
+    @property
+    def split_counts(self) -> dict[str, int]:
+        return {"hidden channels": self.hidden_dim}
+
+
+def matrices(activation: Activation) -> int:
+    """The number of projections."""
+    return 3 if activation == "swiglu" else 2
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) · up(x)).  [.., dim] -> [.., dim]"""
+
+    split: ClassVar[dict[str, int]] = {"gate_proj.weight": 0, "up_proj.weight": 0, "down_proj.weight": 1}
+
+    def __init__(self, dim: int, hidden_dim: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(dim, hidden_dim, bias=False)
+        self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
+        self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
+        self.implementations: dict[str, Choice] = {}
+
+    def forward(self, x: torch.Tensor, plan: BatchPlan | None = None) -> torch.Tensor:
+        impl = self.implementations.get("swiglu", "auto")
+        return swiglu(project(x, self.gate_proj, self.up_proj), self.down_proj.weight, impl)
+
+
+class ReLU2(nn.Module):
+    """down(relu(up(x))²) (Primer, section 4.1).  [.., dim] -> [.., dim]"""
+
+    split: ClassVar[dict[str, int]] = {"up_proj.weight": 0, "down_proj.weight": 1}
+
+    def __init__(self, dim: int, hidden_dim: int):
+        super().__init__()
+        self.up_proj = nn.Linear(dim, hidden_dim, bias=False)
+        self.down_proj = nn.Linear(hidden_dim, dim, bias=False)
+
+    def forward(self, x: torch.Tensor, plan: BatchPlan | None = None) -> torch.Tensor:
+        return self.down_proj(F.relu(self.up_proj(x)).square())

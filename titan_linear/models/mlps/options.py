@@ -1,0 +1,33 @@
+"""What a model must know of an MLP."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
+from torch import nn
+
+
+class MLPOptions(ABC):
+    """The options from which an MLP of one kind is built: a frozen dataclass in the MLP's file."""
+
+    name: ClassVar[str]  # of a layer that has nothing else, in a model's pattern
+
+    @abstractmethod
+    def build(self, dim: int) -> nn.Module:
+        """Build the module: forward(x [B, T, dim], plan) -> [B, T, dim], or that and the load-balance loss or None. It
+        may have the attributes that a mixer may have (`MixerOptions.build`)."""
+
+    @abstractmethod
+    def ops(self, dim: int, tp: int) -> dict[str, dict[str, int]]:
+        """The ops of titan_linear.ops that each of `tp` ranks calls, with the sizes on which their implementations
+        depend."""
+
+    @abstractmethod
+    def flops(self, dim: int) -> int:
+        """FLOPs per token of the products in forward."""
+
+    @property
+    @abstractmethod
+    def split_counts(self) -> dict[str, int]:
+        """What `split` splits, by its name in messages: each count must be a multiple of the tensor-parallel degree."""

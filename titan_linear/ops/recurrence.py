@@ -1,0 +1,288 @@
+"""The driver of chunked recurrences: it runs the stages of one implementation, with KCP between two of them.
+
+    forward    prepare → boundary → [exchange, fold] → scan, output
+    backward   prepare again → boundary_backward → [exchange, fold, reversed] → backward
+
+An implementation is a class with the methods of `Rule`. Without context parallelism the two middle steps are left out,
+and the initial state is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from titan_linear.ops.exchange.kcp import incoming_states
+from titan_linear.ops.exchange.ulysses import heads_to_tokens, tokens_to_heads
+from titan_linear.ops.layout.boundaries import Boundaries
+from titan_linear.ops.layout.chains import Chains
+from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.runtime.kept import kept
+from titan_linear.ops.runtime.operators import check_first_derivative
+from titan_linear.ops.runtime.options import (
+    AnyInputs,
+    AnyOptions,
+    States,
+    boundaries_of,
+    check_boundaries,
+    check_cp,
+    check_floats,
+    state_dtype,
+    swapped,
+)
+from titan_linear.ops.runtime.support import Choice, Op, one_dtype
+from titan_linear.ops.torch.chunked import TorchRule
+
+
+class Rule(Protocol):
+    """The stages of one call, in the order in which the driver runs them."""
+
+    def __init__(
+        self,
+        inputs: AnyInputs,
+        options: AnyOptions,
+        boundaries: Boundaries,
+        differentiable: bool,
+        kept: Sequence[torch.Tensor] = (),
+    ):
+        """Prepare the chunks. `differentiable`: `backward` will be called on this object. `kept`: for an object made in
+        backward, the `kept` of forward's object."""
+
+    kept: Sequence[torch.Tensor]  # what forward's object hands to the one made in backward
+
+    def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
+        """S_ext [slots,HV,K,V] and M of each slot's entry, where `chains.wanted` asks for them: the entry's end state
+        is M S + S_ext if S enters it. M is [slots,HV,K,K], or [slots,HV,K or 1] if it is diagonal. K and V of these,
+        and of what is computed from them, may be padded with zeros."""
+
+    def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """o [T,HV,V] and the final states [N,HV,K,V] (empty unless needed), from the initial ones (None: zeros)."""
+
+    def boundary_backward(self, do: torch.Tensor, chains: Chains) -> torch.Tensor:
+        """dS_ext [slots,HV,K,V]: the gradient of the state that enters each slot's entry if its end state had none."""
+
+    def backward(
+        self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
+    ) -> tuple[AnyInputs, torch.Tensor]:
+        """Gradients of the inputs (None for those not given), and of the initial states [N,HV,K,V] (empty unless
+        needed)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Recurrence(Op):
+    """An op that this driver runs."""
+
+    of_heads: tuple[str, ...]  # inputs [HV·…], the same for all tokens; the others are [T, heads, ...]
+    step: Callable[[Any, Any, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # (inputs of one token of each of N
+    # sequences, options, S [N,HV,K,V]) -> o [N,HV,V] and the next states
+    names: Mapping[str, str] = field(default_factory=dict)  # what the op calls its arguments, if not as the inputs here
+
+    def named(self, argument: str) -> str:
+        return self.names.get(argument, argument)
+
+
+@dataclass(eq=False)  # not frozen, as `Boundaries`
+class Call:
+    """One call of the driver, without the tensors that have gradients."""
+
+    inputs: type[AnyInputs]
+    implementation: type[Rule]
+    options: AnyOptions
+    boundaries: Boundaries
+    cp: CPContext | None  # None unless it has several ranks
+    need_final: bool
+
+
+class Saved(NamedTuple):
+    """What forward keeps for backward."""
+
+    inputs: AnyInputs
+    states: torch.Tensor | None  # the caller's [N,HV,K,V], or with several ranks those that enter slots [slots,HV,K,V]
+    M: torch.Tensor | None  # [slots,HV,K,K], or [slots,HV,K or 1]
+    kept: tuple[torch.Tensor, ...]  # what the rule keeps
+
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        return (*self.inputs, self.states, self.M, *self.kept)
+
+    @staticmethod
+    def of(kind: type[AnyInputs], tensors: Sequence[torch.Tensor | None]) -> Saved:
+        n = len(kind._fields)
+        return Saved(kind(*tensors[:n]), tensors[n], tensors[n + 1], tuple(tensors[n + 2 :]))
+
+
+class _Recurrence(torch.autograd.Function):
+    """(initial_state [N,HV,K,V] or None, the fields of `call.inputs`) -> (o, final states)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, call: Call, initial_state: torch.Tensor | None, *tensors: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = call.inputs(*tensors)
+        keep = call.options.disable_recompute and any(ctx.needs_input_grad)
+        o, final, entering, M, of_rule, rule = _forward(call, inputs, initial_state, keep)
+        ctx.call, ctx.rule = call, rule
+        states = initial_state if call.cp is None else entering
+        ctx.save_for_backward(*Saved(inputs, states, M, of_rule).tensors())
+        ctx.set_materialize_grads(False)
+        # Views: torch 2.11's compiler drops the gradient of an output that is itself an intermediate of this function.
+        return o.view_as(o), final.view_as(final)
+
+    @staticmethod
+    def backward(ctx: Any, do: torch.Tensor | None, d_final: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        check_first_derivative()
+        call = ctx.call
+        inputs, states, M, kept = Saved.of(call.inputs, ctx.saved_tensors)
+        rule = ctx.rule or call.implementation(inputs, call.options, call.boundaries, differentiable=True, kept=kept)
+        ctx.rule = None  # what it holds serves one backward only
+        do = torch.zeros_like(inputs.v) if do is None else do
+        if call.cp is not None:
+            dS_ext = rule.boundary_backward(do, call.cp.reverse_chains)
+            d_leaving = incoming_states(dS_ext, M, call.cp.reverse_chains, call.cp.group_name, reverse=True)
+            final = States(d_leaving, call.cp.leaves_slot)
+        else:
+            wanted = call.need_final and d_final is not None  # compiled code gives empty states an empty gradient
+            final = States(d_final.to(state_dtype(inputs))) if wanted else None
+        _, need_d_initial, *_ = ctx.needs_input_grad
+        grads, d_initial = rule.backward(do, _initial(states, call, inputs), final, need_d_initial)
+        return None, d_initial.to(states.dtype) if need_d_initial else None, *grads
+
+
+_apply_torch = torch.compiler.disable(_Recurrence.apply)  # it works on the host
+Forward = tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None, tuple[torch.Tensor, ...], Rule | None
+]
+
+
+@kept
+def _forward(call: Call, inputs: AnyInputs, initial_state: torch.Tensor | None, keep: bool) -> Forward:
+    """o, final states, the states that enter from other ranks, M, what the rule keeps, and the rule if `keep`."""
+    rule = call.implementation(inputs, call.options, call.boundaries, differentiable=keep)
+    states, entering, M = initial_state, None, None
+    if call.cp is not None:
+        S_ext, M = rule.boundary(call.cp.forward_chains)
+        states = entering = incoming_states(S_ext, M, call.cp.forward_chains, call.cp.group_name)
+    o, final = rule.forward(_initial(states, call, inputs), call.need_final)
+    return o.to(inputs.v.dtype), final, entering, M, tuple(rule.kept), rule if keep else None
+
+
+def _initial(states: torch.Tensor | None, call: Call, inputs: AnyInputs) -> States | None:
+    """The states from which entries start, in the dtype of states (`state_dtype`)."""
+    if states is None:
+        return None
+    return States(states.to(state_dtype(inputs)), None if call.cp is None else call.cp.enters_slot)
+
+
+def run(
+    recurrence: Recurrence,
+    given: AnyInputs,
+    *,
+    options: AnyOptions,
+    initial_state: torch.Tensor | None,
+    output_final_state: bool,
+    state_v_first: bool,
+    cu_seqlens: torch.Tensor | None,
+    cu_seqlens_cpu: torch.Tensor | None,
+    cp_context: CPContext | None,
+    cp_method: str,
+    impl: str | Choice,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the public functions share, once they have checked the shapes of their inputs and filled in `options`.
+
+    given: the caller's inputs, [B, T, ...].
+    """
+    check_floats(**{recurrence.named(name): x for name, x in given._asdict().items()})
+    q, v = given.q, given.v
+    if cp_method not in ("kcp", "ulysses"):
+        raise ValueError(f"cp_method = {cp_method!r} is unknown; use 'kcp' or 'ulysses'")
+    if cp_context is not None:
+        check_cp(recurrence.named("q"), q, initial_state, output_final_state, cu_seqlens, cp_context)
+    N = check_boundaries(*q.shape[:2], cu_seqlens, cu_seqlens_cpu)
+    name = recurrence.named("initial_state")
+    check_floats(**{name: initial_state})
+    _check_state(name, initial_state, N, v.shape[2], q.shape[3], v.shape[3], state_v_first)
+    initial_state = swapped(initial_state, state_v_first)
+    several = cp_context is not None and cp_context.world_size > 1
+    if several and cp_method == "ulysses":
+        return _over_heads(recurrence, given, options, cp_context, impl), None
+    inputs = _each(given, recurrence, lambda x: x.flatten(0, 1), lambda x: x.flatten().contiguous())
+    rule = _implementation(recurrence, inputs, impl)
+    wants_grad = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (*inputs, initial_state))
+    if q.shape[1] == 1 and cu_seqlens is None and cp_context is None and not wants_grad:
+        o, final = _decode(recurrence, inputs, options, initial_state)
+    else:
+        boundaries = boundaries_of(q, cu_seqlens, cp_context, cu_seqlens_cpu)
+        call = Call(type(given), rule, options, boundaries, cp_context if several else None, output_final_state)
+        o, final = _apply(call, initial_state, *inputs)
+    return o.unflatten(0, q.shape[:2]), swapped(final, state_v_first) if output_final_state else None
+
+
+def _each(
+    inputs: AnyInputs,
+    recurrence: Recurrence,
+    of_tokens: Callable[[torch.Tensor], torch.Tensor],
+    of_heads: Callable[[torch.Tensor], torch.Tensor],
+) -> AnyInputs:
+    """The inputs, changed by one function or the other; None stays None."""
+    changed = {
+        name: (of_heads if name in recurrence.of_heads else of_tokens)(x)
+        for name, x in inputs._asdict().items()
+        if x is not None
+    }
+    return inputs._replace(**changed)
+
+
+def _apply(call: Call, *tensors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    on_host = isinstance(call.implementation, type) and issubclass(call.implementation, TorchRule)
+    return (_apply_torch if on_host else _Recurrence.apply)(call, *tensors)
+
+
+def _implementation(recurrence: Recurrence, inputs: AnyInputs, impl: str | Choice) -> type[Rule]:
+    q, k, v = inputs[:3]
+    dims = {"K": q.shape[-1], "V": v.shape[-1]}
+    return recurrence.load(recurrence.implementation(impl, q.device, one_dtype(q, k, v), **dims))
+
+
+def _over_heads(
+    recurrence: Recurrence, given: AnyInputs, options: AnyOptions, cp: CPContext, impl: str | Choice
+) -> torch.Tensor:
+    """o by an all-to-all over heads: the rule takes all tokens of this rank's heads, and what these heads have of the
+    inputs that are the same for all tokens, so that no recurrence crosses ranks."""
+    inputs = _each(
+        given,
+        recurrence,
+        lambda x: tokens_to_heads(x, cp).flatten(0, 1),
+        lambda x: x.reshape(cp.world_size, -1)[cp.rank],
+    )
+    rule = _implementation(recurrence, inputs, impl)
+    o, _ = _apply(Call(type(given), rule, options, cp.stream, None, False), None, *inputs)
+    return heads_to_tokens(o.unsqueeze(0), cp)
+
+
+def _decode(
+    recurrence: Recurrence, inputs: AnyInputs, options: AnyOptions, initial_state: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token of every sequence: a step of the recurrence itself, since a chunk would be padding but for one row."""
+    dtype, (N, HV, V), K = state_dtype(inputs), inputs.v.shape, inputs.q.shape[2]
+    S = inputs.q.new_zeros(N, HV, K, V, dtype=dtype) if initial_state is None else initial_state.to(dtype)
+    with torch.autocast(inputs.q.device.type, enabled=False):
+        o, S = recurrence.step(inputs, options, S)
+    return o.to(inputs.v.dtype), S
+
+
+def check_queries(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[int, int, int, int, int]:
+    """(B, T, HV, K, V). Raise ValueError unless q, k are [B, T, H, K] and v [B, T, HV, V], HV a multiple of H."""
+    if q.dim() != 4 or k.shape != q.shape or 0 in q.shape:
+        raise ValueError(f"q {tuple(q.shape)} and k {tuple(k.shape)} must both be [B, T, H, K], none of them 0")
+    B, T, H, K = q.shape
+    if v.dim() != 4 or 0 in v.shape or v.shape[:2] != (B, T) or v.shape[2] % H:
+        raise ValueError(f"v {tuple(v.shape)} must be [B, T, HV, V] = [{B}, {T}, a multiple of H = {H}, V]")
+    return B, T, v.shape[2], K, v.shape[3]
+
+
+def _check_state(name: str, states: torch.Tensor | None, N: int, HV: int, K: int, V: int, v_first: bool) -> None:
+    dims, shape = ("V, K", (N, HV, V, K)) if v_first else ("K, V", (N, HV, K, V))
+    if states is not None and states.shape != shape:
+        raise ValueError(f"{name} {tuple(states.shape)} must be [N, HV, {dims}] = {list(shape)}")

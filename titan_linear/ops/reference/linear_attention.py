@@ -1,0 +1,68 @@
+"""Token-by-token linear attention and state-space recurrences in float64: oracles. Slow, and obviously right."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+
+
+def recurrent_simple_gla(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor,
+    *,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S_t = exp(g_t) S_{t−1} + k_t v_tᵀ;  o_t = scale · S_tᵀ q_t.
+
+    q, k [B,T,H,K]; v [B,T,HV,V]; g [B,T,HV]; initial_state [N,HV,K,V]; N is B, or the number of packed documents.
+    Returns o [B,T,HV,V] and the final states [N,HV,K,V], both float64.
+    """
+    B, T, H, K = q.shape
+    HV, V = v.shape[2:]
+    q, k, v, g = (x.double().flatten(0, 1) for x in (q, k, v, g))  # [B·T, ...]
+    q, k = (x.repeat_interleave(HV // H, dim=1) for x in (q, k))  # [B·T, HV, K]
+    bounds = [i * T for i in range(B + 1)] if cu_seqlens is None else cu_seqlens.tolist()
+    outputs, states = [], []
+    for n, (start, end) in enumerate(pairwise(bounds)):
+        S = q.new_zeros(HV, K, V) if initial_state is None else initial_state[n].double()
+        for t in range(start, end):
+            S = g[t].exp()[:, None, None] * S + k[t].unsqueeze(-1) * v[t].unsqueeze(1)
+            outputs.append((S * q[t].unsqueeze(-1)).sum(1))
+        states.append(S)
+    o = torch.stack(outputs) * (K**-0.5 if scale is None else scale)
+    return o.unflatten(0, (B, T)), torch.stack(states)
+
+
+def recurrent_ssd(
+    x: torch.Tensor,
+    dt: torch.Tensor,
+    A: torch.Tensor,
+    B: torch.Tensor,
+    C: torch.Tensor,
+    *,
+    D: torch.Tensor | None = None,
+    dt_bias: torch.Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    initial_states: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """h_t = exp(Δ_t A) h_{t−1} + Δ_t x_t B_tᵀ;  y_t = h_t C_t + D x_t, where Δ = clamp(softplus(dt + dt_bias))
+    (Transformers are SSMs, eq. 2 and section 7).
+
+    x [b,T,heads,P]; dt [b,T,heads]; A, dt_bias [heads]; D [heads] or [heads,P]; B, C [b,T,G,N]; initial_states
+    [n,heads,P,N]. Returns y [b,T,heads,P] and the final states [n,heads,P,N], both float64.
+    """
+    x, dt = x.double(), dt.double() if dt_bias is None else dt.double() + dt_bias.double()
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit)
+    start = None if initial_states is None else initial_states.mT
+    y, h = recurrent_simple_gla(
+        C, B, x * dt.unsqueeze(-1), dt * A.double(), scale=1.0, initial_state=start, cu_seqlens=cu_seqlens
+    )
+    return y if D is None else y + x * D.double().view(x.shape[2], -1), h.mT

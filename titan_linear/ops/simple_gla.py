@@ -1,0 +1,77 @@
+"""Linear attention with one log decay per head (RetNet, Lightning Attention, Simple GLA), the public function."""
+
+from __future__ import annotations
+
+import torch
+
+from titan_linear.ops.layout.context import CPContext
+from titan_linear.ops.recurrence import Recurrence, check_queries, run
+from titan_linear.ops.runtime.options import DecayInputs, DecayOptions
+from titan_linear.ops.runtime.support import Choice
+from titan_linear.ops.torch.linear_attention import TorchLinearAttention, step
+from titan_linear.ops.triton.configs import without_kernels
+
+
+def decaying(op: str, **names: str) -> Recurrence:
+    """A recurrence whose state only decays."""
+    implementations = without_kernels(lambda: TorchLinearAttention)
+    return Recurrence(op, implementations, ("A", "D", "dt_bias"), step, names)
+
+
+SIMPLE_GLA = decaying("chunk_simple_gla")
+
+
+def chunk_simple_gla(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    g: torch.Tensor | None = None,
+    g_gamma: torch.Tensor | None = None,
+    scale: float | None = None,
+    initial_state: torch.Tensor | None = None,
+    output_final_state: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: torch.Tensor | None = None,
+    cu_seqlens_cpu: torch.Tensor | None = None,
+    cp_context: CPContext | None = None,
+    *,
+    disable_recompute: bool = False,
+    cp_method: str = "kcp",
+    impl: str | Choice = "auto",
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """S_t = exp(g_t) S_{t−1} + k_t v_tᵀ;  o_t = scale·S_tᵀ q_t.
+
+    Arguments are those of FLA's function of this name; the ones not listed are those of `chunk_kda`.
+
+    Args:
+        q, k: [B, T, H, K]; v: [B, T, HV, V], HV a multiple of H.
+        g: [B, T, HV], natural logs of the decay, ≤ 0, −∞ too.
+        g_gamma: [HV], the same for all tokens; differentiable, unlike FLA's. Give one of the two.
+
+    Returns: o [B, T, HV, V] in v's dtype; final states [N, HV, K, V] float32 (float64 for float64 inputs) or None.
+
+    Raises:
+        ValueError: an argument does not fit the others or is not supported; the message names it.
+    """
+    B, T, HV, K, _ = check_queries(q, k, v)
+    if (g is None) == (g_gamma is None):
+        raise ValueError("give one of g [B, T, HV] and g_gamma [HV]")
+    if g is None:
+        if g_gamma.shape != (HV,):
+            raise ValueError(f"g_gamma {tuple(g_gamma.shape)} must be [HV] = [{HV}]")
+        g = g_gamma.expand(B, T, HV)
+    if g.shape != (B, T, HV):
+        raise ValueError(f"g {tuple(g.shape)} must be [B, T, HV] = {[B, T, HV]}")
+    return run(
+        SIMPLE_GLA,
+        DecayInputs(q, k, v, g),
+        options=DecayOptions(K**-0.5 if scale is None else float(scale), disable_recompute=disable_recompute),
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        state_v_first=state_v_first,
+        cu_seqlens=cu_seqlens,
+        cu_seqlens_cpu=cu_seqlens_cpu,
+        cp_context=cp_context,
+        cp_method=cp_method,
+        impl=impl,
+    )

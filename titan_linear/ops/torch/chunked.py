@@ -1,0 +1,281 @@
+"""Chunked recurrences in plain PyTorch, in stages: prepare → boundary → scan → output, and their adjoints.
+
+A matrix state S [K, V] passes through chunks of C tokens, each inside one entry (document, or part of one). Whatever
+the recurrence, `prepare` brings a chunk to R rows (its tokens, or two for each of them) with which
+
+    scan      v_new = u − w S    S ← decay ⊙ S + kgᵀ v_new
+    output    o = qg S + aqk v_new + skip
+    boundary  the scan of one entry from S = 0 (S_ext) and, with u = 0, from S = I (M)
+
+Without w a state only decays: M is then diagonal, and [K] or one number stands for it. All is computed in float32
+(float64 for float64 inputs); prepare is differentiable by autograd, the other stages have their adjoints written out.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from titan_linear.ops.layout.boundaries import CHUNK, Boundaries
+from titan_linear.ops.layout.chains import STATE, STATE_AND_M, Chains
+from titan_linear.ops.runtime.options import States
+from titan_linear.ops.runtime.support import without_autocast
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """Where the tokens of packed entries lie in chunks of `CHUNK`."""
+
+    num_chunks: int
+    first: tuple[int, ...]  # [N] first chunk of each entry
+    count: tuple[int, ...]  # [N] chunks of each entry
+    rows: torch.Tensor | None  # [T] int64, row of each token among num_chunks·CHUNK; None: row t is token t
+    order: torch.Tensor  # [N] int64, entries, the longest first
+    rank: torch.Tensor  # [N] int64, each entry's place in `order`
+    steps: tuple[torch.Tensor, ...]  # chunk ids [n_s] of scan step s: the first n_s of `order` have an s-th chunk
+
+    def split(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H, D] -> [num_chunks, H, C, D], zeros where a chunk has no token."""
+        if self.rows is not None:
+            x = x.new_zeros(self.num_chunks * CHUNK, *x.shape[1:]).index_copy(0, self.rows, x)
+        return x.unflatten(0, (self.num_chunks, CHUNK)).transpose(1, 2)
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        """[num_chunks, H, C, D] -> [T, H, D]."""
+        x = x.transpose(1, 2).flatten(0, 1)
+        return x if self.rows is None else x.index_select(0, self.rows)
+
+    def of_entry(self, entry: int) -> range:
+        return range(self.first[entry], self.first[entry] + self.count[entry])
+
+
+def make_chunks(boundaries: Boundaries) -> Chunks:
+    """Chunks of the entries; an entry without tokens has no chunk."""
+    device, bounds = boundaries.cu_seqlens.device, torch.tensor(boundaries.on_host())
+    lengths = bounds.diff()
+    counts = (lengths + CHUNK - 1) // CHUNK
+    first = counts.cumsum(0) - counts
+    shift = torch.repeat_interleave(first * CHUNK - bounds[:-1], lengths)  # [T]
+    rows = torch.arange(int(bounds[-1])) + shift if (lengths % CHUNK).any() else None
+    order = counts.argsort(descending=True, stable=True)
+    longest = [first[order][counts[order] > s] + s for s in range(int(counts.max()))]
+    return Chunks(
+        int(counts.sum()),
+        tuple(first.tolist()),
+        tuple(counts.tolist()),
+        None if rows is None else rows.to(device),
+        order.to(device),
+        order.argsort().to(device),
+        tuple(ids.to(device) for ids in longest),
+    )
+
+
+# --- Sums of log gates ------------------------------------------------------------------------------------------------
+# Each is a sum of the gates that it names and of no others. A difference of two sums from the chunk's first token would
+# lose the digits of a slow gate behind a fast one, in float32.
+
+
+def sums_between(g: torch.Tensor) -> torch.Tensor:
+    """g [.., C, D], log gates -> [.., C i, C j, D], the sum over tokens after j up to i; −∞ for j > i."""
+    C, device = g.shape[-2], g.device
+    i, j = torch.arange(C, device=device).unsqueeze(1), torch.arange(C, device=device)
+    after = (j < i).unsqueeze(-1)  # [C, C, 1]
+    sums = torch.where(after, g.unsqueeze(-2), 0.0).cumsum(-3)
+    return sums.masked_fill((j > i).unsqueeze(-1), float("-inf"))
+
+
+def sums_after(g: torch.Tensor) -> torch.Tensor:
+    """g [.., C, D], log gates -> [.., C, D], the sum over all tokens after each."""
+    return F.pad(g[..., 1:, :], (0, 0, 0, 1)).flip(-2).cumsum(-2).flip(-2)
+
+
+# --- The stages -------------------------------------------------------------------------------------------------------
+
+
+class Prepared(NamedTuple):
+    """All that is local to a chunk, or its gradients."""
+
+    w: torch.Tensor | None  # [NC, HV, R, K], or None: zeros
+    u: torch.Tensor  # [NC, HV, R, V]
+    kg: torch.Tensor  # [NC, HV, R, K]
+    qg: torch.Tensor  # [NC, HV, C, K]
+    aqk: torch.Tensor  # [NC, HV, C, R]
+    decay: torch.Tensor  # [NC, HV, K or 1]
+    skip: torch.Tensor | None = None  # [NC, HV, C, V], what reaches o past the state; None: nothing
+
+    @property
+    def state_shape(self) -> tuple[int, int, int]:
+        """(HV, K, V)."""
+        return self.kg.shape[1], self.kg.shape[-1], self.u.shape[-1]
+
+
+class Scanned(NamedTuple):
+    states: torch.Tensor  # [NC, HV, K, V], the state that enters each chunk
+    v_new: torch.Tensor  # [NC, HV, R, V]
+    final: torch.Tensor  # [N, HV, K, V]
+
+
+def scan(p: Prepared, chunks: Chunks, initial_state: torch.Tensor) -> Scanned:
+    """Carry the state [N, HV, K, V] through the chunks of every entry; entries go side by side."""
+    S = initial_state[chunks.order]
+    states, v_new = p.u.new_empty(len(p.u), *p.state_shape), p.u.clone()
+    for ids in chunks.steps:
+        n = len(ids)
+        states[ids] = S[:n]
+        if p.w is not None:
+            v_new[ids] -= p.w[ids] @ S[:n]
+        S[:n] = p.decay[ids].unsqueeze(-1) * S[:n] + p.kg[ids].mT @ v_new[ids]
+    return Scanned(states, v_new, S[chunks.rank])
+
+
+def output(p: Prepared, s: Scanned) -> torch.Tensor:
+    """o [NC, HV, C, V]."""
+    o = p.qg @ s.states + p.aqk @ s.v_new
+    return o if p.skip is None else o + p.skip
+
+
+def boundary(p: Prepared, chunks: Chunks, entry: int) -> torch.Tensor:
+    """S_ext [HV, K, V] of an entry: its end state is M S + S_ext for any S that enters."""
+    S = p.u.new_zeros(p.state_shape)
+    for c in chunks.of_entry(entry):
+        v = p.u[c] if p.w is None else p.u[c] - p.w[c] @ S
+        S = p.decay[c].unsqueeze(-1) * S + p.kg[c].mT @ v
+    return S
+
+
+def transition(p: Prepared, chunks: Chunks, entry: int) -> torch.Tensor:
+    """M of an entry, [HV, K, K]; or if it is diagonal, its diagonal [HV, K or 1]."""
+    of_entry = chunks.of_entry(entry)
+    if p.w is None:
+        return p.decay[of_entry].prod(0)
+    HV, K, _ = p.state_shape
+    M = torch.eye(K, dtype=p.u.dtype, device=p.u.device).expand(HV, K, K)
+    for c in of_entry:
+        M = p.decay[c].unsqueeze(-1) * M - p.kg[c].mT @ (p.w[c] @ M)
+    return M
+
+
+def boundary_backward(p: Prepared, do: torch.Tensor, chunks: Chunks, entry: int) -> torch.Tensor:
+    """dS_ext [HV, K, V] of an entry: the gradient of its incoming state if its outgoing state had none."""
+    dS = p.u.new_zeros(p.state_shape)
+    for c in reversed(chunks.of_entry(entry)):
+        dv = p.aqk[c].mT @ do[c] + p.kg[c] @ dS
+        dS = p.decay[c].unsqueeze(-1) * dS + p.qg[c].mT @ do[c]
+        if p.w is not None:
+            dS -= p.w[c].mT @ dv
+    return dS
+
+
+def backward(
+    p: Prepared, s: Scanned, do: torch.Tensor, d_final: torch.Tensor, chunks: Chunks
+) -> tuple[Prepared, torch.Tensor]:
+    """The adjoint of scan and output: gradients of all that `prepare` returned, and of the initial state [N, HV, K, V].
+
+    do [NC, HV, C, V]; d_final [N, HV, K, V] is the gradient of the final states.
+    """
+    dS = d_final[chunks.order]
+    dv, dS_direct = p.aqk.mT @ do, p.qg.mT @ do  # gradients of v_new and of each chunk's state through the outputs
+    d_out = torch.empty_like(s.states)  # gradient of the state that leaves each chunk
+    for ids in reversed(chunks.steps):
+        n = len(ids)
+        d_out[ids] = dS[:n]
+        dv[ids] = d = dv[ids] + p.kg[ids] @ dS[:n]
+        dS[:n] = p.decay[ids].unsqueeze(-1) * dS[:n] + dS_direct[ids]
+        if p.w is not None:
+            dS[:n] -= p.w[ids].mT @ d
+    ddecay = (s.states * d_out).sum(-1)  # [NC, HV, K]
+    grads = Prepared(
+        w=None if p.w is None else -dv @ s.states.mT,
+        u=dv,
+        kg=s.v_new @ d_out.mT,
+        qg=do @ s.states.mT,
+        aqk=do @ s.v_new.mT,
+        decay=ddecay if p.decay.shape[-1] > 1 else ddecay.sum(-1, keepdim=True),
+        skip=None if p.skip is None else do,
+    )
+    return grads, dS[chunks.rank]
+
+
+class TorchRule(ABC):
+    """The stages of one call, with the methods that the driver requires (ops/recurrence.py, `Rule`). `Inputs` is the
+    recurrence's named tuple of inputs."""
+
+    kept = ()
+
+    @staticmethod
+    @abstractmethod
+    def prepare(inputs: Any, options: Any, chunks: Chunks) -> Prepared:
+        """Compute all that is local to a chunk, differentiably."""
+
+    @without_autocast
+    def __init__(
+        self,
+        inputs: Any,
+        options: Any,
+        boundaries: Boundaries,
+        differentiable: bool,
+        kept: Sequence[torch.Tensor] = (),
+    ):
+        assert not kept
+        self.chunks = boundaries.derived(make_chunks)
+        self.inputs = inputs._make(None if x is None else x.detach().requires_grad_(differentiable) for x in inputs)
+        # Hidden from a checkpoint around the call, whose second run takes the kept result and saves nothing here.
+        own_tensors = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+        with torch.set_grad_enabled(differentiable), own_tensors:
+            self.graph = self.prepare(self.inputs, options, self.chunks)
+        self.prepared = Prepared(*(None if x is None else x.detach() for x in self.graph))
+        self.scanned: Scanned | None = None
+
+    @without_autocast
+    def boundary(self, chains: Chains) -> tuple[torch.Tensor, torch.Tensor]:
+        p, slots = self.prepared, chains.slots.tolist()
+        HV, K, V = p.state_shape
+        S_ext = p.u.new_zeros(len(slots), HV, K, V)
+        M = p.u.new_zeros(len(slots), HV, *([p.decay.shape[-1]] if p.w is None else [K, K]))
+        for slot, (entry, wanted) in enumerate(slots):
+            if wanted >= STATE:
+                S_ext[slot] = boundary(p, self.chunks, entry)
+            if wanted == STATE_AND_M:
+                M[slot] = transition(p, self.chunks, entry)
+        return S_ext, M
+
+    @without_autocast
+    def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        self.scanned = scan(self.prepared, self.chunks, self._of_entries(initial))
+        o, final = self.chunks.join(output(self.prepared, self.scanned)), self.scanned.final
+        # Contiguous however many entries were joined: compiled code asks for the same strides in every batch.
+        return o.contiguous(), final if need_final else final.new_empty(0)
+
+    @without_autocast
+    def boundary_backward(self, do: torch.Tensor, chains: Chains) -> torch.Tensor:
+        p, slots = self.prepared, chains.slots.tolist()
+        do, dS_ext = self.chunks.split(do.to(p.u)), p.u.new_zeros(len(slots), *p.state_shape)
+        for slot, (entry, wanted) in enumerate(slots):
+            if wanted >= STATE:
+                dS_ext[slot] = boundary_backward(p, do, self.chunks, entry)
+        return dS_ext
+
+    @without_autocast
+    def backward(
+        self, do: torch.Tensor, initial: States | None, d_final: States | None, need_d_initial: bool
+    ) -> tuple[Any, torch.Tensor]:
+        if self.scanned is None:
+            self.scanned = scan(self.prepared, self.chunks, self._of_entries(initial))
+        do, d_final = self.chunks.split(do.to(self.prepared.u)), self._of_entries(d_final)
+        d_prepared, d_initial = backward(self.prepared, self.scanned, do, d_final, self.chunks)
+        pairs = [(x, dx) for x, dx in zip(self.graph, d_prepared, strict=True) if x is not None]
+        given = [x for x in self.inputs if x is not None]
+        grads = iter(torch.autograd.grad([x for x, _ in pairs], given, [dx for _, dx in pairs]))
+        return self.inputs._make(None if x is None else next(grads) for x in self.inputs), d_initial
+
+    def _of_entries(self, states: States | None) -> torch.Tensor:
+        """The state of each entry, [N, HV, K, V]; None: zeros."""
+        N = len(self.chunks.count)
+        if states is None:
+            return self.prepared.u.new_zeros(N, *self.prepared.state_shape)
+        return states.of_entries(N)
