@@ -31,6 +31,7 @@ import numpy as np
 import pydantic
 import torch
 from pydantic import Field
+from torch.utils._pytree import tree_leaves
 
 from titan_linear.config import Config, data_parallel_degrees, micro_steps, replicas_wait
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
@@ -226,7 +227,7 @@ class Clock:
                 parts["delta rule"] += self._delta_rule(call.name, mixer, segments)
             elif kind in ("fused", "segments", "delta rule"):
                 # Also tables and folds, which are small, and what was not measured.
-                given = [x for x in call.arguments.values() if isinstance(x, torch.Tensor)]
+                given = [x for x in tree_leaves(call.arguments) if isinstance(x, torch.Tensor)]
                 parts["elementwise"] += sum(x.nbytes for x in (*given, *call.outputs)) / self.rates.fused
             else:
                 parts["communication"] += self._exchange(call)
