@@ -86,9 +86,6 @@ class TritonRule(ABC):
     def boundary(self, chains: Chains) -> tuple[Tensor, Tensor]:
         return self.boundaries(chains.entries, chains.wanted)
 
-    def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
-        return self.scan(_states(initial), self.chunks[0].shape[0] - 1 if need_final else 0)
-
     def boundary_backward(self, do: Tensor, chains: Chains) -> Tensor:
         return self.boundary_gradients(do, chains.entries, chains.wanted)
 
@@ -101,8 +98,11 @@ class TritonRule(ABC):
         return Inputs(*given), d_initial
 
     @abstractmethod
-    def scan(self, initial: list[Tensor | None], final_rows: int) -> tuple[Tensor, Tensor]:
-        """o and final states, of which there are `final_rows`."""
+    def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]: ...
+
+    def _entries(self, wanted: bool) -> int:
+        """The number of entries, if states of theirs are wanted."""
+        return self.chunks[0].shape[0] - 1 if wanted else 0
 
     @abstractmethod
     def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -134,8 +134,9 @@ class TritonKDA(TritonRule):
         made = prepare(q, k, g, beta, A_log, dt_bias, self.chunks, **self.numbers)
         self.tiles = kda.Tiles(*made, *kept)
 
-    def scan(self, initial: list[Tensor | None], final_rows: int) -> tuple[Tensor, Tensor]:
-        return kda.kda_scan(self.inputs.v, list(self.tiles), self.chunks, initial, final_rows)
+    def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
+        rows = self._entries(need_final)
+        return kda.kda_scan(self.inputs.v, list(self.tiles), self.chunks, _states(initial), rows)
 
     def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return kda.kda_boundary(self.inputs.v, list(self.tiles), self.chunks, entries, wanted)
@@ -156,9 +157,10 @@ class TritonGDN(TritonRule):
         made = prepare(q, k, g, beta, A_log, dt_bias, self.chunks, **self.numbers)
         self.tiles = gdn.Tiles(*kept, *made)
 
-    def scan(self, initial: list[Tensor | None], final_rows: int) -> tuple[Tensor, Tensor]:
+    def forward(self, initial: States | None, need_final: bool) -> tuple[Tensor, Tensor]:
         q, k, v, *_ = self.inputs
-        return gdn.gdn_scan(q, k, v, list(self.tiles), self.chunks, initial, final_rows, self.scale)
+        rows = self._entries(need_final)
+        return gdn.gdn_scan(q, k, v, list(self.tiles), self.chunks, _states(initial), rows, self.scale)
 
     def boundaries(self, entries: Tensor, wanted: Tensor | None = None) -> tuple[Tensor, Tensor]:
         return gdn.gdn_boundary(self.inputs.k, self.inputs.v, list(self.tiles), self.chunks, entries, wanted)
