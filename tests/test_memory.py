@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.worlds import World
-from titan_linear.config import load_config
+from titan_linear.config import changed, load_config
 from titan_linear.distributed.mesh import build_mesh
 from titan_linear.distributed.parallelize import materialise, parallelize, set_dtype
 from titan_linear.models.decoder import Decoder
@@ -75,3 +75,21 @@ def test_checkpointing_takes_memory_in_order(name: str) -> None:
         config = load_config(["--model.name", name, "--activation_checkpoint.mode", mode], cuda=True)
         sums.append(memory.memory(config, preset(name, "debug"), gpus=1)["activations"])
     assert sums == sorted(set(sums))
+
+
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_layers_that_are_not_recomputed_keep_what_they_keep(compiled: str) -> None:
+    """Every third of seven layers is recomputed: the third and the sixth."""
+    model = replace(preset("hybrid", "debug"), num_layers=7)
+
+    def of(mode: str, option: str = "op") -> tuple[list[int], float]:
+        keys = {"activation_checkpoint.mode": mode, "activation_checkpoint.selective_ac_option": option}
+        config = changed(load_config([f"--compile.enable={compiled}"], cuda=True), keys)
+        counted = memory.layers(model, memory.Batch.of(config))
+        return memory.saved(config, counted), memory.moments(config, model, 1)["last layer"]["activations"]
+
+    (whole, plain), (inputs, full) = of("none"), of("full")
+    third, most = of("selective", "3")
+    assert third == [inputs[i] if i in (2, 5) else whole[i] for i in range(7)]
+    assert most == sum(third) + max(whole[2], whole[5]) and full < most < plain
+    assert of("selective", "1") == (inputs, full) and of("selective", "8") == (whole, plain)

@@ -19,7 +19,7 @@ from titan_linear.models.presets import preset
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.layout.levels import H200
 from titan_linear.ops.runtime.options import boundaries_of
-from titan_linear.planner.memory import Batch, boundaries
+from titan_linear.planner.memory import Batch, boundaries, checkpointings, memory
 from titan_linear.planner.timing import Clock, Machine, Offload, attended, read_rates, shipped, step
 from titan_linear.run.build import open_corpora
 from tools import bench_rates, check_plan
@@ -187,11 +187,31 @@ def test_time_of_parts() -> None:
     assert again["products"] == pytest.approx(plain["products"] * 4 / 3) and again["head"] == plain["head"]
     selective = parts("--activation_checkpoint.mode=selective")
     assert plain["delta rule"] < selective["delta rule"] < again["delta rule"]
+    fourth = parts("--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=4")
+    assert fourth["products"] == pytest.approx(plain["products"] * (1 + 1 / 12))  # of 24 layers six
     assert parts(gpus=4)["products"] == pytest.approx(4 * plain["products"])
     slow = parts(on=machine(network=1e8))
     assert slow["communication"] > 10 * plain["communication"] and slow["products"] == plain["products"]
     host = Machine(replace(machine().rates, host=1.0), 8, 50e9, "cudnn")
     assert parts(on=host)["launches"] > 100 > plain["launches"]
+
+
+def test_the_number_of_layers_recomputed_follows_from_the_room() -> None:
+    """Where there is room for every fourth layer recomputed, neither all layers are nor every third."""
+    model = preset("kda", "340M")
+    config = load_config([*RUN, "--training.seq_len=32768", "--model.name=kda", "--model.flavor=340M"], cuda=True)
+
+    def chosen(room: float) -> plan.Split | None:
+        return plan.with_checkpointing(config, model, 1, machine(), None, room)
+
+    (none, *nth, full), _ = checkpointings(model)
+    assert [ac.selective_ac_option for ac in nth] == ["13", "9", "7", "5", "4", "3", "2"]
+    fourth = config.model_copy(update={"activation_checkpoint": nth[4]})
+    room = sum(memory(fourth, model, 1).values())
+    assert chosen(room).config == fourth and chosen(math.inf).config.activation_checkpoint == none
+    least = config.model_copy(update={"activation_checkpoint": full})
+    least = sum(memory(least, model, 1).values())
+    assert chosen(least).config.activation_checkpoint == full and chosen(least - 1) is None
 
 
 def test_replicas_add_up_once_a_step_where_they_wait() -> None:

@@ -17,6 +17,7 @@ from titan_linear.models.presets import preset
 from titan_linear.run import preflight as preflight_module
 from titan_linear.run.build import check_content
 from titan_linear.run.preflight import (
+    check_checkpointing,
     check_expert_parallel,
     check_heads,
     check_mixture_step,
@@ -103,6 +104,15 @@ def test_what_tensor_parallelism_cannot_split(name: str, degree: int, said: str,
         return check_tensor_parallel(model, config)
     with pytest.raises(ValueError, match=said):
         check_tensor_parallel(model, config)
+
+
+def test_every_nth_layer_is_one_of_the_model(tmp_path: Path) -> None:
+    keys, model = {"activation_checkpoint__mode": "selective"}, replace(preset("hybrid", "debug"), num_layers=4)
+    for option in ("op", "1", "4"):
+        check_checkpointing(model, run(tmp_path, **keys, activation_checkpoint__selective_ac_option=option))
+    with pytest.raises(ValueError, match=r"selective_ac_option = '5' computes none of the model's 4 layers again"):
+        check_checkpointing(model, run(tmp_path, **keys, activation_checkpoint__selective_ac_option="5"))
+    check_checkpointing(model, run(tmp_path))
 
 
 def test_an_all_to_all_splits_the_heads_that_tensor_parallelism_leaves(tmp_path: Path) -> None:

@@ -137,6 +137,14 @@ SPLITS = {
         2,
         {"parallelism.context_parallel_degree": 2, "activation_checkpoint.mode": "full"},
     ),
+    "every second layer recomputed": (
+        2,
+        {
+            "parallelism.context_parallel_degree": 2,
+            "activation_checkpoint.mode": "selective",
+            "activation_checkpoint.selective_ac_option": "2",
+        },
+    ),
     "selective activation checkpointing": (
         4,
         {

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from tests.worlds import World
+from titan_linear.config import ActivationCheckpoint
 from titan_linear.distributed.compiling import apply_compile
 from titan_linear.distributed.experts import apply_ep
 from titan_linear.distributed.parallelize import apply_ac
@@ -64,8 +65,7 @@ def reads(rank: int, world_size: int, mode: str, compiled: bool) -> tuple[int, i
     apply_ep(model, Ranks(dist.group.WORLD.group_name, world_size, rank))
     if compiled:
         apply_compile(model, "eager")
-    if mode != "none":
-        apply_ac(model, mode, compiled=compiled)
+    apply_ac(model, ActivationCheckpoint(mode=mode), compiled=compiled)
     x = torch.randn(1, 8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(rank)).requires_grad_()
     exchange = dist.all_to_all_single
 

@@ -12,8 +12,8 @@ has to be there (without a tokenizer, a preset has its own vocabulary), and noth
     memory    of the GPU that holds most, by part and moment (planner/memory.py explains each), the fullest moment
               first; a tenth of the GPU is kept free
     time      of a step, by part, from rates measured on such a GPU (planner/timing.py); tokens per second, MFU
-    splits    the fastest that fit, over all degrees, modes of activation checkpointing and local batch sizes, for the
-              same step
+    splits    the fastest that fit, over all degrees, ways of activation checkpointing (every n-th layer among them)
+              and local batch sizes, for the same step
     longest   the longest stream that would fit on the same number of GPUs
 
 `--scaling TOKENS` prints one table instead: tokens per second and GPU with 1 to 1024 GPUs on one stream, of so many
@@ -44,7 +44,7 @@ from titan_linear.planner.memory import (
     PARTS,
     SPARE,
     Batch,
-    checkpointing_modes,
+    checkpointings,
     host_memory,
     layers,
     memory,
@@ -61,7 +61,7 @@ from titan_linear.run.build import (
     model_without_tokenizer,
     tokenizer_path,
 )
-from titan_linear.run.preflight import check_splits
+from titan_linear.run.preflight import check_checkpointing, check_splits
 
 BEST = 5  # number of splits to print
 LOCAL = 4  # the largest local batch to try
@@ -166,6 +166,7 @@ def check(config: Config, model: ModelConfig, gpus: int) -> None:
     """ValueError: the run cannot run on this number of GPUs."""
     check_config(config, gpus)
     check_splits(model, config)
+    check_checkpointing(model, config)
 
 
 def check_corpus(config: Config) -> None:
@@ -223,15 +224,29 @@ def fitting(
     own, found = config.parallelism.tensor_parallel_degree, False
     for tp in (n for n in _divisors(gpus, machine.node_size) if n >= own):
         for degrees in candidates(config, model, gpus, machine.node_size, tp):
-            for mode in checkpointing_modes(model):
-                split = changed(degrees, {"activation_checkpoint.mode": mode})
-                needed = sum(memory(split, model, gpus, mean).values())
-                if needed <= room:
-                    found = True
-                    yield Split(split, needed, step(split, model, gpus, machine, mean))
-                    break
+            split = with_checkpointing(degrees, model, gpus, machine, mean, room)
+            if split is not None:
+                found = True
+                yield split
         if found:
             return
+
+
+def with_checkpointing(
+    degrees: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None, room: float
+) -> Split | None:
+    """The split with the cheapest activation checkpointing with which it fits; None: it does not."""
+    found = []
+    for group in checkpointings(model):
+        for ac in group:
+            config = degrees.model_copy(update={"activation_checkpoint": ac})
+            needed = sum(memory(config, model, gpus, mean).values())
+            if needed <= room:
+                found.append(Split(config, needed, step(config, model, gpus, machine, mean)))
+                break
+        if found and found[0].config.activation_checkpoint.mode == "none":
+            break
+    return min(found, key=Split.rank, default=None)
 
 
 def candidates(config: Config, model: ModelConfig, gpus: int, node: int, tp: int) -> Iterator[Config]:
@@ -298,8 +313,8 @@ def longest(splits: list[Split], model: ModelConfig, gpus: int, mean: int | None
             break
         best, length = (fits, length), 2 * length
     config, tokens = best
-    mode = config.activation_checkpoint.mode
-    return f"longest stream that fits: {tokens:,} tokens, with {_degrees(config, gpus)}, checkpointing {mode}"
+    way = _checkpointing(config)
+    return f"longest stream that fits: {tokens:,} tokens, with {_degrees(config, gpus)}, checkpointing {way}"
 
 
 def _of_length(
@@ -324,35 +339,29 @@ def one_stream(
 ) -> Split | None:
     """The fastest split of one stream of this length over all GPUs that fits; None: none does."""
     p, found = config.parallelism, []
-    softmax = not all(mixer.linear for mixer in model.layers)
-    layouts = ("contiguous", "zigzag") if softmax and gpus > 1 else ("contiguous",)
+    layouts = ("contiguous", "zigzag") if model.softmax and gpus > 1 else ("contiguous",)
     tp = p.tensor_parallel_degree
     for layout, shards in product(layouts, shardings(gpus, machine.node_size, tp)):
-        for mode in checkpointing_modes(model):
-            split = changed(
-                config,
-                {
-                    "parallelism.context_parallel_degree": max(gpus // tp, 1),
-                    "parallelism.data_parallel_shard_degree": 1,
-                    "parallelism.data_parallel_replicate_degree": 1,
-                    "parallelism.fsdp_shard_degree": shards,
-                    "parallelism.expert_parallel_degree": min(p.expert_parallel_degree, gpus),
-                    "parallelism.context_parallel_layout": layout,
-                    "activation_checkpoint.mode": mode,
-                    "training.seq_len": length,
-                    "training.local_batch_size": 1,
-                    "training.global_batch_size": 1,
-                },
-            )
-            try:
-                check(split, model, gpus)
-            except ValueError:
-                break
-            needed = sum(memory(split, model, gpus, mean).values())
-            if needed <= room:
-                found.append(Split(split, needed, step(split, model, gpus, machine, mean)))
-                break
-    return min(found, key=Split.rank, default=None)
+        split = changed(
+            config,
+            {
+                "parallelism.context_parallel_degree": max(gpus // tp, 1),
+                "parallelism.data_parallel_shard_degree": 1,
+                "parallelism.data_parallel_replicate_degree": 1,
+                "parallelism.fsdp_shard_degree": shards,
+                "parallelism.expert_parallel_degree": min(p.expert_parallel_degree, gpus),
+                "parallelism.context_parallel_layout": layout,
+                "training.seq_len": length,
+                "training.local_batch_size": 1,
+                "training.global_batch_size": 1,
+            },
+        )
+        try:
+            check(split, model, gpus)
+        except ValueError:
+            continue
+        found.append(with_checkpointing(split, model, gpus, machine, mean, room))
+    return min(filter(None, found), key=Split.rank, default=None)
 
 
 # --- What is printed -------------------------------------------------------------------------------------------------
@@ -365,7 +374,7 @@ def describe(config: Config, model: ModelConfig) -> str:
         f"{model_name(config)}: {parameters(model):,} parameters, {model.num_layers} layers\n"
         f"{t.local_batch_size} x {t.seq_len} tokens in a micro-step on {sharers} GPU{'s' if sharers > 1 else ''}; "
         f"parameters {t.dtype}, compute {t.mixed_precision_param}, reductions {t.mixed_precision_reduce}; activation "
-        f"checkpointing {config.activation_checkpoint.mode}; layers {'' if config.compile.enable else 'not '}compiled"
+        f"checkpointing {_checkpointing(config)}; layers {'' if config.compile.enable else 'not '}compiled"
     )
 
 
@@ -378,7 +387,7 @@ def memory_table(config: Config, model: ModelConfig, gpus: int, machine: Machine
     rows.append(("sum", *(f"{sums[name] / GIB:.2f}" for name in at)))
     verdict = "fits" if total <= (1 - SPARE) * size else "does not fit"
     counted = layers(model, Batch.of(config, mean))
-    each = Counter((of.name, saved(config, layer)) for of, layer in zip(model.layers, counted, strict=True))
+    each = Counter(zip((of.name for of in model.layers), saved(config, counted), strict=True))
     kept = ", ".join(f"{number} {name} {number * value / GIB:.2f}" for (name, value), number in each.items())
     host, ranks = host_memory(config, model, gpus) / GIB, min(gpus, machine.node_size)
     offloaded = f"\nin the host's memory: {host:.2f} GiB for each GPU, {ranks * host:.2f} on a node of {ranks}"
@@ -411,7 +420,7 @@ def splits_table(splits: list[Split], gpus: int, budget: float | None) -> str:
         rows.append(
             [
                 _degrees(config, gpus),
-                config.activation_checkpoint.mode,
+                _checkpointing(config),
                 config.training.local_batch_size,
                 f"{needed / GIB:.1f}",
                 f"{1e3 * planned.seconds:.0f}",
@@ -441,6 +450,11 @@ def _speed(split: Split | None) -> str:
     planned = split.step
     exposed = planned.parts["communication"] / planned.seconds
     return f"{planned.tokens_per_second / planned.gpus:,.0f} ({exposed:.0%})"
+
+
+def _checkpointing(config: Config) -> str:
+    ac = config.activation_checkpoint
+    return f"{ac.mode} ({ac.selective_ac_option})" if ac.mode == "selective" else ac.mode
 
 
 def _days(planned: Step, budget: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 
 from titan_linear.config.derived import (
     data_parallel_degrees,
@@ -18,6 +19,7 @@ from titan_linear.config.schema import (
     OTHER,
     SMALLEST_EPS,
     SMALLEST_SHARE,
+    ActivationCheckpoint,
     Checkpoint,
     Config,
     Parallelism,
@@ -50,6 +52,7 @@ def check_config(config: Config, world_size: int) -> None:
             f"optimizer.eps = {config.optimizer.eps} is 0 in training.dtype = {config.training.dtype!r}, and weights "
             f"whose gradients have all been 0 would become 0 / 0; use at least {SMALLEST_EPS}"
         )
+    _check_activation_checkpoint(config.activation_checkpoint)
     _check_data(config)
     _check_checkpoint(config.checkpoint)
     _check_file_groups(config)
@@ -60,6 +63,14 @@ def check_config(config: Config, world_size: int) -> None:
             "checkpoint.enable = true, or comm.max_restarts = 0"
         )
     _check_hugging_face(config)
+
+
+def _check_activation_checkpoint(ac: ActivationCheckpoint) -> None:
+    if ac.selective_ac_option != "op" and not re.fullmatch("[1-9][0-9]{0,3}", ac.selective_ac_option):
+        raise ValueError(
+            f"activation_checkpoint.selective_ac_option = {ac.selective_ac_option!r} must be 'op', or a number n above "
+            "0, to compute every n-th layer again"
+        )
 
 
 def _check_batch(config: Config, dp: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from titan_linear.config.schema import Config, Source, Training
+from titan_linear.config.schema import ActivationCheckpoint, Config, Source, Training
 
 # --- Meaning ---------------------------------------------------------------------------------------------------------
 
@@ -71,6 +71,13 @@ def micro_steps(config: Config, world_size: int) -> int:
     """Number of micro-batches per rank in a step."""
     replicas, shards = data_parallel_degrees(config, world_size)
     return config.training.global_batch_size // (replicas * shards * config.training.local_batch_size)
+
+
+def layer_checkpointing(ac: ActivationCheckpoint, layer: int) -> str:
+    """The mode of activation checkpointing of this layer, from 0: "none", "selective", "attention" or "full"."""
+    if ac.mode != "selective" or ac.selective_ac_option == "op":
+        return ac.mode
+    return "none" if (layer + 1) % int(ac.selective_ac_option) else "full"
 
 
 def seq_len_at(t: Training, step: int) -> int:

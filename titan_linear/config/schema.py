@@ -278,8 +278,11 @@ class ActivationCheckpoint(Section):
 
     mode: Literal["none", "selective", "attention", "full"] = "none"
     """full: keep only the input of each layer and compute the layer again in backward. attention: also keep the results
-    of softmax attention, which for long documents are little memory and much of the time. selective: also keep the
-    results of the delta rule, the convolution and exchanges between ranks."""
+    of softmax attention, which for long documents are little memory and much of the time. selective: as the next key
+    says."""
+    selective_ac_option: str = "op"
+    """Of mode selective. op: keep also the results of attention, the delta rule, the convolution and exchanges between
+    ranks. A number n: compute every n-th layer again, as full does, and keep all of the others."""
 
 
 class Compile(Section):

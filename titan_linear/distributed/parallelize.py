@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
-from titan_linear.config import Config, Parallelism
+from titan_linear.config import ActivationCheckpoint, Config, Parallelism, layer_checkpointing
 from titan_linear.distributed.experts import apply_ep
 from titan_linear.distributed.mesh import ParallelDims
 from titan_linear.distributed.parts import Parts
@@ -43,8 +43,7 @@ def parallelize(model: Decoder, dims: ParallelDims, config: Config, device: torc
         from titan_linear.distributed.compiling import apply_compile  # imports the compiler
 
         apply_compile(model, config.compile.backend)
-    if config.activation_checkpoint.mode != "none":
-        apply_ac(model, config.activation_checkpoint.mode, compiled=config.compile.enable)
+    apply_ac(model, config.activation_checkpoint, compiled=config.compile.enable)
 
     # Where no ranks share parameters, and these are on the device, FSDP2 is left out: `ComputeCopies` (step/passes.py)
     # provides its mixed precision.
@@ -65,14 +64,17 @@ def cp_method(mixer: MixerOptions, parallelism: Parallelism) -> str:
     return parallelism.context_parallel_linear_method if mixer.linear else parallelism.context_parallel_method
 
 
-def apply_ac(model: Decoder, mode: str, *, compiled: bool) -> None:
-    """Keep each layer's input, and what ops/runtime/kept.py lists for this mode; compute the rest of the layer again in
-    backward. The state of random numbers is not kept: no layer draws any.
+def apply_ac(model: Decoder, ac: ActivationCheckpoint, *, compiled: bool) -> None:
+    """Of layers with checkpointing keep the input, and what ops/runtime/kept.py lists for their mode; compute the rest
+    again in backward. The state of random numbers is not kept: no layer draws any.
 
     The layer's `forward` is replaced rather than the layer wrapped, so that parameters keep their names.
     """
-    keeping = partial(contexts, copied=compiled, mode=mode)
-    for layer in model.layers:
+    for i, layer in enumerate(model.layers):
+        mode = layer_checkpointing(ac, i)
+        if mode == "none":
+            continue
+        keeping = partial(contexts, copied=compiled, mode=mode)
         layer.forward = partial(
             checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=False, context_fn=keeping
         )

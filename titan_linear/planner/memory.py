@@ -32,7 +32,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from titan_linear.config import Config, fsdp_degrees, micro_steps
+from titan_linear.config import ActivationCheckpoint, Config, fsdp_degrees, layer_checkpointing, micro_steps
 from titan_linear.distributed.experts import apply_ep
 from titan_linear.distributed.parallelize import replicated_parameters, set_dtype
 from titan_linear.distributed.tensor_parallel import apply_tp
@@ -44,7 +44,6 @@ from titan_linear.models.plan import BatchPlan
 from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.ops.registry import OPS
-from titan_linear.ops.runtime.kept import MODES
 from titan_linear.ops.runtime.support import Target
 from titan_linear.planner.counting import Layer, Memory, count
 from titan_linear.run.build import DTYPES, unallocated
@@ -258,10 +257,10 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = No
     stored = here + u.whole * widened(DTYPES[config.training.dtype]).itemsize
     accumulates = micro_steps(config, gpus) > 1
     accumulated = stored if accumulates else 0
-    kept, copies = sum(saved(config, layer) for layer in counted), _copies(config, u)
+    kept, copies = saved(config, counted), _copies(config, u)
     again, working = _again(config, counted), _working(config, model, u, batch, counted)
-    begins = {"gradients": accumulated, "copies": copies, "activations": kept}
-    ends = {"gradients": stored, "copies": copies, "activations": saved(config, counted[0]) + again, "working": working}
+    begins = {"gradients": accumulated, "copies": copies, "activations": sum(kept)}
+    ends = {"gradients": stored, "copies": copies, "activations": kept[0] + again, "working": working}
     update = {"gradients": stored, "copies": copies}
     if copies and not u.sharded:
         # All parameters have copies: gradients are first those of the copies, then widened to the parameters' dtype,
@@ -270,7 +269,7 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = No
         update["copies"] = 2 * copies + (u.own * u.types.stored if accumulates else 0)
     found = {
         "head": begins | _head(config, model, u, batch),
-        "last layer": begins | {"activations": kept + again, "working": working},
+        "last layer": begins | {"activations": sum(kept) + again, "working": working},
         "first layer": ends,
         "update": update,
     }
@@ -289,9 +288,13 @@ def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
     return sum(2 * (1 << (n - 1).bit_length()) + 2 * n for n in each)
 
 
-def saved(config: Config, layer: Layer) -> int:
-    """Bytes that a layer keeps from forward until its backward begins."""
-    of, mode = _memory_of(config, layer), config.activation_checkpoint.mode
+def saved(config: Config, counted: list[Layer]) -> list[int]:
+    """Bytes that each layer keeps from forward until its backward begins."""
+    return [_saved(config, i, layer) for i, layer in enumerate(counted)]
+
+
+def _saved(config: Config, i: int, layer: Layer) -> int:
+    of, mode = _memory_of(config, layer), layer_checkpointing(config.activation_checkpoint, i)
     kept = {"selective": of.selective, "attention": of.attention, "full": 0}
     return of.kept if mode == "none" else layer.given + kept[mode]
 
@@ -302,9 +305,9 @@ def _memory_of(config: Config, layer: Layer) -> Memory:
 
 def _again(config: Config, counted: list[Layer]) -> int:
     """The most that a layer keeps while it is recomputed; 0 without checkpointing."""
-    if config.activation_checkpoint.mode == "none":
-        return 0
-    return max(_memory_of(config, layer).kept for layer in counted)
+    ac = config.activation_checkpoint
+    recomputed = [layer for i, layer in enumerate(counted) if layer_checkpointing(ac, i) != "none"]
+    return max((_memory_of(config, layer).kept for layer in recomputed), default=0)
 
 
 def _working(config: Config, model: ModelConfig, u: Units, batch: Batch, counted: list[Layer]) -> int:
@@ -340,6 +343,13 @@ def _head(config: Config, model: ModelConfig, u: Units, batch: Batch) -> dict[st
     return {"head": stream + weight, "logits": logits}
 
 
-def checkpointing_modes(model: ModelConfig) -> tuple[str, ...]:
-    """The modes that differ for this model, from the one that keeps most."""
-    return "none", *(mode for mode in MODES if model.softmax or mode != "attention")
+def checkpointings(model: ModelConfig) -> list[list[ActivationCheckpoint]]:
+    """The ways that differ for this model, in groups: in each from the one that keeps most, and recomputes least."""
+    layers = model.num_layers
+    every = {layers // n: n for n in range(layers, 1, -1)}  # by the number of layers that are recomputed
+    nth = [ActivationCheckpoint(mode="selective", selective_ac_option=str(n)) for n in every.values()]
+    by_op = ("selective", "attention") if model.softmax else ("selective",)
+    return [
+        [ActivationCheckpoint(), *nth, ActivationCheckpoint(mode="full")],
+        *([ActivationCheckpoint(mode=mode)] for mode in by_op),
+    ]

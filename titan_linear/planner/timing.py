@@ -31,8 +31,9 @@ import numpy as np
 import pydantic
 import torch
 from pydantic import Field
+from torch.utils._pytree import tree_leaves
 
-from titan_linear.config import Config, fsdp_degrees, micro_steps, replicas_wait
+from titan_linear.config import Config, fsdp_degrees, layer_checkpointing, micro_steps, replicas_wait
 from titan_linear.models.config import Documents, MixerOptions, ModelConfig
 from titan_linear.models.mixers.delta import DeltaOptions
 from titan_linear.observe.flops import training_flops
@@ -250,7 +251,7 @@ class Clock:
                 parts["delta rule"] += self._delta_rule(call.name, mixer, segments)
             elif kind in ("fused", "segments", "delta rule"):
                 # Also tables and folds, which are small, and what was not measured.
-                given = [x for x in call.arguments.values() if isinstance(x, torch.Tensor)]
+                given = [x for x in tree_leaves(call.arguments) if isinstance(x, torch.Tensor)]
                 parts["elementwise"] += sum(x.nbytes for x in (*given, *call.outputs)) / self.rates.fused
             else:
                 parts["communication"] += self._exchange(call)
@@ -370,8 +371,9 @@ class Step:
 def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None = None) -> Step:
     batch, t, u = Batch.of(config, mean), config.training, units(config, model, gpus)
     clock, times = Clock(machine, batch, config.compile.enable), micro_steps(config, gpus)
-    pairs = zip(model.layers, layers(model, batch), strict=True)
-    passes = [_passes(clock, config, of.mixer, counted) for of, counted in pairs]
+    modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(model.num_layers)]
+    each = zip(modes, model.layers, layers(model, batch), strict=True)
+    passes = [_passes(clock, mode, of.mixer, counted) for mode, of, counted in each]
     everything = [p for pair in passes for p in pair]
     parts = {part: times * sum(p.parts[part] for p in everything) for part in PARTS}
     parts["head"] = times * _head(config, model, u, batch, machine)
@@ -390,15 +392,14 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     return Step(parts, documents.tokens, training_flops(model, documents), gpus, machine.rates.peak_tflops)
 
 
-def _passes(clock: Clock, config: Config, mixer: MixerOptions, layer: Layer) -> tuple[Pass, Pass]:
+def _passes(clock: Clock, mode: str, mixer: MixerOptions, layer: Layer) -> tuple[Pass, Pass]:
     """A layer's forward and backward; backward begins with recomputation, if there is any."""
     forward = clock.of(mixer, layer.forward, layer.forward.calls)
     backward = clock.of(mixer, layer.backward, layer.backward.calls)
-    mode = config.activation_checkpoint.mode
     if mode == "none":
         return forward, backward
     calls = layer.forward.calls
-    if mode == "selective" and not config.compile.enable:
+    if mode == "selective" and not clock.compiled:
         calls = [call for call in calls if not call.spec.of_driver]
     calls = [call for call in calls if mode not in call.spec.kept_by]
     again = clock.of(mixer, layer.forward, calls)

@@ -120,8 +120,7 @@ def model_of(subject: Subject, whole: Decoder, dims: LocalDims) -> Decoder:
     splits = apply_tp(model, dims.tp_ranks) if dims.tp > 1 else {}
     model.parts = Parts(splits, None, experts, None)  # the meshes are for tensors that lie on several processes
     apply_cp(model, subject.config.parallelism)
-    if (mode := subject.config.activation_checkpoint.mode) != "none":
-        apply_ac(model, mode, compiled=False)
+    apply_ac(model, subject.config.activation_checkpoint, compiled=False)
     return model
 
 

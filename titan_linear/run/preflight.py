@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from titan_linear.config import Config, check_config, hf_weights
+from titan_linear.config import Config, check_config, hf_weights, layer_checkpointing
 from titan_linear.data import Streams, Tokenizer, build_tokenizer, num_labels, verify_changed, verify_corpus
 from titan_linear.models.config import ModelConfig
 from titan_linear.run.build import (
@@ -88,6 +88,7 @@ def preflight(config: Config, world_size: int, node_size: int | None = None) -> 
         print(line, flush=True)
     check_prompts(config, tokenizer)
     check_splits(model, config)
+    check_checkpointing(model, config)
     if warning := spans_nodes(config, node_size or world_size):
         print(warning, flush=True)
     _check_hugging_face(config, model, tokenizer)
@@ -234,6 +235,17 @@ def check_mixture_step(config: Config, progress: Progress | None) -> None:
             f"training.mixture_from_step = {step} goes on from step {step} of a run, and job.dump_folder = "
             f"{config.job.dump_folder!r} has no checkpoint to resume from; give that run's folder, or remove "
             "training.mixture_from_step to begin with this mixture"
+        )
+
+
+def check_checkpointing(model: ModelConfig, config: Config) -> None:
+    """Raise ValueError if every n-th layer is to be computed again, and there is no n-th."""
+    ac = config.activation_checkpoint
+    modes = {layer_checkpointing(ac, i) for i in range(model.num_layers)}
+    if ac.mode != "none" and modes == {"none"}:
+        raise ValueError(
+            f"activation_checkpoint.selective_ac_option = {ac.selective_ac_option!r} computes none of the model's "
+            f"{model.num_layers} layers again; use at most {model.num_layers}, or mode = 'none'"
         )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 
 from titan_linear.ops.reference.delta_rule import kda_gate, l2norm, recurrent_delta_rule
-from titan_linear.ops.triton import kda
+from titan_linear.ops.runtime.options import DeltaRuleOptions, Inputs, States
 from titan_linear.ops.triton.chunks import chunks_of
+from titan_linear.ops.triton.delta_rule import TritonKDA
 
 NAMES = ("o", "ht", "dq", "dk", "dv", "dg", "dbeta", "dA_log", "ddt_bias", "dh0")
 
@@ -31,16 +32,24 @@ def make_inputs(T, H, HV, K, V, N, *, gate="none", fast=1.0, device="cpu", state
 
 def run_kernels(x, cu, *, gate="none", safe=False, norm=False, lower_bound=None, scale=None):
     """All stages of forward and backward → dict of NAMES."""
-    q, k, v, g, beta, do = (x[n] for n in ("q", "k", "v", "g", "beta", "do"))
-    chunks = chunks_of(torch.tensor(cu, dtype=torch.int32, device=q.device), len(q))
-    numbers = (scale or q.shape[-1] ** -0.5, lower_bound or 0.0, kda.GATES[gate], safe, norm, None)
-    gates, h0 = (x.get("A_log"), x.get("dt_bias")), x.get("h0")
-    tiles = kda.kda_prepare(q, k, g, beta, *gates, *chunks, *numbers)
-    o, ht = kda.kda_scan(v, *tiles, *chunks, h0, None, None, len(cu) - 1)
-    tiles = *kda.kda_recompute(q, k, g, beta, *gates, *chunks, *numbers), *tiles[5:]
-    states = (h0, None, x.get("dht"), None, h0 is not None)
-    grads = kda.kda_backward(q, k, v, g, beta, *gates, do, *states, *tiles, *chunks, *numbers)
-    return dict(zip(NAMES, (o, ht, *grads), strict=True))
+    options = DeltaRuleOptions(
+        scale=scale or x["q"].shape[-1] ** -0.5,
+        l2norm=norm,
+        gate_in_kernel=gate != "none",
+        lower_bound=lower_bound if gate == "bounded" else None,
+        safe_gate=safe,
+    )
+    inputs, chunks = Inputs(*map(x.get, Inputs._fields)), _chunks(x, cu)
+    initial, d_final = (None if x.get(name) is None else States(x[name]) for name in ("h0", "dht"))
+    forward = TritonKDA(inputs, options, chunks, ())
+    o, ht = forward.forward(initial, True)
+    again = TritonKDA(inputs, options, chunks, forward.kept[2:])
+    grads, d_initial = again.backward(x["do"], initial, d_final, initial is not None)
+    return dict(zip(NAMES, (o, ht, *grads, d_initial), strict=True))
+
+
+def _chunks(x, cu):
+    return chunks_of(torch.tensor(cu, dtype=torch.int32, device=x["q"].device), len(x["q"]))
 
 
 def recurrence(q, k, v, g, beta, cu, scale, h0):
@@ -81,12 +90,11 @@ def run_reference(x, cu, *, gate="none", norm=False, lower_bound=None, scale=Non
 
 def run_boundary(x, cu, entries, *, safe=False):
     """S_ext, M and dS_ext of the listed entries."""
-    q, k, v, g, beta, do = (x[n] for n in ("q", "k", "v", "g", "beta", "do"))
-    cu, entries = (torch.tensor(t, dtype=torch.int32, device=q.device) for t in (cu, entries))
-    chunks = chunks_of(cu, len(q))
-    tiles = kda.kda_prepare(q, k, g, beta, None, None, *chunks, q.shape[-1] ** -0.5, 0.0, 0, safe, False, None)
-    S_ext, M = kda.kda_boundary(v, *tiles, *chunks, entries, None)
-    return {"S_ext": S_ext, "M": M, "dS_ext": kda.kda_boundary_bwd(do, *tiles, *chunks, entries, None)}
+    entries = torch.tensor(entries, dtype=torch.int32, device=x["q"].device)
+    options = DeltaRuleOptions(scale=x["q"].shape[-1] ** -0.5, safe_gate=safe)
+    rule = TritonKDA(Inputs(*(x[n] for n in Inputs._fields[:5])), options, _chunks(x, cu), ())
+    S_ext, M = rule.boundaries(entries)
+    return {"S_ext": S_ext, "M": M, "dS_ext": rule.boundary_gradients(x["do"], entries)}
 
 
 def reference_boundary(x, cu, entries, **_):

@@ -44,15 +44,15 @@ def kda_case(dtype: str, K: int, V: int, gate: str = "none", safe: bool = True, 
     A_log, dt_bias = (None, None) if plain else (meta(HV, kind="float32"), meta(HV * K, kind="float32"))
     state, rows = (None, None) if plain else (meta(N, HV, K, V, kind="float32"), meta(N, kind="int32"))
     entries, NT = meta(2, kind="int32"), max_chunks(T, N, 64)
-    chunks = (meta(N + 1, kind="int32"), meta(NT, 2, kind="int32"), meta(N + 1, kind="int32"))
+    chunks = [meta(N + 1, kind="int32"), meta(NT, 2, kind="int32"), meta(N + 1, kind="int32")]
     numbers = (0.5, -5.0, kda.GATES[gate], safe, not plain, None if plain else 2.0)
-    keys = (q, k, g, beta, A_log, dt_bias)
-    tiles = launch(kda.kda_prepare, *keys, *chunks, *numbers)
-    launch(kda.kda_recompute, *keys, *chunks, *numbers)
+    tiles = list(launch(kda.kda_prepare, q, k, g, beta, A_log, dt_bias, chunks, *numbers))
+    launch(kda.kda_recompute, q, k, g, beta, A_log, dt_bias, chunks, *numbers)
     if not whole:
         return
-    launch(kda.kda_scan, v, *tiles, *chunks, state, rows, rows, 0 if plain else N)
-    launch(kda.kda_boundary, v, *tiles, *chunks, entries, None if plain else entries)
-    launch(kda.kda_boundary_bwd, do, *tiles, *chunks, entries, None if plain else entries)
-    states = (state, rows, state, rows, not plain)
-    launch(kda.kda_backward, q, k, v, g, beta, A_log, dt_bias, do, *states, *tiles, *chunks, *numbers)
+    states = [state, rows]
+    launch(kda.kda_scan, v, tiles, chunks, states, 0 if plain else N)
+    launch(kda.kda_boundary, v, tiles, chunks, entries, None if plain else entries)
+    launch(kda.kda_boundary_bwd, do, tiles, chunks, entries, None if plain else entries)
+    inputs = [q, k, v, g, beta, A_log, dt_bias]
+    launch(kda.kda_backward, do, inputs, tiles, chunks, states, states, not plain, *numbers)

@@ -130,18 +130,17 @@ def test_operators_of_gdn_are_well_formed(indexed: bool) -> None:
     x = {n: (t[0] if t.dim() > 1 else t).float().to(DEVICE) for n, t in made.items()}
     q, k, v, gates, do = x["q"], x["k"], x["v"], (x["g"], x["beta"], x["A_log"], x["dt_bias"]), torch.ones_like(x["v"])
     cu, index = (torch.tensor(t, dtype=torch.int32, device=DEVICE) for t in ([0, 70], [0]))
-    state, chunks, numbers = torch.ones(1, 2, 32, 32, device=DEVICE), chunks_of(cu, 70), (0.2, True, 1.0)
-    ops, rows = torch.ops.titan_linear, index if indexed else None
-    tiles = ops.gdn_prepare(q, k, *gates, *chunks, *numbers)
-    states = (state, rows, state, rows, indexed)
+    chunks, numbers = list(chunks_of(cu, 70)), (0.2, True, 1.0)
+    ops, states = torch.ops.titan_linear, [torch.ones(1, 2, 32, 32, device=DEVICE), index if indexed else None]
+    tiles = ops.gdn_prepare(q, k, *gates, chunks, *numbers)
     calls = {
         ops.chunk_table: (cu, 64, 3),
-        ops.gdn_prepare: (q, k, *gates, *chunks, *numbers),
-        ops.gdn_recompute: (q, k, *gates, *chunks, *numbers),
-        ops.gdn_scan: (q, k, v, *tiles, *chunks, state, rows, rows, int(indexed), 0.2),
-        ops.gdn_boundary: (k, v, *tiles, *chunks, index, None),
-        ops.gdn_boundary_bwd: (q, k, do, *tiles, *chunks, index, None, 0.2),
-        ops.gdn_backward: (q, k, v, *gates, do, *states, *tiles, *chunks, *numbers),
+        ops.gdn_prepare: (q, k, *gates, chunks, *numbers),
+        ops.gdn_recompute: (q, k, *gates, chunks, *numbers),
+        ops.gdn_scan: (q, k, v, tiles, chunks, states, int(indexed), 0.2),
+        ops.gdn_boundary: (k, v, tiles, chunks, index, None),
+        ops.gdn_boundary_bwd: (do, q, k, tiles, chunks, index, None, 0.2),
+        ops.gdn_backward: (do, [q, k, v, *gates], tiles, chunks, states, states, indexed, *numbers),
     }
     assert all(t.numel() for t in tiles)
     for op, arguments in calls.items():

@@ -109,19 +109,19 @@ def test_boundary(K, V):
 def test_operators_are_well_formed(indexed):
     x = make_inputs(70, 1, 1, 32, 32, 1, gate="softplus", device=DEVICE)
     q, k, v, g, beta, A_log, dt_bias, do = (x[n] for n in ("q", "k", "v", "g", "beta", "A_log", "dt_bias", "do"))
-    chunks = chunks_of(torch.tensor([0, 70], dtype=torch.int32, device=DEVICE), 70)
+    chunks = list(chunks_of(torch.tensor([0, 70], dtype=torch.int32, device=DEVICE), 70))
     index = torch.tensor([0], dtype=torch.int32, device=DEVICE)
     ops, keys, numbers = torch.ops.titan_linear, (q, k, g, beta, A_log, dt_bias), (0.2, 0.0, 1, True, False, 1.0)
-    rows = index if indexed else None
-    tiles = ops.kda_prepare(*keys, *chunks, *numbers)
-    backward = (do, x["h0"], rows, x["dht"], rows, indexed, *tiles, *chunks, *numbers)
+    initial, d_final = ([x[name], index if indexed else None] for name in ("h0", "dht"))
+    tiles = ops.kda_prepare(*keys, chunks, *numbers)
+    inputs = [q, k, v, g, beta, A_log, dt_bias]
     calls = {
-        ops.kda_prepare: (*keys, *chunks, *numbers),
-        ops.kda_recompute: (*keys, *chunks, *numbers),
-        ops.kda_scan: (v, *tiles, *chunks, x["h0"], rows, rows, int(indexed)),
-        ops.kda_boundary: (v, *tiles, *chunks, index, None),
-        ops.kda_boundary_bwd: (do, *tiles, *chunks, index, None),
-        ops.kda_backward: (q, k, v, g, beta, A_log, dt_bias, *backward),
+        ops.kda_prepare: (*keys, chunks, *numbers),
+        ops.kda_recompute: (*keys, chunks, *numbers),
+        ops.kda_scan: (v, tiles, chunks, initial, int(indexed)),
+        ops.kda_boundary: (v, tiles, chunks, index, None),
+        ops.kda_boundary_bwd: (do, tiles, chunks, index, None),
+        ops.kda_backward: (do, inputs, tiles, chunks, initial, d_final, indexed, *numbers),
     }
     for op, args in calls.items():
         torch.library.opcheck(op.default, args)

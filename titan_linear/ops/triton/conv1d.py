@@ -51,20 +51,20 @@ def _part(i_d, x_0, x_1, x_2, stride_0, stride_1, stride_2, D, width_0, width_1,
 
 
 @triton.jit
-def _state_row(state_index, i_n, HAS_INDEX: tl.constexpr):
+def _state_row(state_index, i_n):
     """The row of entry i_n among the initial states, -1 for zeros."""
-    if HAS_INDEX:
-        return tl.load(state_index + i_n).to(tl.int64)
-    else:
+    if state_index is None:
         return i_n
+    else:
+        return tl.load(state_index + i_n).to(tl.int64)
 
 
 @triton.jit
-def _history(x, state, start, row, i_r, o_d, m_d, first, stride_x, D, W: tl.constexpr, HAS_STATE: tl.constexpr):
+def _history(x, state, start, row, i_r, o_d, m_d, first, stride_x, D, W: tl.constexpr):
     """Row start - W + 1 + row of the input: of x or, for a document's first run, of its initial state i_r."""
     p_x = x + (start - W + 1 + row) * stride_x + o_d
     b_x = tl.load(p_x, mask=m_d & (not first), other=0.0).to(tl.float32)  # [BD]
-    if HAS_STATE:
+    if state is not None:
         p_s = state + (i_r * D + o_d) * (W - 1) + row
         b_x += tl.load(p_s, mask=m_d & first & (i_r >= 0), other=0.0).to(tl.float32)
     return b_x
@@ -86,12 +86,12 @@ def _convolve(window, weights, b_bias, W: tl.constexpr):
 
 
 @triton.jit
-def _load_weights(weight, bias, o_d, m_d, W: tl.constexpr, BD: tl.constexpr, HAS_BIAS: tl.constexpr):
+def _load_weights(weight, bias, o_d, m_d, W: tl.constexpr, BD: tl.constexpr):
     weights = ()
     for i in tl.static_range(W):
         weights = weights + (tl.load(weight + o_d * W + i, mask=m_d, other=0.0).to(tl.float32),)
     b_bias = tl.zeros([BD], tl.float32)
-    if HAS_BIAS:
+    if bias is not None:
         b_bias = tl.load(bias + o_d, mask=m_d, other=0.0).to(tl.float32)
     return weights, b_bias
 
@@ -119,9 +119,6 @@ def conv1d_fwd_kernel(
     BD: tl.constexpr,
     R: tl.constexpr,
     SILU: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
 ):
     i_d, i_t = tl.program_id(0) % blocks, tl.program_id(0) // blocks
     i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
@@ -129,17 +126,17 @@ def conv1d_fwd_kernel(
         return
     y, _, before, i_d, width = _part(i_d, y_0, y_1, y_2, D, D, D, D, width_0, width_1, BD)
     i_n = i_n.to(tl.int64)
-    i_r = _state_row(state_index, i_n, HAS_INDEX)
+    i_r = _state_row(state_index, i_n)
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
     start = bos + i_s * BT
     end = tl.minimum(start + BT, eos)
     o_y = i_d * BD + tl.arange(0, BD)
     m_d, o_d = o_y < width, before + o_y
-    weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD, HAS_BIAS)
+    weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD)
 
     window = ()  # the W - 1 rows before the current one, oldest first
     for i in tl.static_range(W - 1):
-        window = window + (_history(x, initial_state, start, i, i_r, o_d, m_d, i_s == 0, stride_x, D, W, HAS_STATE),)
+        window = window + (_history(x, initial_state, start, i, i_r, o_d, m_d, i_s == 0, stride_x, D, W),)
     for t in range(start, end, R):
         rows = ()  # R independent loads in flight
         for r in tl.static_range(R):
@@ -163,12 +160,12 @@ def _activation_bwd(b_dz, window, weights, b_bias, W: tl.constexpr, SILU: tl.con
 
 
 @triton.jit
-def _row_gradient(grads, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W: tl.constexpr, HAS_D_FINAL: tl.constexpr):
+def _row_gradient(grads, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W: tl.constexpr):
     """The gradient of row p, from dz of rows p to p + W - 1."""
     b_dx = weights[0] * grads[W - 1]
     for i in tl.static_range(1, W):
         b_dx += weights[i] * grads[W - 1 - i]
-    if HAS_D_FINAL:
+    if d_final_state is not None:
         o_s = p - (eos - (W - 1))
         p_s = d_final_state + (i_n * D + o_d) * (W - 1) + o_s
         b_dx += tl.load(p_s, mask=m_d & (o_s >= 0) & (o_s < W - 1), other=0.0).to(tl.float32)
@@ -196,7 +193,6 @@ def _state_gradient(
     W: tl.constexpr,
     BD: tl.constexpr,
     SILU: tl.constexpr,
-    HAS_D_FINAL: tl.constexpr,
 ):
     """The gradient of an entry's initial state, from the entry's first rows; `window` is that state. The loop over the
     run computes these rows again: a store there that only they need would slow it down for all rows."""
@@ -209,7 +205,7 @@ def _state_gradient(
         full = window + (tl.load(x + t * stride_x + o_d, mask=m_t, other=0.0).to(tl.float32),)
         b_dz = tl.load(dy + t * stride_dy + o_d, mask=m_t, other=0.0).to(tl.float32)
         d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, W, SILU),)
-        b_ds = _row_gradient(d_full, weights, d_final_state, t - (W - 1), eos, i_n, o_d, m_d, D, W, HAS_D_FINAL)
+        b_ds = _row_gradient(d_full, weights, d_final_state, t - (W - 1), eos, i_n, o_d, m_d, D, W)
         tl.store(d_initial_state + (i_r * D + o_d) * (W - 1) + r, b_ds.to(d_initial_state.dtype.element_ty), mask=m_d)
         window, grads = full[1:], d_full[1:]
 
@@ -228,7 +224,7 @@ def conv1d_bwd_kernel(
     d_final_state,
     dx,
     d_weight,  # [NT, W, D] partials
-    d_bias,  # [NT, D] partials
+    d_bias,  # [NT, D] partials, or None
     d_initial_state,  # [S, D, W-1]
     cu_seqlens,
     chunk_index,
@@ -245,10 +241,6 @@ def conv1d_bwd_kernel(
     BD: tl.constexpr,
     R: tl.constexpr,
     SILU: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
-    HAS_D_FINAL: tl.constexpr,
 ):
     i_d, i_t = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
     i_n, i_s = tl.load(chunk_index + 2 * i_t), tl.load(chunk_index + 2 * i_t + 1)
@@ -261,7 +253,7 @@ def conv1d_bwd_kernel(
     if i_n < 0:  # zeros, since partials are summed over all rows of chunk_index
         for i in tl.static_range(W):
             tl.store(d_weight + (i_t * W + i) * D + o_d, tl.zeros([BD], tl.float32), mask=m_d)
-        if HAS_BIAS:
+        if d_bias is not None:
             tl.store(d_bias + i_t * D + o_d, tl.zeros([BD], tl.float32), mask=m_d)
         return
     sums = ()  # d_weight, one [BD] for each tap
@@ -269,17 +261,17 @@ def conv1d_bwd_kernel(
         sums = sums + (tl.zeros([BD], tl.float32),)
     b_dbias = tl.zeros([BD], tl.float32)
     i_n = i_n.to(tl.int64)
-    i_r = _state_row(state_index, i_n, HAS_INDEX)
+    i_r = _state_row(state_index, i_n)
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
     start = bos + i_s * BT
     end = tl.minimum(start + BT, eos)
-    weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD, HAS_BIAS)
+    weights, b_bias = _load_weights(weight, bias, o_d, m_d, W, BD)
     window = ()
     grads = ()  # dz of the W - 1 rows before the current one; rows before `start` are another program's
     for i in tl.static_range(W - 1):
-        window = window + (_history(x, initial_state, start, i, i_r, o_d, m_d, i_s == 0, stride_x, D, W, HAS_STATE),)
+        window = window + (_history(x, initial_state, start, i, i_r, o_d, m_d, i_s == 0, stride_x, D, W),)
         grads = grads + (tl.zeros([BD], tl.float32),)
-    if HAS_STATE and (i_s == 0) & (i_r >= 0):
+    if initial_state is not None and (i_s == 0) & (i_r >= 0):
         _state_gradient(
             x,
             dy,
@@ -300,7 +292,6 @@ def conv1d_bwd_kernel(
             W,
             BD,
             SILU,
-            HAS_D_FINAL,
         )
     # Row t completes the gradient of row t - W + 1. A run after which the document goes on has a multiple of R rows.
     for t in range(start, end, R):
@@ -319,7 +310,7 @@ def conv1d_bwd_kernel(
             b_dbias += b_dz
             d_full = grads + (b_dz,)
             p = t + r - (W - 1)
-            b_dx = _row_gradient(d_full, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W, HAS_D_FINAL)
+            b_dx = _row_gradient(d_full, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W)
             tl.store(dx + p * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_d & (p >= start) & (p < end))
             window, grads = full[1:], d_full[1:]
     # the next program owns the W - 1 rows after the run, and their share of the weight's gradient
@@ -331,12 +322,12 @@ def conv1d_bwd_kernel(
         b_dz = tl.load(dy + t * stride_dy + o_d, mask=m_t, other=0.0).to(tl.float32)
         d_full = grads + (_activation_bwd(b_dz, full, weights, b_bias, W, SILU),)
         p = t - (W - 1)
-        b_dx = _row_gradient(d_full, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W, HAS_D_FINAL)
+        b_dx = _row_gradient(d_full, weights, d_final_state, p, eos, i_n, o_d, m_d, D, W)
         tl.store(dx + p * D + o_d, b_dx.to(dx.dtype.element_ty), mask=m_d & (p >= start) & (p < end))
         window, grads = full[1:], d_full[1:]
     for i in tl.static_range(W):
         tl.store(d_weight + (i_t * W + i) * D + o_d, sums[i], mask=m_d)
-    if HAS_BIAS:
+    if d_bias is not None:
         tl.store(d_bias + i_t * D + o_d, b_dbias, mask=m_d)
 
 
@@ -352,19 +343,17 @@ def conv1d_final_state_kernel(
     stride_x,
     W: tl.constexpr,
     BD: tl.constexpr,
-    HAS_STATE: tl.constexpr,
-    HAS_INDEX: tl.constexpr,
 ):
     """The last W - 1 inputs of each entry; where it is shorter, the rest comes from its initial state."""
     i_d, i_n = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    i_r = _state_row(state_index, i_n, HAS_INDEX)
+    i_r = _state_row(state_index, i_n)
     bos, eos = tl.load(cu_seqlens + i_n).to(tl.int64), tl.load(cu_seqlens + i_n + 1).to(tl.int64)
     o_d = i_d * BD + tl.arange(0, BD)
     m_d = o_d < D
     for i in tl.static_range(W - 1):
         t = eos - (W - 1) + i
         b_x = tl.load(x + t * stride_x + o_d, mask=m_d & (t >= bos), other=0.0).to(tl.float32)
-        if HAS_STATE:
+        if initial_state is not None:
             p_s = initial_state + (i_r * D + o_d) * (W - 1) + (t - bos + W - 1)
             b_x += tl.load(p_s, mask=m_d & (t < bos) & (i_r >= 0), other=0.0).to(tl.float32)
         p_f = final_state + (i_n * D + o_d) * (W - 1) + i
@@ -410,7 +399,6 @@ def conv1d(
     D, W, N = x.shape[1], weight.shape[1], cu_seqlens.numel() - 1
     *ys, final_state = _outputs(x, weight, cu_seqlens, widths, output_final_state)
     state = initial_state.contiguous() if initial_state is not None else None
-    options = {"W": W, "HAS_STATE": state is not None, "HAS_INDEX": state_index is not None}
     blocks = _blocks(widths, FORWARD_CONFIG["BD"])
     conv1d_fwd_kernel[(chunk_index.shape[0] * blocks,)](
         x,
@@ -425,15 +413,14 @@ def conv1d(
         *_first_two(widths),
         blocks,
         x.stride(0),
+        W=W,
         BT=BT,
         SILU=silu,
-        HAS_BIAS=bias is not None,
-        **options,
         **FORWARD_CONFIG,
     )
     if output_final_state and W > 1:
         conv1d_final_state_kernel[(blocks_of(D, 256), N)](
-            x, state, state_index, final_state, cu_seqlens, D, x.stride(0), BD=256, num_warps=1, **options
+            x, state, state_index, final_state, cu_seqlens, D, x.stride(0), W=W, BD=256, num_warps=1
         )
     return *ys, final_state
 
@@ -477,8 +464,8 @@ def conv1d_backward(
     d_state = x.new_empty(0)
     if state is not None:  # rows that belong to no entry get zeros
         d_state = torch.empty_like(state) if state_index is None else torch.zeros_like(state)
-    d_weight = torch.empty(NT, W, D, dtype=torch.float32, device=x.device)
-    d_bias = torch.empty(NT, D if bias is not None else 0, dtype=torch.float32, device=x.device)
+    d_weight = x.new_empty(NT, W, D, dtype=torch.float32)
+    d_bias = None if bias is None else x.new_empty(NT, D, dtype=torch.float32)
     blocks = _blocks(widths, BACKWARD_CONFIG["BD"])
     conv1d_bwd_kernel[(NT * blocks,)](
         x,
@@ -502,13 +489,9 @@ def conv1d_backward(
         W=W,
         BT=BT,
         SILU=silu,
-        HAS_BIAS=bias is not None,
-        HAS_STATE=state is not None,
-        HAS_INDEX=state_index is not None,
-        HAS_D_FINAL=d_final is not None,
         **BACKWARD_CONFIG,
     )
-    d_bias = d_bias.sum(0).to(bias.dtype) if bias is not None else x.new_empty(0)
+    d_bias = x.new_empty(0) if bias is None else d_bias.sum(0).to(bias.dtype)
     return dx, d_weight.sum(0).t().contiguous().to(weight.dtype), d_bias, d_state
 
 

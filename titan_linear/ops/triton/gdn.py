@@ -10,11 +10,7 @@
 A pass keeps its inputs and C (64 numbers per token and head) between forward and backward.
 
 q, k [T, H, K], v [T, HV, V], g, beta [T, HV] are flat packed streams (`tiles.py`: any stride between tokens), HV = R·H,
-of N entries; `Chunks` (cu_seqlens, chunk_index, chunk_offsets) says where these lie. The tiles of NT chunks of BT = 64
-tokens (see gdn_kernels for the letters) are
-
-    C, A [NT, HV, BT, BT]                         gates [NT, HV, 2, BT] fp32: cumulative gate in base 2, β
-    norms [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|; empty without l2norm
+of N entries. Operators take named tuples as lists: `Inputs`, `Chunks`, `Tiles`, `States`.
 
 Nothing here waits for the device. beta_range: None if beta is β; otherwise beta holds logits, β is beta_range times
 their sigmoid, and dbeta is the gradient of the logits. With A_log [HV], g is raw and the gate is
@@ -23,17 +19,28 @@ their sigmoid, and dbeta is the gradient of the logits. With A_log [HV], g is ra
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK as BT
 from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.options import Inputs, States
 from titan_linear.ops.triton import gdn_kernels as kernels
+from titan_linear.ops.triton.chunks import Chunks
 from titan_linear.ops.triton.configs import Config, config, widest_slice
 from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.tiles import chunk_tiles, dense_heads, empty_gradients, empty_states, row_tiles
+
+
+class Tiles(NamedTuple):
+    """Of NT chunks of BT = 64 tokens; the letters are those of gdn_kernels."""
+
+    C: Tensor | None  # [NT, HV, BT, BT]; None: not computed again
+    A: Tensor  # [NT, HV, BT, BT]
+    gates: Tensor  # [NT, HV, 2, BT] fp32: cumulative gate in base 2, β
+    norms: Tensor  # [NT, H, 2, BT] fp32: 1 / |q|, 1 / |k|; empty without l2norm
 
 
 def _precision(x: Tensor) -> str:
@@ -52,17 +59,27 @@ def _sliced(kernel: str, k: Tensor, V: int) -> Config:
     return config(kernel, k, max(K, S), BV=min(K, S))
 
 
-def _recomputed(k: Tensor, g: Tensor, chunk_index: Tensor, l2norm: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Empty A, gates, norms."""
+def _empty_tiles(k: Tensor, g: Tensor, chunk_index: Tensor, l2norm: bool, system: bool = True) -> Tiles:
+    """system: with C."""
     NT, HV = chunk_index.shape[0], g.shape[1]
+    C, A = (k.new_empty(NT, HV, BT, BT) if wanted else None for wanted in (system, True))
     gates = k.new_empty(NT, HV, 2, BT, dtype=torch.float32)
-    norms = k.new_empty((NT, k.shape[1], 2, BT) if l2norm else 0, dtype=torch.float32)
-    return k.new_empty(NT, HV, BT, BT), gates, norms
+    return Tiles(C, A, gates, k.new_empty((NT, k.shape[1], 2, BT) if l2norm else 0, dtype=torch.float32))
 
 
-def _launch_prepare(q, k, g, beta, A_log, dt_bias, C, A, gates, norms, cu_seqlens, chunk_index, scale, beta_range):
-    """C: None in backward, which has it from forward."""
-    (_, H, K), HV, NT = q.shape, g.shape[1], chunk_index.shape[0]
+def _launch_prepare(
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    tiles: Tiles,
+    chunks: Chunks,
+    scale: float,
+    beta_range: float | None,
+) -> None:
+    (_, H, K), HV, NT = q.shape, g.shape[1], chunks.chunk_index.shape[0]
     q, k, g, beta = (dense_heads(x) for x in (q, k, g, beta))
     kernels.prepare_kernel[(NT * HV,)](
         q,
@@ -71,12 +88,9 @@ def _launch_prepare(q, k, g, beta, A_log, dt_bias, C, A, gates, norms, cu_seqlen
         beta,
         A_log,
         dt_bias,
-        C,
-        A,
-        gates,
-        norms,
-        cu_seqlens,
-        chunk_index,
+        *tiles,
+        chunks.cu_seqlens,
+        chunks.chunk_index,
         scale,
         q.stride(0),
         k.stride(0),
@@ -86,10 +100,10 @@ def _launch_prepare(q, k, g, beta, A_log, dt_bias, C, A, gates, norms, cu_seqlen
         R=HV // H,
         K=K,
         BT=BT,
-        NORM=norms.numel() > 0,
+        NORM=tiles.norms.numel() > 0,
         BETA_RANGE=beta_range,
         PREC=_precision(k),
-        **config("gdn recompute" if C is None else "gdn prepare", k, K),
+        **config("gdn recompute" if tiles.C is None else "gdn prepare", k, K),
     )
 
 
@@ -101,27 +115,25 @@ def gdn_prepare(
     beta: Tensor,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-    cu_seqlens: Tensor,
-    chunk_index: Tensor,
-    chunk_offsets: Tensor,
+    chunks: list[Tensor],
     scale: float,
     l2norm: bool,
     beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """-> C, A, gates, norms."""
-    A, gates, norms = _recomputed(k, g, chunk_index, l2norm)
-    C = torch.empty_like(A)
-    _launch_prepare(q, k, g, beta, A_log, dt_bias, C, A, gates, norms, cu_seqlens, chunk_index, scale, beta_range)
-    solve_kernel[(C.shape[0] * C.shape[1],)](
-        gates[:, :, 1], C, STRIDE_B=2 * BT, SCALED=True, **config("solve", k, k.shape[2])
+    """-> `Tiles`."""
+    where = Chunks(*chunks)
+    tiles = _empty_tiles(k, g, where.chunk_index, l2norm)
+    _launch_prepare(q, k, g, beta, A_log, dt_bias, tiles, where, scale, beta_range)
+    chosen = config("solve", k, k.shape[2])
+    solve_kernel[(tiles.C.shape[0] * tiles.C.shape[1],)](
+        tiles.gates[:, :, 1], tiles.C, STRIDE_B=2 * BT, SCALED=True, **chosen
     )
-    return C, A, gates, norms
+    return tiles
 
 
 @register_fake(gdn_prepare)
-def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, chunk_index, chunk_offsets, scale, l2norm, beta_range):
-    A, gates, norms = _recomputed(k, g, chunk_index, l2norm)
-    return torch.empty_like(A), A, gates, norms
+def _(q, k, g, beta, A_log, dt_bias, chunks, scale, l2norm, beta_range):
+    return _empty_tiles(k, g, Chunks(*chunks).chunk_index, l2norm)
 
 
 @operator(kind="delta rule", of_driver=True, prepares="backward")
@@ -132,22 +144,21 @@ def gdn_recompute(
     beta: Tensor,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-    cu_seqlens: Tensor,
-    chunk_index: Tensor,
-    chunk_offsets: Tensor,
+    chunks: list[Tensor],
     scale: float,
     l2norm: bool,
     beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """-> A, gates, norms."""
-    A, gates, norms = _recomputed(k, g, chunk_index, l2norm)
-    _launch_prepare(q, k, g, beta, A_log, dt_bias, None, A, gates, norms, cu_seqlens, chunk_index, scale, beta_range)
-    return A, gates, norms
+    where = Chunks(*chunks)
+    tiles = _empty_tiles(k, g, where.chunk_index, l2norm, system=False)
+    _launch_prepare(q, k, g, beta, A_log, dt_bias, tiles, where, scale, beta_range)
+    return tiles[1:]
 
 
 @register_fake(gdn_recompute)
-def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, chunk_index, chunk_offsets, scale, l2norm, beta_range):
-    return _recomputed(k, g, chunk_index, l2norm)
+def _(q, k, g, beta, A_log, dt_bias, chunks, scale, l2norm, beta_range):
+    return _empty_tiles(k, g, Chunks(*chunks).chunk_index, l2norm, system=False)[1:]
 
 
 def _scan_outputs(k: Tensor, v: Tensor, final_rows: int) -> tuple[Tensor, Tensor]:
@@ -159,21 +170,15 @@ def gdn_scan(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    C: Tensor,
-    A: Tensor,
-    gates: Tensor,
-    norms: Tensor,
-    cu_seqlens: Tensor,
-    chunk_index: Tensor,
-    chunk_offsets: Tensor,
-    initial_state: Tensor | None,
-    state_index: Tensor | None,
-    final_index: Tensor | None,
+    tiles: list[Tensor],
+    chunks: list[Tensor],
+    initial: list[Tensor | None],
     final_rows: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """-> o [T, HV, V], final_state [final_rows, HV, K, V] fp32 (0 rows: none is written)."""
-    K, (_, HV, V), N = k.shape[2], v.shape, cu_seqlens.shape[0] - 1
+    made, where, states = Tiles(*tiles), Chunks(*chunks), States(*initial)
+    K, (_, HV, V), N = k.shape[2], v.shape, where.cu_seqlens.shape[0] - 1
     q, k, v = dense_heads(q), dense_heads(k), dense_heads(v)
     o, final_state = _scan_outputs(k, v, final_rows)
     chosen = _sliced("gdn scan", k, V)
@@ -182,44 +187,27 @@ def gdn_scan(
         row_tiles(q, BT, K),
         row_tiles(k, BT, K),
         row_tiles(v, BT, BV),
-        chunk_tiles(C, BT, BT),
-        chunk_tiles(A, BT, BT),
-        gates,
-        norms,
-        initial_state,
-        state_index,
+        chunk_tiles(made.C, BT, BT),
+        chunk_tiles(made.A, BT, BT),
+        made.gates,
+        made.norms,
+        states.values,
+        states.index,
         o,
         final_state if final_rows else None,
-        final_index,
-        cu_seqlens,
-        chunk_offsets,
+        where.cu_seqlens,
+        where.chunk_offsets,
         scale,
         HV,
         V=V,
-        **_constants(k, HV, norms),
+        **_constants(k, HV, made.norms),
         **chosen,
     )
     return o, final_state
 
 
 @register_fake(gdn_scan)
-def _(
-    q,
-    k,
-    v,
-    C,
-    A,
-    gates,
-    norms,
-    cu_seqlens,
-    chunk_index,
-    chunk_offsets,
-    initial_state,
-    state_index,
-    final_index,
-    final_rows,
-    scale,
-):
+def _(q, k, v, tiles, chunks, initial, final_rows, scale):
     return _scan_outputs(k, v, final_rows)
 
 
@@ -230,174 +218,153 @@ def _boundary_outputs(k: Tensor, v: Tensor, entries: Tensor) -> tuple[Tensor, Te
 
 @operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def gdn_boundary(
-    k: Tensor,
-    v: Tensor,
-    C: Tensor,
-    A: Tensor,
-    gates: Tensor,
-    norms: Tensor,
-    cu_seqlens: Tensor,
-    chunk_index: Tensor,
-    chunk_offsets: Tensor,
-    entries: Tensor,
-    wanted: Tensor | None,
+    k: Tensor, v: Tensor, tiles: list[Tensor], chunks: list[Tensor], entries: Tensor, wanted: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """entries [F] int32 -> S_ext [F, HV, K, V], each listed entry's last state from a zero state, and M [F, HV, K, K],
     its transition; fp32. wanted [F] int32: what is written for each, 0 nothing, 1 S_ext, 2 both; None: both for all."""
-    K, (_, HV, V), F = k.shape[2], v.shape, entries.shape[0]
+    made, where = Tiles(*tiles), Chunks(*chunks)
     k, v = dense_heads(k), dense_heads(v)
     S_ext, M = _boundary_outputs(k, v, entries)
+    F, HV, K, V = S_ext.shape
     chosen = _sliced("gdn boundary", k, V)
     BV = chosen["BV"]
     kernels.boundary_kernel[(F * HV * ((V + K) // BV),)](
         row_tiles(k, BT, K),
         row_tiles(v, BT, BV),
-        chunk_tiles(C, BT, BT),
-        gates,
-        norms,
+        chunk_tiles(made.C, BT, BT),
+        made.gates,
+        made.norms,
         entries,
         wanted,
         S_ext,
         M,
-        cu_seqlens,
-        chunk_offsets,
+        where.cu_seqlens,
+        where.chunk_offsets,
         HV,
         V=V,
-        **_constants(k, HV, norms),
+        **_constants(k, HV, made.norms),
         **chosen,
     )
     return S_ext, M
 
 
 @register_fake(gdn_boundary)
-def _(k, v, C, A, gates, norms, cu_seqlens, chunk_index, chunk_offsets, entries, wanted):
+def _(k, v, tiles, chunks, entries, wanted):
     return _boundary_outputs(k, v, entries)
 
 
 @operator(kind="delta rule", of_driver=True)
 def gdn_boundary_bwd(
+    do: Tensor,
     q: Tensor,
     k: Tensor,
-    do: Tensor,
-    C: Tensor,
-    A: Tensor,
-    gates: Tensor,
-    norms: Tensor,
-    cu_seqlens: Tensor,
-    chunk_index: Tensor,
-    chunk_offsets: Tensor,
+    tiles: list[Tensor],
+    chunks: list[Tensor],
     entries: Tensor,
     wanted: Tensor | None,
     scale: float,
 ) -> Tensor:
     """entries [F] int32 -> dS_ext [F, HV, K, V] fp32: the gradient of each listed entry's incoming state if its last
     state has none. wanted [F] int32: 0 leaves an entry's unwritten; None: all are written."""
-    K, (_, HV, V), F = k.shape[2], do.shape, entries.shape[0]
+    made, where = Tiles(*tiles), Chunks(*chunks)
     q, k, do = dense_heads(q), dense_heads(k), dense_heads(do)
-    dS_ext = empty_states(do, F, K)
+    dS_ext = empty_states(do, entries.shape[0], k.shape[2])
+    F, HV, K, V = dS_ext.shape
     chosen = _sliced("gdn boundary", k, V)
     BV = chosen["BV"]
     kernels.boundary_bwd_kernel[(F * HV * (V // BV),)](
         row_tiles(q, BT, K),
         row_tiles(k, BT, K),
         row_tiles(do, BT, BV),
-        chunk_tiles(C, BT, BT),
-        chunk_tiles(A, BT, BT),
-        gates,
-        norms,
+        chunk_tiles(made.C, BT, BT),
+        chunk_tiles(made.A, BT, BT),
+        made.gates,
+        made.norms,
         entries,
         wanted,
         dS_ext,
-        cu_seqlens,
-        chunk_offsets,
+        where.cu_seqlens,
+        where.chunk_offsets,
         scale,
         HV,
         V=V,
-        **_constants(k, HV, norms),
+        **_constants(k, HV, made.norms),
         **chosen,
     )
     return dS_ext
 
 
 @register_fake(gdn_boundary_bwd)
-def _(q, k, do, C, A, gates, norms, cu_seqlens, chunk_index, chunk_offsets, entries, wanted, scale):
+def _(do, q, k, tiles, chunks, entries, wanted, scale):
     return empty_states(do, entries.shape[0], k.shape[2])
 
 
-def _room_in_backward(k: Tensor, v: Tensor, **_: Any) -> int:
+def _room_in_backward(inputs: list[Tensor | None], **_: Any) -> int:
     """Bytes, for each chunk: states and their gradients, y."""
-    (T, HV, V), K = v.shape, k.shape[-1]
-    return T * HV * (2 * K * V // BT + V) * v.element_size()
+    x = Inputs(*inputs)
+    (T, HV, V), K = x.v.shape, x.k.shape[-1]
+    return T * HV * (2 * K * V // BT + V) * x.v.element_size()
 
 
 @operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)
 def gdn_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
     do: Tensor,
-    initial_state: Tensor | None,
-    state_index: Tensor | None,
-    d_final_state: Tensor | None,
-    final_index: Tensor | None,
+    inputs: list[Tensor | None],
+    tiles: list[Tensor],
+    chunks: list[Tensor],
+    initial: list[Tensor | None],
+    d_final: list[Tensor | None],
     need_d_initial: bool,
-    C: Tensor,
-    A: Tensor,
-    gates: Tensor,
-    norms: Tensor,
-    cu_seqlens: Tensor,
-    chunk_index: Tensor,
-    chunk_offsets: Tensor,
     scale: float,
     l2norm: bool,
     beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv, dg, dbeta, dA_log, ddt_bias (each dense, in its input's dtype; the last two are empty where A_log
-    or dt_bias is None), d_initial_state, fp32 in initial_state's shape (empty unless needed; rows that belong to no
-    entry stay unwritten)."""
+    """-> the gradients of `Inputs` (each dense, in its input's dtype; those of A_log and dt_bias are empty if not
+    given), and of the initial states, fp32 in their shape (empty unless needed; rows that belong to no entry stay
+    unwritten)."""
+    q, k, v, g, beta, A_log, dt_bias = Inputs(*inputs)
+    made, states, final = Tiles(*tiles), States(*initial), States(*d_final)
+    gates, norms = made.gates, made.norms
+    cu_seqlens, chunk_index, chunk_offsets = Chunks(*chunks)
     (T, H, K), (_, HV, V), NT, N = k.shape, v.shape, chunk_index.shape[0], cu_seqlens.shape[0] - 1
     q, k, v, g, do = (dense_heads(x) for x in (q, k, v, g, do))
     constants = {"V": V} | _constants(k, HV, norms)
-    states, reverse, chosen = (_sliced(f"gdn {name}", k, V) for name in ("states", "reverse", "gradients"))
-    q_rows, k_rows, C_tiles = row_tiles(q, BT, K), row_tiles(k, BT, K), chunk_tiles(C, BT, BT)
+    forward, reverse, chosen = (_sliced(f"gdn {name}", k, V) for name in ("states", "reverse", "gradients"))
+    q_rows, k_rows, C_tiles = row_tiles(q, BT, K), row_tiles(k, BT, K), chunk_tiles(made.C, BT, BT)
     h, y = k.new_empty(NT, HV, K, V), v.new_empty(v.shape)
-    kernels.states_kernel[(N * HV * (V // states["BV"]),)](
+    kernels.states_kernel[(N * HV * (V // forward["BV"]),)](
         k_rows,
-        row_tiles(v, BT, states["BV"]),
+        row_tiles(v, BT, forward["BV"]),
         C_tiles,
         gates,
         norms,
-        initial_state,
-        state_index,
+        states.values,
+        states.index,
         h,
         y,
         cu_seqlens,
         chunk_offsets,
         HV,
         **constants,
-        **states,
+        **forward,
     )
 
     dh, dv = torch.empty_like(h), v.new_empty(v.shape)
-    d_initial = v.new_empty(initial_state.shape if need_d_initial else 0, dtype=torch.float32)
+    d_initial = v.new_empty(states.values.shape if need_d_initial else 0, dtype=torch.float32)
     kernels.reverse_kernel[(N * HV * (V // reverse["BV"]),)](
         q_rows,
         k_rows,
         row_tiles(do, BT, reverse["BV"]),
         C_tiles,
-        chunk_tiles(A, BT, BT),
+        chunk_tiles(made.A, BT, BT),
         gates,
         norms,
-        d_final_state,
-        final_index,
+        final.values,
+        final.index,
         dh,
         dv,
         d_initial if need_d_initial else None,
-        state_index,
+        states.index,
         cu_seqlens,
         chunk_offsets,
         scale,
@@ -421,10 +388,10 @@ def gdn_backward(
         g,
         A_log,
         dt_bias,
-        initial_state,
-        state_index,
-        d_final_state,
-        final_index,
+        states.values,
+        states.index,
+        final.values,
+        final.index,
         dq,
         dk,
         dg,

@@ -248,7 +248,7 @@ def scan_kernel(
     q_desc, k_desc, v_desc, C_desc, A_desc, gates, norms,
     initial_state, state_index,
     o,  # [T, HV, V]
-    final_state, final_index,
+    final_state,
     cu_seqlens, chunk_offsets, scale, HV,
     R: tl.constexpr, K: tl.constexpr, V: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, NORM: tl.constexpr,
     STAGES: tl.constexpr, PREC: tl.constexpr,
@@ -267,7 +267,7 @@ def scan_kernel(
         i_v, True, scale, HV, R, K, V, BT, BV, NORM, False, STAGES, PREC,
     )  # fmt: skip
     if final_state is not None:
-        store_state(final_state, final_index, i_n, HV * K * V, o_s, b_s)
+        store_state(final_state, None, i_n, HV * K * V, o_s, b_s)
 
 
 @Launcher

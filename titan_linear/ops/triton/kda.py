@@ -11,11 +11,7 @@ A pass keeps its inputs, Aqk and Gn (2 × 64 numbers of the compute dtype per to
 backward.
 
 q, k [T, H, K], v [T, HV, V], g [T, HV, K], beta [T, HV] are flat packed streams (`tiles.py`: any stride between tokens)
-of N entries; `Chunks` (cu_seqlens, chunk_index, chunk_offsets) says where these lie. The tiles of NT chunks of C = 64
-tokens (see kda_fwd for the letters) are
-
-    qg [NT, HV, K, C] scale·q·2^Γ     kn [NT, HV, K, C] −k·2^Γ     kg [NT, HV, K, C] k·2^(γ−Γ)
-    decay [NT, HV, K] fp32, 2^γ       b [NT, HV, C] fp32, β        Aqk, Gn [NT, HV, C, C]
+of N entries. Operators take named tuples as lists: `Inputs`, `Chunks`, `Tiles`, `States`.
 
 Nothing here waits for the device. beta_range: None if beta is β; otherwise beta holds logits, β is beta_range times
 their sigmoid, and dbeta is the gradient of the logits. gate: g is the log decay (0), or the raw input of the softplus
@@ -24,7 +20,7 @@ gate (1) or of the bounded gate (2).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -32,6 +28,8 @@ from torch import Tensor
 
 from titan_linear.ops.layout.boundaries import CHUNK
 from titan_linear.ops.runtime.operators import operator, register_fake
+from titan_linear.ops.runtime.options import Inputs, States
+from titan_linear.ops.triton.chunks import Chunks
 from titan_linear.ops.triton.configs import config, widest_slice
 from titan_linear.ops.triton.kda_bwd import (
     boundary_bwd_kernel,
@@ -46,6 +44,20 @@ from titan_linear.ops.triton.solve import solve_kernel
 from titan_linear.ops.triton.tiles import chunk_tiles, dense_heads, empty_gradients, empty_states, row_tiles
 
 GATES = {"none": 0, "softplus": 1, "bounded": 2}
+
+
+class Tiles(NamedTuple):
+    """Of NT chunks of C = 64 tokens; the letters are those of kda_fwd."""
+
+    qg: Tensor  # [NT, HV, K, C] scale·q·2^Γ
+    kn: Tensor  # [NT, HV, K, C] −k·2^Γ
+    kg: Tensor  # [NT, HV, K, C] k·2^(γ−Γ)
+    decay: Tensor  # [NT, HV, K] fp32, 2^γ
+    b: Tensor  # [NT, HV, C] fp32, β
+    Aqk: Tensor | None  # [NT, HV, C, C]; None, like Gn: not computed again
+    Gn: Tensor | None  # [NT, HV, C, C]
+
+
 TRITON_DTYPE = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
@@ -54,41 +66,34 @@ def _compute_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype == torch.float32 else torch.bfloat16
 
 
-def _recomputed(q: Tensor, g: Tensor, chunk_index: Tensor) -> tuple[Tensor, ...]:
-    """Empty qg, kn, kg, decay, b."""
+def _empty_tiles(q: Tensor, g: Tensor, chunk_index: Tensor, matrices: bool = True) -> Tiles:
     (_, HV, K), NT, dtype = g.shape, chunk_index.shape[0], _compute_dtype(q.dtype)
-    keys = (g.new_empty(NT, HV, K, CHUNK, dtype=dtype) for _ in range(3))
-    return *keys, *(g.new_empty(NT, HV, dim, dtype=torch.float32) for dim in (K, CHUNK))
-
-
-def _matrices(q: Tensor, g: Tensor, chunk_index: Tensor) -> tuple[Tensor, Tensor]:
-    """Empty Aqk and Gn."""
-    shape = chunk_index.shape[0], g.shape[1], CHUNK, CHUNK
-    return g.new_empty(shape, dtype=_compute_dtype(q.dtype)), g.new_empty(shape, dtype=_compute_dtype(q.dtype))
+    qg, kn, kg = (g.new_empty(NT, HV, K, CHUNK, dtype=dtype) for _ in range(3))
+    decay, b = (g.new_empty(NT, HV, dim, dtype=torch.float32) for dim in (K, CHUNK))
+    Aqk, Gn = (g.new_empty(NT, HV, CHUNK, CHUNK, dtype=dtype) if matrices else None for _ in range(2))
+    return Tiles(qg, kn, kg, decay, b, Aqk, Gn)
 
 
 def _launch_prepare(
-    q,
-    k,
-    g,
-    beta,
-    A_log,
-    dt_bias,
-    tiles,
-    cu_seqlens,
-    chunk_index,
-    scale,
-    lower_bound,
-    gate,
-    safe_gate,
-    l2norm,
-    beta_range,
+    q: Tensor,
+    k: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    tiles: Tiles,
+    chunks: Chunks,
+    scale: float,
+    lower_bound: float,
+    gate: int,
+    safe_gate: bool,
+    l2norm: bool,
+    beta_range: float | None,
 ) -> None:
-    """tiles: all of them, or all but Aqk and Gn."""
-    (_, H, K), HV, NT, MATRICES = q.shape, g.shape[1], chunk_index.shape[0], len(tiles) == 7
+    (_, H, K), HV, NT, matrices = q.shape, g.shape[1], chunks.chunk_index.shape[0], tiles.Aqk is not None
     q, k, g, beta = (dense_heads(x) for x in (q, k, g, beta))
-    chosen = config(f"kda {'prepare' if MATRICES else 'recompute'}{' safe' if safe_gate else ''}", q, K, BK=K)
-    prepare_kernel[1 if MATRICES else K // chosen["BK"], HV, NT](
+    chosen = config(f"kda {'prepare' if matrices else 'recompute'}{' safe' if safe_gate else ''}", q, K, BK=K)
+    prepare_kernel[1 if matrices else K // chosen["BK"], HV, NT](
         q,
         k,
         g,
@@ -96,9 +101,8 @@ def _launch_prepare(
         A_log,
         dt_bias,
         *tiles,
-        *(() if MATRICES else (None, None)),
-        cu_seqlens,
-        chunk_index,
+        chunks.cu_seqlens,
+        chunks.chunk_index,
         scale,
         lower_bound,
         q.stride(0),
@@ -108,12 +112,12 @@ def _launch_prepare(
         H=H,
         HV=HV,
         K=K,
-        CT=TRITON_DTYPE[tiles[0].dtype],
+        CT=TRITON_DTYPE[tiles.qg.dtype],
         GATE=gate,
         SAFE=safe_gate,
         L2NORM=l2norm,
         BETA_RANGE=beta_range,
-        MATRICES=MATRICES,
+        MATRICES=matrices,
         **chosen,
     )
 
@@ -126,9 +130,7 @@ def kda_prepare(
     beta: Tensor,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-    cu_seqlens: Tensor,
-    chunk_index: Tensor,
-    chunk_offsets: Tensor,
+    chunks: list[Tensor],
     scale: float,
     lower_bound: float,
     gate: int,
@@ -136,34 +138,19 @@ def kda_prepare(
     l2norm: bool,
     beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> qg, kn, kg, decay, b, Aqk, Gn."""
-    tiles = *_recomputed(q, g, chunk_index), *_matrices(q, g, chunk_index)
-    _launch_prepare(
-        q,
-        k,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        tiles,
-        cu_seqlens,
-        chunk_index,
-        scale,
-        lower_bound,
-        gate,
-        safe_gate,
-        l2norm,
-        beta_range,
-    )
-    b, Gn = tiles[4], tiles[6]
+    """-> `Tiles`."""
+    where = Chunks(*chunks)
+    tiles = _empty_tiles(q, g, where.chunk_index)
+    numbers = scale, lower_bound, gate, safe_gate, l2norm, beta_range
+    _launch_prepare(q, k, g, beta, A_log, dt_bias, tiles, where, *numbers)
     chosen = config("solve", q, q.shape[2])
-    solve_kernel[b.shape[0] * b.shape[1],](b, Gn, STRIDE_B=CHUNK, SCALED=False, **chosen)
+    solve_kernel[tiles.b.shape[0] * tiles.b.shape[1],](tiles.b, tiles.Gn, STRIDE_B=CHUNK, SCALED=False, **chosen)
     return tiles
 
 
 @register_fake(kda_prepare)
-def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, chunk_index, *_):
-    return *_recomputed(q, g, chunk_index), *_matrices(q, g, chunk_index)
+def _(q, k, g, beta, A_log, dt_bias, chunks, *_):
+    return _empty_tiles(q, g, Chunks(*chunks).chunk_index)
 
 
 @operator(kind="delta rule", of_driver=True, prepares="backward")
@@ -174,9 +161,7 @@ def kda_recompute(
     beta: Tensor,
     A_log: Tensor | None,
     dt_bias: Tensor | None,
-    cu_seqlens: Tensor,
-    chunk_index: Tensor,
-    chunk_offsets: Tensor,
+    chunks: list[Tensor],
     scale: float,
     lower_bound: float,
     gate: int,
@@ -185,45 +170,40 @@ def kda_recompute(
     beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """-> qg, kn, kg, decay, b."""
-    tiles = _recomputed(q, g, chunk_index)
-    _launch_prepare(
-        q,
-        k,
-        g,
-        beta,
-        A_log,
-        dt_bias,
-        tiles,
-        cu_seqlens,
-        chunk_index,
-        scale,
-        lower_bound,
-        gate,
-        safe_gate,
-        l2norm,
-        beta_range,
-    )
-    return tiles
+    where = Chunks(*chunks)
+    tiles = _empty_tiles(q, g, where.chunk_index, matrices=False)
+    numbers = scale, lower_bound, gate, safe_gate, l2norm, beta_range
+    _launch_prepare(q, k, g, beta, A_log, dt_bias, tiles, where, *numbers)
+    return tiles[:5]
 
 
 @register_fake(kda_recompute)
-def _(q, k, g, beta, A_log, dt_bias, cu_seqlens, chunk_index, *_):
-    return _recomputed(q, g, chunk_index)
+def _(q, k, g, beta, A_log, dt_bias, chunks, *_):
+    return _empty_tiles(q, g, Chunks(*chunks).chunk_index, matrices=False)[:5]
 
 
-def _launch_scan(v, tiles, initial_state, state_index, o, final_state, final_index, h, r, cu_seqlens, chunk_offsets):
-    """None stands for an input left out, or an output not written."""
-    _, HV, K, _ = tiles[0].shape
-    V, N, v = v.shape[2], cu_seqlens.shape[0] - 1, dense_heads(v)
-    chosen = config("kda scan", tiles[0], K, BV=widest_slice(V))
+def _launch_scan(
+    v: Tensor,
+    tiles: Tiles,
+    initial: States,
+    cu_seqlens: Tensor,
+    chunk_offsets: Tensor,
+    *,
+    o: Tensor | None = None,
+    final_state: Tensor | None = None,
+    h: Tensor | None = None,
+    r: Tensor | None = None,
+) -> None:
+    """o, final_state, h and r are written where they are given."""
+    (_, HV, K, _), V, N, v = tiles.qg.shape, v.shape[2], cu_seqlens.shape[0] - 1, dense_heads(v)
+    chosen = config("kda scan", tiles.qg, K, BV=widest_slice(V))
     scan_kernel[V // chosen["BV"], N * HV](
         v,
         *tiles,
-        initial_state,
-        state_index,
+        initial.values,
+        initial.index,
         o,
         final_state,
-        final_index,
         h,
         r,
         cu_seqlens,
@@ -232,7 +212,7 @@ def _launch_scan(v, tiles, initial_state, state_index, o, final_state, final_ind
         HV=HV,
         K=K,
         V=V,
-        CT=TRITON_DTYPE[tiles[0].dtype],
+        CT=TRITON_DTYPE[tiles.qg.dtype],
         **chosen,
     )
 
@@ -243,32 +223,19 @@ def _scan_outputs(v: Tensor, qg: Tensor, final_rows: int) -> tuple[Tensor, Tenso
 
 @operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def kda_scan(
-    v: Tensor,
-    qg: Tensor,
-    kn: Tensor,
-    kg: Tensor,
-    decay: Tensor,
-    b: Tensor,
-    Aqk: Tensor,
-    Gn: Tensor,
-    cu_seqlens: Tensor,
-    chunk_index: Tensor,
-    chunk_offsets: Tensor,
-    initial_state: Tensor | None,
-    state_index: Tensor | None,
-    final_index: Tensor | None,
-    final_rows: int,
+    v: Tensor, tiles: list[Tensor], chunks: list[Tensor], initial: list[Tensor | None], final_rows: int
 ) -> tuple[Tensor, Tensor]:
     """-> o [T, HV, V], final_state [final_rows, HV, K, V] fp32 (0 rows: none is written)."""
-    o, final_state = _scan_outputs(v, qg, final_rows)
-    tiles, final = (qg, kn, kg, decay, b, Aqk, Gn), final_state if final_rows else None
-    _launch_scan(v, tiles, initial_state, state_index, o, final, final_index, None, None, cu_seqlens, chunk_offsets)
+    made, where = Tiles(*tiles), Chunks(*chunks)
+    o, final_state = _scan_outputs(v, made.qg, final_rows)
+    final = final_state if final_rows else None
+    _launch_scan(v, made, States(*initial), where.cu_seqlens, where.chunk_offsets, o=o, final_state=final)
     return o, final_state
 
 
 @register_fake(kda_scan)
-def _(v, qg, *others):
-    return _scan_outputs(v, qg, others[-1])
+def _(v, tiles, chunks, initial, final_rows):
+    return _scan_outputs(v, Tiles(*tiles).qg, final_rows)
 
 
 def _boundary_outputs(v: Tensor, qg: Tensor, entries: Tensor) -> tuple[Tensor, Tensor]:
@@ -278,100 +245,73 @@ def _boundary_outputs(v: Tensor, qg: Tensor, entries: Tensor) -> tuple[Tensor, T
 
 @operator(kept_by=("selective",), kind="delta rule", of_driver=True)
 def kda_boundary(
-    v: Tensor,
-    qg: Tensor,
-    kn: Tensor,
-    kg: Tensor,
-    decay: Tensor,
-    b: Tensor,
-    Aqk: Tensor,
-    Gn: Tensor,
-    cu_seqlens: Tensor,
-    chunk_index: Tensor,
-    chunk_offsets: Tensor,
-    entries: Tensor,
-    wanted: Tensor | None,
+    v: Tensor, tiles: list[Tensor], chunks: list[Tensor], entries: Tensor, wanted: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """entries [F] int32 -> S_ext [F, HV, K, V], each listed entry's last state from a zero state, and M [F, HV, K, K],
     its transition; fp32. wanted [F] int32: what is written for each, 0 nothing, 1 S_ext, 2 both; None: both for all."""
-    (S_ext, M), v, (_, HV, K, _), V = _boundary_outputs(v, qg, entries), dense_heads(v), qg.shape, v.shape[2]
-    chosen = config("kda scan", qg, K, BV=min(K, widest_slice(V)))
-    boundary_kernel[(V + K) // chosen["BV"], entries.shape[0] * HV](
+    made, where = Tiles(*tiles), Chunks(*chunks)
+    S_ext, M = _boundary_outputs(v, made.qg, entries)
+    (F, HV, K, V), v = S_ext.shape, dense_heads(v)
+    chosen = config("kda scan", made.qg, K, BV=min(K, widest_slice(V)))
+    boundary_kernel[(V + K) // chosen["BV"], F * HV](
         v,
-        kn,
-        kg,
-        decay,
-        b,
-        Gn,
+        made.kn,
+        made.kg,
+        made.decay,
+        made.b,
+        made.Gn,
         entries,
         wanted,
         S_ext,
         M,
-        cu_seqlens,
-        chunk_offsets,
+        where.cu_seqlens,
+        where.chunk_offsets,
         v.stride(0),
         HV=HV,
         K=K,
         V=V,
-        CT=TRITON_DTYPE[qg.dtype],
+        CT=TRITON_DTYPE[made.qg.dtype],
         **chosen,
     )
     return S_ext, M
 
 
 @register_fake(kda_boundary)
-def _(v, qg, kn, kg, decay, b, Aqk, Gn, cu_seqlens, chunk_index, chunk_offsets, entries, wanted):
-    return _boundary_outputs(v, qg, entries)
+def _(v, tiles, chunks, entries, wanted):
+    return _boundary_outputs(v, Tiles(*tiles).qg, entries)
 
 
 @operator(kind="delta rule", of_driver=True)
 def kda_boundary_bwd(
-    do: Tensor,
-    qg: Tensor,
-    kn: Tensor,
-    kg: Tensor,
-    decay: Tensor,
-    b: Tensor,
-    Aqk: Tensor,
-    Gn: Tensor,
-    cu_seqlens: Tensor,
-    chunk_index: Tensor,
-    chunk_offsets: Tensor,
-    entries: Tensor,
-    wanted: Tensor | None,
+    do: Tensor, tiles: list[Tensor], chunks: list[Tensor], entries: Tensor, wanted: Tensor | None
 ) -> Tensor:
     """entries [F] int32 -> dS_ext [F, HV, K, V] fp32: the gradient of each listed entry's incoming state if its last
     state has none. wanted [F] int32: 0 leaves an entry's unwritten; None: all are written."""
-    (_, HV, K, _), V, do = qg.shape, do.shape[2], dense_heads(do)
-    dS_ext = empty_states(do, entries.shape[0], K)
-    chosen = config("kda reverse", qg, K, BV=widest_slice(V))
-    boundary_bwd_kernel[V // chosen["BV"], entries.shape[0] * HV](
+    made, where = Tiles(*tiles), Chunks(*chunks)
+    dS_ext = empty_states(do, entries.shape[0], made.qg.shape[2])
+    (F, HV, K, V), do = dS_ext.shape, dense_heads(do)
+    chosen = config("kda reverse", made.qg, K, BV=widest_slice(V))
+    boundary_bwd_kernel[V // chosen["BV"], F * HV](
         do,
-        qg,
-        kn,
-        kg,
-        decay,
-        b,
-        Aqk,
-        Gn,
+        *made,
         entries,
         wanted,
         dS_ext,
-        cu_seqlens,
-        chunk_offsets,
+        where.cu_seqlens,
+        where.chunk_offsets,
         do.stride(0),
         HV=HV,
         K=K,
         V=V,
-        CT=TRITON_DTYPE[qg.dtype],
+        CT=TRITON_DTYPE[made.qg.dtype],
         **chosen,
     )
     return dS_ext
 
 
 @register_fake(kda_boundary_bwd)
-def _(do, qg, kn, kg, decay, b, Aqk, Gn, cu_seqlens, chunk_index, chunk_offsets, entries, wanted):
-    return empty_states(do, entries.shape[0], qg.shape[2])
+def _(do, tiles, chunks, entries, wanted):
+    return empty_states(do, entries.shape[0], Tiles(*tiles).qg.shape[2])
 
 
 def _norm_gradients(q: Tensor, k: Tensor, dqn: Tensor, dkn: Tensor) -> tuple[Tensor, Tensor]:
@@ -384,37 +324,22 @@ def _norm_gradients(q: Tensor, k: Tensor, dqn: Tensor, dkn: Tensor) -> tuple[Ten
     return dq, dk
 
 
-def _room_in_backward(k: Tensor, v: Tensor, **_: Any) -> int:
+def _room_in_backward(inputs: list[Tensor | None], **_: Any) -> int:
     """Bytes, for each chunk: states and their gradients, r and y, the gradients of two matrices."""
-    (T, HV, V), K = v.shape, k.shape[-1]
-    return T * HV * (2 * K * V // CHUNK + 2 * V + 2 * CHUNK) * v.element_size()
+    x = Inputs(*inputs)
+    (T, HV, V), K = x.v.shape, x.k.shape[-1]
+    return T * HV * (2 * K * V // CHUNK + 2 * V + 2 * CHUNK) * x.v.element_size()
 
 
 @operator(kind="delta rule", of_driver=True, temporary=_room_in_backward)
 def kda_backward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
     do: Tensor,
-    initial_state: Tensor | None,
-    state_index: Tensor | None,
-    d_final_state: Tensor | None,
-    final_index: Tensor | None,
+    inputs: list[Tensor | None],
+    tiles: list[Tensor],
+    chunks: list[Tensor],
+    initial: list[Tensor | None],
+    d_final: list[Tensor | None],
     need_d_initial: bool,
-    qg: Tensor,
-    kn: Tensor,
-    kg: Tensor,
-    decay: Tensor,
-    b: Tensor,
-    Aqk: Tensor,
-    Gn: Tensor,
-    cu_seqlens: Tensor,
-    chunk_index: Tensor,
-    chunk_offsets: Tensor,
     scale: float,
     lower_bound: float,
     gate: int,
@@ -422,24 +347,26 @@ def kda_backward(
     l2norm: bool,
     beta_range: float | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """-> dq, dk, dv, dg, dbeta, dA_log, ddt_bias (each dense, in its input's dtype; the last two are empty where A_log
-    or dt_bias is None), d_initial_state, fp32 in initial_state's shape (empty unless needed; rows that belong to no
-    entry stay unwritten)."""
-    (T, H, K), (HV, V), NT, N, CT = q.shape, v.shape[1:], chunk_index.shape[0], cu_seqlens.shape[0] - 1, qg.dtype
+    """-> the gradients of `Inputs` (each dense, in its input's dtype; those of A_log and dt_bias are empty if not
+    given), and of the initial states, fp32 in their shape (empty unless needed; rows that belong to no entry stay
+    unwritten)."""
+    q, k, v, g, beta, A_log, dt_bias = Inputs(*inputs)
+    made, states, final = Tiles(*tiles), States(*initial), States(*d_final)
+    cu_seqlens, chunk_index, chunk_offsets = Chunks(*chunks)
+    (T, H, K), (HV, V), NT, N, CT = q.shape, v.shape[1:], chunk_index.shape[0], cu_seqlens.shape[0] - 1, made.qg.dtype
     q, k, g, do = (dense_heads(x) for x in (q, k, g, do))
-    tiles = (qg, kn, kg, decay, b, Aqk, Gn)
     h, dh = (v.new_empty(NT, HV, V, K, dtype=CT) for _ in range(2))
     r, y = (v.new_empty(NT, HV, V, CHUNK, dtype=CT) for _ in range(2))
-    d_initial = v.new_empty(initial_state.shape if need_d_initial else 0, dtype=torch.float32)
-    _launch_scan(v, tiles, initial_state, state_index, None, None, None, h, r, cu_seqlens, chunk_offsets)
-    reverse = config("kda reverse", qg, K, BV=widest_slice(V))
+    d_initial = v.new_empty(states.values.shape if need_d_initial else 0, dtype=torch.float32)
+    _launch_scan(v, made, states, cu_seqlens, chunk_offsets, h=h, r=r)
+    reverse = config("kda reverse", made.qg, K, BV=widest_slice(V))
     reverse_scan_kernel[V // reverse["BV"], N * HV](
         do,
-        *tiles,
-        d_final_state,
-        final_index,
+        *made,
+        final.values,
+        final.index,
         d_initial if need_d_initial else None,
-        state_index,
+        states.index,
         dh,
         y,
         cu_seqlens,
@@ -452,10 +379,10 @@ def kda_backward(
         **reverse,
     )
 
-    dv, dbeta, diagonal = v.new_empty(v.shape), beta.new_empty(beta.shape), torch.empty_like(b)
+    dv, dbeta, diagonal = v.new_empty(v.shape), beta.new_empty(beta.shape), torch.empty_like(made.b)
     dA, dK = (v.new_empty(NT, HV, CHUNK, CHUNK, dtype=CT) for _ in range(2))
     matrix_kernel[HV, NT](
-        b,
+        made.b,
         do,
         r,
         y,
@@ -488,7 +415,7 @@ def kda_backward(
         g,
         A_log,
         dt_bias,
-        b,
+        made.b,
         row_tiles(do, CHUNK, BV),
         *chunk_matrices,
         dA,

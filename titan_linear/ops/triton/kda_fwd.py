@@ -311,7 +311,7 @@ def scan_kernel(
     qg, kn, kg, decay, b, Aqk, Gn,
     initial_state, state_index,
     o,  # [T, HV, V] or None
-    final_state, final_index,
+    final_state,
     h,  # [NT, HV, V, K], the state that enters each chunk, or None
     r,  # [NT, HV, V, 64] or None
     cu_seqlens, chunk_offsets, stride_v,
@@ -330,7 +330,7 @@ def scan_kernel(
         HV, K, V, BV, CT, STAGES,
     )  # fmt: skip
     if final_state is not None:
-        store_state(final_state, final_index, i_n, HV * K * V, o_s, S)
+        store_state(final_state, None, i_n, HV * K * V, o_s, S)
 
 
 @Launcher

@@ -7,7 +7,7 @@ makes ten launches: the kernels of a short shard would wait for the host.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -27,9 +27,9 @@ class Launcher:
         self.__name__, self.__doc__ = kernel.__name__, kernel.__doc__
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *args, **kwargs: self._launch(grid, args, kwargs)
+        return partial(self._launch, grid)
 
-    def _launch(self, grid: tuple[int, ...], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _launch(self, grid: tuple[int, ...], *args: Any, **kwargs: Any) -> None:
         device = torch._C._cuda_getDevice() if torch.cuda.is_initialized() else None
         kinds, given = reader(*map(type, args))(*args)
         key = (device, kinds, *kwargs, *kwargs.values())

@@ -29,16 +29,17 @@ class Padded:
         inputs: Inputs,
         options: DeltaRuleOptions,
         boundaries: Boundaries,
+        differentiable: bool,
         kept: Sequence[torch.Tensor],
     ):
         self.inputs, self.given = inputs, (inputs.q.shape[-1], inputs.v.shape[-1])
         self.dims = K, V = kernel_dims(*self.given)
-        q, k, v, g, beta, A_log, dt_bias = inputs
-        if g.dim() == 3:
-            g = filled(g, K)
-            dt_bias = None if dt_bias is None else filled(dt_bias.reshape(-1, self.given[0]), K).flatten()
-        padded = Inputs(filled(q, K), filled(k, K), filled(v, V), g, beta, A_log, dt_bias)
-        self.rule = make(padded, options, boundaries, kept)
+        padded = inputs._replace(q=filled(inputs.q, K), k=filled(inputs.k, K), v=filled(inputs.v, V))
+        if inputs.g.dim() == 3:
+            padded = padded._replace(g=filled(inputs.g, K))
+            if inputs.dt_bias is not None:
+                padded = padded._replace(dt_bias=filled(inputs.dt_bias.reshape(-1, self.given[0]), K).flatten())
+        self.rule = make(padded, options, boundaries, differentiable, kept)
 
     @property
     def kept(self) -> tuple[torch.Tensor, ...]:

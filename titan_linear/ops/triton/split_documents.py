@@ -69,7 +69,8 @@ class SplitDocuments:
             self.segments = Segments(*tables)
         else:
             self.segments = find()
-        self.rule = make(inputs, options, Chunks(*self.segments[:3]), ())
+        s = self.segments
+        self.rule = make(inputs, options, Chunks(s.cu_seqlens, s.chunk_index, s.chunk_offsets), ())
         self.S_ext: torch.Tensor | None = None  # of the segments, [S, HV, K, V]
         self.dS_ext: torch.Tensor | None = None
 
@@ -86,7 +87,7 @@ class SplitDocuments:
     def forward(self, initial: States | None, need_final: bool) -> tuple[torch.Tensor, torch.Tensor]:
         if self.S_ext is None:
             self.S_ext, self.M = self.rule.boundaries(self.segments.numbers, self.segments.wanted)
-        self.states = fold_segments(self.S_ext, self.M, *_parts(initial), self.segments.offsets, None, False)
+        self.states = self._fold(self.S_ext, initial, reverse=False)
         o, last = self.rule.forward(States(self.states), need_final)
         return o, last[self.segments.offsets[1:] - 1] if need_final else last
 
@@ -99,18 +100,18 @@ class SplitDocuments:
     ) -> tuple[Inputs, torch.Tensor]:
         if self.dS_ext is None:
             self.dS_ext = self.rule.boundary_gradients(do, self.segments.numbers, self.segments.wanted)
-        d_last = fold_segments(self.dS_ext, self.M, *_parts(d_final), self.segments.offsets, None, True)
+        d_last = self._fold(self.dS_ext, d_final, reverse=True)
         grads, d_first = self.rule.backward(do, States(self.states), States(d_last), need_d_initial)
         return grads, d_first[self.segments.offsets[:-1]] if need_d_initial else d_first
+
+    def _fold(self, x: torch.Tensor, start: States | None, reverse: bool) -> torch.Tensor:
+        values, index = (None, None) if start is None else start
+        return fold_segments(x, self.M, values, index, self.segments.offsets, wanted=None, reverse=reverse)
 
 
 def segments_of(boundaries: Boundaries, tokens: int, length: int) -> Segments:
     """Segments of `length` tokens, found on the device; those that no entry needs are empty."""
     edges, offsets = segment_table(boundaries.cu_seqlens, tokens, length)
     numbers = torch.arange(len(edges) - 1, dtype=torch.int32, device=edges.device)
-    return Segments(*chunks_of(edges, tokens), offsets, numbers, torch.full_like(numbers, 2))
-
-
-def _parts(states: States | None) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Values and index, as `fold_segments` takes them."""
-    return (None, None) if states is None else (states.values, states.index)
+    _, chunk_index, chunk_offsets = chunks_of(edges, tokens)
+    return Segments(edges, chunk_index, chunk_offsets, offsets, numbers, wanted=torch.full_like(numbers, 2))

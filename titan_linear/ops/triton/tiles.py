@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from titan_linear.ops.runtime.options import Inputs, States
 from titan_linear.ops.triton.launch import descriptor
 
 
@@ -43,13 +44,11 @@ def empty_states(like: torch.Tensor, rows: int, K: int) -> torch.Tensor:
     return like.new_empty(rows, like.shape[1], K, like.shape[2], dtype=torch.float32)
 
 
-def empty_gradients(
-    q, k, v, g, beta, A_log, dt_bias, do, initial_state, state_index, d_final_state, final_index, need_d_initial, *_
-) -> tuple[torch.Tensor, ...]:
-    """What both rules' backward operators return: dq, dk, dv, dg, dbeta, dA_log, ddt_bias, d_initial_state."""
-    parameters = [q.new_empty(0) if x is None else x.new_empty(x.shape) for x in (A_log, dt_bias)]
-    d_initial = v.new_empty(initial_state.shape if need_d_initial else 0, dtype=torch.float32)
-    return (*(x.new_empty(x.shape) for x in (q, k, v, g, beta)), *parameters, d_initial)
+def empty_gradients(do, inputs, tiles, chunks, initial, d_final, need_d_initial, *_) -> tuple[torch.Tensor, ...]:
+    """What both rules' backward operators return, without computing it."""
+    x, states = Inputs(*inputs), States(*initial)
+    grads = (x.q.new_empty(0) if given is None else given.new_empty(given.shape) for given in x)
+    return *grads, x.v.new_empty(states.values.shape if need_d_initial else 0, dtype=torch.float32)
 
 
 @triton.jit

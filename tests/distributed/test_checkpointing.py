@@ -1,0 +1,44 @@
+"""Activation checkpointing of every n-th layer. ops/runtime/test_kept.py tests what a checkpointed layer keeps."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from titan_linear.config import ActivationCheckpoint
+from titan_linear.distributed.parallelize import apply_ac
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.init import initialise
+from titan_linear.models.plan import BatchPlan
+from titan_linear.models.presets import preset
+
+LAYERS = 5
+
+
+def gradients(ac: ActivationCheckpoint) -> tuple[list[torch.Tensor], list[int]]:
+    """Of all parameters, and how often each layer's MLP ran."""
+    model = Decoder(replace(preset("hybrid", "debug"), num_layers=LAYERS)).double()
+    initialise(model, seed=0)
+    ran = [0] * LAYERS
+
+    def count(i: int) -> None:
+        ran[i] += 1
+
+    for i, layer in enumerate(model.layers):
+        layer.mlp.register_forward_pre_hook(lambda *_, i=i: count(i))
+    apply_ac(model, ac, compiled=False)
+    model(torch.arange(10).unsqueeze(0), BatchPlan(torch.arange(10))).square().sum().backward()
+    return [p.grad for p in model.parameters() if p.grad is not None], ran
+
+
+@pytest.mark.parametrize(
+    ("option", "recomputed"),
+    [("1", {0, 1, 2, 3, 4}), ("2", {1, 3}), ("3", {2}), ("5", {4}), ("op", {0, 1, 2, 3, 4})],
+)
+def test_every_nth_layer_runs_again(option: str, recomputed: set[int]) -> None:
+    want, once = gradients(ActivationCheckpoint())
+    got, ran = gradients(ActivationCheckpoint(mode="selective", selective_ac_option=option))
+    assert once == [1] * LAYERS and ran == [2 if i in recomputed else 1 for i in range(LAYERS)]
+    assert want and all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
