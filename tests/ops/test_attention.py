@@ -214,10 +214,10 @@ def only(monkeypatch):
                 pytest.skip(why)
         else:
             monkeypatch.setattr(flash4, "installed", lambda: "left out")
-        support.choose.cache_clear()
+        support._choose.cache_clear()
 
     yield choose
-    support.choose.cache_clear()
+    support._choose.cache_clear()
 
 
 @pytest.mark.cuda
