@@ -29,6 +29,7 @@ from titan_linear.ops.layout.boundaries import (
     check_copy,
     checked,
     chunk_arrays,
+    distinct,
     segment_arrays,
     segment_length,
     short,
@@ -368,7 +369,7 @@ def _chains(
 
 def _documents(cu_seqlens: torch.Tensor) -> np.ndarray:
     """[N+1] int64 boundaries without empty documents."""
-    documents = np.unique(checked("cu_seqlens", cu_seqlens).astype(np.int64))
+    documents = distinct(checked("cu_seqlens", cu_seqlens).astype(np.int64))
     if len(documents) < 2:
         raise ValueError(f"cu_seqlens = {short(cu_seqlens.tolist())}: no document has a token; give one that has")
     return documents
