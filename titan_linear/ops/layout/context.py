@@ -354,7 +354,9 @@ def ranks_per_node(group: dist.ProcessGroup | None, world_size: int) -> int:
     """How many neighbouring ranks of a group share a node, according to torchrun's environment; all, if there is none.
     Where a node has more of them than another, the largest number that divides all."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    if not size or type(group) is not dist.ProcessGroup:  # no torchrun, no group, or a group in one process
+    if hasattr(group, "node_size"):  # a group in one process
+        return group.node_size
+    if not size or group is None:
         return world_size
     nodes = groupby(rank // size for rank in dist.get_process_group_ranks(group))
     return math.gcd(*(len(list(ranks)) for _, ranks in nodes))
