@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from titan_linear.models.mixers import Attention
+from titan_linear.models.presets import preset
+from titan_linear.ops.layout.levels import Network, Sizes, messages, route
 from titan_linear.planner.memory import Batch
 from titan_linear.planner.timing import Machine, read_rates, shipped
-from tools import bench_cp, bench_ops, traces
+from tools import bench_cp, bench_ops, one_rank, traces
 
 H200 = read_rates(shipped()["H200"])
 
@@ -43,6 +45,31 @@ def test_estimate() -> None:
     assert all(short > long for short, long in shares.values())
     assert all(shares[f"{op}, kcp"] < shares[f"{op}, ulysses"] for op in ("KDA", "GDN"))
     assert cells["KDA, kcp"][2] == "65536" and cells["KDA, ulysses"][2] == "–"
+
+
+def test_one_rank_of_many(capsys: pytest.CaptureFixture) -> None:
+    """What it receives is what the rule says: one layer's states and halos, there and back, and nothing else."""
+    argv = ["--as-rank", "-27", "--of", "64", "--model", "kda/debug", "--tokens", "64", "--", "--model.num_layers=1"]
+    assert bench_cp.main(argv) == 0
+    *_, alone, many = capsys.readouterr().out.splitlines()
+    cells = many.strip("| ").split(" | ")
+    assert cells[:2] == ["64", "37"] and alone.split(" | ")[5:7] == ["0", "0.0"] and cells[11] == "–"
+    (mixer,) = preset("kda", "debug").pattern[:1]
+    K, V, W = mixer.head_dim, mixer.v_head_dim, 64
+    sizes = Sizes(mixer.v_heads, 1, 4 * K * V, 4 * K * K)
+    exchange = messages(route(2 * W - 3, W, 8, sizes), 8, sizes)
+    halo = (2 * mixer.heads * K + mixer.v_heads * V) * 3 * 4  # three tokens of q, k and v
+    assert int(cells[5]) == 2 * (len(exchange) + 1)
+    assert float(cells[6]) == pytest.approx(2 * (sum(m.nbytes for m in exchange) + halo) / 2**20, abs=0.05)
+    assert all(float(cells[i].rstrip("%")) > 0 for i in (3, 4, 7, 8, 9, 10))
+    assert bench_cp.main(["--as-rank", "64", "--of", "64"]) == 2
+    assert capsys.readouterr().err == "error: --as-rank 64 is no rank of 64; give a lower one\n"
+
+
+def test_time_of_messages() -> None:
+    """Bytes in the node and to others travel beside each other; rank 9 is in the second node."""
+    rates = Network(1.0, 10.0, 2.0)
+    assert one_rank.seconds_of([{8: 30.0, 15: 10.0, 7: 2.0}, {16: 6.0}], 9, 8, rates) == 1 + 4 + 1 + 3
 
 
 def test_documents() -> None:

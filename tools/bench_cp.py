@@ -7,6 +7,8 @@
     torchrun --nproc-per-node 4 -m tools.bench_cp --compiled                # as a run with compile.enable has them
     torchrun --nproc-per-node 4 -m tools.bench_cp --ops ulysses --heads 32 --key-heads 8 --documents web mixed
     torchrun --nproc-per-node 4 -m tools.bench_cp --peers                   # beside FLA; takes minutes
+    torchrun --nproc-per-node 2 -m tools.bench_cp --ops kda --heads 16 --by-levels 1    # as two nodes of one GPU
+    python -m tools.bench_cp --as-rank 37 --of 64 256 --model kda/1.3B --tokens 16384 -- --compile.enable true
     python -m tools.bench_cp --estimate H200 --heads 32                     # nothing is run
 
 Milliseconds of the slowest rank, forward and forward + backward, in bfloat16. "GPU": the median from the first kernel
@@ -20,6 +22,12 @@ lengths with a median of 1,000 tokens), "mixed" (a median of 4,000, with long on
 --peers: below our rows, those of FLA's KCP and its convolution on the same inputs, never compiled; at the first call of
 an op with a new number of heads it autotunes for minutes, and keeps what it found in Triton's cache. Its GDN runs
 without its guard against wrong numbers on Hopper: times only.
+
+--by-levels: KCP's states travel level by level, on nodes of so many ranks, whatever the rule says.
+
+--as-rank: rank R (-1: the last) of each number of ranks, alone on one GPU or the CPU: forward and backward of a whole
+model on a stream of one document, with so many tokens for each rank (tools/one_rank.py); keys of the run after `--`.
+Messages are synthesised: what travels is counted, and its time is by the planner's rates.
 
 --estimate: from rates measured on a GPU (rates/, tools/bench_rates.py) and the planner's account of each operator, the
 part of a layer's communication that is exposed, forward and backward, as a share of the op's own time on a rank, by
@@ -48,10 +56,13 @@ from titan_linear.distributed.process import run_command
 from titan_linear.models import mixers
 from titan_linear.models.config import MixerOptions, ModelConfig
 from titan_linear.ops import attention, build_cp_context
+from titan_linear.ops.exchange import kcp
+from titan_linear.ops.layout.levels import fastest
 from titan_linear.planner.memory import Batch, layers
 from titan_linear.planner.timing import Clock, Machine, read_rates, shipped
-from tools import traces
+from tools import one_rank, traces
 from tools.bench_ops import OPS, PACKED, TAPS, Case, Inputs, fla_op, randn, timed
+from tools.peers import split_keys
 
 D = 128
 PROFILED = 5  # rounds
@@ -251,7 +262,21 @@ def main(argv: list[str]) -> int:
     parser.add_argument(
         "--estimate", choices=sorted(shipped()), metavar="GPU", help="plan instead of running, for %(choices)s"
     )
-    args = parser.parse_args(argv)
+    parser.add_argument("--by-levels", type=int, metavar="NODE", help="exchange states level by level")
+    parser.add_argument("--as-rank", type=int, metavar="R", help="run this rank of --of alone")
+    parser.add_argument("--of", type=int, nargs="+", default=[8, 64, 256, 1024], metavar="W", help="numbers of ranks")
+    parser.add_argument("--model", default="kda/1.3B", help="NAME/FLAVOR for --as-rank (default: kda/1.3B)")
+    own, keys = split_keys(argv)
+    args = parser.parse_args(own)
+    if args.as_rank is not None:
+        if any(not -W <= args.as_rank < W for W in args.of):
+            print(f"error: --as-rank {args.as_rank} is no rank of {min(args.of)}; give a lower one", file=sys.stderr)
+            return 2
+        name, _, flavor = args.model.partition("/")
+        keys = [f"--model.name={name}", f"--model.flavor={flavor or 'debug'}", *keys]
+        for line in one_rank.rows(keys, args.as_rank, args.of, args.tokens[0], "H200", node=8):
+            print(line, flush=True)
+        return 0
     if args.estimate:
         tokens = [2**n for n in range(11, 18)]
         print("\n\n".join(estimate(args.estimate, (4, 8), tokens, H, args.key_heads or H) for H in args.heads))
@@ -265,6 +290,8 @@ def main(argv: list[str]) -> int:
         return 2
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
+    if args.by_levels:
+        kcp.route = lambda most, world_size, node_size, sizes: fastest(world_size, args.by_levels, sizes)
     with process_group(timedelta(minutes=10)):
         print_rows(args, torch.empty(24 << 30, dtype=torch.uint8, device="cuda"))
     return 0

@@ -5,6 +5,7 @@
         o, _ = chunk_kda(..., cp_context=context)
         ...
     results = run_ranks(on_rank, 8)                    # in rank order
+    result = run_one(on_rank, 37, 1024, node_size=8)   # of one rank alone, to see what time and memory it takes
 
 Any degree works, without a launcher and without `torch.distributed.init_process_group`: for tests, for proofs, and to
 look into a rank with a debugger. Code that takes a group is given a `LocalGroup`, and can find it by its name
@@ -58,6 +59,14 @@ def run_ranks(on_rank: Callable[[LocalGroup], T], size: int) -> list[T]:
     """
     with local_groups(size) as groups:
         return take_turns([partial(on_rank, group) for group in groups])
+
+
+def run_one(on_rank: Callable[[LocalGroup], T], rank: int, size: int, node_size: int) -> T:
+    """Call on_rank(group) for one of `size` ranks, `node_size` to a node, without the others: it receives what it
+    sends, repeated to the length that it expects, so that only times and shapes mean something."""
+    with local_groups(size, _Alone) as groups:
+        groups[rank].node_size = node_size
+        return take_turns([partial(on_rank, groups[rank])])[0]
 
 
 def take_turns(work: Sequence[Callable[[], T]]) -> list[T]:
@@ -140,10 +149,10 @@ class Turns:
 
 
 @contextmanager
-def local_groups(size: int) -> Iterator[list[LocalGroup]]:
+def local_groups(size: int, kind: type[LocalGroup] | None = None) -> Iterator[list[LocalGroup]]:
     """A group of `size` ranks: each rank's view of it, in rank order. For calls inside of `take_turns`."""
     shared = _Shared(size, next(_numbers))
-    groups = [LocalGroup(shared, rank) for rank in range(size)]
+    groups = [(kind or LocalGroup)(shared, rank) for rank in range(size)]
     registry = dist.distributed_c10d
     for group in groups:
         registry._register_process_group(group.group_name, group)
@@ -200,6 +209,7 @@ class LocalGroup(dist.ProcessGroup):
     def __init__(self, shared: _Shared, rank: int):
         super().__init__(rank, shared.size)
         self._shared, self._rank, self._count = shared, rank, 0
+        self.node_size = shared.size  # ranks per node, as far as costs go
         # Each rank's view has a name of its own, so that looking up a group by its name finds this rank's.
         self._name = f"one process, group {shared.number}, rank {rank}"
 
@@ -284,6 +294,32 @@ class LocalGroup(dist.ProcessGroup):
         missing = [r for r in range(shared.size) if r not in meeting.given]
         what = f"waits in {kind} for rank(s) {', '.join(map(str, missing))}"
         return Work(lambda: meeting.done is not False, what, then)
+
+
+class _Alone(LocalGroup):
+    """A rank without the others."""
+
+    def __init__(self, shared: _Shared, rank: int):
+        super().__init__(shared, rank)
+        self.received: list[dict[int, float]] = []  # for each exchange, the bytes that came from each rank
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> Work:
+        return Work(lambda: True, "", lambda: None)
+
+    def recv(self, tensors: list[torch.Tensor], of: int, tag: int) -> Work:
+        self.received.append({of: tensors[0].nbytes})
+        tensors[0].detach().zero_()
+        return Work(lambda: True, "", lambda: None)
+
+    def _meet(self, kind: str, x: torch.Tensor, out: torch.Tensor, more: Any = None) -> Work:
+        sizes = more[0] if kind == "all_to_all" and more[0] else [len(out) // self.size()] * self.size()
+        row = out.nbytes / max(len(out), 1)
+        self.received.append({r: n * row for r, n in enumerate(sizes) if n and r != self.rank()})
+        source, room = x.detach().flatten(), out.detach().view(-1)
+        while len(source) and len(room):
+            room[: len(source)] = source[: len(room)]
+            room = room[len(source) :]
+        return Work(lambda: True, "", lambda: None)
 
 
 def _fail(error: Exception) -> NoReturn:

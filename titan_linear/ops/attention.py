@@ -12,7 +12,7 @@ from titan_linear.ops.exchange.allgather import GATHER_LIMIT, allgather_attentio
 from titan_linear.ops.exchange.ring import ring_attention
 from titan_linear.ops.exchange.ulysses import key_head_copies, ulysses_attention
 from titan_linear.ops.layout.balance import entries, pairs_by_rank
-from titan_linear.ops.layout.boundaries import Boundaries, checked
+from titan_linear.ops.layout.boundaries import Boundaries, checked, distinct
 from titan_linear.ops.layout.context import SOFTMAX_METHODS, CPContext
 from titan_linear.ops.runtime.options import check_usable
 from titan_linear.ops.torch.local_attention import local_attention
@@ -146,7 +146,7 @@ def _check_one_stream(what: str, q: torch.Tensor, k: torch.Tensor) -> None:
 def _documents(cu_seqlens: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> Boundaries:
     """The documents of a packed stream on one device; empty ones are left out."""
     _check_one_stream("cu_seqlens", q, k)
-    on_host = torch.from_numpy(np.unique(checked("cu_seqlens", cu_seqlens, q.shape[1])).astype(np.int32))
+    on_host = torch.from_numpy(distinct(checked("cu_seqlens", cu_seqlens, q.shape[1])).astype(np.int32))
     return Boundaries(on_host.to(q.device, non_blocking=True), on_host, on_host.diff().max().long().view(1))
 
 

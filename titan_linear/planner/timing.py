@@ -371,9 +371,7 @@ class Step:
 def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: int | None = None) -> Step:
     batch, t, u = Batch.of(config, mean), config.training, units(config, model, gpus)
     clock, times = Clock(machine, batch, config.compile.enable), micro_steps(config, gpus)
-    modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(model.num_layers)]
-    each = zip(modes, model.layers, layers(model, batch), strict=True)
-    passes = [_passes(clock, mode, of.mixer, counted) for mode, of, counted in each]
+    passes = passes_of(clock, config, model)
     everything = [p for pair in passes for p in pair]
     parts = {part: times * sum(p.parts[part] for p in everything) for part in PARTS}
     parts["head"] = times * _head(config, model, u, batch, machine)
@@ -390,6 +388,13 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     one = Documents.of(boundaries(t.seq_len, t.local_batch_size, mean))
     documents = Documents(*(n * t.global_batch_size // t.local_batch_size for n in one))
     return Step(parts, documents.tokens, training_flops(model, documents), gpus, machine.rates.peak_tflops)
+
+
+def passes_of(clock: Clock, config: Config, model: ModelConfig) -> list[tuple[Pass, Pass]]:
+    """Forward and backward of each layer."""
+    modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(model.num_layers)]
+    each = zip(modes, model.layers, layers(model, clock.batch), strict=True)
+    return [_passes(clock, mode, of.mixer, counted) for mode, of, counted in each]
 
 
 def _passes(clock: Clock, mode: str, mixer: MixerOptions, layer: Layer) -> tuple[Pass, Pass]:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from titan_linear.ops.layout.boundaries import distinct
 from titan_linear.ops.layout.fragments import Fragment
 
 # Pairs of a rank over the mean of all ranks: a rank above GIVES gives queries away until it is down to GIVES, and no
@@ -49,7 +50,7 @@ def pairs_between(start, end, first, last, causal: bool):
 def entries(fragments: Sequence[Fragment], documents: np.ndarray) -> Runs:
     """The part of each document in each fragment, computed by its owner; in global order."""
     size = fragments[0].end
-    edges = np.union1d(documents, np.arange(len(fragments) + 1) * size)
+    edges = distinct(np.sort(np.concatenate([documents, np.arange(len(fragments)) * size])))
     start, document = edges[:-1], np.searchsorted(documents, edges[:-1], side="right") - 1
     owner = np.array([f.rank for f in fragments])[start // size]
     return Runs(start, edges[1:], documents[document], documents[document + 1], owner, owner)
@@ -58,7 +59,14 @@ def entries(fragments: Sequence[Fragment], documents: np.ndarray) -> Runs:
 def balanced(runs: Runs, world_size: int, causal: bool) -> Runs:
     """The runs, some of them cut in two or more, with ranks chosen so that all have about the same number of pairs."""
     loads = pairs_by_rank(runs, world_size, causal)
-    moves = [move for rank in np.argsort(-loads, kind="stable") for move in _given_away(runs, rank, loads, causal)]
+    by_owner = np.argsort(runs.owner, kind="stable")
+    own = np.split(by_owner, np.cumsum(np.bincount(runs.owner, minlength=world_size))[:-1])
+    mean, keys_of_last = loads.mean(), (runs.end if causal else runs.last) - runs.first
+    tile, moves = _tile(int(keys_of_last.max()), mean), []
+    for rank in np.argsort(-loads, kind="stable"):
+        if loads[rank] > GIVES * mean:
+            longest_first = own[rank][np.argsort(-keys_of_last[own[rank]], kind="stable")]
+            moves += _given_away(runs.of(longest_first), longest_first, loads, mean, tile, causal)
     if not moves:
         return runs
     index, start, end, to = np.array(moves).T
@@ -74,16 +82,15 @@ def pairs_by_rank(runs: Runs, world_size: int, causal: bool) -> np.ndarray:
     return np.bincount(runs.rank, runs.pairs(causal), world_size).astype(np.int64)  # float64 is exact below 2^53
 
 
-def _given_away(runs: Runs, rank: int, loads: np.ndarray, causal: bool) -> list[tuple[int, int, int, int]]:
-    """The queries that a rank gives away: (run, start, end, receiver). Updates `loads` [W] in place."""
-    moves, mean = [], loads.mean()
-    if loads[rank] <= GIVES * mean:
-        return moves
-    own = np.flatnonzero(runs.owner == rank)
-    keys_of_last = (runs.end if causal else runs.last) - runs.first
-    tile = _tile(int(keys_of_last.max()), mean)
-    for i in own[np.argsort(-keys_of_last[own], kind="stable")]:
-        start, end, first, last = (int(x[i]) for x in runs[:4])
+def _given_away(
+    own: Runs, index: np.ndarray, loads: np.ndarray, mean: float, tile: int, causal: bool
+) -> list[tuple[int, int, int, int]]:
+    """The queries that a rank gives away: (run, start, end, receiver). Updates `loads` [W] in place.
+
+    own: the rank's runs, those with the most keys first; index: their numbers.
+    """
+    moves, rank = [], own.owner[0]
+    for i, start, end, first, last in zip(index.tolist(), *(x.tolist() for x in own[:4]), strict=True):
         while start < end and (surplus := loads[rank] - GIVES * mean) > 0:
             pairs = partial(pairs_between, end=end, first=first, last=last, causal=causal)
             to = int(loads.argmin())

@@ -89,6 +89,11 @@ def checked(name: str, cu_seqlens: torch.Tensor, tokens: int | None = None) -> n
     return edges
 
 
+def distinct(edges: np.ndarray) -> np.ndarray:
+    """Boundaries without those of empty documents."""
+    return edges[np.diff(edges, prepend=-1) > 0]
+
+
 def check_shape(name: str, cu_seqlens: torch.Tensor) -> None:
     """Check all that can be checked of boundaries without reading their values."""
     dtype = cu_seqlens.dtype

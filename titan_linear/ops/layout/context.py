@@ -29,6 +29,7 @@ from titan_linear.ops.layout.boundaries import (
     check_copy,
     checked,
     chunk_arrays,
+    distinct,
     segment_arrays,
     segment_length,
     short,
@@ -353,7 +354,9 @@ def ranks_per_node(group: dist.ProcessGroup | None, world_size: int) -> int:
     """How many neighbouring ranks of a group share a node, according to torchrun's environment; all, if there is none.
     Where a node has more of them than another, the largest number that divides all."""
     size = int(os.environ.get("LOCAL_WORLD_SIZE", "0"))
-    if not size or type(group) is not dist.ProcessGroup:  # no torchrun, no group, or a group in one process
+    if hasattr(group, "node_size"):  # a group in one process
+        return group.node_size
+    if not size or group is None:
         return world_size
     nodes = groupby(rank // size for rank in dist.get_process_group_ranks(group))
     return math.gcd(*(len(list(ranks)) for _, ranks in nodes))
@@ -368,7 +371,7 @@ def _chains(
 
 def _documents(cu_seqlens: torch.Tensor) -> np.ndarray:
     """[N+1] int64 boundaries without empty documents."""
-    documents = np.unique(checked("cu_seqlens", cu_seqlens).astype(np.int64))
+    documents = distinct(checked("cu_seqlens", cu_seqlens).astype(np.int64))
     if len(documents) < 2:
         raise ValueError(f"cu_seqlens = {short(cu_seqlens.tolist())}: no document has a token; give one that has")
     return documents

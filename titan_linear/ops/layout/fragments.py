@@ -54,7 +54,8 @@ def cut(documents: np.ndarray, num_streams: int, world_size: int, layout: str) -
             f"cu_seqlens ends at {total}: these tokens cannot be cut into num_streams = {num_streams} streams of "
             f"{blocks} equal blocks ({layout} layout on {world_size} ranks); pad each stream to a multiple of {blocks}"
         )
-    for i in np.flatnonzero(~np.isin(np.arange(1, num_streams) * length, documents)):
+    begins = np.arange(1, num_streams) * length
+    for i in np.flatnonzero(documents[np.searchsorted(documents, begins)] != begins):
         raise ValueError(f"num_streams = {num_streams}: stream {i + 1} must begin a document in cu_seqlens")
     size, slots = length // blocks, blocks // world_size
     starts = np.arange(num_streams * blocks) * size
