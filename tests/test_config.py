@@ -200,6 +200,32 @@ def test_an_unreadable_file_is_named(toml, tmp_path):
         load_config(toml("[job]\nconfig_file = 'other.toml'\n"))
 
 
+def test_a_file_as_windows_writes_it(tmp_path):
+    (tmp_path / "run.toml").write_bytes(b"\xef\xbb\xbf[training]\r\nsteps = 3\r\n")
+    assert load_config(["--job.config_file", str(tmp_path / "run.toml")]).training.steps == 3
+
+
+@pytest.mark.parametrize(
+    ("value", "why"),
+    [
+        ("[" * 5000 + "]" * 5000, "nested too deeply"),
+        ("{a = " * 600 + "1" + "}" * 600, "nested too deeply"),
+        ("{" + "a." * 600 + "a = 1}", "nested too deeply"),
+        ("{a = 1979-05-27}", "no key is a date"),
+    ],
+)
+def test_what_no_key_has_is_refused(toml, value, why):
+    with pytest.raises(ValueError, match=f"run.toml is not TOML: .*{why}"):
+        load_config(toml(f"[model]\nkda = {value}\n"))
+    with pytest.raises(ValueError, match="command line: "):
+        load_config(["--model.kda", value])
+
+
+def test_of_many_mistakes_some_are_named(toml):
+    with pytest.raises(ValueError, match=r"training.k0 is not a key[^$]*99,980 more problems$"):
+        load_config(toml("[training]\n" + "".join(f"k{n} = 1\n" for n in range(100_000))))
+
+
 def test_the_written_file_starts_the_same_run(toml):
     hard = 'a "b" \\ \n\t\x7f\x01 é 😀 #'
     argv = [

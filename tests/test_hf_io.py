@@ -460,7 +460,7 @@ def unknown_architecture(folder: Path) -> str:
 
 def broken_config(folder: Path) -> str:
     (folder / "config.json").write_text("{")
-    return r"config.json': is not JSON"
+    return r"config.json' cannot be read"
 
 
 def only_pickles(folder: Path) -> str:
@@ -618,9 +618,13 @@ def test_an_index_stays_in_its_folder(tmp_path: Path) -> None:
         (folder / hf_io.INDEX).write_text(json.dumps({"weight_map": {"w": file}}))
         with pytest.raises(ValueError, match=rf"index.json' names a file outside its folder, '{file}', for tensor 'w'"):
             open_folder(folder)
+    (folder / hf_io.INDEX).unlink()
+    (folder / "sub" / "x.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    with pytest.raises(ValueError, match=r"fetch .*index.json too, which says what model-00001-of-00002"):
+        open_folder(folder)
     for damaged in ("[]", "{", "{}", '{"weight_map": [["w", "x"]]}', '{"weight_map": {"w": 3}}', "[" * 100_000):
         (folder / hf_io.INDEX).write_text(damaged)
-        with pytest.raises(ValueError, match=r"index.json' is damaged: it has no weight_map"):
+        with pytest.raises(ValueError, match=r"index.json' cannot be read \(.*\); fetch it again"):
             open_folder(folder)
 
 
@@ -692,7 +696,7 @@ def test_commands_say_what_is_wrong(
             "config.toml of its run; keep checkpoints in their run's folder, and of one that titan-linear convert",
         ),
         (convert.main, ["to-hf", str(tmp_path), str(tmp_path / "out")], "neither a whole checkpoint"),
-        (convert.main, ["from-hf", str(tmp_path), str(tmp_path / "out")], "config.json': cannot be read"),
+        (convert.main, ["from-hf", str(tmp_path), str(tmp_path / "out")], "config.json' cannot be read"),
         (convert.main, ["from-hf", folder, str(tmp_path / "checkpoints")], "holds checkpoints already"),
         (generate.main, [str(tmp_path), *prompt], "neither a whole checkpoint"),
         (generate.main, [folder, "--prompt", "", "--tokenizer", str(bytes_alone)], "prompt '' has no tokens"),

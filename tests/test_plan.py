@@ -52,7 +52,7 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
         (["--node", "0"], "--node 0 must be 1 or more"),
         (["--gpus", "3"], "training.global_batch_size = 8 is not a multiple of"),
         (["--gpu", "abacus"], "--gpu 'abacus' is unknown; use one of H"),
-        (["--rates", "none.json"], "'none.json' is no file of rates (No such file or directory); python -m"),
+        (["--rates", "none.json"], "'none.json' cannot be read (No such file or directory); python -m"),
         (["--tokens", "many"], "--tokens 'many' must be a number of tokens"),
         (["--tokens", "0"], "--tokens '0' must be a number of tokens"),
         (["--documents", "few"], "--documents 'few' must be 'one', or"),
@@ -266,7 +266,7 @@ def test_offload_shows_where_it_should(tmp_path: Path, capsys: pytest.CaptureFix
         ({"copy": math.inf}, "copy: Input should be a finite number"),
         ({"gap": -1}, "gap: Input should be greater than or equal to 0"),
         ({"products": [[0, 1.0]]}, "products.0.0: Input should be greater than 0"),
-        ({"operators": {}}, "operators: Value error, conv1d and conv1d_backward are missing"),
+        ({"operators": {}}, "operators: conv1d and conv1d_backward are missing"),
         ({"operators": {"conv1d": [1]}}, "operators.conv1d.1: Field required"),
         ({"node": {"latency": 1}}, "node.all_gather: Field required"),
     ],
@@ -274,7 +274,7 @@ def test_offload_shows_where_it_should(tmp_path: Path, capsys: pytest.CaptureFix
 def test_damaged_rates_are_refused(change: dict, why: str, tmp_path: Path) -> None:
     rates = json.loads(shipped()["H200"].read_text()) | change
     (tmp_path / "r.json").write_text(json.dumps(rates))
-    with pytest.raises(ValueError, match=rf"is no file of rates \({re.escape(why)}.*\); python -m tools.bench_rates"):
+    with pytest.raises(ValueError, match=rf"cannot be read \({re.escape(why)}.*\); python -m tools.bench_rates"):
         read_rates(tmp_path / "r.json")
 
 

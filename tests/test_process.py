@@ -117,7 +117,7 @@ def test_progress_bars_and_colours_reach_the_terminal() -> None:
 
 
 def test_what_cannot_be_encoded_is_no_mistake_of_the_users() -> None:
-    @refusing(ValueError)
+    @refusing
     def main(argv: list[str]) -> int:
         "é".encode("ascii")
 

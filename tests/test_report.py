@@ -51,7 +51,10 @@ def test_where_runs_stand_and_differ(runs: list[str], capsys: pytest.CaptureFixt
 def test_what_is_no_run(runs: list[str], tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     assert report.main([str(tmp_path)]) == 2
     assert "holds no metrics.jsonl; give the folder of a run" in capsys.readouterr().err
-    with (path := Path(runs[0], "metrics.jsonl")).open("a") as file:
-        file.write("{]\n")
-    assert report.main([runs[0]]) == 2
-    assert f"'{path}' has a line that no run writes" in capsys.readouterr().err
+    path = Path(runs[0], "metrics.jsonl")
+    for line in ("{]", '{"step": null}', "[1]", '{"step": 1, "memory_gib": "much"}'):
+        path.write_text(line + "\n")
+        assert report.main([runs[0]]) == 2
+        assert f"'{path}' has a line that no run writes" in capsys.readouterr().err
+    assert report.main(["x" * 300]) == 2
+    assert "File name too long" in capsys.readouterr().err

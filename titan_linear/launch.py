@@ -50,7 +50,7 @@ class Node:
     port: int = 0
 
 
-@refusing(ValueError)
+@refusing
 def main(argv: list[str]) -> int:
     """Check, then run. Return the exit code: 0, 2 for a user's mistake, 130, 143, or a failed worker's."""
     for number in (signal.SIGINT, signal.SIGTERM):

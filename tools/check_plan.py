@@ -84,7 +84,7 @@ def setting(keys: list[str], documents: str) -> str:
     return ", ".join([*parts, "compiled" if config.compile.enable else "not compiled"])
 
 
-@refusing(ValueError)
+@refusing
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tools.check_plan", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -204,7 +204,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-@refusing(ValueError)
+@refusing
 def main(argv: list[str]) -> int:
     own, keys = split_keys(argv)
     args = parse(own)

@@ -27,7 +27,7 @@ from titan_linear.storage.rundir import SPIKES
 from titan_linear.storage.step_folders import known_progress
 
 
-@refusing(ValueError)
+@refusing
 def main(argv: list[str]) -> int:
     args, keys = parse(argv)
     config = load_config(keys)

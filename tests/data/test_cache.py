@@ -359,6 +359,16 @@ def test_a_document_without_tokens(make_corpus: Callable, monkeypatch: pytest.Mo
         load_corpus(folder)
 
 
+@pytest.mark.parametrize("dtype", ["O", "<i8", None])
+def test_tokens_of_another_type(make_corpus: Callable, dtype: str | None):
+    """With its checksum; "O" would have numpy take what is in the file for addresses."""
+    file = make_corpus(random_documents([3])).folder / "corpus.json"
+    info = json.loads(file.read_text()) | {"dtype": dtype}
+    file.write_text(json.dumps(info | {"checksum": corpus_module.info_checksum(info)}))
+    with pytest.raises(ValueError, match=r"corpus\.json does not say that its tokens are <u2 or <u4"):
+        load_corpus(file.parent)
+
+
 def test_damaged_cache_is_not_rebuilt_silently(lines: Path, tmp_path: Path):
     folder = open_corpus("jsonl", str(lines), ByteTokenizer(), cache_dir=tmp_path / "cache").folder
     (folder / "tokens.bin").write_bytes(b"")

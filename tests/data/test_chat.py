@@ -299,7 +299,8 @@ def test_bad_conversations(folder: Callable, template: str, messages: object, pr
 def test_tools(folder: Callable):
     """A list of objects, or the JSON text of one."""
     encoder = Conversations(build_tokenizer(str(folder(MARKED))))
-    bad, none, some = (["x"], {}, "", "TOOLS", "[" * 100_000, 0), ([], None, "[]"), (TOOLS, json.dumps(TOOLS))
+    deep = '[{"a": ' * 150 + "1" + "}]" * 150
+    bad, none, some = (["x"], {}, "", "TOOLS", "[" * 100_000, deep), ([], None, "[]"), (TOOLS, json.dumps(TOOLS))
     found = encoder.encode_batch([CHATS[0] | {"tools": tools} for tools in (*bad, *none, *some)])
     assert found[:6] == ["'tools' is no list of objects, nor the JSON text of one"] * 6
     without, listed, text = (document.tokens.tolist() for document in (found[6], found[-2], found[-1]))

@@ -15,7 +15,7 @@ import pyarrow.parquet as pq
 import pytest
 from tqdm import TqdmWarning
 
-from titan_linear.data import ByteTokenizer, Corpus, open_corpus, write_corpus
+from titan_linear.data import ByteTokenizer, Corpus, open_corpus, tokenise_corpus, write_corpus
 from titan_linear.data.corpus.sources import read_documents, source_files
 
 
@@ -161,8 +161,8 @@ def test_jsonl(texts: Callable, tmp_path: Path):
         (b'{"text": "\xff"}', r"line 2: not JSON in UTF-8"),
         (b'["text"]', r"line 2: not a JSON object with a field 'text'"),
         (b"[" * 100_000, r"line 2: not JSON"),
-        (b'{"text": "\\ud800"}', r"line 2: not UTF-8: '\\ud800' is half a character; repair it"),
-        (b'{"text": "a\\udc80b"}', r"line 2: not UTF-8: '\\udc80' is half"),  # else it would be byte 0x80
+        (b'{"text": "\\ud800"}', r"line 2: not JSON in UTF-8: .*'\\ud800'.*; repair it"),
+        (b'{"text": "a\\udc80b"}', r"line 2: not JSON in UTF-8: .*'\\udc80'"),  # else it would be byte 0x80
     ],
 )
 def test_jsonl_bad_lines(texts: Callable, tmp_path: Path, line: bytes, message: str):
@@ -171,6 +171,15 @@ def test_jsonl_bad_lines(texts: Callable, tmp_path: Path, line: bytes, message: 
     with pytest.raises(ValueError, match=rf"bad\.jsonl, {message}"):
         texts("jsonl", file)
     assert [path.suffix for path in (tmp_path / "cache").iterdir()] == [".lock"]  # nothing half-written
+
+
+@pytest.mark.parametrize("depth", [300, 900])
+def test_a_record_that_is_nested_deeply_is_a_bad_one(tmp_path: Path, depth: int):
+    """Python reads it, and could not send it to another process."""
+    file = tmp_path / "deep.jsonl"
+    file.write_text('{"prompt": "x", "completion": ' + '{"a": ' * depth + "1" + "}" * depth + "}\n")
+    with pytest.raises(ValueError, match=r"deep\.jsonl, line 1: not JSON in UTF-8: .*depth"):
+        tokenise_corpus(tmp_path / "o", "jsonl", str(file), ByteTokenizer(), dataset_format="completion")
 
 
 def test_jsonl_as_it_is_found(texts: Callable, tmp_path: Path):
@@ -342,7 +351,9 @@ def test_arrow_bad(texts: Callable, tmp_path: Path):
     with pytest.raises(ValueError, match=r"data-00001-of-00002\.arrow is missing: state\.json lists it"):
         texts("arrow", tmp_path / "missing")
     (tmp_path / "missing" / "state.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"state\.json is not the state of a saved dataset"):
+    with pytest.raises(
+        ValueError, match=r"state\.json' cannot be read \(Input should be an object\); save the dataset"
+    ):
         texts("arrow", tmp_path / "missing")
     file = tmp_path / "bad.arrow"
     save_arrow(file, ["good"] * 300 + [None])

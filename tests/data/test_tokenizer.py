@@ -131,6 +131,12 @@ def test_a_pattern_that_backtracks(tmp_path: Path):
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     with pytest.raises(ValueError, match=r"the tokenizer refuses it: .*retry-limit"):
         build_tokenizer(str(tmp_path)).encode("a" * 100 + "b")
+    tokenizer.pre_tokenizer, pattern = None, tokenizers.Regex("(a|aa|a?)+$")
+    tokenizer.decoder = decoders.Sequence([decoders.Fuse(), decoders.Replace(pattern, "c")])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    decoder = build_tokenizer(str(tmp_path))
+    with pytest.raises(ValueError, match=r"the tokenizer refuses it: .*retry-limit"):
+        decoder.decode(decoder.encode("a" * 100 + "b"))
 
 
 def test_vocabulary_with_holes(file: Path):
@@ -164,7 +170,7 @@ def test_unusable(file: Path, tmp_path: Path):
     with pytest.raises(ValueError, match=r"model\.tokenizer_path: eos_token '<gone>'"):
         build_tokenizer(str(file))
     file.with_name("tokenizer_config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"model\.tokenizer_path: .*tokenizer_config\.json is not JSON"):
+    with pytest.raises(ValueError, match=r"tokenizer_config\.json' cannot be read \(.*\); correct it there"):
         build_tokenizer(str(file))
     for content in (b"", b"{", b"[]", b'{"model": 3}', b"\xff"):
         file.write_bytes(content)

@@ -29,7 +29,7 @@ from titan_linear.storage.hf_io import RowReader, locate, open_folder, read_mode
 from titan_linear.storage.step_folders import Progress, whole_steps
 
 
-@refusing(ValueError, OSError)
+@refusing
 def main(argv: list[str]) -> int:
     args = parse(argv)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended

@@ -34,7 +34,7 @@ from titan_linear.storage.files import default_cache_dir
 DAY = 86400  # seconds
 
 
-@refusing(ValueError, OSError)
+@refusing
 def main(argv: list[str]) -> int:
     args = parse(argv)
     if args.command == "write":

@@ -31,7 +31,7 @@ from titan_linear.storage.step_folders import read_progress, verify, weights_pat
 from titan_linear.storage.tensors import load_weights
 
 
-@refusing(ValueError)
+@refusing
 def main(argv: list[str]) -> int:
     args = parse(argv)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended

@@ -82,7 +82,7 @@ class Split(NamedTuple):
         return float(f"{self.step.seconds:.3g}"), self.bytes
 
 
-@refusing(ValueError)
+@refusing
 def main(argv: list[str]) -> int:
     plan(*parse(argv))
     return 0

@@ -7,34 +7,46 @@ titan-linear report outputs/kda outputs/gdn outputs/hybrid
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 from titan_linear.config import flat_keys, load_config, toml_value
 from titan_linear.distributed.process import refusing
+from titan_linear.storage import rundir
+from titan_linear.storage.files import parse_json
 from titan_linear.storage.rundir import CONFIG, METRICS, SPIKES
 
 HEAD = ("run", "step", "loss", "best validation", "tokens", "tokens/s", "MFU", "GiB", "skipped", "spikes")
 OWN = ("job.config_file", "job.dump_folder", "job.description")  # keys that differ between any two runs
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
+class Line(rundir.Line):
+    """What is read of a line of metrics."""
+
+    loss: float | None = None
+    validation_loss: float | None = None
+    tokens: int = 0
+    tokens_per_second: float | None = None
+    mfu: float | None = None
+    memory_gib: float | None = None
+    skipped_steps: int = 0
+
+
+def read_lines(path: Path) -> list[Line]:
     """The lines of a .jsonl file, if it exists; without a last line that is still being written."""
     if not path.is_file():
         return []
     *lines, _torn = path.read_text(encoding="utf-8").split("\n")
     try:
-        return [json.loads(line) for line in lines]
+        return [parse_json(line, Line) for line in lines]
     except ValueError as error:
         raise ValueError(f"'{path}' has a line that no run writes ({error}); repair it") from None
 
 
-def numbers(lines: Sequence[dict[str, Any]], key: str) -> list[float]:
+def numbers(lines: Sequence[Line], key: str) -> list[float]:
     """A key's values, where it is given and finite."""
-    return [line[key] for line in lines if line.get(key) is not None]
+    return [getattr(line, key) for line in lines if getattr(line, key) is not None]
 
 
 def standing(run: Path) -> list[str]:
@@ -42,20 +54,20 @@ def standing(run: Path) -> list[str]:
     if not (run / METRICS).is_file():
         raise ValueError(f"'{run}' holds no {METRICS}; give the folder of a run (job.dump_folder)")
     lines = read_lines(run / METRICS)
-    steps = [line for line in lines if "loss" in line]
+    steps = [line for line in lines if "loss" in line.model_fields_set]
     rates, mfu = numbers(steps[1:] or steps, "tokens_per_second"), numbers(steps[1:] or steps, "mfu")
     validations, memory = numbers(lines, "validation_loss"), numbers(steps, "memory_gib")
-    last = steps[-1] if steps else {"step": 0}
+    last = steps[-1] if steps else Line(step=0)
     return [
         str(run),
-        str(last["step"]),
-        f"{last['loss']:.4f}" if numbers([last], "loss") else "–",
+        str(last.step),
+        f"{last.loss:.4f}" if numbers([last], "loss") else "–",
         f"{min(validations):.4f}" if validations else "–",
-        f"{last.get('tokens', 0):,}",
+        f"{last.tokens:,}",
         f"{median(rates):,.0f}" if rates else "–",
         f"{median(mfu):.1%}" if mfu else "–",
         f"{max(memory):.2f}" if memory else "–",
-        str(last.get("skipped_steps", 0)),
+        str(last.skipped_steps),
         str(len(read_lines(run / SPIKES))),
     ]
 
@@ -75,7 +87,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(map(str.ljust, line, widths))} |" for line in lines)
 
 
-@refusing(ValueError)
+@refusing
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="titan-linear report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_args, get_origin
 
 from pydantic import ValidationError
@@ -19,6 +20,8 @@ else:
 
 from titan_linear.config.derived import changed, on_cuda
 from titan_linear.config.schema import ABSENT, KEYS, PRINT, SECTIONS, Config, Rule, Section, keys_with
+
+LISTED = 20  # problems that a message names
 
 # --- Reading ---------------------------------------------------------------------------------------------------------
 
@@ -130,8 +133,7 @@ def toml_value(value: Any) -> str:
 
 def _read_toml(path: str) -> dict[str, Any]:
     try:
-        with open(os.path.expanduser(path), "rb") as file:
-            return tomllib.load(file)
+        return _toml_tables(Path(os.path.expanduser(path)).read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"job.config_file = {path!r} cannot be read: {error.strerror}; give a TOML file") from None
     except ValueError as error:  # malformed TOML or UTF-8
@@ -201,9 +203,21 @@ def _typed(text: str, annotation: type) -> Any:
 def _toml(text: str) -> Any:
     """The value that TOML reads, or the text itself."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        return _toml_tables(f"value = {text}")["value"]
     except ValueError:
         return text
+
+
+def _toml_tables(text: str) -> dict[str, Any]:
+    """ValueError: it is not TOML, or holds what `toml_value` cannot write."""
+    try:
+        tables = tomllib.loads(text)
+        toml_value(tables)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    except TypeError:
+        raise ValueError("no key is a date or time") from None
+    return tables
 
 
 def _parser(only: str = "") -> argparse.ArgumentParser:
@@ -289,7 +303,10 @@ def _validate(tables: dict[str, Any], source: str) -> Config:
     try:
         return Config.model_validate(tables)
     except ValidationError as invalid:
-        raise ValueError("\n".join(f"{source}: {_explain(error)}" for error in invalid.errors())) from None
+        problems = [_explain(error) for error in invalid.errors()[:LISTED]]
+        if (more := invalid.error_count() - LISTED) > 0:
+            problems.append(f"{more:,} more problems")
+        raise ValueError("\n".join(f"{source}: {problem}" for problem in problems)) from None
 
 
 def _explain(error: Any) -> str:

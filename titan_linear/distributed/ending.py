@@ -84,6 +84,8 @@ def explain(error: BaseException) -> tuple[int, str]:
     """The exit code of a process that this error ends, and a line that says why; "" if it is a fault of the program."""
     if isinstance(error, ValueError) and not isinstance(error, UnicodeEncodeError):
         return MISTAKE, str(error)
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        return MISTAKE, str(error)
     if isinstance(error, RunFailed):
         return FAILED, str(error)
     if isinstance(error, torch.OutOfMemoryError):

@@ -36,23 +36,20 @@ OBEYED = re.compile(r"(?<!^)\r(?!\n)|[\0-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u
 MISTAKE, FAILED, LOST = 2, 3, 4  # a user's mistake; a bad loss, save or disk, or no GPU memory; a lost rank
 
 
-def refusing(*mistakes: type[Exception]) -> Callable[[Command], Command]:
-    """Decorate a command's main: these errors, which are the user's mistakes, print one line, not a traceback."""
+def refusing(main: Command) -> Command:
+    """Decorate a command's main: a user's mistake, and what the system refuses, prints one line, not a traceback."""
 
-    def decorate(main: Command) -> Command:
-        @wraps(main)
-        def command(argv: list[str]) -> int:
-            try:
-                return main(argv)
-            except (BrokenPipeError, UnicodeEncodeError):
-                raise  # to run_command; a fault of the program
-            except mistakes as error:
-                print(f"error: {error}", file=sys.stderr)
-                return MISTAKE
+    @wraps(main)
+    def command(argv: list[str]) -> int:
+        try:
+            return main(argv)
+        except (BrokenPipeError, UnicodeEncodeError):
+            raise  # to run_command; a fault of the program
+        except (ValueError, OSError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return MISTAKE
 
-        return command
-
-    return decorate
+    return command
 
 
 def run_command(main: Command) -> NoReturn:

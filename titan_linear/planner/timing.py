@@ -45,6 +45,7 @@ from titan_linear.ops.layout.levels import Network, direct_messages, duration, m
 from titan_linear.ops.triton.configs import kernel_dims
 from titan_linear.planner.counting import Call, Layer, Size, Work
 from titan_linear.planner.memory import Batch, Units, boundaries, context, layers, units
+from titan_linear.storage.files import read_json
 
 SHIPPED = Path(__file__).parent / "rates"
 PARTS = (
@@ -135,14 +136,7 @@ def shipped() -> dict[str, Path]:
 
 def read_rates(path: Path) -> Rates:
     """Read and check a file of rates. ValueError: it is not one."""
-    try:
-        return pydantic.TypeAdapter(Rates).validate_json(path.read_bytes())
-    except OSError as error:
-        why = error.strerror
-    except pydantic.ValidationError as error:
-        first = error.errors()[0]
-        why = ": ".join(filter(None, (".".join(map(str, first["loc"])), first["msg"])))
-    raise ValueError(f"'{path}' is no file of rates ({why}); python -m tools.bench_rates writes one")
+    return read_json(path, Rates, "python -m tools.bench_rates writes a file of rates")
 
 
 @dataclass(frozen=True)

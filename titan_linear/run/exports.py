@@ -183,7 +183,7 @@ def command(checkpoint: Path, folder: Path, dtype: str) -> list[str]:
     return [sys.executable, "-c", START, str(os.getpid()), str(checkpoint), str(folder), dtype]
 
 
-@refusing(ValueError, OSError)
+@refusing
 def main(argv: list[str]) -> int:
     os.nice(19)
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is intended

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import codecs
 import fcntl
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -20,19 +22,36 @@ class Unreadable(ValueError):
 
 
 def read_json(file: Path, kind: type[T], remedy: str) -> T:
-    """What a JSON file holds, as a pydantic model or any other type that pydantic knows.
+    """What a JSON file holds, which may begin with a byte order mark, as `parse_json` has it.
 
     Raises:
         Unreadable: with the remedy.
     """
     try:
-        return TypeAdapter(kind).validate_json(file.read_bytes())
+        return parse_json(file.read_bytes().removeprefix(codecs.BOM_UTF8), kind)
     except OSError as error:
         why = error.strerror
+    except ValueError as error:
+        why = str(error)
+    raise Unreadable(f"'{file}' cannot be read ({why}); {remedy}")
+
+
+def parse_json(data: str | bytes, kind: type[T]) -> T:
+    """What JSON says, as a pydantic model or any other type that pydantic knows.
+
+    Raises:
+        ValueError: it is no JSON of this type, or nested more than 200 deep.
+    """
+    try:
+        return _adapter(kind).validate_json(data)
     except ValidationError as error:
         first = error.errors()[0]
-        why = ": ".join([*map(str, first["loc"]), first["msg"].removeprefix("Value error, ")])
-    raise Unreadable(f"'{file}' cannot be read ({why}); {remedy}")
+        where = ".".join(map(str, first["loc"]))
+        why = first["msg"].removeprefix("Value error, ")
+        raise ValueError(f"{where}: {why}" if where else why) from None
+
+
+_adapter = cache(TypeAdapter)
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from pydantic import BaseModel
 from safetensors import SafetensorError, safe_open
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
@@ -35,7 +36,7 @@ from titan_linear.models.families.remote import MODELING
 from titan_linear.models.init import runs
 from titan_linear.ops.runtime.support import short
 from titan_linear.storage.checkpoint import SaveFailed
-from titan_linear.storage.files import alone, beside, finish_replacing, remove, replace, sync
+from titan_linear.storage.files import alone, beside, finish_replacing, read_json, remove, replace, sync
 from titan_linear.storage.step_folders import describe
 from titan_linear.storage.tensors import named_parameters
 
@@ -75,6 +76,10 @@ class Tensor:
     end: int
 
 
+class Index(BaseModel):
+    weight_map: dict[str, str]  # tensor -> file name
+
+
 class Planned(NamedTuple):
     """A tensor that is to be written."""
 
@@ -103,22 +108,15 @@ def read_model(path: Path) -> tuple[str, ModelConfig]:
     Raises:
         ValueError: there is none, or it describes a model that we do not have.
     """
+    config = read_config(path)
     try:
-        return config_from_hf(read_config(path))
+        return config_from_hf(config)
     except ValueError as error:
         raise ValueError(f"'{Path(path) / CONFIG}': {error}") from None
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((Path(path) / CONFIG).read_bytes())
-    except OSError as error:
-        raise ValueError(f"cannot be read ({error.strerror}); give a Hugging Face folder") from None
-    except ValueError as error:
-        raise ValueError(f"is not JSON: {error}; fetch it again") from None
-    if not isinstance(config, dict):
-        raise ValueError("is not a JSON object; fetch it again")
-    return config
+    return read_json(Path(path) / CONFIG, dict[str, Any], "give a Hugging Face folder, or fetch it again")
 
 
 def open_folder(path: Path) -> Folder:
@@ -223,12 +221,7 @@ def read_header(file: Path) -> dict[str, Tensor]:
 def _index(path: Path) -> dict[str, str]:
     """tensor -> file name."""
     if (path / INDEX).is_file():
-        try:
-            where = json.loads((path / INDEX).read_bytes())["weight_map"]
-        except (ValueError, RecursionError, KeyError, TypeError):
-            where = None
-        if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
-            raise ValueError(f"'{path / INDEX}' is damaged: it has no weight_map; fetch it again")
+        where = read_json(path / INDEX, Index, "fetch it again").weight_map
         for name, file in where.items():
             if Path(file).is_absolute() or ".." in Path(file).parts:
                 raise ValueError(
@@ -246,7 +239,9 @@ def _index(path: Path) -> dict[str, str]:
         return dict.fromkeys(read_header(path / SINGLE), SINGLE)
     pickles = [file.name for pattern in PICKLES for file in sorted(path.glob(pattern))]
     remedy = "give the folder of a model with its weights"
-    if pickles:
+    if shards := sorted(path.glob("*.safetensors")):
+        remedy = f"fetch {INDEX} too, which says what {shards[0].name} and other shards hold"
+    elif pickles:
         remedy = f"{pickles[0]} is a pickle file, which is never loaded: convert it to safetensors"
     raise ValueError(f"'{path}' holds neither {INDEX} nor {SINGLE}; {remedy}")
 

@@ -27,6 +27,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TextIO
 
+from pydantic import BaseModel
+
 from titan_linear import __version__
 from titan_linear.config import (
     BYTES,
@@ -39,7 +41,7 @@ from titan_linear.config import (
     keys_with,
     load_config,
 )
-from titan_linear.storage.files import lock, open_own, write_whole
+from titan_linear.storage.files import lock, open_own, parse_json, write_whole
 
 CONFIG, RUN_MANIFEST, METRICS, LOCK, BOARD = "config.toml", "manifest.json", "metrics.jsonl", ".lock", "tb"
 STEP_MANIFEST = "manifest.json"  # of a checkpoint
@@ -267,7 +269,7 @@ def copied_configuration(config: Config) -> str:
 
 
 def _is_of_a_run(file: Path) -> bool:
-    with file.open(encoding="utf-8") as lines:
+    with file.open(encoding="utf-8-sig") as lines:
         return lines.readline().startswith(MARK) or (file.name == CONFIG and file.with_name(RUN_MANIFEST).exists())
 
 
@@ -458,8 +460,14 @@ def _finite(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class Line(BaseModel):
+    """What each line of metrics has."""
+
+    step: int
+
+
 def _step(path: Path, number: int, line: str) -> int:
     try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+        return parse_json(line, Line).step
+    except ValueError:
         raise ValueError(f"{path}, line {number}, is not a line of metrics: {line[:80]!r}; repair or move it") from None

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from tqdm import tqdm
@@ -35,6 +36,7 @@ from titan_linear.data.corpus.corpus import (
     PATHS,
     Corpus,
     add_file,
+    how_to_mend,
     load_corpus,
     unfitting,
 )
@@ -57,7 +59,7 @@ from titan_linear.data.corpus.writing import (
     temporary_folder,
     write_into,
 )
-from titan_linear.storage.files import default_cache_dir, lock, open_own, write_whole
+from titan_linear.storage.files import Unreadable, default_cache_dir, lock, open_own, read_json, write_whole
 
 DATASETS = (*TEXT_SOURCES, "tokens")
 _NAMED = 3  # number of skipped bad documents that are named
@@ -249,9 +251,8 @@ def _paths_when_written(corpus: Corpus) -> tuple[str, ...] | None:
     """The paths of a corpus's text files when it was written; None: it was written from tokens."""
     if corpus.files is None:
         return None
-    path, paths = corpus.folder / PATHS, ()
-    with suppress(OSError, ValueError, TypeError):
-        paths = tuple(json.loads(path.read_bytes()))
+    path = corpus.folder / PATHS
+    paths = read_json(path, tuple[str, ...], how_to_mend(corpus.folder))
     if len(paths) != len(corpus.files) - 1:
         raise unfitting(path)
     return paths
@@ -293,8 +294,8 @@ def _same_texts(caches: Path, texts: _Texts) -> Path | None:
     """A cache of these texts, whatever paths and times they had."""
     known = {}
     for info in caches.glob(f"{texts.dataset}-*/{INFO}"):
-        with suppress(OSError, ValueError, TypeError, KeyError):  # damaged, or written from tokens
-            known[json.loads(info.read_bytes())["texts"]] = info.parent
+        with suppress(Unreadable, KeyError):  # damaged, or written from tokens
+            known[read_json(info, dict[str, Any], "")["texts"]] = info.parent
     return known.get(texts.content) if known else None
 
 

@@ -37,6 +37,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from titan_linear.data.corpus.tokenizer import NAMED_TOKENS, HuggingFaceTokenizer, Tokenizer
+from titan_linear.storage.files import parse_json
 
 Record = Mapping[str, Any]
 ANSWERER = "assistant"
@@ -227,8 +228,8 @@ class _Problem(Exception):
 def _tools(given: object) -> object:
     """A record's tools. Some tables hold them as the text of a JSON list, since each has arguments of its own."""
     try:
-        return json.loads(given) if isinstance(given, str) else given
-    except (ValueError, RecursionError):
+        return parse_json(given, Any) if isinstance(given, str) else given
+    except ValueError:
         return given
 
 

@@ -37,10 +37,11 @@ from typing import Any
 import numpy as np
 
 from titan_linear.data.corpus.sources import FIELD_SOURCES, TEXT_SOURCES
-from titan_linear.storage.files import default_cache_dir, write_whole
+from titan_linear.storage.files import Unreadable, default_cache_dir, read_json, write_whole
 
 FORMAT = "titan_linear corpus 1"
 ANSWERS_FORMAT = "titan_linear corpus 2"  # code that knows only the first format would train on every token
+DTYPES = ("<u2", "<u4")  # of tokens
 CRC_BLOCK = 1 << 24  # bytes
 LONG = 50 * 10**9  # bytes: reading this many takes some time
 SMALL = 1 << 22  # documents: every process may look at this many
@@ -219,8 +220,8 @@ def verify_changed(corpus: Corpus) -> None:
     note = default_cache_dir() / f"whole-{hashlib.sha256(os.fsencode(corpus.folder)).hexdigest()[:24]}.json"
     stats = ((name, (corpus.folder / name).stat()) for name in (INFO, *names_in(corpus.info)))
     files = {name: [stat.st_size, stat.st_mtime_ns, stat.st_ino] for name, stat in stats}
-    with suppress(OSError, ValueError):
-        if json.loads(note.read_bytes()) == files:
+    with suppress(Unreadable):
+        if read_json(note, dict[str, list[int]], "") == files:
             return
     verify_corpus(corpus)
     try:
@@ -277,14 +278,11 @@ def _read_info(folder: Path) -> dict[str, Any]:
             f"{path} is missing: {folder} is no corpus of tokens; titan-linear corpus writes one; for texts "
             f"training.dataset is {', '.join(TEXT_SOURCES[1:-1])} or {TEXT_SOURCES[-1]}"
         )
-    if not path.is_file():
-        raise ValueError(f"{path} is missing; {remedy}")
-    try:
-        info = json.loads(path.read_bytes())
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; {remedy}") from error
-    if not isinstance(info, dict) or info.get("format") not in (FORMAT, ANSWERS_FORMAT):
+    info = read_json(path, dict[str, Any], remedy)
+    if info.get("format") not in (FORMAT, ANSWERS_FORMAT):
         raise ValueError(f"{path} does not say that it is a {FORMAT!r} or {ANSWERS_FORMAT!r}; {remedy}")
+    if info.get("dtype") not in DTYPES:  # numpy would take numbers for addresses of Python's objects, too
+        raise ValueError(f"{path} does not say that its tokens are {' or '.join(DTYPES)}; {remedy}")
     if info.get("checksum") != info_checksum(info):
         raise ValueError(f"{path} was altered: it does not have its checksum; {remedy}")
     return info

@@ -24,7 +24,6 @@ import io
 import json
 import lzma
 import os
-import re
 import sysconfig
 import zlib
 from collections.abc import Iterable, Iterator, Set
@@ -32,6 +31,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
+
+from pydantic import BaseModel, Field
+from pydantic_core import to_json
+
+from titan_linear.storage.files import read_json
 
 TEXT_SOURCES = ("stdlib", "text", "jsonl", "parquet", "arrow")
 FIELD_SOURCES = ("jsonl", "parquet", "arrow")  # of records
@@ -45,7 +49,6 @@ SUFFIXES = {
     "arrow": (".arrow",),
 }
 ROWS = 256  # read at a time
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # half of a character, in JSON
 
 # How files of lines begin that are compressed, and how to open them; and those that are something else, and the remedy.
 _COMPRESSED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\0": lzma.open, b"BZh": bz2.open}
@@ -88,17 +91,32 @@ class _Fields:
     def document(self, record: dict[str, Any], origin: str, size: float) -> Document:
         if missing := self.missing(record):
             return Document("", origin, size, missing)
-        if not self.is_text:
-            return Document({name: record.get(name) for name in self.needed + self.optional}, origin, size)
-        (name,) = self.needed
-        if not isinstance(text := record[name], str):
-            return Document("", origin, size, f"{name!r} is {type(text).__name__}, not text")
-        return Document(text, origin, size)
+        content = {name: record.get(name) for name in self.needed + self.optional}
+        if self.is_text:
+            (name,) = self.needed
+            if not isinstance(content := record[name], str):
+                return Document("", origin, size, f"{name!r} is {type(content).__name__}, not text")
+        try:
+            to_json(content, bytes_mode="base64", fallback=str)
+        except ValueError as error:  # half a character, or it is nested more than 250 deep
+            return Document("", origin, size, f"not JSON in UTF-8: {error}; repair it")
+        return Document(content, origin, size)
 
     def missing(self, names: Iterable[str], what: str = "field") -> str:
         """What to say if a needed field is missing; else ""."""
         name = next((name for name in self.needed if name not in names), None)
         return "" if name is None else f"no {what} {name!r} (it has: {', '.join(map(repr, names))}); {self.remedy}"
+
+
+class _File(BaseModel):
+    filename: str
+
+
+class _Saved(BaseModel):
+    """state.json of a dataset that was saved."""
+
+    files: list[_File] = Field(alias="_data_files")
+    indices: list[_File] | None = Field(None, alias="_indices_data_files")
 
 
 def source_files(dataset: str, dataset_path: str | None, *, path_key: str = "training.dataset_path") -> list[Path]:
@@ -231,13 +249,9 @@ def _as_saved(files: Set[Path], path_key: str) -> list[Path]:
 
 
 def _listed(state: Path) -> list[Path]:
-    try:
-        content = json.loads(state.read_bytes())
-        names = [entry["filename"] for entry in content["_data_files"]]
-        indices = content.get("_indices_data_files")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{state} is not the state of a saved dataset: {error!r}; save the dataset again") from error
-    if indices:
+    saved = read_json(state, _Saved, "save the dataset again")
+    names = [file.filename for file in saved.files]
+    if saved.indices:
         raise ValueError(f"{state}: the dataset is a selection of rows; save its flatten_indices() instead")
     for name in names:
         if not (state.parent / name).is_file():
@@ -270,15 +284,7 @@ def _line(line: bytes, origin: str, size: float, fields: _Fields) -> Document:
         return Document("", origin, size, f"not JSON in UTF-8: {error}")
     if not isinstance(record, dict):
         return Document("", origin, size, f"not a JSON object with a field {fields.needed[0]!r}")
-    document = fields.document(record, origin, size)
-    if _SURROGATE.search(line):
-        try:
-            json.dumps(document.content, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            return Document(
-                "", origin, size, f"not UTF-8: {error.object[error.start]!a} is half a character; repair it"
-            )
-    return document
+    return fields.document(record, origin, size)
 
 
 @contextmanager

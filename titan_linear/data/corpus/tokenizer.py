@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 import tokenizers
 
+from titan_linear.storage.files import read_json
+
 TOKENIZER, SETTINGS, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 CHAT_TEMPLATE, MORE_TEMPLATES = "chat_template.jinja", "additional_chat_templates"
 # What ends a document if no file beside tokenizer.json says so: the first of these that is a special token.
@@ -140,7 +142,9 @@ class HuggingFaceTokenizer:
                 f"model.tokenizer_path: {file} is no Hugging Face tokenizer: {error}; fetch it again"
             ) from error
         adds_tokens = self._tokenizer.num_special_tokens_to_add(is_pair=False) > 0
-        self._content, self._off = _of_texts_alone(data, adds_tokens)
+        content = json.loads(data)
+        self._added = content.get("added_tokens") or []
+        self._content, self._off = _of_texts_alone(data, content, adds_tokens)
         self._tokenizer.post_processor = None  # it would also move the places of tokens
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -151,7 +155,7 @@ class HuggingFaceTokenizer:
             raise ValueError(f"model.tokenizer_path: {file} has an empty vocabulary; give another")
         self.vocab_size = max(vocabulary.values()) + 1
         self._settings = _read_settings(file.parent)
-        self.eos_id = _find_eos(file, self._settings, json.loads(data), vocabulary)
+        self.eos_id = _find_eos(file, self._settings, self._added, vocabulary)
         self.fingerprint = "hf-" + hashlib.sha256(data + f"eos={self.eos_id}".encode()).hexdigest()[:32]
 
     def encode(self, text: str) -> np.ndarray:
@@ -213,12 +217,13 @@ class HuggingFaceTokenizer:
     @cached_property
     def special_tokens(self) -> tuple[str, ...]:
         """The texts of the special tokens, and that of the end token, which need not be one."""
-        special = [t["content"] for t in json.loads(self._content).get("added_tokens") or [] if t.get("special")]
+        special = [token["content"] for token in self._added if token.get("special")]
         end = self.token_names.get("eos_token")
         return tuple(special) if end in (None, *special) else (*special, end)
 
     def decode(self, ids: Iterable[int]) -> str:
-        return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+        with _refusals():
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """The tokenizer's files that exist, without what would have transformers add to a text or take from it."""
@@ -230,7 +235,7 @@ class HuggingFaceTokenizer:
         """The settings beside tokenizer.json, without those that change tokens; and the text of the end token."""
         found = {key: value for key, value in self._settings.items() if key not in _CHANGES_TOKENS}
         # Tokens by their texts alone: tokenizer.json has the rest. transformers would add those that it does not have.
-        added = [token["content"] for token in json.loads(self._content).get("added_tokens") or []]
+        added = [token["content"] for token in self._added]
         for key, value in list(found.items()):
             if key.endswith("_token"):
                 found[key] = _name_of(value)
@@ -266,10 +271,9 @@ def _instead(folder: Path) -> str:
     return f"convert {', '.join(others)} to one (docs/hugging_face.md), or {give}" if others else give
 
 
-def _of_texts_alone(data: bytes, adds_tokens: bool) -> tuple[bytes, list[str]]:
+def _of_texts_alone(data: bytes, content: dict[str, Any], adds_tokens: bool) -> tuple[bytes, list[str]]:
     """A tokenizer.json without what cuts, pads or extends texts and what draws their tokens at random, and the names of
-    what was taken out."""
-    content = json.loads(data)
+    what was taken out. content: of `data`."""
     keys = ["truncation", "padding", *["post_processor"] * adds_tokens]
     off = [key for key in keys if content.get(key) is not None]
     content |= dict.fromkeys(off)
@@ -312,9 +316,9 @@ def _read_settings(folder: Path) -> dict[str, Any]:
 
     ValueError: a token of NAMED_TOKENS is not a text.
     """
-    settings = _read_json(folder / SETTINGS)
+    settings = _read_object(folder / SETTINGS)
     if "added_tokens_decoder" not in settings:
-        settings |= _read_json(folder / SPECIAL)
+        settings |= _read_object(folder / SPECIAL)
     for name in NAMED_TOKENS:
         if not isinstance(_name_of(settings.get(name)), str | None):
             raise ValueError(
@@ -324,15 +328,9 @@ def _read_settings(folder: Path) -> dict[str, Any]:
     return settings
 
 
-def _read_json(file: Path) -> dict[str, Any]:
-    """A file of settings; none if there is no such file, or it holds no object."""
-    if not file.is_file():
-        return {}
-    try:
-        settings = json.loads(_read(file))
-    except ValueError as error:
-        raise ValueError(f"model.tokenizer_path: {file} is not JSON: {error}; correct it there") from error
-    return settings if isinstance(settings, dict) else {}
+def _read_object(file: Path) -> dict[str, Any]:
+    """A file of settings; none if there is no such file."""
+    return read_json(file, dict[str, Any], "correct it there") if file.is_file() else {}
 
 
 def _json(content: dict[str, Any]) -> bytes:
@@ -350,7 +348,9 @@ def _settings(found: dict[str, Any], eos: str | None) -> bytes:
     return _json({**found, **forced})
 
 
-def _find_eos(file: Path, settings: dict[str, Any], content: dict[str, Any], vocabulary: dict[str, int]) -> int | None:
+def _find_eos(
+    file: Path, settings: dict[str, Any], added: list[dict[str, Any]], vocabulary: dict[str, int]
+) -> int | None:
     eos = _name_of(settings.get("eos_token"))
     if eos is not None:
         if eos not in vocabulary:
@@ -359,7 +359,7 @@ def _find_eos(file: Path, settings: dict[str, Any], content: dict[str, Any], voc
                 f"{file}; name one that is"
             )
         return vocabulary[eos]
-    special = {token["content"] for token in content.get("added_tokens") or [] if token.get("special")}
+    special = {token["content"] for token in added if token.get("special")}
     return next((vocabulary[name] for name in _USUAL_EOS if name in special and name in vocabulary), None)
 
 

@@ -9,7 +9,6 @@ journal.json says how much of them counts.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import time
@@ -40,7 +39,7 @@ from titan_linear.data.corpus.corpus import (
 )
 from titan_linear.data.corpus.tokenise import Tokens
 from titan_linear.data.corpus.tokenizer import Tokenizer
-from titan_linear.storage.files import lock, open_own, sync, write_whole
+from titan_linear.storage.files import lock, open_own, read_json, sync, write_whole
 
 JOURNAL_SECONDS = 5.0  # of tokenising that a kill costs
 JOURNAL = "journal.json"
@@ -296,10 +295,10 @@ def read_journal(folder: Path, vocab_size: int) -> Journal | None:
     """How far an earlier writer came, if what it wrote is still there."""
     temporary = temporary_folder(folder)
     try:
-        journal = Journal(**json.loads((temporary / JOURNAL).read_bytes()))
+        journal = read_json(temporary / JOURNAL, Journal, "")
         sizes = _sizes(journal, _dtype(vocab_size))
         whole = all((temporary / name).stat().st_size >= size for name, size in sizes.items())
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError):
         return None
     return journal if whole else None
 

@@ -1,0 +1,47 @@
+"""One function reads JSON, and says in a line what is wrong with a file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from titan_linear.storage.files import Unreadable, read_json
+
+
+@pytest.mark.parametrize("begin", [b"", b"\xef\xbb\xbf"])
+def test_json_is_read(begin: bytes, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_bytes(begin + b'{"a": [1, "\xc3\xa9"]}')
+    assert read_json(tmp_path / "a.json", dict[str, Any], "") == {"a": [1, "é"]}
+
+
+@pytest.mark.parametrize(
+    ("content", "why"),
+    [
+        (None, "No such file or directory"),
+        (b"", "Invalid JSON: EOF"),
+        (b"[" * 100_000, "Invalid JSON: recursion limit"),
+        (b'{"a": ' * 201 + b"1" + b"}" * 201, "Invalid JSON: recursion limit"),
+        (b'{"a": 1', "Invalid JSON: EOF"),
+        (b"[1]", "Input should be an object"),
+        (b"null", "Input should be an object"),
+        (b'{"a": null}', "a: Input should be a valid integer"),
+        (b'{"a": "\xff"}', "Invalid JSON: "),
+        (b'{"\\ud800": 1}', "Invalid JSON: "),
+        ('{"a": 1}'.encode("utf-16"), "Invalid JSON: "),
+    ],
+)
+def test_what_is_no_json_is_said_in_a_line(content: bytes | None, why: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.json"
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(Unreadable) as error:
+        read_json(file, dict[str, int], "do this")
+    line = str(error.value)
+    assert line.startswith(f"'{file}' cannot be read ({why}") and line.endswith("); do this") and "\n" not in line
+
+
+def test_a_name_that_is_too_long() -> None:
+    with pytest.raises(Unreadable, match="File name too long"):
+        read_json(Path("x" * 300), dict, "")
