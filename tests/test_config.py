@@ -15,7 +15,7 @@ from titan_linear.config import (
     flat_keys,
     load_config,
 )
-from titan_linear.config.schema import ABSENT
+from titan_linear.config.schema import ABSENT, MEANT
 from titan_linear.data import build_tokenizer
 from titan_linear.data.corpus.sources import source_files
 from titan_linear.storage.files import default_cache_dir
@@ -93,6 +93,9 @@ def test_a_boolean_in_a_file_is_true_or_false(toml, value):
         ("[optimiser]\nlr = 3", "optimiser", "optimizer"),
         ("steps = 3", "steps", "training.steps"),
         ("[model]\nlayers = 3", "model.layers", "model.num_layers"),
+        ("[telemetry]\nfreq = 3", "telemetry", "metrics.telemetry_freq"),
+        ("[optimizer]\nlearning_rate = 3", "optimizer.learning_rate", "optimizer.lr"),
+        ("[checkpoint]\nfreq = 3", "checkpoint.freq", "checkpoint.interval"),
     ],
 )
 def test_an_unknown_key_names_its_file_and_the_nearest_key(toml, text, unknown, nearest):
@@ -138,7 +141,15 @@ def test_a_text_that_is_not_utf8_is_refused(key):
 
 @pytest.mark.parametrize(
     "argument, nearest",
-    [("--training.step=3", "training.steps"), ("--validaton.steps=3", "validation.steps"), ("--lr", "optimizer.lr")],
+    [
+        ("--training.step=3", "training.steps"),
+        ("--validaton.steps=3", "validation.steps"),
+        ("--lr", "optimizer.lr"),
+        ("--telemetry.freq", "metrics.telemetry_freq"),
+        ("--wandb", "metrics.enable_wandb"),
+        ("--model.tokenizer=x", "model.tokenizer_path"),
+        *((f"--{name}", key) for name, key in MEANT.items()),
+    ],
 )
 def test_an_unknown_option_names_the_nearest_key(argument, nearest):
     with pytest.raises(ValueError, match=rf"command line: {argument} is not a key; did you mean {nearest}\?"):

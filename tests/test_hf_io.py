@@ -7,9 +7,13 @@ import itertools
 import json
 import multiprocessing as mp
 import os
+import re
+import shlex
 import shutil
 import signal
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -386,7 +390,10 @@ def test_weights_whose_tokenizer_is_of_another_kind(
     for name in others:
         (folder / name).write_text("")
     argv = arguments(corpus, tmp_path / "run", checkpoint__initial_load_path=folder)
-    with pytest.raises(ValueError, match=rf"tokenizer\.json does not exist; convert {', '.join(others)} to one \(docs"):
+    how = "docs/huggi" if others == ["tiktoken.model"] else "python -c 'f"
+    with pytest.raises(
+        ValueError, match=rf"tokenizer\.json does not exist; convert {', '.join(others)} to one \({how}"
+    ):
         preflight(load_config(argv), world_size=2)
     preflight(load_config([*argv, "--model.tokenizer_path", "bytes"]), world_size=2)
     assert "tokenizer: none, bytes are tokens" in capsys.readouterr().out
@@ -398,6 +405,24 @@ def test_weights_whose_tokenizer_is_of_another_kind(
     )
     drawn = load_config(["--model.flavor", "hf", "--model.hf_assets_path", str(kimi)])
     assert model_name(drawn) == model_name(config) and first_weights(drawn) == "weights drawn from debug.seed = 0"
+
+
+def test_the_command_of_the_message_converts_a_tokenizer(tmp_path: Path) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    make_tokenizer(folder)
+    text, whole = Path(__file__).read_text(), build_tokenizer(str(folder))
+    Tokenizer.from_file(str(folder / "tokenizer.json")).model.save(str(folder))  # vocab.json and merges.txt
+    (folder / "tokenizer.json").unlink()
+    settings = {"eos_token": "<|endoftext|>", "tokenizer_class": "GPT2Tokenizer"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(ValueError, match="to one") as refusal:
+        build_tokenizer(str(folder))
+    command = re.search(r"to one \((python .*)\), or give", str(refusal.value))[1]
+    subprocess.run([sys.executable, *shlex.split(command)[1:]], check=True, capture_output=True)
+    converted = build_tokenizer(str(folder))
+    assert converted.encode(text[:2000]).tolist() == whole.encode(text[:2000]).tolist()
+    assert converted.eos_id == whole.eos_id == 0
 
 
 def test_generation_equals_that_of_transformers(kimi: Path) -> None:

@@ -51,7 +51,7 @@ def test_the_command(capsys: pytest.CaptureFixture, tmp_path: Path) -> None:
         (["--gpus", "0"], "--gpus 0 must be 1 or more"),
         (["--node", "0"], "--node 0 must be 1 or more"),
         (["--gpus", "3"], "training.global_batch_size = 8 is not a multiple of"),
-        (["--gpu", "abacus"], "--gpu 'abacus' is unknown; use one of H"),
+        (["--gpu", "abacus"], "--gpu 'abacus' is unknown; use one of A"),
         (["--rates", "none.json"], "'none.json' cannot be read (No such file or directory); python -m"),
         (["--tokens", "many"], "--tokens 'many' must be a number of tokens"),
         (["--tokens", "0"], "--tokens '0' must be a number of tokens"),
@@ -111,8 +111,17 @@ def test_what_does_not_fit(capsys: pytest.CaptureFixture, tmp_path: Path) -> Non
     ):
         file.write_text(json.dumps(rates | {"memory_gib": size}), encoding="utf-8")
         assert plan.main(["--gpus", "1", "--rates", str(file), *one]) == 2
-        error = capsys.readouterr().err
-        assert error.startswith(f"error: {message}") and error.count("\n") == 1
+        said = capsys.readouterr()
+        assert said.err.startswith(f"error: {message}") and said.err.count("\n") == 1
+        assert "tokens/s, " not in said.out  # no speed of what does not fit
+
+
+@pytest.mark.parametrize("gpu", shipped())
+def test_each_gpu_that_comes_with_the_package(gpu: str, capsys: pytest.CaptureFixture) -> None:
+    assert plan.main(["--gpus", "8", "--gpu", gpu, *RUN, "--tokens", "1,000.5", "B", "tokens"]) == 0
+    out = capsys.readouterr().out
+    assert f"NVIDIA {gpu}" in out and "days for 1e+12 tokens" in out
+    assert ("(rates not measured)" in out) == (gpu in ("A100", "B200"))
 
 
 GPUS = {"debug": 2, "reference_340m": 1}  # that a shipped configuration is for, if not eight

@@ -108,7 +108,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     parser.add_argument("--attention", default="", help="kernel of softmax attention, one that the rates have")
     parser.add_argument("--documents", default="one", help='"one" per stream, or their mean tokens (default: one)')
-    parser.add_argument("--tokens", default="", help="budget of the run, to say how many days it takes: 100B, 2.5T")
+    parser.add_argument("--tokens", nargs="+", default=[], help="budget, to say how many days it takes: 100B, 2.5T")
     parser.add_argument(
         "--scaling", type=int, default=0, metavar="TOKENS", help="print speeds by GPUs and tokens of each"
     )
@@ -118,7 +118,7 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def plan(args: argparse.Namespace, keys: list[str]) -> None:
     """Print the whole plan. ValueError: the run cannot be planned, or does not fit."""
-    mean, budget, machine = mean_length(args.documents), _tokens(args.tokens), machine_of(args)
+    mean, budget, machine = mean_length(args.documents), _tokens(" ".join(args.tokens)), machine_of(args)
     config = load_config(keys, cuda=True)
     model = planned_model(config)
     room = (1 - SPARE) * machine.rates.memory_gib * GIB
@@ -130,12 +130,13 @@ def plan(args: argparse.Namespace, keys: list[str]) -> None:
     if config.training.seq_len_schedule:
         print(of_whole_length(config))
     print(describe(config, model), memory_table(config, model, args.gpus, machine, mean), sep="\n\n", end="\n\n")
-    print(time_table(step(config, model, args.gpus, machine, mean), machine, budget), end="\n\n")
+    needed = sum(memory(config, model, args.gpus, mean).values())
+    if needed <= room:
+        print(time_table(step(config, model, args.gpus, machine, mean), machine, budget), end="\n\n")
     splits = sorted(fitting(config, model, args.gpus, machine, mean, room), key=Split.rank)
     if not splits:
         refuse(config, model, args.gpus, machine, mean, room)
     print(splits_table(splits[:BEST], args.gpus, budget), longest(splits, model, args.gpus, mean, room), sep="\n\n")
-    needed = sum(memory(config, model, args.gpus, mean).values())
     if needed > room:
         raise ValueError(
             f"this configuration takes {needed / GIB:.1f} GiB, and a GPU has {room / GIB:.1f} for it; use one of the "
@@ -206,7 +207,7 @@ def mean_length(documents: str) -> int | None:
 
 
 def _tokens(text: str) -> float | None:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?)", text.upper())
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([KMBT]?)(?: TOKENS)?", text.upper().replace(",", ""))
     tokens = float(found[1]) * UNITS[found[2]] if found else 0
     if text and tokens < 1:
         raise ValueError(f"--tokens {text!r} must be a number of tokens, such as 100B or 2.5T")

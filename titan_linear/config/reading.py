@@ -6,6 +6,7 @@ import argparse
 import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +20,7 @@ else:
     import tomli as tomllib
 
 from titan_linear.config.derived import changed, on_cuda
-from titan_linear.config.schema import ABSENT, KEYS, PRINT, SECTIONS, Config, Rule, Section, keys_with
+from titan_linear.config.schema import ABSENT, KEYS, MEANT, PRINT, SECTIONS, Config, Rule, Section, keys_with
 
 LISTED = 20  # problems that a message names
 
@@ -352,9 +353,15 @@ def _nearest(key: str) -> str:
     for name in key.split("."):
         if name in ABSENT:
             return f": {ABSENT[name]}"
-    namesakes = [dotted for dotted in KEYS if dotted.endswith("." + key.rpartition(".")[2])]
-    sure = len(namesakes) == 1 or (namesakes and "." not in key)
-    near = difflib.get_close_matches(key, namesakes or [*KEYS, *SECTIONS], n=1, cutoff=0.0 if sure else 0.6)
+    name, words, known = key.rpartition(".")[2], set(re.split("[._]", key)), [*KEYS, *SECTIONS]
+    if meant := MEANT.get(key) or MEANT.get(name):
+        return f"; did you mean {meant}?"
+    alike = [
+        dotted for dotted in KEYS if words <= set(re.split("[._]", dotted))
+    ]  # telemetry.freq: metrics.telemetry_freq
+    alike = alike or [dotted for dotted in KEYS if dotted.endswith(f".{name}")]
+    tries = ((known, 0.9), (alike, 0.0), (known, 0.6))
+    near = next(filter(None, (difflib.get_close_matches(key, keys, 1, cutoff) for keys, cutoff in tries)), None)
     return f"; did you mean {near[0]}?" if near else "; --help lists all keys"
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -268,7 +269,11 @@ def _instead(folder: Path) -> str:
     """What to do about a folder without tokenizer.json."""
     others = sorted(file.name for file in folder.glob("*") if _OTHER_KIND.search(file.name))
     give = "give a Hugging Face tokenizer.json, or a folder that holds one (model.tokenizer_path = 'bytes' needs none)"
-    return f"convert {', '.join(others)} to one (docs/hugging_face.md), or {give}" if others else give
+    path, how = json.dumps(str(folder)), "docs/hugging_face.md says how"
+    if not any("tiktoken" in name or "tekken" in name for name in others):
+        code = f"from transformers import AutoTokenizer as A; A.from_pretrained({path}).save_pretrained({path})"
+        how = f"python -c {shlex.quote(code)}"
+    return f"convert {', '.join(others)} to one ({how}), or {give}" if others else give
 
 
 def _of_texts_alone(data: bytes, content: dict[str, Any], adds_tokens: bool) -> tuple[bytes, list[str]]:
