@@ -268,7 +268,9 @@ def second_step(rank: int, world_size: int, argv: list[str], cache: str) -> tupl
     return want, trainer.telemetry.seen, norm
 
 
-@pytest.mark.parametrize("name, flavor", [("hybrid", "small"), ("kimi-linear", "debug"), ("nemotron-h", "debug"), ("granite-h", "debug")])
+@pytest.mark.parametrize(
+    "name, flavor", [("hybrid", "small"), ("kimi-linear", "debug"), ("nemotron-h", "debug"), ("granite-h", "debug")]
+)
 def test_against_definitions(name: str, flavor: str, folder: Path, worlds: Callable[[int], World]) -> None:
     argv = arguments(folder, {"model.name": name, "model.flavor": flavor})
     ((want, seen, norm),) = worlds(1).run(second_step, argv, str(folder))
