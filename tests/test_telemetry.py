@@ -26,6 +26,7 @@ from titan_linear.config import load_config
 from titan_linear.data import IGNORE, ByteTokenizer, write_corpus
 from titan_linear.models.mixers.delta import DeltaMixer
 from titan_linear.models.mixers.kda import KDAMixer
+from titan_linear.models.mixers.mamba2 import Mamba2Mixer
 from titan_linear.models.mixers.mla import MLAMixer
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import OWN
@@ -33,6 +34,7 @@ from titan_linear.observe.telemetry import Observed
 from titan_linear.ops import build_cp_context
 from titan_linear.ops.reference.convolution import direct_causal_conv1d
 from titan_linear.ops.reference.delta_rule import gdn_gate, kda_gate, l2norm, recurrent_delta_rule
+from titan_linear.ops.reference.linear_attention import recurrent_ssd
 from titan_linear.run.preflight import preflight
 from titan_linear.train import Trainer
 
@@ -176,6 +178,34 @@ def of_delta_rule(mixer: DeltaMixer, x: torch.Tensor, edges: torch.Tensor) -> di
     }
 
 
+def of_mamba2(mixer: Mamba2Mixer, x: torch.Tensor, edges: torch.Tensor) -> dict[str, torch.Tensor]:
+    """By head, token by token, as `of_delta_rule`."""
+    convolved = (
+        direct_causal_conv1d(proj(x), conv.weight, conv.bias, activation="silu", cu_seqlens=edges)[0]
+        for proj, conv in (
+            (mixer.x_proj, mixer.x_conv1d),
+            (mixer.b_proj, mixer.b_conv1d),
+            (mixer.c_proj, mixer.c_conv1d),
+        )
+    )
+    dims = mixer.head_dim, mixer.state_dim, mixer.state_dim
+    x_, B, C = (y.unflatten(-1, (-1, dim)) for y, dim in zip(convolved, dims))
+    dt = F.softplus(mixer.dt_proj(x) + mixer.dt_bias).clamp(*mixer.dt_limit)  # [1, T, heads]
+    A = -mixer.A_log.exp()
+    o, states = recurrent_ssd(x_, dt, A, B, C, D=mixer.D, cu_seqlens=edges)
+    n = edges.diff().argmax()
+    start, end = edges[n : n + 2].tolist()
+    middle = (start + end + 1) // 2
+    _, crossing = recurrent_ssd(*(y[:, start:middle] for y in (x_, dt)), A, *(y[:, start:middle] for y in (B, C)))
+    dt_, B_, C_ = (y[:, middle:end] for y in (dt, B, C))
+    carried, _ = recurrent_ssd(torch.zeros_like(x_[:, middle:end]), dt_, A, B_, C_, initial_states=crossing)
+    return {
+        "half_life": math.log(2) / (dt * -A).mean((0, 1)),
+        "state_norm": states.square().sum((2, 3)).sqrt().mean(0),
+        "carried_share": carried.square().sum((0, 1, 3)) / o[:, middle:end].square().sum((0, 1, 3)),
+    }
+
+
 def g_of_heads(g: torch.Tensor) -> torch.Tensor:
     """Means [HV] of log decays [1, T, HV] or [1, T, HV, K]."""
     return g.movedim(2, 0).flatten(1).mean(1)
@@ -194,7 +224,8 @@ def of_attention(mixer: nn.Module, x: torch.Tensor, edges: torch.Tensor, plan: B
     for i in range(x.shape[1] // 32 - 1, x.shape[1], x.shape[1] // 32):
         keys = k[0, int(edges[edges <= i].max()) : i + 1]  # [keys, H, D]
         if len(keys) > 1:
-            p = ((keys * q[0, i]).sum(-1) / q.shape[-1] ** 0.5).softmax(0)
+            scale = getattr(mixer, "scale", None) or q.shape[-1] ** -0.5
+            p = ((keys * q[0, i]).sum(-1) * scale).softmax(0)
             shares.append(-(p * p.log()).sum(0) / math.log(len(keys)))
     return {"attention_entropy": torch.stack(shares).mean(0)}
 
@@ -210,12 +241,15 @@ def second_step(rank: int, world_size: int, argv: list[str], cache: str) -> tupl
     edges = batch.plan.cp_context.cu_seqlens_cpu.long()
 
     def note(i: int, layer: nn.Module, inputs: tuple) -> None:
+        if layer.mixer is None:
+            return
         x = layer.mixer_input(inputs[0])
-        found = (
-            of_delta_rule(layer.mixer, x, edges)
-            if isinstance(layer.mixer, DeltaMixer)
-            else of_attention(layer.mixer, x, edges, batch.plan)
-        )
+        if isinstance(layer.mixer, DeltaMixer):
+            found = of_delta_rule(layer.mixer, x, edges)
+        elif isinstance(layer.mixer, Mamba2Mixer):
+            found = of_mamba2(layer.mixer, x, edges)
+        else:
+            found = of_attention(layer.mixer, x, edges, batch.plan)
         for quantity, by_head in found.items():
             want.setdefault(quantity, {})[f"layers.{i}"] = by_head.tolist()
 
@@ -234,7 +268,9 @@ def second_step(rank: int, world_size: int, argv: list[str], cache: str) -> tupl
     return want, trainer.telemetry.seen, norm
 
 
-@pytest.mark.parametrize("name, flavor", [("hybrid", "small"), ("kimi-linear", "debug")])
+@pytest.mark.parametrize(
+    "name, flavor", [("hybrid", "small"), ("kimi-linear", "debug"), ("nemotron-h", "debug"), ("granite-h", "debug")]
+)
 def test_against_definitions(name: str, flavor: str, folder: Path, worlds: Callable[[int], World]) -> None:
     argv = arguments(folder, {"model.name": name, "model.flavor": flavor})
     ((want, seen, norm),) = worlds(1).run(second_step, argv, str(folder))

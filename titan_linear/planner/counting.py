@@ -59,6 +59,7 @@ class Work:
     """The work of one pass through a layer, forward or backward."""
 
     products: Counter[Size] = field(default_factory=Counter)  # [m, k] @ [k, n] as (m, n, k) → number of them
+    wide_products: Counter[Size] = field(default_factory=Counter)  # those of them in float32, or wider
     multiplications: int = 0  # calls that compute these products; a batched one is one call
     calls: list[Call] = field(default_factory=list)
     elementwise: int = 0  # bytes read and written where operations run one by one
@@ -156,7 +157,9 @@ class _Seen(TorchDispatchMode):
             self._anchor(given, gave, call.temporary)
         elif function.overloadpacket in PRODUCTS:
             a, b = given[-2:]
-            self.work.products[a.shape[-2], b.shape[-1], a.shape[-1]] += a.shape[0] if a.dim() == 3 else 1
+            size, times = (a.shape[-2], b.shape[-1], a.shape[-1]), a.shape[0] if a.dim() == 3 else 1
+            self.work.products[size] += times
+            self.work.wide_products[size] += times if a.dtype.itemsize > 2 else 0
             self.work.multiplications += 1
             self._anchor(given, gave)
         elif written := self._written(function, given, gave):

@@ -45,6 +45,7 @@ from titan_linear.ops import CPContext, build_cp_context
 from titan_linear.ops.exchange.collectives import Ranks
 from titan_linear.ops.registry import OPS
 from titan_linear.ops.runtime.support import Target
+from titan_linear.ops.triton.configs import no_kernels
 from titan_linear.planner.counting import Layer, Memory, count
 from titan_linear.run.build import DTYPES, unallocated
 
@@ -212,7 +213,8 @@ def layers(model: ModelConfig, batch: Batch) -> list[Layer]:
     """
     for name, dims in (pair for mixer in model.mixers for pair in mixer.ops.items()):
         op, target = OPS[name], Target("meta", None, batch.dtype, dims)
-        if "triton" in op.implementations and (reason := op.reason_against("triton", target)):
+        kernels = op.implementations.get("triton")
+        if kernels and no_kernels not in kernels.needs and (reason := op.reason_against("triton", target)):
             raise ValueError(f"{name} is planned as the GPU's kernels compute it: {reason}; use a model that they take")
     alike = batch._replace(ep=1)
     return [_layer(model.only(i), alike) for i in range(model.num_layers)]

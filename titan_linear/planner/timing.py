@@ -22,6 +22,7 @@ Not modelled: kernels that slow down beside a collective, other jobs, input, che
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -59,6 +60,7 @@ PARTS = (
     "launches",
 )
 DIM = 128  # K and V at which the delta rule's rates are measured
+WIDE = 15  # products in bfloat16 that take as long as one in float32, which tensor cores do not compute
 LAUNCHES = 4  # per operator, on average
 # Seconds by which each further rank, and each further node, delays a ring: as NCCL estimates them, not measured.
 HOP, HOP_BETWEEN_NODES = 2e-6, 4e-6
@@ -226,7 +228,8 @@ class Clock:
     def of(self, mixer: MixerOptions, work: Work, calls: Sequence[Call]) -> Pass:
         """The time of this work. calls: those of `work` that run."""
         parts = dict.fromkeys(PARTS, 0.0)
-        parts["products"] = sum(self.rates.product(size) * times for size, times in work.products.items())
+        times = work.products + Counter({size: (WIDE - 1) * n for size, n in work.wide_products.items()})
+        parts["products"] = sum(self.rates.product(size) * n for size, n in times.items())
         if self.compiled:
             parts["elementwise"] = work.fused / self.rates.fused
         else:

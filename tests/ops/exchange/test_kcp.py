@@ -220,7 +220,9 @@ def outside(group: LocalGroup, i: int, op: str, lengths: list[int], layout: str)
 LEVELS = (Level(1, 2, True), Level(2, 4))
 
 
-@pytest.mark.parametrize(("op", "levels"), [("kda", ()), ("kda", LEVELS), ("gdn", ()), ("gdn", LEVELS), ("conv", ())])
+@pytest.mark.parametrize(
+    ("op", "levels"), [*((op, levels) for op in ("kda", "gdn", "ssd") for levels in ((), LEVELS)), ("conv", ())]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_nan_stays_in_its_document(
     monkeypatch: pytest.MonkeyPatch, op: str, levels: tuple[Level, ...], layout: str

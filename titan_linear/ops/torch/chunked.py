@@ -34,6 +34,10 @@ class Chunks:
     num_chunks: int
     first: tuple[int, ...]  # [N] first chunk of each entry
     count: tuple[int, ...]  # [N] chunks of each entry
+    entry: torch.Tensor  # [NC] int64, of each chunk
+    before: torch.Tensor  # [NC] int64, number of chunks before each in its entry
+    after: torch.Tensor  # [NC] int64, likewise
+    ends: torch.Tensor  # [3, .] int64: entries that have chunks, the first chunk of each, its last
     rows: torch.Tensor | None  # [T] int64, row of each token among num_chunks·CHUNK; None: row t is token t
     order: torch.Tensor  # [N] int64, entries, the longest first
     rank: torch.Tensor  # [N] int64, each entry's place in `order`
@@ -50,8 +54,8 @@ class Chunks:
         x = x.transpose(1, 2).flatten(0, 1)
         return x if self.rows is None else x.index_select(0, self.rows)
 
-    def of_entry(self, entry: int) -> range:
-        return range(self.first[entry], self.first[entry] + self.count[entry])
+    def of_entry(self, entry: int) -> slice:
+        return slice(self.first[entry], self.first[entry] + self.count[entry])
 
 
 def make_chunks(boundaries: Boundaries) -> Chunks:
@@ -64,10 +68,16 @@ def make_chunks(boundaries: Boundaries) -> Chunks:
     rows = torch.arange(int(bounds[-1])) + shift if (lengths % CHUNK).any() else None
     order = counts.argsort(descending=True, stable=True)
     longest = [first[order][counts[order] > s] + s for s in range(int(counts.max()))]
+    entry, filled = torch.arange(len(counts)).repeat_interleave(counts), counts.nonzero().flatten()
+    before = torch.arange(len(entry)) - first[entry]
     return Chunks(
         int(counts.sum()),
         tuple(first.tolist()),
         tuple(counts.tolist()),
+        entry.to(device),
+        before.to(device),
+        (counts[entry] - 1 - before).to(device),
+        torch.stack([filled, first[filled], (first + counts - 1)[filled]]).to(device),
         None if rows is None else rows.to(device),
         order.to(device),
         order.argsort().to(device),
@@ -116,21 +126,45 @@ class Prepared(NamedTuple):
 
 class Scanned(NamedTuple):
     states: torch.Tensor  # [NC, HV, K, V], the state that enters each chunk
-    v_new: torch.Tensor  # [NC, HV, R, V]
     final: torch.Tensor  # [N, HV, K, V]
+    v_new: torch.Tensor  # [NC, HV, R, V]
 
 
 def scan(p: Prepared, chunks: Chunks, initial_state: torch.Tensor) -> Scanned:
     """Carry the state [N, HV, K, V] through the chunks of every entry; entries go side by side."""
+    if p.w is None:
+        return Scanned(*carry(p.kg.mT @ p.u, p.decay, initial_state, chunks), p.u)
     S = initial_state[chunks.order]
     states, v_new = p.u.new_empty(len(p.u), *p.state_shape), p.u.clone()
     for ids in chunks.steps:
         n = len(ids)
         states[ids] = S[:n]
-        if p.w is not None:
-            v_new[ids] -= p.w[ids] @ S[:n]
+        v_new[ids] -= p.w[ids] @ S[:n]
         S[:n] = p.decay[ids].unsqueeze(-1) * S[:n] + p.kg[ids].mT @ v_new[ids]
-    return Scanned(states, v_new, S[chunks.rank])
+    return Scanned(states, S[chunks.rank], v_new)
+
+
+def carry(
+    added: torch.Tensor, decay: torch.Tensor, initial: torch.Tensor, chunks: Chunks, reverse: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S ← decay ⊙ S + added, chunk by chunk from [N, HV, K, V]: the states before each chunk [NC, HV, K, V], and those
+    after the last. Nothing else acts on S, so a step doubles the number of chunks behind it that a chunk has seen."""
+    earlier, entry, decay = chunks.before, chunks.entry, decay.unsqueeze(-1)
+    filled, _, ends = chunks.ends
+    if reverse:
+        ends = len(entry) - 1 - chunks.ends[1]
+        earlier, entry, added, decay = (x.flip(0) for x in (chunks.after, entry, added, decay))
+    earlier = earlier.view(-1, 1, 1, 1)  # chunks
+    entering = initial[entry]
+    S = added + torch.where(earlier == 0, decay * entering, 0.0)
+    n = 1
+    while n < len(chunks.steps):
+        S = torch.cat([S[:n], S[n:] + torch.where(earlier[n:] >= n, decay[n:] * S[:-n], 0.0)])
+        decay = torch.cat([decay[:n], decay[n:] * decay[:-n]])
+        n *= 2
+    entering[1:] = torch.where(earlier[1:] > 0, S[:-1], entering[1:])
+    final = initial.index_copy(0, filled, S[ends])
+    return entering.flip(0) if reverse else entering, final
 
 
 def output(p: Prepared, s: Scanned) -> torch.Tensor:
@@ -141,10 +175,12 @@ def output(p: Prepared, s: Scanned) -> torch.Tensor:
 
 def boundary(p: Prepared, chunks: Chunks, entry: int) -> torch.Tensor:
     """S_ext [HV, K, V] of an entry: its end state is M S + S_ext for any S that enters."""
+    of_entry = chunks.of_entry(entry)
+    if p.w is None:
+        return _decayed_sum(p.kg[of_entry].mT @ p.u[of_entry], p.decay[of_entry])
     S = p.u.new_zeros(p.state_shape)
-    for c in chunks.of_entry(entry):
-        v = p.u[c] if p.w is None else p.u[c] - p.w[c] @ S
-        S = p.decay[c].unsqueeze(-1) * S + p.kg[c].mT @ v
+    for c in range(of_entry.start, of_entry.stop):
+        S = p.decay[c].unsqueeze(-1) * S + p.kg[c].mT @ (p.u[c] - p.w[c] @ S)
     return S
 
 
@@ -155,20 +191,27 @@ def transition(p: Prepared, chunks: Chunks, entry: int) -> torch.Tensor:
         return p.decay[of_entry].prod(0)
     HV, K, _ = p.state_shape
     M = torch.eye(K, dtype=p.u.dtype, device=p.u.device).expand(HV, K, K)
-    for c in of_entry:
+    for c in range(of_entry.start, of_entry.stop):
         M = p.decay[c].unsqueeze(-1) * M - p.kg[c].mT @ (p.w[c] @ M)
     return M
 
 
 def boundary_backward(p: Prepared, do: torch.Tensor, chunks: Chunks, entry: int) -> torch.Tensor:
     """dS_ext [HV, K, V] of an entry: the gradient of its incoming state if its outgoing state had none."""
+    of_entry = chunks.of_entry(entry)
+    if p.w is None:
+        return _decayed_sum((p.qg[of_entry].mT @ do[of_entry]).flip(0), p.decay[of_entry].flip(0))
     dS = p.u.new_zeros(p.state_shape)
-    for c in reversed(chunks.of_entry(entry)):
+    for c in reversed(range(of_entry.start, of_entry.stop)):
         dv = p.aqk[c].mT @ do[c] + p.kg[c] @ dS
-        dS = p.decay[c].unsqueeze(-1) * dS + p.qg[c].mT @ do[c]
-        if p.w is not None:
-            dS -= p.w[c].mT @ dv
+        dS = p.decay[c].unsqueeze(-1) * dS + p.qg[c].mT @ do[c] - p.w[c].mT @ dv
     return dS
+
+
+def _decayed_sum(added: torch.Tensor, decay: torch.Tensor) -> torch.Tensor:
+    """S ← decay ⊙ S + added over n chunks from S = 0: added [n, HV, K, V], decay [n, HV, K or 1] -> [HV, K, V]."""
+    later = torch.cat([decay[1:], torch.ones_like(decay[:1])]).flip(0).cumprod(0).flip(0)  # of what each chunk adds
+    return (later.unsqueeze(-1) * added).sum(0)
 
 
 def backward(
@@ -178,16 +221,19 @@ def backward(
 
     do [NC, HV, C, V]; d_final [N, HV, K, V] is the gradient of the final states.
     """
-    dS = d_final[chunks.order]
     dv, dS_direct = p.aqk.mT @ do, p.qg.mT @ do  # gradients of v_new and of each chunk's state through the outputs
-    d_out = torch.empty_like(s.states)  # gradient of the state that leaves each chunk
-    for ids in reversed(chunks.steps):
-        n = len(ids)
-        d_out[ids] = dS[:n]
-        dv[ids] = d = dv[ids] + p.kg[ids] @ dS[:n]
-        dS[:n] = p.decay[ids].unsqueeze(-1) * dS[:n] + dS_direct[ids]
-        if p.w is not None:
-            dS[:n] -= p.w[ids].mT @ d
+    # d_out is the gradient of the state that leaves each chunk.
+    if p.w is None:
+        d_out, d_initial = carry(dS_direct, p.decay, d_final, chunks, reverse=True)
+        dv = dv + p.kg @ d_out
+    else:
+        dS, d_out = d_final[chunks.order], torch.empty_like(s.states)
+        for ids in reversed(chunks.steps):
+            n = len(ids)
+            d_out[ids] = dS[:n]
+            dv[ids] = d = dv[ids] + p.kg[ids] @ dS[:n]
+            dS[:n] = p.decay[ids].unsqueeze(-1) * dS[:n] + dS_direct[ids] - p.w[ids].mT @ d
+        d_initial = dS[chunks.rank]
     ddecay = (s.states * d_out).sum(-1)  # [NC, HV, K]
     grads = Prepared(
         w=None if p.w is None else -dv @ s.states.mT,
@@ -198,7 +244,7 @@ def backward(
         decay=ddecay if p.decay.shape[-1] > 1 else ddecay.sum(-1, keepdim=True),
         skip=None if p.skip is None else do,
     )
-    return grads, dS[chunks.rank]
+    return grads, d_initial
 
 
 class TorchRule(ABC):
