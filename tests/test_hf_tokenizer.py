@@ -49,6 +49,8 @@ MODELS: dict[str, ModelConfig] = {
             replace(_ATTENTION, qk_norm="width", output_gate=False, rotary_fraction=1.0),
         ),
     ),
+    "NemotronHForCausalLM": replace(preset("nemotron-h", "debug"), vocab_size=VOCAB),
+    "GraniteMoeHybridForCausalLM": replace(preset("granite-h", "debug"), vocab_size=VOCAB),
     "KimiLinearForCausalLM": replace(preset("kimi-linear", "debug"), vocab_size=VOCAB),
     "KDAForCausalLM": replace(preset("kda", "debug"), vocab_size=VOCAB),
     "GatedDeltaNetForCausalLM": replace(preset("gdn", "debug"), vocab_size=VOCAB),
