@@ -17,10 +17,10 @@ from titan_linear.config import Config, micro_steps, schedule_steps
 from titan_linear.distributed.ending import Ending
 from titan_linear.distributed.groups import host_group
 from titan_linear.distributed.hangs import Watch
-from titan_linear.distributed.process import StopSignal, outliving_readers, own_device
+from titan_linear.distributed.process import StopSignal, own_device
 from titan_linear.observe.spikes import Spikes
 from titan_linear.observe.telemetry import Telemetry
-from titan_linear.run.build import build_dims, build_model, build_passes, file_groups, finished
+from titan_linear.run.build import build_dims, build_model, build_passes, ended, file_groups
 from titan_linear.run.compilation import Compilation
 from titan_linear.run.evaluation import Evaluation
 from titan_linear.run.exports import Exports, export_last
@@ -38,7 +38,6 @@ from titan_linear.step.feed import FeedStats
 from titan_linear.step.hooks import Hook, StepResult
 from titan_linear.step.optimizer import build_optimizer
 from titan_linear.step.update import Update, rate_at
-from titan_linear.storage.rundir import checkpoint_folder
 from titan_linear.storage.step_folders import Progress
 
 
@@ -283,14 +282,7 @@ class Trainer:
             self.checkpointer.prune(self.step)  # checkpoints that were kept for exports
             self.exports.report(self.stop)
         if dist.get_rank() == 0:
-            self._say_what_next()
-
-    def _say_what_next(self) -> None:
-        if not self.stop.agreed:
-            print(finished(self.config, self.step), flush=True)
-        elif self.checkpointer and self.step:
-            folder = checkpoint_folder(self.config)
-            print(f"saved step {self.step} in '{folder}'; the same command resumes", flush=True)
+            print(ended(self.config, self.step, bool(self.stop.agreed)), flush=True)
 
 
 # --- One process of a run --------------------------------------------------------------------------------------------
@@ -312,6 +304,4 @@ def train(config: Config, watch: Watch, ending: Ending) -> None:
 
 
 if __name__ == "__main__":
-    with outliving_readers():
-        code = main(sys.argv[1:])
-    sys.exit(code)
+    sys.exit(main(sys.argv[1:]))

@@ -499,6 +499,15 @@ def finished(config: Config, step: int) -> str:
     return "\n".join(lines)
 
 
+def ended(config: Config, step: int, stopped: bool) -> str:
+    """Lines that tell the user what a run leaves, `stopped` by a signal or not, and what to do with it."""
+    if not stopped:
+        return finished(config, step)
+    if not (config.checkpoint.enable and step):
+        return "nothing was saved"
+    return f"saved step {step} in '{checkpoint_folder(config)}'; the same command resumes"
+
+
 def export_family(config: Config, model: ModelConfig, tokenizer: Tokenizer, like: str = "") -> str:
     """The architecture under which a run's model and tokenizer are saved. ValueError: none can hold them."""
     files, like = tokenizer.hugging_face_files(), like or hf_weights(config)

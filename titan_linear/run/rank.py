@@ -18,7 +18,7 @@ from titan_linear.config import Config, load_config
 from titan_linear.distributed.ending import Ending, explain, report
 from titan_linear.distributed.groups import host_group, on_rank_0, process_group
 from titan_linear.distributed.hangs import Watch, watched
-from titan_linear.distributed.process import be_deterministic, die_with_parent, under_launcher
+from titan_linear.distributed.process import be_deterministic, die_with_parent, outliving_readers, under_launcher
 from titan_linear.run.clearance import cleared
 from titan_linear.storage.rundir import CONFIG, RECORDERS
 
@@ -32,10 +32,11 @@ def run_rank(argv: list[str], train: Train) -> int:
     warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # about torch's own code
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # except while it trains (profiling.py)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGUSR1])  # the launcher blocks it
-    try:
-        _join(load_config(argv), train)
-    except Exception as error:
-        return report(error)
+    with outliving_readers():
+        try:
+            _join(load_config(argv), train)
+        except Exception as error:
+            return report(error)
     return 0  # to torchrun anything else is a failure
 
 
