@@ -417,10 +417,10 @@ TENSOR = {"dtype": "torch.float32", "size": [2], "chunks": [CHUNK]}
         ({}, {"a": TENSOR}, "it has no checksum of 'x'"),
         ({"x": [0, 0], "../y": [0, 0]}, {"a": TENSOR}, "it names a file of another folder, '../y'"),
         ({"x": [0, 0]}, {"a": TENSOR | {"dtype": "torch.load"}}, "there is no dtype 'torch.load'"),
-        ({"x": [0, 0]}, {"a": TENSOR | {"size": "2"}}, "tensors: a: size: Input should be a valid array"),
-        ({"x": [0, 0]}, {"a": TENSOR | {"more": 1}}, "tensors: a: more: Extra inputs are not permitted"),
+        ({"x": [0, 0]}, {"a": TENSOR | {"size": "2"}}, "tensors.a.size: Input should be a valid array"),
+        ({"x": [0, 0]}, {"a": TENSOR | {"more": 1}}, "tensors.a.more: Extra inputs are not permitted"),
         ([], {}, "files: Input should be an object"),
-        ({"x": None}, {}, "files: x: Input should be a valid array"),
+        ({"x": None}, {}, "files.x: Input should be a valid array"),
     ],
 )
 def test_a_manifest_from_elsewhere(small, files, tensors, why):

@@ -16,7 +16,7 @@ import pytest
 from tests.refusals import exit_of, own_handlers
 from tests.worlds import World
 from titan_linear import launch
-from titan_linear.config import Config, check_config, load_config
+from titan_linear.config import Config, changed, check_config, load_config
 from titan_linear.run.build import finished
 from titan_linear.storage.rundir import (
     check_resume,
@@ -108,6 +108,8 @@ def test_a_copied_configuration_says_where_it_writes(tmp_path: Path, monkeypatch
     assert said(elsewhere / "config.toml", f"--job.dump_folder={elsewhere}") == ""
     for config in ROOT.glob("train_configs/*.toml"):
         assert said(config) == ""
+    os.mkfifo(pipe := tmp_path / "pipe")  # which can be read once
+    assert copied_configuration(changed(load_config([]), {"job.config_file": str(pipe)})) == ""
 
 
 def test_a_run_without_checkpoints_can_be_begun_anew(tmp_path: Path) -> None:

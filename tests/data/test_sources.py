@@ -219,6 +219,7 @@ def test_jsonl_as_it_is_found(texts: Callable, tmp_path: Path):
         ('{"text": "x"}\n'.encode("utf-16"), "UTF-16"),
         ('{"text": "x"}\n'.encode("utf-16-be"), "UTF-16"),
         (gzip.compress('{"text": "x"}\n'.encode("utf-16-le"), mtime=0), "UTF-16"),
+        (bz2.compress('{"text": "x"}\n'.encode("utf-16")), "UTF-16"),
         (b'\xef\xbb\xbf\n [\n{"text": "x"},\n{"text": "y"}]', r"one JSON array; write a line .*jq"),
         (b'[{"text": "x"}, {"text": "y"}]\n', "one JSON array"),
         (b"PAR1\x15\x04", "a parquet file; training.dataset = 'parquet'"),
@@ -232,6 +233,18 @@ def test_a_file_of_another_kind_is_named(texts: Callable, tmp_path: Path, conten
     (tmp_path / "a.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=rf"a\.jsonl does not hold lines of JSON: it is {kind}"):
         texts("jsonl", tmp_path, on_bad_document="skip")
+    if "array" not in kind:
+        with pytest.raises(ValueError, match=rf"a\.jsonl does not hold text: it is {kind}"):
+            texts("text", tmp_path, on_bad_document="skip")
+
+
+def test_texts_as_they_are_found(texts: Callable, tmp_path: Path):
+    """Compressed, whatever their names; with a byte order mark; in bytes that are not UTF-8."""
+    contents = [b"\xef\xbb\xbfone\n", gzip.compress(b"two"), lzma.compress(b"three"), bz2.compress(b"4"), zstd(b"five")]
+    contents += [b"BZh, six", b"\x80\x81 \xef\xbb\xbf", b"[7]"]
+    for n, content in enumerate(contents):
+        (tmp_path / f"{n}.txt").write_bytes(content)
+    assert texts("text", tmp_path) == [b"one\n", b"two", b"three", b"4", b"five", *contents[5:]]
 
 
 def test_pairs_of_escapes_are_characters(texts: Callable, tmp_path: Path):

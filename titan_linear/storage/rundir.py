@@ -255,7 +255,7 @@ def finished_without_checkpoint(config: Config) -> bool:
 def copied_configuration(config: Config) -> str:
     """A warning if the config.toml of a run is started that lies elsewhere than in that run's folder; else ""."""
     path = Path(os.path.expanduser(config.job.config_file))
-    if not config.job.config_file or not _is_of_a_run(path):
+    if not path.is_file() or not _is_of_a_run(path):  # what comes through a pipe is read once
         return ""
     own, folder = load_config(["--job.config_file", str(path)]).job.dump_folder, Path(config.job.dump_folder)
     if absolute(own) != absolute(str(folder)) or path.absolute().parent == folder.absolute():

@@ -11,7 +11,7 @@
 A record (a line or a row) gives as document the text of one field or, in other formats, the conversation that several
 fields hold (chat.py).
 Files are read in the order of their sorted paths, so that a corpus does not depend on the file system. What a file of
-lines is compressed with, or is instead, is seen from its first bytes, whatever its name.
+text or lines is compressed with, or is instead, is seen from its first bytes, whatever its name.
 """
 
 from __future__ import annotations
@@ -50,11 +50,12 @@ SUFFIXES = {
 }
 ROWS = 256  # read at a time
 
-# How files of lines begin that are compressed, and how to open them; and those that are something else, and the remedy.
-_COMPRESSED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\0": lzma.open, b"BZh": bz2.open}
+# How files of text begin that are compressed, and how to open them; and those that are something else, and the remedy.
+_COMPRESSED = {b"\x1f\x8b": gzip.open, b"\xfd7zXZ\0": lzma.open}
+_COMPRESSED |= {b"BZh%d1AY&SY" % size: bz2.open for size in range(1, 10)}
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _REWRITE_UTF_16 = "UTF-16; write it in UTF-8 (iconv -f UTF-16 -t UTF-8)"
-_NO_LINES = {
+_NO_TEXT = {
     codecs.BOM_UTF16_LE: _REWRITE_UTF_16,
     codecs.BOM_UTF16_BE: _REWRITE_UTF_16,
     b"{\0": _REWRITE_UTF_16,
@@ -263,13 +264,20 @@ def _listed(state: Path) -> list[Path]:
 
 
 def _read_text(file: Path, _: _Fields) -> Iterator[Document]:
-    data = file.read_bytes()
-    yield Document(data.decode("utf-8", "surrogateescape"), str(file), len(data))
+    with file.open("rb") as raw, _decompressed(raw) as text:
+        _check_kind(file, text.peek(1), "text")
+        data = text.read().removeprefix(codecs.BOM_UTF8)
+    yield Document(data.decode("utf-8", "surrogateescape"), str(file), file.stat().st_size)
 
 
 def _read_jsonl(file: Path, fields: _Fields) -> Iterator[Document]:
     with file.open("rb") as raw, _decompressed(raw) as lines:
-        _check_lines(file, lines.peek(1))
+        head = lines.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()
+        _check_kind(file, head, "lines of JSON")
+        first, _, rest = head.partition(b"\n")
+        if first.startswith(b"[") and not (first.rstrip().endswith(b"]") and rest.strip()):
+            remedy = "write a line for each of its elements (jq -c '.[]')"
+            raise ValueError(f"{file} does not hold lines of JSON: it is one JSON array; {remedy}")
         read = 0
         for number, line in enumerate(lines, 1):
             before, read = read, raw.tell()  # bytes of the file on disk, which is read in blocks
@@ -302,15 +310,10 @@ def _decompressed(raw: BinaryIO) -> Iterator[BinaryIO]:
         yield raw
 
 
-def _check_lines(file: Path, head: bytes) -> None:
-    """ValueError: a file that begins so does not hold lines of JSON."""
-    head = head.removeprefix(codecs.BOM_UTF8).lstrip()
-    kind = next((kind for begin, kind in _NO_LINES.items() if head.startswith(begin)), "")
-    first, _, rest = head.partition(b"\n")
-    if first.startswith(b"[") and not (first.rstrip().endswith(b"]") and rest.strip()):
-        kind = "one JSON array; write a line for each of its elements (jq -c '.[]')"
-    if kind:
-        raise ValueError(f"{file} does not hold lines of JSON: it is {kind}")
+def _check_kind(file: Path, head: bytes, wanted: str) -> None:
+    """ValueError: a file that begins so does not hold what is wanted."""
+    if kind := next((kind for begin, kind in _NO_TEXT.items() if head.startswith(begin)), ""):
+        raise ValueError(f"{file} does not hold {wanted}: it is {kind}")
 
 
 def _read_parquet(file: Path, fields: _Fields) -> Iterator[Document]:
