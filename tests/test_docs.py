@@ -29,7 +29,7 @@ from titan_linear.models.mixers import MIXERS
 from titan_linear.models.presets import preset, resized
 from titan_linear.planner.memory import parameters
 from titan_linear.proof import doctor
-from titan_linear.run.build import model_without_tokenizer
+from titan_linear.run.build import finished, model_without_tokenizer
 from titan_linear.run.generate import decode, prefill
 from titan_linear.run.preflight import preflight
 
@@ -167,6 +167,16 @@ def test_without_a_configuration_only_the_demo_runs(checkout: Path) -> None:
         assert done.returncode == 2 and done.stderr.startswith(
             f"error: --{key.split()[0].split('=')[0]} needs a CONFIG"
         )
+
+
+def test_the_demo_is_short_and_shows_everything() -> None:
+    config = load_config(["--job.config_file", str(ROOT / "train_configs/debug.toml")])
+    t, freqs = config.training, (config.metrics.telemetry_freq, config.validation.freq, config.checkpoint.interval)
+    assert t.steps * t.global_batch_size * t.seq_len <= 2**18  # tokens; two slow cores: 2,800 a second
+    assert all(freq > 0 and t.steps // freq >= 2 for freq in freqs)
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"    step {t.steps}/{t.steps}  validation loss " in readme
+    assert textwrap.indent(finished(config, t.steps), "    ") in readme
 
 
 # --- A mixer of one's own ---------------------------------------------------------------------------------------------

@@ -379,7 +379,7 @@ def test_the_shipped_configuration_continues_any_folder(
     assert config.checkpoint.export_dtype == "source" and tokenizer_path(config) == f"{kimi}/tokenizer.json"
 
 
-@pytest.mark.parametrize("others", [["tiktoken.model"], ["merges.txt", "vocab.json"], ["tokenizer.model"]])
+@pytest.mark.parametrize("others", [["tiktoken.model"], ["merges.txt", "vocab.json"], ["tokenizer.model.v3"]])
 def test_weights_whose_tokenizer_is_of_another_kind(
     others: list[str], kimi: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:

@@ -495,6 +495,7 @@ def finished(config: Config, step: int) -> str:
         lines.append(f"see its curves:  tensorboard --logdir {folder}/{BOARD}")
     if config.checkpoint.enable:
         lines.append(f"let it write:    titan-linear generate {folder} --prompt {prompt}")
+    if config.checkpoint.enable and not export_folder(config, step).exists():
         lines.append(f"export it:       titan-linear convert to-hf {folder} FOLDER")
     return "\n".join(lines)
 

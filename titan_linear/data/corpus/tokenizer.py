@@ -41,7 +41,7 @@ _CHANGES_TOKENS = (
 # Settings of one token each, which every tokenizer may have; and settings of several, in a list or an object by name.
 NAMED_TOKENS = ("bos_token", "cls_token", "mask_token", "pad_token", "sep_token", "unk_token", "eos_token")
 _TOKEN_LISTS = ("additional_special_tokens", "extra_special_tokens", "model_specific_special_tokens")
-_OTHER_KIND = re.compile(r"tiktoken|tekken|\.model$|^vocab\.|^merges\.txt$")  # names of tokenizers of other kinds
+_OTHER_KIND = re.compile(r"tiktoken|tekken|\.model\b|^vocab\.|^merges\.txt$")  # names of tokenizers of other kinds
 _COPIED = ("vocab.json", "merges.txt", "tokenizer.model", "generation_config.json")
 
 
