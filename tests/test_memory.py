@@ -17,6 +17,7 @@ from titan_linear.models.decoder import Decoder
 from titan_linear.models.mixers import MLA
 from titan_linear.models.presets import preset
 from titan_linear.planner import memory
+from titan_linear.step.optimizer import hidden_matrices
 from titan_linear.storage.hf_io import owned
 
 ROOT = Path(__file__).parents[1]
@@ -24,19 +25,25 @@ LATENT = MLA(heads=4, kv_rank=16, nope_dim=16, shared_k_dim=8, v_dim=16)
 MIXED = replace(preset("hybrid", "debug"), pattern=(*preset("hybrid", "debug").pattern, LATENT), num_layers=4)
 
 
-def owned_bytes(rank: int, world_size: int, tp: int) -> int:
+def owned_bytes(rank: int, world_size: int, tp: int) -> tuple[int, int]:
+    """Of all parameters, and of the matrices that Muon would update."""
     with torch.device("meta"):
         model = Decoder(MIXED)
     set_dtype(model, torch.float32)
     parallelize(model, build_mesh("cpu", 1, world_size // tp, 1, tp), load_config([]), torch.device("cpu"))
     materialise(model, torch.device("cpu"))
-    return sum(owned(p)[0].numel() * p.element_size() for p in model.parameters())
+    kinds = (model.parameters(), hidden_matrices(model).values())
+    return tuple(sum(owned(p)[0].numel() * p.element_size() for p in ps) for ps in kinds)
 
 
 @pytest.mark.parametrize("tp", [1, 2])
 def test_parameters_are_those_of_the_fullest_rank(tp: int, worlds: Callable[[int], World]) -> None:
     report = memory.memory(load_config([f"--parallelism.tensor_parallel_degree={tp}"]), MIXED, gpus=4)
-    assert report["parameters"] == max(worlds(4).run(owned_bytes, tp))
+    whole, matrices = max(worlds(4).run(owned_bytes, tp))
+    assert report["parameters"] == whole
+    muon = load_config([f"--parallelism.tensor_parallel_degree={tp}", "--optimizer.name=muon"])
+    assert memory.memory(muon, MIXED, gpus=4)["optimizer"] == 2 * whole - matrices
+    assert memory.moments(muon, MIXED, gpus=4)["update"]["working"] == matrices / 4 * memory.MUON_WORKING
     assert report["gradients"] == report["optimizer"] / 2 == report["parameters"]
     assert set(report) == set(memory.PARTS)
     offloaded = load_config([f"--parallelism.tensor_parallel_degree={tp}", "--training.enable_cpu_offload=true"])

@@ -171,8 +171,9 @@ class Training(Section):
 class Optimizer(Section):
     """The optimizer."""
 
-    name: Literal["AdamW"] = "AdamW"
-    """Optimizer."""
+    name: Literal["AdamW", "muon"] = "AdamW"
+    """muon: Muon for the matrices between embedding and head, each made orthogonal as a whole and scaled to the size of
+    AdamW's updates; AdamW for the rest."""
     lr: float = Field(3e-4, gt=0)
     """Peak learning rate."""
     beta1: float = Field(0.9, ge=0, lt=1)
@@ -181,6 +182,8 @@ class Optimizer(Section):
     """Decay of the second moment."""
     eps: float = Field(1e-8, gt=0)
     """Added to the root of the second moment."""
+    momentum: float = Field(0.95, ge=0, lt=1)
+    """Of Muon."""
     weight_decay: float = Field(0.1, ge=0)
     """Decay of weight matrices; norms, biases, A_log and dt_bias have none."""
 

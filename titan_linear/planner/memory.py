@@ -13,7 +13,7 @@ or of the first layer, or after backward. A part that does not exist at that mom
                                        compile.enable only what is expensive to recompute; with activation checkpointing
                                        the layer's input (and what ops/runtime/kept.py lists for the mode), and all that
                                        the layer being recomputed needs
-    working                            the most that a layer's backward needs besides these
+    working                            the most that a layer's backward, or Muon's update, needs besides these
     head                               the final norm's input and output, the gradients of the head's input and weight
     logits                             of training.loss_chunk_size tokens, and their gradient
 
@@ -48,11 +48,13 @@ from titan_linear.ops.runtime.support import Target
 from titan_linear.ops.triton.configs import no_kernels
 from titan_linear.planner.counting import Layer, Memory, count
 from titan_linear.run.build import DTYPES, unallocated
+from titan_linear.step.optimizer import hidden_matrices
 
 GIB = 2**30
 META = torch.device("meta")
 PARTS = ("parameters", "gradients", "optimizer", "copies", "activations", "working", "head", "logits")
 SPARE = 0.1  # of a GPU
+MUON_WORKING = 10  # bytes per element: in bfloat16 a rank's parts, whole matrices, and three copies in torch's Muon
 
 
 # --- A rank's part of the model --------------------------------------------------------------------------------------
@@ -62,7 +64,7 @@ SPARE = 0.1  # of a GPU
 class Types:
     """Bytes per element."""
 
-    stored: int  # parameters, their gradients, each of AdamW's two moments
+    stored: int  # parameters, their gradients, each of AdamW's two moments, Muon's momentum
     compute: int
     reduce: int
 
@@ -72,6 +74,7 @@ class Units:
     """Numbers of elements of a rank's parameters, and how they are sharded."""
 
     own: int  # in its shards
+    muon: int  # of these, in matrices that Muon updates
     whole: int  # in parameters that FSDP does not shard, in float32 or wider
     layers: tuple[int, ...]  # of each layer, as FSDP gathers it
     vocabulary: int  # of the head, likewise; the embedding has the same number
@@ -88,7 +91,8 @@ def units(config: Config, model: ModelConfig, gpus: int) -> Units:
     tp, ep, offloaded = p.tensor_parallel_degree, p.expert_parallel_degree, t.enable_cpu_offload
     decoder, _ = _parts(model, tp, ep)
     return Units(
-        own=sum(_own(model, shards, tp, ep)),
+        own=sum(_own(model, shards, tp, ep).values()),
+        muon=sum(_own_of_muon(config, model, shards)),
         whole=sum(p.numel() for p in replicated_parameters(decoder)),
         layers=tuple(sum(p.numel() for p in _sharded(layer)) for layer in decoder.layers),
         vocabulary=decoder.head.weight.numel(),
@@ -99,10 +103,25 @@ def units(config: Config, model: ModelConfig, gpus: int) -> Units:
     )
 
 
-def _own(model: ModelConfig, shards: int, tp: int, ep: int) -> list[int]:
+def _own(model: ModelConfig, shards: int, tp: int, ep: int) -> dict[nn.Parameter, int]:
     """Elements of each of a rank's shards."""
     decoder, experts = _parts(model, tp, ep)
-    return [_owned(p, shards // ep if p in experts else shards) for p in _sharded(decoder)]
+    return {p: _owned(p, shards // ep if p in experts else shards) for p in _sharded(decoder)}
+
+
+@cache
+def hidden_shapes(model: ModelConfig) -> list[torch.Size]:
+    """Of the matrices that Muon would update, and of stacks of them."""
+    return [p.shape for p in hidden_matrices(_parts(model, 1, 1)[0]).values()]
+
+
+def _own_of_muon(config: Config, model: ModelConfig, shards: int) -> list[int]:
+    """Of those the ones that Muon updates."""
+    if config.optimizer.name != "muon":
+        return []
+    degrees = config.parallelism.tensor_parallel_degree, config.parallelism.expert_parallel_degree
+    own = _own(model, shards, *degrees)
+    return [own[p] for p in hidden_matrices(_parts(model, *degrees)[0]).values()]
 
 
 def parameters(model: ModelConfig) -> int:
@@ -261,9 +280,10 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = No
     accumulated = stored if accumulates else 0
     kept, copies = saved(config, counted), _copies(config, u)
     again, working = _again(config, counted), _working(config, model, u, batch, counted)
+    optimizer = 2 * stored - (0 if u.offloaded else u.muon * u.types.stored)
     begins = {"gradients": accumulated, "copies": copies, "activations": sum(kept)}
     ends = {"gradients": stored, "copies": copies, "activations": kept[0] + again, "working": working}
-    update = {"gradients": stored, "copies": copies}
+    update = {"gradients": stored, "copies": copies, "working": u.muon * MUON_WORKING}
     if copies and not u.sharded:
         # All parameters have copies: gradients are first those of the copies, then widened to the parameters' dtype,
         # then accumulated.
@@ -275,19 +295,19 @@ def moments(config: Config, model: ModelConfig, gpus: int, mean: int | None = No
         "first layer": ends,
         "update": update,
     }
-    always = {"parameters": stored, "optimizer": 2 * stored}
+    always = {"parameters": stored, "optimizer": optimizer}
     return {name: {part: float((moment | always).get(part, 0)) for part in PARTS} for name, moment in found.items()}
 
 
 def host_memory(config: Config, model: ModelConfig, gpus: int) -> int:
     """Bytes of the host's memory that a rank takes with training.enable_cpu_offload: shards and their gradients, pinned
-    (PyTorch rounds each tensor up to a power of two), and AdamW's two moments. 0 without offload."""
+    (PyTorch rounds each tensor up to a power of two), and AdamW's two moments or Muon's one. 0 without offload."""
     p, u = config.parallelism, units(config, model, gpus)
     if not u.offloaded:
         return 0
-    sizes = _own(model, u.shards, p.tensor_parallel_degree, p.expert_parallel_degree)
+    sizes = _own(model, u.shards, p.tensor_parallel_degree, p.expert_parallel_degree).values()
     each = (size * u.types.stored for size in sizes)
-    return sum(2 * (1 << (n - 1).bit_length()) + 2 * n for n in each)
+    return sum(2 * (1 << (n - 1).bit_length()) + 2 * n for n in each) - u.muon * u.types.stored
 
 
 def saved(config: Config, counted: list[Layer]) -> list[int]:

@@ -45,7 +45,7 @@ from titan_linear.ops.layout.chains import Chains
 from titan_linear.ops.layout.levels import Network, direct_messages, duration, messages, route
 from titan_linear.ops.triton.configs import kernel_dims
 from titan_linear.planner.counting import Call, Layer, Size, Work
-from titan_linear.planner.memory import Batch, Units, boundaries, context, layers, units
+from titan_linear.planner.memory import Batch, Units, boundaries, context, hidden_shapes, layers, units
 from titan_linear.storage.files import read_json
 
 SHIPPED = Path(__file__).parent / "rates"
@@ -373,6 +373,10 @@ def step(config: Config, model: ModelConfig, gpus: int, machine: Machine, mean: 
     parts = {part: times * sum(p.parts[part] for p in everything) for part in PARTS}
     parts["head"] = times * _head(config, model, u, batch, machine)
     parts["optimizer"] = _optimizer(u, times, machine)
+    if config.optimizer.name == "muon":
+        parts["optimizer"] += _muon(model, gpus, machine)
+        link = machine.group(gpus, 1)
+        parts["communication"] += 2 * (link.message + 2 * u.muon / link.all_to_all)
     parts["communication"] += times * (_shared(config, u, machine, passes) + _experts(config, model, batch, machine))
     sums = 1 if replicas_wait(t) else times
     parts["communication"] += sums * _replicas(config, u, gpus, machine, passes)
@@ -431,6 +435,16 @@ def _optimizer(u: Units, times: int, machine: Machine) -> float:
     return u.own * (10 * stored + copies) / machine.rates.elementwise
 
 
+def _muon(model: ModelConfig, gpus: int, machine: Machine) -> float:
+    """Seconds of the products of Muon's five iterations, of matrices that GPUs share out evenly."""
+    seconds = 0.0
+    for shape in hidden_shapes(model):
+        m, n = sorted(shape[-2:])
+        each = sum(machine.rates.product(size) for size in ((m, m, n), (m, m, m), (m, n, m)))
+        seconds += 5 * each * shape[:-2].numel()
+    return seconds / gpus
+
+
 def _shared(config: Config, u: Units, machine: Machine, passes: list[tuple[Pass, Pass]]) -> float:
     """Exposed seconds of FSDP2's exchanges in a micro-step. A layer is gathered while the one before it computes, and
     again in backward if it was freed; in backward, gradients of the one before are reduced at the same time."""
@@ -472,6 +486,7 @@ def _experts(config: Config, model: ModelConfig, batch: Batch, machine: Machine)
         return 0.0
     link, part = machine.group(batch.ep, batch.tp), (batch.ep - 1) / batch.ep
     rows = batch.tokens * batch.tp * model.moe.top_k * model.moe.width(model.dim) * batch.dtype.itemsize
-    times = 4 if config.activation_checkpoint.mode == "none" else 6
-    seconds = link.message + times * (link.message + rows * part / link.all_to_all)
-    return seconds * sum(map(model.has_experts, range(model.num_layers)))
+    exchange = link.message + rows * part / link.all_to_all
+    modes = [layer_checkpointing(config.activation_checkpoint, i) for i in range(model.num_layers)]
+    times = [4 if mode == "none" else 6 for i, mode in enumerate(modes) if model.has_experts(i)]
+    return len(times) * link.message + sum(times) * exchange

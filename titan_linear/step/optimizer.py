@@ -13,7 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titan_linear.config import LRScheduler, Optimizer
-from titan_linear.distributed.parts import by_device, local_tensor
+from titan_linear.distributed.matrices import WholeMatrices
+from titan_linear.distributed.parts import by_device, local_tensor, whole
 
 HOST_BLOCK = 1 << 16  # elements whose squares a core of the host adds up in their own dtype
 AT_ONCE = 1 << 26  # elements for which `update_squares` computes updates at a time, in two copies
@@ -31,19 +32,111 @@ class AdamW(torch.optim.AdamW):
         return has_complex
 
 
+class Muon(AdamW):
+    """Muon in the groups that have a "momentum", of matrices and stacks of them; AdamW in the others.
+
+    Momentum is each rank's for its part of the gradient; what it gives is made orthogonal as whole matrices, by torch's
+    Muon, in bfloat16 as there. Updates are scaled to the size of AdamW's, whose rate and weight decay they share (Liu
+    et al., "Muon is scalable for LLM training", section 2.2). The host waits for the norm of the gradients.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], matrices: WholeMatrices, **options: Any):
+        super().__init__(groups, **options)
+        self.matrices = matrices
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        torch.optim.Optimizer.__setstate__(self, state)  # AdamW's asks every parameter's state for a count of steps
+
+    def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        return False if "momentum" in group else super()._init_group(group, *lists)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        super().step(closure)
+        skipped = getattr(self, "found_inf", None)  # as torch's own kernels read it
+        if skipped is not None and skipped.item():
+            return
+        for group in self.param_groups:
+            if "momentum" in group:
+                self._step_matrices(group)
+
+    def _step_matrices(self, group: dict[str, Any]) -> None:
+        for p in group["params"]:
+            if p not in self.state:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        weights, grads, momenta = self._parts(group)
+        torch._foreach_lerp_(momenta, grads, 1 - group["momentum"])
+        torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+        for weight, shape, direction in zip(weights, self.matrices.shapes, self.directions(group), strict=True):
+            weight.add_(direction.to(weight.device), alpha=-group["lr"] * update_scale(shape))
+
+    def directions(self, group: dict[str, Any]) -> list[torch.Tensor]:
+        """This rank's parts of the orthogonal matrices, from gradients and momentum after it has been updated. All
+        ranks call it."""
+        _, grads, momenta = self._parts(group)
+        mixed = [g.lerp(m, group["momentum"]).bfloat16() for g, m in zip(grads, momenta, strict=True)]  # Nesterov's
+        return self.matrices.apply(orthogonalised, mixed)
+
+    def scaled_directions(self, group: dict[str, Any]) -> dict[nn.Parameter, torch.Tensor]:
+        """The same, as long as they are added to the weights at a rate of 1, in the weights' dtype."""
+        found = zip(group["params"], self.matrices.shapes, self.directions(group), strict=True)
+        return {p: x.to(local_tensor(p)) * update_scale(shape) for p, shape, x in found}
+
+    def _parts(self, group: dict[str, Any]) -> tuple[list[torch.Tensor], ...]:
+        """This rank's of weights, gradients and momenta."""
+        ps = group["params"]
+        of_each = (ps, [p.grad for p in ps], [self.state[p]["momentum_buffer"] for p in ps])
+        return tuple(list(map(local_tensor, tensors)) for tensors in of_each)
+
+
+def orthogonalised(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+    """By Newton-Schulz iterations in bfloat16: a step of torch's Muon from zeros, of rate 1 and without momentum. It
+    scales updates of matrices with more rows than columns, so that these are transposed."""
+    weights = []
+    for x in matrices:
+        given = x if x.shape[0] <= x.shape[1] else x.T
+        weights.append(nn.Parameter(torch.zeros_like(given)))
+        weights[-1].grad = given
+    if weights:
+        torch.optim.Muon(weights, lr=1.0, weight_decay=0.0, momentum=0.0, nesterov=False).step()
+    return [-w if w.shape == x.shape else -w.T for w, x in zip(weights, matrices, strict=True)]
+
+
+def update_scale(shape: torch.Size) -> float:
+    """What makes the elements of an orthogonal [R, C] as large as AdamW's updates are, 0.2 in the mean."""
+    return 0.2 * math.sqrt(max(shape))
+
+
 def build_optimizer(model: nn.Module, config: Optimizer) -> AdamW:
-    """AdamW with weight decay for matrices only: not for norms, biases, A_log and dt_bias."""
+    """The run's optimizer, with weight decay for matrices only: not for norms, biases, A_log and dt_bias."""
+    matrices = hidden_matrices(model) if config.name == "muon" else {}
     groups: dict[tuple[bool, DeviceMesh | None], list[nn.Parameter]] = {}
-    for p in (p for p in model.parameters() if p.requires_grad):
-        mesh = p.device_mesh if isinstance(p, DTensor) else None  # with offload only what FSDP has is on the host
-        groups.setdefault((p.dim() > 1, mesh), []).append(p)
-    return AdamW(
-        [{"params": ps, "weight_decay": config.weight_decay if decays else 0.0} for (decays, _), ps in groups.items()],
-        lr=config.lr,
-        betas=(config.beta1, config.beta2),
-        eps=config.eps,
-        fused=True,
-    )
+    for name, p in model.named_parameters():
+        if p.requires_grad and name not in matrices:
+            mesh = p.device_mesh if isinstance(p, DTensor) else None  # with offload only what FSDP has is on the host
+            groups.setdefault((p.dim() > 1, mesh), []).append(p)
+    decays = [{"params": ps, "weight_decay": config.weight_decay if many else 0.0} for (many, _), ps in groups.items()]
+    options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "eps": config.eps, "fused": True}
+    if not matrices:
+        return AdamW(decays, **options)
+    own = {"params": list(matrices.values()), "weight_decay": config.weight_decay, "momentum": config.momentum}
+    wholes = {name: whole(model, name, p) for name, p in matrices.items()}
+    return Muon([*decays, own], WholeMatrices(wholes, exchange_device(next(iter(wholes.values())))), **options)
+
+
+def hidden_matrices(model: nn.Module) -> dict[str, nn.Parameter]:
+    """The matrices between embedding and head, and stacks of them, by name: weights of linear layers, and what modules
+    name in `hidden_matrices`."""
+    found = {}
+    for path, module in model.named_modules():
+        names = ("weight",) if isinstance(module, nn.Linear) else getattr(module, "hidden_matrices", ())
+        found |= {f"{path}.{name}": getattr(module, name) for name in names}
+    return {name: p for name, p in found.items() if p.requires_grad}
+
+
+def exchange_device(tensor: torch.Tensor) -> torch.device:
+    """The ranks' device, where a tensor may lie in the host's memory."""
+    return torch.device(tensor.device_mesh.device_type) if isinstance(tensor, DTensor) else tensor.device
 
 
 def learning_rate(step: int, peak: float, config: LRScheduler, steps: int) -> float:
@@ -109,7 +202,7 @@ def update(optimizer: torch.optim.AdamW, numbers: torch.Tensor, lr: float, max_n
     """Do one step with gradients clipped to a 2-norm of max_norm, unless loss or norm is not finite: then neither
     weights nor moments change. The optimizer's own kernels decide that on the device; the host need not know the
     numbers yet. With offload the host waits for them, and so for every copy of a parameter that the device has yet to
-    read.
+    read; with Muon too.
 
     numbers: [loss, norm, ...] (`step_numbers`).
     """
@@ -151,13 +244,20 @@ def _placed(parts: list[torch.Tensor], places: list[int], n: int, device: torch.
 @torch.no_grad()
 def update_squares(optimizer: torch.optim.AdamW, parameters: list[nn.Parameter], device: torch.device) -> torch.Tensor:
     """[n] float64: for each parameter, the sum of squares of what the last step added to this rank's part of it,
-    computed from the moments after the step: Δ = −lr (u + wd p) / (1 − lr wd) with u = m̂ / (√v̂ + ε) and p as it is
-    now."""
+    computed from the moments after the step: Δ = −lr (u + wd p) / (1 − lr wd) with u = m̂ / (√v̂ + ε), or Muon's scaled
+    orthogonal matrix, and p as it is now. All ranks call it."""
     place, squares, places = {p: i for i, p in enumerate(parameters)}, [], []
     for group in optimizer.param_groups:
         own = [p for p in group["params"] if p in place and optimizer.state.get(p)]
+        directions = optimizer.scaled_directions(group) if "momentum" in group else None
         for part in _at_once(own):
-            squares.append(_update_squares(group, optimizer.state, part))
+            if directions is None:
+                update = _adamw_directions(group, optimizer.state, part)
+            else:
+                update = [directions[p] for p in part]
+            torch._foreach_add_(update, list(map(local_tensor, part)), alpha=group["weight_decay"])
+            scale = group["lr"] / (1 - group["lr"] * group["weight_decay"])
+            squares.append(_squares(update) * scale**2)
             places += [place[p] for p in part]
     return _placed(squares, places, len(parameters), device)
 
@@ -175,10 +275,10 @@ def _at_once(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
         yield part
 
 
-def _update_squares(
+def _adamw_directions(
     group: dict[str, Any], state: dict[nn.Parameter, dict[str, torch.Tensor]], own: list[nn.Parameter]
-) -> torch.Tensor:
-    """`update_squares` [.] float64 for parameters of one group."""
+) -> list[torch.Tensor]:
+    """m̂ / (√v̂ + ε) of parameters of one group."""
     moments = [[local_tensor(state[p][name]) for p in own] for name in ("exp_avg", "exp_avg_sq")]
     step, dtype = state[own[0]]["step"].double(), moments[0][0].dtype
     bias1, bias2 = (1 - beta**step for beta in group["betas"])
@@ -187,9 +287,7 @@ def _update_squares(
     torch._foreach_add_(root, group["eps"])
     update = torch._foreach_div(moments[0], root)
     torch._foreach_div_(update, bias1.to(dtype))
-    torch._foreach_add_(update, list(map(local_tensor, own)), alpha=group["weight_decay"])
-    scale = group["lr"] / (1 - group["lr"] * group["weight_decay"])
-    return _squares(update) * scale**2
+    return update
 
 
 def scale_gradients(parameters: Iterable[nn.Parameter], norm: torch.Tensor, max_norm: float) -> None:

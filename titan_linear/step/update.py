@@ -44,7 +44,7 @@ class Update:
 
     def run(self, losses: torch.Tensor, step: int, signal: int = 0) -> HostCopy:
         """Sum gradients, clip, update, move the experts' biases, and free the gradients. The host does not wait for the
-        device, except with offload (`update`).
+        device, except with offload or Muon (`update`).
 
         Args:
             losses: [micro-steps], this rank's parts (`Passes.run`).

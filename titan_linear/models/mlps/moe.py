@@ -92,6 +92,7 @@ class Router(nn.Module):
     """The experts of each token and their weights. Scores are in float32 or wider."""
 
     kept_whole: ClassVar[tuple[str, ...]] = ("selection_bias",)  # bfloat16 would lose its small updates
+    hidden_matrices: ClassVar[tuple[str, ...]] = ("weight",)
 
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()
@@ -130,6 +131,10 @@ class Experts(nn.Module):
     """Many MLPs of one shape, their weights stacked."""
 
     split: ClassVar[dict[str, int]] = {"gate_up_proj": 2, "up_proj": 1, "down_proj": 2}  # by hidden channels
+
+    @property
+    def hidden_matrices(self) -> tuple[str, ...]:
+        return ("gate_up_proj" if self.gated else "up_proj", "down_proj")
 
     def __init__(self, dim: int, config: MoEConfig):
         super().__init__()

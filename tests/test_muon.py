@@ -1,0 +1,232 @@
+"""Muon under every split, beside torch's own on one process. Whole runs are in test_train.py and test_resume.py."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from tests.test_train import (
+    FLOAT64,
+    OWN_FLAVORS,
+    SMALL_HYBRID,
+    SPLITS,
+    arguments,
+    train_on_rank,
+    whole_weights,
+    worst,
+)
+from tests.worlds import World
+from titan_linear.config import Optimizer, load_config
+from titan_linear.distributed.groups import set_timeout
+from titan_linear.distributed.matrices import WholeMatrices
+from titan_linear.distributed.mesh import ParallelDims, build_mesh
+from titan_linear.distributed.parts import local_tensor
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.decoder import Decoder
+from titan_linear.models.init import initialise
+from titan_linear.models.presets import OWN, preset
+from titan_linear.run.build import build_model
+from titan_linear.run.preflight import preflight
+from titan_linear.step import optimizer as optim
+from titan_linear.step.optimizer import build_optimizer, hidden_matrices, squares_of_each, update, update_squares
+from titan_linear.storage.hf_io import gather
+from titan_linear.storage.tensors import named_parameters
+from titan_linear.train import Trainer
+
+CONFIG = Optimizer(name="muon", lr=0.1)
+STEPS = 3
+MODELS = {
+    "hybrid": replace(preset("hybrid", "debug"), num_layers=2),  # a matrix of 4 rows, and of 1 among the experts
+    "experts": replace(preset("qwen3.5", "debug"), num_layers=1),
+    "experts without gates": replace(preset("nemotron-h", "debug"), num_layers=2),
+}
+# dp_replicate, dp_shard, cp, tp, ep, and what parameters are sharded over
+CUTS = {
+    "dp 4": {"dp_shard": 4},
+    "HSDP": {"dp_replicate": 2, "dp_shard": 2},
+    "dp 2 x tp 2": {"dp_shard": 2, "tp": 2},
+    "HSDP x tp 2": {"dp_replicate": 2, "tp": 2},
+    "tp 4": {"tp": 4},
+    "cp 4, sharded over 2": {"cp": 4, "fsdp_shard": 2},
+    "dp 2 x cp 2, ep 2": {"dp_shard": 2, "cp": 2, "ep": 2},
+    "dp 2 x tp 2, ep 2": {"dp_shard": 2, "tp": 2, "ep": 2},
+    "dp 3": {"dp_shard": 3},
+    "offload": {"cpu_offload": True},
+}
+
+
+def dims_of(**degrees: int) -> ParallelDims:
+    return build_mesh("cpu", **{"dp_replicate": 1, "dp_shard": 1, "cp": 1} | degrees)
+
+
+def built(config: ModelConfig, dims: ParallelDims, seed: int) -> Decoder:
+    keys = ["--training.dtype=float64", f"--training.enable_cpu_offload={str(dims.cpu_offload).lower()}"]
+    model = build_model(load_config(keys), config, dims, torch.device("cpu"))
+    initialise(model, seed, named_parameters(model))
+    return model
+
+
+def trained(config: ModelConfig, dims: ParallelDims) -> tuple[Decoder, float]:
+    """A model after some updates whose gradients are other models' weights, none of them zero; and how far off the
+    squares of what the last one added are. One more, of a loss that is not finite, changes nothing."""
+    model, numbers = built(config, dims, seed=0), torch.zeros(3, dtype=torch.float64)
+    optimizer, ps = build_optimizer(model, CONFIG), [p for p in model.parameters() if p.requires_grad]
+    for step in range(STEPS):
+        others = built(config, dims, seed=1 + step).parameters()
+        before = [local_tensor(p).detach().clone() for p in ps]
+        for p, grad in zip(ps, (p for p in others if p.requires_grad), strict=True):
+            p.grad = grad.detach() + 0.01
+        update(optimizer, numbers, CONFIG.lr / (1 + step), max_norm=1.0)
+    added = [local_tensor(p).detach() - old for p, old in zip(ps, before, strict=True)]
+    want = squares_of_each(added, torch.device("cpu"))
+    off = (update_squares(optimizer, ps, torch.device("cpu")) - want).abs().max() / want.max()
+    after = tensors(ps, optimizer)
+    for p in ps:
+        p.grad = torch.full_like(p, float("nan"))
+    update(optimizer, numbers / 0, CONFIG.lr, max_norm=1.0)
+    assert all(torch.equal(a, b) for a, b in zip(tensors(ps, optimizer), after, strict=True))
+    return model, off.item()
+
+
+def tensors(parameters: list[nn.Parameter], optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Copies of this rank's parts of weights and momenta."""
+    momenta = [optimizer.state[p]["momentum_buffer"] for p in parameters if "momentum_buffer" in optimizer.state[p]]
+    return [local_tensor(x).detach().clone() for x in (*parameters, *momenta)]
+
+
+def on_ranks(rank: int, world_size: int, name: str, split: dict[str, int]) -> tuple[dict, list[tuple[int, ...]]]:
+    """Whole weights, and the shapes of what was made orthogonal here."""
+    seen, original = [], optim.orthogonalised
+
+    def looking(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
+        seen.append([tuple(x.shape) for x in matrices])
+        return original(matrices)
+
+    with patch.object(optim, "orthogonalised", looking):
+        model, off = trained(MODELS[name], dims_of(**split))
+    get = gather(model)
+    assert off < 1e-10 and len(seen) == STEPS + 1 and all(shapes == seen[0] for shapes in seen)
+    return {n: get(n).clone() for n, _ in model.named_parameters()}, seen[0]
+
+
+def by_torch(name: str) -> dict[str, torch.Tensor]:
+    """The same updates by torch's optimizers, of which Muon is given each matrix as a parameter."""
+    config = MODELS[name]
+    plain = [Decoder(config).double() for _ in range(1 + STEPS)]
+    for seed, model in enumerate(plain):
+        initialise(model, seed)
+    weights, *gradients = ({n: p.detach() for n, p in model.named_parameters() if p.requires_grad} for model in plain)
+    matrices = {n: list(weights[n].view(-1, *p.shape[-2:])) for n, p in hidden_matrices(plain[0]).items()}
+    own = [nn.Parameter(x) for stack in matrices.values() for x in stack]
+    rest = {n: nn.Parameter(x) for n, x in weights.items() if n not in matrices}
+    common = {"lr": CONFIG.lr, "weight_decay": CONFIG.weight_decay}
+    muon = torch.optim.Muon(own, momentum=CONFIG.momentum, adjust_lr_fn="match_rms_adamw", **common)
+    decays = [p for p in rest.values() if p.dim() > 1]
+    others = [p for p in rest.values() if p.dim() == 1]
+    adamw = torch.optim.AdamW(
+        [{"params": decays}, {"params": others, "weight_decay": 0.0}],
+        betas=(CONFIG.beta1, CONFIG.beta2),
+        eps=CONFIG.eps,
+        **common,
+    )
+    for step in range(STEPS):
+        grads = {n: g + 0.01 for n, g in gradients[step].items()}
+        for p, g in zip(own, (g for n in matrices for g in grads[n].view(-1, *grads[n].shape[-2:])), strict=True):
+            p.grad = g
+        for n, p in rest.items():
+            p.grad = grads[n]
+        for optimizer in (muon, adamw):
+            for group in optimizer.param_groups:
+                group["lr"] = CONFIG.lr / (1 + step)
+            optimizer.step()
+    return weights
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def reference(request: pytest.FixtureRequest) -> tuple[str, dict[str, torch.Tensor]]:
+    return request.param, by_torch(request.param)
+
+
+@pytest.mark.parametrize("split", CUTS)
+def test_updates_are_torchs_under_every_split(
+    split: str, reference: tuple[str, dict[str, torch.Tensor]], worlds: Callable[[int], World]
+) -> None:
+    """What is made orthogonal are the whole matrices, each expert's its own; each on one rank if ranks have cut it."""
+    name, want = reference
+    degrees = CUTS[split]
+    if degrees.get("ep") and name == "hybrid":
+        pytest.skip("no experts")
+    size = 1
+    for degree in ("dp_replicate", "dp_shard", "cp", "tp"):
+        size *= degrees.get(degree, 1)
+    results = worlds(size).run(on_ranks, name, degrees)
+    for got, _ in results:
+        assert max(((got[n] - w).norm() / w.norm()).item() for n, w in want.items()) < 1e-9
+    shapes = Counter(shape for _, shapes in results for shape in shapes)
+    with torch.device("meta"):
+        matrices = hidden_matrices(Decoder(MODELS[name])).values()
+    whole = Counter(tuple(p.shape[-2:]) for p in matrices for _ in range(p.shape[:-2].numel()))
+    assert set(shapes) == set(whole) and shapes >= whole
+    if name == "hybrid" and degrees.get("tp", 1) == 1:
+        assert shapes == whole
+
+
+def refused(rank: int, world_size: int) -> str:
+    stack = distribute_tensor(torch.ones(2, 4, 3, 5), init_device_mesh("cpu", (world_size,)), [Shard(1)])
+    with pytest.raises(ValueError, match="muon") as refusal:
+        WholeMatrices({"layers.0.x": stack}, torch.device("cpu"))
+    return str(refusal.value)
+
+
+def test_a_cut_that_no_rank_can_undo_is_refused(worlds: Callable[[int], World]) -> None:
+    said = r"optimizer.name = 'muon': layers.0.x \[2, 4, 3, 5\] is cut along dimension 1, so that no rank can gather"
+    for line in worlds(2).run(refused):
+        assert re.match(said, line) and "\n" not in line
+
+
+# --- Whole runs ------------------------------------------------------------------------------------------------------
+
+MUON = SMALL_HYBRID | FLOAT64 | {"optimizer.name": "muon", "training.steps": 6, "lr_scheduler.total_steps": 6}
+
+
+def run_on_rank(rank: int, world_size: int, argv: list[str], cache: str) -> dict[str, torch.Tensor]:
+    """A run with its checkpoints; the whole weights after it."""
+    os.environ["XDG_CACHE_HOME"] = cache
+    OWN["hybrid"] |= OWN_FLAVORS
+    try:
+        trainer = Trainer(load_config(argv))
+        trainer.train()
+        return whole_weights(trainer)
+    finally:
+        set_timeout([dist.group.WORLD], timedelta(minutes=5))
+
+
+def test_a_run_resumes_under_another_split(corpus: Path, worlds: Callable[[int], World], tmp_path: Path) -> None:
+    """Saved under FSDP and resumed under tp with offload, it equals one process's run that was not interrupted."""
+    argv = arguments(corpus, MUON)
+    preflight(load_config(argv), world_size=1)
+    losses, norms, weights = worlds(1).run(train_on_rank, argv, str(corpus.parent))[0]
+    assert losses[-1] < losses[0] and min(norms) > 0
+    for name in ("HSDP x tp", "tp 2 x cp 2 zig-zag"):
+        processes, keys = SPLITS[name]
+        got = worlds(processes).run(train_on_rank, arguments(corpus, MUON, keys), str(corpus.parent))[0]
+        assert worst(got[0], losses) < 1e-9 and worst(got[1], norms) < 1e-9
+    folder = {"job.dump_folder": tmp_path, "checkpoint.enable": "true"}
+    for steps, (processes, keys) in ((3, SPLITS["dp 2"]), (6, SPLITS["HSDP x tp"])):
+        argv = arguments(corpus, MUON, folder, keys, {"training.steps": steps})
+        preflight(load_config(argv), world_size=processes)
+        got = worlds(processes).run(run_on_rank, argv, str(corpus.parent))[0]
+    assert max(((got[n] - w).norm() / w.norm()).item() for n, w in weights.items()) < 1e-9

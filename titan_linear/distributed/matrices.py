@@ -1,0 +1,202 @@
+"""Whole matrices of the model: one rank gets each, from the ranks that hold parts of it, and shares the result out.
+
+A parameter [..., R, C] is a stack of matrices. Where FSDP or tp cut them, each goes to one rank, so that ranks have
+about the same work; those that ranks hold whole (experts, or all, on one process) stay there. Parts come from the copy
+of the parameter to which that rank belongs, and go back to all copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Replicate
+
+Apply = Callable[[list[torch.Tensor]], list[torch.Tensor]]  # to matrices, of any shapes
+
+
+class Part(NamedTuple):
+    """What a rank holds of a stack of matrices."""
+
+    copy: int  # of the whole stack: which one it belongs to
+    matrices: range
+    rows: slice
+    columns: slice
+
+
+@dataclass
+class Matrix:
+    """A matrix that ranks have cut."""
+
+    stack: int
+    number: int  # in its stack
+    shape: torch.Size  # [R, C]
+    parts: dict[int, Part]  # by rank
+    owner: int = 0
+
+    @property
+    def work(self) -> int:
+        return self.shape.numel() * min(self.shape)
+
+    @property
+    def sources(self) -> list[int]:
+        """The ranks whose parts make up the copy to which the owner belongs."""
+        return [rank for rank, part in self.parts.items() if part.copy == self.parts[self.owner].copy]
+
+
+class WholeMatrices:
+    """Applies a function to whole matrices. Which rank has which of them is determined once."""
+
+    def __init__(self, stacks: Mapping[str, torch.Tensor], device: torch.device):
+        """
+        Args:
+            stacks: parameters by name, as `parts.whole` returns them, the same on all ranks.
+            device: where ranks exchange.
+
+        Raises:
+            ValueError: a parameter whose matrices no rank can get whole.
+        """
+        self.shapes, self.device = [stack.shape[-2:] for stack in stacks.values()], device
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        parts = [parts_of(name, stack, self.size) for name, stack in stacks.items()]
+        self.cut = [m for i, ranks in enumerate(parts) for m in _cut(i, self.shapes[i], ranks)]
+        self.first = [ranks[self.rank].matrices.start for ranks in parts]
+        self.whole = [i for i, ranks in enumerate(parts) if not _is_cut(self.shapes[i], ranks)]
+        loads = [0] * self.size
+        for m in sorted(self.cut, key=lambda m: -m.work):
+            m.owner = min(m.parts, key=lambda rank: loads[rank])
+            loads[m.owner] += m.work
+
+    @property
+    def owned(self) -> list[Matrix]:
+        return [m for m in self.cut if m.owner == self.rank]
+
+    def apply(self, fn: Apply, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+        """parts: what this rank has of each stack -> the same parts of what `fn` makes of the whole matrices. All ranks
+        call it. They exchange, and `fn` gets, tensors of the parts' dtype on `device`."""
+        stacks = [_stacked(part.to(self.device)) for part in parts]
+        here = [matrix for i in self.whole for matrix in stacks[i]]
+        results = iter(fn([*here, *self._gather(stacks)]))
+        found = [torch.empty_like(stack) for stack in stacks]
+        for i in self.whole:
+            for matrix in found[i]:
+                matrix.copy_(next(results))
+        if self.cut:
+            self._scatter(list(results), found)
+        return [x.view_as(part) for x, part in zip(found, parts, strict=True)]
+
+    def _gather(self, stacks: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The matrices that this rank owns."""
+        if not self.cut:
+            return []
+        sent, shapes = self._lists(), self._lists()
+        for m in self.cut:
+            if self.rank in m.sources:
+                sent[m.owner].append(self._part(stacks, m))
+            if m.owner == self.rank:
+                for rank in m.sources:
+                    shapes[rank].append(_shape(m.parts[rank]))
+        received = self._exchange(sent, shapes, stacks[0].dtype)
+        matrices = []
+        for m in self.owned:
+            matrix = torch.empty(m.shape, dtype=stacks[0].dtype, device=self.device)
+            for rank in m.sources:
+                _, _, rows, columns = m.parts[rank]
+                matrix[rows, columns] = next(received[rank])
+            matrices.append(matrix)
+        return matrices
+
+    def _scatter(self, matrices: list[torch.Tensor], stacks: list[torch.Tensor]) -> None:
+        """Fill all ranks' parts from the matrices that this rank owns."""
+        sent, shapes = self._lists(), self._lists()
+        for m, matrix in zip(self.owned, matrices, strict=True):
+            for rank, (_, _, rows, columns) in m.parts.items():
+                sent[rank].append(matrix[rows, columns])
+        held = [m for m in self.cut if self.rank in m.parts]
+        for m in held:
+            shapes[m.owner].append(_shape(m.parts[self.rank]))
+        received = self._exchange(sent, shapes, stacks[0].dtype)
+        for m in held:
+            self._part(stacks, m).copy_(next(received[m.owner]))
+
+    def _part(self, stacks: list[torch.Tensor], m: Matrix) -> torch.Tensor:
+        return stacks[m.stack][m.number - self.first[m.stack]]
+
+    def _lists(self) -> list[list]:
+        return [[] for _ in range(self.size)]
+
+    def _exchange(
+        self, sent: list[list[torch.Tensor]], shapes: list[list[torch.Size]], dtype: torch.dtype
+    ) -> list[Iterator[torch.Tensor]]:
+        """sent: tensors for each rank; shapes: of those that come from each -> these."""
+        none = torch.empty(0, dtype=dtype, device=self.device)
+        flat = torch.cat([none, *(x.flatten() for tensors in sent for x in tensors)])
+        sizes = [[shape.numel() for shape in of_rank] for of_rank in shapes]
+        received = flat.new_empty(sum(map(sum, sizes)))
+        dist.all_to_all_single(
+            received, flat, list(map(sum, sizes)), [sum(x.numel() for x in tensors) for tensors in sent]
+        )
+        parts = iter(received.split([size for of_rank in sizes for size in of_rank]))
+        return [iter([next(parts).view(shape) for shape in of_rank]) for of_rank in shapes]
+
+
+def parts_of(name: str, stack: torch.Tensor, ranks: int) -> dict[int, Part]:
+    """What each rank holds of a parameter [..., R, C]."""
+    if not isinstance(stack, DTensor):  # each rank has it whole
+        matrices = range(stack.shape[:-2].numel())
+        return {
+            rank: Part(rank, matrices, slice(0, stack.shape[-2]), slice(0, stack.shape[-1])) for rank in range(ranks)
+        }
+    mesh, each = stack.device_mesh.mesh, stack.shape[1:-2].numel()
+    found = {}
+    for where in product(*map(range, mesh.shape)):
+        bounds, copy = [(0, size) for size in stack.shape], 0
+        for i, (n, placement) in enumerate(zip(mesh.shape, stack.placements, strict=True)):
+            if isinstance(placement, Replicate):
+                copy = copy * n + where[i]
+            elif placement.dim not in (0, stack.dim() - 2, stack.dim() - 1):
+                raise ValueError(
+                    f"optimizer.name = 'muon': {name} {list(stack.shape)} is cut along dimension {placement.dim}, so "
+                    "that no rank can gather its matrices; use 'AdamW', or cut it along its first or last two"
+                )
+            else:
+                bounds[placement.dim] = _chunk(*bounds[placement.dim], n, where[i])
+        start, stop = bounds[0] if stack.dim() > 2 else (0, 1)
+        rows, columns = (slice(*pair) for pair in bounds[-2:])
+        found[int(mesh[where])] = Part(copy, range(start * each, stop * each), rows, columns)
+    return found
+
+
+def _chunk(start: int, stop: int, n: int, i: int) -> tuple[int, int]:
+    """The bounds of chunk i of n, as torch.chunk cuts: the last ones may be shorter, or empty."""
+    size = -(-(stop - start) // n)
+    return min(start + i * size, stop), min(start + (i + 1) * size, stop)
+
+
+def _is_cut(shape: torch.Size, parts: dict[int, Part]) -> bool:
+    return any(_shape(part) != shape for part in parts.values() if part.matrices)
+
+
+def _cut(stack: int, shape: torch.Size, parts: dict[int, Part]) -> list[Matrix]:
+    """The stack's matrices, if ranks have cut them."""
+    if not _is_cut(shape, parts):
+        return []
+    count = max(part.matrices.stop for part in parts.values())
+    matrices = [Matrix(stack, i, shape, {}) for i in range(count)]
+    for rank, part in parts.items():
+        for i in part.matrices:
+            matrices[i].parts[rank] = part
+    return matrices
+
+
+def _shape(part: Part) -> torch.Size:
+    return torch.Size([part.rows.stop - part.rows.start, part.columns.stop - part.columns.start])
+
+
+def _stacked(part: torch.Tensor) -> torch.Tensor:
+    """[..., r, c] -> [n, r, c]"""
+    return part.flatten(0, -3) if part.dim() > 2 else part.unsqueeze(0)
