@@ -95,6 +95,8 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
         ("hybrid", 4, "= 4 cannot split the 2 heads of kda, .*, 2 key heads of attention in .* 'debug'; use 1 or 2$"),
         ("kimi-linear", 3, "the 2 heads of kda, 4 query heads of mla, .* hidden channels of each expert, "),
         ("qwen3.5", 3, r"320 rows of the vocabulary \(model.vocab_size\)"),
+        ("nemotron-h", 4, "the 2 groups of mamba2, 2 key heads of attention in .* 'debug'; use 1 or 2$"),
+        ("granite-h", 8, "4 query heads of attention"),
     ],
 )
 def test_what_tensor_parallelism_cannot_split(name: str, degree: int, said: str, tmp_path: Path) -> None:
@@ -120,6 +122,8 @@ def test_an_all_to_all_splits_the_heads_that_tensor_parallelism_leaves(tmp_path:
     check_heads(preset("hybrid", "debug"), run(tmp_path, **keys))
     with pytest.raises(ValueError, match=r"the 2 heads .*degree = 2 × tensor_parallel_degree = 2 ranks"):
         check_heads(preset("hybrid", "debug"), run(tmp_path, **keys, parallelism__tensor_parallel_degree=2))
+    with pytest.raises(ValueError, match=r"= 'ulysses' cannot split the 2 groups of .*; use 'kcp', or a degree"):
+        check_heads(preset("nemotron-h", "debug"), run(tmp_path, **keys, parallelism__tensor_parallel_degree=2))
 
 
 @pytest.mark.parametrize(

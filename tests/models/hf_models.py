@@ -15,6 +15,8 @@ from transformers import (
     GraniteMoeHybridForCausalLM,
     KimiLinearConfig,
     KimiLinearForCausalLM,
+    Lfm2Config,
+    Lfm2ForCausalLM,
     NemotronHConfig,
     NemotronHForCausalLM,
     OlmoHybridConfig,
@@ -130,6 +132,17 @@ MODELS: dict[str, Callable[[], PreTrainedModel]] = {
     "Nemotron 3": lambda: nemotron("ME*EM", moe_latent_size=12, norm_topk_prob=False, time_step_limit=(2e-2, 5e-2)),
     "Granite-H": lambda: GraniteMoeHybridForCausalLM(
         GraniteMoeHybridConfig(**GRANITE, num_local_experts=8, num_experts_per_tok=3, tie_word_embeddings=True)
+    ),
+    "LFM2": lambda: Lfm2ForCausalLM(
+        Lfm2Config(
+            **{k: v for k, v in SIZES.items() if k != "rms_norm_eps"},
+            **{k: v for k, v in HEADS.items() if k != "head_dim"},
+            norm_eps=1e-3,
+            intermediate_size=60,
+            block_multiple_of=16,
+            block_ffn_dim_multiplier=1.3,
+            layer_types=["conv", "full_attention"],
+        )
     ),
     "Granite-H, dense": lambda: GraniteMoeHybridForCausalLM(
         GraniteMoeHybridConfig(**GRANITE, num_local_experts=0, mamba_n_groups=2, position_embedding_type="rope")

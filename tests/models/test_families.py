@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -28,8 +31,10 @@ from titan_linear.models.adapters import config_from_hf, config_to_hf, placement
 from titan_linear.models.config import ModelConfig
 from titan_linear.models.decoder import Decoder, LayerCache
 from titan_linear.models.families.layout import check_values
+from titan_linear.models.mixers import Mamba2
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import MODELS, PUBLISHED, preset
+from titan_linear.storage.hf_io import find_family
 
 T = 131
 DOCUMENTS = {"one document": [0, T], "packed": [0, 37, 38, 96, T]}
@@ -150,8 +155,6 @@ def test_folders_go_in_and_out_unchanged(name: str, case: Callable[[str], Case])
 @pytest.mark.parametrize("name", hf_models.MODELS)
 def test_transformers_reads_what_we_write(name: str, case: Callable[[str], Case], tmp_path: Path) -> None:
     """In the spelling that is written by default: no missing and no unexpected tensor, and the same weights."""
-    import json
-
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
@@ -272,6 +275,46 @@ def test_numbers_at_odds_are_refused(model: tuple[str, str], change: dict, words
     assert change.keys() <= written.keys()
     with pytest.raises(ValueError, match=f"{words}.*; fetch it again"):
         config_from_hf(written | change)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("nemotron-h", {"n_groups": 3}, "mamba2 heads = 8, which must be a multiple of groups = 3"),
+        (
+            "nemotron-h",
+            {"layers_block_type": None, "hybrid_override_pattern": "MXE-"},
+            "hybrid_override_pattern has ['X']",
+        ),
+        ("nemotron-h", {"layers_block_type": ["mamba", "foo"]}, "layers_block_type has ['foo']; known are"),
+        ("nemotron-h", {"num_hidden_layers": 7}, "layers_block_type has 4 layers; num_hidden_layers = 7 must be"),
+        ("nemotron-h", {"time_step_limit": [0.1, 0.001]}, "time_step_limit = [0.1, 0.001]; give the lower limit"),
+        ("nemotron-h", {"time_step_limit": [0.1]}, "time_step_limit = [0.1]; give the lower limit"),
+        ("nemotron-h", {"mamba_hidden_act": "gelu"}, "mamba_hidden_act = 'gelu'; only 'silu'"),
+        ("nemotron-h", {"mlp_hidden_act": "silu"}, "mlp_hidden_act = 'silu'; only 'relu2'"),
+        ("granite-h", {"mamba_n_groups": 3}, "mamba2 heads = 8, which must be a multiple of groups = 3"),
+        ("granite-h", {"hidden_act": "gelu"}, "hidden_act = 'gelu'; only 'silu'"),
+        ("granite-h", {"time_step_limit": ["a", 3]}, "a value is of another kind"),
+        ("granite-h", {"architectures": None, "ssm_cfg": {"layer": "Mamba2"}}, "mamba_ssm's own format is not read"),
+    ],
+)
+def test_what_is_not_mamba_2_as_we_have_it_is_refused(name: str, change: dict, words: str) -> None:
+    written = config_to_hf(find_family(MODELS[name]["debug"]), MODELS[name]["debug"]) | change
+    with pytest.raises(ValueError, match=re.escape(words)):
+        config_from_hf({key: value for key, value in written.items() if value is not None})
+
+
+def test_limits_of_time_steps() -> None:
+    """Infinity as an object, as JSON has no number for it, or as Python writes it; transformers' own lower limit."""
+    model = MODELS["nemotron-h"]["debug"]
+    for low, high in ((0.0, math.inf), (1e-3, math.inf), (1e-3, 0.1)):
+        pattern = tuple(replace(x, dt_min=low, dt_max=high) if isinstance(x, Mamba2) else x for x in model.pattern)
+        written = config_to_hf("NemotronHForCausalLM", replace(model, pattern=pattern))
+        json.dumps(written, allow_nan=False)
+        assert 0 <= written["time_step_min"] - low < 1e-300
+        for again in (written, written | {"time_step_limit": [low, high]}):
+            (mamba,) = (x for x in config_from_hf(again)[1].mixers if isinstance(x, Mamba2))
+            assert (mamba.dt_min, mamba.dt_max) == (low, high)
 
 
 def test_no_preset_is_at_odds_with_itself() -> None:

@@ -19,12 +19,14 @@ from titan_linear.models.mixers import (
     MLA,
     Attention,
     Mamba2,
+    ShortConv,
     attention,
     gdn,
     kda,
     mamba2,
     mla,
     recurrent,
+    short_conv,
 )
 from titan_linear.models.plan import BatchPlan
 from titan_linear.models.presets import preset
@@ -33,6 +35,7 @@ OPTIONS: dict[str, MixerOptions] = {
     "kda": KDA(heads=2, v_heads=4, head_dim=8, v_head_dim=12),
     "gdn": GDN(heads=2, v_heads=4, head_dim=8, v_head_dim=12, conv_size=3),
     "mamba2": Mamba2(heads=4, head_dim=12, state_dim=8, groups=2),
+    "short_conv": ShortConv(channels=12),
     "attention": Attention(heads=4, kv_heads=2, head_dim=8, rotary_fraction=0.5),
     "mla": MLA(heads=4, kv_rank=16, nope_dim=8, shared_k_dim=4, v_dim=10),
 }
@@ -67,7 +70,8 @@ def test_ops_are_those_that_it_calls(name: str, monkeypatch: pytest.MonkeyPatch)
     record(mamba2, "chunk_ssd", lambda x, dt, A, B, C: {"K": B.shape[-1], "V": x.shape[-1]})
     for module in (attention, mla):
         record(module, "attention", lambda q, k, v: {"D": q.shape[-1], "Dv": v.shape[-1]})
-    record(recurrent, "causal_conv1d", lambda x, weight, bias: {"W": weight.shape[-1]})
+    for module in (recurrent, short_conv):
+        record(module, "causal_conv1d", lambda x, weight, bias: {"W": weight.shape[-1]})
     build(OPTIONS[name])(torch.arange(9).unsqueeze(0), BatchPlan(torch.arange(9)))
     assert called == OPTIONS[name].ops
 
@@ -120,7 +124,7 @@ def test_key_heads_that_cannot_be_split() -> None:
 
 
 def test_rotary_channels() -> None:
-    assert [OPTIONS[name].rotary for name in MIXERS] == [None, None, None, (10000.0, 4), None]
+    assert [OPTIONS[name].rotary for name in MIXERS] == [None, None, None, None, (10000.0, 4), None]
     assert replace(OPTIONS["attention"], rope_theta=None).rotary is None
 
 

@@ -31,6 +31,8 @@ COUNTS = {
     ("nemotron-h", "nano-9B-v2"): 8_888_227_328,
     ("nemotron-h", "nano-3-30B-A3B"): 31_577_937_344,
     ("nemotron-h", "super-3-120B-A12B"): 120_668_687_360,
+    ("lfm2", "350M"): 354_483_968,
+    ("lfm2", "1.2B"): 1_170_340_608,
     ("granite-h", "micro"): 3_191_396_096,
     ("granite-h", "tiny"): 6_939_037_248,
     ("granite-h", "small"): 32_207_337_984,
@@ -215,7 +217,7 @@ def test_options_apply_to_each_layer_of_their_kind() -> None:
         (["--model.attention.qk_norm=all"], r"attention qk_norm = 'all', which must be 'head' \| 'width' \| None"),
         (
             ['--model.pattern=["mamba"]'],
-            r"\['mamba'\] has 'mamba'; use kda, gdn, mamba2, attention, mla, mlp, moe",
+            r"\['mamba'\] has 'mamba'; use kda, gdn, .*, mla, mlp, moe",
         ),
         (['--model.pattern=["mla"]'], r"model.mla lacks heads, kv_rank, .*, which this model.flavor does not have"),
         (["--model.mla.heads=3"], r"model.mla is not used: model.pattern = \['kda', 'gdn', 'attention'\] has no 'mla'"),

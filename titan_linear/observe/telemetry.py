@@ -124,11 +124,11 @@ class Telemetry(Hook):
     def _look_at(self, name: str, window: Window, layer: Block, inputs: tuple[torch.Tensor, ...]) -> None:
         """Let a layer's mixer watch. inputs: the layer's, x [1, T, dim] first; under tensor parallelism x has this
         rank's tokens. The mixer gets all tokens if the window has fragments, else at least the window's."""
+        if not hasattr(layer.mixer, "watch"):
+            return
         x = inputs[0] if window.fragments else inputs[0][:, : window.tokens]
         if self.dims.tp > 1:
             x = gather_along(x, 1, self.dims.tp_ranks.group, self.dims.tp)
-        if layer.mixer is None:
-            return
         for quantity, pair in layer.mixer.watch(layer.mixer_input(x), window).items():
             self._parts[quantity, name] = Part(torch.stack(pair), _by_head)
 

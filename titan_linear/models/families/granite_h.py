@@ -17,6 +17,7 @@ from titan_linear.models.families.layout import (
     renamed,
     same,
     time_step_limit,
+    time_step_limit_to_hf,
 )
 from titan_linear.models.mixers import Attention, Mamba2
 
@@ -131,7 +132,7 @@ def _to_hf(config: ModelConfig) -> Json:
             mamba_n_groups=mamba.groups,
             mamba_d_conv=mamba.conv_size,
             mamba_conv_bias=mamba.conv_bias,
-            time_step_limit=[mamba.dt_min, mamba.dt_max],
+            **time_step_limit_to_hf(mamba.dt_min, mamba.dt_max),
         )
         if mamba.heads * mamba.head_dim != 2 * config.dim:
             written["mamba_expand"] = mamba.heads * mamba.head_dim / config.dim

@@ -205,10 +205,16 @@ def options_of(config: ModelConfig, kind: type[Options]) -> Options | None:
 def time_step_limit(key: Keys) -> tuple[float, float]:
     """The limits of Mamba-2's time steps. Folders have Infinity there, which JSON lacks, or an object for it."""
     given = key("time_step_limit", None) or (0.0, math.inf)
-    low, high = (float(x["__float__"]) if isinstance(x, dict) else x for x in given)
-    if not low <= high:
-        raise ValueError(f"config.json: time_step_limit = {[low, high]}; give the lower limit, then the upper one")
-    return float(low), float(high)
+    limits = [float(x["__float__"]) if isinstance(x, dict) else 1.0 * x for x in given]
+    if len(limits) != 2 or not limits[0] <= limits[1]:
+        raise ValueError(f"config.json: time_step_limit = {limits}; give the lower limit, then the upper one")
+    return limits[0], limits[1]
+
+
+def time_step_limit_to_hf(low: float, high: float) -> Json:
+    """The key for limits other than 0 and infinity."""
+    given = [{"__float__": "Infinity"} if math.isinf(x) else x for x in (low, high)]
+    return {} if (low, high) == (0.0, math.inf) else {"time_step_limit": given}
 
 
 def common_from_hf(key: Keys) -> Json:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from types import NoneType
 
@@ -17,6 +18,7 @@ from titan_linear.models.families.layout import (
     same,
     shortest,
     time_step_limit,
+    time_step_limit_to_hf,
 )
 from titan_linear.models.mixers import Attention, Mamba2
 from titan_linear.models.mlps import Dense
@@ -166,7 +168,9 @@ def _to_hf(config: ModelConfig) -> Json:
             n_groups=mamba.groups,
             conv_kernel=mamba.conv_size,
             use_conv_bias=mamba.conv_bias,
-            time_step_limit=[mamba.dt_min, mamba.dt_max],
+            **time_step_limit_to_hf(mamba.dt_min, mamba.dt_max),
+            # What transformers takes for the lower limit. Its initial weights need the logarithm.
+            time_step_min=mamba.dt_min or sys.float_info.min,
         )
     if attention := options_of(config, Attention):
         written |= dict(

@@ -9,7 +9,8 @@ from titan_linear.models.mixers.gdn import GDN
 from titan_linear.models.mixers.kda import KDA
 from titan_linear.models.mixers.mamba2 import Mamba2
 from titan_linear.models.mixers.mla import MLA
+from titan_linear.models.mixers.short_conv import ShortConv
 
-MIXERS: dict[str, type[MixerOptions]] = {"kda": KDA, "gdn": GDN, "mamba2": Mamba2, "attention": Attention, "mla": MLA}
+MIXERS: dict[str, type[MixerOptions]] = {kind.name: kind for kind in (KDA, GDN, Mamba2, ShortConv, Attention, MLA)}
 
-__all__ = ["GDN", "KDA", "MIXERS", "MLA", "Attention", "Mamba2"]
+__all__ = ["GDN", "KDA", "MIXERS", "MLA", "Attention", "Mamba2", "ShortConv"]

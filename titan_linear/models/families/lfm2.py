@@ -1,0 +1,134 @@
+"""LFM2: gated short convolutions and attention, each followed by a SwiGLU."""
+
+from __future__ import annotations
+
+from titan_linear.models.config import ModelConfig
+from titan_linear.models.families.layout import (
+    Family,
+    Json,
+    Keys,
+    common_from_hf,
+    common_to_hf,
+    fused,
+    options_of,
+    renamed,
+    same,
+    shortest,
+)
+from titan_linear.models.mixers import Attention, ShortConv
+
+# --- Tensors ---------------------------------------------------------------------------------------------------------
+
+MODEL = (
+    *renamed("", "", embedding="embed_tokens"),
+    *renamed("head.", "", norm="embedding_norm"),
+    *renamed("", "", head="lm_head"),
+)
+_NORMS = renamed("", "", mixer_norm="operator_norm", mlp_norm="ffn_norm")
+LAYERS = {
+    ShortConv: (
+        *_NORMS,
+        fused(("b_proj", "c_proj", "x_proj"), "conv.in_proj.weight"),
+        fused(("conv1d",), "conv.conv.weight", form="conv"),
+        *renamed("mixer.", "conv.", o_proj="out_proj"),
+    ),
+    Attention: (
+        *_NORMS,
+        *same("mixer.", "self_attn.", "q_proj", "k_proj", "v_proj"),
+        *renamed("mixer.", "self_attn.", q_norm="q_layernorm", k_norm="k_layernorm", o_proj="out_proj"),
+    ),
+}
+MLP = renamed("mlp.", "feed_forward.", gate_proj="w1", up_proj="w3", down_proj="w2")
+
+# --- config.json -----------------------------------------------------------------------------------------------------
+
+
+def _from_hf(config: Json) -> ModelConfig:
+    key = Keys({"rms_norm_eps": config.get("norm_eps", 1e-5), "tie_word_embeddings": True, **config})
+    key.only("conv_bias", False)
+    if "tie_embedding" in config:  # an older name
+        key = Keys({**key.config, "tie_word_embeddings": config["tie_embedding"]})
+    attention = key("full_attn_idxs", None)
+    attention = range(key("num_hidden_layers")) if attention is None else attention
+    types = ["full_attention" if i in attention else "conv" for i in range(key("num_hidden_layers"))]
+    types = [{"conv": "linear_attention"}.get(t, t) for t in key("layer_types", None) or types]
+    linear = ShortConv(channels=key("hidden_size"), conv_size=key("conv_L_cache", 3))
+    return ModelConfig(
+        **common_from_hf(key),
+        pattern=Keys({**config, "layer_types": types}).pattern(lambda: _attention_from_hf(key), lambda: linear, types),
+        hidden_dim=_hidden_dim(key),
+    )
+
+
+def _attention_from_hf(key: Keys) -> Attention:
+    heads, (theta, _) = key("num_attention_heads"), key.rope(1e6, 1.0)
+    return Attention(
+        heads=heads,
+        kv_heads=key("num_key_value_heads"),
+        head_dim=key("hidden_size") // heads,
+        qk_norm="head",
+        rope_theta=float(theta),
+    )
+
+
+def _hidden_dim(key: Keys) -> int:
+    """What their key says, or two thirds of it times a factor, rounded up."""
+    given = key("block_ff_dim", None) or key("intermediate_size")
+    if not key("block_auto_adjust_ff_dim", True):
+        return given
+    multiple = key("block_multiple_of", 256)
+    return -(-int(key("block_ffn_dim_multiplier", 1.0) * int(2 * given / 3)) // multiple) * multiple
+
+
+def _to_hf(config: ModelConfig) -> Json:
+    written = common_to_hf(config)
+    written |= dict(
+        model_type="lfm2",
+        norm_eps=written.pop("rms_norm_eps"),
+        layer_types=["conv" if layer.mixer.linear else "full_attention" for layer in config.layers],
+        intermediate_size=config.hidden_dim,
+        block_auto_adjust_ff_dim=False,
+        conv_bias=False,
+    )
+    if conv := options_of(config, ShortConv):
+        written["conv_L_cache"] = conv.conv_size
+    if attention := options_of(config, Attention):
+        written |= dict(
+            num_attention_heads=attention.heads,
+            num_key_value_heads=attention.kv_heads,
+            rope_parameters=dict(rope_type="default", rope_theta=attention.rope_theta),
+        )
+    return written
+
+
+LFM2 = Family(MODEL, LAYERS, MLP, (), _from_hf, _to_hf)
+
+# --- Presets ---------------------------------------------------------------------------------------------------------
+
+
+def _lfm2(dim: int, heads: int, hidden_dim: int, attention: tuple[int, ...], num_layers: int = 16) -> ModelConfig:
+    """attention: its layers."""
+    conv = ShortConv(channels=dim)
+    softmax = Attention(heads=heads, kv_heads=8, head_dim=64, qk_norm="head", rope_theta=1e6)
+    layers = [softmax if i in attention else conv for i in range(num_layers)]
+    return ModelConfig(65536, dim, shortest(layers), num_layers, hidden_dim, tie_embeddings=True)
+
+
+_ATTENTION = (2, 5, 8, 10, 12, 14)
+
+LFM2_MODELS = {
+    "debug": ModelConfig(
+        vocab_size=320,
+        dim=128,
+        pattern=(
+            ShortConv(channels=128),
+            Attention(heads=4, kv_heads=2, head_dim=32, qk_norm="head", rope_theta=1e6),
+        ),
+        num_layers=2,
+        hidden_dim=256,
+        tie_embeddings=True,
+    ),
+    "350M": _lfm2(1024, 16, 4608, _ATTENTION),
+    "700M": _lfm2(1536, 24, 6912, _ATTENTION),
+    "1.2B": _lfm2(2048, 32, 8192, _ATTENTION),
+}

@@ -1,0 +1,74 @@
+"""The gated short convolution of LFM2: y = C ⊙ conv(B ⊙ x), where B, C and x are projections of the layer's input."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from titan_linear.models.cases import Draws, OpCase, convolution_case
+from titan_linear.models.config import Documents, MixerOptions, ModelConfig
+from titan_linear.models.layers import ConvWeight, cut, project
+from titan_linear.models.plan import BatchPlan
+from titan_linear.ops import causal_conv1d
+from titan_linear.ops.runtime.support import Choice
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShortConv(MixerOptions):
+    channels: int
+    conv_size: int = 3
+
+    name: ClassVar[str] = "short_conv"
+    linear: ClassVar[bool] = True
+
+    @property
+    def ops(self) -> dict[str, dict[str, int]]:
+        return {"causal_conv1d": {"W": self.conv_size}}
+
+    def flops(self, dim: int, documents: Documents) -> int:
+        """Projections to B, C, x and from the output; the convolution."""
+        return (8 * dim + 2 * self.conv_size) * self.channels * documents.tokens
+
+    def cases(self, draw: Draws) -> Iterator[OpCase]:
+        yield convolution_case(draw, self.channels, self.conv_size, activation=None)
+
+    @property
+    def head_counts(self) -> dict[str, int]:
+        return {"channels": self.channels}
+
+    def indivisible_heads(self, ranks: int) -> None:
+        """No all-to-all splits it: ranks exchange the tokens before their fragments."""
+
+    def build(self, config: ModelConfig) -> ShortConvMixer:
+        return ShortConvMixer(self, config)
+
+
+class ShortConvMixer(nn.Module):
+    """The cache holds `conv` [B, channels, W−1], the convolution's last inputs."""
+
+    split: ClassVar[dict[str, int]] = {
+        **dict.fromkeys(("b_proj.weight", "c_proj.weight", "x_proj.weight", "conv1d.weight"), 0),
+        "o_proj.weight": 1,
+    }
+
+    def __init__(self, options: ShortConv, config: ModelConfig):
+        super().__init__()
+        self.b_proj, self.c_proj, self.x_proj = (nn.Linear(config.dim, options.channels, bias=False) for _ in range(3))
+        self.conv1d = ConvWeight(options.channels, options.conv_size)
+        self.o_proj = nn.Linear(options.channels, config.dim, bias=False)
+        self.implementations: dict[str, Choice] = {}
+
+    def forward(self, x: torch.Tensor, plan: BatchPlan, cache: dict[str, torch.Tensor] | None = None) -> torch.Tensor:
+        """x [B, T, dim] -> [B, T, dim]. A cache holds what earlier tokens left; it is updated in place."""
+        projections = self.b_proj, self.c_proj, self.x_proj
+        B, C, x = cut(project(x, *projections), *(len(p.weight) for p in projections))
+        states = {} if cache is None else {"initial_state": cache.get("conv"), "output_final_state": True}
+        impl = self.implementations.get("causal_conv1d", "auto")
+        y, tail = causal_conv1d(B * x, self.conv1d.weight, None, impl=impl, **plan.documents, **states)
+        if cache is not None:
+            cache["conv"] = tail
+        return self.o_proj(C * y)
